@@ -8,18 +8,18 @@ from torch import Tensor
 
 from flashtile._backends import devices
 from flashtile._backends.alignment import aligned
-from flashtile.ops.attention.backend import AttentionCall, Phase
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, table_of
+from flashtile.ops.attention.backend import AttentionCall, Phase, facts_of_side
+from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, SideInputs, Wanted
 
 
 def hopper_call(
-    phase: Phase, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, learned_slopes: bool = False
-) -> AttentionCall:
+    phase: Phase, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec,
+    wanted: Wanted = NOTHING_WANTED,
+) -> AttentionCall:  # fmt: skip
     """A call of "auto" on an H200, with tensors that may be on a CPU."""
     return AttentionCall(
         "auto", phase, "cuda", devices.KNOWN_DEVICES["sm_90"], 132, None, False, q.dtype, q.shape, k.shape, v.shape,
-        aligned(q, k, v), side.packed, side.key_lengths is not None, table_of(side.bias),
-        side.mask is not None, side.alibi_slopes is not None, learned_slopes, spec,
+        aligned(q, k, v), *facts_of_side(side), wanted, spec,
     )  # fmt: skip
 
 

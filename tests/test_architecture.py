@@ -27,6 +27,10 @@ MAX_LINES = 500
 MAX_LINES_OF_KERNELS = 800
 #: Parameters of a function of a kernel file; what belongs together is a `NamedTuple`.
 MAX_PARAMETERS = 40
+#: Files of attention whose code names a modifier, at most (docs/adding_a_feature.md has the number).
+MAX_FILES_OF_A_MODIFIER = 30
+#: Parts of attention that hand on all side inputs alike.
+PASS_ON = {"arguments", "calls", "column_sums", "inspection", "operator"}
 #: What each part of an operation's folder may import from that folder. `operator` reaches the implementations through
 #: `select`, and `reference` for the backward of the backward.
 WITHIN_OPERATION = {
@@ -34,14 +38,21 @@ WITHIN_OPERATION = {
     "api": {
         "block_mask",
         "calls",
+        "canonical",
         "checks",
         "linear",
         "linear_operator",
         "operator",
         "options",
+        "select",
+        "spec",
+    },
+    "canonical": {
+        "block_mask",
+        "checks",
+        "options",
         "philox",
         "score_arguments",
-        "score_program",
         "select",
         "spec",
     },
@@ -51,11 +62,11 @@ WITHIN_OPERATION = {
     "checks": {"block_mask", "spec"},
     "sdpa": {"api", "spec"},
     "flex": {"api", "block_mask", "options"},
-    "explain": {"api", "backend", "checks", "options", "partial", "score_arguments", "select", "spec"},
+    "explain": {"backend", "canonical", "checks", "options", "partial", "select", "spec"},
     "backend": {"spec"},
     "partial": {
-        "api",
         "block_mask",
+        "canonical",
         "checks",
         "mask_parts",
         "operator",
@@ -87,7 +98,7 @@ WITHIN_OPERATION = {
     "select": {"backend", "spec"},
     "forward_mode": {"row_weights", "score_program", "score_tracing", "spec"},
     "row_weights": {"block_mask", "philox", "score_program", "spec"},
-    "inspection": {"api", "checks", "column_sums", "operator", "options", "row_weights", "spec"},
+    "inspection": {"canonical", "checks", "column_sums", "operator", "options", "row_weights", "spec"},
     "column_sums": {"arguments", "calls", "checks", "operator", "select", "spec"},
     "plans": {"spec", "tile_lists"},
     "side_parameters": {"philox", "plans", "spec"},
@@ -314,6 +325,35 @@ def parameters(source: str) -> dict[str, int]:
 
 def test_parameters_of_kernels_are_counted():
     assert parameters("@triton.jit\ndef f(a, b: tl.constexpr, *, c): ...\ndef g(a): ...") == {"f": 3}
+
+
+@pytest.mark.parametrize("modifier", ["sink", "alibi"])
+def test_a_modifier_is_known_where_it_is_applied(modifier):
+    attention = SOURCE / "ops" / "attention"
+    naming = {
+        path.relative_to(attention).with_suffix("").as_posix()
+        for path in attention.rglob("*.py")
+        if any(modifier in name for name in identifiers(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert {"spec", "reference", "cpu/scores", "triton/scores"} <= naming
+    assert not naming & PASS_ON, "hand on all side inputs alike, by the fields of their NamedTuples"
+    assert len(naming) <= MAX_FILES_OF_A_MODIFIER, sorted(naming)
+
+
+def identifiers(tree: ast.AST) -> set[str]:
+    """The names in code, in small letters; not those in comments, docstrings and messages."""
+    found = set()
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "name"):
+            name = getattr(node, field, None)
+            if isinstance(name, str):
+                found.add(name.lower())
+    return found
+
+
+def test_identifiers_are_found():
+    source = "def Ff(aa, *, bb=0):\n    'zz'\n    return gg(hh=aa.ii)"
+    assert identifiers(ast.parse(source)) == {"ff", "aa", "bb", "gg", "hh", "ii"}
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,9 @@ def cases() -> dict[str, Callable[[], Any]]:
     attention("hopper", "hopper")
     attention("hopper causal", "hopper", causal=True)
     attention("triton", "triton")
+    sinks, mask = torch.zeros(2), torch.ones(1, 1, 128, 128, dtype=torch.bool)
+    attention("hopper with sinks", "hopper", sinks=sinks)
+    attention("hopper with mask", "hopper", mask=mask)
     packed = [tensor(128, 2, 64) for _ in range(3)]
     offsets = torch.tensor([0, 64, 128], dtype=torch.int32)
     found["attention hopper packed"] = lambda: flashtile.attention_varlen(*packed, offsets, backend="hopper")

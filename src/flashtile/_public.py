@@ -7,6 +7,7 @@ from flashtile.ops.attention.explain import Explanation, explain
 from flashtile.ops.attention.flex import flex_attention
 from flashtile.ops.attention.fp8 import quantize_fp8
 from flashtile.ops.attention.inspection import attention_column_sums, attention_probs
+from flashtile.ops.attention.options import AttentionOptions
 from flashtile.ops.attention.partial import AttentionPart, attention_backward, attention_part
 from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
 from flashtile.ops.attention.score_program import ScoreFunction
@@ -29,6 +30,7 @@ from flashtile.ops.softmax.merge import (
 )
 
 __all__ = [
+    "AttentionOptions",
     "AttentionPart",
     "BlockMask",
     "Explanation",

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from flashtile._backends.launch import KernelSource, Parameter, Plan, make_plan, plan_of
-from flashtile._backends.tma import Layout
+from flashtile._backends.launch import KernelSource, Parameter, Plan, make_plan
+from flashtile._backends.tma import TensorLayout
 from flashtile.ops.attention import hopper as package
 from flashtile.ops.attention import reference
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
@@ -54,7 +54,6 @@ class EmulatedHopper:
         self.modules = _copies()
         changes = {
             "make_plan": lambda *described, **cut: self._emulated(make_plan(*described, **cut)),
-            "plan_of": lambda *described: self._emulated(plan_of(*described)),
             "chunks_maker": _describe_chunks,
             "descriptor_parameter": lambda dtype, box, swizzled=True: Parameter("constexpr" if box is None else _DESC),
             "multiprocessors": lambda device: multiprocessors,
@@ -119,7 +118,7 @@ def _parameter(name: str, of: str, multiple: int, argument: Any) -> Any:
 
 
 def _describe_chunks(
-    dtype: torch.dtype, boxes: tuple[tuple[int, ...] | None, ...], layout: Layout, swizzled: bool = True
+    dtype: torch.dtype, boxes: tuple[tuple[int, ...] | None, ...], layout: TensorLayout, swizzled: bool = True
 ) -> Callable[[int], tuple]:
     def make(address: int) -> tuple:
         return tuple(
@@ -153,9 +152,9 @@ def _bias_gradient(
     return gradients.bias.to(side.bias.dtype)
 
 
-def _sum_of_parts(plan: Plan | None, parts: Tensor, dtype: torch.dtype) -> Tensor:
+def _sum_of_parts(plan: Plan | None, parts: Tensor) -> Tensor:
     """In the place of another portable kernel."""
-    return parts.squeeze(0) if plan is None else parts.sum(0).to(dtype)
+    return parts.squeeze(0) if plan is None else parts.sum(0).to(plan.outputs[0].dtype)
 
 
 def _copies() -> dict[str, ModuleType]:

@@ -9,6 +9,7 @@ from backend_calls import hopper_call
 from flashtile.ops.attention import select
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.wide_backward_configs import is_wide
+from flashtile.ops.attention.spec import NOTHING_WANTED, Wanted
 from gluon_emulator.hopper import EmulatedHopper
 
 _serve = select.implementation
@@ -27,16 +28,16 @@ def served_by(emulated: EmulatedHopper) -> Callable[..., Any]:
     """
 
     def implementation(
-        phase: Any, q: Any, k: Any, v: Any, side: Any, spec: Any, backend: str, learned_slopes: bool = False,
-        learned_captured: bool = False,
+        phase: Any, q: Any, k: Any, v: Any, side: Any, spec: Any, backend: str,
+        wanted: Wanted = NOTHING_WANTED,
     ) -> Any:  # fmt: skip
-        call = hopper_call(phase, q, k, v, side, spec, learned_slopes)._replace(requested="hopper")
+        call = hopper_call(phase, q, k, v, side, spec, wanted)._replace(requested="hopper")
         reason = unsupported_reason(call)
         wide = is_wide(*call.head_dims)
-        if backend == "hopper" and phase == "backward" and ((wide and reason) or learned_captured):
+        if backend == "hopper" and phase == "backward" and ((wide and reason) or any(wanted.captured)):
             backend = "cpu"  # any backward follows any forward
         if backend != "hopper":
-            return _serve(phase, q, k, v, side, spec, backend, learned_slopes, learned_captured)
+            return _serve(phase, q, k, v, side, spec, backend, wanted)
         if reason:
             raise NotServedError(reason)
         return emulated

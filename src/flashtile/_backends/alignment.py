@@ -19,6 +19,12 @@ def used_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int,
     return tuple(0 if size == 1 and stride % 16 else stride for size, stride in zip(shape, strides))
 
 
+def batch_row_head(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The used strides of the first dimensions of `[batch, rows, heads, head_dim]`; 0 for the batch of `[rows, heads,
+    head_dim]`."""
+    return (0, *used_strides(shape, strides))[-4:-1]
+
+
 def aligned(*tensors: Tensor) -> bool:
     """Whether TMA can read 16-bit or 8-bit tensors `[..., rows, heads, head_dim]`: addresses and strides are multiples
     of 16 bytes, but those of dimensions of one."""

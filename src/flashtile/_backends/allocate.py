@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,20 @@ try:
     from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 except ImportError:
     _empty_strided_cuda = None
+
+
+class Layout(NamedTuple):
+    """A tensor without its memory: shape, strides and dtype."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def contiguous(shape: Sequence[int], dtype: torch.dtype) -> Layout:
+    """The layout of a contiguous tensor."""
+    shape = tuple(shape)  # a plain one: the fast allocation takes no torch.Size
+    return Layout(shape, contiguous_strides(shape), dtype)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -38,17 +53,23 @@ def _check_types(*sizes: tuple[int, ...]) -> None:
     assert all(type(each) is tuple for each in sizes), sizes
 
 
-def allocator(
-    layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]], device: torch.device
-) -> Callable[[], list[Tensor]]:
-    """A function that gives memory of each layout, as `empty` does, anew in each call."""
-    shapes, strides, dtypes = zip(*layouts)
+def allocator(layouts: Sequence[Layout | None], device: torch.device) -> Callable[[], list[Any]]:
+    """A function that gives memory of each layout, as `empty` does, anew in each call; None for None."""
+    present = [layout for layout in layouts if layout is not None]
+    absent = [place for place, layout in enumerate(layouts) if layout is None]
+    shapes, strides, dtypes = zip(*present) if present else ((), (), ())
     _check_types(*shapes, *strides)
     index = device.index if _empty_strided_cuda is not None and device.type == "cuda" else None
 
-    def allocate() -> list[Tensor]:
+    def allocate() -> list[Any]:
         if index is not None and index == _cuda_getDevice() and not torch._C._get_deterministic_algorithms():
             return [*map(_empty_strided_cuda, shapes, strides, dtypes)]
-        return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in layouts]
+        return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in present]
 
-    return allocate
+    def allocate_present() -> list[Any]:
+        made = allocate()
+        for place in absent:
+            made.insert(place, None)
+        return made
+
+    return allocate_present if absent else allocate

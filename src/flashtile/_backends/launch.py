@@ -28,6 +28,7 @@ from torch import Tensor
 from triton.compiler import ASTSource, CompiledKernel
 
 from flashtile._backends import observe, together
+from flashtile._backends.allocate import Layout, allocator
 from flashtile._backends.devices import DeviceFacts, device_facts, interpreting, target_of
 from flashtile._backends.launcher import arguments_of, c_function, filling, launcher_types, placed, word
 
@@ -104,6 +105,11 @@ def _number(of: str, value: Any, multiple: int) -> Parameter:
 def strides_of(name: str, strides: Mapping[str, int | None], multiple: int = 1) -> dict[str, Parameter]:
     """The parameters `stride_<name>_<dimension>`, in elements."""
     return {f"stride_{name}_{dimension}": int64(stride, multiple) for dimension, stride in strides.items()}
+
+
+def constants_of(cut: Any) -> dict[str, Any]:
+    """The fields of a NamedTuple as constants of kernels, by their names in capitals, such as BLOCK_N."""
+    return {name.upper(): value for name, value in cut._asdict().items()}
 
 
 class GroupShape(NamedTuple):
@@ -250,13 +256,23 @@ class Plan:
         source: what is launched.
         programs: thread blocks; 0: `launch` does nothing.
         scalars: the last run-time arguments, which are the same for all launches.
+        outputs: layouts of what the kernel writes; None for one that this call does not have.
+        allocate: makes memory for them.
         launch: enqueues the kernel on the device's current stream.
     """
 
-    __slots__ = ("device", "launch", "programs", "scalars", "source")
+    __slots__ = ("allocate", "device", "launch", "outputs", "programs", "scalars", "source")
 
-    def __init__(self, source: KernelSource, programs: int, scalars: tuple[Any, ...], device: torch.device) -> None:
+    def __init__(
+        self,
+        source: KernelSource,
+        programs: int,
+        scalars: tuple[Any, ...],
+        device: torch.device,
+        outputs: Sequence[Layout | None] = (),
+    ) -> None:
         self.source, self.programs, self.scalars, self.device = source, programs, scalars, device
+        self.outputs, self.allocate = outputs, allocator(outputs, device)
         self.launch: Callable[..., None] = self._first_launch if programs else _launch_nothing
 
     def _first_launch(self, *given: Any) -> None:
@@ -279,29 +295,21 @@ def make_plan(
     num_warps: int,
     num_stages: int = 1,
     max_registers: int | None = None,
+    outputs: Sequence[Layout | None] = (),
 ) -> Plan:
-    """The plan of a kernel; see `specialise` for the arguments. What a launch is given comes before what the plan has.
+    """The plan of a kernel; see `specialise` and `Plan` for the arguments. What a launch is given comes before what the
+    plan has.
 
     Raises:
         TypeError: a parameter is not described.
     """
     source = specialise(function, parameters, constants, num_warps, num_stages, max_registers)
-    return plan_of(source, values_of(parameters), programs, device)
-
-
-def values_of(parameters: Mapping[str, Parameter | Group]) -> dict[str, Any]:
-    """What every launch of a plan passes, by name."""
-    return {name: parameter.value for name, parameter in flattened(parameters).items() if parameter.value is not GIVEN}
-
-
-def plan_of(source: KernelSource, values: Mapping[str, Any], programs: int, device: torch.device) -> Plan:
-    """The plan of a specialisation. `values`: of the parameters that are the same for all launches, by name. The others
-    come first, and each launch is given them."""
+    values = {name: each.value for name, each in flattened(parameters).items() if each.value is not GIVEN}
     names = source.names
     given = sum(name not in values for name in names)
     late = [name for name in names[given:] if name not in values]
-    assert not late, f"{source.function.__name__}: what a launch is given comes before what the plan has, but {late}"
-    return Plan(source, programs, tuple(values[name] for name in names[given:]), device)
+    assert not late, f"{function.__name__}: what a launch is given comes before what the plan has, but {late}"
+    return Plan(source, programs, tuple(values[name] for name in names[given:]), device, outputs)
 
 
 _Made = TypeVar("_Made")

@@ -26,7 +26,7 @@ PACKED_ROWS = 2**30
 _UNBOUNDED = 0x7FFF0000
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """Shape and strides of a tensor in elements, and what is read outside of it: 0, or NaN."""
 
     shape: tuple[int, ...]
@@ -34,18 +34,18 @@ class Layout(NamedTuple):
     nan_outside: bool = False
 
 
-def strided_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
+def strided_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorLayout:
     """The layout of a tensor whose last dimension is contiguous."""
-    return Layout(shape, (*used_strides(shape, strides)[:-1], 1))
+    return TensorLayout(shape, (*used_strides(shape, strides)[:-1], 1))
 
 
-def broadcast_layout(shape: tuple[int, ...], strides: tuple[int, ...], nan_outside: bool = False) -> Layout:
+def broadcast_layout(shape: tuple[int, ...], strides: tuple[int, ...], nan_outside: bool = False) -> TensorLayout:
     """The same of a tensor that may broadcast: a dimension without a stride has one element."""
     once = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides))
     return strided_layout(once, strides)._replace(nan_outside=nan_outside)
 
 
-def packed_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
+def packed_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorLayout:
     """A packed tensor `[total, heads, head_dim]` with its rows three times, for the bounds check of one sequence.
 
     Row `r` of the sequence that has the rows from `begin` to `begin + length` lies at the coordinates
@@ -54,7 +54,7 @@ def packed_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
     """
     _, heads, head_dim = shape
     row_stride, head_stride, _ = used_strides(shape, strides)
-    return Layout(
+    return TensorLayout(
         (_UNBOUNDED, _UNBOUNDED, PACKED_ROWS, heads, head_dim),
         (2**34 - row_stride, row_stride, row_stride, head_stride, 1),
     )
@@ -76,7 +76,7 @@ def descriptor_parameter(dtype: torch.dtype, box: tuple[int, ...] | None, swizzl
 
 
 def descriptor_maker(
-    dtype: torch.dtype, box: tuple[int, ...], layout: Layout, swizzled: bool = True
+    dtype: torch.dtype, box: tuple[int, ...], layout: TensorLayout, swizzled: bool = True
 ) -> Callable[[int], tuple]:
     """A function from the address of a tensor to what a launch takes for a parameter of `descriptor_type`.
 
@@ -87,7 +87,7 @@ def descriptor_maker(
 
 
 def chunks_maker(
-    dtype: torch.dtype, boxes: tuple[tuple[int, ...] | None, ...], layout: Layout | None, swizzled: bool = True
+    dtype: torch.dtype, boxes: tuple[tuple[int, ...] | None, ...], layout: TensorLayout | None, swizzled: bool = True
 ) -> Callable[[int], tuple]:
     """The same for the chunks of columns in which a tensor is moved, each by a descriptor of its own; None in the place
     of one that there is not. `layout`: None if there is none at all."""
@@ -112,7 +112,7 @@ def joined(makers: Sequence[Callable[[int], tuple]]) -> Callable[..., tuple]:
     return make
 
 
-def _encoded(dtype: torch.dtype, box: tuple[int, ...], layout: Layout, swizzled: bool, address: int) -> tuple:
+def _encoded(dtype: torch.dtype, box: tuple[int, ...], layout: TensorLayout, swizzled: bool, address: int) -> tuple:
     """For the launcher's C function (see `launch`): the encoded descriptor, then shape and strides."""
     swizzle = swizzle_bytes(dtype, box, swizzled)
     # Triton moves wider boxes in several messages.
@@ -123,7 +123,7 @@ def _encoded(dtype: torch.dtype, box: tuple[int, ...], layout: Layout, swizzled:
     return encode(address, *arguments, int(nan_outside)), *shape, *strides
 
 
-def _described(dtype: torch.dtype, box: tuple[int, ...], layout: Layout, swizzled: bool, address: int) -> tuple:
+def _described(dtype: torch.dtype, box: tuple[int, ...], layout: TensorLayout, swizzled: bool, address: int) -> tuple:
     """For Triton's launcher object, which encodes descriptors itself."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

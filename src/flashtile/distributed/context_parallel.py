@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -39,29 +39,13 @@ _sound: set[tuple[Any, ...]] = set()
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    class Options(TypedDict, total=False):
+    class Options(flashtile.AttentionOptions, total=False):
         """The optional arguments, for type checkers: with `return_lse` a call returns a pair."""
 
         strategy: Strategy
         layout: LayoutKind
         cu_seqlens: Sequence[int] | Tensor | None
-        causal: bool
-        align: Align
-        window: Window | None
-        scale: float | None
-        dropout_p: float
-        dropout_seed: Tensor | None
-        key_lengths: Tensor | None
-        softcap: float | None
-        bias: Tensor | None
-        alibi_slopes: Tensor | None
-        mask: Tensor | None
-        sinks: Tensor | None
         reduce_gradients: bool
-        deterministic: bool
-        backend: str
-        block_mask: flashtile.BlockMask | None
-        score_mod: ScoreMod | None
 
 
 @overload

@@ -160,10 +160,10 @@ def test_block_masks_of_large_tiles_are_served(phase: Phase, changes: dict) -> N
 def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:
     """Also where the forward was asked for by name: its out and lse are those of any backend."""
     assert _chosen("backward") == _chosen("backward", "hopper") == "hopper"
-    assert _chosen("forward", "hopper", learned_slopes=True) == "hopper"
+    assert _chosen("forward", "hopper", wanted=Wanted(alibi_slopes=True)) == "hopper"
     assert _chosen("backward", "hopper", score_program=UNCHANGED) == "hopper"
-    assert _chosen("backward", "hopper", score_program=UNCHANGED, learned_captured=True) == "triton"
-    assert _chosen("backward", "hopper", learned_slopes=True) == "hopper"
+    assert _chosen("backward", "hopper", score_program=UNCHANGED, wanted=Wanted(captured=(True,))) == "triton"
+    assert _chosen("backward", "hopper", wanted=Wanted(alibi_slopes=True)) == "hopper"
     for backend in ("auto", "hopper"):
         assert _chosen("backward", backend, head_dim=36) == "hopper"
         assert _chosen("backward", backend, head_dim=257) == _chosen("backward", backend, head_dim_v=264) == "hopper"
@@ -1184,7 +1184,7 @@ def _check_8_bit_scores(binary: Binary, block_n: int) -> None:
 @pytest.mark.parametrize("head_dim_v", [8, 96, 256])
 def test_widened_values_are_written_16_bytes_at_a_time(head_dim_v: int) -> None:
     shape = torch.Size((2, 100, 4, head_dim_v))
-    plan = make_widening(shape, contiguous_strides(shape), torch.device("cuda", 0)).plan
+    plan = make_widening(shape, contiguous_strides(shape), torch.device("cuda", 0))
     check_code(plan.source, "sm_90", _check_widening)
 
 

@@ -355,7 +355,8 @@ def test_a_copy_of_lists_lives_when_outputs_are_allocated(module: Any, monkeypat
         raise _AllocatedError
 
     aligned_lists = module.with_aligned_lists
-    plan = SimpleNamespace(kernel=SimpleNamespace(programs=1), widening=None, allocate=allocate)
+    kernel = SimpleNamespace(programs=1, allocate=allocate)
+    plan = SimpleNamespace(kernel=kernel, widening=None, allocate=allocate)
     monkeypatch.setattr(module, "with_aligned_lists", with_aligned_lists)
     monkeypatch.setattr(module, "_plan_for", lambda *_: plan)
     lists = torch.zeros(9, dtype=torch.int32)[1:]

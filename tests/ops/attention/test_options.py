@@ -21,7 +21,7 @@ FUNCTIONS: dict[Callable[..., Any], type] = {
     flashtile.attention_probs: options.ProbsOptions,
     flashtile.attention_column_sums: options.ColumnSumsOptions,
     flashtile.attention_part: options.PartOptions,
-    flashtile.attention_backward: options.BackwardOptions,
+    flashtile.attention_backward: flashtile.AttentionOptions,
 }
 
 
@@ -51,11 +51,14 @@ def test_every_option_has_a_type_and_a_default() -> None:
     assert everything == set(Taken._fields) == Taken._field_defaults.keys()
 
 
-def test_context_parallelism_has_the_same_defaults() -> None:
+def test_context_parallelism_has_the_same_types_and_defaults() -> None:
     parameters = inspect.signature(context_parallel_attention).parameters
-    shared = parameters.keys() & set(Taken._fields)
-    assert shared == options.names_of(options.BackwardOptions) | {"return_lse", "return_max_scores"}
-    assert all(parameters[name].default == Taken._field_defaults[name] for name in shared)
+    kinds = {**flashtile.AttentionOptions.__annotations__, "return_lse": bool, "return_max_scores": bool}
+    assert parameters.keys() & set(Taken._fields) == kinds.keys()
+    for name, kind in kinds.items():
+        assert parameters[name].default == Taken._field_defaults[name], name
+        written = parameters[name].annotation.replace("flashtile.", "")
+        assert written == getattr(kind, "__forward_arg__", "bool"), name
 
 
 def test_options_are_taken_or_refused() -> None:

@@ -123,7 +123,7 @@ def test_a_call_without_outputs_launches_nothing(kernel: str, change: dict, runs
 )
 def test_outputs(kernel: str, shapes: list[tuple[int, ...]]) -> None:
     call = Call(head_dim=40, head_dim_v=24, seq_q=30, seq_k=50, heads=6, heads_kv=3)
-    assert [layout.shape for layout in plan(kernel, _HOPPER, call).outputs] == shapes
+    assert [layout.shape for layout in plan(kernel, _HOPPER, call).kernel.outputs] == shapes
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_heads_that_share_keys_are_divided_where_there_are_few_key_tiles(
     assert found.shares == shares
     given = [passed_by(found.kernel)[name] for name in ("batch", "heads", "group", "shares")]
     assert given == [batch, heads, heads // heads_kv // shares, shares]
-    assert {output.shape for output in found.outputs} == {(batch, seq, heads_kv * shares, 64)}
+    assert {output.shape for output in found.kernel.outputs} == {(batch, seq, heads_kv * shares, 64)}
     assert found.kernel.programs == plan("dkdv", _HOPPER, call._replace(heads=heads_kv)).kernel.programs * shares
     assert plan("dq", _HOPPER, call).shares == 1
 
@@ -293,8 +293,10 @@ def test_memory_elsewhere_is_allocated_without_asking_for_a_gpu(device: str, mon
 def test_an_out_that_lies_worse_than_the_others_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """`attention_backward` takes any out; the dq kernel is compiled for where q, k, v and dout lie."""
     launched: list[tuple] = []
-    kernel = SimpleNamespace(launch=lambda *given: launched.append(given), programs=1)
-    faked = AttentionPlan(kernel, (((1,), (1,), torch.float32),) * 2)  # type: ignore[arg-type]
+    kernel = SimpleNamespace(
+        launch=lambda *given: launched.append(given), programs=1, allocate=lambda: [torch.zeros(1), torch.zeros(1)]
+    )
+    faked = AttentionPlan(kernel)  # type: ignore[arg-type]
     monkeypatch.setattr(launch, "plan_for", lambda *_: faked)
     monkeypatch.setattr(launch, "pointer", lambda tensor: 0 if tensor is None else tensor.data_ptr())
     x = torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)

@@ -47,7 +47,7 @@ def forward_plan(device: devices.DeviceFacts, call: Call) -> Plan:
     """The plan of a forward call."""
     return _planned(
         launch._forward_plan, device, call.dtype, call.label_dtype, (call.rows, call.width), call.width + call.padding,
-        call.misalignment, call.partial, call.partial, call.spec(),
+        call.misalignment, call.partial, call.spec(),
     )  # fmt: skip
 
 

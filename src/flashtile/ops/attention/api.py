@@ -1,28 +1,27 @@
-"""The public attention functions: what a user calls. They check, build the spec, and hand on to the operator."""
+"""The public attention functions: what a user calls. They check, make the call canonical, and hand it on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
-import torch
 from torch import Tensor
 
-from flashtile.ops.attention import calls, checks, select
+from flashtile.ops.attention import calls, checks
 from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.canonical import (
+    DENSE_LAYOUT,
+    PACKED_LAYOUT,
+    add_scores,
+    build_spec,
+    checked_qkv,
+    representable_scale,
+    resolve_dropout,
+)
 from flashtile.ops.attention.operator import run_attention, run_plain, run_unrecorded
-from flashtile.ops.attention.options import Align, DenseOptions, ScoreMod, VarlenOptions, Window
-from flashtile.ops.attention.philox import draw_dropout_seed
-from flashtile.ops.attention.score_arguments import add_score_mod
+from flashtile.ops.attention.options import Align, DenseOptions, ScoreMod, Taken, VarlenOptions, Window
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
 from flashtile.ops.common.other_names import refuse_other_names
-
-DENSE_LAYOUT = ("batch", "seq", "heads", "head_dim")
-PACKED_LAYOUT = ("total", "heads", "head_dim")
-
-#: A scale below it might be 0 in float32, in which scores are computed, and hidden ones times 0 are NaN; so it is one
-#: of 0, for which backends are made.
-_LEAST_SCALE = 2.0**-126
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -151,16 +150,20 @@ def attention(
     """
     if other_names:
         refuse_other_names(attention, other_names)
-    key = None
-    # A call without other tensors may be like an earlier one.
+    key, unchanged = None, False
     if (
-        key_lengths is None and bias is None and alibi_slopes is None and mask is None and block_mask is None
-        and score_mod is None and sinks is None and descale_q is None and descale_k is None and descale_v is None
-        and dropout_seed is None and type(dropout_p) is float and not dropout_p and not return_max_scores
+        bias is None and alibi_slopes is None and mask is None and block_mask is None and score_mod is None
+        and sinks is None and descale_q is None and descale_k is None and descale_v is None
     ):  # fmt: skip
-        key = calls.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
-        if key is not None and (call := calls.found(key, q, k, v)) is not None:
-            return run_plain(q, k, v, call, return_lse)
+        unchanged = True
+        # A call without other tensors may be like an earlier one.
+        if (
+            key_lengths is None and dropout_seed is None and type(dropout_p) is float and not dropout_p
+            and not return_max_scores
+        ):  # fmt: skip
+            key = calls.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
+            if key is not None and (call := calls.found(key, q, k, v)) is not None:
+                return run_plain(q, k, v, call, return_lse)
     q, k, v = checked_qkv(q, k, v, DENSE_LAYOUT, eight_bits=True)
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, q.shape[0], q.device, "one length for each batch entry")
@@ -168,15 +171,12 @@ def attention(
         dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
     spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap)
     side = SideInputs(None, None, q.shape[1], k.shape[1], key_lengths, dropout_seed)
-    if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
-        sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
-        side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks)
-    if block_mask is not None:
-        side, spec = add_block_mask(side, spec, q, block_mask)
-    if score_mod is not None:
-        side, spec = add_score_mod(side, spec, q, score_mod)
-    if q.dtype is FP8 or not (descale_q is descale_k is descale_v is None):
-        side = add_descales(side, q, k, v, q.shape[0], descale_q, descale_k, descale_v)
+    if not unchanged or q.dtype is FP8:
+        given = Taken(
+            bias=bias, mask=mask, alibi_slopes=alibi_slopes, block_mask=block_mask, score_mod=score_mod, sinks=sinks,
+            descale_q=descale_q, descale_k=descale_k, descale_v=descale_v,
+        )  # fmt: skip
+        side, spec = add_scores(side, spec, q, k, v, q.shape[0], given)
     if return_max_scores:
         results = run_attention(q, k, v, side, spec._replace(returns_max_scores=True), backend)
         return results if return_lse else results[::2]
@@ -294,18 +294,17 @@ def attention_varlen(
         key_lengths,
         dropout_seed,
     )
-    if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
-        if bias is not None or mask is not None:
-            checks.check_longest(max_seqlen_q, max_seqlen_k)
-        sizes = 1, q.shape[1], side.max_seqlen_q, side.max_seqlen_k
-        side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks, batch)
-    if block_mask is not None:
-        checks.check_longest(max_seqlen_q, max_seqlen_k)
-        side, spec = add_block_mask(side, spec, q, block_mask)
-    if score_mod is not None:
-        side, spec = add_score_mod(side, spec, q, score_mod)
-    if q.dtype is FP8 or not (descale_q is descale_k is descale_v is None):
-        side = add_descales(side, q, k, v, batch, descale_q, descale_k, descale_v)
+    unchanged = (
+        bias is None and alibi_slopes is None and mask is None and block_mask is None and score_mod is None
+        and sinks is None and descale_q is None and descale_k is None and descale_v is None
+    )  # fmt: skip
+    if not unchanged or q.dtype is FP8:
+        given = Taken(
+            bias=bias, mask=mask, alibi_slopes=alibi_slopes, block_mask=block_mask, score_mod=score_mod, sinks=sinks,
+            descale_q=descale_q, descale_k=descale_k, descale_v=descale_v,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        )  # fmt: skip
+        side, spec = add_scores(side, spec, q, k, v, batch, given)
     if return_max_scores:
         results = run_attention(q, k, v, side, spec._replace(returns_max_scores=True), backend)
         return results if return_lse else results[::2]
@@ -327,7 +326,7 @@ def forward_of_checked(
     """(out, lse) for operations that have checked and resolved these arguments of `attention`, within an operator of
     their own: without checks, autocast and autograd, which cost as much host time as a small call."""
     side = SideInputs(None, None, q.shape[1], k.shape[1], None, None, None, None, alibi_slopes, sinks)
-    scale = _representable_scale(scale, q.dtype)
+    scale = representable_scale(scale, q.dtype)
     return run_unrecorded(q, k, v, side, AttentionSpec(scale, *window, softcap=softcap), backend)
 
 
@@ -336,154 +335,5 @@ def forward_of_unmasked(
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
     """A function that computes calls like a checked one in which every query sees every key, for any number of keys;
     None where the backend has none. Where it returns None, `forward_of_checked` has to find the result."""
-    spec = AttentionSpec(_representable_scale(scale, q.dtype))
+    spec = AttentionSpec(representable_scale(scale, q.dtype))
     return calls.prepared_unmasked(q, k, v, spec, backend)
-
-
-def checked_qkv(
-    q: Tensor, k: Tensor, v: Tensor, layout: tuple[str, ...], eight_bits: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v after the checks of their shapes, dtypes and devices, under autocast in its dtype."""
-    try:
-        q, k, v = checks.autocast(q, k, v)
-        checks.check_qkv(q, k, v, layout, eight_bits)
-    except AttributeError:
-        # Looked into only now, so that a call with tensors does not pay for it.
-        checks.check_tensors(q=q, k=k, v=v)
-        raise
-    return q, k, v
-
-
-def deterministic_mode() -> bool:
-    """Whether the program asked all of PyTorch for results that are the same in every run."""
-    return torch.are_deterministic_algorithms_enabled()
-
-
-def build_spec(
-    q: Tensor,
-    causal: bool,
-    align: str,
-    window: Window | None,
-    scale: float | None,
-    dropout_p: float,
-    deterministic: bool,
-    backend: str,
-    softcap: float | None = None,
-) -> AttentionSpec:
-    checks.check_choice("align", align, ("bottom_right", "top_left"))
-    select.BACKENDS.check(backend)
-    if not (isinstance(causal, bool) and isinstance(deterministic, bool)):
-        checks.raise_not_bool(causal=causal, deterministic=deterministic)
-    left, right = checks.resolve_window(causal, window)
-    scale = checks.resolve_scale(scale, q.shape[-1])
-    scale = _representable_scale(scale, q.dtype)
-    softcap = 0.0 if softcap is None else checks.resolve_softcap(softcap)
-    deterministic = deterministic or deterministic_mode()
-    return AttentionSpec(scale, left, right, align == "top_left", dropout_p, deterministic, softcap)
-
-
-def _representable_scale(scale: float, dtype: torch.dtype) -> float:
-    """0 for a scale that float32 flushes."""
-    return 0.0 if -_LEAST_SCALE < scale < _LEAST_SCALE and dtype is not torch.float64 else scale
-
-
-def lengths_of(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    key_lengths: Tensor | None,
-    tables: bool,
-) -> tuple[SideInputs, int]:
-    """The lengths of a call that is packed where it has `cu_seqlens_q`, and how many batch entries or sequences it has.
-    `tables`: it has a bias, a mask or a block mask, whose rows and columns the bounds count.
-
-    For functions that serve both; `attention` and `attention_varlen` know which they are.
-    """
-    if cu_seqlens_q is None:
-        given = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-        for name, argument in given.items():
-            if argument is not None:
-                raise ValueError(
-                    f"{name}: expected it beside cu_seqlens_q only, got {argument!r}; leave it out of a dense call"
-                )
-        batch, rows_q, rows_k = q.shape[0], q.shape[1], k.shape[1]
-    else:
-        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        batch, rows_q, rows_k = checks.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q.device), q.shape[0], k.shape[0]
-        checks.check_max_seqlen("max_seqlen_q", max_seqlen_q)
-        checks.check_max_seqlen("max_seqlen_k", max_seqlen_k)
-        if tables:
-            checks.check_longest(max_seqlen_q, max_seqlen_k)
-    if key_lengths is not None:
-        checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each batch entry or sequence")
-    longest_q = rows_q if max_seqlen_q is None else max_seqlen_q
-    longest_k = rows_k if max_seqlen_k is None else max_seqlen_k
-    return SideInputs(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, key_lengths), batch
-
-
-def add_score_inputs(
-    side: SideInputs,
-    q: Tensor,
-    sizes: tuple[int, int, int, int],
-    bias: Tensor | None,
-    mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    batch: int | None = None,
-) -> SideInputs:
-    """The side inputs with those that change scores. `sizes`: what bias and mask broadcast to; `batch` where it is not
-    the first of them."""
-    heads = sizes[1]
-    return side._replace(
-        bias=None if bias is None else checks.resolve_bias(bias, sizes, q),
-        mask=None if mask is None else checks.resolve_mask(mask, sizes, q.device),
-        alibi_slopes=(
-            None
-            if alibi_slopes is None
-            else checks.resolve_alibi_slopes(alibi_slopes, sizes[0] if batch is None else batch, heads, q)
-        ),
-        sinks=None if sinks is None else checks.resolve_sinks(sinks, heads, q),
-    )
-
-
-def add_block_mask(
-    side: SideInputs, spec: AttentionSpec, q: Tensor, block_mask: BlockMask
-) -> tuple[SideInputs, AttentionSpec]:
-    """Side inputs and spec of a call with a block mask. A packed one has both bounds of the lengths."""
-    sequences = q.shape[0] if side.cu_seqlens_q is None else side.cu_seqlens_q.shape[0] - 1
-    checks.check_block_mask(block_mask, q, (sequences, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k))
-    batch, heads = block_mask.shape[:2]
-    side = side._replace(block_lists=block_mask.lists, block_patterns=block_mask.tile_masks)
-    return side, spec._replace(block_shape=(batch, heads, *block_mask.tile))
-
-
-def resolve_dropout(dropout_p: float, dropout_seed: Tensor | None, device: torch.device) -> tuple[float, Tensor | None]:
-    """The probability as a float, and the seed that goes with it: None where nothing is dropped."""
-    dropout_p = checks.resolve_dropout(dropout_p, dropout_seed, device)
-    if not dropout_p:
-        return 0.0, None
-    return dropout_p, draw_dropout_seed(device) if dropout_seed is None else dropout_seed
-
-
-def add_descales(
-    side: SideInputs,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: int,
-    descale_q: Tensor | None,
-    descale_k: Tensor | None,
-    descale_v: Tensor | None,
-) -> SideInputs:
-    """The side inputs of a call with 8-bit inputs, all that is there but the block mask in place."""
-    heads_kv = k.shape[-2]
-    side = side._replace(
-        descale_q=None if descale_q is None else checks.resolve_descale("descale_q", descale_q, batch, heads_kv, q),
-        descale_k=None if descale_k is None else checks.resolve_descale("descale_k", descale_k, batch, heads_kv, q),
-        descale_v=None if descale_v is None else checks.resolve_descale("descale_v", descale_v, batch, heads_kv, q),
-    )
-    checks.check_forward_only(q, k, v, side)
-    return side

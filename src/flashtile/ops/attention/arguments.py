@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from flashtile.ops.attention.spec import AttentionSpec, Origin, SideInputs, Wanted
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
 
-SINGLE_SIDE_SCHEMA = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "Tensor? key_lengths, Tensor? dropout_seed, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? block_lists, Tensor? block_patterns, Tensor? descale_q, Tensor? descale_k, Tensor? descale_v"
-)
-SIDE_SCHEMA = f"{SINGLE_SIDE_SCHEMA}, Tensor[] captured"
-SPEC_SCHEMA = (
-    "float scale, int? window_left, int? window_right, bool top_left, float dropout_p, bool deterministic, "
-    "float softcap, int[]? block_shape, int[]? origin, bool returns_max_scores, str? score_program"
-)
+#: Types of fields as the schemas of operators write them.
+_SCHEMA_TYPES = {
+    "Tensor | None": "Tensor?",
+    "tuple[Tensor, ...]": "Tensor[]",
+    "int": "SymInt",
+    "int | None": "int?",
+    "float": "float",
+    "bool": "bool",
+    "tuple[bool, ...]": "bool[]",
+    "str | None": "str?",
+    "tuple[int, int, int, int] | None": "int[]?",
+    "Origin | None": "int[]?",
+}
+
+
+def _schema(fields: type[NamedTuple], prefix: str = "") -> list[str]:
+    """The arguments of an operator that are the fields of a NamedTuple, such as "Tensor? bias"."""
+    written = {name: str(getattr(kind, "__forward_arg__", kind)) for name, kind in fields.__annotations__.items()}
+    return [f"{_SCHEMA_TYPES[kind]} {prefix}{name}" for name, kind in written.items()]
+
+
+_SIDE, _WANTED = _schema(SideInputs), _schema(Wanted, "wants_")
+#: The arguments behind the tensors, of the forward and of the backward. The single ones have no captured tensors, which
+#: come last in side inputs and in what is wanted.
+SIDE_SCHEMA, SINGLE_SIDE_SCHEMA = ", ".join(_SIDE), ", ".join(_SIDE[:-1])
+SPEC_SCHEMA = ", ".join(_schema(AttentionSpec))
+WANTED_SCHEMA, SINGLE_WANTED_SCHEMA = ", ".join(_WANTED), ", ".join(_WANTED[:-1])
+#: The gradients of single tensors.
+GRADIENTS_SCHEMA = ", ".join(f"Tensor d{name}" for name in Gradients._fields[:-1])
 
 # Where the side inputs end and the spec ends in the flat argument lists of the schemas.
 SIDE = len(SideInputs._fields)

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from flashtile._backends.devices import DeviceFacts
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Table
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Table, Wanted, table_of
 
 #: The functions that a backend's module may have.
 Phase = Literal["forward", "backward", "column_sums"]
@@ -38,10 +38,9 @@ class AttentionCall(NamedTuple):
         bias: what a plan needs to know of the bias; None without one.
         mask: there is a mask.
         alibi: there are slopes of ALiBi.
-        learned_slopes: the gradient of ALiBi's slopes is wanted.
+        wanted: the gradients of side inputs that the backward is to give.
         side: the tensors beside q, k and v, for `describe`. None while a backend is chosen: the choice is remembered by
             the other fields.
-        learned_captured: the gradient of a tensor that the score function reads is wanted.
     """
 
     requested: str
@@ -61,10 +60,9 @@ class AttentionCall(NamedTuple):
     bias: Table | None
     mask: bool
     alibi: bool
-    learned_slopes: bool
+    wanted: Wanted
     spec: AttentionSpec
     side: SideInputs | None = None
-    learned_captured: bool = False
 
     @property
     def label(self) -> str:
@@ -85,6 +83,17 @@ class AttentionCall(NamedTuple):
     def has_whole_bias(self) -> bool:
         """Whether the bias has a number for each query and key."""
         return self.bias is not None and 1 not in self.bias.shape[2:]
+
+
+def facts_of_side(side: SideInputs) -> tuple[bool, bool, Table | None, bool, bool]:
+    """The fields of an `AttentionCall` that tell of the tensors beside q, k and v: from `packed` to `alibi`."""
+    return (
+        side.cu_seqlens_q is not None,
+        side.key_lengths is not None,
+        table_of(side.bias),
+        side.mask is not None,
+        side.alibi_slopes is not None,
+    )
 
 
 @dataclass(frozen=True)

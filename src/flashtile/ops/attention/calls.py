@@ -26,6 +26,7 @@ from flashtile.ops.attention.spec import (
     Wanted,
     out_dtype,
     plain_side,
+    wanted_of,
 )
 from flashtile.ops.common import dispatch, watch
 
@@ -75,25 +76,12 @@ def _backward_plans(
     none where no backend serves it or has such."""
     spec = spec._replace(returns_max_scores=False)
     try:
-        module = select.implementation(
-            "backward", q, k, v, side, spec, backend, wanted.alibi_slopes, any(wanted.captured)
-        )
+        module = select.implementation("backward", q, k, v, side, spec, backend, wanted)
     except ValueError:  # the backward will say so
         return ()
     plans = _preparing(module, "backward_plans")
     dout = torch.empty(*q.shape[:-1], v.shape[-1], dtype=out_dtype(q.dtype), device="meta")
     return () if plans is None else plans(dout, q, k, v, side, spec, wanted)
-
-
-def wanted_of(side: SideInputs) -> Wanted:
-    """Which of the side inputs require gradients."""
-    bias, alibi_slopes, sinks = side.bias, side.alibi_slopes, side.sinks
-    return Wanted(
-        bias is not None and bias.requires_grad,
-        alibi_slopes is not None and alibi_slopes.requires_grad,
-        sinks is not None and sinks.requires_grad,
-        tuple(tensor.requires_grad for tensor in side.captured),
-    )
 
 
 def serve_backward(
@@ -111,8 +99,7 @@ def serve_backward(
 ) -> Gradients:
     """Runs the backward of the backend that serves the call."""
     dout, q, k, v = rows_contiguous(dout), rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
-    learned = wanted.alibi_slopes, any(wanted.captured)
-    implementation = select.implementation("backward", q, k, v, side, spec, backend, *learned)
+    implementation = select.implementation("backward", q, k, v, side, spec, backend, wanted)
     side = side if plain_side(side) else readable_side(side)
     return implementation.backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)
 
@@ -125,12 +112,16 @@ def rows_contiguous(tensor: Tensor) -> Tensor:
 def readable_side(side: SideInputs) -> SideInputs:
     """Kernels read small side inputs element after element: a slice or an expanded length is copied. Bias, mask and
     factors may have any strides."""
-    tensors: dict[str, Any] = {
+    copies: dict[str, Any] = {
         name: entry.contiguous()
-        for name, entry in side._asdict().items()
-        if isinstance(entry, Tensor) and name not in ("bias", "mask", "descale_q", "descale_k", "descale_v")
+        for name, entry in zip(SideInputs._fields, side)
+        if isinstance(entry, Tensor)
+        and not entry.is_contiguous()
+        and name not in ("bias", "mask", "descale_q", "descale_k", "descale_v")
     }
-    return side._replace(**tensors, captured=tuple(tensor.contiguous() for tensor in side.captured))
+    if side.captured:
+        copies["captured"] = tuple(tensor.contiguous() for tensor in side.captured)
+    return side._replace(**copies) if copies else side
 
 
 def key_of(

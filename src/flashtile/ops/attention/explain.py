@@ -11,22 +11,12 @@ from torch import Tensor
 from flashtile._backends import devices
 from flashtile._backends.alignment import aligned
 from flashtile.ops.attention import checks
-from flashtile.ops.attention.api import (
-    DENSE_LAYOUT,
-    PACKED_LAYOUT,
-    add_block_mask,
-    add_descales,
-    add_score_inputs,
-    build_spec,
-    checked_qkv,
-    lengths_of,
-)
-from flashtile.ops.attention.backend import AttentionCall, KernelChoice
+from flashtile.ops.attention.backend import AttentionCall, KernelChoice, facts_of_side
+from flashtile.ops.attention.canonical import DENSE_LAYOUT, PACKED_LAYOUT, add_scores, checked_qkv, lengths_of, spec_of
 from flashtile.ops.attention.options import ExplainOptions, names_of, take, with_options
 from flashtile.ops.attention.partial import AttentionPart, placed
-from flashtile.ops.attention.score_arguments import add_score_mod
 from flashtile.ops.attention.select import BACKENDS
-from flashtile.ops.attention.spec import FP8, table_of
+from flashtile.ops.attention.spec import FP8, wanted_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -104,26 +94,12 @@ def explain(
     q, k, v = checked_qkv(q, k, v, PACKED_LAYOUT if packed else DENSE_LAYOUT, eight_bits=True)
     seed = given.dropout_seed
     dropout_p = checks.resolve_dropout(given.dropout_p, seed, seed.device if isinstance(seed, Tensor) else q.device)
-    band = given.causal, given.align, given.window, given.scale
-    spec = build_spec(q, *band, dropout_p, given.deterministic, given.backend, given.softcap)
-    tables = not (given.bias is None and given.mask is None)
+    spec = spec_of(q, given, dropout_p)
     bounds = given.max_seqlen_q, given.max_seqlen_k
-    sized = tables or given.block_mask is not None
-    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths, sized)
-    side = side._replace(dropout_seed=seed)
-    score_inputs = given.bias, given.mask, given.alibi_slopes, given.sinks
-    if any(tensor is not None for tensor in score_inputs):
-        sizes = 1 if packed else batch, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k
-        side = add_score_inputs(side, q, sizes, *score_inputs, batch)
-    if given.block_mask is not None:
-        side, spec = add_block_mask(side, spec, q, given.block_mask)
-    if given.score_mod is not None:
-        side, spec = add_score_mod(side, spec, q, given.score_mod)
-    descales = given.descale_q, given.descale_k, given.descale_v
-    if q.dtype is FP8 or any(tensor is not None for tensor in descales):
-        side = add_descales(side, q, k, v, batch, *descales)
+    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths)
+    side, spec = add_scores(side._replace(dropout_seed=seed), spec, q, k, v, batch, given)
     if part is not None:
-        spec = placed(spec, part, q.shape[-3], k.shape[-3], q.shape[-2], packed, given.alibi_slopes is not None)
+        spec = placed(spec, part, q.shape[-3], k.shape[-3], q.shape[-2], packed, given)
     spec = spec._replace(returns_max_scores=given.return_max_scores)
     name, device_type, facts, multiprocessors = _resolve_device(q.device if device is None else device)
     call = AttentionCall(
@@ -139,15 +115,10 @@ def explain(
         k.shape,
         v.shape,
         aligned(*(_rows_contiguous(t) for t in (q, k, v))),
-        packed,
-        given.key_lengths is not None,
-        table_of(side.bias),
-        given.mask is not None,
-        side.alibi_slopes is not None,
-        learned_slopes=side.alibi_slopes is not None and side.alibi_slopes.requires_grad,
-        spec=spec,
-        side=side,
-        learned_captured=any(tensor.requires_grad for tensor in side.captured),
+        *facts_of_side(side),
+        wanted_of(side),
+        spec,
+        side,
     )
     choice = BACKENDS.choose(call)
     kernels = _kernels(call, choice.backend)

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention import checks, row_weights
-from flashtile.ops.attention.api import (
-    DENSE_LAYOUT,
-    PACKED_LAYOUT,
-    add_block_mask,
-    add_score_inputs,
-    build_spec,
-    checked_qkv,
-    lengths_of,
-)
+from flashtile.ops.attention.canonical import DENSE_LAYOUT, PACKED_LAYOUT, add_scores, checked_qkv, lengths_of, spec_of
 from flashtile.ops.attention.column_sums import run_column_sums
 from flashtile.ops.attention.operator import lse_dtype, lse_shape
 from flashtile.ops.attention.options import ColumnSumsOptions, ProbsOptions, names_of, take, with_options
@@ -88,13 +80,8 @@ def attention_probs(
             f"dropout_seed: expected the seed of the call beside dropout_p={dropout_p}, got None; give both calls one "
             "that flashtile.draw_dropout_seed(device) makes, or leave dropout_p out for the weights before dropout"
         )
-    band = given.causal, given.align, given.window, given.scale
-    spec = build_spec(q, *band, dropout_p, False, "auto", given.softcap)
     side = SideInputs(None, None, seq_q, seq_k, given.key_lengths, given.dropout_seed if dropout_p else None)
-    sizes = batch, heads_q, seq_q, seq_k
-    side = add_score_inputs(side, q, sizes, given.bias, given.mask, given.alibi_slopes, given.sinks)
-    if given.block_mask is not None:
-        side, spec = add_block_mask(side, spec, q, given.block_mask)
+    side, spec = add_scores(side, spec_of(q, given, dropout_p), q, k, k, batch, given)
     checks.check_values(side, seq_q, seq_k)
     row_numbers = _chosen("rows", rows, seq_q, "seq_q", q.device)
     if row_numbers is None:
@@ -152,15 +139,10 @@ def attention_column_sums(
     packed = cu_seqlens_q is not None
     q, k, _ = checked_qkv(q, k, k, PACKED_LAYOUT if packed else DENSE_LAYOUT)
     _check_lse(lse, q)
-    band = given.causal, given.align, given.window, given.scale
-    spec = build_spec(q, *band, 0.0, True, given.backend, given.softcap)
+    spec = spec_of(q, given._replace(deterministic=True), 0.0)
     bounds = given.max_seqlen_q, given.max_seqlen_k
-    sized = not (given.bias is given.mask is None) or given.block_mask is not None
-    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths, sized)
-    sizes = 1 if packed else batch, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k
-    side = add_score_inputs(side, q, sizes, given.bias, given.mask, given.alibi_slopes, None, batch)
-    if given.block_mask is not None:
-        side, spec = add_block_mask(side, spec, q, given.block_mask)
+    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths)
+    side, spec = add_scores(side, spec, q, k, k, batch, given)
     return run_column_sums(q, k, lse, side, spec, given.backend)
 
 

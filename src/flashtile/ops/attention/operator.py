@@ -14,19 +14,22 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.arguments import (
+    GRADIENTS_SCHEMA,
     LEARNED,
     SIDE,
     SIDE_SCHEMA,
     SINGLE_SIDE_SCHEMA,
+    SINGLE_WANTED_SCHEMA,
     SPEC,
     SPEC_SCHEMA,
+    WANTED_SCHEMA,
     flat,
     saved_side,
     side_tensors,
     unflatten,
     unflatten_backward,
 )
-from flashtile.ops.attention.calls import PlainCall, serve_backward, serve_forward, wanted_of
+from flashtile.ops.attention.calls import PlainCall, serve_backward, serve_forward
 from flashtile.ops.attention.spec import (
     NOTHING_WANTED,
     AttentionSpec,
@@ -35,6 +38,7 @@ from flashtile.ops.attention.spec import (
     Wanted,
     out_dtype,
     plain_side,
+    wanted_of,
 )
 from flashtile.ops.common import dispatch
 
@@ -45,15 +49,12 @@ _library.define(
 )
 _library.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{SIDE_SCHEMA}, {SPEC_SCHEMA}, bool wants_bias, bool wants_alibi_slopes, bool wants_sinks, "
-    "bool[] wants_captured, str backend)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks, Tensor[] dcaptured)"
+    f"{SIDE_SCHEMA}, {SPEC_SCHEMA}, {WANTED_SCHEMA}, str backend) -> ({GRADIENTS_SCHEMA}, Tensor[] dcaptured)"
 )
 # The backward without captured tensors: PyTorch maps no operator with lists of tensors over `is_grads_batched=True`.
 _library.define(
     "attention_backward_single(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{SINGLE_SIDE_SCHEMA}, {SPEC_SCHEMA}, bool wants_bias, bool wants_alibi_slopes, bool wants_sinks, str backend)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks)"
+    f"{SINGLE_SIDE_SCHEMA}, {SPEC_SCHEMA}, {SINGLE_WANTED_SCHEMA}, str backend) -> ({GRADIENTS_SCHEMA})"
 )
 _forward_op = torch.ops.flashtile.attention_forward.default
 _backward_op = torch.ops.flashtile.attention_backward.default
@@ -198,9 +199,10 @@ class _Attention(torch.autograd.Function):
             grads = _gradients(grads[:-1], grads[-1], wanted)
         if other_arguments <= 3:
             return grads.q, grads.k, grads.v, *(None,) * other_arguments
-        before, between = (None,) * LEARNED[0], (None,) * (SPEC + 1 - LEARNED[2] - 1)
-        of_side = (*before, grads.bias, None, grads.alibi_slopes, grads.sinks, *between)
-        return grads.q, grads.k, grads.v, *of_side, *grads.captured
+        others: list[Tensor | None] = [None] * (SPEC + 1)
+        for index, grad in zip(LEARNED, grads[3:-1]):
+            others[index] = grad
+        return grads.q, grads.k, grads.v, *others, *grads.captured
 
 
 class _PlainAttention(_Attention):
@@ -414,7 +416,7 @@ def _backward_fake(*arguments):
     def returned(tensor: Tensor | None, wants: bool) -> Tensor:
         return tensor.new_empty(tensor.shape) if wants and tensor is not None else q.new_empty(0)
 
-    learned = (side.bias, side.alibi_slopes, side.sinks)
+    learned = (side[index] for index in LEARNED)
     of_captured = list(map(returned, side.captured, wanted.captured))
     return *(t.new_empty(t.shape) for t in (q, k, v)), *map(returned, learned, wanted[:-1]), of_captured
 
@@ -437,9 +439,8 @@ def _vmap_rule(op: Callable, first_side: int) -> Callable:
     def rule(info, in_dims, *arguments):
         side = SideInputs(*arguments[first_side : first_side + SIDE])
         spec = AttentionSpec(*arguments[first_side + SIDE : first_side + SPEC])
-        others = side.bias, side.mask, side.alibi_slopes, side.sinks, side.block_lists, *side.descales
-        others = *others, side.dropout_seed, spec.score_program
-        if side.packed or any(other is not None for other in others):
+        others = side_tensors(side._replace(key_lengths=None, captured=()))
+        if spec.score_program is not None or any(other is not None for other in others):
             raise NotImplementedError(
                 "flashtile.attention under torch.func.vmap: expected a dense call without dropout, bias, mask, ALiBi, "
                 "sinks, block mask and score_mod; for others put the mapped dimension into the batch, or append the "

@@ -49,13 +49,14 @@ class PartOptions(ScoreOptions, total=False):
     score_mod: ScoreMod | None
 
 
-class BackwardOptions(PartOptions, total=False):
-    """Those of `attention_backward`."""
+class AttentionOptions(PartOptions, total=False):
+    """The optional arguments that `attention`, its parts and context parallelism share, as a type for functions that
+    hand them on. Their meaning and defaults are those of `flashtile.attention`."""
 
     sinks: Tensor | None
 
 
-class Options(BackwardOptions, total=False):
+class Options(AttentionOptions, total=False):
     """Arguments of both `attention` and `attention_varlen`, except for those that say what a call returns."""
 
     descale_q: Tensor | None

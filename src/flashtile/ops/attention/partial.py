@@ -15,18 +15,11 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention import checks
-from flashtile.ops.attention.api import (
-    DENSE_LAYOUT,
-    PACKED_LAYOUT,
-    add_block_mask,
-    add_score_inputs,
-    build_spec,
-    resolve_dropout,
-)
 from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.canonical import DENSE_LAYOUT, PACKED_LAYOUT, add_scores, resolve_dropout, spec_of
 from flashtile.ops.attention.mask_parts import Rectangle, part_of_mask
 from flashtile.ops.attention.operator import lse_shape, run_attention, run_backward
-from flashtile.ops.attention.options import BackwardOptions, PartOptions, Taken, names_of, take, with_options
+from flashtile.ops.attention.options import AttentionOptions, PartOptions, Taken, names_of, take, with_options
 from flashtile.ops.attention.score_arguments import add_program
 from flashtile.ops.attention.score_program import UNCHANGED, ScoreFunction, moved
 from flashtile.ops.attention.score_tracing import resolve_score_mod
@@ -35,7 +28,7 @@ from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideI
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_PART_NAMES, _BACKWARD_NAMES = names_of(PartOptions), names_of(BackwardOptions)
+_PART_NAMES, _BACKWARD_NAMES = names_of(PartOptions), names_of(AttentionOptions)
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,7 @@ def attention_part(
     return run_attention(q, k, v, side, spec, given.backend)
 
 
-@with_options(BackwardOptions)
+@with_options(AttentionOptions)
 def attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -132,7 +125,7 @@ def attention_backward(
     max_seqlen: int | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_k: int | None = None,
-    **options: Unpack[BackwardOptions],
+    **options: Unpack[AttentionOptions],
 ) -> Gradients:
     """The gradients of attention, computed from its results: what a call, or a part, adds to those of its inputs.
 
@@ -183,9 +176,9 @@ def attention_backward(
             "backend: expected one that computes gradients from out and lse, got 'reference', which differentiates its "
             "own forward; take 'auto' or 'cpu'"
         )
-    learned = given.bias, given.alibi_slopes, given.sinks
-    bias, alibi_slopes, sinks = (tensor is not None and tensor.requires_grad for tensor in learned)
-    wanted = Wanted(bias, alibi_slopes, sinks, tuple(tensor.requires_grad for tensor in side.captured))
+    learned = {name: getattr(given, name) for name in Wanted._fields[:-1]}
+    single = {name: tensor is not None and tensor.requires_grad for name, tensor in learned.items()}
+    wanted = Wanted(**single, captured=tuple(tensor.requires_grad for tensor in side.captured))
     with torch.no_grad():
         grads = run_backward(dout, dlse, q, k, v, out, lse, side, spec, wanted, given.backend)
     # Behind the tensors that the function reads are those that say where the part lies.
@@ -224,14 +217,13 @@ def _described(
             "draw one with flashtile.draw_dropout_seed"
         )
     dropout_p, dropout_seed = resolve_dropout(given.dropout_p, given.dropout_seed, q.device)
-    band = given.causal, given.align, given.window, given.scale
-    spec = build_spec(q, *band, dropout_p, given.deterministic, given.backend, given.softcap)
+    spec = spec_of(q, given, dropout_p)
     key_lengths = given.key_lengths
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each batch entry")
     rows, columns = (q.shape[0], k.shape[0]) if packed else (q.shape[1], k.shape[1])
     if part is not None:
-        spec = placed(spec, part, rows, columns, q.shape[-2], packed, given.alibi_slopes is not None)
+        spec = placed(spec, part, rows, columns, q.shape[-2], packed, given)
         if key_lengths is not None and not packed and (part.column or columns < part.seq_k):
             key_lengths = (key_lengths - part.column).clamp(0, columns)
     checks.check_max_seqlen("max_seqlen", max_seqlen)
@@ -239,17 +231,10 @@ def _described(
     longest_q = rows if max_seqlen is None else max_seqlen
     longest_k = columns if max_seqlen_k is None else max_seqlen_k
     side = SideInputs(cu_seqlens, cu_seqlens_k, longest_q, longest_k, key_lengths, dropout_seed)
-    score_inputs = given.bias, given.mask, given.alibi_slopes, given.sinks
-    if any(tensor is not None for tensor in score_inputs):
-        if packed and not (given.bias is None and given.mask is None):
-            checks.check_longest(max_seqlen, max_seqlen_k)
-        sizes = 1 if packed else batch, q.shape[-2], longest_q, longest_k
-        side = add_score_inputs(side, q, sizes, *score_inputs, batch)
-    if given.block_mask is not None:
-        if packed:
-            checks.check_longest(max_seqlen, max_seqlen_k)
-        mask = given.block_mask if part is None else _rectangle(given.block_mask, part, q, batch, side)
-        side, spec = add_block_mask(side, spec, q, mask)
+    others = given._replace(max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen_k, score_mod=None)
+    if part is not None and given.block_mask is not None:
+        others = others._replace(block_mask=_rectangle(given.block_mask, part, q, batch, side))
+    side, spec = add_scores(side, spec, q, k, v, batch, others)
     if given.score_mod is not None:
         function = resolve_score_mod(given.score_mod, q)
         side, spec = add_program(side, spec, function if part is None else _placed(function, part, q.device))
@@ -301,7 +286,7 @@ def _check_bounds(cu_seqlens: Tensor | None, max_seqlen: int | None, max_seqlen_
 
 
 def placed(
-    spec: AttentionSpec, part: AttentionPart, rows: int, columns: int, heads: int, packed: bool, alibi: bool
+    spec: AttentionSpec, part: AttentionPart, rows: int, columns: int, heads: int, packed: bool, given: Taken
 ) -> AttentionSpec:
     """The spec of a part: the band shifted, and where positions matter otherwise, the place."""
     _check_numbers(part)
@@ -324,7 +309,7 @@ def placed(
             f"part: expected heads {part.head} to {part.head + heads} within the {all_heads} of the larger call, and a "
             f"sequence of at least 0, got sequence {part.sequence}"
         )
-    if not (spec.dropout_p or alibi):
+    if not spec.dropout_p and given.alibi_slopes is None:
         return spec
     matrix = part.sequence * all_heads + part.head
     return spec._replace(origin=Origin(part.row, part.column, distance, matrix, all_heads))

@@ -96,14 +96,6 @@ def descale_strides(side: SideInputs) -> tuple[tuple[int, ...] | None, ...]:
     return tuple(None if descale is None else descale.stride() for descale in side.descales)
 
 
-class Layout(NamedTuple):
-    """An output: shape, strides and dtype."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def positive_scale(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpec, int]:
     """The kernels take the maximum before they scale, so the scale must be positive: its sign, or 0, moves into q.
 

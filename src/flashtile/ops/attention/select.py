@@ -14,10 +14,10 @@ from torch import Tensor
 
 from flashtile._backends import devices
 from flashtile._backends.alignment import aligned
-from flashtile.ops.attention.backend import AttentionCall, KernelChoice, Phase
+from flashtile.ops.attention.backend import AttentionCall, KernelChoice, Phase, facts_of_side
 from flashtile.ops.attention.cpu.backend import BACKEND as CPU
 from flashtile.ops.attention.hopper.backend import BACKEND as HOPPER
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, table_of
+from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, SideInputs, Wanted
 from flashtile.ops.attention.split.backend import BACKEND as SPLIT
 from flashtile.ops.attention.triton.backend import BACKEND as TRITON
 from flashtile.ops.common.backends import Backend, BackendChoice, Backends
@@ -69,11 +69,9 @@ def implementation(
     side: SideInputs,
     spec: AttentionSpec,
     backend: str,
-    learned_slopes: bool = False,
-    learned_captured: bool = False,
+    wanted: Wanted = NOTHING_WANTED,
 ) -> ModuleType:
-    """The module whose function `phase` serves a call. `learned_slopes`: the backward is to give the gradient of
-    `alibi_slopes`; `learned_captured`: of a tensor that the score function reads.
+    """The module whose function `phase` serves a call. `wanted`: of a backward.
 
     Raises:
         ValueError: the backend asked for, or every one for "auto", cannot serve it.
@@ -87,13 +85,7 @@ def implementation(
         k.shape,
         v.shape,
         q.is_cuda and aligned(q, k, v),
-        side.cu_seqlens_q is not None,
-        side.key_lengths is not None,
-        table_of(side.bias),
-        side.mask is not None,
-        side.alibi_slopes is not None,
-        learned_slopes,
+        *facts_of_side(side),
+        wanted,
         spec,
-        None,
-        learned_captured,
     )

@@ -155,6 +155,16 @@ class Wanted(NamedTuple):
 NOTHING_WANTED = Wanted()
 
 
+def wanted_of(side: SideInputs) -> Wanted:
+    """Which of the side inputs require gradients."""
+    captured = tuple(tensor.requires_grad for tensor in side.captured)
+    return Wanted(_requires_grad(side.bias), _requires_grad(side.alibi_slopes), _requires_grad(side.sinks), captured)
+
+
+def _requires_grad(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
 class Gradients(NamedTuple):
     """What a backward returns: a gradient in the shape and dtype of each input; None for what was not wanted."""
 

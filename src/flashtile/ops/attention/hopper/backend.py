@@ -67,7 +67,7 @@ def _unsupported_feature(call: AttentionCall) -> str | None:
     if widest > MAX_HEAD_DIM:
         return f"its heads have up to {MAX_HEAD_DIM} columns, and these {widest}"
     if call.spec.score_program is not None:
-        if call.phase == "backward" and call.learned_captured:
+        if call.phase == "backward" and any(call.wanted.captured):
             return "it has no gradients of the tensors that a score function reads"
         operation = unsupported_operation(call.spec.score_program, with_derivative=call.phase == "backward")
         if operation is not None:
@@ -121,8 +121,8 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
         tables = configs.table_bytes(side.bias, side.mask)
         learns, packed = side.bias is not None and side.bias.requires_grad, side.cu_seqlens_q is not None
         own = learns and configs.is_of_scores(call.bias, call.dtype, call.q_shape[0], call.q_shape[-2], packed)
-        cut = backward_configs.backward_config_of(*heads, spec, tables, call.learned_slopes, moved, own)
-        apart = backward_configs.derivatives_apart_of(spec, call.learned_slopes)
+        cut = backward_configs.backward_config_of(*heads, spec, tables, call.wanted.alibi_slopes, moved, own)
+        apart = backward_configs.derivatives_apart_of(spec, call.wanted.alibi_slopes)
         memory = backward_configs.backward_shared_memory(cut, *heads, apart)
         warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
         summary = summary_of((cut.block_m, cut.block_n), warps, cut.stages, memory)

@@ -6,9 +6,15 @@ from collections.abc import Callable
 
 import torch
 
-from flashtile._backends.allocate import contiguous_strides
-from flashtile._backends.tma import Layout as TensorLayout
-from flashtile._backends.tma import broadcast_layout, chunks_maker, joined, packed_layout, strided_layout
+from flashtile._backends.allocate import Layout, contiguous_strides
+from flashtile._backends.tma import (
+    TensorLayout,
+    broadcast_layout,
+    chunks_maker,
+    joined,
+    packed_layout,
+    strided_layout,
+)
 from flashtile.ops.attention.hopper.backward_configs import (
     STATISTIC_COLUMNS,
     backward_chunks,
@@ -18,7 +24,6 @@ from flashtile.ops.attention.hopper.backward_configs import (
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.bounds import bounded_layout
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
-from flashtile.ops.attention.plans import Layout
 from flashtile.ops.attention.spec import Table
 
 

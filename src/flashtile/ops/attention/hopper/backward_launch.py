@@ -9,18 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.alignment import aligned, used_strides
-from flashtile._backends.allocate import allocator, contiguous_strides, empty
+from flashtile._backends.alignment import aligned, batch_row_head
+from flashtile._backends.allocate import Layout, allocator, contiguous, contiguous_strides, empty
 from flashtile._backends.devices import multiprocessors
-from flashtile._backends.launch import (
-    Plan,
-    float32,
-    int32,
-    plan_cache,
-    plan_of,
-    pointer,
-    values_of,
-)
+from flashtile._backends.launch import Plan, plan_cache, pointer
 from flashtile.ops.attention.hopper.backward_configs import (
     backward_config_of,
     has_function_derivative,
@@ -28,8 +20,8 @@ from flashtile.ops.attention.hopper.backward_configs import (
     serves_bias_gradient,
 )
 from flashtile.ops.attention.hopper.backward_descriptors import buffers, describer, dtype_of
-from flashtile.ops.attention.hopper.backward_source import backward_source, parameters_of, slope_sums_parameter
-from flashtile.ops.attention.hopper.backward_tiles import Problem, ScoreChange
+from flashtile.ops.attention.hopper.backward_source import backward_plan
+from flashtile.ops.attention.hopper.backward_tiles import ScoreChange
 from flashtile.ops.attention.hopper.backward_variant import (
     NO_FUNCTION,
     BackwardVariant,
@@ -45,9 +37,10 @@ from flashtile.ops.attention.hopper.bounds import by_whole_rows, row_strides
 from flashtile.ops.attention.hopper.configs import is_of_scores, moves_by_tma, table_bytes
 from flashtile.ops.attention.hopper.parameters import (
     LOG2_E,
+    is_covered,
     score_units,
     side_of_call,
-    whole_tiles,
+    whole_sizes,
     with_aligned_lists,
 )
 from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
@@ -58,9 +51,9 @@ from flashtile.ops.attention.hopper.wide_backward_launch import (
     plan_wide_backward,
 )
 from flashtile.ops.attention.plans import (
-    Layout,
     SideShape,
     call_sizes,
+    clipped_window,
     contiguous_on_16_bytes,
     longest_walk,
     may_hide_rows,
@@ -70,7 +63,7 @@ from flashtile.ops.attention.plans import (
     sum_of_shares,
     tiles_of,
 )
-from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
+from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton.launch import NO_CAPTURED, backward_bias, captured_pointers, slope_gradient
 from flashtile.ops.attention.triton.plan import plan_for
@@ -176,7 +169,7 @@ def backward(
         dout_address = scratch.data_ptr() + plan.masked_dout_at if plan.has_empty_rows else dout.data_ptr()
         statistics = scratch.data_ptr() + plan.statistics_at
         dbias = run_bias_gradient(
-            plan.bias, q.data_ptr(), k.data_ptr(), v.data_ptr(), dout_address, statistics, side_pointers(side), q.dtype
+            plan.bias, q.data_ptr(), k.data_ptr(), v.data_ptr(), dout_address, statistics, side_pointers(side)
         )
     elif row_statistics is not None:
         dout_read = scratch[plan.masked_dout_at // 4 :].view(dout.dtype)[: dout.numel()].view(dout.shape)
@@ -315,16 +308,13 @@ def _plan(
 ) -> BackwardPlan:
     """Everything that can be decided before the tensors' contents are known."""
     q_shape, packed = shapes[0], side.sequences is not None
-    batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = call_sizes(shapes, side)
+    sizes = call_sizes(shapes, side)
+    batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = sizes
     moved_bias, tables = moves_by_tma(side.bias, dtype), table_bytes(side.bias, side.mask)
     own_bias = wanted.bias and is_of_scores(side.bias, dtype, batch, heads, packed)
     config = backward_config_of(head_dim, head_dim_v, spec, tables, wanted.alibi_slopes, moved_bias, own_bias)
-    # With a block mask whole tiles of the mask, even past the end of a dense call's sequence.
-    block_tile = None if packed or spec.block_shape is None else spec.block_shape[2:]
-    tile_q, tile_k = block_tile or (None, None)
-    whole_rows, whole_keys = whole_tiles(rows_q, tile_q), whole_tiles(rows_k, tile_k)
-    covered = not packed and whole_rows == rows_q and rows_q % config.block_m == 0
-    covered = covered and whole_keys == rows_k and rows_k % config.block_n == 0
+    whole_rows, whole_keys = whole_sizes(sizes, packed, spec)
+    covered = is_covered(sizes, packed, spec, config.block_m, config.block_n)
     single = has_single_key_tile(spec, rows_q, rows_k, config, packed or side.key_lengths_dtype is not None)
     ordered = spec.deterministic and not single
     variant = BackwardVariant(
@@ -339,7 +329,7 @@ def _plan(
         has_dlse,
         ordered,
         spec.softcap > 0,
-        side_of_call(side._replace(sinks=False), spec, heads, covered=covered, by_column=True),
+        side_of_call(side, spec, heads, covered=covered, by_column=True),
         single_key_tile=single,
         slope_sums=wanted.alibi_slopes,
         function=function_of_call(spec.score_program, batch, shapes, side, covered),
@@ -350,49 +340,45 @@ def _plan(
     tiles = query_tiles * lines
     dout_shape = (*q_shape[:-1], head_dim_v)
     programs = multiprocessors(device)
-    uneven = variant.bounded or block_tile is not None or (variant.has_right and not variant.has_left)
+    blocks = spec.block_shape is not None
+    uneven = variant.bounded or blocks or (variant.has_right and not variant.has_left)
     group = heads // heads_kv
     steps = longest_walk(query_tiles, spec, config.block_m, config.block_n)
     shares = shares_of_heads(group, key_tiles * lines_kv, steps, uneven, programs)
     group //= shares
-    *_, dout_strides = strides
-    of_rows = (0, *used_strides(dout_shape, dout_strides))[-4:-1]
-    wide = max(of_rows) >= 2**31
+    strides_dout = batch_row_head(dout_shape, strides[-1])
+    wide = max(strides_dout) >= 2**31
     looping = with_loops(variant, group, rows_q, rows_k)
     sums_bias = wanted.bias and serves_bias_gradient(config, moved_bias, packed, spec)
     begins = variant._replace(
         has_empty_rows=has_empty_rows, wide_strides=wide, sinks=side.sinks, shares_progress=looping.shares_progress,
         row_statistics=wanted.bias and not (sums_bias or config.bias_stored),
     )  # fmt: skip
-    lse_unit = -1 / (spec.scale * LOG2_E) if config.statistics_multiplied else None
-    common = {"batch": batch, "heads": heads, "rows_q": rows_q, "query_tiles": query_tiles, "scale": spec.scale}
-    of_dout = dict(zip(("stride_dout_batch", "stride_dout_row", "stride_dout_head"), of_rows))
-    apart = variant.bounded and not packed
-    problem = Problem(
-        side=variant.side.pointers,
-        slope_sums_ptr=slope_sums_parameter(variant),
-        score_change=variant.score_change,
-        batch=int32(batch),
-        heads_kv=int32(heads_kv * shares),
-        group=int32(group),
-        shares=int32(shares),
-        rows_q=int32(rows_q),
-        rows_k=int32(rows_k),
-        key_tiles=int32(key_tiles),
-        query_tiles=int32(query_tiles),
-        window=window_parameters(spec),
-        scale=float32(spec.scale),
-        units=score_units(spec),
-        numbers=variant.side.numbers,
-        k_rows_apart=int32(row_strides(shapes[1], strides[1])[1] if apart else None),
-        v_rows_apart=int32(row_strides(shapes[2], strides[2])[1] if apart else None),
-    )
-    values = {**values_of(parameters_of(looping)), **values_of({"problem": problem})}
+    window_left, window_right = clipped_window(spec)
+    numbers = {
+        "batch": batch,
+        "heads": heads,
+        "heads_kv": heads_kv * shares,
+        "group": group,
+        "shares": shares,
+        "rows_q": rows_q,
+        "rows_k": rows_k,
+        "query_tiles": query_tiles,
+        "key_tiles": key_tiles,
+        "window_left": window_left,
+        "window_right": window_right,
+        "scale": spec.scale,
+        "lse_unit": -1 / (spec.scale * LOG2_E),
+        **score_units(spec)._asdict(),
+        **dict(zip(("stride_dout_batch", "stride_dout_row", "stride_dout_head"), strides_dout)),
+        "k_rows_apart": None if packed else row_strides(shapes[1], strides[1])[1],
+        "v_rows_apart": None if packed else row_strides(shapes[2], strides[2])[1],
+    }
     all_tiles = key_tiles * lines_kv * shares
     main_programs = min(all_tiles, programs) if config.producer else all_tiles
-    begin = plan_of(backward_source("begin", begins), {**common, **of_dout, "lse_unit": lse_unit}, tiles, device)
-    main = plan_of(backward_source("main", looping), values, main_programs, device)
-    end = None if single else plan_of(backward_source("end", variant), common, tiles, device)
+    begin = backward_plan("begin", begins, numbers, tiles, device)
+    main = backward_plan("main", looping, numbers, main_programs, device)
+    end = None if single else backward_plan("end", variant, numbers, tiles, device)
     written = (q_shape, *((*shape[:-2], heads_kv * shares, shape[-1]) for shape in shapes[1:]))
     dq, dk, dv = (Layout(tuple(shape), padded_strides(shape), dtype) for shape in written)
     sums, statistics = (
@@ -408,13 +394,13 @@ def _plan(
         stored_bias = Layout(side.bias.shape, padded_strides(side.bias.shape), side.bias.dtype)
     bias = None
     if sums_bias:
-        bias = plan_bias_gradient(variant, problem, side, spec, shapes, strides, (dq, dk, dv), tiles, programs, device)
+        bias = plan_bias_gradient(variant, numbers, side, spec, shapes, strides, (dq, dk, dv), tiles, programs, device)
     counter = 4 * -(-(1 + (lines if looping.shares_progress else 0)) // 4)  # what follows is aligned to 16 bytes
     turns = tiles if ordered else 0
     scratch = sums + statistics + masked_dout + counter + turns + (tiles if side.sinks else 0)
     return BackwardPlan(
         begin, main, end, describer(variant, shapes, strides, (dq, dk, dv), side.bias, tiles), (dq, dk, dv),
-        allocator((dq, dk, dv, Layout((scratch,), (1,), torch.float32)), device), shares,
+        allocator((dq, dk, dv, contiguous((scratch,), torch.float32)), device), shares,
         4 * sums, 4 * (sums + statistics), 4 * (sums + statistics + masked_dout),
         4 * (sums + statistics + masked_dout + counter), 4 * (sums + statistics + masked_dout + counter + turns),
         has_empty_rows, ordered, bias, stored_bias,

@@ -1,48 +1,94 @@
-"""The specialisations of the kernels of the Hopper backward: their parameters and constants."""
+"""The kernels of the Hopper backward as launches describe them: parameters and constants, by name.
+
+One description serves a call, whose numbers it has, and compilation ahead of time, for which there are none.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from flashtile._backends.launch import KernelSource, Parameter, optional, pointer_to, specialise
+from flashtile._backends.allocate import Layout
+from flashtile._backends.launch import (
+    GIVEN,
+    KernelSource,
+    Parameter,
+    Plan,
+    constants_of,
+    float32,
+    int32,
+    make_plan,
+    optional,
+    pointer_to,
+    specialise,
+)
 from flashtile._backends.tma import descriptor_parameter
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
-from flashtile.ops.attention.hopper.backward_configs import BIAS_QUERIES, bias_gradient_config, tile_width
+from flashtile.ops.attention.hopper.backward_configs import (
+    BIAS_QUERIES,
+    BiasGradientConfig,
+    bias_gradient_config,
+    tile_width,
+)
 from flashtile.ops.attention.hopper.backward_descriptors import boxes_of, dtype_of, is_operand
 from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
 from flashtile.ops.attention.hopper.backward_tiles import Loops, Problem
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.bias_gradient import attention_bias_gradient_kernel
 from flashtile.ops.attention.hopper.configs import PRODUCER_REGISTERS
-from flashtile.ops.attention.hopper.parameters import FLOAT32, INT32
 from flashtile.ops.attention.hopper.scores import ScoreUnits
 from flashtile.ops.attention.plans import Window
 from flashtile.ops.attention.triton.bias_work import WorkNumbers
 
+#: The numbers of a call by the names of parameters (`backward_tiles.Problem` has most of them), of `ScoreUnits`, and
+#: "window_left" and "window_right". They decide no machine code.
+Numbers = Mapping[str, Any]
+
+#: Those that are 32-bit integers.
+_INTEGERS = ("batch", "heads", "heads_kv", "group", "shares", "rows_q", "rows_k", "query_tiles", "key_tiles")
+
 
 def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
     """The specialisation of a kernel ("begin", "main", "end" or "bias") for a variant."""
+    function, constants, limit = _kernel(kernel, variant)
+    return specialise(function, _parameters(variant, {}), constants, num_warps=4, max_registers=limit)
+
+
+def backward_plan(
+    kernel: str,
+    variant: BackwardVariant,
+    numbers: Numbers,
+    programs: int,
+    device: torch.device,
+    outputs: tuple[Layout, ...] = (),
+) -> Plan:
+    """The launch of a kernel."""
+    function, constants, limit = _kernel(kernel, variant)
+    parameters = _parameters(variant, numbers)
+    return make_plan(
+        function, parameters, constants, programs, device, num_warps=4, max_registers=limit, outputs=outputs
+    )
+
+
+def _kernel(kernel: str, variant: BackwardVariant) -> tuple[Any, dict[str, Any], int | None]:
+    """The function, its constants, and registers of a thread at the start."""
     if kernel == "bias":
-        return _bias_gradient_source(variant)
+        cut = bias_gradient_config(variant.head_dim, variant.head_dim_v, variant.hides_or_drops, variant.by_position)
+        return attention_bias_gradient_kernel, _bias_gradient_constants(variant, cut), cut.max_registers
+    if kernel == "main":
+        return attention_backward_kernel, _constants(variant), variant.config.max_registers
+    return attention_begin_kernel if kernel == "begin" else attention_end_kernel, _constants(variant), None
+
+
+def _constants(variant: BackwardVariant) -> dict[str, Any]:
     config = variant.config
-    function = {
-        "begin": attention_begin_kernel,
-        "main": attention_backward_kernel,
-        "end": attention_end_kernel,
-    }[kernel]
-    constants = {
+    return {
+        **constants_of(config),
         "KEYS": config.block_n,
         "M": config.block_m,
-        "PARTS": config.parts,
-        "STAGES": config.stages,
-        "KEY_STAGES": config.key_stages,
-        "SUM_COLUMNS": config.sum_columns,
-        "DSCORE_STAGES": config.dscore_stages,
-        "SPLIT_ROLES": config.split_roles,
-        "PRODUCER": config.producer,
-        "REGISTERS": config.registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "HEAD_DIM": variant.head_dim,
         "HEAD_DIM_V": variant.head_dim_v,
@@ -51,41 +97,31 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
         "PACKED": variant.packed,
         "TOP_LEFT": variant.top_left,
         "SHARES_PROGRESS": variant.shares_progress,
-        "STATISTICS_MULTIPLIED": config.statistics_multiplied,
-        "SUMS_BY_TMA": config.sums_by_tma,
         "HAS_DLSE": variant.has_dlse,
         "ORDERED": variant.ordered,
     }
-    limit = config.max_registers if kernel == "main" else None
-    return specialise(function, parameters_of(variant), constants, num_warps=4, max_registers=limit)
 
 
-def _bias_gradient_source(variant: BackwardVariant) -> KernelSource:
-    cut = bias_gradient_config(variant.head_dim, variant.head_dim_v, variant.hides_or_drops, variant.by_position)
-    constants = {
+def _bias_gradient_constants(variant: BackwardVariant, cut: BiasGradientConfig) -> dict[str, Any]:
+    return {
+        **constants_of(cut),
         "KEYS": cut.keys,
         "M": BIAS_QUERIES,
-        "QUERY_TILES": cut.query_tiles,
-        "STAGES": cut.stages,
-        "KEY_STAGES": cut.key_stages,
         "REGISTERS": cut.registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "TOP_LEFT": variant.top_left,
         "SHARED_BY_HEADS": variant.bias_shared_by_heads,
     }
-    parameters, limit = parameters_of(variant), cut.max_registers
-    return specialise(attention_bias_gradient_kernel, parameters, constants, num_warps=4, max_registers=limit)
 
 
-def slope_sums_parameter(variant: BackwardVariant) -> Parameter:
-    return optional(variant.slope_sums, pointer_to(torch.float32))
-
-
-def parameters_of(variant: BackwardVariant) -> dict[str, Any]:
-    """The parameters of the kernels."""
+def _parameters(variant: BackwardVariant, numbers: Numbers) -> dict[str, Any]:
+    """The parameters of all kernels. Without a call its numbers are not known."""
+    number = defaultdict(lambda: GIVEN, numbers)
     tensor, statistics = pointer_to(variant.dtype, 16), pointer_to(torch.float32)
-    apart = Parameter("i64" if variant.wide_strides else "i32", 8)
-    rows_apart = optional(variant.bounded and not variant.packed, INT32)
+    of_stride = "i64" if variant.wide_strides else "i32"
+    strides_dout = (f"stride_dout_{dimension}" for dimension in ("batch", "row", "head"))
+    integers, scale = {name: int32(number[name]) for name in _INTEGERS}, float32(number["scale"])
+    apart = variant.bounded and not variant.packed
     return {
         **{
             f"{of}_desc": descriptor_parameter(dtype_of(of, variant), box, swizzled=is_operand(of, variant))
@@ -101,25 +137,29 @@ def parameters_of(variant: BackwardVariant) -> dict[str, Any]:
         "turns_ptr": optional(variant.ordered, pointer_to(torch.int32)),
         **dict.fromkeys(("sink_logits_ptr", "sink_sums_ptr"), optional(variant.sinks, statistics)),
         "cu_seqlens_q_ptr": variant.side.pointers.cu_seqlens_q,
-        **dict.fromkeys((f"stride_dout_{dimension}" for dimension in ("batch", "row", "head")), apart),
-        **dict.fromkeys(("batch", "heads", "rows_q", "query_tiles"), INT32),
-        "scale": FLOAT32,
-        "lse_unit": optional(variant.config.statistics_multiplied, FLOAT32),
+        **{name: Parameter(of_stride, 8, number[name]) for name in strides_dout},
+        **integers,
+        "scale": scale,
+        "lse_unit": float32(number["lse_unit"] if variant.config.statistics_multiplied else None),
         "problem": Problem(
-            variant.side.pointers,
-            slope_sums_parameter(variant),
-            variant.score_change,
-            *(INT32,) * 8,
-            window=Window(INT32, INT32),
-            scale=FLOAT32,
-            units=ScoreUnits(FLOAT32, optional(variant.softcap, FLOAT32), optional(variant.has_function, FLOAT32)),
+            side=variant.side.pointers,
+            slope_sums_ptr=optional(variant.slope_sums, pointer_to(torch.float32)),
+            score_change=variant.score_change,
+            **{name: integer for name, integer in integers.items() if name != "heads"},
+            window=Window(int32(number["window_left"]), int32(number["window_right"])),
+            scale=scale,
+            units=ScoreUnits(
+                scale_log2=float32(number["scale_log2"]),
+                cap_scale=float32(number["cap_scale"] if variant.softcap else None),
+                function_scale=float32(number["function_scale"] if variant.has_function else None),
+            ),
             numbers=variant.side.numbers,
-            k_rows_apart=rows_apart,
-            v_rows_apart=rows_apart,
+            k_rows_apart=int32(number["k_rows_apart"] if apart else None),
+            v_rows_apart=int32(number["v_rows_apart"] if apart else None),
         ),
         "constants": variant.side.constants._replace(HAS_LEFT=variant.has_left, HAS_RIGHT=variant.has_right),
         "gradient_ptr": pointer_to(torch.float32 if variant.bias_in_parts else variant.dtype, 16),
-        "work": WorkNumbers(*(INT32,) * len(WorkNumbers._fields)),
+        "work": WorkNumbers(*(int32(number[f"work.{name}"]) for name in WorkNumbers._fields)),
         "row_statistics_ptr": optional(variant.row_statistics, statistics),
         "loops": Loops(
             MASKS=variant.masks,

@@ -9,15 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.allocate import contiguous_strides, empty
-from flashtile._backends.launch import ABSENT, Plan, plan_of, values_of
+from flashtile._backends.allocate import Layout, contiguous
+from flashtile._backends.launch import Plan
 from flashtile.ops.attention.hopper.backward_configs import BIAS_QUERIES, bias_gradient_config
 from flashtile.ops.attention.hopper.backward_descriptors import MOVED_FOR_BIAS, describer
-from flashtile.ops.attention.hopper.backward_source import backward_source, parameters_of
-from flashtile.ops.attention.hopper.backward_tiles import Problem
+from flashtile.ops.attention.hopper.backward_source import Numbers, backward_plan
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.parameters import side_of_call
-from flashtile.ops.attention.plans import Layout, SideShape
+from flashtile.ops.attention.plans import SideShape
 from flashtile.ops.attention.side_parameters import SidePointers
 from flashtile.ops.attention.spec import AttentionSpec, Table
 from flashtile.ops.attention.triton.bias_parts import plan_of_sum, sum_of_parts
@@ -32,12 +31,11 @@ _BUSY = 7 / 8
 
 
 class BiasGradientPlan(NamedTuple):
-    """The launch, what makes its descriptors from the addresses of `MOVED_FOR_BIAS`, the layout of its sums, `[parts,
-    *bias.shape]`, and the launch that adds up these, if there are several."""
+    """The launch, which writes sums `[parts, *bias.shape]`, what makes its descriptors from the addresses of
+    `MOVED_FOR_BIAS`, and the launch that adds up the parts, if there are several."""
 
     kernel: Plan
     describe: Callable[..., tuple]
-    sums: Layout
     sum_of_parts: Plan | None
 
     @property
@@ -46,19 +44,18 @@ class BiasGradientPlan(NamedTuple):
 
 
 def run_bias_gradient(
-    plan: BiasGradientPlan, q: int, k: int, v: int, dout: int, statistics: int, side: SidePointers,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Enqueues the kernel, from addresses. Returns the gradient in the bias's shape and `dtype`."""
-    sums = empty(*plan.sums, plan.kernel.device)
+    plan: BiasGradientPlan, q: int, k: int, v: int, dout: int, statistics: int, side: SidePointers
+) -> Tensor:
+    """Enqueues the kernel, from addresses. Returns the gradient in the bias's shape and dtype."""
+    (sums,) = plan.kernel.allocate()
     descriptors = plan.describe(q, k, v, dout, statistics, side.bias)
     plan.kernel.launch(*descriptors, sums.data_ptr(), *side, 0, *NO_CAPTURED)
-    return sum_of_parts(plan.sum_of_parts, sums, dtype)
+    return sum_of_parts(plan.sum_of_parts, sums)
 
 
 def plan_bias_gradient(
     variant: BackwardVariant,
-    problem: Problem,
+    numbers: Numbers,
     side: SideShape,
     spec: AttentionSpec,
     shapes: tuple[torch.Size, ...],
@@ -79,22 +76,17 @@ def plan_bias_gradient(
     covered = rows_q % block[0] == 0 and rows_k % block[1] == 0
     variant = variant._replace(
         config=variant.config._replace(bias_by_tma=True),
-        side=side_of_call(side._replace(sinks=False), spec, heads, covered=covered, by_column=True),
+        side=side_of_call(side, spec, heads, covered=covered, by_column=True),
         slope_sums=False,
         bias_in_parts=work.parts > 1,
         bias_shared_by_heads=side.bias.shape[1] < heads,
         masks=variant.has_left or variant.has_right or variant.side.has("key_lengths"),
     )
-    problem = problem._replace(slope_sums_ptr=ABSENT, side=variant.side.pointers, numbers=variant.side.numbers)
-    values = {
-        **values_of(parameters_of(variant)),
-        **values_of({"problem": problem, "work": work.numbers(side.bias.shape)}),
-    }
-    kernel = plan_of(backward_source("bias", variant), values, work.own * work.parts, device)
-    shape = (work.parts, *side.bias.shape)
-    sums = Layout(shape, contiguous_strides(shape), torch.float32 if work.parts > 1 else variant.dtype)
+    of_work = {f"work.{name}": number.value for name, number in work.numbers(side.bias.shape)._asdict().items()}
+    sums = contiguous((work.parts, *side.bias.shape), torch.float32 if work.parts > 1 else variant.dtype)
+    kernel = backward_plan("bias", variant, {**numbers, **of_work}, work.own * work.parts, device, (sums,))
     describe = describer(variant, shapes, strides, gradients, side.bias, tiles, MOVED_FOR_BIAS)
-    return BiasGradientPlan(kernel, describe, sums, plan_of_sum(work.parts, side.bias, device))
+    return BiasGradientPlan(kernel, describe, plan_of_sum(work.parts, side.bias, device))
 
 
 def _cut_work(bias: Table, matrices: int, block: tuple[int, int], programs: int) -> BiasWork:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashtile._backends.tma import Layout, packed_layout
+from flashtile._backends.tma import TensorLayout, packed_layout
 
 
 def by_whole_rows(tensor: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def row_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, 
     return strides[1], strides[0] // strides[1] if shape[0] > 1 and strides[1] else 0
 
 
-def bounded_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
+def bounded_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorLayout:
     """k or v as a packed tensor whose sequences end where the host need not know."""
     if len(shape) == 3:
         return packed_layout(shape, strides)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.allocate import allocator, contiguous_strides
+from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import multiprocessors
-from flashtile._backends.launch import Plan, int32, make_plan, plan_cache, pointer_to
+from flashtile._backends.launch import Plan, constants_of, float32, int32, make_plan, plan_cache, pointer_to
 from flashtile._backends.tma import (
     broadcast_layout,
     chunks_maker,
@@ -42,10 +42,17 @@ from flashtile.ops.attention.hopper.configs import (
     value_parts,
 )
 from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
-from flashtile.ops.attention.hopper.parameters import score_units, side_of_call, whole_tiles, with_aligned_lists
+from flashtile.ops.attention.hopper.parameters import (
+    is_covered,
+    score_units,
+    side_of_call,
+    whole_sizes,
+    with_aligned_lists,
+)
 from flashtile.ops.attention.hopper.score_functions import function_of, reads_of
-from flashtile.ops.attention.hopper.widening import Widening, make_widening, widen
-from flashtile.ops.attention.plans import Layout, SideShape, call_sizes, positive_scale, side_shape, tiles_of
+from flashtile.ops.attention.hopper.scores import ScoreUnits
+from flashtile.ops.attention.hopper.widening import make_widening, widen
+from flashtile.ops.attention.plans import SideShape, call_sizes, positive_scale, side_shape, tiles_of
 from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Table, out_dtype
 from flashtile.ops.attention.triton.launch import NO_CAPTURED, captured_pointers
@@ -72,7 +79,6 @@ class ForwardPlan(NamedTuple):
         makers: for each of `_MOVED`, what makes its descriptors from its address: of either chunk of columns, None in
             the place of a second one that there is not.
         describe: the same of all of them, from their addresses.
-        allocate: makes out, lse, and the largest scores if they are asked for.
         widening: of 8-bit values, which the kernel reads in 16 bits; else None.
     """
 
@@ -80,8 +86,7 @@ class ForwardPlan(NamedTuple):
     dynamic: bool
     makers: tuple[Callable[[int], tuple], ...]
     describe: Callable[..., tuple]
-    allocate: Callable[[], list[Tensor]]
-    widening: Widening | None = None
+    widening: Plan | None = None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -93,7 +98,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         k, v = by_whole_rows(k), by_whole_rows(v)
     plan = _plan_for(q, k, v, side, spec)
     if not plan.kernel.programs:
-        out, lse, *max_scores = plan.allocate()
+        out, lse, *max_scores = plan.kernel.allocate()
         nothing_seen = (scores.fill_(float("-inf")) for scores in max_scores)
         return out.zero_(), _lse_without_keys(lse, side), *nothing_seen
     if plan.widening is not None:
@@ -122,12 +127,13 @@ def _launch(
     plan: ForwardPlan, q: int, k: int, v: int, side: SidePointers = NO_SIDE, captured: tuple = NO_CAPTURED
 ) -> tuple[Tensor, ...]:
     """Enqueues the kernel, from addresses. Returns what `forward` does."""
-    results = plan.allocate()
+    kernel = plan.kernel
+    results = kernel.allocate()
     out, lse, *max_scores = results
-    counter = _counter(plan.kernel.device).data_ptr() if plan.dynamic else 0
+    counter = _counter(kernel.device).data_ptr() if plan.dynamic else 0
     descriptors = plan.describe(q, k, v, out.data_ptr(), side.bias)
     of_max_scores = max_scores[0].data_ptr() if max_scores else 0
-    plan.kernel.launch(*descriptors, lse.data_ptr(), of_max_scores, counter, *side, *captured)
+    kernel.launch(*descriptors, lse.data_ptr(), of_max_scores, counter, *side, *captured)
     return tuple(results)
 
 
@@ -173,15 +179,15 @@ def _plan(
 ) -> ForwardPlan:
     """Everything that can be decided before the tensors' contents are known."""
     q_shape, packed = shapes[0], side.sequences is not None
-    batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = call_sizes(shapes, side)
+    sizes = call_sizes(shapes, side)
+    batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = sizes
     left, right = spec.window_left is not None, spec.window_right is not None
     config = choose_config(
         head_dim, head_dim_v, max_seqlen_q, left, right, spec.block_shape and spec.block_shape[2:], dtype, side.dropout,
         table_bytes(side.bias, side.mask) + function_bytes(spec.score_program), moves_by_tma(side.bias, dtype),
     )  # fmt: skip
-    # With a block mask whole tiles of the mask, even past the end of a dense call's sequence.
-    block_tile = None if packed or spec.block_shape is None else spec.block_shape[2:]
-    tiles = tiles_of(whole_tiles(rows_q, block_tile[0] if block_tile else None), config.block_m, batch, packed)
+    whole_rows, _ = whole_sizes(sizes, packed, spec)
+    tiles = tiles_of(whole_rows, config.block_m, batch, packed)
     parts = value_parts(head_dim_v)
     lines = parts * (heads if packed else batch * heads)
     check_programs("q", tiles * lines)
@@ -192,16 +198,13 @@ def _plan(
     dynamic = (uneven or rows_k >= _LONG_KEYS) and tiles * lines > programs
     out_shape = (*q_shape[:-1], head_dim_v)
     lse_shape = (*q_shape[:-3], heads, rows_q)
-    of_rows = Layout(lse_shape, contiguous_strides(lse_shape), torch.float32)
-    outputs = [Layout(out_shape, contiguous_strides(out_shape), out_dtype(dtype)), of_rows]
+    of_rows = contiguous(lse_shape, torch.float32)
+    outputs = [contiguous(out_shape, out_dtype(dtype)), of_rows]
     if spec.returns_max_scores:
         outputs.append(of_rows)
     bounded = packed or side.key_lengths_dtype is not None
     boxes = _boxes(config, column_chunks(head_dim, dtype), value_chunks(head_dim_v), packed, bounded)
-    whole_rows = whole_tiles(rows_q, block_tile[0] if block_tile else None)
-    whole_keys = whole_tiles(rows_k, block_tile[1] if block_tile else None)
-    covered = not packed and whole_rows == rows_q and rows_q % config.block_m == 0
-    covered = covered and whole_keys == rows_k and rows_k % config.block_n == 0
+    covered = is_covered(sizes, packed, spec, config.block_m, config.block_n)
     described = side_of_call(side, spec, heads, covered=covered, by_column=False, group=heads // heads_kv)
     read = captured_parameters(side.captured)
     bounds = score_bounds(batch, shapes, side) if covered else None
@@ -227,7 +230,7 @@ def _plan(
             lines=int32(lines),
             dynamic=int32(int(dynamic)),
             window=window_parameters(spec),
-            units=score_units(spec),
+            units=ScoreUnits(*map(float32, score_units(spec))),
             numbers=described.numbers,
             k_rows_apart=int32(None if packed or not bounded else row_strides(shapes[1], strides[1])[1]),
             v_rows_apart=int32(None if packed or not bounded else row_strides(shapes[2], strides[2])[1]),
@@ -236,13 +239,8 @@ def _plan(
         "constants": described.constants,
     }
     constants = {
-        "CONSUMERS": config.consumers,
-        "STAGES": config.stages,
-        "REGISTERS": config.registers,
+        **constants_of(config),
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-        "Q_IN_REGISTERS": config.q_in_registers,
-        "AHEAD": config.ahead,
-        "IN_TURN": config.in_turn,
         "OUT_PLACES": out_places(config, head_dim, head_dim_v, dtype),
         "QUERY_PLACES": query_places(config, head_dim, head_dim_v, dtype),
         "PACKED": packed,
@@ -256,12 +254,12 @@ def _plan(
     }
     kernel = make_plan(
         attention_forward_kernel, parameters, constants, programs, device, num_warps=4,
-        max_registers=config.max_registers,
+        max_registers=config.max_registers, outputs=outputs,
     )  # fmt: skip
     if not programs:
-        return ForwardPlan(kernel, False, (), joined(()), allocator(outputs, device))
+        return ForwardPlan(kernel, False, (), joined(()))
     widening = make_widening(shapes[2], strides[2], device) if dtype is FP8 else None
-    strides_v = strides[2] if widening is None else widening.output.strides
+    strides_v = strides[2] if widening is None else contiguous(shapes[2], dtype).strides
     describe = packed_layout if packed else strided_layout
     describe_keys = bounded_layout if bounded else strided_layout
     layouts = [
@@ -278,7 +276,7 @@ def _plan(
     makers = tuple(
         chunks_maker(dtypes[name], boxes[name], layout) for name, layout in itertools.zip_longest(_MOVED, layouts)
     )
-    return ForwardPlan(kernel, dynamic, makers, joined(makers), allocator(outputs, device), widening)
+    return ForwardPlan(kernel, dynamic, makers, joined(makers), widening)
 
 
 def _same_for_all_rows(mask: Table | None) -> bool:

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from flashtile._backends.launch import Parameter, float32
 from flashtile.ops.attention.hopper.scores import ScoreUnits
-from flashtile.ops.attention.plans import PLAIN_SIDE, SideShape
+from flashtile.ops.attention.plans import PLAIN_SIDE, CallSizes, SideShape
 from flashtile.ops.attention.side_parameters import SideParameters, side_parameters
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 LOG2_E = 1.4426950408889634
 
-INT32, FLOAT32 = Parameter("i32"), Parameter("fp32")
-
 
 def score_units(spec: AttentionSpec) -> ScoreUnits:
+    """As numbers; None for one that the call does not have."""
     capped, changed = spec.softcap > 0, spec.score_program is not None
     scale = spec.softcap if capped else spec.scale
     return ScoreUnits(
-        float32(LOG2_E if changed else scale * LOG2_E),
-        float32(spec.scale / spec.softcap if capped else None),
-        float32(scale if changed else None),
+        scale_log2=LOG2_E if changed else scale * LOG2_E,
+        cap_scale=spec.scale / spec.softcap if capped else None,
+        function_scale=scale if changed else None,
     )
 
 
 def side_of_call(
     side: SideShape, spec: AttentionSpec, heads: int, *, covered: bool, by_column: bool, group: int | None = None
 ) -> SideParameters:
-    """The side inputs as `side_parameters` describes them for these kernels."""
+    """The side inputs as `side_parameters` describes them for these kernels. Those of the backward, which go by column,
+    have no sinks, because they have lse, which counts them."""
+    side = side._replace(sinks=side.sinks and not by_column)
     return side_parameters(
         side, spec, heads, covered=covered, by_column=by_column, reads_bits=True, reads_rows_once=True, group=group
     )
@@ -43,6 +43,16 @@ def with_aligned_lists(side: SideInputs) -> SideInputs:
     return side if lists is None or lists.data_ptr() % 16 == 0 else side._replace(block_lists=lists.clone())
 
 
-def whole_tiles(rows: int, tile: int | None) -> int:
-    """`rows` rounded up to the end of the last tile of the block mask; `tile` is None without one."""
-    return rows if tile is None else -(-rows // tile) * tile
+def whole_sizes(sizes: CallSizes, packed: bool, spec: AttentionSpec) -> tuple[int, int]:
+    """How many queries and keys are walked through: in a dense call with a block mask, whole tiles of the mask."""
+    if packed or spec.block_shape is None:
+        return sizes.rows_q, sizes.rows_k
+    *_, tile_q, tile_k = spec.block_shape
+    return -(-sizes.rows_q // tile_q) * tile_q, -(-sizes.rows_k // tile_k) * tile_k
+
+
+def is_covered(sizes: CallSizes, packed: bool, spec: AttentionSpec, block_m: int, block_n: int) -> bool:
+    """Whether tiles divide the call, so that none ends past a bias or a mask."""
+    rows = sizes.rows_q, sizes.rows_k
+    divided = sizes.rows_q % block_m == 0 and sizes.rows_k % block_n == 0
+    return not packed and divided and whole_sizes(sizes, packed, spec) == rows

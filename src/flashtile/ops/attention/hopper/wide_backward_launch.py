@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.alignment import used_strides
-from flashtile._backends.allocate import allocator, contiguous_strides
+from flashtile._backends.alignment import batch_row_head
+from flashtile._backends.allocate import Layout, allocator, contiguous, contiguous_strides
 from flashtile._backends.devices import multiprocessors
-from flashtile._backends.launch import Plan, float32, int32, make_plan, plan_cache, plan_of, pointer_to
+from flashtile._backends.launch import Plan, constants_of, float32, int32, make_plan, plan_cache, pointer_to
 from flashtile._backends.tma import chunks_maker, descriptor_parameter, joined, strided_layout
 from flashtile.ops.attention.hopper.backward_configs import choose_backward_config, padded_strides
-from flashtile.ops.attention.hopper.backward_source import backward_source
+from flashtile.ops.attention.hopper.backward_source import backward_plan
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
 from flashtile.ops.attention.hopper.parameters import LOG2_E
@@ -33,7 +33,6 @@ from flashtile.ops.attention.hopper.wide_backward_configs import (
 )
 from flashtile.ops.attention.plans import (
     PLAIN_SIDE,
-    Layout,
     call_sizes,
     longest_walk,
     shares_of_heads,
@@ -156,12 +155,7 @@ def plan_wide_backward(
         scale=float32(spec.scale),
     )
     constants = {
-        "CHUNKS": config.chunks,
-        "VALUE_CHUNKS": config.value_chunks,
-        "PARTS": config.parts,
-        "PLACES": config.places,
-        "SCORE_PLACES": config.score_places,
-        "VALUE_PLACES": config.value_places,
+        **constants_of(config),
         "REGISTERS": REGISTERS,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "HAS_LEFT": spec.window_left is not None,
@@ -208,7 +202,7 @@ def plan_wide_backward(
                  OF_KEYS=True, MASKS=banded),
         gradient("dq", attention_wide_dk_dq_kernel, _DK_DQ_PARAMETERS, query_tiles, query_tiles * lines,
                  OF_KEYS=False, MASKS=cut),
-        allocator((*gradients.values(), Layout((scratch,), (1,), torch.float32)), device),
+        allocator((*gradients.values(), contiguous((scratch,), torch.float32)), device),
         shares,
         4 * statistics,
         4 * (statistics + masked_dout),
@@ -224,7 +218,7 @@ def _plan_begin(
     """The kernel of statistics (`backward_ends`), with tiles of `STATISTIC_ROWS` queries, of which every 64 are
     whole."""
     batch, rows_q, heads, head_dim = q_shape
-    apart = (0, *used_strides(dout_shape, dout_strides))[-4:-1]
+    apart = batch_row_head(dout_shape, dout_strides)
     variant = BackwardVariant(
         dtype,
         head_dim,
@@ -241,12 +235,11 @@ def _plan_begin(
         sinks=sinks,
         single_key_tile=True,  # dq is not summed
     )
-    values = {
+    numbers = {
         **dict(zip(("stride_dout_batch", "stride_dout_row", "stride_dout_head"), apart)),
         "batch": batch,
         "heads": heads,
         "rows_q": rows_q,
         "query_tiles": statistic_tiles,
-        "lse_unit": None,
     }
-    return plan_of(backward_source("begin", variant), values, statistic_tiles * batch * heads, device)
+    return backward_plan("begin", variant, numbers, statistic_tiles * batch * heads, device)

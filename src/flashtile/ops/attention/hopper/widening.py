@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from flashtile._backends.alignment import used_strides
-from flashtile._backends.allocate import contiguous_strides, empty
+from flashtile._backends.alignment import batch_row_head
+from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import Plan, int32, make_plan, pointer_to, strides_of
 from flashtile.ops.attention.hopper.eight_bits import attention_widen_kernel
-from flashtile.ops.attention.plans import Layout
 from flashtile.ops.common.checks import check_programs
 
 #: Values of a program: eight loads of each thread.
 _VALUES = 8192
 
 
-class Widening(NamedTuple):
-    """A launch, and what it fills."""
-
-    plan: Plan
-    output: Layout
-
-
-def make_widening(shape: torch.Size, strides: tuple[int, ...], device: torch.device) -> Widening:
-    """The widening of values `[batch, rows_k, heads_kv, head_dim_v]`, or packed `[rows_k, heads_kv, head_dim_v]`."""
+def make_widening(shape: torch.Size, strides: tuple[int, ...], device: torch.device) -> Plan:
+    """The launch for values `[batch, rows_k, heads_kv, head_dim_v]`, or packed `[rows_k, heads_kv, head_dim_v]`."""
     *batch, rows_k, heads_kv, head_dim_v = shape
     sequences = batch[0] if batch else 1
     rows, columns = _tile(head_dim_v)
     tiles = -(-rows_k // rows)
     programs = sequences * tiles * heads_kv
     check_programs("v", programs)
-    apart = (0, *used_strides(tuple(shape), strides))[-4:-1]
+    apart = batch_row_head(shape, strides)
     # Addresses and strides are multiples of 16 bytes.
     parameters = {
         "v_ptr": pointer_to(torch.float8_e4m3fn, 16),
@@ -44,13 +34,13 @@ def make_widening(shape: torch.Size, strides: tuple[int, ...], device: torch.dev
         "tiles": int32(tiles),
     }
     constants = {"HEAD_DIM_V": head_dim_v, "E": columns, "ROWS": rows}
-    plan = make_plan(attention_widen_kernel, parameters, constants, programs, device, num_warps=4)
-    return Widening(plan, Layout(tuple(shape), contiguous_strides(tuple(shape)), torch.bfloat16))
+    outputs = (contiguous(shape, torch.bfloat16),)
+    return make_plan(attention_widen_kernel, parameters, constants, programs, device, num_warps=4, outputs=outputs)
 
 
-def widen(v: Tensor, widening: Widening) -> Tensor:
-    wide = empty(*widening.output, v.device)
-    widening.plan.launch(v.data_ptr(), wide.data_ptr())
+def widen(v: Tensor, widening: Plan) -> Tensor:
+    (wide,) = widening.allocate()
+    widening.launch(v.data_ptr(), wide.data_ptr())
     return wide
 
 

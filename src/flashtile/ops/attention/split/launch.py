@@ -35,7 +35,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         torch._C._get_cublas_allow_tf32(),
     )
     indices = NO_INDICES if lengths is None else (pointer(lengths), *NO_INDICES[1:])
-    return attend(plan, (q, k, v), indices, slopes, sinks, k.shape[1], q.device)
+    return attend(plan, (q, k, v), indices, slopes, sinks, k.shape[1])
 
 
 @plan_cache

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile._backends.allocate import contiguous_strides, empty
+from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import Plan, int32, int64, make_plan, pointer, pointer_to
 from flashtile.ops.attention.spec import Table
 from flashtile.ops.attention.triton.bias_gradient import attention_bias_parts_kernel
@@ -30,14 +30,15 @@ def plan_of_sum(parts: int, bias: Table, device: torch.device) -> Plan | None:
         "parts": int32(parts),
     }
     constants = {"PARTS": together, "BLOCK": block}
-    return make_plan(attention_bias_parts_kernel, parameters, constants, -(-size // block), device, num_warps=4)
+    programs, outputs = -(-size // block), (contiguous(bias.shape, bias.dtype),)
+    return make_plan(attention_bias_parts_kernel, parameters, constants, programs, device, num_warps=4, outputs=outputs)
 
 
-def sum_of_parts(plan: Plan | None, parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of a bias of `dtype`, from its parts `[parts, *shape]`. A single one has that dtype already."""
+def sum_of_parts(plan: Plan | None, parts: Tensor) -> Tensor:
+    """The gradient of a bias, from its parts `[parts, *shape]`. A single one has the bias's dtype already."""
     if plan is None:
         return parts.squeeze(0)
-    shape = tuple(parts.shape[1:])
-    total = empty(shape, contiguous_strides(shape), dtype, parts.device)
+    total: Tensor
+    (total,) = plan.allocate()
     plan.launch(pointer(parts), pointer(total))
     return total

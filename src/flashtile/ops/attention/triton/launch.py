@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.allocate import allocator, empty
+from flashtile._backends.allocate import allocator
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import Plan, pointer
 from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale, sum_of_shares
@@ -49,7 +49,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
     plan = plan_for("forward", q, k, v, None, side, spec)
-    results = tuple(_outputs(plan, q.device))
+    results = tuple(plan.kernel.allocate())
     if plan.kernel.programs:
         if q.dtype is FP8:
             q, k, v = q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8)
@@ -101,15 +101,15 @@ def prepare_forward(
     """`forward` of all 16-bit calls that look like this one, from the addresses of q, k and v; or None."""
     if not _preparable(q, spec):
         return None
-    plan = plan_for("forward", q, k, v, None, side, spec)
-    allocate = allocator(plan.outputs, q.device)
+    kernel = plan_for("forward", q, k, v, None, side, spec).kernel
+    allocate = kernel.allocate
 
     def run(q: int, k: int, v: int) -> tuple[Tensor, Tensor]:
         out, lse = allocate()
-        plan.kernel.launch(q, k, v, out.data_ptr(), lse.data_ptr(), 0, *NO_SIDE, 0)
+        kernel.launch(q, k, v, out.data_ptr(), lse.data_ptr(), 0, *NO_SIDE, 0)
         return out, lse
 
-    return run if plan.kernel.programs else None
+    return run if kernel.programs else None
 
 
 def prepare_backward(
@@ -121,9 +121,9 @@ def prepare_backward(
         return None
     queries = plan_for("dq", q, k, v, dout, side, spec, has_dlse)
     if queries.all_gradients:
-        return _prepare_short_backward(queries, q.device)
+        return _prepare_short_backward(queries)
     keys = plan_for("dkdv", q, k, v, dout, side, spec)
-    allocate = allocator((*queries.outputs, *keys.outputs), q.device)
+    allocate = allocator((*queries.kernel.outputs, *keys.kernel.outputs), q.device)
 
     def run(dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int) -> tuple[Tensor, Tensor, Tensor]:
         dq, statistics, dk, dv = allocate()
@@ -135,9 +135,9 @@ def prepare_backward(
     return run if queries.kernel.programs and keys.kernel.programs else None
 
 
-def _prepare_short_backward(plan: AttentionPlan, device: torch.device) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def _prepare_short_backward(plan: AttentionPlan) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """`prepare_backward` where one kernel computes all."""
-    allocate = allocator(plan.outputs, device)
+    allocate = plan.kernel.allocate
 
     def run(dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = allocate()
@@ -173,7 +173,7 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
     plan = plan_for("column_sums", q, k, k, None, side, spec)
-    sums = empty(*plan.outputs[0], q.device)
+    (sums,) = plan.kernel.allocate()
     if plan.kernel.programs:
         plan.kernel.launch(*map(pointer, (q, k, lse, sums)), *side_pointers(side))
     return sums
@@ -202,7 +202,7 @@ def backward_queries(
     slope_sums = torch.zeros_like(lse) if sums_slopes else None
     if plan.all_gradients:
         return _short_backward(plan, dout, dlse, q, k, v, out, lse, side, slope_sums, learned_bias)
-    dq, statistics, *copies = _outputs(plan, q.device)
+    dq, statistics, *copies = plan.kernel.allocate()
     quiet = copies[0] if hides_rows else None
     if plan.kernel.programs:
         tensors = (q, k, v, out, dout, lse, dlse, statistics, slope_sums, quiet, dq)
@@ -231,14 +231,14 @@ def _short_backward(
     learned_bias: bool,
 ) -> QueryResults:
     """Runs the kernel of short sequences."""
-    dq, dk, dv, *more = _outputs(plan, q.device)
+    dq, dk, dv, *more = plan.kernel.allocate()
     statistics = None if side.sinks is None else more[0]
     bias_parts = more[-1] if learned_bias else None
     tensors = (q, k, v, out, dout, lse, dlse, statistics, slope_sums, None, dq, dk, dv, bias_parts)
     plan.kernel.launch(*map(pointer, tensors), *side_pointers(side))
     dbias = None
-    if bias_parts is not None and side.bias is not None:
-        dbias = sum_of_parts(plan.sum_of_parts, bias_parts, side.bias.dtype)
+    if bias_parts is not None:
+        dbias = sum_of_parts(plan.sum_of_parts, bias_parts)
     return QueryResults(dq, statistics, slope_sums, dout, _whole_heads(dk, dv, plan.shares), dbias)
 
 
@@ -253,7 +253,7 @@ def backward_keys(
 ) -> tuple[Tensor, Tensor]:
     """Runs the dk/dv kernel on the statistics of the dq kernel. Returns (dk, dv)."""
     plan = plan_for("dkdv", q, k, v, dout, side, spec)
-    dk, dv = _outputs(plan, q.device)
+    dk, dv = plan.kernel.allocate()
     if plan.kernel.programs:
         tensors = (q, k, v, dout, statistics, dk, dv)
         plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *captured_pointers(side))
@@ -279,10 +279,10 @@ def backward_bias(
     plan = plan_for("dbias", q, k, v, dout, side, spec)
     if not plan.kernel.programs:
         return torch.zeros(side.bias.shape, dtype=side.bias.dtype, device=q.device)
-    sums = empty(*plan.outputs[0], q.device)
+    (sums,) = plan.kernel.allocate()
     tensors = (q, k, v, dout, statistics, sums)
     plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *captured_pointers(side))
-    return sum_of_parts(plan.sum_of_parts, sums, side.bias.dtype)
+    return sum_of_parts(plan.sum_of_parts, sums)
 
 
 def slope_gradient(slope_sums: Tensor, side: SideInputs, cu_seqlens: Tensor | None) -> Tensor:
@@ -326,7 +326,3 @@ def captured_pointers(side: SideInputs) -> tuple:
     return tuple(
         pointer(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor) for tensor in side.captured
     )
-
-
-def _outputs(plan: AttentionPlan, device: torch.device) -> list[Tensor]:
-    return [empty(*layout, device) for layout in plan.outputs]

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.alignment import power_of_two_factor, used_strides
-from flashtile._backends.allocate import contiguous_strides
+from flashtile._backends.alignment import batch_row_head, power_of_two_factor
+from flashtile._backends.allocate import Layout, contiguous, contiguous_strides
 from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import Plan, float32, int32, int64, make_plan, plan_cache, pointer_to
 from flashtile.ops.attention.plans import (
     CapturedShape,
-    Layout,
     SideShape,
     call_sizes,
     longest_walk,
@@ -76,7 +75,7 @@ _STRIDED = {
 
 
 class AttentionPlan(NamedTuple):
-    """The launch of a kernel, and what it writes.
+    """The launch of a kernel, and what the host does with its results.
 
     Attributes:
         shares: dk and dv are in so many parts.
@@ -87,7 +86,6 @@ class AttentionPlan(NamedTuple):
     """
 
     kernel: Plan
-    outputs: tuple[Layout, ...]
     shares: int = 1
     all_gradients: bool = False
     waves: int = 0
@@ -237,11 +235,11 @@ def _plan(
         programs = slots_for(_entries(side.captured, summed), programs)
     check_programs("q", programs * shares)
     cut = tiles.num_warps, tiles.num_stages, tiles.max_registers
-    plan = make_plan(_KERNELS[kernel], parameters, constants, programs * shares, device, *cut)
+    plan = make_plan(_KERNELS[kernel], parameters, constants, programs * shares, device, *cut, outputs)
     short = kernel == "short_backward"
     learned = side.bias if programs and (kernel == "dbias" or (short and learns)) else None
     sum_of_parts = None if learned is None else plan_of_sum(work.parts, learned, device)
-    return AttentionPlan(plan, outputs, written_heads // heads_kv, short, waves, sum_of_parts)
+    return AttentionPlan(plan, written_heads // heads_kv, short, waves, sum_of_parts)
 
 
 def _tensors(
@@ -293,7 +291,7 @@ def _side(call: _Facts, hides_rows: bool) -> dict[str, Any]:
     return {"side": described.pointers, "numbers": numbers, "constants": described.constants}
 
 
-def _strides(kernel: Kernel, triples: list[tuple[int, int, int]]) -> dict[str, Strides]:
+def _strides(kernel: Kernel, triples: list[tuple[int, ...]]) -> dict[str, Strides]:
     multiple = power_of_two_factor(*(stride for triple in triples for stride in triple))
     return {
         f"{of}_strides": Strides(int64(batch, multiple), int64(head, multiple), row)
@@ -390,7 +388,7 @@ def _output_layouts(
             *((bias_parts,) if learns else ()),
         ),
     }
-    return tuple(Layout(tuple(shape), contiguous_strides(shape), of) for shape, of in outputs[kernel])
+    return tuple(contiguous(shape, of) for shape, of in outputs[kernel])
 
 
 def _cut(
@@ -438,16 +436,12 @@ def _stride_triples(
     shapes: tuple[tuple[int, ...], ...],
     parts: list[tuple[int, ...]],
     strides: tuple[tuple[int, ...] | None, ...],
-) -> list[tuple[int, int, int]]:
+) -> list[tuple[int, ...]]:
     """(batch, row, head) strides of the kernel's tensors, used ones; outputs are contiguous. `parts`: shapes of dk and
     dv."""
     out_shape = (*shapes[0][:-1], shapes[2][-1])
     written = dict(zip(("out", "dq", "dk", "dv"), (out_shape, shapes[0], *parts)))
-    of_each = {name: used_strides(shape, contiguous_strides(shape)) for name, shape in written.items()}
+    of_each = {name: batch_row_head(shape, contiguous_strides(shape)) for name, shape in written.items()}
     given = zip(("q", "k", "v", "dout"), (*shapes, out_shape), strides)
-    of_each |= {name: used_strides(shape, stride) for name, shape, stride in given if stride is not None}
-    return [_stride_triple(of_each[name]) for name in _STRIDED[kernel]]
-
-
-def _stride_triple(strides: tuple[int, ...]) -> tuple[int, int, int]:
-    return (strides[0], strides[1], strides[2]) if len(strides) == 4 else (0, strides[0], strides[1])
+    of_each |= {name: batch_row_head(shape, stride) for name, shape, stride in given if stride is not None}
+    return [of_each[name] for name in _STRIDED[kernel]]

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 
 from flashtile._backends.alignment import power_of_two_factor
-from flashtile._backends.allocate import contiguous_strides
+from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.devices import DeviceFacts, device_facts, multiprocessors
 from flashtile._backends.launch import (
     GIVEN,
     Parameter,
     Plan,
+    constants_of,
     float32,
     int32,
     int64,
@@ -38,14 +39,6 @@ from flashtile.ops.common.split_keys.rows import CacheStrides, RowStrides, Windo
 _ASYNCHRONOUS = 4
 
 _Shape = tuple[int, ...]
-
-
-class Layout(NamedTuple):
-    """An output: shape, strides and dtype."""
-
-    shape: _Shape
-    strides: _Shape
-    dtype: torch.dtype
 
 
 class SplitCall(NamedTuple):
@@ -92,18 +85,11 @@ class SplitCall(NamedTuple):
 
 
 class SplitPlan(NamedTuple):
-    """The launches of a call. `attend` is given the length of the sequences last.
-
-    Attributes:
-        attend: writes to `out` and `lse`, or to `parts` and `parts_lse` where `combine` is there.
-    """
+    """The launches of a call. `attend` writes out and lse, or parts of them, which `combine` puts together. It is given
+    the length of the sequences last."""
 
     attend: Plan
     combine: Plan | None
-    out: Layout
-    lse: Layout
-    parts: Layout
-    parts_lse: Layout
 
 
 def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
@@ -126,16 +112,7 @@ def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
     programs = batch * heads_kv * -(-group_rows // tiles.block_m) * splits
     check_programs("q", programs)
     attend = _attend(call, tiles, splits, programs, device)
-    combine = _combine(call, splits, device) if splits > 1 else None
-    out_shape, lse_shape = (batch, seq_q, heads, head_dim_v), (batch, heads, seq_q)
-    return SplitPlan(
-        attend,
-        combine,
-        layout(out_shape, call.dtype),
-        layout(lse_shape, torch.float32),
-        layout((splits, *out_shape), torch.float32),
-        layout((splits, *lse_shape), torch.float32),
-    )
+    return SplitPlan(attend, _combine(call, splits, device) if splits > 1 else None)
 
 
 def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, device: torch.device) -> Plan:
@@ -184,13 +161,13 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "HEAD_DIM_V": head_dim_v,
         "BLOCK_D": tile_width(head_dim),
         "BLOCK_E": tile_width(head_dim_v),
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "CHUNK": tiles.chunk,
+        **constants_of(tiles),
         "PARTIAL": partial,
         "PRECISION": _dot_precision(call.dtype, device_facts(device), call.allow_tf32),
     }
-    return make_plan(attend_kernel, parameters, constants, programs, device, tiles.num_warps, tiles.num_stages)
+    cut = tiles.num_warps, tiles.num_stages
+    outputs = _results(call, (splits,), torch.float32) if partial else _results(call)
+    return make_plan(attend_kernel, parameters, constants, programs, device, *cut, outputs=outputs)
 
 
 def _cache_strides(strides: _Shape, multiple: int) -> CacheStrides:
@@ -211,8 +188,15 @@ def _combine(call: SplitCall, splits: int, device: torch.device) -> Plan:
         "seq_q": int32(seq_q),
         "splits": int32(splits),
     }
-    constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_E": tile_width(head_dim_v), "BLOCK_S": cut.block_s}
-    return make_plan(combine_kernel, parameters, constants, rows, device, cut.num_warps, 2)
+    constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_E": tile_width(head_dim_v), **constants_of(cut)}
+    return make_plan(combine_kernel, parameters, constants, rows, device, cut.num_warps, 2, outputs=_results(call))
+
+
+def _results(call: SplitCall, parts: _Shape = (), dtype: torch.dtype | None = None) -> tuple[Layout, Layout]:
+    """out and lse; `parts` and `dtype` where they are those of each split."""
+    batch, seq_q, heads, _, _, head_dim_v = call.shape
+    out = contiguous((*parts, batch, seq_q, heads, head_dim_v), dtype or call.dtype)
+    return out, contiguous((*parts, batch, heads, seq_q), torch.float32)
 
 
 def _multiples(call: SplitCall) -> tuple[int, int]:
@@ -228,11 +212,6 @@ def visible_rows(capacity: int, seq_q: int, window_left: int | None, window_righ
     # There are no rows past the last, so an unlimited right side shows at most as many keys as there are queries.
     right = seq_q if window_right is None else min(window_right, seq_q)
     return min(capacity, max(window_left + seq_q + right, 0))
-
-
-def layout(shape: _Shape, dtype: torch.dtype) -> Layout:
-    shape = tuple(shape)  # a plain one: the allocation takes no torch.Size
-    return Layout(shape, contiguous_strides(shape), dtype)
 
 
 def _dot_precision(dtype: torch.dtype, facts: DeviceFacts, allow_tf32: bool) -> str:

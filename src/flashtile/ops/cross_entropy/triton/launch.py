@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
-from flashtile._backends.allocate import empty
+from flashtile._backends.allocate import contiguous, empty
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import (
     Parameter,
     Plan,
+    constants_of,
     float32,
     int32,
     int64,
@@ -30,27 +31,23 @@ _STATISTICS = pointer_to(torch.float32)
 
 def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Results:
     """Runs the forward kernel on logits `[rows, columns]` with contiguous rows, and that of the reduction."""
-    rows, device = logits.shape[0], logits.device
-    losses = _vector(rows, device)
-    z_losses = _vector(rows, device) if spec.z_loss else None
-    lse = _vector(rows, device)
-    _run_forward(logits, labels, losses, z_losses, lse, spec, False)
+    plan = _forward_plan_for(logits, labels, spec, partial=False)
+    losses, z_losses, lse = plan.allocate()
+    plan.launch(*map(pointer, (logits, labels, losses, z_losses, lse)))
     if spec.reduction == "none":
         return Results(losses, z_losses, lse, None)
-    loss = empty((), (), torch.float32, device)
-    z_loss = empty((), (), torch.float32, device) if spec.z_loss else None
-    scale = empty((), (), torch.float32, device) if spec.reduction == "mean" else None
-    plan = _reduce_plan(labels.dtype, rows, spec, device)
+    plan = _reduce_plan(labels.dtype, logits.shape[0], spec, logits.device)
+    loss, z_loss, scale = plan.allocate()
     plan.launch(*map(pointer, (losses, z_losses, labels, loss, z_loss, scale)))
     return Results(loss, z_loss, lse, scale)
 
 
 def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Statistics:
     """The statistics of the columns that are here, as rows of one tensor `[3, rows]`."""
-    rows = logits.shape[0]
-    found = empty((3, rows), (rows, 1), torch.float32, logits.device)
+    plan = _forward_plan_for(logits, labels, spec, partial=True)
+    (found,) = plan.allocate()
     lse, target, total = found.unbind()
-    _run_forward(logits, labels, target, total, lse, spec, True)
+    plan.launch(*map(pointer, (logits, labels, target, total, lse)))
     return Statistics(lse, target, total)
 
 
@@ -87,31 +84,9 @@ def multiply(gradient: Tensor, factor: Tensor) -> None:
     plan.launch(pointer(gradient), pointer(factor))
 
 
-def _vector(rows: int, device: torch.device) -> Tensor:
-    return empty((rows,), (1,), torch.float32, device)
-
-
-def _run_forward(
-    logits: Tensor,
-    labels: Tensor,
-    losses: Tensor,
-    z_losses: Tensor | None,
-    lse: Tensor,
-    spec: CrossEntropySpec,
-    partial: bool,
-) -> None:
-    plan = _forward_plan(
-        logits.dtype,
-        labels.dtype,
-        (logits.shape[0], logits.shape[1]),
-        logits.stride(0),
-        logits.data_ptr() & 15,
-        z_losses is not None,
-        partial,
-        spec,
-        logits.device,
-    )
-    plan.launch(*map(pointer, (logits, labels, losses, z_losses, lse)))
+def _forward_plan_for(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, partial: bool) -> Plan:
+    shape, stride, misalignment = (logits.shape[0], logits.shape[1]), logits.stride(0), logits.data_ptr() & 15
+    return _forward_plan(logits.dtype, labels.dtype, shape, stride, misalignment, partial, spec, logits.device)
 
 
 @plan_cache
@@ -121,11 +96,11 @@ def _forward_plan(
     shape: tuple[int, int],
     stride: int,
     misalignment: int,
-    has_z: bool,
     partial: bool,
     spec: CrossEntropySpec,
     device: torch.device,
 ) -> Plan:
+    """`partial`: of `read`, which writes all statistics to one tensor."""
     rows, width = shape
     check_rows("logits", rows)
     itemsize = dtype.itemsize
@@ -137,14 +112,17 @@ def _forward_plan(
     }
     constants = {
         "WIDTH": width,
-        "BLOCK_N": config.block_n,
-        "VECTOR": config.vector,
+        **constants_of(config),
         "SMOOTHING": spec.label_smoothing > 0,
         "POSITIVE": spec.logit_scale > 0,
         "PARTIAL": partial,
-        "HAS_Z": has_z,
+        "HAS_Z": partial or spec.z_loss,
     }
-    return make_plan(kernels.cross_entropy_forward_kernel, parameters, constants, rows, device, config.num_warps)
+    of_rows = contiguous((rows,), torch.float32)
+    results = (of_rows, of_rows if spec.z_loss else None, of_rows)
+    outputs = (contiguous((3, rows), torch.float32),) if partial else results
+    kernel = kernels.cross_entropy_forward_kernel
+    return make_plan(kernel, parameters, constants, rows, device, config.num_warps, outputs=outputs)
 
 
 @plan_cache
@@ -175,8 +153,7 @@ def _backward_plan(
     }
     constants = {
         "WIDTH": width,
-        "BLOCK_N": config.block_n,
-        "VECTOR": config.vector,
+        **constants_of(config),
         "TILES": tiles,
         "SMOOTHING": spec.label_smoothing > 0,
         "HAS_SCALE": has_scale,
@@ -189,8 +166,11 @@ def _backward_plan(
 def _reduce_plan(label_dtype: torch.dtype, rows: int, spec: CrossEntropySpec, device: torch.device) -> Plan:
     parameters = {**_parameters(torch.float32, label_dtype, spec), "rows": int32(rows)}
     block_n, num_warps = REDUCE
-    constants = {"BLOCK_N": block_n, "MEAN": spec.reduction == "mean", "HAS_Z": spec.z_loss}
-    return make_plan(kernels.cross_entropy_reduce_kernel, parameters, constants, 1, device, num_warps)
+    mean, scalar = spec.reduction == "mean", contiguous((), torch.float32)
+    constants = {"BLOCK_N": block_n, "MEAN": mean, "HAS_Z": spec.z_loss}
+    outputs = scalar, scalar if spec.z_loss else None, scalar if mean else None
+    kernel = kernels.cross_entropy_reduce_kernel
+    return make_plan(kernel, parameters, constants, 1, device, num_warps, outputs=outputs)
 
 
 @plan_cache

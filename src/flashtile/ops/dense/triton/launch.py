@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
-from flashtile._backends.allocate import empty
+from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.devices import device_facts, multiprocessors
-from flashtile._backends.launch import Plan, int32, make_plan, plan_cache, pointer, pointer_to
+from flashtile._backends.launch import Plan, constants_of, int32, make_plan, plan_cache, pointer, pointer_to
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.row_tiles import RowTile
 from flashtile.ops.dense.spec import ActivationGradients, ActivationSpec
@@ -32,21 +32,18 @@ class SumPlan(NamedTuple):
 
     Attributes:
         main: programs that each store partial sums, if sums are wanted.
-        splits: partial sums of a column; 0 = there are none.
         reduce: adds them up; None where there is nothing to add.
     """
 
     main: Plan
-    splits: int
     reduce: Plan | None
 
 
 def activate(pre: Tensor, spec: ActivationSpec) -> Tensor:
     """hidden `[R, F]` of contiguous pre `[R, F]`, gated `[R, 2F]`."""
-    (rows, columns), device = pre.shape, pre.device
-    width = spec.width(columns)
-    hidden = empty((rows, width), (width, 1), pre.dtype, device)
-    plan = _activate_plan(pre.dtype, rows, width, pre.data_ptr() & 15, spec, device)
+    rows, columns = pre.shape
+    plan = _activate_plan(pre.dtype, rows, spec.width(columns), pre.data_ptr() & 15, spec, pre.device)
+    (hidden,) = plan.allocate()
     plan.launch(pointer(pre), pointer(hidden))
     return hidden
 
@@ -55,31 +52,28 @@ def activate_backward(
     dhidden: Tensor, pre: Tensor, spec: ActivationSpec, wants_bias: bool, wants_hidden: bool
 ) -> ActivationGradients:
     """See `spec.ActivationGradients`; dhidden and pre are contiguous."""
-    (rows, width), columns, dtype, device = dhidden.shape, pre.shape[1], pre.dtype, pre.device
+    (rows, width), dtype, device = dhidden.shape, pre.dtype, pre.device
     misalignment = (dhidden.data_ptr() | pre.data_ptr()) & 15
     plan = _backward_plan("activate_backward", dtype, rows, width, misalignment, spec, wants_bias, wants_hidden, device)
-    dpre = empty((rows, columns), (columns, 1), dtype, device)
-    hidden = empty((rows, width), (width, 1), dtype, device) if wants_hidden else None
-    partial = empty((plan.splits, columns), (columns, 1), torch.float32, device) if wants_bias else None
+    dpre, hidden, partial = plan.main.allocate()
     plan.main.launch(*map(pointer, (dhidden, pre, dpre, hidden, partial)))
     return ActivationGradients(dpre, None if partial is None else _reduced(partial, plan, dtype), hidden)
 
 
 def column_sum(x: Tensor) -> Tensor:
     """The sum over rows of contiguous x `[R, N]`, in its dtype."""
-    (rows, width), device = x.shape, x.device
-    plan = _backward_plan("column_sum", x.dtype, rows, width, x.data_ptr() & 15, _COLUMN_SUM, True, False, device)
-    partial = empty((plan.splits, width), (width, 1), torch.float32, device)
+    rows, width = x.shape
+    plan = _backward_plan("column_sum", x.dtype, rows, width, x.data_ptr() & 15, _COLUMN_SUM, True, False, x.device)
+    (partial,) = plan.main.allocate()
     plan.main.launch(pointer(x), pointer(partial))
     return _reduced(partial, plan, x.dtype)
 
 
 def _reduced(partial: Tensor, plan: SumPlan, dtype: torch.dtype) -> Tensor:
     """The sum of partial sums `[splits, columns]`."""
-    columns, device = partial.shape[1], partial.device
     if plan.reduce is None:
-        return torch.zeros(columns, dtype=dtype, device=device)
-    total = empty((columns,), (1,), dtype, device)
+        return torch.zeros(partial.shape[1], dtype=dtype, device=partial.device)
+    (total,) = plan.reduce.allocate()
     plan.reduce.launch(pointer(partial), pointer(total))
     return total
 
@@ -91,7 +85,8 @@ def _activate_plan(
     check_rows("x", rows)
     config = activate_config(max(width, 1), device_facts(device))
     programs = -(-rows // config.rows) * -(-width // config.block_n)
-    return _plan("activate", dtype, width, misalignment, config, programs, device, {"rows": rows}, spec)
+    outputs = (contiguous((rows, width), dtype),)
+    return _plan("activate", dtype, width, misalignment, config, programs, device, {"rows": rows}, outputs, spec)
 
 
 @plan_cache
@@ -114,12 +109,15 @@ def _backward_plan(
     resident = multiprocessors(device) * config.programs_per_multiprocessor
     splits = min(tiles, max(1, resident // strips)) if strips else 0
     scalars, wanted = {"rows": rows, "splits": splits}, (sums_bias, stores_hidden)
-    main = _plan(kernel, dtype, width, misalignment, config, strips * splits, device, scalars, spec, *wanted)
-    if not sums_bias or not splits:
-        return SumPlan(main, 0, None)
     columns = 2 * width if spec.gated else width
-    strips = -(-columns // REDUCE.block_n)
-    return SumPlan(main, splits, _plan("reduce", dtype, columns, 0, REDUCE, strips, device, {"splits": splits}))
+    hidden = contiguous((rows, width), dtype) if stores_hidden else None
+    partial = contiguous((splits, columns), torch.float32) if sums_bias else None
+    outputs = (partial,) if kernel == "column_sum" else (contiguous((rows, columns), dtype), hidden, partial)
+    main = _plan(kernel, dtype, width, misalignment, config, strips * splits, device, scalars, outputs, spec, *wanted)
+    if not sums_bias or not splits:
+        return SumPlan(main, None)
+    strips, total = -(-columns // REDUCE.block_n), (contiguous((columns,), dtype),)
+    return SumPlan(main, _plan("reduce", dtype, columns, 0, REDUCE, strips, device, {"splits": splits}, total))
 
 
 def _plan(
@@ -131,6 +129,7 @@ def _plan(
     programs: int,
     device: torch.device,
     scalars: dict[str, int],
+    outputs: tuple[Layout | None, ...],
     spec: ActivationSpec = _COLUMN_SUM,
     sums_bias: bool = False,
     stores_hidden: bool = False,
@@ -144,12 +143,11 @@ def _plan(
     }
     constants: dict[str, Any] = {
         "WIDTH": width,
-        "ROWS": config.rows,
-        "BLOCK_N": config.block_n,
+        **constants_of(config),
         "STAGES": config.num_stages,
         "ACTIVATION": spec.activation,
         "GATED": spec.gated,
         "SUMS_BIAS": sums_bias,
         "STORES_HIDDEN": stores_hidden,
     }
-    return make_plan(_KERNELS[kernel], parameters, constants, programs, device, *config.compiled)
+    return make_plan(_KERNELS[kernel], parameters, constants, programs, device, *config.compiled, outputs)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile._backends.allocate import empty
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import pointer
 from flashtile.ops.common.split_keys.launch import attend
@@ -24,16 +23,14 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
             "backend: 'triton' cannot serve this call: Triton's interpreter multiplies bfloat16 wrongly; use float16 "
             "or float32 there"
         )
-    q, device = call.q, call.q.device
+    q = call.q
     indices = tuple(map(pointer, call[5:9]))  # lengths, entries, left padding, table
     plan = plan_for(call, spec)
     if plan.append is not None:
-        rotated = None if plan.rotated is None else empty(*plan.rotated, device)
+        (rotated,) = plan.append.allocate()
         tensors = (q, rotated, call.k, call.v, call.k_cache, call.v_cache, call.rotary_cos, call.rotary_sin)
         if rotated is None:
             tensors = (*tensors[:6], None, None)
         plan.append.launch(*map(pointer, tensors), *indices[:2], indices[3], spec.length)
         q = q if rotated is None else rotated
-    return attend(
-        plan.split, (q, call.k_cache, call.v_cache), indices, call.alibi_slopes, call.sinks, spec.length, device
-    )
+    return attend(plan.split, (q, call.k_cache, call.v_cache), indices, call.alibi_slopes, call.sinks, spec.length)

@@ -8,12 +8,13 @@ from typing import NamedTuple
 import torch
 
 from flashtile._backends.alignment import power_of_two_factor, used_strides
-from flashtile._backends.allocate import contiguous_strides
+from flashtile._backends.allocate import contiguous, contiguous_strides
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import (
     GIVEN,
     Parameter,
     Plan,
+    constants_of,
     int32,
     int64,
     make_plan,
@@ -21,7 +22,7 @@ from flashtile._backends.launch import (
     pointer_to,
 )
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
-from flashtile.ops.common.split_keys.plan import Layout, SplitCall, SplitPlan, layout, split_plan, visible_rows
+from flashtile.ops.common.split_keys.plan import SplitCall, SplitPlan, split_plan, visible_rows
 from flashtile.ops.common.split_keys.rows import CacheStrides, RowStrides
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton.append import append_kernel
@@ -36,12 +37,10 @@ class CachePlan(NamedTuple):
     """The launches of a call. Appending and attending are given the length of the sequences last.
 
     Attributes:
-        append: None where nothing is appended.
-        rotated: where the rotated queries go; None where none are.
+        append: None where nothing is appended. Writes rotated queries, if they are rotated.
     """
 
     append: Plan | None
-    rotated: Layout | None
     split: SplitPlan
 
 
@@ -133,7 +132,7 @@ def _plan(
         sinks=has_sinks,
         num_splits=spec.num_splits,
     )
-    return CachePlan(append, layout(q_shape, dtype) if rotates else None, split_plan(split_call, device))
+    return CachePlan(append, split_plan(split_call, device))
 
 
 def _append(
@@ -189,15 +188,13 @@ def _append(
         "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim_v,
         "HALF": half,
-        "BLOCK_H": cut.block_h,
-        "BLOCK_HALF": cut.block_half,
-        "BLOCK_REST": cut.block_rest,
-        "BLOCK_E": cut.block_e,
+        **constants_of(cut),
         "PAGE_SIZE": page_size,
         "INTERLEAVED": spec.interleaved,
         "BANDED": spec.banded,
     }
-    return make_plan(append_kernel, parameters, constants, batch * tokens, device, cut.num_warps)
+    rotated = contiguous(q_form[0], dtype) if half else None
+    return make_plan(append_kernel, parameters, constants, batch * tokens, device, cut.num_warps, outputs=(rotated,))
 
 
 def _apart(strides: _Shape, multiple: int) -> list[Parameter]:

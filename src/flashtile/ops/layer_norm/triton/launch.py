@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
-from flashtile._backends.allocate import empty
+from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import (
     Parameter,
     Plan,
+    constants_of,
     float32,
     int32,
     int64,
@@ -47,12 +48,11 @@ class BackwardPlan(NamedTuple):
     """The launches of a backward.
 
     Attributes:
-        main: its programs each store `sums` partial sums of columns.
+        main: its programs each store partial sums of columns.
         reduce: adds these up; None where there are none.
     """
 
     main: Plan
-    sums: int
     reduce: Plan | None
 
 
@@ -64,11 +64,9 @@ def forward(operands: Operands, spec: NormSpec) -> Normalised:
     plan = _forward_plan(
         _dtypes(operands), rows, width, _row_strides(x0, x1, residual), _misalignment(operands), sums, spec, device
     )
-    z = _matrix(spec.out_rows, width, x0.dtype, device, zero=out_subset is not None)
-    z1 = None if weight1 is None else _matrix(spec.out_rows, width, x0.dtype, device, zero=out_subset is not None)
-    x = _matrix(rows, width, spec.sum_dtype, device) if sums else None
-    mean = None if spec.rms else empty((rows,), (1,), torch.float32, device)
-    rstd = empty((rows,), (1,), torch.float32, device)
+    z, z1, x, mean, rstd = plan.allocate()
+    if out_subset is not None:
+        _fill_with_zeros(z, z1)
     tensors = (x0, x1, residual, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, seed)
     plan.launch(*map(pointer, (*tensors, z, z1, x, mean, rstd)))
     return Normalised(z, z1, x, mean, rstd)
@@ -81,39 +79,36 @@ def backward(
     x, x0, mean, rstd, weight, _, weight1, _, rowscale, layerscale, x0_subset, out_subset, seed = saved
     (rows, width), device = x.shape, x.device
     present = present_gradients(dz, saved, spec, wanted)
-    main, count, reduce = _backward_plan(
+    main, reduce = _backward_plan(
         (dz.dtype, None if dx is None else dx.dtype, *_dtypes(saved)),
         present,
         rows,
         width,
         _row_strides(dz, dz1, dx, x, x0),
         _misalignment((dz, dz1, dx, *saved)),
+        wanted.x0_rows,
         spec,
         device,
     )
-    dsum = _matrix(rows, width, spec.sum_dtype, device) if present[0] else None
-    dx0 = _matrix(wanted.x0_rows, width, dz.dtype, device, zero=x0_subset is not None) if present[1] else None
-    dx1 = _matrix(rows, width, dz.dtype, device) if present[2] else None
-    programs = main.programs
-    partial = empty((count, programs, width), (programs * width, width, 1), torch.float32, device)
+    dsum, dx0, dx1, partial = main.allocate()
+    if x0_subset is not None:
+        _fill_with_zeros(dx0)
     tensors = (dz, dz1, dx, x, x0, mean, rstd, weight, weight1, rowscale, layerscale, x0_subset, out_subset, seed)
     main.launch(*map(pointer, (*tensors, dsum, dx0, dx1, partial)))
-    parameters = (saved.weight, saved.bias, saved.weight1, saved.bias1, layerscale)
-    sums = [
-        empty((width,), (1,), parameter.dtype, device) if there and parameter is not None else None
-        for parameter, there in zip(parameters, present[3:], strict=True)
-    ]
-    if reduce is not None and programs:
+    if reduce is None:
+        return Gradients(dsum, dx0, dx1)
+    sums = reduce.allocate()
+    if main.programs:
         reduce.launch(*map(pointer, (partial, *sums)))
-    elif count:
-        sums = [None if total is None else total.zero_() for total in sums]
+    else:
+        _fill_with_zeros(*sums)
     return Gradients(dsum, dx0, dx1, *sums)
 
 
-def _matrix(rows: int, width: int, dtype: torch.dtype, device: torch.device, zero: bool = False) -> Tensor:
-    if zero:
-        return torch.zeros(rows, width, dtype=dtype, device=device)
-    return empty((rows, width), (width, 1), dtype, device)
+def _fill_with_zeros(*tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.zero_()
 
 
 def _dtypes(tensors: Sequence[Tensor | None]) -> tuple[torch.dtype | None, ...]:
@@ -162,7 +157,9 @@ def _forward_plan(
     constants = _constants(names, width, spec, config)
     kernels = forward_kernels.norm_forward_kernel, forward_kernels.norm_forward_looped_kernel
     programs = -(-rows // config.rows)
-    return make_plan(kernels[config.looped(width)], parameters, constants, programs, device, *config.compiled)
+    out = spec.out_rows, width
+    outputs = _outputs(tensors, {"z": out, "z1": out, "x": (rows, width), "mean": (rows,), "rstd": (rows,)})
+    return make_plan(kernels[config.looped(width)], parameters, constants, programs, device, *config.compiled, outputs)
 
 
 @plan_cache
@@ -173,6 +170,7 @@ def _backward_plan(
     width: int,
     strides: tuple[int, ...],
     misalignment: int,
+    x0_rows: int,
     spec: NormSpec,
     device: torch.device,
 ) -> BackwardPlan:
@@ -192,25 +190,30 @@ def _backward_plan(
     bytes_per_column = sum(dtype.itemsize for dtype in loaded)
     config = backward_config(width, sum(sums), bytes_per_column, spec.dropout_p > 0, device_facts(device))
     summed = {f"SUMS_{name.upper()}": there for name, there in zip(_SUMMED, sums, strict=True)}
-    constants = {
-        **_constants(names, width, spec, config),
-        **summed,
-        "STAGES": config.num_stages,
-    }
+    constants = {**_constants(names, width, spec, config), **summed, "STAGES": config.num_stages}
     parameters = _parameters(tensors, dict(zip(("dz", "dz1", "dx", "x", "x0"), strides)), misalignment, rows, spec)
     programs = min(-(-rows // config.rows), multiprocessors(device) * config.programs_per_multiprocessor)
     kernels = backward_kernels.norm_backward_kernel, backward_kernels.norm_backward_looped_kernel
-    main = make_plan(kernels[config.looped(width)], parameters, constants, programs, device, *config.compiled)
+    matrices = {"dsum": (rows, width), "dx0": (x0_rows, width), "dx1": (rows, width)}
+    outputs = _outputs(tensors, {**matrices, "partial": (sum(sums), programs, width)})
+    main = make_plan(kernels[config.looped(width)], parameters, constants, programs, device, *config.compiled, outputs)
     if not any(sums):
-        return BackwardPlan(main, 0, None)
-    outputs = {f"d{name}_ptr": names[name] if there else None for name, there in zip(_SUMMED, sums, strict=True)}
-    tensors = {"partial_ptr": torch.float32, **outputs}
-    parameters = {name: pointer_to(dtype or torch.float32, 16) for name, dtype in tensors.items()}
-    constants = {**summed, **_cut(width, REDUCE)}
-    strips = -(-width // REDUCE.block_n)
-    parameters["programs"] = int32(programs)
-    reduce = make_plan(backward_kernels.norm_reduce_kernel, parameters, constants, strips, device, *REDUCE.compiled)
-    return BackwardPlan(main, sum(sums), reduce)
+        return BackwardPlan(main, None)
+    totals = {f"d{name}": names[name] if there else None for name, there in zip(_SUMMED, sums, strict=True)}
+    parameters = {f"{name}_ptr": pointer_to(dtype or torch.float32, 16) for name, dtype in totals.items()}
+    parameters |= {"partial_ptr": pointer_to(torch.float32, 16), "programs": int32(programs)}
+    constants = {**summed, "WIDTH": width, **constants_of(REDUCE)}
+    strips, outputs = -(-width // REDUCE.block_n), _outputs(totals, dict.fromkeys(totals, (width,)))
+    kernel = backward_kernels.norm_reduce_kernel
+    return BackwardPlan(main, make_plan(kernel, parameters, constants, strips, device, *REDUCE.compiled, outputs))
+
+
+def _outputs(
+    dtypes: Mapping[str, torch.dtype | None], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Layout | None, ...]:
+    """The layouts of contiguous tensors; `dtypes` has None for one that is not written."""
+    of_each = ((shape, dtypes[name]) for name, shape in shapes.items())
+    return tuple(None if dtype is None else contiguous(shape, dtype) for shape, dtype in of_each)
 
 
 def _parameters(
@@ -234,16 +237,13 @@ def _parameters(
 def _constants(names: Mapping[str, torch.dtype | None], width: int, spec: NormSpec, config: RowTile) -> dict[str, Any]:
     """The constants that forward and backward share. `names`: dtypes of the tensors of a call, by name."""
     return {
-        **_cut(width, config),
+        "WIDTH": width,
+        **constants_of(config),
         "SCALED": _scales(names, spec),
         "DROPOUT": spec.dropout_p > 0,
         "RMS": spec.rms,
         "WEIGHT_ADD": float(spec.zero_centered),
     }
-
-
-def _cut(width: int, config: RowTile) -> dict[str, int]:
-    return {"WIDTH": width, "ROWS": config.rows, "BLOCK_N": config.block_n}
 
 
 def _scales(names: Mapping[str, torch.dtype | None], spec: NormSpec) -> bool:

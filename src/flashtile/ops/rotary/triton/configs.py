@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashtile._backends.devices import DeviceFacts
+from flashtile.ops.common.tiles import power_of_two
 
 #: Pairs of a tile: 8 for each of 128 threads.
 _PAIRS = 1024
@@ -35,11 +36,7 @@ class RotaryConfig(NamedTuple):
 
 
 def rotary_config(heads: int, head_dim: int, half: int, device: DeviceFacts) -> RotaryConfig:
-    block_half = _power_of_two(half)
-    block_h = max(1, min(_power_of_two(heads), _PAIRS // block_half))
+    block_half = power_of_two(half)
+    block_h = max(1, min(power_of_two(heads), _PAIRS // block_half))
     block_s = max(1, _PAIRS // (block_half * block_h))
-    return RotaryConfig(block_s, block_h, block_half, _power_of_two(head_dim - 2 * half), 128 // device.warp_size)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
+    return RotaryConfig(block_s, block_h, block_half, power_of_two(head_dim - 2 * half), 128 // device.warp_size)

@@ -8,9 +8,19 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
-from flashtile._backends.allocate import contiguous_strides, empty
+from flashtile._backends.allocate import contiguous, contiguous_strides
 from flashtile._backends.devices import device_facts
-from flashtile._backends.launch import Plan, int32, int64, make_plan, plan_cache, pointer, pointer_to, strides_of
+from flashtile._backends.launch import (
+    Plan,
+    constants_of,
+    int32,
+    int64,
+    make_plan,
+    plan_cache,
+    pointer,
+    pointer_to,
+    strides_of,
+)
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.rotary.spec import RotarySpec, Rotation
 from flashtile.ops.rotary.triton.configs import rotary_config
@@ -20,7 +30,6 @@ from flashtile.ops.rotary.triton.kernel import rotary_kernel
 def forward(rotation: Rotation, spec: RotarySpec, inplace: bool) -> Tensor:
     """The rotated x: a new tensor, or x itself."""
     x, cos, sin, cos_k, sin_k, offsets, cu_seqlens = rotation
-    out = x if inplace else empty(tuple(x.shape), contiguous_strides(x.shape), x.dtype, x.device)
     addresses = x.data_ptr() | cos.data_ptr() | sin.data_ptr()
     if cos_k is not None and sin_k is not None:
         addresses |= cos_k.data_ptr() | sin_k.data_ptr()
@@ -38,6 +47,7 @@ def forward(rotation: Rotation, spec: RotarySpec, inplace: bool) -> Tensor:
         spec,
         x.device,
     )
+    out = x if inplace else plan.allocate()[0]
     plan.launch(*map(pointer, (x, out, cos, sin, cos_k, sin_k, offsets, cu_seqlens)))
     return out
 
@@ -91,10 +101,7 @@ def _plan(
     constants = {
         "HEAD_DIM": head_dim,
         "HALF": half,
-        "BLOCK_S": config.block_s,
-        "BLOCK_H": config.block_h,
-        "BLOCK_HALF": config.block_half,
-        "BLOCK_REST": config.block_rest,
+        **constants_of(config),
         "INTERLEAVED": spec.interleaved,
         "CONJUGATE": spec.conjugate,
         "COPIES": not inplace,
@@ -104,7 +111,8 @@ def _plan(
         "PACKED": sequences is not None,
     }
     programs = 0 if 0 in shape or (inplace and not half) else -(-tokens // config.block_s)
-    return make_plan(rotary_kernel, parameters, constants, programs, device, config.num_warps)
+    outputs = () if inplace else (contiguous(shape, dtype),)
+    return make_plan(rotary_kernel, parameters, constants, programs, device, config.num_warps, outputs=outputs)
 
 
 def _row_strides(strides: tuple[int, ...]) -> tuple[int, int, int]:

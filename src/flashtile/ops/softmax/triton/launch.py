@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
-from flashtile._backends.allocate import contiguous_strides, empty
+from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import (
     Plan,
+    constants_of,
     float32,
     int32,
     make_plan,
@@ -29,7 +30,6 @@ _KERNELS = {"forward": softmax_forward_kernel, "backward": softmax_backward_kern
 
 def forward(x: Tensor, mask: Tensor | None, spec: SoftmaxSpec) -> Tensor:
     """Runs the forward kernel on contiguous x `[batch, heads, seq_q, seq_k]`; a mask of its shape has any strides."""
-    out = empty(tuple(x.shape), contiguous_strides(x.shape), x.dtype, x.device)
     if mask is not None:
         mask = mask.view(torch.uint8)
     plan = _plan(
@@ -42,15 +42,16 @@ def forward(x: Tensor, mask: Tensor | None, spec: SoftmaxSpec) -> Tensor:
         spec,
         x.device,
     )
+    (out,) = plan.allocate()
     plan.launch(pointer(x), pointer(mask), pointer(out))
     return out
 
 
 def backward(dout: Tensor, out: Tensor, spec: SoftmaxSpec) -> Tensor:
     """Runs the backward kernel on contiguous dout and out."""
-    dx = empty(tuple(out.shape), contiguous_strides(out.shape), out.dtype, out.device)
     addresses = dout.data_ptr() | out.data_ptr()
     plan = _plan("backward", out.dtype, out.shape, None, addresses & 15, 0, spec, out.device)
+    (dx,) = plan.allocate()
     plan.launch(pointer(dout), pointer(out), pointer(dx))
     return dx
 
@@ -85,13 +86,13 @@ def _plan(
     constants = {
         "MASK_COLUMNS": of_columns,
         "WIDTH": seq_k,
-        "ROWS": config.rows,
-        "BLOCK_N": config.block_n,
+        **constants_of(config),
         "CAUSAL": spec.causal,
         "HAS_MASK": mask_strides is not None,
     }
     programs = -(-rows // config.rows) if seq_k else 0
-    return make_plan(_KERNELS[kernel], parameters, constants, programs, device, *config.compiled)
+    outputs = (contiguous(shape, dtype),)
+    return make_plan(_KERNELS[kernel], parameters, constants, programs, device, *config.compiled, outputs)
 
 
 #: Elements of a tile of the merge: 32 for each thread of 4 warps, eight loads of 16 bytes of float32.
