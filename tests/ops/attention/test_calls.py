@@ -99,6 +99,21 @@ def test_without_gradients_and_with_them(decided: list[str]) -> None:
     assert torch.equal(dk, torch.autograd.grad(flashtile.attention(*only_k, dropout_p=0).sum(), only_k[1])[0])
 
 
+def test_one_tensor_may_be_all_three(decided: list[str]) -> None:
+    q, k, v = inputs()
+    first = flashtile.attention(q, q, q)
+    decided.clear()
+    assert torch.equal(flashtile.attention(q, q, q), first) and not decided
+    assert not torch.equal(flashtile.attention(q, k, v), first)
+    assert torch.equal(torch.autograd.grad(first.sum(), q)[0], _by_copies(q))
+
+
+def _by_copies(q: Tensor) -> Tensor:
+    copies = [q.detach().clone().requires_grad_() for _ in range(3)]
+    gradients = torch.autograd.grad(flashtile.attention(*copies).sum(), copies)
+    return gradients[0] + gradients[1] + gradients[2]
+
+
 def test_other_layouts_and_dtypes_are_other_calls(decided: list[str]) -> None:
     calls_made = [
         inputs(),

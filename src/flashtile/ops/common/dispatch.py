@@ -60,7 +60,8 @@ def recogniser(*tensors: Tensor) -> Callable[..., bool]:
     """A function that says of as many arguments whether they are to PyTorch what these tensors are, but for addresses
     and contents: of the same type, dtype, device, sizes and strides, wanting a gradient where these do, and treated
     alike by the dispatcher."""
-    if _TensorGuards is not None:
+    # The guards recognise nothing that is passed twice.
+    if _TensorGuards is not None and len(set(map(id, tensors))) == len(tensors):
         return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     expected = [_looks(tensor) for tensor in tensors]
     return lambda *others: plain(*others) and [_looks(other) for other in others] == expected
