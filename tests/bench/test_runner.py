@@ -370,9 +370,8 @@ def test_hopper_is_asked_about_what_changes_scores(case, monkeypatch):
         return explain(*tensors, device="sm_90", **options)
 
     monkeypatch.setattr(flashtile, "explain", on_sm_90)
-    half = replace(case, dtype="bf16")
-    served = not case.mask_shows_tiles  # of block masks those with large tiles
-    assert (hopper_limits(half, CPU) is None) == served
+    assert hopper_limits(replace(case, dtype="bf16"), CPU) is None
+    assert "not float32" in (hopper_limits(replace(case, dtype="fp32"), CPU) or "")
 
 
 def test_hopper_is_not_asked_elsewhere(monkeypatch):
