@@ -30,7 +30,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from flashtile._backends import observe, together
 from flashtile._backends.allocate import Layout, allocator
 from flashtile._backends.devices import DeviceFacts, device_facts, interpreting, target_of
-from flashtile._backends.launcher import arguments_of, c_function, filling, launcher_types, placed, word
+from flashtile._backends.launcher import arguments_of, c_function, filling, launcher_types, with_all_arguments, word
 
 TRITON_3_6 = triton.__version__.startswith("3.6.")
 
@@ -460,25 +460,13 @@ def _entry(compiled: CompiledKernel, source: KernelSource) -> tuple[Callable[...
     """
     if not _PASSES_FLAT:
         launcher, before = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
-        return _with_all_arguments(launcher, source), before
+        return with_all_arguments(launcher, source), before
     compiled.src.signature = dict(enumerate(launcher_types(_present_types(source))))
     launcher = compiled.run  # loads the binary
     function, metadata = compiled.function, compiled.packed_metadata
     assert not launcher.global_scratch_size and not launcher.profile_scratch_size
     flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
     return c_function(launcher.launch), (function, *flags, None, None, metadata, None, None, None)
-
-
-def _with_all_arguments(launcher: Callable[..., None], source: KernelSource) -> Callable[..., None]:
-    """Passes on what Triton's launcher object takes: tuples for NamedTuples, and the constants."""
-    constants = [source.constants[name] for name in source.constant_names]
-    places = tuple(source.nested(range(len(source.types))).values())
-    others = 4 + 5  # before the arguments
-
-    def enqueue(*passed: Any) -> None:
-        launcher(*passed[:others], *placed(places, passed[others:]), *constants)
-
-    return enqueue
 
 
 def _interpret(source: KernelSource, programs: int, scalars: tuple[Any, ...], *given: Any) -> None:

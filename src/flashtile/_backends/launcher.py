@@ -47,3 +47,16 @@ def c_function(launch: Callable[..., None]) -> Callable[..., None]:
     arguments here hold them encoded (`tma.descriptor_maker`)."""
     wrapped = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
     return wrapped.get("launcher", launch)
+
+
+def with_all_arguments(launcher: Callable[..., None], source: Any) -> Callable[..., None]:
+    """Passes on what Triton's launcher object takes for a kernel, a `launch.KernelSource`: tuples for NamedTuples, and
+    the constants."""
+    constants = [source.constants[name] for name in source.constant_names]
+    places = tuple(source.nested(range(len(source.types))).values())
+    others = 4 + 5  # before the arguments
+
+    def enqueue(*passed: Any) -> None:
+        launcher(*passed[:others], *placed(places, passed[others:]), *constants)
+
+    return enqueue

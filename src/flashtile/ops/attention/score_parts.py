@@ -99,9 +99,7 @@ class _Expression:
     def __init__(self, program: ScoreProgram) -> None:
         self.program = program
         self.steps = {f"%{number}": step for number, step in enumerate(program.steps)}
-        self.inputs: dict[str, frozenset[str]] = {name: frozenset((name,)) for name in INPUTS}
-        for name, step in self.steps.items():
-            self.inputs[name] = self.inputs_of(_values_of(step))
+        self.inputs = program.inputs_of_values
 
     def inputs_of(self, arguments: Iterable[Any]) -> frozenset[str]:
         """The arguments of the function that values depend on."""
@@ -213,25 +211,27 @@ class _Builder:
         while open_names:
             if (value := self._resolved(open_names.pop())) in self._from.steps and value not in needed:
                 needed.add(value)
-                open_names += _values_of(self._from.steps[value])
+                open_names += self._from.steps[value].values
         for value, step in self._from.steps.items():
             if value in needed and value not in self._names:
                 self._names[value] = self._copy(step)
         return self._named(name)
 
     def _copy(self, step: Step) -> str:
-        arguments = tuple(map(self._named, step.arguments))
+        step = step.renamed(self._named)
         if step.operation == LOAD:
-            number = step.arguments[0]
+            number, *indices = step.arguments
             if number not in self.captured:
                 self.captured.append(number)
-            arguments = self.captured.index(number), *arguments[1:]
-        keywords = tuple((key, self._named(value)) for key, value in step.keywords)
-        return self.step(step.operation, arguments, step.dtype, keywords)
+            step = step._replace(arguments=(self.captured.index(number), *indices))
+        return self._added(step)
 
-    def step(self, operation: str, arguments: tuple[Any, ...], dtype: str, keywords: tuple = ()) -> str:
+    def step(self, operation: str, arguments: tuple[Any, ...], dtype: str) -> str:
         """Adds a step. Returns the name of its result."""
-        self._steps.append(Step(operation, arguments, keywords, dtype))
+        return self._added(Step(operation, arguments, (), dtype))
+
+    def _added(self, step: Step) -> str:
+        self._steps.append(step)
         return f"%{len(self._steps) - 1}"
 
     def _resolved(self, name: str) -> str:
@@ -252,11 +252,6 @@ class _Builder:
     def finished(self, result: str) -> tuple[str, tuple[int, ...]]:
         """The text of the program, and which captured tensors it reads."""
         return self.program(result).text, tuple(self.captured)
-
-
-def _values_of(step: Step) -> list[str]:
-    """The values that a step takes."""
-    return [argument for argument in (*step.arguments, *(of for _, of in step.keywords)) if is_value(argument)]
 
 
 def _number_first(arguments: tuple[Any, ...]) -> tuple[float | None, Any]:

@@ -48,6 +48,16 @@ class Step(NamedTuple):
         """The operation without its library and overload, such as "mul"; "" for what is none of PyTorch's."""
         return self.operation.split(".")[1] if "." in self.operation else ""
 
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The names of the values that it takes."""
+        return tuple(filter(is_value, (*self.arguments, *(of for _, of in self.keywords))))
+
+    def renamed(self, name: Callable[[Any], Any]) -> Step:
+        """The same step of other arguments."""
+        keywords = tuple((key, name(value)) for key, value in self.keywords)
+        return self._replace(arguments=tuple(map(name, self.arguments)), keywords=keywords)
+
 
 class ScoreProgram(NamedTuple):
     """A function of (score, batch, head, q_index, k_index) and of captured tensors.
@@ -72,13 +82,18 @@ class ScoreProgram(NamedTuple):
         return tuple((f"%{number}", step) for number, step in enumerate(self.steps) if step.operation == LOAD)
 
     @property
+    def inputs_of_values(self) -> dict[str, frozenset[str]]:
+        """For each value by its name, the arguments of the function that it depends on."""
+        found = {name: frozenset((name,)) for name in (*INPUTS, UPSTREAM)}
+        for number, step in enumerate(self.steps):
+            found[f"%{number}"] = frozenset().union(*(found[value] for value in step.values))
+        return found
+
+    @property
     def early_loads(self) -> tuple[str, ...]:
         """The names of the reads that do not depend on the score."""
-        later = {INPUTS[0], UPSTREAM}
-        for number, step in enumerate(self.steps):
-            if later.intersection(filter(is_value, (*step.arguments, *(value for _, value in step.keywords)))):
-                later.add(f"%{number}")
-        return tuple(name for name, _ in self.loads if name not in later)
+        inputs = self.inputs_of_values
+        return tuple(name for name, _ in self.loads if inputs[name].isdisjoint((INPUTS[0], UPSTREAM)))
 
 
 #: The program of a function that returns the score as it is.
@@ -122,8 +137,7 @@ def moved(text: str) -> tuple[str, tuple[int, ...]]:
     """The same function counted from another place: the program reads one more captured scalar, int32, for each index
     that it uses, and adds it. Which of (batch, head, q_index, k_index) these are."""
     program = parse(text)
-    used = {argument for step in program.steps for argument in (*step.arguments, *(of for _, of in step.keywords))}
-    used |= set(program.results)
+    used = {*program.results, *(value for step in program.steps for value in step.values)}
     places = tuple(number for number, name in enumerate(_PLACES) if name in used)
     first = len(program.captured)
     steps: list[Step] = []
@@ -137,13 +151,7 @@ def moved(text: str) -> tuple[str, tuple[int, ...]]:
     def named(argument: Any) -> Any:
         return names.get(argument, argument) if is_value(argument) else argument
 
-    steps += [
-        step._replace(
-            arguments=tuple(map(named, step.arguments)),
-            keywords=tuple((key, named(value)) for key, value in step.keywords),
-        )
-        for step in program.steps
-    ]
+    steps += [step.renamed(named) for step in program.steps]
     captured = (*program.captured, *[("int32", 0)] * len(places))
     return ScoreProgram(captured, tuple(steps), tuple(map(named, program.results))).text, places
 

@@ -255,21 +255,13 @@ class Recorder:
             number = int(open_values.pop()[1:])
             if number not in needed:
                 needed.add(number)
-                step = self.steps[number]
-                arguments = (*step.arguments, *(value for _, value in step.keywords))
-                open_values += [name for name in arguments if is_value(name) and name[1:].isdigit()]
+                open_values += [name for name in self.steps[number].values if name[1:].isdigit()]
         renamed = {f"%{old}": f"%{new}" for new, old in enumerate(sorted(needed))}
 
         def name(argument: Any) -> Any:
             return renamed.get(argument, argument) if is_value(argument) else argument
 
-        steps = tuple(
-            step._replace(
-                arguments=tuple(map(name, step.arguments)),
-                keywords=tuple((key, name(value)) for key, value in step.keywords),
-            )
-            for step in (self.steps[old] for old in sorted(needed))
-        )
+        steps = tuple(self.steps[old].renamed(name) for old in sorted(needed))
         captured = tuple((name_of(tensor.dtype), tensor.dim()) for tensor in self.captured)
         return ScoreProgram(captured, steps, tuple(map(name, results))), renamed
 

@@ -159,6 +159,16 @@ def attention_dbias_kernel(
                 total += probs * (product - statistic[:, None])
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    store_part(sums_ptr, total, row, column, part, batch_of, head_of, work, SHARED_ROWS, SHARED_COLUMNS)
+
+
+@triton.jit
+def store_part(
+    sums_ptr, total, row, column, part, batch_of, head_of, work,
+    SHARED_ROWS: tl.constexpr, SHARED_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile of a part of a bias's gradient: `total` `[M, N]` of the rows `[M, 1]` and columns `[1, N]`, or its
+    sums where all share one row or column of the bias."""
     if SHARED_ROWS:
         total = tl.sum(total, 0)[None, :]
         row = tl.zeros((1, 1), tl.int32)

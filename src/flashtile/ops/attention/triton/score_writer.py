@@ -90,12 +90,10 @@ class ScoreWriter:
         self.lines: list[str] = []
         self.checks: list[str] = []
         self._dtypes = dict.fromkeys(INPUTS, "int32") | dict.fromkeys((_SCORE, UPSTREAM), "float32")
-        self._inputs: dict[str, frozenset[str]] = {name: frozenset((name,)) for name in self._dtypes}
+        self._inputs = program.inputs_of_values
         for number, step in enumerate(program.steps):
             name = f"%{number}"
             self._dtypes[name] = step.dtype
-            arguments = (*step.arguments, *(value for _, value in step.keywords))
-            self._inputs[name] = frozenset().union(*(self._inputs[each] for each in arguments if is_value(each)))
             if only is not None and name not in only:
                 continue
             if step.operation == LOAD:

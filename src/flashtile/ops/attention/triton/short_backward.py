@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from flashtile.ops.attention.triton.backward import statistics_of_rows
+from flashtile.ops.attention.triton.bias_gradient import store_part
 from flashtile.ops.attention.triton.scores import (
     Modifiers,
     TableColumns,
@@ -149,14 +150,6 @@ def attention_short_backward_kernel(
         store_rows(dq_base, dq_strides, 0, rows_q, dq * scale, shape.HEAD_DIM, BLOCK_M, BLOCK_D)
 
     if sums_ptr is not None:
-        row, column = row[:, None], column[None, :]
-        if SHARED_ROWS:
-            total = tl.sum(total, 0)[None, :]
-            row = tl.zeros((1, 1), tl.int32)
-        if SHARED_COLUMNS:
-            total = tl.sum(total, 1)[:, None]
-            column = tl.zeros((1, 1), tl.int32)
-        plane = (tl.cast(part, tl.int64) * work.batch + batch_of) * work.heads + head_of
-        inside = (row < work.rows) & (column < work.columns)
-        places = sums_ptr + (plane * work.rows + row) * work.columns + column
-        tl.store(places, total.to(sums_ptr.dtype.element_ty), mask=inside)
+        store_part(
+            sums_ptr, total, row[:, None], column[None, :], part, batch_of, head_of, work, SHARED_ROWS, SHARED_COLUMNS
+        )
