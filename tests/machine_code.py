@@ -29,10 +29,7 @@ from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.hopper import wide_backward_launch
 from flashtile.ops.attention.hopper.configs import (
     HopperConfig,
-    choose_config,
-    function_bytes,
-    moves_by_tma,
-    table_bytes,
+    config_of,
 )
 from flashtile.ops.attention.plans import BlockSizes, CapturedShape, SideShape
 from flashtile.ops.attention.spec import AttentionSpec, Origin, Table
@@ -378,12 +375,7 @@ def _descale_strides(call: Call) -> tuple[tuple[int, int] | None, ...]:
 
 def hopper_config(call: Call) -> HopperConfig:
     """How the forward of the Hopper kernels is cut for a call."""
-    band = call.window_left is not None, call.window_right is not None
-    return choose_config(
-        call.head_dim, call.head_dim_v, call.seq_q, *band, call.block_tile, call.dtype,
-        call.dropout_p > 0, table_bytes(call.bias, call.mask) + function_bytes(_spec(call).score_program),
-        moves_by_tma(call.bias, call.dtype),
-    )  # fmt: skip
+    return config_of(call.head_dim, call.head_dim_v, call.seq_q, call.dtype, _spec(call), call.bias, call.mask)
 
 
 def hopper_plan(call: Call) -> hopper_launch.ForwardPlan:

@@ -46,7 +46,7 @@ CUTS = {
 
 def cut(config: HopperConfig | None) -> None:
     """Every later call is cut so; None: as the table says."""
-    launch.choose_config = configs.choose_config if config is None else lambda *_: config
+    launch.config_of = configs.config_of if config is None else lambda *_: config
     launch._plan.cache_clear()
 
 

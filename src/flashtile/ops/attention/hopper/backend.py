@@ -132,14 +132,8 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
         if backward_configs.serves_bias_gradient(cut, moved, packed, spec):
             return main, _describe_bias_gradient(call, side.alibi_slopes is not None)
         return main, *describe_bias_gradient(call)
-    left, right = spec.window_left is not None, spec.window_right is not None
-    block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     side = call.side or SideInputs()
-    tables = configs.table_bytes(side.bias, side.mask) + configs.function_bytes(spec.score_program)
-    config = configs.choose_config(
-        *heads, side.max_seqlen_q, left, right, block_tile, call.dtype, spec.dropout_p > 0, tables,
-        configs.moves_by_tma(call.bias, call.dtype),
-    )  # fmt: skip
+    config = configs.config_of(*heads, side.max_seqlen_q, call.dtype, spec, call.bias, side.mask)
     memory = configs.shared_memory(config, *heads, call.dtype)
     warpgroups = "a computing warpgroup" if config.consumers == 1 else f"{config.consumers} computing warpgroups"
     warps = f"{warpgroups} and a loading warp"

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from flashtile.ops.attention.spec import FP8, Table
+from flashtile.ops.attention.spec import FP8, AttentionSpec, Table
 from flashtile.ops.attention.triton.score_source import reads_by_key, tile_values
 
 #: Widest head of q and k, and of v, and of 8-bit inputs.
@@ -317,6 +317,20 @@ def function_bytes(score_program: str | None) -> int:
     if score_program is None:
         return 0
     return max(1, sum(dtype.itemsize for dtype in tile_values(score_program)), 4 * reads_by_key(score_program))
+
+
+def config_of(
+    head_dim: int, head_dim_v: int, max_seqlen_q: int, dtype: torch.dtype, spec: AttentionSpec, bias: Table | None,
+    mask: Broadcast | None,
+) -> HopperConfig:  # fmt: skip
+    """The row of a call, for who launches it and for who tells what it would launch."""
+    left, right = spec.window_left is not None, spec.window_right is not None
+    block_tile = None if spec.block_shape is None else spec.block_shape[2:]
+    tables = table_bytes(bias, mask) + function_bytes(spec.score_program)
+    return choose_config(
+        head_dim, head_dim_v, max_seqlen_q, left, right, block_tile, dtype, spec.dropout_p > 0, tables,
+        moves_by_tma(bias, dtype),
+    )  # fmt: skip
 
 
 def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:

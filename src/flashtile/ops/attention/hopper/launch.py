@@ -31,13 +31,10 @@ from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
     HopperConfig,
-    choose_config,
     column_chunks,
-    function_bytes,
-    moves_by_tma,
+    config_of,
     out_places,
     query_places,
-    table_bytes,
     value_chunks,
     value_parts,
 )
@@ -181,11 +178,7 @@ def _plan(
     q_shape, packed = shapes[0], side.sequences is not None
     sizes = call_sizes(shapes, side)
     batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = sizes
-    left, right = spec.window_left is not None, spec.window_right is not None
-    config = choose_config(
-        head_dim, head_dim_v, max_seqlen_q, left, right, spec.block_shape and spec.block_shape[2:], dtype, side.dropout,
-        table_bytes(side.bias, side.mask) + function_bytes(spec.score_program), moves_by_tma(side.bias, dtype),
-    )  # fmt: skip
+    config = config_of(head_dim, head_dim_v, max_seqlen_q, dtype, spec, side.bias, side.mask)
     whole_rows, _ = whole_sizes(sizes, packed, spec)
     tiles = tiles_of(whole_rows, config.block_m, batch, packed)
     parts = value_parts(head_dim_v)
