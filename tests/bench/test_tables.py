@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flashtile.bench.cases import Case
+from flashtile.bench.random_shapes import common_cases, odd_cases
 from flashtile.bench.report import case_name
 from flashtile.bench.tables import cases_of, cpu_cases, cpu_grouped_cases, cuda_cases, select_cases, table_of, tables
 
@@ -102,6 +103,21 @@ def test_shapes_have_what_no_other_table_has():
     assert [case.name for case in cases if case.Sk] == ["d64-full-s4096:77-bf16"]
     assert not any(case.changes_scores or case.dropout_p for case in cases)
     assert len(cases) == len(set(cases)) == 47
+
+
+def test_random_shapes_are_the_same_in_every_run_and_of_all_kinds():
+    common, odd = tables(CUDA)["random"], tables(CUDA)["random-odd"]
+    assert common == common_cases() != common_cases(seed=1) and odd == odd_cases() != odd_cases(seed=1)
+    assert (len(common), len(odd)) == (40, 60)
+    assert {(case.D, case.causal) for case in common} == {(64, False), (64, True), (128, False), (128, True)}
+    assert {case.H // case.Hkv for case in common} == {1, 4, 8}
+    assert max(case.S for case in common) > 16384 and min(case.S for case in common) < 256
+    assert any(case.S % 64 for case in common) and not all(case.S % 64 for case in common)
+    assert len({case.D for case in odd}) > 12 and {case.dtype for case in odd} == {"bf16", "fp16"}
+    kinds = [{"window": case.window, "Sk": case.Sk, "lengths": case.lengths, "p": case.dropout_p} for case in odd]
+    assert all(any(kind[name] for kind in kinds) for name in ("window", "Sk", "lengths", "p"))
+    assert sum(not any(kind.values()) for kind in kinds) > 20
+    assert all(case.flops("fwd") <= 6e12 for case in (*common, *odd))
 
 
 def test_documents_lie_beside_the_same_packed():

@@ -3,8 +3,8 @@
 Every device has the tables "default" and "grouped" (heads). On a GPU there are also "values" (other numbers than normal
 ones, forward alone) and more kinds of attention next to the plain one: "mla" (head sizes 192 and 128), "window",
 "varlen" (packed batches), "masks" (block masks and all else that changes scores), "features" (dropout, biases and masks
-in the shapes of models), "shapes" (head sizes, lengths and windows that no other table has) and "functions" (scores and
-masks as Python functions).
+in the shapes of models), "shapes" (head sizes, lengths and windows that no other table has), "functions" (scores and
+masks as Python functions), and two tables of shapes drawn at random, "random" and "random-odd".
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from flashtile.bench.cases import Case, packed_case
 from flashtile.bench.errors import ChoiceError
 from flashtile.bench.masks import PADDING, documents, long_tailed_lengths, random_pairs, random_tiles
 from flashtile.bench.problem import AnyCase
+from flashtile.bench.random_shapes import common_cases, odd_cases
 from flashtile.bench.values import BATCH, MADE, MODEL, NORMAL, trained
 
 _AnyCase = TypeVar("_AnyCase", bound=AnyCase)
@@ -244,6 +245,8 @@ def tables(device: torch.device) -> dict[str, list[Case]]:
         "features": feature_cases(),
         "shapes": shape_cases(),
         "functions": function_cases(),
+        "random": common_cases(),
+        "random-odd": odd_cases(),
     }
 
 
