@@ -144,7 +144,7 @@ def test_table_of_a_case():
     shared = [names for names in owners.values() if len(names) > 1]
     expected = [["default", "masks"], *[["default", "values"]] * 4, ["varlen", "masks"]]
     shapes = [["default", "features", "shapes"], *[["default", "shapes"]] * 2, *[["features", "shapes"]] * 2]
-    assert sorted(shared) == sorted([*[["default", "features"]] * 6, *expected, *shapes])
+    assert sorted(shared) == sorted([*[["default", "features"]] * 8, *expected, *shapes])
     assert table_of(cpu_cases()[-1]) == "default"
 
 

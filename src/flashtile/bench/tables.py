@@ -143,6 +143,10 @@ def feature_cases() -> list[Case]:
             for seq in (1024, 4096)
         ),
         Case(4, 4096, 16, 16, 96, 96, dropout_p=0.1),
+        *(
+            Case(1, 16384, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim, dropout_p=0.1)
+            for head_dim in (64, 128)
+        ),
     ]
     biases = [
         Case(16, 512, 16, 16, 64, 64, bias="1HSS"),  # T5
@@ -151,8 +155,14 @@ def feature_cases() -> list[Case]:
         Case(4096, 49, 6, 6, 32, 32, bias="1HSS"),  # windows of Swin
         Case(4, 2048, 16, 16, 96, 96, bias="1HSS"),
         Case(4, 2048, 8, 8, 256, 256, bias="1HSS"),
+        Case(1, 8192, 8, 8, 64, 64, bias="1HSS"),
     ]
-    hidden = [Case(8, 2048, 32, 32, 64, 64, mask=mask) for mask in (PADDING, random_pairs(0.5))]
+    sizes = (8, 2048, 32), (2, 12288, 8)
+    hidden = [
+        Case(batch, seq, heads, heads, 64, 64, mask=mask)
+        for batch, seq, heads in sizes
+        for mask in (PADDING, random_pairs(0.5))
+    ]
     plain = [replace(case, dropout_p=0.0, bias=None, mask=None) for case in (*with_dropout, *biases, *hidden)]
     return [*with_dropout, *biases, *hidden, *dict.fromkeys(plain)]
 
