@@ -142,9 +142,9 @@ def test_table_of_a_case():
     owners = {case: [name for name in known if case in known[name]] for cases in known.values() for case in cases}
     assert all(table_of(case) == names[0] for case, names in owners.items())
     shared = [names for names in owners.values() if len(names) > 1]
-    expected = [["default", "masks"], *[["default", "values"]] * 4, ["varlen", "masks"]]
+    expected = [["default", "masks", "features"], *[["default", "values"]] * 4, ["varlen", "masks"]]
     shapes = [["default", "features", "shapes"], *[["default", "shapes"]] * 2, *[["features", "shapes"]] * 2]
-    assert sorted(shared) == sorted([*[["default", "features"]] * 8, *expected, *shapes])
+    assert sorted(shared) == sorted([*[["default", "features"]] * 7, *expected, *shapes])
     assert table_of(cpu_cases()[-1]) == "default"
 
 
