@@ -1321,7 +1321,7 @@ _SPILLS_OF_BIAS_GRADIENTS = {2: 192, 1: 16}
 def test_machine_code_of_the_gradient_of_a_bias(form: str) -> None:
     variant = BIAS_GRADIENT_FORMS[form]
     heads = variant.head_dim, variant.head_dim_v
-    cut = backward_configs.bias_gradient_config(*heads, variant.hides_or_drops, variant.by_position)
+    cut = backward_configs.bias_gradient_config(*heads, variant.modified, variant.by_position)
     memory = backward_configs.bias_shared_memory(cut, *heads)
     assert memory <= _LIMIT
     limits = _Limits(memory, _SPILLS_OF_BIAS_GRADIENTS[cut.query_tiles])

@@ -129,7 +129,7 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
         main = KernelChoice("backward", cut, memory, "hopper", summary=summary)
         if not learns or cut.bias_stored:
             return (main,)
-        if backward_configs.serves_bias_gradient(cut, moved, packed, spec):
+        if backward_configs.serves_bias_gradient(cut, moved, spec):
             return main, _describe_bias_gradient(call, side.alibi_slopes is not None)
         return main, *describe_bias_gradient(call)
     side = call.side or SideInputs()
@@ -160,7 +160,10 @@ def _describe_wide_backward(head_dim: int, head_dim_v: int) -> tuple[KernelChoic
 
 
 def _describe_bias_gradient(call: AttentionCall, alibi: bool) -> KernelChoice:
-    modified, by_position = call.mask or call.spec.dropout_p > 0, call.spec.banded or call.key_lengths or alibi
+    spec = call.spec
+    modified = call.mask or spec.dropout_p > 0 or spec.score_program is not None
+    modified = modified or call.packed or spec.block_shape is not None
+    by_position = spec.banded or call.key_lengths or alibi
     cut = backward_configs.bias_gradient_config(*call.head_dims, modified, by_position)
     memory = backward_configs.bias_shared_memory(cut, *call.head_dims)
     block = cut.query_tiles * backward_configs.BIAS_QUERIES, cut.keys

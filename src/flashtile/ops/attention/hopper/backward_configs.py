@@ -298,7 +298,8 @@ _NARROW_BIAS_CUT = BiasGradientConfig(3, 1, 3, 4)
 
 
 def bias_gradient_config(head_dim: int, head_dim_v: int, modified: bool, by_position: bool) -> BiasGradientConfig:
-    """`modified`: there is a mask or dropout, for which a thread with sums of two tiles has no registers left.
+    """`modified`: there is a mask, dropout or a score function, for which a thread with sums of two tiles has no registers
+    left; or some sequences and heads are left out, in a packed call and with a block mask, which takes a single tile.
     `by_position`: a band, key lengths or ALiBi compute with positions, for which a thread of three warpgroups has none
     either (it spills 224 bytes with all of them)."""
     if max(head_dim, head_dim_v) <= 32 and not (modified or by_position):
@@ -315,12 +316,12 @@ def bias_shared_memory(config: BiasGradientConfig, head_dim: int, head_dim_v: in
     return 2 * (rows + bias) + 8 * BIAS_QUERIES * config.stages + OVERHEAD
 
 
-def serves_bias_gradient(config: BackwardConfig, moved_bias: bool, packed: bool, spec: AttentionSpec) -> bool:
+def serves_bias_gradient(config: BackwardConfig, moved_bias: bool, spec: AttentionSpec) -> bool:
     """Whether the Hopper kernel for it computes the gradient of a bias, unless the main one stores it; else the
-    portable one does. Its queries come in the tiles of the main kernel, whose `config` this is. `moved_bias`: TMA can
-    bring the bias."""
-    plain = not packed and spec.block_shape is None and spec.score_program is None
-    return moved_bias and not config.bias_stored and config.block_m == BIAS_QUERIES and plain
+    portable one does. Its queries come in the tiles of the main kernel, whose `config` this is, and its 128 keys lie in
+    one tile of a block mask. `moved_bias`: TMA can bring the bias."""
+    in_one_tile = spec.block_shape is None or spec.block_shape[-1] % (2 * CONSUMER_ROWS) == 0
+    return moved_bias and not config.bias_stored and config.block_m == BIAS_QUERIES and in_one_tile
 
 
 def padded_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
