@@ -43,7 +43,6 @@ from flashtile.ops.attention.hopper.blocks import (
     EMPTY,
     FULL,
     BlockLists,
-    first_line,
     kind_of_tile,
     line_entries,
     make_tile_info,
@@ -333,19 +332,16 @@ def _load_visited(SHARED_BY_HEADS: gl.constexpr, tile, config, shared, descripto
     query_tile = tile.first_query_tile
     count = 0
     kind = gl.to_tensor(FULL)
-    searched = gl.to_tensor(-1)
+    first_searched, last_searched = gl.to_tensor(-1), gl.to_tensor(-1)
     for number in range(tile.begin, tile.end):
         sharer = _sharer(tile, number, problem, config, SHARED_BY_HEADS)
         work, head = _work_of(tile, sharer, problem, config)
         visited = (tile.first_key < work.keys) & (query_tile >= work.begin) & (query_tile < work.begin + work.tiles)
         if config.TILE_K > 0:
-            # A search waits for memory twice. Where all share the lists of a mask, one will do.
-            lists = first_line(blocks, sharer.sequence, sharer.head)
-            if lists != searched:
-                line = tile.first_key // config.TILE_K
-                entry, last_entry = line_entries(blocks, sharer.sequence, sharer.head, line)
+            entry, last_entry = line_entries(blocks, sharer.sequence, sharer.head, tile.first_key // config.TILE_K)
+            if (entry != first_searched) | (last_entry != last_searched):  # the lists may be the same for all
                 kind = kind_of_tile(blocks, entry, last_entry, query_tile // (config.TILE_Q // config.M))
-                searched = lists
+                first_searched, last_searched = entry, last_entry
             visited &= kind != EMPTY
         if visited:
             publish_tile(shared.queue, count, sharer, _told(config))

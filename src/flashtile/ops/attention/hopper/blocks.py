@@ -31,7 +31,7 @@ class BlockLists(NamedTuple):
 
 
 @gluon.jit
-def first_line(blocks, sequence, head):
+def _first_line(blocks, sequence, head):
     """The first line of a head, among the lines of all heads."""
     return sequence * blocks.numbers.stride_batch + head * blocks.numbers.stride_head
 
@@ -39,7 +39,7 @@ def first_line(blocks, sequence, head):
 @gluon.jit
 def longest_line_first(blocks, number, sequence, head, OWN: gl.constexpr, TILE: gl.constexpr):
     """The tile of `OWN` rows that comes `number`-th from behind, in a head whose lines are `TILE` rows."""
-    first = blocks.lists_ptr + blocks.numbers.order + first_line(blocks, sequence, head)
+    first = blocks.lists_ptr + blocks.numbers.order + _first_line(blocks, sequence, head)
     line = gl.load(first + number // (TILE // OWN))
     return line * (TILE // OWN) + number % (TILE // OWN)
 
@@ -66,7 +66,7 @@ def column_in_order(number, tiles, lines, together, FIRST: gl.constexpr):
 @gluon.jit
 def line_entries(blocks, sequence, head, line):
     """Where the entries of a line begin and end."""
-    pointer = blocks.lists_ptr + blocks.numbers.offsets + first_line(blocks, sequence, head) + line
+    pointer = blocks.lists_ptr + blocks.numbers.offsets + _first_line(blocks, sequence, head) + line
     return gl.load(pointer), gl.load(pointer + 1)
 
 
@@ -77,7 +77,7 @@ def listed_line(blocks, sequence, head, line, rows, exists, OTHER: gl.constexpr,
     The lists are made for the longest sequence. Entries ascend, so those that begin past the end of a shorter one come
     last. A sequence that does not `exist` has no line: rows past the last sequence.
     """
-    pointer = blocks.lists_ptr + blocks.numbers.offsets + first_line(blocks, sequence, head) + line
+    pointer = blocks.lists_ptr + blocks.numbers.offsets + _first_line(blocks, sequence, head) + line
     entry = gl.load(pointer, mask=exists, other=0)
     low = entry
     high = gl.load(pointer + 1, mask=exists, other=0)
