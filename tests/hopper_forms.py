@@ -477,15 +477,21 @@ BIAS_GRADIENT_FORMS = {
     "64-blocks": _backward(
         64, 64, False, False, False, right=False, block_tile=(128, 128), side=SideShape(bias=_BIAS)
     )._replace(masks=False),
+    "64-small-blocks": _backward(
+        64, 64, False, False, False, right=False, block_tile=(64, 64), side=SideShape(bias=_BIAS)
+    )._replace(masks=False),
+    "256-causal-small-blocks-mask": _backward(
+        256, 256, False, False, False, block_tile=(64, 64), side=SideShape(bias=_BIAS, mask=_DENSE_MASK)
+    ),
     "192x128-causal-blocks-dropout": _backward(
         192, 128, False, False, False, block_tile=(64, 256), side=SideShape(bias=_BIAS, dropout=True)
     ),
     "256-packed-blocks-shared": _backward(
         256, 256, True, False, False, block_tile=(128, 128), side=SideShape(bias=_BIAS)
     )._replace(bias_shared_by_heads=True),
-    "64-waves-function": _backward(
-        64, 64, False, False, False, score_mod=_WAVES, side=SideShape(bias=_BIAS)
-    )._replace(masks=False),
+    "64-waves-function": _backward(64, 64, False, False, False, score_mod=_WAVES, side=SideShape(bias=_BIAS))._replace(
+        masks=False
+    ),
     "128-capped-function-fp16": _backward(
         128, 128, False, False, False, score_mod=_CAPPED, side=SideShape(bias=_BIAS)
     )._replace(dtype=torch.float16),

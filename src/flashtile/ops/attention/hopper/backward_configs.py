@@ -279,8 +279,8 @@ class BiasGradientConfig(NamedTuple):
 
     @property
     def max_registers(self) -> int:
-        """Registers of a thread at launch, as in a forward with as many consumers."""
-        return 128 if self.warpgroups == 3 else 168
+        """Registers of a thread at launch, as in a forward with as many consumers; of one, that two programs fit."""
+        return 168 if self.warpgroups == 2 else 128
 
 
 #: Queries of a tile.
@@ -289,22 +289,29 @@ BIAS_QUERIES = 64
 #: The first that fits serves. Two tiles read less for each score, but their sums spill: 88 bytes at head_dim 64, more
 #: with wider heads, where one tile spills nothing. Milliseconds of two and of one: 3.38 and 4.06 (4 × 4,096 tokens, 32
 #: heads of 64), 0.49 and 0.56 (4 × 2,048, 16 heads of 96), 0.59 and 0.59, causal 0.47 and 0.43 (of 128), 0.57 and 0.49
-#: (8 of 192). More stages: 3.50 (64). Three warpgroups of 64 keys: 3.57, 0.67, 0.70, causal 0.48, 0.45.
-_BIAS_CUTS = tuple(BiasGradientConfig(*cut) for cut in ((2, 2, 2, 3), (2, 1, 2, 2), (2, 1, 1, 2), (2, 1, 1, 1)))
+#: (8 of 192). More stages: 3.50 (64). Three warpgroups of 64 keys: 3.57, 0.67, 0.70, causal 0.48, 0.45. One warpgroup,
+#: for block masks with tiles of 64 keys, not measured: (1, 1, 1, 2) spills 56 bytes at head_dim 256.
+_BIAS_CUTS = tuple(
+    BiasGradientConfig(*cut)
+    for cut in ((2, 2, 2, 3), (2, 1, 2, 2), (2, 1, 1, 2), (2, 1, 1, 1), (1, 1, 2, 2), (1, 1, 1, 1))
+)
 
 #: Heads up to 32 columns, whose products are half as long: three warpgroups find more to do. Microseconds for 64 × 768
 #: tokens, 4 heads of 32: 116; two stages of keys and three of queries 119, two warpgroups 148, with two tiles 156.
 _NARROW_BIAS_CUT = BiasGradientConfig(3, 1, 3, 4)
 
 
-def bias_gradient_config(head_dim: int, head_dim_v: int, modified: bool, by_position: bool) -> BiasGradientConfig:
-    """`modified`: there is a mask, dropout or a score function, for which a thread with sums of two tiles has no registers
-    left; or some sequences and heads are left out, in a packed call and with a block mask, which takes a single tile.
+def bias_gradient_config(
+    head_dim: int, head_dim_v: int, modified: bool, by_position: bool, tile_keys: int = 0
+) -> BiasGradientConfig:
+    """`modified`: there is a mask, dropout or a score function, for which a thread with sums of two tiles has no
+    registers left; or sequences and heads may be left out, packed or with a block mask, which takes a single tile.
     `by_position`: a band, key lengths or ALiBi compute with positions, for which a thread of three warpgroups has none
-    either (it spills 224 bytes with all of them)."""
+    either (it spills 224 bytes with all of them). `tile_keys`: of a block mask's tile, in which the keys of a program
+    lie."""
     if max(head_dim, head_dim_v) <= 32 and not (modified or by_position):
         return _NARROW_BIAS_CUT
-    cuts = (cut for cut in _BIAS_CUTS if not (modified and cut.query_tiles > 1))
+    cuts = (cut for cut in _BIAS_CUTS if not (modified and cut.query_tiles > 1) and tile_keys % cut.keys == 0)
     return next(cut for cut in cuts if bias_shared_memory(cut, head_dim, head_dim_v) <= SHARED_MEMORY)
 
 
@@ -316,12 +323,11 @@ def bias_shared_memory(config: BiasGradientConfig, head_dim: int, head_dim_v: in
     return 2 * (rows + bias) + 8 * BIAS_QUERIES * config.stages + OVERHEAD
 
 
-def serves_bias_gradient(config: BackwardConfig, moved_bias: bool, spec: AttentionSpec) -> bool:
+def serves_bias_gradient(config: BackwardConfig, moved_bias: bool) -> bool:
     """Whether the Hopper kernel for it computes the gradient of a bias, unless the main one stores it; else the
-    portable one does. Its queries come in the tiles of the main kernel, whose `config` this is, and its 128 keys lie in
-    one tile of a block mask. `moved_bias`: TMA can bring the bias."""
-    in_one_tile = spec.block_shape is None or spec.block_shape[-1] % (2 * CONSUMER_ROWS) == 0
-    return moved_bias and not config.bias_stored and config.block_m == BIAS_QUERIES and in_one_tile
+    portable one does. Its queries come in the tiles of the main kernel, whose `config` this is. `moved_bias`: TMA can
+    bring the bias."""
+    return moved_bias and not config.bias_stored and config.block_m == BIAS_QUERIES
 
 
 def padded_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

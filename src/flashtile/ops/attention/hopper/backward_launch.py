@@ -328,7 +328,7 @@ def _plan(
     strides_dout = batch_row_head(dout_shape, strides[-1])
     wide = max(strides_dout) >= 2**31
     looping = with_loops(variant, group, rows_q, rows_k)
-    sums_bias = wanted.bias and serves_bias_gradient(config, moved_bias, spec)
+    sums_bias = wanted.bias and serves_bias_gradient(config, moved_bias)
     begins = variant._replace(
         has_empty_rows=has_empty_rows, wide_strides=wide, sinks=side.sinks, shares_progress=looping.shares_progress,
         row_statistics=wanted.bias and not (sums_bias or config.bias_stored),

@@ -10,6 +10,8 @@ from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile._backends.launch import ABSENT, int32
 from flashtile.ops.attention.hopper.backward_configs import (
     BackwardConfig,
+    BiasGradientConfig,
+    bias_gradient_config,
     derivatives_apart,
     has_function_derivative,
 )
@@ -108,14 +110,13 @@ class BackwardVariant(NamedTuple):
         return self.function._replace(DERIVATIVES=self.softcap or of_function, DERIVATIVES_APART=apart)
 
     @property
-    def modified(self) -> bool:
-        """`modified` of `backward_configs.bias_gradient_config`."""
-        return self.side.has("mask") or self.side.has("dropout_seed") or self.has_function or self.packed or self.listed
-
-    @property
-    def by_position(self) -> bool:
-        """Whether there is a band, key lengths or ALiBi."""
-        return self.has_left or self.has_right or self.side.has("key_lengths") or self.side.has("alibi_slopes")
+    def bias_gradient_cut(self) -> BiasGradientConfig:
+        """How the kernel of the gradient of a bias is cut."""
+        side = self.side
+        modified = side.has("mask") or side.has("dropout_seed") or self.has_function or self.packed or self.listed
+        by_position = self.has_left or self.has_right or side.has("key_lengths") or side.has("alibi_slopes")
+        tile_keys = side.constants.TILE_K
+        return bias_gradient_config(self.head_dim, self.head_dim_v, modified, by_position, tile_keys)
 
     @property
     def listed(self) -> bool:

@@ -1,6 +1,6 @@
 """The gradient of a bias on Hopper: the scores' gradients, computed once more and summed over all that share an entry.
 
-A tile of the bias, of two or three times 64 keys and one or two times 64 queries, belongs to PARTS thread blocks. Each
+A tile of the bias, of up to three times 64 keys and one or two times 64 queries, belongs to PARTS thread blocks. Each
 walks over its part of the sequences and heads that share the tile, in a fixed order: no atomics, and no buffer larger
 than PARTS times the bias. For each sequence and head it computes, with the pieces of the main kernel (letters as in
 `backward`)::
@@ -13,12 +13,12 @@ than PARTS times the bias. For each sequence and head it computes, with the piec
 Nothing stays on chip from one step to the next but the bias and the sums, so the L2 cache is the limit: with D columns
 a thread block reads 8·D bytes for each key and each query of a tile. That is why tiles are as large as registers allow.
 
-Roles: `sum_tile`, two or three times, for 64 keys each, and `load_tiles`, one warp. They wait for one another only
+Roles: `sum_tile`, up to three times, for 64 keys each, and `load_tiles`, one warp. They wait for one another only
 through the rings in `Shared`.
 
 In packed calls and with a block mask some sequences and heads have nothing to add to a tile: it lies past their end, or
-the mask hides it. `load_tiles` finds those that have, and publishes each to the others, as the main kernel publishes key
-tiles. The order stays fixed.
+the mask hides it. `load_tiles` finds those that have, and publishes each to the others, as the main kernel's producer
+publishes key tiles. The order stays fixed.
 
 A score function's derivative is no part of this, because the bias is added after the function. The portable kernel
 (`triton.bias_gradient`) serves biases that TMA does not bring.
@@ -77,8 +77,8 @@ class BiasTile(NamedTuple):
 
 
 class Sharer(NamedTuple):
-    """A sequence and a query head of it that share a tile of the bias; and in a packed call where the sequence's queries
-    and keys begin and how many there are, else 0. `sequence` is negative after the last one."""
+    """A sequence and a query head of it that share a tile of the bias; and in a packed call where the queries and keys
+    of the sequence begin and how many there are, else 0. `sequence` is negative after the last one."""
 
     sequence: Any
     head: Any
@@ -104,8 +104,8 @@ def attention_bias_gradient_kernel(
     SHARED_BY_HEADS: gl.constexpr,
 ):  # fmt: skip
     """Arguments as of the main kernel. `gradient_ptr`: `[parts, batch, heads, rows, columns]`, the sizes of the bias
-    (`work`, a `bias_work.WorkNumbers`). `QUERY_TILES`: tiles of M queries of a thread block, one or two; one where
-    sequences and heads are left out (`_leaves_out`). `SHARED_BY_HEADS`: the bias has one head, and the call has more."""
+    (`work`, a `bias_work.WorkNumbers`). `QUERY_TILES`: tiles of M queries of a thread block, one or two; one if
+    `_leaves_out`. `SHARED_BY_HEADS`: the bias has one head, and the call has more."""
     WARPGROUPS: gl.constexpr = KEYS // ROWS
     config = KernelConfig(
         KEYS=KEYS,
@@ -188,7 +188,7 @@ def attention_bias_gradient_kernel(
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )
-    else:
+    elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (sum_tile, (0, QUERY_TILES, SHARES, tile, config, shared, bias, gradient_ptr, problem, work)),
@@ -197,6 +197,15 @@ def attention_bias_gradient_kernel(
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (sum_tile, (0, QUERY_TILES, SHARES, tile, config, shared, bias, gradient_ptr, problem, work)),
+                (load_tiles, (QUERY_TILES, SHARES, tile, config, shared, bias, descriptors, problem)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
         )
 
 
@@ -265,11 +274,11 @@ def _sharer(tile, number, problem, config, SHARED_BY_HEADS: gl.constexpr):
 def _work_of(tile, sharer, problem, config):
     """The work that the main kernel would have with these keys, for a sequence and head, and which of that work's heads
     this one is."""
-    group = problem.group
     key_tile = KeyTile(
-        tile.first_key, sharer.sequence, sharer.head // group, sharer.begin_q, sharer.seq_q, sharer.begin_k, sharer.seq_k
+        tile.first_key, sharer.sequence, sharer.head // problem.group, sharer.begin_q, sharer.seq_q, sharer.begin_k,
+        sharer.seq_k,
     )  # fmt: skip
-    return work_of(key_tile, problem, config), sharer.head % group
+    return work_of(key_tile, problem, config), sharer.head % problem.group
 
 
 @gluon.constexpr_function

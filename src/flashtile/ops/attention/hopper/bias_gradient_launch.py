@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import Plan
-from flashtile.ops.attention.hopper.backward_configs import BIAS_QUERIES, bias_gradient_config
+from flashtile.ops.attention.hopper.backward_configs import BIAS_QUERIES
 from flashtile.ops.attention.hopper.backward_descriptors import MOVED_FOR_BIAS, describer
 from flashtile.ops.attention.hopper.backward_source import Numbers, backward_plan
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, function_of_call
@@ -68,7 +68,7 @@ def plan_bias_gradient(
     multiprocessors."""
     assert side.bias is not None
     sizes = call_sizes(shapes, side)
-    cut = bias_gradient_config(variant.head_dim, variant.head_dim_v, variant.modified, variant.by_position)
+    cut = variant.bias_gradient_cut
     block = BIAS_QUERIES * cut.query_tiles, cut.keys
     work = _cut_work(side.bias, sizes.batch * sizes.heads, block, programs)
     covered = is_covered(sizes, variant.packed, spec, *block)
