@@ -112,10 +112,13 @@ def test_the_gradient_of_a_bias_with_packed_sequences_a_block_mask_or_a_score_fu
         assert found.backend == "hopper"
         return str(found)
 
-    assert "64 queries × 128 keys, 2 computing warpgroups" in described(dense.new_empty(1000, 2, 64), **lengths)
-    assert "64 queries × 128 keys" in described(dense, score_mod=lambda score, *_: 2 * score)
-    for tile, cut in (((64, 256), "64 queries × 128 keys"), ((128, 64), "64 queries × 64 keys, a computing warpgroup")):
-        assert cut in described(dense, block_mask=flashtile.BlockMask.from_dense(seen, tile).to("meta"))
+    assert "64 queries × 64 keys, a computing warpgroup" in described(dense.new_empty(1000, 2, 64), **lengths)
+    assert "64 queries × 128 keys, 2 computing" in described(dense, score_mod=lambda score, *_: 2 * score)
+    for tile in ((64, 256), (128, 64)):
+        mask = flashtile.BlockMask.from_dense(seen, tile).to("meta")
+        assert "64 queries × 64 keys" in described(dense, block_mask=mask)
+    wide, mask = dense.new_empty(4, 768, 2, 128), flashtile.BlockMask.from_dense(seen).to("meta")
+    assert "64 queries × 128 keys, 2 computing" in described(wide, block_mask=mask)
 
 
 def test_forward_and_backward_may_be_of_two_backends() -> None:

@@ -166,10 +166,10 @@ def _describe_wide_backward(head_dim: int, head_dim_v: int) -> tuple[KernelChoic
 def _describe_bias_gradient(call: AttentionCall, alibi: bool) -> KernelChoice:
     spec = call.spec
     modified = call.mask or spec.dropout_p > 0 or spec.score_program is not None
-    modified = modified or call.packed or spec.block_shape is not None
     by_position = spec.banded or call.key_lengths or alibi
     tile_keys = 0 if spec.block_shape is None else spec.block_shape[-1]
-    cut = backward_configs.bias_gradient_config(*call.head_dims, modified, by_position, tile_keys)
+    leaves_out = call.packed or tile_keys > 0
+    cut = backward_configs.bias_gradient_config(*call.head_dims, modified, by_position, leaves_out, tile_keys)
     memory = backward_configs.bias_shared_memory(cut, *call.head_dims)
     block = cut.query_tiles * backward_configs.BIAS_QUERIES, cut.keys
     summary = summary_of(block, _warps(cut.warpgroups), cut.stages, memory)

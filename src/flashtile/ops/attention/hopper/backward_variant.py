@@ -113,10 +113,11 @@ class BackwardVariant(NamedTuple):
     def bias_gradient_cut(self) -> BiasGradientConfig:
         """How the kernel of the gradient of a bias is cut."""
         side = self.side
-        modified = side.has("mask") or side.has("dropout_seed") or self.has_function or self.packed or self.listed
+        modified = side.has("mask") or side.has("dropout_seed") or self.has_function
         by_position = self.has_left or self.has_right or side.has("key_lengths") or side.has("alibi_slopes")
-        tile_keys = side.constants.TILE_K
-        return bias_gradient_config(self.head_dim, self.head_dim_v, modified, by_position, tile_keys)
+        return bias_gradient_config(
+            self.head_dim, self.head_dim_v, modified, by_position, self.packed or self.listed, side.constants.TILE_K
+        )
 
     @property
     def listed(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import Plan
-from flashtile.ops.attention.hopper.backward_configs import BIAS_QUERIES
+from flashtile.ops.attention.hopper.backward_configs import BIAS_QUERIES, bias_programs_together
 from flashtile.ops.attention.hopper.backward_descriptors import MOVED_FOR_BIAS, describer
 from flashtile.ops.attention.hopper.backward_source import Numbers, backward_plan
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, function_of_call
@@ -70,7 +70,8 @@ def plan_bias_gradient(
     sizes = call_sizes(shapes, side)
     cut = variant.bias_gradient_cut
     block = BIAS_QUERIES * cut.query_tiles, cut.keys
-    work = _cut_work(side.bias, sizes.batch * sizes.heads, block, programs)
+    at_once = programs * bias_programs_together(cut, variant.head_dim, variant.head_dim_v)
+    work = _cut_work(side.bias, sizes.batch * sizes.heads, block, at_once)
     covered = is_covered(sizes, variant.packed, spec, *block)
     variant = variant._replace(
         config=variant.config._replace(bias_by_tma=True),
@@ -90,7 +91,7 @@ def plan_bias_gradient(
 
 def _cut_work(bias: Table, matrices: int, block: tuple[int, int], programs: int) -> BiasWork:
     """So many parts that multiprocessors are busy. `matrices`: sequences times heads, `block`: queries and keys of a
-    tile."""
+    tile. `programs`: that run at once."""
     planes = bias.shape[0] * bias.shape[1]
     own = planes * math.prod(-(-size // along) for size, along in zip(bias.shape[2:], block))
     sharing = matrices // planes
