@@ -11,8 +11,7 @@ import torch
 import flashtile
 from flashtile.bench import functions as bench_functions
 from flashtile.ops.attention.hopper.backward_configs import backward_config_of
-from flashtile.ops.attention.hopper.backward_launch import function_of_call
-from flashtile.ops.attention.hopper.backward_variant import NO_FUNCTION, BackwardVariant
+from flashtile.ops.attention.hopper.backward_variant import NO_FUNCTION, BackwardVariant, function_of_call
 from flashtile.ops.attention.hopper.configs import moves_by_tma, table_bytes
 from flashtile.ops.attention.hopper.parameters import side_of_call
 from flashtile.ops.attention.plans import PLAIN_SIDE, BlockSizes, CapturedShape, SideShape
@@ -466,6 +465,39 @@ BIAS_GRADIENT_FORMS = {
     ),
     "256-softcap": _backward(256, 256, False, False, False, softcap=True, right=False, side=SideShape(bias=_BIAS)),
     "256-mask": _backward(256, 256, False, False, False, side=SideShape(bias=_BIAS, mask=_DENSE_MASK)),
+    "64-packed": _backward(64, 64, True, False, False, right=False, side=SideShape(bias=_BIAS))._replace(
+        bias_in_parts=True
+    ),
+    "32-packed-window-shared-lengths": _backward(
+        32, 32, True, True, False, side=SideShape(bias=_BIAS, alibi=1, key_lengths_dtype=torch.int32)
+    )._replace(bias_shared_by_heads=True),
+    "128-packed-fp16": _backward(128, 128, True, False, False, side=SideShape(bias=_BIAS))._replace(
+        dtype=torch.float16
+    ),
+    "64-blocks": _backward(
+        64, 64, False, False, False, right=False, block_tile=(128, 128), side=SideShape(bias=_BIAS)
+    )._replace(masks=False),
+    "64-small-blocks": _backward(
+        64, 64, False, False, False, right=False, block_tile=(64, 64), side=SideShape(bias=_BIAS)
+    )._replace(masks=False),
+    "256-causal-small-blocks-mask": _backward(
+        256, 256, False, False, False, block_tile=(64, 64), side=SideShape(bias=_BIAS, mask=_DENSE_MASK)
+    ),
+    "192x128-causal-blocks-dropout": _backward(
+        192, 128, False, False, False, block_tile=(64, 256), side=SideShape(bias=_BIAS, dropout=True)
+    ),
+    "256-packed-blocks-shared": _backward(
+        256, 256, True, False, False, block_tile=(128, 128), side=SideShape(bias=_BIAS)
+    )._replace(bias_shared_by_heads=True),
+    "64-waves-function": _backward(64, 64, False, False, False, score_mod=_WAVES, side=SideShape(bias=_BIAS))._replace(
+        masks=False
+    ),
+    "128-capped-function-fp16": _backward(
+        128, 128, False, False, False, score_mod=_CAPPED, side=SideShape(bias=_BIAS)
+    )._replace(dtype=torch.float16),
+    "256-relative-packed-blocks-function": _backward(
+        256, 256, True, False, False, score_mod=_RELATIVE, block_tile=(128, 128), side=SideShape(bias=_BIAS)
+    ),
 }
 
 #: Backwards of heads wider than 256 columns: all that changes their machine code.

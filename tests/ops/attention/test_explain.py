@@ -100,6 +100,27 @@ def test_who_computes_the_gradient_of_a_bias(
     assert [(kernel.name, kernel.backend) for kernel in found.kernels][1:] == kernels
 
 
+def test_the_gradient_of_a_bias_with_packed_sequences_a_block_mask_or_a_score_function() -> None:
+    dense = torch.empty(4, 768, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    bias, seen = dense.new_empty(2, 768, 768).requires_grad_(), torch.ones(1, 1, 768, 768, dtype=torch.bool).tril()
+    cu_seqlens = torch.empty(3, dtype=torch.int32, device="meta")
+    lengths = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": 768, "max_seqlen_k": 768}
+
+    def described(q: torch.Tensor, **arguments: Any) -> str:
+        found = flashtile.explain(q, q, q, bias=bias, device="sm_90", **arguments).kernels[-1]
+        assert found.name == "dbias"
+        assert found.backend == "hopper"
+        return str(found)
+
+    assert "64 queries × 64 keys, a computing warpgroup" in described(dense.new_empty(1000, 2, 64), **lengths)
+    assert "64 queries × 128 keys, 2 computing" in described(dense, score_mod=lambda score, *_: 2 * score)
+    for tile in ((64, 256), (128, 64)):
+        mask = flashtile.BlockMask.from_dense(seen, tile).to("meta")
+        assert "64 queries × 64 keys" in described(dense, block_mask=mask)
+    wide, mask = dense.new_empty(4, 768, 2, 128), flashtile.BlockMask.from_dense(seen).to("meta")
+    assert "64 queries × 128 keys, 2 computing" in described(wide, block_mask=mask)
+
+
 def test_forward_and_backward_may_be_of_two_backends() -> None:
     found = _explain(device="sm_90")
     assert isinstance(found, flashtile.Explanation)

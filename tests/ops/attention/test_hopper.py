@@ -1280,10 +1280,13 @@ def test_every_backward_of_wide_heads_fits_on_chip() -> None:
 
 
 def test_every_gradient_of_a_bias_fits_on_chip() -> None:
-    for (head_dim, head_dim_v), modified, by_position in itertools.product(_HEADS, (False, True), (False, True)):
-        cut = backward_configs.bias_gradient_config(head_dim, head_dim_v, modified, by_position)
+    both, left_out = (False, True), ((False, 0), (True, 0), (True, 64), (True, 256))
+    for (head_dim, head_dim_v), modified, by_position, leaves_out in itertools.product(_HEADS, both, both, left_out):
+        cut = backward_configs.bias_gradient_config(head_dim, head_dim_v, modified, by_position, *leaves_out)
+        assert leaves_out[1] % cut.keys == 0
         assert backward_configs.bias_shared_memory(cut, head_dim, head_dim_v) <= configs.SHARED_MEMORY
-        assert not (modified and cut.query_tiles > 1)
+        assert backward_configs.bias_programs_together(cut, head_dim, head_dim_v) >= 1
+        assert not ((modified or leaves_out[0]) and cut.query_tiles > 1)
 
 
 @pytest.mark.parametrize(
@@ -1321,7 +1324,7 @@ _SPILLS_OF_BIAS_GRADIENTS = {2: 192, 1: 16}
 def test_machine_code_of_the_gradient_of_a_bias(form: str) -> None:
     variant = BIAS_GRADIENT_FORMS[form]
     heads = variant.head_dim, variant.head_dim_v
-    cut = backward_configs.bias_gradient_config(*heads, variant.hides_or_drops, variant.by_position)
+    cut = variant.bias_gradient_cut
     memory = backward_configs.bias_shared_memory(cut, *heads)
     assert memory <= _LIMIT
     limits = _Limits(memory, _SPILLS_OF_BIAS_GRADIENTS[cut.query_tiles])

@@ -27,6 +27,8 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "no keys": {"key_lengths": (0, 7), "arguments": {"causal": True}},
     "dense mask": {"mask": "b1qk", "arguments": {"deterministic": True}},
     "T5": {"bias": "1hqk", "arguments": {"scale": 1.0}},
+    "bias and tiles": {"bias": "1hqk", "block_mask": (128, 128)},
+    "bias and function": {"bias": "1hqk", "score_mod": True, "constant": ("score_mod",)},
     "pair bias": {"bias": "bhqk", "bias_dtype": torch.float32},
     "triangle": {"bias": "1hqk", "mask": "b11k", "key_lengths": (443, 200)},
     "dropout": {"arguments": {"dropout_p": 0.1, "causal": True}},
@@ -77,7 +79,9 @@ def test_gradients(feature: str, head_dim: int, head_dim_v: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("feature", ["dense mask", "T5", "dropout", "padding mask"])
+@pytest.mark.parametrize(
+    "feature", ["dense mask", "T5", "dropout", "padding mask", "bias and tiles", "bias and function"]
+)
 def test_whole_tiles(feature: str, head_dim: int) -> None:
     """No tile ends past a table."""
     base = replace(_BASE, seq_q=384, seq_k=512, head_dim=head_dim, head_dim_v=head_dim)
@@ -90,6 +94,8 @@ def test_whole_tiles(feature: str, head_dim: int) -> None:
     [
         {"arguments": {"dropout_p": 0.2, "causal": True}},
         {"bias": "1hqk", "mask": "11qk"},
+        {"bias": "1hqk", "arguments": {"causal": True, "deterministic": True}},
+        {"bias": "11qk", "block_mask": (64, 128), "key_lengths": (129, 20, 1, 100)},
         {"key_lengths": (129, 20, 1, 100), "arguments": {"dropout_p": 0.2, "deterministic": True}},
         {"alibi_slopes": "bh", "arguments": {"causal": True}},
         {"alibi_slopes": "h", "arguments": {"softcap": 5.0}},

@@ -180,6 +180,25 @@ _MOVED_BIASES: dict[str, dict[str, Any]] = {
         "bias": "11qk", "lengths_q": (129, 1), "lengths_k": (136, 130), "key_lengths": (70, 130),
         "arguments": {"causal": True},
     },
+    "packed, window, slopes, empty ones": {
+        "bias": "1hqk", "lengths_q": (0, 129, 70, 5), "lengths_k": (40, 136, 0, 1), "alibi_slopes": "h",
+        "arguments": {"window": (90, 20)},
+    },
+    "packed, block mask": {
+        "bias": "1hqk", "lengths_q": (129, 1, 70), "lengths_k": (264, 33, 150), "block_mask": (64, 128),
+    },
+    "block mask of heads, one bias for all": {
+        "bias": "b1qk", "block_mask": (128, 256), "key_lengths": (328, 140), "arguments": {"causal": True},
+    },
+    "tiles of 64 keys": {"bias": "1hqk", "block_mask": (64, 64)},
+    "score function": {"bias": "1hqk", "score_mod": True, "constant": ("score_mod",)},
+    "score function, softcap, of each score": {
+        "bias": "bhqk", "score_mod": True, "constant": ("score_mod",), "arguments": {"softcap": 3.0},
+    },
+    "score function, packed, block mask": {
+        "bias": "11qk", "lengths_q": (129, 70), "lengths_k": (136, 90), "block_mask": (128, 128), "score_mod": True,
+        "constant": ("score_mod",),
+    },
 }  # fmt: skip
 
 
@@ -192,8 +211,32 @@ def test_bias_that_comes_by_tma(hopper: Callable, changes: dict[str, Any], head_
     if head_dim == 128:
         case = replace(case, dtype=torch.float16)
     check(case, "hopper")
-    own_kernel = not (case.packed or case.block_mask or case.constant)
-    assert ("attention_bias_gradient_kernel" in emulated.launched) is own_kernel
+    assert ("attention_bias_gradient_kernel" in emulated.launched) is ("bias" in case.learned)
+
+
+@pytest.mark.parametrize("change", [{"lengths_q": (129, 0, 70, 200)}, {"block_mask": (128, 128), "batch": 4}], ids=str)
+def test_gradient_of_a_bias_has_the_same_bits_in_any_order_of_events(hopper: Callable, change: dict[str, Any]) -> None:
+    """What is left out changes no order of what is added."""
+    case = replace(_SMALL, seq_k=200, bias="1hqk", **change)
+    hopper(seed=0)
+    first = check(case, "hopper")
+    hopper(seed=1)
+    again = run(case, make_inputs(case), "hopper")
+    assert torch.equal(first["dbias"], again["dbias"])
+
+
+def test_batch_entries_and_heads_may_share_the_lists_of_a_block_mask(hopper: Callable) -> None:
+    """The kernel of a bias's gradient searches these once."""
+    emulated = hopper()
+    case = replace(_SMALL, batch=3, seq_q=256, seq_k=384, bias="11qk")
+    inputs = make_inputs(case)
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand(1, 1, 256, 384, generator=generator) < 0.5
+    mask[..., :128, 128:256] = False
+    mask[..., 128:, :128] = True
+    inputs.tensors["block_mask"] = flashtile.BlockMask.from_dense(mask)
+    check(case, "hopper", inputs=inputs)
+    assert "attention_bias_gradient_kernel" in emulated.launched
 
 
 @pytest.mark.parametrize(
@@ -284,20 +327,21 @@ def test_scores_that_change(hopper: Callable, head_dim: int, dtype: torch.dtype,
 
 
 def _emulated_pairs() -> list:
-    """Pairs of features, in sizes of several tiles and in 16 bits."""
-    changes = {
-        "key_lengths": (300, 17, 0),
-        "lengths_q": (5, 0, 137),
-        "lengths_k": (133, 4, 220),
-        "block_mask": (128, 128),
-    }
+    """Pairs of features, in sizes of several tiles and in 16 bits. TMA brings every second bias."""
     cases = {}
     for number, (name, case) in enumerate((COMBINED | score_mod_combined()).items()):
+        longest, longest_packed = ((310, 220), (312, 224))[number // 2 % 2]
+        changes = {
+            "key_lengths": (300, 17, 0),
+            "lengths_q": (5, 0, 137),
+            "lengths_k": (133, 4, longest_packed),
+            "block_mask": (128, 128),
+        }
         here = {field: value for field, value in changes.items() if getattr(case, field)}
         if "key_lengths" in here:
             here["key_lengths"] = here["key_lengths"][: case.batch]
         dtype = (torch.bfloat16, torch.float16)[number % 2]
-        cases[name] = replace(case, seq_q=150, seq_k=310, dtype=dtype, **here)
+        cases[name] = replace(case, seq_q=150, seq_k=longest, dtype=dtype, **here)
     return parameters(cases)
 
 

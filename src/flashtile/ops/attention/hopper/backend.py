@@ -129,17 +129,21 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
         main = KernelChoice("backward", cut, memory, "hopper", summary=summary)
         if not learns or cut.bias_stored:
             return (main,)
-        if backward_configs.serves_bias_gradient(cut, moved, packed, spec):
+        if backward_configs.serves_bias_gradient(cut, moved):
             return main, _describe_bias_gradient(call, side.alibi_slopes is not None)
         return main, *describe_bias_gradient(call)
     side = call.side or SideInputs()
     config = configs.config_of(*heads, side.max_seqlen_q, call.dtype, spec, call.bias, side.mask)
     memory = configs.shared_memory(config, *heads, call.dtype)
-    warpgroups = "a computing warpgroup" if config.consumers == 1 else f"{config.consumers} computing warpgroups"
-    warps = f"{warpgroups} and a loading warp"
-    summary = summary_of((config.block_m, config.block_n), warps, config.stages, memory)
+    summary = summary_of((config.block_m, config.block_n), _warps(config.consumers), config.stages, memory)
     forward = KernelChoice("forward", config, memory, "hopper", summary=summary)
     return (KernelChoice("widen", backend="hopper"), forward) if call.dtype is FP8 else (forward,)
+
+
+def _warps(consumers: int) -> str:
+    """The roles of a kernel, in words."""
+    computing = "a computing warpgroup" if consumers == 1 else f"{consumers} computing warpgroups"
+    return f"{computing} and a loading warp"
 
 
 def _describe_wide_backward(head_dim: int, head_dim_v: int) -> tuple[KernelChoice, ...]:
@@ -160,11 +164,15 @@ def _describe_wide_backward(head_dim: int, head_dim_v: int) -> tuple[KernelChoic
 
 
 def _describe_bias_gradient(call: AttentionCall, alibi: bool) -> KernelChoice:
-    modified, by_position = call.mask or call.spec.dropout_p > 0, call.spec.banded or call.key_lengths or alibi
-    cut = backward_configs.bias_gradient_config(*call.head_dims, modified, by_position)
+    spec = call.spec
+    modified = call.mask or spec.dropout_p > 0 or spec.score_program is not None
+    by_position = spec.banded or call.key_lengths or alibi
+    tile_keys = 0 if spec.block_shape is None else spec.block_shape[-1]
+    leaves_out = call.packed or tile_keys > 0
+    cut = backward_configs.bias_gradient_config(*call.head_dims, modified, by_position, leaves_out, tile_keys)
     memory = backward_configs.bias_shared_memory(cut, *call.head_dims)
     block = cut.query_tiles * backward_configs.BIAS_QUERIES, cut.keys
-    summary = summary_of(block, f"{cut.warpgroups} computing warpgroups and a loading warp", cut.stages, memory)
+    summary = summary_of(block, _warps(cut.warpgroups), cut.stages, memory)
     return KernelChoice("dbias", cut, memory, "hopper", summary=summary)
 
 

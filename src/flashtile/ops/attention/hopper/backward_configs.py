@@ -279,8 +279,8 @@ class BiasGradientConfig(NamedTuple):
 
     @property
     def max_registers(self) -> int:
-        """Registers of a thread at launch, as in a forward with as many consumers."""
-        return 128 if self.warpgroups == 3 else 168
+        """Registers of a thread at launch, as in a forward with as many consumers; of one, that two programs fit."""
+        return 168 if self.warpgroups == 2 else 128
 
 
 #: Queries of a tile.
@@ -289,22 +289,47 @@ BIAS_QUERIES = 64
 #: The first that fits serves. Two tiles read less for each score, but their sums spill: 88 bytes at head_dim 64, more
 #: with wider heads, where one tile spills nothing. Milliseconds of two and of one: 3.38 and 4.06 (4 × 4,096 tokens, 32
 #: heads of 64), 0.49 and 0.56 (4 × 2,048, 16 heads of 96), 0.59 and 0.59, causal 0.47 and 0.43 (of 128), 0.57 and 0.49
-#: (8 of 192). More stages: 3.50 (64). Three warpgroups of 64 keys: 3.57, 0.67, 0.70, causal 0.48, 0.45.
-_BIAS_CUTS = tuple(BiasGradientConfig(*cut) for cut in ((2, 2, 2, 3), (2, 1, 2, 2), (2, 1, 1, 2), (2, 1, 1, 1)))
+#: (8 of 192). More stages: 3.50 (64). Three warpgroups of 64 keys: 3.57, 0.67, 0.70, causal 0.48, 0.45. One warpgroup
+#: is for block masks with tiles of 64 keys; (1, 1, 1, 2) spills 56 bytes at head_dim 256.
+_BIAS_CUTS = tuple(
+    BiasGradientConfig(*cut)
+    for cut in ((2, 2, 2, 3), (2, 1, 2, 2), (2, 1, 1, 2), (2, 1, 1, 1), (1, 1, 2, 2), (1, 1, 1, 1))
+)
+
+#: Where sequences and heads are left out, if two programs fit on a multiprocessor: one computes while another begins.
+#: Microseconds with one program of two warpgroups, and with these: 75 and 68 (16 sequences of 300 to 512, 16 heads of
+#: 64), 1,043 and 854 (33 of 30 to 4,096, 8 heads of 64), 1,326 and 1,125 (block mask, 4 × 4,096, 16 of 64), 131 and 111
+#: (of 80), 514 and 469 (of 96), 115 and 99 (of 32; three warpgroups 106). At head_dim 128 a single one fits, and the
+#: backward takes 0.87 ms instead of 0.71. Three programs with 80 registers and fewer stages: 77, 775, 884; of 32 104.
+_BIAS_CUT_OF_TWO_PROGRAMS = BiasGradientConfig(1, 1, 2, 2)
 
 #: Heads up to 32 columns, whose products are half as long: three warpgroups find more to do. Microseconds for 64 × 768
 #: tokens, 4 heads of 32: 116; two stages of keys and three of queries 119, two warpgroups 148, with two tiles 156.
 _NARROW_BIAS_CUT = BiasGradientConfig(3, 1, 3, 4)
 
 
-def bias_gradient_config(head_dim: int, head_dim_v: int, modified: bool, by_position: bool) -> BiasGradientConfig:
-    """`modified`: there is a mask or dropout, for which a thread with sums of two tiles has no registers left.
-    `by_position`: a band, key lengths or ALiBi compute with positions, for which a thread of three warpgroups has none
-    either (it spills 224 bytes with all of them)."""
+def bias_gradient_config(
+    head_dim: int, head_dim_v: int, modified: bool, by_position: bool, leaves_out: bool = False, tile_keys: int = 0
+) -> BiasGradientConfig:
+    """`modified`: there is a mask, dropout or a score function, for which a thread with sums of two tiles has no
+    registers left. `by_position`: a band, key lengths or ALiBi compute with positions, for which a thread of three
+    warpgroups has none either (it spills 224 bytes with all of them). `leaves_out`: the call is packed or has a block
+    mask, so that sequences and heads are left out that have nothing in a tile. Then a program has a single tile of
+    queries, and its keys lie in one tile of the mask, of `tile_keys`."""
+    two_fit = 2 * bias_shared_memory(_BIAS_CUT_OF_TWO_PROGRAMS, head_dim, head_dim_v) <= SHARED_MEMORY
+    if leaves_out and two_fit:
+        return _BIAS_CUT_OF_TWO_PROGRAMS
     if max(head_dim, head_dim_v) <= 32 and not (modified or by_position):
         return _NARROW_BIAS_CUT
-    cuts = (cut for cut in _BIAS_CUTS if not (modified and cut.query_tiles > 1))
+    single = modified or leaves_out
+    cuts = (cut for cut in _BIAS_CUTS if not (single and cut.query_tiles > 1) and tile_keys % cut.keys == 0)
     return next(cut for cut in cuts if bias_shared_memory(cut, head_dim, head_dim_v) <= SHARED_MEMORY)
+
+
+def bias_programs_together(config: BiasGradientConfig, head_dim: int, head_dim_v: int) -> int:
+    """How many programs of the kernel of a bias's gradient share a multiprocessor."""
+    by_registers = 64 * 1024 // (config.max_registers * 2 * CONSUMER_ROWS * (config.warpgroups + 1))
+    return min(by_registers, SHARED_MEMORY // bias_shared_memory(config, head_dim, head_dim_v))
 
 
 def bias_shared_memory(config: BiasGradientConfig, head_dim: int, head_dim_v: int) -> int:
@@ -315,12 +340,11 @@ def bias_shared_memory(config: BiasGradientConfig, head_dim: int, head_dim_v: in
     return 2 * (rows + bias) + 8 * BIAS_QUERIES * config.stages + OVERHEAD
 
 
-def serves_bias_gradient(config: BackwardConfig, moved_bias: bool, packed: bool, spec: AttentionSpec) -> bool:
+def serves_bias_gradient(config: BackwardConfig, moved_bias: bool) -> bool:
     """Whether the Hopper kernel for it computes the gradient of a bias, unless the main one stores it; else the
     portable one does. Its queries come in the tiles of the main kernel, whose `config` this is. `moved_bias`: TMA can
     bring the bias."""
-    plain = not packed and spec.block_shape is None and spec.score_program is None
-    return moved_bias and not config.bias_stored and config.block_m == BIAS_QUERIES and plain
+    return moved_bias and not config.bias_stored and config.block_m == BIAS_QUERIES
 
 
 def padded_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,16 +15,14 @@ from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import Plan, plan_cache, pointer
 from flashtile.ops.attention.hopper.backward_configs import (
     backward_config_of,
-    has_function_derivative,
     padded_strides,
     serves_bias_gradient,
 )
 from flashtile.ops.attention.hopper.backward_descriptors import buffers, describer, dtype_of
 from flashtile.ops.attention.hopper.backward_source import backward_plan
-from flashtile.ops.attention.hopper.backward_tiles import ScoreChange
 from flashtile.ops.attention.hopper.backward_variant import (
-    NO_FUNCTION,
     BackwardVariant,
+    function_of_call,
     has_single_key_tile,
     with_loops,
 )
@@ -43,7 +41,6 @@ from flashtile.ops.attention.hopper.parameters import (
     whole_sizes,
     with_aligned_lists,
 )
-from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
 from flashtile.ops.attention.hopper.wide_backward_configs import is_wide
 from flashtile.ops.attention.hopper.wide_backward_launch import (
     WideBackwardPlan,
@@ -67,7 +64,6 @@ from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton.launch import NO_CAPTURED, backward_bias, captured_pointers, slope_gradient
 from flashtile.ops.attention.triton.plan import plan_for
-from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
 
 
 class BackwardPlan(NamedTuple):
@@ -169,8 +165,9 @@ def backward(
         dout_address = scratch.data_ptr() + plan.masked_dout_at if plan.has_empty_rows else dout.data_ptr()
         statistics = scratch.data_ptr() + plan.statistics_at
         dbias = run_bias_gradient(
-            plan.bias, q.data_ptr(), k.data_ptr(), v.data_ptr(), dout_address, statistics, side_pointers(side)
-        )
+            plan.bias, q.data_ptr(), k.data_ptr(), v.data_ptr(), dout_address, statistics, side_pointers(side),
+            captured_pointers(side),
+        )  # fmt: skip
     elif row_statistics is not None:
         dout_read = scratch[plan.masked_dout_at // 4 :].view(dout.dtype)[: dout.numel()].view(dout.shape)
         dbias = backward_bias(dout_read, q, k, v, row_statistics, side, spec)
@@ -276,24 +273,6 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def function_of_call(
-    score_program: str | None, batch: int, shapes: tuple[torch.Size, ...], side: SideShape, covered: bool
-) -> ScoreChange:
-    """The score function of a call. `covered`: tiles divide its queries and keys, so its indices are known to be
-    theirs."""
-    if score_program is None:
-        return NO_FUNCTION
-    bounds = score_bounds(batch, shapes, side) if covered else None
-    read = captured_parameters(side.captured)
-    return NO_FUNCTION._replace(
-        captured=read["captured"],
-        sizes=read["captured_sizes"],
-        SCORE_FUNCTION=with_derivative_of(score_program, bounds),
-        SCORE_READS=reads_of(score_program, bounds, with_derivative=True),
-        FUNCTION_DERIVATIVE=has_function_derivative(score_program),
-    )
-
-
 @plan_cache
 def _plan(
     dtype: torch.dtype,
@@ -349,7 +328,7 @@ def _plan(
     strides_dout = batch_row_head(dout_shape, strides[-1])
     wide = max(strides_dout) >= 2**31
     looping = with_loops(variant, group, rows_q, rows_k)
-    sums_bias = wanted.bias and serves_bias_gradient(config, moved_bias, packed, spec)
+    sums_bias = wanted.bias and serves_bias_gradient(config, moved_bias)
     begins = variant._replace(
         has_empty_rows=has_empty_rows, wide_strides=wide, sinks=side.sinks, shares_progress=looping.shares_progress,
         row_statistics=wanted.bias and not (sums_bias or config.bias_stored),

@@ -30,7 +30,6 @@ from flashtile.ops.attention.hopper.backward import attention_backward_kernel
 from flashtile.ops.attention.hopper.backward_configs import (
     BIAS_QUERIES,
     BiasGradientConfig,
-    bias_gradient_config,
     tile_width,
 )
 from flashtile.ops.attention.hopper.backward_descriptors import boxes_of, dtype_of, is_operand
@@ -76,7 +75,7 @@ def backward_plan(
 def _kernel(kernel: str, variant: BackwardVariant) -> tuple[Any, dict[str, Any], int | None]:
     """The function, its constants, and registers of a thread at the start."""
     if kernel == "bias":
-        cut = bias_gradient_config(variant.head_dim, variant.head_dim_v, variant.hides_or_drops, variant.by_position)
+        cut = variant.bias_gradient_cut
         return attention_bias_gradient_kernel, _bias_gradient_constants(variant, cut), cut.max_registers
     if kernel == "main":
         return attention_backward_kernel, _constants(variant), variant.config.max_registers
@@ -109,6 +108,7 @@ def _bias_gradient_constants(variant: BackwardVariant, cut: BiasGradientConfig) 
         "M": BIAS_QUERIES,
         "REGISTERS": cut.registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "PACKED": variant.packed,
         "TOP_LEFT": variant.top_left,
         "SHARED_BY_HEADS": variant.bias_shared_by_heads,
     }

@@ -8,12 +8,20 @@ import torch
 
 from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile._backends.launch import ABSENT, int32
-from flashtile.ops.attention.hopper.backward_configs import BackwardConfig, derivatives_apart
+from flashtile.ops.attention.hopper.backward_configs import (
+    BackwardConfig,
+    BiasGradientConfig,
+    bias_gradient_config,
+    derivatives_apart,
+    has_function_derivative,
+)
 from flashtile.ops.attention.hopper.backward_tiles import ScoreChange
 from flashtile.ops.attention.hopper.parameters import NO_SIDE
-from flashtile.ops.attention.plans import band_hides_rows
+from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
+from flashtile.ops.attention.plans import SideShape, band_hides_rows
 from flashtile.ops.attention.side_parameters import SideParameters
 from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
 
 #: Queries that a key tile visits, of all heads that share its keys, or of one share (`plans.shares_of_heads`). From so
 #: many on, thread blocks that drift apart find little of what they read and add to in the L2 cache: 1 KiB for each
@@ -29,6 +37,24 @@ _LONG_WALK = 8192
 
 #: That of a call without a score function.
 NO_FUNCTION = ScoreChange(ABSENT, int32(None), None, None, False, False, False)
+
+
+def function_of_call(
+    score_program: str | None, batch: int, shapes: tuple[torch.Size, ...], side: SideShape, covered: bool
+) -> ScoreChange:
+    """The score function of a call. `covered`: tiles divide its queries and keys, so its indices are known to be
+    theirs."""
+    if score_program is None:
+        return NO_FUNCTION
+    bounds = score_bounds(batch, shapes, side) if covered else None
+    read = captured_parameters(side.captured)
+    return NO_FUNCTION._replace(
+        captured=read["captured"],
+        sizes=read["captured_sizes"],
+        SCORE_FUNCTION=with_derivative_of(score_program, bounds),
+        SCORE_READS=reads_of(score_program, bounds, with_derivative=True),
+        FUNCTION_DERIVATIVE=has_function_derivative(score_program),
+    )
 
 
 class BackwardVariant(NamedTuple):
@@ -84,14 +110,14 @@ class BackwardVariant(NamedTuple):
         return self.function._replace(DERIVATIVES=self.softcap or of_function, DERIVATIVES_APART=apart)
 
     @property
-    def hides_or_drops(self) -> bool:
-        """Whether there is a mask or dropout."""
-        return self.side.has("mask") or self.side.has("dropout_seed")
-
-    @property
-    def by_position(self) -> bool:
-        """Whether there is a band, key lengths or ALiBi."""
-        return self.has_left or self.has_right or self.side.has("key_lengths") or self.side.has("alibi_slopes")
+    def bias_gradient_cut(self) -> BiasGradientConfig:
+        """How the kernel of the gradient of a bias is cut."""
+        side = self.side
+        modified = side.has("mask") or side.has("dropout_seed") or self.has_function
+        by_position = self.has_left or self.has_right or side.has("key_lengths") or side.has("alibi_slopes")
+        return bias_gradient_config(
+            self.head_dim, self.head_dim_v, modified, by_position, self.packed or self.listed, side.constants.TILE_K
+        )
 
     @property
     def listed(self) -> bool:

@@ -1,6 +1,6 @@
 """The gradient of a bias on Hopper: the scores' gradients, computed once more and summed over all that share an entry.
 
-A tile of the bias, of two or three times 64 keys and one or two times 64 queries, belongs to PARTS thread blocks. Each
+A tile of the bias, of up to three times 64 keys and one or two times 64 queries, belongs to PARTS thread blocks. Each
 walks over its part of the sequences and heads that share the tile, in a fixed order: no atomics, and no buffer larger
 than PARTS times the bias. For each sequence and head it computes, with the pieces of the main kernel (letters as in
 `backward`)::
@@ -13,9 +13,15 @@ than PARTS times the bias. For each sequence and head it computes, with the piec
 Nothing stays on chip from one step to the next but the bias and the sums, so the L2 cache is the limit: with D columns
 a thread block reads 8·D bytes for each key and each query of a tile. That is why tiles are as large as registers allow.
 
-Roles: `sum_tile`, two or three times, for 64 keys each, and `load_tiles`, one warp. They wait for one another only
-through the rings in `Shared`. The portable kernel (`triton.bias_gradient`) serves packed calls, block masks and biases
-that TMA does not bring.
+Roles: `sum_tile`, up to three times, for 64 keys each, and `load_tiles`, one warp. They wait for one another only
+through the rings in `Shared`.
+
+In packed calls and with a block mask some sequences and heads have nothing to add to a tile: it lies past their end, or
+the mask hides it. `load_tiles` finds those that have, and publishes each to the others, as the main kernel's producer
+publishes key tiles. The order stays fixed.
+
+A score function's derivative is no part of this, because the bias is added after the function. The portable kernel
+(`triton.bias_gradient`) serves biases that TMA does not bring.
 """
 
 from typing import Any, NamedTuple
@@ -32,9 +38,26 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     subtract_statistic,
 )
 from flashtile.ops.attention.hopper.backward_scores import load_tables, score_gradients, weights_of, with_dropout
-from flashtile.ops.attention.hopper.backward_tiles import KernelConfig, KeyTile, Step, work_of
-from flashtile.ops.attention.hopper.blocks import FULL
-from flashtile.ops.attention.hopper.pieces import Chunks, Slot, barriers, hidden_zero, make_ring
+from flashtile.ops.attention.hopper.backward_tiles import KernelConfig, KeyTile, Step, listed_step, work_of
+from flashtile.ops.attention.hopper.blocks import (
+    EMPTY,
+    FULL,
+    BlockLists,
+    kind_of_tile,
+    line_entries,
+    make_tile_info,
+)
+from flashtile.ops.attention.hopper.pieces import (
+    Chunks,
+    Slot,
+    barriers,
+    hidden_zero,
+    make_ring,
+    make_tile_queue,
+    publish_tile,
+    receive_tile,
+    sequence_rows,
+)
 from flashtile.ops.attention.hopper.tables import MovedBias, bias_bytes, make_bias_tiles, move_bias
 
 
@@ -53,6 +76,18 @@ class BiasTile(NamedTuple):
     shared_heads: Any
 
 
+class Sharer(NamedTuple):
+    """A sequence and a query head of it that share a tile of the bias; and in a packed call where the queries and keys
+    of the sequence begin and how many there are, else 0. `sequence` is negative after the last one."""
+
+    sequence: Any
+    head: Any
+    begin_q: Any = 0
+    seq_q: Any = 0
+    begin_k: Any = 0
+    seq_k: Any = 0
+
+
 class BiasOnChip(NamedTuple):
     """The tiles of the bias, and the barrier that says that they are there."""
 
@@ -65,11 +100,12 @@ def attention_bias_gradient_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, dout_desc, dout_tail_desc, statistics_desc,
     bias_desc, gradient_ptr, problem, constants, loops, work,
     KEYS: gl.constexpr, M: gl.constexpr, QUERY_TILES: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, TOP_LEFT: gl.constexpr, SHARED_BY_HEADS: gl.constexpr,
+    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, PACKED: gl.constexpr, TOP_LEFT: gl.constexpr,
+    SHARED_BY_HEADS: gl.constexpr,
 ):  # fmt: skip
     """Arguments as of the main kernel. `gradient_ptr`: `[parts, batch, heads, rows, columns]`, the sizes of the bias
-    (`work`, a `bias_work.WorkNumbers`). `QUERY_TILES`: tiles of M queries of a thread block, one or two.
-    `SHARED_BY_HEADS`: the bias has one head, and the call has more."""
+    (`work`, a `bias_work.WorkNumbers`). `QUERY_TILES`: tiles of M queries of a thread block, one or two; one if
+    `_leaves_out`. `SHARED_BY_HEADS`: the bias has one head, and the call has more."""
     WARPGROUPS: gl.constexpr = KEYS // ROWS
     config = KernelConfig(
         KEYS=KEYS,
@@ -81,7 +117,7 @@ def attention_bias_gradient_kernel(
         PERSISTENT=False,
         ORDERED=False,
         REVERSES_LINES=False,
-        PACKED=False,
+        PACKED=PACKED,
         HAS_LEFT=constants.HAS_LEFT,
         HAS_RIGHT=constants.HAS_RIGHT,
         TOP_LEFT=TOP_LEFT,
@@ -93,13 +129,13 @@ def attention_bias_gradient_kernel(
         SINGLE_KEY_TILE=False,
         STATISTICS_MULTIPLIED=False,
         SUMS_BY_TMA=False,
-        TILE_Q=0,
-        TILE_K=0,
+        TILE_Q=constants.TILE_Q,
+        TILE_K=constants.TILE_K,
         KEY_LENGTHS=problem.side.key_lengths is not None,
         BIAS_COLUMN=constants.BIAS_COLUMN,
         MASK_COLUMN=constants.MASK_COLUMN,
-        SCORE_FUNCTION=None,
-        SCORE_READS=None,
+        SCORE_FUNCTION=problem.score_change.SCORE_FUNCTION,
+        SCORE_READS=problem.score_change.SCORE_READS,
         FUNCTION_DERIVATIVE=False,
         DERIVATIVES=False,
         DERIVATIVES_APART=False,
@@ -117,6 +153,12 @@ def attention_bias_gradient_kernel(
     statistics = gl.allocate_shared_memory(
         statistics_desc.dtype, [STAGES] + statistics_desc.block_shape, statistics_desc.layout
     )
+    tile_info, queue = None, None
+    if config.TILE_K > 0:
+        tile_info = make_tile_info(STAGES)
+    if _leaves_out(config):
+        gl.static_assert(QUERY_TILES == 1)
+        queue = make_tile_queue(WARPGROUPS, False)
     # The bias comes once, not with each tile of queries.
     shared = Shared(
         q=make_ring(descriptors.q, STAGES, WARPGROUPS),
@@ -128,8 +170,8 @@ def attention_bias_gradient_kernel(
         dscores=None,
         probs=None,
         derivatives=None,
-        tile_info=None,
-        queue=None,
+        tile_info=tile_info,
+        queue=queue,
     )
     bias = BiasOnChip(make_bias_tiles(bias_desc, QUERY_TILES, WARPGROUPS), barriers(1, 1))
     tile = _own_tile(problem, work, config, QUERY_TILES)
@@ -146,7 +188,7 @@ def attention_bias_gradient_kernel(
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )
-    else:
+    elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (sum_tile, (0, QUERY_TILES, SHARES, tile, config, shared, bias, gradient_ptr, problem, work)),
@@ -156,12 +198,27 @@ def attention_bias_gradient_kernel(
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
         )
+    else:
+        gl.warp_specialize(
+            [
+                (sum_tile, (0, QUERY_TILES, SHARES, tile, config, shared, bias, gradient_ptr, problem, work)),
+                (load_tiles, (QUERY_TILES, SHARES, tile, config, shared, bias, descriptors, problem)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
+
+
+@gluon.constexpr_function
+def _leaves_out(config):
+    """Whether `load_tiles` leaves out sequences and heads that have nothing to add, and publishes the others."""
+    return config.PACKED or config.TILE_K > 0
 
 
 @gluon.jit
 def _own_tile(problem, work, config, QUERY_TILES: gl.constexpr):
     """The tile of this thread block. The next thread block has the next keys of the same head. A tile that a band hides
-    has nothing to sum."""
+    has nothing to sum; in a packed call the band lies elsewhere in each sequence."""
     KEYS: gl.constexpr = config.KEYS
     number = gl.program_id(0)
     key_tiles = gl.cdiv(work.columns, KEYS)
@@ -175,7 +232,7 @@ def _own_tile(problem, work, config, QUERY_TILES: gl.constexpr):
     sharing = gl.to_tensor(work.sharing).to(gl.int64)
     begin = (sharing * part // work.parts).to(gl.int32)
     end = (sharing * (part + 1) // work.parts).to(gl.int32)
-    if config.HAS_LEFT or config.HAS_RIGHT:
+    if (config.HAS_LEFT or config.HAS_RIGHT) and not config.PACKED:
         shift = 0 if config.TOP_LEFT else problem.rows_k - problem.rows_q
         seen_begin, _, _, seen_end = query_tile_ranges(
             first_key, problem.rows_k, shift, problem.rows_q, problem.window.left, problem.window.right, KEYS,
@@ -196,16 +253,44 @@ def _own_tile(problem, work, config, QUERY_TILES: gl.constexpr):
 
 
 @gluon.jit
-def _work_of(tile, number, problem, config, SHARED_BY_HEADS: gl.constexpr):
-    """The work that the main kernel would have with these keys, for sequence and head `number` of those that share the
-    tile, and which of that work's heads this one is."""
+def _sharer(tile, number, problem, config, SHARED_BY_HEADS: gl.constexpr):
+    """Sequence and head `number` of those that share the tile."""
     # A division takes the one warp that loads as long as several copies.
     head = tile.head
     sequence = tile.sequence + number
     if SHARED_BY_HEADS:
         head = number % tile.shared_heads
         sequence = tile.sequence + number // tile.shared_heads
-    return work_of(KeyTile(tile.first_key, sequence, head // problem.group), problem, config), head % problem.group
+    if config.PACKED:
+        begin_q, seq_q = sequence_rows(problem.side.cu_seqlens_q, sequence, problem.batch, problem.rows_q)
+        begin_k, seq_k = sequence_rows(problem.side.cu_seqlens_k, sequence, problem.batch, problem.rows_k)
+        sharer = Sharer(sequence, head, begin_q, seq_q, begin_k, seq_k)
+    else:
+        sharer = Sharer(sequence, head)
+    return sharer
+
+
+@gluon.jit
+def _work_of(tile, sharer, problem, config):
+    """The work that the main kernel would have with these keys, for a sequence and head, and which of that work's heads
+    this one is."""
+    key_tile = KeyTile(
+        tile.first_key, sharer.sequence, sharer.head // problem.group, sharer.begin_q, sharer.seq_q, sharer.begin_k,
+        sharer.seq_k,
+    )  # fmt: skip
+    return work_of(key_tile, problem, config), sharer.head % problem.group
+
+
+@gluon.constexpr_function
+def _told(config):
+    """Which fields of a `Sharer` mean something, in their order."""
+    return (True, True, config.PACKED, config.PACKED, config.PACKED, config.PACKED)
+
+
+@gluon.jit
+def _receive_sharer(queue, count, config):
+    """The `count`-th of those that share the tile, as `load_tiles` published it."""
+    return Sharer(*receive_tile(queue, count, _told(config)))
 
 
 @gluon.jit
@@ -236,13 +321,43 @@ def load_tiles(
             descriptors.bias, bias.tiles, which, tile.sequence, tile.head, _query_tile(tile, which, problem) * config.M,
             tile.first_key, full, WARPGROUPS, True,
         )  # fmt: skip
+    if _leaves_out(config):
+        _load_visited(SHARED_BY_HEADS, tile, config, shared, descriptors, problem)
+    else:
+        for number in range(tile.begin, tile.end):
+            count = number - tile.begin
+            sharer = _sharer(tile, number, problem, config, SHARED_BY_HEADS)
+            work, head = _work_of(tile, sharer, problem, config)
+            load_keys(work, count, config, shared, descriptors, problem)
+            for which in gl.static_range(QUERY_TILES):
+                step = Step(head, _query_tile(tile, which, problem))
+                load_queries(work, count * QUERY_TILES + which, step, FULL, 0, config, shared, descriptors)
+
+
+@gluon.jit
+def _load_visited(SHARED_BY_HEADS: gl.constexpr, tile, config, shared, descriptors, problem):
+    """Publishes and loads the sequences and heads in which the tile has something visible, and publishes the end."""
+    blocks = BlockLists(problem.side.block_lists, problem.numbers.blocks)
+    query_tile = tile.first_query_tile
+    count = 0
+    kind = gl.to_tensor(FULL)
+    first_searched, last_searched = gl.to_tensor(-1), gl.to_tensor(-1)
     for number in range(tile.begin, tile.end):
-        count = number - tile.begin
-        work, head = _work_of(tile, number, problem, config, SHARED_BY_HEADS)
-        load_keys(work, count, config, shared, descriptors, problem)
-        for which in gl.static_range(QUERY_TILES):
-            step = Step(head, _query_tile(tile, which, problem))
-            load_queries(work, count * QUERY_TILES + which, step, FULL, 0, config, shared, descriptors)
+        sharer = _sharer(tile, number, problem, config, SHARED_BY_HEADS)
+        work, head = _work_of(tile, sharer, problem, config)
+        visited = (tile.first_key < work.keys) & (query_tile >= work.begin) & (query_tile < work.begin + work.tiles)
+        if config.TILE_K > 0:
+            entry, last_entry = line_entries(blocks, sharer.sequence, sharer.head, tile.first_key // config.TILE_K)
+            if (entry != first_searched) | (last_entry != last_searched):  # the lists may be the same for all
+                kind = kind_of_tile(blocks, entry, last_entry, query_tile // (config.TILE_Q // config.M))
+                first_searched, last_searched = entry, last_entry
+            visited &= kind != EMPTY
+        if visited:
+            publish_tile(shared.queue, count, sharer, _told(config))
+            load_keys(work, count, config, shared, descriptors, problem)
+            load_queries(work, count, Step(head, query_tile), kind, 0, config, shared, descriptors)
+            count += 1
+    publish_tile(shared.queue, count, Sharer(-1, 0), _told(config))
 
 
 @gluon.jit
@@ -257,24 +372,45 @@ def sum_tile(
     if QUERY_TILES > 1:
         second = gl.zeros([ROWS, config.M], gl.float32, s_layout)
     mbarrier.wait(bias.full.index(0), 0)
-    for number in range(tile.begin, tile.end):
-        count = number - tile.begin
-        key_work, head = _work_of(tile, number, problem, config, SHARED_BY_HEADS)
-        slot = _hidden(shared.k.slot(count, WHICH), count, shared)
-        shared.k.acquire(slot)
-        shared.v.acquire(slot)
-        first += _score_gradients(
-            count, 0, QUERY_TILES, head, slot, tile, key_work, config, shared, bias.tiles, problem, WHICH
-        )
-        if QUERY_TILES > 1:
-            second += _score_gradients(
-                count, 1, QUERY_TILES, head, slot, tile, key_work, config, shared, bias.tiles, problem, WHICH
+    if _leaves_out(config):
+        count = 0
+        sharer = _receive_sharer(shared.queue, count, config)
+        while sharer.sequence >= 0:
+            first, second = _add_sharer(
+                first, second, count, sharer, QUERY_TILES, tile, config, shared, bias.tiles, problem, WHICH
             )
-        shared.k.release(slot)
-        shared.v.release(slot)
+            count += 1
+            sharer = _receive_sharer(shared.queue, count, config)
+    else:
+        for number in range(tile.begin, tile.end):
+            count = number - tile.begin
+            sharer = _sharer(tile, number, problem, config, SHARED_BY_HEADS)
+            first, second = _add_sharer(
+                first, second, count, sharer, QUERY_TILES, tile, config, shared, bias.tiles, problem, WHICH
+            )
     _store(first, 0, tile, gradient_ptr, config, work, WHICH)
     if QUERY_TILES > 1:
         _store(second, 1, tile, gradient_ptr, config, work, WHICH)
+
+
+@gluon.jit
+def _add_sharer(
+    first, second, count, sharer, QUERY_TILES: gl.constexpr, tile, config, shared, bias_tiles, problem,
+    WHICH: gl.constexpr,
+):  # fmt: skip
+    """The sums of both tiles of queries, with what the `count`-th sequence and head add."""
+    work, head = _work_of(tile, sharer, problem, config)
+    slot = _hidden(shared.k.slot(count, WHICH), count, shared)
+    shared.k.acquire(slot)
+    shared.v.acquire(slot)
+    first += _score_gradients(count, 0, QUERY_TILES, head, slot, tile, work, config, shared, bias_tiles, problem, WHICH)
+    if QUERY_TILES > 1:
+        second += _score_gradients(
+            count, 1, QUERY_TILES, head, slot, tile, work, config, shared, bias_tiles, problem, WHICH
+        )
+    shared.k.release(slot)
+    shared.v.release(slot)
+    return first, second
 
 
 @gluon.jit
@@ -288,17 +424,21 @@ def _score_gradients(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.M, 16])
     zeros = gl.zeros([ROWS, config.M], gl.float32, s_layout)
     step = Step(head, _query_tile(tile, which, problem))
+    kind = FULL
+    blocks = BlockLists(problem.side.block_lists, problem.numbers.blocks)
     first_key = work.first_key + WHICH * ROWS
     positions = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     slot = _hidden(q.slot(count * QUERY_TILES + which), count, shared)
     q.acquire(slot)
+    if config.TILE_K > 0:
+        step, kind = listed_step(count, config, shared)
     s = start_transposed(shared.k.operand(key_slot), q.operand(slot), 0, zeros, q.TAIL)  # [64, M]
     dout.acquire(slot)
     dp = start_transposed(shared.v.operand(key_slot), dout.operand(slot), 0, zeros, dout.TAIL)  # [64, M]
     s, lse = subtract_statistic(s, shared.statistics, slot, LSE, 0, config.M, config)
     tables = load_tables(first_key, Slot(which, 0), step, 0, work, bias_tiles, problem, config, WHICH)
     s = warpgroup_mma_wait(2 if dout.TAIL > 0 else 1, [s])
-    p, _ = weights_of(s, lse, positions, first_key, step, FULL, tables, 0, work, config, problem, None, config.MASKS)
+    p, _ = weights_of(s, lse, positions, first_key, step, kind, tables, 0, work, config, problem, blocks, config.MASKS)
     _, p = with_dropout(p, first_key, step, 0, work, config, problem)
     dp, delta = subtract_statistic(dp, shared.statistics, slot, DELTA, 0, config.M, config)
     dp = warpgroup_mma_wait(0, [dp])

@@ -11,17 +11,16 @@ from torch import Tensor
 
 from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import Plan
-from flashtile.ops.attention.hopper.backward_configs import BIAS_QUERIES, bias_gradient_config
+from flashtile.ops.attention.hopper.backward_configs import BIAS_QUERIES, bias_programs_together
 from flashtile.ops.attention.hopper.backward_descriptors import MOVED_FOR_BIAS, describer
 from flashtile.ops.attention.hopper.backward_source import Numbers, backward_plan
-from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
-from flashtile.ops.attention.hopper.parameters import side_of_call
-from flashtile.ops.attention.plans import SideShape
+from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, function_of_call
+from flashtile.ops.attention.hopper.parameters import is_covered, side_of_call
+from flashtile.ops.attention.plans import SideShape, call_sizes
 from flashtile.ops.attention.side_parameters import SidePointers
 from flashtile.ops.attention.spec import AttentionSpec, Table
 from flashtile.ops.attention.triton.bias_parts import plan_of_sum, sum_of_parts
 from flashtile.ops.attention.triton.bias_work import BiasWork
-from flashtile.ops.attention.triton.launch import NO_CAPTURED
 
 #: Parts of a bias at most: each costs a write and a read of the whole bias in float32.
 _MOST_PARTS = 8
@@ -44,12 +43,12 @@ class BiasGradientPlan(NamedTuple):
 
 
 def run_bias_gradient(
-    plan: BiasGradientPlan, q: int, k: int, v: int, dout: int, statistics: int, side: SidePointers
+    plan: BiasGradientPlan, q: int, k: int, v: int, dout: int, statistics: int, side: SidePointers, captured: tuple
 ) -> Tensor:
     """Enqueues the kernel, from addresses. Returns the gradient in the bias's shape and dtype."""
     (sums,) = plan.kernel.allocate()
     descriptors = plan.describe(q, k, v, dout, statistics, side.bias)
-    plan.kernel.launch(*descriptors, sums.data_ptr(), *side, 0, *NO_CAPTURED)
+    plan.kernel.launch(*descriptors, sums.data_ptr(), *side, 0, *captured)
     return sum_of_parts(plan.sum_of_parts, sums)
 
 
@@ -65,22 +64,23 @@ def plan_bias_gradient(
     programs: int,
     device: torch.device,
 ) -> BiasGradientPlan:
-    """The plan of a dense call. Arguments as in `backward_launch._plan`; `tiles`: of queries, in all heads. `programs`:
+    """The plan of a call. Arguments as in `backward_launch._plan`; `tiles`: of queries, in all heads. `programs`:
     multiprocessors."""
     assert side.bias is not None
-    batch, rows_q, heads, _ = shapes[0]
-    rows_k = shapes[1][1]
-    cut = bias_gradient_config(variant.head_dim, variant.head_dim_v, variant.hides_or_drops, variant.by_position)
+    sizes = call_sizes(shapes, side)
+    cut = variant.bias_gradient_cut
     block = BIAS_QUERIES * cut.query_tiles, cut.keys
-    work = _cut_work(side.bias, batch * heads, block, programs)
-    covered = rows_q % block[0] == 0 and rows_k % block[1] == 0
+    at_once = programs * bias_programs_together(cut, variant.head_dim, variant.head_dim_v)
+    work = _cut_work(side.bias, sizes.batch * sizes.heads, block, at_once)
+    covered = is_covered(sizes, variant.packed, spec, *block)
     variant = variant._replace(
         config=variant.config._replace(bias_by_tma=True),
-        side=side_of_call(side, spec, heads, covered=covered, by_column=True),
+        side=side_of_call(side, spec, sizes.heads, covered=covered, by_column=True),
+        function=function_of_call(spec.score_program, sizes.batch, shapes, side, covered),
         slope_sums=False,
         bias_in_parts=work.parts > 1,
-        bias_shared_by_heads=side.bias.shape[1] < heads,
-        masks=variant.has_left or variant.has_right or variant.side.has("key_lengths"),
+        bias_shared_by_heads=side.bias.shape[1] < sizes.heads,
+        masks=variant.has_left or variant.has_right or variant.bounded,
     )
     of_work = {f"work.{name}": number.value for name, number in work.numbers(side.bias.shape)._asdict().items()}
     sums = contiguous((work.parts, *side.bias.shape), torch.float32 if work.parts > 1 else variant.dtype)
@@ -91,7 +91,7 @@ def plan_bias_gradient(
 
 def _cut_work(bias: Table, matrices: int, block: tuple[int, int], programs: int) -> BiasWork:
     """So many parts that multiprocessors are busy. `matrices`: sequences times heads, `block`: queries and keys of a
-    tile."""
+    tile. `programs`: that run at once."""
     planes = bias.shape[0] * bias.shape[1]
     own = planes * math.prod(-(-size // along) for size, along in zip(bias.shape[2:], block))
     sharing = matrices // planes

@@ -93,6 +93,21 @@ def listed_line(blocks, sequence, head, line, rows, exists, OTHER: gl.constexpr,
 
 
 @gluon.jit
+def kind_of_tile(blocks, entry, last_entry, tile):
+    """The kind of a tile of the line whose entries lie between these two; EMPTY where it is not listed. By one warp."""
+    STEP: gl.constexpr = 128
+    place = gl.arange(0, STEP, gl.BlockedLayout([STEP // 32], [32], [1], [0]))
+    kind = gl.to_tensor(EMPTY)
+    for first in range(entry, last_entry, STEP):
+        pointer = blocks.lists_ptr + first + place
+        inside = place < last_entry - first
+        tiles = gl.load(pointer + blocks.numbers.tiles, mask=inside, other=-1)
+        kinds = gl.load(pointer + blocks.numbers.kinds, mask=inside, other=EMPTY)
+        kind = gl.maximum(kind, gl.max(gl.where(tiles == tile, kinds, EMPTY), 0))  # EMPTY is the least
+    return kind
+
+
+@gluon.jit
 def listed_tile(blocks, entry, step, listed, OTHER: gl.constexpr, TILE: gl.constexpr):
     """Number and kind of the kernel's tile `step` of a line whose entries begin at `entry`, where `TILE` is cut into
     tiles of `OTHER`. A line without entries (not `listed`) has one, of which nothing is visible."""
