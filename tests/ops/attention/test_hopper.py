@@ -867,6 +867,7 @@ def _problem(
         heads_kv=heads_kv,
         group=group,
         shares=1,
+        parts=None,
         rows_q=rows,
         rows_k=keys,
         key_tiles=-(-keys // n),

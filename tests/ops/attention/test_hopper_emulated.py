@@ -561,6 +561,28 @@ def test_heads_that_share_keys_among_several_walks(hopper: Callable, heads: int,
     assert emulated.launched[-2:] == ["attention_backward_kernel", "attention_end_kernel"]
 
 
+@pytest.mark.parametrize(
+    "changes, arguments",
+    [
+        ({"seq_k": 77}, {}),
+        ({"seq_k": 128, "head_dim": 256, "head_dim_v": 256}, {}),  # two key tiles, so dq is summed
+        ({"seq_k": 77}, {"softcap": 5.0}),
+        ({"seq_k": 130, "heads": 2}, {"deterministic": True}),
+    ],
+    ids=str,
+)
+def test_few_walks_over_many_queries_are_in_parts(hopper: Callable, changes: dict, arguments: dict) -> None:
+    emulated = hopper()
+    (launch,) = (each for each in emulated.modules.values() if "parts_of_walks" in vars(each))
+    summed = []
+    sum_of_shares = launch.sum_of_shares
+    launch.sum_of_shares = lambda parts, shares: summed.append(shares) or sum_of_shares(parts, shares)
+    launch.parts_of_walks = lambda *_: 3
+    case = replace(_SMALL, heads=1, heads_kv=1, seq_q=790, head_dim=128, head_dim_v=128)
+    check(with_arguments(replace(case, **changes), **arguments), "hopper")
+    assert summed == [3, 3]
+
+
 def _spread(inputs: Any, values: str) -> None:
     """Makes the scores of `inputs` differ by more than the weights of one reference can."""
     dtype, rows, keys = inputs.k.dtype, inputs.q.shape[1], inputs.k.shape[1]

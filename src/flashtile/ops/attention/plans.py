@@ -196,6 +196,9 @@ def tiles_of(rows: int, block: int, batch: int, packed: bool) -> int:
 #: Steps of the longest walk from which on it pays to divide walks, which takes two sums more: some 0.1 ms.
 _DIVISIBLE_WALK = 64
 
+#: What takes the time of so many steps, about: the beginning and the end of a walk; adding up the parts of dk and dv.
+_STEPS_OF_A_WALK, _STEPS_OF_A_SUM = 2, 4
+
 #: How much longer than with the best division the walks may take with one of fewer shares.
 _NEARLY_BEST = 1.15
 
@@ -223,6 +226,24 @@ def shares_of_heads(group: int, walks: int, query_tiles: int, uneven: bool, mult
     divisors = [shares for shares in range(1, group + 1) if group % shares == 0]
     least = min(map(time, divisors))
     return next(shares for shares in divisors if time(shares) <= _NEARLY_BEST * least)
+
+
+def parts_of_walks(walks: int, query_tiles: int, group: int, multiprocessors: int) -> int:
+    """Into how many parts the queries of each walk are divided, of walks so few that without parts most of a GPU has
+    nothing to do. dk and dv are then sums of as many parts.
+
+    Args:
+        walks: key tiles of all key/value heads, or of shares of their query heads.
+        query_tiles: of one head, all of which a walk visits.
+        group: query heads of a walk.
+    """
+
+    def time(parts: int) -> int:
+        """In steps, about."""
+        summing = _STEPS_OF_A_SUM if parts > 1 else 0
+        return -(-walks * parts // multiprocessors) * (-(-query_tiles // parts) * group + _STEPS_OF_A_WALK) + summing
+
+    return min(range(1, max(multiprocessors // walks, 1) + 1), key=time)
 
 
 def longest_walk(query_tiles: int, spec: AttentionSpec, block_m: int, block_n: int) -> int:
