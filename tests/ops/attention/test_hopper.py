@@ -419,7 +419,7 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
     monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)
     head = (torch.bfloat16, device, tuple(shapes))
     if phase == "forward":
-        plan = launch._plan.__wrapped__(*head, tuple(strides[:3]), 500, SideShape(blocks=sizes), spec)
+        plan = launch._plan.__wrapped__(*head, tuple(strides[:3]), (500, 500), SideShape(blocks=sizes), spec)
         given = passed_by(plan.kernel)
         parts = (mask.row_offsets, mask.columns, mask.kinds, mask.row_bits, mask.row_order)
     else:

@@ -39,7 +39,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
 
     def make(seed: int = 0, held: int = 0, **thresholds: int) -> EmulatedHopper:
         emulated = EmulatedHopper(multiprocessors=3, seed=seed, held=held)
-        for name, number in thresholds.items():
+        for name, number in {"HALF_CAUSAL": 0, "HALF_WIDE": 0, "HALF_WIDE_CAUSAL": 0, **thresholds}.items():
             (module,) = (each for each in emulated.modules.values() if _defines(each, name))
             setattr(module, name, number)
         calls.forget_calls()  # which remember the machine before

@@ -31,6 +31,10 @@ PRODUCER_REGISTERS = 24
 #: Numbers of queries up to which a sequence is short, and below which it is with a band.
 SHORT, SHORT_CAUSAL = 256, 2048
 
+#: Numbers of queries up to which tiles have 64 keys: under a causal mask with heads of up to 64 columns; with wider ones
+#: of up to 128, without a mask and under a causal one.
+HALF_CAUSAL, HALF_WIDE, HALF_WIDE_CAUSAL = 512, 512, 1024
+
 #: Bytes of shared memory that a program may use on sm_90.
 SHARED_MEMORY = 227 * 1024
 
@@ -188,6 +192,21 @@ _NARROW = HopperConfig(
     consumers=2, block_n=128, stages=4, registers=240, max_registers=168, q_in_registers=True, ahead=64
 )
 
+#: Instead of that and of the row of 128 columns, where sequences are shorter still: the loads of a first tile take half
+#: as long, and under a causal mask less of the diagonal is in vain. Microseconds, this and 128 keys: 64 × 128 tokens, 12
+#: heads of 64, causal, 18.1 and 19.9; 32 × 512, 16 heads, 63.0 and 65.2; heads of 128, causal, 16 × 512, 16 heads, 45.5
+#: and 49.4; 1 × 512, 32 heads, 10.7 and 11.9; 1 × 1,500, 40.6 and 39.2.
+_HALF_KEYS = HopperConfig(
+    consumers=2, block_n=64, stages=4, registers=240, max_registers=168, q_in_registers=True, ahead=32
+)
+
+#: Without a mask, of up to 64 columns: one or two key tiles of 128, which a consumer goes through with nothing to
+#: overlap. Two programs with a consumer each overlap more than two consumers of one tile, which begin and end together.
+#: Microseconds, this, `_HALF_KEYS` and `_NARROW`: 64 × 128 tokens, 12 heads, 15.2, 16.9 and 17.4; 128 × 128, 32 heads, 67.4,
+#: 69.2 and 70.7; 64 × 256, 16 heads, 49.6, 53.9 and 53.2. Under a causal mask `_HALF_KEYS` is faster.
+_ALONE = HopperConfig(
+    consumers=1, block_n=128, stages=2, registers=224, max_registers=128, q_in_registers=True, ahead=0, resident=2
+)
 
 #: With a block mask whose tiles have 64 queries: a single consumer has 64. Two such programs share a multiprocessor, so
 #: that one multiplies while the other computes exponentials.
@@ -218,10 +237,12 @@ def choose_config(
     dropout: bool = False,
     tables: int = 0,
     moved_bias: bool = False,
+    max_seqlen_k: int = 0,
 ) -> HopperConfig:
     """The row of a call. `left`, `right`: whether keys on that side of a band are not visible. `block_tile`: (queries,
     keys) of a block mask's tiles, usually of 128; the kernel's divide them. `tables`: as `table_bytes` and
-    `function_bytes` have it. `moved_bias`: TMA can bring the bias (`moves_by_tma`)."""
+    `function_bytes` have it. `moved_bias`: TMA can bring the bias (`moves_by_tma`). `max_seqlen_k`: 0 where no sequence
+    has more keys than queries."""
     blocks = block_tile is not None
     widest = max(head_dim, head_dim_v)
     part = _part_width(head_dim_v)
@@ -233,6 +254,12 @@ def choose_config(
         row = _NARROW if left or blocks or short or dropout or tables else row
     elif dtype is FP8 and widest <= 128 and long and not (left or blocks):
         row = _LONG_8
+    plain = not (left or blocks or dropout or tables or dtype is FP8)
+    longest = max(max_seqlen_q, max_seqlen_k)
+    if plain and _has_half_keys(widest, longest, right):
+        row = _HALF_KEYS
+    elif plain and widest <= 64 and longest <= SHORT and not right:
+        row = _ALONE
     if (dropout or tables > 2) and row.block_n > 64:
         # A thread holds scores, weights and sums already: half the keys leave room for random words, or for four bytes
         # of tables for each score.
@@ -245,6 +272,13 @@ def choose_config(
         in_turn = row.in_turn or (96 < widest <= 128 and row.consumers > 1)
         row = _with_room_for_bias(row._replace(in_turn=in_turn), head_dim, head_dim_v, dtype)
     return row
+
+
+def _has_half_keys(widest: int, longest: int, right: bool) -> bool:
+    """Whether `_HALF_KEYS` serves a plain call. `longest`: queries or keys of a sequence."""
+    if widest <= 64:
+        return right and longest <= HALF_CAUSAL
+    return widest <= 128 and longest <= (HALF_WIDE_CAUSAL if right else HALF_WIDE)
 
 
 def _within_tile(row: HopperConfig, block_tile: tuple[int, int], widest: int) -> HopperConfig:
@@ -320,16 +354,17 @@ def function_bytes(score_program: str | None) -> int:
 
 
 def config_of(
-    head_dim: int, head_dim_v: int, max_seqlen_q: int, dtype: torch.dtype, spec: AttentionSpec, bias: Table | None,
-    mask: Broadcast | None,
+    head_dim: int, head_dim_v: int, max_seqlens: tuple[int, int], dtype: torch.dtype, spec: AttentionSpec,
+    bias: Table | None, mask: Broadcast | None,
 ) -> HopperConfig:  # fmt: skip
-    """The row of a call, for who launches it and for who tells what it would launch."""
+    """The row of a call, for who launches it and for who tells what it would launch. `max_seqlens`: of queries and of
+    keys."""
     left, right = spec.window_left is not None, spec.window_right is not None
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     tables = table_bytes(bias, mask) + function_bytes(spec.score_program)
     return choose_config(
-        head_dim, head_dim_v, max_seqlen_q, left, right, block_tile, dtype, spec.dropout_p > 0, tables,
-        moves_by_tma(bias, dtype),
+        head_dim, head_dim_v, max_seqlens[0], left, right, block_tile, dtype, spec.dropout_p > 0, tables,
+        moves_by_tma(bias, dtype), max_seqlens[1],
     )  # fmt: skip
 
 

@@ -472,8 +472,9 @@ def produce_tile(
             else:
                 rings.v.fill(slot, tensors.v, value_rows, row, BOUNDED, column)
             key_tiles += 1
-            if done == 0:  # the answer takes time: ask early, but not before there is work for the consumers
-                following = next_number(number, counter_ptr, problem.dynamic)
+        # Who asks late takes a tile when it is nearly free: who asked at once, with its longest tile before it, took
+        # more than others. The answer takes time, but the consumers have the last key tiles before them.
+        following = next_number(number, counter_ptr, problem.dynamic)
         if config.ONE_STAGE:
             last = key_slot(rings, key_tiles - 1)
             value_rows = HeadRows(at.sequence, at.head // problem.group, v_begin, keys)
