@@ -388,7 +388,7 @@ def hopper_plan(call: Call) -> hopper_launch.ForwardPlan:
             torch.device("cuda", 0),
             shapes,
             (_strides(shapes[0], call.row_stride), *map(_strides, shapes[1:])),
-            call.seq_q,
+            (call.seq_q, call.seq_k),
             _side(call),
             _spec(call),
         )

@@ -547,7 +547,6 @@ def test_walks_beyond_the_cache_begin_where_others_are(
         (1, 8192, 8, 1, {"window_right": 0, "deterministic": True}, 4),
         (1, 1024, 12, 1, {"window_right": 0}, 12),  # 8 walks
         (1, 1024, 12, 12, {"window_right": 0}, 1),
-        (1, 512, 7, 1, {}, 1),  # too short
     ],
     ids=str,
 )
@@ -563,6 +562,28 @@ def test_few_walks_are_divided(
     dq, *parts = plan.outputs
     assert dq.shape == (batch, rows, heads, 128)
     assert all(part.shape == (batch, rows, heads_kv * shares, 128) for part in parts)
+
+
+@pytest.mark.parametrize(
+    "rows, keys, heads, heads_kv, head_dim, spec, shares, parts",
+    [
+        (4096, 77, 10, 10, 64, {}, 3, 3),
+        (4096, 77, 10, 10, 64, {"deterministic": True, "softcap": 9.0}, 3, 3),
+        (8192, 256, 2, 2, 128, {}, 8, 8),
+        (4096, 128, 6, 1, 128, {}, 30, 5),  # six shares of the heads, and five parts of the queries
+        (4096, 77, 10, 10, 64, {"window_right": 0}, 1, None),
+        (4096, 77, 64, 64, 64, {}, 1, None),
+    ],
+    ids=str,
+)
+def test_few_walks_over_many_queries_are_in_parts(
+    rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, spec: dict[str, Any], shares: int,
+    parts: int | None, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    plan = _main_plan(rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch, 4)
+    given = passed_by(plan.main)
+    assert (plan.shares, given.get("problem.parts")) == (shares, parts)
+    assert given["problem.heads_kv"] == heads_kv * shares
 
 
 @pytest.mark.parametrize("scale, multiplied", [(1.0, True), (1e-18, True), (1e-20, False)])
@@ -805,6 +826,21 @@ def test_a_key_tile_may_begin_anywhere(rows: int, keys: int, offset: int, monkey
     visited = [(head, backward_tiles.visited_tile.fn(work, tile, config)) for head, tile in steps]
     begin = tiles - 1 - offset
     assert visited == [(head, tile % tiles) for tile in range(begin, begin - tiles, -1) for head in range(2)]
+
+
+@pytest.mark.parametrize("rows, parts", [(4096, 3), (500, 4), (1000, 3), (300, 1)])
+def test_parts_of_walks_have_each_query_tile_once(rows: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _number_work(monkeypatch)
+    config, tiles = _config_of_work(128, 128, right=False), -(-rows // 128)
+    problem = _problem(rows, 77, 128, 128, heads_kv=2 * parts, group=2, batch=3)._replace(shares=parts, parts=parts)
+    visited: collections.Counter = collections.Counter()
+    for sequence, head_kv in itertools.product(range(3), range(2 * parts)):
+        work = backward_tiles.work_of.fn(backward_tiles.KeyTile(0, sequence, head_kv), problem, config)
+        assert tiles // parts <= work.tiles <= -(-tiles // parts)
+        for index in range(work.steps):
+            step = backward_tiles.step_of.fn(work, index, config)
+            visited[backward_tiles.first_number_of.fn(work, step.head) + step.tile] += 1
+    assert visited == dict.fromkeys(range(3 * 4 * tiles), 1)
 
 
 @pytest.mark.parametrize("rows, keys", [(4096, 4096), (3900, 4200), (4200, 3900), (700, 4096)])

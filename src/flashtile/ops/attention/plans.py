@@ -197,9 +197,9 @@ def tiles_of(rows: int, block: int, batch: int, packed: bool) -> int:
 _DIVISIBLE_WALK = 64
 
 #: What takes the time of so many steps, about: the beginning and the end of a walk; adding up the parts of dk and dv,
-#: with the host's time. Microseconds of a backward with the number of parts that follows, and with one: 4 × 4,096 queries
-#: on 77 keys, 10 heads of 64, 59.6 (3 parts) and 94.9; one sequence of these 26.7 (8) and 80.2; 8,192 queries on 256
-#: keys, 8 heads of 128, 92.5 (8) and 271. 4 × 1,024 on 77, 8 heads of 160, take 62.8 with two parts and 60.2 with one.
+#: with the host's time. Microseconds of a backward in parts, and whole: 4 × 4,096 queries on 77 keys, 10 heads of 64,
+#: 59.6 (3 parts) and 94.9; one sequence of these 26.7 (8) and 80.2; 8,192 queries on 256 keys, 8 heads of 128, 92.5 (8)
+#: and 271; but 4 × 1,024 on 77, 8 heads of 160, 62.8 (2) and 60.2.
 _STEPS_OF_A_WALK, _STEPS_OF_A_SUM = 2, 8
 
 #: How much longer than with the best division the walks may take with one of fewer shares.

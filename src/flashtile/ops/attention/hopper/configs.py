@@ -31,8 +31,8 @@ PRODUCER_REGISTERS = 24
 #: Numbers of queries up to which a sequence is short, and below which it is with a band.
 SHORT, SHORT_CAUSAL = 256, 2048
 
-#: Numbers of queries up to which tiles have 64 keys: under a causal mask with heads of up to 64 columns; with wider ones
-#: of up to 128, without a mask and under a causal one.
+#: Numbers of queries and keys up to which tiles have 64 keys: under a causal mask with heads of up to 64 columns; with
+#: heads of 97 to 128, without a mask and under a causal one.
 HALF_CAUSAL, HALF_WIDE, HALF_WIDE_CAUSAL = 512, 512, 1024
 
 #: Bytes of shared memory that a program may use on sm_90.
@@ -192,18 +192,20 @@ _NARROW = HopperConfig(
     consumers=2, block_n=128, stages=4, registers=240, max_registers=168, q_in_registers=True, ahead=64
 )
 
-#: Instead of that and of the row of 128 columns, where sequences are shorter still: the loads of a first tile take half
-#: as long, and under a causal mask less of the diagonal is in vain. Microseconds, this and 128 keys: 64 × 128 tokens, 12
-#: heads of 64, causal, 18.1 and 19.9; 32 × 512, 16 heads, 63.0 and 65.2; heads of 128, causal, 16 × 512, 16 heads, 45.5
-#: and 49.4; 1 × 512, 32 heads, 10.7 and 11.9; 1 × 1,500, 40.6 and 39.2.
+#: Instead of that and of the row of 128 columns, where sequences are shorter still: less of the tiles on the diagonal
+#: is hidden, and the first tile is there sooner. Microseconds, this and 128 keys, causal: heads of 64, 16 of them, 32 ×
+#: 384 tokens 42.7 and 45.8, 32 × 512 63.0 and 65.2, 16 × 768 63.9 and 62.2; of 128, 16 × 512 45.5 and 49.4, 8 × 1,024
+#: 67.7 and 69.1, 1 × 2,048 60.9 and 59.4. Without a mask, of 128, 32 × 256 38.1 and 39.1; but of 64, 64 × 256 53.9 and
+#: 53.2, and of 80 and 96, 32 × 512, 104.8 and 92.8, 114.9 and 99.5.
 _HALF_KEYS = HopperConfig(
     consumers=2, block_n=64, stages=4, registers=240, max_registers=168, q_in_registers=True, ahead=32
 )
 
-#: Without a mask, of up to 64 columns: one or two key tiles of 128, which a consumer goes through with nothing to
-#: overlap. Two programs with a consumer each overlap more than two consumers of one tile, which begin and end together.
-#: Microseconds, this, `_HALF_KEYS` and `_NARROW`: 64 × 128 tokens, 12 heads, 15.2, 16.9 and 17.4; 128 × 128, 32 heads, 67.4,
-#: 69.2 and 70.7; 64 × 256, 16 heads, 49.6, 53.9 and 53.2. Under a causal mask `_HALF_KEYS` is faster.
+#: One or two key tiles of 64 columns without a mask: a consumer has no other product for its exponentials to overlap
+#: with, and those of one program begin and end together. Two programs with one each do not. Microseconds, this,
+#: `_HALF_KEYS` and `_NARROW`: 64 × 128 tokens, 12 heads of 64, 15.2, 16.9 and 17.4; 128 × 128, 32 heads, 67.4, 69.2 and
+#: 70.7; 64 × 256, 16 heads, 49.6, 53.9 and 53.2; 64 × 256, 12 heads of 32, 32.0, 37.4 and 35.8. But 64 × 128, 12 heads of
+#: 40, 19.8, 16.1 and 15.8; and causal, 64 × 128, 12 heads of 64, 19.0, 18.1 and 19.9.
 _ALONE = HopperConfig(
     consumers=1, block_n=128, stages=2, registers=224, max_registers=128, q_in_registers=True, ahead=0, resident=2
 )
@@ -258,7 +260,7 @@ def choose_config(
     longest = max(max_seqlen_q, max_seqlen_k)
     if plain and _has_half_keys(widest, longest, right):
         row = _HALF_KEYS
-    elif plain and widest <= 64 and longest <= SHORT and not right:
+    elif plain and widest <= 64 and longest <= SHORT and not right and _fill_tiles(head_dim, head_dim_v):
         row = _ALONE
     if (dropout or tables > 2) and row.block_n > 64:
         # A thread holds scores, weights and sums already: half the keys leave room for random words, or for four bytes
@@ -278,7 +280,13 @@ def _has_half_keys(widest: int, longest: int, right: bool) -> bool:
     """Whether `_HALF_KEYS` serves a plain call. `longest`: queries or keys of a sequence."""
     if widest <= 64:
         return right and longest <= HALF_CAUSAL
-    return widest <= 128 and longest <= (HALF_WIDE_CAUSAL if right else HALF_WIDE)
+    return 96 < widest <= 128 and longest <= (HALF_WIDE_CAUSAL if right else HALF_WIDE)
+
+
+def _fill_tiles(*head_dims: int) -> bool:
+    """Whether heads of up to 64 columns have as many as their tiles. Others, which TMA fills up, take longer with
+    `_ALONE`, whose tiles of queries are twice as many, and load the keys as often."""
+    return all(column_chunks(head_dim) == (head_dim, 0) for head_dim in head_dims)
 
 
 def _within_tile(row: HopperConfig, block_tile: tuple[int, int], widest: int) -> HopperConfig:

@@ -472,8 +472,8 @@ def produce_tile(
             else:
                 rings.v.fill(slot, tensors.v, value_rows, row, BOUNDED, column)
             key_tiles += 1
-        # Who asks late takes a tile when it is nearly free: who asked at once, with its longest tile before it, took
-        # more than others. The answer takes time, but the consumers have the last key tiles before them.
+        # Asking early would divide the tiles by who began one first, not by who is done first (1 × 1,000 tokens, 32
+        # heads of 128: 24.1 µs instead of 21.4). While the answer comes, consumers have the last key tiles before them.
         following = next_number(number, counter_ptr, problem.dynamic)
         if config.ONE_STAGE:
             last = key_slot(rings, key_tiles - 1)
