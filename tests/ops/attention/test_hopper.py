@@ -95,6 +95,7 @@ def _call(phase: Phase) -> AttentionCall:
 
 
 _BIAS = Table(torch.bfloat16, (1, 1, 128, 128), (128 * 128, 128 * 128, 128, 1), 0)
+_PADDING = Table(torch.bool, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 0)
 
 
 def _chosen(phase: Phase, backend: str = "auto", **changes) -> str | None:
@@ -311,6 +312,37 @@ def test_long_8_bit_calls_have_a_third_consumer(change: dict, consumers: int) ->
     assert f"[1, {config.block_n}, 1, " in dict(zip(source.function.arg_names, source.types, strict=False))["k_desc"]
 
 
+@pytest.mark.parametrize(
+    "change, consumers, keys",
+    [
+        ({"head_dim": 64, "seq": 256}, 1, 128),
+        ({"head_dim": 32, "seq": 49, "alibi": 1, "softcap": 9.0, "sinks": True}, 1, 128),
+        ({"head_dim": 40, "seq": 256}, 2, 128),  # does not fill its tile
+        ({"head_dim": 64, "seq": 257}, 3, 128),
+        ({"head_dim": 64, "seq": 256, "seq_k": 257}, 2, 128),
+        ({"head_dim": 64, "seq": 256, "dtype": configs.FP8}, 2, 128),
+        ({"head_dim": 64, "seq": 256, "mask": _PADDING}, 2, 128),
+        ({"head_dim": 64, "seq": 256, "window_right": 0}, 2, 64),
+        ({"head_dim": 40, "seq": 512, "window_right": 0, "sequences": 5}, 2, 64),
+        ({"head_dim": 64, "seq": 513, "window_right": 0}, 2, 128),
+        ({"head_dim": 64, "seq": 256, "window_right": 0, "window_left": 9}, 2, 128),
+        ({"head_dim": 128, "seq": 512}, 2, 64),
+        ({"head_dim": 128, "seq": 513}, 2, 128),
+        ({"head_dim": 112, "seq": 1024, "window_right": 0}, 2, 64),
+        ({"head_dim": 128, "seq": 1024, "seq_k": 1025, "window_right": 0}, 2, 128),
+        ({"head_dim": 96, "seq": 128, "window_right": 0}, 2, 128),
+        ({"head_dim": 192, "seq": 128}, 2, 64),  # as always
+    ],
+    ids=str,
+)
+def test_short_calls_have_smaller_tiles(change: dict, consumers: int, keys: int) -> None:
+    """Unless tables, dropout or a window on the left need the larger ones, which were measured with these."""
+    width, length = change.pop("head_dim"), change.pop("seq")
+    call = _CALL._replace(**{"head_dim": width, "head_dim_v": width, "seq_q": length, "seq_k": length, **change})
+    config, constants = hopper_config(call), hopper_plan(call).kernel.source.constants
+    assert constants["CONSUMERS"] == config.consumers == consumers and config.block_n == keys
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
 def test_registers_of_a_program_are_those_of_a_multiprocessor(dtype: torch.dtype) -> None:
     situations = itertools.product(_HEADS if dtype is configs.FP8 else [*_HEADS, *_WIDE_HEADS], _LENGTHS_AND_BANDS)
@@ -320,9 +352,6 @@ def test_registers_of_a_program_are_those_of_a_multiprocessor(dtype: torch.dtype
         partitions = config.consumers + 1  # Triton rounds the producer up to four warps
         assert config.resident * partitions * config.max_registers * 128 <= 65536
         assert config.consumers * config.registers + configs.PRODUCER_REGISTERS <= partitions * config.max_registers
-
-
-_PADDING = Table(torch.bool, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 0)
 
 
 @pytest.mark.parametrize(

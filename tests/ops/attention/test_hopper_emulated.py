@@ -561,6 +561,25 @@ def test_heads_that_share_keys_among_several_walks(hopper: Callable, heads: int,
     assert emulated.launched[-2:] == ["attention_backward_kernel", "attention_end_kernel"]
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize(
+    "changes, arguments",
+    [
+        ({}, {}),
+        ({}, {"causal": True}),
+        ({"dtype": torch.float16}, {"causal": True, "softcap": 5.0}),
+        ({"lengths_q": (129, 0, 70), "lengths_k": (136, 33, 90), "alibi_slopes": "h"}, {"causal": True}),
+        ({"lengths_q": (129, 1, 64), "lengths_k": (136, 130, 1)}, {}),
+        ({"key_lengths": (70,), "sinks": True}, {}),
+    ],
+    ids=str,
+)
+def test_short_calls(hopper: Callable, head_dim: int, changes: dict, arguments: dict) -> None:
+    hopper(HALF_CAUSAL=512, HALF_WIDE=512, HALF_WIDE_CAUSAL=1024)
+    case = replace(_SMALL, seq_k=230, head_dim=head_dim, head_dim_v=head_dim, **changes)
+    check(with_arguments(case, **arguments), "hopper")
+
+
 @pytest.mark.parametrize(
     "changes, arguments",
     [

@@ -204,8 +204,8 @@ _HALF_KEYS = HopperConfig(
 #: One or two key tiles of 64 columns without a mask: a consumer has no other product for its exponentials to overlap
 #: with, and those of one program begin and end together. Two programs with one each do not. Microseconds, this,
 #: `_HALF_KEYS` and `_NARROW`: 64 × 128 tokens, 12 heads of 64, 15.2, 16.9 and 17.4; 128 × 128, 32 heads, 67.4, 69.2 and
-#: 70.7; 64 × 256, 16 heads, 49.6, 53.9 and 53.2; 64 × 256, 12 heads of 32, 32.0, 37.4 and 35.8. But 64 × 128, 12 heads of
-#: 40, 19.8, 16.1 and 15.8; and causal, 64 × 128, 12 heads of 64, 19.0, 18.1 and 19.9.
+#: 70.7; 64 × 256, 16 heads, 49.6, 53.9 and 53.2; of 32, 64 × 256, 12 heads, 32.0, 37.4 and 35.8. But of 40, 64 × 128,
+#: 12 heads, 19.8, 16.1 and 15.8; and causal, 64 × 128, 12 heads of 64, 19.0, 18.1 and 19.9.
 _ALONE = HopperConfig(
     consumers=1, block_n=128, stages=2, registers=224, max_registers=128, q_in_registers=True, ahead=0, resident=2
 )
@@ -285,7 +285,7 @@ def _has_half_keys(widest: int, longest: int, right: bool) -> bool:
 
 def _fill_tiles(*head_dims: int) -> bool:
     """Whether heads of up to 64 columns have as many as their tiles. Others, which TMA fills up, take longer with
-    `_ALONE`, whose tiles of queries are twice as many, and load the keys as often."""
+    `_ALONE`, whose tiles of queries are twice as many, so that keys are loaded twice as often."""
     return all(column_chunks(head_dim) == (head_dim, 0) for head_dim in head_dims)
 
 
