@@ -319,6 +319,13 @@ BACKWARD_FORMS = {
         f"{width}-single-tile": _backward(width, width, False, False, False, right=False)._replace(single_key_tile=True)
         for width in (64, 80, 96, 128)
     },
+    "64-single-tile-in-parts": _backward(64, 64, False, False, False, right=False)._replace(
+        single_key_tile=True, divides_queries=True
+    ),
+    "128-in-parts-fp16": _backward(128, 128, False, False, False, right=False)._replace(
+        masks_last=True, divides_queries=True, dtype=torch.float16
+    ),
+    "256-in-parts-ordered": _backward(256, 256, False, False, True, right=False)._replace(divides_queries=True),
     "128-single-tile-fp16": _backward(128, 128, False, False, False)._replace(
         single_key_tile=True, masks_last=True, dtype=torch.float16
     ),
@@ -529,7 +536,7 @@ REPEATS = {
     # A band, which adds the same code to each row. Narrow and wide heads are compiled with it.
     *("64-short-causal", "64-short-packed", "64-short-window", "128-causal"),
     *("192x128-causal", "192x128-window", "192x128-packed", "192-causal", "192-window", "256-causal", "256-packed"),
-    *("64-window", "64-long-window", "192x128-long-window", "64-short-full", "256x192-full", "fp8-128-causal"),
+    *("64-window", "64-long-window", "192x128-long-window", "256x192-full", "fp8-128-causal"),
     # Changes of scores, tables, lengths and dropout: compiled for other heads, the widest among them.
     *("64-packed-scores", "128-full-scores", "128-packed-scores", "192x128-full-scores", "256-full-scores"),
     *(f"{head}-key-lengths" for head in ("64", "128", "192x128", "192", "256")),

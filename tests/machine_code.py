@@ -375,7 +375,8 @@ def _descale_strides(call: Call) -> tuple[tuple[int, int] | None, ...]:
 
 def hopper_config(call: Call) -> HopperConfig:
     """How the forward of the Hopper kernels is cut for a call."""
-    return config_of(call.head_dim, call.head_dim_v, call.seq_q, call.dtype, _spec(call), call.bias, call.mask)
+    lengths = call.seq_q, call.seq_k
+    return config_of(call.head_dim, call.head_dim_v, lengths, call.dtype, _spec(call), call.bias, call.mask)
 
 
 def hopper_plan(call: Call) -> hopper_launch.ForwardPlan:
@@ -387,7 +388,7 @@ def hopper_plan(call: Call) -> hopper_launch.ForwardPlan:
             torch.device("cuda", 0),
             shapes,
             (_strides(shapes[0], call.row_stride), *map(_strides, shapes[1:])),
-            call.seq_q,
+            (call.seq_q, call.seq_k),
             _side(call),
             _spec(call),
         )

@@ -95,6 +95,7 @@ def _call(phase: Phase) -> AttentionCall:
 
 
 _BIAS = Table(torch.bfloat16, (1, 1, 128, 128), (128 * 128, 128 * 128, 128, 1), 0)
+_PADDING = Table(torch.bool, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 0)
 
 
 def _chosen(phase: Phase, backend: str = "auto", **changes) -> str | None:
@@ -311,6 +312,37 @@ def test_long_8_bit_calls_have_a_third_consumer(change: dict, consumers: int) ->
     assert f"[1, {config.block_n}, 1, " in dict(zip(source.function.arg_names, source.types, strict=False))["k_desc"]
 
 
+@pytest.mark.parametrize(
+    "change, consumers, keys",
+    [
+        ({"head_dim": 64, "seq": 256}, 1, 128),
+        ({"head_dim": 32, "seq": 49, "alibi": 1, "softcap": 9.0, "sinks": True}, 1, 128),
+        ({"head_dim": 40, "seq": 256}, 2, 128),  # does not fill its tile
+        ({"head_dim": 64, "seq": 257}, 3, 128),
+        ({"head_dim": 64, "seq": 256, "seq_k": 257}, 2, 128),
+        ({"head_dim": 64, "seq": 256, "dtype": configs.FP8}, 2, 128),
+        ({"head_dim": 64, "seq": 256, "mask": _PADDING}, 2, 128),
+        ({"head_dim": 64, "seq": 256, "window_right": 0}, 2, 64),
+        ({"head_dim": 40, "seq": 512, "window_right": 0, "sequences": 5}, 2, 64),
+        ({"head_dim": 64, "seq": 513, "window_right": 0}, 2, 128),
+        ({"head_dim": 64, "seq": 256, "window_right": 0, "window_left": 9}, 2, 128),
+        ({"head_dim": 128, "seq": 512}, 2, 64),
+        ({"head_dim": 128, "seq": 513}, 2, 128),
+        ({"head_dim": 112, "seq": 1024, "window_right": 0}, 2, 64),
+        ({"head_dim": 128, "seq": 1024, "seq_k": 1025, "window_right": 0}, 2, 128),
+        ({"head_dim": 96, "seq": 128, "window_right": 0}, 2, 128),
+        ({"head_dim": 192, "seq": 128}, 2, 64),  # as always
+    ],
+    ids=str,
+)
+def test_short_calls_have_smaller_tiles(change: dict, consumers: int, keys: int) -> None:
+    """Unless tables, dropout or a window on the left need the larger ones, which were measured with these."""
+    width, length = change.pop("head_dim"), change.pop("seq")
+    call = _CALL._replace(**{"head_dim": width, "head_dim_v": width, "seq_q": length, "seq_k": length, **change})
+    config, constants = hopper_config(call), hopper_plan(call).kernel.source.constants
+    assert constants["CONSUMERS"] == config.consumers == consumers and config.block_n == keys
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
 def test_registers_of_a_program_are_those_of_a_multiprocessor(dtype: torch.dtype) -> None:
     situations = itertools.product(_HEADS if dtype is configs.FP8 else [*_HEADS, *_WIDE_HEADS], _LENGTHS_AND_BANDS)
@@ -320,9 +352,6 @@ def test_registers_of_a_program_are_those_of_a_multiprocessor(dtype: torch.dtype
         partitions = config.consumers + 1  # Triton rounds the producer up to four warps
         assert config.resident * partitions * config.max_registers * 128 <= 65536
         assert config.consumers * config.registers + configs.PRODUCER_REGISTERS <= partitions * config.max_registers
-
-
-_PADDING = Table(torch.bool, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 0)
 
 
 @pytest.mark.parametrize(
@@ -419,7 +448,7 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
     monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)
     head = (torch.bfloat16, device, tuple(shapes))
     if phase == "forward":
-        plan = launch._plan.__wrapped__(*head, tuple(strides[:3]), 500, SideShape(blocks=sizes), spec)
+        plan = launch._plan.__wrapped__(*head, tuple(strides[:3]), (500, 500), SideShape(blocks=sizes), spec)
         given = passed_by(plan.kernel)
         parts = (mask.row_offsets, mask.columns, mask.kinds, mask.row_bits, mask.row_order)
     else:
@@ -547,7 +576,6 @@ def test_walks_beyond_the_cache_begin_where_others_are(
         (1, 8192, 8, 1, {"window_right": 0, "deterministic": True}, 4),
         (1, 1024, 12, 1, {"window_right": 0}, 12),  # 8 walks
         (1, 1024, 12, 12, {"window_right": 0}, 1),
-        (1, 512, 7, 1, {}, 1),  # too short
     ],
     ids=str,
 )
@@ -563,6 +591,28 @@ def test_few_walks_are_divided(
     dq, *parts = plan.outputs
     assert dq.shape == (batch, rows, heads, 128)
     assert all(part.shape == (batch, rows, heads_kv * shares, 128) for part in parts)
+
+
+@pytest.mark.parametrize(
+    "rows, keys, heads, heads_kv, head_dim, spec, shares, parts",
+    [
+        (4096, 77, 10, 10, 64, {}, 3, 3),
+        (4096, 77, 10, 10, 64, {"deterministic": True, "softcap": 9.0}, 3, 3),
+        (8192, 256, 2, 2, 128, {}, 8, 8),
+        (4096, 128, 6, 1, 128, {}, 30, 5),  # six shares of the heads, and five parts of the queries
+        (4096, 77, 10, 10, 64, {"window_right": 0}, 1, None),
+        (4096, 77, 64, 64, 64, {}, 1, None),
+    ],
+    ids=str,
+)
+def test_few_walks_over_many_queries_are_in_parts(
+    rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, spec: dict[str, Any], shares: int,
+    parts: int | None, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    plan = _main_plan(rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch, 4)
+    given = passed_by(plan.main)
+    assert (plan.shares, given.get("problem.parts")) == (shares, parts)
+    assert given["problem.heads_kv"] == heads_kv * shares
 
 
 @pytest.mark.parametrize("scale, multiplied", [(1.0, True), (1e-18, True), (1e-20, False)])
@@ -807,6 +857,21 @@ def test_a_key_tile_may_begin_anywhere(rows: int, keys: int, offset: int, monkey
     assert visited == [(head, tile % tiles) for tile in range(begin, begin - tiles, -1) for head in range(2)]
 
 
+@pytest.mark.parametrize("rows, parts", [(4096, 3), (500, 4), (1000, 3), (300, 1)])
+def test_parts_of_walks_have_each_query_tile_once(rows: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _number_work(monkeypatch)
+    config, tiles = _config_of_work(128, 128, right=False), -(-rows // 128)
+    problem = _problem(rows, 77, 128, 128, heads_kv=2 * parts, group=2, batch=3)._replace(shares=parts, parts=parts)
+    visited: collections.Counter = collections.Counter()
+    for sequence, head_kv in itertools.product(range(3), range(2 * parts)):
+        work = backward_tiles.work_of.fn(backward_tiles.KeyTile(0, sequence, head_kv), problem, config)
+        assert tiles // parts <= work.tiles <= -(-tiles // parts)
+        for index in range(work.steps):
+            step = backward_tiles.step_of.fn(work, index, config)
+            visited[backward_tiles.first_number_of.fn(work, step.head) + step.tile] += 1
+    assert visited == dict.fromkeys(range(3 * 4 * tiles), 1)
+
+
 @pytest.mark.parametrize("rows, keys", [(4096, 4096), (3900, 4200), (4200, 3900), (700, 4096)])
 @pytest.mark.parametrize("left, right", [(1024, 0), (1023, 0), (200, 30), (64, -3), (5000, 0)])
 @pytest.mark.parametrize("m, n", [(64, 128), (128, 128), (64, 64)])
@@ -867,6 +932,7 @@ def _problem(
         heads_kv=heads_kv,
         group=group,
         shares=1,
+        parts=None,
         rows_q=rows,
         rows_k=keys,
         key_tiles=-(-keys // n),

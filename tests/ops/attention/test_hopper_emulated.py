@@ -39,7 +39,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
 
     def make(seed: int = 0, held: int = 0, **thresholds: int) -> EmulatedHopper:
         emulated = EmulatedHopper(multiprocessors=3, seed=seed, held=held)
-        for name, number in thresholds.items():
+        for name, number in {"HALF_CAUSAL": 0, "HALF_WIDE": 0, "HALF_WIDE_CAUSAL": 0, **thresholds}.items():
             (module,) = (each for each in emulated.modules.values() if _defines(each, name))
             setattr(module, name, number)
         calls.forget_calls()  # which remember the machine before
@@ -603,6 +603,47 @@ def test_heads_that_share_keys_among_several_walks(hopper: Callable, heads: int,
     case = replace(_SMALL, heads=heads, heads_kv=heads_kv, seq_q=300, seq_k=100, head_dim=128, head_dim_v=128)
     check(with_arguments(case, causal=True), "hopper")  # the first queries see no key, so dq is summed
     assert emulated.launched[-2:] == ["attention_backward_kernel", "attention_end_kernel"]
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize(
+    "changes, arguments",
+    [
+        ({}, {}),
+        ({}, {"causal": True}),
+        ({"dtype": torch.float16}, {"causal": True, "softcap": 5.0}),
+        ({"lengths_q": (129, 0, 70), "lengths_k": (136, 33, 90), "alibi_slopes": "h"}, {"causal": True}),
+        ({"lengths_q": (129, 1, 64), "lengths_k": (136, 130, 1)}, {}),
+        ({"key_lengths": (70,), "sinks": True}, {}),
+    ],
+    ids=str,
+)
+def test_short_calls(hopper: Callable, head_dim: int, changes: dict, arguments: dict) -> None:
+    hopper(HALF_CAUSAL=512, HALF_WIDE=512, HALF_WIDE_CAUSAL=1024)
+    case = replace(_SMALL, seq_k=230, head_dim=head_dim, head_dim_v=head_dim, **changes)
+    check(with_arguments(case, **arguments), "hopper")
+
+
+@pytest.mark.parametrize(
+    "changes, arguments",
+    [
+        ({"seq_k": 77}, {}),
+        ({"seq_k": 128, "head_dim": 256, "head_dim_v": 256}, {}),  # two key tiles, so dq is summed
+        ({"seq_k": 77}, {"softcap": 5.0}),
+        ({"seq_k": 130, "heads": 2}, {"deterministic": True}),
+    ],
+    ids=str,
+)
+def test_few_walks_over_many_queries_are_in_parts(hopper: Callable, changes: dict, arguments: dict) -> None:
+    emulated = hopper()
+    (launch,) = (each for each in emulated.modules.values() if "parts_of_walks" in vars(each))
+    summed = []
+    sum_of_shares = launch.sum_of_shares
+    launch.sum_of_shares = lambda parts, shares: summed.append(shares) or sum_of_shares(parts, shares)
+    launch.parts_of_walks = lambda *_: 3
+    case = replace(_SMALL, heads=1, heads_kv=1, seq_q=790, head_dim=128, head_dim_v=128)
+    check(with_arguments(replace(case, **changes), **arguments), "hopper")
+    assert summed == [3, 3]
 
 
 def _spread(inputs: Any, values: str) -> None:

@@ -15,7 +15,7 @@ if devices.triton_missing():
     pytest.skip(devices.triton_missing(), allow_module_level=True)
 
 from flashtile._backends import launch as backend_launch
-from flashtile.ops.attention.plans import longest_walk, shares_of_heads
+from flashtile.ops.attention.plans import longest_walk, parts_of_walks, shares_of_heads
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch
 from flashtile.ops.attention.triton import plan as triton_plan
@@ -237,6 +237,23 @@ def test_into_how_many_shares_heads_are_divided(
     group: int, walks: int, query_tiles: int, uneven: bool, shares: int
 ) -> None:
     assert shares_of_heads(group, walks, query_tiles, uneven, 132) == shares
+
+
+@pytest.mark.parametrize(
+    "walks, query_tiles, group, parts",
+    [
+        (40, 32, 1, 3),
+        (10, 32, 1, 11),
+        (80, 8, 1, 1),
+        (64, 16, 1, 1),  # adding up takes as long as half of the walk
+        (1, 128, 8, 128),
+        (4, 8, 7, 8),
+        (200, 128, 1, 1),
+        (1, 1, 8, 1),
+    ],
+)
+def test_into_how_many_parts_walks_are_divided(walks: int, query_tiles: int, group: int, parts: int) -> None:
+    assert parts_of_walks(walks, query_tiles, group, 132) == parts
 
 
 def test_the_longest_walk_of_a_window() -> None:

@@ -196,6 +196,12 @@ def tiles_of(rows: int, block: int, batch: int, packed: bool) -> int:
 #: Steps of the longest walk from which on it pays to divide walks, which takes two sums more: some 0.1 ms.
 _DIVISIBLE_WALK = 64
 
+#: What takes the time of so many steps, about: the beginning and the end of a walk; adding up the parts of dk and dv,
+#: with the host's time. Microseconds of a backward in parts, and whole: 4 × 4,096 queries on 77 keys, 10 heads of 64,
+#: 59.6 (3 parts) and 94.9; one sequence of these 26.7 (8) and 80.2; 8,192 queries on 256 keys, 8 heads of 128, 92.5 (8)
+#: and 271; but 4 × 1,024 on 77, 8 heads of 160, 62.8 (2) and 60.2.
+_STEPS_OF_A_WALK, _STEPS_OF_A_SUM = 2, 8
+
 #: How much longer than with the best division the walks may take with one of fewer shares.
 _NEARLY_BEST = 1.15
 
@@ -223,6 +229,24 @@ def shares_of_heads(group: int, walks: int, query_tiles: int, uneven: bool, mult
     divisors = [shares for shares in range(1, group + 1) if group % shares == 0]
     least = min(map(time, divisors))
     return next(shares for shares in divisors if time(shares) <= _NEARLY_BEST * least)
+
+
+def parts_of_walks(walks: int, query_tiles: int, group: int, multiprocessors: int) -> int:
+    """Into how many parts the queries of each walk are divided, of walks so few that without parts most of a GPU has
+    nothing to do. dk and dv are then sums of as many parts.
+
+    Args:
+        walks: key tiles of all key/value heads, or of shares of their query heads.
+        query_tiles: of one head, all of which a walk visits.
+        group: query heads of a walk.
+    """
+
+    def time(parts: int) -> int:
+        """In steps, about."""
+        summing = _STEPS_OF_A_SUM if parts > 1 else 0
+        return -(-walks * parts // multiprocessors) * (-(-query_tiles // parts) * group + _STEPS_OF_A_WALK) + summing
+
+    return min(range(1, max(multiprocessors // walks, 1) + 1), key=time)
 
 
 def longest_walk(query_tiles: int, spec: AttentionSpec, block_m: int, block_n: int) -> int:

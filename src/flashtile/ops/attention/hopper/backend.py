@@ -133,7 +133,7 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
             return main, _describe_bias_gradient(call, side.alibi_slopes is not None)
         return main, *describe_bias_gradient(call)
     side = call.side or SideInputs()
-    config = configs.config_of(*heads, side.max_seqlen_q, call.dtype, spec, call.bias, side.mask)
+    config = configs.config_of(*heads, (side.max_seqlen_q, side.max_seqlen_k), call.dtype, spec, call.bias, side.mask)
     memory = configs.shared_memory(config, *heads, call.dtype)
     summary = summary_of((config.block_m, config.block_n), _warps(config.consumers), config.stages, memory)
     forward = KernelChoice("forward", config, memory, "hopper", summary=summary)

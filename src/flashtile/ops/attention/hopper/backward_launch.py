@@ -24,6 +24,7 @@ from flashtile.ops.attention.hopper.backward_variant import (
     BackwardVariant,
     function_of_call,
     has_single_key_tile,
+    may_divide_queries,
     with_loops,
 )
 from flashtile.ops.attention.hopper.bias_gradient_launch import (
@@ -54,6 +55,7 @@ from flashtile.ops.attention.plans import (
     contiguous_on_16_bytes,
     longest_walk,
     may_hide_rows,
+    parts_of_walks,
     positive_scale,
     shares_of_heads,
     side_shape,
@@ -72,7 +74,8 @@ class BackwardPlan(NamedTuple):
     Attributes:
         end: None where dq is not summed, because a sequence has a single key tile.
         describe: makes all descriptors of the main kernel, from the addresses of `backward_descriptors.MOVED`.
-        outputs: dq, dk, dv; of these in parts, side by side like heads, where there are `shares` of the query heads.
+        outputs: dq, dk, dv; of these in parts, side by side like heads, where there are `shares` of the query heads or
+            of their queries.
         allocate: makes them, and the scratch: one float32 buffer for the sums of dq, the statistics, where rows may see
             no key the dout without them, the counter of tiles that were taken and where walks meet, where dq is added
             up in order the turns, and beside sinks the parts of their gradient.
@@ -325,9 +328,13 @@ def _plan(
     steps = longest_walk(query_tiles, spec, config.block_m, config.block_n)
     shares = shares_of_heads(group, key_tiles * lines_kv, steps, uneven, programs)
     group //= shares
+    parts = 1
+    if may_divide_queries(variant, side, group, rows_q):
+        parts = parts_of_walks(key_tiles * lines_kv * shares, query_tiles, group, programs)
+    shares *= parts
     strides_dout = batch_row_head(dout_shape, strides[-1])
     wide = max(strides_dout) >= 2**31
-    looping = with_loops(variant, group, rows_q, rows_k)
+    looping = with_loops(variant, group, rows_q, rows_k)._replace(divides_queries=parts > 1)
     sums_bias = wanted.bias and serves_bias_gradient(config, moved_bias)
     begins = variant._replace(
         has_empty_rows=has_empty_rows, wide_strides=wide, sinks=side.sinks, shares_progress=looping.shares_progress,
@@ -340,6 +347,7 @@ def _plan(
         "heads_kv": heads_kv * shares,
         "group": group,
         "shares": shares,
+        "parts": parts,
         "rows_q": rows_q,
         "rows_k": rows_k,
         "query_tiles": query_tiles,

@@ -146,6 +146,7 @@ def _parameters(variant: BackwardVariant, numbers: Numbers) -> dict[str, Any]:
             slope_sums_ptr=optional(variant.slope_sums, pointer_to(torch.float32)),
             score_change=variant.score_change,
             **{name: integer for name, integer in integers.items() if name != "heads"},
+            parts=int32(number["parts"] if variant.divides_queries else None),
             window=Window(int32(number["window_left"]), int32(number["window_right"])),
             scale=scale,
             units=ScoreUnits(

@@ -130,7 +130,8 @@ class Problem(NamedTuple):
             key adds to the gradient of a slope; None where nobody wants that.
         score_change: a `ScoreChange`.
         heads_kv: counts each key/value head `shares` times, once for each share of its query heads, `group` of them,
-            which has dk and dv of its own.
+            which has dk and dv of its own. `parts` of these shares have the same heads and a part of the queries each;
+            None where each has all queries.
         key_tiles: (packed: slots) on each line of such a head, `query_tiles` likewise of a query head.
         others: as in `forward.Problem`.
     """
@@ -142,6 +143,7 @@ class Problem(NamedTuple):
     heads_kv: Any
     group: Any
     shares: Any
+    parts: Any
     rows_q: Any
     rows_k: Any
     key_tiles: Any
@@ -382,14 +384,19 @@ def receive_next_key_tile(tile, queue, count, config):
 def work_of(tile, problem, config):
     """What is done for a key tile."""
     group = problem.group
-    head = tile.head_kv * group
+    head_kv = tile.head_kv
+    heads_kv = problem.heads_kv
+    if problem.parts is not None:
+        head_kv = head_kv // problem.parts
+        heads_kv = heads_kv // problem.parts
+    head = head_kv * group
     if config.PACKED:
         begin_q, seq_q, begin_k, seq_k = tile.begin_q, tile.seq_q, tile.begin_k, tile.seq_k
         first_number = head * problem.query_tiles + begin_q // config.M + tile.sequence
     else:
         begin_q, seq_q = gl.to_tensor(0), gl.to_tensor(problem.rows_q)
         begin_k, seq_k = gl.to_tensor(0), gl.to_tensor(problem.rows_k)
-        first_number = (tile.sequence * problem.heads_kv * group + head) * problem.query_tiles
+        first_number = (tile.sequence * heads_kv * group + head) * problem.query_tiles
     shift = gl.to_tensor(0) if config.TOP_LEFT else seq_k - seq_q
     keys = seq_k
     if config.KEY_LENGTHS:
@@ -404,6 +411,11 @@ def work_of(tile, problem, config):
     )  # fmt: skip
     if config.KEY_LENGTHS:
         end = gl.where(tile.first_key < keys, end, begin)
+    if problem.parts is not None:
+        part = tile.head_kv % problem.parts
+        tiles = end - begin
+        end = begin + tiles * (part + 1) // problem.parts
+        begin += tiles * part // problem.parts
     steps = group * (end - begin)
     unmasked = unmasked_tiles(begin, full_begin, full_end, end)
     start_offset = gl.to_tensor(0)

@@ -18,7 +18,7 @@ from flashtile.ops.attention.hopper.backward_configs import (
 from flashtile.ops.attention.hopper.backward_tiles import ScoreChange
 from flashtile.ops.attention.hopper.parameters import NO_SIDE
 from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
-from flashtile.ops.attention.plans import SideShape, band_hides_rows
+from flashtile.ops.attention.plans import PLAIN_SIDE, SideShape, band_hides_rows
 from flashtile.ops.attention.side_parameters import SideParameters
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
@@ -62,7 +62,8 @@ class BackwardVariant(NamedTuple):
     strides of dout pass 32 bits, so that the first kernel takes 66 registers instead of 62. `side`: without sinks,
     which only the first kernel reads (`sinks`). `bias_in_parts`: the gradient of a bias leaves its kernel in parts;
     `bias_shared_by_heads`: it has one head for several. `function`: its `ScoreChange` without the soft cap.
-    `masks` and the fields after it: as in `backward_tiles.KernelConfig`."""
+    `masks` and the fields after it: as in `backward_tiles.KernelConfig`. `divides_queries`: walks over the queries are
+    in parts."""
 
     dtype: torch.dtype
     head_dim: int
@@ -91,6 +92,7 @@ class BackwardVariant(NamedTuple):
     rotates_walks: bool = False
     reverses_lines: bool = False
     single_key_tile: bool = False
+    divides_queries: bool = False
 
     @property
     def bounded(self) -> bool:
@@ -152,6 +154,13 @@ def has_single_key_tile(spec: AttentionSpec, rows_q: int, rows_k: int, config: B
     anybody that of the first queries, where the band begins below them. Only TMA writes it."""
     all_visit = spec.window_left is None and not band_hides_rows(spec, rows_q, rows_k)
     return all_visit and rows_k <= config.block_n and config.sums_by_tma and not bounded and spec.block_shape is None
+
+
+def may_divide_queries(variant: BackwardVariant, side: SideShape, group: int, rows_q: int) -> bool:
+    """Whether the walks over queries may be in parts: they all have the same queries, and none waits for another's
+    progress. Side inputs of the scores are numbered by query heads and key/value heads, which parts repeat."""
+    even = not (variant.packed or variant.has_left or variant.has_right)
+    return even and side._replace(sinks=False) == PLAIN_SIDE and group * rows_q < WALK_BEYOND_CACHE
 
 
 def _may_mask_last(variant: BackwardVariant) -> bool:

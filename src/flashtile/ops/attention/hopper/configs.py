@@ -31,6 +31,10 @@ PRODUCER_REGISTERS = 24
 #: Numbers of queries up to which a sequence is short, and below which it is with a band.
 SHORT, SHORT_CAUSAL = 256, 2048
 
+#: Numbers of queries and keys up to which tiles have 64 keys: under a causal mask with heads of up to 64 columns; with
+#: heads of 97 to 128, without a mask and under a causal one.
+HALF_CAUSAL, HALF_WIDE, HALF_WIDE_CAUSAL = 512, 512, 1024
+
 #: Bytes of shared memory that a program may use on sm_90.
 SHARED_MEMORY = 227 * 1024
 
@@ -188,6 +192,23 @@ _NARROW = HopperConfig(
     consumers=2, block_n=128, stages=4, registers=240, max_registers=168, q_in_registers=True, ahead=64
 )
 
+#: Instead of that and of the row of 128 columns, where sequences are shorter still: less of the tiles on the diagonal
+#: is hidden, and the first tile is there sooner. Microseconds, this and 128 keys, causal: heads of 64, 16 of them, 32 ×
+#: 384 tokens 42.7 and 45.8, 32 × 512 63.0 and 65.2, 16 × 768 63.9 and 62.2; of 128, 16 × 512 45.5 and 49.4, 8 × 1,024
+#: 67.7 and 69.1, 1 × 2,048 60.9 and 59.4. Without a mask, of 128, 32 × 256 38.1 and 39.1; but of 64, 64 × 256 53.9 and
+#: 53.2, and of 80 and 96, 32 × 512, 104.8 and 92.8, 114.9 and 99.5.
+_HALF_KEYS = HopperConfig(
+    consumers=2, block_n=64, stages=4, registers=240, max_registers=168, q_in_registers=True, ahead=32
+)
+
+#: One or two key tiles of 64 columns without a mask: a consumer has no other product for its exponentials to overlap
+#: with, and those of one program begin and end together. Two programs with one each do not. Microseconds, this,
+#: `_HALF_KEYS` and `_NARROW`: 64 × 128 tokens, 12 heads of 64, 15.2, 16.9 and 17.4; 128 × 128, 32 heads, 67.4, 69.2 and
+#: 70.7; 64 × 256, 16 heads, 49.6, 53.9 and 53.2; of 32, 64 × 256, 12 heads, 32.0, 37.4 and 35.8. But of 40, 64 × 128,
+#: 12 heads, 19.8, 16.1 and 15.8; and causal, 64 × 128, 12 heads of 64, 19.0, 18.1 and 19.9.
+_ALONE = HopperConfig(
+    consumers=1, block_n=128, stages=2, registers=224, max_registers=128, q_in_registers=True, ahead=0, resident=2
+)
 
 #: With a block mask whose tiles have 64 queries: a single consumer has 64. Two such programs share a multiprocessor, so
 #: that one multiplies while the other computes exponentials.
@@ -218,10 +239,12 @@ def choose_config(
     dropout: bool = False,
     tables: int = 0,
     moved_bias: bool = False,
+    max_seqlen_k: int = 0,
 ) -> HopperConfig:
     """The row of a call. `left`, `right`: whether keys on that side of a band are not visible. `block_tile`: (queries,
     keys) of a block mask's tiles, usually of 128; the kernel's divide them. `tables`: as `table_bytes` and
-    `function_bytes` have it. `moved_bias`: TMA can bring the bias (`moves_by_tma`)."""
+    `function_bytes` have it. `moved_bias`: TMA can bring the bias (`moves_by_tma`). `max_seqlen_k`: 0 where no sequence
+    has more keys than queries."""
     blocks = block_tile is not None
     widest = max(head_dim, head_dim_v)
     part = _part_width(head_dim_v)
@@ -233,6 +256,12 @@ def choose_config(
         row = _NARROW if left or blocks or short or dropout or tables else row
     elif dtype is FP8 and widest <= 128 and long and not (left or blocks):
         row = _LONG_8
+    plain = not (left or blocks or dropout or tables or dtype is FP8)
+    longest = max(max_seqlen_q, max_seqlen_k)
+    if plain and _has_half_keys(widest, longest, right):
+        row = _HALF_KEYS
+    elif plain and widest <= 64 and longest <= SHORT and not right and _fill_tiles(head_dim, head_dim_v):
+        row = _ALONE
     if (dropout or tables > 2) and row.block_n > 64:
         # A thread holds scores, weights and sums already: half the keys leave room for random words, or for four bytes
         # of tables for each score.
@@ -245,6 +274,19 @@ def choose_config(
         in_turn = row.in_turn or (96 < widest <= 128 and row.consumers > 1)
         row = _with_room_for_bias(row._replace(in_turn=in_turn), head_dim, head_dim_v, dtype)
     return row
+
+
+def _has_half_keys(widest: int, longest: int, right: bool) -> bool:
+    """Whether `_HALF_KEYS` serves a plain call. `longest`: queries or keys of a sequence."""
+    if widest <= 64:
+        return right and longest <= HALF_CAUSAL
+    return 96 < widest <= 128 and longest <= (HALF_WIDE_CAUSAL if right else HALF_WIDE)
+
+
+def _fill_tiles(*head_dims: int) -> bool:
+    """Whether heads of up to 64 columns have as many as their tiles. Others, which TMA fills up, take longer with
+    `_ALONE`, whose tiles of queries are twice as many, so that keys are loaded twice as often."""
+    return all(column_chunks(head_dim) == (head_dim, 0) for head_dim in head_dims)
 
 
 def _within_tile(row: HopperConfig, block_tile: tuple[int, int], widest: int) -> HopperConfig:
@@ -320,16 +362,17 @@ def function_bytes(score_program: str | None) -> int:
 
 
 def config_of(
-    head_dim: int, head_dim_v: int, max_seqlen_q: int, dtype: torch.dtype, spec: AttentionSpec, bias: Table | None,
-    mask: Broadcast | None,
+    head_dim: int, head_dim_v: int, max_seqlens: tuple[int, int], dtype: torch.dtype, spec: AttentionSpec,
+    bias: Table | None, mask: Broadcast | None,
 ) -> HopperConfig:  # fmt: skip
-    """The row of a call, for who launches it and for who tells what it would launch."""
+    """The row of a call, for who launches it and for who tells what it would launch. `max_seqlens`: of queries and of
+    keys."""
     left, right = spec.window_left is not None, spec.window_right is not None
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     tables = table_bytes(bias, mask) + function_bytes(spec.score_program)
     return choose_config(
-        head_dim, head_dim_v, max_seqlen_q, left, right, block_tile, dtype, spec.dropout_p > 0, tables,
-        moves_by_tma(bias, dtype),
+        head_dim, head_dim_v, max_seqlens[0], left, right, block_tile, dtype, spec.dropout_p > 0, tables,
+        moves_by_tma(bias, dtype), max_seqlens[1],
     )  # fmt: skip
 
 

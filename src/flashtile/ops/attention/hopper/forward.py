@@ -472,8 +472,9 @@ def produce_tile(
             else:
                 rings.v.fill(slot, tensors.v, value_rows, row, BOUNDED, column)
             key_tiles += 1
-            if done == 0:  # the answer takes time: ask early, but not before there is work for the consumers
-                following = next_number(number, counter_ptr, problem.dynamic)
+        # Asking early would divide the tiles by who began one first, not by who is done first (1 × 1,000 tokens, 32
+        # heads of 128: 24.1 µs instead of 21.4). While the answer comes, consumers have the last key tiles before them.
+        following = next_number(number, counter_ptr, problem.dynamic)
         if config.ONE_STAGE:
             last = key_slot(rings, key_tiles - 1)
             value_rows = HeadRows(at.sequence, at.head // problem.group, v_begin, keys)

@@ -117,7 +117,8 @@ def prepare_forward(
 
 def _plan_for(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> ForwardPlan:
     shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
-    return _plan(q.dtype, q.device, shapes, strides, side.max_seqlen_q, side_shape(side), spec)
+    max_seqlens = side.max_seqlen_q, side.max_seqlen_k
+    return _plan(q.dtype, q.device, shapes, strides, max_seqlens, side_shape(side), spec)
 
 
 def _launch(
@@ -170,7 +171,7 @@ def _plan(
     device: torch.device,
     shapes: tuple[torch.Size, ...],
     strides: tuple[tuple[int, ...], ...],
-    max_seqlen_q: int,
+    max_seqlens: tuple[int, int],
     side: SideShape,
     spec: AttentionSpec,
 ) -> ForwardPlan:
@@ -178,7 +179,7 @@ def _plan(
     q_shape, packed = shapes[0], side.sequences is not None
     sizes = call_sizes(shapes, side)
     batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = sizes
-    config = config_of(head_dim, head_dim_v, max_seqlen_q, dtype, spec, side.bias, side.mask)
+    config = config_of(head_dim, head_dim_v, max_seqlens, dtype, spec, side.bias, side.mask)
     whole_rows, _ = whole_sizes(sizes, packed, spec)
     tiles = tiles_of(whole_rows, config.block_m, batch, packed)
     parts = value_parts(head_dim_v)
