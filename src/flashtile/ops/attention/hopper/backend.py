@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
 from flashtile.ops.attention.hopper import backward_configs, configs
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8
+from flashtile.ops.attention.hopper import float32_backward_configs as float32_configs
 from flashtile.ops.attention.hopper.wide_backward_configs import (
     choose_wide_backward_config,
     is_wide,
@@ -31,7 +34,11 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "Triton's interpreter does not know the language of its kernels"
     if call.device.arch != "sm_90":
         return f"its kernels are for sm_90, and the tensors are on {call.device.arch}"
-    if call.dtype not in (torch.float16, torch.bfloat16, FP8):
+    if call.dtype is torch.float32:
+        reason = _unserved_float32(call)
+        if reason:
+            return reason
+    elif call.dtype not in (torch.float16, torch.bfloat16, FP8):
         return f"its kernels take float16, bfloat16 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
     return _unsupported_feature(call) or _unreadable(call) or _slower(call)
 
@@ -60,7 +67,7 @@ def _slower(call: AttentionCall) -> str | None:
 
 def _unsupported_feature(call: AttentionCall) -> str | None:
     widest = max(call.head_dims)
-    if call.phase == "backward" and is_wide(*call.head_dims) and (unserved := _unserved_by_wide_backward(call)):
+    if call.phase == "backward" and is_wide(*call.head_dims) and (unserved := _unserved_apart(call)):
         return f"its backward of heads wider than {4 * configs.CONSUMER_ROWS} columns has no {unserved}"
     if call.dtype is FP8 and widest > MAX_HEAD_DIM_8:
         return f"8-bit heads have up to {MAX_HEAD_DIM_8} columns, and these {widest}"
@@ -81,8 +88,20 @@ def _unsupported_feature(call: AttentionCall) -> str | None:
     return None
 
 
-def _unserved_by_wide_backward(call: AttentionCall) -> str | None:
-    """What the kernels of `wide_backward` cannot do, of what a call asks."""
+def _unserved_float32(call: AttentionCall) -> str | None:
+    """Why the kernels cannot serve a call in float32, of which they have the backward of 65 to 128 columns alone."""
+    if call.phase == "forward":
+        return "its forward takes float16, bfloat16 and float8_e4m3fn, not float32"
+    if not float32_configs.serves_float32(call.dtype, *call.head_dims):
+        return f"its backward of float32 is for heads of {float32_configs.NARROW + 1} to {float32_configs.WIDTH} columns"
+    if call.tf32:
+        return "its products have the error of float32, and PyTorch's setting allows TF32, which is faster"
+    unserved = _unserved_apart(call)
+    return f"its backward of float32 has no {unserved}" if unserved else None
+
+
+def _unserved_apart(call: AttentionCall) -> str | None:
+    """What the kernels of `wide_backward` and `float32_backward` cannot do, of what a call asks."""
     spec = call.spec
     asked = {
         "packed sequences": call.packed,
@@ -114,7 +133,11 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     """The kernels of a phase, with their tiles."""
     spec, heads = call.spec, call.head_dims
     if call.phase == "backward" and is_wide(*heads):
-        return _describe_wide_backward(*heads)
+        cut = choose_wide_backward_config(*heads)
+        return _describe_apart(cut, cut.places, cut.score_places + cut.value_places, *wide_shared_memory(cut))
+    if call.phase == "backward" and call.dtype is torch.float32:
+        split = KernelChoice("split", backend="hopper")
+        return split, *_describe_apart(None, float32_configs.VISITED_TILES, float32_configs.VISITED_TILES, *float32_configs.float32_shared_memory())
     if call.phase == "backward":
         side = call.side or SideInputs()
         moved = configs.moves_by_tma(call.bias, call.dtype)
@@ -142,14 +165,13 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     return (KernelChoice("widen", backend="hopper"), forward) if call.dtype is FP8 else (forward,)
 
 
-def _describe_wide_backward(head_dim: int, head_dim_v: int) -> tuple[KernelChoice, ...]:
+def _describe_apart(
+    cut: Any, dv_places: int, places: int, of_values: int, of_scores: int
+) -> tuple[KernelChoice, ...]:  # fmt: skip
     """The kernels of dv, dk and dq. A stage is a chunk of 64 rows and columns."""
-    cut = choose_wide_backward_config(head_dim, head_dim_v)
-    of_values, of_scores = wide_shared_memory(cut)
     warps, rows = "2 computing warpgroups and a loading warp", configs.CONSUMER_ROWS
-    places = cut.score_places + cut.value_places
     choices = (
-        ("dv", (rows, 2 * rows), cut.places, of_values),
+        ("dv", (rows, 2 * rows), dv_places, of_values),
         ("dk", (rows, rows), places, of_scores),
         ("dq", (rows, rows), places, of_scores),
     )
