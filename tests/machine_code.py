@@ -25,8 +25,8 @@ import flashtile
 from control_flow import wrong_addresses
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import KernelSource, Plan, compile_kernel
-from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.hopper import float32_backward_launch, wide_backward_launch
+from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.hopper.configs import (
     HopperConfig,
     config_of,

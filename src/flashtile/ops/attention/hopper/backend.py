@@ -8,8 +8,8 @@ import torch
 
 from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
 from flashtile.ops.attention.hopper import backward_configs, configs
-from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8
 from flashtile.ops.attention.hopper import float32_backward_configs as float32_configs
+from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8
 from flashtile.ops.attention.hopper.wide_backward_configs import (
     choose_wide_backward_config,
     is_wide,
@@ -93,7 +93,8 @@ def _unserved_float32(call: AttentionCall) -> str | None:
     if call.phase == "forward":
         return "its forward takes float16, bfloat16 and float8_e4m3fn, not float32"
     if not float32_configs.serves_float32(call.dtype, *call.head_dims):
-        return f"its backward of float32 is for heads of {float32_configs.NARROW + 1} to {float32_configs.WIDTH} columns"
+        narrowest, widest = float32_configs.NARROW + 1, float32_configs.WIDTH
+        return f"its backward of float32 is for heads of {narrowest} to {widest} columns"
     if call.tf32:
         return "its products have the error of float32, and PyTorch's setting allows TF32, which is faster"
     unserved = _unserved_apart(call)
@@ -133,11 +134,9 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     """The kernels of a phase, with their tiles."""
     spec, heads = call.spec, call.head_dims
     if call.phase == "backward" and is_wide(*heads):
-        cut = choose_wide_backward_config(*heads)
-        return _describe_apart(cut, cut.places, cut.score_places + cut.value_places, *wide_shared_memory(cut))
+        return _describe_wide_backward(*heads)
     if call.phase == "backward" and call.dtype is torch.float32:
-        split = KernelChoice("split", backend="hopper")
-        return split, *_describe_apart(None, float32_configs.VISITED_TILES, float32_configs.VISITED_TILES, *float32_configs.float32_shared_memory())
+        return _describe_float32_backward()
     if call.phase == "backward":
         side = call.side or SideInputs()
         moved = configs.moves_by_tma(call.bias, call.dtype)
@@ -165,19 +164,33 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     return (KernelChoice("widen", backend="hopper"), forward) if call.dtype is FP8 else (forward,)
 
 
-def _describe_apart(
-    cut: Any, dv_places: int, places: int, of_values: int, of_scores: int
+def _describe_wide_backward(head_dim: int, head_dim_v: int) -> tuple[KernelChoice, ...]:
+    """A stage is a chunk of 64 rows and columns."""
+    cut = choose_wide_backward_config(head_dim, head_dim_v)
+    return _describe_gradients(cut, cut.places, cut.score_places + cut.value_places, wide_shared_memory(cut))
+
+
+def _describe_float32_backward() -> tuple[KernelChoice, ...]:
+    """A stage is a part of 64 rows."""
+    stages = float32_configs.VISITED_TILES
+    gradients = _describe_gradients(None, stages, stages, float32_configs.float32_shared_memory())
+    return KernelChoice("split", backend="hopper"), *gradients
+
+
+def _describe_gradients(
+    cut: Any, stages_of_dv: int, stages: int, memory: tuple[int, int]
 ) -> tuple[KernelChoice, ...]:  # fmt: skip
-    """The kernels of dv, dk and dq. A stage is a chunk of 64 rows and columns."""
-    warps, rows = "2 computing warpgroups and a loading warp", configs.CONSUMER_ROWS
+    """The kernels of dv, dk and dq. `memory`: of the first, and of the others."""
+    rows, (of_values, of_scores) = configs.CONSUMER_ROWS, memory
     choices = (
-        ("dv", (rows, 2 * rows), dv_places, of_values),
-        ("dk", (rows, rows), places, of_scores),
-        ("dq", (rows, rows), places, of_scores),
+        ("dv", (rows, 2 * rows), stages_of_dv, of_values),
+        ("dk", (rows, rows), stages, of_scores),
+        ("dq", (rows, rows), stages, of_scores),
     )
+    warps = "2 computing warpgroups and a loading warp"
     return tuple(
-        KernelChoice(name, cut, memory, "hopper", summary=summary_of(block, warps, stages, memory))
-        for name, block, stages, memory in choices
+        KernelChoice(name, cut, of_each, "hopper", summary=summary_of(block, warps, stages, of_each))
+        for name, block, stages, of_each in choices
     )
 
 

@@ -34,9 +34,9 @@ from flashtile.ops.attention.hopper.bias_gradient_launch import (
     run_bias_gradient,
 )
 from flashtile.ops.attention.hopper.bounds import by_whole_rows, row_strides
+from flashtile.ops.attention.hopper.configs import is_of_scores, moves_by_tma, table_bytes
 from flashtile.ops.attention.hopper.float32_backward_configs import serves_float32
 from flashtile.ops.attention.hopper.float32_backward_launch import Float32BackwardPlan, plan_float32_backward
-from flashtile.ops.attention.hopper.configs import is_of_scores, moves_by_tma, table_bytes
 from flashtile.ops.attention.hopper.parameters import (
     LOG2_E,
     is_covered,
@@ -138,7 +138,13 @@ def backward(
     apart = _plan_apart_for(dout, dlse is not None, q, k, v, side, spec, has_empty_rows)
     if apart is not None:
         dq, dk, dv, scratch = apart.launch(
-            dout.data_ptr(), pointer(dlse), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
+            dout.data_ptr(),
+            pointer(dlse),
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
             pointer(side.sinks),
         )
         dsinks = _sink_gradient(scratch, apart.sink_sums_at, lse) if wanted.sinks and side.sinks is not None else None

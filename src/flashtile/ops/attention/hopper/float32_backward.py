@@ -83,7 +83,9 @@ def attention_split_kernel(
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
     exists = (row < rows)[:, None]
     begin = numbers_ptr + sequence * stride_numbers_batch + head * stride_numbers_head
-    numbers = gl.load(begin + (row * stride_numbers_row)[:, None] + column, mask=exists & (column < HEAD_DIM), other=0.0)
+    numbers = gl.load(
+        begin + (row * stride_numbers_row)[:, None] + column, mask=exists & (column < HEAD_DIM), other=0.0
+    )
     line = (sequence * rows + row) * heads + head
     place = parts_ptr + (line * (PARTS * WIDTH))[:, None] + column
     high, middle, low = parts_of(numbers)
@@ -100,7 +102,7 @@ def attention_float32_dv_kernel(
 ):  # fmt: skip
     """dv of 128 keys, 64 of each of two warpgroups. Constants: `wide_backward.KernelConfig`."""
     config = _config(True, 2 * ROWS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
-    keys = make_ring(Chunks(k_desc, None), 2 * PARTS, 1)
+    keys = make_ring(Chunks(k_desc, None), 2 * PARTS, 0)
     visited = Operands(
         of_scores=make_ring(Chunks(q_desc, None), PARTS, 2), of_values=make_ring(Chunks(dout_desc, None), PARTS, 2)
     )
@@ -127,8 +129,8 @@ def attention_float32_dk_dq_kernel(
     config = _config(OF_KEYS, ROWS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
     shared = Shared(
         own=Operands(
-            of_scores=make_ring(Chunks(own_scores_desc, None), PARTS, 1),
-            of_values=make_ring(Chunks(own_values_desc, None), PARTS, 1),
+            of_scores=make_ring(Chunks(own_scores_desc, None), PARTS, 0),
+            of_values=make_ring(Chunks(own_values_desc, None), PARTS, 0),
         ),
         visited=Operands(
             of_scores=make_ring(Chunks(visited_scores_desc, None), PARTS, 2),

@@ -128,12 +128,12 @@ def plan_float32_backward(
     statistic_tiles = query_tiles * (_ROWS // STATISTIC_ROWS)
     begin = plan_begin(dtype, device, q_shape, dout_shape, strides[3], statistic_tiles, sinks, has_dlse, has_empty_rows)
     read_strides = (*strides[:3], contiguous_strides(dout_shape)) if has_empty_rows else strides
-    wholes = zip((q_shape, k_shape, v_shape, dout_shape), read_strides)
-    splits = tuple(_plan_split(shape, apart, device) for shape, apart in wholes)
-    layouts = dict(zip(_SPLIT, (split.outputs[0] for split in splits)))
+    wholes = (q_shape, k_shape, v_shape, dout_shape)
+    splits = tuple(_plan_split(shape, apart, device) for shape, apart in zip(wholes, read_strides))
+    parts = [contiguous((*shape[:-1], PARTS * WIDTH), torch.bfloat16) for shape in wholes]
     makers = {
         name: chunks_maker(torch.bfloat16, (_BOX,), strided_layout(of.shape, of.strides))
-        for name, of in layouts.items()
+        for name, of in zip(_SPLIT, parts)
     }
     problem = Problem(
         batch=int32(batch),
@@ -181,7 +181,7 @@ def plan_float32_backward(
     masked_dout = math.prod(dout_shape) if has_empty_rows else 0
     counter = 4
     scratch = statistics + masked_dout + counter + (statistic_tiles * lines if sinks else 0)
-    outputs = (*(contiguous(shape, dtype) for shape in (q_shape, dk_shape, dv_shape, (scratch,))), *layouts.values())
+    outputs = (*(contiguous(shape, dtype) for shape in (q_shape, dk_shape, dv_shape, (scratch,))), *parts)
     return Float32BackwardPlan(
         begin,
         splits,
@@ -214,7 +214,5 @@ def _plan_split(shape: tuple[int, ...], strides: tuple[int, ...], device: torch.
         "rows": int32(rows),
         "tiles": int32(tiles),
     }
-    outputs = (contiguous((batch, rows, heads, PARTS * WIDTH), torch.bfloat16),)
     constants = {"HEAD_DIM": head_dim, "ROWS": _SPLIT_ROWS}
-    return make_plan(attention_split_kernel, parameters, constants, programs, device, num_warps=4, outputs=outputs)
-
+    return make_plan(attention_split_kernel, parameters, constants, programs, device, num_warps=4)

@@ -140,9 +140,7 @@ def plan_wide_backward(
     shares = shares_of_heads(heads // heads_kv, walks, steps, spec.banded, multiprocessors(device))
     lines, lines_kv = batch * heads, batch * heads_kv * shares
     statistic_tiles = query_tiles * (_ROWS // STATISTIC_ROWS)
-    begin = plan_begin(
-        dtype, device, q_shape, dout_shape, strides[3], statistic_tiles, sinks, has_dlse, has_empty_rows
-    )
+    begin = plan_begin(dtype, device, q_shape, dout_shape, strides[3], statistic_tiles, sinks, has_dlse, has_empty_rows)
     problem = Problem(
         batch=int32(batch),
         heads=int32(heads),
