@@ -387,26 +387,30 @@ def _changed(listing: Listing, function: int) -> set[str]:
 
 def _exchanges_by_name(instructions: list[Instruction], blocks: dict[int, int]) -> list[Instruction]:
     """The instructions with one that is called EXCHANGE in the place of three that exchange two uniform registers by
-    exclusive or (`a ^= b; b ^= a; a ^= b`): ranges do not tell that this restores what was there."""
+    exclusive or (`a ^= b; b ^= a; a ^= b`): ranges do not tell that this restores what was there. Several exchanges may
+    go on at once, each of registers of its own."""
     result = list(instructions)
     for begin, end in blocks.items():
-        steps: list[tuple[int, str, str]] = []  # such instructions so far, of one exchange
+        exchanges: dict[frozenset[str], list[tuple[int, str]]] = {}  # those that have begun: their steps so far
         for number in range(begin, end):
             instruction = instructions[number]
             target, *sources = instruction.operands
             other = next((source for source in sources[:2] if source != target), target)
             combines = instruction.name == "ULOP3" and sources[2:4] == ["URZ", "0x3c"] and target in sources[:2]
-            if combines and _UNIFORM.fullmatch(other):
-                if steps and steps[-1][1:] != (other, target):
-                    steps.clear()
-                steps.append((number, target, other))
-            elif steps and target in steps[-1][1:]:
-                steps.clear()
+            pair = frozenset((target, other)) if combines and _UNIFORM.fullmatch(other) else frozenset()
+            steps = exchanges.get(pair, [])
+            touched = {*_REGISTER.findall(instruction.text), *_overwritten(instruction)}
+            for begun in [each for each in exchanges if each & touched and (each != pair or steps[-1][1] == target)]:
+                del exchanges[begun]
+            if not pair:
+                continue
+            steps = exchanges.setdefault(pair, [])
+            steps.append((number, target))
             if len(steps) == 3:
-                for step, _, _ in steps:
+                for step, _ in steps:
                     result[step] = Instruction("NOP", None, "NOP", (), "NOP")
                 result[number] = Instruction(instruction.text, None, "EXCHANGE", (target, other), "EXCHANGE")
-                steps.clear()
+                del exchanges[pair]
     return result
 
 

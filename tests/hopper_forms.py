@@ -526,6 +526,22 @@ WIDE_BACKWARD_FORMS = {
     "64x320-causal": Call(head_dim=64, head_dim_v=320, window_right=0),
 }
 
+#: Backwards of float32: all that changes their machine code.
+FLOAT32_BACKWARD_FORMS = {
+    name: call._replace(dtype=torch.float32)
+    for name, call in {
+        "128": _HEADS["128"],
+        "128-sinks-lse": _HEADS["128"]._replace(sinks=True, has_dlse=True, hides_rows=True),
+        "128-causal": _HEADS["128"]._replace(window_right=0),
+        "128-window": _HEADS["128"]._replace(**_MASKS["window"]),
+        "128-window-top-left": _HEADS["128"]._replace(window_left=127, top_left=True),
+        "128-cut-keys": _HEADS["128"]._replace(seq_k=1000),
+        "96": _HEADS["96"],
+        "96-causal": _HEADS["96"]._replace(window_right=0),
+        "72x128-causal": Call(head_dim=72, head_dim_v=128, window_right=0),
+    }.items()
+}
+
 #: Forms whose products ptxas serialises, because dk and dv beside a producer leave too few registers
 #: (docs/engineering_log/hopper_backward.md).
 SERIALISED = {"192x128-blocks", "192x128-packed-blocks"}

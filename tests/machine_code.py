@@ -25,8 +25,8 @@ import flashtile
 from control_flow import wrong_addresses
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import KernelSource, Plan, compile_kernel
+from flashtile.ops.attention.hopper import float32_backward_launch, wide_backward_launch
 from flashtile.ops.attention.hopper import launch as hopper_launch
-from flashtile.ops.attention.hopper import wide_backward_launch
 from flashtile.ops.attention.hopper.configs import (
     HopperConfig,
     config_of,
@@ -411,6 +411,25 @@ def wide_backward_sources(call: Call) -> dict[str, KernelSource]:
         )
     gradients = {name: getattr(plan, name).plan.source for name in ("dv", "dk", "dq")}
     return {"begin": plan.begin.source, **gradients}
+
+
+def float32_backward_sources(call: Call) -> dict[str, KernelSource]:
+    """The kernels of a backward of float32 on Hopper, by what they compute."""
+    shapes = _shapes(call)
+    dout_strides = _strides((*shapes[0][:-1], call.head_dim_v))
+    with mock.patch.object(float32_backward_launch, "multiprocessors", return_value=132):
+        plan = float32_backward_launch.plan_float32_backward.__wrapped__(
+            call.dtype,
+            torch.device("cuda", 0),
+            shapes,
+            (*map(_strides, shapes), dout_strides),
+            call.sinks,
+            _spec(call),
+            call.has_dlse,
+            call.hides_rows,
+        )
+    gradients = {name: getattr(plan, name).plan.source for name in ("dv", "dk", "dq")}
+    return {"begin": plan.begin.source, "split": plan.splits[0].source, **gradients}
 
 
 class Binary(NamedTuple):

@@ -211,6 +211,19 @@ def test_a_function_may_overwrite_a_high_word(written: str, wrong: int) -> None:
                 "ULOP3.LUT UR5, UR5, UR4, URZ, 0x3c, !UPT",
             ],
         ),
+        (
+            _PRODUCT[4],  # the same, while others are exchanged
+            [
+                "UMOV UR5, UR4",
+                "UMOV UR4, 0x40000040",
+                "ULOP3.LUT UR9, UR9, UR8, URZ, 0x3c, !UPT",
+                "ULOP3.LUT UR5, UR5, UR4, URZ, 0x3c, !UPT",
+                "ULOP3.LUT UR8, UR9, UR8, URZ, 0x3c, !UPT",
+                "ULOP3.LUT UR4, UR5, UR4, URZ, 0x3c, !UPT",
+                "ULOP3.LUT UR5, UR5, UR4, URZ, 0x3c, !UPT",
+                "ULOP3.LUT UR9, UR9, UR8, URZ, 0x3c, !UPT",
+            ],
+        ),
     ],
 )
 def test_other_ways_to_the_same_descriptor(old: str, new: list[str]) -> None:

@@ -28,6 +28,7 @@ from hopper_forms import (
     BIAS_GRADIENT_FORMS,
     BLOCK_FORMS,
     FEATURE_FORMS,
+    FLOAT32_BACKWARD_FORMS,
     FORMS,
     FP8_FORMS,
     SCORE_FORMS,
@@ -38,6 +39,7 @@ from machine_code import (
     WrongCodeError,
     binary_of,
     call_source,
+    float32_backward_sources,
     hopper_plan,
     portable_calls,
     serialises_products,
@@ -78,6 +80,9 @@ def main() -> int:
     for name, call in WIDE_BACKWARD_FORMS.items():
         for kernel, source in wide_backward_sources(call).items():
             problems += report(f"wide backward {name} {kernel}", source)
+    for name, call in FLOAT32_BACKWARD_FORMS.items():
+        for kernel, source in float32_backward_sources(call).items():
+            problems += report(f"backward of float32 {name} {kernel}", source)
     mixes = {"forward": FORWARD_MIXES, "dq": BACKWARD_MIXES, "dkdv": BACKWARD_MIXES}
     for kernel, calls in mixes.items():
         for name, call in calls.items():

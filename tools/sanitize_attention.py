@@ -110,6 +110,9 @@ def main() -> None:
     for heads in _WIDE_HEADS:
         run(backend, *heads, 333)
         run(backend, *heads, 260, 1, 2, causal=True, window=(70, None), dtype=torch.float16)
+    for heads in ((128, 128), (96, 72)):
+        run("auto", *heads, 333, dtype=torch.float32)
+        run("auto", *heads, 260, 1, 2, causal=True, window=(70, None), dtype=torch.float32)
     run("triton", 32, 32, 49, bias=_random(1, 2, 49, 49))
     run("triton", 64, 64, 64, dropout_p=0.2)
     run_8_bit(backend, 128, 128, 2100)

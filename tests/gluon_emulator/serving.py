@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from backend_calls import hopper_call
 from flashtile.ops.attention import select
 from flashtile.ops.attention.hopper.backend import unsupported_reason
@@ -21,7 +23,8 @@ class NotServedError(Exception):
 
 def served_by(emulated: EmulatedHopper) -> Callable[..., Any]:
     """What to put in the place of `select.implementation`, after `calls.forget_calls()`: it runs on the machine what
-    asks for "hopper", and other calls as before. Backwards that the kernels lack run on the CPU.
+    asks for "hopper", and other calls as before. Backwards that the kernels lack run on the CPU, and so do the forwards
+    of float32, of which they have the backward alone.
 
     Raises:
         NotServedError: on such a call.
@@ -36,6 +39,8 @@ def served_by(emulated: EmulatedHopper) -> Callable[..., Any]:
         wide = is_wide(*call.head_dims)
         if backend == "hopper" and phase == "backward" and ((wide and reason) or any(wanted.captured)):
             backend = "cpu"  # any backward follows any forward
+        if backend == "hopper" and phase == "forward" and q.dtype is torch.float32:
+            backend = "cpu"
         if backend != "hopper":
             return _serve(phase, q, k, v, side, spec, backend, wanted)
         if reason:

@@ -23,7 +23,7 @@ from triton import language as tl
 
 from flashtile._backends import launch as backend_launch
 from flashtile.ops.attention import calls
-from flashtile.ops.attention.hopper import backward_launch, wide_backward_launch
+from flashtile.ops.attention.hopper import backward_launch, float32_backward_launch, wide_backward_launch
 from flashtile.ops.attention.hopper import launch as hopper
 from flashtile.ops.attention.score_tracing import trace_score_mod
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, wanted_of
@@ -32,6 +32,7 @@ from flashtile.ops.attention.triton import launch as triton
 _Q = torch.zeros(2, 200, 4, 64, dtype=torch.bfloat16)
 _K = torch.zeros(2, 150, 2, 64, dtype=torch.bfloat16)
 _SHORT = torch.zeros(2, 40, 4, 64, dtype=torch.bfloat16)
+_FLOAT32_Q, _FLOAT32_K = (torch.zeros(2, 200, heads, 96) for heads in (4, 2))
 _WIDE_Q, _WIDE_K = (torch.zeros(2, 200, heads, 320, dtype=torch.bfloat16) for heads in (4, 2))
 _CAUSAL = AttentionSpec(0.125, None, 0)
 _BIAS = torch.zeros(1, 4, 200, 152, dtype=torch.bfloat16)[..., :150].requires_grad_()
@@ -58,6 +59,7 @@ _CASES = {
     "learned bias": (_Q, _K, _side(_Q, _K, bias=_BIAS), AttentionSpec(0.125)),
     "learned slopes": (_Q, _K, _side(_Q, _K, alibi_slopes=_TABLE), _CAUSAL),
     "sinks": (_Q, _K, _side(_Q, _K, sinks=_TABLE), _CAUSAL),
+    "float32": (_FLOAT32_Q, _FLOAT32_K, _side(_FLOAT32_Q, _FLOAT32_K, sinks=_TABLE), _CAUSAL),
     "wide": (_WIDE_Q, _WIDE_K, _side(_WIDE_Q, _WIDE_K, sinks=_TABLE), _CAUSAL),
     "function": (_Q, _K, _side(_Q, _K), _function(False)[0]),
     "learned table": (_Q, _K, _side(_Q, _K, captured=(_TABLE,)), _function(True)[0]),
@@ -75,7 +77,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(backend_launch, "make_launch", make_launch)
     monkeypatch.setattr(backend_launch, "_load_with_others", lambda plan: None)
-    for module in (hopper, backward_launch, wide_backward_launch):
+    for module in (hopper, backward_launch, float32_backward_launch, wide_backward_launch):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setattr("flashtile._backends.tma._encoded", lambda *given: (0,))
     monkeypatch.setattr("flashtile._backends.tma._described", lambda *given: (0,))

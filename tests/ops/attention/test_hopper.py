@@ -43,6 +43,7 @@ from flashtile.ops.attention.hopper import (
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.backward_source import backward_source
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
+from flashtile.ops.attention.hopper.float32_backward_configs import float32_shared_memory
 from flashtile.ops.attention.hopper.wide_backward_configs import choose_wide_backward_config, wide_shared_memory
 from flashtile.ops.attention.hopper.widening import make_widening
 from flashtile.ops.attention.plans import BlockSizes, SideShape, Window
@@ -57,6 +58,7 @@ from hopper_forms import (
     BIAS_GRADIENT_FORMS,
     BLOCK_FORMS,
     FEATURE_FORMS,
+    FLOAT32_BACKWARD_FORMS,
     FORMS,
     FP8_FORMS,
     FUNCTION_FORMS,
@@ -72,6 +74,7 @@ from machine_code import (
     described,
     differing,
     facts,
+    float32_backward_sources,
     hopper_config,
     hopper_plan,
     passed_by,
@@ -185,6 +188,19 @@ def test_a_backward_of_wide_heads_is_plain_or_portable(changes: dict) -> None:
         assert _chosen("backward", backend, head_dim=320, **changes) == "triton"
     refused = with_changes(_call("backward"), head_dim=320, **changes)
     assert "wider than 256 columns has no" in (unsupported_reason(refused) or "")
+
+
+def test_only_a_plain_backward_of_float32_has_hopper_kernels() -> None:
+    def chosen(backend: str = "auto", phase: Phase = "backward", head_dim: int = 128, **changes: Any) -> str | None:
+        return _chosen(phase, backend, dtype=torch.float32, head_dim=head_dim, **changes)
+
+    assert chosen() == chosen(head_dim=72) == chosen(head_dim=8, head_dim_v=72) == "hopper"
+    assert chosen("hopper") == "hopper"
+    assert chosen("triton") == chosen(phase="forward") == "triton"
+    assert chosen(head_dim=64, head_dim_v=64) == chosen(head_dim=136) == chosen(tf32=True) == "triton"
+    assert chosen(softcap=5.0) == chosen(packed=True) == chosen(dropout_p=0.1) == "triton"
+    refused = with_changes(_call("backward"), dtype=torch.float32, softcap=5.0)
+    assert "backward of float32 has no softcap" in (unsupported_reason(refused) or "")
 
 
 def test_the_interpreter_and_the_cpu_have_no_hopper_kernels() -> None:
@@ -1330,6 +1346,17 @@ def test_machine_code_of_the_backward_of_wide_heads(form: str) -> None:
     check_code(sources["begin"], "sm_90", check_fit, 1024)
 
 
+@pytest.mark.parametrize("form", FLOAT32_BACKWARD_FORMS)
+def test_machine_code_of_the_backward_of_float32(form: str) -> None:
+    sources = float32_backward_sources(FLOAT32_BACKWARD_FORMS[form])
+    of_values, of_scores = float32_shared_memory()
+    assert max(of_values, of_scores) <= _LIMIT
+    for kernel, memory in (("dv", of_values), ("dk", of_scores), ("dq", of_scores)):
+        check_code(sources[kernel], "sm_90", _check_wide_backward, _Limits(memory, _SPILLS_OF_FLOAT32))
+    for kernel in ("begin", "split"):
+        check_code(sources[kernel], "sm_90", check_fit, 1024)
+
+
 def _check_wide_backward(binary: Binary, limits: _Limits) -> None:
     check_fit(binary, *limits)
     assert not serialises_products(binary)
@@ -1381,6 +1408,9 @@ def test_which_biases_come_by_tma(changes: dict[str, Any], moved: bool) -> None:
 #: Spilled bytes of a thread in a backward of wide heads: of dq some twenty addresses at most, and a few scalars of its
 #: producers, which have 24 registers.
 _SPILLS_OF_WIDE_HEADS = 112
+
+#: The same in a backward of float32: scalars of the producers of dv.
+_SPILLS_OF_FLOAT32 = 8
 
 #: Spilled bytes of a thread that holds the sums of two tiles of queries, and of one.
 _SPILLS_OF_BIAS_GRADIENTS = {2: 192, 1: 16}

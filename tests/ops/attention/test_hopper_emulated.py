@@ -110,6 +110,33 @@ def test_backward_of_wide_heads_divides_heads_that_share_keys(hopper: Callable) 
     check(replace(_SMALL, heads=4, seq_q=1100, seq_k=70, head_dim=264, head_dim_v=64), "hopper")
 
 
+_FLOAT32: dict[str, dict[str, Any]] = {
+    "shared keys, causal": {"heads": 4, "head_dim": 128, "head_dim_v": 96, "arguments": {"causal": True}},
+    "full": {"seq_q": 130, "seq_k": 140, "head_dim": 128, "head_dim_v": 128},
+    "one query, sinks": {"seq_q": 1, "head_dim": 72, "head_dim_v": 128, "sinks": True},
+    "rows that see nothing": {
+        "seq_q": 300, "seq_k": 100, "head_dim": 128, "head_dim_v": 72, "sinks": True, "arguments": {"causal": True},
+    },
+    "one key, other scale": {"seq_k": 1, "head_dim": 96, "head_dim_v": 64, "arguments": {"scale": -0.1}},
+    "window": {"seq_k": 200, "head_dim": 96, "head_dim_v": 80, "arguments": {"window": (3, 0)}},
+    "narrow queries": {"head_dim": 8, "head_dim_v": 128, "arguments": {"window": (None, 20), "align": "top_left"}},
+    "heads divided": {"heads": 4, "seq_q": 1100, "seq_k": 70, "head_dim": 72, "head_dim_v": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", _FLOAT32.values(), ids=_FLOAT32)
+def test_backward_of_float32(hopper: Callable, changes: dict[str, Any]) -> None:
+    """Its sums have a fixed order: no order of events changes a bit."""
+    case = replace(_SMALL, dtype=torch.float32, **changes)
+    emulated = hopper(seed=0)
+    first = check(case, "hopper")
+    kernels = ["attention_float32_dv_kernel", *["attention_float32_dk_dq_kernel"] * 2]
+    assert emulated.launched == ["attention_begin_kernel", *["attention_split_kernel"] * 4, *kernels]
+    hopper(seed=1)
+    again = run(case, make_inputs(case), "hopper")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (70, 0), "deterministic": True}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_packed_sequences(hopper: Callable, head_dim: int, arguments: dict) -> None:

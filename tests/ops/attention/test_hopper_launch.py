@@ -27,7 +27,13 @@ from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.backend import Phase
-from flashtile.ops.attention.hopper import backward_configs, backward_launch, launch, wide_backward_launch
+from flashtile.ops.attention.hopper import (
+    backward_configs,
+    backward_launch,
+    float32_backward_launch,
+    launch,
+    wide_backward_launch,
+)
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.wide_backward_configs import STATISTIC_ROWS
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Wanted, plain_side
@@ -110,7 +116,7 @@ def launched() -> Any:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(backend_launch, "make_launch", make_launch)
-        for module in (launch, backward_launch, wide_backward_launch):
+        for module in (launch, backward_launch, float32_backward_launch, wide_backward_launch):
             patched.setattr(module, "multiprocessors", lambda device: 132)
         zeros = torch.zeros(2, dtype=torch.int32)
         patched.setattr(launch, "_counter", lambda device: zeros)
@@ -331,6 +337,34 @@ def test_a_backward_of_wide_heads_passes_what_its_kernels_declare(
     assert begin["dout_ptr"] == dout.data_ptr() and begin["sums_ptr"] is begin["turns_ptr"] is None
     masked_dout = begin["statistics_ptr"] + 4 * tiles * 2 * STATISTIC_ROWS
     masked_dout_bytes = 2 * out.numel() if begin["masked_dout_ptr"] else 0
+    assert begin["masked_dout_ptr"] in (None, masked_dout) and begin["counter_ptr"] >= masked_dout + masked_dout_bytes
+    assert begin["sink_sums_ptr"] is None or begin["sink_sums_ptr"] >= begin["counter_ptr"] + 4
+    assert of_dv["statistics_ptr"] == of_dq["statistics_ptr"] == begin["statistics_ptr"]
+
+
+@given(_calls((torch.float32,)), st.booleans())
+def test_a_backward_of_float32_passes_what_its_kernels_declare(
+    launched: dict[str, _Launched], call: _Call, has_dlse: bool
+) -> None:
+    q, k, v, dout, side, spec = call
+    side, spec = side._replace(alibi_slopes=None), spec._replace(softcap=0.0)
+    if not _served("backward", call._replace(side=side, spec=spec)):
+        return
+    lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
+    out, dlse = torch.zeros(dout.shape), torch.zeros_like(lse) if has_dlse else None
+    gradients = backward_launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
+    tiles, begin = launched["attention_begin_kernel"]
+    of_dv, of_dq = (launched[f"attention_float32_{name}_kernel"].arguments for name in ("dv", "dk_dq"))
+    # The last kernel is that of dq, and the last tensor that is split dout.
+    assert of_dv["q_desc"] == of_dq["own_scores_desc"] and of_dv["dout_desc"] == of_dq["own_values_desc"]
+    assert of_dv["k_desc"] == of_dq["visited_scores_desc"]
+    assert of_dq["gradient_ptr"] == gradients.q.data_ptr()
+    split = launched["attention_split_kernel"].arguments
+    assert split["numbers_ptr"] == (begin["masked_dout_ptr"] or dout.data_ptr())
+    assert split["parts_ptr"] == of_dv["dout_desc"].address
+    # The parts of the buffer, in their order: each has room.
+    masked_dout = begin["statistics_ptr"] + 4 * tiles * 2 * STATISTIC_ROWS
+    masked_dout_bytes = 4 * out.numel() if begin["masked_dout_ptr"] else 0
     assert begin["masked_dout_ptr"] in (None, masked_dout) and begin["counter_ptr"] >= masked_dout + masked_dout_bytes
     assert begin["sink_sums_ptr"] is None or begin["sink_sums_ptr"] >= begin["counter_ptr"] + 4
     assert of_dv["statistics_ptr"] == of_dq["statistics_ptr"] == begin["statistics_ptr"]

@@ -39,6 +39,7 @@ class AttentionCall(NamedTuple):
         mask: there is a mask.
         alibi: there are slopes of ALiBi.
         wanted: the gradients of side inputs that the backward is to give.
+        tf32: products of float32 may be of TF32.
         side: the tensors beside q, k and v, for `describe`. None while a backend is chosen: the choice is remembered by
             the other fields.
     """
@@ -62,6 +63,7 @@ class AttentionCall(NamedTuple):
     alibi: bool
     wanted: Wanted
     spec: AttentionSpec
+    tf32: bool = False
     side: SideInputs | None = None
 
     @property
@@ -102,7 +104,8 @@ class KernelChoice:
 
     Attributes:
         name: "forward", "dq" (alone where that kernel writes dk and dv too), "dkdv", or "dbias" for the gradient of a
-            bias; on Hopper "forward" or "backward", and "widen" before them for 8-bit values; on the CPU a description
+            bias; on Hopper "forward" or "backward", "dv", "dk" and "dq" where each is a kernel, and before them "widen"
+            for 8-bit values and "split" for float32; on the CPU a description
             of what computes the call.
         tiles: block sizes, warps and stages; None if the kernel has no tiles of flashtile's.
         shared_memory: estimate of the shared memory of one thread block in bytes; 0 if it uses none.

@@ -118,6 +118,7 @@ def explain(
         *facts_of_side(side),
         wanted_of(side),
         spec,
+        q.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
         side,
     )
     choice = BACKENDS.choose(call)

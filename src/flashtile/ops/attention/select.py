@@ -88,4 +88,5 @@ def implementation(
         *facts_of_side(side),
         wanted,
         spec,
+        q.dtype is torch.float32 and torch._C._get_cublas_allow_tf32(),
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
 from flashtile.ops.attention.hopper import backward_configs, configs
+from flashtile.ops.attention.hopper import float32_backward_configs as float32_configs
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8
 from flashtile.ops.attention.hopper.wide_backward_configs import (
     choose_wide_backward_config,
@@ -31,7 +34,11 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "Triton's interpreter does not know the language of its kernels"
     if call.device.arch != "sm_90":
         return f"its kernels are for sm_90, and the tensors are on {call.device.arch}"
-    if call.dtype not in (torch.float16, torch.bfloat16, FP8):
+    if call.dtype is torch.float32:
+        reason = _unserved_float32(call)
+        if reason:
+            return reason
+    elif call.dtype not in (torch.float16, torch.bfloat16, FP8):
         return f"its kernels take float16, bfloat16 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
     return _unsupported_feature(call) or _unreadable(call) or _slower(call)
 
@@ -60,7 +67,7 @@ def _slower(call: AttentionCall) -> str | None:
 
 def _unsupported_feature(call: AttentionCall) -> str | None:
     widest = max(call.head_dims)
-    if call.phase == "backward" and is_wide(*call.head_dims) and (unserved := _unserved_by_wide_backward(call)):
+    if call.phase == "backward" and is_wide(*call.head_dims) and (unserved := _unserved_apart(call)):
         return f"its backward of heads wider than {4 * configs.CONSUMER_ROWS} columns has no {unserved}"
     if call.dtype is FP8 and widest > MAX_HEAD_DIM_8:
         return f"8-bit heads have up to {MAX_HEAD_DIM_8} columns, and these {widest}"
@@ -81,8 +88,21 @@ def _unsupported_feature(call: AttentionCall) -> str | None:
     return None
 
 
-def _unserved_by_wide_backward(call: AttentionCall) -> str | None:
-    """What the kernels of `wide_backward` cannot do, of what a call asks."""
+def _unserved_float32(call: AttentionCall) -> str | None:
+    """Why the kernels cannot serve a call in float32, of which they have the backward of 65 to 128 columns alone."""
+    if call.phase == "forward":
+        return "its forward takes float16, bfloat16 and float8_e4m3fn, not float32"
+    if not float32_configs.serves_float32(call.dtype, *call.head_dims):
+        narrowest, widest = float32_configs.NARROW + 1, float32_configs.WIDTH
+        return f"its backward of float32 is for heads of {narrowest} to {widest} columns"
+    if call.tf32:
+        return "its products have the error of float32, and PyTorch's setting allows TF32, which is faster"
+    unserved = _unserved_apart(call)
+    return f"its backward of float32 has no {unserved}" if unserved else None
+
+
+def _unserved_apart(call: AttentionCall) -> str | None:
+    """What the kernels of `wide_backward` and `float32_backward` cannot do, of what a call asks."""
     spec = call.spec
     asked = {
         "packed sequences": call.packed,
@@ -115,6 +135,8 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     spec, heads = call.spec, call.head_dims
     if call.phase == "backward" and is_wide(*heads):
         return _describe_wide_backward(*heads)
+    if call.phase == "backward" and call.dtype is torch.float32:
+        return _describe_float32_backward()
     if call.phase == "backward":
         side = call.side or SideInputs()
         moved = configs.moves_by_tma(call.bias, call.dtype)
@@ -147,19 +169,32 @@ def _warps(consumers: int) -> str:
 
 
 def _describe_wide_backward(head_dim: int, head_dim_v: int) -> tuple[KernelChoice, ...]:
-    """The kernels of dv, dk and dq. A stage is a chunk of 64 rows and columns."""
+    """A stage is a chunk of 64 rows and columns."""
     cut = choose_wide_backward_config(head_dim, head_dim_v)
-    of_values, of_scores = wide_shared_memory(cut)
-    warps, rows = "2 computing warpgroups and a loading warp", configs.CONSUMER_ROWS
-    places = cut.score_places + cut.value_places
+    return _describe_gradients(cut, cut.places, cut.score_places + cut.value_places, wide_shared_memory(cut))
+
+
+def _describe_float32_backward() -> tuple[KernelChoice, ...]:
+    """A stage is a part of 64 rows."""
+    stages = float32_configs.VISITED_TILES
+    gradients = _describe_gradients(None, stages, stages, float32_configs.float32_shared_memory())
+    return KernelChoice("split", backend="hopper"), *gradients
+
+
+def _describe_gradients(
+    cut: Any, stages_of_dv: int, stages: int, memory: tuple[int, int]
+) -> tuple[KernelChoice, ...]:  # fmt: skip
+    """The kernels of dv, dk and dq. `memory`: of the first, and of the others."""
+    rows, (of_values, of_scores) = configs.CONSUMER_ROWS, memory
     choices = (
-        ("dv", (rows, 2 * rows), cut.places, of_values),
-        ("dk", (rows, rows), places, of_scores),
-        ("dq", (rows, rows), places, of_scores),
+        ("dv", (rows, 2 * rows), stages_of_dv, of_values),
+        ("dk", (rows, rows), stages, of_scores),
+        ("dq", (rows, rows), stages, of_scores),
     )
+    warps = "2 computing warpgroups and a loading warp"
     return tuple(
-        KernelChoice(name, cut, memory, "hopper", summary=summary_of(block, warps, stages, memory))
-        for name, block, stages, memory in choices
+        KernelChoice(name, cut, of_each, "hopper", summary=summary_of(block, warps, stages, of_each))
+        for name, block, stages, of_each in choices
     )
 
 

@@ -34,6 +34,8 @@ from flashtile.ops.attention.hopper.bias_gradient_launch import (
 )
 from flashtile.ops.attention.hopper.bounds import by_whole_rows, row_strides
 from flashtile.ops.attention.hopper.configs import is_of_scores, moves_by_tma, table_bytes
+from flashtile.ops.attention.hopper.float32_backward_configs import serves_float32
+from flashtile.ops.attention.hopper.float32_backward_launch import Float32BackwardPlan, plan_float32_backward
 from flashtile.ops.attention.hopper.parameters import (
     LOG2_E,
     is_covered,
@@ -43,11 +45,7 @@ from flashtile.ops.attention.hopper.parameters import (
     with_aligned_lists,
 )
 from flashtile.ops.attention.hopper.wide_backward_configs import is_wide
-from flashtile.ops.attention.hopper.wide_backward_launch import (
-    WideBackwardPlan,
-    launch_wide_backward,
-    plan_wide_backward,
-)
+from flashtile.ops.attention.hopper.wide_backward_launch import WideBackwardPlan, plan_wide_backward
 from flashtile.ops.attention.plans import (
     SideShape,
     call_sizes,
@@ -136,13 +134,19 @@ def backward(
         k, v = by_whole_rows(k), by_whole_rows(v)
     out, dout = contiguous_on_16_bytes(out), _readable(dout)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    if is_wide(q.shape[-1], v.shape[-1]):
-        wide = _wide_plan_for(dout, dlse is not None, q, k, v, side, spec, has_empty_rows)
-        dq, dk, dv, scratch = launch_wide_backward(
-            wide, dout.data_ptr(), pointer(dlse), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-            lse.data_ptr(), pointer(side.sinks),
-        )  # fmt: skip
-        dsinks = _sink_gradient(scratch, wide.sink_sums_at, lse) if wanted.sinks and side.sinks is not None else None
+    apart = _plan_apart_for(dout, dlse is not None, q, k, v, side, spec, has_empty_rows)
+    if apart is not None:
+        dq, dk, dv, scratch = apart.launch(
+            dout.data_ptr(),
+            pointer(dlse),
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+            pointer(side.sinks),
+        )
+        dsinks = _sink_gradient(scratch, apart.sink_sums_at, lse) if wanted.sinks and side.sinks is not None else None
         return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, None, None, dsinks, nothing_captured)
     plan = _plan_for(dout, dlse is not None, q, k, v, side, spec, has_empty_rows, wanted)
     row_statistics = None
@@ -185,10 +189,11 @@ def prepare_backward(
     and lse; or None."""
     if spec.scale <= 0 or not (q.numel() and k.numel() and v.numel() and aligned(dout)):
         return None
-    if is_wide(q.shape[-1], v.shape[-1]):
-        wide = _wide_plan_for(dout, has_dlse, q, k, v, side, spec, may_hide_rows(q, k, side, spec))
-        return lambda *addresses: launch_wide_backward(wide, *addresses)[:3]
-    plan = _plan_for(dout, has_dlse, q, k, v, side, spec, may_hide_rows(q, k, side, spec))
+    has_empty_rows = may_hide_rows(q, k, side, spec)
+    apart = _plan_apart_for(dout, has_dlse, q, k, v, side, spec, has_empty_rows)
+    if apart is not None:
+        return lambda *addresses: apart.launch(*addresses)[:3]
+    plan = _plan_for(dout, has_dlse, q, k, v, side, spec, has_empty_rows)
 
     return lambda *addresses: _launch(plan, *addresses)[:3]
 
@@ -200,9 +205,9 @@ def backward_plans(
     if spec.scale <= 0 or not (q.numel() and k.numel() and v.numel()):
         return ()
     has_empty_rows = may_hide_rows(q, k, side, spec)
-    if is_wide(q.shape[-1], v.shape[-1]):
-        wide = _wide_plan_for(dout, False, q, k, v, side, spec, has_empty_rows)
-        return wide.begin, wide.dv.plan, wide.dk.plan, wide.dq.plan
+    apart = _plan_apart_for(dout, False, q, k, v, side, spec, has_empty_rows)
+    if apart is not None:
+        return apart.launches
     plan = _plan_for(dout, False, q, k, v, side, spec, has_empty_rows, wanted)
     of_bias: tuple[Plan, ...] = ()
     if wanted.bias and plan.stored_bias is None:
@@ -218,13 +223,19 @@ def _plan_for(
     return _plan(q.dtype, q.device, shapes, strides, side_shape(side), spec, has_dlse, has_empty_rows, wanted)
 
 
-def _wide_plan_for(
+def _plan_apart_for(
     dout: Tensor, has_dlse: bool, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec,
     has_empty_rows: bool,
-) -> WideBackwardPlan:  # fmt: skip
+) -> WideBackwardPlan | Float32BackwardPlan | None:  # fmt: skip
+    """The plan of a backward whose gradients are a kernel each: of wide heads, and of float32. None for others."""
+    if is_wide(q.shape[-1], v.shape[-1]):
+        make: Callable[..., WideBackwardPlan | Float32BackwardPlan] = plan_wide_backward
+    elif serves_float32(q.dtype, q.shape[-1], v.shape[-1]):
+        make = plan_float32_backward
+    else:
+        return None
     shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), dout.stride())
-    sinks = side.sinks is not None
-    return plan_wide_backward(q.dtype, q.device, shapes, strides, sinks, spec, has_dlse, has_empty_rows)
+    return make(q.dtype, q.device, shapes, strides, side.sinks is not None, spec, has_dlse, has_empty_rows)
 
 
 def _launch(

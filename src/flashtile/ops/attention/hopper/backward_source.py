@@ -137,7 +137,8 @@ def _parameters(variant: BackwardVariant, numbers: Numbers) -> dict[str, Any]:
         "turns_ptr": optional(variant.ordered, pointer_to(torch.int32)),
         **dict.fromkeys(("sink_logits_ptr", "sink_sums_ptr"), optional(variant.sinks, statistics)),
         "cu_seqlens_q_ptr": variant.side.pointers.cu_seqlens_q,
-        **{name: Parameter(of_stride, 8, number[name]) for name in strides_dout},
+        # Multiples of 16 bytes.
+        **{name: Parameter(of_stride, 16 // variant.dtype.itemsize, number[name]) for name in strides_dout},
         **integers,
         "scale": scale,
         "lse_unit": float32(number["lse_unit"] if variant.config.statistics_multiplied else None),

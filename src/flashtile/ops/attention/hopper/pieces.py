@@ -195,14 +195,18 @@ def release(barrier):
 
 @gluon.jit
 def make_ring(descriptors, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr = 1):
-    """A ring of tiles of the descriptors' boxes, each emptied by `READERS` consumers."""
+    """A ring of tiles of the descriptors' boxes, each emptied by `READERS` consumers; 0: loaded once, and never emptied.
+    Such a ring has no barriers for that: if nobody waits for a barrier, the compiler lays tiles over it, and what the
+    barrier was made of may come after what TMA loads there."""
     desc = descriptors.main
     tail_desc = descriptors.tail
     ROWS: gl.constexpr = desc.block_shape[-3]
     WIDTH: gl.constexpr = desc.block_shape[-1]
     tiles = gl.allocate_shared_memory(desc.dtype, [STAGES * PARTS] + desc.block_shape, desc.layout)
     full = barriers(STAGES * PARTS, 1)
-    empty = barriers(STAGES * PARTS, READERS * WARPGROUP)
+    empty = full
+    if READERS > 0:
+        empty = barriers(STAGES * PARTS, READERS * WARPGROUP)
     if tail_desc is None:
         ring = Ring(tiles, tiles, full, empty, ROWS, WIDTH, 0, STAGES, PARTS)
     else:

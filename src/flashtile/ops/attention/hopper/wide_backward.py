@@ -197,7 +197,7 @@ def attention_wide_dv_kernel(
         TOP_LEFT=TOP_LEFT,
         MASKS=MASKS,
     )
-    keys = make_ring(Chunks(k_desc, None), 2 * key_places(config), 1)
+    keys = make_ring(Chunks(k_desc, None), 2 * key_places(config), 0)
     visited = make_ring(Chunks(q_desc, None), PLACES, 2)
     fence_async_shared()
     gl.warp_specialize(
@@ -234,8 +234,8 @@ def attention_wide_dk_dq_kernel(
     dtype: gl.constexpr = own_scores_desc.dtype
     shared = Shared(
         own=Operands(
-            of_scores=make_ring(Chunks(own_scores_desc, None), CHUNKS, 1),
-            of_values=make_ring(Chunks(own_values_desc, None), VALUE_CHUNKS, 1),
+            of_scores=make_ring(Chunks(own_scores_desc, None), CHUNKS, 0),
+            of_values=make_ring(Chunks(own_values_desc, None), VALUE_CHUNKS, 0),
         ),
         visited=Operands(
             of_scores=make_ring(Chunks(visited_scores_desc, None), SCORE_PLACES, 1),

@@ -92,27 +92,30 @@ class WideBackwardPlan(NamedTuple):
     sink_sums_at: int
     has_empty_rows: bool
 
+    @property
+    def launches(self) -> tuple[Plan, ...]:
+        return self.begin, self.dv.plan, self.dk.plan, self.dq.plan
 
-def launch_wide_backward(
-    plan: WideBackwardPlan, dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int, sinks: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Enqueues the kernels, from addresses; 0 stands for a tensor that is not there. Returns dq, dk, dv and the
-    scratch."""
-    dq, dk, dv, scratch = plan.allocate()
-    statistics = scratch.data_ptr()
-    masked_dout = statistics + plan.masked_dout_at if plan.has_empty_rows else None
-    sink_sums = statistics + plan.sink_sums_at if sinks else None
-    plan.begin.launch(
-        out, dout, lse, dlse, statistics, None, None, statistics + plan.counter_at, masked_dout, sinks, sink_sums,
-        None, None,
-    )  # fmt: skip
-    dout = masked_dout or dout
-    plan.dv.launch(statistics, k, q, dout, dv.data_ptr())
-    plan.dk.launch(statistics, k, v, q, dout, dk.data_ptr())
-    plan.dq.launch(statistics, q, dout, k, v, dq.data_ptr())
-    if plan.shares > 1:
-        dk, dv = sum_of_shares(dk, plan.shares), sum_of_shares(dv, plan.shares)
-    return dq, dk, dv, scratch
+    def launch(
+        self, dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int, sinks: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Enqueues the kernels, from addresses; 0 stands for a tensor that is not there. Returns dq, dk, dv and the
+        scratch."""
+        dq, dk, dv, scratch = self.allocate()
+        statistics = scratch.data_ptr()
+        masked_dout = statistics + self.masked_dout_at if self.has_empty_rows else None
+        sink_sums = statistics + self.sink_sums_at if sinks else None
+        self.begin.launch(
+            out, dout, lse, dlse, statistics, None, None, statistics + self.counter_at, masked_dout, sinks, sink_sums,
+            None, None,
+        )  # fmt: skip
+        dout = masked_dout or dout
+        self.dv.launch(statistics, k, q, dout, dv.data_ptr())
+        self.dk.launch(statistics, k, v, q, dout, dk.data_ptr())
+        self.dq.launch(statistics, q, dout, k, v, dq.data_ptr())
+        if self.shares > 1:
+            dk, dv = sum_of_shares(dk, self.shares), sum_of_shares(dv, self.shares)
+        return dq, dk, dv, scratch
 
 
 @plan_cache
@@ -137,9 +140,7 @@ def plan_wide_backward(
     shares = shares_of_heads(heads // heads_kv, walks, steps, spec.banded, multiprocessors(device))
     lines, lines_kv = batch * heads, batch * heads_kv * shares
     statistic_tiles = query_tiles * (_ROWS // STATISTIC_ROWS)
-    begin = _plan_begin(
-        dtype, device, q_shape, dout_shape, strides[3], statistic_tiles, sinks, has_dlse, has_empty_rows
-    )
+    begin = plan_begin(dtype, device, q_shape, dout_shape, strides[3], statistic_tiles, sinks, has_dlse, has_empty_rows)
     problem = Problem(
         batch=int32(batch),
         heads=int32(heads),
@@ -211,7 +212,7 @@ def plan_wide_backward(
     )  # fmt: skip
 
 
-def _plan_begin(
+def plan_begin(
     dtype: torch.dtype, device: torch.device, q_shape: tuple[int, ...], dout_shape: tuple[int, ...],
     dout_strides: tuple[int, ...], statistic_tiles: int, sinks: bool, has_dlse: bool, has_empty_rows: bool,
 ) -> Plan:  # fmt: skip
