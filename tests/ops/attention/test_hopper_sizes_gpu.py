@@ -1,0 +1,96 @@
+"""The Hopper kernels on a GPU, in sizes that have tiles, walks or kernels of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
+
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
+
+_BF16 = torch.bfloat16
+
+_BASE = AttentionCase(batch=2, heads=4, heads_kv=2, seq_q=230, seq_k=230, head_dim=64, head_dim_v=64, dtype=_BF16)
+
+
+@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [32, 40, 64, 72, 96, 112, 128])
+@pytest.mark.parametrize(
+    "changes, arguments",
+    [
+        ({}, {}),
+        ({}, {"causal": True}),
+        ({}, {"causal": True, "softcap": 5.0}),
+        ({"lengths_q": (129, 0, 70), "lengths_k": (136, 33, 90), "alibi_slopes": "h"}, {"causal": True}),
+        ({"lengths_q": (129, 1, 64), "lengths_k": (136, 130, 1)}, {}),
+        ({"key_lengths": (70, 200), "sinks": True}, {}),
+    ],
+    ids=str,
+)
+def test_short_calls(changes: dict, arguments: dict, head_dim: int, dtype: torch.dtype) -> None:
+    case = replace(_BASE, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype, **changes)
+    check(with_arguments(case, **arguments), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("seq", [1, 64, 127, 128, 197, 256, 300, 512, 700, 1024])
+def test_lengths_around_those_at_which_tiles_change(seq: int, head_dim: int, causal: bool) -> None:
+    """Also in more tiles than a GPU takes at once."""
+    for batch in (2, 40):
+        case = replace(_BASE, batch=batch, seq_q=seq, seq_k=seq, head_dim=head_dim, head_dim_v=head_dim)
+        check(with_arguments(case, causal=causal), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "deterministic"])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 160, 256])
+@pytest.mark.parametrize("batch, heads, heads_kv, seq_q, seq_k", [
+    (1, 2, 2, 4096, 77), (1, 2, 1, 4096, 130), (2, 3, 3, 1111, 300), (1, 8, 1, 2500, 64), (1, 1, 1, 5000, 1),
+])  # fmt: skip
+def test_many_queries_on_few_keys(
+    batch: int, heads: int, heads_kv: int, seq_q: int, seq_k: int, head_dim: int, deterministic: bool
+) -> None:
+    """Walks over the queries are in parts."""
+    sizes = {"batch": batch, "heads": heads, "heads_kv": heads_kv, "seq_q": seq_q, "seq_k": seq_k}
+    case = replace(_BASE, head_dim=head_dim, head_dim_v=head_dim, **sizes)
+    for arguments in ({}, {"softcap": 5.0}):
+        of_case = with_arguments(case, deterministic=deterministic, **arguments)
+        first = check(of_case, "hopper", "cuda")
+        if deterministic:
+            again = run(of_case, make_inputs(of_case, "cuda"), "hopper")
+            assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+_FLOAT32: dict[str, dict[str, Any]] = {
+    "full": {"batch": 3, "seq_q": 512, "seq_k": 512},
+    "causal, shared keys": {"seq_q": 643, "seq_k": 643, "arguments": {"causal": True}},
+    "long, causal": {"batch": 1, "seq_q": 3000, "seq_k": 3000, "arguments": {"causal": True}},
+    "one query, sinks": {"seq_q": 1, "seq_k": 700, "sinks": True},
+    "rows that see nothing": {"seq_q": 300, "seq_k": 100, "sinks": True, "arguments": {"causal": True}},
+    "one key, other scale": {"seq_k": 1, "arguments": {"scale": -0.1}},
+    "window": {"seq_q": 700, "seq_k": 800, "arguments": {"window": (90, 3)}},
+    "window, top left": {"seq_q": 517, "arguments": {"window": (None, 20), "align": "top_left"}},
+    "heads divided": {"heads": 8, "heads_kv": 1, "seq_q": 2000, "seq_k": 70},
+}
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [(128, 128), (96, 96), (72, 128), (128, 64), (8, 80)], ids=str)
+@pytest.mark.parametrize("changes", _FLOAT32.values(), ids=_FLOAT32)
+def test_backward_of_float32(changes: dict[str, Any], head_dim: int, head_dim_v: int) -> None:
+    """Behind the portable forward. Its sums have a fixed order, so each run has the same bits."""
+    case = replace(_BASE, head_dim=head_dim, head_dim_v=head_dim_v, dtype=torch.float32, **changes)
+    inputs = make_inputs(case, "cuda")
+    given = {**inputs.tensors, **case.keywords(), "device": "sm_90"}
+    choice = flashtile.explain(inputs.q, inputs.k, inputs.v, **given)
+    assert [(kernel.name, kernel.backend) for kernel in choice.kernels[-3:]] == [
+        (name, "hopper") for name in ("dv", "dk", "dq")
+    ]
+    first = check(case, "auto", "cuda", inputs=inputs)
+    for _ in range(3):
+        again = run(case, make_inputs(case, "cuda"), "auto")
+        assert all(torch.equal(first[name], again[name]) for name in first)
