@@ -119,7 +119,7 @@ _FLOAT32: dict[str, dict[str, Any]] = {
     },
     "one key, other scale": {"seq_k": 1, "head_dim": 96, "head_dim_v": 64, "arguments": {"scale": -0.1}},
     "window": {"seq_k": 200, "head_dim": 96, "head_dim_v": 80, "arguments": {"window": (3, 0)}},
-    "narrow queries": {"head_dim": 8, "head_dim_v": 128, "arguments": {"window": (None, 20), "align": "top_left"}},
+    "narrow values": {"head_dim": 80, "head_dim_v": 8, "arguments": {"window": (None, 20), "align": "top_left"}},
     "heads divided": {"heads": 4, "seq_q": 1100, "seq_k": 70, "head_dim": 72, "head_dim_v": 64},
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
 #: Parts of a number, and columns of each in a row, whatever head_dim is.
 PARTS, WIDTH = 3, 128
 
-#: Heads of up to so many columns take the portable kernels.
+#: Queries and keys of up to so many columns take the portable kernels: half of the sums of dk and dq would be empty.
 NARROW = 64
 
 #: Tiles on chip of the visited rows of a step, of q and dout or of k and v. The own rows have as many.
@@ -30,4 +30,4 @@ def float32_shared_memory() -> tuple[int, int]:
 
 def serves_float32(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> bool:
     """Whether the kernels of `float32_backward` are for a backward."""
-    return dtype is torch.float32 and NARROW < max(head_dim, head_dim_v) <= WIDTH
+    return dtype is torch.float32 and NARROW < head_dim <= WIDTH and head_dim_v <= WIDTH
