@@ -299,6 +299,16 @@ def test_times_of_other_shapes_are_those_of_the_records():
     assert [row[:10] for row in _table(FIGURES, "head_dim, dtype")[1:]] == expected
 
 
+def test_random_shapes_are_those_of_the_records():
+    common = _compared("h200-random.json", "flashtile-auto", ("sdpa-cudnn", "fa4"), "random")
+    odd = _compared(
+        "h200-random-odd.json", "flashtile-auto", ("sdpa-flash", "sdpa-cudnn", "torch-varlen"), "random-odd"
+    )
+    assert [cells for _, *cells in _table(FIGURES, "shapes drawn at random")[1:]] == [common, odd]
+    said = f"{common[1].split()[0]} times as fast forward and {common[3].split()[0]} times backward"
+    assert f"{said} as the fastest peer" in " ".join(README.split())
+
+
 def test_times_of_functions_are_those_of_the_records():
     """Of the last record that has the case."""
     records = [*map(_milliseconds, ("h200-functions.json", "h200-score-functions.json"))]
