@@ -70,6 +70,7 @@ from hopper_forms import (
 from machine_code import (
     Binary,
     Call,
+    check_barriers,
     check_fit,
     described,
     differing,
@@ -1359,6 +1360,7 @@ def test_machine_code_of_the_backward_of_float32(form: str) -> None:
 
 def _check_wide_backward(binary: Binary, limits: _Limits) -> None:
     check_fit(binary, *limits)
+    check_barriers(binary)
     assert not serialises_products(binary)
 
 
