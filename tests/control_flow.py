@@ -387,8 +387,11 @@ def _changed(listing: Listing, function: int) -> set[str]:
 
 def _exchanges_by_name(instructions: list[Instruction], blocks: dict[int, int]) -> list[Instruction]:
     """The instructions with one that is called EXCHANGE in the place of three that exchange two uniform registers by
-    exclusive or (`a ^= b; b ^= a; a ^= b`): ranges do not tell that this restores what was there. Several exchanges may
-    go on at once, each of registers of its own."""
+    exclusive or (`a ^= b; b ^= a; a ^= b`): ranges do not tell that this restores what was there.
+
+    Several exchanges may go on at once, each of registers of its own. Others may read b meanwhile: it has its old value
+    up to the second step, in whose place EXCHANGE stands, and its new one from there on.
+    """
     result = list(instructions)
     for begin, end in blocks.items():
         exchanges: dict[frozenset[str], list[tuple[int, str]]] = {}  # those that have begun: their steps so far
@@ -398,20 +401,27 @@ def _exchanges_by_name(instructions: list[Instruction], blocks: dict[int, int]) 
             other = next((source for source in sources[:2] if source != target), target)
             combines = instruction.name == "ULOP3" and sources[2:4] == ["URZ", "0x3c"] and target in sources[:2]
             pair = frozenset((target, other)) if combines and _UNIFORM.fullmatch(other) else frozenset()
-            steps = exchanges.get(pair, [])
-            touched = {*_REGISTER.findall(instruction.text), *_overwritten(instruction)}
-            for begun in [each for each in exchanges if each & touched and (each != pair or steps[-1][1] == target)]:
-                del exchanges[begun]
+            used, written = _uniform_registers(instruction), _overwritten(instruction)
+            for begun, steps in list(exchanges.items()):
+                goes_on = begun == pair and steps[-1][1] != target
+                if not goes_on and (steps[0][1] in used or not begun.isdisjoint(written)):
+                    del exchanges[begun]
             if not pair:
                 continue
             steps = exchanges.setdefault(pair, [])
             steps.append((number, target))
             if len(steps) == 3:
-                for step, _ in steps:
-                    result[step] = Instruction("NOP", None, "NOP", (), "NOP")
-                result[number] = Instruction(instruction.text, None, "EXCHANGE", (target, other), "EXCHANGE")
-                del exchanges[pair]
+                (first, _), (second, _), (third, _) = exchanges.pop(pair)
+                result[first] = result[third] = Instruction("NOP", None, "NOP", (), "NOP")
+                result[second] = Instruction(instructions[second].text, None, "EXCHANGE", (target, other), "EXCHANGE")
     return result
+
+
+def _uniform_registers(instruction: Instruction) -> set[str]:
+    """The uniform registers that an instruction reads or writes: of a product four, of a wide operand two."""
+    width = 4 if _is_product(instruction) else 2 if "64" in instruction.operation else 1
+    firsts = map(int, _UNIFORM.findall(instruction.text))
+    return {f"UR{first + place}" for first in firsts for place in range(width)}
 
 
 def _execute(instruction: Instruction, state: dict[str, Range]) -> None:

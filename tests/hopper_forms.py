@@ -539,6 +539,8 @@ FLOAT32_BACKWARD_FORMS = {
         "96": _HEADS["96"],
         "96-causal": _HEADS["96"]._replace(window_right=0),
         "72x128-causal": Call(head_dim=72, head_dim_v=128, window_right=0),
+        "128x64": Call(head_dim=128, head_dim_v=64),
+        "128x8-window": Call(head_dim=128, head_dim_v=8, **_MASKS["window"]),
     }.items()
 }
 

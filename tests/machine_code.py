@@ -465,6 +465,16 @@ def check_fit(binary: Binary, shared_memory: int, spilled: int = 0) -> None:
     assert binary.spilled <= spilled
 
 
+def check_barriers(binary: Binary) -> None:
+    """Barriers lie side by side: no tile is laid over one, as the compiler does where nobody waits for it. There, what
+    made the barrier may come after what TMA loads."""
+    ptx = str(binary.asm["ptx"])
+    places = re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%\w+)\]", ptx)
+    offsets = [int(found[1]) if (found := re.search(rf"add\.s32 \t{of}, %\w+, (\d+);", ptx)) else 0 for of in places]
+    assert len(set(offsets)) == len(offsets) > 0, "two barriers in one place"
+    assert max(offsets) - min(offsets) < 2048, f"a barrier apart from the others: {sorted(offsets)}"
+
+
 def sharing_a_multiprocessor(source: KernelSource) -> int:
     """How many programs the registers of a multiprocessor are divided among, as far as a kernel says."""
     return 65536 // (source.max_registers * source.num_warps * 32) if source.max_registers else 1

@@ -177,6 +177,16 @@ def test_a_word_made_wide_has_a_high_word_of_zero() -> None:
         (_PRODUCT[5], ["UIADD3.X UR7, UR4, 0x40000040, URZ, UP0, !UPT"]),  # the low word in the place of the high one
         (_PRODUCT[2], ["R2UR UR4, R3"]),  # so that the sum of the low words may carry
         (_PRODUCT[4], ["UMOV UR5, 0x40000040", "@UP1 UIADD3 UR5, UR5, 0x1, URZ"]),
+        (
+            _PRODUCT[4],  # read while it is exchanged
+            [
+                "UMOV UR8, 0x40000040",
+                "ULOP3.LUT UR8, UR8, UR9, URZ, 0x3c, !UPT",
+                "UMOV UR5, UR8",
+                "ULOP3.LUT UR9, UR8, UR9, URZ, 0x3c, !UPT",
+                "ULOP3.LUT UR8, UR8, UR9, URZ, 0x3c, !UPT",
+            ],
+        ),
     ],
 )
 def test_a_descriptor_with_another_high_word_is_seen(old: str, new: list[str]) -> None:
@@ -222,6 +232,20 @@ def test_a_function_may_overwrite_a_high_word(written: str, wrong: int) -> None:
                 "ULOP3.LUT UR4, UR5, UR4, URZ, 0x3c, !UPT",
                 "ULOP3.LUT UR5, UR5, UR4, URZ, 0x3c, !UPT",
                 "ULOP3.LUT UR9, UR9, UR8, URZ, 0x3c, !UPT",
+            ],
+        ),
+        (
+            _PRODUCT[4],  # the same, and UR4 is read while it has its old value, and when it has its new one
+            [
+                "UMOV UR5, UR4",
+                "UMOV UR4, 0x40000040",
+                "ULOP3.LUT UR5, UR5, UR4, URZ, 0x3c, !UPT",
+                "UMOV UR9, UR4",
+                "ULOP3.LUT UR4, UR5, UR4, URZ, 0x3c, !UPT",
+                "UMOV UR8, UR4",
+                "ULOP3.LUT UR5, UR5, UR4, URZ, 0x3c, !UPT",
+                "UMOV UR4, UR8",
+                "UMOV UR5, UR9",
             ],
         ),
     ],

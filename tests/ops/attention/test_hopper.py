@@ -70,6 +70,7 @@ from hopper_forms import (
 from machine_code import (
     Binary,
     Call,
+    check_barriers,
     check_fit,
     described,
     differing,
@@ -194,10 +195,10 @@ def test_only_a_plain_backward_of_float32_has_hopper_kernels() -> None:
     def chosen(backend: str = "auto", phase: Phase = "backward", head_dim: int = 128, **changes: Any) -> str | None:
         return _chosen(phase, backend, dtype=torch.float32, head_dim=head_dim, **changes)
 
-    assert chosen() == chosen(head_dim=72) == chosen(head_dim=8, head_dim_v=72) == "hopper"
+    assert chosen() == chosen(head_dim=72) == chosen(head_dim=72, head_dim_v=8) == "hopper"
     assert chosen("hopper") == "hopper"
     assert chosen("triton") == chosen(phase="forward") == "triton"
-    assert chosen(head_dim=64, head_dim_v=64) == chosen(head_dim=136) == chosen(tf32=True) == "triton"
+    assert chosen(head_dim=64) == chosen(head_dim=136) == chosen(head_dim_v=136) == chosen(tf32=True) == "triton"
     assert chosen(softcap=5.0) == chosen(packed=True) == chosen(dropout_p=0.1) == "triton"
     refused = with_changes(_call("backward"), dtype=torch.float32, softcap=5.0)
     assert "backward of float32 has no softcap" in (unsupported_reason(refused) or "")
@@ -1359,6 +1360,7 @@ def test_machine_code_of_the_backward_of_float32(form: str) -> None:
 
 def _check_wide_backward(binary: Binary, limits: _Limits) -> None:
     check_fit(binary, *limits)
+    check_barriers(binary)
     assert not serialises_products(binary)
 
 

@@ -352,6 +352,7 @@ def test_a_backward_of_float32_passes_what_its_kernels_declare(
         return
     lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
     out, dlse = torch.zeros(dout.shape), torch.zeros_like(lse) if has_dlse else None
+    assert launch.prepare_backward(dout, has_dlse, q, k, v, side, spec) is None  # TF32 may be allowed for the next call
     gradients = backward_launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
     tiles, begin = launched["attention_begin_kernel"]
     of_dv, of_dq = (launched[f"attention_float32_{name}_kernel"].arguments for name in ("dv", "dk_dq"))

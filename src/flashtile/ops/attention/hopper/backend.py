@@ -89,12 +89,12 @@ def _unsupported_feature(call: AttentionCall) -> str | None:
 
 
 def _unserved_float32(call: AttentionCall) -> str | None:
-    """Why the kernels cannot serve a call in float32, of which they have the backward of 65 to 128 columns alone."""
+    """Why the kernels cannot serve a call in float32, of which they have a backward alone."""
     if call.phase == "forward":
         return "its forward takes float16, bfloat16 and float8_e4m3fn, not float32"
     if not float32_configs.serves_float32(call.dtype, *call.head_dims):
         narrowest, widest = float32_configs.NARROW + 1, float32_configs.WIDTH
-        return f"its backward of float32 is for heads of {narrowest} to {widest} columns"
+        return f"its backward of float32 is for a head_dim from {narrowest} to {widest}, that of v up to {widest}"
     if call.tf32:
         return "its products have the error of float32, and PyTorch's setting allows TF32, which is faster"
     unserved = _unserved_apart(call)

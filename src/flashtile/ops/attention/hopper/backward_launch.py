@@ -185,9 +185,9 @@ def backward(
 def prepare_backward(
     dout: Tensor, has_dlse: bool, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-    """`backward` of all calls that look like this one, from the addresses of dout, dlse (0 for None), q, k, v, out
-    and lse; or None."""
-    if spec.scale <= 0 or not (q.numel() and k.numel() and v.numel() and aligned(dout)):
+    """`backward` of all 16-bit calls that look like this one, from the addresses of dout, dlse (0 for None), q, k, v,
+    out and lse; or None. Whether it serves float32 depends on PyTorch's TF32 mode, too."""
+    if q.dtype is torch.float32 or spec.scale <= 0 or not (q.numel() and k.numel() and v.numel() and aligned(dout)):
         return None
     has_empty_rows = may_hide_rows(q, k, side, spec)
     apart = _plan_apart_for(dout, has_dlse, q, k, v, side, spec, has_empty_rows)

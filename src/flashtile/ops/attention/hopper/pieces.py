@@ -195,9 +195,10 @@ def release(barrier):
 
 @gluon.jit
 def make_ring(descriptors, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr = 1):
-    """A ring of tiles of the descriptors' boxes, each emptied by `READERS` consumers; 0: loaded once, and never
-    emptied. Such a ring has no barriers for that: if nobody waits for a barrier, the compiler lays tiles over it, and
-    what the barrier was made of may come after what TMA loads there."""
+    """A ring of tiles of the descriptors' boxes, each emptied by `READERS` consumers.
+
+    With 0 it is loaded once, and has no barriers for being empty: where nobody waits for a barrier, the compiler lays
+    tiles over it, and what made the barrier may come after what TMA loads there."""
     desc = descriptors.main
     tail_desc = descriptors.tail
     ROWS: gl.constexpr = desc.block_shape[-3]
