@@ -25,12 +25,11 @@ import flashtile
 from control_flow import wrong_addresses
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import KernelSource, Plan, compile_kernel
-from flashtile.ops.attention.hopper import float32_backward_launch, wide_backward_launch
+from flashtile.ops.attention.hopper import apart_launch
 from flashtile.ops.attention.hopper import launch as hopper_launch
-from flashtile.ops.attention.hopper.configs import (
-    HopperConfig,
-    config_of,
-)
+from flashtile.ops.attention.hopper.configs import HopperConfig, config_of
+from flashtile.ops.attention.hopper.float32_backward_launch import plan_float32_backward
+from flashtile.ops.attention.hopper.wide_backward_launch import plan_wide_backward
 from flashtile.ops.attention.plans import BlockSizes, CapturedShape, SideShape
 from flashtile.ops.attention.spec import AttentionSpec, Origin, Table
 from flashtile.ops.attention.triton import plan as triton_plan
@@ -394,12 +393,14 @@ def hopper_plan(call: Call) -> hopper_launch.ForwardPlan:
         )
 
 
-def wide_backward_sources(call: Call) -> dict[str, KernelSource]:
-    """The kernels of a backward of wide heads on Hopper, by what they compute."""
+def apart_backward_sources(call: Call) -> dict[str, KernelSource]:
+    """The kernels of a backward on Hopper whose gradients have one each, by what they compute: of wide heads, or of
+    float32."""
     shapes = _shapes(call)
     dout_strides = _strides((*shapes[0][:-1], call.head_dim_v))
-    with mock.patch.object(wide_backward_launch, "multiprocessors", return_value=132):
-        plan = wide_backward_launch.plan_wide_backward.__wrapped__(
+    plan_backward = plan_float32_backward if call.dtype is torch.float32 else plan_wide_backward
+    with mock.patch.object(apart_launch, "multiprocessors", return_value=132):
+        plan = plan_backward.__wrapped__(
             call.dtype,
             torch.device("cuda", 0),
             shapes,
@@ -409,27 +410,9 @@ def wide_backward_sources(call: Call) -> dict[str, KernelSource]:
             call.has_dlse,
             call.hides_rows,
         )
+    split = {"split": plan.splits[0].source} if plan.splits else {}
     gradients = {name: getattr(plan, name).plan.source for name in ("dv", "dk", "dq")}
-    return {"begin": plan.begin.source, **gradients}
-
-
-def float32_backward_sources(call: Call) -> dict[str, KernelSource]:
-    """The kernels of a backward of float32 on Hopper, by what they compute."""
-    shapes = _shapes(call)
-    dout_strides = _strides((*shapes[0][:-1], call.head_dim_v))
-    with mock.patch.object(float32_backward_launch, "multiprocessors", return_value=132):
-        plan = float32_backward_launch.plan_float32_backward.__wrapped__(
-            call.dtype,
-            torch.device("cuda", 0),
-            shapes,
-            (*map(_strides, shapes), dout_strides),
-            call.sinks,
-            _spec(call),
-            call.has_dlse,
-            call.hides_rows,
-        )
-    gradients = {name: getattr(plan, name).plan.source for name in ("dv", "dk", "dq")}
-    return {"begin": plan.begin.source, "split": plan.splits[0].source, **gradients}
+    return {"begin": plan.begin.source, **split, **gradients}
 
 
 class Binary(NamedTuple):

@@ -37,13 +37,12 @@ from hopper_forms import (
 )
 from machine_code import (
     WrongCodeError,
+    apart_backward_sources,
     binary_of,
     call_source,
-    float32_backward_sources,
     hopper_plan,
     portable_calls,
     serialises_products,
-    wide_backward_sources,
 )
 from width_mixes import BACKWARD_MIXES, FORWARD_MIXES
 
@@ -78,10 +77,10 @@ def main() -> int:
     for name, variant in BIAS_GRADIENT_FORMS.items():
         problems += report(f"gradient of a bias {name}", backward_source("bias", variant), False)
     for name, call in WIDE_BACKWARD_FORMS.items():
-        for kernel, source in wide_backward_sources(call).items():
+        for kernel, source in apart_backward_sources(call).items():
             problems += report(f"wide backward {name} {kernel}", source)
     for name, call in FLOAT32_BACKWARD_FORMS.items():
-        for kernel, source in float32_backward_sources(call).items():
+        for kernel, source in apart_backward_sources(call).items():
             problems += report(f"backward of float32 {name} {kernel}", source)
     mixes = {"forward": FORWARD_MIXES, "dq": BACKWARD_MIXES, "dkdv": BACKWARD_MIXES}
     for kernel, calls in mixes.items():

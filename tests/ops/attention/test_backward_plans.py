@@ -23,7 +23,7 @@ from triton import language as tl
 
 from flashtile._backends import launch as backend_launch
 from flashtile.ops.attention import calls
-from flashtile.ops.attention.hopper import backward_launch, float32_backward_launch, wide_backward_launch
+from flashtile.ops.attention.hopper import apart_launch, backward_launch
 from flashtile.ops.attention.hopper import launch as hopper
 from flashtile.ops.attention.score_tracing import trace_score_mod
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, wanted_of
@@ -77,7 +77,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(backend_launch, "make_launch", make_launch)
     monkeypatch.setattr(backend_launch, "_load_with_others", lambda plan: None)
-    for module in (hopper, backward_launch, float32_backward_launch, wide_backward_launch):
+    for module in (hopper, apart_launch, backward_launch):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setattr("flashtile._backends.tma._encoded", lambda *given: (0,))
     monkeypatch.setattr("flashtile._backends.tma._described", lambda *given: (0,))

@@ -70,18 +70,17 @@ from hopper_forms import (
 from machine_code import (
     Binary,
     Call,
+    apart_backward_sources,
     check_barriers,
     check_fit,
     described,
     differing,
     facts,
-    float32_backward_sources,
     hopper_config,
     hopper_plan,
     passed_by,
     sass,
     serialises_products,
-    wide_backward_sources,
     with_news,
 )
 
@@ -1338,7 +1337,7 @@ def _check_backward_features(binary: Binary, limits: _Limits, additions: int | N
 @pytest.mark.parametrize("form", WIDE_BACKWARD_FORMS)
 def test_machine_code_of_the_backward_of_wide_heads(form: str) -> None:
     call = WIDE_BACKWARD_FORMS[form]
-    sources = wide_backward_sources(call)
+    sources = apart_backward_sources(call)
     cut = choose_wide_backward_config(call.head_dim, call.head_dim_v)
     of_values, of_scores = wide_shared_memory(cut)
     assert max(of_values, of_scores) <= _LIMIT
@@ -1349,7 +1348,7 @@ def test_machine_code_of_the_backward_of_wide_heads(form: str) -> None:
 
 @pytest.mark.parametrize("form", FLOAT32_BACKWARD_FORMS)
 def test_machine_code_of_the_backward_of_float32(form: str) -> None:
-    sources = float32_backward_sources(FLOAT32_BACKWARD_FORMS[form])
+    sources = apart_backward_sources(FLOAT32_BACKWARD_FORMS[form])
     of_values, of_scores = float32_shared_memory()
     assert max(of_values, of_scores) <= _LIMIT
     for kernel, memory in (("dv", of_values), ("dk", of_scores), ("dq", of_scores)):

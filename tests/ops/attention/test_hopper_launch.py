@@ -28,11 +28,10 @@ from flashtile._backends import tma
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.backend import Phase
 from flashtile.ops.attention.hopper import (
+    apart_launch,
     backward_configs,
     backward_launch,
-    float32_backward_launch,
     launch,
-    wide_backward_launch,
 )
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.wide_backward_configs import STATISTIC_ROWS
@@ -116,7 +115,7 @@ def launched() -> Any:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(backend_launch, "make_launch", make_launch)
-        for module in (launch, backward_launch, float32_backward_launch, wide_backward_launch):
+        for module in (launch, apart_launch, backward_launch):
             patched.setattr(module, "multiprocessors", lambda device: 132)
         zeros = torch.zeros(2, dtype=torch.int32)
         patched.setattr(launch, "_counter", lambda device: zeros)

@@ -13,6 +13,7 @@ from flashtile._backends.alignment import aligned, batch_row_head
 from flashtile._backends.allocate import Layout, allocator, contiguous, contiguous_strides, empty
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import Plan, plan_cache, pointer
+from flashtile.ops.attention.hopper.apart_launch import ApartPlan
 from flashtile.ops.attention.hopper.backward_configs import (
     backward_config_of,
     padded_strides,
@@ -35,7 +36,7 @@ from flashtile.ops.attention.hopper.bias_gradient_launch import (
 from flashtile.ops.attention.hopper.bounds import by_whole_rows, row_strides
 from flashtile.ops.attention.hopper.configs import is_of_scores, moves_by_tma, table_bytes
 from flashtile.ops.attention.hopper.float32_backward_configs import serves_float32
-from flashtile.ops.attention.hopper.float32_backward_launch import Float32BackwardPlan, plan_float32_backward
+from flashtile.ops.attention.hopper.float32_backward_launch import plan_float32_backward
 from flashtile.ops.attention.hopper.parameters import (
     LOG2_E,
     is_covered,
@@ -45,7 +46,7 @@ from flashtile.ops.attention.hopper.parameters import (
     with_aligned_lists,
 )
 from flashtile.ops.attention.hopper.wide_backward_configs import is_wide
-from flashtile.ops.attention.hopper.wide_backward_launch import WideBackwardPlan, plan_wide_backward
+from flashtile.ops.attention.hopper.wide_backward_launch import plan_wide_backward
 from flashtile.ops.attention.plans import (
     SideShape,
     call_sizes,
@@ -226,10 +227,10 @@ def _plan_for(
 def _plan_apart_for(
     dout: Tensor, has_dlse: bool, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec,
     has_empty_rows: bool,
-) -> WideBackwardPlan | Float32BackwardPlan | None:  # fmt: skip
+) -> ApartPlan | None:  # fmt: skip
     """The plan of a backward whose gradients are a kernel each: of wide heads, and of float32. None for others."""
     if is_wide(q.shape[-1], v.shape[-1]):
-        make: Callable[..., WideBackwardPlan | Float32BackwardPlan] = plan_wide_backward
+        make: Callable[..., ApartPlan] = plan_wide_backward
     elif serves_float32(q.dtype, q.shape[-1], v.shape[-1]):
         make = plan_float32_backward
     else:

@@ -1,0 +1,297 @@
+"""Host side of the Hopper backwards in which dv, dk and dq have a kernel each: what those of wide heads and of float32
+have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile._backends.alignment import batch_row_head
+from flashtile._backends.allocate import Layout, allocator, contiguous, contiguous_strides
+from flashtile._backends.devices import multiprocessors
+from flashtile._backends.launch import Parameter, Plan, float32, int32, make_plan, pointer_to
+from flashtile._backends.tma import joined
+from flashtile.ops.attention.hopper.backward_configs import choose_backward_config
+from flashtile.ops.attention.hopper.backward_source import backward_plan
+from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
+from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
+from flashtile.ops.attention.hopper.parameters import LOG2_E
+from flashtile.ops.attention.hopper.wide_backward import Problem
+from flashtile.ops.attention.hopper.wide_backward_configs import MAX_REGISTERS, REGISTERS, STATISTIC_ROWS
+from flashtile.ops.attention.plans import PLAIN_SIDE, call_sizes, longest_walk, shares_of_heads, sum_of_shares
+from flashtile.ops.attention.side_parameters import window_parameters
+from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.common.checks import check_programs
+
+#: Rows of a program of dk or dq, and keys of one of dv.
+_ROWS, _DV_KEYS = CONSUMER_ROWS, 2 * CONSUMER_ROWS
+
+#: Numbers of 32 bits that the first kernel's counter takes in the scratch, so that what follows is aligned.
+_COUNTER = 4
+
+#: What makes the descriptors of a tensor from its address.
+Maker = Callable[[int], tuple]
+
+
+class GradientKernel(NamedTuple):
+    """The launch of one gradient.
+
+    Attributes:
+        describe: makes the descriptors, from the addresses of `moved`.
+        moved: the tensors that TMA moves, in the order of the kernel's parameters.
+        pointers: the tensors whose addresses follow these.
+    """
+
+    plan: Plan
+    describe: Callable[..., tuple]
+    moved: tuple[str, ...]
+    pointers: tuple[str, ...]
+
+    def launch(self, addresses: Mapping[str, int]) -> None:
+        descriptors = self.describe(*(addresses[name] for name in self.moved))
+        self.plan.launch(*descriptors, *(addresses[name] for name in self.pointers))
+
+
+class ApartPlan(NamedTuple):
+    """The launches: statistics, perhaps the parts of q, k, v and dout, and a gradient each.
+
+    Attributes:
+        splits: write the parts of q, k, v and dout, if the kernels read these instead.
+        allocate: makes dq, dk and dv (of these in parts, side by side like heads, where there are `shares` of the query
+            heads), the scratch, and what `splits` write. The scratch has the statistics, where rows may see no key the
+            dout without them, a counter that the first kernel writes, and beside sinks the parts of their gradient.
+        masked_dout_at, counter_at, sink_sums_at: where in the scratch those begin, in bytes.
+        has_empty_rows: rows may see no key.
+    """
+
+    begin: Plan
+    splits: tuple[Plan, ...]
+    dv: GradientKernel
+    dk: GradientKernel
+    dq: GradientKernel
+    allocate: Callable[[], list[Tensor]]
+    shares: int
+    masked_dout_at: int
+    counter_at: int
+    sink_sums_at: int
+    has_empty_rows: bool
+
+    @property
+    def launches(self) -> tuple[Plan, ...]:
+        return self.begin, *self.splits, self.dv.plan, self.dk.plan, self.dq.plan
+
+    def launch(
+        self, dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int, sinks: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Enqueues the kernels, from addresses; 0 stands for a tensor that is not there. Returns dq, dk, dv and the
+        scratch."""
+        dq, dk, dv, scratch, *parts = self.allocate()
+        statistics = scratch.data_ptr()
+        masked_dout = statistics + self.masked_dout_at if self.has_empty_rows else None
+        sink_sums = statistics + self.sink_sums_at if sinks else None
+        self.begin.launch(
+            out, dout, lse, dlse, statistics, None, None, statistics + self.counter_at, masked_dout, sinks, sink_sums,
+            None, None,
+        )  # fmt: skip
+        addresses = {"q": q, "k": k, "v": v, "dout": masked_dout or dout}
+        for name, split, part in zip(list(addresses), self.splits, parts):
+            split.launch(addresses[name], part.data_ptr())
+            addresses[name] = part.data_ptr()
+        addresses |= {"dq": dq.data_ptr(), "dk": dk.data_ptr(), "dv": dv.data_ptr(), "statistics": statistics}
+        for kernel in (self.dv, self.dk, self.dq):
+            kernel.launch(addresses)
+        if self.shares > 1:
+            dk, dv = sum_of_shares(dk, self.shares), sum_of_shares(dv, self.shares)
+        return dq, dk, dv, scratch
+
+
+class Frame(NamedTuple):
+    """What is decided alike for both.
+
+    Attributes:
+        read: (shape, strides) of q, k, v and of the dout that the kernels read.
+        written: shapes of dq, dk and dv, of these with `shares` of the query heads.
+        tiles: of the own rows of each gradient, in a sequence; `lines`: sequences × heads of these.
+        masks: whether a kernel has a visited tile that a band or the end of the keys cuts.
+        problem: but for its `own_tiles`. `constants`: of all three kernels.
+        statistics, masked_dout, sink_sums: numbers of 32 bits of each in the scratch.
+    """
+
+    device: torch.device
+    read: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    written: dict[str, tuple[int, ...]]
+    tiles: dict[str, int]
+    lines: dict[str, int]
+    masks: dict[str, bool]
+    shares: int
+    begin: Plan
+    problem: Problem
+    constants: dict[str, Any]
+    statistics: int
+    masked_dout: int
+    sink_sums: int
+
+
+def frame_of(
+    dtype: torch.dtype,
+    device: torch.device,
+    shapes: tuple[torch.Size, ...],
+    strides: tuple[tuple[int, ...], ...],
+    sinks: bool,
+    spec: AttentionSpec,
+    has_dlse: bool,
+    has_empty_rows: bool,
+) -> Frame:
+    """`strides`: of q, k, v and dout."""
+    q_shape, k_shape, v_shape = map(tuple, shapes)
+    batch, rows_q, rows_k, heads, heads_kv, _, head_dim_v = call_sizes(shapes, PLAIN_SIDE)
+    dout_shape = (*q_shape[:-1], head_dim_v)
+    tiles = {"dv": -(-rows_k // _DV_KEYS), "dk": -(-rows_k // _ROWS), "dq": -(-rows_q // _ROWS)}
+    steps = longest_walk(tiles["dq"], spec, _ROWS, _DV_KEYS)
+    walks = tiles["dv"] * batch * heads_kv
+    shares = shares_of_heads(heads // heads_kv, walks, steps, spec.banded, multiprocessors(device))
+    lines, lines_kv = batch * heads, batch * heads_kv * shares
+    statistic_tiles = tiles["dq"] * (_ROWS // STATISTIC_ROWS)
+    dout_strides = contiguous_strides(dout_shape) if has_empty_rows else strides[3]
+    wholes = dict(zip(("q", "k", "v", "dout"), (q_shape, k_shape, v_shape, dout_shape)))
+    dk_shape, dv_shape = ((*shape[:-2], heads_kv * shares, shape[-1]) for shape in (k_shape, v_shape))
+    return Frame(
+        device=device,
+        read={name: (wholes[name], apart) for name, apart in zip(wholes, (*strides[:3], dout_strides))},
+        written={"dq": q_shape, "dk": dk_shape, "dv": dv_shape},
+        tiles=tiles,
+        lines={"dv": lines_kv, "dk": lines_kv, "dq": lines},
+        masks={"dv": spec.banded, "dk": spec.banded, "dq": spec.banded or rows_k % _ROWS != 0},
+        shares=shares,
+        begin=_plan_begin(
+            dtype, device, q_shape, dout_shape, strides[3], statistic_tiles, sinks, has_dlse, has_empty_rows
+        ),
+        problem=Problem(
+            batch=int32(batch),
+            heads=int32(heads),
+            heads_kv=int32(heads_kv * shares),
+            group=int32(heads // heads_kv // shares),
+            shares=int32(shares),
+            rows_q=int32(rows_q),
+            rows_k=int32(rows_k),
+            own_tiles=int32(0),
+            statistic_tiles=int32(statistic_tiles),
+            window=window_parameters(spec),
+            factor=float32(spec.scale * LOG2_E),
+            scale=float32(spec.scale),
+        ),
+        constants={
+            "REGISTERS": REGISTERS,
+            "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+            "HAS_LEFT": spec.window_left is not None,
+            "HAS_RIGHT": spec.window_right is not None,
+            "TOP_LEFT": spec.banded and spec.top_left,
+        },
+        statistics=2 * STATISTIC_ROWS * statistic_tiles * lines,
+        # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read it, and what follows is aligned.
+        masked_dout=math.prod(dout_shape) * dtype.itemsize // 4 if has_empty_rows else 0,
+        sink_sums=statistic_tiles * lines if sinks else 0,
+    )
+
+
+def gradient_kernel(
+    frame: Frame,
+    name: str,
+    kernel: Any,
+    descriptors: Mapping[str, Parameter],
+    makers: Sequence[tuple[str, Maker]],
+    constants: Mapping[str, Any],
+    gradient_ptr: str | None = None,
+    parts: int = 1,
+) -> GradientKernel:
+    """The kernel of a gradient, "dv", "dk" or "dq".
+
+    Args:
+        descriptors: descriptions of its first parameters.
+        makers: (tensor, what makes its descriptors), in their order.
+        constants: beside those of the frame.
+        gradient_ptr: the name of the parameter that follows, the gradient's address, unless TMA stores the gradient.
+        parts: thread blocks among which a tile is divided.
+    """
+    programs = frame.tiles[name] * frame.lines[name] * parts
+    check_programs("q", programs)
+    stored = {} if gradient_ptr is None else {gradient_ptr: pointer_to(torch.float32, 16)}
+    parameters = {
+        **descriptors,
+        **stored,
+        "statistics_ptr": pointer_to(torch.float32, 16),
+        "problem": frame.problem._replace(own_tiles=int32(frame.tiles[name])),
+    }
+    plan = make_plan(
+        kernel, parameters, {**frame.constants, **constants, "MASKS": frame.masks[name]}, programs, frame.device,
+        num_warps=4, max_registers=MAX_REGISTERS,
+    )  # fmt: skip
+    pointers = ("statistics",) if gradient_ptr is None else (name, "statistics")
+    return GradientKernel(plan, joined([make for _, make in makers]), tuple(moved for moved, _ in makers), pointers)
+
+
+def apart_plan(
+    frame: Frame,
+    gradients: Mapping[str, Layout],
+    dv: GradientKernel,
+    dk: GradientKernel,
+    dq: GradientKernel,
+    splits: tuple[Plan, ...] = (),
+    parts: Sequence[Layout] = (),
+) -> ApartPlan:
+    """`gradients`: dq, dk and dv. `parts`: what `splits` write."""
+    masked_dout_at = frame.statistics
+    counter_at = masked_dout_at + frame.masked_dout
+    sink_sums_at = counter_at + _COUNTER
+    scratch = contiguous((sink_sums_at + frame.sink_sums,), torch.float32)
+    return ApartPlan(
+        begin=frame.begin,
+        splits=splits,
+        dv=dv,
+        dk=dk,
+        dq=dq,
+        allocate=allocator((*gradients.values(), scratch, *parts), frame.device),
+        shares=frame.shares,
+        masked_dout_at=4 * masked_dout_at,
+        counter_at=4 * counter_at,
+        sink_sums_at=4 * sink_sums_at,
+        has_empty_rows=frame.masked_dout > 0,
+    )
+
+
+def _plan_begin(
+    dtype: torch.dtype, device: torch.device, q_shape: tuple[int, ...], dout_shape: tuple[int, ...],
+    dout_strides: tuple[int, ...], statistic_tiles: int, sinks: bool, has_dlse: bool, has_empty_rows: bool,
+) -> Plan:  # fmt: skip
+    """The kernel of statistics (`backward_ends`), with tiles of `STATISTIC_ROWS` queries, of which every 64 are
+    whole."""
+    batch, rows_q, heads, head_dim = q_shape
+    apart = batch_row_head(dout_shape, dout_strides)
+    variant = BackwardVariant(
+        dtype,
+        head_dim,
+        dout_shape[-1],
+        choose_backward_config(64, 64)._replace(block_m=STATISTIC_ROWS, statistics_multiplied=False),
+        packed=False,
+        has_left=False,
+        has_right=False,
+        top_left=False,
+        has_dlse=has_dlse,
+        ordered=False,
+        has_empty_rows=has_empty_rows,
+        wide_strides=max(apart) >= 2**31,
+        sinks=sinks,
+        single_key_tile=True,  # dq is not summed
+    )
+    numbers = {
+        **dict(zip(("stride_dout_batch", "stride_dout_row", "stride_dout_head"), apart)),
+        "batch": batch,
+        "heads": heads,
+        "rows_q": rows_q,
+        "query_tiles": statistic_tiles,
+    }
+    return backward_plan("begin", variant, numbers, statistic_tiles * batch * heads, device)
