@@ -18,6 +18,8 @@ Reference: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,7 @@ __all__ = [
     "keep_tile_of_heads",
     "pair_words",
     "positions",
+    "scratch_numbers",
     "sequence_heads",
 ]
 
@@ -48,17 +51,32 @@ def keep_threshold(dropout_p: float) -> int:
     return (min(round(dropout_p * 2**16), 2**16 - 1) - 2**15) * 2**16
 
 
-def pair_words(key: Tensor, counter: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Philox2x32-7 in int64 arithmetic: two words for each broadcast counter, in the low 32 bits."""
+def pair_words(key: Tensor, counter: tuple[Tensor, Tensor], scratch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Philox2x32-7 in int64 arithmetic: two words for each broadcast counter, in the low 32 bits. Those above are not
+    cleared.
+
+    Args:
+        scratch: flat int64 memory for three numbers for each counter, in which the words are made, so that they last
+            until it is used again; None = new memory.
+    """
     left, right = counter
-    for number in range(_ROUNDS):
-        # A product of two 32-bit numbers fills the 64 bits, sign included, so both its halves are exact.
-        product = left * _MULTIPLIER
-        mixed = right ^ (key + number * _WEYL)
-        high = product >> 32
-        left = (high.bitwise_xor_(mixed) if high.shape == mixed.shape else high ^ mixed).bitwise_and_(_MASK32)
-        right = product
-    return left, right.bitwise_and_(_MASK32)
+    shape = torch.broadcast_shapes(key.shape, left.shape, right.shape)
+    numbers = 3 * math.prod(shape)
+    if scratch is None:
+        scratch = torch.empty(numbers, dtype=torch.int64, device=key.device)
+    own, product, spare = scratch[:numbers].view(3, *shape)
+    # A product of two 32-bit numbers fills the 64 bits, sign included, so both its halves are exact. What right carries
+    # above 32 bits falls away with the next mask.
+    small = left * _MULTIPLIER
+    torch.bitwise_xor(small >> 32, right ^ key, out=own).bitwise_and_(_MASK32)
+    torch.mul(own, _MULTIPLIER, out=product)
+    torch.bitwise_right_shift(product, 32, out=own).bitwise_xor_(small ^ (key + _WEYL)).bitwise_and_(_MASK32)
+    for number in range(2, _ROUNDS):
+        torch.mul(own, _MULTIPLIER, out=spare)
+        product.bitwise_xor_(key + number * _WEYL)
+        torch.bitwise_right_shift(spare, 32, out=own).bitwise_xor_(product).bitwise_and_(_MASK32)
+        product, spare = spare, product
+    return own, product
 
 
 def head_words(seed: Tensor, sequence_head: Tensor) -> Tensor:
@@ -69,12 +87,25 @@ def head_words(seed: Tensor, sequence_head: Tensor) -> Tensor:
     return torch.stack(words[:3], 1).bitwise_and_(_MASK32)
 
 
-def _group_words(of_heads: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
-    """For groups `rows` and `columns` of each matrix `[n, rows, columns]`: int64 words whose bits 16 to 31 decide on
-    the elements `(r, c), (r, c+8), (r+8, c), (r+8, c+8)`. `of_heads`: their `head_words`."""
+def _group_words(
+    of_heads: Tensor, rows: Tensor, columns: Tensor, scratch: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """For groups `rows` and `columns` of each matrix, int16 `[n, rows, columns, 2]` twice: the bits that decide on the
+    elements `(r, c), (r, c+8)`, and on `(r+8, c), (r+8, c+8)`. `of_heads`: their `head_words`."""
     key, first_column, first_row = of_heads[:, :, None, None].unbind(1)
-    top, bottom = pair_words(key, (columns[None, None, :] ^ first_column, rows[None, :, None] ^ first_row))
-    return top << 16, top, bottom << 16, bottom
+    words = pair_words(key, (columns[None, None, :] ^ first_column, rows[None, :, None] ^ first_row), scratch)
+    top, bottom = (word.view(torch.int16).unflatten(-1, (-1, 4))[..., :2] for word in words)
+    return top, bottom
+
+
+def scratch_numbers(rows: range, columns: range) -> int:
+    """Numbers of 64 bits that `keep_tile_of_heads` takes for a matrix."""
+    return 3 * len(_groups(rows)) * len(_groups(columns))
+
+
+def _groups(span: range) -> range:
+    """The groups in which rows or columns lie."""
+    return range(span.start // 16 * 8, (span.stop + 15) // 16 * 8)
 
 
 def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range, columns: range) -> Tensor:
@@ -93,22 +124,24 @@ def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range
     return keep_tile_of_heads(head_words(seed, sequence_head), dropout_p, rows, columns)
 
 
-def keep_tile_of_heads(of_heads: Tensor, dropout_p: float, rows: range, columns: range) -> Tensor:
-    """As `keep_tile`, from the `head_words` of the matrices."""
+def keep_tile_of_heads(
+    of_heads: Tensor, dropout_p: float, rows: range, columns: range, scratch: Tensor | None = None
+) -> Tensor:
+    """As `keep_tile`, from the `head_words` of the matrices. `scratch`: flat int64 memory, `scratch_numbers` for each
+    matrix; None = new memory, whose pages fault in each time."""
     shape, device = (len(of_heads), len(rows), len(columns)), of_heads.device
     if 0 in shape:
         return torch.empty(shape, dtype=torch.bool, device=device)
     row_groups, column_groups = (
-        torch.arange(span.start // 16 * 8, (span.stop + 15) // 16 * 8, device=device) for span in (rows, columns)
+        torch.arange(span.start, span.stop, device=device) for span in (_groups(rows), _groups(columns))
     )
-    threshold = keep_threshold(dropout_p)
+    threshold = keep_threshold(dropout_p) >> 16
     matrices, bands, blocks = len(of_heads), len(row_groups) // 8, len(column_groups) // 8
     kept = torch.empty(matrices, bands, 2, 8, blocks, 2, 8, dtype=torch.bool, device=device)
-    # Eight neighbours are moved as one number of 64 bits: [matrices, bands, row half, 8, blocks, column half].
-    eights = kept.view(torch.int64).squeeze(-1)
-    for number, word in enumerate(_group_words(of_heads, row_groups, column_groups)):
-        of_word = (word.to(torch.int32) >= threshold).contiguous().view(torch.int64)
-        eights[:, :, number // 2, :, :, number % 2] = of_word.view(matrices, bands, 8, blocks)
+    for half, bits in enumerate(_group_words(of_heads, row_groups, column_groups, scratch)):
+        of_half = bits.view(matrices, bands, 8, blocks, 8, 2)
+        for side in (0, 1):
+            torch.ge(of_half[..., side], threshold, out=kept[:, :, half, :, :, side])
     kept = kept.view(matrices, 16 * bands, 16 * blocks)
     first_row, first_column = rows.start % 16, columns.start % 16
     return kept[:, first_row : first_row + len(rows), first_column : first_column + len(columns)]
@@ -128,10 +161,9 @@ def keep_rows(
     """
     groups = torch.arange(first_column // 16 * 8, (first_column + columns + 15) // 16 * 8, device=seed.device)
     row_groups = torch.div(rows, 16, rounding_mode="floor") * 8 + rows % 8
-    words = _group_words(head_words(seed, sequence_head), row_groups, groups)
-    lower = (rows % 16 >= 8)[:, None]
-    halves = torch.where(lower, words[2], words[0]), torch.where(lower, words[3], words[1])  # columns c and c + 8
-    kept = torch.stack([word.to(torch.int32) >= keep_threshold(dropout_p) for word in halves])
+    top, bottom = _group_words(head_words(seed, sequence_head), row_groups, groups)
+    bits = torch.where((rows % 16 >= 8)[:, None, None], bottom, top)
+    kept = (bits >= keep_threshold(dropout_p) >> 16).movedim(-1, 0)  # of columns c and c + 8
     kept = kept.unflatten(3, (-1, 8)).permute(1, 2, 3, 0, 4).flatten(2)  # [n, rows, 16 · groups of columns]
     skipped = first_column % 16
     return kept[:, :, skipped : skipped + columns]

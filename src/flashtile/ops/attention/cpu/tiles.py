@@ -21,7 +21,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.philox import head_words, keep_tile_of_heads, positions, sequence_heads
+from flashtile.ops.attention.philox import (
+    head_words,
+    keep_tile_of_heads,
+    positions,
+    scratch_numbers,
+    sequence_heads,
+)
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 #: Scores carry a factor log₂e, because PyTorch's `exp2` takes a third of the time of its `exp`.
@@ -30,8 +36,9 @@ LN2 = math.log(2)
 
 #: Score elements of a block's tile for each thread: with fewer the calls' own cost shows, with more they leave the L2.
 _TILE_ELEMENTS_PER_THREAD = 2**18
-#: Elements whose dropout bits are made together, for each thread: five numbers of 64 bits for four stay in the L2.
-_TILE_WORDS_PER_THREAD = 2**17
+#: Numbers of 64 bits in which dropout bits are made together, for each thread, three for four elements. Half as many
+#: take 5 % longer, because PyTorch's calls show, and twice as many as long.
+_DROPOUT_NUMBERS_PER_THREAD = 3 * 2**16
 #: Keys of a tile, and rows of a tile over all the heads that share its keys. Multiples of 16, as dropout's groups.
 _TILE_KEYS = 256
 _TILE_ROWS = 256
@@ -246,9 +253,9 @@ def keep_weights(block: Block, rows: range, keys: KeyTile, spec: AttentionSpec, 
     at = positions(rows, range(keys.start, keys.stop), spec.origin)
     shape = len(block.dropout_words), len(rows), keys.stop - keys.start
     kept = scratch.kept[: math.prod(shape)].view(shape)
-    together = max(1, _TILE_WORDS_PER_THREAD * torch.get_num_threads() // (shape[1] * shape[2]))
+    together = len(scratch.bits) // scratch_numbers(*at)
     for some, of_matrices in zip(kept.split(together), block.dropout_words.split(together)):
-        some.copy_(keep_tile_of_heads(of_matrices, spec.dropout_p, *at))
+        some.copy_(keep_tile_of_heads(of_matrices, spec.dropout_p, *at, scratch.bits))
     return kept.view(-1, block.group * len(rows), shape[2])
 
 
@@ -276,6 +283,7 @@ class Scratch(NamedTuple):
         converted: a tile `[N, G·R, C]` in the product dtype.
         products: a tile `[N, G·R, D]` or `[N, C, D]` in the product dtype.
         kept: a tile `[N, G·R, C]` in the compute dtype; empty without dropout.
+        bits: int64, in which the bits of some matrices of a tile are made; empty without dropout.
     """
 
     scores: Tensor
@@ -283,6 +291,7 @@ class Scratch(NamedTuple):
     converted: Tensor
     products: Tensor
     kept: Tensor
+    bits: Tensor
 
 
 def scratch_of(block: Block, q: Tensor, v: Tensor) -> Scratch:
@@ -291,12 +300,14 @@ def scratch_of(block: Block, q: Tensor, v: Tensor) -> Scratch:
     tile = matrices * rows * block.tile_keys
     product_tile = matrices * max(rows, block.tile_keys) * max(q.shape[-1], v.shape[-1])
     computed, multiplied = compute_dtype(q.dtype), product_dtype(q.dtype)
+    dropped = block.dropout_words is not None
     return Scratch(
         q.new_empty(tile, dtype=computed),
         q.new_empty(tile, dtype=computed),
         q.new_empty(tile if multiplied is not computed else 0, dtype=multiplied),
         q.new_empty(product_tile, dtype=multiplied),
-        q.new_empty(0 if block.dropout_words is None else tile, dtype=computed),
+        q.new_empty(tile if dropped else 0, dtype=computed),
+        q.new_empty(_bits_of(block) if dropped else 0, dtype=torch.int64),
     )
 
 
@@ -353,3 +364,10 @@ def store_rows(view: Tensor, rows: range, tile: Tensor) -> None:
     """Writes `[N, G·R, D]` to some rows of `[b, h, G, S, D]`."""
     target = view[:, :, :, rows.start : rows.stop]
     target.copy_(tile.view(target.shape))
+
+
+def _bits_of(block: Block) -> int:
+    """Numbers for the dropout bits of as many matrices of a tile as are made together, at least of one, wherever in
+    groups of 16 rows and columns it begins."""
+    of_a_tile = scratch_numbers(range(15, 15 + block.tile_rows), range(15, 15 + block.tile_keys))
+    return max(_DROPOUT_NUMBERS_PER_THREAD * torch.get_num_threads(), of_a_tile)
