@@ -398,9 +398,9 @@ def apart_backward_sources(call: Call) -> dict[str, KernelSource]:
     float32."""
     shapes = _shapes(call)
     dout_strides = _strides((*shapes[0][:-1], call.head_dim_v))
-    plan_backward = plan_float32_backward if call.dtype is torch.float32 else plan_wide_backward
     with mock.patch.object(apart_launch, "multiprocessors", return_value=132):
-        plan = plan_backward.__wrapped__(
+        plan = apart_launch.plan_apart.__wrapped__(
+            plan_float32_backward if call.dtype is torch.float32 else plan_wide_backward,
             call.dtype,
             torch.device("cuda", 0),
             shapes,

@@ -35,7 +35,7 @@ from flashtile.ops.attention.hopper import (
 )
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.wide_backward_configs import STATISTIC_ROWS
-from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Wanted, plain_side
+from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, plain_side
 
 _RANGES = {"i32": range(-(2**31), 2**31), "i64": range(-(2**63), 2**63)}
 
@@ -311,18 +311,38 @@ def test_a_backward_passes_what_its_kernels_declare(
     assert begin["sink_sums_ptr"] is None or begin["sink_sums_ptr"] >= after_turns
 
 
+def _without_scores(call: _Call) -> _Call:
+    """The call without what changes scores, which backwards with a kernel for each gradient do not serve."""
+    return call._replace(side=call.side._replace(alibi_slopes=None), spec=call.spec._replace(softcap=0.0))
+
+
+def _run_backward(call: _Call, has_dlse: bool) -> Gradients:
+    q, k, v, dout, side, spec = call
+    lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
+    out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None
+    return backward_launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
+
+
+def _check_scratch(launched: _Launched, dout: torch.Tensor) -> None:
+    """What the first of such kernels is given: the parts of the buffer, in their order, each with room."""
+    tiles, begin = launched
+    assert begin["dout_ptr"] == dout.data_ptr() and begin["sums_ptr"] is begin["turns_ptr"] is None
+    masked_dout = begin["statistics_ptr"] + 4 * tiles * 2 * STATISTIC_ROWS
+    masked_dout_bytes = dout.element_size() * dout.numel() if begin["masked_dout_ptr"] else 0
+    assert begin["masked_dout_ptr"] in (None, masked_dout) and begin["counter_ptr"] >= masked_dout + masked_dout_bytes
+    assert begin["sink_sums_ptr"] is None or begin["sink_sums_ptr"] >= begin["counter_ptr"] + 4
+
+
 @given(_calls((torch.float16, torch.bfloat16), wide=True), st.booleans())
 def test_a_backward_of_wide_heads_passes_what_its_kernels_declare(
     launched: dict[str, _Launched], call: _Call, has_dlse: bool
 ) -> None:
-    q, k, v, dout, side, spec = call
-    side, spec = side._replace(alibi_slopes=None), spec._replace(softcap=0.0)
-    if not _served("backward", call._replace(side=side, spec=spec)):
+    call = _without_scores(call)
+    if not _served("backward", call):
         return
-    lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
-    out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None
-    gradients = backward_launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
-    tiles, begin = launched["attention_begin_kernel"]
+    q, k, v, dout, _, spec = call
+    gradients = _run_backward(call, has_dlse)
+    begin = launched["attention_begin_kernel"].arguments
     of_dv, of_dq = (launched[f"attention_wide_{name}_kernel"].arguments for name in ("dv", "dk_dq"))
     assert of_dv["k_desc"].is_of(k) and of_dv["dv_desc"].is_of(gradients.v)
     # The last kernel is that of dq.
@@ -332,12 +352,7 @@ def test_a_backward_of_wide_heads_passes_what_its_kernels_declare(
         assert of_dv["q_desc"].is_of(q) and of_dq["own_scores_desc"].is_of(q)
     if not begin["masked_dout_ptr"]:
         assert of_dv["dout_desc"].is_of(dout) and of_dq["own_values_desc"].is_of(dout)
-    # The parts of the buffer, in their order: each has room.
-    assert begin["dout_ptr"] == dout.data_ptr() and begin["sums_ptr"] is begin["turns_ptr"] is None
-    masked_dout = begin["statistics_ptr"] + 4 * tiles * 2 * STATISTIC_ROWS
-    masked_dout_bytes = 2 * out.numel() if begin["masked_dout_ptr"] else 0
-    assert begin["masked_dout_ptr"] in (None, masked_dout) and begin["counter_ptr"] >= masked_dout + masked_dout_bytes
-    assert begin["sink_sums_ptr"] is None or begin["sink_sums_ptr"] >= begin["counter_ptr"] + 4
+    _check_scratch(launched["attention_begin_kernel"], dout)
     assert of_dv["statistics_ptr"] == of_dq["statistics_ptr"] == begin["statistics_ptr"]
 
 
@@ -345,15 +360,13 @@ def test_a_backward_of_wide_heads_passes_what_its_kernels_declare(
 def test_a_backward_of_float32_passes_what_its_kernels_declare(
     launched: dict[str, _Launched], call: _Call, has_dlse: bool
 ) -> None:
-    q, k, v, dout, side, spec = call
-    side, spec = side._replace(alibi_slopes=None), spec._replace(softcap=0.0)
-    if not _served("backward", call._replace(side=side, spec=spec)):
+    call = _without_scores(call)
+    if not _served("backward", call):
         return
-    lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
-    out, dlse = torch.zeros(dout.shape), torch.zeros_like(lse) if has_dlse else None
+    q, k, v, dout, side, spec = call
     assert launch.prepare_backward(dout, has_dlse, q, k, v, side, spec) is None  # TF32 may be allowed for the next call
-    gradients = backward_launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
-    tiles, begin = launched["attention_begin_kernel"]
+    gradients = _run_backward(call, has_dlse)
+    begin = launched["attention_begin_kernel"].arguments
     of_dv, of_dq = (launched[f"attention_float32_{name}_kernel"].arguments for name in ("dv", "dk_dq"))
     # The last kernel is that of dq, and the last tensor that is split dout.
     assert of_dv["q_desc"] == of_dq["own_scores_desc"] and of_dv["dout_desc"] == of_dq["own_values_desc"]
@@ -362,11 +375,7 @@ def test_a_backward_of_float32_passes_what_its_kernels_declare(
     split = launched["attention_split_kernel"].arguments
     assert split["numbers_ptr"] == (begin["masked_dout_ptr"] or dout.data_ptr())
     assert split["parts_ptr"] == of_dv["dout_desc"].address
-    # The parts of the buffer, in their order: each has room.
-    masked_dout = begin["statistics_ptr"] + 4 * tiles * 2 * STATISTIC_ROWS
-    masked_dout_bytes = 4 * out.numel() if begin["masked_dout_ptr"] else 0
-    assert begin["masked_dout_ptr"] in (None, masked_dout) and begin["counter_ptr"] >= masked_dout + masked_dout_bytes
-    assert begin["sink_sums_ptr"] is None or begin["sink_sums_ptr"] >= begin["counter_ptr"] + 4
+    _check_scratch(launched["attention_begin_kernel"], dout)
     assert of_dv["statistics_ptr"] == of_dq["statistics_ptr"] == begin["statistics_ptr"]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashtile._backends.alignment import batch_row_head
 from flashtile._backends.allocate import Layout, allocator, contiguous, contiguous_strides
 from flashtile._backends.devices import multiprocessors
-from flashtile._backends.launch import Parameter, Plan, float32, int32, make_plan, pointer_to
+from flashtile._backends.launch import Parameter, Plan, float32, int32, make_plan, plan_cache, pointer_to
 from flashtile._backends.tma import joined
 from flashtile.ops.attention.hopper.backward_configs import choose_backward_config
 from flashtile.ops.attention.hopper.backward_source import backward_plan
@@ -110,7 +110,7 @@ class ApartPlan(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What is decided alike for both.
+    """The decisions that the plans of wide heads and of float32 share.
 
     Attributes:
         read: (shape, strides) of q, k, v and of the dout that the kernels read.
@@ -121,6 +121,7 @@ class Frame(NamedTuple):
         statistics, masked_dout, sink_sums: numbers of 32 bits of each in the scratch.
     """
 
+    dtype: torch.dtype
     device: torch.device
     read: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     written: dict[str, tuple[int, ...]]
@@ -136,7 +137,77 @@ class Frame(NamedTuple):
     sink_sums: int
 
 
-def frame_of(
+def gradient_kernel(
+    frame: Frame,
+    name: str,
+    kernel: Any,
+    moved: Mapping[str, str],
+    descriptor: Parameter,
+    makers: Mapping[str, Maker],
+    constants: Mapping[str, Any],
+    gradient_ptr: str | None = None,
+    parts: int = 1,
+) -> GradientKernel:
+    """The kernel of a gradient, "dv", "dk" or "dq".
+
+    Args:
+        moved: the names of its first parameters, which are descriptors, and the tensor that each is of.
+        descriptor: describes each of these.
+        makers: what makes the descriptors of each tensor.
+        constants: beside those of the frame.
+        gradient_ptr: the name of the parameter that follows, the gradient's address, unless TMA stores the gradient.
+        parts: thread blocks among which a tile is divided.
+    """
+    programs = frame.tiles[name] * frame.lines[name] * parts
+    check_programs("q", programs)
+    stored = {} if gradient_ptr is None else {gradient_ptr: pointer_to(torch.float32, 16)}
+    parameters = {
+        **dict.fromkeys(moved, descriptor),
+        **stored,
+        "statistics_ptr": pointer_to(torch.float32, 16),
+        "problem": frame.problem._replace(own_tiles=int32(frame.tiles[name])),
+    }
+    plan = make_plan(
+        kernel, parameters, {**frame.constants, **constants, "MASKS": frame.masks[name]}, programs, frame.device,
+        num_warps=4, max_registers=MAX_REGISTERS,
+    )  # fmt: skip
+    tensors = tuple(moved.values())
+    pointers = ("statistics",) if gradient_ptr is None else (name, "statistics")
+    return GradientKernel(plan, joined([makers[tensor] for tensor in tensors]), tensors, pointers)
+
+
+def apart_plan(
+    frame: Frame,
+    gradients: Mapping[str, Layout],
+    dv: GradientKernel,
+    dk: GradientKernel,
+    dq: GradientKernel,
+    splits: tuple[Plan, ...] = (),
+    parts: Sequence[Layout] = (),
+) -> ApartPlan:
+    """`gradients`: dq, dk and dv. `parts`: what `splits` write."""
+    masked_dout_at = frame.statistics
+    counter_at = masked_dout_at + frame.masked_dout
+    sink_sums_at = counter_at + _COUNTER
+    scratch = contiguous((sink_sums_at + frame.sink_sums,), torch.float32)
+    return ApartPlan(
+        begin=frame.begin,
+        splits=splits,
+        dv=dv,
+        dk=dk,
+        dq=dq,
+        allocate=allocator((*gradients.values(), scratch, *parts), frame.device),
+        shares=frame.shares,
+        masked_dout_at=4 * masked_dout_at,
+        counter_at=4 * counter_at,
+        sink_sums_at=4 * sink_sums_at,
+        has_empty_rows=frame.masked_dout > 0,
+    )
+
+
+@plan_cache
+def plan_apart(
+    plan_kernels: Callable[[Frame], ApartPlan],
     dtype: torch.dtype,
     device: torch.device,
     shapes: tuple[torch.Size, ...],
@@ -145,8 +216,9 @@ def frame_of(
     spec: AttentionSpec,
     has_dlse: bool,
     has_empty_rows: bool,
-) -> Frame:
-    """`strides`: of q, k, v and dout."""
+) -> ApartPlan:
+    """Everything that can be decided before the tensors' contents are known. `plan_kernels`: plans the kernels that
+    serve the call. `strides`: of q, k, v and dout."""
     q_shape, k_shape, v_shape = map(tuple, shapes)
     batch, rows_q, rows_k, heads, heads_kv, _, head_dim_v = call_sizes(shapes, PLAIN_SIDE)
     dout_shape = (*q_shape[:-1], head_dim_v)
@@ -159,7 +231,8 @@ def frame_of(
     dout_strides = contiguous_strides(dout_shape) if has_empty_rows else strides[3]
     wholes = dict(zip(("q", "k", "v", "dout"), (q_shape, k_shape, v_shape, dout_shape)))
     dk_shape, dv_shape = ((*shape[:-2], heads_kv * shares, shape[-1]) for shape in (k_shape, v_shape))
-    return Frame(
+    frame = Frame(
+        dtype=dtype,
         device=device,
         read={name: (wholes[name], apart) for name, apart in zip(wholes, (*strides[:3], dout_strides))},
         written={"dq": q_shape, "dk": dk_shape, "dv": dv_shape},
@@ -196,71 +269,7 @@ def frame_of(
         masked_dout=math.prod(dout_shape) * dtype.itemsize // 4 if has_empty_rows else 0,
         sink_sums=statistic_tiles * lines if sinks else 0,
     )
-
-
-def gradient_kernel(
-    frame: Frame,
-    name: str,
-    kernel: Any,
-    descriptors: Mapping[str, Parameter],
-    makers: Sequence[tuple[str, Maker]],
-    constants: Mapping[str, Any],
-    gradient_ptr: str | None = None,
-    parts: int = 1,
-) -> GradientKernel:
-    """The kernel of a gradient, "dv", "dk" or "dq".
-
-    Args:
-        descriptors: descriptions of its first parameters.
-        makers: (tensor, what makes its descriptors), in their order.
-        constants: beside those of the frame.
-        gradient_ptr: the name of the parameter that follows, the gradient's address, unless TMA stores the gradient.
-        parts: thread blocks among which a tile is divided.
-    """
-    programs = frame.tiles[name] * frame.lines[name] * parts
-    check_programs("q", programs)
-    stored = {} if gradient_ptr is None else {gradient_ptr: pointer_to(torch.float32, 16)}
-    parameters = {
-        **descriptors,
-        **stored,
-        "statistics_ptr": pointer_to(torch.float32, 16),
-        "problem": frame.problem._replace(own_tiles=int32(frame.tiles[name])),
-    }
-    plan = make_plan(
-        kernel, parameters, {**frame.constants, **constants, "MASKS": frame.masks[name]}, programs, frame.device,
-        num_warps=4, max_registers=MAX_REGISTERS,
-    )  # fmt: skip
-    pointers = ("statistics",) if gradient_ptr is None else (name, "statistics")
-    return GradientKernel(plan, joined([make for _, make in makers]), tuple(moved for moved, _ in makers), pointers)
-
-
-def apart_plan(
-    frame: Frame,
-    gradients: Mapping[str, Layout],
-    dv: GradientKernel,
-    dk: GradientKernel,
-    dq: GradientKernel,
-    splits: tuple[Plan, ...] = (),
-    parts: Sequence[Layout] = (),
-) -> ApartPlan:
-    """`gradients`: dq, dk and dv. `parts`: what `splits` write."""
-    masked_dout_at = frame.statistics
-    counter_at = masked_dout_at + frame.masked_dout
-    sink_sums_at = counter_at + _COUNTER
-    scratch = contiguous((sink_sums_at + frame.sink_sums,), torch.float32)
-    return ApartPlan(
-        begin=frame.begin,
-        splits=splits,
-        dv=dv,
-        dk=dk,
-        dq=dq,
-        allocate=allocator((*gradients.values(), scratch, *parts), frame.device),
-        shares=frame.shares,
-        masked_dout_at=4 * masked_dout_at,
-        counter_at=4 * counter_at,
-        sink_sums_at=4 * sink_sums_at,
-        has_empty_rows=frame.masked_dout > 0,
-    )
+    return plan_kernels(frame)
 
 
 def _plan_begin(

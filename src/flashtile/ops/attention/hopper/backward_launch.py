@@ -13,7 +13,7 @@ from flashtile._backends.alignment import aligned, batch_row_head
 from flashtile._backends.allocate import Layout, allocator, contiguous, contiguous_strides, empty
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import Plan, plan_cache, pointer
-from flashtile.ops.attention.hopper.apart_launch import ApartPlan
+from flashtile.ops.attention.hopper.apart_launch import ApartPlan, plan_apart
 from flashtile.ops.attention.hopper.backward_configs import (
     backward_config_of,
     padded_strides,
@@ -230,13 +230,14 @@ def _plan_apart_for(
 ) -> ApartPlan | None:  # fmt: skip
     """The plan of a backward whose gradients are a kernel each: of wide heads, and of float32. None for others."""
     if is_wide(q.shape[-1], v.shape[-1]):
-        make: Callable[..., ApartPlan] = plan_wide_backward
+        plan_kernels = plan_wide_backward
     elif serves_float32(q.dtype, q.shape[-1], v.shape[-1]):
-        make = plan_float32_backward
+        plan_kernels = plan_float32_backward
     else:
         return None
     shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), dout.stride())
-    return make(q.dtype, q.device, shapes, strides, side.sinks is not None, spec, has_dlse, has_empty_rows)
+    sinks = side.sinks is not None
+    return plan_apart(plan_kernels, q.dtype, q.device, shapes, strides, sinks, spec, has_dlse, has_empty_rows)
 
 
 def _launch(

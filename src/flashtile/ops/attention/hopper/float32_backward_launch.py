@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashtile._backends.alignment import batch_row_head
 from flashtile._backends.allocate import contiguous
-from flashtile._backends.launch import Plan, int32, make_plan, plan_cache, pointer_to, strides_of
+from flashtile._backends.launch import Plan, int32, make_plan, pointer_to, strides_of
 from flashtile._backends.tma import chunks_maker, descriptor_parameter, strided_layout
-from flashtile.ops.attention.hopper.apart_launch import ApartPlan, GradientKernel, apart_plan, frame_of, gradient_kernel
+from flashtile.ops.attention.hopper.apart_launch import ApartPlan, Frame, GradientKernel, apart_plan, gradient_kernel
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
 from flashtile.ops.attention.hopper.float32_backward import (
     attention_float32_dk_dq_kernel,
@@ -16,7 +18,6 @@ from flashtile.ops.attention.hopper.float32_backward import (
     attention_split_kernel,
 )
 from flashtile.ops.attention.hopper.float32_backward_configs import PARTS, WIDTH
-from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.common.checks import check_programs
 
 #: Rows that a program splits.
@@ -25,45 +26,43 @@ _SPLIT_ROWS = 64
 #: What a copy moves.
 _BOX = (1, CONSUMER_ROWS, 1, WIDTH)
 
-#: The tensors of which each kernel moves the parts, in the order of its parameters.
-_MOVED = {"dv": ("k", "q", "dout"), "dk": ("k", "v", "q", "dout"), "dq": ("q", "dout", "k", "v")}
-_DV_PARAMETERS = ("k_desc", "q_desc", "dout_desc")
-_DK_DQ_PARAMETERS = ("own_scores_desc", "own_values_desc", "visited_scores_desc", "visited_values_desc")
+#: The descriptors that each kernel takes, in order, and the tensors whose parts they are of.
+_MOVED_FOR_DV = {"k_desc": "k", "q_desc": "q", "dout_desc": "dout"}
+_MOVED_FOR_DK = {
+    "own_scores_desc": "k",
+    "own_values_desc": "v",
+    "visited_scores_desc": "q",
+    "visited_values_desc": "dout",
+}
+_MOVED_FOR_DQ = {
+    "own_scores_desc": "q",
+    "own_values_desc": "dout",
+    "visited_scores_desc": "k",
+    "visited_values_desc": "v",
+}
 
 
-@plan_cache
-def plan_float32_backward(
-    dtype: torch.dtype,
-    device: torch.device,
-    shapes: tuple[torch.Size, ...],
-    strides: tuple[tuple[int, ...], ...],
-    sinks: bool,
-    spec: AttentionSpec,
-    has_dlse: bool,
-    has_empty_rows: bool,
-) -> ApartPlan:
-    """Everything that can be decided before the tensors' contents are known. `strides`: of q, k, v and dout."""
-    frame = frame_of(dtype, device, shapes, strides, sinks, spec, has_dlse, has_empty_rows)
-    splits = tuple(_plan_split(shape, apart, device) for shape, apart in frame.read.values())
+def plan_float32_backward(frame: Frame) -> ApartPlan:
+    """The plan of a call in float32."""
     parts = {name: contiguous((*shape[:-1], PARTS * WIDTH), torch.bfloat16) for name, (shape, _) in frame.read.items()}
     makers = {
         name: chunks_maker(torch.bfloat16, (_BOX,), strided_layout(of.shape, of.strides)) for name, of in parts.items()
     }
-    descriptor = descriptor_parameter(torch.bfloat16, _BOX)
-    constants = {"HEAD_DIM": shapes[0][-1], "HEAD_DIM_V": shapes[2][-1]}
 
-    def dk_or_dq(name: str) -> GradientKernel:
-        return gradient_kernel(
-            frame, name, attention_float32_dk_dq_kernel, dict.fromkeys(_DK_DQ_PARAMETERS, descriptor),
-            [(moved, makers[moved]) for moved in _MOVED[name]], {**constants, "OF_KEYS": name == "dk"}, "gradient_ptr",
-        )  # fmt: skip
+    def kernel(name: str, function: Any, moved: dict[str, str], gradient_ptr: str, **constants: int) -> GradientKernel:
+        descriptor = descriptor_parameter(torch.bfloat16, _BOX)
+        return gradient_kernel(frame, name, function, moved, descriptor, makers, constants, gradient_ptr)
 
-    dv = gradient_kernel(
-        frame, "dv", attention_float32_dv_kernel, dict.fromkeys(_DV_PARAMETERS, descriptor),
-        [(moved, makers[moved]) for moved in _MOVED["dv"]], constants, "dv_ptr",
-    )  # fmt: skip
-    gradients = {name: contiguous(shape, dtype) for name, shape in frame.written.items()}
-    return apart_plan(frame, gradients, dv, dk_or_dq("dk"), dk_or_dq("dq"), splits, tuple(parts.values()))
+    dk_or_dq, head_dim, head_dim_v = attention_float32_dk_dq_kernel, frame.written["dk"][-1], frame.written["dv"][-1]
+    return apart_plan(
+        frame,
+        {name: contiguous(shape, frame.dtype) for name, shape in frame.written.items()},
+        dv=kernel("dv", attention_float32_dv_kernel, _MOVED_FOR_DV, "dv_ptr", HEAD_DIM_V=head_dim_v),
+        dk=kernel("dk", dk_or_dq, _MOVED_FOR_DK, "gradient_ptr", HEAD_DIM=head_dim, OF_KEYS=True),
+        dq=kernel("dq", dk_or_dq, _MOVED_FOR_DQ, "gradient_ptr", HEAD_DIM=head_dim, OF_KEYS=False),
+        splits=tuple(_plan_split(shape, apart, frame.device) for shape, apart in frame.read.values()),
+        parts=tuple(parts.values()),
+    )
 
 
 def _plan_split(shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> Plan:

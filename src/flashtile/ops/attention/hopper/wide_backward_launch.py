@@ -2,60 +2,54 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
 from flashtile._backends.allocate import Layout
-from flashtile._backends.launch import constants_of, plan_cache
+from flashtile._backends.launch import constants_of
 from flashtile._backends.tma import chunks_maker, descriptor_parameter, strided_layout
-from flashtile.ops.attention.hopper.apart_launch import ApartPlan, GradientKernel, apart_plan, frame_of, gradient_kernel
+from flashtile.ops.attention.hopper.apart_launch import ApartPlan, Frame, GradientKernel, apart_plan, gradient_kernel
 from flashtile.ops.attention.hopper.backward_configs import padded_strides
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
 from flashtile.ops.attention.hopper.wide_backward import attention_wide_dk_dq_kernel, attention_wide_dv_kernel
 from flashtile.ops.attention.hopper.wide_backward_configs import CHUNK, choose_wide_backward_config
-from flashtile.ops.attention.spec import AttentionSpec
 
 #: What a copy moves.
 _BOX = (1, CONSUMER_ROWS, 1, CHUNK)
 
-#: The tensors that each kernel moves, in the order of its parameters.
-_MOVED = {
-    "dv": ("k", "q", "dout", "dv"),
-    "dk": ("k", "v", "q", "dout", "dk"),
-    "dq": ("q", "dout", "k", "v", "dq"),
+#: The descriptors that each kernel takes, in order, and the tensors that they are of.
+_MOVED_FOR_DV = {"k_desc": "k", "q_desc": "q", "dout_desc": "dout", "dv_desc": "dv"}
+_MOVED_FOR_DK = {
+    "own_scores_desc": "k",
+    "own_values_desc": "v",
+    "visited_scores_desc": "q",
+    "visited_values_desc": "dout",
+    "gradient_desc": "dk",
 }
-_DV_PARAMETERS = ("k_desc", "q_desc", "dout_desc", "dv_desc")
-_DK_DQ_PARAMETERS = (
-    "own_scores_desc", "own_values_desc", "visited_scores_desc", "visited_values_desc", "gradient_desc",
-)  # fmt: skip
+_MOVED_FOR_DQ = {
+    "own_scores_desc": "q",
+    "own_values_desc": "dout",
+    "visited_scores_desc": "k",
+    "visited_values_desc": "v",
+    "gradient_desc": "dq",
+}
 
 
-@plan_cache
-def plan_wide_backward(
-    dtype: torch.dtype,
-    device: torch.device,
-    shapes: tuple[torch.Size, ...],
-    strides: tuple[tuple[int, ...], ...],
-    sinks: bool,
-    spec: AttentionSpec,
-    has_dlse: bool,
-    has_empty_rows: bool,
-) -> ApartPlan:
-    """Everything that can be decided before the tensors' contents are known. `strides`: of q, k, v and dout."""
-    frame = frame_of(dtype, device, shapes, strides, sinks, spec, has_dlse, has_empty_rows)
-    config = choose_wide_backward_config(shapes[0][-1], shapes[2][-1])
-    gradients = {name: Layout(shape, padded_strides(shape), dtype) for name, shape in frame.written.items()}
+def plan_wide_backward(frame: Frame) -> ApartPlan:
+    """The plan of a call whose heads are wider than 256 columns."""
+    config = choose_wide_backward_config(frame.written["dk"][-1], frame.written["dv"][-1])
+    gradients = {name: Layout(shape, padded_strides(shape), frame.dtype) for name, shape in frame.written.items()}
     layouts = {**frame.read, **{name: (of.shape, of.strides) for name, of in gradients.items()}}
-    makers = {name: chunks_maker(dtype, (_BOX,), strided_layout(*layout)) for name, layout in layouts.items()}
-    descriptor = descriptor_parameter(dtype, _BOX)
+    makers = {name: chunks_maker(frame.dtype, (_BOX,), strided_layout(*layout)) for name, layout in layouts.items()}
 
-    def dk_or_dq(name: str) -> GradientKernel:
-        return gradient_kernel(
-            frame, name, attention_wide_dk_dq_kernel, dict.fromkeys(_DK_DQ_PARAMETERS, descriptor),
-            [(moved, makers[moved]) for moved in _MOVED[name]], {**constants_of(config), "OF_KEYS": name == "dk"},
-        )  # fmt: skip
+    def kernel(name: str, function: Any, moved: dict[str, str], parts: int = 1, **more: bool) -> GradientKernel:
+        constants = {**constants_of(config), **more}
+        descriptor = descriptor_parameter(frame.dtype, _BOX)
+        return gradient_kernel(frame, name, function, moved, descriptor, makers, constants, parts=parts)
 
-    dv = gradient_kernel(
-        frame, "dv", attention_wide_dv_kernel, dict.fromkeys(_DV_PARAMETERS, descriptor),
-        [(moved, makers[moved]) for moved in _MOVED["dv"]], constants_of(config), parts=config.parts,
-    )  # fmt: skip
-    return apart_plan(frame, gradients, dv, dk_or_dq("dk"), dk_or_dq("dq"))
+    return apart_plan(
+        frame,
+        gradients,
+        dv=kernel("dv", attention_wide_dv_kernel, _MOVED_FOR_DV, config.parts),
+        dk=kernel("dk", attention_wide_dk_dq_kernel, _MOVED_FOR_DK, OF_KEYS=True),
+        dq=kernel("dq", attention_wide_dk_dq_kernel, _MOVED_FOR_DQ, OF_KEYS=False),
+    )

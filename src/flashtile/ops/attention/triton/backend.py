@@ -53,7 +53,7 @@ def describe_bias_gradient(call: AttentionCall) -> tuple[KernelChoice, ...]:
 def _situation(call: AttentionCall) -> Situation:
     side = call.side or SideInputs()
     length = length_of(side.max_seqlen_q, side.max_seqlen_k)
-    precision = dot_precision(call.dtype, call.device, torch.backends.cuda.matmul.allow_tf32)
+    precision = dot_precision(call.dtype, call.device, call.tf32)
     return situation_of(call.dtype, call.head_dims, call.spec, length, (side.bias, side.mask), precision)
 
 
