@@ -297,8 +297,8 @@ def make_plan(
     max_registers: int | None = None,
     outputs: Sequence[Layout | None] = (),
 ) -> Plan:
-    """The plan of a kernel; see `specialise` and `Plan` for the arguments. What a launch is given comes before what the
-    plan has.
+    """The plan of a kernel. `specialise` and `Plan` explain the arguments. The run-time parameters whose values each
+    launch is given come first; those whose values the plan has follow.
 
     Raises:
         TypeError: a parameter is not described.

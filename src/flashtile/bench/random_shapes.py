@@ -26,7 +26,7 @@ _HEAD_DIMS = (32, 40, 48, 56, 64, 64, 64, 72, 80, 88, 96, 112, 120, 128, 128, 12
 _HEADS = (4, 6, 8, 12, 16, 20, 24, 32, 40)
 _COMMON_HEADS = (8, 12, 16, 32, 32)
 
-#: What a call has beside q, k and v; more than half have nothing.
+#: Kinds of calls, by what they have beside q, k and v. More than half have nothing.
 _KINDS = (*("plain",) * 6, "window", "cross", "packed", "dropout")
 
 
@@ -101,5 +101,5 @@ def _logarithmic(draw: random.Random, least: float, most: float) -> int:
 
 
 def _flops(batch: int, queries: int, keys: int, heads: int, head_dim: int) -> int:
-    """Of a forward without a mask."""
+    """FLOPs of a forward without a mask."""
     return 4 * batch * heads * queries * keys * head_dim

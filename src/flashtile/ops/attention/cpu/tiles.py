@@ -311,6 +311,13 @@ def scratch_of(block: Block, q: Tensor, v: Tensor) -> Scratch:
     )
 
 
+def _bits_of(block: Block) -> int:
+    """Numbers for the dropout bits of as many matrices of a tile as are made together, at least of one, wherever in
+    groups of 16 rows and columns it begins."""
+    of_a_tile = scratch_numbers(range(15, 15 + block.tile_rows), range(15, 15 + block.tile_keys))
+    return max(_DROPOUT_NUMBERS_PER_THREAD * torch.get_num_threads(), of_a_tile)
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of scores, statistics and accumulators."""
     return torch.float64 if dtype is torch.float64 else torch.float32
@@ -364,10 +371,3 @@ def store_rows(view: Tensor, rows: range, tile: Tensor) -> None:
     """Writes `[N, G·R, D]` to some rows of `[b, h, G, S, D]`."""
     target = view[:, :, :, rows.start : rows.stop]
     target.copy_(tile.view(target.shape))
-
-
-def _bits_of(block: Block) -> int:
-    """Numbers for the dropout bits of as many matrices of a tile as are made together, at least of one, wherever in
-    groups of 16 rows and columns it begins."""
-    of_a_tile = scratch_numbers(range(15, 15 + block.tile_rows), range(15, 15 + block.tile_keys))
-    return max(_DROPOUT_NUMBERS_PER_THREAD * torch.get_num_threads(), of_a_tile)
