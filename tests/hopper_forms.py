@@ -526,6 +526,26 @@ WIDE_BACKWARD_FORMS = {
     "64x320-causal": Call(head_dim=64, head_dim_v=320, window_right=0),
 }
 
+#: Forwards of float32: all that changes their machine code.
+FLOAT32_FORWARD_FORMS = {
+    name: call._replace(dtype=torch.float32)
+    for name, call in {
+        "256": _HEADS["256"],
+        "256-sinks": _HEADS["256"]._replace(sinks=True),
+        "256-causal": _HEADS["256"]._replace(window_right=0),
+        "256-window": _HEADS["256"]._replace(**_MASKS["window"]),
+        "256-window-top-left": _HEADS["256"]._replace(window_left=127, top_left=True),
+        "256-cut-keys": _HEADS["256"]._replace(seq_k=1000),
+        "512": _HEADS["512"],
+        "512-causal": _HEADS["512"]._replace(window_right=0),
+        "512-window": _HEADS["512"]._replace(**_MASKS["window"]),
+        "192x128-causal": _HEADS["192x128"]._replace(window_right=0),
+        "320": _HEADS["320"],
+        "64x512": Call(head_dim=64, head_dim_v=512),
+        "512x64-causal": Call(head_dim=512, head_dim_v=64, window_right=0),
+    }.items()
+}
+
 #: Backwards of float32: all that changes their machine code.
 FLOAT32_BACKWARD_FORMS = {
     name: call._replace(dtype=torch.float32)

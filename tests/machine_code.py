@@ -25,7 +25,7 @@ import flashtile
 from control_flow import wrong_addresses
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import KernelSource, Plan, compile_kernel
-from flashtile.ops.attention.hopper import apart_launch
+from flashtile.ops.attention.hopper import apart_launch, float32_forward_launch
 from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.hopper.configs import HopperConfig, config_of
 from flashtile.ops.attention.hopper.float32_backward_launch import plan_float32_backward
@@ -391,6 +391,15 @@ def hopper_plan(call: Call) -> hopper_launch.ForwardPlan:
             _side(call),
             _spec(call),
         )
+
+
+def float32_forward_sources(call: Call) -> dict[str, KernelSource]:
+    """The kernels of a forward of float32 on Hopper."""
+    shapes = _shapes(call)
+    strides = tuple(map(_strides, shapes))
+    make = float32_forward_launch.plan_float32_forward.__wrapped__
+    plan = make(torch.device("cuda", 0), shapes, strides, call.sinks, _spec(call))
+    return {"split": plan.splits[0].source, "forward": plan.kernel.source}
 
 
 def apart_backward_sources(call: Call) -> dict[str, KernelSource]:

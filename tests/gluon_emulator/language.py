@@ -316,6 +316,10 @@ def _reciprocal(found: re.Match, dtype: Any, x: Value) -> Value:
     return Value(1.0 / x.data, x.dtype, x._layout)
 
 
+def _multiplied_and_added(found: re.Match, dtype: Any, a: Value, b: Value, c: Value) -> Value:
+    return a * b + c
+
+
 def _stores_done(found: re.Match, dtype: Any, threads: Value) -> None:
     current().let_others_run()
     current().finish_stores()
@@ -372,6 +376,7 @@ def _take_number(found: re.Match, dtype: Any, counter: Value) -> Value:
 _INSTRUCTIONS = {
     r"tanh\.approx\.f32": _tanh,
     r"rcp\.approx\.ftz\.f32": _reciprocal,
+    r"fma\.rn\.f32": _multiplied_and_added,
     r"cvt\.rn\.\w+x2\.f32|shl\.b32 x|cvt\.f32\.f16": _converted,
     r"pmevent": _same,
     r"cp\.async\.bulk\.wait_group 0": _stores_done,

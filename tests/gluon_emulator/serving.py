@@ -10,6 +10,8 @@ import torch
 from backend_calls import hopper_call
 from flashtile.ops.attention import select
 from flashtile.ops.attention.hopper.backend import unsupported_reason
+from flashtile.ops.attention.hopper.float32_backward_configs import serves_float32
+from flashtile.ops.attention.hopper.float32_forward_configs import serves_float32_forward
 from flashtile.ops.attention.hopper.wide_backward_configs import is_wide
 from flashtile.ops.attention.spec import NOTHING_WANTED, Wanted
 from gluon_emulator.hopper import EmulatedHopper
@@ -23,8 +25,8 @@ class NotServedError(Exception):
 
 def served_by(emulated: EmulatedHopper) -> Callable[..., Any]:
     """What to put in the place of `select.implementation`, after `calls.forget_calls()`: it runs on the machine what
-    asks for "hopper", and other calls as before. Backwards that the kernels lack run on the CPU, and so do the forwards
-    of float32, of which they have the backward alone.
+    asks for "hopper", and other calls as before. Backwards that the kernels lack run on the CPU, and so does the other
+    direction of float32 where they have one alone.
 
     Raises:
         NotServedError: on such a call.
@@ -39,8 +41,10 @@ def served_by(emulated: EmulatedHopper) -> Callable[..., Any]:
         wide = is_wide(*call.head_dims)
         if backend == "hopper" and phase == "backward" and ((wide and reason) or any(wanted.captured)):
             backend = "cpu"  # any backward follows any forward
-        if backend == "hopper" and phase == "forward" and q.dtype is torch.float32:
-            backend = "cpu"
+        if backend == "hopper" and q.dtype is torch.float32:
+            of_forward = serves_float32_forward(q.dtype, *call.head_dims)
+            served = of_forward if phase == "forward" else not of_forward or serves_float32(q.dtype, *call.head_dims)
+            backend = "hopper" if served else "cpu"
         if backend != "hopper":
             return _serve(phase, q, k, v, side, spec, backend, wanted)
         if reason:

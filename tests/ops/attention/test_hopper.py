@@ -44,6 +44,10 @@ from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.backward_source import backward_source
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.float32_backward_configs import float32_shared_memory
+from flashtile.ops.attention.hopper.float32_forward_configs import (
+    choose_float32_forward_config,
+    float32_forward_shared_memory,
+)
 from flashtile.ops.attention.hopper.wide_backward_configs import choose_wide_backward_config, wide_shared_memory
 from flashtile.ops.attention.hopper.widening import make_widening
 from flashtile.ops.attention.plans import BlockSizes, SideShape, Window
@@ -59,6 +63,7 @@ from hopper_forms import (
     BLOCK_FORMS,
     FEATURE_FORMS,
     FLOAT32_BACKWARD_FORMS,
+    FLOAT32_FORWARD_FORMS,
     FORMS,
     FP8_FORMS,
     FUNCTION_FORMS,
@@ -76,6 +81,7 @@ from machine_code import (
     described,
     differing,
     facts,
+    float32_forward_sources,
     hopper_config,
     hopper_plan,
     passed_by,
@@ -201,6 +207,18 @@ def test_only_a_plain_backward_of_float32_has_hopper_kernels() -> None:
     assert chosen(softcap=5.0) == chosen(packed=True) == chosen(dropout_p=0.1) == "triton"
     refused = with_changes(_call("backward"), dtype=torch.float32, softcap=5.0)
     assert "backward of float32 has no softcap" in (unsupported_reason(refused) or "")
+
+
+def test_only_a_plain_forward_of_float32_with_wide_heads_has_hopper_kernels() -> None:
+    def chosen(backend: str = "auto", head_dim: int = 256, **changes: Any) -> str | None:
+        return _chosen("forward", backend, dtype=torch.float32, head_dim=head_dim, **changes)
+
+    assert chosen() == chosen("hopper") == chosen(head_dim=136) == chosen(head_dim=64, head_dim_v=512) == "hopper"
+    assert chosen(head_dim=128) == chosen(head_dim=520) == chosen(tf32=True) == chosen("triton") == "triton"
+    assert chosen(softcap=5.0) == chosen(packed=True) == chosen(dropout_p=0.1) == "triton"
+    for changes, feature in (({"packed": True}, "packed sequences"), ({"returns_max_scores": True}, "max_scores")):
+        refused = with_changes(_call("forward"), dtype=torch.float32, head_dim=256, **changes)
+        assert f"forward of float32 has no {feature}" in (unsupported_reason(refused) or "")
 
 
 def test_the_interpreter_and_the_cpu_have_no_hopper_kernels() -> None:
@@ -1346,6 +1364,24 @@ def test_machine_code_of_the_backward_of_wide_heads(form: str) -> None:
     check_code(sources["begin"], "sm_90", check_fit, 1024)
 
 
+@pytest.mark.parametrize("form", FLOAT32_FORWARD_FORMS)
+def test_machine_code_of_the_forward_of_float32(form: str) -> None:
+    call = FLOAT32_FORWARD_FORMS[form]
+    sources = float32_forward_sources(call)
+    memory = float32_forward_shared_memory(choose_float32_forward_config(call.head_dim, call.head_dim_v))
+    check_code(sources["forward"], "sm_90", _check_wide_backward, _Limits(memory, _SPILLS_OF_FLOAT32_FORWARD))
+    check_code(sources["split"], "sm_90", check_fit, 1024)
+
+
+def test_every_forward_of_float32_fits_on_chip() -> None:
+    """Also each warpgroup has a chunk of queries and one of keys on chip."""
+    widths = range(8, 513, 8)
+    for head_dim, head_dim_v in itertools.product(widths, widths):
+        cut = choose_float32_forward_config(head_dim, head_dim_v)
+        assert float32_forward_shared_memory(cut) <= configs.SHARED_MEMORY
+        assert cut.stages >= 2
+
+
 @pytest.mark.parametrize("form", FLOAT32_BACKWARD_FORMS)
 def test_machine_code_of_the_backward_of_float32(form: str) -> None:
     sources = apart_backward_sources(FLOAT32_BACKWARD_FORMS[form])
@@ -1409,6 +1445,9 @@ def test_which_biases_come_by_tma(changes: dict[str, Any], moved: bool) -> None:
 #: Spilled bytes of a thread in a backward of wide heads: of dq some twenty addresses at most, and a few scalars of its
 #: producers, which have 24 registers.
 _SPILLS_OF_WIDE_HEADS = 112
+
+#: The same in a forward of float32: registers of four chunks of the output, which change places at the end of a step.
+_SPILLS_OF_FLOAT32_FORWARD = 192
 
 #: The same in a backward of float32: scalars of the producers of dv.
 _SPILLS_OF_FLOAT32 = 8

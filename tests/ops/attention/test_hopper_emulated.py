@@ -137,6 +137,33 @@ def test_backward_of_float32(hopper: Callable, changes: dict[str, Any]) -> None:
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+_FLOAT32_FORWARD: dict[str, dict[str, Any]] = {
+    "shared keys, causal": {"heads": 4, "head_dim": 256, "head_dim_v": 256, "arguments": {"causal": True}},
+    "full": {"seq_q": 70, "seq_k": 140, "head_dim": 512, "head_dim_v": 512},
+    "one query, sinks": {"seq_q": 1, "head_dim": 136, "head_dim_v": 128, "sinks": True},
+    "rows that see nothing": {
+        "seq_q": 300, "seq_k": 100, "head_dim": 192, "head_dim_v": 72, "sinks": True, "arguments": {"causal": True},
+    },
+    "one key, other scale": {"seq_k": 1, "head_dim": 320, "head_dim_v": 64, "arguments": {"scale": -0.1}},
+    "window": {"seq_k": 200, "head_dim": 48, "head_dim_v": 448, "arguments": {"window": (3, 0)}},
+    "window, top left": {"head_dim": 160, "head_dim_v": 8, "arguments": {"window": (None, 20), "align": "top_left"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", _FLOAT32_FORWARD.values(), ids=_FLOAT32_FORWARD)
+def test_forward_of_float32(hopper: Callable, changes: dict[str, Any]) -> None:
+    """Its sums have a fixed order: no order of events changes a bit."""
+    case = replace(_SMALL, dtype=torch.float32, **changes)
+    inputs = make_inputs(case)
+    results = []
+    for seed in range(2):
+        emulated = hopper(seed=seed)
+        results.append(check(case, "hopper", inputs=inputs))
+        assert emulated.launched[:4] == [*["attention_split_kernel"] * 3, "attention_float32_forward_kernel"]
+    first, again = results
+    assert all(torch.equal(first[name], again[name]) for name in ("out", "lse"))
+
+
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (70, 0), "deterministic": True}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_packed_sequences(hopper: Callable, head_dim: int, arguments: dict) -> None:

@@ -10,6 +10,12 @@ from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary
 from flashtile.ops.attention.hopper import backward_configs, configs
 from flashtile.ops.attention.hopper import float32_backward_configs as float32_configs
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8
+from flashtile.ops.attention.hopper.float32_forward_configs import (
+    NARROW,
+    choose_float32_forward_config,
+    float32_forward_shared_memory,
+    serves_float32_forward,
+)
 from flashtile.ops.attention.hopper.wide_backward_configs import (
     choose_wide_backward_config,
     is_wide,
@@ -89,16 +95,16 @@ def _unsupported_feature(call: AttentionCall) -> str | None:
 
 
 def _unserved_float32(call: AttentionCall) -> str | None:
-    """Why the kernels cannot serve a call in float32, of which they have a backward alone."""
-    if call.phase == "forward":
-        return "its forward takes float16, bfloat16 and float8_e4m3fn, not float32"
-    if not float32_configs.serves_float32(call.dtype, *call.head_dims):
+    """Why the kernels cannot serve a call in float32."""
+    if call.phase == "forward" and not serves_float32_forward(call.dtype, *call.head_dims):
+        return f"its forward of float32 is for heads of {NARROW + 1} to {MAX_HEAD_DIM} columns"
+    if call.phase == "backward" and not float32_configs.serves_float32(call.dtype, *call.head_dims):
         narrowest, widest = float32_configs.NARROW + 1, float32_configs.WIDTH
         return f"its backward of float32 is for a head_dim from {narrowest} to {widest}, that of v up to {widest}"
     if call.tf32:
         return "its products have the error of float32, and PyTorch's setting allows TF32, which is faster"
-    unserved = _unserved_apart(call)
-    return f"its backward of float32 has no {unserved}" if unserved else None
+    unserved = "max_scores" if call.spec.returns_max_scores else _unserved_apart(call)
+    return f"its {call.phase} of float32 has no {unserved}" if unserved else None
 
 
 def _unserved_apart(call: AttentionCall) -> str | None:
@@ -154,6 +160,8 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
         if backward_configs.serves_bias_gradient(cut, moved):
             return main, _describe_bias_gradient(call, side.alibi_slopes is not None)
         return main, *describe_bias_gradient(call)
+    if call.dtype is torch.float32:
+        return _describe_float32_forward(*heads)
     side = call.side or SideInputs()
     config = configs.config_of(*heads, (side.max_seqlen_q, side.max_seqlen_k), call.dtype, spec, call.bias, side.mask)
     memory = configs.shared_memory(config, *heads, call.dtype)
@@ -172,6 +180,15 @@ def _describe_wide_backward(head_dim: int, head_dim_v: int) -> tuple[KernelChoic
     """A stage is a chunk of 64 rows and columns."""
     cut = choose_wide_backward_config(head_dim, head_dim_v)
     return _describe_gradients(cut, cut.places, cut.score_places + cut.value_places, wide_shared_memory(cut))
+
+
+def _describe_float32_forward(head_dim: int, head_dim_v: int) -> tuple[KernelChoice, ...]:
+    """A stage is a part of 64 rows and columns."""
+    cut = choose_float32_forward_config(head_dim, head_dim_v)
+    memory, rows = float32_forward_shared_memory(cut), configs.CONSUMER_ROWS
+    summary = summary_of((rows, rows), "2 computing warpgroups and 2 loading warps", cut.stages, memory)
+    forward = KernelChoice("forward", cut, memory, "hopper", summary=summary)
+    return KernelChoice("split", backend="hopper"), forward
 
 
 def _describe_float32_backward() -> tuple[KernelChoice, ...]:

@@ -52,7 +52,7 @@ def store_statistics(softmax, rows, row, part, problem, output, config):
     own = 1.0
     side = problem.side
     if side.sinks is not None:
-        row_sum, reference, own = join_sink(row_sum, reference, side, rows, problem.batch)
+        row_sum, reference, own = join_sink(row_sum, reference, side.sinks, rows, problem.batch)
     if config.EIGHT_BITS:
         descales = problem.numbers.descales
         exists = rows.sequence < problem.batch
@@ -76,10 +76,10 @@ def store_statistics(softmax, rows, row, part, problem, output, config):
 
 
 @gluon.jit
-def join_sink(row_sum, reference, side, rows, batch):
+def join_sink(row_sum, reference, sinks_ptr, rows, batch):
     """Row sums and maxima with the sink among them, and the factor that leads from a row's old unit to the new one. The
     rows past the end of a packed call (sequence number `batch`) have no sink."""
-    sink = gl.load(side.sinks + rows.head, mask=rows.sequence < batch, other=float("-inf")) * LOG2_E
+    sink = gl.load(sinks_ptr + rows.head, mask=rows.sequence < batch, other=float("-inf")) * LOG2_E
     seen = gl.where(row_sum == 0.0, float("-inf"), reference)
     top = finite(gl.maximum(seen, sink))
     own = gl.exp2(seen - top)

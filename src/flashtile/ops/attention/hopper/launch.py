@@ -38,6 +38,7 @@ from flashtile.ops.attention.hopper.configs import (
     value_chunks,
     value_parts,
 )
+from flashtile.ops.attention.hopper.float32_forward_launch import forward_float32
 from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
 from flashtile.ops.attention.hopper.parameters import (
     is_covered,
@@ -91,6 +92,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     lse, max_scores)."""
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
+    if q.dtype is torch.float32:
+        out, lse = forward_float32(q, k, v, side, spec)
+        return (out, lse) if q.numel() and k.numel() else (out.zero_(), _lse_without_keys(lse, side))
     if side.key_lengths is not None and side.cu_seqlens_k is None:
         k, v = by_whole_rows(k), by_whole_rows(v)
     plan = _plan_for(q, k, v, side, spec)
@@ -109,7 +113,7 @@ def prepare_forward(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
 ) -> Callable[[int, int, int], tuple[Tensor, ...]] | None:
     """`forward` of all 16-bit calls that look like this one, from the addresses of q, k and v; or None."""
-    if spec.scale <= 0:
+    if q.dtype is torch.float32 or spec.scale <= 0:
         return None
     plan = _plan_for(q, k, v, side, spec)
     return functools.partial(_launch, plan) if plan.kernel.programs and plan.widening is None else None

@@ -631,15 +631,15 @@ def weights_of(s, lse, own_first, step, work, problem, config):
     p = gl.exp2(s * problem.factor - lse)
     if config.MASKS:
         if (step.tile < work.full_begin) | (step.tile >= work.full_end):
-            p = hide(p, own_first, step.tile * ROWS, work, problem, config)
+            p = hide(p, 0.0, own_first, step.tile * ROWS, work, problem, config)
     return p
 
 
 @gluon.jit
-def hide(p, own_first, visited_first, work, problem, config):
-    """The weights, 0 where the query does not see the key."""
-    own = (own_first + gl.arange(0, ROWS, gl.SliceLayout(1, p.type.layout)))[:, None]
-    visited = (visited_first + gl.arange(0, ROWS, gl.SliceLayout(0, p.type.layout)))[None, :]
+def hide(x, HIDDEN: gl.constexpr, own_first, visited_first, work, problem, config):
+    """Weights or scores of own and visited rows, `HIDDEN` where the query does not see the key."""
+    own = (own_first + gl.arange(0, ROWS, gl.SliceLayout(1, x.type.layout)))[:, None]
+    visited = (visited_first + gl.arange(0, ROWS, gl.SliceLayout(0, x.type.layout)))[None, :]
     key = own if config.OF_KEYS else visited
     query = visited if config.OF_KEYS else own
     last = problem.rows_k - 1 + query * 0
@@ -648,7 +648,7 @@ def hide(p, own_first, visited_first, work, problem, config):
     visible = key <= last
     if config.HAS_LEFT:
         visible &= key >= query + (work.shift - problem.window.left)
-    return gl.where(visible, p, 0.0)
+    return gl.where(visible, x, HIDDEN)
 
 
 @gluon.jit
