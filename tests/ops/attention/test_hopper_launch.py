@@ -218,6 +218,24 @@ def test_a_forward_passes_what_its_kernel_declares(launched: dict[str, _Launched
     assert sizes == [call.q.shape[-2], call.q.shape[-2] // call.k.shape[-2], call.q.shape[-3], call.k.shape[-3]]
 
 
+@given(st.one_of(_calls((torch.float32,)), _calls((torch.float32,), wide=True)))
+def test_a_forward_of_float32_passes_what_its_kernels_declare(launched: dict[str, _Launched], call: _Call) -> None:
+    call = _without_scores(call)
+    if not _served("forward", call):
+        return
+    q, k, v, _, side, spec = call
+    assert launch.prepare_forward(q, k, v, side, spec) is None  # TF32 may be allowed for the next call
+    out, lse = launch.forward(q, k, v, side, spec)
+    arguments = launched["attention_float32_forward_kernel"].arguments
+    assert arguments["out_ptr"] == out.data_ptr() and arguments["lse_ptr"] == lse.data_ptr()
+    assert arguments["sinks_ptr"] == (0 if side.sinks is None else side.sinks.data_ptr())
+    # The last tensor that is split is v.
+    split = launched["attention_split_kernel"].arguments
+    assert split["numbers_ptr"] == v.data_ptr() and split["parts_ptr"] == arguments["v_desc"].address
+    sizes = [arguments[f"problem.{name}"] for name in ("heads", "group", "rows_q", "rows_k")]
+    assert sizes == [q.shape[-2], q.shape[-2] // k.shape[-2], q.shape[-3], k.shape[-3]]
+
+
 @given(_calls((torch.float16, torch.bfloat16, FP8)))
 def test_a_prepared_forward_passes_the_same(launched: dict[str, _Launched], call: _Call) -> None:
     q, k, v, _, side, spec = call

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
+from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
@@ -94,3 +94,36 @@ def test_backward_of_float32(changes: dict[str, Any], head_dim: int, head_dim_v:
     for _ in range(3):
         again = run(case, make_inputs(case, "cuda"), "auto")
         assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v", [(256, 256), (512, 512), (160, 160), (192, 128), (320, 320), (64, 512), (512, 8)], ids=str
+)
+@pytest.mark.parametrize("changes", _FLOAT32.values(), ids=_FLOAT32)
+def test_forward_of_float32(changes: dict[str, Any], head_dim: int, head_dim_v: int) -> None:
+    """Its sums have a fixed order, so each run has the same bits."""
+    case = replace(_BASE, head_dim=head_dim, head_dim_v=head_dim_v, dtype=torch.float32, **changes)
+    inputs = make_inputs(case, "cuda")
+    first = check(case, "hopper", "cuda", inputs=inputs)
+    for _ in range(3):
+        again = run(case, inputs, "hopper")
+        assert all(torch.equal(first[name], again[name]) for name in ("out", "lse"))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [256, 512])
+def test_forward_of_float32_with_infinite_and_missing_numbers(head_dim: int, causal: bool) -> None:
+    """The parts of an infinite number are infinite and NaN. Scores are hidden before they count, values are not."""
+    q, k, v = (torch.randn(1, 200, 2, head_dim, device="cuda") for _ in range(3))
+    if causal:
+        k[0, 150, 0] = torch.inf
+    else:
+        v[0, 130, 1, 7], v[0, 160, 1, 9] = torch.inf, torch.nan
+    mine = flashtile.attention(q, k, v, causal=causal, backend="hopper", return_lse=True)
+    oracle, eager = (
+        flashtile.attention(*(t.to(dtype) for t in (q, k, v)), causal=causal, backend="reference", return_lse=True)
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert not oracle[0].isfinite().all()
+    for name, actual, expected, of_eager in zip(("out", "lse"), mine, oracle, eager):
+        assert_close(name, actual, expected, of_eager)
