@@ -29,13 +29,16 @@ def with_changes(
     head_dim: int = 128,
     head_dim_v: int = 128,
     block_tile: tuple[int, int] | None = None,
+    rows: int | None = None,
     **fields: Any,
 ) -> AttentionCall:
-    """The call on another architecture, with other heads or a block mask. `fields`: of the call or of its spec."""
+    """The call on another architecture, with other heads, a block mask, or so many queries and keys. `fields`: of the
+    call or of its spec."""
     of_spec = {name: fields.pop(name) for name in list(fields) if name in AttentionSpec._fields}
     if block_tile is not None:
         of_spec["block_shape"] = (1, 1, *block_tile)
-    rows = call.q_shape[:-1]
-    shapes = {"q_shape": (*rows, head_dim), "k_shape": (*rows, head_dim), "v_shape": (*rows, head_dim_v)}
+    batch, own_rows, heads, _ = call.q_shape
+    outer = (batch, rows or own_rows, heads)
+    shapes = {"q_shape": (*outer, head_dim), "k_shape": (*outer, head_dim), "v_shape": (*outer, head_dim_v)}
     spec = call.spec._replace(**of_spec)
     return call._replace(device=devices.KNOWN_DEVICES[arch], spec=spec, **shapes, **fields)

@@ -532,6 +532,8 @@ FLOAT32_FORWARD_FORMS = {
     for name, call in {
         "256": _HEADS["256"],
         "256-sinks": _HEADS["256"]._replace(sinks=True),
+        "128-causal": _HEADS["128"]._replace(window_right=0),
+        "96": _HEADS["96"],
         "256-causal": _HEADS["256"]._replace(window_right=0),
         "256-window": _HEADS["256"]._replace(**_MASKS["window"]),
         "256-window-top-left": _HEADS["256"]._replace(window_left=127, top_left=True),

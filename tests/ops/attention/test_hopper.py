@@ -209,12 +209,15 @@ def test_only_a_plain_backward_of_float32_has_hopper_kernels() -> None:
     assert "backward of float32 has no softcap" in (unsupported_reason(refused) or "")
 
 
-def test_only_a_plain_forward_of_float32_with_wide_heads_has_hopper_kernels() -> None:
+def test_only_a_plain_forward_of_float32_has_hopper_kernels() -> None:
     def chosen(backend: str = "auto", head_dim: int = 256, **changes: Any) -> str | None:
-        return _chosen("forward", backend, dtype=torch.float32, head_dim=head_dim, **changes)
+        return _chosen("forward", backend, dtype=torch.float32, **{"head_dim": head_dim, "rows": 1024, **changes})
 
-    assert chosen() == chosen("hopper") == chosen(head_dim=136) == chosen(head_dim=64, head_dim_v=512) == "hopper"
-    assert chosen(head_dim=128) == chosen(head_dim=520) == chosen(tf32=True) == chosen("triton") == "triton"
+    assert chosen() == chosen("hopper") == chosen(head_dim=72) == chosen(head_dim=64, head_dim_v=512) == "hopper"
+    assert chosen(head_dim=64, head_dim_v=64) == "triton"
+    assert chosen(head_dim=520) == chosen(tf32=True) == chosen("triton") == "triton"
+    assert chosen(rows=512) == chosen("hopper", rows=512, head_dim=72) == "hopper"
+    assert chosen(rows=512, head_dim=72) == "triton"
     assert chosen(softcap=5.0) == chosen(packed=True) == chosen(dropout_p=0.1) == "triton"
     for changes, feature in (({"packed": True}, "packed sequences"), ({"returns_max_scores": True}, "max_scores")):
         refused = with_changes(_call("forward"), dtype=torch.float32, head_dim=256, **changes)

@@ -131,7 +131,7 @@ def test_backward_of_float32(hopper: Callable, changes: dict[str, Any]) -> None:
     emulated = hopper(seed=0)
     first = check(case, "hopper")
     kernels = ["attention_float32_dv_kernel", *["attention_float32_dk_dq_kernel"] * 2]
-    assert emulated.launched == ["attention_begin_kernel", *["attention_split_kernel"] * 4, *kernels]
+    assert emulated.launched[-8:] == ["attention_begin_kernel", *["attention_split_kernel"] * 4, *kernels]
     hopper(seed=1)
     again = run(case, make_inputs(case), "hopper")
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -146,6 +146,7 @@ _FLOAT32_FORWARD: dict[str, dict[str, Any]] = {
     },
     "one key, other scale": {"seq_k": 1, "head_dim": 320, "head_dim_v": 64, "arguments": {"scale": -0.1}},
     "window": {"seq_k": 200, "head_dim": 48, "head_dim_v": 448, "arguments": {"window": (3, 0)}},
+    "two chunks, causal": {"head_dim": 72, "head_dim_v": 128, "arguments": {"causal": True}},
     "window, top left": {"head_dim": 160, "head_dim_v": 8, "arguments": {"window": (None, 20), "align": "top_left"}},
 }  # fmt: skip
 

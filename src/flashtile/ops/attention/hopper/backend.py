@@ -11,6 +11,8 @@ from flashtile.ops.attention.hopper import backward_configs, configs
 from flashtile.ops.attention.hopper import float32_backward_configs as float32_configs
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8
 from flashtile.ops.attention.hopper.float32_forward_configs import (
+    HALF_WIDE,
+    LONG_KEYS,
     NARROW,
     choose_float32_forward_config,
     float32_forward_shared_memory,
@@ -60,7 +62,11 @@ def _slower(call: AttentionCall) -> str | None:
       the 0.13, and backward 0.33 instead of the 0.65.)
     """
     widest = max(call.head_dims)
-    if call.requested != "auto" or call.packed or widest > 64:
+    if call.requested != "auto":
+        return None
+    if call.dtype is torch.float32 and call.phase == "forward" and widest <= HALF_WIDE and call.k_shape[1] < LONG_KEYS:
+        return f"with heads of up to {HALF_WIDE} columns, parts of float32 numbers pay from {LONG_KEYS} keys on"
+    if call.packed or widest > 64:
         return None
     if length_of(call.q_shape[1], call.k_shape[1]) == "short":
         return f"with {SHORT} queries and keys or fewer the tiles of the portable kernels are less empty"
