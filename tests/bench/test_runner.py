@@ -371,7 +371,7 @@ def test_hopper_is_asked_about_what_changes_scores(case, monkeypatch):
 
     monkeypatch.setattr(flashtile, "explain", on_sm_90)
     assert hopper_limits(replace(case, dtype="bf16"), CPU) is None
-    assert "not float32" in (hopper_limits(replace(case, dtype="fp32"), CPU) or "")
+    assert "forward of float32 is for heads" in (hopper_limits(replace(case, dtype="fp32"), CPU) or "")
 
 
 def test_hopper_is_not_asked_elsewhere(monkeypatch):

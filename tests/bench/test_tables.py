@@ -96,13 +96,20 @@ def test_shapes_have_what_no_other_table_has():
     between = {72, 80, 96, 104, 112, 160, 192, 224, 256}
     assert between == {case.D for case in cases if case.S == 4096 and not case.causal and 64 < case.D <= 256}
     assert between == {case.D for case in cases if case.S == 4096 and case.causal and case.D <= 256}
-    assert {512, 320} < {case.D for case in cases} and {case.dtype for case in cases} == {"bf16", "fp32"}
+    assert {512, 320} < {case.D for case in cases} and {case.dtype for case in cases} == {"bf16"}
     assert (min(case.S for case in cases), max(case.S for case in cases)) == (49, 32768)
     windows = [case for case in cases if case.window]
     assert len(windows) == 4 and all(case.H > case.Hkv and case.causal for case in windows)
     assert [case.name for case in cases if case.Sk] == ["d64-full-s4096:77-bf16"]
     assert not any(case.changes_scores or case.dropout_p for case in cases)
-    assert len(cases) == len(set(cases)) == 47
+    assert len(cases) == len(set(cases)) == 45
+
+
+def test_float32_has_heads_of_all_sizes():
+    cases = tables(CUDA)["float32"]
+    assert {case.dtype for case in cases} == {"fp32"} and len(cases) == len(set(cases)) == 21
+    assert {32, 64, 96, 128, 160, 192, 256, 512} == {case.D for case in cases}
+    assert {(case.S, case.H) for case in cases if case.B == 1 and case.D == 512} == {(1024, 1), (4096, 1), (16384, 1)}
 
 
 def test_random_shapes_are_the_same_in_every_run_and_of_all_kinds():

@@ -3,8 +3,8 @@
 Every device has the tables "default" and "grouped" (heads). On a GPU there are also "values" (other numbers than normal
 ones, forward alone) and more kinds of attention next to the plain one: "mla" (head sizes 192 and 128), "window",
 "varlen" (packed batches), "masks" (block masks and all else that changes scores), "features" (dropout, biases and masks
-in the shapes of models), "shapes" (head sizes, lengths and windows that no other table has), "functions" (scores and
-masks as Python functions), and two tables of shapes drawn at random, "random" and "random-odd".
+in the shapes of models), "shapes" (head sizes, lengths and windows that no other table has), "float32", "functions"
+(scores and masks as Python functions), and two tables of shapes drawn at random, "random" and "random-odd".
 """
 
 from __future__ import annotations
@@ -199,11 +199,26 @@ def shape_cases() -> list[Case]:
         Case(4, 1024, 4, 4, 320, 320),
         Case(4, 4096, 4, 4, 320, 320, causal=True),
     ]
-    float32 = [
-        Case(4, 2048, 1024 // head_dim, 1024 // head_dim, head_dim, head_dim, causal=True, dtype="fp32")
-        for head_dim in (64, 128)
+    return [*between, *windows, *lengths, *wide]
+
+
+def float32_cases() -> list[Case]:
+    """Heads of all sizes in float32: 8,192 tokens of 1,024 columns, other lengths, and a single wide head, as
+    autoencoders of images have it."""
+    shapes = [
+        *((4, 2048, 1024 // head_dim, head_dim, True) for head_dim in (32, 64, 96, 128, 160, 192, 256, 512)),
+        *((4, 2048, 1024 // head_dim, head_dim, False) for head_dim in (64, 128, 256)),
+        *((16, 512, 1024 // head_dim, head_dim, True) for head_dim in (64, 128, 256)),
+        (64, 197, 12, 64, False),  # ViT
+        (1, 1000, 8, 128, True),
+        (8, 1024, 8, 96, False),
+        (1, 16384, 8, 128, True),
+        *((1, tokens, 1, 512, False) for tokens in (1024, 4096, 16384)),
     ]
-    return [*between, *windows, *lengths, *wide, *float32]
+    return [
+        Case(batch, seq, heads, heads, head_dim, head_dim, causal=causal, dtype="fp32")
+        for batch, seq, heads, head_dim, causal in shapes
+    ]
 
 
 #: Sizes of heads between the powers of two, and the widest that the kernels for Hopper serve.
@@ -254,6 +269,7 @@ def tables(device: torch.device) -> dict[str, list[Case]]:
         "masks": mask_cases(),
         "features": feature_cases(),
         "shapes": shape_cases(),
+        "float32": float32_cases(),
         "functions": function_cases(),
         "random": common_cases(),
         "random-odd": odd_cases(),
