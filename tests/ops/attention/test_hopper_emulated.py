@@ -89,6 +89,25 @@ _WIDE: dict[str, dict[str, Any]] = {
         "seq_k": 200, "head_dim": 384, "head_dim_v": 320, "dtype": torch.float16, "arguments": {"window": (3, 0)},
     },
     "narrow queries": {"head_dim": 8, "head_dim_v": 512, "arguments": {"window": (None, 20), "align": "top_left"}},
+    "packed, causal, soft cap": {
+        "heads": 4, "head_dim": 320, "head_dim_v": 264, "lengths_q": (65, 0, 130, 1), "lengths_k": (65, 20, 100, 7),
+        "sinks": True, "arguments": {"causal": True, "softcap": 2.0},
+    },
+    "packed, full": {
+        "head_dim": 512, "head_dim_v": 512, "dtype": torch.float16, "lengths_q": (63, 1, 70), "lengths_k": (129, 64, 0),
+    },
+    "packed, window, key lengths": {
+        "head_dim": 264, "head_dim_v": 64, "lengths_q": (80, 129, 0, 40), "lengths_k": (190, 64, 9, 50),
+        "key_lengths": (150, 64, 9, 0), "arguments": {"window": (30, 40)},
+    },
+    "key lengths, soft cap": {
+        "seq_k": 200, "head_dim": 320, "head_dim_v": 512, "key_lengths": (70, 0), "sinks": True,
+        "arguments": {"softcap": 2.0},
+    },
+    "key lengths, causal": {
+        "heads": 4, "head_dim": 64, "head_dim_v": 320, "dtype": torch.float16, "key_lengths": (129, 300),
+        "arguments": {"causal": True},
+    },
 }  # fmt: skip
 
 
