@@ -182,18 +182,24 @@ def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"packed": True}, {"key_lengths": True}, {"bias": _BIAS}, {"mask": True}, {"alibi": True}, {"softcap": 5.0},
-        {"score_program": UNCHANGED}, {"dropout_p": 0.1}, {"block_tile": (128, 128)},
+        {"bias": _BIAS}, {"mask": True}, {"alibi": True}, {"score_program": UNCHANGED}, {"dropout_p": 0.1},
+        {"block_tile": (128, 128)},
     ],
     ids=str,
 )  # fmt: skip
-def test_a_backward_of_wide_heads_is_plain_or_portable(changes: dict) -> None:
-    """Sinks are in lse. `explain` says what is missing."""
+def test_what_a_backward_of_wide_heads_lacks_is_portable(changes: dict) -> None:
+    """`explain` says what is missing."""
     for backend in ("auto", "hopper"):
         assert _chosen("backward", backend, head_dim=256, **changes) == "hopper"
         assert _chosen("backward", backend, head_dim=320, **changes) == "triton"
     refused = with_changes(_call("backward"), head_dim=320, **changes)
     assert "wider than 256 columns has no" in (unsupported_reason(refused) or "")
+
+
+@pytest.mark.parametrize("changes", [{"packed": True}, {"key_lengths": True}, {"softcap": 5.0}], ids=str)
+def test_a_backward_of_wide_heads_has_lengths_and_soft_caps(changes: dict) -> None:
+    for backend in ("auto", "hopper"):
+        assert _chosen("backward", backend, head_dim=320, **changes) == "hopper"
 
 
 def test_only_a_plain_backward_of_float32_has_hopper_kernels() -> None:

@@ -14,11 +14,11 @@ from flashtile._backends.alignment import batch_row_head
 from flashtile._backends.allocate import Layout, allocator, contiguous, contiguous_strides
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import Parameter, Plan, float32, int32, make_plan, plan_cache, pointer_to
-from flashtile._backends.tma import TensorLayout, joined, packed_layout, strided_layout
+from flashtile._backends.tma import joined
 from flashtile.ops.attention.hopper.backward_configs import choose_backward_config
 from flashtile.ops.attention.hopper.backward_source import backward_plan
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
-from flashtile.ops.attention.hopper.bounds import bounded_layout, row_strides
+from flashtile.ops.attention.hopper.bounds import row_strides
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
 from flashtile.ops.attention.hopper.parameters import score_units, side_of_call
 from flashtile.ops.attention.hopper.scores import ScoreUnits
@@ -32,7 +32,7 @@ from flashtile.ops.attention.plans import (
     sum_of_shares,
     tiles_of,
 )
-from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, SideParameters, window_parameters
+from flashtile.ops.attention.side_parameters import NO_SIDE, SideParameters, SidePointers, window_parameters
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.common.checks import check_programs
 
@@ -128,7 +128,8 @@ class Frame(NamedTuple):
         read: (shape, strides) of q, k, v and of the dout that the kernels read.
         written: shapes of dq, dk and dv, of these with `shares` of the query heads.
         packed, bounded: whether queries, and whether keys, end where their sequence or its key length does.
-        tiles: of the own rows of each gradient, in a sequence; of a packed call slots of all. `lines`: as many.
+        tiles: of the own rows of each gradient, on each of `lines`: of a head of a sequence, or (slots) of a packed
+            call.
         masks: whether a kernel has a visited tile that a band or the end of the keys cuts.
         problem: but for its `own_tiles`. `constants`: of all three kernels.
         statistics, masked_dout, sink_sums: numbers of 32 bits of each in the scratch.
@@ -154,12 +155,6 @@ class Frame(NamedTuple):
     def ends_rows(self, tensor: str) -> bool:
         """Whether TMA ends the rows of a tensor or of a gradient where their sequence or its key length does."""
         return self.packed if tensor in ("q", "dout", "dq") else self.bounded
-
-    def layout_of(self, tensor: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorLayout:
-        """How TMA finds a tensor or a gradient."""
-        if tensor in ("q", "dout", "dq"):
-            return packed_layout(shape, strides) if self.packed else strided_layout(shape, strides)
-        return bounded_layout(shape, strides) if self.bounded else strided_layout(shape, strides)
 
 
 def gradient_kernel(
@@ -276,8 +271,18 @@ def plan_apart(
         },
         shares=shares,
         begin=_plan_begin(
-            dtype, device, q_shape, dout_shape, strides[3], batch, statistic_tiles, lines, side.sinks, described,
-            has_dlse, has_empty_rows,
+            dtype,
+            device,
+            q_shape,
+            dout_shape,
+            strides[3],
+            batch,
+            statistic_tiles,
+            lines,
+            side.sinks,
+            described,
+            has_dlse,
+            has_empty_rows,
         ),
         problem=Problem(
             side=described.pointers,

@@ -278,13 +278,11 @@ def attention_wide_dk_dq_kernel(
             (differentiate, (config, shared, gradient_desc, statistics_ptr, problem)),
             (
                 load_operand,
-                (CHUNKS, config, own.of_scores, visited.of_scores, own_scores_desc, visited_scores_desc,
-                 problem.k_rows_apart, problem),
+                (False, config, own.of_scores, visited.of_scores, own_scores_desc, visited_scores_desc, problem),
             ),
             (
                 load_operand,
-                (VALUE_CHUNKS, config, own.of_values, visited.of_values, own_values_desc, visited_values_desc,
-                 problem.v_rows_apart, problem),
+                (True, config, own.of_values, visited.of_values, own_values_desc, visited_values_desc, problem),
             ),
         ],
         [4, 1, 1],
@@ -428,25 +426,23 @@ def load_for_values(config, keys, visited, k_desc, descriptors, problem):
         first = step.tile * ROWS
         for chunk in range(config.CHUNKS):
             column = chunk * CHUNK
-            visited.fill(
-                visited.slot(loaded), Chunks(descriptors.of_scores, None), rows, first, config.PACKED, column
-            )
+            visited.fill(visited.slot(loaded), Chunks(descriptors.of_scores, None), rows, first, config.PACKED, column)
             loaded += 1
         for chunk in range(config.SUM_CHUNKS):
             column = (work.part * config.SUM_CHUNKS + chunk) * CHUNK
-            visited.fill(
-                visited.slot(loaded), Chunks(descriptors.of_values, None), rows, first, config.PACKED, column
-            )
+            visited.fill(visited.slot(loaded), Chunks(descriptors.of_values, None), rows, first, config.PACKED, column)
             loaded += 1
         step = step_after(work, step, config)
 
 
 @gluon.jit
-def load_operand(COUNT: gl.constexpr, config, own, visited, own_desc, visited_desc, rows_apart, problem):
-    """Loads one operand of dk or dq, of scores or of values: `COUNT` chunks of the own rows, and then for each step as
-    many of the visited ones. `rows_apart`: of k, or of v."""
+def load_operand(VALUES: gl.constexpr, config, own, visited, own_desc, visited_desc, problem):
+    """Loads one operand of dk or dq, of scores or VALUES: all chunks of the own rows, and then for each step those of
+    the visited ones."""
+    COUNT: gl.constexpr = config.VALUE_CHUNKS if VALUES else config.CHUNKS
     OWN_END: gl.constexpr = ends_rows(config, config.OF_KEYS)
     VISITED_END: gl.constexpr = ends_rows(config, not config.OF_KEYS)
+    rows_apart = problem.v_rows_apart if VALUES else problem.k_rows_apart
     work = work_of(problem, config)
     rows = rows_of_head(work, work.own_head, rows_apart, config, config.OF_KEYS)
     for chunk in range(COUNT):

@@ -6,9 +6,10 @@ from typing import Any
 
 from flashtile._backends.allocate import Layout
 from flashtile._backends.launch import constants_of
-from flashtile._backends.tma import chunks_maker, descriptor_parameter
+from flashtile._backends.tma import chunks_maker, descriptor_parameter, strided_layout
 from flashtile.ops.attention.hopper.apart_launch import ApartPlan, Frame, GradientKernel, apart_plan, gradient_kernel
 from flashtile.ops.attention.hopper.backward_configs import padded_strides
+from flashtile.ops.attention.hopper.bounds import bounded_layout
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
 from flashtile.ops.attention.hopper.wide_backward import attention_wide_dk_dq_kernel, attention_wide_dv_kernel
 from flashtile.ops.attention.hopper.wide_backward_configs import CHUNK, choose_wide_backward_config
@@ -39,12 +40,11 @@ def plan_wide_backward(frame: Frame) -> ApartPlan:
     config = choose_wide_backward_config(frame.written["dk"][-1], frame.written["dv"][-1])
     gradients = {name: Layout(shape, padded_strides(shape), frame.dtype) for name, shape in frame.written.items()}
     layouts = {**frame.read, **{name: (of.shape, of.strides) for name, of in gradients.items()}}
-    boxes = {name: _ENDED_BOX if frame.ends_rows(name) else _BOX for name in layouts}
-    descriptors = {name: descriptor_parameter(frame.dtype, box) for name, box in boxes.items()}
-    makers = {
-        name: chunks_maker(frame.dtype, (boxes[name],), frame.layout_of(name, *layout))
-        for name, layout in layouts.items()
-    }
+    descriptors, makers = {}, {}
+    for name, layout in layouts.items():
+        box, described = (_ENDED_BOX, bounded_layout) if frame.ends_rows(name) else (_BOX, strided_layout)
+        descriptors[name] = descriptor_parameter(frame.dtype, box)
+        makers[name] = chunks_maker(frame.dtype, (box,), described(*layout))
 
     def kernel(name: str, function: Any, moved: dict[str, str], parts: int = 1, **more: bool) -> GradientKernel:
         constants = {**constants_of(config), **more}
