@@ -480,7 +480,7 @@ def sum_values(WHICH: gl.constexpr, config, keys, visited, dv_desc, statistics_p
     step = first_step(work)
     for _ in range(work.steps):
         lse = load_statistic(statistics_ptr, LSE, first, step, work, problem, config)
-        s = scores_of(product_of_rows(keys, FIRST, visited, read, config.CHUNKS, True), problem)
+        s = product_of_rows(keys, FIRST, visited, read, config.CHUNKS, True)
         p = weights_of(s, lse, first, step, work, problem, config)
         read += config.CHUNKS
         total = add_products(total, pack(p, dtype), visited, read)
@@ -506,9 +506,8 @@ def weigh(config, shared, gradient_desc, statistics_ptr, problem):
     for index in range(work.steps):
         lse = load_statistic(statistics_ptr, LSE, work.first, step, work, problem, config)
         s = product_of_rows(own.of_scores, 0, visited.of_scores, index * config.CHUNKS, config.CHUNKS, False)
-        s = scores_of(s, problem)
-        p = weights_of(s, lse, work.first, step, work, problem, config)
-        exchange.place.store(pack(gradient_factors(p, s, problem), dtype))
+        p = weights_of(s, lse, work.first, step, work, problem, config, True)
+        exchange.place.store(pack(p, dtype))
         mbarrier.arrive(exchange.weights_there.index(0), count=1)
         mbarrier.wait(exchange.gradients_there.index(0), index & 1)
         ds = exchange.place.load(layout)
@@ -709,25 +708,15 @@ def first_statistics(head, work, problem, config):
 
 
 @gluon.jit
-def scores_of(products, problem):
-    """The scores of a step, still without the factor that is left to the exponential (`scores`)."""
-    if problem.units.cap_scale is not None:
-        products = capped(products, problem.units.cap_scale)
-    return products
-
-
-@gluon.jit
-def gradient_factors(p, s, problem):
-    """The factors of `dp - delta`: the weights, with a soft cap times the derivatives of the scores."""
-    if problem.units.cap_scale is not None:
-        p *= 1.0 - s * s
-    return p
-
-
-@gluon.jit
-def weights_of(s, lse, own_first, step, work, problem, config):
-    """The weights of a step, `[own rows, visited rows]`, from its scores."""
+def weights_of(s, lse, own_first, step, work, problem, config, TIMES_DERIVATIVES: gl.constexpr = False):
+    """The weights of a step, `[own rows, visited rows]`, from its products. TIMES_DERIVATIVES: times those of the
+    scores, which a soft cap has. They come before the mask, because behind its branch both would take registers."""
+    CAPPED: gl.constexpr = problem.units.cap_scale is not None
+    if CAPPED:
+        s = capped(s, problem.units.cap_scale)
     p = gl.exp2(s * problem.units.scale_log2 - lse)
+    if CAPPED and TIMES_DERIVATIVES:
+        p *= 1.0 - s * s
     if config.MASKS:
         if (step.tile < work.full_begin) | (step.tile >= work.full_end):
             p = hide(p, 0.0, own_first, step.tile * ROWS, work, problem, config)
