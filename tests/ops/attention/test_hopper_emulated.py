@@ -123,6 +123,20 @@ def test_backward_of_wide_heads(hopper: Callable, changes: dict[str, Any]) -> No
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+def test_padding_reaches_no_gradient_of_wide_heads(hopper: Callable) -> None:
+    """What lies past a key length, whose own gradient is zero."""
+    case = replace(_SMALL, batch=2, seq_q=70, seq_k=200, head_dim=64, head_dim_v=264, key_lengths=(140, 0))
+    inputs = make_inputs(case)
+    expected = {}
+    for padding in (0.0, float("nan")):
+        hopper()
+        for tensor in (inputs.k, inputs.v):
+            tensor[0, 140:], tensor[1] = padding, padding
+        found = run(case, inputs, "hopper")
+        assert all(torch.equal(found[name], expected.setdefault(name, found[name])) for name in found)
+    assert not found["dk"][0, 140:].any() and not found["dv"][1].any()
+
+
 def test_backward_of_wide_heads_divides_heads_that_share_keys(hopper: Callable) -> None:
     """Few keys with many queries: dk and dv are sums of parts."""
     hopper()
