@@ -347,7 +347,7 @@ def work_of(problem, config):
         visited_head = head // (problem.group * problem.shares)
         first_tile = begin
     if config.PACKED or config.KEY_LENGTHS:
-        end = gl.where(exists, end, begin)
+        heads = gl.where(exists, heads, 0)
     return Work(
         sequence=sequence,
         begin_q=begin_q,
