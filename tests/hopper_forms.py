@@ -536,6 +536,7 @@ WIDE_BACKWARD_FORMS = {
     ),
     "320-lengths-softcap": _HEADS["320"]._replace(key_lengths_dtype=torch.int32, softcap=30.0),
     "512x64-packed-full": Call(head_dim=512, head_dim_v=64, sequences=5),
+    "512x64-packed-window": Call(head_dim=512, head_dim_v=64, sequences=5, **_MASKS["window"]),
     "128x512-lengths-window": Call(head_dim=128, head_dim_v=512, key_lengths_dtype=torch.int32, **_MASKS["window"]),
     "64x320-packed-lengths-softcap": Call(
         head_dim=64, head_dim_v=320, **_MASKS["packed"], key_lengths_dtype=torch.int32, softcap=30.0
