@@ -347,7 +347,7 @@ def work_of(problem, config):
         visited_head = head // (problem.group * problem.shares)
         first_tile = begin
     if config.PACKED or config.KEY_LENGTHS:
-        heads = gl.where(exists, heads, 0)
+        heads = gl.where(exists, heads, 0)  # there are no steps
     return Work(
         sequence=sequence,
         begin_q=begin_q,
