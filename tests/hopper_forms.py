@@ -524,6 +524,23 @@ WIDE_BACKWARD_FORMS = {
     "128x512-window-fp16": Call(head_dim=128, head_dim_v=512, **_MASKS["window"], dtype=torch.float16),
     "64x320": Call(head_dim=64, head_dim_v=320),
     "64x320-causal": Call(head_dim=64, head_dim_v=320, window_right=0),
+    "512-packed": _HEADS["512"]._replace(**_MASKS["packed"]),
+    "512-packed-full-lengths": _HEADS["512"]._replace(
+        sequences=5, key_lengths_dtype=torch.int64, sinks=True, dtype=torch.float16
+    ),
+    "512-lengths": _HEADS["512"]._replace(key_lengths_dtype=torch.int32),
+    "512-window-softcap": _HEADS["512"]._replace(**_MASKS["window"], softcap=30.0),
+    "320-packed": _HEADS["320"]._replace(**_MASKS["packed"]),
+    "320-packed-window-softcap-fp16": _HEADS["320"]._replace(
+        **_MASKS["window"], sequences=5, softcap=30.0, dtype=torch.float16
+    ),
+    "320-lengths-softcap": _HEADS["320"]._replace(key_lengths_dtype=torch.int32, softcap=30.0),
+    "512x64-packed-full": Call(head_dim=512, head_dim_v=64, sequences=5),
+    "512x64-packed-window": Call(head_dim=512, head_dim_v=64, sequences=5, **_MASKS["window"]),
+    "128x512-lengths-window": Call(head_dim=128, head_dim_v=512, key_lengths_dtype=torch.int32, **_MASKS["window"]),
+    "64x320-packed-lengths-softcap": Call(
+        head_dim=64, head_dim_v=320, **_MASKS["packed"], key_lengths_dtype=torch.int32, softcap=30.0
+    ),
 }
 
 #: Forwards of float32: all that changes their machine code.

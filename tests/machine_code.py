@@ -414,10 +414,10 @@ def apart_backward_sources(call: Call) -> dict[str, KernelSource]:
             torch.device("cuda", 0),
             shapes,
             (*map(_strides, shapes), dout_strides),
-            call.sinks,
+            _side(call),
             _spec(call),
             call.has_dlse,
-            call.hides_rows,
+            _hides_rows(call),
         )
     split = {"split": plan.splits[0].source} if plan.splits else {}
     gradients = {name: getattr(plan, name).plan.source for name in ("dv", "dk", "dq")}

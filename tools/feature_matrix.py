@@ -90,9 +90,6 @@ FEATURES = (
         "head_dim up to 512",
         (_heads(512, 512), _heads(64, 264)),
         (
-            "packed sequences",
-            "`key_lengths`",
-            "`softcap`",
             "`alibi_slopes`",
             "`alibi_slopes`, with gradient",
             "`bias`, with gradient",
@@ -103,8 +100,8 @@ FEATURES = (
         ),
     ),
     Feature(
-        "head_dim over 256 with packed sequences, `key_lengths`, dropout or what changes scores, but sinks",
-        (lambda case: with_arguments(_heads(320, 64)(case), softcap=2.0),),
+        "head_dim over 256 with dropout, a block mask or what changes scores, but `softcap` and `sinks`",
+        (lambda case: with_arguments(_heads(320, 64)(case), dropout_p=0.1),),
     ),
     Feature(
         "causal with both alignments, windows",

@@ -61,9 +61,13 @@ _CASES = {
     "sinks": (_Q, _K, _side(_Q, _K, sinks=_TABLE), _CAUSAL),
     "float32": (_FLOAT32_Q, _FLOAT32_K, _side(_FLOAT32_Q, _FLOAT32_K, sinks=_TABLE), _CAUSAL),
     "wide": (_WIDE_Q, _WIDE_K, _side(_WIDE_Q, _WIDE_K, sinks=_TABLE), _CAUSAL),
+    "wide packed": (
+        _WIDE_Q[0], _WIDE_Q[0], _side(_WIDE_Q[0], _WIDE_Q[0], cu_seqlens_q=_CUMULATIVE, cu_seqlens_k=_CUMULATIVE),
+        _CAUSAL,
+    ),
     "function": (_Q, _K, _side(_Q, _K), _function(False)[0]),
     "learned table": (_Q, _K, _side(_Q, _K, captured=(_TABLE,)), _function(True)[0]),
-}
+}  # fmt: skip
 
 
 @pytest.fixture

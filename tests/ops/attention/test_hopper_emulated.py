@@ -89,6 +89,25 @@ _WIDE: dict[str, dict[str, Any]] = {
         "seq_k": 200, "head_dim": 384, "head_dim_v": 320, "dtype": torch.float16, "arguments": {"window": (3, 0)},
     },
     "narrow queries": {"head_dim": 8, "head_dim_v": 512, "arguments": {"window": (None, 20), "align": "top_left"}},
+    "packed, causal, soft cap": {
+        "heads": 4, "head_dim": 320, "head_dim_v": 264, "lengths_q": (65, 0, 130, 1), "lengths_k": (65, 20, 100, 7),
+        "sinks": True, "arguments": {"causal": True, "softcap": 2.0},
+    },
+    "packed, full": {
+        "head_dim": 512, "head_dim_v": 512, "dtype": torch.float16, "lengths_q": (63, 1, 70), "lengths_k": (129, 64, 0),
+    },
+    "packed, window, key lengths": {
+        "head_dim": 264, "head_dim_v": 64, "lengths_q": (80, 129, 0, 40), "lengths_k": (190, 64, 9, 50),
+        "key_lengths": (150, 64, 9, 0), "arguments": {"window": (30, 40)},
+    },
+    "key lengths, soft cap": {
+        "seq_k": 200, "head_dim": 320, "head_dim_v": 512, "key_lengths": (70, 0), "sinks": True,
+        "arguments": {"softcap": 2.0},
+    },
+    "key lengths, causal": {
+        "heads": 4, "head_dim": 64, "head_dim_v": 320, "dtype": torch.float16, "key_lengths": (129, 300),
+        "arguments": {"causal": True},
+    },
 }  # fmt: skip
 
 
@@ -102,6 +121,20 @@ def test_backward_of_wide_heads(hopper: Callable, changes: dict[str, Any]) -> No
     hopper(seed=1)
     again = run(case, make_inputs(case), "hopper")
     assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_padding_reaches_no_gradient_of_wide_heads(hopper: Callable) -> None:
+    """What lies past a key length, whose own gradient is zero."""
+    case = replace(_SMALL, batch=2, seq_q=70, seq_k=200, head_dim=64, head_dim_v=264, key_lengths=(140, 0))
+    inputs = make_inputs(case)
+    expected = {}
+    for padding in (0.0, float("nan")):
+        hopper()
+        for tensor in (inputs.k, inputs.v):
+            tensor[0, 140:], tensor[1] = padding, padding
+        found = run(case, inputs, "hopper")
+        assert all(torch.equal(found[name], expected.setdefault(name, found[name])) for name in found)
+    assert not found["dk"][0, 140:].any() and not found["dv"][1].any()
 
 
 def test_backward_of_wide_heads_divides_heads_that_share_keys(hopper: Callable) -> None:

@@ -111,6 +111,28 @@ def test_backward_of_wide_heads(head_dim: int, head_dim_v: int, dtype: torch.dty
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+_WIDE_LENGTHS = {
+    "packed": {"lengths_q": (129, 0, 700, 1, 64, 191), "lengths_k": (129, 33, 300, 1, 0, 800)},
+    "packed, key lengths": {
+        "lengths_q": (129, 700, 64), "lengths_k": (129, 300, 800), "key_lengths": (70, 300, 0),
+    },
+    "key lengths": {"key_lengths": (643, 70), "sinks": True},
+    "soft cap": {"arguments": {"softcap": 3.0}},
+    "packed, soft cap": {"lengths_q": (129, 0, 700, 1), "lengths_k": (129, 33, 300, 1), "arguments": {"softcap": 3.0}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", _MASKS, ids=str)
+@pytest.mark.parametrize("heads", [(512, 512), (320, 264), (512, 64), (128, 512), (64, 320)], ids=str)
+@pytest.mark.parametrize("changes", _WIDE_LENGTHS.values(), ids=_WIDE_LENGTHS)
+def test_lengths_and_soft_caps_of_wide_heads(changes: dict, heads: tuple[int, int], arguments: dict) -> None:
+    """Sums have a fixed order, so a second run has the same bits."""
+    case = with_arguments(replace(_LARGE, head_dim=heads[0], head_dim_v=heads[1], heads_kv=2, **changes), **arguments)
+    first = check(case, "hopper", "cuda")
+    again = run(case, make_inputs(case, "cuda"), "hopper")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
 _SCORES = {
     "softcap": {"arguments": {"softcap": 3.0}},
     "alibi": {"alibi_slopes": "bh", "constant": ("alibi_slopes",)},

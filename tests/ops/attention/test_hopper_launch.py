@@ -220,7 +220,7 @@ def test_a_forward_passes_what_its_kernel_declares(launched: dict[str, _Launched
 
 @given(st.one_of(_calls((torch.float32,)), _calls((torch.float32,), wide=True)))
 def test_a_forward_of_float32_passes_what_its_kernels_declare(launched: dict[str, _Launched], call: _Call) -> None:
-    call = _without_scores(call)
+    call = _without_slopes(call)._replace(spec=call.spec._replace(softcap=0.0))
     if not _served("forward", call):
         return
     q, k, v, _, side, spec = call
@@ -329,9 +329,9 @@ def test_a_backward_passes_what_its_kernels_declare(
     assert begin["sink_sums_ptr"] is None or begin["sink_sums_ptr"] >= after_turns
 
 
-def _without_scores(call: _Call) -> _Call:
-    """The call without what changes scores, which backwards with a kernel for each gradient do not serve."""
-    return call._replace(side=call.side._replace(alibi_slopes=None), spec=call.spec._replace(softcap=0.0))
+def _without_slopes(call: _Call) -> _Call:
+    """The call without ALiBi, which backwards with a kernel for each gradient do not serve."""
+    return call._replace(side=call.side._replace(alibi_slopes=None))
 
 
 def _run_backward(call: _Call, has_dlse: bool) -> Gradients:
@@ -355,10 +355,10 @@ def _check_scratch(launched: _Launched, dout: torch.Tensor) -> None:
 def test_a_backward_of_wide_heads_passes_what_its_kernels_declare(
     launched: dict[str, _Launched], call: _Call, has_dlse: bool
 ) -> None:
-    call = _without_scores(call)
+    call = _without_slopes(call)
     if not _served("backward", call):
         return
-    q, k, v, dout, _, spec = call
+    q, k, v, dout, side, spec = call
     gradients = _run_backward(call, has_dlse)
     begin = launched["attention_begin_kernel"].arguments
     of_dv, of_dq = (launched[f"attention_wide_{name}_kernel"].arguments for name in ("dv", "dk_dq"))
@@ -372,13 +372,15 @@ def test_a_backward_of_wide_heads_passes_what_its_kernels_declare(
         assert of_dv["dout_desc"].is_of(dout) and of_dq["own_values_desc"].is_of(dout)
     _check_scratch(launched["attention_begin_kernel"], dout)
     assert of_dv["statistics_ptr"] == of_dq["statistics_ptr"] == begin["statistics_ptr"]
+    sequences = 0 if side.cu_seqlens_q is None else side.cu_seqlens_q.data_ptr()
+    assert begin["cu_seqlens_q_ptr"] == of_dv["problem.side.cu_seqlens_q"] == sequences
 
 
 @given(_calls((torch.float32,)), st.booleans())
 def test_a_backward_of_float32_passes_what_its_kernels_declare(
     launched: dict[str, _Launched], call: _Call, has_dlse: bool
 ) -> None:
-    call = _without_scores(call)
+    call = _without_slopes(call)._replace(spec=call.spec._replace(softcap=0.0))
     if not _served("backward", call):
         return
     q, k, v, dout, side, spec = call

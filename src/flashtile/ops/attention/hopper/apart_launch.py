@@ -18,17 +18,29 @@ from flashtile._backends.tma import joined
 from flashtile.ops.attention.hopper.backward_configs import choose_backward_config
 from flashtile.ops.attention.hopper.backward_source import backward_plan
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
+from flashtile.ops.attention.hopper.bounds import row_strides
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
-from flashtile.ops.attention.hopper.parameters import LOG2_E
+from flashtile.ops.attention.hopper.parameters import score_units, side_of_call
+from flashtile.ops.attention.hopper.scores import ScoreUnits
 from flashtile.ops.attention.hopper.wide_backward import Problem
 from flashtile.ops.attention.hopper.wide_backward_configs import MAX_REGISTERS, REGISTERS, STATISTIC_ROWS
-from flashtile.ops.attention.plans import PLAIN_SIDE, call_sizes, longest_walk, shares_of_heads, sum_of_shares
-from flashtile.ops.attention.side_parameters import window_parameters
+from flashtile.ops.attention.plans import (
+    SideShape,
+    call_sizes,
+    longest_walk,
+    shares_of_heads,
+    sum_of_shares,
+    tiles_of,
+)
+from flashtile.ops.attention.side_parameters import NO_SIDE, SideParameters, SidePointers, window_parameters
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.common.checks import check_programs
 
 #: Rows of a program of dk or dq, and keys of one of dv.
 _ROWS, _DV_KEYS = CONSUMER_ROWS, 2 * CONSUMER_ROWS
+
+#: Tiles of statistics that a product reads at once.
+_STATISTICS_TOGETHER = CONSUMER_ROWS // STATISTIC_ROWS
 
 #: Numbers of 32 bits that the first kernel's counter takes in the scratch, so that what follows is aligned.
 _COUNTER = 4
@@ -43,7 +55,7 @@ class GradientKernel(NamedTuple):
     Attributes:
         describe: makes the descriptors, from the addresses of `moved`.
         moved: the tensors that TMA moves, in the order of the kernel's parameters.
-        pointers: the tensors whose addresses follow these.
+        pointers: the tensors whose addresses follow these. The side inputs come last.
     """
 
     plan: Plan
@@ -51,9 +63,9 @@ class GradientKernel(NamedTuple):
     moved: tuple[str, ...]
     pointers: tuple[str, ...]
 
-    def launch(self, addresses: Mapping[str, int]) -> None:
+    def launch(self, addresses: Mapping[str, int], side: SidePointers) -> None:
         descriptors = self.describe(*(addresses[name] for name in self.moved))
-        self.plan.launch(*descriptors, *(addresses[name] for name in self.pointers))
+        self.plan.launch(*descriptors, *(addresses[name] for name in self.pointers), *side)
 
 
 class ApartPlan(NamedTuple):
@@ -85,17 +97,17 @@ class ApartPlan(NamedTuple):
         return self.begin, *self.splits, self.dv.plan, self.dk.plan, self.dq.plan
 
     def launch(
-        self, dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int, sinks: int = 0
+        self, dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int, side: SidePointers = NO_SIDE
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Enqueues the kernels, from addresses; 0 stands for a tensor that is not there. Returns dq, dk, dv and the
         scratch."""
         dq, dk, dv, scratch, *parts = self.allocate()
         statistics = scratch.data_ptr()
         masked_dout = statistics + self.masked_dout_at if self.has_empty_rows else None
-        sink_sums = statistics + self.sink_sums_at if sinks else None
+        sink_sums = statistics + self.sink_sums_at if side.sinks else None
         self.begin.launch(
-            out, dout, lse, dlse, statistics, None, None, statistics + self.counter_at, masked_dout, sinks, sink_sums,
-            None, None,
+            out, dout, lse, dlse, statistics, None, None, statistics + self.counter_at, masked_dout, side.sinks,
+            sink_sums, side.cu_seqlens_q, None,
         )  # fmt: skip
         addresses = {"q": q, "k": k, "v": v, "dout": masked_dout or dout}
         for name, split, part in zip(list(addresses), self.splits, parts):
@@ -103,7 +115,7 @@ class ApartPlan(NamedTuple):
             addresses[name] = part.data_ptr()
         addresses |= {"dq": dq.data_ptr(), "dk": dk.data_ptr(), "dv": dv.data_ptr(), "statistics": statistics}
         for kernel in (self.dv, self.dk, self.dq):
-            kernel.launch(addresses)
+            kernel.launch(addresses, side)
         if self.shares > 1:
             dk, dv = sum_of_shares(dk, self.shares), sum_of_shares(dv, self.shares)
         return dq, dk, dv, scratch
@@ -115,7 +127,9 @@ class Frame(NamedTuple):
     Attributes:
         read: (shape, strides) of q, k, v and of the dout that the kernels read.
         written: shapes of dq, dk and dv, of these with `shares` of the query heads.
-        tiles: of the own rows of each gradient, in a sequence; `lines`: sequences × heads of these.
+        packed, bounded: whether queries, and whether keys, end where their sequence or its key length does.
+        tiles: of the own rows of each gradient, on each of `lines`: of a head of a sequence, or (slots) of a packed
+            call.
         masks: whether a kernel has a visited tile that a band or the end of the keys cuts.
         problem: but for its `own_tiles`. `constants`: of all three kernels.
         statistics, masked_dout, sink_sums: numbers of 32 bits of each in the scratch.
@@ -125,6 +139,8 @@ class Frame(NamedTuple):
     device: torch.device
     read: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     written: dict[str, tuple[int, ...]]
+    packed: bool
+    bounded: bool
     tiles: dict[str, int]
     lines: dict[str, int]
     masks: dict[str, bool]
@@ -136,13 +152,17 @@ class Frame(NamedTuple):
     masked_dout: int
     sink_sums: int
 
+    def ends_rows(self, tensor: str) -> bool:
+        """Whether TMA ends the rows of a tensor or of a gradient where their sequence or its key length does."""
+        return self.packed if tensor in ("q", "dout", "dq") else self.bounded
+
 
 def gradient_kernel(
     frame: Frame,
     name: str,
     kernel: Any,
     moved: Mapping[str, str],
-    descriptor: Parameter,
+    descriptors: Mapping[str, Parameter],
     makers: Mapping[str, Maker],
     constants: Mapping[str, Any],
     gradient_ptr: str | None = None,
@@ -152,7 +172,7 @@ def gradient_kernel(
 
     Args:
         moved: the names of its first parameters, which are descriptors, and the tensor that each is of.
-        descriptor: describes each of these.
+        descriptors: describe each tensor to the compiler.
         makers: what makes the descriptors of each tensor.
         constants: beside those of the frame.
         gradient_ptr: the name of the parameter that follows, the gradient's address, unless TMA stores the gradient.
@@ -162,7 +182,7 @@ def gradient_kernel(
     check_programs("q", programs)
     stored = {} if gradient_ptr is None else {gradient_ptr: pointer_to(torch.float32, 16)}
     parameters = {
-        **dict.fromkeys(moved, descriptor),
+        **{parameter: descriptors[tensor] for parameter, tensor in moved.items()},
         **stored,
         "statistics_ptr": pointer_to(torch.float32, 16),
         "problem": frame.problem._replace(own_tiles=int32(frame.tiles[name])),
@@ -212,7 +232,7 @@ def plan_apart(
     device: torch.device,
     shapes: tuple[torch.Size, ...],
     strides: tuple[tuple[int, ...], ...],
-    sinks: bool,
+    side: SideShape,
     spec: AttentionSpec,
     has_dlse: bool,
     has_empty_rows: bool,
@@ -220,14 +240,19 @@ def plan_apart(
     """Everything that can be decided before the tensors' contents are known. `plan_kernels`: plans the kernels that
     serve the call. `strides`: of q, k, v and dout."""
     q_shape, k_shape, v_shape = map(tuple, shapes)
-    batch, rows_q, rows_k, heads, heads_kv, _, head_dim_v = call_sizes(shapes, PLAIN_SIDE)
+    batch, rows_q, rows_k, heads, heads_kv, _, head_dim_v = call_sizes(shapes, side)
+    packed, lengths = side.sequences is not None, side.key_lengths_dtype is not None
+    bounded = packed or lengths
     dout_shape = (*q_shape[:-1], head_dim_v)
-    tiles = {"dv": -(-rows_k // _DV_KEYS), "dk": -(-rows_k // _ROWS), "dq": -(-rows_q // _ROWS)}
+    own_rows = {"dv": (rows_k, _DV_KEYS), "dk": (rows_k, _ROWS), "dq": (rows_q, _ROWS)}
+    tiles = {name: tiles_of(*rows, batch, packed) for name, rows in own_rows.items()}
     steps = longest_walk(tiles["dq"], spec, _ROWS, _DV_KEYS)
-    walks = tiles["dv"] * batch * heads_kv
-    shares = shares_of_heads(heads // heads_kv, walks, steps, spec.banded, multiprocessors(device))
-    lines, lines_kv = batch * heads, batch * heads_kv * shares
-    statistic_tiles = tiles["dq"] * (_ROWS // STATISTIC_ROWS)
+    of_a_head = 1 if packed else batch
+    walks = tiles["dv"] * of_a_head * heads_kv
+    shares = shares_of_heads(heads // heads_kv, walks, steps, spec.banded or bounded, multiprocessors(device))
+    lines, lines_kv = of_a_head * heads, of_a_head * heads_kv * shares
+    statistic_tiles = tiles["dq"] * _STATISTICS_TOGETHER
+    described = side_of_call(side, spec, heads, covered=False, by_column=True)
     dout_strides = contiguous_strides(dout_shape) if has_empty_rows else strides[3]
     wholes = dict(zip(("q", "k", "v", "dout"), (q_shape, k_shape, v_shape, dout_shape)))
     dk_shape, dv_shape = ((*shape[:-2], heads_kv * shares, shape[-1]) for shape in (k_shape, v_shape))
@@ -236,14 +261,31 @@ def plan_apart(
         device=device,
         read={name: (wholes[name], apart) for name, apart in zip(wholes, (*strides[:3], dout_strides))},
         written={"dq": q_shape, "dk": dk_shape, "dv": dv_shape},
+        packed=packed,
+        bounded=bounded,
         tiles=tiles,
         lines={"dv": lines_kv, "dk": lines_kv, "dq": lines},
-        masks={"dv": spec.banded, "dk": spec.banded, "dq": spec.banded or rows_k % _ROWS != 0},
+        masks={
+            **dict.fromkeys(("dv", "dk"), spec.banded or lengths),
+            "dq": spec.banded or bounded or rows_k % _ROWS != 0,
+        },
         shares=shares,
         begin=_plan_begin(
-            dtype, device, q_shape, dout_shape, strides[3], statistic_tiles, sinks, has_dlse, has_empty_rows
+            dtype,
+            device,
+            q_shape,
+            dout_shape,
+            strides[3],
+            batch,
+            statistic_tiles,
+            lines,
+            side.sinks,
+            described,
+            has_dlse,
+            has_empty_rows,
         ),
         problem=Problem(
+            side=described.pointers,
             batch=int32(batch),
             heads=int32(heads),
             heads_kv=int32(heads_kv * shares),
@@ -254,8 +296,10 @@ def plan_apart(
             own_tiles=int32(0),
             statistic_tiles=int32(statistic_tiles),
             window=window_parameters(spec),
-            factor=float32(spec.scale * LOG2_E),
+            units=ScoreUnits(*map(float32, score_units(spec))),
             scale=float32(spec.scale),
+            k_rows_apart=int32(row_strides(k_shape, strides[1])[1] if bounded and not packed else None),
+            v_rows_apart=int32(row_strides(v_shape, strides[2])[1] if bounded and not packed else None),
         ),
         constants={
             "REGISTERS": REGISTERS,
@@ -267,34 +311,38 @@ def plan_apart(
         statistics=2 * STATISTIC_ROWS * statistic_tiles * lines,
         # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read it, and what follows is aligned.
         masked_dout=math.prod(dout_shape) * dtype.itemsize // 4 if has_empty_rows else 0,
-        sink_sums=statistic_tiles * lines if sinks else 0,
+        sink_sums=statistic_tiles * lines if side.sinks else 0,
     )
     return plan_kernels(frame)
 
 
 def _plan_begin(
     dtype: torch.dtype, device: torch.device, q_shape: tuple[int, ...], dout_shape: tuple[int, ...],
-    dout_strides: tuple[int, ...], statistic_tiles: int, sinks: bool, has_dlse: bool, has_empty_rows: bool,
+    dout_strides: tuple[int, ...], batch: int, statistic_tiles: int, lines: int, sinks: bool, side: SideParameters,
+    has_dlse: bool, has_empty_rows: bool,
 ) -> Plan:  # fmt: skip
     """The kernel of statistics (`backward_ends`), with tiles of `STATISTIC_ROWS` queries, of which every 64 are
     whole."""
-    batch, rows_q, heads, head_dim = q_shape
+    rows_q, heads, head_dim = q_shape[-3:]
     apart = batch_row_head(dout_shape, dout_strides)
+    packed = side.has("cu_seqlens_q")
     variant = BackwardVariant(
         dtype,
         head_dim,
         dout_shape[-1],
         choose_backward_config(64, 64)._replace(block_m=STATISTIC_ROWS, statistics_multiplied=False),
-        packed=False,
+        packed=packed,
         has_left=False,
         has_right=False,
         top_left=False,
         has_dlse=has_dlse,
         ordered=False,
+        side=side,
         has_empty_rows=has_empty_rows,
         wide_strides=max(apart) >= 2**31,
         sinks=sinks,
         single_key_tile=True,  # dq is not summed
+        statistics_together=_STATISTICS_TOGETHER if packed else 1,
     )
     numbers = {
         **dict(zip(("stride_dout_batch", "stride_dout_row", "stride_dout_head"), apart)),
@@ -303,4 +351,4 @@ def _plan_begin(
         "rows_q": rows_q,
         "query_tiles": statistic_tiles,
     }
-    return backward_plan("begin", variant, numbers, statistic_tiles * batch * heads, device)
+    return backward_plan("begin", variant, numbers, statistic_tiles * lines, device)

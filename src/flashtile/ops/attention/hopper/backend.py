@@ -79,7 +79,7 @@ def _slower(call: AttentionCall) -> str | None:
 
 def _unsupported_feature(call: AttentionCall) -> str | None:
     widest = max(call.head_dims)
-    if call.phase == "backward" and is_wide(*call.head_dims) and (unserved := _unserved_apart(call)):
+    if call.phase == "backward" and is_wide(*call.head_dims) and (unserved := _unserved_wide(call)):
         return f"its backward of heads wider than {4 * configs.CONSUMER_ROWS} columns has no {unserved}"
     if call.dtype is FP8 and widest > MAX_HEAD_DIM_8:
         return f"8-bit heads have up to {MAX_HEAD_DIM_8} columns, and these {widest}"
@@ -109,24 +109,29 @@ def _unserved_float32(call: AttentionCall) -> str | None:
         return f"its backward of float32 is for a head_dim from {narrowest} to {widest}, that of v up to {widest}"
     if call.tf32:
         return "its products have the error of float32, and PyTorch's setting allows TF32, which is faster"
-    unserved = "max_scores" if call.spec.returns_max_scores else _unserved_apart(call)
+    unserved = _first_asked({
+        "max_scores": call.spec.returns_max_scores,
+        "packed sequences": call.packed,
+        "key_lengths": call.key_lengths,
+        "softcap": call.spec.softcap > 0,
+    }) or _unserved_wide(call)  # fmt: skip
     return f"its {call.phase} of float32 has no {unserved}" if unserved else None
 
 
-def _unserved_apart(call: AttentionCall) -> str | None:
-    """What the kernels of `wide_backward` and `float32_backward` cannot do, of what a call asks."""
+def _unserved_wide(call: AttentionCall) -> str | None:
+    """What the kernels of `wide_backward` cannot do, of what a call asks; those of float32 neither."""
     spec = call.spec
-    asked = {
-        "packed sequences": call.packed,
-        "key_lengths": call.key_lengths,
+    return _first_asked({
         "bias": call.bias is not None,
         "mask": call.mask,
         "alibi_slopes": call.alibi,
-        "softcap": spec.softcap > 0,
         "score_mod": spec.score_program is not None,
         "dropout": spec.dropout_p > 0,
         "block_mask": spec.block_shape is not None,
-    }
+    })  # fmt: skip
+
+
+def _first_asked(asked: dict[str, bool]) -> str | None:
     return next((name for name, present in asked.items() if present), None)
 
 

@@ -5,8 +5,9 @@ rows, and the gradient of sinks. The last writes dq in its own dtype, where it w
 memory.
 
 Statistics and sums are stored by tiles of `M` query rows: tile `t` of a line (one head of a sequence; packed: one head)
-is number `line · query_tiles + t`, where the tiles of packed sequence `b` begin at `cu_seqlens_q[b] // M + b`. Letters
-as in `backward`.
+is number `line · query_tiles + t`, where the tiles of packed sequence `b` begin at `cu_seqlens_q[b] // M + b`. Where
+the kernels behind read TOGETHER tiles at once, these are slots of `M · TOGETHER` rows of so many tiles each. Letters as
+in `backward`.
 """
 
 from flashtile._backends.gluon import gl, gluon
@@ -47,6 +48,7 @@ def attention_begin_kernel(
     stride_dout_batch, stride_dout_row, stride_dout_head, batch, heads, rows_q, query_tiles, lse_unit,
     HEAD_DIM_V: gl.constexpr, E: gl.constexpr, D: gl.constexpr, M: gl.constexpr,
     PACKED: gl.constexpr, HAS_DLSE: gl.constexpr, ORDERED: gl.constexpr, SHARES_PROGRESS: gl.constexpr,
+    TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """Writes lse and `delta = rowsum(dout · out) - dlse` of one tile, as `backward_pieces.subtract_statistic` reads
     them: lse in units of log2. Where they are operands, it writes both in parts and with the opposite sign (`lse_unit`:
@@ -68,8 +70,9 @@ def attention_begin_kernel(
     tile = number % query_tiles
     line = number // query_tiles
     sequence, head, first, begin, rows, _, _ = locate_tile(
-        tile, line, cu_seqlens_q_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, rows_q, M, PACKED
+        tile // TOGETHER, line, cu_seqlens_q_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, rows_q, M * TOGETHER, PACKED
     )
+    first += tile % TOGETHER * M
     WIDTH: gl.constexpr = _at_least(E)
     layout: gl.constexpr = _row_layout(WIDTH)
     row = first + gl.arange(0, M, gl.SliceLayout(1, layout))

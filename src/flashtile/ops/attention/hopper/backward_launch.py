@@ -145,7 +145,7 @@ def backward(
             v.data_ptr(),
             out.data_ptr(),
             lse.data_ptr(),
-            pointer(side.sinks),
+            side_pointers(side),
         )
         dsinks = _sink_gradient(scratch, apart.sink_sums_at, lse) if wanted.sinks and side.sinks is not None else None
         return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, None, None, dsinks, nothing_captured)
@@ -236,8 +236,8 @@ def _plan_apart_for(
     else:
         return None
     shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), dout.stride())
-    sinks = side.sinks is not None
-    return plan_apart(plan_kernels, q.dtype, q.device, shapes, strides, sinks, spec, has_dlse, has_empty_rows)
+    shape = side_shape(side)
+    return plan_apart(plan_kernels, q.dtype, q.device, shapes, strides, shape, spec, has_dlse, has_empty_rows)
 
 
 def _launch(

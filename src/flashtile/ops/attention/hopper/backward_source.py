@@ -95,6 +95,7 @@ def _constants(variant: BackwardVariant) -> dict[str, Any]:
         "E": tile_width(variant.head_dim_v),
         "PACKED": variant.packed,
         "TOP_LEFT": variant.top_left,
+        "TOGETHER": variant.statistics_together,
         "SHARES_PROGRESS": variant.shares_progress,
         "HAS_DLSE": variant.has_dlse,
         "ORDERED": variant.ordered,

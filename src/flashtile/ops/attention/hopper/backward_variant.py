@@ -63,7 +63,7 @@ class BackwardVariant(NamedTuple):
     which only the first kernel reads (`sinks`). `bias_in_parts`: the gradient of a bias leaves its kernel in parts;
     `bias_shared_by_heads`: it has one head for several. `function`: its `ScoreChange` without the soft cap.
     `masks` and the fields after it: as in `backward_tiles.KernelConfig`. `divides_queries`: walks over the queries are
-    in parts."""
+    in parts. `statistics_together`: TOGETHER of the first kernel."""
 
     dtype: torch.dtype
     head_dim: int
@@ -93,6 +93,7 @@ class BackwardVariant(NamedTuple):
     reverses_lines: bool = False
     single_key_tile: bool = False
     divides_queries: bool = False
+    statistics_together: int = 1
 
     @property
     def bounded(self) -> bool:

@@ -169,6 +169,8 @@ def _config(
         VALUE_CHUNKS=1,
         PARTS=1,
         SUM_CHUNKS=1,
+        PACKED=False,
+        KEY_LENGTHS=False,
         HAS_LEFT=HAS_LEFT,
         HAS_RIGHT=HAS_RIGHT,
         TOP_LEFT=TOP_LEFT,

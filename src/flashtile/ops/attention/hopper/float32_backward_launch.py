@@ -50,8 +50,8 @@ def plan_float32_backward(frame: Frame) -> ApartPlan:
     }
 
     def kernel(name: str, function: Any, moved: dict[str, str], gradient_ptr: str, **constants: int) -> GradientKernel:
-        descriptor = descriptor_parameter(torch.bfloat16, _BOX)
-        return gradient_kernel(frame, name, function, moved, descriptor, makers, constants, gradient_ptr)
+        descriptors = dict.fromkeys(moved.values(), descriptor_parameter(torch.bfloat16, _BOX))
+        return gradient_kernel(frame, name, function, moved, descriptors, makers, constants, gradient_ptr)
 
     dk_or_dq, head_dim, head_dim_v = attention_float32_dk_dq_kernel, frame.written["dk"][-1], frame.written["dv"][-1]
     return apart_plan(

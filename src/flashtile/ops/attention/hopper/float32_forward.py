@@ -103,6 +103,8 @@ def attention_float32_forward_kernel(
         VALUE_CHUNKS=VALUE_CHUNKS,
         PARTS=1,
         SUM_CHUNKS=VALUE_CHUNKS,
+        PACKED=False,
+        KEY_LENGTHS=False,
         HAS_LEFT=HAS_LEFT,
         HAS_RIGHT=HAS_RIGHT,
         TOP_LEFT=TOP_LEFT,
@@ -213,9 +215,9 @@ def attend(
             if (step.tile < work.full_begin) | (step.tile >= work.full_end):
                 s = hide(s, float("-inf"), work.first, step.tile * M, work, problem, config)
         before = top
-        top = gl.maximum(top, row_maximum(s) * problem.factor)
+        top = gl.maximum(top, row_maximum(s) * problem.units.scale_log2)
         reference = finite(top)
-        p = gl.exp2(s * problem.factor - reference[:, None])
+        p = gl.exp2(s * problem.units.scale_log2 - reference[:, None])
         decay = gl.exp2(before - reference)
         row_sum = row_sum * decay + gl.sum(p, 1)
         out, read = add_products(out, decay, p, visited, read)

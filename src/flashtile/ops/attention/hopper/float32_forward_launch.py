@@ -15,11 +15,12 @@ from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGIS
 from flashtile.ops.attention.hopper.float32_forward import attention_float32_forward_kernel
 from flashtile.ops.attention.hopper.float32_forward_configs import CHUNK, choose_float32_forward_config
 from flashtile.ops.attention.hopper.float32_parts_launch import parts_layout, plan_split
-from flashtile.ops.attention.hopper.parameters import LOG2_E
+from flashtile.ops.attention.hopper.parameters import score_units, side_of_call
+from flashtile.ops.attention.hopper.scores import ScoreUnits
 from flashtile.ops.attention.hopper.wide_backward import Problem
 from flashtile.ops.attention.hopper.wide_backward_configs import MAX_REGISTERS, REGISTERS
 from flashtile.ops.attention.plans import PLAIN_SIDE, call_sizes
-from flashtile.ops.attention.side_parameters import window_parameters
+from flashtile.ops.attention.side_parameters import NO_SIDE, window_parameters
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.common.checks import check_programs
 
@@ -48,7 +49,7 @@ class Float32ForwardPlan(NamedTuple):
         for split, numbers, part in zip(self.splits, (q, k, v), parts):
             split.launch(numbers, part.data_ptr())
         descriptors = self.describe(*(part.data_ptr() for part in parts))
-        self.kernel.launch(*descriptors, out.data_ptr(), lse.data_ptr(), sinks)
+        self.kernel.launch(*descriptors, out.data_ptr(), lse.data_ptr(), sinks, *NO_SIDE)
         return out, lse
 
 
@@ -84,6 +85,7 @@ def plan_float32_forward(
         "lse_ptr": pointer_to(torch.float32, 16),
         "sinks_ptr": pointer_to(torch.float32 if sinks else None),
         "problem": Problem(
+            side=side_of_call(PLAIN_SIDE, spec, heads, covered=False, by_column=False).pointers,
             batch=int32(batch),
             heads=int32(heads),
             heads_kv=int32(heads_kv),
@@ -94,8 +96,10 @@ def plan_float32_forward(
             own_tiles=int32(tiles),
             statistic_tiles=int32(0),
             window=window_parameters(spec),
-            factor=float32(spec.scale * LOG2_E),
+            units=ScoreUnits(*map(float32, score_units(spec))),
             scale=float32(spec.scale),
+            k_rows_apart=int32(None),
+            v_rows_apart=int32(None),
         ),
     }
     constants = {

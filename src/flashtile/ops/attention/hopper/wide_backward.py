@@ -18,7 +18,10 @@ values* (dout or v, `E` columns) once.
 
 Everything comes in *chunks* of 64 rows and 64 columns, each with a place and barriers of its own. So a place is filled
 again as soon as its chunk has been multiplied, and heads of any width are cut alike. TMA fills in zeros past the last
-column.
+column, and past the last row that a sequence has or that its key length leaves (`pieces.coordinates`).
+
+With a soft cap `c` is `softcap · log2(e)`, and `s` the tanh of products times `scale / softcap`. The weights that pass
+to the gradients of scores are then those times `1 - s²`.
 
 Roles of dv: `sum_values`, twice, each for 64 keys, and `load_for_values`, one warp. More columns of dv are divided over
 thread blocks, as those of the output are in the forward (`KernelConfig.PARTS`).
@@ -52,6 +55,7 @@ from flashtile.ops.attention.hopper.pieces import (
     coordinates,
     hidden_zero,
     key_tile_ranges,
+    locate_tile,
     make_ring,
     matrix_layout,
     pack,
@@ -59,6 +63,7 @@ from flashtile.ops.attention.hopper.pieces import (
     tile_in_order,
     wait_products,
 )
+from flashtile.ops.attention.hopper.scores import capped
 
 #: Columns of a chunk.
 CHUNK = gl.constexpr(64)
@@ -76,7 +81,8 @@ class KernelConfig:
 
     OF_KEYS: the own rows are keys. OWN_ROWS: rows of a thread block. CHUNKS, VALUE_CHUNKS: chunks of a row of q and k,
     and of dout and v. PARTS: so many thread blocks have the same rows and each a part of the columns, in SUM_CHUNKS
-    chunks. MASKS: a band or the end of the keys may cut a tile.
+    chunks. KEY_LENGTHS: keys of a sequence may end before its tensors do. MASKS: a band or the end of the keys may cut
+    a tile.
     """
 
     OF_KEYS: gl.constexpr
@@ -85,6 +91,8 @@ class KernelConfig:
     VALUE_CHUNKS: gl.constexpr
     PARTS: gl.constexpr
     SUM_CHUNKS: gl.constexpr
+    PACKED: gl.constexpr
+    KEY_LENGTHS: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     TOP_LEFT: gl.constexpr
@@ -100,13 +108,16 @@ class Problem(NamedTuple):
     """What every role knows of the call.
 
     Attributes:
+        side: the side inputs (`side_parameters`), of which these kernels read sequences and key lengths.
         heads: of the query.
         heads_kv: counts each key/value head `shares` times, once for each share of its query heads, `group` of them.
-        own_tiles: on each line of own rows.
-        statistic_tiles: of `STATISTIC_ROWS` queries, of a head.
-        factor: `scale · log2(e)`.
+        own_tiles: (packed: slots) on each line of own rows.
+        statistic_tiles: of `STATISTIC_ROWS` queries, of a head (packed: of all sequences).
+        k_rows_apart, v_rows_apart: rows from one batch entry to the next, in a dense call with key lengths; else None.
+        others: as in `forward.Problem`.
     """
 
+    side: Any
     batch: Any
     heads: Any
     heads_kv: Any
@@ -117,8 +128,10 @@ class Problem(NamedTuple):
     own_tiles: Any
     statistic_tiles: Any
     window: Any
-    factor: Any
+    units: Any
     scale: Any
+    k_rows_apart: Any
+    v_rows_apart: Any
 
 
 class Operands(NamedTuple):
@@ -151,12 +164,18 @@ class Work(NamedTuple):
     """What a thread block does: `steps` steps, for each tile of 64 visited rows one for each of `heads` heads.
 
     `first`: the first of the own rows; `own_head`: theirs. `gradient_head`: that of the gradient, which differs where
-    heads have shares. `visited_head`: the first of the heads. `shift`: the key on the diagonal of query 0.
-    `first_tile`: the visited tile that comes first. Tiles in `[full_begin, full_end)` need no mask. `part`: of the
-    columns.
+    heads have shares. `visited_head`: the first of the heads. `begin_q`, `seq_q`, `begin_k`, `seq_k`: where the rows of
+    the sequence begin, and how many there are; `keys`: how many keys its key length leaves. `shift`: the key on the
+    diagonal of query 0. `first_tile`: the visited tile that comes first. Tiles in `[full_begin, full_end)` need no
+    mask. `part`: of the columns.
     """
 
     sequence: Any
+    begin_q: Any
+    seq_q: Any
+    begin_k: Any
+    seq_k: Any
+    keys: Any
     first: Any
     own_head: Any
     gradient_head: Any
@@ -192,6 +211,8 @@ def attention_wide_dv_kernel(
         VALUE_CHUNKS=VALUE_CHUNKS,
         PARTS=PARTS,
         SUM_CHUNKS=(VALUE_CHUNKS + PARTS - 1) // PARTS,
+        PACKED=problem.side.cu_seqlens_q is not None,
+        KEY_LENGTHS=problem.side.key_lengths is not None,
         HAS_LEFT=HAS_LEFT,
         HAS_RIGHT=HAS_RIGHT,
         TOP_LEFT=TOP_LEFT,
@@ -226,6 +247,8 @@ def attention_wide_dk_dq_kernel(
         VALUE_CHUNKS=VALUE_CHUNKS,
         PARTS=1,
         SUM_CHUNKS=CHUNKS,
+        PACKED=problem.side.cu_seqlens_q is not None,
+        KEY_LENGTHS=problem.side.key_lengths is not None,
         HAS_LEFT=HAS_LEFT,
         HAS_RIGHT=HAS_RIGHT,
         TOP_LEFT=TOP_LEFT,
@@ -255,11 +278,11 @@ def attention_wide_dk_dq_kernel(
             (differentiate, (config, shared, gradient_desc, statistics_ptr, problem)),
             (
                 load_operand,
-                (CHUNKS, config, own.of_scores, visited.of_scores, own_scores_desc, visited_scores_desc, problem),
+                (False, config, own.of_scores, visited.of_scores, own_scores_desc, visited_scores_desc, problem),
             ),
             (
                 load_operand,
-                (VALUE_CHUNKS, config, own.of_values, visited.of_values, own_values_desc, visited_values_desc, problem),
+                (True, config, own.of_values, visited.of_values, own_values_desc, visited_values_desc, problem),
             ),
         ],
         [4, 1, 1],
@@ -272,43 +295,66 @@ def attention_wide_dk_dq_kernel(
 
 @gluon.jit
 def work_of(problem, config):
-    """The work of this thread block. Where a mask makes tiles uneven, those with the most steps come first."""
-    UNEVEN: gl.constexpr = config.HAS_LEFT or config.HAS_RIGHT
+    """The work of this thread block. Where tiles are uneven, those with the most steps come first."""
+    UNEVEN: gl.constexpr = config.PACKED or config.HAS_LEFT or config.HAS_RIGHT
     number = gl.program_id(0)
     part = number % config.PARTS
     number = number // config.PARTS
     tiles = problem.own_tiles
     own_heads = problem.heads_kv if config.OF_KEYS else problem.heads
-    lines = problem.batch * own_heads
+    lines = own_heads if config.PACKED else problem.batch * own_heads
     together = gl.maximum(_TILES_AT_ONCE // tiles, 1)
     tile, line = tile_in_order(number, tiles, lines, together, 1, UNEVEN)
     if config.OF_KEYS and config.HAS_RIGHT:
         tile = tiles - 1 - tile  # the first keys are seen by the most queries
-    sequence = line // own_heads
-    head = line % own_heads
-    first = tile * config.OWN_ROWS
-    shift = gl.to_tensor(0) if config.TOP_LEFT else problem.rows_k - problem.rows_q
+    if config.OF_KEYS:
+        sequence, head, first, begin_k, seq_k, begin_q, seq_q = locate_tile(
+            tile, line, problem.side.cu_seqlens_k, problem.side.cu_seqlens_q, problem.batch, own_heads,
+            problem.rows_k, problem.rows_q, config.OWN_ROWS, config.PACKED,
+        )  # fmt: skip
+        exists = first < seq_k
+    else:
+        sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
+            tile, line, problem.side.cu_seqlens_q, problem.side.cu_seqlens_k, problem.batch, own_heads,
+            problem.rows_q, problem.rows_k, config.OWN_ROWS, config.PACKED,
+        )  # fmt: skip
+        exists = first < seq_q
+    shift = gl.to_tensor(0) if config.TOP_LEFT else seq_k - seq_q
+    keys = seq_k
+    if config.KEY_LENGTHS:
+        # A length may be more than 32 bits. What is behind the last sequence has none.
+        counted = gl.load(problem.side.key_lengths + sequence, mask=sequence < problem.batch, other=0)
+        keys = gl.maximum(gl.minimum(counted, seq_k), 0).to(gl.int32)
+        if config.OF_KEYS:
+            exists &= first < keys
+        if not config.PACKED:
+            begin_k = sequence * problem.rows_k
     left, right = problem.window.left, problem.window.right
     if config.OF_KEYS:
         begin, full_begin, full_end, end = query_tile_ranges(
-            first, problem.rows_k, shift, problem.rows_q, left, right,
-            config.OWN_ROWS, ROWS, config.HAS_LEFT, config.HAS_RIGHT,
-        )  # fmt: skip
+            first, keys, shift, seq_q, left, right, config.OWN_ROWS, ROWS, config.HAS_LEFT, config.HAS_RIGHT
+        )
         heads = problem.group
         own_head = head // problem.shares
         visited_head = head * problem.group
         first_tile = end - 1
     else:
         begin, full_begin, full_end, end = key_tile_ranges(
-            first, problem.rows_q, shift, problem.rows_k, left, right,
-            config.OWN_ROWS, ROWS, config.HAS_LEFT, config.HAS_RIGHT,
-        )  # fmt: skip
+            first, seq_q, shift, keys, left, right, config.OWN_ROWS, ROWS, config.HAS_LEFT, config.HAS_RIGHT
+        )
         heads = gl.to_tensor(1)
         own_head = head
         visited_head = head // (problem.group * problem.shares)
         first_tile = begin
+    if config.PACKED or config.KEY_LENGTHS:
+        heads = gl.where(exists, heads, 0)  # there are no steps
     return Work(
         sequence=sequence,
+        begin_q=begin_q,
+        seq_q=seq_q,
+        begin_k=begin_k,
+        seq_k=seq_k,
+        keys=keys,
         first=first,
         own_head=own_head,
         gradient_head=head,
@@ -338,50 +384,76 @@ def step_after(work, step, config):
     return Step(gl.where(done, work.visited_head, step.head + 1), step.tile + gl.where(done, direction, 0))
 
 
+# Rows as TMA finds them
+
+
+@gluon.constexpr_function
+def ends_rows(config, OF_KEYS):
+    """Whether TMA ends keys (or queries) with their sequence (`pieces.coordinates`)."""
+    return config.PACKED or (OF_KEYS and config.KEY_LENGTHS)
+
+
+@gluon.jit
+def rows_of_head(work, head, rows_apart, config, OF_KEYS: gl.constexpr):
+    """The keys or the queries of a head that are read. `rows_apart`: of the tensor, where they are keys."""
+    if OF_KEYS:
+        begin = work.begin_k
+        if config.KEY_LENGTHS and not config.PACKED:
+            begin = work.sequence * rows_apart
+        rows = HeadRows(work.sequence, head, begin, work.keys)
+    else:
+        rows = HeadRows(work.sequence, head, work.begin_q, work.seq_q)
+    return rows
+
+
 # Producers
 
 
 @gluon.jit
 def load_for_values(config, keys, visited, k_desc, descriptors, problem):
     """Loads the keys of dv, and then for each step the queries, and the part of dout."""
+    KEYS_END: gl.constexpr = ends_rows(config, True)
     work = work_of(problem, config)
-    own = HeadRows(work.sequence, work.own_head, 0, 0)
+    own = rows_of_head(work, work.own_head, problem.k_rows_apart, config, True)
     for which in gl.static_range(2):
         for chunk in range(config.CHUNKS):
             slot = keys.slot(which * key_places(config) + chunk)
-            keys.load(slot, Chunks(k_desc, None), own, work.first + which * ROWS, False, chunk * CHUNK)
+            keys.load(slot, Chunks(k_desc, None), own, work.first + which * ROWS, KEYS_END, chunk * CHUNK)
     loaded = 0
     step = first_step(work)
     for _ in range(work.steps):
-        rows = HeadRows(work.sequence, step.head, 0, 0)
+        rows = rows_of_head(work, step.head, None, config, False)
+        first = step.tile * ROWS
         for chunk in range(config.CHUNKS):
-            visited.fill(
-                visited.slot(loaded), Chunks(descriptors.of_scores, None), rows, step.tile * ROWS, False, chunk * CHUNK
-            )
+            column = chunk * CHUNK
+            visited.fill(visited.slot(loaded), Chunks(descriptors.of_scores, None), rows, first, config.PACKED, column)
             loaded += 1
         for chunk in range(config.SUM_CHUNKS):
             column = (work.part * config.SUM_CHUNKS + chunk) * CHUNK
-            visited.fill(
-                visited.slot(loaded), Chunks(descriptors.of_values, None), rows, step.tile * ROWS, False, column
-            )
+            visited.fill(visited.slot(loaded), Chunks(descriptors.of_values, None), rows, first, config.PACKED, column)
             loaded += 1
         step = step_after(work, step, config)
 
 
 @gluon.jit
-def load_operand(COUNT: gl.constexpr, config, own, visited, own_desc, visited_desc, problem):
-    """Loads one operand of dk or dq, of scores or of values: `COUNT` chunks of the own rows, and then for each step as
-    many of the visited ones."""
+def load_operand(VALUES: gl.constexpr, config, own, visited, own_desc, visited_desc, problem):
+    """Loads one operand of dk or dq, of scores or VALUES: all chunks of the own rows, and then for each step those of
+    the visited ones."""
+    COUNT: gl.constexpr = config.VALUE_CHUNKS if VALUES else config.CHUNKS
+    OWN_END: gl.constexpr = ends_rows(config, config.OF_KEYS)
+    VISITED_END: gl.constexpr = ends_rows(config, not config.OF_KEYS)
+    rows_apart = problem.v_rows_apart if VALUES else problem.k_rows_apart
     work = work_of(problem, config)
-    rows = HeadRows(work.sequence, work.own_head, 0, 0)
+    rows = rows_of_head(work, work.own_head, rows_apart, config, config.OF_KEYS)
     for chunk in range(COUNT):
-        own.load(own.slot(chunk), Chunks(own_desc, None), rows, work.first, False, chunk * CHUNK)
+        own.load(own.slot(chunk), Chunks(own_desc, None), rows, work.first, OWN_END, chunk * CHUNK)
     loaded = 0
     step = first_step(work)
     for _ in range(work.steps):
-        rows = HeadRows(work.sequence, step.head, 0, 0)
+        rows = rows_of_head(work, step.head, rows_apart, config, not config.OF_KEYS)
         for chunk in range(COUNT):
-            visited.fill(visited.slot(loaded), Chunks(visited_desc, None), rows, step.tile * ROWS, False, chunk * CHUNK)
+            place = visited.slot(loaded)
+            visited.fill(place, Chunks(visited_desc, None), rows, step.tile * ROWS, VISITED_END, chunk * CHUNK)
             loaded += 1
         step = step_after(work, step, config)
 
@@ -415,7 +487,7 @@ def sum_values(WHICH: gl.constexpr, config, keys, visited, dv_desc, statistics_p
         read += config.SUM_CHUNKS
         step = step_after(work, step, config)
     column = work.part * (config.SUM_CHUNKS * CHUNK)
-    store_sums(total, 1.0, keys, FIRST, dv_desc, first, column, work)
+    store_sums(total, 1.0, keys, FIRST, dv_desc, first, column, work, config)
 
 
 # dk and dq
@@ -434,14 +506,14 @@ def weigh(config, shared, gradient_desc, statistics_ptr, problem):
     for index in range(work.steps):
         lse = load_statistic(statistics_ptr, LSE, work.first, step, work, problem, config)
         s = product_of_rows(own.of_scores, 0, visited.of_scores, index * config.CHUNKS, config.CHUNKS, False)
-        p = weights_of(s, lse, work.first, step, work, problem, config)
+        p = weights_of(s, lse, work.first, step, work, problem, config, True)
         exchange.place.store(pack(p, dtype))
         mbarrier.arrive(exchange.weights_there.index(0), count=1)
         mbarrier.wait(exchange.gradients_there.index(0), index & 1)
         ds = exchange.place.load(layout)
         total = add_products(total, ds, visited.of_scores, index * config.CHUNKS)
         step = step_after(work, step, config)
-    store_sums(total, problem.scale, own.of_scores, 0, gradient_desc, work.first, 0, work)
+    store_sums(total, problem.scale, own.of_scores, 0, gradient_desc, work.first, 0, work, config)
 
 
 @gluon.jit
@@ -468,7 +540,7 @@ def differentiate(config, shared, gradient_desc, statistics_ptr, problem):
             )  # fmt: skip
         ds = hand_over_gradients(dp, delta, work.steps - 1, exchange, dtype)
         total = add_products(total, ds, visited.of_scores, (work.steps - 1) * config.CHUNKS + FIRST)
-    store_sums(total, problem.scale, own.of_scores, FIRST, gradient_desc, work.first, FIRST * CHUNK, work)
+    store_sums(total, problem.scale, own.of_scores, FIRST, gradient_desc, work.first, FIRST * CHUNK, work, config)
 
 
 @gluon.jit
@@ -603,9 +675,8 @@ def load_statistic(statistics_ptr, KIND: gl.constexpr, own_first, step, work, pr
     a thread has of visited queries lie side by side.
     """
     layout: gl.constexpr = product_layout(ROWS)
-    tiles = problem.statistic_tiles
     if config.OF_KEYS:
-        number = (work.sequence * problem.heads + step.head) * tiles + step.tile * (ROWS // STATISTIC_ROWS)
+        number = first_statistics(step.head, work, problem, config) + step.tile * (ROWS // STATISTIC_ROWS)
         # By sixteens, two bits of a thread's place in its row, halves, and elements.
         quads: gl.constexpr = gl.DistributedLinearLayout(
             [[1], [2], [16], [32]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [64]
@@ -617,7 +688,7 @@ def load_statistic(statistics_ptr, KIND: gl.constexpr, own_first, step, work, pr
         numbers = gl.reshape(numbers, [ROWS])
         statistic = gl.convert_layout(numbers, gl.SliceLayout(0, layout), assert_trivial=True)[None, :]
     else:
-        number = (work.sequence * problem.heads + work.own_head) * tiles + own_first // STATISTIC_ROWS
+        number = first_statistics(work.own_head, work, problem, config) + own_first // STATISTIC_ROWS
         row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         place = row // 16 * (2 * STATISTIC_ROWS) + row % 8 // 2 * 4 + row % 16 // 8 * 2 + row % 2
         base = statistics_ptr + number.to(gl.int64) * (2 * STATISTIC_ROWS) + KIND * STATISTIC_ROWS
@@ -626,9 +697,26 @@ def load_statistic(statistics_ptr, KIND: gl.constexpr, own_first, step, work, pr
 
 
 @gluon.jit
-def weights_of(s, lse, own_first, step, work, problem, config):
-    """The weights of a step, `[own rows, visited rows]`, from its products."""
-    p = gl.exp2(s * problem.factor - lse)
+def first_statistics(head, work, problem, config):
+    """The number of the first tile of statistics of a head of a sequence (`backward_ends`)."""
+    if config.PACKED:
+        tiles_before = (work.begin_q // ROWS + work.sequence) * (ROWS // STATISTIC_ROWS)
+        number = head * problem.statistic_tiles + tiles_before
+    else:
+        number = (work.sequence * problem.heads + head) * problem.statistic_tiles
+    return number
+
+
+@gluon.jit
+def weights_of(s, lse, own_first, step, work, problem, config, TIMES_DERIVATIVES: gl.constexpr = False):
+    """The weights of a step, `[own rows, visited rows]`, from its products. TIMES_DERIVATIVES: times those of the
+    scores, which a soft cap has. They come before the mask, because behind its branch both would take registers."""
+    CAPPED: gl.constexpr = problem.units.cap_scale is not None
+    if CAPPED:
+        s = capped(s, problem.units.cap_scale)
+    p = gl.exp2(s * problem.units.scale_log2 - lse)
+    if CAPPED and TIMES_DERIVATIVES:
+        p *= 1.0 - s * s
     if config.MASKS:
         if (step.tile < work.full_begin) | (step.tile >= work.full_end):
             p = hide(p, 0.0, own_first, step.tile * ROWS, work, problem, config)
@@ -642,7 +730,7 @@ def hide(x, HIDDEN: gl.constexpr, own_first, visited_first, work, problem, confi
     visited = (visited_first + gl.arange(0, ROWS, gl.SliceLayout(0, x.type.layout)))[None, :]
     key = own if config.OF_KEYS else visited
     query = visited if config.OF_KEYS else own
-    last = problem.rows_k - 1 + query * 0
+    last = work.keys - 1 + query * 0
     if config.HAS_RIGHT:
         last = gl.minimum(last, query + (work.shift + problem.window.right))
     visible = key <= last
@@ -652,14 +740,18 @@ def hide(x, HIDDEN: gl.constexpr, own_first, visited_first, work, problem, confi
 
 
 @gluon.jit
-def store_sums(total, scale, ring, FIRST: gl.constexpr, descriptor, row, column, work):
+def store_sums(total, scale, ring, FIRST: gl.constexpr, descriptor, row, column, work, config):
     """Stores sums of 64 rows, times `scale`, through places of the own rows from `FIRST` on, which nobody reads any
-    more. Rows and columns past the end are not written."""
-    rows = HeadRows(work.sequence, work.gradient_head, 0, 0)
+    more. Rows past the end of the sequence, and columns past the last, are not written."""
+    ROWS_END: gl.constexpr = ends_rows(config, config.OF_KEYS)
+    if config.OF_KEYS:
+        rows = HeadRows(work.sequence, work.gradient_head, work.begin_k, work.seq_k)
+    else:
+        rows = HeadRows(work.sequence, work.gradient_head, work.begin_q, work.seq_q)
     for chunk in gl.static_range(len(total)):
         ring.main_operand(ring.slot(FIRST + chunk)).store((total[chunk] * scale).to(ring.tiles.dtype))
     fence_async_shared()
     for chunk in gl.static_range(len(total)):
         place = ring.tiles.index(FIRST + chunk)
-        tma_store(descriptor, coordinates(rows, row, column + chunk * CHUNK, False), place)
+        tma_store(descriptor, coordinates(rows, row, column + chunk * CHUNK, ROWS_END), place)
     tma_store_wait(0)

@@ -9,12 +9,13 @@ from flashtile._backends.launch import constants_of
 from flashtile._backends.tma import chunks_maker, descriptor_parameter, strided_layout
 from flashtile.ops.attention.hopper.apart_launch import ApartPlan, Frame, GradientKernel, apart_plan, gradient_kernel
 from flashtile.ops.attention.hopper.backward_configs import padded_strides
+from flashtile.ops.attention.hopper.bounds import bounded_layout
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
 from flashtile.ops.attention.hopper.wide_backward import attention_wide_dk_dq_kernel, attention_wide_dv_kernel
 from flashtile.ops.attention.hopper.wide_backward_configs import CHUNK, choose_wide_backward_config
 
-#: What a copy moves.
-_BOX = (1, CONSUMER_ROWS, 1, CHUNK)
+#: What a copy moves of a dense tensor, and of one whose rows TMA ends where their sequence does.
+_BOX, _ENDED_BOX = (1, CONSUMER_ROWS, 1, CHUNK), (1, 1, CONSUMER_ROWS, 1, CHUNK)
 
 #: The descriptors that each kernel takes, in order, and the tensors that they are of.
 _MOVED_FOR_DV = {"k_desc": "k", "q_desc": "q", "dout_desc": "dout", "dv_desc": "dv"}
@@ -39,12 +40,15 @@ def plan_wide_backward(frame: Frame) -> ApartPlan:
     config = choose_wide_backward_config(frame.written["dk"][-1], frame.written["dv"][-1])
     gradients = {name: Layout(shape, padded_strides(shape), frame.dtype) for name, shape in frame.written.items()}
     layouts = {**frame.read, **{name: (of.shape, of.strides) for name, of in gradients.items()}}
-    makers = {name: chunks_maker(frame.dtype, (_BOX,), strided_layout(*layout)) for name, layout in layouts.items()}
+    descriptors, makers = {}, {}
+    for name, layout in layouts.items():
+        box, described = (_ENDED_BOX, bounded_layout) if frame.ends_rows(name) else (_BOX, strided_layout)
+        descriptors[name] = descriptor_parameter(frame.dtype, box)
+        makers[name] = chunks_maker(frame.dtype, (box,), described(*layout))
 
     def kernel(name: str, function: Any, moved: dict[str, str], parts: int = 1, **more: bool) -> GradientKernel:
         constants = {**constants_of(config), **more}
-        descriptor = descriptor_parameter(frame.dtype, _BOX)
-        return gradient_kernel(frame, name, function, moved, descriptor, makers, constants, parts=parts)
+        return gradient_kernel(frame, name, function, moved, descriptors, makers, constants, parts=parts)
 
     return apart_plan(
         frame,
