@@ -69,18 +69,20 @@ class Turn(NamedTuple):
 @gluon.jit
 def attention_split_kernel(
     numbers_ptr, parts_ptr, stride_numbers_batch, stride_numbers_row, stride_numbers_head, heads, rows, tiles,
-    HEAD_DIM: gl.constexpr, ROWS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Writes the parts of `ROWS` rows of one head, `[batch, rows, heads, 3 · WIDTH]`, contiguous. `tiles`: of so many
-    rows, in a sequence. Addresses and strides are multiples of 16 bytes."""
-    ACROSS: gl.constexpr = WIDTH // _VALUES
+    """Writes the parts of `ROWS` rows of one head, `[batch, rows, heads, 3 · WIDTH]`, contiguous; past HEAD_DIM they are
+    zeros. `tiles`: of so many rows, in a sequence. `WIDTH`: a multiple of 64, up to 256. Addresses and strides are
+    multiples of 16 bytes."""
+    COLUMNS: gl.constexpr = power_of_two_from(WIDTH)
+    ACROSS: gl.constexpr = COLUMNS // _VALUES
     layout: gl.constexpr = gl.BlockedLayout([1, _VALUES], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
     number = gl.program_id(0)
     head = number % heads
     tile = number // heads
     sequence = (tile // tiles).to(gl.int64)
     row = tile % tiles * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
     exists = (row < rows)[:, None]
     begin = numbers_ptr + sequence * stride_numbers_batch + head * stride_numbers_head
     numbers = gl.load(
@@ -89,9 +91,16 @@ def attention_split_kernel(
     line = (sequence * rows + row) * heads + head
     place = parts_ptr + (line * (PARTS * WIDTH))[:, None] + column
     high, middle, low = parts_of(numbers)
+    if COLUMNS > WIDTH:
+        exists &= column < WIDTH
     gl.store(place + HIGH * WIDTH, high, mask=exists)
     gl.store(place + MIDDLE * WIDTH, middle, mask=exists)
     gl.store(place + LOW * WIDTH, low, mask=exists)
+
+
+@gluon.constexpr_function
+def power_of_two_from(number):
+    return 1 << (number - 1).bit_length()
 
 
 @gluon.jit

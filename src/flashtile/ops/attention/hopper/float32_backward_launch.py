@@ -60,13 +60,14 @@ def plan_float32_backward(frame: Frame) -> ApartPlan:
         dv=kernel("dv", attention_float32_dv_kernel, _MOVED_FOR_DV, "dv_ptr", HEAD_DIM_V=head_dim_v),
         dk=kernel("dk", dk_or_dq, _MOVED_FOR_DK, "gradient_ptr", HEAD_DIM=head_dim, OF_KEYS=True),
         dq=kernel("dq", dk_or_dq, _MOVED_FOR_DQ, "gradient_ptr", HEAD_DIM=head_dim, OF_KEYS=False),
-        splits=tuple(_plan_split(shape, apart, frame.device) for shape, apart in frame.read.values()),
+        splits=tuple(_plan_split(shape, apart, WIDTH, frame.device) for shape, apart in frame.read.values()),
         parts=tuple(parts.values()),
     )
 
 
-def _plan_split(shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> Plan:
-    """The launch that writes the parts of a tensor `[batch, rows, heads, head_dim]`, side by side."""
+def _plan_split(shape: tuple[int, ...], strides: tuple[int, ...], width: int, device: torch.device) -> Plan:
+    """The launch that writes the parts of a tensor `[batch, rows, heads, head_dim]`, side by side, of `width` columns
+    each."""
     batch, rows, heads, head_dim = shape
     apart = dict(zip(("batch", "row", "head"), batch_row_head(shape, strides)))
     tiles = -(-rows // _SPLIT_ROWS)
@@ -80,5 +81,5 @@ def _plan_split(shape: tuple[int, ...], strides: tuple[int, ...], device: torch.
         "rows": int32(rows),
         "tiles": int32(tiles),
     }
-    constants = {"HEAD_DIM": head_dim, "ROWS": _SPLIT_ROWS}
+    constants = {"HEAD_DIM": head_dim, "WIDTH": width, "ROWS": _SPLIT_ROWS}
     return make_plan(attention_split_kernel, parameters, constants, programs, device, num_warps=4)
