@@ -29,10 +29,6 @@ _OVERHEAD = 1024
 CHUNK = 64
 _CHUNK_TILE_BYTES, _WIDE_OVERHEAD = 2 * CHUNK * CONSUMER_ROWS, 2048
 
-#: Chunks of q and k, and of dout and v, that the kernels of wide heads are compiled for: a call takes the first that
-#: holds it, and the columns that it does not have are zeros.
-_CUTS = ((3, 3), (4, 4))
-
 #: Own values stay on chip if that leaves so many tiles for what streams.
 _STREAMING_TILES = 8
 
@@ -63,7 +59,7 @@ class Float32WideConfig(NamedTuple):
 
 def choose_float32_wide_config(head_dim: int, head_dim_v: int) -> Float32WideConfig:
     """The cut of a call: own rows take what they need, and what streams the rest, by how much of it there is."""
-    chunks, value_chunks = next(cut for cut in _CUTS if head_dim <= CHUNK * cut[0] and head_dim_v <= CHUNK * cut[1])
+    chunks, value_chunks = -(-head_dim // CHUNK), -(-head_dim_v // CHUNK)
     room = (SHARED_MEMORY - _WIDE_OVERHEAD) // _CHUNK_TILE_BYTES
     left = (SHARED_MEMORY - _WIDE_OVERHEAD - _EXCHANGE_BYTES) // _CHUNK_TILE_BYTES - PARTS * chunks
     holds_values = left - PARTS * value_chunks >= _STREAMING_TILES

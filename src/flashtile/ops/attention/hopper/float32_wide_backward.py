@@ -29,6 +29,7 @@ from flashtile.ops.attention.hopper.pieces import (
     HeadRows,
     Slot,
     barriers,
+    hidden_zero,
     make_ring,
     matrix_layout,
     product_layout,
@@ -190,20 +191,25 @@ def load_for_values(config, keys, stream, k_desc, q_desc, dout_desc, problem):
 
 @gluon.jit
 def load_for_weights(config, own_scores, stream, descriptors, problem):
-    """Loads what `weigh` multiplies: own rows, and in each step all visited chunks, and those of its sums again."""
+    """Loads what `weigh` multiplies: own rows, and all visited chunks of each step, behind which come those of the sums
+    of the step before."""
     work = work_of(problem, config)
     own = HeadRows(work.sequence, work.own_head, 0, 0)
     load_own(own_scores, 0, config.CHUNKS, descriptors.own_scores, own, work.first)
+    visited = descriptors.visited_scores
     loaded = 0
     step = first_step(work)
-    for _ in range(work.steps):
-        rows = HeadRows(work.sequence, step.head, 0, 0)
-        row = step.tile * ROWS
-        visited = descriptors.visited_scores
-        for chunk in range(config.CHUNKS):
-            loaded = load_chunk(stream, loaded, chunk, config.CHUNKS, visited, rows, row)
-        for chunk in range(first_half(config)):
-            loaded = load_chunk(stream, loaded, chunk, config.CHUNKS, visited, rows, row)
+    before = step
+    for index in range(work.steps + 1):
+        if index < work.steps:
+            rows = HeadRows(work.sequence, step.head, 0, 0)
+            for chunk in range(config.CHUNKS):
+                loaded = load_chunk(stream, loaded, chunk, config.CHUNKS, visited, rows, step.tile * ROWS)
+        if index > 0:
+            rows = HeadRows(work.sequence, before.head, 0, 0)
+            for chunk in range(first_half(config)):
+                loaded = load_chunk(stream, loaded, chunk, config.CHUNKS, visited, rows, before.tile * ROWS)
+        before = step
         step = step_after(work, step, config)
 
 
@@ -233,8 +239,9 @@ def load_for_gradients(HOLDS_VALUES: gl.constexpr, config, own_values, stream, d
 
 @gluon.jit
 def load_own(ring, FIRST: gl.constexpr, COUNT: gl.constexpr, descriptor, rows, row):
-    """Loads all chunks of own rows, into the places of chunk `FIRST` of the ring and the following."""
-    for chunk in range(COUNT):
+    """Loads all chunks of own rows, into the places of chunk `FIRST` of the ring and the following. How many they are,
+    no compiler sees: unrolled, the loop would need more registers than a producer has."""
+    for chunk in range(COUNT + hidden_zero(row)):
         for part in gl.static_range(PARTS):
             slot = Slot((FIRST + chunk) * PARTS + part, 0)
             ring.load(slot, Chunks(descriptor, None), rows, row, False, column_of(chunk, part, COUNT))
@@ -288,24 +295,47 @@ def sum_values(
 
 @gluon.jit
 def weigh(config, shared, gradient_ptr, statistics_ptr, problem, HEAD_DIM: gl.constexpr):
-    """Consumer: weights, and the first half of the columns of dk or dq."""
+    """Consumer: weights, and the first half of the columns of dk or dq. It is a step ahead with the weights, so that
+    there are products to compute while the other one turns a step's into gradients."""
     own, stream, exchange = shared.own_scores, shared.for_weights, shared.exchange
     work = work_of(problem, config)
     total = zero_sums(first_half(config))
     acquire_own(own, 0, config.CHUNKS)
     read = 0
     step = first_step(work)
-    for index in range(work.steps):
-        lse = load_statistic(statistics_ptr, LSE, work.first, step, work, problem, config)
-        s, read = product_of_rows(own, 0, stream, read, config.CHUNKS)
-        p = weights_of(s, lse, work.first, step, work, problem, config)
-        exchange.place.store(p)
-        mbarrier.arrive(exchange.weights_there.index(0), count=1)
-        mbarrier.wait(exchange.gradients_there.index(0), index & 1)
-        ds = exchange.place.load(product_layout(ROWS))
+    if work.steps > 0:
+        p, read = weights_of_step(own, stream, read, step, statistics_ptr, work, problem, config)
+        hand_over_weights(p, exchange)
+        for index in range(work.steps - 1):
+            step = step_after(work, step, config)
+            p, read = weights_of_step(own, stream, read, step, statistics_ptr, work, problem, config)
+            ds = take_gradients(index, exchange)
+            hand_over_weights(p, exchange)
+            total, read = add_products(total, ds, stream, read)
+        ds = take_gradients(work.steps - 1, exchange)
         total, read = add_products(total, ds, stream, read)
-        step = step_after(work, step, config)
     store_chunks(total, problem.scale, 0, gradient_ptr, work.first, work, problem, config, HEAD_DIM)
+
+
+@gluon.jit
+def weights_of_step(own, stream, read, step, statistics_ptr, work, problem, config):
+    """The weights of a step, and how many tiles are read then."""
+    lse = load_statistic(statistics_ptr, LSE, work.first, step, work, problem, config)
+    s, read = product_of_rows(own, 0, stream, read, config.CHUNKS)
+    return weights_of(s, lse, work.first, step, work, problem, config), read
+
+
+@gluon.jit
+def hand_over_weights(p, exchange):
+    exchange.place.store(p)
+    mbarrier.arrive(exchange.weights_there.index(0), count=1)
+
+
+@gluon.jit
+def take_gradients(index, exchange):
+    """The gradients of the scores of step `index`. Their place is free then."""
+    mbarrier.wait(exchange.gradients_there.index(0), index & 1)
+    return exchange.place.load(product_layout(ROWS))
 
 
 @gluon.jit
@@ -388,8 +418,17 @@ def add_products(total, a, stream, read):
     )
     sums = ()
     for chunk in gl.static_range(len(total)):
-        sums = sums + (total[chunk] + product_of_parts(parts, stream, read + chunk * PARTS, False),)
+        sums = sums + (add_now(total[chunk], product_of_parts(parts, stream, read + chunk * PARTS, False)),)
     return sums, read + len(total) * PARTS
+
+
+@gluon.jit
+def add_now(a, b):
+    """`a + b`, added before whatever comes after this. The compiler would put off all additions to the end of the step,
+    and have no registers for the products that wait for theirs."""
+    return gl.inline_asm_elementwise(
+        "add.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
