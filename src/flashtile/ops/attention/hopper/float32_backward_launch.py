@@ -6,32 +6,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashtile._backends.alignment import batch_row_head
 from flashtile._backends.allocate import contiguous
-from flashtile._backends.launch import Plan, int32, make_plan, pointer_to, strides_of
 from flashtile._backends.tma import chunks_maker, descriptor_parameter, strided_layout
 from flashtile.ops.attention.hopper.apart_launch import ApartPlan, Frame, GradientKernel, apart_plan, gradient_kernel
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
 from flashtile.ops.attention.hopper.float32_backward import (
     attention_float32_dk_dq_kernel,
     attention_float32_dv_kernel,
-    attention_split_kernel,
 )
 from flashtile.ops.attention.hopper.float32_backward_configs import (
     CHUNK,
-    PARTS,
     WIDTH,
     choose_float32_wide_config,
     is_wide_float32,
 )
+from flashtile.ops.attention.hopper.float32_parts_launch import parts_layout, plan_split
 from flashtile.ops.attention.hopper.float32_wide_backward import (
     attention_float32_wide_dk_dq_kernel,
     attention_float32_wide_dv_kernel,
 )
-from flashtile.ops.common.checks import check_programs
-
-#: Rows that a program splits.
-_SPLIT_ROWS = 64
 
 #: The descriptors that each kernel takes, in order, and the tensors whose parts they are of.
 _MOVED_FOR_DV = {"k_desc": "k", "q_desc": "q", "dout_desc": "dout"}
@@ -74,10 +67,7 @@ def plan_float32_backward(frame: Frame) -> ApartPlan:
     kernels = _kernels_for(head_dim, head_dim_v)
     box = (1, CONSUMER_ROWS, 1, kernels.columns)
     descriptor = descriptor_parameter(torch.bfloat16, box)
-    parts = {
-        name: contiguous((*shape[:-1], PARTS * kernels.widths[name]), torch.bfloat16)
-        for name, (shape, _) in frame.read.items()
-    }
+    parts = {name: parts_layout(shape, kernels.widths[name]) for name, (shape, _) in frame.read.items()}
     makers = {
         name: chunks_maker(torch.bfloat16, (box,), strided_layout(of.shape, of.strides)) for name, of in parts.items()
     }
@@ -91,11 +81,13 @@ def plan_float32_backward(frame: Frame) -> ApartPlan:
     return apart_plan(
         frame,
         {name: contiguous(shape, frame.dtype) for name, shape in frame.written.items()},
-        dv=kernel("dv", kernels.dv, _MOVED_FOR_DV, "dv_ptr", kernels.column_parts, HEAD_DIM_V=head_dim_v, **kernels.of_dv),
+        dv=kernel(
+            "dv", kernels.dv, _MOVED_FOR_DV, "dv_ptr", kernels.column_parts, HEAD_DIM_V=head_dim_v, **kernels.of_dv
+        ),
         dk=kernel("dk", kernels.dk_dq, _MOVED_FOR_DK, "gradient_ptr", OF_KEYS=True, **of_dk_dq),
         dq=kernel("dq", kernels.dk_dq, _MOVED_FOR_DQ, "gradient_ptr", OF_KEYS=False, **of_dk_dq),
         splits=tuple(
-            _plan_split(shape, apart, kernels.widths[name], frame.device) for name, (shape, apart) in frame.read.items()
+            plan_split(shape, apart, kernels.widths[name], frame.device) for name, (shape, apart) in frame.read.items()
         ),
         parts=tuple(parts.values()),
     )
@@ -122,23 +114,3 @@ def _kernels_for(head_dim: int, head_dim_v: int) -> _Kernels:
             "GRADIENT_PLACES": config.gradient_places,
         },
     )
-
-
-def _plan_split(shape: tuple[int, ...], strides: tuple[int, ...], width: int, device: torch.device) -> Plan:
-    """The launch that writes the parts of a tensor `[batch, rows, heads, head_dim]`, side by side, of `width` columns
-    each."""
-    batch, rows, heads, head_dim = shape
-    apart = dict(zip(("batch", "row", "head"), batch_row_head(shape, strides)))
-    tiles = -(-rows // _SPLIT_ROWS)
-    programs = batch * tiles * heads
-    check_programs("q", programs)
-    parameters = {
-        "numbers_ptr": pointer_to(torch.float32, 16),
-        "parts_ptr": pointer_to(torch.bfloat16, 16),
-        **strides_of("numbers", apart, 4),  # multiples of 16 bytes
-        "heads": int32(heads),
-        "rows": int32(rows),
-        "tiles": int32(tiles),
-    }
-    constants = {"HEAD_DIM": head_dim, "WIDTH": width, "ROWS": _SPLIT_ROWS}
-    return make_plan(attention_split_kernel, parameters, constants, programs, device, num_warps=4)

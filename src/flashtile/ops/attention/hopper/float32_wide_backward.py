@@ -23,7 +23,8 @@ from flashtile._backends.gluon import (
     warpgroup_mma_wait,
 )
 from flashtile.ops.attention.hopper.backward_pieces import DELTA, LSE, ROWS
-from flashtile.ops.attention.hopper.float32_backward import PARTS, parts_of, store_sums, without_nan
+from flashtile.ops.attention.hopper.float32_backward import store_sums
+from flashtile.ops.attention.hopper.float32_parts import PARTS, parts_of, without_nan
 from flashtile.ops.attention.hopper.pieces import (
     Chunks,
     HeadRows,
@@ -199,18 +200,25 @@ def load_for_weights(config, own_scores, stream, descriptors, problem):
     visited = descriptors.visited_scores
     loaded = 0
     step = first_step(work)
-    before = step
-    for index in range(work.steps + 1):
-        if index < work.steps:
-            rows = HeadRows(work.sequence, step.head, 0, 0)
-            for chunk in range(config.CHUNKS):
-                loaded = load_chunk(stream, loaded, chunk, config.CHUNKS, visited, rows, step.tile * ROWS)
-        if index > 0:
-            rows = HeadRows(work.sequence, before.head, 0, 0)
-            for chunk in range(first_half(config)):
-                loaded = load_chunk(stream, loaded, chunk, config.CHUNKS, visited, rows, before.tile * ROWS)
-        before = step
-        step = step_after(work, step, config)
+    if work.steps > 0:
+        loaded = load_visited(stream, loaded, config.CHUNKS, step, visited, work, config)
+    for _ in range(work.steps - 1):
+        following = step_after(work, step, config)
+        loaded = load_visited(stream, loaded, config.CHUNKS, following, visited, work, config)
+        loaded = load_visited(stream, loaded, first_half(config), step, visited, work, config)
+        step = following
+    if work.steps > 0:
+        load_visited(stream, loaded, first_half(config), step, visited, work, config)
+
+
+@gluon.jit
+def load_visited(stream, loaded, COUNT: gl.constexpr, step, descriptor, work, config):
+    """Loads the first chunks of the queries or keys of a step, after `loaded` tiles. Returns how many are loaded
+    then."""
+    rows = HeadRows(work.sequence, step.head, 0, 0)
+    for chunk in range(COUNT):
+        loaded = load_chunk(stream, loaded, chunk, config.CHUNKS, descriptor, rows, step.tile * ROWS)
+    return loaded
 
 
 @gluon.jit
@@ -228,9 +236,7 @@ def load_for_gradients(HOLDS_VALUES: gl.constexpr, config, own_values, stream, d
         row = step.tile * ROWS
         for chunk in range(config.VALUE_CHUNKS):
             if not HOLDS_VALUES:
-                loaded = load_chunk(
-                    stream, loaded, chunk, config.VALUE_CHUNKS, descriptors.own_values, own, work.first
-                )
+                loaded = load_chunk(stream, loaded, chunk, config.VALUE_CHUNKS, descriptors.own_values, own, work.first)
             loaded = load_chunk(stream, loaded, chunk, config.VALUE_CHUNKS, descriptors.visited_values, rows, row)
         for chunk in range(first_half(config), config.CHUNKS):
             loaded = load_chunk(stream, loaded, chunk, config.CHUNKS, descriptors.visited_scores, rows, row)
@@ -426,9 +432,7 @@ def add_products(total, a, stream, read):
 def add_now(a, b):
     """`a + b`, added before whatever comes after this. The compiler would put off all additions to the end of the step,
     and have no registers for the products that wait for theirs."""
-    return gl.inline_asm_elementwise(
-        "add.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=False, pack=1
-    )
+    return gl.inline_asm_elementwise("add.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -479,6 +483,4 @@ def store_chunks(
 ):  # fmt: skip
     """Stores the sums of 64 rows from `first` on, times `scale`, whose columns begin at `column`."""
     for chunk in gl.static_range(len(total)):
-        store_sums(
-            total[chunk], scale, column + chunk * CHUNK, gradient_ptr, first, work, problem, config, HEAD_DIM
-        )
+        store_sums(total[chunk], scale, column + chunk * CHUNK, gradient_ptr, first, work, problem, config, HEAD_DIM)
