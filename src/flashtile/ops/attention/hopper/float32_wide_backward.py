@@ -72,8 +72,8 @@ class Descriptors(NamedTuple):
 class Shared(NamedTuple):
     """What the roles of dk and dq share on chip.
 
-    `own_scores`, `own_values`: rings of own rows, loaded once. These values may be on chip or stream. `for_weights`,
-    `for_gradients`: what streams to `weigh` and to `differentiate`.
+    `own_scores`, `own_values`: rings of own rows, loaded once; if the values stream, the latter is `for_gradients`
+    again. `for_weights`, `for_gradients`: what streams to `weigh` and to `differentiate`.
     """
 
     own_scores: Any
@@ -150,7 +150,8 @@ def attention_float32_wide_dk_dq_kernel(
 @gluon.jit
 def _config(
     OF_KEYS: gl.constexpr, OWN_ROWS: gl.constexpr, CHUNKS: gl.constexpr, VALUE_CHUNKS: gl.constexpr,
-    COLUMN_PARTS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr, MASKS: gl.constexpr,
+    COLUMN_PARTS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
+    MASKS: gl.constexpr,
 ):  # fmt: skip
     """What `wide_backward` is told of a kernel."""
     return KernelConfig(
@@ -384,8 +385,8 @@ def acquire_own(ring, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def product_of_rows(own, FIRST: gl.constexpr, stream, read, COUNT: gl.constexpr):
-    """`a bᵀ` `[64, 64]` over all columns, `COUNT` chunks: of own ones, from `FIRST` on, and those that come after `read`
-    tiles of the stream. Returns it, and how many tiles are read then."""
+    """`a bᵀ` `[64, 64]` over all columns, `COUNT` chunks: of own ones, from `FIRST` on, and those that come after
+    `read` tiles of the stream. Returns it, and how many tiles are read then."""
     total = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS))
     for chunk in range(COUNT):
         total += product_of_parts(tiles_of(own, (FIRST + chunk) * PARTS), stream, read, True)
