@@ -580,6 +580,21 @@ FLOAT32_BACKWARD_FORMS = {
         "72x128-causal": Call(head_dim=72, head_dim_v=128, window_right=0),
         "128x64": Call(head_dim=128, head_dim_v=64),
         "128x8-window": Call(head_dim=128, head_dim_v=8, **_MASKS["window"]),
+        "256": _HEADS["256"],
+        "256-causal": _HEADS["256"]._replace(window_right=0),
+        "256-window": _HEADS["256"]._replace(**_MASKS["window"]),
+        "256-cut-keys": _HEADS["256"]._replace(seq_k=1000),
+        "192": _HEADS["192"],
+        "192-causal": _HEADS["192"]._replace(window_right=0),
+        "144-window": Call(head_dim=144, head_dim_v=144, **_MASKS["window"]),
+        "192x128-causal": _HEADS["192x128"]._replace(window_right=0),
+        "192x64": Call(head_dim=192, head_dim_v=64),
+        "192x256": Call(head_dim=192, head_dim_v=256),
+        "256x192-causal": _HEADS["256x192"]._replace(window_right=0),
+        "256x128": Call(head_dim=256, head_dim_v=128),
+        "256x64-window": Call(head_dim=256, head_dim_v=64, **_MASKS["window"]),
+        "128x192": Call(head_dim=128, head_dim_v=192),
+        "128x256-causal": Call(head_dim=128, head_dim_v=256, window_right=0),
     }.items()
 }
 

@@ -379,6 +379,7 @@ _INSTRUCTIONS = {
     r"fma\.rn\.f32": _multiplied_and_added,
     r"cvt\.rn\.\w+x2\.f32|shl\.b32 x|cvt\.f32\.f16": _converted,
     r"pmevent": _same,
+    r"^add\.f32 ": lambda found, dtype, a, b: a + b,
     r"cp\.async\.bulk\.wait_group 0": _stores_done,
     r"wgmma\.wait_group\.sync\.aligned (\d+)": _products_done,
     r"barrier\.cta\.(sync|arrive)\.aligned (\d+), (\d+)": _named_barrier,

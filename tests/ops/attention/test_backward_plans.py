@@ -33,6 +33,7 @@ _Q = torch.zeros(2, 200, 4, 64, dtype=torch.bfloat16)
 _K = torch.zeros(2, 150, 2, 64, dtype=torch.bfloat16)
 _SHORT = torch.zeros(2, 40, 4, 64, dtype=torch.bfloat16)
 _FLOAT32_Q, _FLOAT32_K = (torch.zeros(2, 200, heads, 96) for heads in (4, 2))
+_WIDE_FLOAT32_Q, _WIDE_FLOAT32_K = (torch.zeros(2, 200, heads, 192) for heads in (4, 2))
 _WIDE_Q, _WIDE_K = (torch.zeros(2, 200, heads, 320, dtype=torch.bfloat16) for heads in (4, 2))
 _CAUSAL = AttentionSpec(0.125, None, 0)
 _BIAS = torch.zeros(1, 4, 200, 152, dtype=torch.bfloat16)[..., :150].requires_grad_()
@@ -60,6 +61,7 @@ _CASES = {
     "learned slopes": (_Q, _K, _side(_Q, _K, alibi_slopes=_TABLE), _CAUSAL),
     "sinks": (_Q, _K, _side(_Q, _K, sinks=_TABLE), _CAUSAL),
     "float32": (_FLOAT32_Q, _FLOAT32_K, _side(_FLOAT32_Q, _FLOAT32_K, sinks=_TABLE), _CAUSAL),
+    "wide, float32": (_WIDE_FLOAT32_Q, _WIDE_FLOAT32_K, _side(_WIDE_FLOAT32_Q, _WIDE_FLOAT32_K), _CAUSAL),
     "wide": (_WIDE_Q, _WIDE_K, _side(_WIDE_Q, _WIDE_K, sinks=_TABLE), _CAUSAL),
     "wide packed": (
         _WIDE_Q[0], _WIDE_Q[0], _side(_WIDE_Q[0], _WIDE_Q[0], cu_seqlens_q=_CUMULATIVE, cu_seqlens_k=_CUMULATIVE),

@@ -43,7 +43,12 @@ from flashtile.ops.attention.hopper import (
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.backward_source import backward_source
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
-from flashtile.ops.attention.hopper.float32_backward_configs import float32_shared_memory
+from flashtile.ops.attention.hopper.float32_backward_configs import (
+    choose_float32_wide_config,
+    float32_shared_memory,
+    float32_wide_shared_memory,
+    is_wide_float32,
+)
 from flashtile.ops.attention.hopper.float32_forward_configs import (
     choose_float32_forward_config,
     float32_forward_shared_memory,
@@ -207,9 +212,10 @@ def test_only_a_plain_backward_of_float32_has_hopper_kernels() -> None:
         return _chosen(phase, backend, dtype=torch.float32, head_dim=head_dim, **changes)
 
     assert chosen() == chosen(head_dim=72) == chosen(head_dim=72, head_dim_v=8) == "hopper"
+    assert chosen(head_dim=256) == chosen(head_dim=136, head_dim_v=8) == chosen(head_dim_v=256) == "hopper"
     assert chosen("hopper") == "hopper"
     assert chosen("triton") == chosen(phase="forward") == "triton"
-    assert chosen(head_dim=64) == chosen(head_dim=136) == chosen(head_dim_v=136) == chosen(tf32=True) == "triton"
+    assert chosen(head_dim=64) == chosen(head_dim=264) == chosen(head_dim_v=264) == chosen(tf32=True) == "triton"
     assert chosen(softcap=5.0) == chosen(packed=True) == chosen(dropout_p=0.1) == "triton"
     refused = with_changes(_call("backward"), dtype=torch.float32, softcap=5.0)
     assert "backward of float32 has no softcap" in (unsupported_reason(refused) or "")
@@ -1394,11 +1400,15 @@ def test_every_forward_of_float32_fits_on_chip() -> None:
 
 @pytest.mark.parametrize("form", FLOAT32_BACKWARD_FORMS)
 def test_machine_code_of_the_backward_of_float32(form: str) -> None:
-    sources = apart_backward_sources(FLOAT32_BACKWARD_FORMS[form])
-    of_values, of_scores = float32_shared_memory()
+    call = FLOAT32_BACKWARD_FORMS[form]
+    sources = apart_backward_sources(call)
+    of_values, of_scores, spills = *float32_shared_memory(), _SPILLS_OF_FLOAT32
+    if is_wide_float32(call.head_dim, call.head_dim_v):
+        cut = choose_float32_wide_config(call.head_dim, call.head_dim_v)
+        of_values, of_scores, spills = *float32_wide_shared_memory(cut), _SPILLS_OF_WIDE_FLOAT32
     assert max(of_values, of_scores) <= _LIMIT
     for kernel, memory in (("dv", of_values), ("dk", of_scores), ("dq", of_scores)):
-        check_code(sources[kernel], "sm_90", _check_wide_backward, _Limits(memory, _SPILLS_OF_FLOAT32))
+        check_code(sources[kernel], "sm_90", _check_wide_backward, _Limits(memory, spills))
     for kernel in ("begin", "split"):
         check_code(sources[kernel], "sm_90", check_fit, 1024)
 
@@ -1417,6 +1427,16 @@ def test_every_backward_of_wide_heads_fits_on_chip() -> None:
         assert max(wide_shared_memory(cut)) <= configs.SHARED_MEMORY
         assert cut.score_places >= cut.chunks
         assert cut.value_places >= min(3, cut.value_chunks)
+
+
+def test_every_backward_of_float32_fits_on_chip() -> None:
+    """Also there is more than the tiles that products wait for."""
+    for head_dim, head_dim_v in itertools.product(range(72, 257, 8), range(8, 257, 8)):
+        if is_wide_float32(head_dim, head_dim_v):
+            cut = choose_float32_wide_config(head_dim, head_dim_v)
+            assert max(float32_wide_shared_memory(cut)) <= configs.SHARED_MEMORY
+            assert min(cut.places, cut.weight_places) > 2
+            assert cut.gradient_places > (2 if cut.holds_values else 5)
 
 
 def test_every_gradient_of_a_bias_fits_on_chip() -> None:
@@ -1464,6 +1484,9 @@ _SPILLS_OF_FLOAT32_FORWARD = 192
 
 #: In a backward of float32: scalars of the producers of dv.
 _SPILLS_OF_FLOAT32 = 8
+
+#: The same in one of wider float32 heads: some of the addresses of dv.
+_SPILLS_OF_WIDE_FLOAT32 = 128
 
 #: Spilled bytes of a thread that holds the sums of two tiles of queries, and of one.
 _SPILLS_OF_BIAS_GRADIENTS = {2: 192, 1: 16}

@@ -156,15 +156,34 @@ _FLOAT32: dict[str, dict[str, Any]] = {
     "heads divided": {"heads": 4, "seq_q": 1100, "seq_k": 70, "head_dim": 72, "head_dim_v": 64},
 }  # fmt: skip
 
+_FLOAT32_WIDE: dict[str, dict[str, Any]] = {
+    "shared keys, causal": {"heads": 4, "head_dim": 256, "head_dim_v": 256, "arguments": {"causal": True}},
+    "one query, sinks": {"seq_q": 1, "head_dim": 136, "head_dim_v": 200, "sinks": True},
+    "rows that see nothing": {
+        "seq_q": 200, "seq_k": 100, "head_dim": 192, "head_dim_v": 128, "sinks": True, "arguments": {"causal": True},
+    },
+    "one key, other scale": {"seq_k": 1, "head_dim": 160, "head_dim_v": 160, "arguments": {"scale": -0.1}},
+    "window": {"seq_k": 200, "head_dim": 144, "head_dim_v": 144, "arguments": {"window": (3, 0)}},
+    "narrow values": {"head_dim": 256, "head_dim_v": 8, "arguments": {"window": (None, 20), "align": "top_left"}},
+    "narrow queries": {"seq_q": 130, "seq_k": 140, "head_dim": 72, "head_dim_v": 256},
+}  # fmt: skip
 
-@pytest.mark.parametrize("changes", _FLOAT32.values(), ids=_FLOAT32)
-def test_backward_of_float32(hopper: Callable, changes: dict[str, Any]) -> None:
+
+@pytest.mark.parametrize(
+    "changes, kernels",
+    [
+        *((changes, "attention_float32") for changes in _FLOAT32.values()),
+        *((changes, "attention_float32_wide") for changes in _FLOAT32_WIDE.values()),
+    ],
+    ids=[*_FLOAT32, *(f"wide, {name}" for name in _FLOAT32_WIDE)],
+)
+def test_backward_of_float32(hopper: Callable, changes: dict[str, Any], kernels: str) -> None:
     """Its sums have a fixed order: no order of events changes a bit."""
     case = replace(_SMALL, dtype=torch.float32, **changes)
     emulated = hopper(seed=0)
     first = check(case, "hopper")
-    kernels = ["attention_float32_dv_kernel", *["attention_float32_dk_dq_kernel"] * 2]
-    assert emulated.launched[-8:] == ["attention_begin_kernel", *["attention_split_kernel"] * 4, *kernels]
+    gradients = [f"{kernels}_dv_kernel", *[f"{kernels}_dk_dq_kernel"] * 2]
+    assert emulated.launched[-8:] == ["attention_begin_kernel", *["attention_split_kernel"] * 4, *gradients]
     hopper(seed=1)
     again = run(case, make_inputs(case), "hopper")
     assert all(torch.equal(first[name], again[name]) for name in first)

@@ -34,6 +34,7 @@ from flashtile.ops.attention.hopper import (
     launch,
 )
 from flashtile.ops.attention.hopper.backend import unsupported_reason
+from flashtile.ops.attention.hopper.float32_backward_configs import is_wide_float32
 from flashtile.ops.attention.hopper.wide_backward_configs import STATISTIC_ROWS
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, plain_side
 
@@ -387,7 +388,8 @@ def test_a_backward_of_float32_passes_what_its_kernels_declare(
     assert launch.prepare_backward(dout, has_dlse, q, k, v, side, spec) is None  # TF32 may be allowed for the next call
     gradients = _run_backward(call, has_dlse)
     begin = launched["attention_begin_kernel"].arguments
-    of_dv, of_dq = (launched[f"attention_float32_{name}_kernel"].arguments for name in ("dv", "dk_dq"))
+    kernels = "attention_float32_wide" if is_wide_float32(q.shape[-1], v.shape[-1]) else "attention_float32"
+    of_dv, of_dq = (launched[f"{kernels}_{name}_kernel"].arguments for name in ("dv", "dk_dq"))
     # The last kernel is that of dq, and the last tensor that is split dout.
     assert of_dv["q_desc"] == of_dq["own_scores_desc"] and of_dv["dout_desc"] == of_dq["own_values_desc"]
     assert of_dv["k_desc"] == of_dq["visited_scores_desc"]

@@ -79,7 +79,14 @@ _FLOAT32: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("head_dim, head_dim_v", [(128, 128), (96, 96), (72, 128), (128, 64), (80, 8)], ids=str)
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v",
+    [
+        *((128, 128), (96, 96), (72, 128), (128, 64), (80, 8)),
+        *((256, 256), (192, 192), (144, 144), (192, 128), (256, 64), (192, 256), (128, 192)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("changes", _FLOAT32.values(), ids=_FLOAT32)
 def test_backward_of_float32(changes: dict[str, Any], head_dim: int, head_dim_v: int) -> None:
     """Its sums have a fixed order, so each run has the same bits."""

@@ -105,7 +105,7 @@ def _unserved_float32(call: AttentionCall) -> str | None:
     if call.phase == "forward" and not serves_float32_forward(call.dtype, *call.head_dims):
         return f"its forward of float32 is for heads of {NARROW + 1} to {MAX_HEAD_DIM} columns"
     if call.phase == "backward" and not float32_configs.serves_float32(call.dtype, *call.head_dims):
-        narrowest, widest = float32_configs.NARROW + 1, float32_configs.WIDTH
+        narrowest, widest = float32_configs.NARROW + 1, float32_configs.WIDEST
         return f"its backward of float32 is for a head_dim from {narrowest} to {widest}, that of v up to {widest}"
     if call.tf32:
         return "its products have the error of float32, and PyTorch's setting allows TF32, which is faster"
@@ -153,7 +153,7 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     if call.phase == "backward" and is_wide(*heads):
         return _describe_wide_backward(*heads)
     if call.phase == "backward" and call.dtype is torch.float32:
-        return _describe_float32_backward()
+        return _describe_float32_backward(*heads)
     if call.phase == "backward":
         side = call.side or SideInputs()
         moved = configs.moves_by_tma(call.bias, call.dtype)
@@ -202,11 +202,15 @@ def _describe_float32_forward(head_dim: int, head_dim_v: int) -> tuple[KernelCho
     return KernelChoice("split", backend="hopper"), forward
 
 
-def _describe_float32_backward() -> tuple[KernelChoice, ...]:
-    """A stage is a part of 64 rows."""
-    stages = float32_configs.VISITED_TILES
-    gradients = _describe_gradients(None, stages, stages, float32_configs.float32_shared_memory())
-    return KernelChoice("split", backend="hopper"), *gradients
+def _describe_float32_backward(head_dim: int, head_dim_v: int) -> tuple[KernelChoice, ...]:
+    """A stage is a part of 64 rows, in wide heads of 64 columns."""
+    split = KernelChoice("split", backend="hopper")
+    if not float32_configs.is_wide_float32(head_dim, head_dim_v):
+        stages = float32_configs.VISITED_TILES
+        return split, *_describe_gradients(None, stages, stages, float32_configs.float32_shared_memory())
+    cut = float32_configs.choose_float32_wide_config(head_dim, head_dim_v)
+    memory = float32_configs.float32_wide_shared_memory(cut)
+    return split, *_describe_gradients(cut, cut.places, cut.weight_places + cut.gradient_places, memory)
 
 
 def _describe_gradients(

@@ -1,9 +1,6 @@
 """Backward kernels for Hopper of float32, in products of bfloat16: dv, and dk or dq.
 
-A float32 number is the sum of three bfloat16 numbers, its *parts*: high, middle and low. A product of two is six
-products of parts; the other three are at most 2⁻²⁵ of it. `attention_split_kernel` writes the parts of q, k, v and dout
-ahead of these kernels: the high ones of a row, then the middle and the low ones, `WIDTH` columns each. A tile is one
-part of 64 rows.
+They multiply the parts of q, k, v and dout (`float32_parts`), `WIDTH` columns each. A tile is one part of 64 rows.
 
 Formulas, roles and walks are those of `wide_backward`. Otherwise:
 
@@ -25,6 +22,7 @@ from flashtile._backends.gluon import (
     warpgroup_mma_wait,
 )
 from flashtile.ops.attention.hopper.backward_pieces import DELTA, LSE, ROWS, slice_of
+from flashtile.ops.attention.hopper.float32_parts import HIGH, LOW, MIDDLE, PARTS, parts_of, without_nan
 from flashtile.ops.attention.hopper.pieces import (
     Chunks,
     HeadRows,
@@ -33,7 +31,6 @@ from flashtile.ops.attention.hopper.pieces import (
     hidden_zero,
     make_ring,
     matrix_layout,
-    pack,
     product_layout,
 )
 from flashtile.ops.attention.hopper.wide_backward import (
@@ -48,15 +45,8 @@ from flashtile.ops.attention.hopper.wide_backward import (
     work_of,
 )
 
-#: The parts of a number, in the order in which they lie in a row.
-HIGH, MIDDLE, LOW = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-PARTS = gl.constexpr(3)
-
 #: Columns of a tile, whatever head_dim is; past it they are zeros.
 WIDTH = gl.constexpr(128)
-
-#: Numbers that a thread splits at a time: it writes 16 bytes of each part, next to those of its neighbours.
-_VALUES = gl.constexpr(8)
 
 
 class Turn(NamedTuple):
@@ -64,34 +54,6 @@ class Turn(NamedTuple):
 
     phase: Any
     zero: Any
-
-
-@gluon.jit
-def attention_split_kernel(
-    numbers_ptr, parts_ptr, stride_numbers_batch, stride_numbers_row, stride_numbers_head, heads, rows, tiles,
-    HEAD_DIM: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """Writes the parts of `ROWS` rows of one head, `[batch, rows, heads, 3 · WIDTH]`, contiguous. `tiles`: of so many
-    rows, in a sequence. Addresses and strides are multiples of 16 bytes."""
-    ACROSS: gl.constexpr = WIDTH // _VALUES
-    layout: gl.constexpr = gl.BlockedLayout([1, _VALUES], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
-    number = gl.program_id(0)
-    head = number % heads
-    tile = number // heads
-    sequence = (tile // tiles).to(gl.int64)
-    row = tile % tiles * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
-    exists = (row < rows)[:, None]
-    begin = numbers_ptr + sequence * stride_numbers_batch + head * stride_numbers_head
-    numbers = gl.load(
-        begin + (row * stride_numbers_row)[:, None] + column, mask=exists & (column < HEAD_DIM), other=0.0
-    )
-    line = (sequence * rows + row) * heads + head
-    place = parts_ptr + (line * (PARTS * WIDTH))[:, None] + column
-    high, middle, low = parts_of(numbers)
-    gl.store(place + HIGH * WIDTH, high, mask=exists)
-    gl.store(place + MIDDLE * WIDTH, middle, mask=exists)
-    gl.store(place + LOW * WIDTH, low, mask=exists)
 
 
 @gluon.jit
@@ -270,21 +232,6 @@ def differentiate(config, shared, gradient_ptr, statistics_ptr, problem, HEAD_DI
 
 
 @gluon.jit
-def parts_of(numbers):
-    """High, middle and low parts, each rounded to the nearest. Their sum is the number, if that is not tiny."""
-    high = pack(numbers, gl.bfloat16)
-    rest = numbers - high.to(gl.float32)
-    middle = pack(rest, gl.bfloat16)
-    low = pack(rest - middle.to(gl.float32), gl.bfloat16)
-    return high, middle, low
-
-
-@gluon.jit
-def without_nan(numbers):
-    return gl.where(numbers == numbers, numbers, 0.0)
-
-
-@gluon.jit
 def turn_of(index, step):
     """The turn in which step `index` comes. That a tile's number is not negative, no compiler can see."""
     return Turn(index & 1, hidden_zero(step.tile))
@@ -374,15 +321,13 @@ def start_columns(
 
 
 @gluon.jit
-def store_sums(
-    total, scale, COLUMN: gl.constexpr, gradient_ptr, first, work, problem, config, HEAD_DIM: gl.constexpr
-):  # fmt: skip
-    """Stores the sums of 64 rows from `first` on, times `scale`, whose columns begin at `COLUMN`."""
+def store_sums(total, scale, begin, gradient_ptr, first, work, problem, config, HEAD_DIM: gl.constexpr):
+    """Stores the sums of 64 rows from `first` on, times `scale`, whose columns begin at `begin`."""
     layout: gl.constexpr = total.type.layout
     heads = problem.heads_kv if config.OF_KEYS else problem.heads
     rows = problem.rows_k if config.OF_KEYS else problem.rows_q
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    column = COLUMN + gl.arange(0, total.shape[1], gl.SliceLayout(0, layout))
+    column = begin + gl.arange(0, total.shape[1], gl.SliceLayout(0, layout))
     line = ((work.sequence.to(gl.int64) * rows + row) * heads + work.gradient_head) * HEAD_DIM
     exists = (row < rows)[:, None] & (column < HEAD_DIM)[None, :]
     gl.store(gradient_ptr + line[:, None] + column[None, :], total * scale, mask=exists)

@@ -1,30 +1,30 @@
-"""Host side of the Hopper backward of float32: the parts of the operands, descriptors and the kernels' plans."""
+"""Host side of the Hopper backwards of float32: the parts of the operands, descriptors and the kernels' plans."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from flashtile._backends.alignment import batch_row_head
 from flashtile._backends.allocate import contiguous
-from flashtile._backends.launch import Plan, int32, make_plan, pointer_to, strides_of
 from flashtile._backends.tma import chunks_maker, descriptor_parameter, strided_layout
 from flashtile.ops.attention.hopper.apart_launch import ApartPlan, Frame, GradientKernel, apart_plan, gradient_kernel
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
 from flashtile.ops.attention.hopper.float32_backward import (
     attention_float32_dk_dq_kernel,
     attention_float32_dv_kernel,
-    attention_split_kernel,
 )
-from flashtile.ops.attention.hopper.float32_backward_configs import PARTS, WIDTH
-from flashtile.ops.common.checks import check_programs
-
-#: Rows that a program splits.
-_SPLIT_ROWS = 64
-
-#: What a copy moves.
-_BOX = (1, CONSUMER_ROWS, 1, WIDTH)
+from flashtile.ops.attention.hopper.float32_backward_configs import (
+    CHUNK,
+    WIDTH,
+    choose_float32_wide_config,
+    is_wide_float32,
+)
+from flashtile.ops.attention.hopper.float32_parts_launch import parts_layout, plan_split
+from flashtile.ops.attention.hopper.float32_wide_backward import (
+    attention_float32_wide_dk_dq_kernel,
+    attention_float32_wide_dv_kernel,
+)
 
 #: The descriptors that each kernel takes, in order, and the tensors whose parts they are of.
 _MOVED_FOR_DV = {"k_desc": "k", "q_desc": "q", "dout_desc": "dout"}
@@ -42,43 +42,76 @@ _MOVED_FOR_DQ = {
 }
 
 
+class _Kernels(NamedTuple):
+    """The kernels that serve a call.
+
+    Attributes:
+        columns: of a tile.
+        widths: columns of a part of q and k, and of dout and v.
+        column_parts: thread blocks among which the columns of dv are divided.
+        of_dv, of_dk_dq: constants of either kernel, of its own.
+    """
+
+    dv: Any
+    dk_dq: Any
+    columns: int
+    widths: dict[str, int]
+    column_parts: int
+    of_dv: dict[str, Any]
+    of_dk_dq: dict[str, Any]
+
+
 def plan_float32_backward(frame: Frame) -> ApartPlan:
     """The plan of a call in float32."""
-    parts = {name: contiguous((*shape[:-1], PARTS * WIDTH), torch.bfloat16) for name, (shape, _) in frame.read.items()}
+    head_dim, head_dim_v = frame.written["dk"][-1], frame.written["dv"][-1]
+    kernels = _kernels_for(head_dim, head_dim_v)
+    box = (1, CONSUMER_ROWS, 1, kernels.columns)
+    descriptor = descriptor_parameter(torch.bfloat16, box)
+    parts = {name: parts_layout(shape, kernels.widths[name]) for name, (shape, _) in frame.read.items()}
     makers = {
-        name: chunks_maker(torch.bfloat16, (_BOX,), strided_layout(of.shape, of.strides)) for name, of in parts.items()
+        name: chunks_maker(torch.bfloat16, (box,), strided_layout(of.shape, of.strides)) for name, of in parts.items()
     }
 
-    def kernel(name: str, function: Any, moved: dict[str, str], gradient_ptr: str, **constants: int) -> GradientKernel:
-        descriptors = dict.fromkeys(moved.values(), descriptor_parameter(torch.bfloat16, _BOX))
-        return gradient_kernel(frame, name, function, moved, descriptors, makers, constants, gradient_ptr)
+    def kernel(
+        name: str, function: Any, moved: dict[str, str], gradient_ptr: str, divided: int = 1, **constants: int
+    ) -> GradientKernel:
+        descriptors = dict.fromkeys(moved.values(), descriptor)
+        return gradient_kernel(frame, name, function, moved, descriptors, makers, constants, gradient_ptr, divided)
 
-    dk_or_dq, head_dim, head_dim_v = attention_float32_dk_dq_kernel, frame.written["dk"][-1], frame.written["dv"][-1]
+    of_dk_dq = {"HEAD_DIM": head_dim, **kernels.of_dk_dq}
     return apart_plan(
         frame,
         {name: contiguous(shape, frame.dtype) for name, shape in frame.written.items()},
-        dv=kernel("dv", attention_float32_dv_kernel, _MOVED_FOR_DV, "dv_ptr", HEAD_DIM_V=head_dim_v),
-        dk=kernel("dk", dk_or_dq, _MOVED_FOR_DK, "gradient_ptr", HEAD_DIM=head_dim, OF_KEYS=True),
-        dq=kernel("dq", dk_or_dq, _MOVED_FOR_DQ, "gradient_ptr", HEAD_DIM=head_dim, OF_KEYS=False),
-        splits=tuple(_plan_split(shape, apart, frame.device) for shape, apart in frame.read.values()),
+        dv=kernel(
+            "dv", kernels.dv, _MOVED_FOR_DV, "dv_ptr", kernels.column_parts, HEAD_DIM_V=head_dim_v, **kernels.of_dv
+        ),
+        dk=kernel("dk", kernels.dk_dq, _MOVED_FOR_DK, "gradient_ptr", OF_KEYS=True, **of_dk_dq),
+        dq=kernel("dq", kernels.dk_dq, _MOVED_FOR_DQ, "gradient_ptr", OF_KEYS=False, **of_dk_dq),
+        splits=tuple(
+            plan_split(shape, apart, kernels.widths[name], frame.device) for name, (shape, apart) in frame.read.items()
+        ),
         parts=tuple(parts.values()),
     )
 
 
-def _plan_split(shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> Plan:
-    """The launch that writes the parts of a tensor `[batch, rows, heads, head_dim]`, side by side."""
-    batch, rows, heads, head_dim = shape
-    apart = dict(zip(("batch", "row", "head"), batch_row_head(shape, strides)))
-    tiles = -(-rows // _SPLIT_ROWS)
-    programs = batch * tiles * heads
-    check_programs("q", programs)
-    parameters = {
-        "numbers_ptr": pointer_to(torch.float32, 16),
-        "parts_ptr": pointer_to(torch.bfloat16, 16),
-        **strides_of("numbers", apart, 4),  # multiples of 16 bytes
-        "heads": int32(heads),
-        "rows": int32(rows),
-        "tiles": int32(tiles),
-    }
-    constants = {"HEAD_DIM": head_dim, "ROWS": _SPLIT_ROWS}
-    return make_plan(attention_split_kernel, parameters, constants, programs, device, num_warps=4)
+def _kernels_for(head_dim: int, head_dim_v: int) -> _Kernels:
+    if not is_wide_float32(head_dim, head_dim_v):
+        widths = dict.fromkeys(("q", "k", "v", "dout"), WIDTH)
+        return _Kernels(attention_float32_dv_kernel, attention_float32_dk_dq_kernel, WIDTH, widths, 1, {}, {})
+    config = choose_float32_wide_config(head_dim, head_dim_v)
+    width, value_width = config.chunks * CHUNK, config.value_chunks * CHUNK
+    chunks = {"CHUNKS": config.chunks, "VALUE_CHUNKS": config.value_chunks}
+    return _Kernels(
+        attention_float32_wide_dv_kernel,
+        attention_float32_wide_dk_dq_kernel,
+        CHUNK,
+        {"q": width, "k": width, "v": value_width, "dout": value_width},
+        config.column_parts,
+        of_dv={**chunks, "COLUMN_PARTS": config.column_parts, "PLACES": config.places},
+        of_dk_dq={
+            **chunks,
+            "HOLDS_VALUES": config.holds_values,
+            "WEIGHT_PLACES": config.weight_places,
+            "GRADIENT_PLACES": config.gradient_places,
+        },
+    )
