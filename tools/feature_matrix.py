@@ -67,6 +67,10 @@ def _dtype(dtype: torch.dtype) -> Change:
     return lambda case: replace(case, dtype=dtype)
 
 
+def _float32_heads(head_dim: int, head_dim_v: int) -> Change:
+    return lambda case: _heads(head_dim, head_dim_v)(_dtype(torch.float32)(case))
+
+
 def _block_mask(tile: tuple[int, int]) -> Callable[[AttentionCase], AttentionCase]:
     return lambda case: replace(case, block_mask=tile)
 
@@ -75,10 +79,41 @@ def _bias(case: AttentionCase) -> AttentionCase:
     return replace(case, bias="1hqk" if case.packed else "bhqk")
 
 
+#: Features without which the Hopper kernels serve float32.
+_NOT_OF_FLOAT32 = (
+    "packed sequences",
+    "`key_lengths`",
+    "`softcap`",
+    "`alibi_slopes`",
+    "`alibi_slopes`, with gradient",
+    "`bias`, with gradient",
+    "`mask`",
+    "`block_mask`",
+    "`score_mod`",
+    "`score_mod`, with gradients of captured tensors",
+    "`dropout_p`",
+    "`return_max_scores=True`",
+)
+
 FEATURES = (
     Feature("float16", (_dtype(torch.float16),)),
     Feature("bfloat16", (_dtype(torch.bfloat16),)),
-    Feature("float32", (_dtype(torch.float32),)),
+    Feature(
+        "float32",
+        (_dtype(torch.float32),),
+        (
+            "float32 with heads of 65 to 256 columns",
+            "float32 with heads of 257 to 512 columns",
+            "head_dim a multiple of 8, up to 256; head_dim of v may differ",
+            "head_dim up to 512",
+        ),
+    ),
+    Feature(
+        "float32 with heads of 65 to 256 columns",
+        (_float32_heads(192, 128), _float32_heads(72, 256)),
+        _NOT_OF_FLOAT32,
+    ),
+    Feature("float32 with heads of 257 to 512 columns", (_float32_heads(512, 64),), _NOT_OF_FLOAT32),
     Feature("float64", (_dtype(torch.float64),)),
     Feature(
         "head_dim a multiple of 8, up to 256; head_dim of v may differ",
