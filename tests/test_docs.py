@@ -301,6 +301,12 @@ def test_times_of_other_shapes_are_those_of_the_record():
     assert list(_table(FIGURES, "head_dim, other shapes")[1:]) == expected
 
 
+def test_times_of_float32_are_those_of_the_record():
+    expected = _single_cases("h100-float32.json", "float32")
+    assert len(expected) == 21
+    assert list(_table(FIGURES, "head_dim, float32")[1:]) == expected
+
+
 def test_random_shapes_are_those_of_the_records():
     common = _compared("h200-random.json", "flashtile-auto", ("sdpa-cudnn", "fa4"), "random")
     odd = _compared(
