@@ -86,13 +86,12 @@ class Shared(NamedTuple):
 @gluon.jit
 def attention_float32_wide_dv_kernel(
     k_desc, q_desc, dout_desc, dv_ptr, statistics_ptr, problem,
-    CHUNKS: gl.constexpr, VALUE_CHUNKS: gl.constexpr, COLUMN_PARTS: gl.constexpr, PLACES: gl.constexpr,
+    CHUNKS: gl.constexpr, VALUE_CHUNKS: gl.constexpr, PLACES: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr, MASKS: gl.constexpr,
 ):  # fmt: skip
-    """dv of 128 keys, 64 of each of two warpgroups. `COLUMN_PARTS`: `PARTS` of `KernelConfig`. `PLACES`: for tiles that
-    stream. The others: `KernelConfig`."""
-    config = _config(True, 2 * ROWS, CHUNKS, VALUE_CHUNKS, COLUMN_PARTS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
+    """dv of 128 keys, 64 of each of two warpgroups. `PLACES`: for tiles that stream. The others: `KernelConfig`."""
+    config = _config(True, 2 * ROWS, CHUNKS, VALUE_CHUNKS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
     keys = make_ring(Chunks(k_desc, None), 2 * CHUNKS * PARTS, 0)
     stream = make_ring(Chunks(q_desc, None), PLACES, 2)
     fence_async_shared()
@@ -117,7 +116,7 @@ def attention_float32_wide_dk_dq_kernel(
 ):  # fmt: skip
     """dk of 64 keys, or dq of 64 queries. `HOLDS_VALUES`: own values stay on chip. `WEIGHT_PLACES`, `GRADIENT_PLACES`:
     for tiles that stream to either consumer. The others: `KernelConfig`."""
-    config = _config(OF_KEYS, ROWS, CHUNKS, VALUE_CHUNKS, 1, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
+    config = _config(OF_KEYS, ROWS, CHUNKS, VALUE_CHUNKS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
     descriptors = Descriptors(own_scores_desc, own_values_desc, visited_scores_desc, visited_values_desc)
     for_gradients = make_ring(Chunks(visited_values_desc, None), GRADIENT_PLACES, 1)
     own_values = for_gradients
@@ -150,8 +149,7 @@ def attention_float32_wide_dk_dq_kernel(
 @gluon.jit
 def _config(
     OF_KEYS: gl.constexpr, OWN_ROWS: gl.constexpr, CHUNKS: gl.constexpr, VALUE_CHUNKS: gl.constexpr,
-    COLUMN_PARTS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
-    MASKS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr, MASKS: gl.constexpr,
 ):  # fmt: skip
     """What `wide_backward` is told of a kernel."""
     return KernelConfig(
@@ -159,8 +157,8 @@ def _config(
         OWN_ROWS=OWN_ROWS,
         CHUNKS=CHUNKS,
         VALUE_CHUNKS=VALUE_CHUNKS,
-        PARTS=COLUMN_PARTS,
-        SUM_CHUNKS=(VALUE_CHUNKS + COLUMN_PARTS - 1) // COLUMN_PARTS,
+        PARTS=1,
+        SUM_CHUNKS=VALUE_CHUNKS,
         PACKED=False,
         KEY_LENGTHS=False,
         HAS_LEFT=HAS_LEFT,
@@ -187,41 +185,27 @@ def load_for_values(config, keys, stream, k_desc, q_desc, dout_desc, problem):
         row = step.tile * ROWS
         for chunk in range(config.CHUNKS):
             loaded = load_chunk(stream, loaded, chunk, config.CHUNKS, q_desc, rows, row)
-        for chunk in range(config.SUM_CHUNKS):
-            number = work.part * config.SUM_CHUNKS + chunk
-            loaded = load_chunk(stream, loaded, number, config.VALUE_CHUNKS, dout_desc, rows, row)
+        for chunk in range(config.VALUE_CHUNKS):
+            loaded = load_chunk(stream, loaded, chunk, config.VALUE_CHUNKS, dout_desc, rows, row)
         step = step_after(work, step, config)
 
 
 @gluon.jit
 def load_for_weights(config, own_scores, stream, descriptors, problem):
-    """Loads what `weigh` multiplies: own rows, and all visited chunks of each step, behind which come those of the sums
-    of the step before."""
+    """Loads what `weigh` multiplies: own rows, and in each step all visited chunks, and those of its sums again."""
     work = work_of(problem, config)
     own = HeadRows(work.sequence, work.own_head, 0, 0)
     load_own(own_scores, 0, config.CHUNKS, descriptors.own_scores, own, work.first)
-    visited = descriptors.visited_scores
     loaded = 0
     step = first_step(work)
-    if work.steps > 0:
-        loaded = load_visited(stream, loaded, config.CHUNKS, step, visited, work, config)
-    for _ in range(work.steps - 1):
-        following = step_after(work, step, config)
-        loaded = load_visited(stream, loaded, config.CHUNKS, following, visited, work, config)
-        loaded = load_visited(stream, loaded, first_half(config), step, visited, work, config)
-        step = following
-    if work.steps > 0:
-        load_visited(stream, loaded, first_half(config), step, visited, work, config)
-
-
-@gluon.jit
-def load_visited(stream, loaded, COUNT: gl.constexpr, step, descriptor, work, config):
-    """Loads the first chunks of the queries or keys of a step, after `loaded` tiles. Returns how many are loaded
-    then."""
-    rows = HeadRows(work.sequence, step.head, 0, 0)
-    for chunk in range(COUNT):
-        loaded = load_chunk(stream, loaded, chunk, config.CHUNKS, descriptor, rows, step.tile * ROWS)
-    return loaded
+    for _ in range(work.steps):
+        rows = HeadRows(work.sequence, step.head, 0, 0)
+        row = step.tile * ROWS
+        for chunk in range(config.CHUNKS):
+            loaded = load_chunk(stream, loaded, chunk, config.CHUNKS, descriptors.visited_scores, rows, row)
+        for chunk in range(first_half(config)):
+            loaded = load_chunk(stream, loaded, chunk, config.CHUNKS, descriptors.visited_scores, rows, row)
+        step = step_after(work, step, config)
 
 
 @gluon.jit
@@ -284,11 +268,11 @@ def first_half(config):
 def sum_values(
     WHICH: gl.constexpr, config, keys, stream, dv_ptr, statistics_ptr, problem, HEAD_DIM_V: gl.constexpr
 ):  # fmt: skip
-    """Consumer: a part of the columns of dv of 64 keys."""
+    """Consumer: dv of 64 keys."""
     FIRST: gl.constexpr = WHICH * config.CHUNKS
     work = work_of(problem, config)
     first = work.first + WHICH * ROWS
-    total = zero_sums(config.SUM_CHUNKS)
+    total = zero_sums(config.VALUE_CHUNKS)
     acquire_own(keys, FIRST, config.CHUNKS)
     read = 0
     step = first_step(work)
@@ -298,53 +282,29 @@ def sum_values(
         p = weights_of(s, lse, first, step, work, problem, config)
         total, read = add_products(total, p, stream, read)
         step = step_after(work, step, config)
-    column = work.part * (config.SUM_CHUNKS * CHUNK)
-    store_chunks(total, 1.0, column, dv_ptr, first, work, problem, config, HEAD_DIM_V)
+    store_chunks(total, 1.0, 0, dv_ptr, first, work, problem, config, HEAD_DIM_V)
 
 
 @gluon.jit
 def weigh(config, shared, gradient_ptr, statistics_ptr, problem, HEAD_DIM: gl.constexpr):
-    """Consumer: weights, and the first half of the columns of dk or dq. It is a step ahead with the weights, so that
-    there are products to compute while the other one turns a step's into gradients."""
+    """Consumer: weights, and the first half of the columns of dk or dq."""
     own, stream, exchange = shared.own_scores, shared.for_weights, shared.exchange
     work = work_of(problem, config)
     total = zero_sums(first_half(config))
     acquire_own(own, 0, config.CHUNKS)
     read = 0
     step = first_step(work)
-    if work.steps > 0:
-        p, read = weights_of_step(own, stream, read, step, statistics_ptr, work, problem, config)
-        hand_over_weights(p, exchange)
-        for index in range(work.steps - 1):
-            step = step_after(work, step, config)
-            p, read = weights_of_step(own, stream, read, step, statistics_ptr, work, problem, config)
-            ds = take_gradients(index, exchange)
-            hand_over_weights(p, exchange)
-            total, read = add_products(total, ds, stream, read)
-        ds = take_gradients(work.steps - 1, exchange)
+    for index in range(work.steps):
+        lse = load_statistic(statistics_ptr, LSE, work.first, step, work, problem, config)
+        s, read = product_of_rows(own, 0, stream, read, config.CHUNKS)
+        p = weights_of(s, lse, work.first, step, work, problem, config)
+        exchange.place.store(p)
+        mbarrier.arrive(exchange.weights_there.index(0), count=1)
+        mbarrier.wait(exchange.gradients_there.index(0), index & 1)
+        ds = exchange.place.load(product_layout(ROWS))
         total, read = add_products(total, ds, stream, read)
+        step = step_after(work, step, config)
     store_chunks(total, problem.scale, 0, gradient_ptr, work.first, work, problem, config, HEAD_DIM)
-
-
-@gluon.jit
-def weights_of_step(own, stream, read, step, statistics_ptr, work, problem, config):
-    """The weights of a step, and how many tiles are read then."""
-    lse = load_statistic(statistics_ptr, LSE, work.first, step, work, problem, config)
-    s, read = product_of_rows(own, 0, stream, read, config.CHUNKS)
-    return weights_of(s, lse, work.first, step, work, problem, config), read
-
-
-@gluon.jit
-def hand_over_weights(p, exchange):
-    exchange.place.store(p)
-    mbarrier.arrive(exchange.weights_there.index(0), count=1)
-
-
-@gluon.jit
-def take_gradients(index, exchange):
-    """The gradients of the scores of step `index`. Their place is free then."""
-    mbarrier.wait(exchange.gradients_there.index(0), index & 1)
-    return exchange.place.load(product_layout(ROWS))
 
 
 @gluon.jit
@@ -482,8 +442,8 @@ def start_product(product, a, stream, slot, TRANSPOSED: gl.constexpr, ADDS: gl.c
 
 @gluon.jit
 def store_chunks(
-    total, scale, column, gradient_ptr, first, work, problem, config, HEAD_DIM: gl.constexpr
+    total, scale, COLUMN: gl.constexpr, gradient_ptr, first, work, problem, config, HEAD_DIM: gl.constexpr
 ):  # fmt: skip
-    """Stores the sums of 64 rows from `first` on, times `scale`, whose columns begin at `column`."""
+    """Stores the sums of 64 rows from `first` on, times `scale`, whose columns begin at `COLUMN`."""
     for chunk in gl.static_range(len(total)):
-        store_sums(total[chunk], scale, column + chunk * CHUNK, gradient_ptr, first, work, problem, config, HEAD_DIM)
+        store_sums(total[chunk], scale, COLUMN + chunk * CHUNK, gradient_ptr, first, work, problem, config, HEAD_DIM)
