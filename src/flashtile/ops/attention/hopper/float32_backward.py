@@ -321,13 +321,15 @@ def start_columns(
 
 
 @gluon.jit
-def store_sums(total, scale, begin, gradient_ptr, first, work, problem, config, HEAD_DIM: gl.constexpr):
-    """Stores the sums of 64 rows from `first` on, times `scale`, whose columns begin at `begin`."""
+def store_sums(
+    total, scale, COLUMN: gl.constexpr, gradient_ptr, first, work, problem, config, HEAD_DIM: gl.constexpr
+):  # fmt: skip
+    """Stores the sums of 64 rows from `first` on, times `scale`, whose columns begin at `COLUMN`."""
     layout: gl.constexpr = total.type.layout
     heads = problem.heads_kv if config.OF_KEYS else problem.heads
     rows = problem.rows_k if config.OF_KEYS else problem.rows_q
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    column = begin + gl.arange(0, total.shape[1], gl.SliceLayout(0, layout))
+    column = COLUMN + gl.arange(0, total.shape[1], gl.SliceLayout(0, layout))
     line = ((work.sequence.to(gl.int64) * rows + row) * heads + work.gradient_head) * HEAD_DIM
     exists = (row < rows)[:, None] & (column < HEAD_DIM)[None, :]
     gl.store(gradient_ptr + line[:, None] + column[None, :], total * scale, mask=exists)

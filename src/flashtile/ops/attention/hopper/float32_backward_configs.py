@@ -33,16 +33,11 @@ _CHUNK_TILE_BYTES, _WIDE_OVERHEAD = 2 * CHUNK * CONSUMER_ROWS, 2048
 _STREAMING_TILES = 8
 
 
-#: Chunks of dv of 64 keys in a warpgroup at most.
-_MAX_SUM_CHUNKS = 2
-
-
 class Float32WideConfig(NamedTuple):
     """How the kernels of `float32_wide_backward` are cut.
 
     Attributes:
         chunks, value_chunks: of a row of q and k, and of dout and v.
-        column_parts: thread blocks among which the columns of dv are divided.
         places: for the tiles that stream in the kernel of dv.
         holds_values: own values of dk and dq stay on chip.
         weight_places, gradient_places: for the tiles that stream to `weigh` and to `differentiate`.
@@ -50,7 +45,6 @@ class Float32WideConfig(NamedTuple):
 
     chunks: int
     value_chunks: int
-    column_parts: int
     places: int
     holds_values: bool
     weight_places: int
@@ -71,7 +65,6 @@ def choose_float32_wide_config(head_dim: int, head_dim_v: int) -> Float32WideCon
     return Float32WideConfig(
         chunks=chunks,
         value_chunks=value_chunks,
-        column_parts=-(-value_chunks // _MAX_SUM_CHUNKS),
         places=room - 2 * PARTS * chunks,
         holds_values=holds_values,
         weight_places=weight_places,

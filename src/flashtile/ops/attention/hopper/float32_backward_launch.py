@@ -48,7 +48,6 @@ class _Kernels(NamedTuple):
     Attributes:
         columns: of a tile.
         widths: columns of a part of q and k, and of dout and v.
-        column_parts: thread blocks among which the columns of dv are divided.
         of_dv, of_dk_dq: constants of either kernel, of its own.
     """
 
@@ -56,7 +55,6 @@ class _Kernels(NamedTuple):
     dk_dq: Any
     columns: int
     widths: dict[str, int]
-    column_parts: int
     of_dv: dict[str, Any]
     of_dk_dq: dict[str, Any]
 
@@ -72,19 +70,15 @@ def plan_float32_backward(frame: Frame) -> ApartPlan:
         name: chunks_maker(torch.bfloat16, (box,), strided_layout(of.shape, of.strides)) for name, of in parts.items()
     }
 
-    def kernel(
-        name: str, function: Any, moved: dict[str, str], gradient_ptr: str, divided: int = 1, **constants: int
-    ) -> GradientKernel:
+    def kernel(name: str, function: Any, moved: dict[str, str], gradient_ptr: str, **constants: int) -> GradientKernel:
         descriptors = dict.fromkeys(moved.values(), descriptor)
-        return gradient_kernel(frame, name, function, moved, descriptors, makers, constants, gradient_ptr, divided)
+        return gradient_kernel(frame, name, function, moved, descriptors, makers, constants, gradient_ptr)
 
     of_dk_dq = {"HEAD_DIM": head_dim, **kernels.of_dk_dq}
     return apart_plan(
         frame,
         {name: contiguous(shape, frame.dtype) for name, shape in frame.written.items()},
-        dv=kernel(
-            "dv", kernels.dv, _MOVED_FOR_DV, "dv_ptr", kernels.column_parts, HEAD_DIM_V=head_dim_v, **kernels.of_dv
-        ),
+        dv=kernel("dv", kernels.dv, _MOVED_FOR_DV, "dv_ptr", HEAD_DIM_V=head_dim_v, **kernels.of_dv),
         dk=kernel("dk", kernels.dk_dq, _MOVED_FOR_DK, "gradient_ptr", OF_KEYS=True, **of_dk_dq),
         dq=kernel("dq", kernels.dk_dq, _MOVED_FOR_DQ, "gradient_ptr", OF_KEYS=False, **of_dk_dq),
         splits=tuple(
@@ -97,7 +91,7 @@ def plan_float32_backward(frame: Frame) -> ApartPlan:
 def _kernels_for(head_dim: int, head_dim_v: int) -> _Kernels:
     if not is_wide_float32(head_dim, head_dim_v):
         widths = dict.fromkeys(("q", "k", "v", "dout"), WIDTH)
-        return _Kernels(attention_float32_dv_kernel, attention_float32_dk_dq_kernel, WIDTH, widths, 1, {}, {})
+        return _Kernels(attention_float32_dv_kernel, attention_float32_dk_dq_kernel, WIDTH, widths, {}, {})
     config = choose_float32_wide_config(head_dim, head_dim_v)
     width, value_width = config.chunks * CHUNK, config.value_chunks * CHUNK
     chunks = {"CHUNKS": config.chunks, "VALUE_CHUNKS": config.value_chunks}
@@ -106,8 +100,7 @@ def _kernels_for(head_dim: int, head_dim_v: int) -> _Kernels:
         attention_float32_wide_dk_dq_kernel,
         CHUNK,
         {"q": width, "k": width, "v": value_width, "dout": value_width},
-        config.column_parts,
-        of_dv={**chunks, "COLUMN_PARTS": config.column_parts, "PLACES": config.places},
+        of_dv={**chunks, "PLACES": config.places},
         of_dk_dq={
             **chunks,
             "HOLDS_VALUES": config.holds_values,

@@ -86,13 +86,12 @@ class Shared(NamedTuple):
 @gluon.jit
 def attention_float32_wide_dv_kernel(
     k_desc, q_desc, dout_desc, dv_ptr, statistics_ptr, problem,
-    CHUNKS: gl.constexpr, VALUE_CHUNKS: gl.constexpr, COLUMN_PARTS: gl.constexpr, PLACES: gl.constexpr,
+    CHUNKS: gl.constexpr, VALUE_CHUNKS: gl.constexpr, PLACES: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr, MASKS: gl.constexpr,
 ):  # fmt: skip
-    """dv of 128 keys, 64 of each of two warpgroups. `COLUMN_PARTS`: `PARTS` of `KernelConfig`. `PLACES`: for tiles that
-    stream. The others: `KernelConfig`."""
-    config = _config(True, 2 * ROWS, CHUNKS, VALUE_CHUNKS, COLUMN_PARTS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
+    """dv of 128 keys, 64 of each of two warpgroups. `PLACES`: for tiles that stream. The others: `KernelConfig`."""
+    config = _config(True, 2 * ROWS, CHUNKS, VALUE_CHUNKS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
     keys = make_ring(Chunks(k_desc, None), 2 * CHUNKS * PARTS, 0)
     stream = make_ring(Chunks(q_desc, None), PLACES, 2)
     fence_async_shared()
@@ -117,7 +116,7 @@ def attention_float32_wide_dk_dq_kernel(
 ):  # fmt: skip
     """dk of 64 keys, or dq of 64 queries. `HOLDS_VALUES`: own values stay on chip. `WEIGHT_PLACES`, `GRADIENT_PLACES`:
     for tiles that stream to either consumer. The others: `KernelConfig`."""
-    config = _config(OF_KEYS, ROWS, CHUNKS, VALUE_CHUNKS, 1, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
+    config = _config(OF_KEYS, ROWS, CHUNKS, VALUE_CHUNKS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
     descriptors = Descriptors(own_scores_desc, own_values_desc, visited_scores_desc, visited_values_desc)
     for_gradients = make_ring(Chunks(visited_values_desc, None), GRADIENT_PLACES, 1)
     own_values = for_gradients
@@ -150,8 +149,7 @@ def attention_float32_wide_dk_dq_kernel(
 @gluon.jit
 def _config(
     OF_KEYS: gl.constexpr, OWN_ROWS: gl.constexpr, CHUNKS: gl.constexpr, VALUE_CHUNKS: gl.constexpr,
-    COLUMN_PARTS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
-    MASKS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr, MASKS: gl.constexpr,
 ):  # fmt: skip
     """What `wide_backward` is told of a kernel."""
     return KernelConfig(
@@ -159,8 +157,8 @@ def _config(
         OWN_ROWS=OWN_ROWS,
         CHUNKS=CHUNKS,
         VALUE_CHUNKS=VALUE_CHUNKS,
-        PARTS=COLUMN_PARTS,
-        SUM_CHUNKS=(VALUE_CHUNKS + COLUMN_PARTS - 1) // COLUMN_PARTS,
+        PARTS=1,
+        SUM_CHUNKS=VALUE_CHUNKS,
         PACKED=False,
         KEY_LENGTHS=False,
         HAS_LEFT=HAS_LEFT,
@@ -187,9 +185,8 @@ def load_for_values(config, keys, stream, k_desc, q_desc, dout_desc, problem):
         row = step.tile * ROWS
         for chunk in range(config.CHUNKS):
             loaded = load_chunk(stream, loaded, chunk, config.CHUNKS, q_desc, rows, row)
-        for chunk in range(config.SUM_CHUNKS):
-            number = work.part * config.SUM_CHUNKS + chunk
-            loaded = load_chunk(stream, loaded, number, config.VALUE_CHUNKS, dout_desc, rows, row)
+        for chunk in range(config.VALUE_CHUNKS):
+            loaded = load_chunk(stream, loaded, chunk, config.VALUE_CHUNKS, dout_desc, rows, row)
         step = step_after(work, step, config)
 
 
@@ -284,11 +281,11 @@ def first_half(config):
 def sum_values(
     WHICH: gl.constexpr, config, keys, stream, dv_ptr, statistics_ptr, problem, HEAD_DIM_V: gl.constexpr
 ):  # fmt: skip
-    """Consumer: a part of the columns of dv of 64 keys."""
+    """Consumer: dv of 64 keys."""
     FIRST: gl.constexpr = WHICH * config.CHUNKS
     work = work_of(problem, config)
     first = work.first + WHICH * ROWS
-    total = zero_sums(config.SUM_CHUNKS)
+    total = zero_sums(config.VALUE_CHUNKS)
     acquire_own(keys, FIRST, config.CHUNKS)
     read = 0
     step = first_step(work)
@@ -298,8 +295,7 @@ def sum_values(
         p = weights_of(s, lse, first, step, work, problem, config)
         total, read = add_products(total, p, stream, read)
         step = step_after(work, step, config)
-    column = work.part * (config.SUM_CHUNKS * CHUNK)
-    store_chunks(total, 1.0, column, dv_ptr, first, work, problem, config, HEAD_DIM_V)
+    store_chunks(total, 1.0, 0, dv_ptr, first, work, problem, config, HEAD_DIM_V)
 
 
 @gluon.jit
@@ -482,8 +478,8 @@ def start_product(product, a, stream, slot, TRANSPOSED: gl.constexpr, ADDS: gl.c
 
 @gluon.jit
 def store_chunks(
-    total, scale, column, gradient_ptr, first, work, problem, config, HEAD_DIM: gl.constexpr
+    total, scale, COLUMN: gl.constexpr, gradient_ptr, first, work, problem, config, HEAD_DIM: gl.constexpr
 ):  # fmt: skip
-    """Stores the sums of 64 rows from `first` on, times `scale`, whose columns begin at `column`."""
+    """Stores the sums of 64 rows from `first` on, times `scale`, whose columns begin at `COLUMN`."""
     for chunk in gl.static_range(len(total)):
-        store_sums(total[chunk], scale, column + chunk * CHUNK, gradient_ptr, first, work, problem, config, HEAD_DIM)
+        store_sums(total[chunk], scale, COLUMN + chunk * CHUNK, gradient_ptr, first, work, problem, config, HEAD_DIM)
