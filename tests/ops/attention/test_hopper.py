@@ -132,7 +132,7 @@ def _chosen(phase: Phase, backend: str = "auto", **changes) -> str | None:
         ({"dtype": torch.float8_e4m3fn, "head_dim": 257}, "triton"),
         ({"dtype": torch.float8_e4m3fn, "head_dim_v": 264}, "triton"),
         ({"head_dim_v": 12}, "triton"),
-        ({"dtype": torch.float32}, "hopper"),
+        ({"dtype": torch.float32, "rows": 1024}, "hopper"),
         ({"dtype": torch.float32, "softcap": 5.0}, "triton"),
         ({"dropout_p": 0.1}, "hopper"),
         ({"key_lengths": True}, "hopper"),
