@@ -1,8 +1,8 @@
-"""Forward kernel for Hopper of float32 with wide heads, in products of bfloat16.
+"""Forward kernel for Hopper of float32, heads of 65 to 512 columns, in products of bfloat16.
 
-Numbers come in three bfloat16 *parts*, and a product of two numbers is six products of parts, as in
-`float32_backward`. Tiles are one part of 64 rows and 64 columns, a *chunk* of columns; each has a place and barriers of
-its own.
+Numbers come in three *parts*, and a product of two numbers is six products of parts (`float32_parts`). They are added
+from the smallest on, from zero in each step, as in `float32_backward`. A tile is one part of 64 rows and of a *chunk*,
+64 columns, and has a place and barriers of its own.
 
 A thread block has 64 queries. Its two warpgroups divide the columns: each multiplies every second chunk of q and k,
 and each has every second chunk of the output. Their partial scores pass through shared memory (`Exchange`), and both
@@ -56,7 +56,7 @@ SHARERS = gl.constexpr(2)
 
 
 class Tensors(NamedTuple):
-    """Descriptors of the parts of q, k and v. WIDTH, VALUE_WIDTH: columns of a part of q and k, and of v."""
+    """Descriptors of the parts of q, k and v."""
 
     q: Any
     k: Any
@@ -81,7 +81,7 @@ class Exchange(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where out and lse go, the sinks or None, and how wide a row of out is."""
+    """Where out and lse go, and the sinks or None."""
 
     out_ptr: Any
     lse_ptr: Any
