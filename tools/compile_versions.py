@@ -29,6 +29,7 @@ from hopper_forms import (
     BLOCK_FORMS,
     FEATURE_FORMS,
     FLOAT32_BACKWARD_FORMS,
+    FLOAT32_FORWARD_FORMS,
     FORMS,
     FP8_FORMS,
     SCORE_FORMS,
@@ -40,6 +41,7 @@ from machine_code import (
     apart_backward_sources,
     binary_of,
     call_source,
+    float32_forward_sources,
     hopper_plan,
     portable_calls,
     serialises_products,
@@ -79,6 +81,9 @@ def main() -> int:
     for name, call in WIDE_BACKWARD_FORMS.items():
         for kernel, source in apart_backward_sources(call).items():
             problems += report(f"wide backward {name} {kernel}", source)
+    for name, call in FLOAT32_FORWARD_FORMS.items():
+        for kernel, source in float32_forward_sources(call).items():
+            problems += report(f"forward of float32 {name} {kernel}", source)
     for name, call in FLOAT32_BACKWARD_FORMS.items():
         for kernel, source in apart_backward_sources(call).items():
             problems += report(f"backward of float32 {name} {kernel}", source)

@@ -1381,6 +1381,11 @@ def test_machine_code_of_the_backward_of_wide_heads(form: str) -> None:
     check_code(sources["begin"], "sm_90", check_fit, 1024)
 
 
+def _is_wide_float32(form: str) -> bool:
+    call = FLOAT32_BACKWARD_FORMS[form]
+    return is_wide_float32(call.head_dim, call.head_dim_v)
+
+
 @pytest.mark.parametrize("form", FLOAT32_FORWARD_FORMS)
 def test_machine_code_of_the_forward_of_float32(form: str) -> None:
     call = FLOAT32_FORWARD_FORMS[form]
@@ -1399,17 +1404,25 @@ def test_every_forward_of_float32_fits_on_chip() -> None:
         assert cut.stages >= 2
 
 
-@pytest.mark.parametrize("form", FLOAT32_BACKWARD_FORMS)
+@pytest.mark.parametrize("form", [form for form in FLOAT32_BACKWARD_FORMS if not _is_wide_float32(form)])
 def test_machine_code_of_the_backward_of_float32(form: str) -> None:
+    _check_float32_backward(form, float32_shared_memory(), _SPILLS_OF_FLOAT32)
+
+
+@pytest.mark.parametrize("form", [*filter(_is_wide_float32, FLOAT32_BACKWARD_FORMS)])
+def test_machine_code_of_the_backward_of_float32_with_wide_heads(form: str) -> None:
     call = FLOAT32_BACKWARD_FORMS[form]
-    sources = apart_backward_sources(call)
-    of_values, of_scores, spills = *float32_shared_memory(), _SPILLS_OF_FLOAT32
-    if is_wide_float32(call.head_dim, call.head_dim_v):
-        cut = choose_float32_wide_config(call.head_dim, call.head_dim_v)
-        of_values, of_scores, spills = *float32_wide_shared_memory(cut), _SPILLS_OF_WIDE_FLOAT32
-    assert max(of_values, of_scores) <= _LIMIT
-    for kernel, memory in (("dv", of_values), ("dk", of_scores), ("dq", of_scores)):
-        check_code(sources[kernel], "sm_90", _check_wide_backward, _Limits(memory, spills))
+    cut = choose_float32_wide_config(call.head_dim, call.head_dim_v)
+    _check_float32_backward(form, float32_wide_shared_memory(cut), _SPILLS_OF_WIDE_FLOAT32)
+
+
+def _check_float32_backward(form: str, memory: tuple[int, int], spills: int) -> None:
+    """`memory`: of the kernel of dv, and of those of dk and dq."""
+    sources = apart_backward_sources(FLOAT32_BACKWARD_FORMS[form])
+    of_values, of_scores = memory
+    assert max(memory) <= _LIMIT
+    for kernel, limit in (("dv", of_values), ("dk", of_scores), ("dq", of_scores)):
+        check_code(sources[kernel], "sm_90", _check_wide_backward, _Limits(limit, spills))
     for kernel in ("begin", "split"):
         check_code(sources[kernel], "sm_90", check_fit, 1024)
 
