@@ -119,7 +119,7 @@ def _unserved_float32(call: AttentionCall) -> str | None:
 
 
 def _unserved_wide(call: AttentionCall) -> str | None:
-    """What the kernels of `wide_backward` cannot do, of what a call asks; those of float32 neither."""
+    """The first thing that a call asks and that the kernels of `wide_backward` and of float32 cannot do."""
     spec = call.spec
     return _first_asked({
         "bias": call.bias is not None,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, SHARED_MEMORY
+from flashtile.ops.attention.hopper.wide_backward_configs import CHUNK
 
 #: Parts of a number. Columns of each in a row of `float32_backward`, whatever head_dim is.
 PARTS, WIDTH = 3, 128
@@ -25,8 +26,7 @@ _TILE_BYTES, _EXCHANGE_BYTES = 2 * WIDTH * CONSUMER_ROWS, 4 * CONSUMER_ROWS**2
 #: Barriers, and what Triton passes to its partitions.
 _OVERHEAD = 1024
 
-#: The same of wide heads: columns of a tile, its bytes, and barriers of up to 28 tiles.
-CHUNK = 64
+#: The same of wide heads: bytes of a tile of `CHUNK` columns, and barriers of up to 28 tiles.
 _CHUNK_TILE_BYTES, _WIDE_OVERHEAD = 2 * CHUNK * CONSUMER_ROWS, 2048
 
 #: Own values stay on chip if that leaves so many tiles for what streams.

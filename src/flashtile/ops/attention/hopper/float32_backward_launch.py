@@ -15,7 +15,6 @@ from flashtile.ops.attention.hopper.float32_backward import (
     attention_float32_dv_kernel,
 )
 from flashtile.ops.attention.hopper.float32_backward_configs import (
-    CHUNK,
     WIDTH,
     choose_float32_wide_config,
     is_wide_float32,
@@ -25,6 +24,7 @@ from flashtile.ops.attention.hopper.float32_wide_backward import (
     attention_float32_wide_dk_dq_kernel,
     attention_float32_wide_dv_kernel,
 )
+from flashtile.ops.attention.hopper.wide_backward_configs import CHUNK
 
 #: The descriptors that each kernel takes, in order, and the tensors whose parts they are of.
 _MOVED_FOR_DV = {"k_desc": "k", "q_desc": "q", "dout_desc": "dout"}

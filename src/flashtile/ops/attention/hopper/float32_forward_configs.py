@@ -8,9 +8,9 @@ import torch
 
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, MAX_HEAD_DIM, SHARED_MEMORY
 from flashtile.ops.attention.hopper.float32_backward_configs import PARTS
+from flashtile.ops.attention.hopper.wide_backward_configs import CHUNK
 
-#: Columns of a chunk, and bytes of the parts of one of 64 rows.
-CHUNK = 64
+#: Bytes of the parts of a chunk of 64 rows.
 _CHUNK_BYTES = PARTS * 2 * CHUNK * CONSUMER_ROWS
 
 #: Warpgroups among which chunks are divided.

@@ -13,18 +13,18 @@ from flashtile._backends.launch import Plan, constants_of, float32, int32, make_
 from flashtile._backends.tma import chunks_maker, descriptor_parameter, joined, strided_layout
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
 from flashtile.ops.attention.hopper.float32_forward import attention_float32_forward_kernel
-from flashtile.ops.attention.hopper.float32_forward_configs import CHUNK, choose_float32_forward_config
+from flashtile.ops.attention.hopper.float32_forward_configs import choose_float32_forward_config
 from flashtile.ops.attention.hopper.float32_parts_launch import parts_layout, plan_split
 from flashtile.ops.attention.hopper.parameters import score_units, side_of_call
 from flashtile.ops.attention.hopper.scores import ScoreUnits
 from flashtile.ops.attention.hopper.wide_backward import Problem
-from flashtile.ops.attention.hopper.wide_backward_configs import MAX_REGISTERS, REGISTERS
+from flashtile.ops.attention.hopper.wide_backward_configs import CHUNK, MAX_REGISTERS, REGISTERS
 from flashtile.ops.attention.plans import PLAIN_SIDE, call_sizes
 from flashtile.ops.attention.side_parameters import NO_SIDE, window_parameters
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.common.checks import check_programs
 
-#: What a copy moves: a part of so many rows and columns.
+#: A copy moves a part of so many rows and columns.
 _BOX = (1, CONSUMER_ROWS, 1, CHUNK)
 
 

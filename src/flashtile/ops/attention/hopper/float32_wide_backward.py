@@ -3,9 +3,10 @@
 Parts, the order in which their products are added, and sums of steps are those of `float32_backward`; formulas, roles
 and walks those of `wide_backward`.
 
-64 rows of 256 columns take 96 KiB in parts, so one operand stays on chip, perhaps a second, and the others *stream*: a
-consumer has one ring, through which all that it visits comes in the order in which it multiplies. What is multiplied
-twice comes twice. So loads go on while a consumer waits for the other one, and nothing stays longer than its products.
+64 rows of 256 columns take 96 KiB in parts, so one operand stays on chip, perhaps a second, and the others *stream*:
+each consumer has one ring, and its tiles come through it in the order in which they are multiplied. A tile that is
+multiplied twice comes twice. So loads go on while a consumer waits for the other one, and no tile stays longer than its
+products.
 
 A tile is one part of 64 rows and 64 columns. The three tiles of a *chunk* of columns come from the lowest part on, and
 each is multiplied with all that it meets at once: the low one with the other side's high part, the middle one with its
@@ -70,7 +71,7 @@ class Descriptors(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What the roles of dk and dq share on chip.
+    """The memory on chip that the roles of dk and dq share.
 
     `own_scores`, `own_values`: rings of own rows, loaded once; if the values stream, the latter is `for_gradients`
     again. `for_weights`, `for_gradients`: what streams to `weigh` and to `differentiate`.

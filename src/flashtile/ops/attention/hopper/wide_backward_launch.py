@@ -14,7 +14,7 @@ from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
 from flashtile.ops.attention.hopper.wide_backward import attention_wide_dk_dq_kernel, attention_wide_dv_kernel
 from flashtile.ops.attention.hopper.wide_backward_configs import CHUNK, choose_wide_backward_config
 
-#: What a copy moves of a dense tensor, and of one whose rows TMA ends where their sequence does.
+#: A copy moves so many rows and columns of a dense tensor, and of one whose rows TMA ends where their sequence does.
 _BOX, _ENDED_BOX = (1, CONSUMER_ROWS, 1, CHUNK), (1, 1, CONSUMER_ROWS, 1, CHUNK)
 
 #: The descriptors that each kernel takes, in order, and the tensors that they are of.
