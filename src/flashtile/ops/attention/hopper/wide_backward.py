@@ -322,7 +322,7 @@ def work_of(problem, config):
     shift = gl.to_tensor(0) if config.TOP_LEFT else seq_k - seq_q
     keys = seq_k
     if config.KEY_LENGTHS:
-        # A length may have more than 32 bits. Slots behind the last sequence have none.
+        # A length may be more than 32 bits. What is behind the last sequence has none.
         counted = gl.load(problem.side.key_lengths + sequence, mask=sequence < problem.batch, other=0)
         keys = gl.maximum(gl.minimum(counted, seq_k), 0).to(gl.int32)
         if config.OF_KEYS:
