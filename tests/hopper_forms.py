@@ -595,6 +595,13 @@ FLOAT32_BACKWARD_FORMS = {
         "256x64-window": Call(head_dim=256, head_dim_v=64, **_MASKS["window"]),
         "128x192": Call(head_dim=128, head_dim_v=192),
         "128x256-causal": Call(head_dim=128, head_dim_v=256, window_right=0),
+        "512": _HEADS["512"],
+        "512-window": _HEADS["512"]._replace(**_MASKS["window"]),
+        "512-cut-keys": _HEADS["512"]._replace(seq_k=1000),
+        "320-causal": _HEADS["320"]._replace(window_right=0),
+        "384": Call(head_dim=384, head_dim_v=384),
+        "512x64-causal": Call(head_dim=512, head_dim_v=64, window_right=0),
+        "72x512": Call(head_dim=72, head_dim_v=512),
     }.items()
 }
 

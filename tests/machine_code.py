@@ -28,7 +28,9 @@ from flashtile._backends.launch import KernelSource, Plan, compile_kernel
 from flashtile.ops.attention.hopper import apart_launch, float32_forward_launch
 from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.hopper.configs import HopperConfig, config_of
+from flashtile.ops.attention.hopper.float32_backward_configs import float32_keys_of_dv
 from flashtile.ops.attention.hopper.float32_backward_launch import plan_float32_backward
+from flashtile.ops.attention.hopper.wide_backward_configs import KEYS_OF_DV
 from flashtile.ops.attention.hopper.wide_backward_launch import plan_wide_backward
 from flashtile.ops.attention.plans import BlockSizes, CapturedShape, SideShape
 from flashtile.ops.attention.spec import AttentionSpec, Origin, Table
@@ -399,7 +401,7 @@ def float32_forward_sources(call: Call) -> dict[str, KernelSource]:
     strides = tuple(map(_strides, shapes))
     make = float32_forward_launch.plan_float32_forward.__wrapped__
     plan = make(torch.device("cuda", 0), shapes, strides, call.sinks, _spec(call))
-    return {"split": plan.splits[0].source, "forward": plan.kernel.source}
+    return {"parts": plan.splits[0].source, "forward": plan.kernel.source}
 
 
 def apart_backward_sources(call: Call) -> dict[str, KernelSource]:
@@ -410,6 +412,7 @@ def apart_backward_sources(call: Call) -> dict[str, KernelSource]:
     with mock.patch.object(apart_launch, "multiprocessors", return_value=132):
         plan = apart_launch.plan_apart.__wrapped__(
             plan_float32_backward if call.dtype is torch.float32 else plan_wide_backward,
+            float32_keys_of_dv(call.head_dim, call.head_dim_v) if call.dtype is torch.float32 else KEYS_OF_DV,
             call.dtype,
             torch.device("cuda", 0),
             shapes,
@@ -419,9 +422,9 @@ def apart_backward_sources(call: Call) -> dict[str, KernelSource]:
             call.has_dlse,
             _hides_rows(call),
         )
-    split = {"split": plan.splits[0].source} if plan.splits else {}
+    parts = {"parts": plan.splits[0].source} if plan.splits else {}
     gradients = {name: getattr(plan, name).plan.source for name in ("dv", "dk", "dq")}
-    return {"begin": plan.begin.source, **split, **gradients}
+    return {"begin": plan.begin.source, **parts, **gradients}
 
 
 class Binary(NamedTuple):

@@ -102,18 +102,16 @@ FEATURES = (
         "float32",
         (_dtype(torch.float32),),
         (
-            "float32 with heads of 65 to 256 columns",
-            "float32 with heads of 257 to 512 columns",
+            "float32 with heads of 65 to 512 columns",
             "head_dim a multiple of 8, up to 256; head_dim of v may differ",
             "head_dim up to 512",
         ),
     ),
     Feature(
-        "float32 with heads of 65 to 256 columns",
-        (_float32_heads(192, 128), _float32_heads(72, 256)),
+        "float32 with heads of 65 to 512 columns",
+        (_float32_heads(192, 128), _float32_heads(72, 512), _float32_heads(512, 64)),
         _NOT_OF_FLOAT32,
     ),
-    Feature("float32 with heads of 257 to 512 columns", (_float32_heads(512, 64),), _NOT_OF_FLOAT32),
     Feature("float64", (_dtype(torch.float64),)),
     Feature(
         "head_dim a multiple of 8, up to 256; head_dim of v may differ",

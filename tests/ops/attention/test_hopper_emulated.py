@@ -166,6 +166,10 @@ _FLOAT32_WIDE: dict[str, dict[str, Any]] = {
     "window": {"seq_k": 200, "head_dim": 144, "head_dim_v": 144, "arguments": {"window": (3, 0)}},
     "narrow values": {"head_dim": 256, "head_dim_v": 8, "arguments": {"window": (None, 20), "align": "top_left"}},
     "narrow queries": {"seq_q": 130, "seq_k": 140, "head_dim": 72, "head_dim_v": 256},
+    "nothing stays": {"seq_q": 70, "head_dim": 512, "head_dim_v": 512, "arguments": {"causal": True}},
+    "keys of dv do not stay": {"seq_q": 70, "head_dim": 264, "head_dim_v": 320},
+    "narrow values of the widest": {"seq_q": 70, "head_dim": 512, "head_dim_v": 8},
+    "narrow queries of the widest": {"seq_q": 70, "head_dim": 72, "head_dim_v": 512},
 }  # fmt: skip
 
 
@@ -183,7 +187,7 @@ def test_backward_of_float32(hopper: Callable, changes: dict[str, Any], kernels:
     emulated = hopper(seed=0)
     first = check(case, "hopper")
     gradients = [f"{kernels}_dv_kernel", *[f"{kernels}_dk_dq_kernel"] * 2]
-    assert emulated.launched[-8:] == ["attention_begin_kernel", *["attention_split_kernel"] * 4, *gradients]
+    assert emulated.launched[-8:] == ["attention_begin_kernel", *["attention_parts_kernel"] * 4, *gradients]
     hopper(seed=1)
     again = run(case, make_inputs(case), "hopper")
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -212,7 +216,7 @@ def test_forward_of_float32(hopper: Callable, changes: dict[str, Any]) -> None:
     for seed in range(2):
         emulated = hopper(seed=seed)
         results.append(check(case, "hopper", inputs=inputs))
-        assert emulated.launched[:4] == [*["attention_split_kernel"] * 3, "attention_float32_forward_kernel"]
+        assert emulated.launched[:4] == [*["attention_parts_kernel"] * 3, "attention_float32_forward_kernel"]
     first, again = results
     assert all(torch.equal(first[name], again[name]) for name in ("out", "lse"))
 

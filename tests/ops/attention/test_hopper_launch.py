@@ -231,7 +231,7 @@ def test_a_forward_of_float32_passes_what_its_kernels_declare(launched: dict[str
     assert arguments["out_ptr"] == out.data_ptr() and arguments["lse_ptr"] == lse.data_ptr()
     assert arguments["sinks_ptr"] == (0 if side.sinks is None else side.sinks.data_ptr())
     # The last tensor that is split is v.
-    split = launched["attention_split_kernel"].arguments
+    split = launched["attention_parts_kernel"].arguments
     assert split["numbers_ptr"] == v.data_ptr() and split["parts_ptr"] == arguments["v_desc"].address
     sizes = [arguments[f"problem.{name}"] for name in ("heads", "group", "rows_q", "rows_k")]
     assert sizes == [q.shape[-2], q.shape[-2] // k.shape[-2], q.shape[-3], k.shape[-3]]
@@ -394,7 +394,7 @@ def test_a_backward_of_float32_passes_what_its_kernels_declare(
     assert of_dv["q_desc"] == of_dq["own_scores_desc"] and of_dv["dout_desc"] == of_dq["own_values_desc"]
     assert of_dv["k_desc"] == of_dq["visited_scores_desc"]
     assert of_dq["gradient_ptr"] == gradients.q.data_ptr()
-    split = launched["attention_split_kernel"].arguments
+    split = launched["attention_parts_kernel"].arguments
     assert split["numbers_ptr"] == (begin["masked_dout_ptr"] or dout.data_ptr())
     assert split["parts_ptr"] == of_dv["dout_desc"].address
     _check_scratch(launched["attention_begin_kernel"], dout)

@@ -36,8 +36,8 @@ from flashtile.ops.attention.side_parameters import NO_SIDE, SideParameters, Sid
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.common.checks import check_programs
 
-#: Rows of a program of dk or dq, and keys of one of dv.
-_ROWS, _DV_KEYS = CONSUMER_ROWS, 2 * CONSUMER_ROWS
+#: Rows of a program of dk or dq.
+_ROWS = CONSUMER_ROWS
 
 #: Tiles of statistics that a product reads at once.
 _STATISTICS_TOGETHER = CONSUMER_ROWS // STATISTIC_ROWS
@@ -228,6 +228,7 @@ def apart_plan(
 @plan_cache
 def plan_apart(
     plan_kernels: Callable[[Frame], ApartPlan],
+    keys_of_dv: int,
     dtype: torch.dtype,
     device: torch.device,
     shapes: tuple[torch.Size, ...],
@@ -238,15 +239,15 @@ def plan_apart(
     has_empty_rows: bool,
 ) -> ApartPlan:
     """Everything that can be decided before the tensors' contents are known. `plan_kernels`: plans the kernels that
-    serve the call. `strides`: of q, k, v and dout."""
+    serve the call. `keys_of_dv`: of a program of dv. `strides`: of q, k, v and dout."""
     q_shape, k_shape, v_shape = map(tuple, shapes)
     batch, rows_q, rows_k, heads, heads_kv, _, head_dim_v = call_sizes(shapes, side)
     packed, lengths = side.sequences is not None, side.key_lengths_dtype is not None
     bounded = packed or lengths
     dout_shape = (*q_shape[:-1], head_dim_v)
-    own_rows = {"dv": (rows_k, _DV_KEYS), "dk": (rows_k, _ROWS), "dq": (rows_q, _ROWS)}
+    own_rows = {"dv": (rows_k, keys_of_dv), "dk": (rows_k, _ROWS), "dq": (rows_q, _ROWS)}
     tiles = {name: tiles_of(*rows, batch, packed) for name, rows in own_rows.items()}
-    steps = longest_walk(tiles["dq"], spec, _ROWS, _DV_KEYS)
+    steps = longest_walk(tiles["dq"], spec, _ROWS, keys_of_dv)
     of_a_head = 1 if packed else batch
     walks = tiles["dv"] * of_a_head * heads_kv
     shares = shares_of_heads(heads // heads_kv, walks, steps, spec.banded or bounded, multiprocessors(device))

@@ -12,13 +12,14 @@ from flashtile.ops.attention.hopper import float32_backward_configs as float32_c
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8
 from flashtile.ops.attention.hopper.float32_forward_configs import (
     HALF_WIDE,
-    LONG_KEYS,
     NARROW,
     choose_float32_forward_config,
     float32_forward_shared_memory,
+    parts_pay,
     serves_float32_forward,
 )
 from flashtile.ops.attention.hopper.wide_backward_configs import (
+    KEYS_OF_DV,
     choose_wide_backward_config,
     is_wide,
     wide_shared_memory,
@@ -28,6 +29,9 @@ from flashtile.ops.attention.triton.backend import describe_bias_gradient
 from flashtile.ops.attention.triton.configs import SHORT, length_of
 from flashtile.ops.attention.triton.score_source import unsupported_operation
 from flashtile.ops.common.backends import Backend
+
+#: The kernel ahead of those of float32.
+_PARTS = KernelChoice("parts", backend="hopper", summary="each number as three of bfloat16")
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -47,14 +51,15 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         if reason:
             return reason
     elif call.dtype not in (torch.float16, torch.bfloat16, FP8):
-        return f"its kernels take float16, bfloat16 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
+        dtype = str(call.dtype).removeprefix("torch.")
+        return f"its kernels take float16, bfloat16, float32 and float8_e4m3fn, not {dtype}"
     return _unsupported_feature(call) or _unreadable(call) or _slower(call)
 
 
 def _slower(call: AttentionCall) -> str | None:
-    """The reason for which `backend="auto"` prefers the portable kernels. Milliseconds on an H200, here and there:
+    """The reason for which `backend="auto"` prefers the portable kernels. Milliseconds on an H200, hopper and triton:
 
-    - 4,096 windows of 49 tokens, 6 heads of 32, on an H100: 0.32 and 0.15, backward 0.59 and 0.32; with a bias that
+    - 4,096 windows of 49 tokens, 6 heads of 32 (on an H100): 0.32 and 0.15, backward 0.59 and 0.32; with a bias that
       learns 0.52 and 0.23, backward 0.78 and 0.36. 512 sequences of 64 tokens, 12 heads of 64: 0.10 and 0.06, backward
       0.22 and 0.18.
     - A bias that TMA does not bring, 64 sequences of 768 tokens, 4 heads of 32: 0.13 and 0.11, backward 0.65 and 0.60.
@@ -64,8 +69,8 @@ def _slower(call: AttentionCall) -> str | None:
     widest = max(call.head_dims)
     if call.requested != "auto":
         return None
-    if call.dtype is torch.float32 and call.phase == "forward" and widest <= HALF_WIDE and call.k_shape[1] < LONG_KEYS:
-        return f"with heads of up to {HALF_WIDE} columns, parts of float32 numbers pay from {LONG_KEYS} keys on"
+    if call.dtype is torch.float32 and call.phase == "forward" and not parts_pay(call.q_shape, call.k_shape[1], widest):
+        return f"with heads of up to {HALF_WIDE} columns, parts of float32 numbers pay with more keys or fewer queries"
     if call.packed or widest > 64:
         return None
     if length_of(call.q_shape[1], call.k_shape[1]) == "short":
@@ -105,8 +110,7 @@ def _unserved_float32(call: AttentionCall) -> str | None:
     if call.phase == "forward" and not serves_float32_forward(call.dtype, *call.head_dims):
         return f"its forward of float32 is for heads of {NARROW + 1} to {MAX_HEAD_DIM} columns"
     if call.phase == "backward" and not float32_configs.serves_float32(call.dtype, *call.head_dims):
-        narrowest, widest = float32_configs.NARROW + 1, float32_configs.WIDEST
-        return f"its backward of float32 is for a head_dim from {narrowest} to {widest}, that of v up to {widest}"
+        return f"its backward of float32 is for a head_dim from {float32_configs.NARROW + 1} to {MAX_HEAD_DIM}"
     if call.tf32:
         return "its products have the error of float32, and PyTorch's setting allows TF32, which is faster"
     unserved = _first_asked({
@@ -150,10 +154,10 @@ def _unreadable(call: AttentionCall) -> str | None:
 def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     """The kernels of a phase, with their tiles."""
     spec, heads = call.spec, call.head_dims
-    if call.phase == "backward" and is_wide(*heads):
-        return _describe_wide_backward(*heads)
     if call.phase == "backward" and call.dtype is torch.float32:
         return _describe_float32_backward(*heads)
+    if call.phase == "backward" and is_wide(*heads):
+        return _describe_wide_backward(*heads)
     if call.phase == "backward":
         side = call.side or SideInputs()
         moved = configs.moves_by_tma(call.bias, call.dtype)
@@ -190,36 +194,37 @@ def _warps(consumers: int) -> str:
 def _describe_wide_backward(head_dim: int, head_dim_v: int) -> tuple[KernelChoice, ...]:
     """A stage is a chunk of 64 rows and columns."""
     cut = choose_wide_backward_config(head_dim, head_dim_v)
-    return _describe_gradients(cut, cut.places, cut.score_places + cut.value_places, wide_shared_memory(cut))
+    return _describe_gradients(
+        cut, KEYS_OF_DV, cut.places, cut.score_places + cut.value_places, wide_shared_memory(cut)
+    )
 
 
 def _describe_float32_forward(head_dim: int, head_dim_v: int) -> tuple[KernelChoice, ...]:
     """A stage is a part of 64 rows and columns."""
     cut = choose_float32_forward_config(head_dim, head_dim_v)
     memory, rows = float32_forward_shared_memory(cut), configs.CONSUMER_ROWS
-    summary = summary_of((rows, rows), "2 computing warpgroups and 2 loading warps", cut.stages, memory)
-    forward = KernelChoice("forward", cut, memory, "hopper", summary=summary)
-    return KernelChoice("split", backend="hopper"), forward
+    summary = summary_of((rows, rows), "2 computing warpgroups and 2 loading warps", cut.places, memory)
+    return _PARTS, KernelChoice("forward", cut, memory, "hopper", summary=summary)
 
 
 def _describe_float32_backward(head_dim: int, head_dim_v: int) -> tuple[KernelChoice, ...]:
     """A stage is a part of 64 rows, in wide heads of 64 columns."""
-    split = KernelChoice("split", backend="hopper")
+    keys_of_dv = float32_configs.float32_keys_of_dv(head_dim, head_dim_v)
     if not float32_configs.is_wide_float32(head_dim, head_dim_v):
         stages = float32_configs.VISITED_TILES
-        return split, *_describe_gradients(None, stages, stages, float32_configs.float32_shared_memory())
+        return _PARTS, *_describe_gradients(None, keys_of_dv, stages, stages, float32_configs.float32_shared_memory())
     cut = float32_configs.choose_float32_wide_config(head_dim, head_dim_v)
     memory = float32_configs.float32_wide_shared_memory(cut)
-    return split, *_describe_gradients(cut, cut.places, cut.weight_places + cut.gradient_places, memory)
+    return _PARTS, *_describe_gradients(cut, keys_of_dv, cut.places, cut.weight_places + cut.gradient_places, memory)
 
 
 def _describe_gradients(
-    cut: Any, stages_of_dv: int, stages: int, memory: tuple[int, int]
+    cut: Any, keys_of_dv: int, stages_of_dv: int, stages: int, memory: tuple[int, int]
 ) -> tuple[KernelChoice, ...]:  # fmt: skip
-    """The kernels of dv, dk and dq. `memory`: of the first, and of the others."""
+    """The kernels of dv, of so many keys, dk and dq. `memory`: of the first, and of the others."""
     rows, (of_values, of_scores) = configs.CONSUMER_ROWS, memory
     choices = (
-        ("dv", (rows, 2 * rows), stages_of_dv, of_values),
+        ("dv", (rows, keys_of_dv), stages_of_dv, of_values),
         ("dk", (rows, rows), stages, of_scores),
         ("dq", (rows, rows), stages, of_scores),
     )

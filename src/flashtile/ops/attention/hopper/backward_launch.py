@@ -35,7 +35,7 @@ from flashtile.ops.attention.hopper.bias_gradient_launch import (
 )
 from flashtile.ops.attention.hopper.bounds import by_whole_rows, row_strides
 from flashtile.ops.attention.hopper.configs import is_of_scores, moves_by_tma, table_bytes
-from flashtile.ops.attention.hopper.float32_backward_configs import serves_float32
+from flashtile.ops.attention.hopper.float32_backward_configs import float32_keys_of_dv, serves_float32
 from flashtile.ops.attention.hopper.float32_backward_launch import plan_float32_backward
 from flashtile.ops.attention.hopper.parameters import (
     LOG2_E,
@@ -45,7 +45,7 @@ from flashtile.ops.attention.hopper.parameters import (
     whole_sizes,
     with_aligned_lists,
 )
-from flashtile.ops.attention.hopper.wide_backward_configs import is_wide
+from flashtile.ops.attention.hopper.wide_backward_configs import KEYS_OF_DV, is_wide
 from flashtile.ops.attention.hopper.wide_backward_launch import plan_wide_backward
 from flashtile.ops.attention.plans import (
     SideShape,
@@ -229,15 +229,18 @@ def _plan_apart_for(
     has_empty_rows: bool,
 ) -> ApartPlan | None:  # fmt: skip
     """The plan of a backward whose gradients are a kernel each: of wide heads, and of float32. None for others."""
-    if is_wide(q.shape[-1], v.shape[-1]):
-        plan_kernels = plan_wide_backward
-    elif serves_float32(q.dtype, q.shape[-1], v.shape[-1]):
-        plan_kernels = plan_float32_backward
+    heads = q.shape[-1], v.shape[-1]
+    if q.dtype is not torch.float32 and is_wide(*heads):
+        plan_kernels, keys_of_dv = plan_wide_backward, KEYS_OF_DV
+    elif serves_float32(q.dtype, *heads):
+        plan_kernels, keys_of_dv = plan_float32_backward, float32_keys_of_dv(*heads)
     else:
         return None
     shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), dout.stride())
     shape = side_shape(side)
-    return plan_apart(plan_kernels, q.dtype, q.device, shapes, strides, shape, spec, has_dlse, has_empty_rows)
+    return plan_apart(
+        plan_kernels, keys_of_dv, q.dtype, q.device, shapes, strides, shape, spec, has_dlse, has_empty_rows
+    )
 
 
 def _launch(

@@ -19,7 +19,7 @@ from flashtile.ops.attention.hopper.float32_backward_configs import (
     choose_float32_wide_config,
     is_wide_float32,
 )
-from flashtile.ops.attention.hopper.float32_parts_launch import parts_layout, plan_split
+from flashtile.ops.attention.hopper.float32_parts_launch import parts_layout, plan_parts
 from flashtile.ops.attention.hopper.float32_wide_backward import (
     attention_float32_wide_dk_dq_kernel,
     attention_float32_wide_dv_kernel,
@@ -82,7 +82,7 @@ def plan_float32_backward(frame: Frame) -> ApartPlan:
         dk=kernel("dk", kernels.dk_dq, _MOVED_FOR_DK, "gradient_ptr", OF_KEYS=True, **of_dk_dq),
         dq=kernel("dq", kernels.dk_dq, _MOVED_FOR_DQ, "gradient_ptr", OF_KEYS=False, **of_dk_dq),
         splits=tuple(
-            plan_split(shape, apart, kernels.widths[name], frame.device) for name, (shape, apart) in frame.read.items()
+            plan_parts(shape, apart, kernels.widths[name], frame.device) for name, (shape, apart) in frame.read.items()
         ),
         parts=tuple(parts.values()),
     )
@@ -100,10 +100,11 @@ def _kernels_for(head_dim: int, head_dim_v: int) -> _Kernels:
         attention_float32_wide_dk_dq_kernel,
         CHUNK,
         {"q": width, "k": width, "v": value_width, "dout": value_width},
-        of_dv={**chunks, "PLACES": config.places},
+        of_dv={**chunks, "STAYING": config.staying, "PLACES": config.places},
         of_dk_dq={
             **chunks,
-            "HOLDS_VALUES": config.holds_values,
+            "STAYING_SCORES": config.staying_scores,
+            "STAYING_VALUES": config.staying_values,
             "WEIGHT_PLACES": config.weight_places,
             "GRADIENT_PLACES": config.gradient_places,
         },

@@ -14,7 +14,7 @@ from flashtile._backends.tma import chunks_maker, descriptor_parameter, joined, 
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
 from flashtile.ops.attention.hopper.float32_forward import attention_float32_forward_kernel
 from flashtile.ops.attention.hopper.float32_forward_configs import choose_float32_forward_config
-from flashtile.ops.attention.hopper.float32_parts_launch import parts_layout, plan_split
+from flashtile.ops.attention.hopper.float32_parts_launch import parts_layout, plan_parts
 from flashtile.ops.attention.hopper.parameters import score_units, side_of_call
 from flashtile.ops.attention.hopper.scores import ScoreUnits
 from flashtile.ops.attention.hopper.wide_backward import Problem
@@ -124,7 +124,7 @@ def plan_float32_forward(
         return Float32ForwardPlan((), kernel, allocator(outputs, device), joined(()))
     makers = [chunks_maker(torch.bfloat16, (_BOX,), strided_layout(of.shape, of.strides)) for of in parts]
     return Float32ForwardPlan(
-        splits=tuple(plan_split(*of, device) for of in zip(shapes, strides, widths)),
+        splits=tuple(plan_parts(*of, device) for of in zip(shapes, strides, widths)),
         kernel=kernel,
         allocate=allocator((*outputs, *parts), device),
         describe=joined(makers),

@@ -1,8 +1,8 @@
 """Parts of float32 numbers for Hopper kernels that multiply them in bfloat16.
 
 A float32 number is the sum of three bfloat16 numbers, its *parts*: high, middle and low. A product of two is six
-products of parts; the other three are at most 2⁻²⁵ of it. `attention_split_kernel` writes the parts of a tensor ahead
-of the kernels that multiply: the high ones of a row, then the middle and the low ones, each as wide as the kernels
+products of parts; the other three are at most 2⁻²⁵ of it. `attention_parts_kernel` writes the parts of a tensor ahead
+of the kernels that multiply: the low ones of a row, then the middle and the high ones, each as wide as the kernels
 read.
 """
 
@@ -10,7 +10,7 @@ from flashtile._backends.gluon import gl, gluon
 from flashtile.ops.attention.hopper.pieces import pack
 
 #: The parts of a number, in the order in which they lie in a row.
-HIGH, MIDDLE, LOW = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+LOW, MIDDLE, HIGH = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 PARTS = gl.constexpr(3)
 
 #: Numbers that a thread splits at a time: it writes 16 bytes of each part, next to those of its neighbours.
@@ -18,7 +18,7 @@ _VALUES = gl.constexpr(8)
 
 
 @gluon.jit
-def attention_split_kernel(
+def attention_parts_kernel(
     numbers_ptr, parts_ptr, stride_numbers_batch, stride_numbers_row, stride_numbers_head, heads, rows, tiles,
     HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip

@@ -7,8 +7,8 @@ import torch
 from flashtile._backends.alignment import batch_row_head
 from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import Plan, int32, make_plan, pointer_to, strides_of
-from flashtile.ops.attention.hopper.float32_backward_configs import PARTS
-from flashtile.ops.attention.hopper.float32_parts import attention_split_kernel
+from flashtile.ops.attention.hopper.float32_configs import PARTS
+from flashtile.ops.attention.hopper.float32_parts import attention_parts_kernel
 from flashtile.ops.common.checks import check_programs
 
 #: Numbers that a program splits: of so many rows and the power of two that holds a row.
@@ -20,7 +20,7 @@ def parts_layout(shape: tuple[int, ...], width: int) -> Layout:
     return contiguous((*shape[:-1], PARTS * width), torch.bfloat16)
 
 
-def plan_split(shape: tuple[int, ...], strides: tuple[int, ...], width: int, device: torch.device) -> Plan:
+def plan_parts(shape: tuple[int, ...], strides: tuple[int, ...], width: int, device: torch.device) -> Plan:
     """The launch that writes the parts of a tensor."""
     batch, rows, heads, head_dim = shape
     apart = dict(zip(("batch", "row", "head"), batch_row_head(shape, strides)))
@@ -37,4 +37,4 @@ def plan_split(shape: tuple[int, ...], strides: tuple[int, ...], width: int, dev
         "tiles": int32(tiles),
     }
     constants = {"HEAD_DIM": head_dim, "WIDTH": width, "ROWS": rows_together}
-    return make_plan(attention_split_kernel, parameters, constants, programs, device, num_warps=4)
+    return make_plan(attention_parts_kernel, parameters, constants, programs, device, num_warps=4)

@@ -20,6 +20,9 @@ _MAX_SUM_CHUNKS = 5
 #: Registers of a thread that computes, and of any thread at the start, as in a forward with two consumers.
 REGISTERS, MAX_REGISTERS = 240, 168
 
+#: Keys of a program of dv, 64 of each of two warpgroups.
+KEYS_OF_DV = 2 * CONSUMER_ROWS
+
 #: Queries whose statistics lie side by side: a kernel of `backward_ends` holds that many rows of 512 columns.
 STATISTIC_ROWS = 16
 
