@@ -199,7 +199,7 @@ def test_sizes_and_windows_are_run_time_arguments(kernel: str) -> None:
 
 @pytest.mark.parametrize(
     "batch, seq, heads, heads_kv, window_right, shares",
-    [(1, 4096, 8, 1, 0, 4), (1, 4096, 8, 1, None, 2), (4, 4096, 64, 8, 0, 1), (1, 64, 4, 1, 0, 1)],
+    [(1, 4096, 8, 1, 0, 4), (1, 4096, 8, 1, None, 2), (4, 4096, 64, 8, 0, 1), (1, 128, 2, 1, 0, 1)],
 )
 def test_heads_that_share_keys_are_divided_where_there_are_few_key_tiles(
     batch: int, seq: int, heads: int, heads_kv: int, window_right: int | None, shares: int
