@@ -34,6 +34,7 @@ from transformers_cases import (
 )
 
 Cache = transformers.cache_utils.Cache
+DOCS = Path(__file__).parents[2] / "docs"
 
 # PyTorch's own compiler still uses it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -93,6 +94,20 @@ def test_every_layer_runs_our_operators_forward_and_backward(name: str) -> None:
     forward = [call for call in watch.calls if call.startswith("attention_forward")]
     backward = [call for call in watch.calls if call.startswith("attention_backward")]
     assert len(forward) == len(backward) == (6 if "text to text" in ALL[name].kind or name == "whisper" else 2)
+
+
+def test_a_batch_padded_and_labelled_as_documented_has_the_gradients_of_eager() -> None:
+    section = (DOCS / "integrations.md").read_text("utf-8").split("## Hugging Face transformers")[1]
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"torch": torch}
+    exec(section.split("```python\n")[1].split("```")[0], names)
+    model, padding = names["model"], names["padding"]
+    assert (padding[:, 0] == 0).any()
+    eager = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(names["config"]), attn_implementation="eager")
+    eager.load_state_dict(model.state_dict())
+    eager(names["tokens"], attention_mask=padding, labels=names["labels"]).loss.backward()
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert_same(ours.grad, theirs.grad)
 
 
 def test_learned_positions_of_t5_have_a_gradient() -> None:
