@@ -406,3 +406,22 @@ def test_values_are_not_read_while_a_graph_is_captured(monkeypatch: pytest.Monke
     monkeypatch.setattr(checks, "CHECK_VALUES", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not checks.readable(OnGpu())
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([zeros(3, 4, 8), zeros(5, 4, 8)], layout=layout)
+    dense = zeros(2, 5, 4, 8)
+    message = "expected a dense tensor, got a nested one; pass its values and offsets to flashtile.attention_varlen"
+    for q, k, v, name in ((nested, nested, nested, "q"), (dense, nested, nested, "k"), (dense, dense, nested, "v")):
+        with pytest.raises(TypeError, match=f"{name}: {message}"):
+            flashtile.attention(q, k, v)
+    for function, arguments in (
+        (flashtile.explain, (nested,) * 3),
+        (flashtile.attention_varlen, (*(nested,) * 3, cumulative(0, 3, 8))),
+        (flashtile.attention_probs, (nested,) * 2),
+        (flashtile.flex_attention, (nested,) * 3),
+    ):
+        with pytest.raises(TypeError, match=message):
+            function(*arguments)

@@ -151,7 +151,10 @@ def key_of(
     ):
         return None
     mode = torch._C._get_deterministic_algorithms()
-    return q.shape, k.shape, causal, align, window, scale, softcap, deterministic, backend, mode
+    try:
+        return q.shape, k.shape, causal, align, window, scale, softcap, deterministic, backend, mode
+    except RuntimeError:  # a nested tensor in the strided layout has no shape, and the checks refuse it
+        return None
 
 
 def found(key: Hashable, q: Tensor, k: Tensor, v: Tensor) -> PlainCall | None:

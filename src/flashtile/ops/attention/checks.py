@@ -12,6 +12,7 @@ from flashtile.ops.attention.spec import FP8, MAX_HEAD_DIM, SideInputs, out_dtyp
 from flashtile.ops.common.checks import (
     FLOAT_DTYPES,
     check_choice,
+    check_dense,
     check_device,
     check_lengths,
     check_tensors,
@@ -62,6 +63,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str], eight_bits
         eight_bits: float8_e4m3fn is served too.
     """
     rank = len(layout)
+    if q.is_nested or k.is_nested or v.is_nested:
+        check_dense(q=q, k=k, v=v)
     if not (
         q.dim() == k.dim() == v.dim() == rank and q.dtype is k.dtype is v.dtype and q.device == k.device == v.device
     ):

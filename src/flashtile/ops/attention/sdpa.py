@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtile.ops.attention.api import attention
 from flashtile.ops.attention.spec import MAX_HEAD_DIM
-from flashtile.ops.common.checks import FLOAT_DTYPES, as_float, check_device, check_tensors, raise_not_bool
+from flashtile.ops.common.checks import FLOAT_DTYPES, as_float, check_dense, check_device, check_tensors, raise_not_bool
 from flashtile.ops.common.other_names import refuse_other_names
 
 
@@ -90,12 +90,8 @@ def scaled_dot_product_attention(
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     """What `attention` could not say in PyTorch's names."""
     check_tensors(query=query, key=key, value=value)
+    check_dense(query=query, key=key, value=value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.is_nested:
-            raise TypeError(
-                f"{name}: expected a dense tensor, got a nested one; pass its values and offsets to "
-                "flashtile.attention_varlen"
-            )
         if tensor.dim() < 2:
             raise ValueError(
                 f"{name}: expected at least 2 dimensions [seq, head_dim], got shape {tuple(tensor.shape)}; "

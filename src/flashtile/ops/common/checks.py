@@ -37,6 +37,16 @@ def check_tensors(**tensors: Tensor) -> None:
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; use torch.as_tensor(...)")
 
 
+def check_dense(**tensors: Tensor) -> None:
+    """For functions that read shapes, which a nested tensor has not."""
+    for name, tensor in tensors.items():
+        if tensor.is_nested:
+            raise TypeError(
+                f"{name}: expected a dense tensor, got a nested one; pass its values and offsets to "
+                "flashtile.attention_varlen"
+            )
+
+
 def check_rows(name: str, rows: int, most: int = MAX_ROWS) -> None:
     """For the plan of a launch. Elements are counted in 64 bits, rows in 32."""
     if rows > most:
