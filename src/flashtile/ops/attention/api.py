@@ -259,8 +259,7 @@ def attention_varlen(
         bias: broadcasts to `[1, heads_q, max_seqlen_q, max_seqlen_k]`. Rows and columns count from each sequence's
             start, and both maxima are required. The same holds for mask.
         block_mask: a `BlockMask` built for max_seqlen_q and max_seqlen_k, both required, and for one batch entry or as
-            many as there are sequences. Its rows and columns count from each sequence's start. "hopper" has none in
-            packed calls; "auto" takes "triton".
+            many as there are sequences. Its rows and columns count from each sequence's start.
         alibi_slopes: `[heads_q]` or `[batch, heads_q]`; distances count from each sequence's end.
         score_mod: `batch` is the number of the sequence; both indices count from its start.
 
