@@ -1,4 +1,4 @@
-"""Arguments that a public function does not have: the error says what they are called here."""
+"""Arguments that a public function does not have, or has by name only: the error says what to write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FUNCTIONS = [
 def call(function: Callable[..., Any], **options: Any) -> Any:
     """A call whose other arguments are not looked at."""
     parameters = inspect.signature(function).parameters.values()
-    wanted = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return function(**dict.fromkeys(wanted), **options)
 
 
@@ -33,9 +33,7 @@ def call(function: Callable[..., Any], **options: Any) -> Any:
 def test_every_function_refuses_names_that_it_does_not_have(function: Callable[..., Any]) -> None:
     if function.__name__ in OURS_ALONE:
         return
-    expected = (
-        f"no_such_name: expected the name of an argument of flashtile.{function.__name__}, got another; there are"
-    )
+    expected = f"flashtile.{function.__name__} has no argument no_such_name; it has "
     with pytest.raises(TypeError, match=expected):
         call(function, no_such_name=1)
 
@@ -46,36 +44,72 @@ def test_every_function_refuses_names_that_it_does_not_have(function: Callable[.
         (
             "attention",
             "attn_mask",
-            r"here it is mask \(bool, True = visible\) or bias \(numbers to add to the scores\)",
+            r"it is called mask \(bool, True = visible\) or bias \(numbers to add to the scores\)",
         ),
-        ("attention", "is_causal", "here it is causal$"),
-        ("attention", "softmax_scale", "here it is scale$"),
-        ("attention", "window_size", r"here it is window \(\(left, right\), None = unlimited\)"),
+        ("attention", "is_causal", "it is called causal$"),
+        ("attention", "softmax_scale", "it is called scale$"),
+        ("attention", "window_size", r"it is called window \(\(left, right\), None = unlimited\)"),
         ("attention", "enable_gqa", "leave it out, k and v may have fewer heads than q"),
         ("attention", "return_attn_probs", "flashtile.attention_probs computes"),
         ("attention", "dropuot_p", r"did you mean dropout_p\?"),
-        ("attention", "query", "here it is q$"),
+        ("attention", "query", "it is called q$"),
         ("attention", "cu_seqlens_q", "flashtile.attention_varlen takes packed sequences"),
-        ("attention_varlen", "s_aux", "here it is sinks$"),
-        ("attention_varlen", "page_table", "there are q, k, v, cu_seqlens_q, "),
-        ("attention_with_kv_cache", "cache_seqlens", "here it is cache_lengths$"),
-        ("attention_with_kv_cache", "attn_mask", "there are q, k_cache, "),
-        ("explain", "attention_mask", "here it is mask"),
-        ("scaled_dot_product_attention", "causal", "here it is is_causal$"),
-        ("cross_entropy", "ignored_index", "here it is ignore_index$"),
+        ("attention_varlen", "s_aux", "it is called sinks$"),
+        ("attention_varlen", "page_table", "it has q, k, v, cu_seqlens_q, "),
+        ("attention_with_kv_cache", "cache_seqlens", "it is called cache_lengths$"),
+        ("attention_with_kv_cache", "attn_mask", "it has q, k_cache, "),
+        ("explain", "attention_mask", "it is called mask"),
+        ("scaled_dot_product_attention", "causal", "it is called is_causal$"),
+        ("cross_entropy", "ignored_index", "it is called ignore_index$"),
         ("layer_norm", "normalized_shape", "leave it out, the last dimension is normalized"),
-        ("dropout_add_layer_norm", "eps", "here it is epsilon$"),
-        ("apply_rotary", "rotary_interleaved", "here it is interleaved$"),
+        ("dropout_add_layer_norm", "eps", "it is called epsilon$"),
+        ("apply_rotary", "rotary_interleaved", "it is called interleaved$"),
     ],
 )
 def test_a_name_of_another_library_leads_to_ours(function: str, name: str, remedy: str) -> None:
-    with pytest.raises(TypeError, match=f"^{name}: .*; {remedy}"):
+    with pytest.raises(TypeError, match=f"^flashtile.{function} has no argument {name}; {remedy}"):
         call(getattr(flashtile, function), **{name: None})
 
 
 def test_all_wrong_names_are_told_at_once() -> None:
-    with pytest.raises(TypeError, match=r"is_causal: .*; here it is causal; attn_mask: .*; here it is mask"):
+    with pytest.raises(TypeError, match=r"is_causal; it is called causal. .* attn_mask; it is called mask"):
         call(flashtile.attention, is_causal=True, attn_mask=None)
+
+
+_MASK = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+_ENDS = torch.tensor([0, 5], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "remedy"),
+    [
+        ("attention", [_MASK], r"got 4; write the others by name: mask=... \(bool, True = visible\)$"),
+        ("attention", [_MASK.float()], r"got 4; write the others by name: bias=... \(numbers to add to the scores\)$"),
+        ("attention", [None, 0.1, True], "got 6; write the others by name: dropout_p=0.1, causal=True$"),
+        (
+            "attention",
+            [0.0, 0.125, True, (7, -1)],
+            r"got 7; write the others by name: dropout_p=0.0, scale=0.125, causal=True, window=\(7, None\)$",
+        ),
+        ("attention", [0.125, True], "got 5; write the others by name: scale=0.125, causal=True$"),
+        ("attention", [None], "got 4; leave the others out$"),
+        ("attention", [True, "auto"], "got 5; write the others by name, as in causal=True$"),
+        ("attention", [_ENDS, _ENDS, 5, 5], "got 7; flashtile.attention_varlen takes packed sequences$"),
+        (
+            "attention_varlen",
+            [_ENDS, _ENDS, 5, 4],
+            "cu_seqlens_q, cu_seqlens_k, got 7; write the others by name: max_seqlen_q=5, max_seqlen_k=4$",
+        ),
+        (
+            "attention_varlen",
+            [_ENDS, _ENDS, 5, 4, 0.0, None, True],
+            "got 10; .*: max_seqlen_q=5, max_seqlen_k=4, dropout_p=0.0, causal=True$",
+        ),
+    ],
+)
+def test_arguments_by_position_are_refused_with_their_names(function: str, given: list[Any], remedy: str) -> None:
+    with pytest.raises(TypeError, match=rf"^flashtile.{function} takes . arguments by position, q, k, v, .*{remedy}"):
+        getattr(flashtile, function)(None, None, None, *given)
 
 
 def test_the_table_names_arguments_that_there_are() -> None:

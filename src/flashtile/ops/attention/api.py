@@ -21,7 +21,7 @@ from flashtile.ops.attention.canonical import (
 from flashtile.ops.attention.operator import run_attention, run_plain, run_unrecorded
 from flashtile.ops.attention.options import Align, DenseOptions, ScoreMod, Taken, VarlenOptions, Window
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
-from flashtile.ops.common.other_names import refuse_other_names
+from flashtile.ops.common.other_names import refuse_by_position, refuse_other_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,7 +52,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *by_position: NoReturn,
     causal: bool = False,
     align: Align = "bottom_right",
     window: Window | None = None,
@@ -148,6 +148,8 @@ def attention(
         Attention Sinks" (2023), section 3; softcap: Gemma Team, "Gemma 2" (2024), section 2. Split keys: Dao et al.,
         "Flash-Decoding for long-context inference" (2023). QK-clip: Kimi Team, "Kimi K2" (2025), section 2.1.
     """
+    if by_position:
+        refuse_by_position(attention, by_position)
     if other_names:
         refuse_other_names(attention, other_names)
     key, unchanged = None, False
@@ -213,7 +215,7 @@ def attention_varlen(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = None,
-    *,
+    *by_position: NoReturn,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     causal: bool = False,
@@ -272,6 +274,8 @@ def attention_varlen(
             On a GPU they are checked only with the environment variable `FLASHTILE_CHECK_VALUES=1`, because reading
             them there synchronises.
     """
+    if by_position:
+        refuse_by_position(attention_varlen, by_position)
     if other_names:
         refuse_other_names(attention_varlen, other_names)
     q, k, v = checked_qkv(q, k, v, PACKED_LAYOUT, eight_bits=True)

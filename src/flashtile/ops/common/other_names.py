@@ -1,15 +1,19 @@
-"""Arguments that a function does not have: an error says what they are called here.
+"""Arguments that a function does not have, or has by name only: an error says what they are called here.
 
-A public function collects them in `**other_names: NoReturn`, so that type checkers refuse them too, and hands them to
-`refuse_other_names`. On a call without any, that is one look at an empty dictionary.
+A public function collects them in `**other_names: NoReturn` and `*by_position: NoReturn`, so that type checkers refuse
+them too, and hands them to `refuse_other_names` and `refuse_by_position`. On a call without any, each is one look at an
+empty collection.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
 
 _MASK = {"mask": "bool, True = visible", "bias": "numbers to add to the scores"}
 _PADDING = {"key_lengths": "how many keys of each sequence are there", "mask": "bool, True = visible"}
@@ -82,6 +86,19 @@ OTHER_NAMES: dict[str, dict[str, str] | str] = {
     "rotary_interleaved": {"interleaved": ""},
 }
 
+_OF_FLASH_ATTN = ("dropout_p", "scale", "causal", "window", "softcap", "alibi_slopes", "deterministic")
+
+#: A function -> what other libraries take by position behind the arguments that it takes so, in their orders.
+_ORDERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "attention": (
+        ("mask", "dropout_p", "causal"),  # PyTorch
+        ("bias", "dropout_p", "causal"),
+        _OF_FLASH_ATTN,
+        ("scale", "causal"),  # FlashAttention-3
+    ),
+    "attention_varlen": (("max_seqlen_q", "max_seqlen_k", *_OF_FLASH_ATTN),),
+}
+
 
 def refuse_other_names(function: Callable[..., Any], given: Iterable[str]) -> NoReturn:
     """Raises for the arguments that a public function was given and does not have.
@@ -89,21 +106,73 @@ def refuse_other_names(function: Callable[..., Any], given: Iterable[str]) -> No
     Raises:
         TypeError: always.
     """
-    raise TypeError("; ".join(_explained(function, name) for name in given))
+    raise TypeError(". ".join(_explained(function, name) for name in given))
+
+
+def refuse_by_position(function: Callable[..., Any], given: Sequence[Any]) -> NoReturn:
+    """Raises for the arguments that a public function was given by position, and takes by name only.
+
+    Raises:
+        TypeError: always.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    leading = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    raise TypeError(
+        f"flashtile.{function.__name__} takes {len(leading)} arguments by position, {', '.join(leading)}, got "
+        f"{len(leading) + len(given)}; {_by_name(function, given)}"
+    )
+
+
+def _by_name(function: Callable[..., Any], given: Sequence[Any]) -> str:
+    """What to write instead of arguments by position."""
+    if function.__name__ == "attention" and any(_kind(value) == "integers" for value in given):
+        return "flashtile.attention_varlen takes packed sequences"
+    for order in _ORDERS[function.__name__]:
+        named = list(zip(order, given))
+        if len(given) <= len(order) and all(value is None or _kind(value) == _KINDS[name] for name, value in named):
+            written = [_written(name, value) for name, value in named if value is not None]
+            return f"write the others by name: {', '.join(written)}" if written else "leave the others out"
+    return "write the others by name, as in causal=True"
+
+
+#: What arguments that other libraries take by position are.
+_KINDS = {
+    "mask": "booleans", "bias": "numbers", "alibi_slopes": "numbers", "window": "pair", "causal": "bool",
+    "deterministic": "bool", "dropout_p": "number", "scale": "number", "softcap": "number", "max_seqlen_q": "number",
+    "max_seqlen_k": "number",
+}  # fmt: skip
+
+
+def _kind(value: Any) -> str:
+    """What the value of an argument is, as `_KINDS` names it; for others the name of its type."""
+    if isinstance(value, Tensor):
+        return "booleans" if value.dtype is torch.bool else "numbers" if value.is_floating_point() else "integers"
+    if isinstance(value, (int, float)):
+        return "bool" if isinstance(value, bool) else "number"
+    return "pair" if isinstance(value, (tuple, list)) and len(value) == 2 else type(value).__name__
+
+
+def _written(name: str, value: Any) -> str:
+    """An argument as it is to be written; -1 is flash-attn's word for an unlimited side of a window."""
+    if isinstance(value, Tensor):
+        what = _MASK.get(name)
+        return f"{name}=... ({what})" if what else f"{name}=..."
+    return f"{name}={tuple(None if side == -1 else side for side in value) if name == 'window' else value!r}"
 
 
 def _explained(function: Callable[..., Any], name: str) -> str:
     parameters = inspect.signature(function).parameters.values()
-    ours = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    collected = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    ours = [parameter.name for parameter in parameters if parameter.kind not in collected]
     known = OTHER_NAMES.get(name, {})
     if isinstance(known, str):
         remedy = known
     elif names := [f"{our} ({what})" if what else our for our, what in known.items() if our in ours]:
-        remedy = f"here it is {' or '.join(names)}"
+        remedy = f"it is called {' or '.join(names)}"
     elif name.startswith(_OF_PACKED) and function.__name__ == "attention":
         remedy = "flashtile.attention_varlen takes packed sequences"
     elif close := difflib.get_close_matches(name, ours, 1):
         remedy = f"did you mean {close[0]}?"
     else:
-        remedy = f"there are {', '.join(ours)}"
-    return f"{name}: expected the name of an argument of flashtile.{function.__name__}, got another; {remedy}"
+        remedy = f"it has {', '.join(ours)}"
+    return f"flashtile.{function.__name__} has no argument {name}; {remedy}"
