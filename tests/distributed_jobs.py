@@ -179,7 +179,7 @@ REFUSED = {
     "decreasing": ({"cu_seqlens": (0, 9, 8), "shape": (8, 2, 4)}, "cu_seqlens: expected cumulative lengths from 0"),
     "fractions": ({"cu_seqlens": (0, 8.5), "shape": (8, 2, 4)}, "cu_seqlens: expected integers"),
     "block mask": ({"block_mask": patterns.causal(8)}, "block_mask: it was built for seq_q 8, the call has 16"),
-    "no block mask": ({"block_mask": 3}, "block_mask: expected a flashtile.BlockMask, got int"),
+    "no block mask": ({"block_mask": 3}, "block_mask: expected a flashtile.BlockMask, got builtins.int"),
     "score function": ({"score_mod": lambda score, *_: torch.zeros(3)}, "score_mod: expected it to return a scalar"),
     # What the calls for the parts do not see, or see as something else.
     "window": ({"window": (-1, 0)}, "window: expected left from 0 to 2**31 - 1, got -1"),

@@ -83,9 +83,10 @@ def check_whole(
 def check_block_mask(block_mask: flashtile.BlockMask, q: Tensor) -> None:
     """Whether it is one, and where q is."""
     if not isinstance(block_mask, flashtile.BlockMask):
+        kind = type(block_mask)
         raise TypeError(
-            f"block_mask: expected a flashtile.BlockMask, got {type(block_mask).__name__}; build one with "
-            "BlockMask.from_predicate or flashtile.patterns"
+            f"block_mask: expected a flashtile.BlockMask, got {kind.__module__}.{kind.__qualname__}; build one with "
+            "BlockMask.from_flex from PyTorch's, or with BlockMask.from_predicate or flashtile.patterns"
         )
     if block_mask.device != q.device:
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
 import flashtile
 from flashtile import BlockMask, patterns
@@ -204,7 +205,12 @@ def test_documents_are_packed_sequences() -> None:
 @pytest.mark.parametrize(
     "block_mask, error, words",
     [
-        (torch.ones(8, 8, dtype=torch.bool), TypeError, "expected a flashtile.BlockMask"),
+        (torch.ones(8, 8, dtype=torch.bool), TypeError, "expected a flashtile.BlockMask, got torch.Tensor"),
+        (
+            flex_attention.create_block_mask(lambda b, h, q, k: q >= k, None, None, 8, 8, device="cpu"),
+            TypeError,
+            r"got torch\.nn\.attention\.flex_attention\.BlockMask; build one with BlockMask\.from_flex from PyTorch's",
+        ),
         (patterns.causal(9, 8), ValueError, "built for seq_q 9, the call has 8"),
         (
             BlockMask.from_dense(torch.ones(1, 3, 8, 8, dtype=torch.bool)),
@@ -213,7 +219,7 @@ def test_documents_are_packed_sequences() -> None:
         ),
         (patterns.causal(8, 8).to("meta"), ValueError, "expected the device of q, cpu, got meta"),
     ],
-    ids=["tensor", "length", "heads", "device"],
+    ids=["tensor", "flex", "length", "heads", "device"],
 )
 def test_errors(block_mask: Any, error: type[Exception], words: str) -> None:
     q = torch.randn(1, 8, 2, 8)

@@ -113,7 +113,7 @@ QKV = [
 ]
 
 OPTIONS = [
-    Bad("align", ValueError, {"align": "middle"}, ("align: expected one of 'bottom_right', 'top_left'", "'middle'")),
+    Bad("align", ValueError, {"align": "middle"}, ("align: expected one of 'bottom_right', 'top_left'", "'middle'; ")),
     Bad("causal-str", TypeError, {"causal": "no"}, ("causal: expected True or False", "got 'no'", "bool")),
     Bad("causal-tensor", TypeError, {"causal": torch.tensor(True)}, ("causal: expected True or False", "got tensor")),
     Bad("deterministic-int", TypeError, {"deterministic": 1}, ("deterministic: expected True or False", "got 1")),
@@ -142,7 +142,12 @@ OPTIONS = [
     Bad("seed-shape", ValueError, {"dropout_seed": seed(3)}, ("dropout_seed: expected shape (2,)", "got (3,)")),
     Bad("seed-device", ValueError, {"dropout_seed": seed(2, device="meta")}, ("dropout_seed: expected the device",)),
     Bad("seed-packed", TypeError, {"dropout_p": 0.1, "dropout_seed": 7}, ("dropout_seed: expected",), packed),
-    Bad("backend", ValueError, {"backend": "cuda"}, ("backend: expected one of 'auto'", "'triton'", "got 'cuda'")),
+    Bad(
+        "backend",
+        ValueError,
+        {"backend": "cuda"},
+        ("backend: expected one of 'auto'", "got 'cuda'; 'auto'"),
+    ),
     Bad("backend-none", ValueError, {"backend": None}, ("backend: expected one of", "got None")),
     Bad(
         "keyword",
@@ -156,7 +161,7 @@ LENGTHS = [
     Bad("keys-list", TypeError, {"key_lengths": [1, 2]}, ("key_lengths: expected an int32 or int64 tensor", "list")),
     Bad("keys-float", TypeError, {"key_lengths": zeros(2)}, ("key_lengths: expected dtype int32", "got torch.float32")),
     Bad("keys-shape", ValueError, {"key_lengths": seed(3)}, ("key_lengths: expected shape (2,)", "got (3,)")),
-    Bad("keys-rank", ValueError, {"key_lengths": seed(2, 1)}, ("key_lengths: expected shape (2,)", "got (2, 1)")),
+    Bad("keys-rank", ValueError, {"key_lengths": seed(2, 1)}, ("key_lengths: expected shape (2,)", "(2, 1); it")),
     Bad("keys-device", ValueError, {"key_lengths": seed(2, device="meta")}, ("key_lengths: expected the device of q",)),
     Bad("keys-negative", ValueError, {"key_lengths": cumulative(2, -1)}, ("key_lengths: expected", "got -1")),
     Bad(
@@ -248,6 +253,9 @@ SCORES = [
         {"bias": zeros(3, 4)},
         ("bias: expected a shape that broadcasts to", "= [2, 4, 3, 5]", "got [3, 4]", "insert dimensions of size 1"),
     ),
+    Bad("bias-padding", ValueError, {"bias": zeros(2, 5)}, ("got [2, 5]", "for padded keys bias[:, None, None]")),
+    Bad("mask-padding", ValueError, {"mask": zeros(2, 5).bool()}, ("of size 1, for padded keys mask[:, None, None]",)),
+    Bad("mask-heads", ValueError, {"mask": zeros(2, 3, 5).bool()}, ("of size 1, for all heads mask[:, None]",)),
     Bad("bias-heads-kv", ValueError, {"bias": zeros(2, 3, 5)}, ("bias: expected a shape that", "got [2, 3, 5]")),
     Bad("bias-batch", ValueError, {"bias": zeros(3, 1, 1, 5)}, ("bias: expected a shape that", "got [3, 1, 1, 5]")),
     Bad("bias-rank", ValueError, {"bias": zeros(1, 2, 4, 3, 5)}, ("bias: expected a shape", "got [1, 2, 4, 3, 5]")),
@@ -311,7 +319,7 @@ SCORES = [
     Bad("slopes-device", ValueError, {"alibi_slopes": zeros(4, device="meta")}, ("alibi_slopes: expected the device",)),
     Bad("sinks-list", TypeError, {"sinks": [0.0] * 4}, ("sinks: expected a torch.Tensor", "got list")),
     Bad("sinks-heads-kv", ValueError, {"sinks": zeros(2)}, ("sinks: expected shape [heads_q] = [4]", "got [2]")),
-    Bad("sinks-batch", ValueError, {"sinks": zeros(2, 4)}, ("sinks: expected shape", "one logit", "got [2, 4]")),
+    Bad("sinks-batch", ValueError, {"sinks": zeros(2, 4)}, ("sinks: expected shape", "one logit", "got [2, 4]; ")),
     Bad("sinks-double", TypeError, {"sinks": zeros(4, dtype=torch.float64)}, ("sinks: expected dtype", "got torch.")),
     Bad("sinks-int", TypeError, {"sinks": zeros(4, dtype=torch.int64)}, ("sinks: expected dtype", "got torch.int64")),
     Bad(

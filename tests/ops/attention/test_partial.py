@@ -195,7 +195,7 @@ def test_a_mask_of_another_call_is_refused():
     q, mask = torch.zeros(1, 8, 2, 8), flashtile.patterns.causal(12)
     with pytest.raises(ValueError, match=r"block_mask: expected the mask of the larger call, with seq_q at least 16"):
         attention_part(q, q, q, AttentionPart(8, 0, 20, 20), block_mask=mask)
-    with pytest.raises(TypeError, match=r"block_mask: expected a flashtile\.BlockMask, got int"):
+    with pytest.raises(TypeError, match=r"block_mask: expected a flashtile\.BlockMask, got builtins\.int"):
         attention_part(q, q, q, AttentionPart(0, 0, 8, 8), block_mask=3)
 
 

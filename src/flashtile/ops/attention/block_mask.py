@@ -222,9 +222,10 @@ class BlockMask:
         from torch.nn.attention import flex_attention
 
         if not isinstance(block_mask, flex_attention.BlockMask):
+            kind = type(block_mask)
             raise TypeError(
                 f"block_mask: expected a BlockMask of torch.nn.attention.flex_attention, got "
-                f"{type(block_mask).__name__}; a mask_mod alone goes to BlockMask.from_predicate"
+                f"{kind.__module__}.{kind.__qualname__}; a mask_mod alone goes to BlockMask.from_predicate"
             )
         tile_q, tile_k = block_mask.BLOCK_SIZE
         seq_q, seq_k = block_mask.shape[-2:]

@@ -20,6 +20,7 @@ from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
 
 DENSE_LAYOUT = ("batch", "seq", "heads", "head_dim")
 PACKED_LAYOUT = ("total", "heads", "head_dim")
+ALIGNMENTS = ("bottom_right", "top_left")
 
 #: A scale below it might be 0 in float32, in which scores are computed, and hidden ones times 0 are NaN; so it is one
 #: of 0, for which backends are made.
@@ -56,7 +57,7 @@ def build_spec(
     backend: str,
     softcap: float | None = None,
 ) -> AttentionSpec:
-    checks.check_choice("align", align, ("bottom_right", "top_left"))
+    checks.check_choice("align", align, ALIGNMENTS, "'bottom_right' ends the diagonal at the last key")
     select.BACKENDS.check(backend)
     if not (isinstance(causal, bool) and isinstance(deterministic, bool)):
         checks.raise_not_bool(causal=causal, deterministic=deterministic)

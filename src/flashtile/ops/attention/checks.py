@@ -77,7 +77,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str], eight_bits
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if k_shape != v_shape and k_shape[:-1] != v_shape[:-1]:
         raise ValueError(
-            f"v: expected the {', '.join(layout[:-1])} of k, {tuple(k_shape[:-1])}, got {tuple(v_shape[:-1])}"
+            f"v: expected the {', '.join(layout[:-1])} of k, {tuple(k_shape[:-1])}, got {tuple(v_shape[:-1])}; "
+            "each key has one value"
         )
     if rank == 4 and q_shape[0] != k_shape[0]:
         raise ValueError(
@@ -85,7 +86,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str], eight_bits
         )
     head_dim, head_dim_v = q_shape[-1], v_shape[-1]
     if head_dim != k_shape[-1]:
-        raise ValueError(f"k: expected the head_dim of q, {head_dim}, got {k_shape[-1]}")
+        raise ValueError(f"k: expected the head_dim of q, {head_dim}, got {k_shape[-1]}; scores are their products")
     if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= head_dim_v <= MAX_HEAD_DIM):
         name, wrong = ("v", head_dim_v) if 1 <= head_dim <= MAX_HEAD_DIM else ("q", head_dim)
         raise ValueError(
@@ -205,16 +206,26 @@ def _broadcast_scores(name: str, tensor: Tensor, sizes: tuple[int, int, int, int
         raise ValueError(
             f"{name}: expected a shape that broadcasts to [batch, heads_q, seq_q, seq_k] = {list(sizes)} (of a packed "
             f"call [1, heads_q, max_seqlen_q, max_seqlen_k]), got {list(tensor.shape)}; insert dimensions of size 1"
+            f"{_hint_of_dimensions(name, tensor, sizes)}"
         )
     return tensor if tensor.dim() == 4 else tensor.view(shape)
+
+
+def _hint_of_dimensions(name: str, tensor: Tensor, sizes: tuple[int, int, int, int]) -> str:
+    """Where to insert dimensions, for the two shapes that people have most."""
+    batch, _, seq_q, seq_k = sizes
+    if tuple(tensor.shape) == (batch, seq_k):
+        return f", for padded keys {name}[:, None, None]"
+    return f", for all heads {name}[:, None]" if tuple(tensor.shape) == (batch, seq_q, seq_k) else ""
 
 
 def check_block_mask(block_mask: BlockMask, q: Tensor, sizes: tuple[int, int, int, int]) -> None:
     """`sizes`: batch entries or sequences, heads, queries and keys of the call."""
     if not isinstance(block_mask, BlockMask):
+        kind = type(block_mask)
         raise TypeError(
-            f"block_mask: expected a flashtile.BlockMask, got {type(block_mask).__name__}; build one with "
-            "BlockMask.from_dense, from_layout, from_predicate or from_flex"
+            f"block_mask: expected a flashtile.BlockMask, got {kind.__module__}.{kind.__qualname__}; build one with "
+            "BlockMask.from_flex from PyTorch's, or with from_dense, from_layout or from_predicate"
         )
     if block_mask.device != q.device:
         raise ValueError(
@@ -308,10 +319,12 @@ def _check_cu_seqlens_values(name: str, cu_seqlens: Tensor, total: int, max_seql
         where = int((lengths < 0).nonzero()[0])
         raise ValueError(
             f"{name}: expected cumulative lengths that never decrease, got {int(cu_seqlens[where])} then "
-            f"{int(cu_seqlens[where + 1])} at index {where + 1}"
+            f"{int(cu_seqlens[where + 1])} at index {where + 1}; pass lengths.cumsum(0) behind a 0"
         )
     if last > total:
-        raise ValueError(f"{name}: expected its last value to be at most the packed total, {total}, got {last}")
+        raise ValueError(
+            f"{name}: expected its last value to be at most the packed total, {total}, got {last}; pass all of the rows"
+        )
     if lengths.numel() and int(lengths.max()) > max_seqlen:
         raise ValueError(
             f"max_seqlen{name[-2:]}: expected an upper bound of the sequence lengths, got {max_seqlen} for a sequence "

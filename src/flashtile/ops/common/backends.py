@@ -126,7 +126,7 @@ class Backends(Generic[C]):
     def check(self, requested: str) -> None:
         """Raises a ValueError where the argument `backend` names none of them."""
         if not (isinstance(requested, str) and (requested == "auto" or requested in self.by_name)):
-            check_choice("backend", requested, ("auto", *self.by_name))
+            check_choice("backend", requested, ("auto", *self.by_name), "'auto' takes the first that serves the call")
 
     def choose(self, call: C) -> BackendChoice:
         """The backend that a call asks for, or for "auto" the first that supports it."""

@@ -86,10 +86,11 @@ def raise_not_bool(**flags: bool) -> None:
             raise TypeError(f"{name}: expected True or False, got {flag!r}; use bool(...)")
 
 
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: str, choices: Sequence[str], remedy: str = "") -> None:
     # Values of other types, such as NumPy's arrays, may compare with each choice and find no one answer.
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+        hint = f"; {remedy}" if remedy else ""
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
 
 
 def as_float(name: str, value: float, why_not_tensor: str = "reading it would synchronise, pass a number") -> float:
@@ -137,5 +138,8 @@ def check_lengths(name: str, lengths: Tensor, size: int, device: torch.device, m
     if lengths.dtype not in INDEX_DTYPES:
         raise TypeError(f"{name}: expected dtype int32 or int64, got {lengths.dtype}; cast it")
     if lengths.dim() != 1 or lengths.shape[0] != size:
-        raise ValueError(f"{name}: expected shape ({size},), {meaning}, got {tuple(lengths.shape)}")
+        raise ValueError(
+            f"{name}: expected shape ({size},), {meaning}, got {tuple(lengths.shape)}; it is a vector of integers, "
+            "not a mask"
+        )
     check_device(name, lengths, device, of)

@@ -23,7 +23,7 @@ def resolve_window(causal: bool, window: tuple[int | None, int | None] | None) -
             if keys is None:
                 continue
             if isinstance(keys, bool) or not isinstance(keys, int):
-                raise TypeError(f"window: expected int or None on the {side}, got {keys!r}")
+                raise TypeError(f"window: expected int or None on the {side}, got {keys!r}; None is unlimited")
             if not 0 <= keys < 2**31:
                 raise ValueError(
                     f"window: expected {side} from 0 to 2**31 - 1, got {keys}; use None for an unlimited side"
@@ -66,7 +66,8 @@ def resolve_sinks(sinks: Tensor, heads: int, q: Tensor) -> Tensor:
     check_tensors(sinks=sinks)
     if tuple(sinks.shape) != (heads,):
         raise ValueError(
-            f"sinks: expected shape [heads_q] = [{heads}], one logit for each query head, got {list(sinks.shape)}"
+            f"sinks: expected shape [heads_q] = [{heads}], one logit for each query head, got {list(sinks.shape)}; "
+            "query heads that share keys have one each"
         )
     return _as_statistics("sinks", sinks, q)
 
