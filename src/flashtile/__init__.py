@@ -20,16 +20,36 @@ def _runs_a_command() -> bool:
     return os.path.splitext(os.path.basename(program))[0] == "flashtile"
 
 
+#: What users reach as attributes of the package. Each is imported when it is first asked for.
+_MODULES = ("compat", "distributed", "integrations", "io_model", "learn", "models", "modules", "testing")
+
+if TYPE_CHECKING:
+    from flashtile import compat as compat
+    from flashtile import distributed as distributed
+    from flashtile import integrations as integrations
+    from flashtile import io_model as io_model
+    from flashtile import learn as learn
+    from flashtile import models as models
+    from flashtile import modules as modules
+    from flashtile import testing as testing
+
 if TYPE_CHECKING or not _runs_a_command():
     from flashtile._public import *  # noqa: F403
     from flashtile._public import __all__ as __all__
-else:
+
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """A public name; the first that is asked for loads them all."""
-        public = import_module("flashtile._public")
-        names = {each: getattr(public, each) for each in ("__all__", *public.__all__)}
-        globals().update(names)
-        if name not in names:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
-        return names[name]
+        """A module; in a command also a public name, the first of which loads them all."""
+        if name in _MODULES:
+            return import_module(f"{__name__}.{name}")
+        if "__all__" not in globals():
+            public = import_module("flashtile._public")
+            names = {each: getattr(public, each) for each in ("__all__", *public.__all__)}
+            globals().update(names)
+            if name in names:
+                return names[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_MODULES})

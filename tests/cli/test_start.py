@@ -64,6 +64,21 @@ def test_names_loaded_late_are_those_loaded_at_once(run_without):
     assert after.stdout == at_once.stdout + "is not there\n" and "True" in after.stdout, after.stderr
 
 
+@pytest.mark.parametrize("program", ["-c", "flashtile"], ids=["program", "command"])
+def test_modules_are_attributes_that_load_when_they_are_asked_for(run_without, program):
+    names = ("compat", "distributed", "integrations", "io_model", "learn", "models", "modules", "testing")
+    lines = (
+        f"import sys; sys.argv = ['{program}']; import flashtile",
+        f"names = {names}",
+        "assert set(names) <= set(dir(flashtile))",
+        "assert not {f'flashtile.{name}' for name in names} & sys.modules.keys()",
+        "assert all(getattr(flashtile, name) is sys.modules[f'flashtile.{name}'] for name in names)",
+        "assert flashtile.modules.MHA and not hasattr(flashtile, 'nothing')",
+    )
+    done = run_without((), "-c", "; ".join(lines))
+    assert done.returncode == 0, done.stderr
+
+
 def test_no_command_speaks_of_numpy_where_it_is_missing(run_without):
     pytest.importorskip("typer")
     done = run_without({"numpy"}, "-m", "flashtile", "explain", "--dtype", "fp32", "--device", "cpu")
