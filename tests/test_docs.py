@@ -8,6 +8,7 @@ import importlib
 import json
 import re
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile.bench.cases import Case
 from flashtile.bench.summary import ratios_to_best
 from flashtile.bench.tables import table_of, tables
+from flashtile.ops.attention.calls import forget_calls
 from flashtile.ops.attention.select import BACKENDS
 
 ROOT = Path(__file__).parent.parent
@@ -114,6 +116,33 @@ def test_public_names_and_commands_exist(path):
 
 def test_the_changelog_knows_this_version():
     assert f"## [{flashtile.__version__}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_the_path_of_an_eager_call_is_the_documented_one():
+    """Of the first call of its kind, on a CPU, whose backend plans no launch."""
+    section = (ROOT / "docs/design.md").read_text("utf-8").split("## The path of a call")[1]
+    lines = re.findall(r"^```text\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[1].splitlines()
+    written = [
+        name.split(".")[-1] for line in lines for name in re.findall(r"[\w.]+", re.split(r"  +", line.strip())[0])
+    ]
+    called = []
+
+    def note(frame, event, _):
+        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(SOURCE):
+            called.append(frame.f_code.co_name)
+
+    q = torch.randn(1, 9, 2, 24)
+    forget_calls()
+    sys.setprofile(note)
+    try:
+        flashtile.attention(q, q, q, causal=True)
+    finally:
+        sys.setprofile(None)
+    expected = [name for name in written if name not in ("prepare_forward", "launch", "or")]
+    assert len(expected) == 11
+    rest = iter(called)
+    for name in expected:
+        assert name in rest, (name, called)
 
 
 def _table(text: str, first_column: str) -> list[list[str]]:
