@@ -168,9 +168,12 @@ def dropout_of(seed: int, device: str, dropout_p: float, batch: int, heads: int,
 
 
 def arguments_of(function: Callable[..., Any]) -> str:
-    """Names and defaults as one writes them: `q, k, causal=False`."""
+    """Names and defaults as one writes them: `q, k, causal=False`. Without `other_names`, which modules of flashtile
+    collect to refuse them."""
     parts = []
     for name, parameter in inspect.signature(function).parameters.items():
+        if name == "other_names":
+            continue
         star = {parameter.VAR_KEYWORD: "**", parameter.VAR_POSITIONAL: "*"}.get(parameter.kind, "")
         default = parameter.default
         shown = getattr(default, "__name__", None) or repr(default)

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import flashtile
-from flashtile.modules import MHA, FlashMHA, KVCache, alibi_slopes
+from flashtile.modules import MHA, FlashCrossAttention, FlashMHA, FlashSelfAttention, KVCache, alibi_slopes
 from flashtile.testing import assert_close, assert_same
 from module_cases import DEVICES, alibi_bias, attention_in_full, band, check_module
 
 EMBED, HEADS, D = 48, 6, 8
+X = torch.zeros(1, 7, EMBED)
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"causal": True, "num_heads_kv": 2, "qkv_proj_bias": False, "out_proj_bias": False},
@@ -317,3 +318,31 @@ def test_sizes_are_numbers() -> None:
         KVCache(-1, 8, HEADS, D)
     with pytest.raises(TypeError, match=r"num_heads: expected an int, got 2\.0"):
         MHA(32, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("make_or_call", "message"),
+    [
+        (lambda: MHA(48, 6, batch_first=True), r"^MHA has no argument batch_first; leave it out, dense inputs are \["),
+        (lambda: MHA(48, 6, bias=False), "no argument bias; it is called qkv_proj_bias and out_proj_bias$"),
+        (lambda: MHA(48, 6, attention_dropout=0.1), "no argument attention_dropout; it is called dropout$"),
+        (lambda: MHA(48, 6, num_kv_heads=2), "no argument num_kv_heads; it is called num_heads_kv$"),
+        (lambda: MHA(48, 6, rotary_dim=8), r"no argument rotary_dim; did you mean rotary_emb_dim\?$"),
+        (lambda: MHA(48, 6, colour=8), "no argument colour; it has embed_dim, num_heads, "),
+        (lambda: MHA(48, 6)(X, mask=None), "^a call of MHA has no argument mask; key_padding_mask=, True = keep"),
+        (lambda: MHA(48, 6)(X, need_weights=True), "no argument need_weights; leave it out.*attention_probs computes"),
+        (lambda: MHA(48, 6)(X, is_causal=True), "no argument is_causal; pass causal=True when you make the module$"),
+        (lambda: MHA(48, 6)(X, cu_seqlens_q=None), "no argument cu_seqlens_q; it is called cu_seqlens$"),
+        (lambda: FlashMHA(48, 6, dropout=0.1), "^FlashMHA has no argument dropout; it is called attention_dropout$"),
+        (lambda: FlashMHA(48, 6)(X, attn_mask=None), "^a call of FlashMHA has no argument attn_mask; key_padding_mask"),
+        (
+            lambda: FlashSelfAttention(scale=1.0),
+            "^FlashSelfAttention has no argument scale; it is called softmax_scale",
+        ),
+        (lambda: FlashSelfAttention()(X, max_s=7), "a call of FlashSelfAttention has no argument max_s; it is called"),
+        (lambda: FlashCrossAttention()(X, X, is_causal=True), "no argument is_causal; it is called causal$"),
+    ],
+)
+def test_names_of_other_libraries_lead_to_those_of_the_modules(make_or_call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make_or_call()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 import flashtile
+from flashtile.modules.other_names import refuse_other_names
 
 #: Queries of a sequence up to which they are a step of decoding, not a prompt.
 _FEW_QUERIES = 16
@@ -24,7 +25,10 @@ class _Attention(nn.Module):
         window_size: tuple[int | None, int | None] = (-1, -1),
         alibi_slopes: Tensor | None = None,
         deterministic: bool = False,
+        **other_names: NoReturn,
     ) -> None:
+        if other_names:
+            refuse_other_names(self, _Attention.__init__, other_names)
         super().__init__()
         self.causal = causal
         self.softmax_scale = softmax_scale
@@ -134,6 +138,7 @@ class FlashSelfAttention(_Attention):
         causal: bool | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        **other_names: NoReturn,
     ) -> Tensor:
         """Attention of qkv to itself.
 
@@ -146,6 +151,8 @@ class FlashSelfAttention(_Attention):
         Returns:
             `[batch, seq, heads, head_dim]`, or `[total, heads, head_dim]`.
         """
+        if other_names:
+            refuse_other_names(self, FlashSelfAttention.forward, other_names)
         q, k, v = _unpacked("qkv", qkv, 3, cu_seqlens is not None)
         return self._attend(q, k, v, causal, cu_seqlens, max_seqlen, None, max_seqlen)
 
@@ -162,6 +169,7 @@ class FlashCrossAttention(_Attention):
         max_seqlen: int | None = None,
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_k: int | None = None,
+        **other_names: NoReturn,
     ) -> Tensor:
         """Attention of q to kv.
 
@@ -178,6 +186,8 @@ class FlashCrossAttention(_Attention):
         Returns:
             A tensor of the shape of q.
         """
+        if other_names:
+            refuse_other_names(self, FlashCrossAttention.forward, other_names)
         k, v = _unpacked("kv", kv, 2, cu_seqlens is not None)
         return self._attend(q, k, v, causal, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 import flashtile
 from flashtile.modules.attention import InnerAttention, alibi_slopes
+from flashtile.modules.other_names import refuse_other_names
 from flashtile.modules.padding import pad_input, unpad_input
 from flashtile.modules.rotary import RotaryEmbedding
 from flashtile.modules.sizes import check_sizes
@@ -104,6 +106,7 @@ class MHA(nn.Module):
         dtype: dtype of the parameters.
 
     Raises:
+        TypeError: a size is no int, or an argument has another library's name.
         ValueError: head counts do not divide, or rotary embedding is combined with cross attention.
     """
 
@@ -128,7 +131,10 @@ class MHA(nn.Module):
         return_residual: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **other_names: NoReturn,
     ) -> None:
+        if other_names:
+            refuse_other_names(self, MHA.__init__, other_names)
         super().__init__()
         num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
         _check_sizes(embed_dim, num_heads, num_heads_kv)
@@ -174,6 +180,7 @@ class MHA(nn.Module):
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_k: int | None = None,
         cache: KVCache | Sequence[KVCache] | None = None,
+        **other_names: NoReturn,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of x to itself, or with cross_attn to x_kv.
 
@@ -195,8 +202,11 @@ class MHA(nn.Module):
             A tensor of the shape of x; with return_residual a pair of it and x.
 
         Raises:
+            TypeError: an argument has another library's name.
             ValueError: arguments cannot be combined, or a shape is wrong.
         """
+        if other_names:
+            refuse_other_names(self, MHA.forward, other_names)
         out = self._output(x, x_kv, key_padding_mask, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, cache)
         return (out, x) if self.return_residual else out
 
@@ -313,7 +323,10 @@ class MHA(nn.Module):
         """Checks which arguments go together, and their shapes; the functions below check their contents."""
         if (x_kv is None) is self.cross_attn:
             expected, came = ("a tensor", "None") if self.cross_attn else ("None", "a tensor")
-            raise ValueError(f"x_kv: expected {expected} with cross_attn={self.cross_attn}, got {came}")
+            raise ValueError(
+                f"x_kv: expected {expected} with cross_attn={self.cross_attn}, got {came}; without cross_attn x "
+                "attends to itself"
+            )
         layout = "[batch, seq, embed_dim]" if cu_seqlens is None else "[total, embed_dim], packed by cu_seqlens"
         for name, given in (("x", x), ("x_kv", x_kv)):
             if given is None:
@@ -391,7 +404,10 @@ class FlashMHA(MHA):
         causal: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **other_names: NoReturn,
     ) -> None:
+        if other_names:
+            refuse_other_names(self, FlashMHA.__init__, other_names)
         super().__init__(
             embed_dim, num_heads, qkv_proj_bias=bias, out_proj_bias=bias, dropout=attention_dropout, causal=causal,
             device=device, dtype=dtype,
@@ -399,7 +415,11 @@ class FlashMHA(MHA):
         self.batch_first = batch_first
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = False
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        **other_names: NoReturn,
     ) -> tuple[Tensor, None]:
         """Attention of x to itself.
 
@@ -412,6 +432,8 @@ class FlashMHA(MHA):
         Returns:
             The output, in the shape of x, and None instead of weights.
         """
+        if other_names:
+            refuse_other_names(self, FlashMHA.forward, other_names)
         if need_weights:
             raise ValueError("need_weights: expected False, got True; attention weights are never in memory as a whole")
         x = x if self.batch_first else x.transpose(0, 1)
