@@ -16,6 +16,7 @@ from rich.console import Console
 
 import flashtile.cli
 from command_line import invoke
+from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile.bench import against, commands, host_time, runner
 from flashtile.bench.companions.tables import OPERATIONS
 from flashtile.bench.outcome import report_of
@@ -27,7 +28,7 @@ from flashtile.cli.demo.results import Results, scaling_table, training_table
 from flashtile.cli.demo.scaling import Point
 from flashtile.cli.demo.training import Training
 from flashtile.cli.errors import CommandError, UserError
-from flashtile.cli.explain import Call, describe_io, parse_window
+from flashtile.cli.explain import ARCHITECTURES, Call, describe_io, parse_window
 from flashtile.models import GPTConfig
 from flashtile.testing.kernel_checks import KernelCheck
 
@@ -217,6 +218,41 @@ def test_explain_for_an_architecture_that_is_not_here():
     assert "IO model" not in invoke("explain", "--device", "sm_90", "--no-io").output
 
 
+@pytest.mark.parametrize("name", ["h100", "H200", "GH-200"])
+def test_explain_knows_gpus_by_their_names(name):
+    result = invoke("explain", "--device", name)
+    assert result.exit_code == 0 and result.output.startswith("backend: hopper on sm_90"), result.output
+    assert f"on {'H200' if name == 'H200' else 'H100'}" in result.output
+    assert set(ARCHITECTURES.values()) == set(KNOWN_DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("options", "call"),
+    [
+        (("--mask", "b11k"), lambda meta: {"mask": meta(2, 1, 1, 1024).bool()}),
+        (("--bias", "1HQK"), lambda meta: {"bias": meta(1, 16, 1024, 1024).requires_grad_()}),
+        (("--bias", "1HSS", "--seq-k", 77), lambda meta: {"bias": meta(1, 16, 1024, 77).requires_grad_()}),
+        (("--softcap", 30, "--alibi"), lambda meta: {"softcap": 30.0, "alibi_slopes": meta(16).float()}),
+        (
+            ("--lengths", "300,1024, 7", "--causal"),
+            lambda meta: {"cu_seqlens_q": meta(4).int(), "max_seqlen_q": 1024, "max_seqlen_k": 1024, "causal": True},
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_explain_describes_what_changes_scores_and_packed_calls(options, call):
+    def meta(*shape):
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    of_call = call(meta)
+    rows = (1331,) if "cu_seqlens_q" in of_call else (2, 1024)
+    q, k = meta(*rows, 16, 64), meta(*((2, 77) if "--seq-k" in options else rows), 16, 64)
+    expected = str(flashtile.explain(q, k, k, device="sm_90", **of_call))
+    result = invoke("explain", "--device", "h100", "--batch", 2, *options)
+    assert result.exit_code == 0 and result.output.startswith(expected), (result.output, expected)
+    assert "IO model: it has no packed sequences, and none of --mask" in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -238,6 +274,13 @@ def test_explain_tells_what_moves_or_why_it_does_not(options, text):
     [
         (("--dtype", "int8"), "--dtype: expected one of fp16, bf16, fp32, fp64, got 'int8'"),
         (("--window", "many"), "--window: expected LEFT,RIGHT"),
+        (("--mask", "BK"), "--mask: expected BHQK for [batch, heads, seq_q, seq_k], with 1 where"),
+        (("--lengths", "3;4"), "--lengths: expected the lengths of packed sequences, such as 300,1024, got '3;4'"),
+        (("--lengths", "3,4", "--seq-k", 4), "--seq-k: expected none beside --lengths"),
+        (
+            ("--device", "h300"),
+            "got h300; name the architecture to ask about a GPU that is not here, sm_90 for an H100",
+        ),
         (("--heads", 3, "--heads-kv", 2), "expected a number of heads that divides"),
         (("--dropout-p", 2), "expected a probability"),
         (("--backend", "magic"), "expected one of 'auto'"),

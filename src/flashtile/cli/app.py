@@ -140,10 +140,17 @@ def explain(
     causal: Annotated[bool, typer.Option("--causal", help="No key right of the diagonal.")] = False,
     window: Annotated[str | None, typer.Option(help="LEFT,RIGHT keys, such as 256,0 or 256,none.")] = None,
     dropout_p: Annotated[float, typer.Option(help="Probability of dropping a weight.")] = 0.0,
+    mask: Annotated[str | None, typer.Option(help="Shape of a mask: BHQK with 1s, such as B11K for padding.")] = None,
+    bias: Annotated[str | None, typer.Option(help="Shape of a learned bias, such as 1HQK.")] = None,
+    softcap: Annotated[float | None, typer.Option(help="Soft cap of the scores.")] = None,
+    alibi: Annotated[bool, typer.Option("--alibi", help="With slopes of ALiBi.")] = False,
+    lengths: Annotated[
+        str | None, typer.Option(help="Packed sequences, such as 300,1024, in place of --batch and --seq.")
+    ] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Bit-for-bit gradients.")] = False,
     backend: Annotated[str, typer.Option(help="auto, or one by name: split, hopper, triton, cpu, reference.")] = "auto",
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or an architecture such as sm_90, which need not be here.")
+        str | None, typer.Option(help="cpu, cuda, or a GPU that need not be here: h100, or an architecture, sm_90.")
     ] = None,
     io: Annotated[
         bool | None,
@@ -160,7 +167,7 @@ def explain(
 
         call = module.Call(
             batch, seq, seq_k, heads, heads_kv, head_dim, head_dim_v, dtype,
-            causal, window, dropout_p, deterministic, backend, device,
+            causal, window, dropout_p, deterministic, backend, device, mask, bias, softcap, alibi, lengths,
         )  # fmt: skip
         console = make_console()
         explanation = module.explain(call)

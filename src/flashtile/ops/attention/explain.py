@@ -162,5 +162,5 @@ def _resolve_device(device: torch.device | str) -> tuple[str, str, devices.Devic
         return "the CPU", "cpu", devices.INTERPRETER, 1
     raise ValueError(
         f"device: expected 'cpu', a GPU that is present, or one of {', '.join(devices.KNOWN_DEVICES)}, got {device}; "
-        "name the architecture to ask about a GPU that is not here"
+        "name the architecture to ask about a GPU that is not here, sm_90 for an H100 or H200"
     )
