@@ -215,6 +215,11 @@ def passed_by(plan: Plan) -> dict[str, Any]:
     return dict(zip(plan.source.names[-len(plan.scalars) :], plan.scalars))
 
 
+def shares_of(plan: Any) -> int:
+    """In how many parts the kernels of a plan store dk and dv."""
+    return 1 if plan.sum_of_shares is None else passed_by(plan.sum_of_shares)["shares"]
+
+
 def differing(sources: Mapping[Case, Any]) -> list[Case]:
     """The cases whose source none before them has: each binary is compiled and looked at once."""
     found: list[tuple[Case, Any]] = []

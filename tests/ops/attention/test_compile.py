@@ -23,11 +23,13 @@ import flashtile
 from attention_cases import parameters, score_mod_combined
 from checked_code import check_code
 from covering import covering_choices
+from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.spec import Origin, Table
 from flashtile.ops.attention.triton.bias_parts import plan_of_sum
 from flashtile.ops.attention.triton.configs import tile_width
 from flashtile.ops.attention.triton.score_source import tile_reads
+from flashtile.ops.attention.triton.shares_launch import plan_of_shares
 from flashtile.testing.cases import AttentionCase, RelativeScore
 from machine_code import (
     Binary,
@@ -242,6 +244,16 @@ def test_dq_dk_and_dv_of_one_tile(arch: str, call: Call) -> None:
 def test_sum_of_the_parts_of_a_bias(arch: str, parts: int) -> None:
     total = plan_of_sum(parts, call_on(arch, _WINDOWS_BIAS), torch.device("cuda", 0))
     assert total is not None
+    check_code(total.source, arch, check_fit, devices.KNOWN_DEVICES[arch].shared_memory)
+
+
+@pytest.mark.parametrize("arch", devices.KNOWN_DEVICES)
+@pytest.mark.parametrize("head_dim, head_dim_v, dtype", [(64, 64, torch.bfloat16), (100, 512, torch.float32)])
+def test_sum_of_shares(arch: str, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
+    dk, dv = (contiguous((2, 300, 8, width), dtype) for width in (head_dim, head_dim_v))
+    total = plan_of_shares(dk, dv, 4, torch.device("cuda", 0))
+    assert total is not None
+    assert [output.shape for output in total.outputs] == [(2, 300, 2, head_dim), (2, 300, 2, head_dim_v)]
     check_code(total.source, arch, check_fit, devices.KNOWN_DEVICES[arch].shared_memory)
 
 

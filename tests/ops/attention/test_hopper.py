@@ -92,6 +92,7 @@ from machine_code import (
     passed_by,
     sass,
     serialises_products,
+    shares_of,
     with_news,
 )
 
@@ -621,7 +622,9 @@ def test_walks_beyond_the_cache_begin_where_others_are(
         (1, 2048, 64, 8, {}, 1),  # 128 walks of one length
         (1, 8192, 8, 1, {"window_right": 0}, 4),  # 64 walks
         (1, 8192, 8, 1, {}, 2),
-        (1, 8192, 8, 1, {"window_left": 99, "window_right": 0}, 1),  # too short
+        (1, 8192, 1, 1, {"window_left": 99, "window_right": 0}, 1),
+        (1, 8192, 8, 1, {"window_left": 99, "window_right": 0}, 2),
+        (1, 8192, 4, 1, {"window_left": 49, "window_right": 0}, 1),  # too short
         (1, 8192, 8, 1, {"window_left": 999, "window_right": 0}, 2),
         (1, 8192, 8, 1, {"window_right": 0, "deterministic": True}, 4),
         (1, 1024, 12, 1, {"window_right": 0}, 12),  # 8 walks
@@ -634,7 +637,7 @@ def test_few_walks_are_divided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     plan = _main_plan(rows, rows, heads, heads_kv, 128, AttentionSpec(0.1, **spec), monkeypatch, batch)
-    assert plan.shares == shares
+    assert shares_of(plan) == shares
     given = [passed_by(plan.main)[f"problem.{name}"] for name in ("batch", "heads_kv", "group", "shares")]
     assert given == [batch, heads_kv * shares, heads // heads_kv // shares, shares]
     assert plan.main.programs == min(132, batch * heads_kv * shares * -(-rows // 128))
@@ -661,7 +664,7 @@ def test_few_walks_over_many_queries_are_in_parts(
 ) -> None:  # fmt: skip
     plan = _main_plan(rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch, 4)
     given = passed_by(plan.main)
-    assert (plan.shares, given.get("problem.parts")) == (shares, parts)
+    assert (shares_of(plan), given.get("problem.parts")) == (shares, parts)
     assert given["problem.heads_kv"] == heads_kv * shares
 
 

@@ -20,7 +20,7 @@ from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.plan import AttentionPlan
-from machine_code import Call, described, passed_by, plan
+from machine_code import Call, described, passed_by, plan, shares_of
 
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
 _KERNELS = ("forward", "dq", "dkdv")
@@ -145,7 +145,7 @@ def test_outputs(kernel: str, shapes: list[tuple[int, ...]]) -> None:
 def test_one_kernel_computes_all_gradients_where_one_tile_holds_a_sequence(change: dict, one_kernel: bool) -> None:
     result = plan("dq", _HOPPER, Call(seq_q=49, seq_k=64, heads=6, heads_kv=3)._replace(**change))
     assert result.all_gradients is one_kernel
-    assert result.shares == (2 if one_kernel else 1)
+    assert shares_of(result) == (2 if one_kernel else 1)
 
 
 def test_strides_of_a_dense_call() -> None:
@@ -209,12 +209,12 @@ def test_heads_that_share_keys_are_divided_where_there_are_few_key_tiles(
         window_right=window_right,
     )  # fmt: skip
     found = plan("dkdv", _HOPPER, call)
-    assert found.shares == shares
+    assert shares_of(found) == shares
     given = [passed_by(found.kernel)[name] for name in ("batch", "heads", "group", "shares")]
     assert given == [batch, heads, heads // heads_kv // shares, shares]
     assert {output.shape for output in found.kernel.outputs} == {(batch, seq, heads_kv * shares, 64)}
     assert found.kernel.programs == plan("dkdv", _HOPPER, call._replace(heads=heads_kv)).kernel.programs * shares
-    assert plan("dq", _HOPPER, call).shares == 1
+    assert shares_of(plan("dq", _HOPPER, call)) == 1
 
 
 @pytest.mark.parametrize(

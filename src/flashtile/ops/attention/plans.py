@@ -259,11 +259,6 @@ def longest_walk(query_tiles: int, spec: AttentionSpec, block_m: int, block_n: i
     return min(query_tiles, (spec.window_left + spec.window_right + block_n) // block_m + 2)
 
 
-def sum_of_shares(parts: Tensor, shares: int) -> Tensor:
-    """dk or dv `[..., heads_kv, head_dim]` of parts that lie side by side like heads."""
-    return parts.unflatten(-2, (-1, shares)).sum(-2)
-
-
 class BlockPlaces(NamedTuple):
     """What tells a kernel where its part of a block mask's lists is: where its lines, tiles, kinds and bits begin, how
     far a batch entry and a head lead, and where the order of rows begins. None without a block mask, and the last

@@ -29,11 +29,11 @@ from flashtile.ops.attention.plans import (
     call_sizes,
     longest_walk,
     shares_of_heads,
-    sum_of_shares,
     tiles_of,
 )
 from flashtile.ops.attention.side_parameters import NO_SIDE, SideParameters, SidePointers, window_parameters
 from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.attention.triton.shares_launch import plan_of_shares, sum_of_shares
 from flashtile.ops.common.checks import check_programs
 
 #: Rows of a program of dk or dq.
@@ -73,9 +73,10 @@ class ApartPlan(NamedTuple):
 
     Attributes:
         splits: write the parts of q, k, v and dout, if the kernels read these instead.
-        allocate: makes dq, dk and dv (of these in parts, side by side like heads, where there are `shares` of the query
-            heads), the scratch, and what `splits` write. The scratch has the statistics, where rows may see no key the
+        allocate: makes dq, dk and dv (of these in parts, side by side like heads, where query heads have shares), the
+            scratch, and what `splits` write. The scratch has the statistics, where rows may see no key the
             dout without them, a counter that the first kernel writes, and beside sinks the parts of their gradient.
+        sum_of_shares: of dk and dv in such parts; else None.
         masked_dout_at, counter_at, sink_sums_at: where in the scratch those begin, in bytes.
         has_empty_rows: rows may see no key.
     """
@@ -86,7 +87,7 @@ class ApartPlan(NamedTuple):
     dk: GradientKernel
     dq: GradientKernel
     allocate: Callable[[], list[Tensor]]
-    shares: int
+    sum_of_shares: Plan | None
     masked_dout_at: int
     counter_at: int
     sink_sums_at: int
@@ -94,7 +95,8 @@ class ApartPlan(NamedTuple):
 
     @property
     def launches(self) -> tuple[Plan, ...]:
-        return self.begin, *self.splits, self.dv.plan, self.dk.plan, self.dq.plan
+        of_shares = () if self.sum_of_shares is None else (self.sum_of_shares,)
+        return self.begin, *self.splits, self.dv.plan, self.dk.plan, self.dq.plan, *of_shares
 
     def launch(
         self, dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int, side: SidePointers = NO_SIDE
@@ -116,9 +118,7 @@ class ApartPlan(NamedTuple):
         addresses |= {"dq": dq.data_ptr(), "dk": dk.data_ptr(), "dv": dv.data_ptr(), "statistics": statistics}
         for kernel in (self.dv, self.dk, self.dq):
             kernel.launch(addresses, side)
-        if self.shares > 1:
-            dk, dv = sum_of_shares(dk, self.shares), sum_of_shares(dv, self.shares)
-        return dq, dk, dv, scratch
+        return dq, *sum_of_shares(self.sum_of_shares, dk, dv), scratch
 
 
 class Frame(NamedTuple):
@@ -217,7 +217,7 @@ def apart_plan(
         dk=dk,
         dq=dq,
         allocate=allocator((*gradients.values(), scratch, *parts), frame.device),
-        shares=frame.shares,
+        sum_of_shares=plan_of_shares(gradients["dk"], gradients["dv"], frame.shares, frame.device),
         masked_dout_at=4 * masked_dout_at,
         counter_at=4 * counter_at,
         sink_sums_at=4 * sink_sums_at,

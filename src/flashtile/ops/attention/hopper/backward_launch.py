@@ -58,13 +58,13 @@ from flashtile.ops.attention.plans import (
     positive_scale,
     shares_of_heads,
     side_shape,
-    sum_of_shares,
     tiles_of,
 )
 from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton.launch import NO_CAPTURED, backward_bias, captured_pointers, slope_gradient
 from flashtile.ops.attention.triton.plan import plan_for
+from flashtile.ops.attention.triton.shares_launch import plan_of_shares, sum_of_shares
 
 
 class BackwardPlan(NamedTuple):
@@ -73,11 +73,11 @@ class BackwardPlan(NamedTuple):
     Attributes:
         end: None where dq is not summed, because a sequence has a single key tile.
         describe: makes all descriptors of the main kernel, from the addresses of `backward_descriptors.MOVED`.
-        outputs: dq, dk, dv; of these in parts, side by side like heads, where there are `shares` of the query heads or
-            of their queries.
+        outputs: dq, dk, dv; of these in parts, side by side like heads, where query heads or their queries have shares.
         allocate: makes them, and the scratch: one float32 buffer for the sums of dq, the statistics, where rows may see
             no key the dout without them, the counter of tiles that were taken and where walks meet, where dq is added
             up in order the turns, and beside sinks the parts of their gradient.
+        sum_of_shares: of dk and dv in such parts; else None.
         statistics_at, masked_dout_at, counter_at, turns_at, sink_sums_at: where in scratch those begin, in bytes.
         has_empty_rows: rows may see no key.
         ordered: dq is added up in order.
@@ -92,7 +92,7 @@ class BackwardPlan(NamedTuple):
     describe: Callable[..., tuple]
     outputs: tuple[Layout, Layout, Layout]
     allocate: Callable[[], list[Tensor]]
-    shares: int
+    sum_of_shares: Plan | None
     statistics_at: int
     masked_dout_at: int
     counter_at: int
@@ -213,7 +213,7 @@ def backward_plans(
     of_bias: tuple[Plan, ...] = ()
     if wanted.bias and plan.stored_bias is None:
         of_bias = (plan.bias or plan_for("dbias", q, k, v, dout, side, spec)).launches
-    return tuple(each for each in (plan.main, plan.begin, plan.end, *of_bias) if each is not None)
+    return tuple(each for each in (plan.main, plan.begin, plan.end, plan.sum_of_shares, *of_bias) if each is not None)
 
 
 def _plan_for(
@@ -268,9 +268,7 @@ def _launch(
     plan.main.launch(*descriptors, dq_sums, turns, counter, *side, slope_sums, *captured)
     if plan.end is not None:
         plan.end.launch(sums, dq.data_ptr(), side.cu_seqlens_q)
-    if plan.shares > 1:
-        dk, dv = sum_of_shares(dk, plan.shares), sum_of_shares(dv, plan.shares)
-    return dq, dk, dv, scratch
+    return dq, *sum_of_shares(plan.sum_of_shares, dk, dv), scratch
 
 
 def _sink_gradient(scratch: Tensor, at: int, lse: Tensor) -> Tensor:
@@ -403,7 +401,7 @@ def _plan(
     scratch = sums + statistics + masked_dout + counter + turns + (tiles if side.sinks else 0)
     return BackwardPlan(
         begin, main, end, describer(variant, shapes, strides, (dq, dk, dv), side.bias, tiles), (dq, dk, dv),
-        allocator((dq, dk, dv, contiguous((scratch,), torch.float32)), device), shares,
+        allocator((dq, dk, dv, contiguous((scratch,), torch.float32)), device), plan_of_shares(dk, dv, shares, device),
         4 * sums, 4 * (sums + statistics), 4 * (sums + statistics + masked_dout),
         4 * (sums + statistics + masked_dout + counter), 4 * (sums + statistics + masked_dout + counter + turns),
         has_empty_rows, ordered, bias, stored_bias,

@@ -12,13 +12,14 @@ from torch import Tensor
 from flashtile._backends.allocate import allocator
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import Plan, pointer
-from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale, sum_of_shares
+from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale
 from flashtile.ops.attention.side_parameters import NO_SIDE, side_pointers
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton.bias_parts import sum_of_parts
 from flashtile.ops.attention.triton.configs import Kernel
 from flashtile.ops.attention.triton.ordered_sums import Waves
 from flashtile.ops.attention.triton.plan import AttentionPlan, plan_for
+from flashtile.ops.attention.triton.shares_launch import sum_of_shares
 
 _LOG2_E = math.log2(math.e)
 #: What a launch is given for captured tensors where there are none.
@@ -130,7 +131,7 @@ def prepare_backward(
         of_statistics = statistics.data_ptr()
         queries.kernel.launch(q, k, v, out, dout, lse, dlse, of_statistics, 0, 0, dq.data_ptr(), *NO_SIDE, 0, 0)
         keys.kernel.launch(q, k, v, dout, of_statistics, dk.data_ptr(), dv.data_ptr(), *NO_SIDE, 0)
-        return dq, *_whole_heads(dk, dv, keys.shares)
+        return dq, *sum_of_shares(keys.sum_of_shares, dk, dv)
 
     return run if queries.kernel.programs and keys.kernel.programs else None
 
@@ -143,7 +144,7 @@ def _prepare_short_backward(plan: AttentionPlan) -> Callable[..., tuple[Tensor, 
         dq, dk, dv = allocate()
         gradients = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
         plan.kernel.launch(q, k, v, out, dout, lse, dlse, 0, 0, 0, *gradients, 0, *NO_SIDE)
-        return dq, *_whole_heads(dk, dv, plan.shares)
+        return dq, *sum_of_shares(plan.sum_of_shares, dk, dv)
 
     return run
 
@@ -239,7 +240,7 @@ def _short_backward(
     dbias = None
     if bias_parts is not None:
         dbias = sum_of_parts(plan.sum_of_parts, bias_parts)
-    return QueryResults(dq, statistics, slope_sums, dout, _whole_heads(dk, dv, plan.shares), dbias)
+    return QueryResults(dq, statistics, slope_sums, dout, sum_of_shares(plan.sum_of_shares, dk, dv), dbias)
 
 
 def backward_keys(
@@ -257,12 +258,7 @@ def backward_keys(
     if plan.kernel.programs:
         tensors = (q, k, v, dout, statistics, dk, dv)
         plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *captured_pointers(side))
-    return _whole_heads(dk, dv, plan.shares)
-
-
-def _whole_heads(dk: Tensor, dv: Tensor, shares: int) -> tuple[Tensor, Tensor]:
-    """Sums of the parts in which dk and dv are."""
-    return (sum_of_shares(dk, shares), sum_of_shares(dv, shares)) if shares > 1 else (dk, dv)
+    return sum_of_shares(plan.sum_of_shares, dk, dv)
 
 
 def backward_bias(

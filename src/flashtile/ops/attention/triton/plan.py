@@ -50,6 +50,7 @@ from flashtile.ops.attention.triton.configs import (
 from flashtile.ops.attention.triton.forward import attention_forward_kernel
 from flashtile.ops.attention.triton.ordered_sums import slots_for
 from flashtile.ops.attention.triton.score_functions import captured_parameters, derivative_of, function_of, score_bounds
+from flashtile.ops.attention.triton.shares_launch import plan_of_shares
 from flashtile.ops.attention.triton.short_backward import attention_short_backward_kernel
 from flashtile.ops.attention.triton.tiles import Strides, TileShape
 from flashtile.ops.common.checks import check_programs
@@ -78,22 +79,23 @@ class AttentionPlan(NamedTuple):
     """The launch of a kernel, and what the host does with its results.
 
     Attributes:
-        shares: dk and dv are in so many parts.
         all_gradients: it is the kernel that computes dk, dv and the gradient of the bias too.
         waves: thread blocks of all launches together, where each launch has only some (`ordered_sums`); 0 = there is
             one launch.
         sum_of_parts: of the bias's gradient, where the kernel stores several.
+        sum_of_shares: of dk and dv, where the kernel stores parts of them, side by side like heads.
     """
 
     kernel: Plan
-    shares: int = 1
     all_gradients: bool = False
     waves: int = 0
     sum_of_parts: Plan | None = None
+    sum_of_shares: Plan | None = None
 
     @property
     def launches(self) -> tuple[Plan, ...]:
-        return (self.kernel,) if self.sum_of_parts is None else (self.kernel, self.sum_of_parts)
+        plans = self.kernel, self.sum_of_parts, self.sum_of_shares
+        return tuple(plan for plan in plans if plan is not None)
 
 
 class _Facts(NamedTuple):
@@ -239,7 +241,11 @@ def _plan(
     short = kernel == "short_backward"
     learned = side.bias if programs and (kernel == "dbias" or (short and learns)) else None
     sum_of_parts = None if learned is None else plan_of_sum(work.parts, learned, device)
-    return AttentionPlan(plan, written_heads // heads_kv, short, waves, sum_of_parts)
+    of_shares = None
+    if programs and (short or kernel == "dkdv"):
+        dk, dv = outputs[1:3] if short else outputs
+        of_shares = plan_of_shares(dk, dv, written_heads // heads_kv, device)
+    return AttentionPlan(plan, short, waves, sum_of_parts, of_shares)
 
 
 def _tensors(
