@@ -624,7 +624,7 @@ def test_walks_beyond_the_cache_begin_where_others_are(
         (1, 8192, 8, 1, {}, 2),
         (1, 8192, 1, 1, {"window_left": 99, "window_right": 0}, 1),
         (1, 8192, 8, 1, {"window_left": 99, "window_right": 0}, 2),
-        (1, 8192, 4, 1, {"window_left": 49, "window_right": 0}, 1),  # too short
+        (1, 8192, 2, 1, {"window_left": 49, "window_right": 0}, 1),  # too short
         (1, 8192, 8, 1, {"window_left": 999, "window_right": 0}, 2),
         (1, 8192, 8, 1, {"window_right": 0, "deterministic": True}, 4),
         (1, 1024, 12, 1, {"window_right": 0}, 12),  # 8 walks

@@ -193,10 +193,9 @@ def tiles_of(rows: int, block: int, batch: int, packed: bool) -> int:
     return rows // block + batch + 1 if packed else -(-rows // block)
 
 
-#: Steps of the longest walk from which on it pays to divide walks, which takes two sums more. Microseconds of a Hopper
-#: backward with 64, 32, 16 and 8 here (an H100, causal): 12 × 253 tokens, 8 and 1 heads of 64: 51, 51, 33, 33; 4 × 512
-#: of these: 80, 30, 30, 30; 1 × 512, 32 and 8 heads of 128: 75, 46, 46, 46; 2 × 300 of these: 57, 57, 48, 48; 8 × 128:
-#: 33, 33, 33, 49.
+#: Steps of the longest walk from which on it pays to divide walks, which takes a sum more. Microseconds of a Hopper
+#: backward with 64, 32, 16 and 8 here (an H100, causal): 12 × 253 tokens, 8 and 1 heads of 64: 50, 50, 31, 31; 1 × 512,
+#: 32 and 8 heads of 128: 74, 40, 40, 40; 2 × 300 of these: 57, 57, 41, 41; 8 × 128: 33, 33, 33, 40.
 _DIVISIBLE_WALK = 16
 
 #: What takes the time of so many steps, about: the beginning and the end of a walk; adding up the parts of dk and dv,
