@@ -41,4 +41,4 @@ def with_changes(
     outer = (batch, rows or own_rows, heads)
     shapes = {"q_shape": (*outer, head_dim), "k_shape": (*outer, head_dim), "v_shape": (*outer, head_dim_v)}
     spec = call.spec._replace(**of_spec)
-    return call._replace(device=devices.KNOWN_DEVICES[arch], spec=spec, **shapes, **fields)
+    return call._replace(device=devices.KNOWN_DEVICES[arch], spec=spec, **{**shapes, **fields})

@@ -52,6 +52,7 @@ from flashtile.ops.attention.hopper.float32_backward_configs import (
 from flashtile.ops.attention.hopper.float32_forward_configs import (
     choose_float32_forward_config,
     float32_forward_shared_memory,
+    parts_pay,
 )
 from flashtile.ops.attention.hopper.wide_backward_configs import choose_wide_backward_config, wide_shared_memory
 from flashtile.ops.attention.hopper.widening import make_widening
@@ -214,10 +215,9 @@ def test_only_a_plain_backward_of_float32_has_hopper_kernels() -> None:
         return _chosen(phase, backend, dtype=torch.float32, head_dim=head_dim, **changes)
 
     assert chosen() == chosen(head_dim=72) == chosen(head_dim=72, head_dim_v=8) == "hopper"
-    assert chosen(head_dim=256) == chosen(head_dim=136, head_dim_v=8) == chosen(head_dim_v=256) == "hopper"
+    assert chosen(head_dim=512) == chosen(head_dim=136, head_dim_v=8) == chosen(head_dim_v=512) == "hopper"
     assert chosen("hopper") == "hopper"
-    assert chosen("triton") == chosen(phase="forward") == "triton"
-    assert chosen(head_dim=64) == chosen(head_dim=264) == chosen(head_dim_v=264) == chosen(tf32=True) == "triton"
+    assert chosen("triton") == chosen(head_dim=64) == chosen(head_dim_v=520) == chosen(tf32=True) == "triton"
     assert chosen(softcap=5.0) == chosen(packed=True) == chosen(dropout_p=0.1) == "triton"
     refused = with_changes(_call("backward"), dtype=torch.float32, softcap=5.0)
     assert "backward of float32 has no softcap" in (unsupported_reason(refused) or "")
@@ -230,12 +230,28 @@ def test_only_a_plain_forward_of_float32_has_hopper_kernels() -> None:
     assert chosen() == chosen("hopper") == chosen(head_dim=72) == chosen(head_dim=64, head_dim_v=512) == "hopper"
     assert chosen(head_dim=64, head_dim_v=64) == "triton"
     assert chosen(head_dim=520) == chosen(tf32=True) == chosen("triton") == "triton"
-    assert chosen(rows=512) == chosen("hopper", rows=512, head_dim=72) == "hopper"
-    assert chosen(rows=512, head_dim=72) == "triton"
+    many = {"rows": 512, "q_shape": (16, 512, 8, 72)}
+    assert chosen("hopper", **many) == chosen(rows=512, head_dim=72) == "hopper"
+    assert chosen(**many) == "triton"
     assert chosen(softcap=5.0) == chosen(packed=True) == chosen(dropout_p=0.1) == "triton"
     for changes, feature in (({"packed": True}, "packed sequences"), ({"returns_max_scores": True}, "max_scores")):
         refused = with_changes(_call("forward"), dtype=torch.float32, head_dim=256, **changes)
         assert f"forward of float32 has no {feature}" in (unsupported_reason(refused) or "")
+
+
+@pytest.mark.parametrize(
+    "batch, rows, heads, keys, widest, pay",
+    [
+        (1, 512, 8, 512, 128, True),
+        (4, 512, 8, 512, 128, True),
+        (16, 512, 8, 512, 128, False),
+        (8, 256, 8, 256, 128, False),
+        (8, 256, 8, 256, 136, True),
+        (16, 512, 8, 1024, 128, True),
+    ],
+)
+def test_where_parts_of_float32_pay(batch: int, rows: int, heads: int, keys: int, widest: int, pay: bool) -> None:
+    assert parts_pay((batch, rows, heads, widest), keys, widest) is pay
 
 
 def test_the_interpreter_and_the_cpu_have_no_hopper_kernels() -> None:
