@@ -103,8 +103,8 @@ class KernelChoice:
     """A kernel that a call runs.
 
     Attributes:
-        name: "forward", "dq" (alone where that kernel writes dk and dv too), "dkdv", or "dbias" for the gradient of a
-            bias; on Hopper "forward" or "backward", "dv", "dk" and "dq" where each is a kernel, and before them "widen"
+        name: "forward", "dq", "dkdv", "short_backward" where one kernel computes all gradients, or "dbias" for the
+            gradient of a bias; on Hopper "forward" or "backward", "dv", "dk" and "dq" where each is a kernel, and before them "widen"
             for 8-bit values and "parts" for float32; on the CPU a description of what computes the call.
         tiles: block sizes, warps and stages; None if the kernel has no tiles of flashtile's.
         shared_memory: estimate of the shared memory of one thread block in bytes; 0 if it uses none.

@@ -4,7 +4,7 @@ A thread block stays on its multiprocessor and takes one tile of query rows afte
 
 - `produce`, one warp: takes the next tile, publishes it to the consumers (`TileQueue`), and loads queries, keys and
   values by TMA into rings, as soon as they have room.
-- `consume`, two or three warpgroups: each computes 64 query rows of every tile. `consume_tile` finds the key tiles that
+- `consume`, one to three warpgroups: each computes 64 query rows of every tile. `consume_tile` finds the key tiles that
   these rows see, `attend` is the loop over them, and `store_statistics` and `store_epilogue` write lse and out.
 
 They wait for one another only through the rings and the queue. Per key tile, with `c = scale · log2(e)` (letters as in
@@ -116,7 +116,8 @@ from flashtile.ops.attention.hopper.tables import (
 
 @aggregate
 class KernelConfig:
-    """What the kernel is specialised for; meanings as in `configs.HopperConfig` and `launch.Variant`."""
+    """What the kernel is specialised for: its cut, with the names of `configs.HopperConfig`, and what the call has, which
+    is a constant so that it costs other calls nothing."""
 
     EIGHT_BITS: gl.constexpr
     CONSUMERS: gl.constexpr
