@@ -116,8 +116,8 @@ from flashtile.ops.attention.hopper.tables import (
 
 @aggregate
 class KernelConfig:
-    """What the kernel is specialised for: its cut, with the names of `configs.HopperConfig`, and what the call has, which
-    is a constant so that it costs other calls nothing."""
+    """What the kernel is specialised for: its cut, with the names of `configs.HopperConfig`, and what the call has, so
+    that it costs other calls nothing."""
 
     EIGHT_BITS: gl.constexpr
     CONSUMERS: gl.constexpr
