@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from flashtile.ops.attention.block_mask_arguments import (
     as_four,
+    check_flex,
     checked_elements,
     checked_layout,
     checked_room,
@@ -217,16 +218,9 @@ class BlockMask:
 
         Raises:
             TypeError: the argument is something else.
-            ValueError: a block size is not a multiple of 16.
+            ValueError: a block size is not a multiple of 16, or it is a slice that is no mask of its own yet.
         """
-        from torch.nn.attention import flex_attention
-
-        if not isinstance(block_mask, flex_attention.BlockMask):
-            kind = type(block_mask)
-            raise TypeError(
-                f"block_mask: expected a BlockMask of torch.nn.attention.flex_attention, got "
-                f"{kind.__module__}.{kind.__qualname__}; a mask_mod alone goes to BlockMask.from_predicate"
-            )
+        check_flex(block_mask)
         tile_q, tile_k = block_mask.BLOCK_SIZE
         seq_q, seq_k = block_mask.shape[-2:]
         tiles_k = -(-seq_k // tile_k)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flashtile.ops.attention.tile_lists import STORED_TILE, Shape
 from flashtile.ops.common.checks import check_device, check_tensors
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 #: A user's tile is a multiple of this.
 USER_TILE = 16
@@ -105,3 +109,28 @@ def checked_elements(mask: Tensor, named: Tensor, seq_q: int, seq_k: int) -> Ten
         )
     check_device("element_mask", mask, named.device, "layout")
     return mask
+
+
+def check_flex(block_mask: FlexBlockMask) -> None:
+    """A mask of FlexAttention with a mask_mod of its own, and blocks for all of its queries: a slice has neither."""
+    from torch.nn.attention import flex_attention
+
+    if not isinstance(block_mask, flex_attention.BlockMask):
+        kind = type(block_mask)
+        raise TypeError(
+            f"block_mask: expected a BlockMask of torch.nn.attention.flex_attention, got "
+            f"{kind.__module__}.{kind.__qualname__}; a mask_mod alone goes to BlockMask.from_predicate"
+        )
+    if block_mask.mask_mod is getattr(flex_attention, "_sliced_mask_mod_error", None):
+        raise ValueError(
+            "block_mask: expected a mask with a mask_mod, got a slice of one, from which PyTorch takes it away; make "
+            "another mask with create_block_mask, or set part.mask_mod to a function that counts from the part's first "
+            "entry, head and query, and for a slice of the queries part.seq_lengths"
+        )
+    seq_q, tile_q = block_mask.shape[-2], block_mask.BLOCK_SIZE[0]
+    tiles, expected = block_mask.kv_num_blocks.shape[-1], -(-seq_q // tile_q)
+    if tiles < expected:
+        raise ValueError(
+            f"block_mask: expected blocks for {seq_q} queries, {expected} rows of {tile_q}, got {tiles} as of a slice; "
+            "set part.seq_lengths to the queries and keys that it is for, or make another mask with create_block_mask"
+        )
