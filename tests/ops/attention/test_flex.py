@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, and_masks, create_block_mask
 
 import flashtile
-from flashtile.ops.attention import flex
+from flashtile.ops.attention import flex_masks
 from flashtile.testing import assert_same
 
 HEADS, SEQ = 4, 150
@@ -92,16 +93,166 @@ def test_grouped_heads_and_gradients() -> None:
         flashtile.flex_attention(query, key, value)
 
 
-def test_a_mask_of_pytorch_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value = inputs()
-    block_mask = create_block_mask(causal, None, None, SEQ, SEQ, device="cpu")
-    conversions = []
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The masks of PyTorch that have been converted, by their ids."""
+    found: list[int] = []
     convert = flashtile.BlockMask.from_flex
-    monkeypatch.setattr(flex.BlockMask, "from_flex", lambda mask: (conversions.append(mask), convert(mask))[1])
-    first = flashtile.flex_attention(query, key, value, block_mask=block_mask)
-    assert_same(flashtile.flex_attention(query, key, value, block_mask=block_mask), first)
+    monkeypatch.setattr(flashtile.BlockMask, "from_flex", lambda mask: (found.append(id(mask)), convert(mask))[1])
+    return found
+
+
+def masked(mask_mod: Callable[..., Tensor], **options: Any) -> torch_flex.BlockMask:
+    return create_block_mask(mask_mod, None, None, SEQ, SEQ, device="cpu", **options)
+
+
+def assert_as_pytorch(block_mask: torch_flex.BlockMask) -> None:
+    query, key, value = inputs()
+    expected = torch_flex.flex_attention(query, key, value, block_mask=block_mask)
+    assert_same(flashtile.flex_attention(query, key, value, block_mask=block_mask), expected)
+
+
+def test_a_mask_of_pytorch_is_converted_once(conversions: list[int]) -> None:
+    documents, size = torch.arange(SEQ) // 40, 30
+
+    def of_documents(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return documents[q] == documents[k]
+
+    def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor, size: int) -> Tensor:
+        return q - k <= size
+
+    mask_mod = and_masks(causal, of_documents, functools.partial(near, size=size))
+    remembered = len(flex_masks._CONVERSIONS)
+    block_mask = masked(mask_mod)
+    for _ in range(3):
+        assert_as_pytorch(block_mask)
     assert len(conversions) == 1
-    assert_same(flashtile.flex_attention(query, key, value, block_mask=convert(block_mask)), first)
+    block_mask.mask_mod = and_masks(causal, of_documents, functools.partial(near, size=30))
+    assert_as_pytorch(block_mask)
+    assert len(conversions) == 1
+    assert len(flex_masks._CONVERSIONS) == remembered + 1
+    del block_mask
+    assert len(flex_masks._CONVERSIONS) == remembered
+
+
+NEWEST = 149
+
+
+class Holder:
+    newest = 149
+
+
+def test_a_mask_of_pytorch_is_what_its_function_reads_now(conversions: list[int]) -> None:
+    """A captured tensor that is changed in place, variables, a list, a dictionary, and another mask_mod."""
+    newest, last, lasts, named = torch.tensor(149), 149, [149], {"last": 149}
+    block_mask = masked(
+        and_masks(
+            lambda b, h, q, k: k <= newest,
+            lambda b, h, q, k: k <= last,
+            lambda b, h, q, k: k <= lasts[0],
+            lambda b, h, q, k: k <= named["last"],
+            lambda b, h, q, k: k <= NEWEST,
+        )
+    )
+
+    def assert_converted(times: int) -> None:
+        for _ in range(2):
+            assert_as_pytorch(block_mask)
+        assert len(conversions) == times
+
+    assert_converted(1)
+    newest.fill_(145)
+    assert_converted(2)
+    last = 144
+    assert_converted(3)
+    lasts[0] = 143
+    assert_converted(4)
+    named["last"] = 142
+    assert_converted(5)
+    globals()["NEWEST"] = 141
+    assert_converted(6)
+    globals()["NEWEST"] = 149
+    newest = torch.tensor(140)
+    assert_converted(7)
+    block_mask.mask_mod = lambda b, h, q, k: k <= 130
+    assert_converted(8)
+
+
+def test_a_mask_of_pytorch_has_the_blocks_that_are_listed_now() -> None:
+    """PyTorch's function looks at them only under `torch.compile`, so it is not asked."""
+    query, key, value = inputs()
+    block_mask = masked(lambda b, h, q, k: k <= 140)
+
+    def found() -> Any:
+        """The first tile of queries, which alone has full blocks of 128 by 128."""
+        out: Any = flashtile.flex_attention(query, key, value, block_mask=block_mask)
+        return out[:, :, :128]
+
+    query_in_tile = query[:, :, :128]
+    assert_same(found(), flashtile.flex_attention(query_in_tile, key[:, :, :141], value[:, :, :141]))
+    block_mask.kv_num_blocks.zero_()
+    assert_same(found(), flashtile.flex_attention(query_in_tile, key[:, :, :128], value[:, :, :128]))
+    assert block_mask.full_kv_num_blocks is not None
+    block_mask.full_kv_num_blocks = torch.zeros_like(block_mask.full_kv_num_blocks)
+    assert_same(found(), torch.zeros_like(query_in_tile))
+
+
+def test_a_mask_that_reads_an_object_is_converted_in_each_call(conversions: list[int]) -> None:
+    holder = Holder()
+    block_mask = masked(lambda b, h, q, k: k <= holder.newest)
+    assert_as_pytorch(block_mask)
+    holder.newest = 140
+    assert_as_pytorch(block_mask)
+    assert len(conversions) == 2
+
+
+def test_a_mask_of_inference_mode_is_what_its_tensors_hold(conversions: list[int]) -> None:
+    """They count no changes."""
+    with torch.inference_mode():
+        newest = torch.tensor(149)
+        block_mask = masked(lambda b, h, q, k: k <= newest)
+        for number in (149, 140, 140):
+            newest.fill_(number)
+            assert_as_pytorch(block_mask)
+    assert len(conversions) == 2
+
+
+def test_a_compiled_mask_of_pytorch_is_what_its_function_reads_now() -> None:
+    query, key, value = inputs()
+    newest = torch.tensor(149)
+    block_mask = masked(lambda b, h, q, k: k <= newest)
+
+    def model(query: Tensor, block_mask: Any) -> Any:
+        return flashtile.flex_attention(2 * query, key, value, block_mask=block_mask)
+
+    compiled = torch.compile(model, backend="aot_eager")
+    for number in (149, 140):
+        newest.fill_(number)
+        assert_same(compiled(query, block_mask), model(query, block_mask))
+        assert_same(model(query, block_mask), torch_flex.flex_attention(2 * query, key, value, block_mask=block_mask))
+    torch._dynamo.reset()
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"flashtile\.BlockMask\.from_flex"):
+        whole(query, block_mask)
+    assert_same(whole(query, flashtile.BlockMask.from_flex(block_mask)), model(query, block_mask))
+
+
+def test_a_slice_of_a_mask_needs_a_function_of_its_own() -> None:
+    query, key, value = inputs()
+    block_mask = create_block_mask(causal, 2, None, SEQ, SEQ, device="cpu", BLOCK_SIZE=64)
+    part = block_mask[1:]
+    with pytest.raises(ValueError, match=r"block_mask: expected a mask with a mask_mod, got a slice.*part\.mask_mod"):
+        flashtile.flex_attention(query, key, value, block_mask=part)
+    part.mask_mod = causal
+    expected = torch_flex.flex_attention(query[1:], key[1:], value[1:], block_mask=part)
+    assert_same(flashtile.flex_attention(query[1:], key[1:], value[1:], block_mask=part), expected)
+    first = block_mask[:, :, :2]
+    first.mask_mod = causal
+    with pytest.raises(ValueError, match=r"block_mask: expected blocks for 150 queries, 3 rows of 64, got 2"):
+        flashtile.flex_attention(query[:, :, :128], key, value, block_mask=first)
+    first.seq_lengths = (128, SEQ)
+    expected = torch_flex.flex_attention(query[:, :, :128], key, value, block_mask=first)
+    assert_same(flashtile.flex_attention(query[:, :, :128], key, value, block_mask=first), expected)
 
 
 def test_a_function_that_changes_nothing_costs_nothing() -> None:

@@ -5,13 +5,13 @@ Shape letters: B batch, H query heads, G key/value heads, L queries, S keys, E h
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
 from flashtile.ops.attention.api import attention
 from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.flex_masks import converted
 from flashtile.ops.attention.options import ScoreMod
 from flashtile.ops.common.checks import check_dense, check_tensors, raise_not_bool
 from flashtile.ops.common.other_names import refuse_other_names
@@ -47,8 +47,9 @@ def flex_attention(
         key: `[B, G, S, E]`.
         value: `[B, G, S, V]`.
         score_mod: `(score, batch, head, q_index, k_index) -> score`, as for `flashtile.attention`.
-        block_mask: a `torch.nn.attention.flex_attention.BlockMask` for L queries and S keys, which is converted once
-            and remembered while it lives, or a `flashtile.BlockMask`.
+        block_mask: a `torch.nn.attention.flex_attention.BlockMask` for L queries and S keys, or a
+            `flashtile.BlockMask`. PyTorch's is converted at its first use, and again when its mask_mod or something
+            that this reads has changed.
         scale: factor on the scores; default `1/sqrt(E)`.
         enable_gqa: query head `h` reads key/value head `h // (H // G)`. Without it, H and G are equal.
         return_lse: also return lse `[B, H, L]`, the natural log-sum-exp of each row.
@@ -98,7 +99,7 @@ def flex_attention(
         *(tensor.transpose(1, 2) for tensor in (query, key, value)),
         scale=scale,
         score_mod=score_mod,
-        block_mask=None if block_mask is None else _converted(block_mask),
+        block_mask=None if block_mask is None else converted(block_mask),
         return_lse=wants_lse,
         return_max_scores=wants_max,
         backend=backend,
@@ -112,15 +113,3 @@ def flex_attention(
 
         return out, AuxOutput(lse, results.pop(0) if wants_max else None)
     return out if lse is None else (out, lse)
-
-
-#: PyTorch's masks that live, and flashtile's for them: one mask serves the layers of a model, and each of its steps.
-_CONVERTED: weakref.WeakKeyDictionary[Any, BlockMask] = weakref.WeakKeyDictionary()
-
-
-def _converted(block_mask: BlockMask | FlexBlockMask) -> BlockMask:
-    if isinstance(block_mask, BlockMask):
-        return block_mask
-    if block_mask not in _CONVERTED:
-        _CONVERTED[block_mask] = BlockMask.from_flex(block_mask)
-    return _CONVERTED[block_mask]

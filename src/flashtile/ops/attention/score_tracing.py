@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from flashtile.ops.attention.score_program import (
     run,
 )
 from flashtile.ops.attention.score_symbols import Capturing, Recorder, Symbol
+from flashtile.ops.attention.surroundings import Surroundings
 from flashtile.ops.common.dispatch import autograd_in_operator
 
 
@@ -89,7 +89,7 @@ def trace_score_mod(
             "score_mod: expected a function (score, batch, head, q_index, k_index) -> score, got "
             f"{type(score_mod).__name__}; write one"
         )
-    seen = _Surroundings.of(score_mod)
+    seen = Surroundings.of(score_mod)
     key = None if seen is None else (seen.key, dtype, device.type, torch.get_default_dtype())
     if seen is not None and key in _known:
         text, places = _known[key]
@@ -135,60 +135,6 @@ def _trace(score_mod: Callable[..., Any], dtype: torch.dtype, recorder: Recorder
     assert result.value is not None
     program, _ = recorder.program([result.value])
     return program
-
-
-class _Surroundings(NamedTuple):
-    """What a function's results can depend on beside its arguments.
-
-    Attributes:
-        key: equal where two functions make the same program.
-        tensors: those within reach, in a fixed order.
-    """
-
-    key: tuple[Any, ...]
-    tensors: tuple[Tensor, ...]
-
-    @staticmethod
-    def of(function: Callable[..., Any]) -> _Surroundings | None:
-        """None where that cannot be told: then the function is called anew each time."""
-        key: list[Any] = []
-        tensors: list[Tensor] = []
-        if not _describe(function, key, tensors, ()):
-            return None
-        return _Surroundings(tuple(key), tuple(tensors))
-
-
-def _describe(found: Any, key: list[Any], tensors: list[Tensor], within: tuple[Any, ...]) -> bool:
-    """Adds a value that a function can see to the key and the tensors; False where what it does may change unseen."""
-    if isinstance(found, Tensor):
-        key.append((found.dtype, tuple(found.shape), found.requires_grad))
-        tensors.append(found)
-        return True
-    if found is None or isinstance(found, (bool, int, float, str, torch.dtype, torch.device)):
-        key.append((type(found), repr(found)))
-        return True
-    if isinstance(found, types.FunctionType) and not _of_library(found.__module__):
-        if found in within:
-            return True
-        key.append(found.__code__)
-        cells = [cell.cell_contents for cell in found.__closure__ or ()]
-        defaults = [*(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()]
-        names = [name for name in _names(found.__code__) if name in found.__globals__]
-        reachable = [*cells, *defaults, *(found.__globals__[name] for name in names)]
-        return all(_describe(value, key, tensors, (*within, found)) for value in reachable)
-    module = isinstance(found, types.ModuleType)
-    key.append(id(found))
-    return (module or callable(found)) and _of_library(found.__name__ if module else found.__module__)
-
-
-def _names(code: types.CodeType) -> list[str]:
-    """The global names that a function may read, those of functions inside it too."""
-    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    return [*code.co_names, *(name for of in inner for name in _names(of))]
-
-
-def _of_library(module: str | None) -> bool:
-    return module is not None and module.partition(".")[0] in ("torch", "math", "builtins", "operator")
 
 
 class ScoreGradient(NamedTuple):
