@@ -15,7 +15,7 @@ from flashtile.ops.attention import checks, select
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.options import Taken, Window
 from flashtile.ops.attention.philox import draw_dropout_seed
-from flashtile.ops.attention.score_arguments import add_score_mod
+from flashtile.ops.attention.score_arguments import add_score_mod, check_derivative
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
 
 DENSE_LAYOUT = ("batch", "seq", "heads", "head_dim")
@@ -142,6 +142,7 @@ def add_scores(
         side, spec = _add_block_mask(side, spec, q, batch, given.block_mask)
     if given.score_mod is not None:
         side, spec = add_score_mod(side, spec, q, given.score_mod)
+        check_derivative(side, spec, q, k, v)
     if q.dtype is FP8 or not (given.descale_q is given.descale_k is given.descale_v is None):
         factors = {"descale_q": given.descale_q, "descale_k": given.descale_k, "descale_v": given.descale_v}
         resolved: dict[str, Any] = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.ops.attention.score_parts import Parts, Slopes, Table, parts_of
 from flashtile.ops.attention.score_program import INPUTS, LOAD, UNCHANGED, ScoreFunction, apply, parse
-from flashtile.ops.attention.score_tracing import resolve_score_mod
+from flashtile.ops.attention.score_tracing import derivative, dtype_of_scores, resolve_score_mod
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, out_dtype
 
 _HEAD = INPUTS[2]
@@ -46,6 +46,15 @@ def add_program(side: SideInputs, spec: AttentionSpec, function: ScoreFunction) 
     if function.program == UNCHANGED:
         return side, spec
     return side._replace(captured=function.captured), spec._replace(score_program=function.program)
+
+
+def check_derivative(side: SideInputs, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuses a function that has no derivative where a backward will ask for it."""
+    if spec.score_program is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    of_captured = any(tensor.requires_grad for tensor in side.captured)
+    if of_captured or q.requires_grad or k.requires_grad or v.requires_grad:
+        derivative(spec.score_program, dtype_of_scores(q), of_score_alone=not of_captured)
 
 
 def _taken_apart(

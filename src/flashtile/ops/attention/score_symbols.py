@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch.overrides import TorchFunctionMode
 
 from flashtile.ops.attention.score_program import CAST, CONSTANT, LOAD, ScoreProgram, Step, is_value
@@ -28,11 +29,19 @@ _KEEPS = {
     aten.squeeze.default, aten._unsafe_view.default, aten.view.default,
 }  # fmt: skip
 #: Elementwise operations that PyTorch does not tag as such.
-_ELEMENTWISE = {aten.floor_divide.default, aten.floor_divide.Scalar}
+_ELEMENTWISE = {aten.floor_divide.default, aten.floor_divide.Scalar, aten.hardswish.default}
+#: Those of which PyTorch has a form in operations that it does tag. Most are derivatives.
+_IN_OTHERS = {
+    aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default,
+    aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.log_sigmoid_forward.default,
+    aten.mish_backward.default, aten.softplus_backward.default,
+}  # fmt: skip
+#: Those of which it has none.
+_SHRINKING_BACKWARD = {aten.hardshrink_backward.default, aten.softshrink_backward.default}
 #: Constants of a symbol's dtype, and where their value stands among the arguments.
 _FILLS: dict[Any, float | None] = {
     aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.full_like.default: None,
-    aten.new_zeros.default: 0, aten.new_ones.default: 1, aten.new_full.default: None,
+    aten.new_zeros.default: 0, aten.new_ones.default: 1, aten.new_full.default: None, aten.fill.Scalar: None,
 }  # fmt: skip
 #: Reads of what a tensor is like, not of its numbers.
 _DESCRIBES = {"dim", "size", "numel", "__len__", "is_floating_point", "__get__", "stride", "nelement"}
@@ -211,7 +220,20 @@ class Recorder:
         if func is aten._to_copy.default:
             dtype = kwargs.get("dtype") or first.dtype
             return first if dtype is first.dtype else self.step(CAST, (first.value,), dtype)
+        if func is aten.sgn.default and not self.of_derivative:
+            func = aten.sign.default  # the same, and its derivative is no zero of a kind of its own
+        if func in _IN_OTHERS:
+            return decomposition_table[func](*args, **kwargs)
+        if func in _SHRINKING_BACKWARD:
+            gradient, given, width = args
+            return torch.where((given >= -width) & (given <= width), 0.0, gradient)
+        if func is aten.empty_like.default and self.of_derivative:  # it is filled then
+            return self.constant(0, first.dtype)
         if torch.Tag.pointwise not in func.tags and func not in _ELEMENTWISE:
+            # Such as `to` within a form in other operations: below autograd PyTorch leaves them whole.
+            composed = func.decompose(*args, **kwargs)
+            if composed is not NotImplemented:
+                return composed
             _refuse(
                 f"{func} is not elementwise",
                 "compute with scalars and reads of captured tensors; do the rest before the call",
@@ -291,11 +313,19 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
     return func(*map(one, args), **{name: one(of) for name, of in kwargs.items()})
 
 
+class RefusedError(ValueError):
+    """A function does something that cannot be a step of a program: `what`, in words."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self.what = what
+        super().__init__(
+            f"score_mod: expected elementwise operations on scalars and reads of captured tensors, got a function "
+            f"where {what} {_place()}; {remedy}"
+        )
+
+
 def _refuse(what: str, remedy: str) -> NoReturn:
-    raise ValueError(
-        f"score_mod: expected elementwise operations on scalars and reads of captured tensors, got a function where "
-        f"{what} {_place()}; {remedy}"
-    )
+    raise RefusedError(what, remedy)
 
 
 def _place() -> str:

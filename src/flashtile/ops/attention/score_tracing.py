@@ -21,14 +21,19 @@ from flashtile.ops.attention.score_program import (
     parse,
     run,
 )
-from flashtile.ops.attention.score_symbols import Capturing, Recorder, Symbol
+from flashtile.ops.attention.score_symbols import Capturing, Recorder, RefusedError, Symbol
 from flashtile.ops.attention.surroundings import Surroundings
 from flashtile.ops.common.dispatch import autograd_in_operator
 
 
+def dtype_of_scores(q: Tensor) -> torch.dtype:
+    """The dtype in which a function gets them."""
+    return torch.float64 if q.dtype is torch.float64 else torch.float32
+
+
 def resolve_score_mod(score_mod: Callable[..., Any] | ScoreFunction, q: Tensor) -> ScoreFunction:
     """The argument `score_mod` of a call, traced."""
-    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    dtype = dtype_of_scores(q)
     if isinstance(score_mod, ScoreFunction):
         _check_traced(score_mod, dtype, q.device)
         return score_mod
@@ -157,8 +162,22 @@ class ScoreGradient(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def derivative(text: str, dtype: torch.dtype, *, of_score_alone: bool = False) -> ScoreGradient:
     """The derivative of a program, from PyTorch's own derivatives of its operations. `dtype`: of the scores.
-    `of_score_alone`: nothing for captured tensors, but the result beside it."""
-    program = parse(text)
+    `of_score_alone`: nothing for captured tensors, but the result beside it.
+
+    Raises:
+        ValueError: PyTorch has none for an operation, or none in elementwise operations.
+    """
+    try:
+        return _derivative(parse(text), dtype, of_score_alone)
+    except (RefusedError, RuntimeError) as error:
+        why = error.what if isinstance(error, RefusedError) else str(error).partition("\n")[0]
+        raise ValueError(
+            f"score_mod: expected a function whose derivative consists of elementwise operations, got one where "
+            f"PyTorch has another or none: {why}; write it in other operations, or call it under torch.no_grad()"
+        ) from error
+
+
+def _derivative(program: ScoreProgram, dtype: torch.dtype, of_score_alone: bool) -> ScoreGradient:
     recorder = Recorder(of_derivative=True)
     recorder.captured = [torch.empty((1,) * dims, dtype=getattr(torch, of)) for of, dims in program.captured]
     with torch.inference_mode(False), autograd_in_operator():
@@ -184,7 +203,8 @@ def derivative(text: str, dtype: torch.dtype, *, of_score_alone: bool = False) -
         found: Sequence[Any] = [None] * len(wanted)
         if result.requires_grad:
             found = torch.autograd.grad(result, wanted, upstream, allow_unused=True)
-    of_score, *of_loads = (None if gradient is None else gradient.value for gradient in found)
+    # PyTorch's zeros, as of a sign, are no symbols.
+    of_score, *of_loads = (gradient.value if isinstance(gradient, Symbol) else None for gradient in found)
     used = [(step, names, value) for (_, step, names), value in zip(leaves, of_loads) if value is not None]
     needed = [*(name for _, names, value in used for name in (*names, value)), *([of_score] if of_score else [])]
     assert isinstance(result, Symbol)
