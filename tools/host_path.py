@@ -113,10 +113,10 @@ def cases() -> dict[str, Callable[[], Any]]:
     found["cross_entropy forward"] = lambda: flashtile.cross_entropy(logits, labels, backend="triton")
     scores = tensor(2, 4, 64, 64)
     found["softmax forward"] = lambda: flashtile.scaled_causal_softmax(scores, backend="triton")
-    cache, query, lengths = tensor(2, 512, 2, 64), tensor(2, 1, 4, 64), torch.tensor([9, 7], dtype=torch.int32)
+    caches, query, lengths = tensor(2, 2, 512, 2, 64), tensor(2, 1, 4, 64), torch.tensor([9, 7], dtype=torch.int32)
     new = tensor(2, 1, 2, 64)
     found["kv_cache forward"] = lambda: flashtile.attention_with_kv_cache(
-        query, cache, cache, k=new, v=new, cache_lengths=lengths, backend="triton"
+        query, *caches, k=new, v=new, cache_lengths=lengths, backend="triton"
     )
     return found
 

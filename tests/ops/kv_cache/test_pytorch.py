@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 
 import flashtile
@@ -74,11 +75,11 @@ def test_compiled_equals_eager(appending: bool) -> None:
 
 def test_compiled_once_for_all_lengths() -> None:
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    cache = torch.zeros(1, 64, 2, 8)
+    counter = CompileCounter()
+    k_cache, v_cache = torch.zeros(2, 1, 64, 2, 8)
 
     def step(q: Tensor, k: Tensor, lengths: Tensor) -> Tensor:
-        return flashtile.attention_with_kv_cache(q, cache, cache, k, k, cache_lengths=lengths)
+        return flashtile.attention_with_kv_cache(q, k_cache, v_cache, k, k, cache_lengths=lengths)
 
     compiled = torch.compile(step, fullgraph=True, backend=counter)
     for length in range(5):

@@ -166,6 +166,35 @@ def test_a_view_of_a_larger_cache_is_written_in_place(backend: str) -> None:
 
 
 @both_backends
+@pytest.mark.parametrize("dim", range(4))
+def test_caches_may_lie_in_turns_in_one_tensor(dim: int, backend: str) -> None:
+    k_cache, v_cache = torch.zeros(2, 2, 16, 2, 8, dtype=torch.float64).movedim(0, dim).contiguous().unbind(dim)
+    k, v = normal(2, 1, 2, 8, seed=2), normal(2, 1, 2, 8, seed=3)
+    flashtile.attention_with_kv_cache(normal(2, 1, 2, 8), k_cache, v_cache, k, v, cache_lengths=4, backend=backend)
+    assert torch.equal(k_cache[:, 4:5], k) and torch.equal(v_cache[:, 4:5], v)
+
+
+@both_backends
+def test_what_is_only_read_may_share_memory(backend: str) -> None:
+    one = normal(1, 16, 2, 8).expand(2, -1, -1, -1)
+    found = flashtile.attention_with_kv_cache(normal(2, 1, 2, 8), one, one, cache_lengths=4, backend=backend)
+    own = one.clone(), one.clone()
+    assert_same(found, flashtile.attention_with_kv_cache(normal(2, 1, 2, 8), *own, cache_lengths=4, backend=backend))
+
+
+@both_backends
+def test_sequences_may_share_an_entry_and_append_to_other_rows(backend: str) -> None:
+    k_cache, v_cache = torch.zeros(2, 2, 16, 2, 8, dtype=torch.float64)
+    k, v = normal(2, 1, 2, 8, seed=2), normal(2, 1, 2, 8, seed=3)
+    out = flashtile.attention_with_kv_cache(
+        normal(2, 1, 2, 8), k_cache, v_cache, k, v, cache_lengths=torch.tensor([0, 1]),
+        cache_batch_indices=torch.tensor([1, 1]), backend=backend,
+    )  # fmt: skip
+    assert torch.equal(v_cache[1, :2], v[:, 0])
+    assert_same(out[0], v[0])
+
+
+@both_backends
 def test_a_cache_of_single_columns_is_written_in_place_whatever_their_stride(backend: str) -> None:
     """They are contiguous, wherever the next one would be."""
     q, k, v = qkv(seq=1, head_dim=1)
@@ -201,6 +230,9 @@ _Q, _CACHE, _NEW = torch.randn(2, 1, 4, 8), torch.randn(2, 20, 2, 8), torch.rand
 _TABLE = {"block_table": torch.zeros(2, 3, dtype=torch.int32), "k_cache": torch.randn(4, 16, 2, 8)}
 _TABLE["v_cache"] = _TABLE["k_cache"]
 _APPEND = {"k": _NEW, "v": _NEW, "cache_lengths": 3}
+_WIDE = torch.randn(2, 20, 2, 15)
+_CACHES = dict(zip(("k_cache", "v_cache"), torch.randn(2, 2, 20, 2, 8)))
+_PAGES = dict(zip(("k_cache", "v_cache"), torch.randn(2, 4, 16, 2, 8)))
 _COS, _SIN = flashtile.rotary_tables(24, 8)
 _ROTARY = {**_APPEND, "rotary_cos": _COS, "rotary_sin": _SIN}
 _FULL = torch.tensor([3, 20])
@@ -214,6 +246,17 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "cache-device": (ValueError, {"k_cache": _CACHE.to("meta")}, "k_cache: expected the device of q, cpu, got meta"),
     "cache-strides": (ValueError, {"k_cache": _CACHE.mT.contiguous().mT}, "k_cache: expected a last dimension that is"),
     "cache-shapes": (ValueError, {"v_cache": _CACHE[:, 1:]}, "v_cache: expected the batch, capacity, heads_kv of"),
+    "cache-expanded": (
+        ValueError,
+        {**_APPEND, "v_cache": _CACHE[:1].expand(2, -1, -1, -1)},
+        "v_cache: expected memory of its own for each row that is written, got an expanded tensor",
+    ),
+    "cache-shared": (ValueError, _APPEND, "k_cache, v_cache: expected memory of its own for each of them"),
+    "cache-overlapping": (
+        ValueError,
+        {**_APPEND, "k_cache": _WIDE[..., :8], "v_cache": _WIDE[..., 7:15]},
+        "k_cache, v_cache: expected memory of its own for each of them",
+    ),
     "head-dim": (ValueError, {"k_cache": _CACHE[..., :4]}, "k_cache: expected the head_dim of q, 8, got 4"),
     "head-dim-v": (ValueError, {"v_cache": torch.randn(2, 20, 2, 513)}, "v_cache: expected head_dim from 1 to 512"),
     "heads": (ValueError, {"q": torch.randn(2, 1, 3, 8)}, "expected a number of heads that divides the 3 of q, got 2"),
@@ -237,6 +280,11 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
         "cache_lengths: expected room for 21 new rows behind 0",
     ),
     "entries-range": (ValueError, {"cache_batch_indices": torch.tensor([0, 2])}, "numbers of the 2 entries of the cac"),
+    "entries-twice": (
+        ValueError,
+        {**_APPEND, **_CACHES, "cache_batch_indices": torch.tensor([1, 1])},
+        "cache_batch_indices: expected another place for each new row, got several for row 3 of entry 1",
+    ),
     "entries-shape": (ValueError, {"cache_batch_indices": torch.tensor([0])}, "cache_batch_indices: expected shape (2"),
     "entries-pages": (
         ValueError,
@@ -248,6 +296,11 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "table-dtype": (TypeError, {**_TABLE, "block_table": torch.zeros(2, 3)}, "block_table: expected dtype int32 or i"),
     "table-shape": (ValueError, {**_TABLE, "block_table": torch.zeros(3, 3).int()}, "block_table: expected shape [bat"),
     "table-range": (ValueError, {**_TABLE, "block_table": torch.full((2, 3), 4)}, "numbers of the 4 pages of the cac"),
+    "pages-shared": (
+        ValueError,
+        {**_APPEND, **_PAGES, "block_table": torch.tensor([[2], [2]])},
+        "block_table: expected another place for each new row, got several for row 3 of page 2",
+    ),
     "page-size": (
         ValueError,
         {**_TABLE, "k_cache": torch.randn(4, 24, 2, 8), "v_cache": torch.randn(4, 24, 2, 8)},

@@ -104,18 +104,20 @@ def attention_with_kv_cache(
         k_cache: `[batch, capacity, heads_kv, head_dim]` in q's dtype, contiguous in the last dimension. With
             block_table, pages `[pages, page_size, heads_kv, head_dim]`, where page_size is a multiple of 16.
             `heads_q % heads_kv == 0`.
-        v_cache: the same with head_dim_v; head_dim and head_dim_v are each 1 to 512.
+        v_cache: the same with head_dim_v; head_dim and head_dim_v are each 1 to 512. Where rows are appended, both
+            caches have memory of their own: neither is expanded, and they do not overlap.
         k: `[batch, seq_new, heads_kv, head_dim]`, written to the rows of k_cache from cache_lengths on. seq_new may
             differ from seq_q. None appends nothing.
         v: `[batch, seq_new, heads_kv, head_dim_v]`, written to v_cache.
         cache_lengths: rows already in the cache: an int for all sequences, or `[batch]` int32 or int64 on q's device.
             The call does not change it. None (without k and v): the whole cache.
         cache_batch_indices: `[batch]` int32 or int64: sequence `b` uses entry `cache_batch_indices[b]` of the cache
-            instead of entry `b`. If an entry is named twice and rows are appended, the rows of either may remain.
+            instead of entry `b`. Sequences may share an entry, but each new row needs a place of its own: of two rows
+            at one place either may remain.
         cache_left_padding: `[batch]` int32 or int64: rows before this one are not visible, whatever they contain.
             Lengths and positions count them.
         block_table: `[batch, max_pages]` int32 or int64: the pages of each sequence, in order. Entries past its length
-            are not read.
+            are not read. Sequences may share pages, but not the places of new rows.
         rotary_cos: `[positions, rotary_dim / 2]`, from `flashtile.rotary_tables`. Row `i` of k is rotated by position
             `cache_lengths + i` before it is stored, and so is row `i` of q. Without causal and window, all of q is
             rotated by position cache_lengths. Elements from rotary_dim on stay as they are.
@@ -141,9 +143,9 @@ def attention_with_kv_cache(
     Raises:
         TypeError: a dtype or an argument's type is wrong.
         ValueError: a shape, a device or a value is wrong, an input requires a gradient, or the named backend cannot
-            serve the call. Values in tensors (lengths, indices, pages) are always checked on a CPU, and on a GPU only
-            with the environment variable `FLASHTILE_CHECK_VALUES=1`. On a GPU, rows past the capacity are neither
-            written nor read.
+            serve the call. Values in tensors (lengths, indices, pages, and that new rows have places of their own) are
+            always checked on a CPU, and on a GPU only with the environment variable `FLASHTILE_CHECK_VALUES=1`. On a
+            GPU, rows past the capacity are neither written nor read.
 
     Reference:
         Dao, "FlashAttention-2" (2023), section 3; Dao et al., "Flash-Decoding for long-context inference" (2023).

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -24,12 +26,13 @@ from flashtile.ops.common.score_checks import (
 )
 from flashtile.ops.common.split_keys.configs import MAX_SPLITS
 from flashtile.ops.common.table_checks import check_table_pair
-from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM, PAGE_MULTIPLE, CacheCall, CacheSpec, lengths_before
+from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM, PAGE_MULTIPLE, CacheCall, CacheSpec, lengths_before, places
 
 __all__ = [
     "check_appended",
     "check_caches",
     "check_choice",
+    "check_destinations",
     "check_no_gradient",
     "check_places",
     "check_rotary",
@@ -278,6 +281,61 @@ def check_no_gradient(**tensors: Tensor | None) -> None:
             )
 
 
+def check_destinations(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Checks that what is written to the caches has a place of its own, for each of their rows and for both of them."""
+    of_k, of_v = k_cache.data_ptr(), v_cache.data_ptr()
+    if k_cache.is_contiguous() and v_cache.is_contiguous():
+        meet = of_k < of_v + v_cache.nbytes and of_v < of_k + k_cache.nbytes
+    else:
+        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            if any(not stride and size > 1 for stride, size in zip(cache.stride(), cache.shape)):
+                raise ValueError(
+                    f"{name}: expected memory of its own for each row that is written, got an expanded tensor of "
+                    f"strides {cache.stride()}; make it with .contiguous(), once for all steps"
+                )
+        distance, rest = divmod(of_v - of_k, k_cache.element_size())
+        meet = not rest and _meet(distance, k_cache.shape, v_cache.shape, k_cache.stride(), v_cache.stride())
+    if meet:
+        raise ValueError(
+            "k_cache, v_cache: expected memory of its own for each of them, because both are written, got caches that "
+            "share memory; make two caches, or write the new rows yourself and pass k=None, v=None"
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _meet(
+    distance: int,
+    k_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    k_strides: tuple[int, ...],
+    v_strides: tuple[int, ...],
+) -> bool:
+    """Whether two caches, so many elements apart, have elements at one address. Those whose strides differ are taken to
+    have none."""
+    # By its stride, how far each dimension leads from an element of k_cache to one of v_cache, down and up.
+    steps: list[tuple[int, int, int]] = []
+    for size_k, size_v, stride_k, stride_v in zip(k_shape, v_shape, k_strides, v_strides):
+        if not size_k or not size_v:
+            return False
+        if size_k > 1 or size_v > 1:
+            if stride_k != stride_v:
+                return False
+            steps.append((stride_k, 1 - size_v, size_k - 1))
+    return _is_sum(distance, sorted(steps))
+
+
+def _is_sum(distance: int, steps: list[tuple[int, int, int]]) -> bool:
+    """Whether a distance is a sum of multiples of strides, between the least and the largest number of each. The steps
+    are sorted by stride: in the usual layouts all before one lead less far than it, and few numbers are tried."""
+    if not steps:
+        return distance == 0
+    *smaller, (stride, least, most) = steps
+    low = sum(each * down for each, down, _ in smaller)
+    high = sum(each * up for each, _, up in smaller)
+    first, last = max(least, -((high - distance) // stride)), min(most, (distance - low) // stride)
+    return any(_is_sum(distance - number * stride, smaller) for number in range(first, last + 1))
+
+
 def check_values(call: CacheCall, spec: CacheSpec) -> None:
     """Checks lengths, indices and pages: always on a CPU, on a GPU with FLASHTILE_CHECK_VALUES=1."""
     if not readable(call.q) or not call.q.shape[0]:
@@ -302,6 +360,25 @@ def check_values(call: CacheCall, spec: CacheSpec) -> None:
         pages = call.block_table[used < (lengths_before(call, spec) + call.seq_new)[:, None]]
         if pages.numel():
             _check_range("block_table", "pages", pages, call.k_cache.shape[0])
+    if call.seq_new and call.q.shape[0] > 1:
+        _check_new_rows_apart(call, spec)
+
+
+def _check_new_rows_apart(call: CacheCall, spec: CacheSpec) -> None:
+    """Sequences may share entries and pages, but not the places that they append to."""
+    if call.block_table is None and call.cache_batch_indices is None:
+        return
+    rows = lengths_before(call, spec)[:, None] + torch.arange(call.seq_new, device=call.q.device)
+    sequence = torch.arange(rows.shape[0], device=call.q.device)[:, None].expand_as(rows)
+    entries, rows = places(call, sequence, rows)
+    place, times = (entries * call.k_cache.shape[1] + rows).unique(return_counts=True)
+    if place.numel() < rows.numel():
+        name, what = ("cache_batch_indices", "entry") if call.block_table is None else ("block_table", "page")
+        entry, row = divmod(int(place[times > 1][0]), call.k_cache.shape[1])
+        raise ValueError(
+            f"{name}: expected another place for each new row, got several for row {row} of {what} {entry}; give each "
+            f"sequence that appends {'an entry' if call.block_table is None else 'a last page'} of its own"
+        )
 
 
 def _check_range(name: str, what: str, indices: Tensor, size: int) -> None:

@@ -55,6 +55,8 @@ def forward_of_steps(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, 
 def _forward(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Tensor]:
     """Runs the backend that serves the call."""
     checks.check_values(call, spec)
+    if call.seq_new:
+        checks.check_destinations(call.k_cache, call.v_cache)
     q = call.q
     dtype = q.dtype
     if call.rotary_cos is not None and call.rotary_cos.dtype is torch.float64:
