@@ -62,6 +62,12 @@ QKV = [
         {"q": zeros(3, 4, 8)},
         ("q: expected 4 dimensions [batch, seq, heads, head_dim]", "got shape (3, 4, 8)", "attention_varlen"),
     ),
+    Bad(
+        "q-sparse",
+        TypeError,
+        {"q": zeros(2, 4, 2, 8).to_sparse()},
+        ("q: expected a dense tensor", "sparse_coo; pass q."),
+    ),
     Bad("v-rank", ValueError, {"v": zeros(8)}, ("v: expected 4 dimensions", "got shape (8,)")),
     Bad(
         "k-rank-packed",

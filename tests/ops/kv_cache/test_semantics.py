@@ -241,6 +241,8 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "q-type": (TypeError, {"q": [1.0]}, "q: expected a torch.Tensor, got list"),
     "q-rank": (ValueError, {"q": _Q[0]}, "q: expected 4 dimensions [batch, seq_q, heads_q, head_dim], got shape"),
     "q-dtype": (TypeError, {"q": _Q.int()}, "q: expected dtype float16"),
+    "q-sparse": (TypeError, {"q": _Q.to_sparse()}, "q: expected a dense tensor, got layout torch.sparse_coo"),
+    "cache-sparse": (TypeError, {"v_cache": _CACHE.to_sparse()}, "v_cache: expected a dense tensor, got layout torch."),
     "cache-rank": (ValueError, {"k_cache": _CACHE[0]}, "k_cache: expected 4 dimensions [batch, capacity"),
     "cache-dtype": (TypeError, {"v_cache": _CACHE.half()}, "v_cache: expected the dtype of q, torch.float32"),
     "cache-device": (ValueError, {"k_cache": _CACHE.to("meta")}, "k_cache: expected the device of q, cpu, got meta"),

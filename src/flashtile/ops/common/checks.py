@@ -38,13 +38,15 @@ def check_tensors(**tensors: Tensor) -> None:
 
 
 def check_dense(**tensors: Tensor) -> None:
-    """For functions that read shapes, which a nested tensor has not."""
+    """For functions that read shapes and strides, which nested and sparse tensors have not."""
     for name, tensor in tensors.items():
         if tensor.is_nested:
             raise TypeError(
                 f"{name}: expected a dense tensor, got a nested one; pass its values and offsets to "
                 "flashtile.attention_varlen"
             )
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()")
 
 
 def check_rows(name: str, rows: int, most: int = MAX_ROWS) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from flashtile.ops.common.checks import (
     FLOAT_DTYPES,
     check_choice,
+    check_dense,
     check_device,
     check_float_dtype,
     check_lengths,
@@ -55,6 +56,7 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> No
     if _agree(q, k_cache, v_cache):
         return
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    check_dense(q=q, k_cache=k_cache, v_cache=v_cache)
     check_float_dtype("q", q.dtype)
     if q.dim() != 4:
         raise ValueError(
@@ -87,6 +89,8 @@ def _agree(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     if not (isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
         return False
     if not q.dim() == k_cache.dim() == v_cache.dim() == 4:
+        return False
+    if not (q.layout is k_cache.layout is v_cache.layout is torch.strided):
         return False
     _, _, heads_q, head_dim = q.shape
     entries, rows, heads_kv, head_dim_k = k_cache.shape
