@@ -66,6 +66,26 @@ def test_chosen_rows_and_heads(name: str, choice: str, heads: Any) -> None:
     assert_same(some, of_heads[:, :, torch.tensor(numbers, dtype=torch.int64)])
 
 
+def test_score_function_and_gradients() -> None:
+    """Also where hidden pairs have no number, and where the function hides pairs."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, table = (
+        torch.randn(size, generator=generator, dtype=torch.float64, requires_grad=True)
+        for size in ((2, 9, 4, 8), (2, 12, 2, 8), (4, 9))
+    )
+    v = torch.eye(12, dtype=torch.float64)[:, None].expand(2, 12, 2, 12)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+        return torch.where(k_index % 5 == 4, -float("inf"), score + table[h, k_index] * torch.sin(score))
+
+    options: dict[str, Any] = {"score_mod": score_mod, "key_lengths": torch.tensor([9, 7])}
+    found = flashtile.attention_probs(q, k, rows=[3, 1], heads=[2, 0], **options)
+    of_call = flashtile.attention(q, k, v, backend="reference", **options).transpose(1, 2)
+    expected = of_call[:, [2, 0]][:, :, [3, 1]]
+    both = (torch.autograd.grad(weights.sin().sum(), (q, k, table)) for weights in (found, expected))
+    assert_same((found, *next(both)), (expected, *next(both)))
+
+
 @pytest.mark.parametrize("outer", [(1, 1), (2, 1), (1, 4), (2, 4)], ids=str)
 def test_block_mask(outer: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(0)

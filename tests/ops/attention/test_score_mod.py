@@ -410,9 +410,9 @@ def test_a_traced_function_is_for_one_dtype() -> None:
 
 def test_other_functions_do_not_take_one() -> None:
     q = torch.zeros(1, 4, 2, 8)
-    function: Callable[..., Any] = flashtile.attention_probs
+    function: Callable[..., Any] = flashtile.attention_column_sums
     with pytest.raises(TypeError, match="score_mod"):
-        function(q, q, score_mod=_capped)
+        function(q, q, torch.zeros(1, 2, 4), score_mod=_capped)
 
 
 @pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="asks about a GPU: needs Triton")

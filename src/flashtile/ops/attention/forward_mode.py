@@ -88,8 +88,7 @@ def _rows(
     batch, _, heads, _ = q.shape
     q_rows, keys = row_weights.load_rows(q, part), row_weights.load_keys(k, part, heads, side)
     product = row_weights.products(q_rows, keys, part)
-    scores, changes = row_weights.scores(product, part, side, spec)
-    shown = row_weights.visible(part, side, spec, scores)
+    scores, shown, changes = row_weights.scores(product, part, side, spec)
     weights = row_weights.softmax(scores, shown, part, side)
 
     dscores = torch.zeros_like(scores)

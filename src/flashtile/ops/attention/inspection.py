@@ -38,7 +38,8 @@ def attention_probs(
 
     `attention` never computes all weights. This function computes those that you choose, in PyTorch operations on any
     device: time and memory grow with the chosen rows times the keys. Differentiable to any order in q, k, bias,
-    alibi_slopes and sinks. Arguments that are not listed here are those of `attention` and mean the same.
+    alibi_slopes, sinks and the tensors that score_mod reads. Arguments that are not listed here are those of
+    `attention` and mean the same.
 
     Args:
         q: `[batch, seq_q, heads_q, head_dim]`.

@@ -88,6 +88,7 @@ class ProbsOptions(ScoreOptions, total=False):
     dropout_p: float
     dropout_seed: Tensor | None
     block_mask: BlockMask | None
+    score_mod: ScoreMod | None
     sinks: Tensor | None
 
 

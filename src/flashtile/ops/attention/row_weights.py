@@ -154,20 +154,24 @@ class Changes(NamedTuple):
     inputs: dict[str, Tensor] | None
 
 
-def scores(product: Tensor, part: Part, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Changes]:
-    """What becomes of products `[B, H, R, C]`: scores, nothing hidden yet but by the score function."""
+def scores(product: Tensor, part: Part, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor, Changes]:
+    """What becomes of products `[B, H, R, C]`: scores, nothing hidden yet but by the score function; and which pairs
+    are visible, bool that broadcasts to them."""
     scores, cap, inputs = product * spec.scale, None, None
+    shown = _shown_by_arguments(part, side, spec)
     if spec.softcap:
         tanh = torch.tanh(scores / spec.softcap)
         scores, cap = spec.softcap * tanh, 1 - tanh * tanh
     if spec.score_program is not None:
         inputs = _function_inputs(scores, part)
-        scores = apply(parse(spec.score_program), inputs, side.captured)
+        scores = apply(parse(spec.score_program), inputs, side.captured, shown)
     if side.bias is not None:
         scores = scores + part_of(side.bias, part).to(scores.dtype)
     if side.alibi_slopes is not None:
         scores = scores - by_head(side.alibi_slopes, part) * distance(part, spec, scores.dtype)
-    return scores, Changes(cap, inputs)
+    if spec.score_program is not None:
+        shown = shown & ~scores.isneginf()
+    return scores, shown, Changes(cap, inputs)
 
 
 def _function_inputs(scores: Tensor, part: Part) -> dict[str, Tensor]:
@@ -182,8 +186,8 @@ def _function_inputs(scores: Tensor, part: Part) -> dict[str, Tensor]:
     )
 
 
-def visible(part: Part, side: SideInputs, spec: AttentionSpec, scores: Tensor) -> Tensor:
-    """Which pairs are visible: bool, broadcasts to `[B, H, R, C]`. A score function hides some by a score of -inf."""
+def _shown_by_arguments(part: Part, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    """Which pairs all but the score function show: bool that broadcasts to `[B, H, R, C]`."""
     key = _key_numbers(part)
     diagonal = part.rows[:, None] + (0 if spec.top_left else part.seq_k - part.seq_q)
     shown = torch.ones_like(diagonal == key)[None, None]
@@ -199,8 +203,6 @@ def visible(part: Part, side: SideInputs, spec: AttentionSpec, scores: Tensor) -
         shown = shown & ~part_of(side.bias, part).isneginf()
     if side.block_lists is not None:
         shown = shown & _shown_by_tiles(part, side, spec)
-    if spec.score_program is not None:
-        shown = shown & ~scores.isneginf()
     return shown
 
 
@@ -227,8 +229,8 @@ def weights(q: Tensor, k: Tensor, part: Part, side: SideInputs, spec: AttentionS
     """The weights of a part before dropout. q `[B, S, H, D]` and k `[B, S, Hkv, D]` are those of the call."""
     keys = load_keys(k, part, q.shape[2], side)
     product = products(load_rows(q, part), keys, part)
-    changed, _ = scores(product, part, side, spec)
-    return softmax(changed, visible(part, side, spec, changed), part, side)
+    changed, shown, _ = scores(product, part, side, spec)
+    return softmax(changed, shown, part, side)
 
 
 def kept(part: Part, batch: int, heads: int, side: SideInputs, spec: AttentionSpec) -> Tensor | None:
