@@ -13,6 +13,7 @@ from torch.nn import functional
 import flashtile
 from flashtile.ops.attention.score_program import INPUTS, UPSTREAM, apply, parse, run
 from flashtile.ops.attention.score_tracing import derivative
+from flashtile.ops.attention.triton.score_source import unsupported_operation
 from flashtile.testing import assert_same
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -57,6 +58,14 @@ def test_as_autograd_on_numbers(name: str, dtype: torch.dtype) -> None:
     # PyTorch's derivative of hardsigmoid in float64 has 1/6 in float32.
     expected = functional.relu6(score + 3) / 6 if name == "hardsigmoid" else function(score)
     assert_same((found, of_score), (expected.detach(), torch.autograd.grad(expected, score, upstream)[0]))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_kernels_have_the_derivatives_of_what_they_have(name: str) -> None:
+    function = FUNCTIONS[name]
+    program = flashtile.trace_score_mod(lambda s, b, h, q, k: function(s)).program
+    missing = unsupported_operation(program, with_derivative=False)
+    assert unsupported_operation(program, with_derivative=True) == missing
 
 
 @pytest.mark.parametrize("name", ["softplus", "elu", "hardswish"])
