@@ -180,7 +180,7 @@ def test_xpos_cancels_but_for_the_distance() -> None:
         (("yarn", 2.0, "long"), "original_length: expected a float, got 'long'"),
         (("yarn", 2.0, 8, 0.0), "beta_slow, beta_fast: expected turns above 0"),
         (("yarn", 2.0, 8, 1.0, 32.0), "the slow ones no more than the fast, got 32.0 and 1.0"),
-        (("yarn", 2.0, 8, 32.0, 1.0, math.nan), "attention_factor: expected a finite number or None, got nan"),
+        (("yarn", 2.0, 8, 32.0, 1.0, math.nan), "attention_factor: expected a finite number, got nan"),
     ],
 )
 def test_bad_scaling(arguments: tuple, message: str) -> None:
