@@ -262,7 +262,7 @@ def test_opcheck(reduction: str) -> None:
     torch.library.opcheck(forward, (*operands, *spec, *wanted, "cpu"))
     dloss = x.new_ones(5 if reduction == "none" else ())
     scale = x.new_ones(()) if reduction == "mean" else None
-    torch.library.opcheck(backward, (dloss, scale, *operands, x.new_ones(5), *spec, *wanted, "cpu"))
+    torch.library.opcheck(backward, (dloss, scale, *operands, x.new_ones(5, 2), *spec, *wanted, "cpu"))
     half = (*(t.half() for t in operands[:3]), labels)
     torch.library.opcheck(forward, (*half, *spec, True, True, True, "cpu"), test_utils=("test_faketensor",))
 

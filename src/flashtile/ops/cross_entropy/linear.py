@@ -62,7 +62,7 @@ class LinearResults(NamedTuple):
 
     loss: Tensor
     z_loss: Tensor | None
-    lse: Tensor
+    normaliser: Tensor
     scale: Tensor | None
     gradients: LinearGradients
 
@@ -83,18 +83,19 @@ def forward(module: ModuleType, operands: LinearOperands, spec: CrossEntropySpec
     one, factor = torch.ones((), dtype=dtype, device=x.device), None if x.dtype is torch.float16 else scale
     each = spec._replace(reduction="none")
     sums = _Sums(operands, wanted)
-    lse = torch.empty(len(labels), dtype=dtype, device=x.device)
-    loss, z_loss = torch.empty_like(lse), torch.empty_like(lse) if spec.z_loss else None
+    normaliser = torch.empty(len(labels), 2, dtype=dtype, device=x.device)
+    loss = torch.empty(len(labels), dtype=dtype, device=x.device)
+    z_loss = torch.empty_like(loss) if spec.z_loss else None
     for rows, logits in _chunks(operands):
         found = parallel.forward(module, logits, labels[rows], each)
-        loss[rows], lse[rows] = found.loss, found.lse
+        loss[rows], normaliser[rows] = found.loss, found.normaliser
         if z_loss is not None and found.z_loss is not None:
             z_loss[rows] = found.z_loss
         if any(wanted):
-            sums.add(rows, module.backward(one, factor, logits, labels[rows], found.lse, each, True))
+            sums.add(rows, module.backward(one, factor, logits, labels[rows], found.normaliser, each, True))
     if spec.reduction != "none":
         loss, z_loss = _total(loss, scale), None if z_loss is None else _total(z_loss, scale)
-    return LinearResults(loss, z_loss, lse, scale, sums.found(spec))
+    return LinearResults(loss, z_loss, normaliser, scale, sums.found(spec))
 
 
 def backward(
@@ -102,15 +103,15 @@ def backward(
     dloss: Tensor,
     scale: Tensor | None,
     operands: LinearOperands,
-    lse: Tensor,
+    normaliser: Tensor,
     spec: CrossEntropySpec,
     wanted: Wanted,
 ) -> LinearGradients:
     """The gradients for any gradient of the loss from above; the logits are made again."""
     sums = _Sums(operands, wanted)
-    dloss = dloss.expand_as(lse)
+    dloss = dloss.expand_as(operands.labels)
     for rows, logits in _chunks(operands):
-        sums.add(rows, module.backward(dloss[rows], scale, logits, operands.labels[rows], lse[rows], spec, True))
+        sums.add(rows, module.backward(dloss[rows], scale, logits, operands.labels[rows], normaliser[rows], spec, True))
     return sums.found(spec)
 
 

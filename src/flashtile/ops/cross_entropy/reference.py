@@ -24,12 +24,12 @@ def backward(
     scale: Tensor | None,
     logits: Tensor,
     labels: Tensor,
-    lse: Tensor,
+    normaliser: Tensor,
     spec: CrossEntropySpec,
     inplace: bool = False,
 ) -> Tensor:
     """The gradient of the logits from that of the loss, in their dtype; in their memory where asked for."""
-    dlogits = gradient(dloss, scale, logits.to(compute_dtype(logits.dtype)), labels, lse, spec).to(logits.dtype)
+    dlogits = gradient(dloss, scale, logits.to(compute_dtype(logits.dtype)), labels, normaliser, spec).to(logits.dtype)
     return logits.copy_(dlogits) if inplace else dlogits
 
 
@@ -41,7 +41,7 @@ def multiply(gradient: Tensor, factor: Tensor) -> None:
 def differentiable_backward(dloss: Tensor, logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Tensor:
     """The gradient of the logits as a function of `dloss` and of the logits alone, for the second derivative."""
     found = forward(logits, labels, spec)
-    return backward(dloss, found.scale, logits, labels, found.lse, spec)
+    return backward(dloss, found.scale, logits, labels, found.normaliser, spec)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: CrossEntropySpec) -> Results:
