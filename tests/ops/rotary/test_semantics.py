@@ -112,6 +112,18 @@ def test_in_place_on_views(backend: str) -> None:
 
 
 @both_backends
+def test_what_pytorch_negates_cannot_be_rotated_in_place(backend: str) -> None:
+    x = normal(1, 4, 2, 8)
+    view = torch.complex(torch.zeros_like(x), -x).conj().imag
+    assert_same(
+        flashtile.apply_rotary(view, _COS, _SIN, backend=backend),
+        flashtile.apply_rotary(x, _COS, _SIN, backend=backend),
+    )
+    with pytest.raises(ValueError, match=r"x: expected a tensor that holds its own numbers for inplace=True"):
+        flashtile.apply_rotary(view, _COS, _SIN, inplace=True, backend=backend)
+
+
+@both_backends
 def test_in_place_is_noticed_by_autograd(backend: str) -> None:
     x = normal(1, 4, 2, 8)
     weight = normal(1, 4, 2, 8, seed=1).requires_grad_()
