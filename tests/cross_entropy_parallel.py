@@ -29,6 +29,7 @@ def run_process(rank: int, size: int, store: str, backend: str, device: str) -> 
     try:
         for options in _OPTIONS:
             check(rank, size, options, backend, device)
+        check(rank, size, _OPTIONS[2], backend, device, shift=1e4)
         for options in ({}, {"label_smoothing": 0.1, "reduction": "none"}, {"reduction": "sum"}):
             check_linear(rank, size, options, backend, device)
         check_no_second_derivative(backend, device)
@@ -36,9 +37,9 @@ def run_process(rank: int, size: int, store: str, backend: str, device: str) -> 
         dist.destroy_process_group()
 
 
-def check(rank: int, size: int, options: dict[str, Any], backend: str, device: str) -> None:
+def check(rank: int, size: int, options: dict[str, Any], backend: str, device: str, shift: float = 0.0) -> None:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(6, 13 * size, generator=generator)
+    logits = torch.randn(6, 13 * size, generator=generator) + shift
     logits[2, : 13 * size - 1] = float("-inf")  # a process has nothing of this row
     labels = torch.tensor([0, 13, -100, 13 * size - 1, 12, 13 * size])
     if options.get("reduction") != "none":

@@ -16,7 +16,7 @@ import flashtile
 from flashtile import BlockMask
 from flashtile.integrations.export import decompose
 from flashtile.models import GPT, GPTConfig
-from flashtile.modules import MHA
+from flashtile.modules import MHA, RotaryEmbedding
 from flashtile.testing import assert_close, assert_same
 
 pytestmark = [
@@ -73,6 +73,34 @@ def test_a_gpt_exports_with_any_batch_and_length(name: str, mode: str) -> None:
     for batch, seq in ((1, 2), (3, 33), (2, 9)):
         assert_same(program.module()(tokens(batch, seq)), model(tokens(batch, seq)))
         assert_equal_results(decomposed, model, tokens(batch, seq))
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["no_grad", "recorded"])
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "learning"])
+def test_a_model_exports_whether_or_not_it_learns(frozen: bool, recorded: bool) -> None:
+    model = make_gpt("llama").requires_grad_(not frozen)
+    with torch.set_grad_enabled(recorded):
+        program = torch.export.export(model, (tokens(2, 9),))
+    decomposed = decompose(program)
+    assert operators(decomposed) == {"aten"}
+    assert_same(program.module()(tokens(2, 9)), model(tokens(2, 9)))
+    assert_equal_results(decomposed, model, tokens(2, 9))
+
+
+def test_a_rotation_in_place_exports() -> None:
+    class Rotated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rotary = RotaryEmbedding(8)
+
+        def forward(self, qkv: Tensor) -> Tensor:
+            return self.rotary(qkv + 1)
+
+    model, qkv = Rotated(), torch.randn(1, 5, 3, 2, 8)
+    with torch.no_grad():
+        decomposed = decompose(torch.export.export(model, (qkv,)))
+    assert operators(decomposed) == {"aten"}
+    assert_same(decomposed.module()(qkv), model(qkv))
 
 
 def test_a_model_that_has_run_exports_for_longer_sequences_too() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from itertools import accumulate, pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import flashtile
@@ -219,6 +220,31 @@ def test_compiles_whole(options):
     assert_same(out, module(x))
     (expected,) = torch.autograd.grad(module(x).square().sum(), [module.out_proj.weight])
     assert_same(torch.autograd.grad(out.square().sum(), [module.out_proj.weight])[0], expected)
+
+
+def test_rotation_is_in_place_only_where_nobody_sees_it():
+    x, module = torch.randn(2, 7, EMBED), make(rotary_emb_dim=8)
+    plain, seen = module(x), []
+    linear = F.linear(x, module.Wqkv.weight, module.Wqkv.bias)
+    rotate = flashtile.apply_rotary_qkv
+    with mock.patch.object(flashtile, "apply_rotary_qkv", side_effect=rotate) as called:
+        module(x)
+        assert called.call_args.args[6], "inplace"
+        handle = module.Wqkv.register_forward_hook(lambda module, inputs, out: seen.append(out))
+        assert torch.equal(module(x), plain) and torch.equal(seen[0], linear)
+        handle.remove()
+        module.Wqkv.register_full_backward_hook(lambda module, *grads: seen.append(grads[1][0]))
+        module(x).sum().backward()
+        assert not called.call_args.args[6] and seen[1].shape == linear.shape
+
+
+def test_a_projection_may_need_its_output():
+    module, x = make(rotary_emb_dim=8), torch.randn(2, 7, EMBED)
+    module.Wqkv = nn.Sequential(module.Wqkv, nn.Sigmoid())
+    outs = module(x), in_full(module, x)
+    assert_same(*outs)
+    grads = (torch.autograd.grad(out.square().sum(), module.Wqkv[0].weight)[0] for out in outs)
+    assert_same(*grads)
 
 
 def test_state_dict_keys():

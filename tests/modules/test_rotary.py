@@ -81,3 +81,50 @@ def test_scaling() -> None:
     cos, sin = flashtile.rotary_tables(30, 16, scaling=scaling)
     expected = flashtile.apply_rotary_qkv(x, cos, sin)
     assert_same(RotaryEmbedding(16, scaling=scaling)(x.clone()), expected)
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["written", "replaced"])
+def test_tables_follow_the_frequencies(replaced: bool) -> None:
+    x = torch.randn(1, 9, 3, 2, 16)
+    module = RotaryEmbedding(16)
+    before = module(x.clone())
+    slower = flashtile.rotary_frequencies(16, 500.0)
+    if replaced:
+        module.inv_freq = slower
+    else:
+        module.inv_freq.copy_(slower)
+    expected = RotaryEmbedding(16, 500.0)(x.clone())
+    assert not torch.equal(before, expected)
+    assert torch.equal(module(x.clone()), expected)
+    cos = module.tables(9, x.device)[0]
+    assert cos is module.tables(9, x.device)[0], "made once"
+    assert torch.equal(copy.deepcopy(module)(x.clone()), expected)
+
+
+def test_a_compiled_graph_follows_replaced_frequencies() -> None:
+    torch._dynamo.reset()
+    x, module = torch.randn(1, 9, 3, 2, 16), RotaryEmbedding(16)
+    compiled = torch.compile(lambda x: module(x * 1), fullgraph=True, backend="aot_eager")
+    assert_same(compiled(x), module(x.clone()))
+    module.inv_freq = flashtile.rotary_frequencies(16, 500.0)
+    assert_same(compiled(x), RotaryEmbedding(16, 500.0)(x.clone()))
+    torch._dynamo.reset()
+
+
+def test_frequencies_survive_casts_and_the_meta_device() -> None:
+    x, expected = torch.randn(1, 9, 3, 2, 16), RotaryEmbedding(16)
+    changed = RotaryEmbedding(16)
+    changed.inv_freq.mul_(0.5)
+    for module, frequencies in (
+        (RotaryEmbedding(16).bfloat16(), expected.inv_freq),
+        (changed.half(), expected.inv_freq * 0.5),
+        (RotaryEmbedding(16).to_empty(device="cpu"), expected.inv_freq),
+        (RotaryEmbedding(16, device="meta").to_empty(device="cpu"), expected.inv_freq),
+    ):
+        assert torch.equal(module.inv_freq, frequencies) and module.inv_freq.dtype is torch.float32
+    # A model that was made on the meta device and got its parameters only.
+    assert torch.equal(RotaryEmbedding(16, device="meta")(x.clone()), expected(x.clone()))
+    with torch.inference_mode():
+        module = RotaryEmbedding(16)
+        assert torch.equal(module(x.clone()), expected(x.clone()))
+    assert torch.equal(module(x.clone()), expected(x.clone()))

@@ -16,6 +16,7 @@ from flashtile.distributed.sharding import sequence_positions, shard_sequence
 from flashtile.models import GPT, Bert
 from flashtile.modules import MHA, RotaryEmbedding
 from flashtile.modules.attention import InnerAttention
+from flashtile.modules.rotary import Source
 
 
 def context_parallel(
@@ -127,11 +128,17 @@ class ShardedRotary(nn.Module):
         self.interleaved, self.scale_base = rotary.interleaved, rotary.scale_base
         self._mesh, self._ranks = mesh, places_of(mesh).ranks
         self._made: tuple[int, tuple[Tensor | None, ...]] | None = None
+        self._made_from: Source | None = None
 
     def tables(self, positions: int, device: torch.device) -> tuple[Tensor | None, ...]:
         """As of `RotaryEmbedding`: row `i` is of this rank's token `i`, of exactly so many."""
         made = self._made
-        if made is None or made[0] != positions or made[1][0].device != device:  # type: ignore[union-attr]
+        if (
+            made is None
+            or made[0] != positions
+            or made[1][0].device != device  # type: ignore[union-attr]
+            or self.rotary._is_stale(self._made_from)
+        ):
             length = positions * self._ranks
             # xPos counts from the middle of the table, so that it must be that of the sequence.
             whole = self.rotary._make_tables(length, device)
@@ -140,5 +147,6 @@ class ShardedRotary(nn.Module):
                     None if t is None else shard_sequence(t[:length], self._mesh, dim=0, layout=self.layout)
                     for t in whole
                 )
-            self._made = made = positions, shards
+            self._made, self._made_from = (positions, shards), self.rotary._source()
+            return shards
         return made[1]

@@ -216,6 +216,9 @@ class ColumnParallelLinear(nn.Module):
         device, dtype: device and dtype of the parameters. All ranks draw the same weights, so give them the same seed.
     """
 
+    #: For `MHA`, which may then rotate what the layer returns in place.
+    keeps_no_output = True
+
     def __init__(
         self,
         in_features: int,

@@ -292,9 +292,9 @@ class MHA(nn.Module):
             # Positions are counted in the projection: if ranks share the tokens of x, it has the tokens of all.
             positions = qkv.shape[-3] if positions is None else positions
             tables = self.rotary_emb.tables(positions, x.device)
-            # In place: nothing else reads what the projection wrote.
+            inplace = _output_is_ours(self.Wqkv)
             qkv = flashtile.apply_rotary_qkv(
-                qkv, *tables, self.rotary_emb.interleaved, True, offset, self.num_heads, cu_seqlens, max_seqlen
+                qkv, *tables, self.rotary_emb.interleaved, inplace, offset, self.num_heads, cu_seqlens, max_seqlen
             )  # fmt: skip
         q, k, v = qkv.split([self.num_heads, self.num_heads_kv, self.num_heads_kv], dim=-2)
         return q, k, v
@@ -378,6 +378,21 @@ class MHA(nn.Module):
                 "cache: expected None with rotary_emb_scale_base, got one; the decay of xPos depends on the length of "
                 "the table, which grows with the tokens"
             )
+
+
+def _output_is_ours(projection: nn.Module) -> bool:
+    """Whether nothing else reads what a projection wrote, so that the rotation may be in place: it is a linear layer,
+    which does not need its output for its gradients, and no hook sees the output."""
+    hooks = (
+        projection._forward_hooks,
+        projection._backward_hooks,
+        projection._backward_pre_hooks,
+        nn.modules.module._global_forward_hooks,
+        nn.modules.module._global_backward_hooks,
+        nn.modules.module._global_backward_pre_hooks,
+    )
+    linear = type(projection) is nn.Linear or getattr(projection, "keeps_no_output", False)
+    return linear and "forward" not in vars(projection) and not any(hooks)
 
 
 class FlashMHA(MHA):

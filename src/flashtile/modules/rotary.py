@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 import flashtile
+
+
+class Source(NamedTuple):
+    """What tables were made from.
+
+    Attributes:
+        frequencies: the buffer `inv_freq`.
+        version: how often it had been written to. None in inference mode, where PyTorch does not count; -1 in a
+            compiled graph, which cannot ask, so that the next call outside of it makes the tables again.
+    """
+
+    frequencies: Tensor
+    version: int | None
 
 
 class RotaryEmbedding(nn.Module):
@@ -13,12 +28,16 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         dim: elements of a head that are rotated; even.
-        base: base of the frequencies `base ** (-2i / dim)`.
+        base: base of the first frequencies `base ** (-2i / dim)`. Later, `inv_freq` counts.
         interleaved: pairs are `(x[2i], x[2i + 1])`, else `(x[i], x[i + dim / 2])`.
         scale_base: scale base of xPos (`flashtile.xpos_scale`): queries grow and keys decay with the position. None =
             no xPos.
         device: device of the frequencies.
         scaling: for contexts longer than those of training (`flashtile.RotaryScaling`).
+
+    Attributes:
+        inv_freq: float32 `[dim / 2]`, radians per position of each pair. The tables are made from it, and made again
+            when it was replaced or written to; a compiled graph notices only the former. A cast of the model leaves it.
     """
 
     inv_freq: Tensor
@@ -41,28 +60,72 @@ class RotaryEmbedding(nn.Module):
         frequencies = flashtile.rotary_frequencies(dim, base, scaling, device)
         self.register_buffer("inv_freq", frequencies, persistent=False)
         self._tables: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None
+        self._made_from: Source | None = None
 
     def tables(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """cos and sin for at least this many positions, and with xPos also the tables of the keys; float32."""
         if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-            return self._make_tables(positions, device)  # tables of some length would bound that of the exported model
+            return self._compute_tables(
+                positions, device
+            )  # tables of some length would bound that of the exported model
         made = self._tables
-        if made is None or made[0].shape[0] < positions or made[0].device != device:
+        if made is None or made[0].shape[0] < positions or made[0].device != device or self._is_stale(self._made_from):
             made = self._make_tables(positions, device)
             # Fake ones, of a call that only asks for shapes, hold no values to keep; those made under torch.func
             # transforms are wrapped for them, and could be neither copied nor pickled afterwards.
             if type(made[0]) is Tensor and not torch._C._are_functorch_transforms_active():
-                self._tables = made
+                self._tables, self._made_from = made, self._source()
         return made
+
+    def _source(self) -> Source:
+        """What tables that are made now are made from."""
+        frequencies = self.inv_freq
+        if torch.compiler.is_compiling():
+            return Source(frequencies, -1)
+        return Source(frequencies, None if frequencies.is_inference() else frequencies._version)
+
+    def _is_stale(self, source: Source | None) -> bool:
+        """Whether the frequencies were replaced or written to since then. Nothing reads them."""
+        if source is None or self._buffers["inv_freq"] is not source.frequencies:
+            return True
+        if torch.compiler.is_compiling() or source.version is None:
+            return False
+        return source.frequencies._version != source.version
+
+    def _apply(self, fn: Any, recurse: bool = True) -> RotaryEmbedding:
+        frequencies = self.inv_freq
+        super()._apply(fn, recurse)
+        moved = self.inv_freq
+        # A cast would round them, and `to_empty` leaves memory that nobody has written.
+        if not moved.is_meta:
+            self.inv_freq = (
+                self._first_frequencies(moved.device) if frequencies.is_meta else frequencies.to(moved.device)
+            )
+        return self
+
+    def _first_frequencies(self, device: torch.device) -> Tensor:
+        return flashtile.rotary_frequencies(self.dim, self.base, self.scaling, device)
 
     def _make_tables(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         # Always float32, and outside of autograd and inference mode, so that one call's tables serve any other.
         with torch.inference_mode(False), torch.no_grad():
-            cos, sin = flashtile.rotary_tables(positions, self.dim, self.base, self.scaling, device=device)
-            if self.scale_base is None:
-                return cos, sin, None, None
-            scale = flashtile.xpos_scale(positions, self.dim, self.scale_base, device=device)
-            return cos * scale, sin * scale, cos / scale, sin / scale
+            return self._compute_tables(positions, device)
+
+    def _compute_tables(
+        self, positions: int, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        # Those on the meta device have no values, in a model that was made there and got its parameters later.
+        frequencies = (
+            self._first_frequencies(device) if self.inv_freq.is_meta else self.inv_freq.to(device, torch.float32)
+        )
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequencies)
+        cos, sin = angles.cos(), angles.sin()
+        if self.scaling is not None:
+            cos, sin = cos * self.scaling.magnitude, sin * self.scaling.magnitude
+        if self.scale_base is None:
+            return cos, sin, None, None
+        scale = flashtile.xpos_scale(positions, self.dim, self.scale_base, device=device)
+        return cos * scale, sin * scale, cos / scale, sin / scale
 
     def forward(
         self,

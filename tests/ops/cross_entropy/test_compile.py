@@ -96,18 +96,19 @@ _MATRIX = _matrix()
 def test_rows_of_any_width_are_read_in_whole_vectors(arch: str, kernel: str, name: str) -> None:
     source, memory = _source(arch, kernel, name), _MATRIX[arch, kernel, name]
     if arch == "sm_90":
-        check_code(source, arch, _check_vectors, memory, kernel)
+        of_rows = 5 if kernel == "backward" else 2 + (_CALLS[name].smoothing > 0)  # differences from the first logit
+        check_code(source, arch, _check_vectors, memory, kernel, of_rows)
     else:
         check_code(source, arch, check_fit, memory)
 
 
-def _check_vectors(binary: Binary, shared_memory: int, kernel: str) -> None:
+def _check_vectors(binary: Binary, shared_memory: int, kernel: str, of_rows: int) -> None:
     check_fit(binary, shared_memory)
     code = sass(binary)
     loads = re.findall(r"LDG\.E(\S*)", code)
     assert loads.count(".128") >= 2
     scalar = len(loads) - loads.count(".128")
-    assert scalar <= (2 if kernel == "forward" else 4), "beside labels and what there is one of for a row"
+    assert scalar <= of_rows, "beside labels and what there is one of for a row"
     # The exponential is one instruction: without it, small results would take three more.
     assert code.count("MUFU.EX2") and "FSETP.GEU.AND P0, PT, |" not in code.split("MUFU.EX2")[0]
     if kernel == "backward":

@@ -249,6 +249,29 @@ def test_strided_operands() -> None:
     assert_same(loss, expected[:, None].expand(2, 5, 2))
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("reduction", _REDUCTIONS)
+def test_ignored_rows_have_no_effect(reduction: str, backend: str) -> None:
+    """Be they NaN, also in second derivatives and under transforms."""
+    (x, weight, bias), labels = small()
+    labels[1] = -100
+    broken = x.detach().clone()
+    broken[1] = float("nan")
+    broken.requires_grad_()
+
+    def results(x: Tensor) -> tuple[Tensor, ...]:
+        loss = flashtile.linear_cross_entropy(x, weight, labels, bias, reduction=reduction, backend=backend)
+        grads = torch.autograd.grad(loss.sum(), (x, weight, bias), create_graph=True)
+        second = torch.autograd.grad(sum(grad.square().sum() for grad in grads), (x, weight, bias))
+        first = torch.autograd.grad(
+            flashtile.linear_cross_entropy(x, weight, labels, bias, reduction=reduction, backend=backend).sum(),
+            (x, weight, bias),
+        )
+        return loss, *grads, *first, *second
+
+    assert_same(results(broken), results(x))
+
+
 @pytest.mark.parametrize("reduction", _REDUCTIONS)
 def test_opcheck(reduction: str) -> None:
     (x, weight, bias), labels = small()
@@ -262,7 +285,7 @@ def test_opcheck(reduction: str) -> None:
     torch.library.opcheck(forward, (*operands, *spec, *wanted, "cpu"))
     dloss = x.new_ones(5 if reduction == "none" else ())
     scale = x.new_ones(()) if reduction == "mean" else None
-    torch.library.opcheck(backward, (dloss, scale, *operands, x.new_ones(5), *spec, *wanted, "cpu"))
+    torch.library.opcheck(backward, (dloss, scale, *operands, x.new_ones(5, 2), *spec, *wanted, "cpu"))
     half = (*(t.half() for t in operands[:3]), labels)
     torch.library.opcheck(forward, (*half, *spec, True, True, True, "cpu"), test_utils=("test_faketensor",))
 

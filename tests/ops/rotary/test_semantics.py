@@ -112,6 +112,18 @@ def test_in_place_on_views(backend: str) -> None:
 
 
 @both_backends
+def test_what_pytorch_negates_cannot_be_rotated_in_place(backend: str) -> None:
+    x = normal(1, 4, 2, 8)
+    view = torch.complex(torch.zeros_like(x), -x).conj().imag
+    assert_same(
+        flashtile.apply_rotary(view, _COS, _SIN, backend=backend),
+        flashtile.apply_rotary(x, _COS, _SIN, backend=backend),
+    )
+    with pytest.raises(ValueError, match=r"x: expected a tensor that holds its own numbers for inplace=True"):
+        flashtile.apply_rotary(view, _COS, _SIN, inplace=True, backend=backend)
+
+
+@both_backends
 def test_in_place_is_noticed_by_autograd(backend: str) -> None:
     x = normal(1, 4, 2, 8)
     weight = normal(1, 4, 2, 8, seed=1).requires_grad_()
@@ -180,7 +192,7 @@ def test_xpos_cancels_but_for_the_distance() -> None:
         (("yarn", 2.0, "long"), "original_length: expected a float, got 'long'"),
         (("yarn", 2.0, 8, 0.0), "beta_slow, beta_fast: expected turns above 0"),
         (("yarn", 2.0, 8, 1.0, 32.0), "the slow ones no more than the fast, got 32.0 and 1.0"),
-        (("yarn", 2.0, 8, 32.0, 1.0, math.nan), "attention_factor: expected a finite number or None, got nan"),
+        (("yarn", 2.0, 8, 32.0, 1.0, math.nan), "attention_factor: expected a finite number, got nan"),
     ],
 )
 def test_bad_scaling(arguments: tuple, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
 from collections.abc import Sequence
@@ -104,6 +105,16 @@ def as_float(name: str, value: float, why_not_tensor: str = "reading it would sy
     if isinstance(value, bool) or not isinstance(value, (float, int, numbers.Real)):
         raise TypeError(f"{name}: expected a float, got {value!r}; pass a number")
     return float(value)
+
+
+def finite_float(
+    name: str, value: float, remedy: str, why_not_tensor: str = "reading it would synchronise, pass a number"
+) -> float:
+    """A finite number of any type as a float."""
+    value = as_float(name, value, why_not_tensor)
+    if not abs(value) < math.inf:  # not math.isfinite, which torch.compile cannot trace where floats are dynamic
+        raise ValueError(f"{name}: expected a finite number, got {value}; {remedy}")
+    return value
 
 
 def resolve_dropout(

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from flashtile.ops.common.checks import as_float, check_device, check_tensors
+from flashtile.ops.common.checks import as_float, check_device, check_tensors, finite_float
 
 
 def resolve_window(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
@@ -34,10 +34,8 @@ def resolve_window(causal: bool, window: tuple[int | None, int | None] | None) -
 def resolve_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    scale = as_float("scale", scale, "reading it would synchronise, multiply q by it instead")
-    if not abs(scale) < math.inf:
-        raise ValueError(f"scale: expected a finite number, got {scale}; leave it out for 1/sqrt(head_dim)")
-    return scale
+    why_not_tensor = "reading it would synchronise, multiply q by it instead"
+    return finite_float("scale", scale, "leave it out for 1/sqrt(head_dim)", why_not_tensor)
 
 
 def resolve_softcap(softcap: float | None) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +14,7 @@ from flashtile.ops.common.checks import (
     check_device,
     check_float_dtype,
     check_tensors,
+    finite_float,
     raise_not_bool,
     read_on_request,
 )
@@ -122,8 +122,10 @@ def make_spec(
         raise ValueError(
             f"label_smoothing: expected a share from 0 to 1, got {label_smoothing}; 0.1 spreads a tenth of the target"
         )
-    logit_scale = _finite("logit_scale", logit_scale, "reading it would synchronise, multiply the logits by it instead")
-    lse_square_scale = _finite("lse_square_scale", lse_square_scale, "reading it would synchronise, pass a number")
+    undefined = "the loss is not defined with it"
+    why_not_tensor = "reading it would synchronise, multiply the logits by it instead"
+    logit_scale = finite_float("logit_scale", logit_scale, undefined, why_not_tensor)
+    lse_square_scale = finite_float("lse_square_scale", lse_square_scale, undefined)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index: expected an int, got {ignore_index!r}; use int(...)")
     check_choice("reduction", reduction, REDUCTIONS)
@@ -142,13 +144,6 @@ def make_spec(
         vocabulary,
         group,
     )
-
-
-def _finite(name: str, value: float, why_not_tensor: str) -> float:
-    value = as_float(name, value, why_not_tensor)
-    if not abs(value) < math.inf:  # not math.isfinite, which torch.compile cannot trace where floats are dynamic
-        raise ValueError(f"{name}: expected a finite number, got {value}; the loss is not defined with it")
-    return value
 
 
 def _share(process_group: ProcessGroup, columns: int) -> tuple[int, int, str]:

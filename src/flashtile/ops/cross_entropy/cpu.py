@@ -20,13 +20,13 @@ def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Results:
 
 
 def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Statistics:
-    """The statistics of the columns that are here, as rows of one tensor `[3, rows]`."""
-    dtype = compute_dtype(logits.dtype)
-    found = torch.empty(3, logits.shape[0], dtype=dtype)
+    """The statistics of the columns that are here."""
+    dtype, count = compute_dtype(logits.dtype), logits.shape[0]
+    found = Statistics(*(torch.empty(shape, dtype=dtype) for shape in ((count, 2), (count,), (count,))))
     for rows in _blocks(logits):
         for part, values in zip(found, losses.statistics(logits[rows].to(dtype), labels[rows], spec)):
             part[rows] = values
-    return Statistics(*found)
+    return found
 
 
 def backward(
@@ -34,7 +34,7 @@ def backward(
     scale: Tensor | None,
     logits: Tensor,
     labels: Tensor,
-    lse: Tensor,
+    normaliser: Tensor,
     spec: CrossEntropySpec,
     inplace: bool = False,
 ) -> Tensor:
@@ -43,10 +43,10 @@ def backward(
     dlogits = logits
     if not inplace:
         dlogits = torch.empty_strided(logits.shape, gradient_strides(logits), dtype=logits.dtype)
-    dloss = dloss.expand_as(lse)
+    dloss = dloss.expand_as(labels)
     for rows in _blocks(logits):
         block = logits[rows].to(dtype)
-        dlogits[rows] = losses.gradient(dloss[rows], scale, block, labels[rows], lse[rows], spec)
+        dlogits[rows] = losses.gradient(dloss[rows], scale, block, labels[rows], normaliser[rows], spec)
     return dlogits
 
 

@@ -62,7 +62,7 @@ class LinearResults(NamedTuple):
 
     loss: Tensor
     z_loss: Tensor | None
-    lse: Tensor
+    normaliser: Tensor
     scale: Tensor | None
     gradients: LinearGradients
 
@@ -82,19 +82,20 @@ def forward(module: ModuleType, operands: LinearOperands, spec: CrossEntropySpec
     scale = mean_scale(labels, spec, dtype) if spec.reduction == "mean" else None
     one, factor = torch.ones((), dtype=dtype, device=x.device), None if x.dtype is torch.float16 else scale
     each = spec._replace(reduction="none")
-    sums = _Sums(operands, wanted)
-    lse = torch.empty(len(labels), dtype=dtype, device=x.device)
-    loss, z_loss = torch.empty_like(lse), torch.empty_like(lse) if spec.z_loss else None
+    sums = _Sums(operands, wanted, spec)
+    normaliser = torch.empty(len(labels), 2, dtype=dtype, device=x.device)
+    loss = torch.empty(len(labels), dtype=dtype, device=x.device)
+    z_loss = torch.empty_like(loss) if spec.z_loss else None
     for rows, logits in _chunks(operands):
         found = parallel.forward(module, logits, labels[rows], each)
-        loss[rows], lse[rows] = found.loss, found.lse
+        loss[rows], normaliser[rows] = found.loss, found.normaliser
         if z_loss is not None and found.z_loss is not None:
             z_loss[rows] = found.z_loss
         if any(wanted):
-            sums.add(rows, module.backward(one, factor, logits, labels[rows], found.lse, each, True))
+            sums.add(rows, module.backward(one, factor, logits, labels[rows], found.normaliser, each, True))
     if spec.reduction != "none":
         loss, z_loss = _total(loss, scale), None if z_loss is None else _total(z_loss, scale)
-    return LinearResults(loss, z_loss, lse, scale, sums.found(spec))
+    return LinearResults(loss, z_loss, normaliser, scale, sums.found())
 
 
 def backward(
@@ -102,16 +103,16 @@ def backward(
     dloss: Tensor,
     scale: Tensor | None,
     operands: LinearOperands,
-    lse: Tensor,
+    normaliser: Tensor,
     spec: CrossEntropySpec,
     wanted: Wanted,
 ) -> LinearGradients:
     """The gradients for any gradient of the loss from above; the logits are made again."""
-    sums = _Sums(operands, wanted)
-    dloss = dloss.expand_as(lse)
+    sums = _Sums(operands, wanted, spec)
+    dloss = dloss.expand_as(operands.labels)
     for rows, logits in _chunks(operands):
-        sums.add(rows, module.backward(dloss[rows], scale, logits, operands.labels[rows], lse[rows], spec, True))
-    return sums.found(spec)
+        sums.add(rows, module.backward(dloss[rows], scale, logits, operands.labels[rows], normaliser[rows], spec, True))
+    return sums.found()
 
 
 def finish(found: LinearGradients, operands: LinearOperands) -> LinearGradients:
@@ -163,9 +164,9 @@ def _chunks(operands: LinearOperands) -> Iterator[tuple[slice, Tensor]]:
 class _Sums:
     """The gradients that are asked for, added up over chunks."""
 
-    def __init__(self, operands: LinearOperands, wanted: Wanted) -> None:
+    def __init__(self, operands: LinearOperands, wanted: Wanted, spec: CrossEntropySpec) -> None:
         x, weight, _, _ = operands
-        self._operands, self._started = operands, False
+        self._operands, self._spec, self._started = operands, spec, False
         step, _ = _cut(operands)
         narrow = x.element_size() < 4
         self._wide = x.dtype is torch.float16 or (narrow and x.shape[0] > MAX_ROUNDINGS * step)
@@ -175,11 +176,13 @@ class _Sums:
         self._dbias = x.new_zeros(weight.shape[0], dtype=compute_dtype(x.dtype)) if wanted.bias else None
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
-        x, weight, _, _ = self._operands
+        x, weight, _, labels = self._operands
         if self._dx is not None:
             torch.mm(dlogits, weight, out=self._dx[rows])
         if self._dweight is not None:
-            self._add_to_weight(self._dweight, dlogits.t(), x[rows])
+            # A row that is ignored may hold NaN, and its gradient of 0 times that would be NaN for the whole weight.
+            ignored = labels[rows, None] == self._spec.ignore_index
+            self._add_to_weight(self._dweight, dlogits.t(), x[rows].masked_fill(ignored, 0))
         if self._dbias is not None:
             self._dbias += dlogits.sum(dim=0, dtype=self._dbias.dtype)
         self._started = True
@@ -200,8 +203,8 @@ class _Sums:
             else:
                 dweight[part].copy_(product)
 
-    def found(self, spec: CrossEntropySpec) -> LinearGradients:
-        parallel.add_up(self._dx, spec)  # each process has the part of its columns
+    def found(self) -> LinearGradients:
+        parallel.add_up(self._dx, self._spec)  # each process has the part of its columns
         dweight = self._dweight
         if dweight is not None:
             dweight = dweight.to(weight_sum_dtype(self._operands.x.dtype))

@@ -29,7 +29,7 @@ _library.define(
     f"linear_cross_entropy_forward({_OPERAND_SCHEMA}, {SPEC_SCHEMA}, {_WANTED_SCHEMA}, str backend) -> Tensor[]"
 )
 _library.define(
-    f"linear_cross_entropy_backward(Tensor dloss, Tensor? scale, {_OPERAND_SCHEMA}, Tensor lse, {SPEC_SCHEMA}, "
+    f"linear_cross_entropy_backward(Tensor dloss, Tensor? scale, {_OPERAND_SCHEMA}, Tensor normaliser, {SPEC_SCHEMA}, "
     f"{_WANTED_SCHEMA}, str backend) -> Tensor[]"
 )
 _forward_op = torch.ops.flashtile.linear_cross_entropy_forward.default
@@ -77,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         results = _run_forward(operands, spec, now, backend)
         # A compiled graph saves the gradients; else they are kept where the backward can give them away.
         compiling = torch.compiler.is_compiling()
-        ctx.save_for_backward(*operands, results.lse, results.scale, *(results.gradients if compiling else ()))
+        ctx.save_for_backward(*operands, results.normaliser, results.scale, *(results.gradients if compiling else ()))
         ctx.gradients = None if compiling or spec.reduction == "none" else results.gradients
         ctx.scalars = spec, wanted, backend
         if results.z_loss is None:
@@ -89,7 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dloss, *rest):
         spec, wanted, backend = ctx.scalars
         saved = ctx.saved_tensors
-        operands, lse, scale = LinearOperands(*saved[:4]), saved[4], saved[5]
+        operands, normaliser, scale = LinearOperands(*saved[:4]), saved[4], saved[5]
         compiling = torch.compiler.is_compiling()
         if dispatch.batched(dloss):
             if spec.group:
@@ -103,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             refuse_second_order(spec, False)
             found = _differentiable_backward(dloss, operands, spec, wanted)
         elif spec.reduction == "none" or (ctx.gradients is None and not compiling):
-            found = _run_backward(dloss, scale, operands, lse, spec, wanted, backend)
+            found = _run_backward(dloss, scale, operands, normaliser, spec, wanted, backend)
         else:
             factor = dloss
             if scale is not None and operands.x.dtype is torch.float16:
@@ -133,14 +133,14 @@ def _run_backward(
     dloss: Tensor,
     scale: Tensor | None,
     operands: LinearOperands,
-    lse: Tensor,
+    normaliser: Tensor,
     spec: CrossEntropySpec,
     wanted: Wanted,
     backend: str,
 ) -> LinearGradients:
     if dispatch.unobserved(dloss, *operands):
-        return _backward(dloss, scale, operands, lse, spec, wanted, backend)
-    flat = iter(_backward_op(dloss, scale, *operands, lse, *spec, *wanted, backend))
+        return _backward(dloss, scale, operands, normaliser, spec, wanted, backend)
+    flat = iter(_backward_op(dloss, scale, *operands, normaliser, *spec, *wanted, backend))
     return LinearGradients(*(next(flat) if there else None for there in wanted))
 
 
@@ -166,14 +166,14 @@ def _backward(
     dloss: Tensor,
     scale: Tensor | None,
     operands: LinearOperands,
-    lse: Tensor,
+    normaliser: Tensor,
     spec: CrossEntropySpec,
     wanted: Wanted,
     backend: str,
 ) -> LinearGradients:
     module = _BACKENDS.implementation(backend, operands.x.device.type, operands.x.dtype)
     with _plain(operands.x):
-        found = linear.backward(module, dloss, scale, _contiguous(operands), lse, spec, wanted)
+        found = linear.backward(module, dloss, scale, _contiguous(operands), normaliser, spec, wanted)
     return linear.finish(found, operands)
 
 
@@ -195,10 +195,10 @@ def _forward_implementation(x, weight, bias, labels, *arguments):
     return [t for t in (*results[:4], *results.gradients) if t is not None]
 
 
-def _backward_implementation(dloss, scale, x, weight, bias, labels, lse, *arguments):
+def _backward_implementation(dloss, scale, x, weight, bias, labels, normaliser, *arguments):
     spec, wanted = CrossEntropySpec(*arguments[:_SPEC]), Wanted(*arguments[_SPEC:-1])
     operands = LinearOperands(x, weight, bias, labels)
-    found = _backward(dloss, scale, operands, lse, spec, wanted, arguments[-1])
+    found = _backward(dloss, scale, operands, normaliser, spec, wanted, arguments[-1])
     return [t for t in found if t is not None]
 
 
@@ -206,13 +206,13 @@ def _forward_fake(x, weight, bias, labels, *arguments):
     spec, wanted = CrossEntropySpec(*arguments[:_SPEC]), Wanted(*arguments[_SPEC:-1])
     dtype, rows = compute_dtype(x.dtype), x.shape[0]
     shapes = [(rows,) if spec.reduction == "none" else ()] * (2 if spec.z_loss else 1)
-    shapes += [(rows,), ()] if spec.reduction == "mean" else [(rows,)]
+    shapes += [(rows, 2), ()] if spec.reduction == "mean" else [(rows, 2)]
     dtypes = (x.dtype, linear.weight_sum_dtype(x.dtype), dtype)
     gradients = [t.new_empty(t.shape, dtype=d) for t, d, there in zip((x, weight, bias), dtypes, wanted) if there]
     return [x.new_empty(shape, dtype=dtype) for shape in shapes] + gradients
 
 
-def _backward_fake(dloss, scale, x, weight, bias, labels, lse, *arguments):
+def _backward_fake(dloss, scale, x, weight, bias, labels, normaliser, *arguments):
     wanted = Wanted(*arguments[_SPEC:-1])
     return [t.new_empty(t.shape) for t, there in zip((x, weight, bias), wanted) if there]
 
@@ -222,10 +222,10 @@ def _results(flat: Sequence[Tensor], spec: CrossEntropySpec, wanted: Wanted) -> 
     rest = iter(flat)
     loss = next(rest)
     z_loss = next(rest) if spec.z_loss else None
-    lse = next(rest)
+    normaliser = next(rest)
     scale = next(rest) if spec.reduction == "mean" else None
     gradients = LinearGradients(*(next(rest) if there else None for there in wanted))
-    return LinearResults(loss, z_loss, lse, scale, gradients)
+    return LinearResults(loss, z_loss, normaliser, scale, gradients)
 
 
 for _device in ("CPU", "CUDA"):

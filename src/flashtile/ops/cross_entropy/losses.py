@@ -3,6 +3,8 @@ where the columns of a row are spread over processes."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,34 +13,46 @@ from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, Statisti
 
 def statistics(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Statistics:
     """Statistics of rows of logits `[rows, columns]`, in the dtype that computes; differentiable."""
-    scores = logits * spec.logit_scale
-    largest = scores.detach().amax(dim=1)
-    largest = largest.masked_fill(largest == float("-inf"), 0)
-    lse = (scores - largest[:, None]).exp().sum(dim=1).log() + largest
+    pivot, zero = _pivot(logits.detach(), spec, 1)
+    differences = logits - zero[:, None]
+    exp_sum = (differences * spec.logit_scale).exp().sum(dim=1)
     column = labels.to(torch.int64) - spec.first
     here = (column >= 0) & (column < logits.shape[1])
-    target = scores.gather(1, column.where(here, 0)[:, None])[:, 0].where(here, 0)
-    total = scores.sum(dim=1) if spec.label_smoothing else torch.zeros_like(lse)
+    target = logits.gather(1, column.where(here, 0)[:, None])[:, 0].where(here, 0)
+    total = differences.sum(dim=1) if spec.label_smoothing else torch.zeros_like(target)
     counts = labels != spec.ignore_index
-    return Statistics(lse.where(counts, 0), target.where(counts, 0), total.where(counts, 0))
+    normaliser = torch.stack((pivot.where(counts, 0), exp_sum.where(counts, 1)), 1)
+    return Statistics(normaliser, target.where(counts, 0), total.where(counts, 0))
 
 
-def merge(parts: Tensor) -> Statistics:
-    """Puts together the statistics `[parts, 3, rows]` of disjoint columns."""
-    each, targets, totals = parts.unbind(1)
-    largest = each.amax(dim=0)
-    largest = largest.masked_fill(largest == float("-inf"), 0)
-    lse = (each - largest).exp().sum(dim=0).log() + largest
-    return Statistics(lse, targets.sum(dim=0), totals.sum(dim=0))
+def _pivot(logits: Tensor, spec: CrossEntropySpec, dim: int) -> tuple[Tensor, Tensor]:
+    """The logits of the largest scores, and from which number differences are taken: the same, but 0 where all scores
+    are -inf."""
+    pivot, lowest = (logits.amax(dim), -math.inf) if spec.logit_scale >= 0 else (logits.amin(dim), math.inf)
+    return pivot, pivot.masked_fill(pivot == lowest, 0)
+
+
+def merge(parts: Statistics, spec: CrossEntropySpec) -> Statistics:
+    """Puts together the statistics of disjoint columns, equally many in each part: `[parts, ...]` in each field."""
+    pivots, exp_sums = parts.normaliser.unbind(-1)
+    pivot, zero = _pivot(pivots, spec, 0)
+    differences = pivots - zero
+    exp_sum = (exp_sums * (differences * spec.logit_scale).exp()).sum(dim=0)
+    columns = spec.vocabulary // len(pivots)
+    total = (parts.total + columns * differences).sum(dim=0)
+    return Statistics(torch.stack((pivot, exp_sum), 1), parts.target.sum(dim=0), total)
 
 
 def losses(found: Statistics, labels: Tensor, spec: CrossEntropySpec) -> Results:
     """The losses of rows, reduced as the spec says."""
     counts = labels != spec.ignore_index
-    z_loss = spec.lse_square_scale * found.lse * found.lse  # in this order: a square may be infinite, and 0 · inf NaN
-    loss = found.lse - (1 - spec.label_smoothing) * found.target + z_loss
+    pivot, exp_sum = found.normaliser.unbind(1)
+    log_sum = exp_sum.log()
+    lse = pivot * spec.logit_scale + log_sum
+    z_loss = spec.lse_square_scale * lse * lse  # in this order: a square may be infinite, and 0 · inf NaN
+    loss = log_sum - (1 - spec.label_smoothing) * spec.logit_scale * (found.target - pivot) + z_loss
     if spec.label_smoothing:
-        loss = loss - spec.label_smoothing / spec.vocabulary * found.total
+        loss = loss - spec.label_smoothing * spec.logit_scale / spec.vocabulary * found.total
     sound = _sound(labels, spec, loss.dtype)
     loss, z_loss = ((t * sound).where(counts, 0) for t in (loss, z_loss))
     scale = None
@@ -47,7 +61,7 @@ def losses(found: Statistics, labels: Tensor, spec: CrossEntropySpec) -> Results
     if spec.reduction == "mean":
         scale = mean_scale(labels, spec, loss.dtype)
         loss, z_loss = loss * scale, z_loss * scale
-    return Results(loss, z_loss if spec.z_loss else None, found.lse, scale)
+    return Results(loss, z_loss if spec.z_loss else None, found.normaliser, scale)
 
 
 def _sound(labels: Tensor, spec: CrossEntropySpec, dtype: torch.dtype) -> Tensor:
@@ -62,7 +76,7 @@ def mean_scale(labels: Tensor, spec: CrossEntropySpec, dtype: torch.dtype) -> Te
 
 
 def gradient(
-    dloss: Tensor, scale: Tensor | None, logits: Tensor, labels: Tensor, lse: Tensor, spec: CrossEntropySpec
+    dloss: Tensor, scale: Tensor | None, logits: Tensor, labels: Tensor, normaliser: Tensor, spec: CrossEntropySpec
 ) -> Tensor:
     """The gradient of rows of logits `[rows, columns]`, in the dtype that computes; differentiable.
 
@@ -71,13 +85,16 @@ def gradient(
         scale: a factor on it, a scalar or None.
         logits: in the dtype that computes.
         labels: `[rows]`.
-        lse: `[rows]`, over all columns.
+        normaliser: `[rows, 2]`, over all columns.
         spec: of the call.
     """
-    g = (dloss if scale is None else dloss * scale).expand_as(lse)
+    g = (dloss if scale is None else dloss * scale).expand_as(labels)
     counts = (labels != spec.ignore_index)[:, None]
-    g = (g * spec.logit_scale * _sound(labels, spec, lse.dtype))[:, None]
-    p = (logits * spec.logit_scale - lse[:, None]).exp()
-    wanted = p * (1 + 2 * spec.lse_square_scale * lse)[:, None] - spec.label_smoothing / spec.vocabulary
+    g = (g * spec.logit_scale * _sound(labels, spec, normaliser.dtype))[:, None]
+    pivot, exp_sum = normaliser.unbind(1)
+    lse = pivot * spec.logit_scale + exp_sum.log()
+    exponentials = ((logits - pivot[:, None]) * spec.logit_scale).exp()
+    of_exponentials = (1 + 2 * spec.lse_square_scale * lse) / exp_sum
+    wanted = exponentials * of_exponentials[:, None] - spec.label_smoothing / spec.vocabulary
     is_label = torch.arange(spec.first, spec.first + logits.shape[1], device=logits.device) == labels[:, None]
-    return (g * (wanted - (1 - spec.label_smoothing) * is_label.to(p.dtype))).where(counts, 0)
+    return (g * (wanted - (1 - spec.label_smoothing) * is_label.to(wanted.dtype))).where(counts, 0)

@@ -18,7 +18,7 @@ SPEC_SCHEMA = (
     "float label_smoothing, float logit_scale, float lse_square_scale, int ignore_index, str reduction, bool z_loss, "
     "SymInt first, SymInt vocabulary, str group"
 )
-_GRADIENT_SCHEMA = f"Tensor labels, Tensor lse, {SPEC_SCHEMA}, str backend"
+_GRADIENT_SCHEMA = f"Tensor labels, Tensor normaliser, {SPEC_SCHEMA}, str backend"
 _library = torch.library.Library("flashtile", "FRAGMENT")
 _library.define(f"cross_entropy_forward(Tensor logits, Tensor labels, {SPEC_SCHEMA}, str backend) -> Tensor[]")
 _library.define(
@@ -71,7 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, labels, *arguments):
         spec, inplace, backend = CrossEntropySpec(*arguments[:_SPEC]), arguments[-2], arguments[-1]
         results = _run_forward(logits, labels, spec, backend)
-        ctx.save_for_backward(logits, labels, results.lse, results.scale)
+        ctx.save_for_backward(logits, labels, results.normaliser, results.scale)
         ctx.scalars = spec, inplace, backend
         ctx.spent = False
         if results.z_loss is None:
@@ -88,17 +88,17 @@ class _CrossEntropy(torch.autograd.Function):
                 "inplace_backward: expected one backward, got a second one: the first has written over the logits; "
                 "use inplace_backward=False"
             )
-        logits, labels, lse, scale = ctx.saved_tensors
+        logits, labels, normaliser, scale = ctx.saved_tensors
         if dispatch.batched(dloss):
-            dlogits = reference.backward(dloss, scale, logits, labels, lse, spec)
+            dlogits = reference.backward(dloss, scale, logits, labels, normaliser, spec)
         elif torch.is_grad_enabled() and not compiling:
             refuse_second_order(spec, inplace)
             dlogits = reference.differentiable_backward(dloss, logits, labels, spec)
         elif not inplace:
-            dlogits = _run_backward(dloss, scale, logits, labels, lse, spec, backend)
+            dlogits = _run_backward(dloss, scale, logits, labels, normaliser, spec, backend)
         else:
             ctx.spent = not compiling
-            dlogits = _run_inplace_backward(dloss, scale, logits.detach(), labels, lse, spec, backend)
+            dlogits = _run_inplace_backward(dloss, scale, logits.detach(), labels, normaliser, spec, backend)
         return dlogits, None, *(None,) * (_SPEC + 2)
 
 
@@ -119,13 +119,13 @@ def _run_backward(
     scale: Tensor | None,
     logits: Tensor,
     labels: Tensor,
-    lse: Tensor,
+    normaliser: Tensor,
     spec: CrossEntropySpec,
     backend: str,
 ) -> Tensor:
     if dispatch.unobserved(dloss, logits, labels):
-        return _backward(dloss, scale, logits, labels, lse, spec, backend, False)
-    return _backward_op(dloss, scale, logits, labels, lse, *spec, backend)
+        return _backward(dloss, scale, logits, labels, normaliser, spec, backend, False)
+    return _backward_op(dloss, scale, logits, labels, normaliser, *spec, backend)
 
 
 def _run_inplace_backward(
@@ -133,16 +133,16 @@ def _run_inplace_backward(
     scale: Tensor | None,
     logits: Tensor,
     labels: Tensor,
-    lse: Tensor,
+    normaliser: Tensor,
     spec: CrossEntropySpec,
     backend: str,
 ) -> Tensor:
     if dispatch.unobserved(dloss, logits, labels):
-        _backward(dloss, scale, logits, labels, lse, spec, backend, True)
+        _backward(dloss, scale, logits, labels, normaliser, spec, backend, True)
         # Whoever saved the logits too, and reads them after this, hears of it from autograd.
         torch.autograd.graph.increment_version(logits)
     else:
-        _inplace_backward_op(dloss, scale, logits, labels, lse, *spec, backend)
+        _inplace_backward_op(dloss, scale, logits, labels, normaliser, *spec, backend)
     return logits
 
 
@@ -156,13 +156,13 @@ def _backward(
     scale: Tensor | None,
     logits: Tensor,
     labels: Tensor,
-    lse: Tensor,
+    normaliser: Tensor,
     spec: CrossEntropySpec,
     backend: str,
     inplace: bool,
 ) -> Tensor:
     module = _BACKENDS.implementation(backend, logits.device.type, logits.dtype)
-    return module.backward(dloss, scale, logits, labels.contiguous(), lse, spec, inplace)
+    return module.backward(dloss, scale, logits, labels.contiguous(), normaliser, spec, inplace)
 
 
 def _forward_implementation(logits, labels, *arguments):
@@ -171,27 +171,27 @@ def _forward_implementation(logits, labels, *arguments):
     return [t for t in results if t is not None]
 
 
-def _backward_implementation(dloss, scale, logits, labels, lse, *arguments):
+def _backward_implementation(dloss, scale, logits, labels, normaliser, *arguments):
     with torch.no_grad():
         spec = CrossEntropySpec(*arguments[:_SPEC])
-        dlogits = _backward(dloss, scale, logits, labels, lse, spec, arguments[-1], False)
+        dlogits = _backward(dloss, scale, logits, labels, normaliser, spec, arguments[-1], False)
         strides = gradient_strides(logits)
         if dlogits.stride() == strides:
             return dlogits
         return logits.new_empty_strided(logits.shape, strides).copy_(dlogits)
 
 
-def _inplace_backward_implementation(dloss, scale, logits, labels, lse, *arguments):
+def _inplace_backward_implementation(dloss, scale, logits, labels, normaliser, *arguments):
     with torch.no_grad():
         spec = CrossEntropySpec(*arguments[:_SPEC])
-        _backward(dloss, scale, logits, labels, lse, spec, arguments[-1], True)
+        _backward(dloss, scale, logits, labels, normaliser, spec, arguments[-1], True)
 
 
 def _forward_fake(logits, labels, *arguments):
     spec = CrossEntropySpec(*arguments[:_SPEC])
     rows = logits.shape[0]
     shapes = [(rows,) if spec.reduction == "none" else ()] * (2 if spec.z_loss else 1)
-    shapes += [(rows,), ()] if spec.reduction == "mean" else [(rows,)]
+    shapes += [(rows, 2), ()] if spec.reduction == "mean" else [(rows, 2)]
     return [logits.new_empty(shape, dtype=compute_dtype(logits.dtype)) for shape in shapes]
 
 
@@ -202,8 +202,8 @@ def _backward_fake(dloss, scale, logits, *rest):
 def _results(flat: Sequence[Tensor], spec: CrossEntropySpec) -> Results:
     """The flat results of the operator, each in its place."""
     z_loss = flat[1] if spec.z_loss else None
-    lse = flat[2] if spec.z_loss else flat[1]
-    return Results(flat[0], z_loss, lse, flat[-1] if spec.reduction == "mean" else None)
+    normaliser = flat[2] if spec.z_loss else flat[1]
+    return Results(flat[0], z_loss, normaliser, flat[-1] if spec.reduction == "mean" else None)
 
 
 for _device in ("CPU", "CUDA"):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashtile.ops.cross_entropy.losses import losses, merge
-from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results
+from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, Statistics
 
 
 def forward(module: ModuleType, logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Results:
@@ -18,11 +18,14 @@ def forward(module: ModuleType, logits: Tensor, labels: Tensor, spec: CrossEntro
     if not spec.group:
         return module.forward(logits, labels, spec)
     group = _group(spec)
-    here = torch.stack(module.read(logits, labels, spec))
+    found = module.read(logits, labels, spec)
+    here = torch.column_stack(found)
     everywhere = here.new_empty(group.size() * len(here), here.shape[1])
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
     gather(everywhere, here, group=group)
-    return losses(merge(everywhere.view(group.size(), *here.shape)), labels, spec)
+    of_processes = everywhere.view(group.size(), *here.shape)
+    parts = Statistics(of_processes[..., :2], of_processes[..., 2], of_processes[..., 3])
+    return losses(merge(parts, spec), labels, spec)
 
 
 def add_up(tensor: Tensor | None, spec: CrossEntropySpec) -> None:

@@ -12,8 +12,15 @@ and with the gradient g of the loss from above::
     dlogits = g · logit_scale · (exp(s - lse) · (1 + 2 · lse_square_scale · lse)
                                  - label_smoothing / vocabulary - (1 - label_smoothing) · [column = y])
 
-Where the label is `ignore_index`, all of this is 0, whatever the row holds. Where it lies outside of the vocabulary,
-all of it is NaN. The mean is that over the rows that are not ignored.
+Of a row, lse is not kept but two numbers, its normaliser. A rounded lse is as wrong as an offset that all logits share
+is large, and softmax and loss with it::
+
+    pivot   = the logit of the largest s
+    exp_sum = Σ exp(logit_scale · (logits - pivot))               lse = logit_scale · pivot + ln exp_sum
+
+Losses and gradients are made of differences from the pivot, in which the offset is gone. Where the label is
+`ignore_index`, loss and gradient are 0, whatever the row holds. Where it lies outside of the vocabulary, they are NaN.
+The mean is that over the rows that are not ignored.
 """
 
 from __future__ import annotations
@@ -60,26 +67,26 @@ class Results(NamedTuple):
     Attributes:
         loss: `[rows]`, or a scalar where it is reduced.
         z_loss: of the same shape; None where it is not asked for.
-        lse: `[rows]`, log-sum-exp of the scaled logits; of ignored rows it means nothing.
+        normaliser: `[rows, 2]`, pivot and exp_sum; of ignored rows it means nothing.
         scale: scalar, 1 / the number of rows that count; only of a mean.
     """
 
     loss: Tensor
     z_loss: Tensor | None
-    lse: Tensor
+    normaliser: Tensor
     scale: Tensor | None
 
 
 class Statistics(NamedTuple):
-    """What is known of rows after their columns were read, each `[rows]`, 0 where the row is ignored.
+    """What is known of rows after the columns that are here were read; of ignored rows it means nothing.
 
     Attributes:
-        lse: log-sum-exp of the scaled logits.
-        target: the scaled logit of the label; 0 where the label has no column here.
-        total: sum of the scaled logits; 0 without smoothing.
+        normaliser: `[rows, 2]`, pivot and exp_sum.
+        target: `[rows]`, the logit of the label; 0 where the label has no column here.
+        total: `[rows]`, `Σ (logits - pivot)`; 0 without smoothing.
     """
 
-    lse: Tensor
+    normaliser: Tensor
     target: Tensor
     total: Tensor
 

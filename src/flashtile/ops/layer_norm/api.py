@@ -120,7 +120,8 @@ def dropout_add_layer_norm(
         epsilon: added to the variance.
         rowscale: `[...]`, a factor for each row of x0 (stochastic depth); no gradient flows to it.
         layerscale: `[hidden]`, a factor for each column of x0.
-        prenorm: also return x, the residual of the next layer.
+        prenorm: also return x, the residual of the next layer. Where x is x0 as it came (nothing is added, dropped or
+            scaled, and its dtype stays), x is x0 itself or a view of it, not a copy: what writes to one changes both.
         residual_in_fp32: without a residual, x is float32.
         return_dropout_mask: also return which elements of x0 (and of x1) were kept.
         x1: `[..., hidden]` in x0's dtype: a second branch (parallel residual). Not together with scales or x0_subset.

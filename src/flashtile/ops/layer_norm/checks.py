@@ -14,6 +14,7 @@ from flashtile.ops.common.checks import (
     check_float_dtype,
     check_lengths,
     check_tensors,
+    finite_float,
     raise_not_bool,
     readable,
     resolve_dropout,
@@ -139,10 +140,7 @@ def resolve_epsilon(name: str, epsilon: float) -> float:
 
 
 def resolve_rowscale_const(rowscale_const: float) -> float:
-    rowscale_const = as_float("rowscale_const", rowscale_const)
-    if not math.isfinite(rowscale_const):
-        raise ValueError(f"rowscale_const: expected a finite number, got {rowscale_const}; 1.0 changes nothing")
-    return rowscale_const
+    return finite_float("rowscale_const", rowscale_const, "1.0 changes nothing")
 
 
 def check_values(operands: Operands, spec: NormSpec) -> None:

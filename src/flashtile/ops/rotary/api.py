@@ -214,6 +214,8 @@ def _rotate(
 ) -> Tensor:
     _BACKENDS.check(backend)
     checks.raise_not_bool(interleaved=interleaved, inplace=inplace, conjugate=conjugate)
+    if inplace:
+        checks.check_inplace(name, x)
     cos, sin, cos_k, sin_k = tables
     checks.check_tables(name, x, cos, sin)
     if (cos_k is None) is not (sin_k is None):

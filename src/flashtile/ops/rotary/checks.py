@@ -20,6 +20,7 @@ from flashtile.ops.rotary.spec import RotarySpec, Rotation, positions
 __all__ = [
     "check_choice",
     "check_heads",
+    "check_inplace",
     "check_input",
     "check_max_seqlen",
     "check_sequences",
@@ -39,6 +40,15 @@ def check_input(name: str, x: Tensor, layout: tuple[str, ...]) -> None:
         raise ValueError(
             f"{name}: expected {len(layout)} dimensions [{', '.join(layout)}], got shape {tuple(x.shape)}; "
             "packed sequences go with cu_seqlens, a dense batch without"
+        )
+
+
+def check_inplace(name: str, x: Tensor) -> None:
+    """Checks that a rotation can be written to x. A compiled graph knows of no lazy negation."""
+    if not torch.compiler.is_compiling() and x.is_neg():
+        raise ValueError(
+            f"{name}: expected a tensor that holds its own numbers for inplace=True, got one that PyTorch negates when "
+            "it is read, such as z.conj().imag; leave inplace out, or call resolve_neg() first"
         )
 
 

@@ -33,9 +33,10 @@ def run_rotary(rotation: Rotation, spec: RotarySpec, inplace: bool, backend: str
         rotated = _transformed(rotation, spec, backend)
         return x.copy_(rotated) if inplace else rotated
     recorded = torch.is_grad_enabled() and x.requires_grad
-    if inplace and recorded and torch.compiler.is_compiling():
-        # The compiler turns the copy into a write to x, and knows its derivative.
-        return x.copy_(_Rotary.apply(*rotation, *spec, False, backend))
+    if inplace and (torch.compiler.is_exporting() or (recorded and torch.compiler.is_compiling())):
+        # The compiler turns the copy into a write to x, and knows its derivative. What is exported may have to run
+        # without flashtile, and only the operator that writes nothing in place is one of PyTorch's others.
+        return x.copy_(run_rotary(rotation, spec, False, backend))
     if recorded:
         return _Rotary.apply(*rotation, *spec, inplace, backend)
     return _run(rotation, spec, inplace, backend)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flashtile.ops.common.checks import as_float, check_count, check_float_dtype
+from flashtile.ops.common.checks import as_float, check_count, check_float_dtype, finite_float
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class RotaryScaling:
                 f"beta_slow, beta_fast: expected turns above 0, the slow ones no more than the fast, got {slow} and "
                 f"{fast}; 1 and 32 are usual"
             )
-        if self.attention_factor is not None and not math.isfinite(as_float("attention_factor", self.attention_factor)):
-            raise ValueError(f"attention_factor: expected a finite number or None, got {self.attention_factor}")
+        if self.attention_factor is not None:
+            finite_float("attention_factor", self.attention_factor, "leave it out for the usual one")
 
     @property
     def magnitude(self) -> float:

@@ -106,7 +106,5 @@ def _expanded(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def _scale(scale: float) -> float:
-    scale = checks.as_float("scale", scale, "reading it would synchronise, multiply x by it instead")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}; 1.0 changes nothing")
-    return scale
+    why_not_tensor = "reading it would synchronise, multiply x by it instead"
+    return checks.finite_float("scale", scale, "1.0 changes nothing", why_not_tensor)

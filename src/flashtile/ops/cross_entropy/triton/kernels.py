@@ -55,15 +55,15 @@ def online_step(x, place_max, place_sum, scale):
 
 @triton.jit
 def edge_step(
-    row_ptr, tile, start, place_max, place_sum, place_total, factor, scale, WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr, VECTOR: tl.constexpr, SMOOTHING: tl.constexpr,
+    row_ptr, tile, start, place_max, place_sum, place_total, scale, anchor, WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, VECTOR: tl.constexpr, SMOOTHING: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
     """A tile with columns that are not of this row."""
     group, columns = tile_columns(tile, start, BLOCK_N, VECTOR)
     inside = (columns >= 0) & (columns < WIDTH)
-    x = load_tile(row_ptr, group, start + WIDTH, VECTOR, False) * factor
+    x = load_tile(row_ptr, group, start + WIDTH, VECTOR, False) * SIGN
     if SMOOTHING:
-        place_total += tl.sum(tl.where(inside, x, 0.0), axis=1)
+        place_total += tl.sum(tl.where(inside, x - anchor, 0.0), axis=1)
     place_max, place_sum = online_step(tl.where(inside, x, float("-inf")), place_max, place_sum, scale)
     return place_max, place_sum, place_total
 
@@ -71,13 +71,15 @@ def edge_step(
 @triton.jit
 def read_row(
     logits_ptr, offset, lead, logit_scale, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, VECTOR: tl.constexpr,
-    SMOOTHING: tl.constexpr, POSITIVE: tl.constexpr,
+    SMOOTHING: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """lse of a row and, with smoothing, the sum of its scaled logits. Each logit is read once."""
-    # The order of logits is that of scores where the scale is positive: it then becomes part of the exponent's factor.
-    factor, scale = 1.0, logit_scale * LOG2_E
-    if not POSITIVE:
-        factor, scale = logit_scale, LOG2_E
+    """Pivot and exp_sum of a row and, with smoothing, the sum of its logits' differences from the pivot. Each logit is
+    read once."""
+    # With the sign of the scale, logits have the order of scores: the scale itself is part of the exponent's factor.
+    # That is not 0, which would make NaN of the columns outside of the row.
+    scale = logit_scale * (SIGN * LOG2_E)
+    if SIGN == 0:
+        scale = LOG2_E
     ALIGNMENT: tl.constexpr = VECTOR * logits_ptr.dtype.element_ty.primitive_bitwidth // 8
     start = row_start(offset, lead, VECTOR)
     row_ptr = tl.multiple_of(logits_ptr + (offset - start), ALIGNMENT)
@@ -85,62 +87,74 @@ def read_row(
     place_max = tl.full([G], float("-inf"), tl.float32)
     place_sum = tl.zeros([G], tl.float32)
     place_total = tl.zeros([G], tl.float32)
+    anchor = 0.0
+    if SMOOTHING:
+        # Until the largest logit is known, differences are taken from the first one: a sum of the logits themselves is
+        # as wrong as their common offset is large.
+        anchor = tl.load(logits_ptr + offset).to(tl.float32) * SIGN
+        anchor = tl.where(tl.abs(anchor) < float("inf"), anchor, 0.0)
     place_max, place_sum, place_total = edge_step(
-        row_ptr, 0, start, place_max, place_sum, place_total, factor, scale, WIDTH, BLOCK_N, VECTOR, SMOOTHING
+        row_ptr, 0, start, place_max, place_sum, place_total, scale, anchor, WIDTH, BLOCK_N, VECTOR, SMOOTHING, SIGN
     )
     last = (start + WIDTH - 1) // BLOCK_N
     for tile in range(1, last):
         group, _ = tile_columns(tile, start, BLOCK_N, VECTOR)
-        x = load_tile(row_ptr, group, 0, VECTOR, True) * factor
+        x = load_tile(row_ptr, group, 0, VECTOR, True) * SIGN
         if SMOOTHING:
-            place_total += tl.sum(x, axis=1)
+            place_total += tl.sum(x - anchor, axis=1)
         place_max, place_sum = online_step(x, place_max, place_sum, scale)
     if last > 0:
         place_max, place_sum, place_total = edge_step(
-            row_ptr, last, start, place_max, place_sum, place_total, factor, scale, WIDTH, BLOCK_N, VECTOR, SMOOTHING
-        )
+            row_ptr, last, start, place_max, place_sum, place_total, scale, anchor, WIDTH, BLOCK_N, VECTOR, SMOOTHING,
+            SIGN,
+        )  # fmt: skip
     row_max = tl.max(place_max, axis=0)
     against = tl.where(row_max == float("-inf"), 0.0, row_max)
-    row_sum = tl.sum(place_sum * tl.exp2((place_max - against) * scale), axis=0)
-    total = tl.sum(place_total, axis=0)
-    if POSITIVE:
-        against, total = against * logit_scale, total * logit_scale
-    return against + tl.log2(row_sum) * LN_2, total
+    exp_sum = tl.sum(place_sum * tl.exp2((place_max - against) * scale), axis=0)
+    total = tl.sum(place_total, axis=0) + WIDTH * (anchor - against)
+    return row_max * SIGN, exp_sum, total * SIGN
+
+
+@triton.jit
+def log_sum_exp(pivot, exp_sum, logit_scale):
+    return pivot * logit_scale + tl.log2(exp_sum) * LN_2
 
 
 @triton.jit
 def cross_entropy_forward_kernel(
-    logits_ptr, labels_ptr, loss_ptr, z_ptr, lse_ptr, stride_row, lead, ignore_index, first, vocabulary, logit_scale,
-    smoothing, lse_square_scale, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, VECTOR: tl.constexpr,
-    SMOOTHING: tl.constexpr, POSITIVE: tl.constexpr, PARTIAL: tl.constexpr, HAS_Z: tl.constexpr,
+    logits_ptr, labels_ptr, loss_ptr, z_ptr, normaliser_ptr, stride_row, lead, ignore_index, first, vocabulary,
+    logit_scale, smoothing, lse_square_scale, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, VECTOR: tl.constexpr,
+    SMOOTHING: tl.constexpr, SIGN: tl.constexpr, PARTIAL: tl.constexpr, HAS_Z: tl.constexpr,
 ):  # fmt: skip
-    """One row per program. With PARTIAL, what it stores in the place of loss and z is the label's scaled logit and the
-    sum of scaled logits, to be put together with those of other columns."""
+    """One row per program. With PARTIAL, what it stores in the place of loss and z is the label's logit and the sum of
+    differences from the pivot, to be put together with those of other columns."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row).to(tl.int64)
-    loss, z, lse = 0.0, 0.0, 0.0
+    loss, z, pivot, exp_sum = 0.0, 0.0, 0.0, 1.0
     if label != ignore_index:  # the row of a label that does not count is not read
         offset = row * stride_row
-        lse, total = read_row(
-            logits_ptr, offset, lead, logit_scale, WIDTH, BLOCK_N, VECTOR, SMOOTHING, POSITIVE
+        pivot, exp_sum, total = read_row(
+            logits_ptr, offset, lead, logit_scale, WIDTH, BLOCK_N, VECTOR, SMOOTHING, SIGN
         )  # fmt: skip
         column = label - first
         here = (column >= 0) & (column < WIDTH)
         target = tl.load(logits_ptr + offset + tl.where(here, column, 0), mask=here, other=0.0)
-        target = target.to(tl.float32) * logit_scale
+        target = target.to(tl.float32)
         if PARTIAL:
             loss, z = target, total
         else:
+            lse = log_sum_exp(pivot, exp_sum, logit_scale)
             z = lse_square_scale * lse * lse
-            loss = lse - (1.0 - smoothing) * target + z
+            loss = tl.log2(exp_sum) * LN_2 - (1.0 - smoothing) * ((target - pivot) * logit_scale) + z
             if SMOOTHING:
-                loss -= smoothing * (total / vocabulary)
+                loss -= smoothing * (total * logit_scale / vocabulary)
             known = (label >= 0) & (label < vocabulary)
             loss, z = tl.where(known, loss, float("nan")), tl.where(known, z, float("nan"))
     tl.store(loss_ptr + row, loss)
     if HAS_Z:
         tl.store(z_ptr + row, z)
-    tl.store(lse_ptr + row, lse)
+    tl.store(normaliser_ptr + 2 * row, pivot)
+    tl.store(normaliser_ptr + 2 * row + 1, exp_sum)
 
 
 @triton.jit
@@ -172,8 +186,8 @@ def cross_entropy_reduce_kernel(
 
 @triton.jit
 def cross_entropy_backward_kernel(
-    dloss_ptr, scale_ptr, logits_ptr, labels_ptr, lse_ptr, dlogits_ptr, stride_dloss, stride_row, stride_drow, lead,
-    ignore_index, first, vocabulary, logit_scale, smoothing, lse_square_scale, WIDTH: tl.constexpr,
+    dloss_ptr, scale_ptr, logits_ptr, labels_ptr, normaliser_ptr, dlogits_ptr, stride_dloss, stride_row, stride_drow,
+    lead, ignore_index, first, vocabulary, logit_scale, smoothing, lse_square_scale, WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr, VECTOR: tl.constexpr, TILES: tl.constexpr, SMOOTHING: tl.constexpr, HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
     """One tile of a row per program; dlogits may be the logits: what is written was read by the same thread before."""
@@ -186,15 +200,16 @@ def cross_entropy_backward_kernel(
     label = tl.load(labels_ptr + row).to(tl.int64)
     dlogits = tl.zeros([BLOCK_N // VECTOR, VECTOR], tl.float32)
     if label != ignore_index:
-        lse = tl.load(lse_ptr + row)
+        pivot, exp_sum = tl.load(normaliser_ptr + 2 * row), tl.load(normaliser_ptr + 2 * row + 1)
         g = tl.load(dloss_ptr + row * stride_dloss) * logit_scale
         if HAS_SCALE:
             g *= tl.load(scale_ptr)
         g = tl.where((label >= 0) & (label < vocabulary), g, float("nan"))
         row_ptr = tl.multiple_of(logits_ptr + (offset - start), ALIGNMENT)
         x = load_tile(row_ptr, group, start + WIDTH, VECTOR, False)
-        p = tl.exp2((x * logit_scale - lse) * LOG2_E)
-        dlogits = p * (g * (1.0 + 2.0 * lse_square_scale * lse))
+        lse = log_sum_exp(pivot, exp_sum, logit_scale)
+        of_exponentials = g * (1.0 + 2.0 * lse_square_scale * lse) / exp_sum
+        dlogits = tl.exp2((x - pivot) * (logit_scale * LOG2_E)) * of_exponentials
         if SMOOTHING:
             dlogits -= g * (smoothing / vocabulary)
         at = tl.maximum(tl.minimum(label - first, WIDTH), -1).to(tl.int32)  # -1 is masked out, WIDTH too

@@ -32,23 +32,22 @@ _STATISTICS = pointer_to(torch.float32)
 def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Results:
     """Runs the forward kernel on logits `[rows, columns]` with contiguous rows, and that of the reduction."""
     plan = _forward_plan_for(logits, labels, spec, partial=False)
-    losses, z_losses, lse = plan.allocate()
-    plan.launch(*map(pointer, (logits, labels, losses, z_losses, lse)))
+    losses, z_losses, normaliser = plan.allocate()
+    plan.launch(*map(pointer, (logits, labels, losses, z_losses, normaliser)))
     if spec.reduction == "none":
-        return Results(losses, z_losses, lse, None)
+        return Results(losses, z_losses, normaliser, None)
     plan = _reduce_plan(labels.dtype, logits.shape[0], spec, logits.device)
     loss, z_loss, scale = plan.allocate()
     plan.launch(*map(pointer, (losses, z_losses, labels, loss, z_loss, scale)))
-    return Results(loss, z_loss, lse, scale)
+    return Results(loss, z_loss, normaliser, scale)
 
 
 def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Statistics:
-    """The statistics of the columns that are here, as rows of one tensor `[3, rows]`."""
+    """The statistics of the columns that are here."""
     plan = _forward_plan_for(logits, labels, spec, partial=True)
-    (found,) = plan.allocate()
-    lse, target, total = found.unbind()
-    plan.launch(*map(pointer, (logits, labels, target, total, lse)))
-    return Statistics(lse, target, total)
+    target, total, normaliser = plan.allocate()
+    plan.launch(*map(pointer, (logits, labels, target, total, normaliser)))
+    return Statistics(normaliser, target, total)
 
 
 def backward(
@@ -56,7 +55,7 @@ def backward(
     scale: Tensor | None,
     logits: Tensor,
     labels: Tensor,
-    lse: Tensor,
+    normaliser: Tensor,
     spec: CrossEntropySpec,
     inplace: bool = False,
 ) -> Tensor:
@@ -74,7 +73,7 @@ def backward(
         spec,
         device,
     )
-    plan.launch(*map(pointer, (dloss, scale, logits, labels, lse, dlogits)))
+    plan.launch(*map(pointer, (dloss, scale, logits, labels, normaliser, dlogits)))
     return dlogits
 
 
@@ -100,7 +99,7 @@ def _forward_plan(
     spec: CrossEntropySpec,
     device: torch.device,
 ) -> Plan:
-    """`partial`: of `read`, which writes all statistics to one tensor."""
+    """`partial`: of `read`, which wants statistics and no losses."""
     rows, width = shape
     check_rows("logits", rows)
     itemsize = dtype.itemsize
@@ -110,17 +109,17 @@ def _forward_plan(
         "stride_row": int64(stride),
         "lead": int32(misalignment // itemsize),
     }
+    has_z = partial or spec.z_loss
     constants = {
         "WIDTH": width,
         **constants_of(config),
         "SMOOTHING": spec.label_smoothing > 0,
-        "POSITIVE": spec.logit_scale > 0,
+        "SIGN": (spec.logit_scale > 0) - (spec.logit_scale < 0),
         "PARTIAL": partial,
-        "HAS_Z": partial or spec.z_loss,
+        "HAS_Z": has_z,
     }
     of_rows = contiguous((rows,), torch.float32)
-    results = (of_rows, of_rows if spec.z_loss else None, of_rows)
-    outputs = (contiguous((3, rows), torch.float32),) if partial else results
+    outputs = (of_rows, of_rows if has_z else None, contiguous((rows, 2), torch.float32))
     kernel = kernels.cross_entropy_forward_kernel
     return make_plan(kernel, parameters, constants, rows, device, config.num_warps, outputs=outputs)
 
@@ -184,7 +183,7 @@ def _multiply_plan(dtype: torch.dtype, size: int, device: torch.device) -> Plan:
 
 def _parameters(dtype: torch.dtype, label_dtype: torch.dtype, spec: CrossEntropySpec) -> dict[str, Parameter]:
     """What the kernels have in common. Addresses and strides of rows are of any alignment: kernels find it out."""
-    statistics = ("loss", "z", "lse", "dloss", "scale", "loss_out", "z_out")
+    statistics = ("loss", "z", "normaliser", "dloss", "scale", "loss_out", "z_out")
     return {
         **dict.fromkeys(("logits_ptr", "dlogits_ptr"), pointer_to(dtype)),
         **dict.fromkeys((f"{name}_ptr" for name in statistics), _STATISTICS),
