@@ -122,7 +122,8 @@ def test_attention(backend: Any, window: tuple[int | None, int | None], form: st
         shape = (2, *shape[1:])
     tensor = _meta(*shape, strides=strides)
     _attention(backend, tensor, _side(shape[1]), AttentionSpec(1.0, *window, deterministic=True))
-    assert len(launched) == (3 if backend is triton else 4)
+    of_shares = launched.count("attention_shares_kernel")  # few walks over many queries are in parts
+    assert len(launched) - of_shares == (3 if backend is triton else 4)
 
 
 @pytest.mark.parametrize("backend", [triton, hopper], ids=["triton", "hopper"])
