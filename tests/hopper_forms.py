@@ -319,6 +319,17 @@ BACKWARD_FORMS = {
         f"{width}-single-tile": _backward(width, width, False, False, False, right=False)._replace(single_key_tile=True)
         for width in (64, 80, 96, 128)
     },
+    **{
+        f"{width}-lone": _backward(width, width, False, False, False)._replace(lone_tiles=True)
+        for width in (32, 80, 96)
+    },
+    "64-lone-rotated": _backward(64, 64, False, False, False)._replace(lone_tiles=True, rotates_walks=True),
+    "64-lone-fp16": _backward(64, 64, False, False, False)._replace(lone_tiles=True, dtype=torch.float16),
+    "128-lone": _backward(128, 128, False, False, False)._replace(lone_tiles=True, top_left=True),
+    "128-lone-rotated-fp16": _backward(128, 128, False, False, False)._replace(
+        lone_tiles=True, rotates_walks=True, dtype=torch.float16
+    ),
+    "64x128-lone": _backward(64, 128, False, False, False)._replace(lone_tiles=True),
     "64-single-tile-in-parts": _backward(64, 64, False, False, False, right=False)._replace(
         single_key_tile=True, divides_queries=True
     ),

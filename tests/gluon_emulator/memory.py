@@ -166,9 +166,12 @@ class Shared:
         return self._viewed(lambda data: data.permute(order))
 
     def reinterpret(self, dtype: DType, shape: Sequence[int], layout: Any) -> Shared:
-        assert dtype is self.dtype
-        count = math.prod(map(int, shape))  # the beginning of it, or all
-        return self._viewed(lambda data: data.view(-1)[:count].view(list(map(int, shape))), layout)
+        shape = list(map(int, shape))
+        count = math.prod(shape)  # the beginning of it, or all
+        if dtype is self.dtype:
+            return self._viewed(lambda data: data.view(-1)[:count].view(shape), layout)
+        data = self.data.view(-1).view(dtype.held_as)[:count].view(shape)
+        return Shared(data, torch.zeros(shape, dtype=torch.bool), [], dtype, layout)
 
     def load(self, layout: Any = None) -> Value:
         return Value(self.data.clone(), self.dtype, layout)

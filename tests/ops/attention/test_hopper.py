@@ -1006,6 +1006,7 @@ def _problem(
         rows_k=keys,
         key_tiles=-(-keys // n),
         query_tiles=-(-rows // m),
+        lone_tiles=None,
         window=Window(*band),
         scale=1.0,
         units=None,

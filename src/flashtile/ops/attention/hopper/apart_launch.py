@@ -351,5 +351,6 @@ def _plan_begin(
         "heads": heads,
         "rows_q": rows_q,
         "query_tiles": statistic_tiles,
+        "lone_tiles": 0,
     }
     return backward_plan("begin", variant, numbers, statistic_tiles * lines, device)

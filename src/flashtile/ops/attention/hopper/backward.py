@@ -52,12 +52,13 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     DqSums,
     Outputs,
     Statistics,
-    add_to_dq,
+    hand_over_dq,
     make_handover,
     make_ones,
     make_sums_staging,
     pass_dq_turn,
     pin_pairs_before_product,
+    place_of_dq,
     products_of_sum,
     scaled,
     scaled_by_dropout,
@@ -67,7 +68,6 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     start_sum,
     start_transposed,
     store_bias_gradient,
-    store_dq,
     subtract_statistic,
     unpack,
     wait_dq_turn,
@@ -257,12 +257,11 @@ def attention_backward_kernel(
     sums_staging, dq_stores = None, None
     if SUMS_BY_TMA and not loops.SINGLE_KEY_TILE:
         sums_staging = make_sums_staging(sums_desc, config)
-    if loops.SINGLE_KEY_TILE:
-        place = gl.allocate_shared_memory(q_desc.dtype, dq_desc.block_shape, dq_desc.layout)
+    if dq_desc is not None:
         tail_place = None
         if dq_tail_desc is not None:
-            tail_place = gl.allocate_shared_memory(q_desc.dtype, dq_tail_desc.block_shape, dq_tail_desc.layout)
-        dq_stores = DqStores(Chunks(dq_desc, dq_tail_desc), Chunks(place, tail_place))
+            tail_place = place_of_dq(dq_tail_desc, sums_staging)
+        dq_stores = DqStores(Chunks(dq_desc, dq_tail_desc), Chunks(place_of_dq(dq_desc, sums_staging), tail_place))
     bias_stores = None
     if bias_gradient_desc is not None:
         place = gl.allocate_shared_memory(q_desc.dtype, bias_gradient_desc.block_shape, bias_gradient_desc.layout)
@@ -718,7 +717,7 @@ def sum_dk(config, shared, descriptors, problem):
 def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, blocks, counter_ptr):
     """Multiplies each `ds` by the keys, 64 queries and `SUM_COLUMNS` columns at a time, and adds the product to dq.
 
-    Where there is a single key tile the product is dq, and is stored as such. `ds` is the gradient of a bias that no
+    Where queries see a single key tile the product is dq, and is stored as such. `ds` is the gradient of a bias that no
     two scores share, and is stored too (`outputs.bias`).
 
     LOADS: it also does the work of `produce`. The query tile after the next takes the place of the one before, which
@@ -783,12 +782,9 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
                         if config.TILE_K == 0:
                             turn = dq_turn(work, step.tile, problem, config)
                         wait_dq_turn(dq_sums.turns_ptr + number, turn_seen, turn)
-                    if config.SINGLE_KEY_TILE:
-                        rows = HeadRows(work.sequence, work.first_head + step.head, work.begin_q, work.seq_q)
-                        row = tile_visited * config.M + part * ROWS
-                        store_dq(outputs.stores, dq * problem.scale, rows, row, column, config)
-                    else:
-                        add_to_dq(dq_sums, dq, (number * PARTS + part) * WIDTH + column, config)
+                    rows = HeadRows(work.sequence, work.first_head + step.head, work.begin_q, work.seq_q)
+                    line = (number * PARTS + part) * WIDTH
+                    hand_over_dq(outputs, dq, rows, tile_visited, part, line, column, problem, config)
             step = step_after(work, step, config)
             number_before = number
         if config.ORDERED:

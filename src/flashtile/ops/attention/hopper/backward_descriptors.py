@@ -67,7 +67,7 @@ def boxes_of(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
             boxes[name] = (1, 1, CONSUMER_ROWS, CONSUMER_ROWS) if config.bias_stored else None
         elif name == "bias":
             boxes[name] = (1, 1, config.block_m, CONSUMER_ROWS) if config.bias_by_tma else None
-        elif name == "dq" and not variant.single_key_tile:
+        elif name == "dq" and not (variant.single_key_tile or variant.lone_tiles):
             boxes.update({"dq": None, "dq_tail": None})
         else:
             head_dim = variant.head_dim if name in ("q", "k", "dq", "dk") else variant.head_dim_v

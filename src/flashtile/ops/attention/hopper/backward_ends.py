@@ -45,7 +45,7 @@ def _columns_together(WIDTH):
 def attention_begin_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, sums_ptr, turns_ptr, counter_ptr, masked_dout_ptr,
     sink_logits_ptr, sink_sums_ptr, cu_seqlens_q_ptr, row_statistics_ptr,
-    stride_dout_batch, stride_dout_row, stride_dout_head, batch, heads, rows_q, query_tiles, lse_unit,
+    stride_dout_batch, stride_dout_row, stride_dout_head, batch, heads, rows_q, query_tiles, lone_tiles, lse_unit,
     HEAD_DIM_V: gl.constexpr, E: gl.constexpr, D: gl.constexpr, M: gl.constexpr,
     PACKED: gl.constexpr, HAS_DLSE: gl.constexpr, ORDERED: gl.constexpr, SHARES_PROGRESS: gl.constexpr,
     TOGETHER: gl.constexpr,
@@ -54,8 +54,9 @@ def attention_begin_kernel(
     them: lse in units of log2. Where they are operands, it writes both in parts and with the opposite sign (`lse_unit`:
     minus one unit of log2, in units of scores).
 
-    It also writes zeros where the dq of the tile will be summed (`sums_ptr`, None where it is not), where key tiles
-    count their turns to do so, and where thread blocks count the tiles that they take and say where they are.
+    It also writes zeros where the dq of the tile will be summed (`sums_ptr`, None where none is; the first `lone_tiles`
+    of a line are not), where key tiles count their turns to do so, and where thread blocks count the tiles that they
+    take and say where they are.
 
     `masked_dout_ptr`: where rows may see no key, dout for the main kernel, in the layout of out, with zeros in these
     rows. Their weights of 0 would not stop NaN there. `sink_logits_ptr`: the sinks that lse counts, or None.
@@ -131,9 +132,10 @@ def attention_begin_kernel(
     if sums_ptr is not None:
         flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
         BLOCK: gl.constexpr = M * _columns_together(D)
-        for block in gl.static_range(0, M * D, BLOCK):
-            place = sums_ptr + number.to(gl.int64) * (M * D) + block + gl.arange(0, BLOCK, flat)
-            gl.store(place, gl.zeros([BLOCK], gl.float32, flat))
+        if tile >= lone_tiles:
+            for block in gl.static_range(0, M * D, BLOCK):
+                sums = sums_ptr + number.to(gl.int64) * (M * D) + block + gl.arange(0, BLOCK, flat)
+                gl.store(sums, gl.zeros([BLOCK], gl.float32, flat))
 
 
 @gluon.jit
@@ -191,10 +193,11 @@ def _rows_of_dq(COLUMNS):
 
 @gluon.jit
 def attention_end_kernel(
-    sums_ptr, dq_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, query_tiles, scale,
+    sums_ptr, dq_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, query_tiles, lone_tiles, scale,
     HEAD_DIM: gl.constexpr, D: gl.constexpr, M: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Writes `dq = scale · sums` of one tile; dq is contiguous but for the padding of its rows."""
+    """Writes `dq = scale · sums` of one tile, unless it is one of the first `lone_tiles` of its line, whose dq the main
+    kernel stores; dq is contiguous but for the padding of its rows."""
     number = gl.program_id(0)
     tile = number % query_tiles
     line = number // query_tiles
@@ -206,15 +209,16 @@ def attention_end_kernel(
     place = gl.arange(0, ROWS * COLUMNS, _rows_of_sums(COLUMNS))
     row = gl.arange(0, ROWS, gl.SliceLayout(1, target))[:, None]
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, target))[None, :]
-    for part in gl.static_range(M // ROWS):
-        for left in gl.static_range(0, D, COLUMNS):
-            sums = gl.load(sums_ptr + (number.to(gl.int64) * M + part * ROWS) * D + left * ROWS + place)
-            parts = gl.permute(gl.reshape(sums, [COLUMNS // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
-            dq = gl.convert_layout(gl.reshape(parts, [ROWS, COLUMNS]), target, assert_trivial=True)
-            mine = first + part * ROWS + row
-            dq_row = (begin.to(gl.int64) if PACKED else sequence.to(gl.int64) * rows_q) + mine
-            gl.store(
-                dq_ptr + (dq_row * heads + head) * _padded(HEAD_DIM) + (column + left),
-                (dq * scale).to(dq_ptr.dtype.element_ty),
-                mask=(mine < rows) & (column + left < HEAD_DIM),
-            )
+    if tile >= lone_tiles:
+        for part in gl.static_range(M // ROWS):
+            for left in gl.static_range(0, D, COLUMNS):
+                sums = gl.load(sums_ptr + (number.to(gl.int64) * M + part * ROWS) * D + left * ROWS + place)
+                parts = gl.permute(gl.reshape(sums, [COLUMNS // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+                dq = gl.convert_layout(gl.reshape(parts, [ROWS, COLUMNS]), target, assert_trivial=True)
+                mine = first + part * ROWS + row
+                dq_row = (begin.to(gl.int64) if PACKED else sequence.to(gl.int64) * rows_q) + mine
+                gl.store(
+                    dq_ptr + (dq_row * heads + head) * _padded(HEAD_DIM) + (column + left),
+                    (dq * scale).to(dq_ptr.dtype.element_ty),
+                    mask=(mine < rows) & (column + left < HEAD_DIM),
+                )

@@ -25,6 +25,7 @@ from flashtile.ops.attention.hopper.backward_variant import (
     BackwardVariant,
     function_of_call,
     has_single_key_tile,
+    lone_query_tiles,
     may_divide_queries,
     with_loops,
 )
@@ -313,6 +314,8 @@ def _plan(
     covered = is_covered(sizes, packed, spec, config.block_m, config.block_n)
     single = has_single_key_tile(spec, rows_q, rows_k, config, packed or side.key_lengths_dtype is not None)
     ordered = spec.deterministic and not single
+    group = heads // heads_kv
+    lone = 0 if single else lone_query_tiles(spec, side, rows_q, rows_k, group, config, packed)
     variant = BackwardVariant(
         dtype,
         head_dim,
@@ -327,6 +330,7 @@ def _plan(
         spec.softcap > 0,
         side_of_call(side, spec, heads, covered=covered, by_column=True),
         single_key_tile=single,
+        lone_tiles=lone > 0,
         slope_sums=wanted.alibi_slopes,
         function=function_of_call(spec.score_program, batch, shapes, side, covered),
     )
@@ -338,7 +342,6 @@ def _plan(
     programs = multiprocessors(device)
     blocks = spec.block_shape is not None
     uneven = variant.bounded or blocks or (variant.has_right and not variant.has_left)
-    group = heads // heads_kv
     steps = longest_walk(query_tiles, spec, config.block_m, config.block_n)
     shares = shares_of_heads(group, key_tiles * lines_kv, steps, uneven, programs)
     group //= shares
@@ -365,6 +368,7 @@ def _plan(
         "rows_q": rows_q,
         "rows_k": rows_k,
         "query_tiles": query_tiles,
+        "lone_tiles": lone,
         "key_tiles": key_tiles,
         "window_left": window_left,
         "window_right": window_right,

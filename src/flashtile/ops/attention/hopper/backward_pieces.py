@@ -135,8 +135,8 @@ class Outputs(NamedTuple):
 
 
 class DqStores(NamedTuple):
-    """How dq of a single key tile leaves: by TMA, through places on chip for 64 queries and the columns of a product.
-    Both are `Chunks`; the tail is of the last columns, where these are fewer."""
+    """How dq leaves that no second key tile adds to: by TMA, through places on chip for 64 queries and the columns of a
+    product. Both are `Chunks`; the tail is of the last columns, where these are fewer."""
 
     descriptors: Any
     places: Any
@@ -152,6 +152,17 @@ def make_sums_staging(desc, config):
         places: gl.constexpr = [config.SUM_COLUMNS // TOGETHER] + desc.block_shape
         staging = gl.allocate_shared_memory(gl.float32, places, desc.layout)
     return staging
+
+
+@gluon.jit
+def place_of_dq(desc, staging):
+    """A place on chip from which TMA stores dq. `staging`: that of the sums, which are not added to meanwhile; None
+    where nothing is summed."""
+    if staging is None:
+        place = gl.allocate_shared_memory(desc.dtype, desc.block_shape, desc.layout)
+    else:
+        place = reinterpret(staging, desc.dtype, desc.block_shape, desc.layout)
+    return place
 
 
 @gluon.jit
@@ -280,6 +291,22 @@ def start_dq(slot, key_slot, part: gl.constexpr, column: gl.constexpr, config, s
         k_tile = columns_of(k, Slot(key_slot.place + which, key_slot.phase), column, COLUMNS)
         dq = warpgroup_mma(ds, k_tile, dq, use_acc=which > 0, is_async=True)
     return dq
+
+
+@gluon.jit
+def hand_over_dq(outputs, dq, rows, tile, part, line, COLUMN: gl.constexpr, problem, config):
+    """Stores a `[64, columns]` block of dq, of part `part` of query tile `tile` of a head (`HeadRows`), or adds it to
+    the sums, whose part begins at line `line` of 64 numbers."""
+    row = tile * config.M + part * ROWS
+    if config.SINGLE_KEY_TILE:
+        store_dq(outputs.stores, dq * problem.scale, rows, row, COLUMN, config)
+    elif problem.lone_tiles is not None:
+        if tile < problem.lone_tiles:
+            store_dq(outputs.stores, dq * problem.scale, rows, row, COLUMN, config)
+        else:
+            add_to_dq(outputs.sums, dq, line + COLUMN, config)
+    else:
+        add_to_dq(outputs.sums, dq, line + COLUMN, config)
 
 
 @gluon.jit

@@ -47,7 +47,18 @@ from flashtile.ops.attention.triton.bias_work import WorkNumbers
 Numbers = Mapping[str, Any]
 
 #: Those that are 32-bit integers.
-_INTEGERS = ("batch", "heads", "heads_kv", "group", "shares", "rows_q", "rows_k", "query_tiles", "key_tiles")
+_INTEGERS = (
+    "batch",
+    "heads",
+    "heads_kv",
+    "group",
+    "shares",
+    "rows_q",
+    "rows_k",
+    "query_tiles",
+    "key_tiles",
+    "lone_tiles",
+)
 
 
 def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
@@ -147,7 +158,8 @@ def _parameters(variant: BackwardVariant, numbers: Numbers) -> dict[str, Any]:
             side=variant.side.pointers,
             slope_sums_ptr=optional(variant.slope_sums, pointer_to(torch.float32)),
             score_change=variant.score_change,
-            **{name: integer for name, integer in integers.items() if name != "heads"},
+            **{name: integer for name, integer in integers.items() if name not in ("heads", "lone_tiles")},
+            lone_tiles=int32(number["lone_tiles"] if variant.lone_tiles else None),
             parts=int32(number["parts"] if variant.divides_queries else None),
             window=Window(int32(number["window_left"]), int32(number["window_right"])),
             scale=scale,

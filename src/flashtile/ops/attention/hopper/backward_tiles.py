@@ -132,7 +132,9 @@ class Problem(NamedTuple):
         heads_kv: counts each key/value head `shares` times, once for each share of its query heads, `group` of them,
             which has dk and dv of its own. `parts` of these shares have the same heads and a part of the queries each;
             None where each has all queries.
-        key_tiles: (packed: slots) on each line of such a head, `query_tiles` likewise of a query head.
+        key_tiles: (packed: slots) on each line of such a head, `query_tiles` likewise of a query head. The first
+            `lone_tiles` of these see the first key tile alone, whose product is their dq; None where dq is summed
+            everywhere or nowhere.
         others: as in `forward.Problem`.
     """
 
@@ -148,6 +150,7 @@ class Problem(NamedTuple):
     rows_k: Any
     key_tiles: Any
     query_tiles: Any
+    lone_tiles: Any
     window: Any
     scale: Any
     units: Any

@@ -63,7 +63,8 @@ class BackwardVariant(NamedTuple):
     which only the first kernel reads (`sinks`). `bias_in_parts`: the gradient of a bias leaves its kernel in parts;
     `bias_shared_by_heads`: it has one head for several. `function`: its `ScoreChange` without the soft cap.
     `masks` and the fields after it: as in `backward_tiles.KernelConfig`. `divides_queries`: walks over the queries are
-    in parts. `statistics_together`: TOGETHER of the first kernel."""
+    in parts. `lone_tiles`: the first query tiles see one key tile alone (`lone_query_tiles`). `statistics_together`:
+    TOGETHER of the first kernel."""
 
     dtype: torch.dtype
     head_dim: int
@@ -92,6 +93,7 @@ class BackwardVariant(NamedTuple):
     rotates_walks: bool = False
     reverses_lines: bool = False
     single_key_tile: bool = False
+    lone_tiles: bool = False
     divides_queries: bool = False
     statistics_together: int = 1
 
@@ -155,6 +157,22 @@ def has_single_key_tile(spec: AttentionSpec, rows_q: int, rows_k: int, config: B
     anybody that of the first queries, where the band begins below them. Only TMA writes it."""
     all_visit = spec.window_left is None and not band_hides_rows(spec, rows_q, rows_k)
     return all_visit and rows_k <= config.block_n and config.sums_by_tma and not bounded and spec.block_shape is None
+
+
+def lone_query_tiles(
+    spec: AttentionSpec, side: SideShape, rows_q: int, rows_k: int, group: int, config: BackwardConfig, packed: bool
+) -> int:
+    """How many of the first query tiles see the first key tile alone, so that its product is their dq, and is stored as
+    such. They are many only in short calls, under a causal mask. Others add to sums everywhere, which takes fewer
+    registers: long ones, and such with side inputs."""
+    plain = side._replace(sinks=False) == PLAIN_SIDE and not (packed or spec.deterministic or spec.softcap)
+    causal = spec.window_left is None and spec.window_right is not None and not band_hides_rows(spec, rows_q, rows_k)
+    listed = spec.block_shape is not None or spec.score_program is not None
+    if not (plain and causal and config.sums_by_tma and not listed and group * rows_q < _LONG_WALK):
+        return 0
+    shift = 0 if spec.top_left else rows_k - rows_q
+    unseen = config.block_n - shift - (spec.window_right or 0)  # the first query that sees a key of the second tile
+    return max(0, min(unseen, rows_q) // config.block_m)
 
 
 def may_divide_queries(variant: BackwardVariant, side: SideShape, group: int, rows_q: int) -> bool:
