@@ -365,6 +365,22 @@ def test_random_shapes_are_those_of_the_records():
     assert f"{said} as the fastest peer" in " ".join(README.split())
 
 
+def test_speeds_on_an_h100_are_those_of_the_records():
+    expected = [
+        _compared("h100-attention.json", "flashtile-hopper", PEERS),
+        _compared("h100-shapes.json", "flashtile-auto", (*PEERS, "sdpa-efficient"), "shapes"),
+        _compared("h100-random.json", "flashtile-auto", ("sdpa-cudnn", "fa4"), "random"),
+        _compared("h100-random-odd.json", "flashtile-auto", ("sdpa-flash", "sdpa-cudnn"), "random-odd"),
+    ]
+    assert [cells for _, *cells in _table(FIGURES, "on an H100")[1:]] == expected
+
+
+def test_mean_speeds_of_float32_are_those_of_the_record():
+    _, forward, _, backward, _ = _compared("h100-float32.json", "flashtile-auto", ("sdpa-efficient",), "float32")
+    said = f"{forward.split()[0]} times as fast forward and {backward.split()[0]} times backward as PyTorch's"
+    assert said in " ".join(README.split())
+
+
 def test_times_of_functions_are_those_of_the_records():
     """Of the last record that has the case."""
     records = [*map(_milliseconds, ("h200-functions.json", "h200-score-functions.json"))]
