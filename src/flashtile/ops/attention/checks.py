@@ -63,9 +63,10 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str], eight_bits
         eight_bits: float8_e4m3fn is served too.
     """
     rank = len(layout)
-    if not torch.compiler.is_compiling():  # which reads no layout in a backward
-        if q.is_nested or k.is_nested or v.is_nested or not (q.layout is k.layout is v.layout is torch.strided):
-            check_dense(q=q, k=k, v=v)
+    if not torch.compiler.is_compiling() and (  # a compiled backward may not read a layout
+        q.is_nested or k.is_nested or v.is_nested or not (q.layout is k.layout is v.layout is torch.strided)
+    ):
+        check_dense(q=q, k=k, v=v)
     if not (
         q.dim() == k.dim() == v.dim() == rank and q.dtype is k.dtype is v.dtype and q.device == k.device == v.device
     ):
