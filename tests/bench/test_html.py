@@ -148,12 +148,12 @@ def test_the_page_says_what_was_measured_on_what_and_how_to_read_it(whole):
 @_draws_all_records
 def test_the_main_result_of_the_gpu_comes_first(whole):
     first, second, *_ = parsed(whole).iter(f"{HTML}section")
-    assert first.find(f"{HTML}h2").text == "Main result: attention on NVIDIA H200"
+    assert first.find(f"{HTML}h2").text == "Main result: attention on NVIDIA H100 80GB HBM3"
     said = words_in(first)
     assert "flashtile-hopper is" in said and "times as fast as the fastest peer" in said and "fa4" in said
     assert len(list(first.iter(f"{SVG}svg"))) == 2, "forward and backward"
     machines = [heading.text.strip() for heading in second.iter(f"{HTML}h3")]
-    assert machines[0] == "NVIDIA H200" and machines[-1].endswith("(2 cores)")
+    assert machines[0] == "NVIDIA H100 80GB HBM3" and machines[-1].endswith("(2 cores)")
 
 
 @_draws_all_records
