@@ -35,9 +35,9 @@ from flashtile.ops.attention.hopper.pieces import (
 )
 from flashtile.ops.attention.hopper.wide_backward import (
     Exchange,
-    KernelConfig,
     Operands,
     Shared,
+    dense_config,
     first_step,
     load_statistic,
     step_after,
@@ -63,7 +63,7 @@ def attention_float32_dv_kernel(
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr, MASKS: gl.constexpr,
 ):  # fmt: skip
     """dv of 128 keys, 64 of each of two warpgroups. Constants: `wide_backward.KernelConfig`."""
-    config = _config(True, 2 * ROWS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
+    config = dense_config(True, 2 * ROWS, 1, 1, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
     keys = make_ring(Chunks(k_desc, None), 2 * PARTS, 0)
     visited = Operands(
         of_scores=make_ring(Chunks(q_desc, None), PARTS, 2), of_values=make_ring(Chunks(dout_desc, None), PARTS, 2)
@@ -88,7 +88,7 @@ def attention_float32_dk_dq_kernel(
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr, MASKS: gl.constexpr,
 ):  # fmt: skip
     """dk of 64 keys, or dq of 64 queries. Constants: `wide_backward.KernelConfig`."""
-    config = _config(OF_KEYS, ROWS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
+    config = dense_config(OF_KEYS, ROWS, 1, 1, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
     shared = Shared(
         own=Operands(
             of_scores=make_ring(Chunks(own_scores_desc, None), PARTS, 0),
@@ -115,28 +115,6 @@ def attention_float32_dk_dq_kernel(
         ],
         [4, 1, 1],
         [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    )
-
-
-@gluon.jit
-def _config(
-    OF_KEYS: gl.constexpr, OWN_ROWS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    TOP_LEFT: gl.constexpr, MASKS: gl.constexpr,
-):  # fmt: skip
-    """What `wide_backward` is told of a kernel."""
-    return KernelConfig(
-        OF_KEYS=OF_KEYS,
-        OWN_ROWS=OWN_ROWS,
-        CHUNKS=1,
-        VALUE_CHUNKS=1,
-        PARTS=1,
-        SUM_CHUNKS=1,
-        PACKED=False,
-        KEY_LENGTHS=False,
-        HAS_LEFT=HAS_LEFT,
-        HAS_RIGHT=HAS_RIGHT,
-        TOP_LEFT=TOP_LEFT,
-        MASKS=MASKS,
     )
 
 

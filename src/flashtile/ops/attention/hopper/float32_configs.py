@@ -25,12 +25,16 @@ def cut_shared_rows(chunks: int) -> tuple[int, int]:
     stream of each."""
     room = (SHARED_MEMORY - SHARERS * EXCHANGE_BYTES - OVERHEAD) // TILE_BYTES
     staying = -(-chunks // SHARERS)
-    while room - PARTS * min(SHARERS * staying, chunks) < SHARERS * STREAM_PLACES:
+    while (places := (room - _staying_tiles(chunks, staying)) // SHARERS) < STREAM_PLACES:
         staying -= 1
-    return staying, (room - PARTS * min(SHARERS * staying, chunks)) // SHARERS
+    return staying, places
 
 
 def memory_of_shared_rows(chunks: int, staying: int, places: int) -> int:
     """An estimate of the shared memory of a program in bytes."""
-    tiles = SHARERS * places + PARTS * min(SHARERS * staying, chunks)
+    tiles = SHARERS * places + _staying_tiles(chunks, staying)
     return tiles * TILE_BYTES + SHARERS * EXCHANGE_BYTES + OVERHEAD
+
+
+def _staying_tiles(chunks: int, staying: int) -> int:
+    return PARTS * min(SHARERS * staying, chunks)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from flashtile._backends.gluon import fence_async_shared, gl, gluon
 from flashtile.ops.attention.hopper.float32_shares import (
     SHARERS,
-    Tensors,
     chunks_of,
     first_of_result,
     load_share,
@@ -24,12 +23,12 @@ from flashtile.ops.attention.hopper.float32_shares import (
     scores_of_step,
     staying_of,
 )
-from flashtile.ops.attention.hopper.float32_streams import acquire_staying, add_products
+from flashtile.ops.attention.hopper.float32_streams import Loads, acquire_staying, add_products
 from flashtile.ops.attention.hopper.forward_epilogue import finite, join_sink
 from flashtile.ops.attention.hopper.pieces import LN_2, HeadRows, M, product_layout, row_maximum
 from flashtile.ops.attention.hopper.wide_backward import (
     CHUNK,
-    KernelConfig,
+    dense_config,
     first_step,
     hide,
     step_after,
@@ -55,23 +54,10 @@ def attention_float32_forward_kernel(
 ):  # fmt: skip
     """`STAYING`: chunks of queries of each warpgroup that stay on chip. `PLACES`: for the tiles that stream to each.
     The others: `KernelConfig`."""
-    config = KernelConfig(
-        OF_KEYS=False,
-        OWN_ROWS=M,
-        CHUNKS=CHUNKS,
-        VALUE_CHUNKS=VALUE_CHUNKS,
-        PARTS=1,
-        SUM_CHUNKS=VALUE_CHUNKS,
-        PACKED=False,
-        KEY_LENGTHS=False,
-        HAS_LEFT=HAS_LEFT,
-        HAS_RIGHT=HAS_RIGHT,
-        TOP_LEFT=TOP_LEFT,
-        MASKS=MASKS,
-    )
-    tensors = Tensors(q_desc, k_desc, v_desc)
-    first = make_rings(0, tensors, config, STAYING, PLACES)
-    second = make_rings(1, tensors, config, STAYING, PLACES)
+    config = dense_config(False, M, CHUNKS, VALUE_CHUNKS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
+    loads = Loads(q_desc, k_desc, v_desc)
+    first = make_rings(0, loads, config, STAYING, PLACES)
+    second = make_rings(1, loads, config, STAYING, PLACES)
     partial = make_partial_scores()
     results = Results(out_ptr, lse_ptr, sinks_ptr)
     fence_async_shared()
@@ -79,8 +65,8 @@ def attention_float32_forward_kernel(
         [
             (attend, (0, STAYING, config, first, partial, results, problem, HEAD_DIM_V)),
             (attend, (1, STAYING, config, second, partial, results, problem, HEAD_DIM_V)),
-            (load_share, (0, STAYING, config, first, tensors, problem)),
-            (load_share, (1, STAYING, config, second, tensors, problem)),
+            (load_share, (0, STAYING, config, first, loads, problem)),
+            (load_share, (1, STAYING, config, second, loads, problem)),
         ],
         [4, 1, 1],
         [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

@@ -11,21 +11,11 @@ from typing import Any, NamedTuple
 from flashtile._backends.gluon import gl, gluon, mbarrier
 from flashtile.ops.attention.hopper.backward_pieces import ROWS
 from flashtile.ops.attention.hopper.float32_parts import PARTS
-from flashtile.ops.attention.hopper.float32_streams import load_chunk, load_rows, load_staying, product_of_rows
-from flashtile.ops.attention.hopper.pieces import Chunks, HeadRows, barriers, make_ring, matrix_layout
-from flashtile.ops.attention.hopper.wide_backward import first_step, step_after, work_of
+from flashtile.ops.attention.hopper.float32_streams import load_operands, product_of_rows
+from flashtile.ops.attention.hopper.pieces import Chunks, barriers, make_ring, matrix_layout
 
 #: Warpgroups that share rows.
 SHARERS = gl.constexpr(2)
-
-
-class Tensors(NamedTuple):
-    """Descriptors of the parts of the own rows, of those whose products with them are the scores, and of the values
-    that the weights multiply: of q, k and v, or of k, q and dout."""
-
-    own: Any
-    visited: Any
-    weighted: Any
 
 
 class Rings(NamedTuple):
@@ -62,11 +52,11 @@ def staying_of(which, staying, chunks):
 
 
 @gluon.jit
-def make_rings(WHICH: gl.constexpr, tensors, config, STAYING: gl.constexpr, PLACES: gl.constexpr):
+def make_rings(WHICH: gl.constexpr, loads, config, STAYING: gl.constexpr, PLACES: gl.constexpr):
     OWN: gl.constexpr = staying_of(WHICH, STAYING, config.CHUNKS)
     return Rings(
-        own=make_ring(Chunks(tensors.own, None), OWN * PARTS, 0),
-        stream=make_ring(Chunks(tensors.visited, None), PLACES, 1),
+        own=make_ring(Chunks(loads.own, None), OWN * PARTS, 0),
+        stream=make_ring(Chunks(loads.visited, None), PLACES, 1),
     )
 
 
@@ -80,24 +70,12 @@ def make_partial_scores():
 
 
 @gluon.jit
-def load_share(WHICH: gl.constexpr, STAYING: gl.constexpr, config, rings, tensors, problem):
-    """Producer of a warpgroup: its chunks, in the order in which it multiplies them."""
-    OWN: gl.constexpr = staying_of(WHICH, STAYING, config.CHUNKS)
-    stream = rings.stream
-    work = work_of(problem, config)
-    own = HeadRows(work.sequence, work.own_head, 0, 0)
-    load_staying(rings.own, OWN, WHICH, SHARERS, config.CHUNKS, tensors.own, own, work.first)
-    loaded = 0
-    step = first_step(work)
-    for _ in range(work.steps):
-        rows = HeadRows(work.sequence, step.head, 0, 0)
-        row = step.tile * ROWS
-        loaded = load_rows(
-            stream, loaded, OWN, WHICH, SHARERS, config.CHUNKS, tensors.own, own, work.first, tensors.visited, rows, row
-        )
-        for chunk in range(first_of_result(WHICH), config.VALUE_CHUNKS, SHARERS):
-            loaded = load_chunk(stream, loaded, chunk, config.VALUE_CHUNKS, tensors.weighted, rows, row)
-        step = step_after(work, step, config)
+def load_share(WHICH: gl.constexpr, STAYING: gl.constexpr, config, rings, loads, problem):
+    """Producer of a warpgroup: its chunks."""
+    load_operands(
+        staying_of(WHICH, STAYING, config.CHUNKS), WHICH, config.CHUNKS, first_of_result(WHICH), config.VALUE_CHUNKS,
+        config.VALUE_CHUNKS, SHARERS, config, rings.own, rings.stream, loads, problem,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from flashtile._backends.gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from flashtile.ops.attention.hopper.backward_pieces import ROWS
 from flashtile.ops.attention.hopper.float32_parts import HIGH, LOW, MIDDLE, PARTS, parts_of, without_nan
-from flashtile.ops.attention.hopper.pieces import Chunks, Slot, hidden_zero, product_layout, wait_products
-from flashtile.ops.attention.hopper.wide_backward import CHUNK
+from flashtile.ops.attention.hopper.pieces import Chunks, HeadRows, Slot, hidden_zero, product_layout, wait_products
+from flashtile.ops.attention.hopper.wide_backward import CHUNK, first_step, step_after, work_of
 
 
 class Parts(NamedTuple):
@@ -33,6 +33,45 @@ class Parts(NamedTuple):
 # Loads
 
 
+class Loads(NamedTuple):
+    """Descriptors of the parts of what a producer loads: own rows, the visited ones that they are multiplied with, and
+    those that are multiplied into the sums."""
+
+    own: Any
+    visited: Any
+    summed: Any
+
+
+@gluon.jit
+def load_operands(
+    STAYING: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, SUM_FIRST: gl.constexpr, SUM_LAST: gl.constexpr,
+    SUM_COUNT: gl.constexpr, STRIDE: gl.constexpr, config, own_ring, stream, loads, problem,
+):  # fmt: skip
+    """Producer: loads what a consumer multiplies, in its order.
+
+    First the `STAYING` chunks of own rows that stay. In each step, every `STRIDE`-th chunk of visited rows from `FIRST`
+    on, of the `COUNT` of a row, behind those of own rows that do not stay; then every `STRIDE`-th chunk of the sums'
+    operand from `SUM_FIRST` up to `SUM_LAST`, of the `SUM_COUNT` of a row.
+    """
+    STREAMING: gl.constexpr = FIRST + STAYING * STRIDE
+    work = work_of(problem, config)
+    own = HeadRows(work.sequence, work.own_head, 0, 0)
+    load_staying(own_ring, STAYING, FIRST, STRIDE, COUNT, loads.own, own, work.first)
+    loaded = 0
+    step = first_step(work)
+    for _ in range(work.steps):
+        rows = HeadRows(work.sequence, step.head, 0, 0)
+        row = step.tile * ROWS
+        for chunk in range(FIRST, STREAMING, STRIDE):
+            loaded = load_chunk(stream, loaded, chunk, COUNT, loads.visited, rows, row)
+        for chunk in range(STREAMING, COUNT, STRIDE):
+            loaded = load_chunk(stream, loaded, chunk, COUNT, loads.own, own, work.first)
+            loaded = load_chunk(stream, loaded, chunk, COUNT, loads.visited, rows, row)
+        for chunk in range(SUM_FIRST, SUM_LAST, STRIDE):
+            loaded = load_chunk(stream, loaded, chunk, SUM_COUNT, loads.summed, rows, row)
+        step = step_after(work, step, config)
+
+
 @gluon.jit
 def load_staying(
     ring, STAYING: gl.constexpr, FIRST: gl.constexpr, STRIDE: gl.constexpr, COUNT: gl.constexpr, descriptor, rows, row
@@ -43,22 +82,6 @@ def load_staying(
         for part in gl.static_range(PARTS):
             column = column_of(FIRST + index * STRIDE, part, COUNT)
             ring.load(Slot(index * PARTS + part, 0), Chunks(descriptor, None), rows, row, False, column)
-
-
-@gluon.jit
-def load_rows(
-    stream, loaded, STAYING: gl.constexpr, FIRST: gl.constexpr, STRIDE: gl.constexpr, COUNT: gl.constexpr,
-    own_descriptor, own, own_row, descriptor, rows, row,
-):  # fmt: skip
-    """Loads what `product_of_rows` multiplies: every `STRIDE`-th chunk of visited rows from `FIRST` on, behind those of
-    own rows that do not stay. Returns how many tiles are loaded then."""
-    STREAMING: gl.constexpr = FIRST + STAYING * STRIDE
-    for chunk in range(FIRST, STREAMING, STRIDE):
-        loaded = load_chunk(stream, loaded, chunk, COUNT, descriptor, rows, row)
-    for chunk in range(STREAMING, COUNT, STRIDE):
-        loaded = load_chunk(stream, loaded, chunk, COUNT, own_descriptor, own, own_row)
-        loaded = load_chunk(stream, loaded, chunk, COUNT, descriptor, rows, row)
-    return loaded
 
 
 @gluon.jit

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier
 from flashtile.ops.attention.hopper.backward_pieces import DELTA, LSE, ROWS
+from flashtile.ops.attention.hopper.float32_backward import store_sums
 from flashtile.ops.attention.hopper.float32_parts import PARTS
 from flashtile.ops.attention.hopper.float32_shares import (
     SHARERS,
-    Tensors,
     chunks_of,
     first_of_result,
     load_share,
@@ -22,16 +22,14 @@ from flashtile.ops.attention.hopper.float32_shares import (
     staying_of,
 )
 from flashtile.ops.attention.hopper.float32_streams import (
+    Loads,
     acquire_staying,
     add_products,
-    load_chunk,
-    load_rows,
-    load_staying,
+    load_operands,
     product_of_rows,
 )
 from flashtile.ops.attention.hopper.pieces import (
     Chunks,
-    HeadRows,
     barriers,
     make_ring,
     matrix_layout,
@@ -40,7 +38,7 @@ from flashtile.ops.attention.hopper.pieces import (
 from flashtile.ops.attention.hopper.wide_backward import (
     CHUNK,
     Exchange,
-    KernelConfig,
+    dense_config,
     first_step,
     load_statistic,
     step_after,
@@ -48,15 +46,6 @@ from flashtile.ops.attention.hopper.wide_backward import (
     work_of,
     zero_sums,
 )
-
-
-class Descriptors(NamedTuple):
-    """Descriptors of the parts of four tensors. Of scores: of q or k; of values: of dout or v."""
-
-    own_scores: Any
-    own_values: Any
-    visited_scores: Any
-    visited_values: Any
 
 
 class Shared(NamedTuple):
@@ -79,18 +68,18 @@ def attention_float32_wide_dv_kernel(
 ):  # fmt: skip
     """dv of 64 keys. `STAYING`: chunks of keys of each warpgroup that stay on chip. `PLACES`: for the tiles that stream
     to each. The others: `KernelConfig`."""
-    config = _config(True, CHUNKS, VALUE_CHUNKS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
-    tensors = Tensors(k_desc, q_desc, dout_desc)
-    first = make_rings(0, tensors, config, STAYING, PLACES)
-    second = make_rings(1, tensors, config, STAYING, PLACES)
+    config = dense_config(True, ROWS, CHUNKS, VALUE_CHUNKS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
+    loads = Loads(k_desc, q_desc, dout_desc)
+    first = make_rings(0, loads, config, STAYING, PLACES)
+    second = make_rings(1, loads, config, STAYING, PLACES)
     partial = make_partial_scores()
     fence_async_shared()
     gl.warp_specialize(
         [
             (sum_values, (0, STAYING, config, first, partial, dv_ptr, statistics_ptr, problem, HEAD_DIM_V)),
             (sum_values, (1, STAYING, config, second, partial, dv_ptr, statistics_ptr, problem, HEAD_DIM_V)),
-            (load_share, (0, STAYING, config, first, tensors, problem)),
-            (load_share, (1, STAYING, config, second, tensors, problem)),
+            (load_share, (0, STAYING, config, first, loads, problem)),
+            (load_share, (1, STAYING, config, second, loads, problem)),
         ],
         [4, 1, 1],
         [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -107,8 +96,7 @@ def attention_float32_wide_dk_dq_kernel(
 ):  # fmt: skip
     """dk of 64 keys, or dq of 64 queries. `STAYING_SCORES`, `STAYING_VALUES`: own chunks that stay on chip.
     `WEIGHT_PLACES`, `GRADIENT_PLACES`: for the tiles that stream to either consumer. The others: `KernelConfig`."""
-    config = _config(OF_KEYS, CHUNKS, VALUE_CHUNKS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
-    descriptors = Descriptors(own_scores_desc, own_values_desc, visited_scores_desc, visited_values_desc)
+    config = dense_config(OF_KEYS, ROWS, CHUNKS, VALUE_CHUNKS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
     shared = Shared(
         own_scores=make_ring(Chunks(own_scores_desc, None), STAYING_SCORES * PARTS, 0),
         own_values=make_ring(Chunks(own_values_desc, None), STAYING_VALUES * PARTS, 0),
@@ -120,38 +108,18 @@ def attention_float32_wide_dk_dq_kernel(
             gradients_there=barriers(1, 1),
         ),
     )
+    of_weights = Loads(own_scores_desc, visited_scores_desc, visited_scores_desc)
+    of_gradients = Loads(own_values_desc, visited_values_desc, visited_scores_desc)
     fence_async_shared()
     gl.warp_specialize(
         [
             (weigh, (STAYING_SCORES, config, shared, gradient_ptr, statistics_ptr, problem, HEAD_DIM)),
             (differentiate, (STAYING_VALUES, config, shared, gradient_ptr, statistics_ptr, problem, HEAD_DIM)),
-            (load_for_weights, (STAYING_SCORES, config, shared, descriptors, problem)),
-            (load_for_gradients, (STAYING_VALUES, config, shared, descriptors, problem)),
+            (load_for_weights, (STAYING_SCORES, config, shared, of_weights, problem)),
+            (load_for_gradients, (STAYING_VALUES, config, shared, of_gradients, problem)),
         ],
         [4, 1, 1],
         [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    )
-
-
-@gluon.jit
-def _config(
-    OF_KEYS: gl.constexpr, CHUNKS: gl.constexpr, VALUE_CHUNKS: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr, MASKS: gl.constexpr,
-):  # fmt: skip
-    """What `wide_backward` is told of a kernel."""
-    return KernelConfig(
-        OF_KEYS=OF_KEYS,
-        OWN_ROWS=ROWS,
-        CHUNKS=CHUNKS,
-        VALUE_CHUNKS=VALUE_CHUNKS,
-        PARTS=1,
-        SUM_CHUNKS=VALUE_CHUNKS,
-        PACKED=False,
-        KEY_LENGTHS=False,
-        HAS_LEFT=HAS_LEFT,
-        HAS_RIGHT=HAS_RIGHT,
-        TOP_LEFT=TOP_LEFT,
-        MASKS=MASKS,
     )
 
 
@@ -159,46 +127,21 @@ def _config(
 
 
 @gluon.jit
-def load_for_weights(STAYING: gl.constexpr, config, shared, descriptors, problem):
-    """Loads what `weigh` multiplies: in each step all chunks of own rows that do not stay and of visited ones, and then
-    the visited chunks of its sums."""
-    stream = shared.for_weights
-    work = work_of(problem, config)
-    own = HeadRows(work.sequence, work.own_head, 0, 0)
-    load_staying(shared.own_scores, STAYING, 0, 1, config.CHUNKS, descriptors.own_scores, own, work.first)
-    loaded = 0
-    step = first_step(work)
-    for _ in range(work.steps):
-        rows = HeadRows(work.sequence, step.head, 0, 0)
-        row = step.tile * ROWS
-        loaded = load_rows(
-            stream, loaded, STAYING, 0, 1, config.CHUNKS, descriptors.own_scores, own, work.first,
-            descriptors.visited_scores, rows, row,
-        )  # fmt: skip
-        for chunk in range(first_half(config)):
-            loaded = load_chunk(stream, loaded, chunk, config.CHUNKS, descriptors.visited_scores, rows, row)
-        step = step_after(work, step, config)
+def load_for_weights(STAYING: gl.constexpr, config, shared, loads, problem):
+    """Loads what `weigh` multiplies."""
+    load_operands(
+        STAYING, 0, config.CHUNKS, 0, first_half(config), config.CHUNKS, 1, config, shared.own_scores,
+        shared.for_weights, loads, problem,
+    )  # fmt: skip
 
 
 @gluon.jit
-def load_for_gradients(STAYING: gl.constexpr, config, shared, descriptors, problem):
-    """The same for `differentiate`, whose products are of values, and its sums of the other chunks."""
-    stream = shared.for_gradients
-    work = work_of(problem, config)
-    own = HeadRows(work.sequence, work.own_head, 0, 0)
-    load_staying(shared.own_values, STAYING, 0, 1, config.VALUE_CHUNKS, descriptors.own_values, own, work.first)
-    loaded = 0
-    step = first_step(work)
-    for _ in range(work.steps):
-        rows = HeadRows(work.sequence, step.head, 0, 0)
-        row = step.tile * ROWS
-        loaded = load_rows(
-            stream, loaded, STAYING, 0, 1, config.VALUE_CHUNKS, descriptors.own_values, own, work.first,
-            descriptors.visited_values, rows, row,
-        )  # fmt: skip
-        for chunk in range(first_half(config), config.CHUNKS):
-            loaded = load_chunk(stream, loaded, chunk, config.CHUNKS, descriptors.visited_scores, rows, row)
-        step = step_after(work, step, config)
+def load_for_gradients(STAYING: gl.constexpr, config, shared, loads, problem):
+    """Loads what `differentiate` multiplies."""
+    load_operands(
+        STAYING, 0, config.VALUE_CHUNKS, first_half(config), config.CHUNKS, config.CHUNKS, 1, config,
+        shared.own_values, shared.for_gradients, loads, problem,
+    )  # fmt: skip
 
 
 # Consumers
@@ -281,12 +224,8 @@ def store_chunks(
     HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Stores the sums of the own rows, times `scale`: every `STRIDE`-th chunk of the gradient from `FIRST` on."""
-    layout: gl.constexpr = product_layout(CHUNK)
-    heads = problem.heads_kv if config.OF_KEYS else problem.heads
-    rows = problem.rows_k if config.OF_KEYS else problem.rows_q
-    row = work.first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    line = ((work.sequence.to(gl.int64) * rows + row) * heads + work.gradient_head) * HEAD_DIM
     for chunk in gl.static_range(len(total)):
-        column = (FIRST + chunk * STRIDE) * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
-        exists = (row < rows)[:, None] & (column < HEAD_DIM)[None, :]
-        gl.store(gradient_ptr + line[:, None] + column[None, :], total[chunk] * scale, mask=exists)
+        store_sums(
+            total[chunk], scale, (FIRST + chunk * STRIDE) * CHUNK, gradient_ptr, work.first, work, problem, config,
+            HEAD_DIM,
+        )  # fmt: skip

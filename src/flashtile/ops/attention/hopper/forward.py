@@ -116,8 +116,8 @@ from flashtile.ops.attention.hopper.tables import (
 
 @aggregate
 class KernelConfig:
-    """What the kernel is specialised for: its cut, with the names of `configs.HopperConfig`, and what the call has, so
-    that it costs other calls nothing."""
+    """The kernel is specialised for its cut, with the names of `configs.HopperConfig`, and for what the call has. So
+    other calls do not pay for that."""
 
     EIGHT_BITS: gl.constexpr
     CONSUMERS: gl.constexpr

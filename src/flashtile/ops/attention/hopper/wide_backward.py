@@ -104,6 +104,28 @@ class KernelConfig:
             setattr(self, name, gl.constexpr(value))
 
 
+@gluon.jit
+def dense_config(
+    OF_KEYS: gl.constexpr, OWN_ROWS: gl.constexpr, CHUNKS: gl.constexpr, VALUE_CHUNKS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr, MASKS: gl.constexpr,
+):  # fmt: skip
+    """The configuration of a kernel for dense calls without key lengths, whose thread blocks have all columns."""
+    return KernelConfig(
+        OF_KEYS=OF_KEYS,
+        OWN_ROWS=OWN_ROWS,
+        CHUNKS=CHUNKS,
+        VALUE_CHUNKS=VALUE_CHUNKS,
+        PARTS=1,
+        SUM_CHUNKS=VALUE_CHUNKS,
+        PACKED=False,
+        KEY_LENGTHS=False,
+        HAS_LEFT=HAS_LEFT,
+        HAS_RIGHT=HAS_RIGHT,
+        TOP_LEFT=TOP_LEFT,
+        MASKS=MASKS,
+    )
+
+
 class Problem(NamedTuple):
     """What every role knows of the call.
 
