@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import flashtile
+from flashtile.ops.rotary.tables import tables_of
 
 
 class Source(NamedTuple):
@@ -65,9 +66,8 @@ class RotaryEmbedding(nn.Module):
     def tables(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """cos and sin for at least this many positions, and with xPos also the tables of the keys; float32."""
         if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-            return self._compute_tables(
-                positions, device
-            )  # tables of some length would bound that of the exported model
+            # Tables of some length would bound that of the exported model.
+            return self._compute_tables(positions, device)
         made = self._tables
         if made is None or made[0].shape[0] < positions or made[0].device != device or self._is_stale(self._made_from):
             made = self._make_tables(positions, device)
@@ -118,10 +118,7 @@ class RotaryEmbedding(nn.Module):
         frequencies = (
             self._first_frequencies(device) if self.inv_freq.is_meta else self.inv_freq.to(device, torch.float32)
         )
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequencies)
-        cos, sin = angles.cos(), angles.sin()
-        if self.scaling is not None:
-            cos, sin = cos * self.scaling.magnitude, sin * self.scaling.magnitude
+        cos, sin = tables_of(frequencies, positions, self.scaling)
         if self.scale_base is None:
             return cos, sin, None, None
         scale = flashtile.xpos_scale(positions, self.dim, self.scale_base, device=device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.tile_lists import STORED_TILE, Shape
-from flashtile.ops.common.checks import check_device, check_tensors
+from flashtile.ops.common.checks import check_device, check_tensors, type_name
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -116,10 +116,9 @@ def check_flex(block_mask: FlexBlockMask) -> None:
     from torch.nn.attention import flex_attention
 
     if not isinstance(block_mask, flex_attention.BlockMask):
-        kind = type(block_mask)
         raise TypeError(
             f"block_mask: expected a BlockMask of torch.nn.attention.flex_attention, got "
-            f"{kind.__module__}.{kind.__qualname__}; a mask_mod alone goes to BlockMask.from_predicate"
+            f"{type_name(block_mask)}; a mask_mod alone goes to BlockMask.from_predicate"
         )
     if block_mask.mask_mod is getattr(flex_attention, "_sliced_mask_mod_error", None):
         raise ValueError(

@@ -19,6 +19,7 @@ from flashtile.ops.common.checks import (
     raise_not_bool,
     readable,
     resolve_dropout,
+    type_name,
 )
 from flashtile.ops.common.dispatch import transformed
 from flashtile.ops.common.score_checks import (
@@ -224,9 +225,8 @@ def _hint_of_dimensions(name: str, tensor: Tensor, sizes: tuple[int, int, int, i
 def check_block_mask(block_mask: BlockMask, q: Tensor, sizes: tuple[int, int, int, int]) -> None:
     """`sizes`: batch entries or sequences, heads, queries and keys of the call."""
     if not isinstance(block_mask, BlockMask):
-        kind = type(block_mask)
         raise TypeError(
-            f"block_mask: expected a flashtile.BlockMask, got {kind.__module__}.{kind.__qualname__}; build one with "
+            f"block_mask: expected a flashtile.BlockMask, got {type_name(block_mask)}; build one with "
             "BlockMask.from_flex from PyTorch's, or with from_dense, from_layout or from_predicate"
         )
     if block_mask.device != q.device:

@@ -30,13 +30,13 @@ _KEEPS = {
 }  # fmt: skip
 #: Elementwise operations that PyTorch does not tag as such.
 _ELEMENTWISE = {aten.floor_divide.default, aten.floor_divide.Scalar, aten.hardswish.default}
-#: Those of which PyTorch has a form in operations that it does tag (it tags that of silu too, which kernels lack).
+#: PyTorch has a form of these in operations that it does tag (it tags that of silu too, which kernels lack).
 _IN_OTHERS = {
     aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default,
     aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.log_sigmoid_forward.default,
     aten.mish_backward.default, aten.silu_backward.default, aten.softplus_backward.default,
 }  # fmt: skip
-#: Those of which it has none.
+#: PyTorch has no such form of these.
 _SHRINKING_BACKWARD = {aten.hardshrink_backward.default, aten.softshrink_backward.default}
 #: Constants of a symbol's dtype, and where their value stands among the arguments.
 _FILLS: dict[Any, float | None] = {

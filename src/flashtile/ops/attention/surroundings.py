@@ -1,4 +1,4 @@
-"""What a Python function can read beside its arguments.
+"""The values that a Python function reads beside its arguments.
 
 Something that was made by calling a function, such as its traced steps or the mask that it describes, may be used again
 as long as all of that is as it was.
@@ -22,7 +22,7 @@ _FIXED = (types.ModuleType, types.BuiltinFunctionType, type, torch._ops.OpOverlo
 
 
 class Surroundings(NamedTuple):
-    """What a function's results can depend on beside its arguments.
+    """A function's results can depend on these beside its arguments.
 
     Attributes:
         key: equal where two functions do the same with tensors of the same numbers.

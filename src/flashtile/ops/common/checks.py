@@ -38,6 +38,11 @@ def check_tensors(**tensors: Tensor) -> None:
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; use torch.as_tensor(...)")
 
 
+def type_name(value: object) -> str:
+    """The type of an argument with its module, for errors about one whose name others have too."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
 def check_dense(**tensors: Tensor) -> None:
     """For functions that read shapes and strides, which nested and sparse tensors have not."""
     for name, tensor in tensors.items():

@@ -163,10 +163,15 @@ def rotary_tables(
     """
     check_count("positions", positions, "pass the length of the table")
     check_float_dtype("dtype", dtype)
-    frequencies = rotary_frequencies(dim, base, scaling, device)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequencies)
+    cos, sin = tables_of(rotary_frequencies(dim, base, scaling, device), positions, scaling)
+    return cos.to(dtype), sin.to(dtype)
+
+
+def tables_of(frequencies: Tensor, positions: int, scaling: RotaryScaling | None) -> tuple[Tensor, Tensor]:
+    """cos and sin of so many positions, float32 `[positions, dim / 2]`. `scaling`: that of the frequencies."""
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=frequencies.device), frequencies)
     magnitude = 1.0 if scaling is None else scaling.magnitude
-    return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
+    return angles.cos() * magnitude, angles.sin() * magnitude
 
 
 def xpos_scale(positions: int, dim: int, scale_base: float, *, device: torch.device | str | None = None) -> Tensor:
