@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import subprocess
@@ -163,6 +164,15 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def is_package(path: Path) -> bool:
+    return path.name == "__init__.py"
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports_of(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
     """Full names of what a module imports, wherever in it, and of what it reaches as `flashtile.<package>`."""
     package = module if is_package else module.rpartition(".")[0]
@@ -232,10 +242,9 @@ def _forbidden_within_operation(module: list[str], name: list[str]) -> str:
     return f"{part} may import {sorted(WITHIN_OPERATION[part])}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_imports_follow_the_rule(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert not violations(tree, module_name(path), path.name == "__init__.py")
+def test_imports_follow_the_rule():
+    found = [violation for path in FILES for violation in violations(parsed(path), module_name(path), is_package(path))]
+    assert not found
 
 
 @pytest.mark.parametrize(
@@ -263,24 +272,30 @@ def test_the_rule_sees_a_breach(module, source):
     assert violations(ast.parse(source), module, is_package=False)
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_file_is_short_and_says_what_it_is(path):
-    text = path.read_text(encoding="utf-8")
-    of_kernels = "@gluon.jit" in text or "@triton.jit" in text
-    assert text.count("\n") <= (MAX_LINES_OF_KERNELS if of_kernels else MAX_LINES), "split it"
-    if text.strip():
-        assert ast.get_docstring(ast.parse(text)), "the first line of a module says what it holds"
+def test_files_are_short():
+    too_long = {}
+    for path in FILES:
+        text = path.read_text(encoding="utf-8")
+        of_kernels = "@gluon.jit" in text or "@triton.jit" in text
+        if (lines := text.count("\n")) > (MAX_LINES_OF_KERNELS if of_kernels else MAX_LINES):
+            too_long[module_name(path)] = lines
+    assert not too_long, "split them"
 
 
-@pytest.mark.parametrize("path", KERNELS, ids=module_name)
-def test_kernels_read_state_by_name(path):
-    found = numbered_subscripts(ast.parse(path.read_text(encoding="utf-8")))
-    assert not found, f"state has names: {found}"
+def test_files_say_what_they_hold():
+    silent = [module_name(path) for path in FILES if path.stat().st_size and not ast.get_docstring(parsed(path))]
+    assert not silent, "the first line of a module says what it holds"
 
 
-@pytest.mark.parametrize("path", [path for path in KERNELS if path.name == "configs.py"], ids=module_name)
-def test_rows_of_tables_name_their_numbers(path):
-    calls = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
+def test_kernels_read_state_by_name():
+    found = {module_name(path): subscripts for path in KERNELS if (subscripts := numbered_subscripts(parsed(path)))}
+    assert not found, "state has names"
+
+
+def test_rows_of_tables_name_their_numbers():
+    tables = [path for path in KERNELS if path.name.endswith("configs.py")]
+    assert len(tables) > 2
+    calls = [node for path in tables for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
     made = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id[:1].isupper()]
     unnamed = [ast.unparse(call) for call in made if sum(isinstance(each, ast.Constant) for each in call.args) > 2]
     assert not unnamed, "write the names of the fields"
@@ -306,9 +321,12 @@ def test_numbers_in_place_of_names_are_seen():
     assert not numbered_subscripts(ast.parse(source.replace("@gluon.jit", "@functools.cache")))
 
 
-@pytest.mark.parametrize("path", KERNELS, ids=module_name)
-def test_kernels_take_what_belongs_together_as_one(path):
-    found = {f"{module_name(path)}.{name}": count for name, count in parameters(path.read_text("utf-8")).items()}
+def test_kernels_take_what_belongs_together_as_one():
+    found = {
+        f"{module_name(path)}.{name}": count
+        for path in KERNELS
+        for name, count in parameters(path.read_text("utf-8")).items()
+    }
     many = {name: count for name, count in found.items() if count > MAX_PARAMETERS}
     assert not many, f"group them in a NamedTuple: {many}"
 
@@ -335,7 +353,7 @@ def test_a_modifier_is_known_where_it_is_applied(modifier):
     naming = {
         path.relative_to(attention).with_suffix("").as_posix()
         for path in attention.rglob("*.py")
-        if any(modifier in name for name in identifiers(ast.parse(path.read_text(encoding="utf-8"))))
+        if any(modifier in name for name in identifiers(parsed(path)))
     }
     assert {"spec", "reference", "cpu/scores", "triton/scores"} <= naming
     assert not naming & PASS_ON, "hand on all side inputs alike, by the fields of their NamedTuples"

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.ops.common.checks import type_name
 
 #: Arguments of a call that are tensors, beside q, k and v.
 TENSORS = ("bias", "mask", "alibi_slopes", "sinks", "key_lengths", "dropout_seed")
@@ -84,8 +83,9 @@ def check_whole(
 def check_block_mask(block_mask: flashtile.BlockMask, q: Tensor) -> None:
     """Whether it is one, and where q is."""
     if not isinstance(block_mask, flashtile.BlockMask):
+        kind = type(block_mask)
         raise TypeError(
-            f"block_mask: expected a flashtile.BlockMask, got {type_name(block_mask)}; build one with "
+            f"block_mask: expected a flashtile.BlockMask, got {kind.__module__}.{kind.__qualname__}; build one with "
             "BlockMask.from_flex from PyTorch's, or with BlockMask.from_predicate or flashtile.patterns"
         )
     if block_mask.device != q.device:

@@ -6,10 +6,10 @@ A module collects them in `**other_names: NoReturn`, as the functions of flashti
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
-
-from flashtile.ops.common.other_names import names_of, nearest
 
 _MASK = (
     "key_padding_mask=, True = keep, hides padded keys; causal=True belongs to the module; flashtile.attention takes "
@@ -62,7 +62,8 @@ def refuse_other_names(module: object, method: Callable[..., Any], given: Iterab
         TypeError: always.
     """
     of = type(module).__name__ if method.__name__ == "__init__" else f"a call of {type(module).__name__}"
-    ours = names_of(method)[1:]
+    parameters = inspect.signature(method).parameters.values()
+    ours = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD][1:]
     raise TypeError(". ".join(f"{of} has no argument {name}; {_remedy(name, ours)}" for name in given))
 
 
@@ -74,4 +75,5 @@ def _remedy(name: str, ours: list[str]) -> str:
         return f"it is called {' and '.join(names) if name == 'bias' else names[0]}"
     if name == "is_causal":
         return "pass causal=True when you make the module"
-    return nearest(name, ours)
+    close = difflib.get_close_matches(name, ours, 1)
+    return f"did you mean {close[0]}?" if close else f"it has {', '.join(ours)}"

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import flashtile
-from flashtile.ops.rotary.tables import tables_of
 
 
 class Source(NamedTuple):
@@ -118,7 +117,10 @@ class RotaryEmbedding(nn.Module):
         frequencies = (
             self._first_frequencies(device) if self.inv_freq.is_meta else self.inv_freq.to(device, torch.float32)
         )
-        cos, sin = tables_of(frequencies, positions, self.scaling)
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequencies)
+        cos, sin = angles.cos(), angles.sin()
+        if self.scaling is not None:
+            cos, sin = cos * self.scaling.magnitude, sin * self.scaling.magnitude
         if self.scale_base is None:
             return cos, sin, None, None
         scale = flashtile.xpos_scale(positions, self.dim, self.scale_base, device=device)

@@ -160,21 +160,10 @@ def _written(name: str, value: Any) -> str:
     return f"{name}={tuple(None if side == -1 else side for side in value) if name == 'window' else value!r}"
 
 
-def names_of(function: Callable[..., Any]) -> list[str]:
-    """The arguments that a function has, without those that it collects to refuse them."""
+def _explained(function: Callable[..., Any], name: str) -> str:
     parameters = inspect.signature(function).parameters.values()
     collected = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
-    return [parameter.name for parameter in parameters if parameter.kind not in collected]
-
-
-def nearest(name: str, ours: Sequence[str]) -> str:
-    """The remedy for a name that no library is known to use: the one that looks like it, or all of `ours`."""
-    close = difflib.get_close_matches(name, ours, 1)
-    return f"did you mean {close[0]}?" if close else f"it has {', '.join(ours)}"
-
-
-def _explained(function: Callable[..., Any], name: str) -> str:
-    ours = names_of(function)
+    ours = [parameter.name for parameter in parameters if parameter.kind not in collected]
     known = OTHER_NAMES.get(name, {})
     if isinstance(known, str):
         remedy = known
@@ -182,6 +171,8 @@ def _explained(function: Callable[..., Any], name: str) -> str:
         remedy = f"it is called {' or '.join(names)}"
     elif name.startswith(_OF_PACKED) and function.__name__ == "attention":
         remedy = "flashtile.attention_varlen takes packed sequences"
+    elif close := difflib.get_close_matches(name, ours, 1):
+        remedy = f"did you mean {close[0]}?"
     else:
-        remedy = nearest(name, ours)
+        remedy = f"it has {', '.join(ours)}"
     return f"flashtile.{function.__name__} has no argument {name}; {remedy}"

@@ -163,15 +163,10 @@ def rotary_tables(
     """
     check_count("positions", positions, "pass the length of the table")
     check_float_dtype("dtype", dtype)
-    cos, sin = tables_of(rotary_frequencies(dim, base, scaling, device), positions, scaling)
-    return cos.to(dtype), sin.to(dtype)
-
-
-def tables_of(frequencies: Tensor, positions: int, scaling: RotaryScaling | None) -> tuple[Tensor, Tensor]:
-    """cos and sin of so many positions, float32 `[positions, dim / 2]`. `scaling`: that of the frequencies."""
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=frequencies.device), frequencies)
+    frequencies = rotary_frequencies(dim, base, scaling, device)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequencies)
     magnitude = 1.0 if scaling is None else scaling.magnitude
-    return angles.cos() * magnitude, angles.sin() * magnitude
+    return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
 
 def xpos_scale(positions: int, dim: int, scale_base: float, *, device: torch.device | str | None = None) -> Tensor:

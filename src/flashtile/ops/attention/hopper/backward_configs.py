@@ -301,11 +301,11 @@ _BIAS_CUTS = tuple(
 #: 64), 1,043 and 854 (33 of 30 to 4,096, 8 heads of 64), 1,326 and 1,125 (block mask, 4 × 4,096, 16 of 64), 131 and 111
 #: (of 80), 514 and 469 (of 96), 115 and 99 (of 32; three warpgroups 106). At head_dim 128 a single one fits, and the
 #: backward takes 0.87 ms instead of 0.71. Three programs with 80 registers and fewer stages: 77, 775, 884; of 32 104.
-_BIAS_CUT_OF_TWO_PROGRAMS = BiasGradientConfig(1, 1, 2, 2)
+_BIAS_CUT_OF_TWO_PROGRAMS = BiasGradientConfig(warpgroups=1, query_tiles=1, key_stages=2, stages=2)
 
 #: Heads up to 32 columns, whose products are half as long: three warpgroups find more to do. Microseconds for 64 × 768
 #: tokens, 4 heads of 32: 116; two stages of keys and three of queries 119, two warpgroups 148, with two tiles 156.
-_NARROW_BIAS_CUT = BiasGradientConfig(3, 1, 3, 4)
+_NARROW_BIAS_CUT = BiasGradientConfig(warpgroups=3, query_tiles=1, key_stages=3, stages=4)
 
 
 def bias_gradient_config(
