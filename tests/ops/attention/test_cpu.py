@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import flashtile
 from flashtile.ops.attention import cpu, reference
-from flashtile.ops.attention.cpu import tiles, torch_flash
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.cpu import tiles, torch_flash, torch_parts, torch_rectangle, torch_served
+from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, SideInputs
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
 from flashtile.testing.cases import cancelled_sizes
 from flashtile.testing.tolerance import Size
@@ -133,11 +133,49 @@ SERVED = {
 }  # fmt: skip
 
 
+#: The same, with tables of what changes or hides scores.
+WITH_TABLES = {
+    "bias": {"bias": "1hqk", "constant": ("bias",)},
+    "bias_of_keys": {"bias": "b11k", "constant": ("bias",), "arguments": {"causal": True}},
+    "bias_of_queries": {"bias": "bhq1", "constant": ("bias",)},
+    "wide_bias": {"bias": "11qk", "bias_dtype": torch.float32, "constant": ("bias",)},
+    "causal_bias": {"seq_q": 50, "bias": "11qk", "constant": ("bias",), "arguments": {"causal": True}},
+    "mask": {"mask": "b1qk"},
+    "mask_of_heads": {"mask": "1hqk", "arguments": {"causal": True}},
+    "padding": {"mask": "b11k", "arguments": {"causal": True}},
+    "mask_and_bias": {"mask": "b11k", "bias": "1hqk", "constant": ("bias",), "key_lengths": (150, 91)},
+    "alibi": {"alibi_slopes": "h", "constant": ("alibi_slopes",)},
+    "alibi_of_sequences": {
+        "seq_q": 60, "alibi_slopes": "bh", "constant": ("alibi_slopes",), "arguments": {"causal": True},
+    },
+    "window": {"arguments": {"window": (20, 7)}},
+    "window_to_the_left": {"seq_k": 170, "arguments": {"window": (33, None)}},
+    "window_past_the_keys": {"seq_k": 60, "arguments": {"window": (20, 0)}},
+    "sinks": {"sinks": True},
+    "sinks_in_a_window": {"sinks": True, "seq_k": 60, "arguments": {"window": (20, 0)}},
+    "row": {"seq_q": 1, "mask": "bh1k", "bias": "11qk", "constant": ("bias",), "sinks": True},
+    "packed": {
+        "lengths_q": (40, 0, 9, 1), "lengths_k": (33, 17, 0, 140), "bias": "1hqk", "mask": "11qk", "sinks": True,
+        "constant": ("bias",),
+    },
+    "packed_window": {
+        "lengths_q": (40, 5, 9, 1), "lengths_k": (33, 17, 9, 140), "alibi_slopes": "bh", "constant": ("alibi_slopes",),
+        "arguments": {"window": (12, 0)},
+    },
+    "everything": {
+        "batch": 3, "key_lengths": (150, 40, 150), "mask": "bhqk", "bias": "b1qk", "alibi_slopes": "h", "sinks": True,
+        "constant": ("bias", "alibi_slopes"), "arguments": {"window": (60, 5)},
+    },
+}  # fmt: skip
+
+
 @pytest.fixture
 def no_tiles(monkeypatch):
     def refuse(*_):
         raise AssertionError("the tiles computed a call that PyTorch's flash attention serves")
 
+    monkeypatch.setattr(torch_served, "multiplies_float16", lambda: True)
+    monkeypatch.setattr(torch_served, "emulates_bfloat16", lambda: False)
     monkeypatch.setattr(cpu.tiled, "forward", refuse)
     monkeypatch.setattr(cpu.tiled, "backward", refuse)
 
@@ -146,8 +184,28 @@ def no_tiles(monkeypatch):
 @pytest.mark.parametrize("heads_kv", [4, 2, 1])
 @pytest.mark.parametrize("changes", SERVED.values(), ids=SERVED)
 def test_calls_served_by_pytorch_without_gradient_of_lse(dtype, heads_kv, changes, no_tiles, monkeypatch):
-    monkeypatch.setattr(torch_flash, "_multiplies_float16", lambda: True)
     case = replace(BASE, **{"seq_q": 150, "seq_k": 150, "heads_kv": heads_kv, "dtype": dtype, **changes})
+    inputs = make_inputs(case)
+    actual = _run_without_lse(case, inputs, "cpu", dtype)
+    oracle = _run_without_lse(case, inputs, "reference", torch.float64)
+    eager = _run_without_lse(case, inputs, "reference", dtype)
+    _assert_all_close(case, inputs, actual, oracle, eager)
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["", "small"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads_kv", [4, 2])
+@pytest.mark.parametrize("changes", WITH_TABLES.values(), ids=WITH_TABLES)
+def test_calls_served_by_pytorch_with_tables(dtype, heads_kv, changes, small, no_tiles, monkeypatch):
+    """In small ones, of one head of 16 rows, and in as large ones as there are."""
+    if small:
+        monkeypatch.setattr(torch_parts, "_SHARED_TABLE_ROWS", 16)
+        monkeypatch.setattr(torch_parts, "_TABLE_ROWS", 16)
+        monkeypatch.setattr(torch_parts, "_FEWEST_TABLE_ROWS", 16)
+        monkeypatch.setattr(torch_parts, "_TABLE_ELEMENTS_PER_THREAD", 1)
+    case = replace(BASE, **{"seq_q": 150, "seq_k": 150, "heads_kv": heads_kv, "dtype": dtype, **changes})
+    if dtype is torch.float64:
+        case = replace(case, bias_dtype=None)
     inputs = make_inputs(case)
     actual = _run_without_lse(case, inputs, "cpu", dtype)
     oracle = _run_without_lse(case, inputs, "reference", torch.float64)
@@ -160,16 +218,15 @@ def test_calls_served_by_pytorch_without_gradient_of_lse(dtype, heads_kv, change
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_gradients_of_a_group_in_16_bits(dtype, most, packs, no_tiles, monkeypatch):
     """The heads of a group are rows of one head, or heads that read it in turn. Nothing else changes."""
-    monkeypatch.setattr(torch_flash, "_multiplies_float16", lambda: True)
-    monkeypatch.setattr(torch_flash, "_packs_16_bits", lambda: packs)
-    monkeypatch.setattr(torch_flash, "_MOST_STACKED_GRADIENTS", most)
-    rows, backward_op = [], torch_flash._backward_op
+    monkeypatch.setattr(torch_served, "packs_16_bits", lambda: packs)
+    monkeypatch.setattr(torch_rectangle, "_MOST_STACKED_GRADIENTS", most)
+    rows, backward_op = [], torch_rectangle._backward_op
 
     def counted(dout, *rest, **scale):
         rows.append(dout.shape[2])
         return backward_op(dout, *rest, **scale)
 
-    monkeypatch.setattr(torch_flash, "_backward_op", counted)
+    monkeypatch.setattr(torch_rectangle, "_backward_op", counted)
     case = replace(BASE, seq_q=150, seq_k=130, heads_kv=2, dtype=dtype)
     inputs = make_inputs(case)
     actual = _run_without_lse(case, inputs, "cpu", dtype)
@@ -181,9 +238,9 @@ def test_gradients_of_a_group_in_16_bits(dtype, most, packs, no_tiles, monkeypat
 
 @pytest.fixture
 def always_split(monkeypatch):
-    monkeypatch.setattr(torch_flash, "_SPLIT_KEYS", range(24, 49))
-    monkeypatch.setattr(torch_flash, "_USUAL_SPLIT", 32)
-    monkeypatch.setattr(torch_flash, "_MOST_UNSPLIT_ELEMENTS", 0)
+    monkeypatch.setattr(torch_rectangle, "_SPLIT_KEYS", range(24, 49))
+    monkeypatch.setattr(torch_rectangle, "_USUAL_SPLIT", 32)
+    monkeypatch.setattr(torch_rectangle, "_MOST_UNSPLIT_ELEMENTS", 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -191,14 +248,13 @@ def always_split(monkeypatch):
 @pytest.mark.parametrize("seq_q, seq_k", [(1, 48), (1, 150), (1, 151), (3, 149), (8, 96)])
 def test_splits_of_the_keys(dtype, heads_kv, seq_q, seq_k, always_split, no_tiles, monkeypatch):
     """149 and 151 are primes: no split divides them."""
-    monkeypatch.setattr(torch_flash, "_multiplies_float16", lambda: True)
-    calls, forward_op = [], torch_flash._forward_op
+    calls, forward_op = [], torch_rectangle._forward_op
 
     def counted(q, *rest, **scale):
         calls.append(q.shape[0])
         return forward_op(q, *rest, **scale)
 
-    monkeypatch.setattr(torch_flash, "_forward_op", counted)
+    monkeypatch.setattr(torch_rectangle, "_forward_op", counted)
     case = replace(BASE, batch=1, seq_q=seq_q, seq_k=seq_k, heads_kv=heads_kv, dtype=dtype)
     inputs = make_inputs(case)
     actual = _run_without_lse(case, inputs, "cpu", dtype)
@@ -215,16 +271,15 @@ def test_splits_of_the_keys(dtype, heads_kv, seq_q, seq_k, always_split, no_tile
 )
 def test_a_single_row_is_repeated_where_that_is_faster(batch, seq_k, splits, dtype, packs, no_tiles, monkeypatch):
     """One query of each head, with a key/value head of its own. PyTorch's kernel gets one row or four."""
-    monkeypatch.setattr(torch_flash, "_multiplies_float16", lambda: True)
-    monkeypatch.setattr(torch_flash, "_packs_16_bits", lambda: packs)
-    monkeypatch.setattr(torch_flash, "_splitting_pays", lambda q, k: splits)
-    rows, forward_op = set(), torch_flash._forward_op
+    monkeypatch.setattr(torch_served, "packs_16_bits", lambda: packs)
+    monkeypatch.setattr(torch_flash, "splitting_pays", lambda q, k: splits)
+    rows, forward_op = set(), torch_rectangle._forward_op
 
     def counted(q, *rest, **scale):
         rows.add(q.shape[2])
         return forward_op(q, *rest, **scale)
 
-    monkeypatch.setattr(torch_flash, "_forward_op", counted)
+    monkeypatch.setattr(torch_rectangle, "_forward_op", counted)
     case = replace(BASE, batch=batch, seq_q=1, seq_k=seq_k, dtype=dtype)
     inputs = make_inputs(case)
     actual = _run_without_lse(case, inputs, "cpu", dtype)
@@ -262,7 +317,7 @@ def test_when_splitting_pays(shape, heads_kv, seq_q, threads, pays, monkeypatch)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     batch, seq_k = shape
     q, k = torch.empty(batch, seq_q, 8, 64, device="meta"), torch.empty(batch, seq_k, heads_kv, 64, device="meta")
-    assert torch_flash._splitting_pays(q, k) is pays
+    assert torch_rectangle.splitting_pays(q, k) is pays
 
 
 def test_zeros_as_gradient_of_lse_are_none(no_tiles):
@@ -282,11 +337,16 @@ def _assert_all_close(case, inputs, actual, oracle, eager):
 
 def _run_without_lse(case, inputs, backend, dtype):
     """Results of a call whose lse gets no gradient; its backward reads it."""
-    qkv = [t.to(dtype).requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    leaves = [t.to(dtype).requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    tensors = dict(inputs.tensors)
+    if dtype is torch.float64:
+        tensors = {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
+    if case.sinks:
+        leaves.append(tensors["sinks"].requires_grad_())
     function = flashtile.attention_varlen if case.packed else flashtile.attention
-    out, lse = function(*qkv, **inputs.tensors, **case.keywords(), return_lse=True, backend=backend)
-    grads = torch.autograd.grad(out, qkv, inputs.dout.to(dtype))
-    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out.detach(), lse.detach(), *grads)))
+    out, lse = function(*leaves[:3], **tensors, **case.keywords(), return_lse=True, backend=backend)
+    grads = torch.autograd.grad(out, leaves, inputs.dout.to(dtype))
+    return dict(zip(("out", "lse", "dq", "dk", "dv", "dsinks"), (out.detach(), lse.detach(), *grads)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -314,7 +374,9 @@ ONE = (2, 1, 4, 32)
     (CAUSAL._replace(top_left=True), SIDE, SHAPE, (2, 9, 4, 32), (2, 9, 4, 32), torch.float32, True, "rectangles"),
     (CAUSAL, SIDE, SHAPE, (2, 9, 4, 32), (2, 9, 4, 32), torch.float32, True, "rectangles"),
     (SPEC._replace(window_right=3), SIDE, SHAPE, SHAPE, SHAPE, torch.float32, True, "rectangles"),
-    (SPEC._replace(window_left=3), SIDE, SHAPE, SHAPE, SHAPE, torch.float32, False, "windows"),
+    (SPEC._replace(window_left=3), SIDE, SHAPE, SHAPE, SHAPE, torch.float32, True, "tables"),
+    (SPEC, SIDE._replace(sinks=LENGTHS), SHAPE, SHAPE, SHAPE, torch.float32, True, "tables"),
+    (SPEC._replace(softcap=3.0), SIDE, SHAPE, SHAPE, SHAPE, torch.float32, False, "soft cap"),
     (SPEC._replace(window_left=3), SIDE, ONE, SHAPE, SHAPE, torch.float32, True, "rectangles"),
     (CAUSAL._replace(scale=-0.2), SIDE, SHAPE, SHAPE, SHAPE, torch.float32, False, "negative scale"),
     (CAUSAL._replace(scale=-0.2), SIDE, ONE, SHAPE, SHAPE, torch.float32, True, "rectangles"),
@@ -323,7 +385,7 @@ ONE = (2, 1, 4, 32)
     (SPEC, SIDE._replace(key_lengths=LENGTHS), SHAPE, SHAPE, SHAPE, torch.float32, True, "rectangles"),
     (SPEC, SIDE._replace(cu_seqlens_q=LENGTHS), SHAPE[1:], SHAPE[1:], SHAPE[1:], torch.float32, True, "rectangles"),
     (SPEC._replace(window_left=3), SIDE._replace(cu_seqlens_q=LENGTHS), ONE[1:], SHAPE[1:], SHAPE[1:], torch.float32,
-     False, "windows"),
+     True, "tables"),
     (SPEC, SIDE, SHAPE, (2, 64, 2, 32), (2, 64, 2, 32), torch.float32, True, "rectangles"),
     (SPEC, SIDE, SHAPE, SHAPE, (2, 64, 4, 16), torch.float32, False, "head_dim"),
     (SPEC, SIDE, (0, 64, 4, 32), (0, 64, 4, 32), (0, 64, 4, 32), torch.float32, False, "empty"),
@@ -335,30 +397,49 @@ def test_served_by_torch(spec, side, q_shape, k_shape, v_shape, dtype, served, s
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_float16_goes_to_pytorch_where_the_cpu_multiplies_it(fast, monkeypatch):
-    monkeypatch.setattr(torch_flash, "_multiplies_float16", lambda: fast)
-    assert cpu.served_by_torch(SPEC, SIDE, SHAPE, SHAPE, SHAPE, torch.float16)[0] is fast
+@pytest.mark.parametrize("x86", [False, True])
+def test_16_bits_go_to_pytorch_where_that_is_faster(fast, x86, monkeypatch):
+    monkeypatch.setattr(torch_served, "multiplies_float16", lambda: fast)
+    monkeypatch.setattr(torch_served, "emulates_bfloat16", lambda: not fast)
+    monkeypatch.setattr(torch_served, "has_vectors_of_x86", lambda: x86)
+    call = SPEC, SIDE, SHAPE, SHAPE, SHAPE
+    assert cpu.served_by_torch(*call, torch.float16)[0] is (fast or x86)
+    assert cpu.served_by_torch(*call, torch.bfloat16)[0]
+    for dtype in (torch.float16, torch.bfloat16):
+        assert cpu.served_by_torch(*call, dtype, NOTHING_WANTED)[0] is fast
 
 
 @given(
     seq_q=st.integers(1, 12), seq_k=st.integers(1, 12), keys=st.integers(1, 12), right=st.none() | st.integers(-3, 14),
-    left=st.none() | st.integers(-3, 14), top_left=st.booleans(),
+    left=st.none() | st.integers(-3, 14), top_left=st.booleans(), masked=st.booleans(), rows=st.integers(1, 5),
 )  # fmt: skip
-def test_parts_hold_what_is_visible(seq_q, seq_k, keys, right, left, top_left):
-    spec = AttentionSpec(1.0, left if seq_q == 1 else None, right, top_left)
+def test_parts_hold_what_is_visible(seq_q, seq_k, keys, right, left, top_left, masked, rows):
+    """Each visible pair is in one rectangle, and its score is not -inf there."""
+    spec = AttentionSpec(1.0, left, right, top_left)
     keys = min(keys, seq_k)
-    diagonal = 0 if top_left else seq_k - seq_q
-    visible = tiles._band(seq_q, seq_k, keys, spec)
-    found = torch.zeros(seq_q, keys, dtype=torch.int64)
-    for part in torch_flash.parts(tiles.Segment(slice(0, 1), slice(0, seq_q), slice(0, keys), visible, 0, diagonal)):
-        shown = torch.ones(part.rows.stop - part.rows.start, part.keys.stop - part.keys.start, dtype=torch.int64)
-        found[part.rows, part.keys] += shown.tril() if part.causal else shown
-    distance = torch.arange(keys) - torch.arange(seq_q)[:, None] - diagonal
-    expected = torch.ones(seq_q, keys, dtype=torch.bool)
-    if spec.window_left is not None:
-        expected &= distance >= -spec.window_left
+    mask = torch.rand(1, 1, seq_q, seq_k) < 0.7 if masked else None
+    side = SideInputs(key_lengths=torch.tensor([keys]), mask=mask)
+    q, k = torch.empty(1, seq_q, 1, 8), torch.empty(1, seq_k, 1, 8)
+    found = torch.zeros(seq_q, seq_k, dtype=torch.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_parts, "_SHARED_TABLE_ROWS", rows)
+        patch.setattr(torch_parts, "_FEWEST_WINDOW_ROWS", 1)
+        patch.setattr(torch_parts, "_FEWEST_TABLE_ROWS", 1)
+        for parts in torch_parts.parts_of_rows(q, k, side, spec):
+            assert len({(part.rows.start, part.rows.stop) for part in parts}) == 1
+            for part in parts:
+                shown = torch.ones(part.rows.stop - part.rows.start, part.keys.stop - part.keys.start)
+                shown = shown if part.table is None else shown + part.table[0, 0]
+                shown = shown.tril() if part.causal else shown
+                found[part.rows, part.keys] += (shown.nan_to_num(neginf=0) != 0).long()
+    distance = torch.arange(seq_k) - torch.arange(seq_q)[:, None] - (0 if top_left else seq_k - seq_q)
+    expected = (torch.arange(seq_k) < keys).repeat(seq_q, 1)
+    if left is not None:
+        expected &= distance >= -left
     if right is not None:
         expected &= distance <= right
+    if mask is not None:
+        expected &= mask[0, 0]
     assert torch.equal(found, expected.long())
 
 
@@ -410,6 +491,45 @@ def test_nan_and_inf_propagate_as_in_float64(which, value, dtype, heads_kv, seq_
     assert torch.equal(actual[1][..., rows].isposinf(), expected[1][..., rows].isposinf())
     if which != "v":
         assert actual[0][:, : rows.start].isfinite().all()
+
+
+_SHOWN = torch.ones(70, 70, dtype=torch.bool)
+_SHOWN[:30, 40] = False
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("which", ["q", "k", "v", "bias"])
+@pytest.mark.parametrize("hiding", [
+    {"mask": _SHOWN},
+    {"bias": torch.zeros(70, 70).masked_fill(~_SHOWN, -torch.inf)},
+    {"window": (None, 10)},
+    {"window": (50, 10), "sinks": torch.tensor([0.3, -1.0])},
+], ids=["mask", "bias", "causal", "window"])  # fmt: skip
+def test_nan_and_inf_beside_hidden_keys(hiding, which, value, dtype, monkeypatch):
+    """Key 40 is hidden from the first 30 rows. PyTorch's kernel and the tiles agree about what that means."""
+    inputs = make_inputs(AttentionCase(batch=1, seq_q=70, seq_k=70, dtype=dtype))
+    tensors = {name: getattr(inputs, name).clone() for name in ("q", "k", "v")}
+    tensors["bias"] = hiding.get("bias", torch.zeros(70, 70)).clone()
+    if which == "bias":
+        tensors["bias"][50, 40] = value
+    else:
+        tensors[which][0, 40, 0, 3] = value
+    leaves = [tensors[name].requires_grad_() for name in ("q", "k", "v")]
+
+    def results():
+        out, lse = flashtile.attention(**(hiding | tensors), return_lse=True, backend="cpu")
+        return out, lse, *torch.autograd.grad(out.sum(), leaves)
+
+    out, lse, *grads = results()
+    monkeypatch.setattr(cpu, "served_by_torch", lambda *_: (False, "flashtile tiles: the test wants them"))
+    out_of_tiles, lse_of_tiles, *grads_of_tiles = results()
+    rows = slice(30 if which == "v" else 0, None)  # a hidden value may be multiplied by 0
+    assert torch.equal(out[:, rows].isfinite(), out_of_tiles[:, rows].isfinite())
+    assert torch.equal(lse.isnan(), lse_of_tiles.isnan())
+    assert torch.equal(lse.isposinf(), lse_of_tiles.isposinf())
+    for grad, of_tiles in zip(grads, grads_of_tiles):
+        assert torch.equal(grad.isfinite(), of_tiles.isfinite())
 
 
 def test_blind_rows_pass_nothing_on(small_tiles):
@@ -502,7 +622,7 @@ def test_visible_key_tiles(seq_q, seq_k, keys, tile_rows, left, right, top_left)
             assert int(hidden.sum()) == tile.stop - tile.start - (tile.clear_stop - tile.clear_start)
 
 
-def test_tiles_out_of_sight_are_not_computed(small_tiles, monkeypatch):
+def test_tiles_out_of_sight_are_not_computed(small_tiles, only_tiles, monkeypatch):
     made = []
     score_tile = tiles.score_tile
     monkeypatch.setattr(tiles, "score_tile", lambda *arguments: made.append(0) or score_tile(*arguments))
@@ -530,13 +650,14 @@ def peak():
 
 def step(seq, heads_kv, arguments):
     q, k, v = (torch.randn(1, seq, heads, 16, requires_grad=True) for heads in (2, heads_kv, heads_kv))
-    flashtile.attention(q, k, v, backend="cpu", **arguments).sum().backward()
+    tensors = {"alibi_slopes": torch.ones(2)} if arguments.pop("alibi", False) else {}
+    flashtile.attention(q, k, v, backend="cpu", **tensors, **arguments).sum().backward()
 
 for seq, heads_kv, arguments in eval(sys.argv[1]):
     if not (child := os.fork()):
-        step(512, heads_kv, arguments)
+        step(512, heads_kv, dict(arguments))
         before = peak()
-        step(seq, heads_kv, arguments)
+        step(seq, heads_kv, dict(arguments))
         print(peak() - before, flush=True)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
@@ -547,6 +668,7 @@ _LONG_CALLS: list[tuple[int, int, dict[str, Any]]] = [
     (8192, 1, {}),
     (8192, 1, {"causal": True}),
     (4096, 1, {"dropout_p": 0.2}),
+    (8192, 1, {"alibi": True, "causal": True}),
     (32768, 1, {"window": (300, 5)}),
 ]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtile.ops.attention.cpu import tiled, torch_flash
 from flashtile.ops.attention.cpu.column_sums import column_sums
-from flashtile.ops.attention.cpu.torch_flash import served_by_torch
+from flashtile.ops.attention.cpu.torch_served import served_by_torch
 from flashtile.ops.attention.fp8 import dequantized
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, out_dtype
 
@@ -55,7 +55,8 @@ def backward(
     """The gradients of a call on the CPU from its outputs and their gradients."""
     if dlse is not None and not dlse.any():
         dlse = None  # torch.compile passes zeros where nothing comes through lse
-    if dlse is None and served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype)[0]:
-        dq, dk, dv = torch_flash.backward(dout, q, k, v, out, lse, side, spec)
-        return Gradients(dq, dk, dv)
+    if dlse is None and served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype, wanted)[0]:
+        found = torch_flash.backward(dout, q, k, v, out, lse, side, spec, wanted)
+        if found is not None:
+            return found
     return tiled.backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)

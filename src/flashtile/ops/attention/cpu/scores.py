@@ -161,7 +161,7 @@ def modify(scores: Tensor, block: Block, rows: range, keys: KeyTile, modifiers: 
     if modifiers.bias is not None:
         by_head.add_(part(modifiers.bias, rows, keys).to(scores.dtype), alpha=LOG2E)
     if modifiers.slopes is not None:
-        by_head.addcmul_(modifiers.slopes, distance(block, rows, keys, scores.dtype), value=-LOG2E)
+        by_head.addcmul_(modifiers.slopes, distances(block.diagonal, rows, keys, scores.dtype), value=-LOG2E)
     if modifiers.mask is not None:
         by_head.masked_fill_(~part(modifiers.mask, rows, keys), float("-inf"))
     if modifiers.tiles is not None:
@@ -175,9 +175,9 @@ def split_heads(tile: Tensor, block: Block, rows: range) -> Tensor:
     return tile.view(-1, heads, block.group, len(rows), tile.shape[-1])
 
 
-def distance(block: Block, rows: range, keys: range | KeyTile, dtype: torch.dtype) -> Tensor:
-    """`|i + seq_k - seq_q - j|`, `[R, C]`."""
-    row = torch.arange(rows.start, rows.stop, dtype=dtype) + block.diagonal
+def distances(diagonal: int, rows: range, keys: range | KeyTile, dtype: torch.dtype) -> Tensor:
+    """`|i + diagonal - j|`, `[R, C]`."""
+    row = torch.arange(rows.start, rows.stop, dtype=dtype) + diagonal
     return (row[:, None] - torch.arange(keys.start, keys.stop, dtype=dtype)).abs_()
 
 
@@ -247,7 +247,7 @@ class SideGradients:
             target.add_(by_head.sum_to_size(target.shape), alpha=factor)
         if self.alibi_slopes is not None:
             target = _slopes_view(block, self.alibi_slopes)
-            along = (by_head * distance(block, rows, keys, dscores.dtype)).sum_to_size(target.shape)
+            along = (by_head * distances(block.diagonal, rows, keys, dscores.dtype)).sum_to_size(target.shape)
             target.sub_(along, alpha=factor)
 
     def change_back(

@@ -222,7 +222,7 @@ def mask_band(scores: Tensor, block: Block, rows: range, keys: KeyTile) -> None:
     for columns in (range(keys.start, keys.clear_start), range(keys.clear_stop, keys.stop)):
         if columns:
             part = by_head[..., columns.start - keys.start : columns.stop - keys.start]
-            part.masked_fill_(_hidden(rows, columns, block.visible), float("-inf"))
+            part.masked_fill_(hidden(rows, columns, block.visible), float("-inf"))
 
 
 def sinks_of(block: Block, side: SideInputs) -> Tensor | None:
@@ -233,7 +233,7 @@ def sinks_of(block: Block, side: SideInputs) -> Tensor | None:
     return sinks.repeat(block.batches.stop - block.batches.start, 1, 1, 1)
 
 
-def _hidden(rows: range, columns: range, visible: Band) -> Tensor:
+def hidden(rows: range, columns: range, visible: Band) -> Tensor:
     """Which keys of a tile a row does not see: bool `[R, C]`."""
     distance = torch.arange(columns.start, columns.stop) - torch.arange(rows.start, rows.stop)[:, None]
     hidden = torch.zeros_like(distance, dtype=torch.bool)
