@@ -8,7 +8,16 @@ import torch
 from flashtile.bench.cases import Case
 from flashtile.bench.random_shapes import common_cases, odd_cases
 from flashtile.bench.report import case_name
-from flashtile.bench.tables import cases_of, cpu_cases, cpu_grouped_cases, cuda_cases, select_cases, table_of, tables
+from flashtile.bench.tables import (
+    cases_of,
+    cpu_cases,
+    cpu_feature_cases,
+    cpu_grouped_cases,
+    cuda_cases,
+    select_cases,
+    table_of,
+    tables,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -157,7 +166,8 @@ def test_table_of_a_case():
 
 def test_tables_are_chosen_by_name():
     known = tables(CUDA)
-    assert cases_of(CUDA) == known["default"] and cases_of(CPU, ["all"]) == [*cpu_cases(), *cpu_grouped_cases()]
+    assert cases_of(CUDA) == known["default"]
+    assert cases_of(CPU, ["all"]) == [*cpu_cases(), *cpu_grouped_cases(), *cpu_feature_cases()]
     assert cases_of(CUDA, ["mla", "window", "mla"]) == known["mla"] + known["window"]
     assert cases_of(CUDA, ["all"]) == list(dict.fromkeys(case for cases in known.values() for case in cases))
     with pytest.raises(ValueError, match="--table: no mla on cpu; there are: default, grouped, all"):

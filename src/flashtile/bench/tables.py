@@ -1,10 +1,10 @@
 """The tables of cases that are measured, by name, and choosing from them.
 
-Every device has the tables "default" and "grouped" (heads). On a GPU there are also "values" (other numbers than normal
-ones, forward alone) and more kinds of attention next to the plain one: "mla" (head sizes 192 and 128), "window",
-"varlen" (packed batches), "masks" (block masks and all else that changes scores), "features" (dropout, biases and masks
-in the shapes of models), "shapes" (head sizes, lengths and windows that no other table has), "float32", "functions"
-(scores and masks as Python functions), and two tables of shapes drawn at random, "random" and "random-odd".
+Every device has the tables "default", "grouped" (heads) and "features" (dropout, biases, masks and windows in the
+shapes of models). On a GPU there are also "values" (other numbers than normal ones, forward alone) and more kinds of
+attention next to the plain one: "mla" (head sizes 192 and 128), "window", "varlen" (packed batches), "masks" (block
+masks and all else that changes scores), "shapes" (head sizes, lengths and windows that no other table has), "float32",
+"functions" (scores and masks as Python functions), and two tables of shapes drawn at random, "random" and "random-odd".
 """
 
 from __future__ import annotations
@@ -80,6 +80,21 @@ def cpu_grouped_cases() -> list[Case]:
         for size in sizes
         for dtype in ("fp32", "bf16")
         for causal in (False, True)
+    ]
+
+
+def cpu_feature_cases() -> list[Case]:
+    """What changes or hides scores, with 8 heads of 64, and windows of Swin."""
+    changes: list[dict[str, Any]] = [{"mask": PADDING}, {"mask": random_pairs(0.5)}, {"bias": "1HSS"}]
+    return [
+        case
+        for dtype in ("fp32", "bf16")
+        for case in (
+            *(Case(2, 512, 8, 8, 64, 64, dtype=dtype, **change) for change in changes),
+            Case(1, 2048, 8, 8, 64, 64, causal=True, window=(255, 0), dtype=dtype),
+            Case(1, 1024, 16, 4, 64, 64, causal=True, window=(127, 0), dtype=dtype),
+            Case(64, 49, 4, 4, 32, 32, bias="1HSS", dtype=dtype),
+        )
     ]
 
 
@@ -258,7 +273,7 @@ def _sixteen_heads(batch: int, seq: int, head_dim: int, **more: Any) -> Case:
 def tables(device: torch.device) -> dict[str, list[Case]]:
     """Name -> cases of a device's tables, the default one first."""
     if device.type != "cuda":
-        return {DEFAULT: cpu_cases(), "grouped": cpu_grouped_cases()}
+        return {DEFAULT: cpu_cases(), "grouped": cpu_grouped_cases(), "features": cpu_feature_cases()}
     return {
         DEFAULT: cuda_cases(),
         "values": value_cases(),

@@ -193,6 +193,11 @@ def table_of(tensor: Tensor | None) -> Table | None:
     return Table(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() & 15)
 
 
+def changes_scores(side: SideInputs) -> bool:
+    """Whether a tensor changes or hides scores, or adds to their softmax; but for block masks and score functions."""
+    return side.bias is not None or side.mask is not None or side.alibi_slopes is not None or side.sinks is not None
+
+
 def plain_side(side: SideInputs) -> bool:
     """Whether there is no tensor beside q, k and v: the commonest call, for which launches take short cuts."""
     (

@@ -18,10 +18,9 @@ from flashtile.ops.attention.cpu.torch_rectangle import (
     gradients,
     merged,
     splitting_pays,
-    with_sinks,
+    with_logits,
 )
-from flashtile.ops.attention.cpu.torch_served import changed
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted, changes_scores
 
 
 def forward_unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
@@ -73,13 +72,13 @@ def _add_sinks(total: Statistics, sinks: Tensor, q: Tensor, k: Tensor, side: Sid
     """Takes the sinks into the result of a call, in place, for the rows that belong to a segment."""
     for segment in tiles.segments(q, k, side, spec):
         rows, statistics = (segment.batches, segment.rows), (segment.batches, slice(None), segment.rows)
-        total.out[rows], total.lse[statistics] = with_sinks(Statistics(total.out[rows], total.lse[statistics]), sinks)
+        total.out[rows], total.lse[statistics] = with_logits(Statistics(total.out[rows], total.lse[statistics]), sinks)
 
 
 def _one_rectangle(side: SideInputs, spec: AttentionSpec, seq_q: int, seq_k: int) -> bool | None:
     """Whether a call is one causal rectangle (True), one in which every row sees every key (False), or neither (None).
     The commonest calls are one: this saves them the work of finding out."""
-    if side.packed or side.key_lengths is not None or changed(side):
+    if side.packed or side.key_lengths is not None or changes_scores(side):
         return None
     _, left, right, top_left, *_ = spec
     first, last = (0, seq_q - 1) if top_left else (seq_k - seq_q, seq_k - 1)  # the keys on the diagonal
@@ -108,7 +107,7 @@ def backward(
         return Gradients(dq, dk, dv)
     if side.packed:
         dout, q, k, v, out, lse = (t[None] for t in (dout, q, k, v, out, lse))
-    hides = changed(side) or spec.window_left is not None
+    hides = changes_scores(side) or spec.window_left is not None
     blind = lse.isneginf()
     if hides and blind.any():
         # Whatever comes from above, and even if it is NaN, nothing may pass through such a row.

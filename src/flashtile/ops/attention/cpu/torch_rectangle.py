@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.cpu import torch_served
+from flashtile.ops.attention.cpu.tiles import LOG2E
 
 # Half of a small call's time is the way to it: this one is shorter than that through `torch.ops`.
 _forward_op: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu
@@ -67,11 +68,10 @@ def attend(
             return None
     else:
         of_rows = table.reshape(table.shape[0], -1, group, table.shape[3]) if stacked and table.shape[1] > 1 else table
-        out, lse = _forward_op(q, k, v, 0.0, causal, attn_mask=of_rows, scale=scale)
-        found = _with_hidden_rows(lse, of_rows, causal)
+        found = _with_hidden_rows(*_forward_op(q, k, v, 0.0, causal, attn_mask=of_rows, scale=scale), of_rows, causal)
         if found is None:
             return None
-        lse = found
+        out, lse = found
     if torch_served.loses_infinite_scores() and lse.isnan().any():
         return None
     # An infinite score makes a row NaN; PyTorch's 16-bit kernel returns numbers for it.
@@ -84,23 +84,28 @@ def attend(
     return Statistics(out.transpose(1, 2), lse)
 
 
-def _with_hidden_rows(lse: Tensor, table: Tensor, causal: bool) -> Tensor | None:
-    """lse of a rectangle with a table, -inf where a row sees no key; None where PyTorch's result may be wrong.
+def _with_hidden_rows(out: Tensor, lse: Tensor, table: Tensor, causal: bool) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) of a rectangle with a table, 0 and -inf where a row sees no key; None where PyTorch's result may be
+    wrong.
 
     PyTorch's lse of a row without a visible key is 0, and so may be that of a row of NaN. The lse of others is NaN
     where a hidden key is infinite or NaN, because the table is added to its score.
     """
-    if lse.isnan().any():
+    least = lse.amin().item()
+    if math.isnan(least):
         return None
+    if least < torch.finfo(lse.dtype).min / LOG2E:
+        # Tiles, on every backend, hold scores times log₂e: such a row sees no key there.
+        hidden = lse < torch.finfo(lse.dtype).min / LOG2E
+        out, lse = out.masked_fill(hidden.unsqueeze(-1), 0), lse.masked_fill(hidden, float("-inf"))
     zero = lse == 0
     if not zero.any():
-        return lse
-    rows = lse.shape[2]
+        return out, lse
     seen = table != float("-inf")
     if causal:
-        seen = seen.expand(-1, -1, rows, -1).tril()
+        seen = seen.expand(-1, -1, lse.shape[2], -1).tril()
     hidden = ~seen.any(dim=-1)
-    return None if (zero & ~hidden).any() else lse.masked_fill(zero, float("-inf"))
+    return None if (zero & ~hidden).any() else (out, lse.masked_fill(zero, float("-inf")))
 
 
 def splitting_pays(q: Tensor, k: Tensor) -> bool:
@@ -157,9 +162,9 @@ def merged(first: Statistics, second: Statistics) -> Statistics:
     return Statistics(total.to(first.out.dtype), lse)
 
 
-def with_sinks(found: Statistics, sinks: Tensor) -> Statistics:
+def with_logits(found: Statistics, logits: Tensor) -> Statistics:
     """The result of rows whose softmax has a logit `[H]` without a value besides."""
-    lse = torch.logaddexp(found.lse, sinks[:, None])
+    lse = torch.logaddexp(found.lse, logits[:, None])
     return Statistics((found.out * _weights(found.lse, lse)).to(found.out.dtype), lse)
 
 

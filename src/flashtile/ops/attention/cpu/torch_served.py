@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted, changes_scores
 
 
 def served_by_torch(
@@ -36,14 +36,9 @@ def served_by_torch(
     if reason is not None:
         return False, f"flashtile tiles: {reason}"
     of = " of each packed sequence" if side.packed else ""
-    if changed(side) or is_windowed(spec, side, q_shape[-3]):
+    if changes_scores(side) or is_windowed(spec, side, q_shape[-3]):
         return True, f"PyTorch's CPU flash attention, on rectangles{of} with tables of what changes the scores"
     return True, f"PyTorch's CPU flash attention: nothing changes the scores, and rectangles{of} are visible"
-
-
-def changed(side: SideInputs) -> bool:
-    """Whether a tensor changes or hides scores, or adds to their softmax."""
-    return side.bias is not None or side.mask is not None or side.alibi_slopes is not None or side.sinks is not None
 
 
 def is_windowed(spec: AttentionSpec, side: SideInputs, seq_q: int) -> bool:
