@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from flashtile.ops.cross_entropy import losses
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, Statistics, compute_dtype, gradient_strides
 
-#: Elements of a block of rows: its temporaries together fit the second-level cache of a core.
+#: Elements of a block of rows for each thread: its temporaries together fit the second-level cache of a core.
 _BLOCK = 1 << 17
 
 
@@ -22,11 +23,22 @@ def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Results:
 def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Statistics:
     """The statistics of the columns that are here."""
     dtype, count = compute_dtype(logits.dtype), logits.shape[0]
-    found = Statistics(*(torch.empty(shape, dtype=dtype) for shape in ((count, 2), (count,), (count,))))
-    for rows in _blocks(logits):
-        for part, values in zip(found, losses.statistics(logits[rows].to(dtype), labels[rows], spec)):
-            part[rows] = values
-    return found
+    pivot, exp_sum, target, total = (torch.zeros(count, dtype=dtype) for _ in range(4))
+    column = _columns(labels, logits, spec)
+    largest, nothing = (torch.amax, -math.inf) if spec.logit_scale >= 0 else (torch.amin, math.inf)
+    for rows, scratch in _blocks(logits):
+        block = logits[rows] if logits.dtype is dtype else scratch.copy_(logits[rows])
+        largest(block, 1, out=pivot[rows])
+        torch.gather(block, 1, column[rows], out=target[rows, None])
+        subtrahend = pivot[rows].masked_fill(pivot[rows] == nothing, 0)  # all scores may be -inf
+        torch.sub(block, subtrahend[:, None], out=scratch)
+        if spec.label_smoothing:
+            torch.sum(scratch, 1, out=total[rows])
+        torch.sum(_exponentials(scratch, spec), 1, out=exp_sum[rows])
+    counts = labels != spec.ignore_index
+    here = (labels >= spec.first) & (labels < spec.first + logits.shape[1]) & counts
+    normaliser = torch.stack((pivot.where(counts, 0), exp_sum.where(counts, 1)), 1)
+    return Statistics(normaliser, target.where(here, 0), total.where(counts, 0))
 
 
 def backward(
@@ -39,15 +51,36 @@ def backward(
     inplace: bool = False,
 ) -> Tensor:
     """The gradient of the logits from that of the loss; in their memory where asked for."""
-    dtype = compute_dtype(logits.dtype)
     dlogits = logits
     if not inplace:
         dlogits = torch.empty_strided(logits.shape, gradient_strides(logits), dtype=logits.dtype)
-    dloss = dloss.expand_as(labels)
-    for rows in _blocks(logits):
-        block = logits[rows].to(dtype)
-        dlogits[rows] = losses.gradient(dloss[rows], scale, block, labels[rows], normaliser[rows], spec)
+    factors = losses.factors(dloss.expand_as(labels), scale, labels, normaliser, spec)
+    pivot, of_exponentials = normaliser[:, 0], losses.factors_of_exponentials(normaliser, spec)
+    column = _columns(labels, logits, spec)
+    here = (labels >= spec.first) & (labels < spec.first + logits.shape[1])
+    of_target = (spec.label_smoothing - 1) * here[:, None].to(pivot.dtype)
+    ignored = labels == spec.ignore_index
+    for rows, wanted in _blocks(logits):
+        block = logits[rows] if logits.dtype is wanted.dtype else wanted.copy_(logits[rows])
+        torch.sub(block, pivot[rows, None], out=wanted)
+        _exponentials(wanted, spec).mul_(of_exponentials[rows, None])
+        if spec.label_smoothing:
+            wanted.sub_(spec.label_smoothing / spec.vocabulary)
+        wanted.scatter_add_(1, column[rows], of_target[rows])
+        torch.mul(wanted, factors[rows, None], out=dlogits[rows])
+        if ignored[rows].any():
+            dlogits[rows].masked_fill_(ignored[rows, None], 0)
     return dlogits
+
+
+def _exponentials(differences: Tensor, spec: CrossEntropySpec) -> Tensor:
+    """`exp(score - largest score)`, in place, from the logits less that of the largest score."""
+    return (differences if spec.logit_scale == 1 else differences.mul_(spec.logit_scale)).exp_()
+
+
+def _columns(labels: Tensor, logits: Tensor, spec: CrossEntropySpec) -> Tensor:
+    """The column of each label, `[rows, 1]`; the first or last one where the label has none here."""
+    return (labels.to(torch.int64) - spec.first).clamp_(0, logits.shape[1] - 1)[:, None]
 
 
 def multiply(gradient: Tensor, factor: Tensor) -> None:
@@ -58,8 +91,11 @@ def multiply(gradient: Tensor, factor: Tensor) -> None:
         block.copy_(block.to(dtype) * factor)
 
 
-def _blocks(logits: Tensor) -> Iterator[slice]:
+def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Rows that are computed together, and memory `[rows, columns]` for them in the dtype that computes."""
     rows, columns = logits.shape
-    step = max(1, _BLOCK // columns)
+    step = max(1, _BLOCK * torch.get_num_threads() // columns)
+    scratch = torch.empty(min(step, rows), columns, dtype=compute_dtype(logits.dtype))
     for first in range(0, rows, step):
-        yield slice(first, min(first + step, rows))
+        last = min(first + step, rows)
+        yield slice(first, last), scratch[: last - first]

@@ -75,6 +75,19 @@ def mean_scale(labels: Tensor, spec: CrossEntropySpec, dtype: torch.dtype) -> Te
     return (labels != spec.ignore_index).sum().to(dtype).reciprocal()
 
 
+def factors(dloss: Tensor, scale: Tensor | None, labels: Tensor, normaliser: Tensor, spec: CrossEntropySpec) -> Tensor:
+    """What the gradient of a row is multiplied by, `[rows]`; arguments as of `gradient`."""
+    g = (dloss if scale is None else dloss * scale).expand_as(labels)
+    return g * spec.logit_scale * _sound(labels, spec, normaliser.dtype)
+
+
+def factors_of_exponentials(normaliser: Tensor, spec: CrossEntropySpec) -> Tensor:
+    """What the exponentials of a row's differences are multiplied by in the gradient, `[rows]`."""
+    pivot, exp_sum = normaliser.unbind(1)
+    lse = pivot * spec.logit_scale + exp_sum.log()
+    return (1 + 2 * spec.lse_square_scale * lse) / exp_sum
+
+
 def gradient(
     dloss: Tensor, scale: Tensor | None, logits: Tensor, labels: Tensor, normaliser: Tensor, spec: CrossEntropySpec
 ) -> Tensor:
@@ -88,13 +101,9 @@ def gradient(
         normaliser: `[rows, 2]`, over all columns.
         spec: of the call.
     """
-    g = (dloss if scale is None else dloss * scale).expand_as(labels)
     counts = (labels != spec.ignore_index)[:, None]
-    g = (g * spec.logit_scale * _sound(labels, spec, normaliser.dtype))[:, None]
-    pivot, exp_sum = normaliser.unbind(1)
-    lse = pivot * spec.logit_scale + exp_sum.log()
-    exponentials = ((logits - pivot[:, None]) * spec.logit_scale).exp()
-    of_exponentials = (1 + 2 * spec.lse_square_scale * lse) / exp_sum
-    wanted = exponentials * of_exponentials[:, None] - spec.label_smoothing / spec.vocabulary
+    g = factors(dloss, scale, labels, normaliser, spec)[:, None]
+    exponentials = ((logits - normaliser[:, :1]) * spec.logit_scale).exp()
+    wanted = exponentials * factors_of_exponentials(normaliser, spec)[:, None] - spec.label_smoothing / spec.vocabulary
     is_label = torch.arange(spec.first, spec.first + logits.shape[1], device=logits.device) == labels[:, None]
     return (g * (wanted - (1 - spec.label_smoothing) * is_label.to(wanted.dtype))).where(counts, 0)
