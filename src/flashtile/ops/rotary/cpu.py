@@ -15,39 +15,61 @@ def forward(rotation: Rotation, spec: RotarySpec, inplace: bool) -> Tensor:
     """The rotated x: a new tensor, or x itself."""
     x, cos, sin, cos_k, sin_k, _, _ = rotation
     out = x if inplace else torch.empty_like(x, memory_format=torch.contiguous_format)
-    if not inplace:
+    if not inplace and spec.heads_rotated < x.shape[-2]:
         out[..., spec.heads_rotated :, :] = x[..., spec.heads_rotated :, :]
     heads = [(slice(spec.heads_q), cos, sin)]
     if cos_k is not None and sin_k is not None:
         heads.append((slice(spec.heads_q, spec.heads_rotated), cos_k, sin_k))
-    where = positions(rotation, spec)
+    where = _where(rotation, spec)
     for span, cos_of, sin_of in heads:
         source, target = x[..., span, :], out[..., span, :]
         if not source.numel():
             continue
         turning = 2 * cos.shape[1]
-        if not inplace:
+        if not inplace and turning < x.shape[-1]:
             target[..., turning:] = source[..., turning:]
         if turning:
-            _rotate(source[..., :turning], target[..., :turning], cos_of, sin_of, where, spec)
+            _rotate(source[..., :turning], target[..., :turning], cos_of, sin_of, where, spec, inplace)
     return out
 
 
-def _rotate(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, where: Tensor, spec: RotarySpec) -> None:
-    """Writes rotated heads `[..., rows, heads, rotary_dim]`; source and target may be the same memory."""
+def _where(rotation: Rotation, spec: RotarySpec) -> slice | Tensor:
+    """The position of each row: consecutive rows of the tables, the same for all sequences, or numbers."""
+    first, rows = spec.offset, rotation.x.shape[-3]
+    alike = rotation.offsets is None and rotation.cu_seqlens is None
+    if alike and first >= 0 and first + rows <= rotation.cos.shape[0]:
+        return slice(first, first + rows)
+    return positions(rotation, spec)
+
+
+def _rotate(
+    source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, where: slice | Tensor, spec: RotarySpec, inplace: bool
+) -> None:
+    """Writes rotated heads `[..., rows, heads, rotary_dim]`; in place, source and target are the same memory."""
     dtype, half = compute_dtype(source.dtype), cos.shape[1]
+    sign = -1 if spec.conjugate else 1
     a, b = (_pairs(source, half, spec.interleaved, part) for part in range(2))
     out_a, out_b = (_pairs(target, half, spec.interleaved, part) for part in range(2))
-    rows_at = source.dim() - 3
-    rows = source.shape[rows_at]
+    rows = source.shape[-3]
     step = max(1, _BLOCK * rows // source.numel())
     for first in range(0, rows, step):
         block = (..., slice(first, first + step), slice(None), slice(None))
-        cos_block, sin_block = _angles(cos, sin, where[..., first : first + step], dtype, spec.conjugate)
+        cos_block, sin_block = _angles(cos, sin, _some(where, first, step), dtype)
+        if source.dtype is dtype and not inplace:
+            torch.mul(a[block], cos_block, out=out_a[block]).addcmul_(b[block], sin_block, value=-sign)
+            torch.mul(b[block], cos_block, out=out_b[block]).addcmul_(a[block], sin_block, value=sign)
+            continue
         a_block, b_block = a[block].to(dtype), b[block].to(dtype)
-        turned = torch.mul(a_block, sin_block).addcmul_(b_block, cos_block)
-        out_a[block] = torch.mul(a_block, cos_block).addcmul_(b_block, sin_block, value=-1)
+        turned = torch.mul(b_block, cos_block).addcmul_(a_block, sin_block, value=sign)
+        out_a[block] = torch.mul(a_block, cos_block).addcmul_(b_block, sin_block, value=-sign)
         out_b[block] = turned
+
+
+def _some(where: slice | Tensor, first: int, count: int) -> slice | Tensor:
+    """The positions of some rows."""
+    if isinstance(where, slice):
+        return slice(where.start + first, min(where.start + first + count, where.stop))
+    return where[..., first : first + count]
 
 
 def _pairs(x: Tensor, half: int, interleaved: bool, part: int) -> Tensor:
@@ -55,8 +77,10 @@ def _pairs(x: Tensor, half: int, interleaved: bool, part: int) -> Tensor:
     return x[..., part::2] if interleaved else x[..., part * half : (part + 1) * half]
 
 
-def _angles(cos: Tensor, sin: Tensor, where: Tensor, dtype: torch.dtype, conjugate: bool) -> tuple[Tensor, Tensor]:
+def _angles(cos: Tensor, sin: Tensor, where: slice | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin at positions `[..., rows]`, as `[..., rows, 1, half]`; outside the table 1 and 0."""
+    if isinstance(where, slice):
+        return cos[where].to(dtype)[:, None], sin[where].to(dtype)[:, None]
     inside = (where >= 0) & (where < cos.shape[0])
     if bool(inside.all()):
         cos, sin = cos[where].to(dtype), sin[where].to(dtype)
@@ -67,4 +91,4 @@ def _angles(cos: Tensor, sin: Tensor, where: Tensor, dtype: torch.dtype, conjuga
     else:
         cos = torch.ones(*where.shape, cos.shape[1], dtype=dtype)
         sin = torch.zeros_like(cos)
-    return cos[..., None, :], (-sin if conjugate else sin)[..., None, :]
+    return cos[..., None, :], sin[..., None, :]
