@@ -433,15 +433,25 @@ def _on_a_cpu(row):
     """The cells that name a row of a record of a CPU."""
     case = row["case"]
     page = f", pages of {case['page']}" if case.get("page") else ""
-    mask = ["causal" if case["causal"] else "full"] if "causal" in case else []
+    mask = [_visible_on_a_cpu(case)] if "causal" in case else []
     heads = f"{case['H']} / {case['Hkv']} of {case['D']}"
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[case["dtype"]]
     return f"{case['B']} × {case['S']:,}{page}", heads, *mask, dtype
 
 
+def _visible_on_a_cpu(case):
+    """What a table of a CPU calls the mask or the bias of a case."""
+    if case["window"] is not None:
+        return f"window of {case['window'][0] + 1}"
+    if case.get("mask") is not None:
+        return {"padding": "padding", "random:0.5": "half of the pairs"}[case["mask"]]
+    return "bias with its gradient" if case.get("bias") else "causal" if case["causal"] else "full"
+
+
 @pytest.mark.parametrize("table, record, columns", [
     ("cache on a CPU", "cpu-decode.json", (("flashtile-cpu",), ("sdpa-flash", "sdpa-gathered"), ("matmul",))),
     ("shape on a CPU", "cpu-grouped.json", (("flashtile-cpu",), ("sdpa-flash",))),
+    ("mask or bias on a CPU", "cpu-features.json", (("flashtile-cpu",), ("sdpa-flash",), ("sdpa-math",))),
 ])  # fmt: skip
 def test_times_on_a_cpu_are_those_of_the_records(table, record, columns):
     found = {}

@@ -631,6 +631,20 @@ def test_tiles_out_of_sight_are_not_computed(small_tiles, only_tiles, monkeypatc
     assert len(made) == 2 * (10 + 9)  # forward and backward; each of 10 row tiles sees itself and the tile before
 
 
+@pytest.mark.parametrize("density, side", [(0.25, 128), (1.0, 256)])
+def test_empty_tiles_of_a_block_mask_are_not_computed(density, side, monkeypatch):
+    """Where few are shown, here and there, the tiles are small."""
+    made, score_tile = [], tiles.score_tile
+    monkeypatch.setattr(tiles, "score_tile", lambda keys, q, *rest: made.append(q.shape) or score_tile(keys, q, *rest))
+    q = torch.randn(1, 1024, 1, 16)
+    layout = torch.zeros(8, 8, dtype=torch.bool)
+    layout[::2, ::2] = True
+    block_mask = flashtile.BlockMask.from_layout(layout if density < 1 else layout | True, (128, 128), 1024, 1024)
+    flashtile.attention(q, q, q, block_mask=block_mask, backend="cpu")
+    assert len(made) == round(density * (1024 // side) ** 2)
+    assert {shape[1] for shape in made} == {side}
+
+
 def test_values_out_of_sight_do_not_matter():
     """NaN in keys that no query sees, whole tiles of them, reaches nothing."""
     case = AttentionCase(batch=1, seq_q=64, seq_k=2048, arguments={"window": (200, 0)})

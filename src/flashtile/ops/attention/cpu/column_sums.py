@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.cpu import tiles
-from flashtile.ops.attention.cpu.scores import TileMask, modifiers_of, modify, split_heads, tile_mask_of, wholly_hidden
+from flashtile.ops.attention.cpu.scores import (
+    TileMask,
+    is_scattered,
+    modifiers_of,
+    modify,
+    split_heads,
+    tile_mask_of,
+    wholly_hidden,
+)
 from flashtile.ops.attention.cpu.tiles import LOG2E, Block
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
@@ -18,7 +26,7 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
         q, k, lse = q[None], k[None], lse[None]
     sums = lse.new_zeros(q.shape[0], q.shape[2], k.shape[1])
     tile_mask = tile_mask_of(side, spec)
-    for block in tiles.blocks(q, k, side, spec):
+    for block in tiles.blocks(q, k, side, spec, is_scattered(tile_mask)):
         _add_block(block, q, k, lse, sums, side, spec, tile_mask)
     return sums[0] if side.packed else sums
 

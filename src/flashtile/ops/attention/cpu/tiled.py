@@ -16,6 +16,7 @@ from flashtile.ops.attention.cpu.scores import (
     Modifiers,
     SideGradients,
     TileMask,
+    is_scattered,
     modifiers_of,
     modify,
     tile_mask_of,
@@ -36,7 +37,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         q.new_full(rows, float("-inf"), dtype=tiles.compute_dtype(q.dtype)) for _ in range(1 + spec.returns_max_scores)
     ]
     tile_mask = tile_mask_of(side, spec)
-    for block in tiles.blocks(q, k, side, spec):
+    for block in tiles.blocks(q, k, side, spec, is_scattered(tile_mask)):
         _forward_block(block, q, k, v, out, statistics, side, spec, tile_mask)
     return tuple(t[0] if side.packed else t for t in (out, *statistics))
 
@@ -59,7 +60,7 @@ def backward(
         dlse = None if dlse is None else dlse[None]
     grads = tuple(t.new_zeros(t.shape) for t in (q, k, v))
     of_side, tile_mask = SideGradients(side, wanted, tiles.compute_dtype(q.dtype)), tile_mask_of(side, spec)
-    for block in tiles.blocks(q, k, side, spec):
+    for block in tiles.blocks(q, k, side, spec, is_scattered(tile_mask)):
         _backward_block(block, dout, dlse, q, k, v, out, lse, grads, of_side, side, spec, tile_mask)
     dq, dk, dv = (grad[0] if side.packed else grad for grad in grads)
     return Gradients(dq, dk, dv, *of_side.finish(side))

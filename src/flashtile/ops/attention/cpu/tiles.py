@@ -42,6 +42,8 @@ _DROPOUT_NUMBERS_PER_THREAD = 3 * 2**16
 #: Keys of a tile, and rows of a tile over all the heads that share its keys. Multiples of 16, as dropout's groups.
 _TILE_KEYS = 256
 _TILE_ROWS = 256
+#: The same where a block mask leaves small tiles empty.
+SMALL_TILE = 128
 
 
 class Band(NamedTuple):
@@ -146,15 +148,16 @@ def _band(seq_q: int, seq_k: int, keys: int, spec: AttentionSpec) -> Band:
     return Band(lowest, highest, keys)
 
 
-def blocks(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Iterator[Block]:
-    """The blocks of a call. q and k are `[B, S, H, D]`; B = 1 in a packed call."""
+def blocks(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec, small: bool = False) -> Iterator[Block]:
+    """The blocks of a call. q and k are `[B, S, H, D]`; B = 1 in a packed call. `small`: of small tiles."""
     heads, heads_kv = q.shape[2], k.shape[2]
     group = heads // heads_kv
     for segment in segments(q, k, side, spec):
         # Grouped heads leave fewer matrices to fill a batch with, so theirs are larger (measured 10-20 % faster).
         all_rows = _TILE_ROWS if group == 1 else 2 * _TILE_ROWS
+        all_rows, most_keys = (SMALL_TILE * group, SMALL_TILE) if small else (all_rows, _TILE_KEYS)
         tile_rows = min(max(16, all_rows // group // 16 * 16), segment.rows.stop - segment.rows.start)
-        tile_keys = min(_TILE_KEYS, segment.visible.keys)
+        tile_keys = min(most_keys, segment.visible.keys)
         matrices = _TILE_ELEMENTS_PER_THREAD * torch.get_num_threads() // (group * tile_rows * max(tile_keys, 1))
         entries, heads_each = max(1, matrices // heads_kv), max(1, matrices)
         for first in range(segment.batches.start, segment.batches.stop, entries):
@@ -222,7 +225,15 @@ def mask_band(scores: Tensor, block: Block, rows: range, keys: KeyTile) -> None:
     for columns in (range(keys.start, keys.clear_start), range(keys.clear_stop, keys.stop)):
         if columns:
             part = by_head[..., columns.start - keys.start : columns.stop - keys.start]
-            part.masked_fill_(hidden(rows, columns, block.visible), float("-inf"))
+            hide(part, ~hidden(rows, columns, block.visible))
+
+
+def hide(scores: Tensor, shown: Tensor) -> None:
+    """Puts -inf where `shown`, bool that broadcasts to the scores, is False. In integers, because PyTorch's
+    `masked_fill_` goes element by element."""
+    number, minus_infinity = (torch.int64, -(2**52)) if scores.dtype is torch.float64 else (torch.int32, -(2**23))
+    kept = shown.to(number).neg_()  # all bits or none
+    scores.view(number).bitwise_and_(kept).bitwise_or_(kept.bitwise_not_().bitwise_and_(minus_infinity))
 
 
 def sinks_of(block: Block, side: SideInputs) -> Tensor | None:
