@@ -444,7 +444,7 @@ def _visible_on_a_cpu(case):
     if case["window"] is not None:
         return f"window of {case['window'][0] + 1}"
     if case.get("mask") is not None:
-        return {"padding": "padding", "random:0.5": "half of the pairs"}[case["mask"]]
+        return {"padding": "padding", "random0.5": "half of the pairs"}[case["mask"]]
     return "bias with its gradient" if case.get("bias") else "causal" if case["causal"] else "full"
 
 
