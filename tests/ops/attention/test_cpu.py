@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import flashtile
 from flashtile.ops.attention import cpu, reference
-from flashtile.ops.attention.cpu import tiles, torch_flash, torch_parts, torch_rectangle, torch_served
+from flashtile.ops.attention.cpu import lengths, tiles, torch_flash, torch_parts, torch_rectangle, torch_served
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, SideInputs
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
 from flashtile.testing.cases import cancelled_sizes
@@ -184,12 +184,47 @@ def no_tiles(monkeypatch):
 @pytest.mark.parametrize("heads_kv", [4, 2, 1])
 @pytest.mark.parametrize("changes", SERVED.values(), ids=SERVED)
 def test_calls_served_by_pytorch_without_gradient_of_lse(dtype, heads_kv, changes, no_tiles, monkeypatch):
+    """Sequences of other lengths apart; together in the next test."""
+    monkeypatch.setattr(lengths, "_SCORES_OF_A_SEQUENCE", 0)
     case = replace(BASE, **{"seq_q": 150, "seq_k": 150, "heads_kv": heads_kv, "dtype": dtype, **changes})
     inputs = make_inputs(case)
     actual = _run_without_lse(case, inputs, "cpu", dtype)
     oracle = _run_without_lse(case, inputs, "reference", torch.float64)
     eager = _run_without_lse(case, inputs, "reference", dtype)
     _assert_all_close(case, inputs, actual, oracle, eager)
+
+
+@pytest.mark.parametrize("by_torch", [True, False], ids=["torch", "tiles"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("changes", [
+    {"key_lengths": (150, 0, 149, 300, 7)},
+    {"key_lengths": (100, 150, 150, 120, 31), "mask": "b11k", "arguments": {"causal": True}},
+    {"key_lengths": (120, 150, 130, 130, 100), "bias": "1hqk", "sinks": True, "constant": ("bias",)},
+], ids=["plain", "mask", "bias"])  # fmt: skip
+def test_short_sequences_of_other_lengths_are_one_call(changes, dtype, by_torch, monkeypatch):
+    """Their lengths become a mask, unless a hidden key or value is NaN."""
+    if not by_torch:
+        monkeypatch.setattr(cpu, "served_by_torch", lambda *_: (False, "flashtile tiles: the test wants them"))
+    found, segments = [], tiles.segments
+
+    def listed(*arguments):
+        found.append(list(segments(*arguments)))
+        return found[-1]
+
+    for module in (tiles, torch_parts):
+        monkeypatch.setattr(module, "segments", listed)
+    case = replace(BASE, **{"batch": 5, "seq_q": 150, "seq_k": 150, "dtype": dtype, **changes})
+    inputs = make_inputs(case)
+    check(case, "cpu", inputs=inputs)
+    assert {len(each) for each in found} == {1}
+    length = case.key_lengths[-1]
+    inputs.k[-1, length:] = inputs.v[-1, length:] = float("nan")
+    found.clear()
+    dirty = run(case, inputs, "cpu")
+    assert max(len(each) for each in found) > 2
+    oracle, eager = (run(case, make_inputs(case), "reference", kind) for kind in (torch.float64, dtype))
+    for name, value in dirty.items():
+        assert_close(name, value, oracle[name], eager[name])
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["", "small"])
