@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -24,21 +23,18 @@ def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Statistics:
     """The statistics of the columns that are here."""
     dtype, count = compute_dtype(logits.dtype), logits.shape[0]
     pivot, exp_sum, target, total = (torch.zeros(count, dtype=dtype) for _ in range(4))
-    column = _columns(labels, logits, spec)
-    largest, nothing = (torch.amax, -math.inf) if spec.logit_scale >= 0 else (torch.amin, math.inf)
+    column, here = _columns(labels, logits, spec)
     for rows, scratch in _blocks(logits):
         block = logits[rows] if logits.dtype is dtype else scratch.copy_(logits[rows])
-        largest(block, 1, out=pivot[rows])
+        pivot[rows], zero = losses.pivot_of(block, spec, 1)
         torch.gather(block, 1, column[rows], out=target[rows, None])
-        subtrahend = pivot[rows].masked_fill(pivot[rows] == nothing, 0)  # all scores may be -inf
-        torch.sub(block, subtrahend[:, None], out=scratch)
+        torch.sub(block, zero[:, None], out=scratch)
         if spec.label_smoothing:
             torch.sum(scratch, 1, out=total[rows])
         torch.sum(_exponentials(scratch, spec), 1, out=exp_sum[rows])
     counts = labels != spec.ignore_index
-    here = (labels >= spec.first) & (labels < spec.first + logits.shape[1]) & counts
     normaliser = torch.stack((pivot.where(counts, 0), exp_sum.where(counts, 1)), 1)
-    return Statistics(normaliser, target.where(here, 0), total.where(counts, 0))
+    return Statistics(normaliser, target.where(here & counts, 0), total.where(counts, 0))
 
 
 def backward(
@@ -56,8 +52,7 @@ def backward(
         dlogits = torch.empty_strided(logits.shape, gradient_strides(logits), dtype=logits.dtype)
     factors = losses.factors(dloss.expand_as(labels), scale, labels, normaliser, spec)
     pivot, of_exponentials = normaliser[:, 0], losses.factors_of_exponentials(normaliser, spec)
-    column = _columns(labels, logits, spec)
-    here = (labels >= spec.first) & (labels < spec.first + logits.shape[1])
+    column, here = _columns(labels, logits, spec)
     of_target = (spec.label_smoothing - 1) * here[:, None].to(pivot.dtype)
     ignored = labels == spec.ignore_index
     for rows, wanted in _blocks(logits):
@@ -78,9 +73,11 @@ def _exponentials(differences: Tensor, spec: CrossEntropySpec) -> Tensor:
     return (differences if spec.logit_scale == 1 else differences.mul_(spec.logit_scale)).exp_()
 
 
-def _columns(labels: Tensor, logits: Tensor, spec: CrossEntropySpec) -> Tensor:
-    """The column of each label, `[rows, 1]`; the first or last one where the label has none here."""
-    return (labels.to(torch.int64) - spec.first).clamp_(0, logits.shape[1] - 1)[:, None]
+def _columns(labels: Tensor, logits: Tensor, spec: CrossEntropySpec) -> tuple[Tensor, Tensor]:
+    """The column of each label, `[rows, 1]`, the first or last one where it has none here; and whether it has one."""
+    column = labels.to(torch.int64) - spec.first
+    here = (column >= 0) & (column < logits.shape[1])
+    return column.clamp_(0, logits.shape[1] - 1)[:, None], here
 
 
 def multiply(gradient: Tensor, factor: Tensor) -> None:

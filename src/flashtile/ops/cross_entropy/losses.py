@@ -13,7 +13,7 @@ from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, Statisti
 
 def statistics(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Statistics:
     """Statistics of rows of logits `[rows, columns]`, in the dtype that computes; differentiable."""
-    pivot, zero = _pivot(logits.detach(), spec, 1)
+    pivot, zero = pivot_of(logits.detach(), spec, 1)
     differences = logits - zero[:, None]
     exp_sum = (differences * spec.logit_scale).exp().sum(dim=1)
     column = labels.to(torch.int64) - spec.first
@@ -25,7 +25,7 @@ def statistics(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Statis
     return Statistics(normaliser, target.where(counts, 0), total.where(counts, 0))
 
 
-def _pivot(logits: Tensor, spec: CrossEntropySpec, dim: int) -> tuple[Tensor, Tensor]:
+def pivot_of(logits: Tensor, spec: CrossEntropySpec, dim: int) -> tuple[Tensor, Tensor]:
     """The logits of the largest scores, and from which number differences are taken: the same, but 0 where all scores
     are -inf."""
     pivot, lowest = (logits.amax(dim), -math.inf) if spec.logit_scale >= 0 else (logits.amin(dim), math.inf)
@@ -35,7 +35,7 @@ def _pivot(logits: Tensor, spec: CrossEntropySpec, dim: int) -> tuple[Tensor, Te
 def merge(parts: Statistics, spec: CrossEntropySpec) -> Statistics:
     """Puts together the statistics of disjoint columns, equally many in each part: `[parts, ...]` in each field."""
     pivots, exp_sums = parts.normaliser.unbind(-1)
-    pivot, zero = _pivot(pivots, spec, 0)
+    pivot, zero = pivot_of(pivots, spec, 0)
     differences = pivots - zero
     exp_sum = (exp_sums * (differences * spec.logit_scale).exp()).sum(dim=0)
     columns = spec.vocabulary // len(pivots)
@@ -76,13 +76,13 @@ def mean_scale(labels: Tensor, spec: CrossEntropySpec, dtype: torch.dtype) -> Te
 
 
 def factors(dloss: Tensor, scale: Tensor | None, labels: Tensor, normaliser: Tensor, spec: CrossEntropySpec) -> Tensor:
-    """What the gradient of a row is multiplied by, `[rows]`; arguments as of `gradient`."""
+    """A factor of the gradient of each row, `[rows]`; arguments as of `gradient`."""
     g = (dloss if scale is None else dloss * scale).expand_as(labels)
     return g * spec.logit_scale * _sound(labels, spec, normaliser.dtype)
 
 
 def factors_of_exponentials(normaliser: Tensor, spec: CrossEntropySpec) -> Tensor:
-    """What the exponentials of a row's differences are multiplied by in the gradient, `[rows]`."""
+    """A factor that the gradient has on the exponentials of each row's differences, `[rows]`."""
     pivot, exp_sum = normaliser.unbind(1)
     lse = pivot * spec.logit_scale + exp_sum.log()
     return (1 + 2 * spec.lse_square_scale * lse) / exp_sum

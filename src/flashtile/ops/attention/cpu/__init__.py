@@ -10,7 +10,7 @@ from torch import Tensor
 from flashtile.ops.attention.cpu import tiled, torch_flash
 from flashtile.ops.attention.cpu.column_sums import column_sums
 from flashtile.ops.attention.cpu.lengths import lengths_as_mask
-from flashtile.ops.attention.cpu.tiles import compute_dtype
+from flashtile.ops.attention.cpu.tiles import are_finite
 from flashtile.ops.attention.cpu.torch_served import served_by_torch
 from flashtile.ops.attention.fp8 import dequantized
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, out_dtype
@@ -27,7 +27,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     masked = lengths_as_mask(q, k, side)
     if masked is not None:
         found = _forward(q, k, v, masked, spec)
-        if _are_finite(found[0]):
+        if are_finite(found[0]):
             return found
     return _forward(q, k, v, side, spec)
 
@@ -38,10 +38,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionS
         if found is not None:
             return found
     return tiled.forward(q, k, v, side, spec)
-
-
-def _are_finite(*tensors: Tensor) -> bool:
-    return all(tensor.sum(dtype=compute_dtype(tensor.dtype)).isfinite() for tensor in tensors)
 
 
 def prepare_unmasked(
@@ -73,7 +69,7 @@ def backward(
     masked = lengths_as_mask(q, k, side)
     if masked is not None:
         found = _backward(dout, dlse, q, k, v, out, lse, masked, spec, wanted)
-        if _are_finite(found.q, found.k, found.v):
+        if are_finite(found.q, found.k, found.v):
             return found
     return _backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)
 

@@ -187,16 +187,26 @@ def query_tiles(block: Block) -> Iterator[range]:
         yield range(start, min(start + block.tile_rows, seq_q))
 
 
+def seen_by(rows: range, visible: Band) -> range:
+    """The keys that any of some rows sees."""
+    start = 0 if visible.lowest is None else max(0, rows[0] + visible.lowest)
+    stop = visible.keys if visible.highest is None else min(visible.keys, rows[-1] + visible.highest + 1)
+    return range(start, stop)
+
+
+def are_finite(*tensors: Tensor) -> bool:
+    """Whether all numbers are finite; False also where a sum of them is not."""
+    return all(tensor.sum(dtype=compute_dtype(tensor.dtype)).isfinite() for tensor in tensors)
+
+
 def visible_key_tiles(rows: range, visible: Band, tile_keys: int) -> Iterator[KeyTile]:
     """The key tiles in which any of `rows` sees a key, in ascending order. The only place that enumerates them."""
-    start, stop = 0, visible.keys
-    clear_start, clear_stop = start, stop
-    if visible.lowest is not None:
-        start, clear_start = max(0, rows[0] + visible.lowest), rows[-1] + visible.lowest
-    if visible.highest is not None:
-        stop, clear_stop = min(stop, rows[-1] + visible.highest + 1), rows[0] + visible.highest + 1
-    if start >= stop:
+    seen = seen_by(rows, visible)
+    if not seen:
         return
+    start, stop = seen.start, seen.stop
+    clear_start = 0 if visible.lowest is None else rows[-1] + visible.lowest
+    clear_stop = visible.keys if visible.highest is None else rows[0] + visible.highest + 1
     # From a multiple of 16, because the dropout bits come in groups of 16.
     for first in range(start // 16 * 16, stop, tile_keys):
         last = min(first + tile_keys, stop)

@@ -115,7 +115,7 @@ def backward(
         q, dout, lse = q.masked_fill(blind_rows, 0), dout.masked_fill(blind_rows, 0), lse.masked_fill(blind, 0)
     sums = _summed(dout, q, k, v, out, lse, side, spec)
     dq, dk, dv = (t.to(of.dtype) for t, of in zip(sums, (q, k, v)))
-    if hides and not all(t.sum(dtype=torch.float32).isfinite() for t in (dq, dk, dv)):
+    if hides and not tiles.are_finite(dq, dk, dv):
         return None  # a hidden key may have been NaN
     dsinks = None
     if wanted.sinks and side.sinks is not None:

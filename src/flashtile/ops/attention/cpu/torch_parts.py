@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.cpu.scores import distances, part
-from flashtile.ops.attention.cpu.tiles import Band, Segment, compute_dtype, hidden, segments
+from flashtile.ops.attention.cpu.tiles import Band, Segment, compute_dtype, hidden, seen_by, segments
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 #: Most rows of a table that is made, where all heads share it and where each has its own. PyTorch's kernel takes up to
@@ -98,12 +98,12 @@ class _Changes(NamedTuple):
         return self.windowed or self.slopes is not None or (by_row and self.mask is not None)
 
     def size(self, dimension: int, whole: int) -> int:
-        """Of the tables in a dimension: `whole`, or 1 where they broadcast."""
+        """The size of the tables in a dimension: `whole`, or 1 where they broadcast."""
         differ = any(each is not None and each.shape[dimension] > 1 for each in (self.bias, self.mask, self.slopes))
         return whole if differ else 1
 
     def cut(self, batches: slice, heads: slice) -> _Changes:
-        """Those of some batch entries, counted from the segment's first, and heads."""
+        """The changes of some heads and batch entries, which count from the segment's first."""
         bias, mask, slopes = (
             None if each is None else _at(_at(each, 0, batches), 1, heads)
             for each in (self.bias, self.mask, self.slopes)
@@ -111,7 +111,7 @@ class _Changes(NamedTuple):
         return self._replace(bias=bias, mask=mask, slopes=slopes)
 
     def table(self, rectangle: Rectangle, banded: bool) -> Tensor | None:
-        """What is added to the scores of a rectangle. `banded`: the band is part of it."""
+        """A table that PyTorch's kernel adds to the scores of a rectangle. `banded`: it holds the band, too."""
         rows, keys, _ = rectangle
         table = None if self.bias is None else part(self.bias, rows, keys)
         if self.slopes is not None:
@@ -204,17 +204,10 @@ def _small_parts(segment: Segment, changes: _Changes, heads: int, heads_kv: int)
             of_these = changes.cut(batches, some_heads)
             for start in range(0, count, rows):
                 some_rows = range(start, min(start + rows, count))
-                if seen := _seen_by(some_rows, segment.visible):
+                if seen := seen_by(some_rows, segment.visible):
                     rectangle = Rectangle(some_rows, seen, False)
                     banded = not _sees_all(some_rows, seen, segment.visible)
                     yield [_part(segment, of_call, some_heads, rectangle, of_these.table(rectangle, banded), group)]
-
-
-def _seen_by(rows: range, visible: Band) -> range:
-    """The keys that any of some rows sees in a band."""
-    start = 0 if visible.lowest is None else max(0, rows[0] + visible.lowest)
-    stop = visible.keys if visible.highest is None else min(visible.keys, rows[-1] + visible.highest + 1)
-    return range(start, stop)
 
 
 def _sees_all(rows: range, keys: range, visible: Band) -> bool:
