@@ -90,7 +90,4 @@ def _backward(
         found = torch_flash.backward(dout, q, k, v, out, lse, side, spec, wanted)
         if found is not None:
             return found
-    if side.alibi_slopes is not None and served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype)[0]:
-        # Scores of distant keys are large. Tiles round them in another way than PyTorch's kernel, which made lse.
-        _, lse = tiled.forward(q, k, v, side, spec)
     return tiled.backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)
