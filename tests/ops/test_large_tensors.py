@@ -82,9 +82,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper_gpu)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(hopper, "_counter", lambda device: _meta(2, dtype=torch.int32))
-    driver = SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor=lambda *_: 0))
+    driver = SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor_tiled=lambda *_: 0))
     monkeypatch.setattr(tma.triton.runtime.driver, "_active", driver)
-    monkeypatch.setattr(tma, "TRITON_3_6", True)
     backend_launch.clear_plans()
     yield _LAUNCHED
     backend_launch.clear_plans()

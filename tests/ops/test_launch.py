@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,8 +21,9 @@ if devices.triton_missing():
 import triton
 import triton.language as tl
 
-from flashtile._backends import launch
+from flashtile._backends import launch, launcher
 from flashtile._backends.launch import ABSENT, GIVEN, Parameter, float32, int32, int64, pointer_to, strides_of
+from flashtile._backends.launcher import Launcher
 from machine_code import compile_source
 
 
@@ -103,15 +109,25 @@ def test_plans_are_kept_until_they_are_cleared() -> None:
     assert plan(1) == 1 and made == [1, 2, 1]
 
 
+def _take(known: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches as with a Triton that has this launcher."""
+    for module in (launch, launcher):
+        monkeypatch.setattr(module, "launcher", lambda: known)
+
+
+@pytest.mark.parametrize("known", [Launcher.TYPED_FUNCTION, Launcher.GENERAL_FUNCTION], ids=lambda each: each.name)
 @pytest.mark.skipif("devices.interpreting()", reason="launches through the driver: needs TRITON_INTERPRET unset")
-def test_a_launch_is_one_call_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_is_one_call_of_the_driver(known: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the stream, what belongs to the kernel, and what its machine code takes: no constants, no absent tensors."""
     passed: list[tuple] = []
+    _take(known, monkeypatch)
     monkeypatch.setattr(launch, "_loaded", lambda source, device: (lambda *a: passed.append(a), ("function",)))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     _plan(_PARAMETERS).launch(1024, None)
-    assert passed == [(5, 1, 1, 99, "function", 1024, 64, 5, _HALF, *(0,) * 12)]
+    taken = (1024, 64, 5, _HALF)
+    arguments = (*taken, *(0,) * 12) if known is Launcher.TYPED_FUNCTION else (taken,)
+    assert passed == [(5, 1, 1, 99, "function", *arguments)]
 
 
 #: The bits of 0.5.
@@ -131,17 +147,25 @@ _DESCRIPTOR = "tensordesc<bf16[1, 64, 1, 64],layout[3, 4]>"
         (("constexpr", _DESCRIPTOR, "fp32"), (None, *range(9)), (0.5,), (*range(9), _HALF)),
     ],
 )
-def test_what_is_compiled_away_is_not_passed(types: tuple, given: tuple, scalars: tuple, passed: tuple) -> None:
-    """A descriptor is nine arguments: itself, and four sizes and strides. Zeros follow what the kernel takes."""
+def test_what_is_compiled_away_is_not_passed(
+    types: tuple, given: tuple, scalars: tuple, passed: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor is nine arguments: itself, and four sizes and strides. Zeros follow what the kernel takes where the
+    function is one of many."""
+    _take(Launcher.GENERAL_FUNCTION, monkeypatch)
     source = launch.KernelSource(scale_kernel, types, (1,) * len(types), {}, 4)
+    pick, after = launch._passed(source, scalars)
+    assert (*pick(given), *after) == passed
+    _take(Launcher.TYPED_FUNCTION, monkeypatch)
     pick, after = launch._passed(source, scalars)
     filled = len(launch.launcher_types([of for of in types if of != "constexpr"]))
     assert filled == 16
     assert (*pick(given), *after) == (*passed, *(0,) * (filled - sum(of != "constexpr" for of in types)))
 
 
-def test_one_c_function_launches_kernels_of_other_types() -> None:
+def test_one_c_function_launches_kernels_of_other_types(monkeypatch: pytest.MonkeyPatch) -> None:
     """Floating point comes by its bits, negative numbers with the sign, and descriptors as they are."""
+    _take(Launcher.TYPED_FUNCTION, monkeypatch)
     some, others = ("*fp32", "i32", "fp32"), ("i64", "*bf16", "i32", "i32", "fp32")
     assert launch.launcher_types(some) == launch.launcher_types(others) == ["i64"] * 16
     assert launch.launcher_types((_DESCRIPTOR, *some))[:2] == [_DESCRIPTOR, "i64"]
@@ -185,7 +209,8 @@ def _grouped_plan() -> launch.Plan:
     return launch.make_plan(grouped_kernel, _GROUPED, {"BLOCK": 64}, 5, torch.device("cpu"), num_warps=4)
 
 
-def test_a_named_tuple_of_parameters_is_as_many_parameters() -> None:
+def test_a_named_tuple_of_parameters_is_as_many_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    _take(Launcher.TYPED_FUNCTION, monkeypatch)
     source = _grouped_plan().source
     assert source.names == ("x.ptr", "x.bias_ptr", "x.count", "x.stride", "x.WIDTH", "factor", "shift")
     assert source.types == ("*fp32", "constexpr", "i32", "i64", "constexpr", "fp32", "constexpr")
@@ -284,10 +309,45 @@ def test_another_launcher_is_given_tuples_and_constants(monkeypatch: pytest.Monk
     """As Triton's own launch gives them to its launcher object, whatever the version."""
     passed: list[tuple] = []
     compiled = SimpleNamespace(run=lambda *each: passed.append(each), function="f", packed_metadata="m")
-    monkeypatch.setattr(launch, "_PASSES_FLAT", False)
+    _take(Launcher.OBJECT, monkeypatch)
     enqueue, before = launch._entry(compiled, _grouped_plan().source)
     enqueue(5, 1, 1, 99, *before, 1024, None, 5, 64, 60, 0.5, None)
     assert passed == [(5, 1, 1, 99, "f", "m", None, None, None, (1024, None, 5, 64, 60), 0.5, None, 64)]
+
+
+@pytest.mark.parametrize(
+    "version, hip, expected",
+    [
+        ("3.6.0", None, Launcher.TYPED_FUNCTION),
+        ("3.7.1", None, Launcher.GENERAL_FUNCTION),
+        ("3.9.0+git1234", None, Launcher.GENERAL_FUNCTION),
+        ("3.10.0", None, Launcher.OBJECT),
+        ("4.0.0", None, Launcher.OBJECT),
+        ("3.6.0", "6.4", Launcher.OBJECT),
+    ],
+)
+def test_the_launcher_follows_from_the_version(
+    version: str, hip: str | None, expected: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is not known is not guessed at."""
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert launcher.launcher.__wrapped__() is expected
+
+
+@pytest.mark.skipif("devices.interpreting()", reason="launches through the driver: needs TRITON_INTERPRET unset")
+def test_the_driver_reads_what_tritons_own_launcher_would_give_it(tmp_path: Path) -> None:
+    """Every byte of every parameter, of attention's kernels, in this version of Triton."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler, which Triton needs too to launch anything")
+    command = [sys.executable, "-m", "stand_in_driver", str(tmp_path)]
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root / "tests"), str(root / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kernels = [line.partition(":")[0] for line in done.stdout.splitlines()]
+    assert kernels.count("attention_forward_kernel") == 4 and kernels.count("attention_backward_kernel") == 3
+    assert {"attention_float32_forward_kernel", "attention_dkdv_kernel"} < set(kernels)
 
 
 @pytest.mark.interpreter

@@ -30,9 +30,16 @@ from triton.compiler import ASTSource, CompiledKernel
 from flashtile._backends import observe, together
 from flashtile._backends.allocate import Layout, allocator
 from flashtile._backends.devices import DeviceFacts, device_facts, interpreting, target_of
-from flashtile._backends.launcher import arguments_of, c_function, filling, launcher_types, with_all_arguments, word
-
-TRITON_3_6 = triton.__version__.startswith("3.6.")
+from flashtile._backends.launcher import (
+    Launcher,
+    arguments_of,
+    direct,
+    filling,
+    launcher,
+    launcher_types,
+    with_all_arguments,
+    word,
+)
 
 #: Before the name of a kernel, in the range of its launch.
 _RANGE = "flashtile::launch "
@@ -386,25 +393,34 @@ def make_launch(
     if interpreting():
         observe.log_kernel(source, device)
         return functools.partial(_interpret, source, programs, scalars)
-    enqueue, before = _loaded(source, device)
-    pick, after = (operator.itemgetter(slice(None)), scalars) if not _PASSES_FLAT else _passed(source, scalars)
+    function, before = _loaded(source, device)
+    of_object = launcher() is Launcher.OBJECT
+    pick, after = (operator.itemgetter(slice(None)), scalars) if of_object else _passed(source, scalars)
     index = device.index
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     always_named, profiling, range_name = observe.NVTX, observe.profiling, _RANGE + source.function.__name__
 
+    def enqueue(given: tuple[Any, ...]) -> None:
+        function(programs, 1, 1, current_stream(index), *before, *pick(given), *after)
+
+    def enqueue_as_tuple(given: tuple[Any, ...]) -> None:
+        function(programs, 1, 1, current_stream(index), *before, (*pick(given), *after))
+
+    pass_on = enqueue_as_tuple if launcher() is Launcher.GENERAL_FUNCTION else enqueue
+
     def launch(*given: Any) -> None:
         if current_device() == index and not (always_named or profiling()):
-            enqueue(programs, 1, 1, current_stream(index), *before, *pick(given), *after)
+            pass_on(given)
         else:
             with torch.cuda.device(index), observe.named(range_name):
-                enqueue(programs, 1, 1, current_stream(index), *before, *pick(given), *after)
+                pass_on(given)
 
     return launch
 
 
 def _passed(source: KernelSource, scalars: tuple[Any, ...]) -> tuple[Callable[[tuple], tuple], tuple[Any, ...]]:
-    """The arguments of the C function of `launcher`: a function that picks some of those of a launch, and the scalars.
-    It would take 0.4 µs to read past constants and parameters that are compiled away."""
+    """The arguments of a C function: a function that picks some of those of a launch, and the scalars. It would take
+    0.4 µs to read past constants and parameters that are compiled away."""
     places = [of for of in source.types for _ in range(arguments_of(of))]
     given = len(places) - len(scalars)
     assert "fp32" not in places[:given], f"{source.function.__name__}: float32 numbers are the same for all launches"
@@ -421,7 +437,7 @@ def _present_types(source: KernelSource) -> list[str]:
     return [source.types[index] for index in source.present()]
 
 
-#: Kernels that are on a device: the function that enqueues one, and its arguments between stream and parameters.
+#: Kernels that are on a device: what a launch calls, and its arguments between stream and parameters.
 _LOADED: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
 
@@ -447,26 +463,13 @@ def _loaded(source: KernelSource, device: torch.device) -> tuple[Callable[..., N
     return found
 
 
-#: Whether launches pass what a kernel takes as plain arguments: the one launcher whose C function is known here.
-_PASSES_FLAT = TRITON_3_6 and torch.version.hip is None
-
-
 def _entry(compiled: CompiledKernel, source: KernelSource) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """Loads a kernel: `enqueue(programs, 1, 1, stream, *before, *arguments)`, and what `before` is.
-
-    Triton's launcher object adds scratch memory, which these kernels do not use, before it calls its C function. With
-    the one version whose C function is known here, that is called directly, which saves a microsecond, and it is made
-    for `launcher_types`, without tuples and constants.
-    """
-    if not _PASSES_FLAT:
-        launcher, before = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
-        return with_all_arguments(launcher, source), before
-    compiled.src.signature = dict(enumerate(launcher_types(_present_types(source))))
-    launcher = compiled.run  # loads the binary
-    function, metadata = compiled.function, compiled.packed_metadata
-    assert not launcher.global_scratch_size and not launcher.profile_scratch_size
-    flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-    return c_function(launcher.launch), (function, *flags, None, None, metadata, None, None, None)
+    """Loads a kernel: what `launcher` says that a launch calls, and its arguments between stream and parameters."""
+    if launcher() is not Launcher.OBJECT:
+        compiled.src.signature = dict(enumerate(launcher_types(_present_types(source))))
+        return direct(compiled)
+    run = compiled.run  # loads the binary
+    return with_all_arguments(run, source), (compiled.function, compiled.packed_metadata, None, None, None)
 
 
 def _interpret(source: KernelSource, programs: int, scalars: tuple[Any, ...], *given: Any) -> None:

@@ -1,19 +1,48 @@
-"""Arguments of Triton's C function for a launch, of such types that one function serves many kernels.
+"""What a launch passes to Triton, whose way to the driver differs between versions.
 
-Triton writes and compiles one in C for each list of parameter types, and a C compiler takes about a third of a second.
-But CUDA takes from each argument as many bytes as the parameter has, and reads no argument past the last parameter. So
-every argument but a TMA descriptor is an integer of 64 bits here, floating point by its bits, and zeros fill up to a
-multiple of 16 arguments. A kernel then finds a function that was compiled for another one.
+Triton's launcher object looks at every argument of every launch, and encodes TMA descriptors anew each time. That takes
+as long as all the rest of a call. So the C functions behind it that are known here are called directly, with plain
+arguments: no tuples, no constants, and descriptors that are encoded already (`tma.descriptor_maker`).
+
+CUDA takes from each argument as many bytes as the parameter has, and reads no argument past the last parameter. So
+every argument but a descriptor is an integer of 64 bits, floating point by its bits. Triton 3.6 writes a function in C
+for each list of parameter types, and a C compiler takes about a third of a second: zeros fill up to a multiple of 16
+arguments there, and a kernel finds a function that was compiled for another one.
 """
 
 from __future__ import annotations
 
 import ctypes
+import enum
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-#: Arguments come in so many.
+import torch
+import triton
+
+
+class Launcher(enum.Enum):
+    """What a launch calls."""
+
+    TYPED_FUNCTION = "the C function that Triton writes for a list of parameter types"
+    GENERAL_FUNCTION = "the C function for all kernels, which is told the types and takes the arguments as a tuple"
+    OBJECT = "Triton's launcher object, whatever is behind it"
+
+
+@functools.cache
+def launcher() -> Launcher:
+    """That of this Triton."""
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    if torch.version.hip is not None or version > _NEWEST_KNOWN:
+        return Launcher.OBJECT
+    return Launcher.TYPED_FUNCTION if version == (3, 6) else Launcher.GENERAL_FUNCTION
+
+
+#: The newest Triton whose C function is known here.
+_NEWEST_KNOWN = 3, 9
+#: With `Launcher.TYPED_FUNCTION` arguments come in so many.
 _TOGETHER = 16
 
 
@@ -24,11 +53,11 @@ def arguments_of(of: str) -> int:
 
 def filling(types: Sequence[str]) -> int:
     """How many zeros follow the arguments of these parameters."""
-    return -len(types) % _TOGETHER
+    return -len(types) % _TOGETHER if launcher() is Launcher.TYPED_FUNCTION else 0
 
 
 def launcher_types(types: Sequence[str]) -> list[str]:
-    """The types for which Triton writes its function, of a kernel whose parameters have these."""
+    """The types that Triton's function is made for or told, of a kernel whose parameters have these."""
     return [of if of.startswith("tensordesc") else "i64" for of in types] + ["i64"] * filling(types)
 
 
@@ -42,14 +71,26 @@ def placed(places: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Any, ..
     return tuple(arguments[at] if isinstance(at, int) else placed(at, arguments) for at in places)
 
 
-def c_function(launch: Callable[..., None]) -> Callable[..., None]:
-    """Triton 3.6 wraps the launch of a kernel with TMA descriptors in a function that encodes them on every call. The
-    arguments here hold them encoded (`tma.descriptor_maker`)."""
+def direct(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The C function that launches a kernel, which was compiled for `launcher_types`: `function(programs, 1, 1, stream,
+    *before, *arguments)`, and what `before` is. The general function takes the arguments as one."""
+    run = compiled.run  # loads the binary
+    function, metadata = compiled.function, compiled.packed_metadata
+    assert not run.global_scratch_size and not run.profile_scratch_size
+    flags, hooks, scratch = (run.launch_cooperative_grid, run.launch_pdl), (None, None), (None, None)
+    if launcher() is Launcher.TYPED_FUNCTION:
+        return _unwrapped(run.launch), (function, *flags, *scratch, metadata, None, *hooks)
+    types = run.arg_annotations, run.kernel_signature
+    return triton.runtime.driver.active.utils.launch, (function, *flags, metadata, None, *hooks, *scratch, *types)
+
+
+def _unwrapped(launch: Callable[..., None]) -> Callable[..., None]:
+    """Triton 3.6 wraps its function for a kernel with descriptors in one that encodes them."""
     wrapped = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
     return wrapped.get("launcher", launch)
 
 
-def with_all_arguments(launcher: Callable[..., None], source: Any) -> Callable[..., None]:
+def with_all_arguments(run: Callable[..., None], source: Any) -> Callable[..., None]:
     """Passes on what Triton's launcher object takes for a kernel, a `launch.KernelSource`: tuples for NamedTuples, and
     the constants."""
     constants = [source.constants[name] for name in source.constant_names]
@@ -57,6 +98,6 @@ def with_all_arguments(launcher: Callable[..., None], source: Any) -> Callable[.
     others = 4 + 5  # before the arguments
 
     def enqueue(*passed: Any) -> None:
-        launcher(*passed[:others], *placed(places, passed[others:]), *constants)
+        run(*passed[:others], *placed(places, passed[others:]), *constants)
 
     return enqueue

@@ -14,7 +14,8 @@ import torch
 import triton
 
 from flashtile._backends.alignment import used_strides
-from flashtile._backends.launch import ABSENT, ELEMENT_TYPES, TRITON_3_6, Parameter
+from flashtile._backends.launch import ABSENT, ELEMENT_TYPES, Parameter
+from flashtile._backends.launcher import Launcher, launcher
 
 #: CUDA's CUtensorMapDataType.
 _DATA_TYPES = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # 0: bytes
@@ -82,7 +83,7 @@ def descriptor_maker(
 
     It remembers its last answers: encoding a descriptor takes longer than the rest of a launch.
     """
-    make = _encoded if TRITON_3_6 else _described
+    make = _described if launcher() is Launcher.OBJECT else _encoded
     return functools.lru_cache(maxsize=64)(functools.partial(make, dtype, box, layout, swizzled))
 
 
@@ -113,11 +114,12 @@ def joined(makers: Sequence[Callable[[int], tuple]]) -> Callable[..., tuple]:
 
 
 def _encoded(dtype: torch.dtype, box: tuple[int, ...], layout: TensorLayout, swizzled: bool, address: int) -> tuple:
-    """For the launcher's C function (see `launch`): the encoded descriptor, then shape and strides."""
+    """For Triton's C functions: the encoded descriptor, then shape and strides."""
     swizzle = swizzle_bytes(dtype, box, swizzled)
     # Triton moves wider boxes in several messages.
     message = (*box[:-1], swizzle // dtype.itemsize) if swizzle else box
-    encode = triton.runtime.driver.active.utils.fill_tma_descriptor
+    driver = triton.runtime.driver.active.utils
+    encode = getattr(driver, "fill_tma_descriptor_tiled", None) or driver.fill_tma_descriptor  # its name in 3.6
     shape, strides, nan_outside = layout
     arguments = _SWIZZLES[swizzle], dtype.itemsize, _DATA_TYPES[dtype], list(message), list(shape), list(strides)
     return encode(address, *arguments, int(nan_outside)), *shape, *strides

@@ -1699,9 +1699,8 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     monkeypatch.setattr(
         tma.triton.runtime.driver,
         "_active",
-        SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor=lambda at, *_: at)),
+        SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor_tiled=lambda at, *_: at)),
     )
-    monkeypatch.setattr(tma, "TRITON_3_6", True)
     outer = (100,) if packed else (2, 50)
     q, k = (torch.zeros(*outer, 2, -(-head_dim // 8) * 8, dtype=torch.bfloat16)[..., :head_dim] for _ in range(2))
     v, dout, out = (torch.zeros(*outer, 2, head_dim_v, dtype=torch.bfloat16) for _ in range(3))
@@ -1795,12 +1794,11 @@ def test_descriptors_are_encoded_as_the_kernel_expects(form: str, monkeypatch: p
 
     class Utils:
         @staticmethod
-        def fill_tma_descriptor(*arguments):
+        def fill_tma_descriptor_tiled(*arguments):
             told.append(arguments)
             return "descriptor"
 
     monkeypatch.setattr(tma.triton.runtime.driver, "_active", SimpleNamespace(utils=Utils))
-    monkeypatch.setattr(tma, "TRITON_3_6", True)  # only there is it told by flashtile
     plan = hopper_plan(_EVERY_FORWARD[form])
     *of_heads, of_bias = plan.makers
     types = plan.kernel.source.types
