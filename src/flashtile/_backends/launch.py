@@ -30,6 +30,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from flashtile._backends import observe, together
 from flashtile._backends.allocate import Layout, allocator
 from flashtile._backends.devices import DeviceFacts, device_facts, interpreting, target_of
+from flashtile._backends.interpret import interpreted
 from flashtile._backends.launcher import (
     Launcher,
     arguments_of,
@@ -392,7 +393,7 @@ def make_launch(
     """A function `launch(*given)` that enqueues so many programs of a kernel on the device's current stream."""
     if interpreting():
         observe.log_kernel(source, device)
-        return functools.partial(_interpret, source, programs, scalars)
+        return interpreted(source, programs, scalars, _RANGE + source.function.__name__)
     function, before = _loaded(source, device)
     of_object = launcher() is Launcher.OBJECT
     pick, after = (operator.itemgetter(slice(None)), scalars) if of_object else _passed(source, scalars)
@@ -470,21 +471,6 @@ def _entry(compiled: CompiledKernel, source: KernelSource) -> tuple[Callable[...
         return direct(compiled)
     run = compiled.run  # loads the binary
     return with_all_arguments(run, source), (compiled.function, compiled.packed_metadata, None, None, None)
-
-
-def _interpret(source: KernelSource, programs: int, scalars: tuple[Any, ...], *given: Any) -> None:
-    values = dict(zip(source.names, (*given, *scalars)))
-    in_groups = {name for name in values if "." in name}
-    values |= {name: source.constants[name] for name, of in zip(source.names, source.types) if of == "constexpr"}
-    # A field that is a constant has no annotation to say so.
-    values |= {
-        name: triton.language.constexpr(values[name])
-        for name in in_groups & source.constants.keys()
-        if values[name] is not None
-    }
-    constants = {name: source.constants[name] for name in source.constant_names}
-    with observe.named(_RANGE + source.function.__name__):
-        source.function[(programs,)](**source.nested(tuple(values.values())), **constants)
 
 
 def _address(tensor: Tensor | None) -> int:
