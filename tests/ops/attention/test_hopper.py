@@ -558,6 +558,7 @@ def test_masked_steps_have_a_loop_of_their_own_in_long_walks(
         call = (rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
         return _main_constants(*call, **changes)["loops.MASKS_LAST"]
 
+    monkeypatch.setattr(backward_variant, "SUMS_PASS_LOOPS", True)
     assert chosen() is masks_last
     assert not chosen(alibi=2)
     monkeypatch.setattr(backward_variant, "SUMS_PASS_LOOPS", False)
