@@ -194,12 +194,26 @@ def unset_registers(listing: str) -> list[str]:
     effects = [_named_effect(instruction) for instruction in parsed.instructions]
     suspects = []
     for begin, unset in _unset(parsed, effects).items():
+        guarded: dict[str, str | None] = {}
         for number in range(begin, parsed.blocks[begin]):
             instruction = parsed.instructions[number]
-            if not _copied(instruction) and (effects[number][0] | _ordinary_reads(instruction)) & unset:
-                suspects.append((number, instruction.text))
+            if not _copied(instruction):
+                reads = effects[number][0] | _ordinary_reads(instruction)
+                if any(guarded.get(name, "") != instruction.guard for name in reads & unset):
+                    suspects.append((number, instruction.text))
+            _follow_guards(instruction, guarded)
             unset = _unset_after(instruction, effects[number], unset)
     return [text for _, text in sorted(suspects)]
+
+
+def _follow_guards(instruction: Instruction, guarded: dict[str, str | None]) -> None:
+    """Keeps the ordinary registers that a block has set under a guard, and the guard: under it they have a value."""
+    for name in _overwritten(instruction):
+        guarded.pop(name, None)
+        for other in [other for other, guard in guarded.items() if (guard or "").lstrip("!") == name]:
+            del guarded[other]
+        if instruction.guard and name.startswith("R") and not _copied(instruction):
+            guarded[name] = instruction.guard
 
 
 #: The registers that an instruction reads and writes, by name.
@@ -263,7 +277,7 @@ def _unset_after(instruction: Instruction, effect: Effect, unset: frozenset[str]
 def _copied(instruction: Instruction) -> tuple[str, str] | None:
     """Target and source of a copy from register to register; None for all else."""
     target, *others = instruction.operands
-    moves = instruction.operation in ("MOV", "R2UR", "UMOV") or (
+    moves = instruction.operation in ("MOV", "MOV.SPILL", "R2UR", "R2UR.FILL", "UMOV") or (
         instruction.operation in ("IMAD.U32", "IMAD.MOV.U32") and others[:2] == ["RZ", "RZ"]
     )
     if not moves or not all(_REGISTER.fullmatch(name) for name in (target, others[-1])):

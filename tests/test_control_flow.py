@@ -65,7 +65,33 @@ def test_a_copy_of_no_value_has_none_either() -> None:
     copy, use = "UMOV UR5, UR9", "UIADD3 UR6, UR5, 0x1, URZ"
     assert unset_registers(_lines("UMOV UR5, 0x1", copy, use, "EXIT")) == [use]
     assert unset_registers(_lines(copy, "UMOV UR5, 0x1", use, "EXIT")) == []
+    saved = "MOV.SPILL R4, UR9", "R2UR.FILL UR5, R4"  # as ptxas 13 writes it
+    assert unset_registers(_lines(*saved, use, "EXIT")) == [use]
     assert unset_registers(_LOOP.replace("UIADD3 UR6, UP0, UR4, 0x2, URZ", "UMOV UR6, UR4")) == unset_registers(_LOOP)
+
+
+@pytest.mark.parametrize(
+    "setting, between, reading, missing",
+    [
+        ("@!P0 IMAD.MOV.U32 R5, RZ, RZ, 0x2000", "NOP", "@!P0 IADD3 R6, R5, 0x1, RZ", False),
+        ("@!P0 IMAD.MOV.U32 R5, RZ, RZ, 0x2000", "NOP", "@P0 IADD3 R6, R5, 0x1, RZ", True),
+        ("@!P0 IMAD.MOV.U32 R5, RZ, RZ, 0x2000", "NOP", "IADD3 R6, R5, 0x1, RZ", True),
+        ("@!P0 IMAD.MOV.U32 R5, RZ, RZ, 0x2000", "ISETP.NE.AND P0, PT, R1, RZ, PT", "@!P0 IADD3 R6, R5, 0x1, RZ", True),
+        (
+            "@!P0 IMAD.MOV.U32 R5, RZ, RZ, 0x2000",
+            "ISETP.NE.AND P1, PT, R1, RZ, PT",
+            "@!P0 IADD3 R6, R5, 0x1, RZ",
+            False,
+        ),
+        ("@!P0 IMAD.MOV.U32 R5, RZ, RZ, 0x2000", "MOV R5, UR9", "@!P0 IADD3 R6, R5, 0x1, RZ", True),
+        ("@!P0 MOV R5, UR9", "NOP", "@!P0 IADD3 R6, R5, 0x1, RZ", True),
+    ],
+)
+def test_a_register_that_is_set_and_read_under_one_guard(
+    setting: str, between: str, reading: str, missing: bool
+) -> None:
+    """As ptxas 12.9 has it for the bytes that a barrier expects, in a register that held a copy of no value before."""
+    assert bool(unset_registers(_lines("MOV R5, UR9", setting, between, reading, "EXIT"))) is missing
 
 
 #: As ptxas 12.8 saves two registers that have a value only in a loop, and restores them for nobody.
