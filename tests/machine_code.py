@@ -459,10 +459,25 @@ def read_binary(compiled: CompiledKernel, device: DeviceFacts) -> Binary:
     return Binary(found.shared, spilled, compiled.asm, getattr(found, "tensordesc_meta", None))
 
 
+#: Whether this is the Triton with which the tests' limits of spilled bytes were measured, and whether ptxas
+#: serialises products.
+#: Others assign registers in their own way (docs/engineering_log/compilers.md).
+IS_MEASURED = triton.__version__.startswith("3.6.")
+
+
 def check_fit(binary: Binary, shared_memory: int, spilled: int = 0) -> None:
     """A kernel takes no more on-chip memory, and spills no more bytes."""
     assert binary.shared_memory <= shared_memory
-    assert binary.spilled <= spilled
+    check_spills(binary, spilled)
+
+
+def check_spills(binary: Binary, most: int) -> None:
+    assert binary.spilled <= most or not IS_MEASURED
+
+
+def check_products(binary: Binary, serialised: bool = False) -> None:
+    """ptxas serialises a kernel's products, or it does not."""
+    assert serialises_products(binary) is serialised or not IS_MEASURED
 
 
 def check_barriers(binary: Binary) -> None:

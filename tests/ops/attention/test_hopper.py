@@ -84,6 +84,7 @@ from machine_code import (
     apart_backward_sources,
     check_barriers,
     check_fit,
+    check_products,
     described,
     differing,
     facts,
@@ -92,7 +93,6 @@ from machine_code import (
     hopper_plan,
     passed_by,
     sass,
-    serialises_products,
     shares_of,
     with_news,
 )
@@ -1193,7 +1193,7 @@ class _Loop(NamedTuple):
 def _check_forward(binary: Binary, limits: _Limits, loop: _Loop) -> None:
     config, lines = loop.config, _instructions(binary)
     check_fit(binary, *limits)
-    assert not serialises_products(binary)
+    check_products(binary)
     _assert_softmax_overlaps_products(lines, config, loop.dtype)
     _assert_consumers_take_turns(lines, config, loop.skips)
     if loop.in_one_piece:
@@ -1217,7 +1217,7 @@ def test_machine_code_of_features(form: str) -> None:
 
 def _check_features(binary: Binary, limits: _Limits, consumers: int, tables: bool) -> None:
     check_fit(binary, *limits)
-    assert not serialises_products(binary)
+    check_products(binary)
     _assert_warps_vote_for_themselves(sass(binary))
     if tables:
         _assert_tables_are_read_before_scores_are_there(_instructions(binary), consumers)
@@ -1354,7 +1354,7 @@ def test_machine_code_of_the_backward(form: str) -> None:
 
 def _check_backward(binary: Binary, limits: _Limits, serialised: bool) -> None:
     check_fit(binary, *limits)
-    assert serialises_products(binary) is serialised
+    check_products(binary, serialised)
     assert any("HGMMA" in line for line in _instructions(binary))
 
 
@@ -1385,7 +1385,7 @@ def test_machine_code_of_features_of_the_backward(form: str) -> None:
 
 def _check_backward_features(binary: Binary, limits: _Limits, additions: int | None) -> None:
     check_fit(binary, *limits)
-    assert not serialises_products(binary)
+    check_products(binary)
     assert additions in (None, sum("REDG.E.ADD.F32" in line for line in _instructions(binary)))
 
 
@@ -1451,7 +1451,7 @@ def _check_float32_backward(form: str, memory: tuple[int, int], spills: int) -> 
 def _check_wide_backward(binary: Binary, limits: _Limits) -> None:
     check_fit(binary, *limits)
     check_barriers(binary)
-    assert not serialises_products(binary)
+    check_products(binary)
 
 
 def test_every_backward_of_wide_heads_fits_on_chip() -> None:
@@ -1542,7 +1542,7 @@ def test_machine_code_of_the_gradient_of_a_bias(form: str) -> None:
 def _check_bias_gradient(binary: Binary, limits: _Limits) -> None:
     """Both products are in flight at once, and the bias comes four times two numbers at a time."""
     check_fit(binary, *limits)
-    assert not serialises_products(binary)
+    check_products(binary)
     assert sum("LDSM.16.MT88.4" in line for line in _instructions(binary)) > 0
 
 
