@@ -459,9 +459,8 @@ def read_binary(compiled: CompiledKernel, device: DeviceFacts) -> Binary:
     return Binary(found.shared, spilled, compiled.asm, getattr(found, "tensordesc_meta", None))
 
 
-#: Whether this is the Triton with which the tests' limits of spilled bytes were measured, and whether ptxas
-#: serialises products.
-#: Others assign registers in their own way (docs/engineering_log/compilers.md).
+#: Whether this is the Triton with which the tests' limits were measured: how many bytes a thread spills, and which
+#: kernels' products ptxas serialises. Others assign registers in their own way (docs/engineering_log/compilers.md).
 IS_MEASURED = triton.__version__.startswith("3.6.")
 
 
