@@ -6,6 +6,8 @@ names move. What differs between versions is settled here.
 
 from __future__ import annotations
 
+import math
+
 import triton
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -47,10 +49,20 @@ else:
 SUMS_PASS_LOOPS = triton.__version__.startswith(("3.6.", "3.7.", "3.8."))
 
 
+#: Whether what a tile in shared memory is taken for must have as many bytes.
+_KEEPS_BYTES = triton.__version__.startswith("3.8.")
+
+
 @builtin
 def reinterpret(tile, dtype, shape, layout, _semantic=None):
-    """A tile in shared memory with another type, shape and layout; a public method since 3.9."""
+    """The beginning of a tile in shared memory with another type, shape and layout; a public method since 3.9."""
     method = getattr(tile, "reinterpret", None) or tile._reinterpret
+    if _KEEPS_BYTES:
+        of_type, sizes = getattr(dtype, "value", dtype), [getattr(size, "value", size) for size in shape]
+        bits = math.prod(tile.shape) * tile.dtype.primitive_bitwidth
+        count = bits // (math.prod(sizes) * of_type.primitive_bitwidth)
+        if count > 1:
+            return method(dtype, [count, *sizes], layout, _semantic=_semantic).index(0, _semantic=_semantic)
     return method(dtype, shape, layout, _semantic=_semantic)
 
 
