@@ -155,7 +155,7 @@ def test_what_is_compiled_away_is_not_passed(
     _take(Launcher.GENERAL_FUNCTION, monkeypatch)
     source = launch.KernelSource(scale_kernel, types, (1,) * len(types), {}, 4)
     pick, after = launch._passed(source, scalars)
-    assert (*pick(given), *after) == passed
+    assert (*pick(given), *after) == (passed,)
     _take(Launcher.TYPED_FUNCTION, monkeypatch)
     pick, after = launch._passed(source, scalars)
     filled = len(launch.launcher_types([of for of in types if of != "constexpr"]))

@@ -401,27 +401,19 @@ def make_launch(
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     always_named, profiling, range_name = observe.NVTX, observe.profiling, _RANGE + source.function.__name__
 
-    def enqueue(given: tuple[Any, ...]) -> None:
-        function(programs, 1, 1, current_stream(index), *before, *pick(given), *after)
-
-    def enqueue_as_tuple(given: tuple[Any, ...]) -> None:
-        function(programs, 1, 1, current_stream(index), *before, (*pick(given), *after))
-
-    pass_on = enqueue_as_tuple if launcher() is Launcher.GENERAL_FUNCTION else enqueue
-
     def launch(*given: Any) -> None:
         if current_device() == index and not (always_named or profiling()):
-            pass_on(given)
+            function(programs, 1, 1, current_stream(index), *before, *pick(given), *after)
         else:
             with torch.cuda.device(index), observe.named(range_name):
-                pass_on(given)
+                function(programs, 1, 1, current_stream(index), *before, *pick(given), *after)
 
     return launch
 
 
 def _passed(source: KernelSource, scalars: tuple[Any, ...]) -> tuple[Callable[[tuple], tuple], tuple[Any, ...]]:
-    """The arguments of a C function: a function that picks some of those of a launch, and the scalars. It would take
-    0.4 µs to read past constants and parameters that are compiled away."""
+    """The arguments of a C function: a function that picks some of those of a launch, and the scalars; the general
+    function takes all as one. It would take 0.4 µs to read past constants and parameters that are compiled away."""
     places = [of for of in source.types for _ in range(arguments_of(of))]
     given = len(places) - len(scalars)
     assert "fp32" not in places[:given], f"{source.function.__name__}: float32 numbers are the same for all launches"
@@ -430,7 +422,9 @@ def _passed(source: KernelSource, scalars: tuple[Any, ...]) -> tuple[Callable[[t
     consecutive = len(picked) < 2 or picked[-1] - picked[0] == len(picked) - 1
     first = picked[0] if picked else 0
     pick = operator.itemgetter(*([slice(first, first + len(picked))] if consecutive else picked))
-    after = (word(places[place], scalars[place - given]) for place in present if place >= given)
+    after = (*(word(places[place], scalars[place - given]) for place in present if place >= given),)
+    if launcher() is Launcher.GENERAL_FUNCTION:
+        return lambda given: ((*pick(given), *after),), ()
     return pick, (*after, *(0,) * filling(_present_types(source)))
 
 
