@@ -90,7 +90,7 @@ def test_a_copy_of_no_value_has_none_either() -> None:
 def test_a_register_that_is_set_and_read_under_one_guard(
     setting: str, between: str, reading: str, missing: bool
 ) -> None:
-    """As ptxas 12.9 has it for the bytes that a barrier expects, in a register that held a copy of no value before."""
+    """As ptxas 13.4 has it for the bytes that a barrier expects, in a register that held a copy of no value before."""
     assert bool(unset_registers(_lines("MOV R5, UR9", setting, between, reading, "EXIT"))) is missing
 
 

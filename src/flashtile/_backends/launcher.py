@@ -1,4 +1,4 @@
-"""What a launch passes to Triton, whose way to the driver differs between versions.
+"""How a launch reaches the driver. Versions of Triton differ in the function for it, and in what that function takes.
 
 Triton's launcher object looks at every argument of every launch, and encodes TMA descriptors anew each time. That takes
 as long as all the rest of a call. So the C functions behind it that are known here are called directly, with plain
@@ -24,7 +24,7 @@ import triton
 
 
 class Launcher(enum.Enum):
-    """What a launch calls."""
+    """The kinds of function that a launch may call."""
 
     TYPED_FUNCTION = "the C function that Triton writes for a list of parameter types"
     GENERAL_FUNCTION = "the C function for all kernels, which is told the types and takes the arguments as a tuple"
@@ -33,7 +33,7 @@ class Launcher(enum.Enum):
 
 @functools.cache
 def launcher() -> Launcher:
-    """That of this Triton."""
+    """The one that this Triton has."""
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     if torch.version.hip is not None or version > _NEWEST_KNOWN:
         return Launcher.OBJECT
