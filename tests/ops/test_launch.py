@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -121,13 +124,45 @@ def test_a_launch_is_one_call_of_the_driver(known: Launcher, monkeypatch: pytest
     """With the stream, what belongs to the kernel, and what its machine code takes: no constants, no absent tensors."""
     passed: list[tuple] = []
     _take(known, monkeypatch)
-    monkeypatch.setattr(launch, "_loaded", lambda source, device: (lambda *a: passed.append(a), ("function",)))
+    loaded = launch.LoadedKernel(lambda *a: passed.append(a), ("function",), None)
+    monkeypatch.setattr(launch, "_loaded", lambda source, device: loaded)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     _plan(_PARAMETERS).launch(1024, None)
     taken = (1024, 64, 5, _HALF)
     arguments = (*taken, *(0,) * 12) if known is Launcher.TYPED_FUNCTION else (taken,)
     assert passed == [(5, 1, 1, 99, "function", *arguments)]
+
+
+class _Compiled:
+    """Stands for a kernel that Triton has compiled, and unloads when nothing refers to it any more."""
+
+    src = SimpleNamespace(signature=None)
+    run, function, packed_metadata = staticmethod(lambda *passed: None), 1, ()
+
+
+@pytest.mark.parametrize("known", list(Launcher), ids=lambda each: each.name)
+@pytest.mark.skipif("devices.interpreting()", reason="launches through the driver: needs TRITON_INTERPRET unset")
+def test_a_kernel_stays_loaded(known: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    _take(known, monkeypatch)
+    made: list[weakref.ref[_Compiled]] = []
+
+    def compile_kernel(source: Any, device: Any) -> _Compiled:
+        compiled = _Compiled()
+        made.append(weakref.ref(compiled))
+        return compiled
+
+    monkeypatch.setattr(launch, "_LOADED", {})
+    monkeypatch.setattr(launch, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(launch, "device_facts", lambda device: None)
+    monkeypatch.setattr(launch, "direct", lambda compiled: (compiled.run, (compiled.function,)))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    plan = _plan(_PARAMETERS)
+    kept = launch.make_launch(plan.source, 1, plan.scalars, torch.device("cpu"))
+    gc.collect()
+    assert kept is not None and made[0]() is not None
 
 
 #: The bits of 0.5.
@@ -310,7 +345,7 @@ def test_another_launcher_is_given_tuples_and_constants(monkeypatch: pytest.Monk
     passed: list[tuple] = []
     compiled = SimpleNamespace(run=lambda *each: passed.append(each), function="f", packed_metadata="m")
     _take(Launcher.OBJECT, monkeypatch)
-    enqueue, before = launch._entry(compiled, _grouped_plan().source)
+    enqueue, before, _ = launch._entry(compiled, _grouped_plan().source)
     enqueue(5, 1, 1, 99, *before, 1024, None, 5, 64, 60, 0.5, None)
     assert passed == [(5, 1, 1, 99, "f", "m", None, None, None, (1024, None, 5, 64, 60), 0.5, None, 64)]
 

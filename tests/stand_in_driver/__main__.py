@@ -57,6 +57,7 @@ class _Comparison:
         from flashtile._backends import launch
 
         self.driver, self.make = driver, launch.make_launch
+        self.loaded: list[Any] = []
 
     def make_launch(
         self, source: Any, programs: int, scalars: tuple[Any, ...], device: torch.device
@@ -65,11 +66,11 @@ class _Comparison:
 
         sizes = _parameter_sizes(launch.compile_kernel(source, launch.device_facts(device)).asm["ptx"])
         direct = self.make(source, programs, scalars, device)
-        known, launch.launcher = launch.launcher, lambda: launcher.Launcher.OBJECT
-        launch._LOADED.clear()
+        self.loaded.append(launch._LOADED)
+        known, launch.launcher, launch._LOADED = launch.launcher, lambda: launcher.Launcher.OBJECT, {}
         of_object = self.make(source, programs, scalars, device)
-        launch._LOADED.clear()
-        launch.launcher = known
+        self.loaded.append(launch._LOADED)
+        launch.launcher, launch._LOADED = known, {}
 
         def compare(*given: Any) -> None:
             ours = self.read(sizes, direct, [each.encoded if isinstance(each, _Both) else each for each in given])

@@ -1,14 +1,16 @@
 /* A stand-in for NVIDIA's driver on a machine without a GPU. It runs nothing: it keeps what the last launch would have
-   read of its arguments, and answers Triton's other questions as an H200 would. */
+   read of its arguments, refuses to launch what is no longer loaded, and answers Triton's other questions as an H200
+   would. */
 
 #include "cuda.h"
 #include <string.h>
 
-enum { MOST_PARAMETERS = 1024, MOST_BYTES = 1 << 16 };
+enum { MOST_PARAMETERS = 1024, MOST_BYTES = 1 << 16, MOST_MODULES = 1 << 12 };
 
 static int sizes[MOST_PARAMETERS], parameters, programs, shared_memory;
 static unsigned char bytes_read[MOST_BYTES];
-static char anything;
+static char is_loaded[MOST_MODULES], anything; /* of each module, which has one function; the handle of both points here */
+static int modules;
 
 /* The sizes of the parameters of the next kernel, which the real driver knows from its binary. */
 void stand_in_expect(const int *of_parameters, int count) {
@@ -23,6 +25,8 @@ int stand_in_programs(void) { return programs; }
 int stand_in_shared_memory(void) { return shared_memory; }
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **arguments, void **more) {
+  if (!*(char *)function)
+    return CUDA_ERROR_INVALID_HANDLE;
   unsigned char *next = bytes_read;
   for (int i = 0; i < parameters; next += sizes[i++])
     memcpy(next, arguments[i], sizes[i]);
@@ -64,7 +68,7 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
 }
 
 CUresult cuGetErrorString(CUresult error, const char **text) {
-  *text = "no error of the stand-in";
+  *text = error == CUDA_ERROR_INVALID_HANDLE ? "invalid resource handle" : "no error of the stand-in";
   return CUDA_SUCCESS;
 }
 
@@ -80,10 +84,15 @@ CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return cuCtxGetCurrent(context); }
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) { return CUDA_SUCCESS; }
 CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) { return CUDA_SUCCESS; }
-CUresult cuModuleLoadData(CUmodule *module, const void *image) { return *module = (CUmodule)&anything, CUDA_SUCCESS; }
-CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
+CUresult cuModuleLoadData(CUmodule *module, const void *image) {
+  if (modules == MOST_MODULES)
+    return CUDA_ERROR_OUT_OF_MEMORY;
+  is_loaded[modules] = 1;
+  return *module = (CUmodule)&is_loaded[modules++], CUDA_SUCCESS;
+}
+CUresult cuModuleUnload(CUmodule module) { return *(char *)module = 0, CUDA_SUCCESS; }
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
-  return *function = (CUfunction)&anything, CUDA_SUCCESS;
+  return *function = (CUfunction)module, CUDA_SUCCESS;
 }
 CUresult cuOccupancyMaxActiveClusters(int *count, CUfunction function, const CUlaunchConfig *config) {
   return *count = 1, CUDA_SUCCESS;

@@ -394,7 +394,7 @@ def make_launch(
     if interpreting():
         observe.log_kernel(source, device)
         return interpreted(source, programs, scalars, _RANGE + source.function.__name__)
-    function, before = _loaded(source, device)
+    function, before, _ = _loaded(source, device)
     of_object = launcher() is Launcher.OBJECT
     pick, after = (operator.itemgetter(slice(None)), scalars) if of_object else _passed(source, scalars)
     index = device.index
@@ -432,8 +432,17 @@ def _present_types(source: KernelSource) -> list[str]:
     return [source.types[index] for index in source.present()]
 
 
-#: Kernels that are on a device: what a launch calls, and its arguments between stream and parameters.
-_LOADED: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
+class LoadedKernel(NamedTuple):
+    """A kernel that is on a device, as long as something refers to `compiled`: from 3.8 on Triton unloads it then.
+    `function`, `before`: what a launch calls, and its arguments between stream and parameters."""
+
+    function: Callable[..., None]
+    before: tuple[Any, ...]
+    compiled: CompiledKernel
+
+
+#: For the rest of the process, because launches refer to the function only.
+_LOADED: dict[tuple[Any, ...], LoadedKernel] = {}
 
 
 def _load_with_others(plan: Plan) -> None:
@@ -448,7 +457,7 @@ def _key(source: KernelSource, device: torch.device) -> tuple[Any, ...]:
     return (*source._replace(constants=tuple(source.constants.items())), device)  # type: ignore[arg-type]
 
 
-def _loaded(source: KernelSource, device: torch.device) -> tuple[Callable[..., None], tuple[Any, ...]]:
+def _loaded(source: KernelSource, device: torch.device) -> LoadedKernel:
     key = _key(source, device)
     found = _LOADED.get(key)
     if found is None:
@@ -458,13 +467,14 @@ def _loaded(source: KernelSource, device: torch.device) -> tuple[Callable[..., N
     return found
 
 
-def _entry(compiled: CompiledKernel, source: KernelSource) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """Loads a kernel: what `launcher` says that a launch calls, and its arguments between stream and parameters."""
+def _entry(compiled: CompiledKernel, source: KernelSource) -> LoadedKernel:
+    """Loads a kernel, for what `launcher` says that a launch calls."""
     if launcher() is not Launcher.OBJECT:
         compiled.src.signature = dict(enumerate(launcher_types(_present_types(source))))
-        return direct(compiled)
+        return LoadedKernel(*direct(compiled), compiled)
     run = compiled.run  # loads the binary
-    return with_all_arguments(run, source), (compiled.function, compiled.packed_metadata, None, None, None)
+    before = compiled.function, compiled.packed_metadata, None, None, None
+    return LoadedKernel(with_all_arguments(run, source), before, compiled)
 
 
 def _address(tensor: Tensor | None) -> int:

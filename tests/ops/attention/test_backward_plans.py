@@ -138,14 +138,14 @@ def test_kernels_are_loaded_at_the_same_time(monkeypatch: pytest.MonkeyPatch) ->
     plans = {name: backend_launch.Plan(_source(name), 1, (), device) for name in ("first", "second", "broken")}
     loaded: dict[Any, str] = {}
 
-    def load(source: Any, device: torch.device) -> tuple[Callable[..., None], tuple]:
+    def load(source: Any, device: torch.device) -> backend_launch.LoadedKernel:
         name = source.constants["NAME"]
         if threading.current_thread() is not threading.main_thread():
             meeting.wait()
         if name == "broken":
             raise RuntimeError("does not compile")
         loaded[backend_launch._key(source, device)] = name
-        return lambda *given: None, ()
+        return backend_launch.LoadedKernel(lambda *given: None, (), None)
 
     monkeypatch.setattr(backend_launch, "_LOADED", loaded)
     monkeypatch.setattr(backend_launch, "_loaded", load)
