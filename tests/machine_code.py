@@ -76,7 +76,7 @@ def search_code(compiled: CompiledKernel, device: DeviceFacts) -> None:
 
 def compiler_input(source: KernelSource, device: DeviceFacts) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
     """What `compile_kernel` gives to Triton, which compiles nothing here: what is compiled, for what, and how."""
-    with mock.patch.object(triton, "compile", lambda ast, target, options: (ast, target, options)):
+    with mock.patch.object(triton, "compile", lambda ast, target, options, **_: (ast, target, options)):
         return compile_kernel(source, device)
 
 

@@ -29,6 +29,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from flashtile._backends import observe, together
 from flashtile._backends.allocate import Layout, allocator
+from flashtile._backends.assembler import assembler
 from flashtile._backends.devices import DeviceFacts, device_facts, interpreting, target_of
 from flashtile._backends.interpret import interpreted
 from flashtile._backends.launcher import (
@@ -354,8 +355,8 @@ def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     options = {"num_warps": source.num_warps, "num_stages": source.num_stages, "enable_fp_fusion": True}
     if source.max_registers and device.is_cuda:
         options["maxnreg"] = source.max_registers
-    with _collecting_nothing():
-        return triton.compile(ast, target=target_of(device), options=options)
+    with _collecting_nothing(), assembler(device) as cache_key:
+        return triton.compile(ast, target=target_of(device), options=options, **cache_key)
 
 
 @contextlib.contextmanager

@@ -67,5 +67,5 @@ def in_eights_and_distances(x, position, first):
 def lowered_by_distance(scores, position, first, slope):
     """Scores `[R, C]` minus `slope · |position - (first + c)|` (`in_eights_and_distances`)."""
     eights, distance = in_eights_and_distances(scores, position, first)
-    lowered = gl.reshape(eights - slope * gl.abs(distance), scores.shape)
+    lowered = gl.reshape(gl.fma(gl.abs(distance), -slope, eights), scores.shape)
     return gl.convert_layout(lowered, scores.type.layout, assert_trivial=True)
