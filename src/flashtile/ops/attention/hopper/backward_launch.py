@@ -27,6 +27,7 @@ from flashtile.ops.attention.hopper.backward_variant import (
     has_single_key_tile,
     lone_query_tiles,
     may_divide_queries,
+    shares_in_cache,
     with_loops,
 )
 from flashtile.ops.attention.hopper.bias_gradient_launch import (
@@ -344,6 +345,7 @@ def _plan(
     uneven = variant.bounded or blocks or (variant.has_right and not variant.has_left)
     steps = longest_walk(query_tiles, spec, config.block_m, config.block_n)
     shares = shares_of_heads(group, key_tiles * lines_kv, steps, uneven, programs)
+    shares = shares_in_cache(variant, group, shares, key_tiles, lines_kv, steps, programs)
     group //= shares
     parts = 1
     if may_divide_queries(variant, side, group, rows_q):

@@ -18,6 +18,7 @@ from flashtile.ops.attention.hopper.blocks import (
 )
 from flashtile.ops.attention.hopper.pieces import (
     PAIRS_TOGETHER,
+    TILES_AT_THE_END,
     closing_lines,
     locate_tile,
     next_number,
@@ -334,6 +335,17 @@ def _closing_lines(tiles, group):
     heads of 1,024 tokens take 7 % longer. With that many lines at 2,048 tokens they take 18 % less than with 8."""
     closing = closing_lines(tiles)
     return gl.where(group > 1, gl.minimum(closing, _TILES_AT_ONCE // 8), closing)
+
+
+def take_two_rounds(tiles: int, lines: int, programs: int) -> bool:
+    """Whether under a causal mask no thread block takes more than two tiles of the lines that take turns together, and
+    those of lines that others follow more than one (`_lines_together`, `_closing_lines`). Then the second ones end when
+    the next lines begin."""
+    together = min(max(_TILES_TOGETHER.value // tiles, 2), PAIRS_TOGETHER.value)
+    closing = min(max(TILES_AT_THE_END.value // tiles, 1), _TILES_AT_ONCE.value // 8)
+    before_last = max(lines - closing, 0) // together * together
+    followed = before_last == 0 or programs < together * tiles <= 2 * programs
+    return followed and (lines - before_last) * tiles <= 2 * programs
 
 
 @gluon.jit

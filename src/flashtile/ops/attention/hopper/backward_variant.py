@@ -15,7 +15,7 @@ from flashtile.ops.attention.hopper.backward_configs import (
     derivatives_apart,
     has_function_derivative,
 )
-from flashtile.ops.attention.hopper.backward_tiles import ScoreChange
+from flashtile.ops.attention.hopper.backward_tiles import ScoreChange, take_two_rounds
 from flashtile.ops.attention.hopper.parameters import NO_SIDE
 from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
 from flashtile.ops.attention.plans import PLAIN_SIDE, SideShape, band_hides_rows
@@ -33,6 +33,19 @@ WALK_BEYOND_CACHE = 2**18
 #: loop and with two: 1,024 tokens 830 and 839, 4,096 1,979 and 1,991; of the main kernel, 8,192 tokens 3,272 and 3,285,
 #: with 8 heads that share keys 13,089 and 12,794.
 _LONG_WALK = 8192
+
+
+#: Queries that the longest walk visits, of all heads that share its keys, from which on it pays to keep what walks read
+#: and add to in the L2 cache, which takes parts of dk and dv (`shares_in_cache`). Microseconds on an H100 without and
+#: with that, D 128, causal: 4,096, 8 × 1,024 tokens, 32 and 8 heads, 563 and 572; 7,200, 5 × 1,800 of these, 1,129 and
+#: 855; 8,192, 8 × 1,024, 32 and 4 heads, 716 and 555.
+_WALK_TO_KEEP = 6000
+
+#: Bytes of the L2 cache, of 50 MB, for what walks under way read and add to.
+_IN_CACHE = 40 * 10**6
+
+#: Of a query and a head, for each column of q and of v: q or dout, and half of dq in float32.
+_BYTES_OF_A_COLUMN = 4
 
 
 #: That of a call without a score function.
@@ -149,6 +162,35 @@ def with_loops(variant: BackwardVariant, group: int, rows_q: int, rows_k: int) -
         rotates_walks=group > 1 and _may_rotate_walks(variant),
         reverses_lines=reverses_lines,
     )
+
+
+def shares_in_cache(
+    variant: BackwardVariant, group: int, shares: int, key_tiles: int, lines: int, query_tiles: int, programs: int
+) -> int:
+    """Into how many shares the query heads of a key/value head are divided, at least `shares`, so that thread blocks
+    find in the L2 cache what others have read and added to.
+
+    In a band, walks differ in length. So one that follows another begins at its own time, and meets no other walk over
+    the same queries, unless walks take turns in two rounds (`backward_tiles.reverses_walk`). What all walks under way
+    read and add to has to stay in the cache then. That is as much as they visit query heads.
+
+    Args:
+        group: query heads of a key/value head.
+        shares: as `plans.shares_of_heads` divides them.
+        key_tiles: of a line; `lines`: key/value heads of all sequences (packed: of one).
+        query_tiles: of a head, that the longest walk visits.
+        programs: thread blocks that run at once.
+    """
+    config = variant.config
+    uneven = variant.has_left or variant.has_right or variant.listed
+    several_rounds = key_tiles * lines * shares > programs
+    if not (uneven and several_rounds) or group * query_tiles * config.block_m < _WALK_TO_KEEP:
+        return shares
+    if _may_reverse_walks(variant) and take_two_rounds(key_tiles, lines * shares, programs):
+        return shares
+    of_a_head = programs * config.block_n * (variant.head_dim + variant.head_dim_v) * _BYTES_OF_A_COLUMN
+    heads = max(_IN_CACHE // of_a_head, 1)
+    return next(each for each in range(shares, group + 1) if group % each == 0 and group // each <= heads)
 
 
 def has_single_key_tile(spec: AttentionSpec, rows_q: int, rows_k: int, config: BackwardConfig, bounded: bool) -> bool:

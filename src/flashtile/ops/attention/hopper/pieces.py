@@ -37,7 +37,7 @@ PACKED_ROWS = gl.constexpr(2**30)
 PAIRS_TOGETHER = gl.constexpr(8)
 
 #: Tiles that end a call, longest first: about twice as many as run at once.
-_TILES_AT_THE_END = gl.constexpr(256)
+TILES_AT_THE_END = gl.constexpr(256)
 
 #: Numbers that a producer tells of a tile at most: those of a packed backward (`backward_tiles.publish_key_tile`); and
 #: of a tile of a packed call with a block mask.
@@ -302,7 +302,7 @@ def closing_lines(tiles):
     """How many lines of so many tiles take turns at the end of a call at least: so many that their short tiles suffice
     to keep all programs at work until the end. A model of 132 programs, causal, is busy for 0.96 of its time with 32
     lines of 8 tiles, and for 0.69 if 8 lines take turns; with 512 lines of 4 for 0.99 and 0.95."""
-    return gl.maximum(_TILES_AT_THE_END // tiles, 1)
+    return gl.maximum(TILES_AT_THE_END // tiles, 1)
 
 
 @gluon.jit
