@@ -15,10 +15,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import triton
 from triton import knobs
 
-from flashtile._backends.devices import DeviceFacts
+from flashtile._backends.devices import DeviceFacts, triton_version
 
 #: What says which ptxas Triton calls for sm_90: its knob, and a user's variable.
 _KNOB, _VARIABLE = "ptxas_blackwell", "TRITON_PTXAS_BLACKWELL_PATH"
@@ -57,7 +56,7 @@ def assembler(device: DeviceFacts) -> Iterator[dict[str, Any]]:
 @functools.cache
 def _older() -> str | None:
     """The path of Triton's ptxas of CUDA 12; None if Triton takes it for sm_90 by itself, or has none."""
-    if tuple(map(int, triton.__version__.split(".")[:2])) < _FIRST:
+    if triton_version() < _FIRST:
         return None
     try:
         tool = knobs.nvidia.ptxas

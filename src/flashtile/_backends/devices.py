@@ -73,12 +73,19 @@ def triton_missing() -> str | None:
         import triton
     except ImportError as error:
         return f"Triton cannot be imported ({error}); install it with: pip install triton"
-    if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST_TRITON:
+    if triton_version() < _OLDEST_TRITON:
         return (
             f"its kernels need Triton {'.'.join(map(str, _OLDEST_TRITON))} or newer, and {triton.__version__} is "
             "installed; take a build of torch that brings a newer one"
         )
     return None
+
+
+def triton_version() -> tuple[int, ...]:
+    """The first two numbers of the version of Triton, which must be installed."""
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2]))
 
 
 @functools.cache

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import triton
 
+from flashtile._backends.devices import triton_version
+
 
 class Launcher(enum.Enum):
     """The kinds of function that a launch may call."""
@@ -34,10 +36,9 @@ class Launcher(enum.Enum):
 @functools.cache
 def launcher() -> Launcher:
     """The one that this Triton has."""
-    version = tuple(map(int, triton.__version__.split(".")[:2]))
-    if torch.version.hip is not None or version > _NEWEST_KNOWN:
+    if torch.version.hip is not None or triton_version() > _NEWEST_KNOWN:
         return Launcher.OBJECT
-    return Launcher.TYPED_FUNCTION if version == (3, 6) else Launcher.GENERAL_FUNCTION
+    return Launcher.TYPED_FUNCTION if triton_version() == (3, 6) else Launcher.GENERAL_FUNCTION
 
 
 #: The newest Triton whose C function is known here.

@@ -1,7 +1,7 @@
 """How the Hopper kernels are cut, above all the forward: frozen rows, and the pure functions that read them.
 
 Rows were measured on an H200 with Triton 3.6, bf16; the reason stands beside each. `backward_configs` has those of the
-backward. Nothing here needs Triton.
+backward. Nothing here needs Triton, but `config_of` asks for its version.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from flashtile._backends.devices import triton_version
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Table
 from flashtile.ops.attention.triton.score_source import reads_by_key, tile_values
 
@@ -185,6 +186,15 @@ _ROWS = (
     ),
 )
 
+#: Instead of the row of 64 columns in bfloat16 and 8 bits from Triton 3.8 on, whose ptxas stores and loads 37 to 53
+#: values of a thread in each step of 128 keys, not 16. Microseconds on an H100 of that row with Triton 3.6 and 3.9, and
+#: of this with 3.9: 2 × 8,192 tokens, 32 heads of 64, 1,825, 2,528 and 1,933, causal 960, 1,670 and 1,046; packed 430,
+#: 679 and 418; 8 bits 551, 985 and 557; 16 heads of 40, 519, 692 and 550. But float16 649, 629 and 695.
+_THREE_OF_HALF_KEYS = _ROWS[0][2]._replace(block_n=64, stages=8, ahead=32)
+
+#: The first Triton with such a ptxas.
+_SPILLS_FROM = 3, 8
+
 #: Instead of the row of 64 columns, where sequences are short, and in windows: fewer rows of a tile are past the end
 #: or masked at its edges. Thousands of cycles, three consumers and this: causal, 1,024 tokens 459 and 349, 2,048 593
 #: and 594, 4,096 1,011 and 1,078; full, 512 297 and 305.
@@ -240,11 +250,12 @@ def choose_config(
     tables: int = 0,
     moved_bias: bool = False,
     max_seqlen_k: int = 0,
+    spills: bool = False,
 ) -> HopperConfig:
     """The row of a call. `left`, `right`: whether keys on that side of a band are not visible. `block_tile`: (queries,
     keys) of a block mask's tiles, usually of 128; the kernel's divide them. `tables`: as `table_bytes` and
     `function_bytes` have it. `moved_bias`: TMA can bring the bias (`moves_by_tma`). `max_seqlen_k`: 0 where no sequence
-    has more keys than queries."""
+    has more keys than queries. `spills`: this Triton's ptxas would spill (`_SPILLS_FROM`)."""
     blocks = block_tile is not None
     widest = max(head_dim, head_dim_v)
     part = _part_width(head_dim_v)
@@ -252,6 +263,7 @@ def choose_config(
     long = max_seqlen_q >= (LONG_8_CAUSAL if right else LONG_8)
     if widest <= 64:
         short = max_seqlen_q < SHORT_CAUSAL if right else max_seqlen_q <= SHORT
+        row = _THREE_OF_HALF_KEYS if spills and dtype is not torch.float16 else row
         # A third consumer leaves no registers for tables and random words.
         row = _NARROW if left or blocks or short or dropout or tables else row
     elif dtype is FP8 and widest <= 128 and long and not (left or blocks):
@@ -372,7 +384,7 @@ def config_of(
     tables = table_bytes(bias, mask) + function_bytes(spec.score_program)
     return choose_config(
         head_dim, head_dim_v, max_seqlens[0], left, right, block_tile, dtype, spec.dropout_p > 0, tables,
-        moves_by_tma(bias, dtype), max_seqlens[1],
+        moves_by_tma(bias, dtype), max_seqlens[1], triton_version() >= _SPILLS_FROM,
     )  # fmt: skip
 
 
