@@ -186,13 +186,13 @@ _ROWS = (
     ),
 )
 
-#: Instead of the row of 64 columns in bfloat16 and 8 bits from Triton 3.8 on, whose ptxas stores and loads 37 to 53
-#: values of a thread in each step of 128 keys, not 16. Microseconds on an H100 of that row with Triton 3.6 and 3.9, and
-#: of this with 3.9: 2 × 8,192 tokens, 32 heads of 64, 1,825, 2,528 and 1,933, causal 960, 1,670 and 1,046; packed 430,
-#: 679 and 418; 8 bits 551, 985 and 557; 16 heads of 40, 519, 692 and 550. But float16 649, 629 and 695.
+#: Instead of the row of 64 columns in bfloat16 and 8 bits from Triton 3.8 on, because of its code ptxas stores and loads
+#: 37 to 53 values of a thread in each step of 128 keys, not 16. Microseconds on an H100 of that row with Triton 3.6 and
+#: 3.9, and of this with 3.9: 2 × 8,192 tokens, 32 heads of 64, 1,825, 2,528 and 1,933, causal 960, 1,670 and 1,046;
+#: packed 430, 679 and 418; 8 bits 551, 985 and 557; 16 heads of 40, 519, 692 and 550. But float16 649, 629 and 695.
 _THREE_OF_HALF_KEYS = _ROWS[0][2]._replace(block_n=64, stages=8, ahead=32)
 
-#: The first Triton with such a ptxas.
+#: The first Triton with such code.
 _SPILLS_FROM = 3, 8
 
 #: Instead of the row of 64 columns, where sequences are short, and in windows: fewer rows of a tile are past the end
@@ -255,7 +255,7 @@ def choose_config(
     """The row of a call. `left`, `right`: whether keys on that side of a band are not visible. `block_tile`: (queries,
     keys) of a block mask's tiles, usually of 128; the kernel's divide them. `tables`: as `table_bytes` and
     `function_bytes` have it. `moved_bias`: TMA can bring the bias (`moves_by_tma`). `max_seqlen_k`: 0 where no sequence
-    has more keys than queries. `spills`: this Triton's ptxas would spill (`_SPILLS_FROM`)."""
+    has more keys than queries. `spills`: ptxas would spill (`_SPILLS_FROM`)."""
     blocks = block_tile is not None
     widest = max(head_dim, head_dim_v)
     part = _part_width(head_dim_v)

@@ -65,7 +65,10 @@ def in_eights_and_distances(x, position, first):
 
 @gluon.jit
 def lowered_by_distance(scores, position, first, slope):
-    """Scores `[R, C]` minus `slope · |position - (first + c)|` (`in_eights_and_distances`)."""
+    """Scores `[R, C]` minus `slope · |position - (first + c)|` (`in_eights_and_distances`).
+
+    As one operation: of two, Triton 3.9 computes the second again where a mask follows, from what must then be kept.
+    """
     eights, distance = in_eights_and_distances(scores, position, first)
     lowered = gl.reshape(gl.fma(gl.abs(distance), -slope, eights), scores.shape)
     return gl.convert_layout(lowered, scores.type.layout, assert_trivial=True)
