@@ -44,7 +44,8 @@ _WALK_TO_KEEP = 6000
 #: Bytes of the L2 cache, of 50 MB, for what walks under way read and add to.
 _IN_CACHE = 40 * 10**6
 
-#: Of a query and a head, for each column of q and of v: q or dout, and half of dq in float32.
+#: Bytes of a query in one head, for each column of q and of v. They hold that column of q or dout, and half a column of
+#: the float32 sums of dq.
 _BYTES_OF_A_COLUMN = 4
 
 
@@ -182,9 +183,9 @@ def shares_in_cache(
         programs: thread blocks that run at once.
     """
     config = variant.config
-    uneven = variant.has_left or variant.has_right or variant.listed
+    walks_differ = variant.has_left or variant.has_right or variant.listed
     several_rounds = key_tiles * lines * shares > programs
-    if not (uneven and several_rounds) or group * query_tiles * config.block_m < _WALK_TO_KEEP:
+    if not (walks_differ and several_rounds) or group * query_tiles * config.block_m < _WALK_TO_KEEP:
         return shares
     if _may_reverse_walks(variant) and take_two_rounds(key_tiles, lines * shares, programs):
         return shares

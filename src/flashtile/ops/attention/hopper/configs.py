@@ -190,7 +190,7 @@ _ROWS = (
 #: 53 values of a thread in each step of 128 keys, and 16 of older Triton's. Microseconds on an H100 of that row with
 #: Triton 3.6 and 3.9, and of this with 3.9: 2 × 8,192 tokens, 32 heads of 64, 1,825, 2,528 and 1,933, causal 960, 1,670
 #: and 1,046; packed 430, 679 and 418; 8 bits 551, 985 and 557; 16 heads of 40, 519, 692 and 550. But float16 649, 629
-#: and 695.
+#: and 695, with 3.9 both under LLVM's scheduler for few registers.
 _THREE_OF_HALF_KEYS = _ROWS[0][2]._replace(block_n=64, stages=8, ahead=32)
 
 #: The first Triton with such code.
