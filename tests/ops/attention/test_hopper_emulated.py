@@ -953,7 +953,7 @@ _FAULTS: dict[str, tuple[str, Callable[[ModuleType], None], str]] = {
     ),
     "no wait for queries": ("backward", _rings_without_wait, "more arrivals|deadlock|largest error"),
     "no wait for ds": ("backward_pieces", _handovers_without_wait, "more arrivals|deadlock|largest error"),
-    "sums are not fenced": ("backward_pieces", _without("fence_async_shared"), "without fence_async_shared"),
+    "sums are not fenced": ("backward_dq", _without("fence_async_shared"), "without fence_async_shared"),
 }
 
 

@@ -18,7 +18,7 @@ Roles, one for each warpgroup, and a warp that loads:
   wider than 128, apart from 192 with 128 for v): there are 64 keys. One computes `pᵀ` and dv, and hands `pᵀ` to the
   other, which computes `dsᵀ` and dk.
 - `sum_dq`: multiplies `ds` by the keys and adds the product to a float32 buffer in device memory
-  (`backward_pieces.add_to_dq`). Where all keys of a sequence fit one tile it stores dq itself (`store_dq`).
+  (`backward_dq.add_to_dq`). Where all keys of a sequence fit one tile it stores dq itself (`store_dq`).
 - `produce`, one warp: finds the key tiles, publishes them to the others, and loads keys, values, queries, dout and
   statistics. It loads the first queries of the next key tile while the others still work on this one. Heads of 192
   (v: 128) need its registers too, so `sum_dq` loads there.
@@ -37,40 +37,36 @@ from flashtile._backends.gluon import (
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
-    tma_load,
     tma_store_wait,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.backward_pieces import (
-    DELTA,
-    LSE,
-    ROWS,
-    STATISTIC_COLUMNS,
+from flashtile.ops.attention.hopper.backward_dq import (
     BiasStores,
     DqStores,
     DqSums,
     Outputs,
+    make_sums_staging,
+    place_of_dq,
+    sum_dq,
+)
+from flashtile.ops.attention.hopper.backward_loads import produce
+from flashtile.ops.attention.hopper.backward_pieces import (
+    DELTA,
+    LSE,
+    ROWS,
     Statistics,
-    hand_over_dq,
     make_handover,
     make_ones,
-    make_sums_staging,
-    pass_dq_turn,
     pin_pairs_before_product,
-    place_of_dq,
     products_of_sum,
     scaled,
     scaled_by_dropout,
     slice_of,
-    start_dq,
     start_store,
     start_sum,
     start_transposed,
-    store_bias_gradient,
     subtract_statistic,
     unpack,
-    wait_dq_turn,
     wait_sum,
     wide_zeros,
 )
@@ -85,46 +81,26 @@ from flashtile.ops.attention.hopper.backward_scores import (
 )
 from flashtile.ops.attention.hopper.backward_tiles import (
     KernelConfig,
-    Step,
-    dq_turn,
-    first_number_of,
-    first_tile_number,
     listed_step,
-    next_tile_number,
-    place_of_info,
-    publish_key_tile,
     receive_key_tile,
     receive_next_key_tile,
-    shared_progress,
     step_after,
     step_of,
-    steps_of_line,
-    visited_tile,
     work_of,
 )
 from flashtile.ops.attention.hopper.blocks import (
     FULL,
-    TILE_HEAD,
-    TILE_KIND,
-    TILE_NUMBER,
-    TILE_TURN,
     BlockLists,
-    listed_rank,
-    listed_tile,
     make_tile_info,
-    read_tile_info,
-    write_tile_info,
 )
 from flashtile.ops.attention.hopper.pieces import (
     Chunks,
-    HeadRows,
-    coordinates,
     make_ring,
     make_tile_queue,
     matrix_layout,
     pack,
 )
-from flashtile.ops.attention.hopper.tables import MovedBias, bias_bytes, make_bias_tiles, move_bias
+from flashtile.ops.attention.hopper.tables import MovedBias, make_bias_tiles
 
 
 class Descriptors(NamedTuple):
@@ -326,131 +302,6 @@ def attention_backward_kernel(
                 [4, 4],
                 [REGISTERS, REGISTERS],
             )
-
-
-# The producer
-
-
-@gluon.jit
-def produce(config, shared, descriptors, problem, blocks, counter_ptr):
-    """Finds the key tiles of this thread block, and loads what they need as soon as there is a place for it.
-
-    Where there is one place for keys and values, the first queries come before them, because the gradients of the tile
-    before leave through that place last.
-    """
-    tiles_done = 0
-    steps_done = 0
-    number = first_tile_number(counter_ptr, config)
-    number, tile = publish_key_tile(number, tiles_done, shared.queue, counter_ptr, problem, blocks, config)
-    while tile.first_key >= 0:
-        work = work_of(tile, problem, config)
-        if config.TILE_K > 0:
-            _load_listed(work, tiles_done, steps_done, config, shared, descriptors, problem, blocks)
-        else:
-            ahead = 0
-            if config.KEY_STAGES == 1:
-                ahead = gl.minimum(work.steps, shared.q.STAGES)
-            for index in range(ahead):
-                load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr)
-            load_keys(work, tiles_done, config, shared, descriptors, problem)
-            for index in range(ahead, work.steps):
-                load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr)
-        tiles_done += 1
-        steps_done += work.steps
-        number = next_tile_number(number, counter_ptr, config)
-        number, tile = publish_key_tile(number, tiles_done, shared.queue, counter_ptr, problem, blocks, config)
-
-
-@gluon.jit
-def _load_listed(work, tiles_done, steps_done, config, shared, descriptors, problem, blocks):
-    """The loads of a key tile with a block mask."""
-    AHEAD: gl.constexpr = shared.q.STAGES if config.KEY_STAGES == 1 else 0
-    index = 0
-    for head in range(problem.group):
-        entry, steps = steps_of_line(
-            work.sequence, work.first_head + head, work.first_key, work.seq_q, problem, blocks, config
-        )
-        for step in range(steps):
-            if index == AHEAD:
-                load_keys(work, tiles_done, config, shared, descriptors, problem)
-            turn = 0
-            if config.ORDERED:
-                step = steps - 1 - step
-                rank = listed_rank(blocks, entry, step, config.M, config.TILE_Q)
-                turn = rank * (config.TILE_K // config.KEYS) + work.first_key % config.TILE_K // config.KEYS
-            tile, kind = listed_tile(blocks, entry, step, True, config.M, config.TILE_Q)
-            load_queries(work, steps_done + index, Step(head, tile), kind, turn, config, shared, descriptors)
-            index += 1
-    if index <= AHEAD:
-        load_keys(work, tiles_done, config, shared, descriptors, problem)
-
-
-@gluon.jit
-def load_keys(work, tiles_done, config, shared, descriptors, problem):
-    """Loads keys and values of a key tile, before which the thread block had `tiles_done`."""
-    k_begin = work.begin_k
-    v_begin = work.begin_k
-    if config.KEY_LENGTHS and not config.PACKED:
-        k_begin = work.sequence * problem.k_rows_apart
-        v_begin = work.sequence * problem.v_rows_apart
-    head = work.head_kv // problem.shares
-    k_rows = HeadRows(work.sequence, head, k_begin, work.keys)
-    v_rows = HeadRows(work.sequence, head, v_begin, work.keys)
-    _load_all_keys(shared.k, descriptors.k, k_rows, work.first_key, tiles_done, config)
-    _load_all_keys(shared.v, descriptors.v, v_rows, work.first_key, tiles_done, config)
-
-
-@gluon.jit
-def _load_all_keys(ring, descriptors, rows, first_key, tiles_done, config):
-    for which in gl.static_range(config.KEYS // ROWS):
-        slot = ring.slot(tiles_done, which)
-        ring.fill(slot, descriptors, rows, first_key + which * ROWS, config.PACKED or config.KEY_LENGTHS)
-
-
-@gluon.jit
-def load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr):
-    """Loads queries, statistics and dout of step `index` of a key tile without a block mask. The thread block had
-    `steps_done` steps before this key tile."""
-    step = step_of(work, index, config)
-    tile = visited_tile(work, step.tile, config)
-    if config.SHARES_PROGRESS:
-        if step.head == 0:
-            progress = shared_progress(counter_ptr, work.sequence, work.head_kv, problem)
-            gl.store(progress, work.query_tiles - 1 - tile)
-    load_queries(work, steps_done + index, Step(step.head, tile), FULL, 0, config, shared, descriptors)
-
-
-@gluon.jit
-def load_queries(work, count, step, kind, turn, config, shared, descriptors):
-    """Loads what the thread block's step number `count` needs of a query tile. The statistics complete the same barrier
-    as the queries."""
-    q = shared.q
-    slot = q.slot(count)
-    row = step.tile * config.M
-    q.wait_empty(slot)
-    if config.TILE_K > 0:
-        place = place_of_info(count, config, shared)
-        write_tile_info(shared.tile_info, place, TILE_NUMBER, step.tile)
-        write_tile_info(shared.tile_info, place, TILE_KIND, kind)
-        write_tile_info(shared.tile_info, place, TILE_HEAD, step.head)
-        if config.ORDERED:
-            write_tile_info(shared.tile_info, place, TILE_TURN, turn)
-    full = q.full.index(slot.place)
-    STATISTICS: gl.constexpr = 4 * STATISTIC_COLUMNS if config.STATISTICS_MULTIPLIED else 8
-    TILES: gl.constexpr = config.KEYS // ROWS
-    mbarrier.expect(full, config.M * (2 * (q.WIDTH + q.TAIL) + STATISTICS) + bias_bytes(shared.bias, TILES))
-    rows = HeadRows(work.sequence, work.first_head + step.head, work.begin_q, work.seq_q)
-    tma_load(descriptors.q.main, coordinates(rows, row, 0, config.PACKED), full, q.tiles.index(slot.place))
-    if q.TAIL > 0:
-        tma_load(descriptors.q.tail, coordinates(rows, row, q.WIDTH, config.PACKED), full, q.tail.index(slot.place))
-    number = first_number_of(work, step.head) + step.tile
-    statistics_row = shared.statistics.tiles.shape[1] * number
-    tma_load(descriptors.statistics, (statistics_row, 0), full, shared.statistics.tiles.index(slot.place))
-    if shared.bias is not None:
-        move_bias(
-            descriptors.bias, shared.bias, slot.place, work.sequence, rows.head, row, work.first_key, full, TILES, True
-        )  # fmt: skip
-    shared.dout.fill(shared.dout.slot(count), descriptors.dout, rows, row, config.PACKED)
 
 
 # dk and dv, both by each of two warpgroups
@@ -708,89 +559,3 @@ def sum_dk(config, shared, descriptors, problem):
         tile = receive_next_key_tile(tile, shared.queue, tiles_done, config)
         tma_store_wait(0)
         k.release(key_slot)
-
-
-# dq
-
-
-@gluon.jit
-def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, blocks, counter_ptr):
-    """Multiplies each `ds` by the keys, 64 queries and `SUM_COLUMNS` columns at a time, and adds the product to dq.
-
-    Where queries see a single key tile the product is dq, and is stored as such. `ds` is the gradient of a bias that no
-    two scores share, and is stored too (`outputs.bias`).
-
-    LOADS: it also does the work of `produce`. The query tile after the next takes the place of the one before, which
-    the others no longer read by the time that they hand over the next `ds`.
-    """
-    k, dscores, dq_sums = shared.k, shared.dscores, outputs.sums
-    STAGES: gl.constexpr = shared.q.STAGES
-    PARTS: gl.constexpr = config.M // ROWS
-    WIDTH: gl.constexpr = k.WIDTH + k.TAIL
-    tiles_done = 0
-    steps_done = 0
-    if LOADS:
-        first_number = first_tile_number(counter_ptr, config)
-        _, tile = publish_key_tile(first_number, tiles_done, shared.queue, counter_ptr, problem, blocks, config)
-    else:
-        tile = receive_key_tile(shared.queue, tiles_done, config)
-    while tile.first_key >= 0:
-        work = work_of(tile, problem, config)
-        if LOADS:
-            for index in range(gl.minimum(work.steps, STAGES)):
-                load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr)
-            load_keys(work, tiles_done, config, shared, descriptors, problem)
-        # It does not wait for the keys. They are there when the others hand over the first `ds`, and where no query
-        # sees them they may be gone before it looks.
-        key_slot = k.slot(tiles_done)
-        number_before = 0
-        step = step_of(work, 0, config)
-        for index in range(work.steps):
-            if LOADS:
-                if (index > 0) & (index + STAGES - 1 < work.steps):
-                    load_step(work, index + STAGES - 1, steps_done, config, shared, descriptors, problem, counter_ptr)
-            slot = dscores.slot(steps_done + index)
-            tile_visited = visited_tile(work, step.tile, config)
-            head = step.head
-            number = first_number_of(work, head) + tile_visited
-            if config.ORDERED and config.TILE_K == 0:
-                turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
-            dscores.acquire(slot)
-            if config.TILE_K > 0:
-                place = place_of_info(steps_done + index, config, shared)
-                head = read_tile_info(shared.tile_info, place, TILE_HEAD)
-                tile_visited = read_tile_info(shared.tile_info, place, TILE_NUMBER)
-                number = first_number_of(work, head) + tile_visited
-                if config.ORDERED:
-                    turn = read_tile_info(shared.tile_info, place, TILE_TURN)
-                    turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
-            if outputs.bias is not None:
-                store_bias_gradient(
-                    outputs.bias, dscores, slot, work.sequence, work.first_head + head, tile_visited * config.M,
-                    work.first_key, config,
-                )  # fmt: skip
-            for part in gl.static_range(PARTS):
-                for column in gl.static_range(0, WIDTH, config.SUM_COLUMNS):
-                    dq = start_dq(slot, key_slot, part, column, config, shared)  # [64, SUM_COLUMNS] or the tail
-                    if config.ORDERED and part == 0 and column == 0:
-                        if index > 0:  # while this product is computed
-                            pass_dq_turn(dq_sums.turns_ptr + number_before)
-                    dq = warpgroup_mma_wait(0, [dq])
-                    if (part == PARTS - 1) and (column + config.SUM_COLUMNS >= WIDTH):
-                        dscores.release(slot)
-                    if config.ORDERED and part == 0 and column == 0:
-                        if config.TILE_K == 0:
-                            turn = dq_turn(work, step.tile, problem, config)
-                        wait_dq_turn(dq_sums.turns_ptr + number, turn_seen, turn)
-                    rows = HeadRows(work.sequence, work.first_head + step.head, work.begin_q, work.seq_q)
-                    line = (number * PARTS + part) * WIDTH
-                    hand_over_dq(outputs, dq, rows, tile_visited, part, line, column, problem, config)
-            step = step_after(work, step, config)
-            number_before = number
-        if config.ORDERED:
-            if work.steps > 0:
-                pass_dq_turn(dq_sums.turns_ptr + number_before)
-        steps_done += work.steps
-        tiles_done += 1
-        tile = receive_next_key_tile(tile, shared.queue, tiles_done, config)
-    tma_store_wait(0)

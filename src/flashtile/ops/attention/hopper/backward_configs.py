@@ -166,7 +166,7 @@ def choose_backward_config(
     these take fewer columns. `block_tile`: (queries, keys) of a block mask's tiles, which the kernel's divide; a
     producer reads the lists. `left`: a window ends on the left.
     Of `scale` the sign does not matter. `ordered`: the key tiles add to dq in order, which takes TMA, whose additions
-    can be awaited without a fence (`backward_pieces.pass_dq_turn`). `modified`: there is dropout, a score function, or
+    can be awaited without a fence (`backward_dq.pass_dq_turn`). `modified`: there is dropout, a score function, or
     a bias or a mask with rows and columns. Their tiles, random words and indices need registers as derivatives do, and
     dropped weights need delta apart from `dpᵀ`. `moved_bias`: TMA can bring the bias, and does if its tiles fit.
     `own_bias`: the gradient of a bias is that of the scores, and is stored as such if there is room on chip.

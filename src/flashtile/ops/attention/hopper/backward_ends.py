@@ -165,7 +165,7 @@ def _sees_sink_alone(lse, sink, out):
 @gluon.constexpr_function
 def _rows_of_sums(COLUMNS):
     """The layout of a block of sums in which each thread reads eight columns of two rows, 8 apart, which lie side by
-    side (`backward_pieces.add_to_dq`), from 64 columns on also the same of the rows 4 below. Of 16 columns it reads
+    side (`backward_dq.add_to_dq`), from 64 columns on also the same of the rows 4 below. Of 16 columns it reads
     four."""
     if COLUMNS == 16:
         registers, lanes = [[1], [2], [4]], [[8], [512], [16], [32], [64]]

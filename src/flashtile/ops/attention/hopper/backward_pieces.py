@@ -13,8 +13,6 @@ from flashtile._backends.gluon import (
     gluon,
     mbarrier,
     reinterpret,
-    thread_barrier,
-    tma_reduce_add,
     tma_store,
     tma_store_wait,
     warpgroup_mma,
@@ -25,7 +23,6 @@ from flashtile.ops.attention.hopper.pieces import (
     Chunks,
     HeadRows,
     Slot,
-    await_stores,
     barriers,
     coordinates,
     matrix,
@@ -105,64 +102,6 @@ class Statistics(NamedTuple):
 
     tiles: Any
     ones: Any
-
-
-class DqSums(NamedTuple):
-    """The float32 buffer in which dq is summed. `desc` and `staging`: how TMA gets there, or None. `turns_ptr`: how
-    many key tiles have added to the dq of each query tile; None where they add in no order."""
-
-    sums_ptr: Any
-    desc: Any
-    staging: Any
-    turns_ptr: Any
-
-
-class BiasStores(NamedTuple):
-    """How the gradient of a bias that no two scores share leaves: by TMA, through a place on chip for 64 queries and
-    keys."""
-
-    descriptor: Any
-    place: Any
-
-
-class Outputs(NamedTuple):
-    """How what `sum_dq` makes leaves: dq by `DqSums` or `DqStores`, the gradient of a bias by `BiasStores`. None for
-    those that a call does not need."""
-
-    sums: Any
-    stores: Any
-    bias: Any
-
-
-class DqStores(NamedTuple):
-    """How dq leaves that no second key tile adds to: by TMA, through places on chip for 64 queries and the columns of a
-    product. Both are `Chunks`; the tail is of the last columns, where these are fewer."""
-
-    descriptors: Any
-    places: Any
-
-
-@gluon.jit
-def make_sums_staging(desc, config):
-    """The place on chip from which TMA adds."""
-    TOGETHER: gl.constexpr = desc.block_shape[0]
-    if TOGETHER == config.SUM_COLUMNS:
-        staging = gl.allocate_shared_memory(gl.float32, desc.block_shape, desc.layout)
-    else:
-        places: gl.constexpr = [config.SUM_COLUMNS // TOGETHER] + desc.block_shape
-        staging = gl.allocate_shared_memory(gl.float32, places, desc.layout)
-    return staging
-
-
-@gluon.jit
-def place_of_dq(desc, staging):
-    """A place on chip from which TMA stores dq. `staging`: that of the sums, which are not added to meanwhile; None
-    where nothing is summed."""
-    if staging is None:
-        place = gl.allocate_shared_memory(desc.dtype, desc.block_shape, desc.layout)
-    else:
-        place = reinterpret(staging, desc.dtype, desc.block_shape, desc.layout)
-    return place
 
 
 @gluon.jit
@@ -274,116 +213,6 @@ def wait_sum(IN_FLIGHT: gl.constexpr, ring, total):
     else:
         main = warpgroup_mma_wait(IN_FLIGHT, [main])
     return Chunks(main, tail)
-
-
-@gluon.jit
-def start_dq(slot, key_slot, part: gl.constexpr, column: gl.constexpr, config, shared):
-    """Starts `ds k` of 64 queries, `part`, and `SUM_COLUMNS` columns from `column` on or as many as are left, over all
-    keys of the tile. `key_slot`: of the first 64 keys."""
-    k, dscores = shared.k, shared.dscores
-    COLUMNS: gl.constexpr = min(config.SUM_COLUMNS, k.WIDTH + k.TAIL - column)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-    for which in gl.static_range(dscores.WRITERS):
-        ds = dscores.tile(slot, which).permute([1, 0])
-        if config.M > ROWS:
-            ds = ds.slice(part * ROWS, ROWS)
-        k_tile = columns_of(k, Slot(key_slot.place + which, key_slot.phase), column, COLUMNS)
-        dq = warpgroup_mma(ds, k_tile, dq, use_acc=which > 0, is_async=True)
-    return dq
-
-
-@gluon.jit
-def hand_over_dq(outputs, dq, rows, tile, part, line, COLUMN: gl.constexpr, problem, config):
-    """Stores a `[64, columns]` block of dq, of part `part` of query tile `tile` of a head (`HeadRows`), or adds it to
-    the sums, whose part begins at line `line` of 64 numbers."""
-    row = tile * config.M + part * ROWS
-    if config.SINGLE_KEY_TILE:
-        store_dq(outputs.stores, dq * problem.scale, rows, row, COLUMN, config)
-    elif problem.lone_tiles is not None:
-        if tile < problem.lone_tiles:
-            store_dq(outputs.stores, dq * problem.scale, rows, row, COLUMN, config)
-        else:
-            add_to_dq(outputs.sums, dq, line + COLUMN, config)
-    else:
-        add_to_dq(outputs.sums, dq, line + COLUMN, config)
-
-
-@gluon.jit
-def add_to_dq(sums, dq, line, config):
-    """Adds a `[64, columns]` block of dq to the sums, from line `line` of 64 numbers on.
-
-    There it is stored as `[columns / 8, 4, 8, 4, 2, 2]`: eight columns at a time, then warps, threads in rows of four,
-    and two rows with two columns each. So threads write four numbers side by side, into shared memory without bank
-    conflicts.
-    """
-    BLOCKS: gl.constexpr = dq.shape[1] // 8
-    if config.SUMS_BY_TMA:
-        tma_store_wait(0)  # until the block before has been read from there
-        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0])
-        parts = gl.permute(gl.reshape(dq, [4, 2, 8, BLOCKS, 4, 2]), [3, 0, 2, 4, 1, 5])
-        places = reinterpret(sums.staging, gl.float32, [config.SUM_COLUMNS // 8, 4, 8, 4, 2, 2], plain)
-        slice_of(places, 0, BLOCKS, 0).store(parts)
-        fence_async_shared()
-        TOGETHER: gl.constexpr = sums.desc.block_shape[0]
-        if TOGETHER == config.SUM_COLUMNS:
-            tma_reduce_add(sums.desc, (line, 0), sums.staging)
-        else:
-            for some in gl.static_range(dq.shape[1] // TOGETHER):
-                tma_reduce_add(sums.desc, (line + some * TOGETHER, 0), sums.staging.index(some))
-    else:
-        ADDITIONS: gl.constexpr = _additions(BLOCKS)
-        OPERANDS: gl.constexpr = _addition_operands(BLOCKS)
-        base = (sums.sums_ptr + line.to(gl.int64) * 64).to(gl.int64)
-        gl.inline_asm_elementwise(ADDITIONS, OPERANDS, [dq, base], dtype=gl.int32, is_pure=False, pack=4 * BLOCKS)
-
-
-@gluon.jit
-def store_dq(stores, dq, rows, row, COLUMN: gl.constexpr, config):
-    """Stores a `[64, columns]` block of dq, which no other key tile adds to, from `row` of a sequence (`HeadRows`) and
-    column `COLUMN` on. Rows past the end are not written."""
-    COLUMNS: gl.constexpr = dq.shape[1]
-    tma_store_wait(0)  # until the block before has been read from there
-    descriptor = stores.descriptors.main if COLUMNS == config.SUM_COLUMNS else stores.descriptors.tail
-    place = stores.places.main if COLUMNS == config.SUM_COLUMNS else stores.places.tail
-    matrix(place, ROWS, COLUMNS).store(dq.to(place.dtype))
-    fence_async_shared()
-    tma_store(descriptor, coordinates(rows, row, COLUMN, config.PACKED), place)
-
-
-@gluon.jit
-def store_bias_gradient(stores, dscores, slot, sequence, head, first_query, first_key, config):
-    """Stores the `ds` of a step, from its transposed tiles, as the gradient of a head's bias."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    for which in gl.static_range(dscores.WRITERS):
-        for part in gl.static_range(config.M // ROWS):
-            ds = slice_of(dscores.tile(slot, which), part * ROWS, ROWS, 1).permute([1, 0]).load(layout)
-            tma_store_wait(0)  # until the tile before has been read from there
-            matrix(stores.place, ROWS, ROWS).store(ds)
-            fence_async_shared()
-            place = (sequence, head, first_query + part * ROWS, first_key + which * ROWS)
-            tma_store(stores.descriptor, place, stores.place)
-
-
-@gluon.constexpr_function
-def _additions(BLOCKS):
-    """PTX that adds four numbers at a time to the place of a thread. The barrier keeps ptxas from starting the next
-    block's product before it: with two blocks in registers, all products would wait for one another (C7512)."""
-    count = 4 * BLOCKS
-    place = ["mov.u32 thread, %tid.x;", "and.b32 thread, thread, 127;", "mul.wide.u32 place, thread, 16;"]
-    place += [f"add.u64 place, place, ${2 * count};"]
-    numbers = [", ".join(f"${count + 4 * block + i}" for i in range(4)) for block in range(BLOCKS)]
-    additions = [
-        f"red.relaxed.gpu.global.add.v4.f32 [place + {2048 * block}], {{{four}}};" for block, four in enumerate(numbers)
-    ]
-    results = [f"mov.b32 ${i}, 0;" for i in range(count)]  # nobody reads them
-    lines = [".reg .b32 thread;", ".reg .b64 place;", *place, *additions, "bar.warp.sync 0xffffffff;", *results]
-    return "{" + " ".join(lines) + "}"
-
-
-@gluon.constexpr_function
-def _addition_operands(BLOCKS):
-    return ",".join(["=r"] * (4 * BLOCKS) + ["f"] * (4 * BLOCKS) + ["l"] * (4 * BLOCKS))
 
 
 @gluon.jit
@@ -528,22 +357,3 @@ def start_store(descriptors, ring, slot, total, work, row, PACKED: gl.constexpr)
     tma_store(descriptors.main, coordinates(rows, row, 0, PACKED), ring.tiles.index(slot.place))
     if ring.TAIL > 0:
         tma_store(descriptors.tail, coordinates(rows, row, ring.WIDTH, PACKED), ring.tail.index(slot.place))
-
-
-@gluon.jit
-def wait_dq_turn(turn_ptr, seen, turn):
-    """Waits until `turn` key tiles have added to the dq of a query tile. `seen`: how many had, a while ago."""
-    while seen < turn:
-        seen = gl.load(turn_ptr, volatile=True)
-
-
-@gluon.jit
-def pass_dq_turn(turn_ptr):
-    """Lets the next key tile add, once what TMA has added is in the L2 cache, where all additions meet.
-
-    So the turn needs no release. The fence of a release would wait for everything that the thread block has under way:
-    16 % of all cycles.
-    """
-    await_stores()
-    thread_barrier()
-    gl.atomic_add(turn_ptr, 1, sem="relaxed")

@@ -27,7 +27,8 @@ A score function's derivative is no part of this, because the bias is added afte
 from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma_wait
-from flashtile.ops.attention.hopper.backward import Descriptors, Shared, load_keys, load_queries
+from flashtile.ops.attention.hopper.backward import Descriptors, Shared
+from flashtile.ops.attention.hopper.backward_loads import load_keys, load_queries
 from flashtile.ops.attention.hopper.backward_pieces import (
     DELTA,
     LSE,
