@@ -39,7 +39,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
 
     def make(seed: int = 0, held: int = 0, **thresholds: int) -> EmulatedHopper:
         emulated = EmulatedHopper(multiprocessors=3, seed=seed, held=held)
-        for name, number in {"HALF_CAUSAL": 0, "HALF_WIDE": 0, "HALF_WIDE_CAUSAL": 0, **thresholds}.items():
+        small = {"HALF_CAUSAL": 0, "HALF_WIDE": 0, "HALF_WIDE_CAUSAL": 0, "_KEPT_BYTES": 0}
+        for name, number in {**small, **thresholds}.items():
             (module,) = (each for each in emulated.modules.values() if _defines(each, name))
             setattr(module, name, number)
         calls.forget_calls()  # which remember the machine before
@@ -276,6 +277,39 @@ def test_all_keys_in_one_tile(
         needs_sums = summed or ("causal" in arguments and seq_q > seq_k)
         needs_sums = needs_sums or ("softcap" in arguments and max(head_dim, head_dim_v) > 64 and seq_k > 64)
         assert (emulated.launched[-1] == "attention_end_kernel") is needs_sums
+
+
+_WHOLE_LINES: dict[str, dict[str, Any]] = {
+    "full, several lines each": {"heads": 4, "heads_kv": 4},
+    "causal": {"head_dim": 128, "head_dim_v": 128, "arguments": {"causal": True}},
+    "in order": {"head_dim": 80, "head_dim_v": 96, "arguments": {"causal": True, "deterministic": True}},
+    "two key tiles, shared": {"heads": 6, "heads_kv": 2, "seq_k": 130, "head_dim": 96, "head_dim_v": 40},
+    "window": {"head_dim": 32, "head_dim_v": 32, "arguments": {"window": (90, 20)}},
+    "window, shared, wider than keys": {"heads": 4, "seq_k": 200, "arguments": {"window": (100, 140)}},
+    "window on the left, top left": {"seq_q": 330, "arguments": {"window": (70, None), "align": "top_left"}},
+    "one key tile in a window": {"seq_k": 66, "arguments": {"window": (70, None)}},
+    "float16, dropout": {"dtype": torch.float16, "arguments": {"dropout_p": 0.3}},
+    "soft cap, sinks": {
+        "head_dim": 128, "head_dim_v": 128, "sinks": True, "arguments": {"softcap": 5.0, "causal": True},
+    },
+    "slopes that learn": {"alibi_slopes": "h", "arguments": {"causal": True}},
+    "a bias of scores": {"bias": "bhqk", "heads": 2, "heads_kv": 2, "seq_q": 130},
+    "a mask, a shared bias": {"bias": "1hqk", "mask": "b11k", "heads": 2, "heads_kv": 2, "seq_q": 130},
+    "a score function": {"score_mod": True, "constant": ("score_mod",)},
+    "other scale": {"arguments": {"scale": -0.1}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", _WHOLE_LINES.values(), ids=_WHOLE_LINES)
+def test_thread_blocks_of_whole_lines_sum_dq_alone(hopper: Callable, changes: dict[str, Any]) -> None:
+    """They store it as it is to be, and no order of events changes a bit."""
+    case = replace(_SMALL, **{"batch": 3, **changes})
+    emulated = hopper(seed=0, _KEPT_BYTES=10**9)
+    first = check(case, "hopper")
+    assert "attention_end_kernel" not in emulated.launched
+    hopper(seed=1, _KEPT_BYTES=10**9)
+    again = run(case, make_inputs(case), "hopper")
+    assert all(torch.equal(first[name], again[name]) for name in ("dq", "dk", "dv"))
 
 
 #: Rows of these biases lie at multiples of 16 bytes, so TMA brings their tiles. The last ones end within a tile.

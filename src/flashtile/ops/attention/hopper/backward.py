@@ -191,6 +191,7 @@ def attention_backward_kernel(
         SHARES_PROGRESS=loops.SHARES_PROGRESS,
         ROTATES_WALKS=loops.ROTATES_WALKS,
         SINGLE_KEY_TILE=loops.SINGLE_KEY_TILE,
+        WHOLE_LINES=loops.WHOLE_LINES,
         STATISTICS_MULTIPLIED=STATISTICS_MULTIPLIED,
         SUMS_BY_TMA=SUMS_BY_TMA,
         TILE_Q=constants.TILE_Q,
@@ -231,7 +232,7 @@ def attention_backward_kernel(
     if STATISTICS_MULTIPLIED:
         ones = make_ones(statistics_desc)
     sums_staging, dq_stores = None, None
-    if SUMS_BY_TMA and not loops.SINGLE_KEY_TILE:
+    if sums_desc is not None:
         sums_staging = make_sums_staging(sums_desc, config)
     if dq_desc is not None:
         tail_place = None

@@ -27,10 +27,10 @@ from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
 from flashtile.ops.attention.spec import Table
 
 
-def buffers(variant: BackwardVariant, tiles: int) -> dict[str, tuple[int, int]]:
-    """Shapes of the sums and of the statistics of so many tiles of queries (`backward_ends`)."""
+def buffers(variant: BackwardVariant, tiles: int, summed: int) -> dict[str, tuple[int, int]]:
+    """Shapes of the sums of `summed` tiles of queries, and of the statistics of `tiles` (`backward_ends`)."""
     block_m = variant.config.block_m
-    rows = 0 if variant.single_key_tile else tiles * block_m * tile_width(variant.head_dim) // CONSUMER_ROWS
+    rows = summed * block_m * tile_width(variant.head_dim) // CONSUMER_ROWS
     parts, numbers = _statistics_box(variant)
     return {"sums": (rows, CONSUMER_ROWS), "statistics": (tiles * parts, numbers)}
 
@@ -61,13 +61,13 @@ def boxes_of(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
         elif name == "sums":
             # Columns of dq that are added at once: those of the tail at most, so that one descriptor serves both.
             together = min(config.sum_columns, backward_chunks(variant.head_dim)[1] or config.sum_columns)
-            summed = config.sums_by_tma and not variant.single_key_tile
+            summed = config.sums_by_tma and variant.adds_up
             boxes[name] = (together, CONSUMER_ROWS) if summed else None
         elif name == "bias_gradient":
             boxes[name] = (1, 1, CONSUMER_ROWS, CONSUMER_ROWS) if config.bias_stored else None
         elif name == "bias":
             boxes[name] = (1, 1, config.block_m, CONSUMER_ROWS) if config.bias_by_tma else None
-        elif name == "dq" and not (variant.single_key_tile or variant.lone_tiles):
+        elif name == "dq" and variant.adds_up and not variant.lone_tiles:
             boxes.update({"dq": None, "dq_tail": None})
         else:
             head_dim = variant.head_dim if name in ("q", "k", "dq", "dk") else variant.head_dim_v
@@ -89,9 +89,10 @@ def describer(
     gradients: tuple[Layout, Layout, Layout],
     bias: Table | None,
     tiles: int,
+    summed: int,
     names: tuple[str, ...] = MOVED,
 ) -> Callable[..., tuple]:
-    """What makes the descriptors of `names`, from their addresses."""
+    """What makes the descriptors of `names`, from their addresses. `tiles`, `summed`: as of `buffers`."""
     dq, dk, dv = gradients
     describe = packed_layout if variant.packed else strided_layout
     describe_keys = bounded_layout if variant.bounded else strided_layout
@@ -108,7 +109,10 @@ def describer(
         "dv": describe_keys(dv.shape, dv.strides),
         "bias": None if bias is None else broadcast_layout(bias.shape, bias.strides),
         "bias_gradient": None if bias is None else strided_layout(bias.shape, padded_strides(bias.shape)),
-        **{name: TensorLayout(shape, contiguous_strides(shape)) for name, shape in buffers(variant, tiles).items()},
+        **{
+            name: TensorLayout(shape, contiguous_strides(shape))
+            for name, shape in buffers(variant, tiles, summed).items()
+        },
     }
     boxes = boxes_of(variant)
     return joined([

@@ -20,10 +20,11 @@ from flashtile._backends.gluon import (
 from flashtile.ops.attention.hopper.backward_loads import load_keys, load_step
 from flashtile.ops.attention.hopper.backward_pieces import ROWS, columns_of, slice_of
 from flashtile.ops.attention.hopper.backward_tiles import (
+    adding_tiles,
     dq_turn,
-    first_number_of,
     first_tile_number,
     place_of_info,
+    place_of_sums,
     publish_key_tile,
     receive_key_tile,
     receive_next_key_tile,
@@ -111,7 +112,7 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
     tiles_done = 0
     steps_done = 0
     if LOADS:
-        first_number = first_tile_number(counter_ptr, config)
+        first_number = first_tile_number(counter_ptr, problem, config)
         _, tile = publish_key_tile(first_number, tiles_done, shared.queue, counter_ptr, problem, blocks, config)
     else:
         tile = receive_key_tile(shared.queue, tiles_done, config)
@@ -133,15 +134,21 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
             slot = dscores.slot(steps_done + index)
             tile_visited = visited_tile(work, step.tile, config)
             head = step.head
-            number = first_number_of(work, head) + tile_visited
+            number = place_of_sums(work, head, tile_visited, config)
             if config.ORDERED and config.TILE_K == 0:
                 turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
+            sum_before, is_last = None, None
+            if config.WHOLE_LINES:
+                first_tile, last_tile = adding_tiles(work, tile_visited, problem, config)
+                begun = work.first_key // config.KEYS > first_tile
+                is_last = work.first_key // config.KEYS == last_tile
+                sum_before = load_sum(dq_sums, number * PARTS * WIDTH, begun, 0, WIDTH, config)
             dscores.acquire(slot)
             if config.TILE_K > 0:
                 place = place_of_info(steps_done + index, config, shared)
                 head = read_tile_info(shared.tile_info, place, TILE_HEAD)
                 tile_visited = read_tile_info(shared.tile_info, place, TILE_NUMBER)
-                number = first_number_of(work, head) + tile_visited
+                number = place_of_sums(work, head, tile_visited, config)
                 if config.ORDERED:
                     turn = read_tile_info(shared.tile_info, place, TILE_TURN)
                     turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
@@ -152,7 +159,11 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
                 )  # fmt: skip
             for part in gl.static_range(PARTS):
                 for column in gl.static_range(0, WIDTH, config.SUM_COLUMNS):
-                    dq = start_dq(slot, key_slot, part, column, config, shared)  # [64, SUM_COLUMNS] or the tail
+                    line = (number * PARTS + part) * WIDTH
+                    if config.WHOLE_LINES and part + column > 0:
+                        sum_before = load_sum(dq_sums, line, begun, column, WIDTH, config)
+                    # [64, SUM_COLUMNS], or the tail
+                    dq = start_dq(sum_before, slot, key_slot, part, column, config, shared)
                     if config.ORDERED and part == 0 and column == 0:
                         if index > 0:  # while this product is computed
                             pass_dq_turn(dq_sums.turns_ptr + number_before)
@@ -164,8 +175,7 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
                             turn = dq_turn(work, step.tile, problem, config)
                         wait_dq_turn(dq_sums.turns_ptr + number, turn_seen, turn)
                     rows = HeadRows(work.sequence, work.first_head + step.head, work.begin_q, work.seq_q)
-                    line = (number * PARTS + part) * WIDTH
-                    hand_over_dq(outputs, dq, rows, tile_visited, part, line, column, problem, config)
+                    hand_over_dq(outputs, dq, rows, tile_visited, part, line, column, is_last, problem, config)
             step = step_after(work, step, config)
             number_before = number
         if config.ORDERED:
@@ -178,29 +188,36 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
 
 
 @gluon.jit
-def start_dq(slot, key_slot, part: gl.constexpr, column: gl.constexpr, config, shared):
+def start_dq(sum_before, slot, key_slot, part: gl.constexpr, column: gl.constexpr, config, shared):
     """Starts `ds k` of 64 queries, `part`, and `SUM_COLUMNS` columns from `column` on or as many as are left, over all
-    keys of the tile. `key_slot`: of the first 64 keys."""
+    keys of the tile. `key_slot`: of the first 64 keys. `sum_before`: what it is added to, or None."""
     k, dscores = shared.k, shared.dscores
     COLUMNS: gl.constexpr = min(config.SUM_COLUMNS, k.WIDTH + k.TAIL - column)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    dq = sum_before
+    if sum_before is None:
+        dq = gl.zeros([ROWS, COLUMNS], gl.float32, _product_layout(COLUMNS))
     for which in gl.static_range(dscores.WRITERS):
         ds = dscores.tile(slot, which).permute([1, 0])
         if config.M > ROWS:
             ds = ds.slice(part * ROWS, ROWS)
         k_tile = columns_of(k, Slot(key_slot.place + which, key_slot.phase), column, COLUMNS)
-        dq = warpgroup_mma(ds, k_tile, dq, use_acc=which > 0, is_async=True)
+        dq = warpgroup_mma(ds, k_tile, dq, use_acc=config.WHOLE_LINES or which > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def hand_over_dq(outputs, dq, rows, tile, part, line, COLUMN: gl.constexpr, problem, config):
+def hand_over_dq(outputs, dq, rows, tile, part, line, COLUMN: gl.constexpr, is_last, problem, config):
     """Stores a `[64, columns]` block of dq, of part `part` of query tile `tile` of a head (`HeadRows`), or adds it to
-    the sums, whose part begins at line `line` of 64 numbers."""
+    the sums, whose part begins at line `line` of 64 numbers. `is_last`: if WHOLE_LINES, whether it is the sum of all
+    key tiles."""
     row = tile * config.M + part * ROWS
     if config.SINGLE_KEY_TILE:
         store_dq(outputs.stores, dq * problem.scale, rows, row, COLUMN, config)
+    elif config.WHOLE_LINES:
+        if is_last:
+            store_dq(outputs.stores, dq * problem.scale, rows, row, COLUMN, config)
+        else:
+            keep_sum(outputs.sums, dq, line + COLUMN)
     elif problem.lone_tiles is not None:
         if tile < problem.lone_tiles:
             store_dq(outputs.stores, dq * problem.scale, rows, row, COLUMN, config)
@@ -208,6 +225,41 @@ def hand_over_dq(outputs, dq, rows, tile, part, line, COLUMN: gl.constexpr, prob
             add_to_dq(outputs.sums, dq, line + COLUMN, config)
     else:
         add_to_dq(outputs.sums, dq, line + COLUMN, config)
+
+
+@gluon.constexpr_function
+def _product_layout(COLUMNS):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+
+
+@gluon.constexpr_function
+def _kept_layout(COLUMNS):
+    """The sums of a block in the order in which they lie in memory, each where the thread has it that adds it up."""
+    eights = [[512 << bit] for bit in range((COLUMNS // 8).bit_length() - 1)]
+    lanes = [[4], [8], [16], [32], [64]]
+    return gl.DistributedLinearLayout([[1], [2], *eights], lanes, [[128], [256]], [], [ROWS.value * COLUMNS])
+
+
+@gluon.jit
+def load_sum(sums, line, begun, COLUMN: gl.constexpr, WIDTH: gl.constexpr, config):
+    """A `[64, columns]` block of dq as this warpgroup has kept it (`keep_sum`), from column `COLUMN` of `WIDTH` on.
+    Zeros unless `begun`. `line`: of 64 numbers, the first of the part."""
+    COLUMNS: gl.constexpr = min(config.SUM_COLUMNS, WIDTH - COLUMN)
+    place = gl.arange(0, ROWS * COLUMNS, _kept_layout(COLUMNS))
+    numbers = gl.load(sums.sums_ptr + (line + COLUMN).to(gl.int64) * 64 + place, mask=begun, other=0.0)
+    parts = gl.permute(gl.reshape(numbers, [COLUMNS // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+    return gl.convert_layout(gl.reshape(parts, [ROWS, COLUMNS]), _product_layout(COLUMNS), assert_trivial=True)
+
+
+@gluon.jit
+def keep_sum(sums, dq, line):
+    """Stores a `[64, columns]` block of dq as `add_to_dq` would have added it to zeros. The threads that store it load
+    it again, so nothing has to be waited for."""
+    COLUMNS: gl.constexpr = dq.shape[1]
+    layout: gl.constexpr = _kept_layout(COLUMNS)
+    parts = gl.permute(gl.reshape(dq, [4, 2, 8, COLUMNS // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
+    numbers = gl.convert_layout(gl.reshape(parts, [ROWS * COLUMNS]), layout, assert_trivial=True)
+    gl.store(sums.sums_ptr + line.to(gl.int64) * 64 + gl.arange(0, ROWS * COLUMNS, layout), numbers)
 
 
 @gluon.jit

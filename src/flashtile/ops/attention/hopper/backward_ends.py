@@ -43,7 +43,7 @@ def _columns_together(WIDTH):
 
 @gluon.jit
 def attention_begin_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, sums_ptr, turns_ptr, counter_ptr, masked_dout_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, cleared_ptr, turns_ptr, counter_ptr, masked_dout_ptr,
     sink_logits_ptr, sink_sums_ptr, cu_seqlens_q_ptr, row_statistics_ptr,
     stride_dout_batch, stride_dout_row, stride_dout_head, batch, heads, rows_q, query_tiles, lone_tiles, lse_unit,
     HEAD_DIM_V: gl.constexpr, E: gl.constexpr, D: gl.constexpr, M: gl.constexpr,
@@ -54,9 +54,9 @@ def attention_begin_kernel(
     them: lse in units of log2. Where they are operands, it writes both in parts and with the opposite sign (`lse_unit`:
     minus one unit of log2, in units of scores).
 
-    It also writes zeros where the dq of the tile will be summed (`sums_ptr`, None where none is; the first `lone_tiles`
-    of a line are not), where key tiles count their turns to do so, and where thread blocks count the tiles that they
-    take and say where they are.
+    It also writes zeros where thread blocks will add up the dq of the tile (`cleared_ptr`, None where they do not; they
+    do not for the first `lone_tiles` of a line), where key tiles count their turns to do so, and where thread blocks
+    count the tiles that they take and say where they are.
 
     `masked_dout_ptr`: where rows may see no key, dout for the main kernel, in the layout of out, with zeros in these
     rows. Their weights of 0 would not stop NaN there. `sink_logits_ptr`: the sinks that lse counts, or None.
@@ -129,12 +129,12 @@ def attention_begin_kernel(
 
     if ORDERED:
         gl.store(turns_ptr + number, 0)
-    if sums_ptr is not None:
+    if cleared_ptr is not None:
         flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
         BLOCK: gl.constexpr = M * _columns_together(D)
         if tile >= lone_tiles:
             for block in gl.static_range(0, M * D, BLOCK):
-                sums = sums_ptr + number.to(gl.int64) * (M * D) + block + gl.arange(0, BLOCK, flat)
+                sums = cleared_ptr + number.to(gl.int64) * (M * D) + block + gl.arange(0, BLOCK, flat)
                 gl.store(sums, gl.zeros([BLOCK], gl.float32, flat))
 
 

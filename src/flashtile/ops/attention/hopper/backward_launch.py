@@ -28,6 +28,7 @@ from flashtile.ops.attention.hopper.backward_variant import (
     lone_query_tiles,
     may_divide_queries,
     shares_in_cache,
+    takes_whole_lines,
     with_loops,
 )
 from flashtile.ops.attention.hopper.bias_gradient_launch import (
@@ -73,14 +74,15 @@ class BackwardPlan(NamedTuple):
     """The three launches, and that of the gradient of a bias.
 
     Attributes:
-        end: None where dq is not summed, because a sequence has a single key tile.
+        end: None unless thread blocks add dq up together.
         describe: makes all descriptors of the main kernel, from the addresses of `backward_descriptors.MOVED`.
         outputs: dq, dk, dv; of these in parts, side by side like heads, where query heads or their queries have shares.
         allocate: makes them, and the scratch: one float32 buffer for the sums of dq, the statistics, where rows may see
             no key the dout without them, the counter of tiles that were taken and where walks meet, where dq is added
             up in order the turns, and beside sinks the parts of their gradient.
         sum_of_shares: of dk and dv in such parts; else None.
-        statistics_at, masked_dout_at, counter_at, turns_at, sink_sums_at: where in scratch those begin, in bytes.
+        statistics_at, masked_dout_at, counter_at, turns_at, sink_sums_at: where in scratch those begin, in bytes. The
+            sums of dq are before them; there are none where a sequence has a single key tile.
         has_empty_rows: rows may see no key.
         ordered: dq is added up in order.
         bias: of the gradient of a bias that scores share; None where nobody wants that, or the portable kernel computes
@@ -256,11 +258,11 @@ def _launch(
     sums = scratch.data_ptr()
     statistics, counter = sums + plan.statistics_at, sums + plan.counter_at
     turns = sums + plan.turns_at if plan.ordered else None
-    dq_sums = None if plan.end is None else sums
+    cleared, dq_sums = None if plan.end is None else sums, sums if plan.statistics_at else None
     masked_dout = sums + plan.masked_dout_at if plan.has_empty_rows else None
     sink_sums = sums + plan.sink_sums_at if side.sinks else None
     plan.begin.launch(
-        out, dout, lse, dlse, statistics, dq_sums, turns, counter, masked_dout, side.sinks, sink_sums,
+        out, dout, lse, dlse, statistics, cleared, turns, counter, masked_dout, side.sinks, sink_sums,
         side.cu_seqlens_q, row_statistics,
     )  # fmt: skip
     descriptors = plan.describe(
@@ -314,9 +316,16 @@ def _plan(
     whole_rows, whole_keys = whole_sizes(sizes, packed, spec)
     covered = is_covered(sizes, packed, spec, config.block_m, config.block_n)
     single = has_single_key_tile(spec, rows_q, rows_k, config, packed or side.key_lengths_dtype is not None)
-    ordered = spec.deterministic and not single
     group = heads // heads_kv
-    lone = 0 if single else lone_query_tiles(spec, side, rows_q, rows_k, group, config, packed)
+    query_tiles = tiles_of(whole_rows, config.block_m, batch, packed)
+    key_tiles = tiles_of(whole_keys, config.block_n, batch, packed)
+    lines, lines_kv = (heads, heads_kv) if packed else (batch * heads, batch * heads_kv)
+    programs = multiprocessors(device)
+    whole = not (single or packed or side.key_lengths_dtype) and takes_whole_lines(
+        spec, config, rows_q, rows_k, group, lines_kv, head_dim, programs
+    )
+    ordered = spec.deterministic and not (single or whole)
+    lone = 0 if single or whole else lone_query_tiles(spec, side, rows_q, rows_k, group, config, packed)
     variant = BackwardVariant(
         dtype,
         head_dim,
@@ -331,16 +340,13 @@ def _plan(
         spec.softcap > 0,
         side_of_call(side, spec, heads, covered=covered, by_column=True),
         single_key_tile=single,
+        whole_lines=whole,
         lone_tiles=lone > 0,
         slope_sums=wanted.alibi_slopes,
         function=function_of_call(spec.score_program, batch, shapes, side, covered),
     )
-    query_tiles = tiles_of(whole_rows, config.block_m, batch, packed)
-    key_tiles = tiles_of(whole_keys, config.block_n, batch, packed)
-    lines, lines_kv = (heads, heads_kv) if packed else (batch * heads, batch * heads_kv)
     tiles = query_tiles * lines
     dout_shape = (*q_shape[:-1], head_dim_v)
-    programs = multiprocessors(device)
     blocks = spec.block_shape is not None
     uneven = variant.bounded or blocks or (variant.has_right and not variant.has_left)
     steps = longest_walk(query_tiles, spec, config.block_m, config.block_n)
@@ -382,14 +388,16 @@ def _plan(
         "v_rows_apart": None if packed else row_strides(shapes[2], strides[2])[1],
     }
     all_tiles = key_tiles * lines_kv * shares
-    main_programs = min(all_tiles, programs) if config.producer else all_tiles
+    main_programs = min(lines_kv * shares if whole else all_tiles, programs) if config.producer else all_tiles
+    summed = tiles if variant.adds_up else main_programs * group * query_tiles if whole else 0
     begin = backward_plan("begin", begins, numbers, tiles, device)
     main = backward_plan("main", looping, numbers, main_programs, device)
-    end = None if single else backward_plan("end", variant, numbers, tiles, device)
+    end = backward_plan("end", variant, numbers, tiles, device) if variant.adds_up else None
     written = (q_shape, *((*shape[:-2], heads_kv * shares, shape[-1]) for shape in shapes[1:]))
     dq, dk, dv = (Layout(tuple(shape), padded_strides(shape), dtype) for shape in written)
     sums, statistics = (
-        math.prod(shape) * dtype_of(name, variant).itemsize // 4 for name, shape in buffers(variant, tiles).items()
+        math.prod(shape) * dtype_of(name, variant).itemsize // 4
+        for name, shape in buffers(variant, tiles, summed).items()
     )
     masked_dout = 0
     if has_empty_rows:
@@ -406,7 +414,7 @@ def _plan(
     turns = tiles if ordered else 0
     scratch = sums + statistics + masked_dout + counter + turns + (tiles if side.sinks else 0)
     return BackwardPlan(
-        begin, main, end, describer(variant, shapes, strides, (dq, dk, dv), side.bias, tiles), (dq, dk, dv),
+        begin, main, end, describer(variant, shapes, strides, (dq, dk, dv), side.bias, tiles, summed), (dq, dk, dv),
         allocator((dq, dk, dv, contiguous((scratch,), torch.float32)), device), plan_of_shares(dk, dv, shares, device),
         4 * sums, 4 * (sums + statistics), 4 * (sums + statistics + masked_dout),
         4 * (sums + statistics + masked_dout + counter), 4 * (sums + statistics + masked_dout + counter + turns),

@@ -41,7 +41,7 @@ def produce(config, shared, descriptors, problem, blocks, counter_ptr):
     """
     tiles_done = 0
     steps_done = 0
-    number = first_tile_number(counter_ptr, config)
+    number = first_tile_number(counter_ptr, problem, config)
     number, tile = publish_key_tile(number, tiles_done, shared.queue, counter_ptr, problem, blocks, config)
     while tile.first_key >= 0:
         work = work_of(tile, problem, config)
@@ -58,7 +58,7 @@ def produce(config, shared, descriptors, problem, blocks, counter_ptr):
                 load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr)
         tiles_done += 1
         steps_done += work.steps
-        number = next_tile_number(number, counter_ptr, config)
+        number = next_tile_number(number, counter_ptr, problem, config)
         number, tile = publish_key_tile(number, tiles_done, shared.queue, counter_ptr, problem, blocks, config)
 
 

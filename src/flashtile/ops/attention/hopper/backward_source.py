@@ -145,6 +145,7 @@ def _parameters(variant: BackwardVariant, numbers: Numbers) -> dict[str, Any]:
         "dlse_ptr": optional(variant.has_dlse, statistics),
         "statistics_ptr": pointer_to(dtype_of("statistics", variant), 16),
         "sums_ptr": optional(not variant.single_key_tile, pointer_to(torch.float32, 16)),
+        "cleared_ptr": optional(variant.adds_up, pointer_to(torch.float32, 16)),
         "counter_ptr": pointer_to(torch.int32),
         "turns_ptr": optional(variant.ordered, pointer_to(torch.int32)),
         **dict.fromkeys(("sink_logits_ptr", "sink_sums_ptr"), optional(variant.sinks, statistics)),
@@ -184,5 +185,6 @@ def _parameters(variant: BackwardVariant, numbers: Numbers) -> dict[str, Any]:
             SHARES_PROGRESS=variant.shares_progress,
             ROTATES_WALKS=variant.rotates_walks,
             SINGLE_KEY_TILE=variant.single_key_tile,
+            WHOLE_LINES=variant.whole_lines,
         ),
     }

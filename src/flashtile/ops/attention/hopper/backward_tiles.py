@@ -50,6 +50,7 @@ class KernelConfig:
     some key tiles visit their queries upwards (`reverses_walk`). SHARES_PROGRESS: key tiles begin where others of their
     line are (`shared_progress`). ROTATES_WALKS: key tiles begin at the same query tile (`rotated_start`).
     SINGLE_KEY_TILE: all keys of a sequence are one tile, and each query tile visits it, so its product is dq.
+    WHOLE_LINES: a thread block takes all key tiles of a line, one after another, so nobody else adds to its dq.
     STATISTICS_MULTIPLIED, SUMS_BY_TMA: as in `BackwardConfig`. TILE_Q, TILE_K: stored
     tiles of the block mask, or 0. KEY_LENGTHS: keys of a sequence may end before its tensors do. BIAS_COLUMN,
     MASK_COLUMN: strides of the tables' columns, 0 where these broadcast. SCORE_FUNCTION, SCORE_READS: the user's, which
@@ -78,6 +79,7 @@ class KernelConfig:
     SHARES_PROGRESS: gl.constexpr
     ROTATES_WALKS: gl.constexpr
     SINGLE_KEY_TILE: gl.constexpr
+    WHOLE_LINES: gl.constexpr
     STATISTICS_MULTIPLIED: gl.constexpr
     SUMS_BY_TMA: gl.constexpr
     TILE_Q: gl.constexpr
@@ -107,6 +109,7 @@ class Loops(NamedTuple):
     SHARES_PROGRESS: Any
     ROTATES_WALKS: Any
     SINGLE_KEY_TILE: Any
+    WHOLE_LINES: Any
 
 
 class ScoreChange(NamedTuple):
@@ -223,23 +226,29 @@ class Step(NamedTuple):
 
 
 @gluon.jit
-def first_tile_number(counter_ptr, config):
-    """The number of this thread block's first key tile: its program id, but in order whichever tile is next.
+def first_tile_number(counter_ptr, problem, config):
+    """The number of this thread block's first key tile: that of its program id, but in order whichever tile is next.
 
     In order, thread blocks wait for tiles with smaller numbers. Beside a kernel of another stream some thread blocks
     begin only when others have ended. So nobody may wait for the tile of a thread block that has not begun. Thread
     blocks that are not persistent begin in the order of their numbers.
     """
     number = gl.program_id(0)
-    if config.ORDERED and config.PERSISTENT:
+    if config.WHOLE_LINES:
+        number = number * problem.key_tiles
+    elif config.ORDERED and config.PERSISTENT:
         number = take_number(counter_ptr)
     return number
 
 
 @gluon.jit
-def next_tile_number(number, counter_ptr, config):
+def next_tile_number(number, counter_ptr, problem, config):
     """The number of the next key tile of a persistent thread block."""
-    if config.ORDERED:
+    if config.WHOLE_LINES:
+        following = number + 1
+        if following % problem.key_tiles == 0:
+            following = next_number(number, counter_ptr, 1) * problem.key_tiles
+    elif config.ORDERED:
         following = take_number(counter_ptr)
     else:
         following = next_number(number, counter_ptr, 1)
@@ -253,7 +262,7 @@ def publish_key_tile(number, count, queue, counter_ptr, problem, blocks, config)
     tile = _locate_key_tile(number, problem, blocks, config)
     if config.PERSISTENT and (config.PACKED or config.TILE_K > 0):
         while tile.first_key == _EMPTY_SLOT:
-            number = next_tile_number(number, counter_ptr, config)
+            number = next_tile_number(number, counter_ptr, problem, config)
             tile = _locate_key_tile(number, problem, blocks, config)
     if config.SHARES_PROGRESS:
         progress = shared_progress(counter_ptr, tile.sequence, tile.head_kv, problem)
@@ -278,7 +287,9 @@ def _locate_key_tile(number, problem, blocks, config):
     else:
         together = _lines_together(tiles)
     closing = gl.to_tensor(1) if config.ORDERED else _closing_lines(tiles, problem.group)
-    if config.TILE_K > 0 and not config.ORDERED and not config.PACKED:
+    if config.WHOLE_LINES:
+        tile, line = number % tiles, number // tiles
+    elif config.TILE_K > 0 and not config.ORDERED and not config.PACKED:
         tile, line = column_in_order(number, tiles, lines, together, config.TILE_K // config.KEYS)
     else:
         tile, line = tile_in_order(number, tiles, lines, together, closing, UNEVEN or config.ORDERED)
@@ -601,15 +612,35 @@ def listed_step(count, config, shared):
 
 
 @gluon.jit
+def place_of_sums(work, head, tile, config):
+    """The number of a query tile of a head of the group among those whose dq is summed. Of whole lines each thread
+    block has a place for one, again and again."""
+    if config.WHOLE_LINES:
+        number = (gl.program_id(0) * work.group + head) * work.query_tiles + tile
+    else:
+        number = first_number_of(work, head) + tile
+    return number
+
+
+@gluon.jit
 def dq_turn(work, tile, problem, config):
     """How many key tiles add to the dq of a query tile before this one does, without a block mask."""
+    first, last = adding_tiles(work, tile, problem, config)
     number = work.first_key // config.KEYS
-    turn = number
-    if config.HAS_LEFT:
-        turn = number - gl.maximum(tile * config.M + work.shift - problem.window.left, 0) // config.KEYS
+    turn = number - first
     if config.REVERSES_LINES:
-        # The last key that the last query of the tile sees.
-        last_key = tile * config.M + config.M - 1 + work.shift + problem.window.right
-        last = gl.minimum(last_key // config.KEYS, gl.cdiv(work.keys, config.KEYS) - 1)
         turn = gl.where(work.direction > 0, last - number, turn)
     return turn
+
+
+@gluon.jit
+def adding_tiles(work, tile, problem, config):
+    """The numbers of the first and of the last key tile that add to the dq of a query tile, without a block mask."""
+    first = gl.to_tensor(0)
+    last = gl.cdiv(work.keys, config.KEYS) - 1
+    if config.HAS_LEFT:  # the first key that the first query of the tile sees
+        first = gl.maximum(tile * config.M + work.shift - problem.window.left, 0) // config.KEYS
+    if config.HAS_RIGHT:  # the last key that its last query sees
+        last_key = tile * config.M + config.M - 1 + work.shift + problem.window.right
+        last = gl.minimum(last_key // config.KEYS, last)
+    return first, last

@@ -14,6 +14,7 @@ from flashtile.ops.attention.hopper.backward_configs import (
     bias_gradient_config,
     derivatives_apart,
     has_function_derivative,
+    tile_width,
 )
 from flashtile.ops.attention.hopper.backward_tiles import ScoreChange, take_two_rounds
 from flashtile.ops.attention.hopper.parameters import NO_SIDE
@@ -43,6 +44,12 @@ _WALK_TO_KEEP = 6000
 
 #: Bytes of the L2 cache, of 50 MB, for what walks under way read and add to.
 _IN_CACHE = 40 * 10**6
+
+#: Bytes of the L2 cache for sums of dq that thread blocks keep (`takes_whole_lines`).
+_KEPT_BYTES = 36 * 10**6
+
+#: How many times as many key tiles a thread block may have as with key tiles taken one by one.
+_MORE_ROUNDS = 1.1
 
 #: Bytes of a query in one head, for each column of q and of v. They hold that column of q or dout, and half a column of
 #: the float32 sums of dq.
@@ -107,6 +114,7 @@ class BackwardVariant(NamedTuple):
     rotates_walks: bool = False
     reverses_lines: bool = False
     single_key_tile: bool = False
+    whole_lines: bool = False
     lone_tiles: bool = False
     divides_queries: bool = False
     statistics_together: int = 1
@@ -115,6 +123,11 @@ class BackwardVariant(NamedTuple):
     def bounded(self) -> bool:
         """Whether in k, v and their gradients the keys of each sequence end where its length says."""
         return self.packed or self.side.has("key_lengths")
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether thread blocks add dq up together. Then it is cleared before, and rounded afterwards."""
+        return not (self.single_key_tile or self.whole_lines)
 
     @property
     def has_function(self) -> bool:
@@ -153,6 +166,9 @@ def with_loops(variant: BackwardVariant, group: int, rows_q: int, rows_k: int) -
     if variant.single_key_tile:
         # No key tile comes after another that its walk could meet.
         return variant._replace(masks=masks, masks_last=masks and _may_mask_last(variant))
+    if variant.whole_lines:
+        # Its thread block meets no other one.
+        return variant._replace(masks=masks)
     long = group * rows_q >= _LONG_WALK
     reverses_lines = group == 1 and _may_reverse_lines(variant)
     return variant._replace(
@@ -200,6 +216,27 @@ def has_single_key_tile(spec: AttentionSpec, rows_q: int, rows_k: int, config: B
     anybody that of the first queries, where the band begins below them. Only TMA writes it."""
     all_visit = spec.window_left is None and not band_hides_rows(spec, rows_q, rows_k)
     return all_visit and rows_k <= config.block_n and config.sums_by_tma and not bounded and spec.block_shape is None
+
+
+def takes_whole_lines(
+    spec: AttentionSpec, config: BackwardConfig, rows_q: int, rows_k: int, group: int, lines: int, head_dim: int,
+    programs: int,
+) -> bool:  # fmt: skip
+    """Whether each thread block takes all key tiles of a line, and keeps the sums of its dq for itself. Then nobody
+    clears, adds up and rounds them. It pays where they are few, and lines so many that all thread blocks have as many.
+
+    Args:
+        rows_q, rows_k: of a sequence of a dense call whose keys do not end earlier.
+        group: query heads of a line; `lines`: key/value heads of all sequences.
+        programs: thread blocks that run at once.
+    """
+    may = config.producer and config.sums_by_tma and spec.block_shape is None
+    if not may or band_hides_rows(spec, rows_q, rows_k):
+        return False
+    key_tiles = -(-rows_k // config.block_n)
+    sums = 4 * programs * group * -(-rows_q // config.block_m) * config.block_m * tile_width(head_dim)
+    rounds = -(-lines // programs) * key_tiles / -(-lines * key_tiles // programs)
+    return sums <= _KEPT_BYTES and rounds <= _MORE_ROUNDS
 
 
 def lone_query_tiles(

@@ -128,6 +128,7 @@ def attention_bias_gradient_kernel(
         SHARES_PROGRESS=False,
         ROTATES_WALKS=False,
         SINGLE_KEY_TILE=False,
+        WHOLE_LINES=False,
         STATISTICS_MULTIPLIED=False,
         SUMS_BY_TMA=False,
         TILE_Q=constants.TILE_Q,

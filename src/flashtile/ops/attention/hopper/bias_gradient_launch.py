@@ -85,7 +85,7 @@ def plan_bias_gradient(
     of_work = {f"work.{name}": number.value for name, number in work.numbers(side.bias.shape)._asdict().items()}
     sums = contiguous((work.parts, *side.bias.shape), torch.float32 if work.parts > 1 else variant.dtype)
     kernel = backward_plan("bias", variant, {**numbers, **of_work}, work.own * work.parts, device, (sums,))
-    describe = describer(variant, shapes, strides, gradients, side.bias, tiles, MOVED_FOR_BIAS)
+    describe = describer(variant, shapes, strides, gradients, side.bias, tiles, 0, MOVED_FOR_BIAS)
     return BiasGradientPlan(kernel, describe, plan_of_sum(work.parts, side.bias, device))
 
 
