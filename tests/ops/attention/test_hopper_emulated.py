@@ -39,7 +39,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
 
     def make(seed: int = 0, held: int = 0, **thresholds: int) -> EmulatedHopper:
         emulated = EmulatedHopper(multiprocessors=3, seed=seed, held=held)
-        small = {"HALF_CAUSAL": 0, "HALF_WIDE": 0, "HALF_WIDE_CAUSAL": 0, "_KEPT_BYTES": 0}
+        small = {"HALF_CAUSAL": 0, "HALF_WIDE": 0, "HALF_WIDE_CAUSAL": 0, "_MORE_ROUNDS": 0}
         for name, number in {**small, **thresholds}.items():
             (module,) = (each for each in emulated.modules.values() if _defines(each, name))
             setattr(module, name, number)
@@ -304,10 +304,10 @@ _WHOLE_LINES: dict[str, dict[str, Any]] = {
 def test_thread_blocks_of_whole_lines_sum_dq_alone(hopper: Callable, changes: dict[str, Any]) -> None:
     """They store it as it is to be, and no order of events changes a bit."""
     case = replace(_SMALL, **{"batch": 3, **changes})
-    emulated = hopper(seed=0, _KEPT_BYTES=10**9)
+    emulated = hopper(seed=0, _MORE_ROUNDS=10**9, _KEPT_BYTES=10**9)
     first = check(case, "hopper")
     assert "attention_end_kernel" not in emulated.launched
-    hopper(seed=1, _KEPT_BYTES=10**9)
+    hopper(seed=1, _MORE_ROUNDS=10**9, _KEPT_BYTES=10**9)
     again = run(case, make_inputs(case), "hopper")
     assert all(torch.equal(first[name], again[name]) for name in ("dq", "dk", "dv"))
 

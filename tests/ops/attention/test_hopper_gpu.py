@@ -490,6 +490,31 @@ def test_heads_that_share_keys_are_divided_for_the_cache(head_dim: int, argument
     check(with_arguments(case, **arguments), "hopper", "cuda")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"arguments": {"causal": True}, "seq_q": 700, "seq_k": 700},
+        {"arguments": {"window": (90, 60)}, "dtype": torch.float16},
+        {"arguments": {"causal": True, "deterministic": True, "softcap": 5.0}, "sinks": True},
+        {"arguments": {"dropout_p": 0.2}, "heads": 3},
+        {"bias": "b1qk", "seq_q": 130, "seq_k": 200},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim, head_dim_v", [(32, 32), (64, 64), (80, 104), (128, 128)])
+def test_thread_blocks_of_whole_lines_sum_dq_alone(head_dim: int, head_dim_v: int, changes: dict) -> None:
+    """Each has as many lines as any other one (`takes_whole_lines`). Their sums have one order: equal bits."""
+    lines = torch.cuda.get_device_properties(0).multi_processor_count
+    sizes = {"batch": lines, "heads": 1, "heads_kv": 1, "seq_q": 300, "seq_k": 333, "head_dim": head_dim}
+    arguments = changes.get("arguments", {})
+    others = {name: value for name, value in changes.items() if name != "arguments"}
+    case = with_arguments(replace(_LARGE, **{**sizes, "head_dim_v": head_dim_v, **others}), **arguments)
+    expected = check(case, "hopper", "cuda")
+    again = run(case, make_inputs(case, "cuda"), "hopper")
+    assert all(torch.equal(again[name], expected[name]) for name in ("dq", "dk", "dv"))
+
+
 @pytest.mark.parametrize("heads", [3, 7])
 @pytest.mark.parametrize(
     "changes",

@@ -321,9 +321,7 @@ def _plan(
     key_tiles = tiles_of(whole_keys, config.block_n, batch, packed)
     lines, lines_kv = (heads, heads_kv) if packed else (batch * heads, batch * heads_kv)
     programs = multiprocessors(device)
-    whole = not (single or packed or side.key_lengths_dtype) and takes_whole_lines(
-        spec, config, rows_q, rows_k, group, lines_kv, head_dim, programs
-    )
+    whole = not (single or packed or side.key_lengths_dtype) and takes_whole_lines(spec, config, sizes, programs)
     ordered = spec.deterministic and not (single or whole)
     lone = 0 if single or whole else lone_query_tiles(spec, side, rows_q, rows_k, group, config, packed)
     variant = BackwardVariant(

@@ -14,12 +14,11 @@ from flashtile.ops.attention.hopper.backward_configs import (
     bias_gradient_config,
     derivatives_apart,
     has_function_derivative,
-    tile_width,
 )
 from flashtile.ops.attention.hopper.backward_tiles import ScoreChange, take_two_rounds
 from flashtile.ops.attention.hopper.parameters import NO_SIDE
 from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
-from flashtile.ops.attention.plans import PLAIN_SIDE, SideShape, band_hides_rows
+from flashtile.ops.attention.plans import PLAIN_SIDE, CallSizes, SideShape, band_hides_rows, longest_walk
 from flashtile.ops.attention.side_parameters import SideParameters
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
@@ -45,11 +44,18 @@ _WALK_TO_KEEP = 6000
 #: Bytes of the L2 cache, of 50 MB, for what walks under way read and add to.
 _IN_CACHE = 40 * 10**6
 
-#: Bytes of the L2 cache for sums of dq that thread blocks keep (`takes_whole_lines`).
-_KEPT_BYTES = 36 * 10**6
+#: Bytes that all walks under way may read and sum if thread blocks take whole lines of more than two key tiles: a sum
+#: comes again when a walk is over, and has to be in the L2 cache then. Time before over time of whole lines (an H100):
+#: 1.18 with 26 MB (57 × 384 tokens, 16 heads of 64), 1.08 with 27 MB (32 × 300, 12 of 80), 1.06 with 30 MB (87 × 288,
+#: 8 of 128, causal), 0.88 with 35 MB (32 × 512, 16 of 64), 0.72 with 39 MB (16 × 1,024, 16 of 64, causal).
+_KEPT_BYTES = 32 * 10**6
 
-#: How many times as many key tiles a thread block may have as with key tiles taken one by one.
-_MORE_ROUNDS = 1.1
+#: The most key tiles whose sums are written and read once: fewer bytes than a thread block clears, adds and rounds,
+#: wherever they are. 1.51 (133 × 200, 8 heads of 64), 1.26 (33 × 256, 16 and 4 of 128: 147 MB).
+_FEW_KEY_TILES = 2
+
+#: How many times as many key tiles a thread block may get as where each is taken by itself.
+_MORE_ROUNDS = 1.15
 
 #: Bytes of a query in one head, for each column of q and of v. They hold that column of q or dout, and half a column of
 #: the float32 sums of dq.
@@ -218,25 +224,27 @@ def has_single_key_tile(spec: AttentionSpec, rows_q: int, rows_k: int, config: B
     return all_visit and rows_k <= config.block_n and config.sums_by_tma and not bounded and spec.block_shape is None
 
 
-def takes_whole_lines(
-    spec: AttentionSpec, config: BackwardConfig, rows_q: int, rows_k: int, group: int, lines: int, head_dim: int,
-    programs: int,
-) -> bool:  # fmt: skip
-    """Whether each thread block takes all key tiles of a line, and keeps the sums of its dq for itself. Then nobody
-    clears, adds up and rounds them. It pays where they are few, and lines so many that all thread blocks have as many.
+def takes_whole_lines(spec: AttentionSpec, config: BackwardConfig, sizes: CallSizes, programs: int) -> bool:
+    """Whether each thread block takes all key tiles of a line, and keeps the sums of its dq for itself. Then they are
+    neither cleared nor rounded by a kernel, and have a fixed order. It pays where key tiles are few, and lines so many
+    that all thread blocks have about as many.
 
     Args:
-        rows_q, rows_k: of a sequence of a dense call whose keys do not end earlier.
-        group: query heads of a line; `lines`: key/value heads of all sequences.
+        sizes: of a dense call whose keys do not end earlier.
         programs: thread blocks that run at once.
     """
+    rows_q, rows_k = sizes.rows_q, sizes.rows_k
     may = config.producer and config.sums_by_tma and spec.block_shape is None
     if not may or band_hides_rows(spec, rows_q, rows_k):
         return False
+    lines, group = sizes.batch * sizes.heads_kv, sizes.heads // sizes.heads_kv
     key_tiles = -(-rows_k // config.block_n)
-    sums = 4 * programs * group * -(-rows_q // config.block_m) * config.block_m * tile_width(head_dim)
     rounds = -(-lines // programs) * key_tiles / -(-lines * key_tiles // programs)
-    return sums <= _KEPT_BYTES and rounds <= _MORE_ROUNDS
+    longest = config.block_m * longest_walk(-(-rows_q // config.block_m), spec, config.block_m, config.block_n)
+    one_sided = (spec.window_left is None) != (spec.window_right is None)
+    visited = group * (longest + config.block_n) // 2 if one_sided else group * longest
+    kept = programs * visited * (sizes.head_dim + sizes.head_dim_v) * _BYTES_OF_A_COLUMN
+    return rounds <= _MORE_ROUNDS and (key_tiles <= _FEW_KEY_TILES or kept <= _KEPT_BYTES)
 
 
 def lone_query_tiles(
