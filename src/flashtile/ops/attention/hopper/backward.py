@@ -54,7 +54,6 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     DELTA,
     LSE,
     ROWS,
-    Statistics,
     make_handover,
     make_ones,
     pin_pairs_before_product,
@@ -140,12 +139,14 @@ class Shared(NamedTuple):
 
 
 class KeyOperands(NamedTuple):
-    """64 keys of a key tile and their values. `first`: the first of them in the sequence, `positions`: all, `[64]`."""
+    """64 keys of a key tile and their values. `first`: the first of them in the sequence, `positions`: all, `[64]`.
+    `ones`: what multiplies statistics for these keys, if they are operands (`make_ones`)."""
 
     first: Any
     positions: Any
     k: Any
     v: Any
+    ones: Any
 
 
 class KeyGradients(NamedTuple):
@@ -228,9 +229,6 @@ def attention_backward_kernel(
     bias = None
     if bias_desc is not None:
         bias = make_bias_tiles(bias_desc, STAGES, WARPGROUPS)
-    ones = None
-    if STATISTICS_MULTIPLIED:
-        ones = make_ones(statistics_desc)
     sums_staging, dq_stores = None, None
     if sums_desc is not None:
         sums_staging = make_sums_staging(sums_desc, config)
@@ -260,7 +258,7 @@ def attention_backward_kernel(
         k=k,
         v=v,
         dout=dout,
-        statistics=Statistics(statistics, ones),
+        statistics=statistics,
         bias=bias,
         dscores=dscores,
         probs=probs,
@@ -322,7 +320,10 @@ def sum_dk_dv(WHICH: gl.constexpr, config, shared, descriptors, problem, blocks)
         first_key = work.first_key + WHICH * ROWS
         positions = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         slot = k.slot(tiles_done, WHICH)
-        keys = KeyOperands(first_key, positions, k.operand(slot), v.operand(slot))
+        ones = None
+        if config.STATISTICS_MULTIPLIED:
+            ones = make_ones(first_key, work.keys, config.M // config.PARTS)
+        keys = KeyOperands(first_key, positions, k.operand(slot), v.operand(slot), ones)
         dk, dv = wide_zeros(shared.q), wide_zeros(shared.dout)
         k.acquire(slot)
         v.acquire(slot)
@@ -388,7 +389,7 @@ def _add_step(
     q.acquire(slot)
     for part in gl.static_range(config.PARTS):
         s = start_transposed(keys.k, q_tile, part * QUERIES, zeros, q.TAIL)  # [64, QUERIES]
-        s, lse = subtract_statistic(s, shared.statistics, slot, LSE, part * QUERIES, QUERIES, config)
+        s, lse = subtract_statistic(s, keys.ones, shared.statistics, slot, LSE, part * QUERIES, QUERIES, config)
         if config.TILE_K > 0:
             if part == 0:
                 step, kind = listed_step(count, config, shared)
@@ -408,7 +409,7 @@ def _add_step(
         if part == 0:
             dout.acquire(slot)
         dp = start_transposed(keys.v, dout_tile, part * QUERIES, zeros, dout.TAIL)  # [64, QUERIES]
-        dp, delta = subtract_statistic(dp, shared.statistics, slot, DELTA, part * QUERIES, QUERIES, config)
+        dp, delta = subtract_statistic(dp, keys.ones, shared.statistics, slot, DELTA, part * QUERIES, QUERIES, config)
         dv = start_sum(probs, dout_tile, part * QUERIES, dv, dout.TAIL)
         dp = warpgroup_mma_wait(products_of_sum(dout), [dp])
         ds = score_gradients(unpack(factors, dtype), dp, delta, dtype, problem, config)
@@ -461,7 +462,7 @@ def sum_dv(config, shared, descriptors, problem, blocks):
             q_tile = q.operand(slot)
             q.acquire(slot)
             s = start_transposed(k_tile, q_tile, 0, zeros, q.TAIL)  # [64, M]
-            s, lse = subtract_statistic(s, shared.statistics, slot, LSE, 0, config.M, config)
+            s, lse = subtract_statistic(s, None, shared.statistics, slot, LSE, 0, config.M, config)
             if config.TILE_K > 0:
                 step, kind = listed_step(steps_done + index, config, shared)
             tables = load_tables(work.first_key, slot, step, 0, work, shared.bias, problem, config, 0)
@@ -526,7 +527,7 @@ def sum_dk(config, shared, descriptors, problem):
             dout.acquire(slot)
             dp = start_transposed(v_tile, dout_tile, 0, zeros, dout.TAIL)  # [64, M]
             q.acquire(slot)
-            dp, delta = subtract_statistic(dp, shared.statistics, slot, DELTA, 0, config.M, config)
+            dp, delta = subtract_statistic(dp, None, shared.statistics, slot, DELTA, 0, config.M, config)
             dp = warpgroup_mma_wait(0, [dp])
             dout.release(slot)
             probs.acquire(ds_slot)

@@ -243,8 +243,6 @@ def backward_shared_memory(
     if config.bias_stored:
         rows += CONSUMER_ROWS**2
     statistics = config.statistics_bytes * config.stages * config.block_m
-    if config.statistics_multiplied:
-        statistics += 2 * STATISTIC_COLUMNS * CONSUMER_ROWS
     sums = 4 * config.sum_columns * CONSUMER_ROWS if config.sums_by_tma else 0
     handover_barriers = 16 * config.dscore_stages if config.split_roles else 0
     # Measured: up to 12 bytes more for each.

@@ -11,7 +11,7 @@ in `backward`.
 """
 
 from flashtile._backends.gluon import gl, gluon
-from flashtile.ops.attention.hopper.backward_pieces import ROWS, STATISTIC_COLUMNS
+from flashtile.ops.attention.hopper.backward_pieces import HIDDEN, ROWS, STATISTIC_COLUMNS
 from flashtile.ops.attention.hopper.pieces import locate_tile
 from flashtile.ops.attention.hopper.scores import LOG2_E
 
@@ -118,8 +118,8 @@ def attention_begin_kernel(
         gl.store(row_statistics_ptr + 4 * numbers + 1, delta, mask=row < rows)
     if lse_unit is not None:
         base = statistics_ptr + number.to(gl.int64) * (2 * M * STATISTIC_COLUMNS)
-        _store_parts(base, lse * lse_unit)
-        _store_parts(base + M * STATISTIC_COLUMNS, -delta)
+        _store_parts(base, lse * lse_unit, HIDDEN)
+        _store_parts(base + M * STATISTIC_COLUMNS, -delta, 0.0)
     else:
         within = row - first
         place = within // 16 * 16 + within % 8 // 2 * 4 + within % 16 // 8 * 2 + within % 2
@@ -139,8 +139,9 @@ def attention_begin_kernel(
 
 
 @gluon.jit
-def _store_parts(base, numbers):
-    """Stores each number as the three bfloat16 that it is the sum of; one that is not finite as itself and zeros."""
+def _store_parts(base, numbers, FOURTH: gl.constexpr):
+    """Stores each number as the three bfloat16 that it is the sum of; one that is not finite as itself and zeros. Then
+    comes `FOURTH`, and zeros."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     numbers = gl.convert_layout(numbers, gl.SliceLayout(1, layout))
     high = numbers.to(gl.bfloat16)
@@ -150,7 +151,7 @@ def _store_parts(base, numbers):
     low = (left - middle.to(gl.float32)).to(gl.bfloat16)
     column = gl.arange(0, STATISTIC_COLUMNS, gl.SliceLayout(0, layout))[None, :]
     parts = gl.where(column == 0, high[:, None], gl.where(column == 1, middle[:, None], low[:, None]))
-    parts = gl.where(column < 3, parts, 0.0)
+    parts = gl.where(column < 3, parts, gl.where(column == 3, FOURTH, 0.0))
     row = gl.arange(0, numbers.shape[0], gl.SliceLayout(1, layout))
     gl.store(base + row[:, None] * STATISTIC_COLUMNS + column, parts.to(gl.bfloat16))
 

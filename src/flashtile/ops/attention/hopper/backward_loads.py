@@ -145,8 +145,8 @@ def load_queries(work, count, step, kind, turn, config, shared, descriptors):
     if q.TAIL > 0:
         tma_load(descriptors.q.tail, coordinates(rows, row, q.WIDTH, config.PACKED), full, q.tail.index(slot.place))
     number = first_number_of(work, step.head) + step.tile
-    statistics_row = shared.statistics.tiles.shape[1] * number
-    tma_load(descriptors.statistics, (statistics_row, 0), full, shared.statistics.tiles.index(slot.place))
+    statistics_row = shared.statistics.shape[1] * number
+    tma_load(descriptors.statistics, (statistics_row, 0), full, shared.statistics.index(slot.place))
     if shared.bias is not None:
         move_bias(
             descriptors.bias, shared.bias, slot.place, work.sequence, rows.head, row, work.first_key, full, TILES, True

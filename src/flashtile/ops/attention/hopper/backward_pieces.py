@@ -4,8 +4,6 @@ statistics, products and sums, and 16-bit pairs.
 Letters as in `pieces` and `backward`.
 """
 
-from typing import Any, NamedTuple
-
 from flashtile._backends.gluon import (
     aggregate,
     fence_async_shared,
@@ -34,7 +32,8 @@ from flashtile.ops.attention.hopper.pieces import (
 #: Rows of a warpgroup's matrix product: the keys of one warpgroup, and the queries of one sum of dq.
 ROWS = gl.constexpr(64)
 
-#: Columns of statistics that are operands: three parts of a number, and zeros, because a product takes no fewer.
+#: Columns of statistics that are operands: three parts of a number, in those of lse what hides keys past the end, and
+#: zeros, because a product takes no fewer.
 STATISTIC_COLUMNS = gl.constexpr(16)
 
 
@@ -94,14 +93,6 @@ class Handover:
 def make_handover(dtype: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr, WRITERS: gl.constexpr):
     tiles = gl.allocate_shared_memory(dtype, [STAGES * WRITERS, ROWS, M], matrix_layout(M))
     return Handover(tiles, barriers(STAGES, WRITERS), barriers(STAGES, WARPGROUP), STAGES, WRITERS)
-
-
-class Statistics(NamedTuple):
-    """lse and delta of the query tiles on chip. They arrive with the queries. `ones`: the other operand where they are
-    operands, `[64, 16]` with ones in the first three columns; else None."""
-
-    tiles: Any
-    ones: Any
 
 
 @gluon.jit
@@ -216,14 +207,19 @@ def wait_sum(IN_FLIGHT: gl.constexpr, ring, total):
 
 
 @gluon.jit
-def make_ones(desc):
-    """The other operand of statistics that are operands (`Statistics.ones`)."""
-    ones = gl.allocate_shared_memory(gl.bfloat16, [ROWS, STATISTIC_COLUMNS], desc.layout)
-    registers: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    column = gl.arange(0, STATISTIC_COLUMNS, gl.SliceLayout(0, registers))[None, :]
-    ones.store(gl.where(column + gl.zeros([ROWS, 1], gl.int32, registers) < 3, 1.0, 0.0).to(gl.bfloat16))
-    return ones
+def make_ones(first_key, keys, QUERIES: gl.constexpr):
+    """The other operand of statistics that are operands, in registers: `[64 keys, 16]` with ones in the first three
+    columns, and for keys past the end also in the fourth, where lse has `HIDDEN`."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
+    column = gl.arange(0, STATISTIC_COLUMNS, gl.SliceLayout(0, layout))[None, :]
+    key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+    is_one = (column < 3) | ((column == 3) & (key >= keys))
+    return gl.where(is_one, 1.0, 0.0).to(gl.bfloat16)
 
+
+#: What a score of a key past the end becomes: no weight is left of it, whatever the scale is.
+HIDDEN = gl.constexpr(-3e38)
 
 #: The two statistics of a query, in the order in which they are stored.
 LSE, DELTA = gl.constexpr(0), gl.constexpr(1)
@@ -231,20 +227,21 @@ LSE, DELTA = gl.constexpr(0), gl.constexpr(1)
 
 @gluon.jit
 def subtract_statistic(
-    product, statistics, slot, KIND: gl.constexpr, FIRST: gl.constexpr, QUERIES: gl.constexpr, config
+    product, ones, statistics, slot, KIND: gl.constexpr, FIRST: gl.constexpr, QUERIES: gl.constexpr, config
 ):  # fmt: skip
     """Takes lse or delta (`KIND`) of `QUERIES` queries from `FIRST` on off a product that is in flight, whose columns
     are these queries. Returns the product and what is left to subtract, `[QUERIES]`.
 
-    Either one more product takes them off, and 0 is left. Or they are loaded, lse in units of log2.
+    Either one more product takes them off, that of `ones` (`make_ones`), which also hides keys past the end, and 0 is
+    left. Or they are loaded, lse in units of log2. `statistics`: the tiles of a ring, which arrive with the queries.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     if config.STATISTICS_MULTIPLIED:
-        parts = statistics.tiles.index(slot.place).slice(KIND * config.M + FIRST, QUERIES)
-        product = warpgroup_mma(statistics.ones, parts.permute([1, 0]), product, is_async=True)
+        parts = statistics.index(slot.place).slice(KIND * config.M + FIRST, QUERIES)
+        product = warpgroup_mma(ones, parts.permute([1, 0]), product, is_async=True)
         left = gl.zeros([QUERIES], gl.float32, gl.SliceLayout(0, s_layout))
     else:
-        left = _load_statistic(statistics.tiles.index(slot.place), KIND, FIRST, QUERIES, s_layout)
+        left = _load_statistic(statistics.index(slot.place), KIND, FIRST, QUERIES, s_layout)
     return product, left
 
 

@@ -166,9 +166,10 @@ class BackwardVariant(NamedTuple):
 def with_loops(variant: BackwardVariant, group: int, rows_q: int, rows_k: int) -> BackwardVariant:
     """The variant of the main kernel for calls of `rows_q` queries and `rows_k` keys. `group`: query heads that a key
     tile visits."""
-    banded = variant.packed or variant.has_left or variant.has_right
-    lengths = variant.side.has("key_lengths")
-    masks = banded or lengths or rows_k % variant.config.block_n != 0
+    banded = variant.has_left or variant.has_right
+    may_end = variant.bounded or rows_k % variant.config.block_n != 0
+    # Where statistics are operands, the product that takes lse off hides the keys past the end.
+    masks = banded or (may_end and not variant.config.statistics_multiplied)
     if variant.single_key_tile:
         # No key tile comes after another that its walk could meet.
         return variant._replace(masks=masks, masks_last=masks and _may_mask_last(variant))
@@ -181,7 +182,7 @@ def with_loops(variant: BackwardVariant, group: int, rows_q: int, rows_k: int) -
         masks=masks,
         masks_last=masks and long and not reverses_lines and _may_mask_last(variant),
         reverses_walks=long and group > 1 and _may_reverse_walks(variant),
-        shares_progress=group * rows_q >= WALK_BEYOND_CACHE and not banded and _may_share_progress(variant),
+        shares_progress=not banded and group * rows_q >= WALK_BEYOND_CACHE and _may_share_progress(variant),
         rotates_walks=group > 1 and _may_rotate_walks(variant),
         reverses_lines=reverses_lines,
     )
@@ -304,7 +305,7 @@ def _may_rotate_walks(variant: BackwardVariant) -> bool:
 def _may_share_progress(variant: BackwardVariant) -> bool:
     """Whether the key tiles of a call without a mask may begin where others of their line are
     (`backward_tiles.shared_progress`): where they add in no order, and a producer can look for that."""
-    return not variant.listed and variant.config.producer and not variant.ordered
+    return not (variant.listed or variant.packed or variant.ordered) and variant.config.producer
 
 
 def _may_reverse_lines(variant: BackwardVariant) -> bool:

@@ -33,7 +33,6 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     DELTA,
     LSE,
     ROWS,
-    Statistics,
     query_tile_ranges,
     start_transposed,
     subtract_statistic,
@@ -167,7 +166,7 @@ def attention_bias_gradient_kernel(
         k=make_ring(descriptors.k, KEY_STAGES, 1, WARPGROUPS),
         v=make_ring(descriptors.v, KEY_STAGES, 1, WARPGROUPS),
         dout=make_ring(descriptors.dout, STAGES, WARPGROUPS),
-        statistics=Statistics(statistics, None),
+        statistics=statistics,
         bias=None,
         dscores=None,
         probs=None,
@@ -437,12 +436,12 @@ def _score_gradients(
     s = start_transposed(shared.k.operand(key_slot), q.operand(slot), 0, zeros, q.TAIL)  # [64, M]
     dout.acquire(slot)
     dp = start_transposed(shared.v.operand(key_slot), dout.operand(slot), 0, zeros, dout.TAIL)  # [64, M]
-    s, lse = subtract_statistic(s, shared.statistics, slot, LSE, 0, config.M, config)
+    s, lse = subtract_statistic(s, None, shared.statistics, slot, LSE, 0, config.M, config)
     tables = load_tables(first_key, Slot(which, 0), step, 0, work, bias_tiles, problem, config, WHICH)
     s = warpgroup_mma_wait(2 if dout.TAIL > 0 else 1, [s])
     p, _ = weights_of(s, lse, positions, first_key, step, kind, tables, 0, work, config, problem, blocks, config.MASKS)
     _, p = with_dropout(p, first_key, step, 0, work, config, problem)
-    dp, delta = subtract_statistic(dp, shared.statistics, slot, DELTA, 0, config.M, config)
+    dp, delta = subtract_statistic(dp, None, shared.statistics, slot, DELTA, 0, config.M, config)
     dp = warpgroup_mma_wait(0, [dp])
     dout.release(slot)
     q.release(slot)
