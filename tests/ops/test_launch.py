@@ -8,7 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -348,6 +350,30 @@ def test_another_launcher_is_given_tuples_and_constants(monkeypatch: pytest.Monk
     enqueue, before, _ = launch._entry(compiled, _grouped_plan().source)
     enqueue(5, 1, 1, 99, *before, 1024, None, 5, 64, 60, 0.5, None)
     assert passed == [(5, 1, 1, 99, "f", "m", None, None, None, (1024, None, 5, 64, 60), 0.5, None, 64)]
+
+
+def test_a_kernel_gets_its_own_function_while_others_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python keeps one object for all modules of a name, with the function of the one that was loaded last."""
+    module: dict[str, Any] = {}
+    monkeypatch.setattr(launcher, "launcher", lambda: Launcher.TYPED_FUNCTION)
+
+    class Compiled:
+        function, packed_metadata = 0, None
+
+        def __init__(self, own: str) -> None:
+            self.own = own
+
+        @property
+        def run(self) -> SimpleNamespace:
+            module["launch"] = self.own
+            time.sleep(0.01)
+            flags = dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
+            return SimpleNamespace(launch=module["launch"], launch_cooperative_grid=0, launch_pdl=0, **flags)
+
+    names = [f"kernel {number}" for number in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        found = threads.map(lambda name: launcher.direct(Compiled(name))[0], names)
+    assert list(found) == names
 
 
 @pytest.mark.parametrize(

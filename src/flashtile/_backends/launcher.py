@@ -16,6 +16,7 @@ import ctypes
 import enum
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,10 +73,16 @@ def placed(places: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Any, ..
     return tuple(arguments[at] if isinstance(at, int) else placed(at, arguments) for at in places)
 
 
+#: Held while a kernel's C function is loaded. Triton 3.6 loads each as a module of the same name. For a name Python keeps
+#: one object, which gets the function of any module that is loaded again. So a thread could take that of another one.
+_loading = threading.Lock()
+
+
 def direct(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """The C function that launches a kernel, which was compiled for `launcher_types`: `function(programs, 1, 1, stream,
     *before, *arguments)`, and what `before` is. The general function takes the arguments as one."""
-    run = compiled.run  # loads the binary
+    with _loading:
+        run = compiled.run  # loads the binary
     function, metadata = compiled.function, compiled.packed_metadata
     assert not run.global_scratch_size and not run.profile_scratch_size
     flags, hooks, scratch = (run.launch_cooperative_grid, run.launch_pdl), (None, None), (None, None)
