@@ -248,9 +248,6 @@ BACKWARD_FORMS = {
     ),
     "64-meets": _backward(64, 64, False, False, False, right=False)._replace(masks=False, shares_progress=True),
     "128-meets": _backward(128, 128, False, False, False, right=False)._replace(masks=False, shares_progress=True),
-    "128-meets-cut": _backward(128, 128, False, False, False, right=False)._replace(
-        masks_last=True, shares_progress=True
-    ),
     "128-meets-fp16": _backward(128, 128, False, False, False, right=False)._replace(
         masks=False, shares_progress=True, dtype=torch.float16
     ),
@@ -259,7 +256,6 @@ BACKWARD_FORMS = {
         shares_progress=True
     ),
     "64-turns": _backward(64, 64, False, False, False)._replace(reverses_walks=True),
-    "128-long-ordered": _backward(128, 128, False, False, True, right=False)._replace(masks_last=True),
     "128-long-grouped-ordered": _backward(128, 128, False, False, True)._replace(masks_last=True, reverses_lines=False),
     **{
         f"{name}-ordered": _backward(*heads, False, False, True)
@@ -323,6 +319,28 @@ BACKWARD_FORMS = {
         f"{width}-lone": _backward(width, width, False, False, False)._replace(lone_tiles=True)
         for width in (32, 80, 96)
     },
+    **{
+        f"{width}-whole": _backward(width, width, False, False, False)._replace(whole_lines=True)
+        for width in (32, 64, 80, 96, 128)
+    },
+    **{
+        f"{width}-whole-uncut": _backward(width, width, False, False, False, right=False)._replace(
+            whole_lines=True, masks=False
+        )
+        for width in (64, 96, 128)
+    },
+    "64-whole-window": _backward(64, 64, False, True, False)._replace(whole_lines=True),
+    "64-whole-fp16": _backward(64, 64, False, False, False)._replace(whole_lines=True, dtype=torch.float16),
+    "128-whole-window-fp16": _backward(128, 128, False, True, False)._replace(whole_lines=True, dtype=torch.float16),
+    "64-whole-softcap": _backward(64, 64, False, False, False, softcap=True)._replace(whole_lines=True),
+    "128-whole-softcap": _backward(128, 128, False, False, False, softcap=True)._replace(whole_lines=True),
+    **{
+        f"{name}-packed-uncut": _backward(*heads, True, False, False, right=False)._replace(masks=False)
+        for name, heads in (("64", (64, 64)), ("96", (96, 96)), ("128", (128, 128)), ("192x128", (192, 128)))
+    },
+    "128-packed-uncut-ordered-fp16": _backward(128, 128, True, False, True, right=False)._replace(
+        masks=False, dtype=torch.float16
+    ),
     "64-lone-rotated": _backward(64, 64, False, False, False)._replace(lone_tiles=True, rotates_walks=True),
     "64-lone-fp16": _backward(64, 64, False, False, False)._replace(lone_tiles=True, dtype=torch.float16),
     "128-lone": _backward(128, 128, False, False, False)._replace(lone_tiles=True, top_left=True),
@@ -401,6 +419,19 @@ BACKWARD_FEATURE_FORMS = {
         96, 96, False, False, True, block_tile=(128, 128), side=SideShape(bias=_BIAS), stored_bias=True
     ),
     "64-key-lengths-ordered": _backward(64, 64, False, True, True, side=_LENGTHS),
+    **{
+        f"{width}-key-lengths-uncut": _backward(width, width, False, False, False, right=False, side=_LENGTHS)._replace(
+            masks=False
+        )
+        for width in (64, 128)
+    },
+    "128-whole-dropout": _backward(128, 128, False, False, False, side=_DROPOUT)._replace(whole_lines=True),
+    "64-whole-stored-bias": _backward(
+        64, 64, False, False, False, right=False, side=SideShape(bias=_BIAS), stored_bias=True
+    )._replace(whole_lines=True),
+    "64-whole-learned-slopes": _backward(64, 64, False, False, False, side=_ALIBI, slope_sums=True)._replace(
+        whole_lines=True
+    ),
     "128-key-lengths-fp16": _backward(128, 128, False, False, False, side=_LENGTHS)._replace(dtype=torch.float16),
     "128-packed-dropout-softcap": _backward(128, 128, True, False, False, softcap=True, side=_DROPOUT),
     "128-blocks-dropout": _backward(128, 128, False, False, False, block_tile=(128, 128), side=_DROPOUT),

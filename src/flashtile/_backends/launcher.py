@@ -73,8 +73,8 @@ def placed(places: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Any, ..
     return tuple(arguments[at] if isinstance(at, int) else placed(at, arguments) for at in places)
 
 
-#: Held while a kernel's C function is loaded. Triton 3.6 loads each as a module of the same name. For a name Python keeps
-#: one object, which gets the function of any module that is loaded again. So a thread could take that of another one.
+#: Held while a kernel's C function is loaded. Triton 3.6 loads each as a module of the same name. For a name Python
+#: keeps one object, which gets the function of any module that is loaded again. So a thread could take that of another.
 _loading = threading.Lock()
 
 

@@ -571,7 +571,7 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
         (8191, 8192, 2, 2, 128, {"window_right": 0}, False),
         (1024, 512, 8, 1, 128, {"window_right": 0}, True),
         (1024, 512, 8, 1, 128, {"window_right": 0, "deterministic": True}, True),
-        (8192, 8100, 2, 2, 128, {}, True),
+        (8192, 8100, 2, 2, 128, {}, False),  # there is no mask
         (8192, 8192, 2, 2, 128, {}, False),
         (8192, 8192, 2, 2, 128, {"window_left": 99, "window_right": 0}, False),
         (8192, 8192, 2, 2, 128, {"window_right": 0, "softcap": 9.0}, False),
@@ -594,6 +594,74 @@ def test_masked_steps_have_a_loop_of_their_own_in_long_walks(
     assert not chosen(alibi=2)
     monkeypatch.setattr(backward_variant, "SUMS_PASS_LOOPS", False)
     assert not chosen()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "keys, head_dim, spec, masked",
+    [
+        (8100, 64, {}, False),
+        (8100, 128, {}, False),
+        (8192, 128, {"window_right": 0}, True),
+        (8100, 64, {"window_left": 9}, True),
+        (8100, 192, {}, True),  # statistics are subtracted, not multiplied
+        (8100, 64, {"softcap": 9.0}, True),
+    ],
+    ids=str,
+)
+def test_keys_past_the_end_need_no_mask_where_statistics_are_operands(
+    keys: int, head_dim: int, spec: dict[str, Any], masked: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"key_lengths_dtype": torch.int32} if packed else {}
+    constants = _main_constants(8192, keys, 2, 2, head_dim, AttentionSpec(0.1, **spec), monkeypatch, **more)
+    assert constants["loops.MASKS"] is masked
+
+
+#: Batch, queries, keys, heads, key/value heads, head_dim, band, and whether thread blocks take whole lines.
+#: Microseconds on an H100 with lines divided and whole: 176 and 114; 239 and 154; 125 and 83; 225 and 167; 216 and 172;
+#: 351 and 300; 174 and 159; 181 and 144; 245 and 192; 236 and 210; 315 and 298; 206 and 158; 416 and 332; 239 and 190.
+#: What stays divided: 286 and 325; 124 and 158; 306 and 332; 442 and 477; 288 and 401; 332 and 354.
+_LINES = [
+    (64, 197, 197, 12, 12, 64, "full", True),
+    (133, 200, 200, 8, 8, 64, "full", True),
+    (28, 251, 251, 16, 16, 64, "full", True),
+    (32, 197, 197, 16, 16, 128, "full", True),
+    (33, 256, 256, 16, 4, 128, "full", True),
+    (57, 384, 384, 16, 16, 64, "full", True),
+    (32, 300, 300, 12, 12, 80, "full", True),
+    (33, 236, 236, 32, 32, 64, "causal", True),
+    (64, 384, 384, 12, 12, 64, "causal", True),
+    (32, 512, 512, 16, 16, 64, "causal", True),
+    (87, 288, 288, 8, 8, 128, "causal", True),
+    (64, 197, 333, 12, 12, 64, "full", True),
+    (33, 1024, 200, 8, 8, 128, "full", True),
+    (16, 1024, 1024, 16, 16, 64, "window", True),
+    (32, 512, 512, 16, 16, 64, "full", False),
+    (9, 356, 356, 16, 16, 128, "full", False),
+    (33, 257, 257, 16, 16, 128, "full", False),
+    (32, 512, 512, 16, 16, 128, "causal", False),
+    (16, 1024, 1024, 16, 16, 64, "causal", False),
+    (32, 300, 300, 32, 8, 64, "full", False),
+    (4, 197, 197, 12, 12, 64, "full", False),  # 48 lines for 132 thread blocks
+]
+
+
+@pytest.mark.parametrize("batch, rows, keys, heads, heads_kv, head_dim, band, whole", _LINES)
+def test_thread_blocks_take_whole_lines_whose_sums_stay_in_the_cache(
+    batch: int, rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, band: str, whole: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    spec = {"causal": {"window_right": 0}, "window": {"window_left": 128, "window_right": 0}, "full": {}}[band]
+    for deterministic in (False, True):
+        of = AttentionSpec(0.1, deterministic=deterministic, **spec)
+        plan = _main_plan(rows, keys, heads, heads_kv, head_dim, of, monkeypatch, batch)
+        constants = plan.main.source.constants
+        assert constants["loops.WHOLE_LINES"] is whole and (plan.end is None) is whole
+        assert plan.ordered is (deterministic and not whole)
+        if whole:
+            assert plan.main.programs == min(batch * heads_kv, 132)
+            kept = plan.main.programs * heads // heads_kv * -(-rows // 128) * 128 * head_dim
+            assert plan.statistics_at <= 4 * kept
 
 
 @pytest.mark.parametrize(
@@ -1063,7 +1131,8 @@ def _number_work(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (backward_tiles, backward_pieces, pieces):
         monkeypatch.setattr(module, "gl", numbers)
     monkeypatch.setattr(backward_tiles, "query_tile_ranges", backward_pieces.query_tile_ranges.fn)
-    for name in ("unmasked_tiles", "reverses_walk", "_lines_at_once", "reverses_line", "rotated_start", "_rotated"):
+    called = ("unmasked_tiles", "reverses_walk", "_lines_at_once", "reverses_line", "rotated_start", "_rotated")
+    for name in (*called, "adding_tiles"):
         monkeypatch.setattr(backward_tiles, name, getattr(backward_tiles, name).fn)
     for name in ("tile_in_order", "locate_tile"):
         monkeypatch.setattr(backward_tiles, name, getattr(pieces, name).fn)
@@ -1121,6 +1190,7 @@ def _config_of_work(m: int, n: int, left: bool = False, right: bool = True, **ch
             "REVERSES_WALKS",
             "SHARES_PROGRESS",
             "ROTATES_WALKS",
+            "WHOLE_LINES",
             "TILE_K",
             "KEY_LENGTHS",
         ),
@@ -1162,6 +1232,33 @@ def test_key_tiles_add_in_one_order(
         needed = {key // n for of_a_query in seen for key in of_a_query}
         visiting = {tuple(sorted(added[sequence, head, tile])) for sequence in range(3) for head in range(heads)}
         assert len(visiting) == 1 and needed <= set(*visiting) and len(*visiting) == len(set(*visiting))
+
+
+@pytest.mark.parametrize("left, right", _BANDS)
+@pytest.mark.parametrize("rows, keys", [(200, 330), (330, 200), (129, 129), (700, 650)])
+@pytest.mark.parametrize("m", [64, 128])
+def test_sums_of_whole_lines_begin_and_end_where_they_are_visited(
+    rows: int, keys: int, left: int | None, right: int | None, m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Key tiles of a line come one after another, from the first keys on. The line after it is whichever is next."""
+    _number_work(monkeypatch)
+    monkeypatch.setattr(backward_tiles, "next_number", lambda number, counter, dynamic: 7)
+    config = _config_of_work(m, 128, left is not None, right is not None, WHOLE_LINES=True)
+    problem = _problem(rows, keys, m, 128, heads_kv=5, batch=2, band=(left or 0, right or 0))
+    visits: collections.defaultdict = collections.defaultdict(list)
+    number = 3 * problem.key_tiles
+    for at in range(problem.key_tiles):
+        key_tile = backward_tiles._locate_key_tile.fn(number, problem, None, config)
+        assert (key_tile.sequence, key_tile.head_kv, key_tile.first_key) == (0, 3, at * 128)
+        work = backward_tiles.work_of.fn(key_tile, problem, config)
+        for index in range(work.steps):
+            tile = backward_tiles.step_of.fn(work, index, config).tile
+            visits[tile].append((at, backward_tiles.adding_tiles(work, tile, problem, config)))
+        number = backward_tiles.next_tile_number.fn(number, None, problem, config)
+    assert number == 7 * problem.key_tiles
+    for seen in visits.values():
+        assert {known for _, known in seen} == {(seen[0][0], seen[-1][0])}
+        assert [at for at, _ in seen] == list(range(seen[0][0], seen[-1][0] + 1))
 
 
 # Coordinates of packed sequences
@@ -1809,18 +1906,20 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         assert main[f"{given}_desc"] == at.data_ptr()
         assert (f"{given}_tail_desc" in main) == bool(backward_configs.backward_chunks(at.shape[-1])[1])
     assert main["statistics_desc"] == begin["statistics_ptr"]
-    summed = name != "64"  # there 50 keys are one tile, which every query visits
+    # 50 keys are one tile. Every query visits it, or a window hides it from some; its thread block has no other one.
+    summed = name not in ("64", "65-window")
     if summed:
-        assert main["sums_ptr"] == begin["sums_ptr"] == launched["end"]["sums_ptr"] and "dq_desc" not in main
+        assert main["sums_ptr"] == begin["cleared_ptr"] == launched["end"]["sums_ptr"] and "dq_desc" not in main
     else:
         assert main["dq_desc"] == grads.q.data_ptr()
-        assert "sums_ptr" not in main and "sums_ptr" not in begin and "end" not in launched
+        assert ("sums_ptr" in main) is (name == "65-window")
+        assert "cleared_ptr" not in begin and "end" not in launched
     ordered = arguments.get("deterministic", False)
     config = backward_configs.choose_backward_config(
         head_dim, head_dim_v, "softcap" in name, (128, 128) if "blocks" in name else None, "window" in name,
         ordered=ordered,
     )  # fmt: skip
-    assert main.get("sums_desc") == (begin["sums_ptr"] if config.sums_by_tma and summed else None)
+    assert main.get("sums_desc") == (begin["cleared_ptr"] if config.sums_by_tma and summed else None)
     assert begin.get("lse_unit") == (-math.log(2) if config.statistics_multiplied else None)  # the scale is 1
     if config.statistics_multiplied:
         rows = -(-50 // config.block_m) * 4 * config.block_m  # at least, of two sequences and heads

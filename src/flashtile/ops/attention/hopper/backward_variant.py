@@ -18,7 +18,7 @@ from flashtile.ops.attention.hopper.backward_configs import (
 from flashtile.ops.attention.hopper.backward_tiles import ScoreChange, take_two_rounds
 from flashtile.ops.attention.hopper.parameters import NO_SIDE
 from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
-from flashtile.ops.attention.plans import PLAIN_SIDE, CallSizes, SideShape, band_hides_rows, longest_walk
+from flashtile.ops.attention.plans import PLAIN_SIDE, CallSizes, SideShape, band_hides_rows
 from flashtile.ops.attention.side_parameters import SideParameters
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
@@ -241,10 +241,12 @@ def takes_whole_lines(spec: AttentionSpec, config: BackwardConfig, sizes: CallSi
     lines, group = sizes.batch * sizes.heads_kv, sizes.heads // sizes.heads_kv
     key_tiles = -(-rows_k // config.block_n)
     rounds = -(-lines // programs) * key_tiles / -(-lines * key_tiles // programs)
-    longest = config.block_m * longest_walk(-(-rows_q // config.block_m), spec, config.block_m, config.block_n)
-    one_sided = (spec.window_left is None) != (spec.window_right is None)
-    visited = group * (longest + config.block_n) // 2 if one_sided else group * longest
-    kept = programs * visited * (sizes.head_dim + sizes.head_dim_v) * _BYTES_OF_A_COLUMN
+    visited = -(-rows_q // config.block_m) * config.block_m  # of a head, in the mean
+    if spec.window_left is not None and spec.window_right is not None:
+        visited = min(visited, spec.window_left + spec.window_right + config.block_n + config.block_m)
+    elif spec.banded:
+        visited = (visited + config.block_n) // 2
+    kept = programs * group * visited * (sizes.head_dim + sizes.head_dim_v) * _BYTES_OF_A_COLUMN
     return rounds <= _MORE_ROUNDS and (key_tiles <= _FEW_KEY_TILES or kept <= _KEPT_BYTES)
 
 
