@@ -1513,7 +1513,7 @@ def _check_widening(binary: Binary) -> None:
 
 #: Bytes of a thread of the main kernel in device memory; what the loop over query tiles uses of them is a few scalars,
 #: and with dk of 192 columns some twenty addresses.
-_BACKWARD_SPILLS = 240
+_BACKWARD_SPILLS = 248
 
 
 def _backward_forms(forms: dict[str, BackwardVariant]) -> list[str]:

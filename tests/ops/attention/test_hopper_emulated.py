@@ -7,6 +7,7 @@ Sizes are small; thresholds from which on the kernels take another way are lower
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
@@ -310,6 +311,24 @@ def test_thread_blocks_of_whole_lines_sum_dq_alone(hopper: Callable, changes: di
     hopper(seed=1, _MORE_ROUNDS=10**9, _KEPT_BYTES=10**9)
     again = run(case, make_inputs(case), "hopper")
     assert all(torch.equal(first[name], again[name]) for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"head_dim": 128, "head_dim_v": 128}, {"head_dim": 192, "head_dim_v": 128}, {"key_lengths": (300, 7, 129)},
+     {"lengths_q": (65, 130, 1), "lengths_k": (100, 7, 129)}],
+    ids=str,
+)  # fmt: skip
+def test_keys_past_the_end_have_no_weight_beside_the_smallest_scores(hopper: Callable, changes: dict[str, Any]) -> None:
+    """Such a key would have a score of 0, where all others have -500, and a weight that no number holds."""
+    hopper()
+    case = replace(_SMALL, batch=3, **changes)
+    inputs = make_inputs(case)
+    inputs.q.fill_(0.5 * math.sqrt(500 / math.sqrt(case.head_dim)))
+    inputs.k.fill_(-2 * math.sqrt(500 / math.sqrt(case.head_dim)))
+    results = run(case, inputs, "hopper")
+    assert results["lse"].max() < -450
+    check(case, "hopper", inputs=inputs)
 
 
 #: Rows of these biases lie at multiples of 16 bytes, so TMA brings their tiles. The last ones end within a tile.

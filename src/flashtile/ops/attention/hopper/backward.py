@@ -9,7 +9,7 @@ tile it computes, everything transposed, with `c = scale · log2(e)` (letters as
     dsᵀ = pᵀ · (dpᵀ - delta)    [N, M]      delta = rowsum(dout · out) - dlse
     dv += pᵀ dout               [N, E]
     dk += dsᵀ q                 [N, D]
-    dq += ds k                  [M, D]      over all key tiles: summed in device memory
+    dq += ds k                  [M, D]      over all key tiles
 
 Roles, one for each warpgroup, and a warp that loads:
 
@@ -18,7 +18,9 @@ Roles, one for each warpgroup, and a warp that loads:
   wider than 128, apart from 192 with 128 for v): there are 64 keys. One computes `pᵀ` and dv, and hands `pᵀ` to the
   other, which computes `dsᵀ` and dk.
 - `sum_dq`: multiplies `ds` by the keys and adds the product to a float32 buffer in device memory
-  (`backward_dq.add_to_dq`). Where all keys of a sequence fit one tile it stores dq itself (`store_dq`).
+  (`backward_dq.add_to_dq`). Where all keys of a sequence fit one tile it stores dq itself (`store_dq`). Where key tiles
+  are few and there are lines enough, the thread block takes all key tiles of a line (a key/value head of a sequence).
+  Then it keeps the sums for itself, and stores dq with the last key tile.
 - `produce`, one warp: finds the key tiles, publishes them to the others, and loads keys, values, queries, dout and
   statistics. It loads the first queries of the next key tile while the others still work on this one. Heads of 192
   (v: 128) need its registers too, so `sum_dq` loads there.

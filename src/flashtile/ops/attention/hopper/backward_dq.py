@@ -38,8 +38,9 @@ from flashtile.ops.attention.hopper.pieces import HeadRows, Slot, await_stores, 
 
 
 class DqSums(NamedTuple):
-    """The float32 buffer in which dq is summed. `desc` and `staging`: how TMA gets there, or None. `turns_ptr`: how
-    many key tiles have added to the dq of each query tile; None where they add in no order."""
+    """The float32 buffer in which dq is summed, of all query tiles, or of one line for each thread block
+    (WHOLE_LINES). `desc` and `staging`: how TMA gets there, or None. `turns_ptr`: how many key tiles have added to the
+    dq of each query tile; None where they add in no order."""
 
     sums_ptr: Any
     desc: Any
@@ -99,8 +100,9 @@ def place_of_dq(desc, staging):
 def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, blocks, counter_ptr):
     """Multiplies each `ds` by the keys, 64 queries and `SUM_COLUMNS` columns at a time, and adds the product to dq.
 
-    Where queries see a single key tile the product is dq, and is stored as such. `ds` is the gradient of a bias that no
-    two scores share, and is stored too (`outputs.bias`).
+    Where queries see a single key tile the product is dq, and is stored as such. Where this thread block takes whole
+    lines, it begins the product with the sum of the key tiles before, which it has kept, and stores dq with the last of
+    them. `ds` is the gradient of a bias that no two scores share, and is stored too (`outputs.bias`).
 
     LOADS: it also does the work of `produce`. The query tile after the next takes the place of the one before, which
     the others no longer read by the time that they hand over the next `ds`.
@@ -137,11 +139,13 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
             number = place_of_sums(work, head, tile_visited, config)
             if config.ORDERED and config.TILE_K == 0:
                 turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
-            sum_before, is_last = None, None
+            sum_before, is_complete = None, None
+            if problem.lone_tiles is not None:
+                is_complete = tile_visited < problem.lone_tiles
             if config.WHOLE_LINES:
                 first_tile, last_tile = adding_tiles(work, tile_visited, problem, config)
                 begun = work.first_key // config.KEYS > first_tile
-                is_last = work.first_key // config.KEYS == last_tile
+                is_complete = work.first_key // config.KEYS == last_tile
                 sum_before = load_sum(dq_sums, number * PARTS * WIDTH, begun, 0, WIDTH, config)
             dscores.acquire(slot)
             if config.TILE_K > 0:
@@ -175,7 +179,7 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
                             turn = dq_turn(work, step.tile, problem, config)
                         wait_dq_turn(dq_sums.turns_ptr + number, turn_seen, turn)
                     rows = HeadRows(work.sequence, work.first_head + step.head, work.begin_q, work.seq_q)
-                    hand_over_dq(outputs, dq, rows, tile_visited, part, line, column, is_last, problem, config)
+                    hand_over_dq(outputs, dq, rows, tile_visited, part, line, column, is_complete, problem, config)
             step = step_after(work, step, config)
             number_before = number
         if config.ORDERED:
@@ -206,25 +210,22 @@ def start_dq(sum_before, slot, key_slot, part: gl.constexpr, column: gl.constexp
 
 
 @gluon.jit
-def hand_over_dq(outputs, dq, rows, tile, part, line, COLUMN: gl.constexpr, is_last, problem, config):
-    """Stores a `[64, columns]` block of dq, of part `part` of query tile `tile` of a head (`HeadRows`), or adds it to
-    the sums, whose part begins at line `line` of 64 numbers. `is_last`: if WHOLE_LINES, whether it is the sum of all
-    key tiles."""
+def hand_over_dq(outputs, dq, rows, tile, part, line, COLUMN: gl.constexpr, is_complete, problem, config):
+    """Stores a `[64, columns]` block of dq, of part `part` of query tile `tile` of a head (`HeadRows`); or adds it to
+    the sums, whose part begins at line `line` of 64 numbers. `is_complete`: whether no other key tile adds to it; None
+    where one always does, or never does (SINGLE_KEY_TILE)."""
     row = tile * config.M + part * ROWS
     if config.SINGLE_KEY_TILE:
         store_dq(outputs.stores, dq * problem.scale, rows, row, COLUMN, config)
-    elif config.WHOLE_LINES:
-        if is_last:
+    elif is_complete is None:
+        add_to_dq(outputs.sums, dq, line + COLUMN, config)
+    else:
+        if is_complete:
             store_dq(outputs.stores, dq * problem.scale, rows, row, COLUMN, config)
-        else:
+        elif config.WHOLE_LINES:
             keep_sum(outputs.sums, dq, line + COLUMN)
-    elif problem.lone_tiles is not None:
-        if tile < problem.lone_tiles:
-            store_dq(outputs.stores, dq * problem.scale, rows, row, COLUMN, config)
         else:
             add_to_dq(outputs.sums, dq, line + COLUMN, config)
-    else:
-        add_to_dq(outputs.sums, dq, line + COLUMN, config)
 
 
 @gluon.constexpr_function
