@@ -199,20 +199,23 @@ def test_interpreted_offsets_within_a_page_pass_2_to_the_31() -> None:
 def test_gpu_offsets_pass_2_to_the_31() -> None:
     """The last entry and the last page begin past 2**31 elements."""
     rows, heads, head_dim = 2**21, 8, 128
-    cache = torch.zeros(2, rows, heads, head_dim, device="cuda", dtype=torch.bfloat16)
-    q = torch.randn(1, 1, heads, head_dim, device="cuda", dtype=torch.bfloat16)
-    new = torch.randn(1, 1, heads, head_dim, device="cuda", dtype=torch.bfloat16)
-    for lengths, place in (
-        ({"cache_batch_indices": torch.tensor([1], device="cuda")}, cache),
-        ({"block_table": torch.tensor([[2**18 - 1]], device="cuda")}, cache.view(2**18, 16, heads, head_dim)),
+    caches = [torch.zeros(2, rows, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    q, new_k, new_v = (torch.randn(1, 1, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    for lengths, (k_cache, v_cache) in (
+        ({"cache_batch_indices": torch.tensor([1], device="cuda")}, caches),
+        (
+            {"block_table": torch.tensor([[2**18 - 1]], device="cuda")},
+            [cache.view(2**18, 16, heads, head_dim) for cache in caches],
+        ),
     ):
-        cache.zero_()
+        for cache in caches:
+            cache.zero_()
         out = flashtile.attention_with_kv_cache(
-            q, place, place, new, new, cache_lengths=torch.zeros(1, dtype=torch.int32, device="cuda"),
+            q, k_cache, v_cache, new_k, new_v, cache_lengths=torch.zeros(1, dtype=torch.int32, device="cuda"),
             backend="triton", **lengths,
         )  # fmt: skip
-        assert torch.equal(out, new), "one key: its value"
-        assert torch.equal(place[-1, 0], new[0, 0])
+        assert torch.equal(out, new_v), "one key: its value"
+        assert torch.equal(k_cache[-1, 0], new_k[0, 0]) and torch.equal(v_cache[-1, 0], new_v[0, 0])
 
 
 @pytest.mark.gpu
