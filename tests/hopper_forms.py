@@ -681,7 +681,7 @@ REPEATS = {
 #: The same for forms of the backward.
 BACKWARD_REPEATS = {
     # A band, the order of dq's sums or of walks: compiled for other heads, or together.
-    *("64-window", "64-turns", "64-uncut-ordered", "128-long", "128-long-ordered", "128-ordered", "128-window-rotated"),
+    *("64-window", "64-turns", "64-uncut-ordered", "128-long", "128-ordered", "128-window-rotated"),
     *("256-window-rotated", "192x128-window-rotated", "256-uncut", "256-uncut-ordered", "192x128-ordered"),
     *("80-uncut", "96-uncut", "96-packed-window-ordered", "128-window", "64-uncut", "128-uncut-ordered", "64-ordered"),
     *("64-window-rotated", "256-blocks", "160", "128-long-grouped-ordered", "256-meets"),

@@ -256,6 +256,9 @@ def test_a_prepared_forward_passes_the_same(launched: dict[str, _Launched], call
         assert programs == expected.programs and arguments == {**expected.arguments, **outputs}
 
 
+_IN_SCRATCH = ("statistics_ptr", "sums_ptr", "cleared_ptr", "turns_ptr", "counter_ptr", "masked_dout_ptr")
+
+
 @given(_calls((torch.float16, torch.bfloat16)), st.booleans())
 def test_a_prepared_backward_passes_the_same(launched: dict[str, _Launched], call: _Call, has_dlse: bool) -> None:
     q, k, v, dout, side, spec = call
@@ -275,7 +278,7 @@ def test_a_prepared_backward_passes_the_same(launched: dict[str, _Launched], cal
     dq, dk, dv = prepared(dout.data_ptr(), of_dlse, *addresses)
     main = launched["attention_backward_kernel"].arguments
     moved_by_tma = {"q": q, "k": k, "v": v, "dk": dk, "dv": dv}
-    if main["sums_ptr"] is None:
+    if main["dq_desc"] is not None:
         moved_by_tma["dq"] = dq
     else:
         assert launched["attention_end_kernel"].arguments["dq_ptr"] == dq.data_ptr()
@@ -285,7 +288,7 @@ def test_a_prepared_backward_passes_the_same(launched: dict[str, _Launched], cal
         assert programs == launched[name].programs
         for parameter, value in arguments.items():
             given = launched[name].arguments[parameter]
-            in_scratch = parameter in ("statistics_ptr", "sums_ptr", "turns_ptr", "counter_ptr", "masked_dout_ptr")
+            in_scratch = parameter in _IN_SCRATCH
             if in_scratch and value is not None:
                 assert given == value + moved
             elif not isinstance(value, _Descriptor) and parameter != "dq_ptr":
@@ -302,14 +305,14 @@ def test_a_backward_passes_what_its_kernels_declare(
     lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
     out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None
     gradients = backward_launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
-    (tiles, begin), (_, main) = (launched[f"attention_{name}_kernel"] for name in ("begin", "backward"))
+    (tiles, begin), (programs, main) = (launched[f"attention_{name}_kernel"] for name in ("begin", "backward"))
     described = {"k": k, "v": v, "dk": gradients.k, "dv": gradients.v}
     if spec.scale > 0:
         described["q"] = q
     if not begin["masked_dout_ptr"]:
         described["dout"] = dout
-    summed = begin["sums_ptr"] is not None
-    assert summed is (main["sums_ptr"] is not None) is (main["dq_desc"] is None)
+    summed = begin["cleared_ptr"] is not None
+    assert summed is (main["dq_desc"] is None) and main["sums_ptr"] == (begin["cleared_ptr"] or main["sums_ptr"])
     if summed:
         assert launched["attention_end_kernel"].arguments["dq_ptr"] == gradients.q.data_ptr()
     else:
@@ -318,9 +321,10 @@ def test_a_backward_passes_what_its_kernels_declare(
     assert begin["dout_ptr"] == dout.data_ptr()
     # The parts of the buffer, in their order: each has room.
     config = backward_configs.backward_config_of(q.shape[-1], v.shape[-1], spec)
-    if summed:
-        sums = 4 * tiles * config.block_m * backward_configs.tile_width(q.shape[-1])
-        assert begin["statistics_ptr"] >= begin["sums_ptr"] + sums
+    if main["sums_ptr"] is not None:
+        of_a_line = main["problem.group"] * main["problem.query_tiles"]  # for each thread block that takes whole ones
+        sums = 4 * config.block_m * backward_configs.tile_width(q.shape[-1])
+        assert begin["statistics_ptr"] >= main["sums_ptr"] + sums * (tiles if summed else programs * of_a_line)
     masked_dout = begin["statistics_ptr"] + tiles * config.block_m * config.statistics_bytes
     masked_dout_bytes = 2 * out.numel() if begin["masked_dout_ptr"] else 0
     assert begin["masked_dout_ptr"] in (None, masked_dout) and begin["counter_ptr"] >= masked_dout + masked_dout_bytes
@@ -345,7 +349,7 @@ def _run_backward(call: _Call, has_dlse: bool) -> Gradients:
 def _check_scratch(launched: _Launched, dout: torch.Tensor) -> None:
     """What the first of such kernels is given: the parts of the buffer, in their order, each with room."""
     tiles, begin = launched
-    assert begin["dout_ptr"] == dout.data_ptr() and begin["sums_ptr"] is begin["turns_ptr"] is None
+    assert begin["dout_ptr"] == dout.data_ptr() and begin["cleared_ptr"] is begin["turns_ptr"] is None
     masked_dout = begin["statistics_ptr"] + 4 * tiles * 2 * STATISTIC_ROWS
     masked_dout_bytes = dout.element_size() * dout.numel() if begin["masked_dout_ptr"] else 0
     assert begin["masked_dout_ptr"] in (None, masked_dout) and begin["counter_ptr"] >= masked_dout + masked_dout_bytes
