@@ -395,7 +395,15 @@ def test_long_8_bit_calls_have_a_third_consumer(change: dict, consumers: int) ->
         ({"head_dim": 64, "seq": 256, "window_right": 0}, 2, 64),
         ({"head_dim": 40, "seq": 512, "window_right": 0, "sequences": 5}, 2, 64),
         ({"head_dim": 64, "seq": 513, "window_right": 0}, 2, 128),
-        ({"head_dim": 64, "seq": 256, "window_right": 0, "window_left": 9}, 2, 128),
+        ({"head_dim": 64, "seq": 8192, "window_right": 0, "window_left": 512}, 2, 64),
+        ({"head_dim": 64, "seq": 8192, "window_right": 0, "window_left": 513}, 2, 128),
+        ({"head_dim": 64, "seq": 8192, "window_right": 300, "window_left": 300}, 2, 128),
+        ({"head_dim": 128, "seq": 8192, "window_right": 24, "window_left": 1000, "sequences": 5}, 2, 64),
+        ({"head_dim": 80, "seq": 8192, "window_right": 0, "window_left": 1025}, 2, 128),
+        ({"head_dim": 96, "seq": 8192, "window_left": 64}, 2, 128),  # all keys behind a query
+        ({"head_dim": 64, "seq": 256, "window_right": 0, "window_left": 9, "mask": _PADDING}, 2, 128),
+        ({"head_dim": 64, "seq": 256, "window_right": 0, "window_left": 9, "dtype": configs.FP8}, 2, 128),
+        ({"head_dim": 256, "seq": 8192, "window_right": 0, "window_left": 128}, 2, 64),  # as always
         ({"head_dim": 128, "seq": 512}, 2, 64),
         ({"head_dim": 128, "seq": 513}, 2, 128),
         ({"head_dim": 112, "seq": 1024, "window_right": 0}, 2, 64),
@@ -408,7 +416,7 @@ def test_long_8_bit_calls_have_a_third_consumer(change: dict, consumers: int) ->
 def test_short_calls_have_smaller_tiles(
     change: dict, consumers: int, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless tables, dropout or a window on the left need the larger ones, which were measured with these."""
+    """And so have calls in narrow windows; unless tables or dropout need the larger ones, which were measured so."""
     monkeypatch.setattr(configs, "triton_version", lambda: (3, 6))
     width, length = change.pop("head_dim"), change.pop("seq")
     call = _CALL._replace(**{"head_dim": width, "head_dim_v": width, "seq_q": length, "seq_k": length, **change})

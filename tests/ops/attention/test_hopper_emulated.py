@@ -40,7 +40,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
 
     def make(seed: int = 0, held: int = 0, **thresholds: int) -> EmulatedHopper:
         emulated = EmulatedHopper(multiprocessors=3, seed=seed, held=held)
-        small = {"HALF_CAUSAL": 0, "HALF_WIDE": 0, "HALF_WIDE_CAUSAL": 0, "_MORE_ROUNDS": 0}
+        small = dict.fromkeys(("HALF_CAUSAL", "HALF_WIDE", "HALF_WIDE_CAUSAL", "_MORE_ROUNDS"), 0)
+        small |= dict.fromkeys(("HALF_WINDOW", "HALF_WINDOW_WIDE"), -1)
         for name, number in {**small, **thresholds}.items():
             (module,) = (each for each in emulated.modules.values() if _defines(each, name))
             setattr(module, name, number)
@@ -781,11 +782,15 @@ def test_heads_that_share_keys_among_several_walks(hopper: Callable, heads: int,
         ({"lengths_q": (129, 0, 70), "lengths_k": (136, 33, 90), "alibi_slopes": "h"}, {"causal": True}),
         ({"lengths_q": (129, 1, 64), "lengths_k": (136, 130, 1)}, {}),
         ({"key_lengths": (70,), "sinks": True}, {}),
+        ({}, {"window": (64, 64)}),
+        ({"alibi_slopes": "h", "dtype": torch.float16}, {"window": (40, 0), "softcap": 5.0}),
+        ({"lengths_q": (129, 0, 70), "lengths_k": (136, 33, 90), "sinks": True}, {"window": (100, 10)}),
     ],
     ids=str,
 )
-def test_short_calls(hopper: Callable, head_dim: int, changes: dict, arguments: dict) -> None:
-    hopper(HALF_CAUSAL=512, HALF_WIDE=512, HALF_WIDE_CAUSAL=1024)
+def test_tiles_of_half_the_keys(hopper: Callable, head_dim: int, changes: dict, arguments: dict) -> None:
+    """Of short calls, and in narrow windows."""
+    hopper(HALF_CAUSAL=512, HALF_WIDE=512, HALF_WIDE_CAUSAL=1024, HALF_WINDOW=512, HALF_WINDOW_WIDE=1024)
     case = replace(_SMALL, seq_k=230, head_dim=head_dim, head_dim_v=head_dim, **changes)
     check(with_arguments(case, **arguments), "hopper")
 

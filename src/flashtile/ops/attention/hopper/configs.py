@@ -36,6 +36,13 @@ SHORT, SHORT_CAUSAL = 256, 2048
 #: heads of 97 to 128, without a mask and under a causal one.
 HALF_CAUSAL, HALF_WIDE, HALF_WIDE_CAUSAL = 512, 512, 1024
 
+#: Keys that a query sees besides its own up to which tiles have 64 keys in a window: with heads of up to 64 columns,
+#: and of up to 128. Microseconds on an H100 with 128 and 64 keys, 2 × 8,192 tokens unless said otherwise: 32 heads of
+#: 64, a window of 128 160 and 112, of 256 170 and 147, of 1,024 337 and 348; 4 × 4,096, 12 heads, 64 on either side, 76
+#: and 45; 16 of 96, 128 103 and 77, 256 127 and 88, 1,024 209 and 200; 16 of 128, 128 109 and 99, 256 126 and 106, 512
+#: 157 and 138, 1,024 230 and 216, 1 × 16,384, 4,096, 645 and 679; 32 and 8 heads of 128, 256, 222 and 171.
+HALF_WINDOW, HALF_WINDOW_WIDE = 512, 1024
+
 #: Bytes of shared memory that a program may use on sm_90.
 SHARED_MEMORY = 227 * 1024
 
@@ -203,11 +210,11 @@ _NARROW = HopperConfig(
     consumers=2, block_n=128, stages=4, registers=240, max_registers=168, q_in_registers=True, ahead=64
 )
 
-#: Instead of that and of the row of 128 columns, where sequences are shorter still: less of the tiles on the diagonal
-#: is hidden, and the first tile is there sooner. Microseconds, this and 128 keys, causal: heads of 64, 16 of them, 32 ×
-#: 384 tokens 42.7 and 45.8, 32 × 512 63.0 and 65.2, 16 × 768 63.9 and 62.2; of 128, 16 × 512 45.5 and 49.4, 8 × 1,024
-#: 67.7 and 69.1, 1 × 2,048 60.9 and 59.4. Without a mask, of 128, 32 × 256 38.1 and 39.1; but of 64, 64 × 256 53.9 and
-#: 53.2, and of 80 and 96, 32 × 512, 104.8 and 92.8, 114.9 and 99.5.
+#: Instead of that and of the row of 128 columns, where sequences are shorter still, and in narrow windows
+#: (`HALF_WINDOW`): less of the tiles on the diagonal is hidden, and the first tile is there sooner. Microseconds, this
+#: and 128 keys, causal: heads of 64, 16 of them, 32 × 384 tokens 42.7 and 45.8, 32 × 512 63.0 and 65.2, 16 × 768 63.9
+#: and 62.2; of 128, 16 × 512 45.5 and 49.4, 8 × 1,024 67.7 and 69.1, 1 × 2,048 60.9 and 59.4. Without a mask, of 128,
+#: 32 × 256 38.1 and 39.1; but of 64, 64 × 256 53.9 and 53.2, and of 80 and 96, 32 × 512, 104.8 and 92.8, 115 and 99.5.
 _HALF_KEYS = HopperConfig(
     consumers=2, block_n=64, stages=4, registers=240, max_registers=168, q_in_registers=True, ahead=32
 )
@@ -252,8 +259,10 @@ def choose_config(
     moved_bias: bool = False,
     max_seqlen_k: int = 0,
     spills: bool = False,
+    window: int | None = None,
 ) -> HopperConfig:
-    """The row of a call. `left`, `right`: whether keys on that side of a band are not visible. `block_tile`: (queries,
+    """The row of a call. `left`, `right`: whether keys on that side of a band are not visible; if on both, `window` is
+    how many keys a query sees besides its own. `block_tile`: (queries,
     keys) of a block mask's tiles, usually of 128; the kernel's divide them. `tables`: as `table_bytes` and
     `function_bytes` have it. `moved_bias`: TMA can bring the bias (`moves_by_tma`). `max_seqlen_k`: 0 where no sequence
     has more keys than queries. `spills`: ptxas would spill (`_SPILLS_FROM`)."""
@@ -269,11 +278,11 @@ def choose_config(
         row = _NARROW if left or blocks or short or dropout or tables else row
     elif dtype is FP8 and widest <= 128 and long and not (left or blocks):
         row = _LONG_8
-    plain = not (left or blocks or dropout or tables or dtype is FP8)
+    plain = not (blocks or dropout or tables or dtype is FP8)
     longest = max(max_seqlen_q, max_seqlen_k)
-    if plain and _has_half_keys(widest, longest, right):
+    if plain and _has_half_keys(widest, longest, left, right, window):
         row = _HALF_KEYS
-    elif plain and widest <= 64 and longest <= SHORT and not right and _fill_tiles(head_dim, head_dim_v):
+    elif plain and not left and widest <= 64 and longest <= SHORT and not right and _fill_tiles(head_dim, head_dim_v):
         row = _ALONE
     if (dropout or tables > 2) and row.block_n > 64:
         # A thread holds scores, weights and sums already: half the keys leave room for random words, or for four bytes
@@ -289,8 +298,10 @@ def choose_config(
     return row
 
 
-def _has_half_keys(widest: int, longest: int, right: bool) -> bool:
+def _has_half_keys(widest: int, longest: int, left: bool, right: bool, window: int | None) -> bool:
     """Whether `_HALF_KEYS` serves a plain call. `longest`: queries or keys of a sequence."""
+    if left:
+        return window is not None and widest <= 128 and window <= (HALF_WINDOW if widest <= 64 else HALF_WINDOW_WIDE)
     if widest <= 64:
         return right and longest <= HALF_CAUSAL
     return 96 < widest <= 128 and longest <= (HALF_WIDE_CAUSAL if right else HALF_WIDE)
@@ -381,11 +392,14 @@ def config_of(
     """The row of a call, for who launches it and for who tells what it would launch. `max_seqlens`: of queries and of
     keys."""
     left, right = spec.window_left is not None, spec.window_right is not None
+    window = None
+    if spec.window_left is not None and spec.window_right is not None:
+        window = spec.window_left + spec.window_right
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     tables = table_bytes(bias, mask) + function_bytes(spec.score_program)
     return choose_config(
         head_dim, head_dim_v, max_seqlens[0], left, right, block_tile, dtype, spec.dropout_p > 0, tables,
-        moves_by_tma(bias, dtype), max_seqlens[1], triton_version() >= _SPILLS_FROM,
+        moves_by_tma(bias, dtype), max_seqlens[1], triton_version() >= _SPILLS_FROM, window,
     )  # fmt: skip
 
 
