@@ -19,8 +19,9 @@ import flashtile
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(flashtile.__file__).parent
-#: Seconds that importing flashtile may take beyond importing torch.
-MOST_SECONDS = 0.15
+#: What importing flashtile may take beyond importing torch, as a part of that. It takes 0.11 to 0.13, and Triton would
+#: add 0.14.
+MOST_OF_TORCH = 0.15
 _BUILT = ("src", "tests", "docs", "examples", "benchmarks", "tools")
 _FILES = ("LICENSE", "Makefile", "mkdocs.yml", ".gitignore", "pyproject.toml", "requirements-dev.txt")
 
@@ -91,28 +92,30 @@ def test_the_sdist_has_what_its_tests_need(builds):
 
 
 def test_import_is_quick_beyond_torch(tmp_path):
-    """Processor time of the quickest of some processes, as other work on the machine does not count; of compiled
-    sources, as an installation has them."""
+    """Processor time of the quickest of some processes, as other work on the machine does not count, beside that of
+    torch, as machines differ; of compiled sources, as an installation has them."""
     shutil.copytree(SOURCE, tmp_path / "flashtile", ignore=shutil.ignore_patterns("__pycache__"))
     assert compileall.compile_dir(tmp_path, quiet=2)
     program = (
-        "import sys, time, torch\n"
+        "import sys, time\n"
         "start = time.process_time()\n"
+        "import torch\n"
+        "middle = time.process_time()\n"
         "import flashtile\n"
-        "print(time.process_time() - start, 'triton' in sys.modules)\n"
+        "print((time.process_time() - middle) / (middle - start), 'triton' in sys.modules)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    seconds = []
+    parts = []
     for _ in range(5):
         output = subprocess.run(
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=True
         ).stdout
-        taken, triton_loaded = output.split()
+        part, triton_loaded = output.split()
         assert triton_loaded == "False"
-        seconds.append(float(taken))
-        if seconds[-1] <= MOST_SECONDS:
+        parts.append(float(part))
+        if parts[-1] <= MOST_OF_TORCH:
             return
-    pytest.fail(f"importing flashtile took {min(seconds):.3f} s beyond torch, of {MOST_SECONDS} s")
+    pytest.fail(f"importing flashtile took {min(parts):.3f} of the time of importing torch, not {MOST_OF_TORCH}")
 
 
 def _versions(changelog: str) -> list[tuple[str, str]]:
