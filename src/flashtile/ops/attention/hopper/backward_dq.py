@@ -1,4 +1,4 @@
-"""dq in the Hopper backward: the warpgroup that multiplies and sums it, and how it leaves.
+"""dq of the Hopper backward: a warpgroup multiplies `ds` by the keys, sums the products, and stores them.
 
 Letters as in `pieces` and `backward`.
 """
@@ -18,7 +18,7 @@ from flashtile._backends.gluon import (
     warpgroup_mma_wait,
 )
 from flashtile.ops.attention.hopper.backward_loads import load_keys, load_step
-from flashtile.ops.attention.hopper.backward_pieces import ROWS, columns_of, slice_of
+from flashtile.ops.attention.hopper.backward_pieces import ROWS, by_rows, by_threads, columns_of, slice_of
 from flashtile.ops.attention.hopper.backward_tiles import (
     adding_tiles,
     dq_turn,
@@ -34,7 +34,7 @@ from flashtile.ops.attention.hopper.backward_tiles import (
     work_of,
 )
 from flashtile.ops.attention.hopper.blocks import TILE_HEAD, TILE_NUMBER, TILE_TURN, read_tile_info
-from flashtile.ops.attention.hopper.pieces import HeadRows, Slot, await_stores, coordinates, matrix
+from flashtile.ops.attention.hopper.pieces import HeadRows, Slot, await_stores, coordinates, matrix, product_layout
 
 
 class DqSums(NamedTuple):
@@ -199,7 +199,7 @@ def start_dq(sum_before, slot, key_slot, part: gl.constexpr, column: gl.constexp
     COLUMNS: gl.constexpr = min(config.SUM_COLUMNS, k.WIDTH + k.TAIL - column)
     dq = sum_before
     if sum_before is None:
-        dq = gl.zeros([ROWS, COLUMNS], gl.float32, _product_layout(COLUMNS))
+        dq = gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
     for which in gl.static_range(dscores.WRITERS):
         ds = dscores.tile(slot, which).permute([1, 0])
         if config.M > ROWS:
@@ -229,13 +229,8 @@ def hand_over_dq(outputs, dq, rows, tile, part, line, COLUMN: gl.constexpr, is_c
 
 
 @gluon.constexpr_function
-def _product_layout(COLUMNS):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-
-
-@gluon.constexpr_function
 def _kept_layout(COLUMNS):
-    """The sums of a block in the order in which they lie in memory, each where the thread has it that adds it up."""
+    """The layout of a block of sums as they lie in memory. Each thread has those that it adds up."""
     eights = [[512 << bit] for bit in range((COLUMNS // 8).bit_length() - 1)]
     lanes = [[4], [8], [16], [32], [64]]
     return gl.DistributedLinearLayout([[1], [2], *eights], lanes, [[128], [256]], [], [ROWS.value * COLUMNS])
@@ -248,8 +243,7 @@ def load_sum(sums, line, begun, COLUMN: gl.constexpr, WIDTH: gl.constexpr, confi
     COLUMNS: gl.constexpr = min(config.SUM_COLUMNS, WIDTH - COLUMN)
     place = gl.arange(0, ROWS * COLUMNS, _kept_layout(COLUMNS))
     numbers = gl.load(sums.sums_ptr + (line + COLUMN).to(gl.int64) * 64 + place, mask=begun, other=0.0)
-    parts = gl.permute(gl.reshape(numbers, [COLUMNS // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
-    return gl.convert_layout(gl.reshape(parts, [ROWS, COLUMNS]), _product_layout(COLUMNS), assert_trivial=True)
+    return gl.convert_layout(by_rows(numbers), product_layout(COLUMNS), assert_trivial=True)
 
 
 @gluon.jit
@@ -258,26 +252,20 @@ def keep_sum(sums, dq, line):
     it again, so nothing has to be waited for."""
     COLUMNS: gl.constexpr = dq.shape[1]
     layout: gl.constexpr = _kept_layout(COLUMNS)
-    parts = gl.permute(gl.reshape(dq, [4, 2, 8, COLUMNS // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
-    numbers = gl.convert_layout(gl.reshape(parts, [ROWS * COLUMNS]), layout, assert_trivial=True)
+    numbers = gl.convert_layout(gl.reshape(by_threads(dq), [ROWS * COLUMNS]), layout, assert_trivial=True)
     gl.store(sums.sums_ptr + line.to(gl.int64) * 64 + gl.arange(0, ROWS * COLUMNS, layout), numbers)
 
 
 @gluon.jit
 def add_to_dq(sums, dq, line, config):
-    """Adds a `[64, columns]` block of dq to the sums, from line `line` of 64 numbers on.
-
-    There it is stored as `[columns / 8, 4, 8, 4, 2, 2]`: eight columns at a time, then warps, threads in rows of four,
-    and two rows with two columns each. So threads write four numbers side by side, into shared memory without bank
-    conflicts.
-    """
+    """Adds a `[64, columns]` block of dq to the sums, from line `line` of 64 numbers on, in the order of `by_threads`.
+    So threads write four numbers side by side, into shared memory without bank conflicts."""
     BLOCKS: gl.constexpr = dq.shape[1] // 8
     if config.SUMS_BY_TMA:
         tma_store_wait(0)  # until the block before has been read from there
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0])
-        parts = gl.permute(gl.reshape(dq, [4, 2, 8, BLOCKS, 4, 2]), [3, 0, 2, 4, 1, 5])
         places = reinterpret(sums.staging, gl.float32, [config.SUM_COLUMNS // 8, 4, 8, 4, 2, 2], plain)
-        slice_of(places, 0, BLOCKS, 0).store(parts)
+        slice_of(places, 0, BLOCKS, 0).store(by_threads(dq))
         fence_async_shared()
         TOGETHER: gl.constexpr = sums.desc.block_shape[0]
         if TOGETHER == config.SUM_COLUMNS:

@@ -11,7 +11,7 @@ in `backward`.
 """
 
 from flashtile._backends.gluon import gl, gluon
-from flashtile.ops.attention.hopper.backward_pieces import HIDDEN, ROWS, STATISTIC_COLUMNS
+from flashtile.ops.attention.hopper.backward_pieces import HIDDEN, ROWS, STATISTIC_COLUMNS, by_rows
 from flashtile.ops.attention.hopper.pieces import locate_tile
 from flashtile.ops.attention.hopper.scores import LOG2_E
 
@@ -166,7 +166,7 @@ def _sees_sink_alone(lse, sink, out):
 @gluon.constexpr_function
 def _rows_of_sums(COLUMNS):
     """The layout of a block of sums in which each thread reads eight columns of two rows, 8 apart, which lie side by
-    side (`backward_dq.add_to_dq`), from 64 columns on also the same of the rows 4 below. Of 16 columns it reads
+    side (`backward_pieces.by_threads`), from 64 columns on also the same of the rows 4 below. Of 16 columns it reads
     four."""
     if COLUMNS == 16:
         registers, lanes = [[1], [2], [4]], [[8], [512], [16], [32], [64]]
@@ -214,8 +214,7 @@ def attention_end_kernel(
         for part in gl.static_range(M // ROWS):
             for left in gl.static_range(0, D, COLUMNS):
                 sums = gl.load(sums_ptr + (number.to(gl.int64) * M + part * ROWS) * D + left * ROWS + place)
-                parts = gl.permute(gl.reshape(sums, [COLUMNS // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
-                dq = gl.convert_layout(gl.reshape(parts, [ROWS, COLUMNS]), target, assert_trivial=True)
+                dq = gl.convert_layout(by_rows(sums), target, assert_trivial=True)
                 mine = first + part * ROWS + row
                 dq_row = (begin.to(gl.int64) if PACKED else sequence.to(gl.int64) * rows_q) + mine
                 gl.store(

@@ -315,13 +315,14 @@ def _plan(
     config = backward_config_of(head_dim, head_dim_v, spec, tables, wanted.alibi_slopes, moved_bias, own_bias)
     whole_rows, whole_keys = whole_sizes(sizes, packed, spec)
     covered = is_covered(sizes, packed, spec, config.block_m, config.block_n)
-    single = has_single_key_tile(spec, rows_q, rows_k, config, packed or side.key_lengths_dtype is not None)
+    bounded = packed or side.key_lengths_dtype is not None
+    single = has_single_key_tile(spec, rows_q, rows_k, config, bounded)
     group = heads // heads_kv
     query_tiles = tiles_of(whole_rows, config.block_m, batch, packed)
     key_tiles = tiles_of(whole_keys, config.block_n, batch, packed)
     lines, lines_kv = (heads, heads_kv) if packed else (batch * heads, batch * heads_kv)
     programs = multiprocessors(device)
-    whole = not (single or packed or side.key_lengths_dtype) and takes_whole_lines(spec, config, sizes, programs)
+    whole = not (single or bounded) and takes_whole_lines(spec, config, sizes, programs)
     ordered = spec.deterministic and not (single or whole)
     lone = 0 if single or whole else lone_query_tiles(spec, side, rows_q, rows_k, group, config, packed)
     variant = BackwardVariant(

@@ -1,4 +1,4 @@
-"""What the Hopper backward loads: keys, values, queries, dout and statistics, and the warp that does nothing else.
+"""The loads of the Hopper backward: keys, values, queries, dout and statistics. A warp does nothing else (`produce`).
 
 Letters as in `pieces` and `backward`.
 """

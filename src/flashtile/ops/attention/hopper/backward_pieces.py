@@ -26,6 +26,7 @@ from flashtile.ops.attention.hopper.pieces import (
     matrix,
     matrix_layout,
     place_of,
+    product_layout,
     release,
 )
 
@@ -153,19 +154,14 @@ def start_transposed(a, b, FIRST: gl.constexpr, zeros, TAIL: gl.constexpr):
     return s
 
 
-@gluon.constexpr_function
-def _sum_layout(COLUMNS):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-
-
 @gluon.jit
 def wide_zeros(ring):
     """A sum as wide as the tiles of a ring, `[64, WIDTH + TAIL]`, in two chunks: at most `_BLOCK` columns, and what is
     left. Where nothing is left, the second one is not used."""
     COLUMNS: gl.constexpr = min(ring.WIDTH, _BLOCK)
     MORE: gl.constexpr = ring.TAIL if ring.TAIL > 0 else max(ring.WIDTH - _BLOCK, 64)
-    main = gl.zeros([ROWS, COLUMNS], gl.float32, _sum_layout(COLUMNS))
-    return Chunks(main, gl.zeros([ROWS, MORE], gl.float32, _sum_layout(MORE)))
+    main = gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
+    return Chunks(main, gl.zeros([ROWS, MORE], gl.float32, product_layout(MORE)))
 
 
 @gluon.constexpr_function
@@ -191,7 +187,7 @@ def start_sum(a, b, FIRST: gl.constexpr, total, TAIL: gl.constexpr):
 
 @gluon.jit
 def _start_product(a, b, total):
-    layout: gl.constexpr = gl.DotOperandLayout(0, _sum_layout(b.shape[1]), 2)
+    layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(b.shape[1]), 2)
     return warpgroup_mma(gl.convert_layout(a, layout, assert_trivial=True), b, total, is_async=True)
 
 
@@ -207,18 +203,32 @@ def wait_sum(IN_FLIGHT: gl.constexpr, ring, total):
 
 
 @gluon.jit
+def by_threads(dq):
+    """A `[64, columns]` block of dq as its sums lie in memory, `[columns / 8, 4, 8, 4, 2, 2]`: eight columns at a time,
+    then warps, threads in rows of four, and two rows with two columns each."""
+    return gl.permute(gl.reshape(dq, [4, 2, 8, dq.shape[1] // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
+
+
+@gluon.jit
+def by_rows(sums):
+    """Undoes `by_threads`, of sums in one dimension."""
+    COLUMNS: gl.constexpr = sums.shape[0] // ROWS
+    parts = gl.permute(gl.reshape(sums, [COLUMNS // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+    return gl.reshape(parts, [ROWS, COLUMNS])
+
+
+@gluon.jit
 def make_ones(first_key, keys, QUERIES: gl.constexpr):
     """The other operand of statistics that are operands, in registers: `[64 keys, 16]` with ones in the first three
     columns, and for keys past the end also in the fourth, where lse has `HIDDEN`."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
+    layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(QUERIES), 2)
     column = gl.arange(0, STATISTIC_COLUMNS, gl.SliceLayout(0, layout))[None, :]
     key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     is_one = (column < 3) | ((column == 3) & (key >= keys))
     return gl.where(is_one, 1.0, 0.0).to(gl.bfloat16)
 
 
-#: What a score of a key past the end becomes: no weight is left of it, whatever the scale is.
+#: The score of a key past the end, which leaves it no weight, whatever the scale is.
 HIDDEN = gl.constexpr(-3e38)
 
 #: The two statistics of a query, in the order in which they are stored.

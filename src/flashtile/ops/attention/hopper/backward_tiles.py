@@ -613,8 +613,8 @@ def listed_step(count, config, shared):
 
 @gluon.jit
 def place_of_sums(work, head, tile, config):
-    """The number of a query tile of a head of the group among those whose dq is summed. Of whole lines each thread
-    block has a place for one, again and again."""
+    """The number of a query tile of a head of the group among those whose dq is summed. With whole lines, each thread
+    block has a place for one line, and uses it again for the next."""
     if config.WHOLE_LINES:
         number = (gl.program_id(0) * work.group + head) * work.query_tiles + tile
     else:

@@ -44,14 +44,14 @@ _WALK_TO_KEEP = 6000
 #: Bytes of the L2 cache, of 50 MB, for what walks under way read and add to.
 _IN_CACHE = 40 * 10**6
 
-#: Bytes that all walks under way may read and sum if thread blocks take whole lines of more than two key tiles: a sum
-#: comes again when a walk is over, and has to be in the L2 cache then. Time before over time of whole lines (an H100):
-#: 1.18 with 26 MB (57 × 384 tokens, 16 heads of 64), 1.08 with 27 MB (32 × 300, 12 of 80), 1.06 with 30 MB (87 × 288,
-#: 8 of 128, causal), 0.88 with 35 MB (32 × 512, 16 of 64), 0.72 with 39 MB (16 × 1,024, 16 of 64, causal).
+#: Bytes that all walks under way may read and sum if thread blocks take whole lines of more than two key tiles. The
+#: next walk reads the sums of this one, and has to find them in the L2 cache. Time before over time of whole lines (an
+#: H100): 1.18 with 26 MB (57 × 384 tokens, 16 heads of 64), 1.08 with 27 MB (32 × 300, 12 of 80), 1.06 with 30 MB (87 ×
+#: 288, 8 of 128, causal), 0.88 with 35 MB (32 × 512, 16 of 64), 0.72 with 39 MB (16 × 1,024, 16 of 64, causal).
 _KEPT_BYTES = 32 * 10**6
 
-#: The most key tiles whose sums are written and read once: fewer bytes than a thread block clears, adds and rounds,
-#: wherever they are. 1.51 (133 × 200, 8 heads of 64), 1.26 (33 × 256, 16 and 4 of 128: 147 MB).
+#: With so many key tiles, sums are written and read once. These are fewer bytes than clearing, adding and rounding
+#: move, wherever the sums are. 1.51 (133 × 200, 8 heads of 64), 1.26 (33 × 256, 16 and 4 of 128: 138 MB).
 _FEW_KEY_TILES = 2
 
 #: How many times as many key tiles a thread block may get as where each is taken by itself.

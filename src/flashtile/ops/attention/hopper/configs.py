@@ -36,8 +36,8 @@ SHORT, SHORT_CAUSAL = 256, 2048
 #: heads of 97 to 128, without a mask and under a causal one.
 HALF_CAUSAL, HALF_WIDE, HALF_WIDE_CAUSAL = 512, 512, 1024
 
-#: Keys that a query sees besides its own up to which tiles have 64 keys in a window: with heads of up to 64 columns,
-#: and of up to 128. Microseconds on an H100 with 128 and 64 keys, 2 × 8,192 tokens unless said otherwise: 32 heads of
+#: Windows of up to so many keys besides a query's own have tiles of 64 keys: with heads of up to 64 columns, and with
+#: heads of up to 128. Microseconds on an H100 with 128 and 64 keys, 2 × 8,192 tokens unless said otherwise: 32 heads of
 #: 64, a window of 128 160 and 112, of 256 170 and 147, of 1,024 337 and 348; 4 × 4,096, 12 heads, 64 on either side, 76
 #: and 45; 16 of 96, 128 103 and 77, 256 127 and 88, 1,024 209 and 200; 16 of 128, 128 109 and 99, 256 126 and 106, 512
 #: 157 and 138, 1,024 230 and 216, 1 × 16,384, 4,096, 645 and 679; 32 and 8 heads of 128, 256, 222 and 171.
