@@ -79,6 +79,13 @@ FORMS = (
         "128-full-max-scores": _HEADS["128"]._replace(max_scores=True, dtype=torch.float16),
         "512-full-max-scores": _HEADS["512"]._replace(max_scores=True),
     }
+    | {
+        # A single consumer, on a GPU that has more multiprocessors than the call has tiles.
+        f"{name}-few": _HEADS[name.partition("-")[0]]._replace(
+            seq_q=1024, seq_k=1024, multiprocessors=132, **_MASKS[name.partition("-")[2]]
+        )
+        for name in ("64-causal", "64-packed", "128-full", "128-window", "192x128-causal", "192-full", "256-causal")
+    }
     | {f"{head}-long-window": _HEADS[head]._replace(**_LONG_WINDOW) for head in ("64", "128", "192x128", "256")}
 )
 #: With all that may change the scores of these kernels.
@@ -688,7 +695,7 @@ BACKWARD_REPEATS = {
     # float16: compiled where two loops or walks that turn need the most registers.
     *("128-window-rotated-fp16", "128-uncut-fp16", "128-fp16", "128-key-lengths-fp16"),
     # Changes of scores, tables, lengths and dropout.
-    *("64-alibi", "128-alibi", "256-alibi", "96-softcap", "128-softcap"),
+    *("64-alibi", "128-alibi", "256-alibi", "128-softcap"),
     *(f"{head}-key-lengths" for head in ("64", "128", "192x128", "256")),
     *(f"{head}-padding-mask" for head in ("64", "128", "192x128", "256")),
     *("64-mask", "128-mask", "192x128-mask", "256-mask", "192x128-bias", "192x128-dropout"),

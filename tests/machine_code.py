@@ -28,6 +28,7 @@ from flashtile._backends.launch import KernelSource, Plan, compile_kernel
 from flashtile.ops.attention.hopper import apart_launch, float32_forward_launch
 from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.hopper.configs import HopperConfig, config_of
+from flashtile.ops.attention.hopper.few_tiles import CallTiles
 from flashtile.ops.attention.hopper.float32_backward_configs import float32_keys_of_dv
 from flashtile.ops.attention.hopper.float32_backward_launch import plan_float32_backward
 from flashtile.ops.attention.hopper.wide_backward_configs import KEYS_OF_DV
@@ -91,6 +92,7 @@ class Call(NamedTuple):
         descales: with factors of 8-bit inputs.
         score_mod: a score function; all that it captures and that learns gets its gradient.
         deterministic: sums are added up in a fixed order.
+        multiprocessors: of a GPU of sm_90: few, so that no call has too few tiles for it.
     """
 
     head_dim: int = 64
@@ -126,6 +128,7 @@ class Call(NamedTuple):
     descales: bool = False
     score_mod: flashtile.ScoreFunction | None = None
     deterministic: bool = False
+    multiprocessors: int = 1
 
 
 def call_of(case: AttentionCase, dtype: torch.dtype, **others: Any) -> Call:
@@ -381,14 +384,17 @@ def _descale_strides(call: Call) -> tuple[tuple[int, int] | None, ...]:
 
 def hopper_config(call: Call) -> HopperConfig:
     """How the forward of the Hopper kernels is cut for a call."""
+    packed = call.sequences is not None
+    lines = call.heads if packed else call.batch * call.heads
+    tiles = CallTiles(call.seq_q, call.sequences or call.batch, packed, lines, call.multiprocessors)
     lengths = call.seq_q, call.seq_k
-    return config_of(call.head_dim, call.head_dim_v, lengths, call.dtype, _spec(call), call.bias, call.mask)
+    return config_of(call.head_dim, call.head_dim_v, lengths, call.dtype, _spec(call), call.bias, call.mask, tiles)
 
 
 def hopper_plan(call: Call) -> hopper_launch.ForwardPlan:
     """The plan of a forward of the Hopper kernels."""
     shapes = _shapes(call)
-    with mock.patch.object(hopper_launch, "multiprocessors", return_value=132):
+    with mock.patch.object(hopper_launch, "multiprocessors", return_value=call.multiprocessors):
         return hopper_launch._plan.__wrapped__(
             call.dtype,
             torch.device("cuda", 0),

@@ -43,6 +43,7 @@ from flashtile.ops.attention.hopper import (
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.backward_source import backward_source
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
+from flashtile.ops.attention.hopper.few_tiles import CallTiles
 from flashtile.ops.attention.hopper.float32_backward_configs import (
     choose_float32_wide_config,
     float32_shared_memory,
@@ -484,23 +485,60 @@ def test_order_and_end_of_tiles_with_tables(change: dict, batch_first: bool, mas
         ({"seq_k": 4095}, 132, False),
         ({"seq_q": 1}, 8, False),
         ({"seq_k": 4096}, 132, True),  # long enough to be beside a transfer
-        ({"seq_k": 4096, "seq_q": 500}, 32, False),
+        ({"seq_k": 4096, "seq_q": 500}, 64, False),
         ({"window_right": 0}, 132, True),
-        ({"window_right": 0, "seq_q": 500}, 32, False),  # each program has one tile
+        ({"window_right": 0, "seq_q": 500}, 64, False),  # each program has one tile
         ({"block_tile": (256, 128)}, 132, True),
         ({"block_tile": (256, 128), "seq_q": 129}, 16, False),  # whole tiles of the mask: two of each head
         ({"mask": _PADDING}, 132, True),
         ({"key_lengths_dtype": torch.int32}, 132, True),
         ({"sequences": 3}, 132, True),
-        ({"sequences": 3, "seq_q": 100}, 16, False),
+        ({"sequences": 3, "seq_q": 100}, 20, False),
         ({"batch": 0}, 0, False),
         ({"seq_k": 0}, 0, False),
     ],
     ids=str,
 )
 def test_programs_and_order(change: dict, programs: int, dynamic: bool) -> None:
-    plan = hopper_plan(_CALL._replace(**change))
+    plan = hopper_plan(_CALL._replace(multiprocessors=132, **change))
     assert (plan.kernel.programs, plan.dynamic) == (programs, dynamic)
+
+
+@pytest.mark.parametrize(
+    "head_dim, heads, rows, change, block_m",
+    [
+        (64, 20, 1500, {}, 64),  # 160 tiles of 192 queries are two rounds, and 480 of 64 less than two
+        (64, 12, 1500, {}, 192),  # 96 tiles fit one round
+        (64, 8, 4096, {}, 64),
+        (64, 12, 4096, {}, 192),
+        (64, 12, 1500, {"spills": True}, 192),
+        (64, 12, 2048, {"right": True}, 64),
+        (64, 12, 4096, {"right": True}, 192),
+        (64, 12, 1024, {"left": True, "right": True, "window": 5000}, 128),
+        (64, 64, 4096, {"dropout": True}, 64),
+        (64, 1, 1024, {"tables": 2}, 128),
+        (64, 64, 4096, {"max_seqlen_k": 77}, 64),
+        (40, 8, 1024, {}, 64),  # fewer tiles than multiprocessors
+        (40, 8, 1024, {"right": True}, 128),
+        (128, 8, 1024, {}, 64),
+        (128, 16, 1024, {}, 128),
+        (128, 16, 1024, {"right": True}, 64),
+        (128, 16, 2048, {"right": True}, 128),
+        (128, 400, 73, {"dropout": True}, 64),
+        (96, 400, 73, {"dropout": True}, 128),
+        (256, 8, 1024, {}, 64),
+        (256, 8, 2048, {"right": True}, 128),
+        (512, 1, 1024, {}, 128),
+        (64, 1, 1024, {"dtype": configs.FP8}, 192),
+    ],
+    ids=str,
+)
+def test_few_tiles_have_one_consumer(head_dim: int, heads: int, rows: int, change: dict, block_m: int) -> None:
+    tiles = CallTiles(rows, 1, False, heads, 132)
+    given = {"left": False, "right": False, **change}
+    config = configs.choose_config(head_dim, head_dim, rows, tiles=tiles, **given)
+    assert config.block_m == block_m
+    assert configs.shared_memory(config, head_dim, head_dim) <= config.room
 
 
 @pytest.mark.parametrize(
@@ -1794,7 +1832,11 @@ def test_every_head_of_the_backward_fits_on_chip(
                 head_dim, head_dim_v, softcap, blocks, left, ordered=ordered, derivatives_apart=True
             )
             assert backward_configs.backward_shared_memory(apart, head_dim, head_dim_v, True) <= configs.SHARED_MEMORY
-            assert apart == config._replace(sum_columns=apart.sum_columns) and apart.sum_columns in (32, 64)
+            assert apart.sum_columns in (32, 64)
+            if apart.block_n < config.block_n:  # with more keys a thread would spill more
+                assert 96 < max(head_dim, head_dim_v) <= 128 and apart.split_roles
+            else:
+                assert apart == config._replace(sum_columns=apart.sum_columns)
         assert config.sums_by_tma or not ordered
         assert not (softcap and config.statistics_multiplied)  # lse comes off behind the soft cap
         assert backward_configs.backward_shared_memory(config, head_dim, head_dim_v) <= configs.SHARED_MEMORY

@@ -10,6 +10,7 @@ from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary
 from flashtile.ops.attention.hopper import backward_configs, configs
 from flashtile.ops.attention.hopper import float32_backward_configs as float32_configs
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8
+from flashtile.ops.attention.hopper.few_tiles import CallTiles
 from flashtile.ops.attention.hopper.float32_forward_configs import (
     HALF_WIDE,
     NARROW,
@@ -178,11 +179,19 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     if call.dtype is torch.float32:
         return _describe_float32_forward(*heads)
     side = call.side or SideInputs()
-    config = configs.config_of(*heads, (side.max_seqlen_q, side.max_seqlen_k), call.dtype, spec, call.bias, side.mask)
+    lengths = side.max_seqlen_q, side.max_seqlen_k
+    config = configs.config_of(*heads, lengths, call.dtype, spec, call.bias, side.mask, _tiles_of(call, side))
     memory = configs.shared_memory(config, *heads, call.dtype)
     summary = summary_of((config.block_m, config.block_n), _warps(config.consumers), config.stages, memory)
     forward = KernelChoice("forward", config, memory, "hopper", summary=summary)
     return (KernelChoice("widen", backend="hopper"), forward) if call.dtype is FP8 else (forward,)
+
+
+def _tiles_of(call: AttentionCall, side: SideInputs) -> CallTiles:
+    *outer, rows, heads, _ = call.q_shape
+    if side.cu_seqlens_q is not None:
+        return CallTiles(rows, side.cu_seqlens_q.numel() - 1, True, heads, call.multiprocessors)
+    return CallTiles(rows, outer[0], False, outer[0] * heads, call.multiprocessors)
 
 
 def _warps(consumers: int) -> str:

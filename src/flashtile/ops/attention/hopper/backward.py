@@ -74,6 +74,8 @@ from flashtile.ops.attention.hopper.backward_pieces import (
 from flashtile.ops.attention.hopper.backward_scores import (
     add_to_slope_sums,
     derivatives_of,
+    dropout_of,
+    dropout_of_step,
     gradient_factors,
     load_tables,
     score_gradients,
@@ -330,18 +332,19 @@ def sum_dk_dv(WHICH: gl.constexpr, config, shared, descriptors, problem, blocks)
         k.acquire(slot)
         v.acquire(slot)
         step = step_of(work, 0, config)
+        dropout = dropout_of(0, work, problem)
         sums = KeyGradients(dk, dv)
         unmasked = 0
         if config.MASKS_LAST:
             unmasked = work.unmasked_steps
             for index in range(unmasked):
-                step, sums = _add_step(
-                    steps_done + index, step, sums, keys, work, config, shared, problem, blocks,
+                step, dropout, sums = _add_step(
+                    steps_done + index, step, dropout, sums, keys, work, config, shared, problem, blocks,
                     False, WHICH,
                 )  # fmt: skip
         for index in range(unmasked, work.steps):
-            step, sums = _add_step(
-                steps_done + index, step, sums, keys, work, config, shared, problem, blocks,
+            step, dropout, sums = _add_step(
+                steps_done + index, step, dropout, sums, keys, work, config, shared, problem, blocks,
                 config.MASKS, WHICH,
             )  # fmt: skip
         dv = scaled_by_dropout(sums.dv, problem)
@@ -373,10 +376,10 @@ def _wait_dq_summed(work, steps_done, shared):
 
 @gluon.jit
 def _add_step(
-    count, step, sums, keys, work, config, shared, problem, blocks, MASK: gl.constexpr, WHICH: gl.constexpr
+    count, step, dropout, sums, keys, work, config, shared, problem, blocks, MASK: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
     """The thread block's step number `count`: adds its part of dk and dv, and hands `dsᵀ` to `sum_dq`. Returns the next
-    step and the sums. MASK: a band or the end of the keys may cut its tile."""
+    step, what `dropout_of_step` takes for it, and the sums. MASK: a band or the end of the keys may cut its tile."""
     q, dout, dscores = shared.q, shared.dout, shared.dscores
     dk, dv = sums.dk, sums.dv
     dtype: gl.constexpr = q.tiles.dtype
@@ -395,13 +398,15 @@ def _add_step(
         if config.TILE_K > 0:
             if part == 0:
                 step, kind = listed_step(count, config, shared)
+        if part == 0:
+            dropout = dropout_of_step(dropout, step, work, problem, config)
         tables = load_tables(keys.first, slot, step, part, work, shared.bias, problem, config, WHICH)
         s = warpgroup_mma_wait(0, [s])
         p, inner = weights_of(
             s, lse, keys.positions, keys.first, step, kind, tables, part, work, config, problem, blocks,
             MASK,
         )  # fmt: skip
-        weights, p = with_dropout(p, keys.first, step, part, work, config, problem)
+        weights, p = with_dropout(p, dropout, keys.first, step, part, work, config, problem)
         probs = pack(weights, dtype)
         if config.STATISTICS_MULTIPLIED and not MASK:
             probs = pin_pairs_before_product(probs)
@@ -432,7 +437,7 @@ def _add_step(
             dout.release(slot)
         dk = wait_sum(0, q, dk)
     q.release(slot)
-    return step_after(work, step, config), KeyGradients(dk, dv)
+    return step_after(work, step, config), dropout, KeyGradients(dk, dv)
 
 
 # dv and dk, each by a warpgroup of its own
@@ -457,6 +462,7 @@ def sum_dv(config, shared, descriptors, problem, blocks):
         dv = wide_zeros(dout)
         k.acquire(key_slot)
         step = step_of(work, 0, config)
+        dropout = dropout_of(0, work, problem)
         for index in range(work.steps):
             slot = q.slot(steps_done + index)
             probs_slot = probs.slot(steps_done + index)
@@ -467,6 +473,7 @@ def sum_dv(config, shared, descriptors, problem, blocks):
             s, lse = subtract_statistic(s, None, shared.statistics, slot, LSE, 0, config.M, config)
             if config.TILE_K > 0:
                 step, kind = listed_step(steps_done + index, config, shared)
+            dropout = dropout_of_step(dropout, step, work, problem, config)
             tables = load_tables(work.first_key, slot, step, 0, work, shared.bias, problem, config, 0)
             s = warpgroup_mma_wait(0, [s])
             p, inner = weights_of(
@@ -474,7 +481,7 @@ def sum_dv(config, shared, descriptors, problem, blocks):
                 config.MASKS,
             )  # fmt: skip
             q.release(slot)
-            kept, p = with_dropout(p, work.first_key, step, 0, work, config, problem)
+            kept, p = with_dropout(p, dropout, work.first_key, step, 0, work, config, problem)
             weights = pack(kept, dtype)
             probs.wait_empty(probs_slot)
             probs.tile(probs_slot).store(gradient_factors(p, inner, weights, problem, config))

@@ -71,6 +71,12 @@ _HALVES_OF_KEYS = BackwardConfig(
     sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=True, sums_by_tma=True,
 )
 
+#: The same where both gradients together are up to 320 columns wide.
+_WIDE_HALVES_OF_KEYS = BackwardConfig(
+    block_n=128, block_m=64, parts=2, stages=2, key_stages=1, dscore_stages=2,
+    sum_columns=64, split_roles=False, producer=False, registers=216, statistics_multiplied=True, sums_by_tma=False,
+)
+
 #: (widest head_dim, widest head_dim_v, config). TFLOP/s at 8,192 tokens without a mask.
 _BACKWARD_ROWS = (
     # Tiles of 128 queries: more work for each byte of shared memory that is read (600; 64 queries 485). Statistics
@@ -85,11 +91,12 @@ _BACKWARD_ROWS = (
     # cycles at 512 tokens, 8 % from 2,048 on. Sums not by TMA: 1 to 3 % more.
     (128, 128, _HALVES_OF_KEYS),
     # dk and dv take so many registers that a producer would leave too few: ptxas would let no two products be in
-    # flight (403, causal 328; so 434 and 396). Sums not by TMA: 5 to 9 % fewer cycles.
-    (192, 128, BackwardConfig(
-        block_n=128, block_m=64, parts=2, stages=2, key_stages=1, dscore_stages=2,
-        sum_columns=64, split_roles=False, producer=False, registers=216, statistics_multiplied=True, sums_by_tma=False,
-    )),
+    # flight (403, causal 328; so 434 and 396). Sums not by TMA: 5 to 9 % fewer cycles. With 64 keys in split roles the
+    # sums of dq fill the way into the L2 cache. Time of that over this, D 160, 8 heads (an H100): 4 × 4,096 tokens
+    # 1.35, causal 1.28, 16 × 1,024 1.22 and 1.14, in order 1.33, packed 1.09, a window of 1,024 1.11; but 128 × 128,
+    # causal, 0.98. With a soft cap or dropout it spills: 0.76 to 0.99.
+    (160, 160, _WIDE_HALVES_OF_KEYS),
+    (192, 128, _WIDE_HALVES_OF_KEYS),
     # 64 keys: no more fit on chip. One place for gradients of scores, so that two tiles of dout fit. Sums not by TMA:
     # 8 % fewer cycles. Statistics multiplied: 2.6 % more.
     (256, 256, BackwardConfig(
@@ -97,6 +104,10 @@ _BACKWARD_ROWS = (
         sum_columns=64, split_roles=True, producer=True, registers=208, statistics_multiplied=False, sums_by_tma=False,
     )),
 )
+
+#: With a soft cap, a score function or dropout, heads of 97 to 128: weights of half a tile of queries at a time, else a
+#: thread spills 300 to 400 bytes, and the call takes 1.4 to 2 times as long.
+_CAPPED_HALVES_OF_KEYS = _HALVES_OF_KEYS._replace(parts=2, statistics_multiplied=False)
 
 #: The rows with a soft cap or a score function, whose derivatives need registers too, and with dropout and full tables.
 #: No row multiplies statistics, because a function takes scores from which lse has not been subtracted. Milliseconds
@@ -108,7 +119,14 @@ _BACKWARD_CAPPED_ROWS = (
         block_n=128, block_m=64, parts=1, stages=3, key_stages=2, dscore_stages=2,
         sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=False, sums_by_tma=True,
     )),
-    # 5.99; the row without a soft cap 9.92, 64 keys × 128 queries 6.37.
+    # With 64 keys the sums of dq fill the way into the L2 cache. Time of that, in split roles, over these two (an
+    # H100), 16 heads: of 96, 4 × 4,096 tokens, dropout 1.33, causal 1.23, a mask 1.36, a function with tanh, causal,
+    # 1.31; of 80, 16 × 1,024, dropout 1.34; of 128, 4 × 4,096, dropout 1.14 and 1.08, a soft cap 1.26 and 1.15. But of
+    # 128, 64 × 128, dropout, causal 0.87, and 2 × 4,096, 32 and 8 heads, 0.98.
+    (96, 96, _HALVES_OF_KEYS._replace(statistics_multiplied=False)),
+    (128, 128, _CAPPED_HALVES_OF_KEYS),
+    # With a block mask whose tiles have 64 keys; where tables are loaded (4 × 2,047 tokens, a bias: 0.84 of the time of
+    # 128 keys); and with derivatives apart, for which a thread with 128 keys spills 296 bytes (0.99 of the time).
     (128, 128, BackwardConfig(
         block_n=64, block_m=64, parts=1, stages=3, key_stages=1, dscore_stages=2,
         sum_columns=64, split_roles=True, producer=True, registers=208, statistics_multiplied=False, sums_by_tma=True,
@@ -160,6 +178,7 @@ def choose_backward_config(
     moved_bias: bool = False,
     own_bias: bool = False,
     bias_alone: bool = False,
+    loads_tables: bool = False,
 ) -> BackwardConfig:
     """The row of a call: the first that holds the head. `derivatives`, `derivatives_apart`: as in
     `backward_tiles.KernelConfig`. The widest heads have room for derivatives apart and for additions by TMA only if
@@ -170,7 +189,8 @@ def choose_backward_config(
     a bias or a mask with rows and columns. Their tiles, random words and indices need registers as derivatives do, and
     dropped weights need delta apart from `dpᵀ`. `moved_bias`: TMA can bring the bias, and does if its tiles fit.
     `own_bias`: the gradient of a bias is that of the scores, and is stored as such if there is room on chip.
-    `bias_alone`: such a bias is all by which a call is `modified`."""
+    `bias_alone`: such a bias is all by which a call is `modified`. `loads_tables`: a bias or a mask with rows and
+    columns does not come by TMA. Their addresses need registers too."""
     rows: tuple[tuple[int, int, BackwardConfig], ...] = (*_BACKWARD_ROWS[:-1], *_BACKWARD_CAPPED_ROWS)
     if bias_alone and not derivatives and block_tile is None:
         rows = _BACKWARD_BIAS_ROWS
@@ -181,6 +201,7 @@ def choose_backward_config(
         config
         for heads, heads_v, config in rows
         if head_dim <= heads and head_dim_v <= heads_v and queries % config.block_m == keys % config.block_n == 0
+        if not ((loads_tables or derivatives_apart) and config == _CAPPED_HALVES_OF_KEYS)
     )
     row = row._replace(sum_columns=min(row.sum_columns, tile_width(head_dim)))
     # In a window there are few steps for all the bytes of such statistics: 3 % fewer cycles without (128 keys, D 64).
@@ -191,8 +212,11 @@ def choose_backward_config(
     if derivatives_apart and backward_shared_memory(row, head_dim, head_dim_v, True) > SHARED_MEMORY:
         row = row._replace(sum_columns=row.sum_columns // 2)
     for asked, name in ((moved_bias, "bias_by_tma"), (own_bias, "bias_stored")):
-        cut = row._replace(**{name: asked})
-        row = cut if backward_shared_memory(cut, head_dim, head_dim_v, derivatives_apart) <= SHARED_MEMORY else row
+        for stages in range(row.stages, 1, -1):
+            cut = row._replace(**{name: asked})._replace(stages=stages)
+            if backward_shared_memory(cut, head_dim, head_dim_v, derivatives_apart) <= SHARED_MEMORY:
+                row = cut
+                break
     return row._replace(producer=True, registers=208) if block_tile and not row.producer else row
 
 
@@ -206,10 +230,11 @@ def backward_config_of(
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     left = spec.window_left is not None
     modified = spec.dropout_p > 0 or tables > 1 or spec.score_program is not None
+    loads_tables = tables > (BIAS_BYTES if moved_bias else 1)
     bias_alone = moved_bias and tables == BIAS_BYTES and not (spec.dropout_p or spec.score_program or learned_slopes)
     return choose_backward_config(
         head_dim, head_dim_v, derivatives, block_tile, left, spec.scale, spec.deterministic, modified,
-        derivatives_apart_of(spec, learned_slopes), moved_bias, own_bias and not derivatives, bias_alone,
+        derivatives_apart_of(spec, learned_slopes), moved_bias, own_bias and not derivatives, bias_alone, loads_tables,
     )  # fmt: skip
 
 

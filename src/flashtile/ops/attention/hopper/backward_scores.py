@@ -141,12 +141,36 @@ def _load_table(
 
 
 @gluon.jit
-def with_dropout(p, first_key, step, part: gl.constexpr, work, config, problem):
-    """The weights for dv, and what is a factor of the scores' gradients (`signed_by_dropout`)."""
+def dropout_of(head, work, problem):
+    """The `HeadDropout` of a head, counted from the first of the group; 0 without dropout."""
+    dropout = 0
+    if problem.side.dropout_seed is not None:
+        heads = problem.heads_kv * work.group
+        dropout = dropout_of_head(problem.side, problem.numbers, work.sequence, work.first_head + head, heads)
+    return dropout
+
+
+@gluon.jit
+def dropout_of_step(dropout, step, work, problem, config):
+    """The same of a step, from that of the step before. Its words take ten rounds of Philox, one after another, as long
+    as a product. So they are computed anew only where several heads visit the keys, and while a product is in flight.
+    Beside a score function there are no registers to keep them in."""
+    if problem.side.dropout_seed is not None:
+        if config.SCORE_FUNCTION is not None:
+            dropout = dropout_of(step.head, work, problem)
+        elif work.group > 1:
+            dropout = dropout_of(step.head, work, problem)
+    return dropout
+
+
+@gluon.jit
+def with_dropout(p, dropout, first_key, step, part: gl.constexpr, work, config, problem):
+    """The weights for dv, and what is a factor of the scores' gradients (`signed_by_dropout`). `dropout`: of the step's
+    head (`dropout_of`)."""
     weights = p
     if problem.side.dropout_seed is not None:
         query = visited_tile(work, step.tile, config) * config.M + part * (config.M // config.PARTS)
-        weights, p = signed_by_dropout(p, query, first_key, step.head, work, problem)
+        weights, p = signed_by_dropout(p, dropout, query, first_key)
     return weights, p
 
 
@@ -179,11 +203,9 @@ def derivatives_of(inner, config):
 
 
 @gluon.jit
-def signed_by_dropout(p, first_query, first_key, head, work, problem):
+def signed_by_dropout(p, dropout, first_query, first_key):
     """The weights `pᵀ` that dropout keeps, which it does not scale yet, and all weights, with a minus before those that
     it drops. So which these are takes no registers."""
-    heads = problem.heads_kv * work.group
-    dropout = dropout_of_head(problem.side, problem.numbers, work.sequence, work.first_head + head, heads)
     layout: gl.constexpr = p.type.layout
     kept = kept_weights(dropout, first_query, first_key, p.shape[1], p.shape[0], layout, True)
     return gl.where(kept, p, 0.0), gl.where(kept, p, -p)

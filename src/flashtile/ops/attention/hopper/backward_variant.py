@@ -278,16 +278,16 @@ def _may_mask_last(variant: BackwardVariant) -> bool:
     the left and no line is reversed.
 
     They have none where a tile of queries is as large as one of keys, because there they are the larger part of a short
-    sequence. Packed calls have none, because registers do not suffice in float16, and neither have calls with ALiBi,
-    whose scalars spill in either loop. Nor is there one where keys have two places: ptxas 12.8 computes the addresses
-    for both loops ahead of the first one, which may not run.
+    sequence. Packed calls have none, because registers do not suffice in float16, and neither have calls with a soft
+    cap or ALiBi, whose scalars spill in either loop. Nor is there one where keys have two places: ptxas 12.8 computes
+    the addresses for both loops ahead of the first one, which may not run.
     """
     config = variant.config
     they_are_last = not variant.has_left and not variant.listed
     they_are_few = config.block_m < config.block_n
     registers_suffice = config.producer and not variant.packed and not variant.side.has("alibi_slopes")
     registers_suffice = registers_suffice and not any(map(variant.side.has, ("bias", "mask", "dropout_seed")))
-    registers_suffice = registers_suffice and not variant.has_function
+    registers_suffice = registers_suffice and not (variant.has_function or variant.softcap)
     return they_are_last and they_are_few and registers_suffice and config.key_stages == 1 and SUMS_PASS_LOOPS
 
 

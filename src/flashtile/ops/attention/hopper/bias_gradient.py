@@ -37,7 +37,13 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     start_transposed,
     subtract_statistic,
 )
-from flashtile.ops.attention.hopper.backward_scores import load_tables, score_gradients, weights_of, with_dropout
+from flashtile.ops.attention.hopper.backward_scores import (
+    dropout_of,
+    load_tables,
+    score_gradients,
+    weights_of,
+    with_dropout,
+)
 from flashtile.ops.attention.hopper.backward_tiles import KernelConfig, KeyTile, Step, listed_step, work_of
 from flashtile.ops.attention.hopper.blocks import (
     EMPTY,
@@ -437,10 +443,11 @@ def _score_gradients(
     dout.acquire(slot)
     dp = start_transposed(shared.v.operand(key_slot), dout.operand(slot), 0, zeros, dout.TAIL)  # [64, M]
     s, lse = subtract_statistic(s, None, shared.statistics, slot, LSE, 0, config.M, config)
+    dropout = dropout_of(step.head, work, problem)
     tables = load_tables(first_key, Slot(which, 0), step, 0, work, bias_tiles, problem, config, WHICH)
     s = warpgroup_mma_wait(2 if dout.TAIL > 0 else 1, [s])
     p, _ = weights_of(s, lse, positions, first_key, step, kind, tables, 0, work, config, problem, blocks, config.MASKS)
-    _, p = with_dropout(p, first_key, step, 0, work, config, problem)
+    _, p = with_dropout(p, dropout, first_key, step, 0, work, config, problem)
     dp, delta = subtract_statistic(dp, None, shared.statistics, slot, DELTA, 0, config.M, config)
     dp = warpgroup_mma_wait(0, [dp])
     dout.release(slot)

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from flashtile._backends.devices import triton_version
+from flashtile.ops.attention.hopper.few_tiles import CallTiles, one_consumer_pays
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Table
 from flashtile.ops.attention.triton.score_source import reads_by_key, tile_values
 
@@ -223,7 +224,11 @@ _HALF_KEYS = HopperConfig(
 #: with, and those of one program begin and end together. Two programs with one each do not. Microseconds, this,
 #: `_HALF_KEYS` and `_NARROW`: 64 × 128 tokens, 12 heads of 64, 15.2, 16.9 and 17.4; 128 × 128, 32 heads, 67.4, 69.2 and
 #: 70.7; 64 × 256, 16 heads, 49.6, 53.9 and 53.2; of 32, 64 × 256, 12 heads, 32.0, 37.4 and 35.8. But of 40, 64 × 128,
-#: 12 heads, 19.8, 16.1 and 15.8; and causal, 64 × 128, 12 heads of 64, 19.0, 18.1 and 19.9.
+#: 12 heads, 19.8, 16.1 and 15.8; and causal, 64 × 128, 12 heads of 64, 19.0, 18.1 and 19.9. Few keys of many queries
+#: likewise: 4,096 queries on 77 keys, 10 heads, 1 and 4 sequences 1.20 and 1.08 times as fast as with three consumers,
+#: 8 × 4,096 on 256, 16 heads, 1.11. With dropout always, instead of two consumers of 64 keys: 4 × 4,096 tokens, 32
+#: heads, 1.07 times, causal 1.06, 16 × 1,024, 16 heads, 1.00, 64 × 128, 12 heads, 1.14. And where tiles are few
+#: (`few_tiles`).
 _ALONE = HopperConfig(
     consumers=1, block_n=128, stages=2, registers=224, max_registers=128, q_in_registers=True, ahead=0, resident=2
 )
@@ -233,6 +238,11 @@ _ALONE = HopperConfig(
 _SINGLE = HopperConfig(
     consumers=1, block_n=64, stages=4, registers=224, max_registers=128, q_in_registers=False, ahead=32, resident=2
 )
+
+#: With heads of 65 to 128, where tiles are few (`few_tiles`), and with dropout where sequences are short: 103 × 73
+#: tokens, 4 heads of 128, 1.17 times as fast as two consumers, 64 × 128, 16 heads, 1.07, causal 1.03; but 16 × 512
+#: 1.01, and of 96, 64 × 197, 12 heads, 0.97.
+_WIDE_SINGLE = _SINGLE._replace(stages=2, q_in_registers=True)
 
 #: Instead of the row of 65 to 128 columns, for long sequences with 8-bit queries and keys: a third consumer, for which
 #: half the keys make room, computes exponentials while others multiply. TFLOP/s of one run, two consumers and this:
@@ -260,12 +270,13 @@ def choose_config(
     max_seqlen_k: int = 0,
     spills: bool = False,
     window: int | None = None,
+    tiles: CallTiles | None = None,
 ) -> HopperConfig:
     """The row of a call. `left`, `right`: whether keys on that side of a band are not visible; if on both, `window` is
     how many keys a query sees besides its own. `block_tile`: (queries,
     keys) of a block mask's tiles, usually of 128; the kernel's divide them. `tables`: as `table_bytes` and
     `function_bytes` have it. `moved_bias`: TMA can bring the bias (`moves_by_tma`). `max_seqlen_k`: 0 where no sequence
-    has more keys than queries. `spills`: ptxas would spill (`_SPILLS_FROM`)."""
+    has more keys than queries. `spills`: ptxas would spill (`_SPILLS_FROM`). `tiles`: None for a call of many tiles."""
     blocks = block_tile is not None
     widest = max(head_dim, head_dim_v)
     part = _part_width(head_dim_v)
@@ -278,16 +289,17 @@ def choose_config(
         row = _NARROW if left or blocks or short or dropout or tables else row
     elif dtype is FP8 and widest <= 128 and long and not (left or blocks):
         row = _LONG_8
-    plain = not (blocks or dropout or tables or dtype is FP8)
+    bare = not (blocks or tables or dtype is FP8)
     longest = max(max_seqlen_q, max_seqlen_k)
-    if plain and _has_half_keys(widest, longest, left, right, window):
+    if bare and not dropout and _has_half_keys(widest, longest, left, right, window):
         row = _HALF_KEYS
-    elif plain and not left and widest <= 64 and longest <= SHORT and not right and _fill_tiles(head_dim, head_dim_v):
-        row = _ALONE
     if (dropout or tables > 2) and row.block_n > 64:
         # A thread holds scores, weights and sums already: half the keys leave room for random words, or for four bytes
         # of tables for each score.
         row = row._replace(block_n=64, stages=2 * row.stages)
+    if bare:
+        lengths = max_seqlen_q, max_seqlen_k or max_seqlen_q
+        row = _of_one_consumer(row, head_dim, head_dim_v, lengths, left, right, dropout, tiles) or row
     if block_tile is not None:
         row = _within_tile(row, block_tile, widest)
     if moved_bias:
@@ -307,9 +319,33 @@ def _has_half_keys(widest: int, longest: int, left: bool, right: bool, window: i
     return 96 < widest <= 128 and longest <= (HALF_WIDE_CAUSAL if right else HALF_WIDE)
 
 
+def _of_one_consumer(
+    row: HopperConfig, head_dim: int, head_dim_v: int, lengths: tuple[int, int], left: bool, right: bool, dropout: bool,
+    tiles: CallTiles | None,
+) -> HopperConfig | None:  # fmt: skip
+    """The row of one consumer that serves instead of `row`; None where none does. `lengths`: queries and keys of the
+    longest sequence."""
+    widest = max(head_dim, head_dim_v)
+    few = tiles is not None and one_consumer_pays(tiles, widest, right and not left)
+    if widest > 128:
+        return row._replace(consumers=1, in_turn=False) if few and widest <= _MAX_PART else None
+    if widest > 64:
+        short = dropout and widest > 96 and max(lengths) <= SHORT
+        return _WIDE_SINGLE if few or short else None
+    if left:
+        return None
+    if not _fill_tiles(head_dim, head_dim_v):
+        # Its tiles of queries are more, so that keys are loaded more often, and TMA fills these up.
+        few = tiles is not None and not right and tiles.gives_at_most(1)
+    elif lengths[0] <= SHORT and not right:
+        few = lengths[1] <= SHORT or (tiles is not None and tiles.gives_at_most(2))
+    elif lengths[1] <= SHORT and not right:
+        few = True
+    return _ALONE if few or dropout else None
+
+
 def _fill_tiles(*head_dims: int) -> bool:
-    """Whether heads of up to 64 columns have as many as their tiles. Others, which TMA fills up, take longer with
-    `_ALONE`, whose tiles of queries are twice as many, so that keys are loaded twice as often."""
+    """Whether heads of up to 64 columns have as many as their tiles."""
     return all(column_chunks(head_dim) == (head_dim, 0) for head_dim in head_dims)
 
 
@@ -387,7 +423,7 @@ def function_bytes(score_program: str | None) -> int:
 
 def config_of(
     head_dim: int, head_dim_v: int, max_seqlens: tuple[int, int], dtype: torch.dtype, spec: AttentionSpec,
-    bias: Table | None, mask: Broadcast | None,
+    bias: Table | None, mask: Broadcast | None, tiles: CallTiles,
 ) -> HopperConfig:  # fmt: skip
     """The row of a call, for who launches it and for who tells what it would launch. `max_seqlens`: of queries and of
     keys."""
@@ -399,7 +435,7 @@ def config_of(
     tables = table_bytes(bias, mask) + function_bytes(spec.score_program)
     return choose_config(
         head_dim, head_dim_v, max_seqlens[0], left, right, block_tile, dtype, spec.dropout_p > 0, tables,
-        moves_by_tma(bias, dtype), max_seqlens[1], triton_version() >= _SPILLS_FROM, window,
+        moves_by_tma(bias, dtype), max_seqlens[1], triton_version() >= _SPILLS_FROM, window, tiles,
     )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ from flashtile.ops.attention.hopper.configs import (
     value_chunks,
     value_parts,
 )
+from flashtile.ops.attention.hopper.few_tiles import CallTiles
 from flashtile.ops.attention.hopper.float32_forward_launch import forward_float32
 from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
 from flashtile.ops.attention.hopper.parameters import (
@@ -183,13 +184,14 @@ def _plan(
     q_shape, packed = shapes[0], side.sequences is not None
     sizes = call_sizes(shapes, side)
     batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = sizes
-    config = config_of(head_dim, head_dim_v, max_seqlens, dtype, spec, side.bias, side.mask)
+    call_tiles = CallTiles(rows_q, batch, packed, heads if packed else batch * heads, multiprocessors(device))
+    config = config_of(head_dim, head_dim_v, max_seqlens, dtype, spec, side.bias, side.mask, call_tiles)
     whole_rows, _ = whole_sizes(sizes, packed, spec)
     tiles = tiles_of(whole_rows, config.block_m, batch, packed)
     parts = value_parts(head_dim_v)
-    lines = parts * (heads if packed else batch * heads)
+    lines = parts * call_tiles.lines
     check_programs("q", tiles * lines)
-    programs = min(tiles * lines, config.resident * multiprocessors(device)) if q_shape.numel() and rows_k else 0
+    programs = min(tiles * lines, config.resident * call_tiles.multiprocessors) if q_shape.numel() and rows_k else 0
     # Where tiles are alike and short, each program takes its share in turn, which needs no atomics.
     uneven = packed or spec.banded or side.blocks is not None or side.key_lengths_dtype is not None
     uneven = uneven or _same_for_all_rows(side.mask)

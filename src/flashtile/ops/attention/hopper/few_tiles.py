@@ -1,0 +1,63 @@
+"""Forwards of few tiles, which leave multiprocessors without work: whether tiles of one consumer serve better than
+tiles of several. They have 64 queries, so that there are more of them, and two programs share a multiprocessor."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flashtile.ops.attention.plans import tiles_of
+
+#: Query rows of a tile of one consumer, and of three, the row of long calls with heads of up to 64 columns.
+_ROWS_OF_ONE, _ROWS_OF_THREE = 64, 192
+
+#: The time of a tile of two programs that share a multiprocessor, and of one that has it for itself, where a tile of
+#: three consumers takes 1. Heads of 64 without a mask, time of three consumers over that of one (an H100): 20 heads,
+#: 1,500 tokens 1.19, two of these sequences 0.92; 12 heads, 0.86; 8 heads, 4,096 tokens 1.18, 12 heads 0.81.
+_OF_A_PAIR, _OF_ONE = 0.83, 0.5
+
+#: How many such tiles a multiprocessor may get under a causal mask: heads of 64, 1,024 tokens, 4, 12 and 32 heads (0.5,
+#: 1.5 and 3.9 tiles) 1.28, 1.17 and 0.99; 8,192 tokens, 4 heads (3.9) 1.32; 4,096 tokens, 12 heads (5.8) 0.79. Of 128,
+#: 1,024 tokens, 8 and 16 heads (1 and 1.9) 1.26 and 1.13, 2,048 tokens, 16 heads (3.9) 1.00.
+_CAUSAL_NARROW, _CAUSAL_WIDE = 4, 2
+
+
+class CallTiles(NamedTuple):
+    """By what the tiles of a call are counted.
+
+    Attributes:
+        rows: queries of a sequence, of a packed call all of them.
+        batch: sequences.
+        packed: whether they lie one behind another.
+        lines: heads of all sequences; of a packed call the heads.
+        multiprocessors: of the GPU.
+    """
+
+    rows: int
+    batch: int
+    packed: bool
+    lines: int
+    multiprocessors: int
+
+    def count(self, queries: int) -> int:
+        """Tiles of so many queries."""
+        return self.lines * tiles_of(self.rows, queries, self.batch, self.packed)
+
+    def gives_at_most(self, most: int) -> bool:
+        """Whether no multiprocessor gets more than so many tiles of one consumer."""
+        return self.count(_ROWS_OF_ONE) <= most * self.multiprocessors
+
+
+def one_consumer_pays(tiles: CallTiles, widest: int, causal: bool) -> bool:
+    """Whether tiles of one consumer take less time than those of the row of a long call. `widest`: columns of the
+    widest head. `causal`: a mask hides keys on the right alone, so tiles are short and long."""
+    if causal and widest <= 128:
+        return tiles.gives_at_most(_CAUSAL_NARROW if widest <= 64 else _CAUSAL_WIDE)
+    if widest > 64:
+        # Heads of 128, 8 heads, 1,024 tokens (one tile) 1.27, 16 heads (two) 1.08, 2,048 tokens (four) 0.94. Of 160,
+        # 192 and 256, one tile: 1.23 to 1.51.
+        return tiles.gives_at_most(1)
+    pairs, others = divmod(tiles.count(_ROWS_OF_ONE), 2 * tiles.multiprocessors)
+    time = pairs * _OF_A_PAIR
+    if others:
+        time += _OF_ONE if others <= tiles.multiprocessors else _OF_A_PAIR
+    return time < -(-tiles.count(_ROWS_OF_THREE) // tiles.multiprocessors)
