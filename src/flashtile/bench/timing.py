@@ -15,8 +15,10 @@ from typing import Any, Protocol
 
 import torch
 
-#: Calls shorter than this, in ms, are replayed from a graph that holds as many as fill this time.
+#: A graph holds as many calls as fill this time, in ms, at least one.
 _GRAPH_BELOW_MS = 1.0
+#: Up to this, in ms, an estimate may be the time that a busy host takes to launch the call, so a graph decides.
+_HOST_MAY_TAKE_MS = 5.0
 _WARM_UP_CALLS = 3
 _ESTIMATE_CALLS = 5
 #: Calls longer than this, in ms, need no warming up, and two of them are enough for an estimate.
@@ -48,7 +50,7 @@ def make_timer(function: Callable[[], Any], device: torch.device) -> Timer:
         return CpuTimer(function)
     events = EventTimer(function)
     estimate_ms = events.estimate_ms
-    if estimate_ms >= _GRAPH_BELOW_MS or isinstance(function, Uncaptured):
+    if estimate_ms >= _HOST_MAY_TAKE_MS or isinstance(function, Uncaptured):
         return events
     calls = math.ceil(_GRAPH_BELOW_MS / max(estimate_ms, 1e-3))
     try:

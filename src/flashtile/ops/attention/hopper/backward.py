@@ -15,15 +15,15 @@ Roles, one for each warpgroup, and a warp that loads:
 
 - `sum_dk_dv`, twice: dk and dv of 64 keys each, and `dsᵀ`, which it hands to `sum_dq` through shared memory.
 - `sum_dv` and `sum_dk`, instead of these, where dk and dv of 64 keys do not fit the registers of one warpgroup (heads
-  wider than 128, apart from 192 with 128 for v): there are 64 keys. One computes `pᵀ` and dv, and hands `pᵀ` to the
-  other, which computes `dsᵀ` and dk.
+  wider than 160, apart from 192 with 128 for v; with dropout and the like wider than 128): there are 64 keys. One
+  computes `pᵀ` and dv, and hands `pᵀ` to the other, which computes `dsᵀ` and dk.
 - `sum_dq`: multiplies `ds` by the keys and adds the product to a float32 buffer in device memory
   (`backward_dq.add_to_dq`). Where all keys of a sequence fit one tile it stores dq itself (`store_dq`). Where key tiles
   are few and there are lines enough, the thread block takes all key tiles of a line (a key/value head of a sequence).
   Then it keeps the sums for itself, and stores dq with the last key tile.
 - `produce`, one warp: finds the key tiles, publishes them to the others, and loads keys, values, queries, dout and
-  statistics. It loads the first queries of the next key tile while the others still work on this one. Heads of 192
-  (v: 128) need its registers too, so `sum_dq` loads there.
+  statistics. It loads the first queries of the next key tile while the others still work on this one. Heads of 129 to
+  160 and of 192 (v: 128) need its registers too, so `sum_dq` loads there.
 
 They wait for one another only through the rings in `Shared`.
 
