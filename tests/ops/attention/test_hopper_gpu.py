@@ -14,8 +14,10 @@ import flashtile
 import left_out_tiles
 from attention_cases import BASE, EDGES, PAIRS, parameters
 from flashtile import BlockMask, patterns
+from flashtile._backends.launch import clear_plans
 from flashtile.ops.attention import plans
-from flashtile.ops.attention.hopper import backward_launch, backward_variant
+from flashtile.ops.attention.hopper import backward_launch, backward_variant, configs
+from flashtile.ops.attention.hopper.few_tiles import CallTiles
 from flashtile.testing import AttentionCase, Size, assert_close, assert_same, check, make_inputs, run, with_arguments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
@@ -34,6 +36,17 @@ def _answer(case: AttentionCase) -> flashtile.Explanation:
     return flashtile.explain(inputs.q, inputs.k, inputs.v, **given)
 
 
+@pytest.fixture
+def several_consumers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small calls have the tiles of large ones, which several consumers share."""
+    monkeypatch.setattr(configs, "one_consumer_pays", lambda *_: False)
+    monkeypatch.setattr(CallTiles, "gives_at_most", lambda *_: False)
+    clear_plans()
+    yield
+    clear_plans()
+
+
+@pytest.mark.usefixtures("several_consumers")
 @pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("case", parameters(_served(PAIRS | EDGES)))
 def test_kernels_agree_with_the_oracle(case: AttentionCase, dtype: torch.dtype) -> None:
@@ -44,13 +57,22 @@ _LARGE = replace(BASE, seq_q=517, seq_k=643, heads=4, dtype=_BF16)
 _MASKS = [{}, {"causal": True}, {"window": (200, 30)}, {"window": (90, None), "align": "top_left"}]
 
 
+_EACH_WIDTH = [
+    (40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (160, 160), (192, 192), (256, 256), (192, 128), (136, 72),
+    (64, 128), (256, 192), (24, 200), (272, 40), (192, 512), (320, 320), (512, 384), (512, 512),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("arguments", _MASKS, ids=str)
-@pytest.mark.parametrize(
-    "head_dim, head_dim_v",
-    [(40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (160, 160), (192, 192), (256, 256), (192, 128), (136, 72),
-     (64, 128), (256, 192), (24, 200), (272, 40), (192, 512), (320, 320), (512, 384), (512, 512)],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("head_dim, head_dim_v", _EACH_WIDTH[:-6], ids=str)
+def test_few_tiles(head_dim: int, head_dim_v: int, arguments: dict) -> None:
+    """Of a single consumer each."""
+    check(with_arguments(replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim_v), **arguments), "hopper", "cuda")
+
+
+@pytest.mark.usefixtures("several_consumers")
+@pytest.mark.parametrize("arguments", _MASKS, ids=str)
+@pytest.mark.parametrize("head_dim, head_dim_v", _EACH_WIDTH, ids=str)
 def test_many_tiles(head_dim: int, head_dim_v: int, arguments: dict) -> None:
     check(with_arguments(replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim_v), **arguments), "hopper", "cuda")
 
@@ -428,6 +450,7 @@ def test_programs_with_many_tiles_each(head_dim: int, causal: bool) -> None:
     check(with_arguments(case, causal=causal), "hopper", "cuda")
 
 
+@pytest.mark.usefixtures("several_consumers")
 @pytest.mark.parametrize(
     "changes, arguments",
     [
