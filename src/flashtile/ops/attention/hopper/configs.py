@@ -273,10 +273,10 @@ def choose_config(
     tiles: CallTiles | None = None,
 ) -> HopperConfig:
     """The row of a call. `left`, `right`: whether keys on that side of a band are not visible; if on both, `window` is
-    how many keys a query sees besides its own. `block_tile`: (queries,
-    keys) of a block mask's tiles, usually of 128; the kernel's divide them. `tables`: as `table_bytes` and
-    `function_bytes` have it. `moved_bias`: TMA can bring the bias (`moves_by_tma`). `max_seqlen_k`: 0 where no sequence
-    has more keys than queries. `spills`: ptxas would spill (`_SPILLS_FROM`). `tiles`: None for a call of many tiles."""
+    how many keys a query sees besides its own. `block_tile`: (queries, keys) of a block mask's tiles, usually of 128;
+    the kernel's divide them. `tables`: as `table_bytes` and `function_bytes` have it. `moved_bias`: TMA can bring the
+    bias (`moves_by_tma`). `max_seqlen_k`: 0 where no sequence has more keys than queries. `spills`: ptxas would spill
+    (`_SPILLS_FROM`). `tiles`: None for a call of many tiles."""
     blocks = block_tile is not None
     widest = max(head_dim, head_dim_v)
     part = _part_width(head_dim_v)
@@ -337,10 +337,10 @@ def _of_one_consumer(
     if not _fill_tiles(head_dim, head_dim_v):
         # Its tiles of queries are more, so that keys are loaded more often, and TMA fills these up.
         few = tiles is not None and not right and tiles.gives_at_most(1)
-    elif lengths[0] <= SHORT and not right:
-        few = lengths[1] <= SHORT or (tiles is not None and tiles.gives_at_most(2))
-    elif lengths[1] <= SHORT and not right:
+    elif not right and lengths[1] <= SHORT:
         few = True
+    elif not right and lengths[0] <= SHORT:
+        few = tiles is not None and tiles.gives_at_most(2)  # else two consumers, whose tiles these fill
     return _ALONE if few or dropout else None
 
 
