@@ -387,6 +387,7 @@ BACKWARD_FORMS = {
     ),
     "192x128-packed-blocks": _backward(192, 128, True, False, False, right=False, block_tile=(128, 128)),
     "256-packed-blocks-ordered": _backward(256, 256, True, False, True, block_tile=(128, 128)),
+    "160-blocks": _backward(160, 160, False, False, False, right=False, block_tile=(128, 128)),
     "192x128-blocks": _backward(192, 128, False, False, False, right=False, block_tile=(128, 128)),
     "256-blocks": _backward(256, 256, False, False, False, block_tile=(128, 128)),
 }

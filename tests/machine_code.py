@@ -385,8 +385,7 @@ def _descale_strides(call: Call) -> tuple[tuple[int, int] | None, ...]:
 def hopper_config(call: Call) -> HopperConfig:
     """How the forward of the Hopper kernels is cut for a call."""
     packed = call.sequences is not None
-    lines = call.heads if packed else call.batch * call.heads
-    tiles = CallTiles(call.seq_q, call.sequences or call.batch, packed, lines, call.multiprocessors)
+    tiles = CallTiles(call.seq_q, call.sequences or call.batch, packed, call.heads, call.multiprocessors)
     lengths = call.seq_q, call.seq_k
     return config_of(call.head_dim, call.head_dim_v, lengths, call.dtype, _spec(call), call.bias, call.mask, tiles)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 #: A graph holds as many calls as fill this time, in ms, at least one.
-_GRAPH_BELOW_MS = 1.0
+_GRAPH_MS = 1.0
 #: Up to this, in ms, an estimate may be the time that a busy host takes to launch the call, so a graph decides.
 _HOST_MAY_TAKE_MS = 5.0
 _WARM_UP_CALLS = 3
@@ -52,7 +52,7 @@ def make_timer(function: Callable[[], Any], device: torch.device) -> Timer:
     estimate_ms = events.estimate_ms
     if estimate_ms >= _HOST_MAY_TAKE_MS or isinstance(function, Uncaptured):
         return events
-    calls = math.ceil(_GRAPH_BELOW_MS / max(estimate_ms, 1e-3))
+    calls = math.ceil(_GRAPH_MS / max(estimate_ms, 1e-3))
     try:
         return GraphTimer(function, calls)
     except Exception:  # what cannot be captured is timed with its launches; the record's `timer` tells

@@ -189,9 +189,8 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
 
 def _tiles_of(call: AttentionCall, side: SideInputs) -> CallTiles:
     *outer, rows, heads, _ = call.q_shape
-    if side.cu_seqlens_q is not None:
-        return CallTiles(rows, side.cu_seqlens_q.numel() - 1, True, heads, call.multiprocessors)
-    return CallTiles(rows, outer[0], False, outer[0] * heads, call.multiprocessors)
+    batch = outer[0] if side.cu_seqlens_q is None else side.cu_seqlens_q.numel() - 1
+    return CallTiles(rows, batch, side.cu_seqlens_q is not None, heads, call.multiprocessors)
 
 
 def _warps(consumers: int) -> str:

@@ -140,7 +140,7 @@ _BACKWARD_CAPPED_ROWS = (
 _BACKWARD_BIAS_ROWS = (
     _BACKWARD_CAPPED_ROWS[0],
     # 0.62 and 1.10; two stages 0.61 and 1.10, but D 80 at 1,024 tokens 0.264 instead of 0.245.
-    (96, 96, _HALVES_OF_KEYS._replace(statistics_multiplied=False)),
+    _BACKWARD_CAPPED_ROWS[1],
     # 0.73 and 1.36, 1.44 and 3.00; two places for gradients of scores 0.79 and 1.37, 1.58 and 3.05.
     (128, 128, _HALVES_OF_KEYS._replace(stages=2, dscore_stages=1, statistics_multiplied=False)),
     _BACKWARD_ROWS[-1],
@@ -202,6 +202,8 @@ def choose_backward_config(
         for heads, heads_v, config in rows
         if head_dim <= heads and head_dim_v <= heads_v and queries % config.block_m == keys % config.block_n == 0
         if not ((loads_tables or derivatives_apart) and config == _CAPPED_HALVES_OF_KEYS)
+        # Beside the producer of a block mask its products would wait for one another.
+        if not (block_tile and (heads, heads_v) == (160, 160))
     )
     row = row._replace(sum_columns=min(row.sum_columns, tile_width(head_dim)))
     # In a window there are few steps for all the bytes of such statistics: 3 % fewer cycles without (128 keys, D 64).

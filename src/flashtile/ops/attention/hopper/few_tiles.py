@@ -1,5 +1,6 @@
 """Forwards of few tiles, which leave multiprocessors without work: whether tiles of one consumer serve better than
-tiles of several. They have 64 queries, so that there are more of them, and two programs share a multiprocessor."""
+tiles of several. They have 64 queries, so that there are more of them. With heads of up to 128 columns two programs
+share a multiprocessor."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import NamedTuple
 from flashtile.ops.attention.plans import tiles_of
 
 #: Query rows of a tile of one consumer, and of three, the row of long calls with heads of up to 64 columns.
-_ROWS_OF_ONE, _ROWS_OF_THREE = 64, 192
+_ROWS_OF_ONE, _ROWS_OF_THREE = 64, 3 * 64
 
 #: The time of a tile of two programs that share a multiprocessor, and of one that has it for itself, where a tile of
 #: three consumers takes 1. Heads of 64 without a mask, time of three consumers over that of one (an H100): 20 heads,
@@ -28,15 +29,20 @@ class CallTiles(NamedTuple):
         rows: queries of a sequence, of a packed call all of them.
         batch: sequences.
         packed: whether they lie one behind another.
-        lines: heads of all sequences; of a packed call the heads.
+        heads: of a sequence.
         multiprocessors: of the GPU.
     """
 
     rows: int
     batch: int
     packed: bool
-    lines: int
+    heads: int
     multiprocessors: int
+
+    @property
+    def lines(self) -> int:
+        """Heads of all sequences; of a packed call the heads."""
+        return self.heads if self.packed else self.batch * self.heads
 
     def count(self, queries: int) -> int:
         """Tiles of so many queries."""

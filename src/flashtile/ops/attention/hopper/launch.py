@@ -184,7 +184,7 @@ def _plan(
     q_shape, packed = shapes[0], side.sequences is not None
     sizes = call_sizes(shapes, side)
     batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = sizes
-    call_tiles = CallTiles(rows_q, batch, packed, heads if packed else batch * heads, multiprocessors(device))
+    call_tiles = CallTiles(rows_q, batch, packed, heads, multiprocessors(device))
     config = config_of(head_dim, head_dim_v, max_seqlens, dtype, spec, side.bias, side.mask, call_tiles)
     whole_rows, _ = whole_sizes(sizes, packed, spec)
     tiles = tiles_of(whole_rows, config.block_m, batch, packed)
