@@ -178,18 +178,19 @@ def _of_chosen_heads(case: Case, tables: list[Tensor], first_row: int) -> functi
 def _blocks(case: Case, q: Tensor) -> Iterator[tuple[slice, slice]]:
     """Queries that are computed at once, and the keys that they may see.
 
-    A block's last query must be its last key's diagonal, which holds for causal, and matters not without a band;
-    dropout bits count rows from the start.
+    A block's last query must be its last key's diagonal, which holds where later keys are hidden, and matters not
+    without a band; dropout bits count rows from the start.
     """
     batch, seq, heads, _ = q.shape
-    whole = case.dropout_p or (case.window is not None and not case.causal)
     keys = case.Sk or seq
+    hides_later = case.causal or (case.window is not None and case.window[1] == 0 and keys == seq)
+    whole = case.dropout_p or (case.window is not None and not hides_later)
     block = seq if whole else max(1, _SCORES[q.device.type] // (batch * heads * keys))
     left = None if case.window is None or whole else case.window[0]
     for start in range(0, seq, block):
         stop = min(start + block, seq)
         first = 0 if left is None else max(0, start - left)
-        yield slice(start, stop), slice(first, stop if case.causal else keys)
+        yield slice(start, stop), slice(first, stop if hides_later else keys)
 
 
 def _shown(
