@@ -528,6 +528,13 @@ def test_programs_and_order(change: dict, programs: int, dynamic: bool) -> None:
         (96, 400, 73, {"dropout": True}, 128),
         (256, 8, 1024, {}, 64),
         (256, 8, 2048, {"right": True}, 128),
+        (256, 400, 512, {"right": True}, 64),
+        (256, 400, 512, {}, 128),
+        (256, 400, 512, {"right": True, "dropout": True}, 128),
+        (256, 400, 512, {"right": True, "max_seqlen_k": 4096}, 128),
+        (224, 400, 512, {"right": True}, 128),
+        (224, 400, 256, {"right": True}, 64),
+        (192, 400, 256, {"right": True}, 128),
         (512, 1, 1024, {}, 128),
         (64, 1, 1024, {"dtype": configs.FP8}, 192),
     ],
@@ -927,8 +934,9 @@ def test_which_walks_take_two_rounds(tiles: int, lines: int, monkeypatch: pytest
 
 #: Batch, tokens, heads, key/value heads, head_dim, band, and into how many shares heads are divided. Microseconds on an
 #: H100 as before and so: 885 and 649; 818 and 673; 1,013 and 847; 1,129 and 855; 1,367 and 1,104; 766 and 630; 487 and
-#: 375; 341 and 301; 1,914 and 1,525. With more shares not better: 800 and 795; 1,122 and 1,154; 1,883 and 1,982; 563
-#: and 572; 342 and 417; 630 and 740; 926 and 944; 1,583 and 1,616.
+#: 375; 341 and 301; 1,914 and 1,525; 554 and 525; 562 and 447; 655 and 556; 617 and 571; 427 and 339; 1,210 and 1,076.
+#: With more shares not better: 800 and 795; 1,122 and 1,154; 1,883 and 1,982; 640 and 677; 439 and 456; 342 and 417; 630
+#: and 740; 926 and 944; 1,583 and 1,616.
 _DIVISIONS = [
     (6, 1383, 32, 4, 128, "causal", 4),
     (9, 2560, 8, 1, 128, "causal", 4),
@@ -939,10 +947,17 @@ _DIVISIONS = [
     (3, 1700, 24, 4, 112, "causal", 3),
     (16, 1000, 16, 2, 64, "causal", 2),
     (4, 4096, 32, 4, 128, "window", 4),
+    (8, 1024, 32, 8, 128, "causal", 2),
+    (15, 1408, 8, 2, 128, "causal", 2),
+    (12, 1250, 16, 4, 128, "causal", 2),
+    (20, 520, 32, 4, 128, "causal", 4),
+    (15, 1408, 8, 2, 96, "causal", 2),
+    (4, 2048, 16, 2, 256, "causal", 4),
     (4, 2048, 32, 4, 128, "causal", 1),
     (2, 4096, 28, 4, 128, "causal", 1),
     (3, 4096, 32, 8, 128, "causal", 1),
-    (8, 1024, 32, 8, 128, "causal", 1),
+    (8, 1408, 24, 8, 128, "causal", 1),
+    (6, 1408, 32, 8, 80, "causal", 1),
     (4, 2048, 12, 2, 128, "causal", 2),
     (6, 1383, 32, 16, 128, "causal", 1),
     (6, 1383, 32, 4, 128, "full", 1),

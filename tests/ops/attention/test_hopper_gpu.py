@@ -40,6 +40,7 @@ def _answer(case: AttentionCase) -> flashtile.Explanation:
 def several_consumers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small calls have the tiles of large ones, which several consumers share."""
     monkeypatch.setattr(configs, "one_consumer_pays", lambda *_: False)
+    monkeypatch.setattr(configs, "short_tiles_pay", lambda *_: False)
     monkeypatch.setattr(CallTiles, "gives_at_most", lambda *_: False)
     clear_plans()
     yield

@@ -16,6 +16,7 @@ from flashtile.ops.attention.hopper.backward_configs import (
     has_function_derivative,
 )
 from flashtile.ops.attention.hopper.backward_tiles import ScoreChange, take_two_rounds
+from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
 from flashtile.ops.attention.hopper.parameters import NO_SIDE
 from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
 from flashtile.ops.attention.plans import PLAIN_SIDE, CallSizes, SideShape, band_hides_rows
@@ -36,13 +37,16 @@ _LONG_WALK = 8192
 
 
 #: Queries that the longest walk visits, of all heads that share its keys, from which on it pays to keep what walks read
-#: and add to in the L2 cache, which takes parts of dk and dv (`shares_in_cache`). Microseconds on an H100 without and
-#: with that, D 128, causal: 4,096, 8 × 1,024 tokens, 32 and 8 heads, 563 and 572; 7,200, 5 × 1,800 of these, 1,129 and
-#: 855; 8,192, 8 × 1,024, 32 and 4 heads, 716 and 555.
-_WALK_TO_KEEP = 6000
+#: and add to in the L2 cache, which takes parts of dk and dv (`shares_in_cache`); and the same in a window, or where
+#: each head gets a walk of its own. Microseconds on an H100 without and with that, causal, D 128: 4,096, 8 × 1,024
+#: tokens, 32 and 8 heads, 554 and 525; 4,608, 20 × 520, 32 and 4 heads, 617 and 571; 5,632, 15 × 1,408, 8 and 2 heads,
+#: 562 and 447, 5 × 1,408, 32 and 8, 596 and 532; 7,200, 5 × 1,800 of these, 1,129 and 855; but 4,224, 8 × 1,408, 24 and
+#: 8 heads, 640 and 677, and 4,864, 4 × 4,096, 32 and 8 heads in a window of 1,024, 1,583 and 1,616.
+_WALK_TO_KEEP, _LONG_WALK_TO_KEEP = 4000, 6000
 
-#: Bytes of the L2 cache, of 50 MB, for what walks under way read and add to.
-_IN_CACHE = 40 * 10**6
+#: Bytes of the L2 cache, of 50 MB, for what walks under way read and add to: 43 MB stay (6 × 1,408, 32 and 8 heads of
+#: 80: 439 µs, in shares 456), 52 do not (15 × 1,408, 8 and 2 heads of 96: 427 and 339).
+_IN_CACHE = 44 * 10**6
 
 #: Bytes that all walks under way may read and sum if thread blocks take whole lines of more than two key tiles. The
 #: next walk reads the sums of this one, and has to find them in the L2 cache. Time before over time of whole lines (an
@@ -196,7 +200,8 @@ def shares_in_cache(
 
     In a band, walks differ in length. So one that follows another begins at its own time, and meets no other walk over
     the same queries, unless walks take turns in two rounds (`backward_tiles.reverses_walk`). What all walks under way
-    read and add to has to stay in the cache then. That is as much as they visit query heads.
+    read and add to has to stay in the cache then. That is as much as they visit query heads. Tiles of 64 keys have
+    twice as many walks to meet, and do not stay together in two rounds either.
 
     Args:
         group: query heads of a key/value head.
@@ -208,13 +213,17 @@ def shares_in_cache(
     config = variant.config
     walks_differ = variant.has_left or variant.has_right or variant.listed
     several_rounds = key_tiles * lines * shares > programs
-    if not (walks_differ and several_rounds) or group * query_tiles * config.block_m < _WALK_TO_KEEP:
+    walk = group * query_tiles * config.block_m
+    if not (walks_differ and several_rounds):
         return shares
-    if _may_reverse_walks(variant) and take_two_rounds(key_tiles, lines * shares, programs):
+    may_meet = config.block_n > CONSUMER_ROWS and _may_reverse_walks(variant)
+    if may_meet and take_two_rounds(key_tiles, lines * shares, programs):
         return shares
     of_a_head = programs * config.block_n * (variant.head_dim + variant.head_dim_v) * _BYTES_OF_A_COLUMN
     heads = max(_IN_CACHE // of_a_head, 1)
-    return next(each for each in range(shares, group + 1) if group % each == 0 and group // each <= heads)
+    divided = next(each for each in range(shares, group + 1) if group % each == 0 and group // each <= heads)
+    least = _LONG_WALK_TO_KEEP if variant.has_left or divided == group else _WALK_TO_KEEP
+    return shares if walk < least else divided
 
 
 def has_single_key_tile(spec: AttentionSpec, rows_q: int, rows_k: int, config: BackwardConfig, bounded: bool) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from flashtile._backends.devices import triton_version
-from flashtile.ops.attention.hopper.few_tiles import CallTiles, one_consumer_pays
+from flashtile.ops.attention.hopper.few_tiles import CallTiles, one_consumer_pays, short_tiles_pay
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Table
 from flashtile.ops.attention.triton.score_source import reads_by_key, tile_values
 
@@ -328,7 +328,8 @@ def _of_one_consumer(
     widest = max(head_dim, head_dim_v)
     few = tiles is not None and one_consumer_pays(tiles, widest, right and not left)
     if widest > 128:
-        return row._replace(consumers=1, in_turn=False) if few and widest <= _MAX_PART else None
+        short = right and not (left or dropout) and short_tiles_pay(widest, max(lengths))
+        return row._replace(consumers=1, in_turn=False) if (few or short) and widest <= _MAX_PART else None
     if widest > 64:
         short = dropout and widest > 96 and max(lengths) <= SHORT
         return _WIDE_SINGLE if few or short else None
