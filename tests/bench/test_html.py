@@ -150,7 +150,7 @@ def test_the_main_result_of_the_gpu_comes_first(whole):
     first, second, *_ = parsed(whole).iter(f"{HTML}section")
     assert first.find(f"{HTML}h2").text == "Main result: attention on NVIDIA H100 80GB HBM3"
     said = words_in(first)
-    assert "flashtile-hopper is" in said and "times as fast as the fastest peer" in said and "fa4" in said
+    assert "flashtile-auto is" in said and "times as fast as the fastest peer" in said and "fa4" in said
     assert len(list(first.iter(f"{SVG}svg"))) == 2, "forward and backward"
     machines = [heading.text.strip() for heading in second.iter(f"{HTML}h3")]
     assert machines[0] == "NVIDIA H100 80GB HBM3" and machines[-1].endswith("(2 cores)")
@@ -406,6 +406,25 @@ def test_cases_are_named_by_what_differs():
     assert words.labels_of([{"H": 8, "Hkv": 8}, {"H": 8, "Hkv": 2}]) == ["8 heads", "8 query heads, 2 key/value heads"]
     assert words.labels_of([{"S": 1, "text_sha256": "a"}, {"S": 1, "text_sha256": "b"}]) == ["plain", "plain (2)"]
     assert words.labels_of([{"S": 4, "lengths": [1, 2]}]) == ["2 sequences, 3 tokens"]
+
+
+@pytest.mark.parametrize(
+    "head_dims, cases, named",
+    [
+        ([64] * 12 + [128] * 5 + [*range(136, 216, 8)], [12, 5, 10], 2),  # ten that have nothing in common
+        ([*range(16, 256, 8)], [14, 14, 2], 0),
+    ],
+)
+def test_charts_of_dots_have_enough_cases_and_not_too_many(head_dims, cases, named):
+    rows = [
+        row(impl, Case(1, 128, heads, heads, width, width).record(), 1.0)
+        for heads, width in enumerate(head_dims, 1)
+        for impl in ("flashtile-triton", "peer")
+    ]
+    charts = charts_of(rows, "Attention: speed")
+    assert [len(chart.cases) for chart in charts] == cases
+    titles = [chart.title for chart in charts]
+    assert len(set(titles)) == len(titles) and sum("head_dim" in title for title in titles) == named
 
 
 def test_every_implementation_and_key_of_the_committed_records_has_words():

@@ -935,8 +935,8 @@ def test_which_walks_take_two_rounds(tiles: int, lines: int, monkeypatch: pytest
 #: Batch, tokens, heads, key/value heads, head_dim, band, and into how many shares heads are divided. Microseconds on an
 #: H100 as before and so: 885 and 649; 818 and 673; 1,013 and 847; 1,129 and 855; 1,367 and 1,104; 766 and 630; 487 and
 #: 375; 341 and 301; 1,914 and 1,525; 554 and 525; 562 and 447; 655 and 556; 617 and 571; 427 and 339; 1,210 and 1,076.
-#: With more shares not better: 800 and 795; 1,122 and 1,154; 1,883 and 1,982; 640 and 677; 439 and 456; 342 and 417; 630
-#: and 740; 926 and 944; 1,583 and 1,616.
+#: With more shares not better: 800 and 795; 1,122 and 1,154; 1,883 and 1,982; 640 and 677; 439 and 456; 342 and 417;
+#: 630 and 740; 926 and 944; 1,583 and 1,616.
 _DIVISIONS = [
     (6, 1383, 32, 4, 128, "causal", 4),
     (9, 2560, 8, 1, 128, "causal", 4),

@@ -506,7 +506,7 @@ def test_heads_that_share_keys_among_several_walks(head_dim: int, head_dim_v: in
 
 
 @pytest.mark.parametrize("arguments", [{"causal": True}, {"causal": True, "deterministic": True}], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_heads_that_share_keys_are_divided_for_the_cache(head_dim: int, arguments: dict) -> None:
     """There are enough walks for all programs, which would find too little in the L2 cache (`shares_in_cache`)."""
     sizes = {"batch": 12, "heads": 16, "heads_kv": 2, "seq_q": 1100, "seq_k": 1100}

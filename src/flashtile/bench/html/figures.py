@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from flashtile.bench.breakdown import OP as BREAKDOWN
 from flashtile.bench.companions.tables import OPERATIONS
 from flashtile.bench.decode.cases import OP as DECODE
 from flashtile.bench.html.charts import Chart, DotChart, LineChart, Series, StackedChart
+from flashtile.bench.html.parts import case_key, parts_of
 from flashtile.bench.html.roofline import rooflines
-from flashtile.bench.html.words import Facets, common_facets, facets_of, labels_of, operation_of, phase_of
+from flashtile.bench.html.words import Facets, common_facets, labels_of, operation_of, phase_of
 from flashtile.bench.record import Record
 from flashtile.bench.summary import is_ours, ratios_to_best
 
@@ -23,8 +24,6 @@ _LENGTH = "sequence length (tokens)"
 _MEMORY = "MiB, without inputs and gradients"
 #: The fewest lengths that are drawn as a line.
 _LEAST_LENGTHS = 3
-#: The most cases in one chart of dots.
-_MOST_CASES = 14
 #: Points of a curve of losses.
 _POINTS = 60
 
@@ -437,48 +436,42 @@ def dots(
     by_phase: dict[str, list[Row]] = {}
     for row in rows:
         by_phase.setdefault(row["phase"], []).append(row)
-    charts: list[Chart] = []
+    charts: list[DotChart] = []
     for phase, of_phase in by_phase.items():
-        for part in _parts(of_phase):
+        for part in parts_of(of_phase):
             ops = {row["op"] for row in part}
             more = [words for facet, words in _said(part).items() if said.get(facet) != words]
             title = _title(beside or (operation_of(ops.pop()) if several and len(ops) == 1 else None), phase, more)
             charts.append(DotChart(title, _by_label(part, key, said), unit, logarithmic=log))
-    return charts
+    return _numbered(charts)
+
+
+def _numbered(charts: Sequence[DotChart]) -> list[Chart]:
+    """The charts, those with equal titles numbered."""
+    titles = [chart.title for chart in charts]
+    seen: dict[str, int] = {}
+    numbered: list[Chart] = []
+    for chart in charts:
+        number = seen[chart.title] = seen.get(chart.title, 0) + 1
+        title = chart.title if titles.count(chart.title) == 1 else f"{chart.title} ({number})"
+        numbered.append(replace(chart, title=title))
+    return numbered
 
 
 def _by_label(rows: Sequence[Row], key: str, said: Facets) -> dict[str, dict[str, float]]:
     """Name of a case -> implementation -> value."""
     cases: dict[str, Row] = {}
     for row in rows:
-        cases.setdefault(_case_key(row), row)
+        cases.setdefault(case_key(row), row)
     several = len({row["op"] for row in rows}) > 1
     found: dict[str, str] = {}
     for op in dict.fromkeys(row["op"] for row in rows):
-        keys = [case_key for case_key, row in cases.items() if row["op"] == op]
-        labels = labels_of([cases[case_key]["case"] for case_key in keys], said if len(keys) == 1 else None)
-        for case_key, label in zip(keys, labels, strict=True):
+        of_op = {of_case: row["case"] for of_case, row in cases.items() if row["op"] == op}
+        labels = labels_of(list(of_op.values()), said if len(of_op) == 1 else None)
+        for of_case, label in zip(of_op, labels, strict=True):
             words = [operation_of(op)] if several or not label else []
-            found[case_key] = ", ".join([*words, *([label] if label else [])])
+            found[of_case] = ", ".join([*words, *([label] if label else [])])
     values: dict[str, dict[str, float]] = {}
     for row in rows:
-        values.setdefault(found[_case_key(row)], {})[row["impl"]] = row[key]
+        values.setdefault(found[case_key(row)], {})[row["impl"]] = row[key]
     return values
-
-
-def _case_key(row: Row) -> str:
-    return json.dumps([row["op"], row["case"]], sort_keys=True)
-
-
-def _parts(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows in parts with few cases each, by the first facets that divide them."""
-    rows = list(rows)
-    if len({_case_key(row) for row in rows}) <= _MOST_CASES:
-        return [rows]
-    facets = [{"": operation_of(row["op"]), **facets_of(row["case"])} for row in rows]
-    for key in dict.fromkeys(key for of_row in facets for key in of_row):
-        values = dict.fromkeys(of_row.get(key) for of_row in facets)
-        if 1 < len(values) <= _MOST_CASES:
-            members = ([row for row, of_row in zip(rows, facets) if of_row.get(key) == value] for value in values)
-            return [part for of_value in members for part in _parts(of_value)]
-    return [rows]

@@ -1,6 +1,6 @@
 """Forwards of few tiles, which leave multiprocessors without work, and of short causal sequences, whose tiles are half
-hidden: whether tiles of one consumer serve better than tiles of several. They have 64 queries, so that there are more of
-them. With heads of up to 128 columns two programs share a multiprocessor."""
+hidden: whether tiles of one consumer serve better than tiles of several. They have 64 queries, so that there are more
+of them. With heads of up to 128 columns two programs share a multiprocessor."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def short_tiles_pay(widest: int, longest: int) -> bool:
     """Whether tiles of one consumer take less time under a causal mask than those of two, with heads of 193 to 256
     columns, however many there are: fewer of a tile's scores are hidden. `longest`: queries or keys of a sequence.
 
-    Microseconds on an H100, two consumers and one, 16,384 tokens: 8 heads of 256, sequences of 128 96.5 and 93.9, of 256
-    102.9 and 95.5, of 384 106.5 and 99.5, of 512 107.6 and 104.2, of 768 114.1 and 129.3; of 224, of 256 91.7 and 87.8,
-    of 333 93.7 and 95.2, of 512 97.3 and 101.1; 10 of 192, of 256 91.7 and 90.3, of 384 93.6 and 94.2."""
+    Microseconds on an H100, two consumers and one, 16,384 tokens: 8 heads of 256, in sequences of 128 96.5 and
+    93.9, of 256 102.9 and 95.5, of 384 106.5 and 99.5, of 512 107.6 and 104.2, of 768 114.1 and 129.3; heads of 224, of
+    256 91.7 and 87.8, of 333 93.7 and 95.2, of 512 97.3 and 101.1; 10 heads of 192, of 256 91.7 and 90.3."""
     return 192 < widest and longest <= (512 if widest > 224 else 256)
