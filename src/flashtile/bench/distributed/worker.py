@@ -57,6 +57,7 @@ def run(
                 if not rank:
                     print(_line(row), flush=True)
                     write_record(record, Path(output))
+        dist.barrier()  # nobody leaves while another one still waits for its messages
     finally:
         dist.destroy_process_group()
 
