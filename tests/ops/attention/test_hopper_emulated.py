@@ -762,10 +762,11 @@ def test_long_walks(hopper: Callable, head_dim: int, arguments: dict) -> None:
     check(with_arguments(case, **arguments), "hopper")
 
 
-@pytest.mark.parametrize("heads, heads_kv", [(4, 1), (3, 1), (2, 2)])
-def test_heads_that_share_keys_among_several_walks(hopper: Callable, heads: int, heads_kv: int) -> None:
+@pytest.mark.parametrize("heads, heads_kv, head_dim", [(4, 1, 128), (3, 1, 128), (2, 2, 128), (4, 1, 256)])
+def test_heads_that_share_keys_among_several_walks(hopper: Callable, heads: int, heads_kv: int, head_dim: int) -> None:
     emulated = hopper()
-    case = replace(_SMALL, heads=heads, heads_kv=heads_kv, seq_q=300, seq_k=100, head_dim=128, head_dim_v=128)
+    sizes = {"heads": heads, "heads_kv": heads_kv, "head_dim": head_dim, "head_dim_v": head_dim}
+    case = replace(_SMALL, seq_q=300, seq_k=100, **sizes)
     check(with_arguments(case, causal=True), "hopper")  # the first queries see no key, so dq is summed
     sums = ["attention_shares_kernel"] if heads == 4 else []
     assert emulated.launched[-2 - len(sums) :] == ["attention_backward_kernel", "attention_end_kernel", *sums]
