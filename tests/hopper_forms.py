@@ -237,6 +237,11 @@ def _backward(
     )  # fmt: skip
 
 
+def _with_stores(variant: BackwardVariant, **changes: Any) -> BackwardVariant:
+    """The variant where TMA stores dq, which nobody adds to."""
+    return variant._replace(config=variant.config._replace(sums_by_tma=True), **changes)
+
+
 #: Each row of the backward's table, plain and with all features: packed, a window, dq in order.
 BACKWARD_FORMS = {
     "64": _backward(64, 64, False, False, False),
@@ -336,6 +341,19 @@ BACKWARD_FORMS = {
         )
         for width in (64, 96, 128)
     },
+    **{
+        f"{name}-single-tile": _with_stores(_backward(*heads, False, False, False, right=False), single_key_tile=True)
+        for name, heads in (("160", (160, 160)), ("192x128", (192, 128)), ("256", (256, 256)))
+    },
+    "160-single-tile-causal-fp16": _with_stores(
+        _backward(160, 160, False, False, False), single_key_tile=True, dtype=torch.float16
+    ),
+    "192-whole": _with_stores(_backward(192, 192, False, False, False), whole_lines=True),
+    "256-whole": _with_stores(_backward(256, 256, False, False, False), whole_lines=True),
+    "256-whole-uncut-fp16": _with_stores(
+        _backward(256, 256, False, False, False, right=False), whole_lines=True, masks=False, dtype=torch.float16
+    ),
+    "256-whole-softcap": _with_stores(_backward(256, 256, False, False, False, softcap=True), whole_lines=True),
     "64-whole-window": _backward(64, 64, False, True, False)._replace(whole_lines=True),
     "64-whole-fp16": _backward(64, 64, False, False, False)._replace(whole_lines=True, dtype=torch.float16),
     "128-whole-window-fp16": _backward(128, 128, False, True, False)._replace(whole_lines=True, dtype=torch.float16),
@@ -434,6 +452,7 @@ BACKWARD_FEATURE_FORMS = {
         for width in (64, 128)
     },
     "128-whole-dropout": _backward(128, 128, False, False, False, side=_DROPOUT)._replace(whole_lines=True),
+    "256-whole-dropout": _with_stores(_backward(256, 256, False, False, False, side=_DROPOUT), whole_lines=True),
     "64-whole-stored-bias": _backward(
         64, 64, False, False, False, right=False, side=SideShape(bias=_BIAS), stored_bias=True
     )._replace(whole_lines=True),

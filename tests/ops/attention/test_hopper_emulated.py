@@ -264,7 +264,9 @@ def test_the_largest_scores(hopper: Callable, head_dim: int, dtype: torch.dtype,
     ids=str,
 )
 @pytest.mark.parametrize(
-    "head_dim, head_dim_v, seq_k", [(32, 64, 66), (64, 64, 128), (96, 80, 77), (128, 128, 100)], ids=str
+    "head_dim, head_dim_v, seq_k",
+    [(32, 64, 66), (64, 64, 128), (96, 80, 77), (128, 128, 100), (160, 144, 77), (192, 128, 120), (208, 256, 60)],
+    ids=str,
 )
 def test_all_keys_in_one_tile(
     hopper: Callable, head_dim: int, head_dim_v: int, seq_k: int, arguments: dict, summed: bool
@@ -276,7 +278,8 @@ def test_all_keys_in_one_tile(
             _SMALL, batch=2, heads=3, heads_kv=3, seq_q=seq_q, seq_k=seq_k, head_dim=head_dim, head_dim_v=head_dim_v
         )
         check(with_arguments(case, **arguments), "hopper")
-        needs_sums = summed or ("causal" in arguments and seq_q > seq_k)
+        two_tiles = "softcap" in arguments and head_dim > 128 and seq_k > 64
+        needs_sums = summed or two_tiles or ("causal" in arguments and seq_q > seq_k)
         assert (emulated.launched[-1] == "attention_end_kernel") is needs_sums
 
 
@@ -298,6 +301,12 @@ _WHOLE_LINES: dict[str, dict[str, Any]] = {
     "a mask, a shared bias": {"bias": "1hqk", "mask": "b11k", "heads": 2, "heads_kv": 2, "seq_q": 130},
     "a score function": {"score_mod": True, "constant": ("score_mod",)},
     "other scale": {"arguments": {"scale": -0.1}},
+    "wide, causal": {"head_dim": 208, "head_dim_v": 208, "arguments": {"causal": True}},
+    "widest, full, shared": {"heads": 4, "head_dim": 256, "head_dim_v": 256, "seq_k": 100},
+    "wide, in order, dropout": {
+        "head_dim": 192, "head_dim_v": 192, "seq_q": 130, "seq_k": 130,
+        "arguments": {"deterministic": True, "dropout_p": 0.2},
+    },
 }  # fmt: skip
 
 

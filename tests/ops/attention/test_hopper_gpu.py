@@ -82,7 +82,8 @@ def test_many_tiles(head_dim: int, head_dim_v: int, arguments: dict) -> None:
 @pytest.mark.parametrize(
     "head_dim, head_dim_v, dtype",
     [(16, 16, _BF16), (32, 32, torch.float16), (40, 64, _BF16), (64, 64, torch.float16), (80, 80, _BF16),
-     (96, 96, torch.float16), (128, 128, _BF16), (64, 96, torch.float16)],
+     (96, 96, torch.float16), (128, 128, _BF16), (64, 96, torch.float16), (160, 160, _BF16), (192, 128, torch.float16),
+     (256, 256, _BF16)],
     ids=str,
 )  # fmt: skip
 def test_all_keys_in_one_tile(head_dim: int, head_dim_v: int, dtype: torch.dtype, arguments: dict) -> None:
@@ -512,6 +513,25 @@ def test_heads_that_share_keys_are_divided_for_the_cache(head_dim: int, argument
     sizes = {"batch": 12, "heads": 16, "heads_kv": 2, "seq_q": 1100, "seq_k": 1100}
     case = replace(_LARGE, **sizes, head_dim=head_dim, head_dim_v=head_dim)
     check(with_arguments(case, **arguments), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"causal": True}, {"causal": True, "softcap": 5.0}, {"dropout_p": 0.2}, {"window": (40, 30)}],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim, head_dim_v", [(176, 176), (192, 256), (208, 208), (256, 256)], ids=str)
+def test_short_sequences_of_wide_heads(head_dim: int, head_dim_v: int, arguments: dict, dtype: torch.dtype) -> None:
+    """Two key tiles, whose dq a thread block sums alone, so that it has the same bits again; also several lines."""
+    lines = torch.cuda.get_device_properties(0).multi_processor_count
+    for batch in (lines, 3 * lines):
+        sizes = {"batch": batch, "heads": 1, "heads_kv": 1, "seq_q": 111, "seq_k": 128, "dtype": dtype}
+        case = with_arguments(replace(_LARGE, **sizes, head_dim=head_dim, head_dim_v=head_dim_v), **arguments)
+        inputs = make_inputs(case, "cuda")
+        expected = check(case, "hopper", inputs=inputs)
+        again = run(case, inputs, "hopper")
+        assert all(torch.equal(again[name], expected[name]) for name in ("dq", "dk", "dv"))
 
 
 @pytest.mark.parametrize(

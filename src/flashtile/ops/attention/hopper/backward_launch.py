@@ -16,6 +16,7 @@ from flashtile._backends.launch import Plan, plan_cache, pointer
 from flashtile.ops.attention.hopper.apart_launch import ApartPlan, plan_apart
 from flashtile.ops.attention.hopper.backward_configs import (
     backward_config_of,
+    derivatives_apart_of,
     padded_strides,
     serves_bias_gradient,
 )
@@ -23,12 +24,11 @@ from flashtile.ops.attention.hopper.backward_descriptors import buffers, describ
 from flashtile.ops.attention.hopper.backward_source import backward_plan
 from flashtile.ops.attention.hopper.backward_variant import (
     BackwardVariant,
+    ends_of_dq,
     function_of_call,
-    has_single_key_tile,
     lone_query_tiles,
     may_divide_queries,
     shares_in_cache,
-    takes_whole_lines,
     with_loops,
 )
 from flashtile.ops.attention.hopper.bias_gradient_launch import (
@@ -312,17 +312,17 @@ def _plan(
     batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = sizes
     moved_bias, tables = moves_by_tma(side.bias, dtype), table_bytes(side.bias, side.mask)
     own_bias = wanted.bias and is_of_scores(side.bias, dtype, batch, heads, packed)
-    config = backward_config_of(head_dim, head_dim_v, spec, tables, wanted.alibi_slopes, moved_bias, own_bias)
+    row = backward_config_of(head_dim, head_dim_v, spec, tables, wanted.alibi_slopes, moved_bias, own_bias)
+    bounded = packed or side.key_lengths_dtype is not None
+    programs = multiprocessors(device)
+    apart = derivatives_apart_of(spec, wanted.alibi_slopes)
+    config, single, whole = ends_of_dq(row, spec, sizes, programs, bounded, apart)
     whole_rows, whole_keys = whole_sizes(sizes, packed, spec)
     covered = is_covered(sizes, packed, spec, config.block_m, config.block_n)
-    bounded = packed or side.key_lengths_dtype is not None
-    single = has_single_key_tile(spec, rows_q, rows_k, config, bounded)
     group = heads // heads_kv
     query_tiles = tiles_of(whole_rows, config.block_m, batch, packed)
     key_tiles = tiles_of(whole_keys, config.block_n, batch, packed)
     lines, lines_kv = (heads, heads_kv) if packed else (batch * heads, batch * heads_kv)
-    programs = multiprocessors(device)
-    whole = not (single or bounded) and takes_whole_lines(spec, config, sizes, programs)
     ordered = spec.deterministic and not (single or whole)
     lone = 0 if single or whole else lone_query_tiles(spec, side, rows_q, rows_k, group, config, packed)
     variant = BackwardVariant(

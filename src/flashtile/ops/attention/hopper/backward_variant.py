@@ -11,12 +11,13 @@ from flashtile._backends.launch import ABSENT, int32
 from flashtile.ops.attention.hopper.backward_configs import (
     BackwardConfig,
     BiasGradientConfig,
+    backward_shared_memory,
     bias_gradient_config,
     derivatives_apart,
     has_function_derivative,
 )
 from flashtile.ops.attention.hopper.backward_tiles import ScoreChange, take_two_rounds
-from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
+from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, SHARED_MEMORY
 from flashtile.ops.attention.hopper.parameters import NO_SIDE
 from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
 from flashtile.ops.attention.plans import PLAIN_SIDE, CallSizes, SideShape, band_hides_rows
@@ -226,7 +227,41 @@ def shares_in_cache(
     return shares if walk < least else divided
 
 
-def has_single_key_tile(spec: AttentionSpec, rows_q: int, rows_k: int, config: BackwardConfig, bounded: bool) -> bool:
+class DqEnds(NamedTuple):
+    """How dq of a call leaves.
+
+    Attributes:
+        config: the row of the call, in which TMA stores dq where nobody adds to it.
+        single: all keys are one tile (`_has_single_key_tile`).
+        whole: thread blocks take whole lines (`_takes_whole_lines`).
+    """
+
+    config: BackwardConfig
+    single: bool
+    whole: bool
+
+
+def ends_of_dq(
+    config: BackwardConfig, spec: AttentionSpec, sizes: CallSizes, programs: int, bounded: bool, derivatives_apart: bool
+) -> DqEnds:
+    """Whether dq needs sums of several thread blocks. Where it does not, TMA stores it, also in the rows of wide heads,
+    whose sums threads add up faster.
+
+    Args:
+        config: the row of the table.
+        programs: thread blocks that run at once.
+        bounded: as in `BackwardVariant`.
+        derivatives_apart: as in `backward_tiles.KernelConfig`.
+    """
+    stores = config._replace(sums_by_tma=True)
+    if backward_shared_memory(stores, sizes.head_dim, sizes.head_dim_v, derivatives_apart) > SHARED_MEMORY:
+        stores = config
+    single = _has_single_key_tile(spec, sizes.rows_q, sizes.rows_k, stores, bounded)
+    whole = not (single or bounded) and _takes_whole_lines(spec, stores, sizes, programs)
+    return DqEnds(stores if single or whole else config, single, whole)
+
+
+def _has_single_key_tile(spec: AttentionSpec, rows_q: int, rows_k: int, config: BackwardConfig, bounded: bool) -> bool:
     """Whether all keys of a sequence are one tile that each query tile visits, so that its product is dq. `bounded`:
     as in `BackwardVariant`; sequences may then be empty, and nobody would write the dq of their queries. Nor would
     anybody that of the first queries, where the band begins below them. Only TMA writes it."""
@@ -234,7 +269,7 @@ def has_single_key_tile(spec: AttentionSpec, rows_q: int, rows_k: int, config: B
     return all_visit and rows_k <= config.block_n and config.sums_by_tma and not bounded and spec.block_shape is None
 
 
-def takes_whole_lines(spec: AttentionSpec, config: BackwardConfig, sizes: CallSizes, programs: int) -> bool:
+def _takes_whole_lines(spec: AttentionSpec, config: BackwardConfig, sizes: CallSizes, programs: int) -> bool:
     """Whether each thread block takes all key tiles of a line, and keeps the sums of its dq for itself. Then they are
     neither cleared nor rounded by a kernel, and have a fixed order. It pays where key tiles are few, and lines so many
     that all thread blocks have about as many.
