@@ -303,6 +303,12 @@ _WHOLE_LINES: dict[str, dict[str, Any]] = {
     "other scale": {"arguments": {"scale": -0.1}},
     "wide, causal": {"head_dim": 208, "head_dim_v": 208, "arguments": {"causal": True}},
     "widest, full, shared": {"heads": 4, "head_dim": 256, "head_dim_v": 256, "seq_k": 100},
+    "wide, a bias of scores": {
+        "head_dim": 192, "head_dim_v": 192, "bias": "bhqk", "heads": 2, "heads_kv": 2, "seq_q": 130, "seq_k": 130,
+    },
+    "widest, a mask, slopes that learn": {
+        "head_dim": 256, "head_dim_v": 208, "mask": "b11k", "alibi_slopes": "h", "heads": 2, "heads_kv": 2,
+    },
     "wide, in order, dropout": {
         "head_dim": 192, "head_dim_v": 192, "seq_q": 130, "seq_k": 130,
         "arguments": {"deterministic": True, "dropout_p": 0.2},
