@@ -1,4 +1,4 @@
-"""Which cases stand in one chart of dots: so few that it can be read, and not so few that it says nothing."""
+"""Divides cases among charts of dots. A chart has few enough cases to be read, and enough to say something."""
 
 from __future__ import annotations
 

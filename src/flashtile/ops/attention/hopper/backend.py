@@ -190,7 +190,7 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
 def _tiles_of(call: AttentionCall, side: SideInputs) -> CallTiles:
     *outer, rows, heads, _ = call.q_shape
     batch = outer[0] if side.cu_seqlens_q is None else side.cu_seqlens_q.numel() - 1
-    return CallTiles(rows, batch, side.cu_seqlens_q is not None, heads, call.multiprocessors)
+    return CallTiles(rows, batch, call.packed, heads, call.multiprocessors)
 
 
 def _warps(consumers: int) -> str:

@@ -33,7 +33,8 @@ class BackwardConfig(NamedTuple):
         registers: of a thread of those two; the sums' warpgroup has what they and the producer leave.
         statistics_multiplied: lse and delta are taken off the scores and their gradients by a product more, as operands
             of 16 columns (three bfloat16 that they are the sum of); else they are loaded, and subtracted.
-        sums_by_tma: dq goes through shared memory, and TMA adds it to the sums; else threads do, four numbers at once.
+        sums_by_tma: dq goes through shared memory, and TMA adds it to the sums, or stores it where nobody else adds to
+            it; else threads add, four numbers at once.
         bias_by_tma: TMA brings the tiles of a bias with the queries.
         bias_stored: the gradient of a bias is that of the scores, which the warpgroup that sums dq stores.
     """

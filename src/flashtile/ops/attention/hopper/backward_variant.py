@@ -214,7 +214,6 @@ def shares_in_cache(
     config = variant.config
     walks_differ = variant.has_left or variant.has_right or variant.listed
     several_rounds = key_tiles * lines * shares > programs
-    walk = group * query_tiles * config.block_m
     if not (walks_differ and several_rounds):
         return shares
     may_meet = config.block_n > CONSUMER_ROWS and _may_reverse_walks(variant)
@@ -224,7 +223,7 @@ def shares_in_cache(
     heads = max(_IN_CACHE // of_a_head, 1)
     divided = next(each for each in range(shares, group + 1) if group % each == 0 and group // each <= heads)
     least = _LONG_WALK_TO_KEEP if variant.has_left or divided == group else _WALK_TO_KEEP
-    return shares if walk < least else divided
+    return divided if group * query_tiles * config.block_m >= least else shares
 
 
 class DqEnds(NamedTuple):

@@ -1,6 +1,6 @@
-"""Forwards of few tiles, which leave multiprocessors without work, and of short causal sequences, whose tiles are half
-hidden: whether tiles of one consumer serve better than tiles of several. They have 64 queries, so that there are more
-of them. With heads of up to 128 columns two programs share a multiprocessor."""
+"""Chooses between tiles of one consumer and tiles of several for two kinds of forwards. Few tiles leave multiprocessors
+without work, and short causal sequences have tiles that are half hidden. Tiles of one consumer have 64 queries, so that
+there are more of them. With heads of up to 128 columns two programs share a multiprocessor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CAUSAL_NARROW, _CAUSAL_WIDE = 4, 2
 
 
 class CallTiles(NamedTuple):
-    """By what the tiles of a call are counted.
+    """The sizes that decide how many tiles a call has.
 
     Attributes:
         rows: queries of a sequence, of a packed call all of them.
