@@ -50,6 +50,7 @@ VARIANTS = [
     Case(2, 48, 2, 2, 16, 16, causal=True, dtype="fp32", softcap=2.0, bias="BHSS"),
     Case(3, 40, 4, 2, 16, 16, dtype="fp32", mask="padding"),
     Case(2, 40, 2, 2, 16, 8, dtype="bf16", mask="random0.5"),
+    Case(1, 48, 2, 2, 16, 16, window=(5, 0), dtype="fp32"),
     Case(2, 40, 4, 2, 16, 16, dtype="fp32", Sk=7),
     Case(2, 40, 2, 2, 16, 16, dtype="fp32", mask="padding", Sk=7),
 ]

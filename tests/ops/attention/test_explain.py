@@ -139,6 +139,13 @@ def test_a_tiny_scale_takes_the_statistics_off_without_a_product() -> None:
     assert tiny.shared_memory < usual.shared_memory
 
 
+def test_dq_that_nobody_adds_to_takes_a_place_on_chip() -> None:
+    """TMA stores it through that place. In the first call all keys are one tile; in the second, dq is a sum of two."""
+    single, summed = (_explain(device="sm_90", head_dim=256, seq=seq).kernels[1] for seq in (64, 128))
+    assert single.tiles.sums_by_tma and not summed.tiles.sums_by_tma
+    assert single.shared_memory > summed.shared_memory
+
+
 @pytest.mark.parametrize(
     "arguments, reason",
     [

@@ -10,6 +10,7 @@ from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary
 from flashtile.ops.attention.hopper import backward_configs, configs
 from flashtile.ops.attention.hopper import float32_backward_configs as float32_configs
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8
+from flashtile.ops.attention.hopper.dq_ends import ends_of_dq
 from flashtile.ops.attention.hopper.few_tiles import CallTiles
 from flashtile.ops.attention.hopper.float32_forward_configs import (
     HALF_WIDE,
@@ -25,6 +26,7 @@ from flashtile.ops.attention.hopper.wide_backward_configs import (
     is_wide,
     wide_shared_memory,
 )
+from flashtile.ops.attention.plans import CallSizes, call_sizes, side_shape
 from flashtile.ops.attention.spec import FP8, SideInputs
 from flashtile.ops.attention.triton.backend import describe_bias_gradient
 from flashtile.ops.attention.triton.configs import SHORT, length_of
@@ -165,8 +167,10 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
         tables = configs.table_bytes(side.bias, side.mask)
         learns, packed = side.bias is not None and side.bias.requires_grad, side.cu_seqlens_q is not None
         own = learns and configs.is_of_scores(call.bias, call.dtype, call.q_shape[0], call.q_shape[-2], packed)
-        cut = backward_configs.backward_config_of(*heads, spec, tables, call.wanted.alibi_slopes, moved, own)
+        row = backward_configs.backward_config_of(*heads, spec, tables, call.wanted.alibi_slopes, moved, own)
         apart = backward_configs.derivatives_apart_of(spec, call.wanted.alibi_slopes)
+        bounded = call.packed or call.key_lengths
+        cut = ends_of_dq(row, spec, _sizes_of(call, side), call.multiprocessors, bounded, apart).config
         memory = backward_configs.backward_shared_memory(cut, *heads, apart)
         warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
         summary = summary_of((cut.block_m, cut.block_n), warps, cut.stages, memory)
@@ -180,17 +184,17 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
         return _describe_float32_forward(*heads)
     side = call.side or SideInputs()
     lengths = side.max_seqlen_q, side.max_seqlen_k
-    config = configs.config_of(*heads, lengths, call.dtype, spec, call.bias, side.mask, _tiles_of(call, side))
+    sizes = _sizes_of(call, side)
+    tiles = CallTiles(sizes.rows_q, sizes.batch, call.packed, sizes.heads, call.multiprocessors)
+    config = configs.config_of(*heads, lengths, call.dtype, spec, call.bias, side.mask, tiles)
     memory = configs.shared_memory(config, *heads, call.dtype)
     summary = summary_of((config.block_m, config.block_n), _warps(config.consumers), config.stages, memory)
     forward = KernelChoice("forward", config, memory, "hopper", summary=summary)
     return (KernelChoice("widen", backend="hopper"), forward) if call.dtype is FP8 else (forward,)
 
 
-def _tiles_of(call: AttentionCall, side: SideInputs) -> CallTiles:
-    *outer, rows, heads, _ = call.q_shape
-    batch = outer[0] if side.cu_seqlens_q is None else side.cu_seqlens_q.numel() - 1
-    return CallTiles(rows, batch, call.packed, heads, call.multiprocessors)
+def _sizes_of(call: AttentionCall, side: SideInputs) -> CallSizes:
+    return call_sizes((call.q_shape, call.k_shape, call.v_shape), side_shape(side))
 
 
 def _warps(consumers: int) -> str:

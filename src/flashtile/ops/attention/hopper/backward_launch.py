@@ -24,7 +24,6 @@ from flashtile.ops.attention.hopper.backward_descriptors import buffers, describ
 from flashtile.ops.attention.hopper.backward_source import backward_plan
 from flashtile.ops.attention.hopper.backward_variant import (
     BackwardVariant,
-    ends_of_dq,
     function_of_call,
     lone_query_tiles,
     may_divide_queries,
@@ -38,6 +37,7 @@ from flashtile.ops.attention.hopper.bias_gradient_launch import (
 )
 from flashtile.ops.attention.hopper.bounds import by_whole_rows, row_strides
 from flashtile.ops.attention.hopper.configs import is_of_scores, moves_by_tma, table_bytes
+from flashtile.ops.attention.hopper.dq_ends import ends_of_dq
 from flashtile.ops.attention.hopper.float32_backward_configs import float32_keys_of_dv, serves_float32
 from flashtile.ops.attention.hopper.float32_backward_launch import plan_float32_backward
 from flashtile.ops.attention.hopper.parameters import (
