@@ -323,7 +323,11 @@ def pin_pairs_before_product(weights):
 
 @gluon.jit
 def unpack(x, dtype: gl.constexpr):
-    """Undoes `pack`, also in pairs."""
+    """Undoes `pack`, also in pairs.
+
+    Each float16 gets a register of its own before it is converted. Where ptxas could take the halves of a pair as they
+    lie, it kept pairs in memory, fetched their halves by themselves, and fetched some before it had stored the pair
+    (docs/engineering_log/compilers.md, "Halves of a pair")."""
     if dtype == gl.bfloat16:
         wide = gl.inline_asm_elementwise(
             "{ .reg .b32 x; shl.b32 x, $2, 16; mov.b32 $0, x; and.b32 x, $2, 0xffff0000; mov.b32 $1, x; }",
@@ -331,7 +335,16 @@ def unpack(x, dtype: gl.constexpr):
         )  # fmt: skip
     else:
         wide = gl.inline_asm_elementwise(
-            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
+            """{
+                .reg .b16 half, none;
+                .reg .b32 word;
+                prmt.b32 word, $2, $2, 0x1010;
+                mov.b32 {half, none}, word;
+                cvt.f32.f16 $0, half;
+                prmt.b32 word, $2, $2, 0x3232;
+                mov.b32 {half, none}, word;
+                cvt.f32.f16 $1, half;
+            }""",
             "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2,
         )  # fmt: skip
     return wide
