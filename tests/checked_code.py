@@ -26,13 +26,13 @@ COMPILER = f"Triton {triton.__version__} for Python {sys.version_info.major}.{sy
 
 
 def check_code(source: KernelSource, arch: str, check: Callable[..., None], *expected: Any) -> None:
-    """Compiles a kernel, searches its code for wrong addresses, and calls `check(binary, *expected)`.
+    """Compiles a kernel, searches its code for faults of ptxas, and calls `check(binary, *expected)`.
 
     Nothing is compiled if the table has this check. So `check` is a function of a module, and what it compares the
     binary with is in `expected`.
 
     Raises:
-        WrongCodeError: the code has wrong addresses.
+        WrongCodeError: faults were found.
         AssertionError: of the check.
     """
     served = MEMORY.serves(COMPILER)

@@ -97,7 +97,7 @@ def _unavailable() -> dict[str, str]:
 
 @pytest.fixture(autouse=True, scope="session")
 def launched_kernels_are_inspected() -> Iterator[None]:
-    """A kernel that a test launches on a GPU is searched for wrong addresses, as the compile tests' kernels are."""
+    """A kernel that a test launches on a GPU is searched for faults of ptxas, as the compile tests' kernels are."""
     if not torch.cuda.is_available() or torch.version.hip or os.environ.get("TRITON_INTERPRET") == "1":
         yield
         return

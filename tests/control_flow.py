@@ -1,12 +1,14 @@
-"""What wrong addresses look like in machine code, on a CPU: no GPU need be there, and no interpreter can see it.
+"""What wrong machine code looks like, on a CPU: no GPU need be there, and no interpreter can see it.
 
-ptxas 12.8 got uniform registers wrong in two kernels. In the Hopper backward it computed addresses ahead of one loop
-and used them in the next one, although a branch may skip the first. In the portable forward it computed descriptors of
-`p v` from a register of another value (docs/engineering_log/compilers.md). Three questions find such code:
+ptxas 12.8 got registers wrong in three kernels. In the Hopper backward it computed addresses ahead of one loop and used
+them in the next one, although a branch may skip the first. In the portable forward it computed descriptors of `p v`
+from a register of another value. In the Hopper backward of float16 it fetched half of a register from memory before it
+had stored the register there (docs/engineering_log/compilers.md). Four questions find such code:
 
 - `unset_registers`: which instructions may use a uniform register that nothing has set?
 - `wrong_descriptors`: which products (wgmma) take a descriptor with another high word than the PTX has?
 - `shared_bases`: which addresses does the PTX put into descriptors of several kinds? ptxas 12.8 gets those wrong.
+- `halves_from_memory`: which loads fetch half of a register that a thread keeps in memory?
 
 A listing (`machine_code.sass`) becomes a graph of basic blocks, and values are followed through it as ranges. An
 instruction that uses uniform registers in a way that is not known here raises an error, because its effect would be a
@@ -36,12 +38,13 @@ class UnknownInstructionError(ValueError):
     """An instruction whose use of uniform registers is not known here."""
 
 
-def wrong_addresses(listing: str, ptx: str) -> list[str]:
-    """What the three questions of this module find in a kernel, each with the name of its question."""
+def wrong_code(listing: str, ptx: str) -> list[str]:
+    """What the four questions of this module find in a kernel, each with the name of its question."""
     return [
         *(f"register without a value: {line}" for line in unset_registers(listing)),
         *(f"descriptor that the PTX does not have: {line}" for line in wrong_descriptors(listing, ptx)),
         *(f"address in descriptors of several kinds: {line}" for line in shared_bases(ptx)),
+        *(f"half of a register that was stored whole: {line}" for line in halves_from_memory(listing)),
     ]
 
 
@@ -304,6 +307,34 @@ def _ordinary_reads(instruction: Instruction) -> frozenset[str]:
         for register in re.finditer(r"(?<![A-Z])R(\d+)(\.64)?", operand)
         for number in range(max(width, 2 if register[2] else 1))
     )
+
+
+# Halves of registers
+
+#: A load from a thread's own memory, or a store to it.
+_LOCAL = re.compile(r"(LDL|STL)(\S*) .*\[R1(?:\+(0x[0-9a-f]+))?\]")
+
+#: How many bytes an operation moves that has one of these names.
+_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+
+
+def halves_from_memory(listing: str) -> list[str]:
+    """The loads of half a register from a thread's own memory, where the kernel stores whole registers.
+
+    ptxas 12.8 put such a load before the store of the register. No kernel needs any: the source takes halves apart in
+    registers (`backward_pieces.unpack`)."""
+    moves = [found for instruction in parse(listing).instructions if (found := _LOCAL.search(instruction.text))]
+    stored = {place for move in moves if move[1] == "STL" and _moved_bytes(move) >= 4 for place in _places(move)}
+    return [m.string for m in moves if m[1] == "LDL" and _moved_bytes(m) < 4 and stored.intersection(_places(m))]
+
+
+def _moved_bytes(move: re.Match[str]) -> int:
+    return next((_BYTES[name] for name in move[2].split(".") if name in _BYTES), 4)
+
+
+def _places(move: re.Match[str]) -> range:
+    first = int(move[3] or "0", 16)
+    return range(first, first + _moved_bytes(move))
 
 
 # Descriptors of products

@@ -345,8 +345,15 @@ BACKWARD_FORMS = {
         f"{name}-single-tile": _with_stores(_backward(*heads, False, False, False, right=False), single_key_tile=True)
         for name, heads in (("160", (160, 160)), ("192x128", (192, 128)), ("256", (256, 256)))
     },
-    "160-single-tile-causal-fp16": _with_stores(
-        _backward(160, 160, False, False, False), single_key_tile=True, dtype=torch.float16
+    **{
+        f"{name}-single-tile-causal-fp16": _with_stores(
+            _backward(*heads, False, False, False), single_key_tile=True, dtype=torch.float16
+        )
+        for name, heads in (("160", (160, 160)), ("192x128", (192, 128)))
+    },
+    "192x128-ordered-fp16": _backward(192, 128, False, False, True)._replace(dtype=torch.float16),
+    "192x128-window-rotated-fp16": _backward(192, 128, False, True, False)._replace(
+        rotates_walks=True, dtype=torch.float16
     ),
     "192-whole": _with_stores(_backward(192, 192, False, False, False), whole_lines=True),
     "256-whole": _with_stores(_backward(256, 256, False, False, False), whole_lines=True),

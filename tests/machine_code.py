@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 import flashtile
-from control_flow import wrong_addresses
+from control_flow import wrong_code
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import KernelSource, Plan, compile_kernel
 from flashtile.ops.attention.hopper import apart_launch, float32_forward_launch
@@ -50,11 +50,11 @@ COMPILED: set[str] = set()
 
 
 class WrongCodeError(AssertionError):
-    """A kernel's machine code has wrong addresses, or its PTX is such that some compilers would write them."""
+    """A kernel's machine code is wrong, or its PTX is such that some compilers would make it wrong."""
 
 
 def compile_source(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
-    """Compiles a kernel as a launch does, and searches its code for wrong addresses (`control_flow`).
+    """Compiles a kernel as a launch does, and searches its code for faults (`control_flow`).
 
     Every test that compiles a kernel calls this function. So does every launch of a test on a GPU (`conftest`).
 
@@ -68,9 +68,9 @@ def compile_source(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
 
 
 def search_code(compiled: CompiledKernel, device: DeviceFacts) -> None:
-    """Searches a kernel's code for wrong addresses."""
+    """Searches a kernel's code for faults of ptxas."""
     if device.is_cuda:
-        found = wrong_addresses(instructions(compiled.asm), compiled.asm["ptx"])
+        found = wrong_code(instructions(compiled.asm), compiled.asm["ptx"])
         if found:
             raise WrongCodeError(f"{compiled.metadata.name} for {device.arch}: {'; '.join(found)}")
 

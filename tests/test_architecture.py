@@ -461,7 +461,7 @@ def test_works_with_an_older_triton():
     assert "its kernels need Triton 3.6 or newer, and 3.2.0 is installed" in output
 
 
-def test_every_test_compiles_where_the_code_is_searched_for_wrong_addresses():
+def test_every_test_compiles_where_the_code_is_searched_for_faults():
     """`machine_code.compile_source` does that. A test which compiles past it would let a wrong kernel through."""
     tests = Path(__file__).parent
     direct = {

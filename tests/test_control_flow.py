@@ -12,7 +12,14 @@ from flashtile._backends import devices
 if devices.triton_missing():
     pytest.skip(devices.triton_missing(), allow_module_level=True)
 
-from control_flow import UnknownInstructionError, shared_bases, unset_registers, wrong_addresses, wrong_descriptors
+from control_flow import (
+    UnknownInstructionError,
+    halves_from_memory,
+    shared_bases,
+    unset_registers,
+    wrong_code,
+    wrong_descriptors,
+)
 from machine_code import TOOLS, disassemble
 
 #: A value from ahead of a loop is read behind it, and a product reads two pairs of registers.
@@ -186,13 +193,13 @@ def _changed(old: str, *new: str) -> str:
 
 
 def test_descriptors_are_followed_to_the_constants_of_the_ptx() -> None:
-    assert wrong_addresses(_lines(*_PRODUCT), _PTX) == []
+    assert wrong_code(_lines(*_PRODUCT), _PTX) == []
 
 
 def test_a_word_made_wide_has_a_high_word_of_zero() -> None:
     """As Triton 3.9 has it: the low word of a descriptor is a sum in 32 bits."""
     ptx = _PTX.replace("cvt.u64.u32 	%rd2, %r4;", "add.s32 	%r6, %r4, 2;\n	cvt.u64.u32 	%rd2, %r6;")
-    assert ptx != _PTX and wrong_addresses(_lines(*_PRODUCT), ptx) == []
+    assert ptx != _PTX and wrong_code(_lines(*_PRODUCT), ptx) == []
 
 
 @pytest.mark.parametrize(
@@ -384,4 +391,24 @@ def test_the_fault_of_ptxas(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", [(_NARROW, _WIDE), (_WIDE, _WIDE)])
 def test_tiles_at_one_address_that_ptxas_gets_right(words: tuple[int, int], tmp_path: Path) -> None:
     ptx = _two_tiles(*words)
-    assert wrong_addresses(_assembled(ptx, tmp_path), ptx) == []
+    assert wrong_code(_assembled(ptx, tmp_path), ptx) == []
+
+
+_PAIR = ("F2FP.F16.F32.PACK_AB R6, R7, R6", "LDL.LU.S16 R17, [R1+0x8]", "STL [R1+0x8], R6", "LDL.LU.S16 R18, [R1+0xa]")
+
+
+@pytest.mark.parametrize(
+    "code, found",
+    [
+        (_PAIR, [_PAIR[1], _PAIR[3]]),
+        (("STL.64 [R1], R4", "LDL.U16 R3, [R1+0x6]"), ["LDL.U16 R3, [R1+0x6]"]),
+        (("STL [R1], R4", "LDL.LU R3, [R1]"), []),
+        (("STL.U16 [R1+0x8], R4", "LDL.U16 R3, [R1+0x8]", "STL [R1+0xc], R4"), []),
+    ],
+    ids=["pair", "two registers", "whole", "half stored"],
+)
+def test_halves_that_come_from_memory(code: tuple[str, ...], found: list[str]) -> None:
+    """The first listing is what ptxas 12.8 wrote: the lower half is fetched before it is there."""
+    listing = _lines(*code, "EXIT")
+    assert halves_from_memory(listing) == found
+    assert wrong_code(listing, "") == [f"half of a register that was stored whole: {line}" for line in found]

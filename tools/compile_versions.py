@@ -6,7 +6,7 @@ For another version than the pinned one, unpack its wheel and put it first on th
     pip download --no-deps --dest wheels triton==3.8.0 && unzip -q wheels/triton-3.8.0*.whl -d triton-3.8.0
     PYTHONPATH=triton-3.8.0:src:tests python tools/compile_versions.py
 
-Prints a line for each. Fails where ptxas serialises a product, where the machine code has wrong addresses
+Prints a line for each. Fails where ptxas serialises a product, where the machine code is wrong
 (`tests/control_flow.py`), or where a kernel does not compile.
 """
 

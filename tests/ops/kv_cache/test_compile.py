@@ -151,7 +151,7 @@ def test_fits(arch: str, kernel: str, name: str) -> None:
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("heads", list(permutations((15, 31, 63), 2)), ids=lambda heads: f"{heads[0]}x{heads[1]}")
 def test_heads_of_v_of_another_width(heads: tuple[int, int], page_size: int | None) -> None:
-    """With enough rows for the products of Hopper, whose code is searched for wrong addresses when it is compiled."""
+    """With enough rows for the products of Hopper, whose code is searched for faults of ptxas when it is compiled."""
     call = Call(seq_q=64, seq_new=None, head_dim=heads[0], head_dim_v=heads[1], page_size=page_size)
     check_code(plan_of(call).split.attend.source, "sm_90", _check_products)
 
