@@ -483,6 +483,8 @@ def test_order_and_end_of_tiles_with_tables(change: dict, batch_first: bool, mas
     "change, programs, dynamic",
     [
         ({"seq_k": 4095}, 132, False),
+        ({"seq_k": 512}, 132, False),
+        ({"seq_k": 511}, 132, True),  # memory limits it
         ({"seq_q": 1}, 8, False),
         ({"seq_k": 4096}, 132, True),  # long enough to be beside a transfer
         ({"seq_k": 4096, "seq_q": 500}, 64, False),
@@ -546,6 +548,25 @@ def test_few_tiles_have_one_consumer(head_dim: int, heads: int, rows: int, chang
     config = configs.choose_config(head_dim, head_dim, rows, tiles=tiles, **given)
     assert config.block_m == block_m
     assert configs.shared_memory(config, head_dim, head_dim) <= config.room
+
+
+@pytest.mark.parametrize(
+    "head_dim, queries, keys, right, block_n",
+    [
+        (80, 320, 320, False, 64),
+        (80, 321, 321, False, 128),
+        (80, 320, 320, True, 128),
+        (80, 448, 448, False, 64),
+        (96, 576, 576, False, 128),
+        (96, 2048, 64, False, 64),
+        (128, 2048, 144, False, 64),
+        (128, 2048, 256, False, 128),
+        (64, 320, 320, False, 128),
+    ],
+)
+def test_an_odd_number_of_tiles_of_64_keys(head_dim: int, queries: int, keys: int, right: bool, block_n: int) -> None:
+    config = configs.choose_config(head_dim, head_dim, queries, False, right, max_seqlen_k=keys)
+    assert config.block_n == block_n
 
 
 @pytest.mark.parametrize(

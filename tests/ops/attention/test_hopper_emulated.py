@@ -40,7 +40,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
 
     def make(seed: int = 0, held: int = 0, **thresholds: int) -> EmulatedHopper:
         emulated = EmulatedHopper(multiprocessors=3, seed=seed, held=held)
-        small = dict.fromkeys(("HALF_CAUSAL", "HALF_WIDE", "HALF_WIDE_CAUSAL", "_MORE_ROUNDS"), 0)
+        small = dict.fromkeys(("HALF_CAUSAL", "HALF_ODD", "HALF_WIDE", "HALF_WIDE_CAUSAL", "_MORE_ROUNDS"), 0)
         small |= dict.fromkeys(("HALF_WINDOW", "HALF_WINDOW_WIDE"), -1)
         for name, number in {**small, **thresholds}.items():
             (module,) = (each for each in emulated.modules.values() if _defines(each, name))
@@ -808,6 +808,18 @@ def test_tiles_of_half_the_keys(hopper: Callable, head_dim: int, changes: dict, 
     hopper(HALF_CAUSAL=512, HALF_WIDE=512, HALF_WIDE_CAUSAL=1024, HALF_WINDOW=512, HALF_WINDOW_WIDE=1024)
     case = replace(_SMALL, seq_k=230, head_dim=head_dim, head_dim_v=head_dim, **changes)
     check(with_arguments(case, **arguments), "hopper")
+
+
+@pytest.mark.parametrize("head_dim", [72, 96])
+@pytest.mark.parametrize(
+    "changes",
+    [{"seq_k": 310}, {"seq_k": 40}, {"lengths_q": (129, 0, 70), "lengths_k": (310, 33, 64)}, {"key_lengths": (70,)}],
+    ids=str,
+)
+def test_an_odd_number_of_tiles_of_half_the_keys(hopper: Callable, head_dim: int, changes: dict) -> None:
+    hopper(HALF_ODD=448)
+    case = replace(_SMALL, seq_k=310, head_dim=head_dim, head_dim_v=head_dim)
+    check(replace(case, **changes), "hopper")
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,12 @@ SHORT, SHORT_CAUSAL = 256, 2048
 #: heads of 97 to 128, without a mask and under a causal one.
 HALF_CAUSAL, HALF_WIDE, HALF_WIDE_CAUSAL = 512, 512, 1024
 
+#: Number of keys up to which tiles have 64 if these are odd in number, without a mask and with heads of 65 to 128: half
+#: of the last tile of 128 keys would be empty. Time of 128 keys over time of 64 (an H100, 16 heads): 256 × 144 tokens,
+#: heads of 72, 80 and 96, 1.25, 1.21 and 1.22; 64 × 320 1.11, 1.13 and 1.11; 32 × 448 1.07, 1.00 and 1.04; 8 × 2,048
+#: queries on 144 and 320 keys, heads of 128, 1.28 and 1.22. But on 1,100, heads of 80, 0.85; and 64 × 257, of 40, 1.01.
+HALF_ODD = 448
+
 #: Windows of up to so many keys besides a query's own have tiles of 64 keys: with heads of up to 64 columns, and with
 #: heads of up to 128. Microseconds on an H100 with 128 and 64 keys, 2 × 8,192 tokens unless said otherwise: 32 heads of
 #: 64, a window of 128 160 and 112, of 256 170 and 147, of 1,024 337 and 348; 4 × 4,096, 12 heads, 64 on either side, 76
@@ -290,15 +296,14 @@ def choose_config(
     elif dtype is FP8 and widest <= 128 and long and not (left or blocks):
         row = _LONG_8
     bare = not (blocks or tables or dtype is FP8)
-    longest = max(max_seqlen_q, max_seqlen_k)
-    if bare and not dropout and _has_half_keys(widest, longest, left, right, window):
+    lengths = max_seqlen_q, max_seqlen_k or max_seqlen_q
+    if bare and not dropout and _has_half_keys(widest, lengths, left, right, window):
         row = _HALF_KEYS
     if (dropout or tables > 2) and row.block_n > 64:
         # A thread holds scores, weights and sums already: half the keys leave room for random words, or for four bytes
         # of tables for each score.
         row = row._replace(block_n=64, stages=2 * row.stages)
     if bare:
-        lengths = max_seqlen_q, max_seqlen_k or max_seqlen_q
         row = _of_one_consumer(row, head_dim, head_dim_v, lengths, left, right, dropout, tiles) or row
     if block_tile is not None:
         row = _within_tile(row, block_tile, widest)
@@ -310,12 +315,15 @@ def choose_config(
     return row
 
 
-def _has_half_keys(widest: int, longest: int, left: bool, right: bool, window: int | None) -> bool:
-    """Whether `_HALF_KEYS` serves a plain call. `longest`: queries or keys of a sequence."""
+def _has_half_keys(widest: int, lengths: tuple[int, int], left: bool, right: bool, window: int | None) -> bool:
+    """Whether `_HALF_KEYS` serves a plain call. `lengths`: queries and keys of the longest sequence."""
+    longest, keys = max(lengths), lengths[1]
     if left:
         return window is not None and widest <= 128 and window <= (HALF_WINDOW if widest <= 64 else HALF_WINDOW_WIDE)
     if widest <= 64:
         return right and longest <= HALF_CAUSAL
+    if not right and widest <= 128 and keys <= HALF_ODD and -(-keys // _HALF_KEYS.block_n) % 2:
+        return True
     return 96 < widest <= 128 and longest <= (HALF_WIDE_CAUSAL if right else HALF_WIDE)
 
 

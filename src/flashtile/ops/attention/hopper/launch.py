@@ -64,6 +64,11 @@ __all__ = ["backward", "backward_plans", "forward", "prepare_backward", "prepare
 #: stream, such as a transfer: the program that waits for it starts late, and nobody else would take its share.
 _LONG_KEYS = 4096
 
+#: Up to so many queries or keys they do too, because memory limits a call. Programs that take their shares in turn keep
+#: step, and load at the same time. Then memory waits while they compute, and a line of 128 bytes that two heads have in
+#: common is read twice.
+_SHORT_ROWS = 511
+
 #: The tensors that TMA moves, in the order of the kernel's parameters: each once for either chunk of its columns; a
 #: bias once, if at all.
 _MOVED = ("q", "k", "v", "out", "bias")
@@ -192,10 +197,11 @@ def _plan(
     lines = parts * call_tiles.lines
     check_programs("q", tiles * lines)
     programs = min(tiles * lines, config.resident * call_tiles.multiprocessors) if q_shape.numel() and rows_k else 0
-    # Where tiles are alike and short, each program takes its share in turn, which needs no atomics.
+    # Where tiles are alike, each program takes its share in turn, which needs no atomics.
     uneven = packed or spec.banded or side.blocks is not None or side.key_lengths_dtype is not None
     uneven = uneven or _same_for_all_rows(side.mask)
-    dynamic = (uneven or rows_k >= _LONG_KEYS) and tiles * lines > programs
+    uneven = uneven or rows_k >= _LONG_KEYS or min(rows_q, rows_k) <= _SHORT_ROWS
+    dynamic = uneven and tiles * lines > programs
     out_shape = (*q_shape[:-1], head_dim_v)
     lse_shape = (*q_shape[:-3], heads, rows_q)
     of_rows = contiguous(lse_shape, torch.float32)
