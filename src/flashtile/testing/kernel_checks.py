@@ -40,6 +40,8 @@ _EVEN_WIDTHS = (
 )
 _LAYOUTS = (ODD_STRIDE, ODD_ADDRESS)
 _CAUSAL = AttentionCase(seq_q=150, seq_k=210, arguments={"causal": True})
+#: Of the dtypes of 16 bits the other one.
+_OTHER_DTYPE = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}
 #: All queries and all keys of a sequence are one tile.
 _ONE_TILE = replace(_CAUSAL, seq_q=36, seq_k=40, bias="1hqk")
 
@@ -67,7 +69,8 @@ def kernel_checks(backend: str, dtype: torch.dtype = torch.bfloat16) -> list[Ker
 
     Args:
         backend: "triton", "hopper" (attention only) or "cpu".
-        dtype: a dtype of 16 bits, of all tensors but a few.
+        dtype: a dtype of 16 bits, of all tensors but a few. Some Hopper checks are of the other one, because float16
+            and bfloat16 are converted by other instructions.
     """
     plain = replace(_CAUSAL, head_dim=64, head_dim_v=64 if backend == "hopper" else 32)
     # The Hopper kernels refuse q, k and v that TMA cannot read. They copy such a dout.
@@ -76,7 +79,9 @@ def kernel_checks(backend: str, dtype: torch.dtype = torch.bfloat16) -> list[Ker
     cases: list[tuple[AttentionCase, str | None, Layout]] = [(case, None, Layout()) for case in _cases(backend)]
     cases += [(plain, *one) for one in moved]
     if backend == "hopper":
-        return [_attention_check(case, backend, dtype, name, layout) for case, name, layout in cases]
+        checks = [_attention_check(case, backend, dtype, name, layout) for case, name, layout in cases]
+        others = (_attention_check(case, backend, _OTHER_DTYPE[dtype], None, Layout()) for case in _stored_cases())
+        return [*checks, *others]
     tables = replace(_CAUSAL, head_dim=31, head_dim_v=63, bias="1hqk", mask="b1qk")
     cases += [(replace(_CAUSAL, head_dim=63, head_dim_v=31, bias="1hqk"), None, Layout()), (tables, None, Layout())]
     cases += [(tables, *one) for one in product(("bias", "mask"), _LAYOUTS)]
@@ -99,6 +104,14 @@ def _cases(backend: str) -> list[AttentionCase]:
         *(replace(_CAUSAL, head_dim=d, head_dim_v=e) for d, e in product(_ODD_WIDTHS, repeat=2)),
         *(replace(packed, head_dim=d, head_dim_v=e) for d, e in product(_ODD_WIDTHS[:3], repeat=2) if d != e),
     ]
+
+
+def _stored_cases() -> list[AttentionCase]:
+    """Gradients of queries that Hopper kernels add up in order, and those that they store because all keys of a
+    sequence are one tile."""
+    in_order = replace(_CAUSAL, arguments={"causal": True, "deterministic": True})
+    stored = replace(_CAUSAL, seq_q=49, seq_k=49)
+    return [replace(case, head_dim=d, head_dim_v=e) for case in (in_order, stored) for d, e in _EVEN_WIDTHS]
 
 
 def _attention_check(
