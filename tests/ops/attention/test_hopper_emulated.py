@@ -81,6 +81,21 @@ def test_heads_and_masks(hopper: Callable, heads: tuple[int, int], mask: str) ->
     check(with_arguments(case, **_MASKS[mask]), "hopper")
 
 
+#: Heads whose scores are products of fewer columns than their tiles have.
+_CUT: dict[str, dict[str, Any]] = {
+    "full": {"head_dim": 224},
+    "causal": {"head_dim": 208, "dtype": torch.float16, "arguments": {"causal": True}},
+    "packed": {"head_dim": 240, "lengths_q": (129, 0, 70), "lengths_k": (136, 33, 90)},
+    "of 128": {"head_dim": 104, "head_dim_v": 112, "arguments": {"causal": True, "softcap": 5.0}},
+}
+
+
+@pytest.mark.parametrize("changes", _CUT.values(), ids=_CUT)
+def test_scores_of_fewer_columns_than_a_tile_has(hopper: Callable, changes: dict[str, Any]) -> None:
+    hopper()
+    check(replace(_SMALL, **{"head_dim_v": changes["head_dim"], **changes}), "hopper")
+
+
 _WIDE: dict[str, dict[str, Any]] = {
     "shared keys, causal": {"heads": 4, "head_dim": 320, "head_dim_v": 264, "arguments": {"causal": True}},
     "one query, sinks": {"seq_q": 1, "head_dim": 512, "head_dim_v": 448, "dtype": torch.float16, "sinks": True},

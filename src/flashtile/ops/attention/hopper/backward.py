@@ -62,7 +62,6 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     products_of_sum,
     scaled,
     scaled_by_dropout,
-    slice_of,
     start_store,
     start_sum,
     start_transposed,
@@ -102,6 +101,7 @@ from flashtile.ops.attention.hopper.pieces import (
     make_tile_queue,
     matrix_layout,
     pack,
+    slice_of,
 )
 from flashtile.ops.attention.hopper.tables import MovedBias, make_bias_tiles
 

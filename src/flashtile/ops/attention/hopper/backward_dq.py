@@ -18,7 +18,7 @@ from flashtile._backends.gluon import (
     warpgroup_mma_wait,
 )
 from flashtile.ops.attention.hopper.backward_loads import load_keys, load_step
-from flashtile.ops.attention.hopper.backward_pieces import ROWS, by_rows, by_threads, columns_of, slice_of
+from flashtile.ops.attention.hopper.backward_pieces import ROWS, by_rows, by_threads, columns_of
 from flashtile.ops.attention.hopper.backward_tiles import (
     adding_tiles,
     dq_turn,
@@ -34,7 +34,15 @@ from flashtile.ops.attention.hopper.backward_tiles import (
     work_of,
 )
 from flashtile.ops.attention.hopper.blocks import TILE_HEAD, TILE_NUMBER, TILE_TURN, read_tile_info
-from flashtile.ops.attention.hopper.pieces import HeadRows, Slot, await_stores, coordinates, matrix, product_layout
+from flashtile.ops.attention.hopper.pieces import (
+    HeadRows,
+    Slot,
+    await_stores,
+    coordinates,
+    matrix,
+    product_layout,
+    slice_of,
+)
 
 
 class DqSums(NamedTuple):

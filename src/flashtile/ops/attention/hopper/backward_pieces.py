@@ -28,6 +28,7 @@ from flashtile.ops.attention.hopper.pieces import (
     place_of,
     product_layout,
     release,
+    slice_of,
 )
 
 #: Rows of a warpgroup's matrix product: the keys of one warpgroup, and the queries of one sum of dq.
@@ -134,14 +135,6 @@ def columns_of(ring, slot, COLUMN: gl.constexpr, COUNT: gl.constexpr):
         tail = matrix(ring.tail.index(slot.place), ring.ROWS, ring.TAIL)
         columns = slice_of(tail, COLUMN - ring.WIDTH, COUNT, 1)
     return columns
-
-
-@gluon.jit
-def slice_of(tile, FIRST: gl.constexpr, COUNT: gl.constexpr, DIM: gl.constexpr):
-    """`COUNT` rows (0) or columns (1) of a tile."""
-    if COUNT < tile.shape[DIM]:
-        tile = tile.slice(FIRST, COUNT, dim=DIM)
-    return tile
 
 
 @gluon.jit

@@ -113,6 +113,14 @@ def column_chunks(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[i
     return (half, rest) if rest < half or whole > _MAX_PART else (whole, 0)
 
 
+def score_columns(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Columns of the first chunk that scores are products of, a multiple of what one instruction multiplies. Up to 64
+    exponentials take the time, and all are multiplied."""
+    least = 32 // dtype.itemsize
+    width, _ = column_chunks(head_dim, dtype)
+    return min(-(-head_dim // least) * least, width) if width > 64 else width
+
+
 def value_parts(head_dim_v: int) -> int:
     """Parts of the columns of v, each with tiles of its own, which compute the weights once more."""
     return -(-head_dim_v // _MAX_PART)

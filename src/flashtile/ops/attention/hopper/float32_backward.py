@@ -21,7 +21,7 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.backward_pieces import DELTA, LSE, ROWS, slice_of
+from flashtile.ops.attention.hopper.backward_pieces import DELTA, LSE, ROWS
 from flashtile.ops.attention.hopper.float32_parts import HIGH, LOW, MIDDLE, PARTS, parts_of, without_nan
 from flashtile.ops.attention.hopper.pieces import (
     Chunks,
@@ -32,6 +32,7 @@ from flashtile.ops.attention.hopper.pieces import (
     make_ring,
     matrix_layout,
     product_layout,
+    slice_of,
 )
 from flashtile.ops.attention.hopper.wide_backward import (
     Exchange,

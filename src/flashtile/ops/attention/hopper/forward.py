@@ -136,6 +136,7 @@ class KernelConfig:
     BIAS_COLUMN: gl.constexpr
     MASK_COLUMN: gl.constexpr
     BATCH_FIRST: gl.constexpr
+    SCORE_COLUMNS: gl.constexpr
     VALUE_PARTS: gl.constexpr
     ONE_STAGE: gl.constexpr
     SCORE_FUNCTION: gl.constexpr
@@ -259,12 +260,13 @@ def attention_forward_kernel(
     Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
     IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
     PACKED: gl.constexpr, TOP_LEFT: gl.constexpr, BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr,
-    VALUE_PARTS: gl.constexpr, SCORE_FUNCTION: gl.constexpr, SCORE_READS: gl.constexpr,
+    SCORE_COLUMNS: gl.constexpr, VALUE_PARTS: gl.constexpr, SCORE_FUNCTION: gl.constexpr, SCORE_READS: gl.constexpr,
 ):  # fmt: skip
     """`..._tail_desc`: of the second chunk of head_dim. `constants`: `side_parameters.CallConstants`.
     `counter_ptr`: two zeros, through which thread blocks take tiles as they come, if they do. `BATCH_FIRST`: the
     same head of all batch entries comes next, because they share a table. `MASK_ENDS_KEYS`: the mask is the same
-    for all rows, and keys past the last one that it shows are left out. `VALUE_PARTS`: so many tiles of the same rows
+    for all rows, and keys past the last one that it shows are left out. `SCORE_COLUMNS`: of the first chunk, those that
+    scores are products of (`start_scores`). `VALUE_PARTS`: so many tiles of the same rows
     have a part of the values' columns each. `SCORE_FUNCTION`, `SCORE_READS`: the user's, and what it reads
     (`score_functions`). `max_scores_ptr`: the largest score of each row. A parameter that a call does not need is None.
     """
@@ -287,6 +289,7 @@ def attention_forward_kernel(
         BIAS_COLUMN=constants.BIAS_COLUMN,
         MASK_COLUMN=constants.MASK_COLUMN,
         BATCH_FIRST=BATCH_FIRST,
+        SCORE_COLUMNS=SCORE_COLUMNS,
         VALUE_PARTS=VALUE_PARTS,
         ONE_STAGE=STAGES == 1,
         SCORE_FUNCTION=SCORE_FUNCTION,
@@ -720,7 +723,7 @@ def attend(query, q_slot, key_tiles, modifiers, view, blocks, rings, config, WHI
     k.acquire(slot)
     n, kind, bits = key_tile_at(view.tiles.end - 1, slot, view, blocks, k, config)
     query_here = query_of_step(query, q_slot, key_tiles, rings, s_layout, config)
-    scores = start_scores(query_here, rings, slot, zeros)
+    scores = start_scores(query_here, rings, slot, zeros, config)
     tables = load_table_tiles(n, slot, modifiers, view, rings, config, s_layout, WHICH)
     s = wait_scores(scores, rings, slot, 0)
     s = modify_scores(s, n, kind, bits, tables, modifiers, view, True, config)
@@ -760,7 +763,7 @@ def scores_during_values(
     k.acquire(slot)
     if config.IN_TURN:
         begin_turn(WHICH)
-    scores = start_scores(query, rings, slot, zeros)
+    scores = start_scores(query, rings, slot, zeros, config)
     v.acquire(v_slot)
     out = start_values(p, out, v, v_slot)
     if config.IN_TURN:

@@ -32,6 +32,7 @@ from flashtile.ops.attention.hopper.pieces import (
     row_maximum,
     row_sums,
     scale_rows,
+    slice_of,
     split_off,
     wait_products,
 )
@@ -79,11 +80,28 @@ def query_operand(q, slot, s_layout: gl.constexpr, config):
     return Chunks(main, tail)
 
 
+@gluon.constexpr_function
+def _parts_of(columns):
+    """Powers of two that sum to `columns`, the largest first, each behind the sum of those before it."""
+    counts = [1 << bit for bit in reversed(range(columns.bit_length())) if columns >> bit & 1]
+    return [(sum(counts[:part]), count) for part, count in enumerate(counts)]
+
+
 @gluon.jit
-def start_scores(query, rings, slot, zeros):
-    """Starts `s = q kᵀ` `[M, N]`."""
+def start_scores(query, rings, slot, zeros, config):
+    """Starts `s = q kᵀ` `[M, N]`. Columns past the head are left out: a tile of 256 is 128, 64 and 32 where heads have
+    224. Queries in registers are not cut."""
     k = rings.k
-    s = warpgroup_mma(query.main, k.main_operand(slot).permute([1, 0]), zeros, use_acc=False, is_async=True)
+    keys = k.main_operand(slot)
+    s = zeros
+    if config.Q_IN_REGISTERS or config.SCORE_COLUMNS == k.WIDTH:
+        s = warpgroup_mma(query.main, keys.permute([1, 0]), s, use_acc=False, is_async=True)
+    else:
+        PARTS: gl.constexpr = _parts_of(config.SCORE_COLUMNS)
+        for part in gl.static_range(len(PARTS)):
+            a = slice_of(query.main, PARTS[part][0], PARTS[part][1], 1)
+            b = slice_of(keys, PARTS[part][0], PARTS[part][1], 1)
+            s = warpgroup_mma(a, b.permute([1, 0]), s, use_acc=part > 0, is_async=True)
     if k.TAIL > 0:
         s = warpgroup_mma(query.tail, k.tail_operand(slot).permute([1, 0]), s, is_async=True)
     if rings.k_tail is not None:

@@ -35,6 +35,7 @@ from flashtile.ops.attention.hopper.configs import (
     config_of,
     out_places,
     query_places,
+    score_columns,
     value_chunks,
     value_parts,
 )
@@ -253,6 +254,7 @@ def _plan(
         "TOP_LEFT": spec.banded and spec.top_left,
         # What is larger than keys and values is read by those that run at the same time.
         "BATCH_FIRST": not packed and batch > 1 and any(map(_shared_by_batch, (side.bias, side.mask))),
+        "SCORE_COLUMNS": score_columns(head_dim, dtype),
         "VALUE_PARTS": parts,
         "MASK_ENDS_KEYS": _same_for_all_rows(side.mask),
         "SCORE_FUNCTION": None if spec.score_program is None else function_of(spec.score_program, bounds),

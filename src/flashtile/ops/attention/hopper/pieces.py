@@ -254,6 +254,14 @@ def matrix(tile, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def slice_of(tile, FIRST: gl.constexpr, COUNT: gl.constexpr, DIM: gl.constexpr):
+    """`COUNT` rows (0) or columns (1) of a tile."""
+    if COUNT < tile.shape[DIM]:
+        tile = tile.slice(FIRST, COUNT, dim=DIM)
+    return tile
+
+
+@gluon.jit
 def coordinates(rows, row, column, PACKED: gl.constexpr):
     """Where TMA finds row `row` of a head of a sequence (`HeadRows`), from `column` on.
 
