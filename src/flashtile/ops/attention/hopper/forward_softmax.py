@@ -80,13 +80,6 @@ def query_operand(q, slot, s_layout: gl.constexpr, config):
     return Chunks(main, tail)
 
 
-@gluon.constexpr_function
-def _parts_of(columns):
-    """Powers of two that sum to `columns`, the largest first, each behind the sum of those before it."""
-    counts = [1 << bit for bit in reversed(range(columns.bit_length())) if columns >> bit & 1]
-    return [(sum(counts[:part]), count) for part, count in enumerate(counts)]
-
-
 @gluon.jit
 def start_scores(query, rings, slot, zeros, config):
     """Starts `s = q kᵀ` `[M, N]`. Columns past the head are left out: a tile of 256 is 128, 64 and 32 where heads have
@@ -94,19 +87,27 @@ def start_scores(query, rings, slot, zeros, config):
     k = rings.k
     keys = k.main_operand(slot)
     s = zeros
-    if config.Q_IN_REGISTERS or config.SCORE_COLUMNS == k.WIDTH:
+    if config.Q_IN_REGISTERS:
         s = warpgroup_mma(query.main, keys.permute([1, 0]), s, use_acc=False, is_async=True)
     else:
-        PARTS: gl.constexpr = _parts_of(config.SCORE_COLUMNS)
-        for part in gl.static_range(len(PARTS)):
-            a = slice_of(query.main, PARTS[part][0], PARTS[part][1], 1)
-            b = slice_of(keys, PARTS[part][0], PARTS[part][1], 1)
-            s = warpgroup_mma(a, b.permute([1, 0]), s, use_acc=part > 0, is_async=True)
+        for halvings in gl.static_range(5):
+            s = _start_columns(query.main, keys, s, config.SCORE_COLUMNS, 256 >> halvings)
     if k.TAIL > 0:
         s = warpgroup_mma(query.tail, k.tail_operand(slot).permute([1, 0]), s, is_async=True)
     if rings.k_tail is not None:
         rings.k_tail.acquire(slot)
         s = warpgroup_mma(query.tail, rings.k_tail.main_operand(slot).permute([1, 0]), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _start_columns(q, k, s, COLUMNS: gl.constexpr, COUNT: gl.constexpr):
+    """Adds the product of `COUNT` columns, a power of two, to `s` if it is one of those that sum to `COLUMNS`. Larger
+    ones come before it."""
+    if COLUMNS & COUNT:
+        FIRST: gl.constexpr = COLUMNS - COLUMNS % (2 * COUNT)
+        columns = slice_of(k, FIRST, COUNT, 1).permute([1, 0])
+        s = warpgroup_mma(slice_of(q, FIRST, COUNT, 1), columns, s, use_acc=FIRST > 0, is_async=True)
     return s
 
 
