@@ -40,7 +40,7 @@ _EVEN_WIDTHS = (
 )
 _LAYOUTS = (ODD_STRIDE, ODD_ADDRESS)
 _CAUSAL = AttentionCase(seq_q=150, seq_k=210, arguments={"causal": True})
-#: Of the dtypes of 16 bits the other one.
+#: The other dtype of 16 bits.
 _OTHER_DTYPE = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}
 #: All queries and all keys of a sequence are one tile.
 _ONE_TILE = replace(_CAUSAL, seq_q=36, seq_k=40, bias="1hqk")

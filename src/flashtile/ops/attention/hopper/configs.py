@@ -37,10 +37,11 @@ SHORT, SHORT_CAUSAL = 256, 2048
 #: heads of 97 to 128, without a mask and under a causal one.
 HALF_CAUSAL, HALF_WIDE, HALF_WIDE_CAUSAL = 512, 512, 1024
 
-#: Up to so many keys, tiles have 64 keys if their number is odd then, without a mask and with heads of 65 to 128: half
-#: of the last tile of 128 keys would be empty. Time of 128 keys over time of 64 (an H100, 16 heads): 256 × 144 tokens,
-#: heads of 72, 80 and 96, 1.25, 1.21 and 1.22; 64 × 320 1.11, 1.13 and 1.11; 32 × 448 1.07, 1.00 and 1.04; 8 × 2,048
-#: queries on 144 and 320 keys, heads of 128, 1.28 and 1.22. But on 1,100, heads of 80, 0.85; and 64 × 257, of 40, 1.01.
+#: Calls of up to so many keys have tiles of 64 if they fill an odd number of these, without a mask and with heads of 65
+#: to 128: half of the last tile of 128 keys would be empty. Time of 128 keys over time of 64 (an H100, 16 heads): 256 ×
+#: 144 tokens, heads of 72, 80 and 96, 1.25, 1.21 and 1.22; 64 × 320 1.11, 1.13 and 1.11; 32 × 448 1.07, 1.00 and 1.04;
+#: 8 × 2,048 queries on 144 and 320 keys, heads of 128, 1.28 and 1.22. But on 1,100, heads of 80, 0.85; and 64 × 257, of
+#: 40, 1.01.
 HALF_ODD = 448
 
 #: Windows of up to so many keys besides a query's own have tiles of 64 keys: with heads of up to 64 columns, and with

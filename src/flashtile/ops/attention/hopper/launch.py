@@ -201,8 +201,8 @@ def _plan(
     # Where tiles are alike, each program takes its share in turn, which needs no atomics.
     uneven = packed or spec.banded or side.blocks is not None or side.key_lengths_dtype is not None
     uneven = uneven or _same_for_all_rows(side.mask)
-    uneven = uneven or rows_k >= _LONG_KEYS or min(rows_q, rows_k) <= _SHORT_ROWS
-    dynamic = uneven and tiles * lines > programs
+    as_they_come = uneven or rows_k >= _LONG_KEYS or min(rows_q, rows_k) <= _SHORT_ROWS
+    dynamic = as_they_come and tiles * lines > programs
     out_shape = (*q_shape[:-1], head_dim_v)
     lse_shape = (*q_shape[:-3], heads, rows_q)
     of_rows = contiguous(lse_shape, torch.float32)
