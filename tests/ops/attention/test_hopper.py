@@ -903,7 +903,7 @@ def _main_constants(
 
 def _main_plan(
     rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, spec: AttentionSpec,
-    monkeypatch: pytest.MonkeyPatch, batch: int = 64, **changes: int,
+    monkeypatch: pytest.MonkeyPatch, batch: int = 512, **changes: int,
 ) -> backward_launch.BackwardPlan:  # fmt: skip
     """On 132 multiprocessors; by default so many walks that none is divided."""
     monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)
@@ -972,10 +972,24 @@ def test_order_of_uneven_tiles(
 def test_which_walks_take_two_rounds(tiles: int, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the kernel lets lines take turns: no group of them is more than two rounds, and none before the last less."""
     predicted = backward_tiles.take_two_rounds(tiles, lines, 132)
-    _number_lines(monkeypatch)
-    together, closing = backward_tiles._lines_together(tiles), backward_tiles._closing_lines(tiles, 8)
-    *others, last = sorted({pieces.turn_of(line, lines, together, closing) for line in range(lines)})
+    *others, last = _turns(tiles, lines, 8, monkeypatch)
     assert predicted is (last[1] * tiles <= 264 and all(132 < many * tiles <= 264 for _, many in others))
+
+
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("lines", [1, 3, 8, 9, 24, 200])
+@pytest.mark.parametrize("tiles", [1, 4, 11, 16, 40, 144, 256])
+def test_tiles_before_the_last_lines(tiles: int, lines: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    predicted = backward_tiles.tiles_before_last(tiles, lines, group)
+    first_line, _ = _turns(tiles, lines, group, monkeypatch)[-1]
+    assert predicted == first_line * tiles
+
+
+def _turns(tiles: int, lines: int, group: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The first line of each group that takes turns in the kernel, and how many they are."""
+    _number_lines(monkeypatch)
+    together, closing = backward_tiles._lines_together(tiles), backward_tiles._closing_lines(tiles, group)
+    return sorted({pieces.turn_of(line, lines, together, closing) for line in range(lines)})
 
 
 #: Batch, tokens, heads, key/value heads, head_dim, band, and into how many shares heads are divided. Microseconds on an

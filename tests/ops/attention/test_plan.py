@@ -222,7 +222,8 @@ def test_heads_that_share_keys_are_divided_where_there_are_few_key_tiles(
     [
         (8, 64, 100, False, 2),  # half of 132 multiprocessors; with four shares as much is left over
         (2, 96, 100, False, 1),  # two rounds of halves take as long
-        (8, 140, 100, False, 4),  # two rounds of which the second is all but empty; eight shares are hardly better
+        (8, 140, 100, False, 8),  # two rounds of which the second is all but empty
+        (8, 140, 2, False, 1),  # adding up takes longer than the second round
         (8, 128, 100, False, 1),
         (8, 256, 100, True, 1),
         (8, 128, 100, True, 2),  # the longest walk takes as long as all the others together
@@ -237,6 +238,13 @@ def test_into_how_many_shares_heads_are_divided(
     group: int, walks: int, query_tiles: int, uneven: bool, shares: int
 ) -> None:
     assert shares_of_heads(group, walks, query_tiles, uneven, 132) == shares
+
+
+def test_heads_are_divided_for_the_last_line() -> None:
+    """Of three lines of 144 walks, the longest of the last one begins when two thirds of all work are done, and takes
+    longer than the last third. Half as long it does not."""
+    assert shares_of_heads(4, 3 * 144, 144, True, 132) == 1
+    assert shares_of_heads(4, 3 * 144, 144, True, 132, lambda shares: 144 * {1: 2, 2: 4, 4: 10}[shares]) == 2
 
 
 @pytest.mark.parametrize(

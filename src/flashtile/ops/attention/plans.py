@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -193,40 +193,48 @@ def tiles_of(rows: int, block: int, batch: int, packed: bool) -> int:
     return rows // block + batch + 1 if packed else -(-rows // block)
 
 
-#: Steps of the longest walk from which on it pays to divide walks, which takes a sum more. Microseconds of a Hopper
-#: backward with 64, 32, 16 and 8 here (an H100, causal): 12 × 253 tokens, 8 and 1 heads of 64: 50, 50, 31, 31; 1 × 512,
-#: 32 and 8 heads of 128: 74, 40, 40, 40; 2 × 300 of these: 57, 57, 41, 41; 8 × 128: 33, 33, 33, 40.
-_DIVISIBLE_WALK = 16
+#: What takes the time of so many steps, about: the beginning and the end of a walk; storing and adding its part of dk
+#: and dv; adding up all parts, with the host's time. Microseconds of a backward in parts, and whole: 4 × 4,096 queries
+#: on 77 keys, 10 heads of 64, 59.6 (3 parts) and 94.9; one sequence of these 26.7 (8) and 80.2; 8,192 queries on 256
+#: keys, 8 heads of 128, 92.5 (8) and 271; but 4 × 1,024 on 77, 8 heads of 160, 62.8 (2) and 60.2. 8 × 128 tokens,
+#: causal, 32 and 8 heads of 128, 40 (4 shares) and 33; 12 × 253, 8 and 1 of 64, 31 (8) and 50.
+_STEPS_OF_A_WALK, _STEPS_OF_A_PART, _STEPS_OF_A_SUM = 2, 2, 8
 
-#: What takes the time of so many steps, about: the beginning and the end of a walk; adding up the parts of dk and dv,
-#: with the host's time. Microseconds of a backward in parts, and whole: 4 × 4,096 queries on 77 keys, 10 heads of 64,
-#: 59.6 (3 parts) and 94.9; one sequence of these 26.7 (8) and 80.2; 8,192 queries on 256 keys, 8 heads of 128, 92.5 (8)
-#: and 271; but 4 × 1,024 on 77, 8 heads of 160, 62.8 (2) and 60.2.
-_STEPS_OF_A_WALK, _STEPS_OF_A_SUM = 2, 8
-
-#: How much longer than with the best division the walks may take with one of fewer shares.
-_NEARLY_BEST = 1.15
+#: How much longer than with the best division the walks may take with one of fewer shares, whose parts of dk and dv
+#: take less memory.
+_NEARLY_BEST = 1.02
 
 
-def shares_of_heads(group: int, walks: int, query_tiles: int, uneven: bool, multiprocessors: int) -> int:
+def shares_of_heads(
+    group: int,
+    walks: int,
+    query_tiles: int,
+    uneven: bool,
+    multiprocessors: int,
+    walks_done: Callable[[int], float] = lambda shares: 0,
+) -> int:
     """Into how many shares the query heads of a key/value head are divided in the kernel of dk and dv, each with a walk
-    of its own over them: so many that there is work for all multiprocessors. dk and dv are then sums of as many parts.
+    of its own over them: so many that there is work for all multiprocessors until the end. dk and dv are then sums of
+    as many parts.
 
     Args:
         group: query heads of a key/value head.
         walks: key tiles of all key/value heads, each of which is a walk over the query tiles of its group.
         query_tiles: of one head that a walk visits at most (`longest_walk`).
         uneven: walks may be of different lengths.
+        walks_done: of so many shares, about how many walks are done when the longest one of the last lines begins.
     """
-    if group * query_tiles < _DIVISIBLE_WALK:
-        return 1
 
     def time(shares: int) -> float:
-        """In walks of the whole group, about. Uneven ones are half as long as the longest in the mean; with those first
-        all end together, or with the longest."""
-        if uneven:
-            return max(1 / shares, walks / (2 * multiprocessors))
-        return -(-walks * shares // multiprocessors) / shares
+        """In steps, about. Uneven walks are half as long as the longest in the mean. With the longest first all end
+        together, or with the longest one of the last lines."""
+        longest = query_tiles * group / shares
+        beside = _STEPS_OF_A_WALK + (_STEPS_OF_A_PART if shares > 1 else 0)
+        summing = _STEPS_OF_A_SUM if shares > 1 else 0
+        if not uneven:
+            return -(-walks * shares // multiprocessors) * (longest + beside) + summing
+        a_walk = (longest / 2 + beside) / multiprocessors
+        return max(walks * shares * a_walk, walks_done(shares) * a_walk + longest + beside) + summing
 
     divisors = [shares for shares in range(1, group + 1) if group % shares == 0]
     least = min(map(time, divisors))

@@ -22,6 +22,7 @@ from flashtile.ops.attention.hopper.backward_configs import (
 )
 from flashtile.ops.attention.hopper.backward_descriptors import buffers, describer, dtype_of
 from flashtile.ops.attention.hopper.backward_source import backward_plan
+from flashtile.ops.attention.hopper.backward_tiles import tiles_done_before_last
 from flashtile.ops.attention.hopper.backward_variant import (
     BackwardVariant,
     function_of_call,
@@ -349,7 +350,13 @@ def _plan(
     blocks = spec.block_shape is not None
     uneven = variant.bounded or blocks or (variant.has_right and not variant.has_left)
     steps = longest_walk(query_tiles, spec, config.block_m, config.block_n)
-    shares = shares_of_heads(group, key_tiles * lines_kv, steps, uneven, programs)
+
+    def walks_done(shares: int) -> float:
+        # Here nobody knows the lengths of packed sequences, and with a block mask lines are in another order.
+        listed = packed or blocks
+        return 0 if listed else tiles_done_before_last(key_tiles, lines_kv * shares, group // shares, programs)
+
+    shares = shares_of_heads(group, key_tiles * lines_kv, steps, uneven, programs, walks_done)
     shares = shares_in_cache(variant, group, shares, key_tiles, lines_kv, steps, programs)
     group //= shares
     parts = 1
