@@ -15,20 +15,18 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import flashtile
 from flashtile.bench import commands
 from flashtile.bench.compare import Key, key_of
 from flashtile.bench.errors import ChoiceError
-from flashtile.bench.record import Record
+from flashtile.bench.record import Record, Row
 from flashtile.bench.report import Table
 
 ROUNDS = 3
 
 #: Called with what is about to run, and the number of runs before it.
 OnRun = Callable[[str, int], None]
-Row = dict[str, Any]
 
 
 def measure_against(ref: str, arguments: Sequence[str], on_run: OnRun, rounds: int = ROUNDS) -> tuple[Record, Record]:

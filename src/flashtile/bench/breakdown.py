@@ -20,7 +20,7 @@ from flashtile.bench.cases import Case
 from flashtile.bench.errors import ChoiceError
 from flashtile.bench.implementations import device_memory, select_implementations
 from flashtile.bench.problem import AttentionProblem
-from flashtile.bench.record import require_writable
+from flashtile.bench.record import Row, require_writable
 from flashtile.bench.report import Table
 from flashtile.bench.runner import run_cases, side_stream
 from flashtile.bench.standard import causal_mask, scores
@@ -35,7 +35,6 @@ _PHASES = {"fwd": "forward", "bwd": "backward"}
 #: Matrices S×S of a step's tensors that are there at once.
 _MATRICES = 7
 
-Row = dict[str, Any]
 _aten = torch.ops.aten
 
 

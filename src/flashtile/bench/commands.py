@@ -28,8 +28,8 @@ from flashtile.bench.first_call import first_calls
 from flashtile.bench.host_time import run_host_time
 from flashtile.bench.implementations import IMPLEMENTATIONS, select_implementations
 from flashtile.bench.problem import AnyCase, AnyImplementation, Problem
-from flashtile.bench.record import Record, make_record, require_writable, write_record
-from flashtile.bench.runner import Row, run_cases
+from flashtile.bench.record import Record, Row, make_record, require_writable, write_record
+from flashtile.bench.runner import run_cases
 from flashtile.bench.summary import is_ours
 from flashtile.bench.tables import cases_of, select_cases, tables
 from flashtile.bench.training import cases as training_cases

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from flashtile.bench.errors import ChoiceError
-from flashtile.bench.record import Record
+from flashtile.bench.record import Record, Row
 from flashtile.bench.report import Table, case_name
 from flashtile.bench.summary import case_key, geometric_mean
 
-Row = dict[str, Any]
 #: Case, implementation, phase, and the step of a breakdown.
 Key = tuple[str, str, str, str]
 

@@ -16,6 +16,7 @@ import torch
 from flashtile.bench.bound import Bound
 from flashtile.bench.cases import Case, make_inputs
 from flashtile.bench.implementations import Implementation
+from flashtile.bench.record import Row
 from flashtile.bench.runner import describe, side_stream
 
 PHASES = ("fwd-nograd", "fwd", "fwd+bwd")
@@ -24,8 +25,6 @@ _CALLS = 20
 _ROUNDS = {"cuda": 60, "cpu": 10}
 _WARM_UP_CALLS = 5
 _NOT_MEASURED = {"tflops": None, "gbps": None, "error": None}
-
-Row = dict[str, Any]
 
 
 def host_case(device: torch.device) -> Case:

@@ -36,7 +36,9 @@ FACTS = {
     "system": "system",
 }
 
+#: What a file holds, and a measurement in it.
 Record = dict[str, Any]
+Row = dict[str, Any]
 
 
 def make_record(device: torch.device, command: str, rows: Sequence[dict[str, Any]]) -> Record:

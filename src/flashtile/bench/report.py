@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from flashtile.bench.cases import Case
 from flashtile.bench.companions.movement import Copy
 from flashtile.bench.companions.tables import OPERATIONS, case_of
 from flashtile.bench.decode import cases as decoding
+from flashtile.bench.record import Row
 from flashtile.bench.summary import Ratio, case_key, geometric_mean, is_ours, peers, ratios_to_best, ratios_to_peer
 from flashtile.bench.tables import table_of
 from flashtile.bench.training import cases as training
-
-Row = dict[str, Any]
 
 #: What a speed is given in -> its key in a row.
 _SPEEDS = {"TFLOP/s": "tflops", "GB/s": "gbps", "tokens/s": "tokens_per_s"}

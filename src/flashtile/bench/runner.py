@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flashtile.bench.problem import AnyBound, AnyCase, AnyImplementation, AttentionProblem, Problem
+from flashtile.bench.record import Row
 from flashtile.bench.timing import Timer, make_timer, typical
 
 PHASES = AttentionProblem.phases
@@ -24,8 +25,6 @@ _ROUNDS = 6
 _LEAST_SAMPLES = 3
 #: Time for the samples of one phase of one implementation, over all rounds.
 _SECONDS = {"cuda": 0.15, "cpu": 0.3}
-
-Row = dict[str, Any]
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Row = dict[str, Any]
+from flashtile.bench.record import Row
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from flashtile.bench.commands import OnCase, describe_progress
 from flashtile.bench.compare import read_record
 from flashtile.bench.outcome import Report, compare_with_commit, report_of
 from flashtile.bench.problem import AnyCase
-from flashtile.bench.report import Row
+from flashtile.bench.record import Row
 from flashtile.cli.console import make_console, print_table, print_text
 from flashtile.cli.errors import UserError
 

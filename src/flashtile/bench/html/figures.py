@@ -15,10 +15,8 @@ from flashtile.bench.html.charts import Chart, DotChart, LineChart, Series, Stac
 from flashtile.bench.html.parts import case_key, parts_of
 from flashtile.bench.html.roofline import rooflines
 from flashtile.bench.html.words import Facets, common_facets, labels_of, operation_of, phase_of
-from flashtile.bench.record import Record
+from flashtile.bench.record import Record, Row
 from flashtile.bench.summary import is_ours, ratios_to_best
-
-Row = dict[str, Any]
 
 _LENGTH = "sequence length (tokens)"
 _MEMORY = "MiB, without inputs and gradients"

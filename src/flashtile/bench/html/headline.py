@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flashtile.bench.html.charts import LineChart
 from flashtile.bench.html.figures import Family, Named, attention_rows, families_of, lines_and_dots
 from flashtile.bench.html.words import facets_of, listed, phase_of
-from flashtile.bench.runner import Row
+from flashtile.bench.record import Row
 from flashtile.bench.summary import Ratio, geometric_mean, peers, ratios_to_best, ratios_to_peer
 
 

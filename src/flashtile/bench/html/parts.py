@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from flashtile.bench.html.words import facets_of, operation_of
-
-Row = dict[str, Any]
+from flashtile.bench.record import Row
 
 #: The most cases in one chart, and the fewest in one whose cases have more in common than those of the others.
 _MOST_CASES, _LEAST_CASES = 14, 4

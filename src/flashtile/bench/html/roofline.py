@@ -9,10 +9,10 @@ from flashtile import io_model
 from flashtile.bench.cases import Case
 from flashtile.bench.html.charts import Chart, RooflineChart, Series
 from flashtile.bench.html.words import labels_of, phase_of
+from flashtile.bench.record import Row
 from flashtile.bench.summary import is_ours
 
 _BACKENDS = ("hopper", "triton")
-Row = dict[str, Any]
 
 
 def rooflines(rows: Sequence[Row]) -> list[Chart]:
