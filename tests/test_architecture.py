@@ -104,6 +104,7 @@ WITHIN_OPERATION = {
     "inspection": {"canonical", "checks", "column_sums", "operator", "options", "row_weights", "spec"},
     "column_sums": {"arguments", "calls", "checks", "operator", "select", "spec"},
     "plans": {"spec", "tile_lists"},
+    "walks": {"spec"},
     "side_parameters": {"philox", "plans", "spec"},
     "philox": {"spec"},
     "fp8": {"spec"},
@@ -127,8 +128,8 @@ WITHIN_OPERATION = {
     "score_tracing": {"score_program", "score_symbols", "surroundings"},
     "reference": {"block_mask", "fp8", "losses", "philox", "score_program", "spec"},
     "cpu": {"backend", "block_mask", "fp8", "losses", "philox", "score_program", "score_tracing", "spec"},
-    "triton": {"backend", "plans", "score_program", "score_tracing", "side_parameters", "spec"},
-    "hopper": {"backend", "plans", "side_parameters", "spec", "triton"},
+    "triton": {"backend", "plans", "score_program", "score_tracing", "side_parameters", "spec", "walks"},
+    "hopper": {"backend", "plans", "side_parameters", "spec", "triton", "walks"},
     "split": {"backend", "spec"},
 }
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.

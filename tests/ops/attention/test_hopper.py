@@ -39,6 +39,7 @@ from flashtile.ops.attention.hopper import (
     configs,
     launch,
     pieces,
+    turns,
 )
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.backward_source import backward_source
@@ -971,7 +972,7 @@ def test_order_of_uneven_tiles(
 @pytest.mark.parametrize("tiles", [1, 4, 8, 11, 12, 16, 24, 32, 40, 64, 256])
 def test_which_walks_take_two_rounds(tiles: int, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the kernel lets lines take turns: no group of them is more than two rounds, and none before the last less."""
-    predicted = backward_tiles.take_two_rounds(tiles, lines, 132)
+    predicted = turns.take_two_rounds(tiles, lines, 132)
     *others, last = _turns(tiles, lines, 8, monkeypatch)
     assert predicted is (last[1] * tiles <= 264 and all(132 < many * tiles <= 264 for _, many in others))
 
@@ -980,7 +981,7 @@ def test_which_walks_take_two_rounds(tiles: int, lines: int, monkeypatch: pytest
 @pytest.mark.parametrize("lines", [1, 3, 8, 9, 24, 200])
 @pytest.mark.parametrize("tiles", [1, 4, 11, 16, 40, 144, 256])
 def test_tiles_before_the_last_lines(tiles: int, lines: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    predicted = backward_tiles.tiles_before_last(tiles, lines, group)
+    predicted = turns.tiles_before_last(tiles, lines, group)
     first_line, _ = _turns(tiles, lines, group, monkeypatch)[-1]
     assert predicted == first_line * tiles
 
@@ -1292,7 +1293,7 @@ def _number_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "gl", _NUMBERS)
     monkeypatch.setattr(pieces, "TILES_AT_THE_END", pieces.TILES_AT_THE_END.value)
     monkeypatch.setattr(pieces, "turn_of", pieces.turn_of.fn)
-    for name in ("PAIRS_TOGETHER", "_TILES_AT_ONCE", "_TILES_TOGETHER"):
+    for name in ("PAIRS_TOGETHER", "TILES_AT_ONCE", "TILES_TOGETHER"):
         monkeypatch.setattr(backward_tiles, name, getattr(backward_tiles, name).value)
     monkeypatch.setattr(backward_tiles, "turn_of", pieces.turn_of)
     monkeypatch.setattr(backward_tiles, "closing_lines", pieces.closing_lines.fn)

@@ -792,13 +792,18 @@ def test_long_walks(hopper: Callable, head_dim: int, arguments: dict) -> None:
     check(with_arguments(case, **arguments), "hopper")
 
 
-@pytest.mark.parametrize("heads, heads_kv, head_dim", [(4, 1, 128), (3, 1, 128), (2, 2, 128), (4, 1, 256)])
-def test_heads_that_share_keys_among_several_walks(hopper: Callable, heads: int, heads_kv: int, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    "heads, heads_kv, head_dim, seq_q, divides",
+    [(4, 1, 128, 300, True), (3, 1, 128, 300, False), (2, 2, 128, 300, False), (4, 1, 256, 520, True)],
+)
+def test_heads_that_share_keys_among_several_walks(
+    hopper: Callable, heads: int, heads_kv: int, head_dim: int, seq_q: int, divides: bool
+) -> None:
     emulated = hopper()
     sizes = {"heads": heads, "heads_kv": heads_kv, "head_dim": head_dim, "head_dim_v": head_dim}
-    case = replace(_SMALL, seq_q=300, seq_k=100, **sizes)
+    case = replace(_SMALL, seq_q=seq_q, seq_k=100, **sizes)
     check(with_arguments(case, causal=True), "hopper")  # the first queries see no key, so dq is summed
-    sums = ["attention_shares_kernel"] if heads == 4 else []
+    sums = ["attention_shares_kernel"] if divides else []
     assert emulated.launched[-2 - len(sums) :] == ["attention_backward_kernel", "attention_end_kernel", *sums]
 
 

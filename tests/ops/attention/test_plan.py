@@ -15,11 +15,11 @@ if devices.triton_missing():
     pytest.skip(devices.triton_missing(), allow_module_level=True)
 
 from flashtile._backends import launch as backend_launch
-from flashtile.ops.attention.plans import longest_walk, parts_of_walks, shares_of_heads
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.plan import AttentionPlan
+from flashtile.ops.attention.walks import longest_walk, parts_of_walks, shares_of_heads
 from machine_code import Call, described, passed_by, plan, shares_of
 
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -256,7 +256,9 @@ def test_heads_are_divided_for_the_last_line() -> None:
         (64, 16, 1, 1),  # adding up takes as long as half of the walk
         (1, 128, 8, 128),
         (4, 8, 7, 8),
-        (200, 128, 1, 1),
+        (200, 128, 1, 3),  # two rounds, of which the second is half empty
+        (400, 60, 1, 1),  # three rounds and a little, which two parts shorten by 1 %
+        (4000, 128, 1, 1),
         (1, 1, 8, 1),
     ],
 )

@@ -27,13 +27,12 @@ from flashtile.ops.attention.hopper.wide_backward_configs import MAX_REGISTERS, 
 from flashtile.ops.attention.plans import (
     SideShape,
     call_sizes,
-    longest_walk,
-    shares_of_heads,
     tiles_of,
 )
 from flashtile.ops.attention.side_parameters import NO_SIDE, SideParameters, SidePointers, window_parameters
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.attention.triton.shares_launch import plan_of_shares, sum_of_shares
+from flashtile.ops.attention.walks import longest_walk, shares_of_heads
 from flashtile.ops.common.checks import check_programs
 
 #: Rows of a program of dk or dq.

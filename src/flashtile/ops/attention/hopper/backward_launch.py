@@ -22,7 +22,6 @@ from flashtile.ops.attention.hopper.backward_configs import (
 )
 from flashtile.ops.attention.hopper.backward_descriptors import buffers, describer, dtype_of
 from flashtile.ops.attention.hopper.backward_source import backward_plan
-from flashtile.ops.attention.hopper.backward_tiles import tiles_done_before_last
 from flashtile.ops.attention.hopper.backward_variant import (
     BackwardVariant,
     function_of_call,
@@ -49,6 +48,7 @@ from flashtile.ops.attention.hopper.parameters import (
     whole_sizes,
     with_aligned_lists,
 )
+from flashtile.ops.attention.hopper.turns import tiles_done_before_last
 from flashtile.ops.attention.hopper.wide_backward_configs import KEYS_OF_DV, is_wide
 from flashtile.ops.attention.hopper.wide_backward_launch import plan_wide_backward
 from flashtile.ops.attention.plans import (
@@ -56,11 +56,8 @@ from flashtile.ops.attention.plans import (
     call_sizes,
     clipped_window,
     contiguous_on_16_bytes,
-    longest_walk,
     may_hide_rows,
-    parts_of_walks,
     positive_scale,
-    shares_of_heads,
     side_shape,
     tiles_of,
 )
@@ -69,6 +66,7 @@ from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Gradient
 from flashtile.ops.attention.triton.launch import NO_CAPTURED, backward_bias, captured_pointers, slope_gradient
 from flashtile.ops.attention.triton.plan import plan_for
 from flashtile.ops.attention.triton.shares_launch import plan_of_shares, sum_of_shares
+from flashtile.ops.attention.walks import longest_walk, parts_of_walks, shares_of_heads
 
 
 class BackwardPlan(NamedTuple):

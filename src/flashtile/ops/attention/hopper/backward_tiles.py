@@ -18,7 +18,6 @@ from flashtile.ops.attention.hopper.blocks import (
 )
 from flashtile.ops.attention.hopper.pieces import (
     PAIRS_TOGETHER,
-    TILES_AT_THE_END,
     closing_lines,
     locate_tile,
     next_number,
@@ -33,7 +32,7 @@ from flashtile.ops.attention.hopper.pieces import (
 _END, _EMPTY_SLOT = gl.constexpr(-1), gl.constexpr(-2)
 
 #: Key tiles that run at once, about, and key tiles whose lines take turns.
-_TILES_AT_ONCE, _TILES_TOGETHER = gl.constexpr(128), gl.constexpr(256)
+TILES_AT_ONCE, TILES_TOGETHER = gl.constexpr(128), gl.constexpr(256)
 
 
 @aggregate
@@ -336,7 +335,7 @@ def _lines_together(tiles):
     each row and head at D 128, which should stay in the L2 cache. It is never one line, because the last tiles of a
     line would leave more of the GPU idle.
     """
-    return gl.minimum(gl.maximum(_TILES_TOGETHER // tiles, 2), PAIRS_TOGETHER)
+    return gl.minimum(gl.maximum(TILES_TOGETHER // tiles, 2), PAIRS_TOGETHER)
 
 
 @gluon.jit
@@ -345,45 +344,13 @@ def _closing_lines(tiles, group):
     work, which read the same queries, because more are too many for the L2 cache. With twice as many lines, 64 and 8
     heads of 1,024 tokens take 7 % longer. With that many lines at 2,048 tokens they take 18 % less than with 8."""
     closing = closing_lines(tiles)
-    return gl.where(group > 1, gl.minimum(closing, _TILES_AT_ONCE // 8), closing)
-
-
-def take_two_rounds(tiles: int, lines: int, programs: int) -> bool:
-    """Whether under a causal mask no thread block takes more than two tiles of the lines that take turns together, and
-    those of lines that others follow more than one (`_lines_together`, `_closing_lines`). Then the second ones end when
-    the next lines begin. Lines are those of several query heads."""
-    before_last = tiles_before_last(tiles, lines, 2)
-    followed = before_last == 0 or programs < _tiles_together(tiles) <= 2 * programs
-    return followed and lines * tiles - before_last <= 2 * programs
-
-
-def tiles_done_before_last(tiles: int, lines: int, group: int, programs: int) -> float:
-    """Under a causal mask, about how many key tiles are done when the longest one of the last lines that take turns
-    begins. Those under way then are the short ones of the lines before, or if these are less than a round, any: two
-    thirds of their work are left."""
-    left = 2 / 3 * programs if _tiles_together(tiles) < programs else 0
-    return max(tiles_before_last(tiles, lines, group) - left, 0)
-
-
-def tiles_before_last(tiles: int, lines: int, group: int) -> int:
-    """How many key tiles come before those of the last lines that take turns, which are `_closing_lines` or a few more.
-    `group`: query heads of a walk."""
-    closing = max(TILES_AT_THE_END.value // tiles, 1)
-    if group > 1:
-        closing = min(closing, _TILES_AT_ONCE.value // 8)
-    together = _tiles_together(tiles)
-    return max(lines - closing, 0) * tiles // together * together
-
-
-def _tiles_together(tiles: int) -> int:
-    """Key tiles of the lines that take turns together (`_lines_together`), for the host."""
-    return min(max(_TILES_TOGETHER.value // tiles, 2), PAIRS_TOGETHER.value) * tiles
+    return gl.where(group > 1, gl.minimum(closing, TILES_AT_ONCE // 8), closing)
 
 
 @gluon.jit
 def _lines_at_once(tiles):
     """How many lines have all their key tiles under way at once, at least one."""
-    return gl.maximum(_TILES_AT_ONCE // tiles, 1)
+    return gl.maximum(TILES_AT_ONCE // tiles, 1)
 
 
 @gluon.jit

@@ -15,17 +15,18 @@ from flashtile.ops.attention.hopper.backward_configs import (
     derivatives_apart,
     has_function_derivative,
 )
-from flashtile.ops.attention.hopper.backward_tiles import ScoreChange, take_two_rounds
+from flashtile.ops.attention.hopper.backward_tiles import ScoreChange
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
 from flashtile.ops.attention.hopper.dq_ends import BYTES_OF_A_COLUMN
 from flashtile.ops.attention.hopper.parameters import NO_SIDE
 from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
+from flashtile.ops.attention.hopper.turns import take_two_rounds
 from flashtile.ops.attention.plans import PLAIN_SIDE, SideShape, band_hides_rows
 from flashtile.ops.attention.side_parameters import SideParameters
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
 
-#: Queries that a key tile visits, of all heads that share its keys, or of one share (`plans.shares_of_heads`). From so
+#: Queries that a key tile visits, of all heads that share its keys, or of one share (`walks.shares_of_heads`). From so
 #: many on, thread blocks that drift apart find little of what they read and add to in the L2 cache: 1 KiB for each
 #: query at D 128. TFLOP/s with and without shared progress, D 128, 64 and 8 heads: 32,768 tokens 605 and 560, 16,384
 #: 602 and 607; 16 heads, 65,536 tokens, 621 and 613.
@@ -188,7 +189,7 @@ def shares_in_cache(
 
     Args:
         group: query heads of a key/value head.
-        shares: as `plans.shares_of_heads` divides them.
+        shares: as `walks.shares_of_heads` divides them.
         key_tiles: of a line; `lines`: key/value heads of all sequences (packed: of one).
         query_tiles: of a head, that the longest walk visits.
         programs: thread blocks that run at once.

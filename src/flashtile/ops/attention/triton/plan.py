@@ -20,8 +20,6 @@ from flashtile.ops.attention.plans import (
     CapturedShape,
     SideShape,
     call_sizes,
-    longest_walk,
-    shares_of_heads,
     side_shape,
     tiles_of,
 )
@@ -53,6 +51,7 @@ from flashtile.ops.attention.triton.score_functions import captured_parameters, 
 from flashtile.ops.attention.triton.shares_launch import plan_of_shares
 from flashtile.ops.attention.triton.short_backward import attention_short_backward_kernel
 from flashtile.ops.attention.triton.tiles import Strides, TileShape
+from flashtile.ops.attention.walks import longest_walk, shares_of_heads
 from flashtile.ops.common.checks import check_programs
 
 _KERNELS = {

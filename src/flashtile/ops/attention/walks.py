@@ -1,0 +1,91 @@
+"""How the walks of the kernels of dk and dv are divided, so that all multiprocessors have work until the end.
+
+A walk is what a thread block does for a tile of keys: it visits the query tiles of all heads that share them, a step
+for each. Its heads may be divided into shares, and its queries into parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flashtile.ops.attention.spec import AttentionSpec
+
+#: What takes the time of so many steps, about: the beginning and the end of a walk; storing and adding its part of dk
+#: and dv; adding up all parts, with the host's time. Microseconds of a backward in parts, and whole: 4 × 4,096 queries
+#: on 77 keys, 10 heads of 64, 59.6 (3 parts) and 94.9; one sequence of these 26.7 (8) and 80.2; 8,192 queries on 256
+#: keys, 8 heads of 128, 92.5 (8) and 271; but 4 × 1,024 on 77, 8 heads of 160, 62.8 (2) and 60.2. 8 × 128 tokens,
+#: causal, 32 and 8 heads of 128, 40 (4 shares) and 33; 12 × 253, 8 and 1 of 64, 31 (8) and 50.
+_STEPS_OF_A_WALK, _STEPS_OF_A_PART, _STEPS_OF_A_SUM = 2, 2, 8
+
+#: How many times as long as with the best division the walks may take with one of fewer shares, and with fewer parts.
+#: Parts of dk and dv take memory. Those of queries have been timed only where walks are fewer than multiprocessors.
+_NEARLY_BEST_SHARES, _NEARLY_BEST_PARTS = 1.02, 1.05
+
+#: Parts of a walk at most, where there is a walk for each multiprocessor.
+_MOST_PARTS = 4
+
+
+def longest_walk(query_tiles: int, spec: AttentionSpec, block_m: int, block_n: int) -> int:
+    """How many query tiles of a head see some of a key tile, at most."""
+    if spec.window_left is None or spec.window_right is None:
+        return query_tiles
+    return min(query_tiles, (spec.window_left + spec.window_right + block_n) // block_m + 2)
+
+
+def shares_of_heads(
+    group: int,
+    walks: int,
+    query_tiles: int,
+    uneven: bool,
+    multiprocessors: int,
+    walks_done: Callable[[int], float] = lambda shares: 0,
+) -> int:
+    """Into how many shares the query heads of a key/value head are divided in the kernel of dk and dv, each with a walk
+    of its own over them: so many that there is work for all multiprocessors until the end. dk and dv are then sums of
+    as many parts.
+
+    Args:
+        group: query heads of a key/value head.
+        walks: key tiles of all key/value heads, each of which is a walk over the query tiles of its group.
+        query_tiles: of one head that a walk visits at most (`longest_walk`).
+        uneven: walks may be of different lengths.
+        walks_done: of so many shares, about how many walks are done when the longest one of the last lines begins.
+    """
+
+    def time(shares: int) -> float:
+        """In steps, about. Uneven walks are half as long as the longest in the mean. With the longest first all end
+        together, or with the longest one of the last lines."""
+        longest, beside, summing = query_tiles * group / shares, *_steps_beside(shares)
+        if not uneven:
+            return -(-walks * shares // multiprocessors) * (longest + beside) + summing
+        a_walk = (longest / 2 + beside) / multiprocessors
+        return max(walks * shares * a_walk, walks_done(shares) * a_walk + longest + beside) + summing
+
+    divisors = [shares for shares in range(1, group + 1) if group % shares == 0]
+    least = min(map(time, divisors))
+    return next(shares for shares in divisors if time(shares) <= _NEARLY_BEST_SHARES * least)
+
+
+def parts_of_walks(walks: int, query_tiles: int, group: int, multiprocessors: int) -> int:
+    """Into how many parts the queries of each walk are divided, where walks are few, or where the last round of them
+    would leave most of a GPU without work. dk and dv are then sums of as many parts.
+
+    Args:
+        walks: key tiles of all key/value heads, or of shares of their query heads.
+        query_tiles: of one head, all of which a walk visits.
+        group: query heads of a walk.
+    """
+
+    def time(parts: int) -> int:
+        """In steps, about."""
+        longest, beside, summing = -(-query_tiles // parts) * group, *_steps_beside(parts)
+        return -(-walks * parts // multiprocessors) * (longest + beside) + summing
+
+    choices = range(1, max(multiprocessors // walks, min(_MOST_PARTS, query_tiles)) + 1)
+    least = min(map(time, choices))
+    return next(parts for parts in choices if time(parts) <= _NEARLY_BEST_PARTS * least)
+
+
+def _steps_beside(parts: int) -> tuple[int, int]:
+    """What else takes time, in steps, where dk and dv are sums of so many parts: with each walk, and once."""
+    return (_STEPS_OF_A_WALK + _STEPS_OF_A_PART, _STEPS_OF_A_SUM) if parts > 1 else (_STEPS_OF_A_WALK, 0)
