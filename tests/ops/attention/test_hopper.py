@@ -508,6 +508,9 @@ def test_order_and_end_of_tiles_with_tables(change: dict, batch_first: bool, mas
         ({"seq_k": 4095}, 132, False),
         ({"seq_k": 512}, 132, False),
         ({"seq_k": 511}, 132, True),  # memory limits it
+        ({"batch": 200, "seq_q": 128, "seq_k": 128}, 132, True),
+        ({"batch": 200, "seq_q": 96, "seq_k": 96, "head_dim": 64, "head_dim_v": 64}, 264, True),
+        ({"batch": 200, "seq_q": 128, "seq_k": 128, "head_dim": 64, "head_dim_v": 64}, 264, False),  # keys stay near
         ({"seq_q": 1}, 8, False),
         ({"seq_k": 4096}, 132, True),  # long enough to be beside a transfer
         ({"seq_k": 4096, "seq_q": 500}, 64, False),

@@ -21,7 +21,7 @@ _STEPS_OF_A_WALK, _STEPS_OF_A_PART, _STEPS_OF_A_SUM = 2, 2, 8
 #: Parts of dk and dv take memory. Those of queries have been timed only where walks are fewer than multiprocessors.
 _NEARLY_BEST_SHARES, _NEARLY_BEST_PARTS = 1.02, 1.05
 
-#: Parts of a walk at most, where there is a walk for each multiprocessor.
+#: Parts of a walk at most, unless each part of all walks has a multiprocessor for itself.
 _MOST_PARTS = 4
 
 
