@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,14 @@ KNOWN_DEVICES = {
     )
 }
 
+#: Architectures by the names that people say of GPUs, without spaces and hyphens.
+_ARCHITECTURES = {
+    "t4": "sm_75", "a100": "sm_80", "a10": "sm_86", "a40": "sm_86", "rtx3090": "sm_86", "rtxa6000": "sm_86",
+    "l4": "sm_89", "l40": "sm_89", "l40s": "sm_89", "rtx4090": "sm_89", "h100": "sm_90", "h200": "sm_90",
+    "h800": "sm_90", "gh200": "sm_90", "b200": "sm_100", "gb200": "sm_100", "rtx5090": "sm_120", "mi300x": "gfx942",
+    "mi325x": "gfx942", "mi350x": "gfx950", "mi355x": "gfx950", "rx7900xtx": "gfx1100",
+}  # fmt: skip
+
 #: Multiprocessors (AMD: compute units) of a large GPU of each, for questions about one that is not present.
 _TYPICAL_MULTIPROCESSORS = {
     "sm_75": 72, "sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170,
@@ -102,6 +111,11 @@ def interpreting() -> bool:
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU (AMD: compute units); one for the interpreter."""
     return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def architecture_named(name: str) -> str | None:
+    """The architecture of a GPU, from its name or its own: "sm_90" for "H100", "h100" and "sm_90". None for others."""
+    return name if name in KNOWN_DEVICES else _ARCHITECTURES.get(re.sub(r"[\s_-]", "", name.lower()))
 
 
 def typical_multiprocessors(facts: DeviceFacts) -> int:

@@ -16,14 +16,6 @@ from flashtile.bench.report import Table
 from flashtile.cli.errors import UserError
 from flashtile.io_model.text import comparison_lines
 
-#: GPUs by the names that people say, without spaces and hyphens.
-ARCHITECTURES = {
-    "t4": "sm_75", "a100": "sm_80", "a10": "sm_86", "a40": "sm_86", "rtx3090": "sm_86", "rtxa6000": "sm_86",
-    "l4": "sm_89", "l40": "sm_89", "l40s": "sm_89", "rtx4090": "sm_89", "h100": "sm_90", "h200": "sm_90",
-    "h800": "sm_90", "gh200": "sm_90", "b200": "sm_100", "gb200": "sm_100", "rtx5090": "sm_120", "mi300x": "gfx942",
-    "mi325x": "gfx942", "mi350x": "gfx950", "mi355x": "gfx950", "rx7900xtx": "gfx1100",
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Call:
@@ -64,7 +56,7 @@ class Call:
         """The device as `flashtile.explain` names it."""
         if self.device is None:
             return "cuda" if torch.cuda.is_available() else "cpu"
-        return ARCHITECTURES.get(re.sub(r"[\s_-]", "", self.device.lower()), self.device)
+        return self.device
 
 
 def explain(call: Call) -> flashtile.Explanation:
@@ -127,16 +119,17 @@ def describe_io(call: Call, measure: bool = False) -> Table | str:
     """
     if not call.plain:
         return "IO model: it has no packed sequences, and none of --mask, --bias, --softcap and --alibi"
-    name = call.place
-    if name == "cpu" and not measure:
-        return "IO model: --io measures the rates of this processor, in about two seconds"
-    if name.startswith("cuda"):
-        name = torch.cuda.get_device_name(torch.device(name))
-    # One with a data sheet of its own has other rates than the first of its architecture.
-    named = None if call.device is None or call.device == name else io_model.find_device(call.device)
-    device = io_model.measure_cpu() if name == "cpu" else named or io_model.find_device(name)
-    if device is None:
-        return f"IO model: no data sheet of {name}; there are {', '.join(io_model.DEVICES)}"
+    if call.place == "cpu":
+        if not measure:
+            return "IO model: --io measures the rates of this processor, in about two seconds"
+        device = io_model.measure_cpu()
+    else:
+        name = explain(call).device
+        # One with a data sheet of its own has other rates than the first of its architecture.
+        found = io_model.find_device(call.place) or io_model.find_device(name)
+        if found is None:
+            return f"IO model: no data sheet of {name}; there are {', '.join(io_model.DEVICES)}"
+        device = found
     try:
         shape = io_model.Shape(
             call.batch,

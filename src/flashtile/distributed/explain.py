@@ -70,7 +70,7 @@ def explain_context_parallel(
         q: a rank's shard, which may be on the meta device. The same holds for k and v.
         ranks: number of ranks; for "ring_all_to_all" the pair (ring, heads).
         strategy, layout, cu_seqlens, causal, align, window: as in the call.
-        device: the device to ask about, as in `flashtile.explain`, such as "sm_90".
+        device: the device to ask about, as in `flashtile.explain`, such as "h100".
         options: other arguments of the call that `flashtile.explain` has too.
 
     Raises:

@@ -204,9 +204,17 @@ def test_auto_with_no_backend_left_gives_each_reason() -> None:
     assert found.backend is None and "float64" in found.reason
 
 
+@pytest.mark.parametrize(
+    "name, arch",
+    [("h100", "sm_90"), ("GH-200", "sm_90"), ("RTX 4090", "sm_89"), ("MI300X", "gfx942"), ("sm_120", "sm_120")],
+)
+def test_gpus_have_names(name: str, arch: str) -> None:
+    assert _explain(device=name) == _explain(device=arch)
+
+
 @pytest.mark.parametrize("device", ["sm_1", "meta", "nonsense"])
 def test_unknown_devices_raise_and_name_the_known_ones(device: str) -> None:
-    with pytest.raises(ValueError, match=r"device: expected .*sm_90.*gfx942"):
+    with pytest.raises(ValueError, match=r"device: expected .*'h100', or one of .*sm_90.*gfx942"):
         _explain(device=device)
 
 

@@ -78,8 +78,8 @@ def explain(
         v: the same.
         cu_seqlens_q: as for `attention_varlen`.
         cu_seqlens_k: the same.
-        device: the device to ask about, present or not: "cpu", "cuda", or an architecture such as "sm_90" or "gfx942".
-            Default: q's device.
+        device: the device to ask about, present or not: "cpu", "cuda", a GPU such as "h100" or "mi300x", or an
+            architecture such as "sm_90" or "gfx942". Default: q's device.
         part: as for `attention_part`, to ask about a call of that function; with `cu_seqlens_q` its packed sequences.
 
     The other arguments are those of `attention` and `attention_varlen`. `return_lse` does not change the choice, but
@@ -146,9 +146,9 @@ def _rows_contiguous(tensor: Tensor) -> Tensor:
 
 def _resolve_device(device: torch.device | str) -> tuple[str, str, devices.DeviceFacts, int]:
     """Name, device type, facts and multiprocessors of a device or of an architecture."""
-    if isinstance(device, str) and device in devices.KNOWN_DEVICES:
-        facts = devices.KNOWN_DEVICES[device]
-        return device, "cuda", facts, devices.typical_multiprocessors(facts)
+    if isinstance(device, str) and (arch := devices.architecture_named(device)) is not None:
+        facts = devices.KNOWN_DEVICES[arch]
+        return arch, "cuda", facts, devices.typical_multiprocessors(facts)
     try:
         found = torch.device(device)
     except RuntimeError:
@@ -161,6 +161,6 @@ def _resolve_device(device: torch.device | str) -> tuple[str, str, devices.Devic
     if found.type == "cpu":
         return "the CPU", "cpu", devices.INTERPRETER, 1
     raise ValueError(
-        f"device: expected 'cpu', a GPU that is present, or one of {', '.join(devices.KNOWN_DEVICES)}, got {device}; "
-        "name the architecture to ask about a GPU that is not here, sm_90 for an H100 or H200"
+        f"device: expected 'cpu', a GPU that is present, the name of one that is not, such as 'h100', or one of "
+        f"{', '.join(devices.KNOWN_DEVICES)}, got {device}; name the architecture of a GPU whose name is not known"
     )
