@@ -849,10 +849,11 @@ def test_an_odd_number_of_tiles_of_half_the_keys(hopper: Callable, head_dim: int
         ({"seq_k": 128, "head_dim": 256, "head_dim_v": 256}, {}),  # two key tiles, so dq is summed
         ({"seq_k": 77}, {"softcap": 5.0}),
         ({"seq_k": 130, "heads": 2}, {"deterministic": True}),
+        ({"seq_k": 300, "heads": 4, "heads_kv": 2}, {}),  # several parts for each thread block
     ],
     ids=str,
 )
-def test_few_walks_over_many_queries_are_in_parts(hopper: Callable, changes: dict, arguments: dict) -> None:
+def test_walks_over_queries_are_in_parts(hopper: Callable, changes: dict, arguments: dict) -> None:
     emulated = hopper()
     (launch,) = (each for each in emulated.modules.values() if "parts_of_walks" in vars(each))
     launch.parts_of_walks = lambda *_: 3

@@ -51,11 +51,12 @@ def test_lengths_around_those_at_which_tiles_change(seq: int, head_dim: int, cau
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 160, 256])
 @pytest.mark.parametrize("batch, heads, heads_kv, seq_q, seq_k", [
     (1, 2, 2, 4096, 77), (1, 2, 1, 4096, 130), (2, 3, 3, 1111, 300), (1, 8, 1, 2500, 64), (1, 1, 1, 5000, 1),
+    (1, 8, 8, 2457, 2457),  # 160 walks or more: a thread block takes several parts
 ])  # fmt: skip
-def test_many_queries_on_few_keys(
+def test_walks_in_parts(
     batch: int, heads: int, heads_kv: int, seq_q: int, seq_k: int, head_dim: int, deterministic: bool
 ) -> None:
-    """Walks over the queries are in parts."""
+    """Walks over the queries are in parts, most of them because keys are few."""
     sizes = {"batch": batch, "heads": heads, "heads_kv": heads_kv, "seq_q": seq_q, "seq_k": seq_k}
     case = replace(_BASE, head_dim=head_dim, head_dim_v=head_dim, **sizes)
     for arguments in ({}, {"softcap": 5.0}):
