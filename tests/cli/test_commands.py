@@ -154,7 +154,8 @@ def tables_of_all_commands():
     results = Results(plan.make_plan(CPU, 20.0), "a book", trainings, None, points, {})
     yield from (training_table(results), scaling_table(results), doctor.facts_table())
     yield doctor.backends_table([doctor.examine(backend) for backend in doctor.backends()])
-    yield describe_io(Call(1, 8192, None, 16, None, 64, None, "bf16", True, None, 0.1, False, "auto", "sm_90"))
+    call = Call(1, 8192, None, 16, None, 64, None, "bf16", True, None, 0.1, False, "auto", "sm_90")
+    yield describe_io(call, "sm_90")
 
 
 def test_tables_fit_80_columns_and_break_no_word():

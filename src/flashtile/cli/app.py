@@ -175,7 +175,7 @@ def explain(
         if explanation.backend is None:
             return False
         if io is not False:
-            io_work = module.describe_io(call, measure=bool(io))
+            io_work = module.describe_io(call, explanation.device, measure=bool(io))
             print_text(console, io_work) if isinstance(io_work, str) else print_table(console, io_work)
         return True
 

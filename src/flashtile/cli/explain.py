@@ -110,11 +110,12 @@ def explain(call: Call) -> flashtile.Explanation:
         raise UserError(str(error)) from None
 
 
-def describe_io(call: Call, measure: bool = False) -> Table | str:
+def describe_io(call: Call, name: str, measure: bool = False) -> Table | str:
     """What the call moves and computes, standard and in tiles, by `flashtile.io_model`; or why that is not told.
 
     Args:
         call: as for `explain`, which served it.
+        name: of the device, as `explain` found it (`Explanation.device`).
         measure: measures the rates of a processor, which no table has.
     """
     if not call.plain:
@@ -124,7 +125,6 @@ def describe_io(call: Call, measure: bool = False) -> Table | str:
             return "IO model: --io measures the rates of this processor, in about two seconds"
         device = io_model.measure_cpu()
     else:
-        name = explain(call).device
         # One with a data sheet of its own has other rates than the first of its architecture.
         found = io_model.find_device(call.place) or io_model.find_device(name)
         if found is None:

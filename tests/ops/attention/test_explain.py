@@ -9,6 +9,7 @@ import torch
 
 import flashtile
 from flashtile import patterns
+from flashtile._backends import devices
 from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile.ops.attention.cpu import torch_served
 
@@ -210,6 +211,10 @@ def test_auto_with_no_backend_left_gives_each_reason() -> None:
 )
 def test_gpus_have_names(name: str, arch: str) -> None:
     assert _explain(device=name) == _explain(device=arch)
+
+
+def test_each_architecture_has_a_gpu_with_a_name() -> None:
+    assert set(devices._ARCHITECTURES.values()) == set(devices.KNOWN_DEVICES)
 
 
 @pytest.mark.parametrize("device", ["sm_1", "meta", "nonsense"])
