@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.summary import Row, over_seeds
+from benchmarks.evidence.summary import over_seeds
+from flashtile.bench.record import Row
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:

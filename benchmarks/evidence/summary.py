@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
-Row = dict[str, Any]
+from flashtile.bench.record import Row
 
 
 def summary(rows: Sequence[Row]) -> str:

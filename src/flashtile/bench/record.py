@@ -36,12 +36,12 @@ FACTS = {
     "system": "system",
 }
 
-#: What a file holds, and a measurement in it.
+#: A file holds a record, and a record has a row for each measurement.
 Record = dict[str, Any]
 Row = dict[str, Any]
 
 
-def make_record(device: torch.device, command: str, rows: Sequence[dict[str, Any]]) -> Record:
+def make_record(device: torch.device, command: str, rows: Sequence[Row]) -> Record:
     return {
         "machine": machine(device),
         "versions": versions(),

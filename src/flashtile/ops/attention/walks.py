@@ -6,7 +6,7 @@ for each. Its heads may be divided into shares, and its queries into parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from flashtile.ops.attention.spec import AttentionSpec
 
@@ -17,11 +17,12 @@ from flashtile.ops.attention.spec import AttentionSpec
 #: causal, 32 and 8 heads of 128, 40 (4 shares) and 33; 12 × 253, 8 and 1 of 64, 31 (8) and 50.
 _STEPS_OF_A_WALK, _STEPS_OF_A_PART, _STEPS_OF_A_SUM = 2, 2, 8
 
-#: How many times as long as with the best division the walks may take with one of fewer shares, and with fewer parts.
-#: Parts of dk and dv take memory. Those of queries have been timed only where walks are fewer than multiprocessors.
+#: The walks may take so many times as long as with the best division if they have fewer shares, or fewer parts of
+#: queries, because parts of dk and dv take memory. Parts of queries have been timed where there are fewer walks than
+#: multiprocessors, and not where there are more.
 _NEARLY_BEST_SHARES, _NEARLY_BEST_PARTS = 1.02, 1.05
 
-#: Parts of a walk at most, unless each part of all walks has a multiprocessor for itself.
+#: A walk has at most so many parts, unless each part of all walks has a multiprocessor for itself.
 _MOST_PARTS = 4
 
 
@@ -53,17 +54,15 @@ def shares_of_heads(
     """
 
     def time(shares: int) -> float:
-        """In steps, about. Uneven walks are half as long as the longest in the mean. With the longest first all end
-        together, or with the longest one of the last lines."""
+        """In steps, about. Uneven walks are half as long as the longest in the mean. The longest come first, so all end
+        together, or the longest one of the last lines ends after the others."""
         longest, beside, summing = query_tiles * group / shares, *_steps_beside(shares)
         if not uneven:
             return -(-walks * shares // multiprocessors) * (longest + beside) + summing
         a_walk = (longest / 2 + beside) / multiprocessors
         return max(walks * shares * a_walk, walks_done(shares) * a_walk + longest + beside) + summing
 
-    divisors = [shares for shares in range(1, group + 1) if group % shares == 0]
-    least = min(map(time, divisors))
-    return next(shares for shares in divisors if time(shares) <= _NEARLY_BEST_SHARES * least)
+    return _fewest([shares for shares in range(1, group + 1) if group % shares == 0], time, _NEARLY_BEST_SHARES)
 
 
 def parts_of_walks(walks: int, query_tiles: int, group: int, multiprocessors: int) -> int:
@@ -81,9 +80,15 @@ def parts_of_walks(walks: int, query_tiles: int, group: int, multiprocessors: in
         longest, beside, summing = -(-query_tiles // parts) * group, *_steps_beside(parts)
         return -(-walks * parts // multiprocessors) * (longest + beside) + summing
 
-    choices = range(1, max(multiprocessors // walks, min(_MOST_PARTS, query_tiles)) + 1)
-    least = min(map(time, choices))
-    return next(parts for parts in choices if time(parts) <= _NEARLY_BEST_PARTS * least)
+    most = max(multiprocessors // walks, min(_MOST_PARTS, query_tiles))
+    return _fewest(range(1, most + 1), time, _NEARLY_BEST_PARTS)
+
+
+def _fewest(choices: Iterable[int], time: Callable[[int], float], nearly_best: float) -> int:
+    """The first choice that takes no longer than `nearly_best` times as long as the best one."""
+    times = {choice: time(choice) for choice in choices}
+    most = nearly_best * min(times.values())
+    return next(choice for choice, taken in times.items() if taken <= most)
 
 
 def _steps_beside(parts: int) -> tuple[int, int]:

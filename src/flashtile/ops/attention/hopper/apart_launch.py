@@ -24,11 +24,7 @@ from flashtile.ops.attention.hopper.parameters import score_units, side_of_call
 from flashtile.ops.attention.hopper.scores import ScoreUnits
 from flashtile.ops.attention.hopper.wide_backward import Problem
 from flashtile.ops.attention.hopper.wide_backward_configs import MAX_REGISTERS, REGISTERS, STATISTIC_ROWS
-from flashtile.ops.attention.plans import (
-    SideShape,
-    call_sizes,
-    tiles_of,
-)
+from flashtile.ops.attention.plans import SideShape, call_sizes, tiles_of
 from flashtile.ops.attention.side_parameters import NO_SIDE, SideParameters, SidePointers, window_parameters
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.attention.triton.shares_launch import plan_of_shares, sum_of_shares

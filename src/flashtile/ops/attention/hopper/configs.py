@@ -115,8 +115,8 @@ def column_chunks(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[i
 
 
 def score_columns(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Columns of the first chunk that scores are products of, a multiple of what one instruction multiplies. Up to 64
-    exponentials take the time, and all are multiplied."""
+    """Columns of the first chunk that scores are products of, a multiple of what one instruction multiplies. A chunk of
+    up to 64 is not cut, because exponentials take the time there."""
     least = 32 // dtype.itemsize
     width, _ = column_chunks(head_dim, dtype)
     return min(-(-head_dim // least) * least, width) if width > 64 else width

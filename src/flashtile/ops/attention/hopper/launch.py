@@ -290,10 +290,11 @@ def _plan(
 
 
 def _keep_keys_near(config: HopperConfig, rows_q: int) -> bool:
-    """Whether the tiles of a short sequence are full ones of a single consumer. In turn, those of a head run on
-    neighbouring multiprocessors, on the same side of the L2 cache, which keys then reach once. Time of tiles as they
-    come over that, on an H200 and an H100: 128 × 128 tokens, 32 heads of 64, 1.09 and 0.97; 64 × 128, 12 heads, 1.11
-    and 1.00; 128 × 256, 16 heads, 1.02 and 1.04. But 416 × 96, whose second tiles are half full, 0.97 and 0.91."""
+    """Whether the tiles of a short sequence are full ones of a single consumer. If programs take them in turn, those of
+    a head run on neighbouring multiprocessors. These are on the same side of the L2 cache, which keys reach once. Time
+    of tiles as they come over that, on an H200 and an H100: 128 × 128 tokens, 32 heads of 64, 1.09 and 0.97; 64 × 128,
+    12 heads, 1.11 and 1.00; 128 × 256, 16 heads, 1.02 and 1.04. But 416 × 96, whose second tiles are half full, 0.97
+    and 0.91."""
     return config.resident > 1 and rows_q <= SHORT and rows_q % config.block_m == 0
 
 

@@ -16,9 +16,9 @@ def take_two_rounds(tiles: int, lines: int, programs: int) -> bool:
 
 
 def tiles_done_before_last(tiles: int, lines: int, group: int, programs: int) -> float:
-    """Under a causal mask, about how many key tiles are done when the longest one of the last lines that take turns
-    begins. Those under way then are the short ones of the lines before, or if these are less than a round, any: two
-    thirds of their work are left."""
+    """About how many key tiles are done when the longest one of the last lines that take turns begins, under a causal
+    mask. The tiles under way are then the short ones of the lines before, and all but done. If the lines that take
+    turns are less than a round, they are of any length, and two thirds of their work are left."""
     left = 2 / 3 * programs if _tiles_together(tiles) < programs else 0
     return max(tiles_before_last(tiles, lines, group) - left, 0)
 
