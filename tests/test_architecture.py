@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import flashtile
 
@@ -149,6 +150,8 @@ ON_PUBLIC_NAMES = {
     "modules",
     "testing",
 }
+#: PyTorch's functions that make a tensor on the default device unless they are told another.
+FACTORIES = {function.__name__ for function in _device_constructors()}
 #: Third-party packages that only these parts may need.
 OPTIONAL = {
     "typer": {"cli"},
@@ -346,6 +349,32 @@ def parameters(source: str) -> dict[str, int]:
 
 def test_parameters_of_kernels_are_counted():
     assert parameters("@triton.jit\ndef f(a, b: tl.constexpr, *, c): ...\ndef g(a): ...") == {"f": 3}
+
+
+def test_factories_say_the_device():
+    found = {module_name(path): calls for path in FILES if (calls := factories_without_device(parsed(path)))}
+    assert not found, "say device=: without it the tensor lies on the user's default device"
+
+
+def factories_without_device(tree: ast.AST) -> list[str]:
+    """Calls of PyTorch's functions that make a tensor on the default device, because they have no `device`."""
+    return [
+        f"{ast.unparse(node)}, line {node.lineno}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func).removeprefix("torch.") in FACTORIES
+        and ast.unparse(node.func).startswith("torch.")
+        and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    ]
+
+
+def test_factories_without_a_device_are_seen():
+    source = (
+        "torch.empty(3, dtype=d), torch.arange(3, device=q.device), torch.eye(3, **where), torch.tensor(1), q.tensor(1)"
+    )
+    assert len(factories_without_device(ast.parse(source))) == 2
+    assert {"arange", "as_tensor", "full", "linspace", "randint", "randperm", "scalar_tensor", "zeros"} <= FACTORIES
 
 
 @pytest.mark.parametrize("modifier", ["sink", "alibi"])

@@ -108,15 +108,15 @@ def tile_layout(seq: int, mask: str) -> Tensor:
     tiles = seq // tile
     aside = [cell for cell in range(tiles**2) if cell % (tiles + 1)]
     drawn = random.Random(0).sample(aside, visible_tiles(tiles, density) - tiles)
-    layout = torch.eye(tiles, dtype=torch.bool)
-    layout.view(-1)[torch.tensor(drawn, dtype=torch.long)] = True
+    layout = torch.eye(tiles, dtype=torch.bool, device="cpu")
+    layout.view(-1)[torch.tensor(drawn, dtype=torch.long, device="cpu")] = True
     return layout
 
 
 def tile_rows(seq: int, mask: str, rows: range, device: torch.device) -> Tensor:
     """What some queries see of random tiles: bool `[rows, seq]`."""
     tile, _ = parse_tiles(mask)
-    by_row = torch.arange(rows.start, rows.stop) // tile
+    by_row = torch.arange(rows.start, rows.stop, device="cpu") // tile
     return tile_layout(seq, mask)[by_row].to(device).repeat_interleave(tile, dim=1)
 
 

@@ -109,7 +109,7 @@ def activations(device: torch.device, steps: int = _STEPS, config: GPTConfig = M
 def help_text_tokens(batch: int, seq: int, generator: torch.Generator) -> Tensor:
     """Bytes of Python's help texts, int64 `[batch, seq + 1]`, from places that the generator draws."""
     text = torch.frombuffer(bytearray(_help_texts().read_bytes()), dtype=torch.uint8)
-    starts = torch.randint(text.numel() - seq - 1, (batch,), generator=generator)
+    starts = torch.randint(text.numel() - seq - 1, (batch,), generator=generator, device="cpu")
     return torch.stack([text[start : start + seq + 1] for start in starts.tolist()]).long()
 
 

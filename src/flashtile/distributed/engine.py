@@ -146,7 +146,7 @@ def place_and_band(
 @functools.lru_cache(maxsize=512)
 def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Cumulative lengths on a device; nothing waits for it."""
-    host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 

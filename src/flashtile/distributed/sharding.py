@@ -107,9 +107,9 @@ def sequence_positions(
         raise TypeError(f"length: expected an int, got {length!r}; it is the number of tokens")
     if length < 0:
         raise ValueError(f"length: expected at least 0, got {length}; it is the number of tokens")
-    positions = torch.arange(length)
+    positions = torch.arange(length, device="cpu")
     if cu_seqlens is not None:
-        edges = torch.tensor(documents_of(cu_seqlens, length))
+        edges = torch.tensor(documents_of(cu_seqlens, length), device="cpu")
         positions -= edges[torch.searchsorted(edges, positions, right=True) - 1]
     return shard_sequence(positions, mesh, dim=0, layout=layout).to(device)
 

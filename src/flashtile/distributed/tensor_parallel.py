@@ -397,7 +397,7 @@ def interleaved(groups: list[int], ranks: int) -> Tensor:
             raise ValueError(f"mesh: expected a number of ranks that divides {rows} rows, got {ranks}")
     return torch.cat(
         [
-            start + rank * rows // ranks + torch.arange(rows // ranks)
+            start + rank * rows // ranks + torch.arange(rows // ranks, device="cpu")
             for rank in range(ranks)
             for start, rows in zip(starts, groups)
         ]

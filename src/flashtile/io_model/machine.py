@@ -27,12 +27,12 @@ def measure_cpu() -> Device:
     The integer rate, for the random numbers of dropout, is that of PyTorch's elementwise products, with which the CPU
     backend draws them. The result is kept for the process; `measure_cpu.cache_clear()` measures anew.
     """
-    source = torch.empty(_COPY // 4).fill_(1.0)
+    source = torch.empty(_COPY // 4, device="cpu").fill_(1.0)
     target = torch.empty_like(source)
     copy = _fastest(lambda: target.copy_(source))
-    vector = torch.linspace(-8, 0, _VECTOR)
+    vector = torch.linspace(-8, 0, _VECTOR, device="cpu")
     exponential = _fastest(lambda: torch.exp2(vector, out=torch.empty_like(vector)))
-    integers = torch.arange(_VECTOR, dtype=torch.int64)
+    integers = torch.arange(_VECTOR, dtype=torch.int64, device="cpu")
     multiply = _fastest(lambda: integers * 3)
     flops = {dtype: 2 * size**3 / _fastest(_product(dtype, size)) for dtype, size in _PRODUCTS.items()}
     return Device(
@@ -50,7 +50,7 @@ def measure_cpu() -> Device:
 
 
 def _product(dtype: torch.dtype, size: int) -> Callable[[], object]:
-    matrix = torch.ones(size, size, dtype=dtype)
+    matrix = torch.ones(size, size, dtype=dtype, device="cpu")
     return lambda: matrix @ matrix
 
 

@@ -112,12 +112,12 @@ class Shape:
 
     def visible_pairs(self) -> int:
         """Visible (query, key) pairs of one matrix of scores."""
-        first, last = self._visible(torch.arange(self.seq_q))
+        first, last = self._visible(torch.arange(self.seq_q, device="cpu"))
         return int((last - first).clamp(min=0).sum())
 
     def visited_tiles(self, block_q: int, block_k: int) -> int:
         """Tiles of `block_q` queries and `block_k` keys with a visible pair, of one matrix of scores."""
-        top = torch.arange(0, self.seq_q, block_q)
+        top = torch.arange(0, self.seq_q, block_q, device="cpu")
         bottom = (top + block_q).clamp(max=self.seq_q) - 1
         first = self._visible(top)[0]
         last = self._visible(bottom)[1]

@@ -122,7 +122,7 @@ class FlashBlocksparseAttention(nn.Module):
     def _made(self, length: int) -> BlockMask:
         if not hasattr(self.sparsity_config, "make_layout"):
             return self.sparsity_config(length)
-        layout = torch.as_tensor(self.sparsity_config.make_layout(length))
+        layout = torch.as_tensor(self.sparsity_config.make_layout(length), device="cpu")
         return BlockMask.from_layout(layout, TILE, length, length)
 
     def forward(

@@ -130,7 +130,7 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu", seed: i
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype).to(device)
 
     tensors: dict[str, Any] = {}
     rows_q: tuple[int, ...]
@@ -186,9 +186,9 @@ def _random_tiles(case: AttentionCase, tile: tuple[int, int], generator: torch.G
     """A third of the tiles full, a third partly visible, the rest empty."""
     batch, heads, seq_q, seq_k = case.shape_of("bhqk" if case.packed else "1hqk")
     tiles_q, tiles_k = -(-seq_q // tile[0]), -(-seq_k // tile[1])
-    kind = torch.rand(batch, heads, tiles_q, tiles_k, generator=generator, dtype=torch.float64)
+    kind = torch.rand(batch, heads, tiles_q, tiles_k, generator=generator, dtype=torch.float64, device="cpu")
     kind = kind.repeat_interleave(tile[0], -2).repeat_interleave(tile[1], -1)[..., :seq_q, :seq_k]
-    shown = torch.rand(kind.shape, generator=generator, dtype=torch.float64) < 0.8
+    shown = torch.rand(kind.shape, generator=generator, dtype=torch.float64, device="cpu") < 0.8
     return flashtile.BlockMask.from_dense((kind < 0.33) | ((kind < 0.67) & shown), tile)
 
 

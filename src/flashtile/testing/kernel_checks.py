@@ -161,7 +161,7 @@ def _run_cache(
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        values = torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+        values = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype).to(device)
         return layout.place(values)
 
     pages, page_size = 12, 32
@@ -175,7 +175,7 @@ def _run_cache(
     }
     options: dict[str, Any] = {"cache_lengths": torch.tensor([150, 3], dtype=torch.int32, device=device)}
     if paged:
-        order = torch.randperm(pages, generator=generator).view(2, -1)
+        order = torch.randperm(pages, generator=generator, device="cpu").view(2, -1)
         options["block_table"] = order.int().to(device)
 
     def results(backend: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -228,12 +228,14 @@ def _run(
 ) -> None:
     """Compares the result of `call(x, backend)` and its gradient."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+    x = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype).to(device)
 
     def results(backend: str, dtype: torch.dtype) -> dict[str, Tensor]:
         leaf = layout.place(x.to(dtype)).requires_grad_()
         out = call(leaf, backend)
-        upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out).to(out.dtype).to(device)
+        upstream = (
+            torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device="cpu").view_as(out).to(out.dtype).to(device)
+        )
         (dx,) = torch.autograd.grad(out, leaf, layout.place(upstream) if upstream.dim() else upstream)
         return {"out": out.detach(), "dx": dx}
 

@@ -61,7 +61,7 @@ def make_norm_inputs(case: NormCase, device: torch.device | str = "cpu", seed: i
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype).to(device)
 
     source, shape, others = case.shape, case.shape, dict(case.arguments)
     if "x0_subset" in case.tensors:
@@ -159,7 +159,7 @@ def _cancelled(case: NormCase, inputs: NormInputs, x: Tensor) -> dict[str, Size]
 def _row_numbers(shape: tuple[int, ...], rows: int, generator: torch.Generator) -> Tensor:
     """For each of as many rows, 0 or one of the numbers from 1 to `rows`, each at most once."""
     total = torch.Size(shape).numel()
-    numbers = torch.zeros(total, dtype=torch.int32)
-    places = torch.randperm(total, generator=generator)[: min(rows, total)]
-    numbers[places] = (torch.randperm(rows, generator=generator)[: len(places)] + 1).int()
+    numbers = torch.zeros(total, dtype=torch.int32, device="cpu")
+    places = torch.randperm(total, generator=generator, device="cpu")[: min(rows, total)]
+    numbers[places] = (torch.randperm(rows, generator=generator, device="cpu")[: len(places)] + 1).int()
     return numbers.view(shape)

@@ -150,7 +150,7 @@ def _agreed(action: Callable[[], Any]) -> tuple[Any, str | None]:
 
 
 def _all_agree(here: bool) -> bool:
-    answer = torch.tensor(int(here))
+    answer = torch.tensor(int(here), device="cpu")
     dist.all_reduce(answer, dist.ReduceOp.MIN)
     return bool(answer)
 
@@ -219,7 +219,7 @@ def _measure(
 
 
 def _slowest(ms: float) -> float:
-    tensor = torch.tensor(ms, dtype=torch.float64)
+    tensor = torch.tensor(ms, dtype=torch.float64, device="cpu")
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return float(tensor)
 
@@ -227,13 +227,13 @@ def _slowest(ms: float) -> float:
 def _median(function: Callable[[], Any], where: torch.device, seconds: float, group: dist.ProcessGroup | None) -> float:
     """Median milliseconds of some calls, as many as fit; all ranks make as many. Kernels are compiled by now."""
     first = _samples(function, where, 1)[0]
-    calls = torch.tensor(0 if first > _LONG * 1e3 else max(1, min(20, int(seconds * 1e3 / first))))
+    calls = torch.tensor(0 if first > _LONG * 1e3 else max(1, min(20, int(seconds * 1e3 / first))), device="cpu")
     if group is not None:
         dist.all_reduce(calls, dist.ReduceOp.MIN)
     if not calls:
         return first
     first = _samples(function, where, 1)[0]
-    calls = torch.tensor(max(1, min(20, int(seconds * 1e3 / first))))
+    calls = torch.tensor(max(1, min(20, int(seconds * 1e3 / first))), device="cpu")
     if group is not None:
         dist.all_reduce(calls, dist.ReduceOp.MIN)
         dist.barrier()

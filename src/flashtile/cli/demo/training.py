@@ -132,7 +132,7 @@ def _step(model: GPT, optimizer: torch.optim.Optimizer, batch: torch.Tensor, aut
 def _sample(tokens: torch.Tensor, plan: Plan, generator: torch.Generator) -> torch.Tensor:
     """A batch `[B, context + 1]` of pieces of the text."""
     length = plan.model.context + 1
-    starts = torch.randint(len(tokens) - length + 1, (plan.batch,), generator=generator)
+    starts = torch.randint(len(tokens) - length + 1, (plan.batch,), generator=generator, device="cpu")
     return torch.stack([tokens[start : start + length] for start in starts]).long()
 
 

@@ -173,8 +173,8 @@ def sequence_heads(sequences: range, heads: range, all_heads: int, origin: Origi
     """`sequence · heads + head` of some matrices of a call, int64 `[sequences · heads]`, numbered as in the larger call
     that `origin` places it in."""
     first, all_heads = (0, all_heads) if origin is None else (origin.matrix, origin.heads)
-    sequence = torch.arange(sequences.start, sequences.stop)
-    return (first + sequence[:, None] * all_heads + torch.arange(heads.start, heads.stop)).flatten()
+    sequence = torch.arange(sequences.start, sequences.stop, device="cpu")
+    return (first + sequence[:, None] * all_heads + torch.arange(heads.start, heads.stop, device="cpu")).flatten()
 
 
 def positions(rows: range, columns: range, origin: Origin | None) -> tuple[range, range]:

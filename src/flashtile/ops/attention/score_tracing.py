@@ -179,7 +179,9 @@ def derivative(text: str, dtype: torch.dtype, *, of_score_alone: bool = False) -
 
 def _derivative(program: ScoreProgram, dtype: torch.dtype, of_score_alone: bool) -> ScoreGradient:
     recorder = Recorder(of_derivative=True)
-    recorder.captured = [torch.empty((1,) * dims, dtype=getattr(torch, of)) for of, dims in program.captured]
+    recorder.captured = [
+        torch.empty((1,) * dims, dtype=getattr(torch, of), device="cpu") for of, dims in program.captured
+    ]
     with torch.inference_mode(False), autograd_in_operator():
         score = recorder.input(INPUTS[0], dtype, requires_grad=True)
         inputs = {INPUTS[0]: score, **{name: recorder.input(name, torch.int32) for name in INPUTS[1:]}}

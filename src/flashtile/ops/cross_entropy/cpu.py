@@ -22,7 +22,7 @@ def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Results:
 def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Statistics:
     """The statistics of the columns that are here."""
     dtype, count = compute_dtype(logits.dtype), logits.shape[0]
-    pivot, exp_sum, target, total = (torch.zeros(count, dtype=dtype) for _ in range(4))
+    pivot, exp_sum, target, total = (torch.zeros(count, dtype=dtype, device="cpu") for _ in range(4))
     column, here = _columns(labels, logits, spec)
     for rows, scratch in _blocks(logits):
         block = logits[rows] if logits.dtype is dtype else scratch.copy_(logits[rows])
@@ -49,7 +49,7 @@ def backward(
     """The gradient of the logits from that of the loss; in their memory where asked for."""
     dlogits = logits
     if not inplace:
-        dlogits = torch.empty_strided(logits.shape, gradient_strides(logits), dtype=logits.dtype)
+        dlogits = torch.empty_strided(logits.shape, gradient_strides(logits), dtype=logits.dtype, device="cpu")
     factors = losses.factors(dloss.expand_as(labels), scale, labels, normaliser, spec)
     pivot, of_exponentials = normaliser[:, 0], losses.factors_of_exponentials(normaliser, spec)
     column, here = _columns(labels, logits, spec)
@@ -92,7 +92,7 @@ def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Rows that are computed together, and memory `[rows, columns]` for them in the dtype that computes."""
     rows, columns = logits.shape
     step = max(1, _BLOCK * torch.get_num_threads() // columns)
-    scratch = torch.empty(min(step, rows), columns, dtype=compute_dtype(logits.dtype))
+    scratch = torch.empty(min(step, rows), columns, dtype=compute_dtype(logits.dtype), device="cpu")
     for first in range(0, rows, step):
         last = min(first + step, rows)
         yield slice(first, last), scratch[: last - first]

@@ -58,8 +58,8 @@ def prepare_steps(
 def _append(call: CacheCall, spec: CacheSpec, before: Tensor) -> None:
     if call.k is None or call.v is None or not call.k.shape[1]:
         return
-    rows = before[:, None] + torch.arange(call.seq_new)  # [B, S]
-    where = places(call, torch.arange(rows.shape[0])[:, None].expand_as(rows), rows)
+    rows = before[:, None] + torch.arange(call.seq_new, device="cpu")  # [B, S]
+    where = places(call, torch.arange(rows.shape[0], device="cpu")[:, None].expand_as(rows), rows)
     call.k_cache[where] = _rotated(call.k, call, spec, before)
     call.v_cache[where] = call.v
 

@@ -89,6 +89,6 @@ def _angles(cos: Tensor, sin: Tensor, where: slice | Tensor, dtype: torch.dtype)
         cos = torch.where(inside[..., None], cos[place].to(dtype), 1)
         sin = torch.where(inside[..., None], sin[place].to(dtype), 0)
     else:
-        cos = torch.ones(*where.shape, cos.shape[1], dtype=dtype)
+        cos = torch.ones(*where.shape, cos.shape[1], dtype=dtype, device="cpu")
         sin = torch.zeros_like(cos)
     return cos[..., None, :], sin[..., None, :]

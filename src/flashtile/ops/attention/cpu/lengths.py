@@ -26,5 +26,5 @@ def lengths_as_mask(q: Tensor, k: Tensor, side: SideInputs) -> SideInputs | None
     cost = hidden * q.shape[2] * (q.shape[1] + _SCORES_OF_READING)
     if not others or cost > others * _SCORES_OF_A_SEQUENCE:
         return None
-    shown = (torch.arange(k.shape[1]) < lengths[:, None])[:, None, None]
+    shown = (torch.arange(k.shape[1], device="cpu") < lengths[:, None])[:, None, None]
     return side._replace(key_lengths=None, mask=shown if side.mask is None else side.mask & shown)

@@ -60,8 +60,8 @@ class FunctionOfBlock(NamedTuple):
 
     def inputs(self, scores: Tensor, rows: range, keys: range | KeyTile) -> dict[str, Tensor]:
         """The arguments for a tile, `scores` `[b, h, G, R, C]` without the factor."""
-        row = torch.arange(rows.start, rows.stop, dtype=torch.int32).view(1, 1, 1, -1, 1)
-        column = torch.arange(keys.start, keys.stop, dtype=torch.int32).view(1, 1, 1, 1, -1)
+        row = torch.arange(rows.start, rows.stop, dtype=torch.int32, device="cpu").view(1, 1, 1, -1, 1)
+        column = torch.arange(keys.start, keys.stop, dtype=torch.int32, device="cpu").view(1, 1, 1, 1, -1)
         return dict(zip(INPUTS, (scores, self.batch, self.head, row, column)))
 
 
@@ -104,8 +104,8 @@ def modifiers_of(block: Block, side: SideInputs, spec: AttentionSpec, tile_mask:
 
 def _function_of(block: Block, side: SideInputs, text: str) -> FunctionOfBlock:
     batches = block.batches.stop - block.batches.start
-    batch = torch.arange(block.sequence, block.sequence + batches, dtype=torch.int32)
-    head = torch.arange(block.heads.start, block.heads.stop, dtype=torch.int32)
+    batch = torch.arange(block.sequence, block.sequence + batches, dtype=torch.int32, device="cpu")
+    head = torch.arange(block.heads.start, block.heads.stop, dtype=torch.int32, device="cpu")
     return FunctionOfBlock(text, side.captured, batch.view(-1, 1, 1, 1, 1), head.view(1, -1, block.group, 1, 1))
 
 
@@ -178,8 +178,8 @@ def split_heads(tile: Tensor, block: Block, rows: range) -> Tensor:
 
 def distances(diagonal: int, rows: range, keys: range | KeyTile, dtype: torch.dtype) -> Tensor:
     """`|i + diagonal - j|`, `[R, C]`."""
-    row = torch.arange(rows.start, rows.stop, dtype=dtype) + diagonal
-    return (row[:, None] - torch.arange(keys.start, keys.stop, dtype=dtype)).abs_()
+    row = torch.arange(rows.start, rows.stop, dtype=dtype, device="cpu") + diagonal
+    return (row[:, None] - torch.arange(keys.start, keys.stop, dtype=dtype, device="cpu")).abs_()
 
 
 def tile_mask_of(side: SideInputs, spec: AttentionSpec) -> TileMask | None:
@@ -243,11 +243,11 @@ class SideGradients:
 
     def __init__(self, side: SideInputs, wanted: Wanted, dtype: torch.dtype) -> None:
         self.bias, self.alibi_slopes, self.sinks = (
-            torch.zeros(tensor.shape, dtype=dtype) if wants and tensor is not None else None
+            torch.zeros(tensor.shape, dtype=dtype, device="cpu") if wants and tensor is not None else None
             for wants, tensor in zip(wanted, (side.bias, side.alibi_slopes, side.sinks))
         )
         self.captured = [
-            torch.zeros(tensor.shape, dtype=dtype) if wants else None
+            torch.zeros(tensor.shape, dtype=dtype, device="cpu") if wants else None
             for wants, tensor in zip(wanted.captured, side.captured)
         ]
 

@@ -256,7 +256,10 @@ def sinks_of(block: Block, side: SideInputs) -> Tensor | None:
 
 def hidden(rows: range, columns: range, visible: Band) -> Tensor:
     """Which keys of a tile a row does not see: bool `[R, C]`."""
-    distance = torch.arange(columns.start, columns.stop) - torch.arange(rows.start, rows.stop)[:, None]
+    distance = (
+        torch.arange(columns.start, columns.stop, device="cpu")
+        - torch.arange(rows.start, rows.stop, device="cpu")[:, None]
+    )
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if visible.lowest is not None:
         hidden |= distance < visible.lowest
@@ -385,7 +388,7 @@ def load_rows(view: Tensor, rows: range, dtype: torch.dtype) -> Tensor:
 
 
 def _copied(view: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(view.shape, dtype=dtype).copy_(view)
+    return torch.empty(view.shape, dtype=dtype, device="cpu").copy_(view)
 
 
 def store_rows(view: Tensor, rows: range, tile: Tensor) -> None:

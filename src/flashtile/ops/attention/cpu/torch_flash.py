@@ -64,8 +64,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
 
 def _of_blind_rows(q: Tensor) -> Statistics:
     """The result where no row belongs to a segment, or sees a key."""
-    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=tiles.compute_dtype(q.dtype))
-    return Statistics(torch.zeros(q.shape, dtype=q.dtype), lse)
+    lse = torch.full(
+        (q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=tiles.compute_dtype(q.dtype), device="cpu"
+    )
+    return Statistics(torch.zeros(q.shape, dtype=q.dtype, device="cpu"), lse)
 
 
 def _add_sinks(total: Statistics, sinks: Tensor, q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> None:
@@ -148,5 +150,5 @@ def _summed(
 
 
 def _zeros(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    dk, dv = (torch.zeros(t.shape, dtype=tiles.compute_dtype(t.dtype)) for t in (k, v))
-    return torch.zeros(q.shape, dtype=q.dtype), dk, dv
+    dk, dv = (torch.zeros(t.shape, dtype=tiles.compute_dtype(t.dtype), device="cpu") for t in (k, v))
+    return torch.zeros(q.shape, dtype=q.dtype, device="cpu"), dk, dv

@@ -261,7 +261,10 @@ class ScoreWriter:
 
     def _common(self, arguments: Sequence[Any]) -> str:
         """The dtype in which PyTorch compares scalars."""
-        found = [torch.empty((), dtype=getattr(torch, self._dtypes[a])) if is_value(a) else a for a in arguments]
+        found = [
+            torch.empty((), dtype=getattr(torch, self._dtypes[a]), device="cpu") if is_value(a) else a
+            for a in arguments
+        ]
         common = found[0].dtype if len(found) == 1 else torch.result_type(*found)
         return str(common).removeprefix("torch.")
 
