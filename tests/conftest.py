@@ -17,7 +17,7 @@ import torch.utils.deterministic
 import flashtile
 import remembered_checks
 import selection
-from flashtile.ops.attention.calls import forget_calls
+from flashtile.ops.attention.repeated import forget_calls
 from flashtile.ops.kv_cache.calls import forget_steps
 
 _POISONED_TESTS = Path(__file__).parent / "ops"

@@ -32,12 +32,13 @@ MAX_PARAMETERS = 40
 #: Files of attention whose code names a modifier, at most (docs/adding_a_feature.md has the number).
 MAX_FILES_OF_A_MODIFIER = 30
 #: Parts of attention that hand on all side inputs alike.
-PASS_ON = {"arguments", "calls", "column_sums", "inspection", "operator"}
+PASS_ON = {"arguments", "calls", "repeated", "column_sums", "inspection", "operator"}
 #: What each part of an operation's folder may import from that folder. `operator` reaches the implementations through
 #: `select`, and `reference` for the backward of the backward.
 WITHIN_OPERATION = {
     "__init__": set(),
     "api": {
+        "arguments",
         "block_mask",
         "calls",
         "canonical",
@@ -46,6 +47,7 @@ WITHIN_OPERATION = {
         "linear_operator",
         "operator",
         "options",
+        "repeated",
         "select",
         "spec",
     },
@@ -83,6 +85,17 @@ WITHIN_OPERATION = {
     "mask_parts": {"block_mask", "tile_lists"},
     "arguments": {"spec"},
     "calls": {"checks", "select", "spec"},
+    "repeated": {
+        "arguments",
+        "block_mask",
+        "calls",
+        "checks",
+        "philox",
+        "score_tracing",
+        "select",
+        "spec",
+    },
+    "second_derivative": {"arguments", "reference", "spec"},
     "operator": {
         "arguments",
         "calls",
@@ -94,6 +107,8 @@ WITHIN_OPERATION = {
         "philox",
         "products",
         "reference",
+        "repeated",
+        "second_derivative",
         "select",
         "spec",
         "triton",
@@ -106,7 +121,7 @@ WITHIN_OPERATION = {
     "column_sums": {"arguments", "calls", "checks", "operator", "select", "spec"},
     "plans": {"spec", "tile_lists"},
     "walks": {"spec"},
-    "side_parameters": {"philox", "plans", "spec"},
+    "side_parameters": {"arguments", "philox", "plans", "spec"},
     "philox": {"spec"},
     "fp8": {"spec"},
     "merge": {"spec"},
@@ -129,8 +144,8 @@ WITHIN_OPERATION = {
     "score_tracing": {"score_program", "score_symbols", "surroundings"},
     "reference": {"block_mask", "fp8", "losses", "philox", "score_program", "spec"},
     "cpu": {"backend", "block_mask", "fp8", "losses", "philox", "score_program", "score_tracing", "spec"},
-    "triton": {"backend", "plans", "score_program", "score_tracing", "side_parameters", "spec", "walks"},
-    "hopper": {"backend", "plans", "side_parameters", "spec", "triton", "walks"},
+    "triton": {"arguments", "backend", "plans", "score_program", "score_tracing", "side_parameters", "spec", "walks"},
+    "hopper": {"arguments", "backend", "plans", "side_parameters", "spec", "triton", "walks"},
     "split": {"backend", "spec"},
 }
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
@@ -218,7 +233,8 @@ def _forbidden(module: list[str], name: list[str]) -> str:
     if package == "ops":
         if target == "_backends":
             part = module[3] if len(module) > 3 else ""
-            own = {"backend", "calls", "explain", "select", "plans", "side_parameters", "triton", "hopper", "split"}
+            choosing = {"backend", "calls", "explain", "repeated", "select"}
+            own = choosing | {"plans", "side_parameters", "triton", "hopper", "split"}
             allowed = COMMON_ON_BACKENDS if module[2] == COMMON else own
             return "" if part in allowed else "only kernels, plans, and what chooses, runs or explains calls need it"
         if target != "ops":

@@ -21,7 +21,7 @@ from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile.bench.cases import Case
 from flashtile.bench.summary import ratios_to_best
 from flashtile.bench.tables import table_of, tables
-from flashtile.ops.attention.calls import forget_calls
+from flashtile.ops.attention.repeated import forget_calls
 from flashtile.ops.attention.select import BACKENDS
 
 ROOT = Path(__file__).parent.parent

@@ -46,8 +46,10 @@ def pretend_gpu() -> None:
     devices.multiprocessors = lambda device: 132  # type: ignore[assignment]
     tma._encoded = lambda *given: (0, *given[2].shape, *given[2].strides)
 
-    from flashtile.ops.attention import select
+    from flashtile.ops.attention import repeated, select
     from flashtile.ops.common import backends
+
+    repeated.readable = lambda tensor: False  # no values are read, as on a GPU
 
     served, gpu = select.BACKENDS.implementation, torch.device("cuda", 0)
 

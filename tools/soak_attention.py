@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 
 import flashtile
-from flashtile.ops.attention import calls, select
+from flashtile.ops.attention import repeated, select
 from flashtile.testing import AttentionCase, Inputs, check, make_inputs, with_arguments
 from flashtile.testing.layouts import Layout
 
@@ -172,7 +172,7 @@ def _check_emulated(case: AttentionCase, inputs: Inputs, number: int) -> bool:
     from gluon_emulator.serving import NotServedError, served_by
 
     machine = EmulatedHopper(multiprocessors=1 + number % 4, seed=number)
-    calls.forget_calls()
+    repeated.forget_calls()
     with mock.patch.object(select, "implementation", served_by(machine)):
         try:
             check(case, "hopper", inputs=inputs)

@@ -22,7 +22,7 @@ from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import KernelSource, compile_kernel
 from flashtile.ops.attention.plans import PLAIN_SIDE
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch, plan
 from flashtile.ops.attention.triton.configs import tile_width
 from flashtile.ops.attention.triton.tile_tables import TileConfig
@@ -101,11 +101,15 @@ def kernel_call(kernel: str, tensors: dict, causal: bool):
         return lambda: launch.forward(q, k, v, side, spec)
     if ("saved", causal) not in tensors:
         out, lse = launch.forward(q, k, v, side, spec)
-        tensors["saved", causal] = out, lse, launch.backward_queries(dout, None, q, k, v, out, lse, side, spec)[1]
-    out, lse, statistics = tensors["saved", causal]
+        inputs = BackwardInputs(dout, None, q, k, v, out, lse)
+        queries = launch.plan_backward(inputs, side, spec, Wanted()).queries
+        statistics = launch.run_queries(queries, inputs, (), Wanted(), False, ()).statistics
+        tensors["saved", causal] = inputs, statistics
+    inputs, statistics = tensors["saved", causal]
+    plans = launch.plan_backward(inputs, side, spec, Wanted())
     if kernel == "dq":
-        return lambda: launch.backward_queries(dout, None, q, k, v, out, lse, side, spec)[:1]
-    return lambda: launch.backward_keys(dout, q, k, v, statistics, side, spec)
+        return lambda: launch.run_queries(plans.queries, inputs, (), Wanted(), False, ())[:1]
+    return lambda: launch.run_keys(plans.keys, dout, inputs, statistics, ())
 
 
 def main() -> None:

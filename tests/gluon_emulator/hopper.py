@@ -22,7 +22,7 @@ from flashtile._backends.launch import KernelSource, Parameter, Plan, make_plan
 from flashtile._backends.tma import TensorLayout
 from flashtile.ops.attention import hopper as package
 from flashtile.ops.attention import reference
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
+from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, Wanted
 from gluon_emulator import language
 from gluon_emulator.machine import Machine
 from gluon_emulator.memory import Descriptor, Memory, dtype_of
@@ -143,12 +143,12 @@ def _describe_chunks(
 
 
 def _bias_gradient(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, side: SideInputs, spec: AttentionSpec
+    dout: Tensor, inputs: BackwardInputs, statistics: Tensor, side: SideInputs, spec: AttentionSpec
 ) -> Tensor:
     """In the place of the portable kernel, whose language this is not: the reference, with lse and delta from the
     kernels' statistics."""
     assert side.bias is not None
-    wide = [tensor.double() for tensor in (q, k, v)]
+    wide = [tensor.double() for tensor in (inputs.q, inputs.k, inputs.v)]
     exact = side._replace(bias=side.bias.double())
     with _disable_current_modes():
         out, lse = reference.forward(*wide, exact, spec)

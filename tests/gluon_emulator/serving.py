@@ -24,7 +24,7 @@ class NotServedError(Exception):
 
 
 def served_by(emulated: EmulatedHopper) -> Callable[..., Any]:
-    """What to put in the place of `select.implementation`, after `calls.forget_calls()`: it runs on the machine what
+    """What to put in the place of `select.implementation`, after `repeated.forget_calls()`: it runs on the machine what
     asks for "hopper", and other calls as before. Backwards that the kernels lack run on the CPU, and so does the other
     direction of float32 where they have one alone.
 

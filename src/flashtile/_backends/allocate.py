@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +38,40 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(elements)
         elements *= max(size, 1)
     return tuple(reversed(strides))
+
+
+class Scratch:
+    """One buffer of 32-bit numbers, whose named parts the kernels of a pass leave for one another.
+
+    Attributes:
+        layout: of the buffer, float32.
+        parts: where each part that the pass has begins, and its size, in numbers of 32 bits.
+        addresses: from the address of the buffer, the address of each part, None for one that the pass does not have.
+            It remembers its last answers.
+    """
+
+    def __init__(self, **sizes: int) -> None:
+        """Parts of so many numbers, one after another, each at a multiple of 16 bytes; 0: there is no such part."""
+        self.parts: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, size in sizes.items():
+            if size:
+                self.parts[name] = end, size
+                end += -(-size // 4) * 4
+        self.layout = contiguous((end,), torch.float32)
+        names = namedtuple("ScratchAddresses", sizes)  # type: ignore[misc]
+        offsets = [4 * self.parts[name][0] if size else None for name, size in sizes.items()]
+
+        @functools.lru_cache(maxsize=64)
+        def addresses(base: int) -> Any:
+            return names(*(None if offset is None else base + offset for offset in offsets))
+
+        self.addresses = addresses
+
+    def part(self, buffer: Tensor, name: str) -> Tensor:
+        """A part, as float32."""
+        start, size = self.parts[name]
+        return buffer[start : start + size]
 
 
 def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

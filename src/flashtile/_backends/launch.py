@@ -482,5 +482,11 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def _addresses(*tensors: Tensor | None) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
 #: The form in which `launch` takes a tensor or None: its address, or itself for the interpreter.
 pointer: Callable[[Tensor | None], Any] = (lambda tensor: tensor) if interpreting() else _address
+#: The same of several, in less time.
+pointers: Callable[..., Any] = (lambda *tensors: tensors) if interpreting() else _addresses

@@ -5,6 +5,7 @@ With `dropout_p=0`, an integer, a call is decided about as if it were the first;
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.ops.attention import calls, select
+from flashtile.ops.attention import repeated, select
 from flashtile.ops.common import dispatch
 
 _OPTIONS = {
@@ -83,6 +84,106 @@ def test_the_same_as_a_call_that_is_decided_about(options: dict[str, Any], decid
         assert same(forward_backward(qkv, True, **options), forward_backward(qkv, True, **options, dropout_p=0))
     # Those with dropout_p=0 are decided about each time.
     assert decided.count("forward") == 1 + 6
+
+
+def _relative(table: Tensor) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+        return score + table[head, q_index - k_index + 23]
+
+    return score_mod
+
+
+def _learning(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(dtype).requires_grad_()
+
+
+def _features() -> dict[str, dict[str, Any]]:
+    """Arguments with tensors; those that want gradients come first."""
+    visible = torch.ones(24, 24, dtype=torch.bool).tril(3)
+    return {
+        "key lengths": {"key_lengths": torch.tensor([24, 7])},
+        "bias": {"bias": _learning(24, 24)},
+        "bias of all": {"bias": _learning(2, 4, 24, 24), "mask": visible},
+        "slopes": {"alibi_slopes": _learning(4), "causal": True},
+        "sinks": {"sinks": _learning(4), "window": (5, 0)},
+        "block mask": {"block_mask": flashtile.BlockMask.from_dense(visible, (64, 64))},
+        "table": {"score_mod": _relative(_learning(4, 47))},
+        "seed": {"dropout_p": 0.5, "dropout_seed": torch.tensor([3, 4])},
+    }
+
+
+def _both_ways(
+    qkv: list[Tensor], options: dict[str, Any], decided_anew: bool, offsets: Tensor | None = None
+) -> list[Tensor]:
+    """Results and gradients, by way of an earlier call that is alike, or decided anew."""
+    if decided_anew:
+        repeated.forget_calls()
+    arguments = (*qkv, offsets) if offsets is not None else qkv
+    attend = flashtile.attention_varlen if offsets is not None else flashtile.attention
+    out, lse = attend(*arguments, return_lse=True, **options)
+    reached = [t for t in options.values() if isinstance(t, Tensor) and t.requires_grad]
+    upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
+    return [out, lse, *torch.autograd.grad([out, lse], [*qkv, *reached], [upstream, lse.detach().cos()])]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("name", _features())
+def test_calls_with_other_tensors(name: str, packed: bool) -> None:
+    options, offsets = _features()[name], None
+    if packed:
+        options = {**options, "max_seqlen_q": 24, "max_seqlen_k": 24}
+        offsets = torch.tensor([0, 24, 48], dtype=torch.int32)
+        if name == "bias of all":
+            options["bias"] = _learning(1, 4, 24, 24)
+        if name == "key lengths":
+            options["key_lengths"] = torch.tensor([20, 7])
+    for seed in range(3):
+        qkv = inputs(seed)
+        if packed:
+            qkv = [t.detach().flatten(0, 1).requires_grad_() for t in qkv]
+        repeated_call = _both_ways(qkv, options, decided_anew=False, offsets=offsets)
+        assert same(repeated_call, _both_ways(qkv, options, decided_anew=True, offsets=offsets))
+
+
+def test_tensors_of_another_kind_are_checked_again() -> None:
+    q, k, v = inputs()
+    for _ in range(2):
+        flashtile.attention(q, k, v, sinks=torch.zeros(4), key_lengths=torch.tensor([3, 24]))
+        with pytest.raises(TypeError, match="sinks: expected dtype"):
+            flashtile.attention(q, k, v, sinks=torch.zeros(4).half(), key_lengths=torch.tensor([3, 24]))
+        with pytest.raises(ValueError, match="alibi_slopes: expected shape"):
+            flashtile.attention(q, k, v, alibi_slopes=torch.zeros(5))
+        with pytest.raises(ValueError, match="key_lengths: expected lengths of at most"):
+            flashtile.attention(q, k, v, sinks=torch.zeros(4), key_lengths=torch.tensor([3, 25]))
+    assert torch.equal(
+        flashtile.attention(q, k, v, alibi_slopes=torch.ones(4)),
+        flashtile.attention(q, k, v, alibi_slopes=torch.ones(4), dropout_p=0),
+    ), "a tensor of the same shape in another argument is another call"
+
+
+def test_each_call_draws_its_own_seed() -> None:
+    q, k, v = inputs()
+    first, second = (flashtile.attention(q, k, v, dropout_p=0.5) for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(5)
+    third = flashtile.attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(5)
+    assert torch.equal(third, flashtile.attention(q, k, v, dropout_p=0.5))
+
+
+def test_a_function_that_reads_another_number_is_another_call() -> None:
+    q, k, v = inputs()
+    results = []
+    for factor in (1.0, 2.0, 1.0):
+        results.append(flashtile.attention(q, k, v, score_mod=lambda s, b, h, i, j, by=factor: s * by))
+    assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
+
+
+def test_sinks_in_the_dtype_of_q_get_their_gradient_in_it() -> None:
+    qkv, sinks = inputs(dtype=torch.bfloat16), _learning(4, dtype=torch.bfloat16)
+    for _ in range(2):
+        (dsinks,) = torch.autograd.grad(flashtile.attention(*qkv, sinks=sinks).sum(), sinks)
+        assert dsinks.dtype is torch.bfloat16 and dsinks.abs().max() > 0
 
 
 def test_without_gradients_and_with_them(decided: list[str]) -> None:
@@ -187,7 +288,7 @@ def test_the_deterministic_mode_makes_it_another_call() -> None:
     for mode in (False, True):
         torch.use_deterministic_algorithms(mode)
         try:
-            keys.append(calls.key_of(*inputs(), False, "bottom_right", None, None, None, False, "auto"))
+            keys.append(repeated.key_of(*inputs(), False, "bottom_right", None, None, None, False, "auto"))
         finally:
             torch.use_deterministic_algorithms(False)
     assert None not in keys and keys[0] != keys[1]
@@ -250,10 +351,10 @@ def test_checkpoints(reentrant: bool) -> None:
 
 
 def test_calls_of_ever_new_shapes_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_MOST_CALLS", 4)
+    monkeypatch.setattr(repeated, "_MOST_CALLS", 4)
     for seq in range(1, 12):
         flashtile.attention(*inputs(seq=seq))
-        assert 0 < len(calls._CALLS) <= 4
+        assert 0 < len(repeated._CALLS) <= 4
 
 
 @pytest.mark.gpu
@@ -277,6 +378,35 @@ def test_on_a_gpu(dtype: torch.dtype, backend: str, decided: list[str]) -> None:
         with torch.cuda.stream(stream):
             assert same(forward_backward(qkv, True, **options), repeated)
         torch.cuda.current_stream().wait_stream(stream)
+
+
+@pytest.mark.gpu
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("name", _features())
+def test_calls_with_other_tensors_on_a_gpu(name: str, backend: str, decided: list[str]) -> None:
+    """Also at addresses that are no multiples of 16 bytes, which are decided about each time."""
+    options = {key: _on_gpu(value) for key, value in _features()[name].items()} | {"backend": backend}
+    options["deterministic"] = True
+    for seed, offset in enumerate([0, 8, 1, 0, 3, 16]):
+        torch.manual_seed(seed)
+        storage = torch.randn(3, offset + 2 * 24 * 4 * 64, device="cuda").to(torch.bfloat16)
+        qkv = [row[offset:].view(2, 24, 4, 64).requires_grad_() for row in storage]
+        repeated_call = _both_ways(qkv, options, decided_anew=False)
+        decisions = len(decided)
+        assert same(repeated_call, _both_ways(qkv, options, decided_anew=True))
+        assert len(decided) == decisions + 2
+    decided.clear()
+    _both_ways([t.detach().clone().requires_grad_() for t in qkv], options, decided_anew=False)
+    assert not decided, "an equal call came before"
+
+
+def _on_gpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cuda().requires_grad_(value.requires_grad)
+    if isinstance(value, flashtile.BlockMask):
+        return value.cuda()
+    return _relative(_learning(4, 47).detach().cuda().requires_grad_()) if callable(value) else value
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ import torch
 import flashtile
 from attention_cases import COMBINED, parameters, score_mod_combined
 from flashtile._backends import devices
-from flashtile.ops.attention import calls, select
+from flashtile.ops.attention import repeated, select
 from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
 from gluon_emulator import EmulatedHopper, forget_copies
 from gluon_emulator.serving import served_by
@@ -45,7 +45,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
         for name, number in {**small, **thresholds}.items():
             (module,) = (each for each in emulated.modules.values() if _defines(each, name))
             setattr(module, name, number)
-        calls.forget_calls()  # which remember the machine before
+        repeated.forget_calls()  # which remember the machine before
         monkeypatch.setattr(select, "implementation", served_by(emulated))
         return emulated
 

@@ -15,7 +15,7 @@ if devices.triton_missing():
     pytest.skip(devices.triton_missing(), allow_module_level=True)
 
 from flashtile._backends import launch as backend_launch
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
+from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.plan import AttentionPlan
@@ -325,14 +325,14 @@ def test_an_out_that_lies_worse_than_the_others_is_copied(monkeypatch: pytest.Mo
     )
     faked = AttentionPlan(kernel)  # type: ignore[arg-type]
     monkeypatch.setattr(launch, "plan_for", lambda *_: faked)
-    monkeypatch.setattr(launch, "pointer", lambda tensor: 0 if tensor is None else tensor.data_ptr())
+    monkeypatch.setattr(launch, "pointers", lambda *tensors: [0 if t is None else t.data_ptr() for t in tensors])
     x = torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)
     worse = torch.zeros(33, dtype=torch.bfloat16)[1:].view(1, 4, 1, 8)
     assert x.data_ptr() % 16 == 0 != worse.data_ptr() % 16
     for out, as_given in ((x, True), (worse, False)):
-        lse = torch.zeros(1, 1, 4)
-        launch.backward_queries(x, None, x, x, x, out, lse, SideInputs(None, None, 4, 4), AttentionSpec(1.0))
-        read = launched.pop()[3]
+        lse, side = torch.zeros(1, 1, 4), SideInputs(None, None, 4, 4)
+        launch.backward(x, None, x, x, x, out, lse, side, AttentionSpec(1.0), Wanted())
+        read = launched[-2][3]
         assert read % 16 == 0 and (read == out.data_ptr()) is as_given
 
 
@@ -356,13 +356,13 @@ def test_prepared_launches_pass_what_others_pass(
     dlse = torch.zeros_like(lse) if has_dlse else None
     made = launch.forward(q, k, v, side, spec)
     gradients = launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
-    addresses = [0 if t is None else t.data_ptr() for t in (dout, dlse, q, k, v, out, lse)]
+    inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
     prepared = launch.prepare_forward(q, k, v, side, spec)
-    prepared_backward = launch.prepare_backward(dout, has_dlse, q, k, v, side, spec)
+    prepared_backward = launch.prepare_backward(inputs, side, spec, Wanted())
     assert prepared is not None and prepared_backward is not None
-    made_again, gradients_again = prepared(*addresses[2:5]), prepared_backward(*addresses)
+    made_again, gradients_again = prepared(q, k, v, ()), prepared_backward(inputs, ())
     renamed = {new.data_ptr(): old.data_ptr() for new, old in zip(made_again, made)}
-    renamed |= {new.data_ptr(): old.data_ptr() for new, old in zip(gradients_again, gradients)}
+    renamed |= {new.data_ptr(): old.data_ptr() for new, old in zip(gradients_again[:3], gradients[:3])}
     renamed[launched[4][2][7]] = launched[1][2][7]  # the statistics
     for earlier, (source, programs, given, scalars) in zip(launched[:3], launched[3:], strict=True):
         assert earlier == (source, programs, tuple(renamed.get(each, each) for each in given), scalars)
@@ -375,6 +375,7 @@ def test_launches_that_depend_on_more_than_the_layout_are_not_prepared() -> None
     side = SideInputs(None, None, 4, 4)
     assert launch.prepare_forward(x, x, x, side, AttentionSpec(1.0)) is None  # TF32 may come or go
     half = x.half()
-    assert launch.prepare_forward(half, half, half, side, AttentionSpec(-1.0)) is None
-    hidden = AttentionSpec(1.0, None, -1)
-    assert launch.prepare_backward(half, False, half, half, half, side, hidden) is None
+    negative = AttentionSpec(-1.0)
+    assert launch.prepare_forward(half, half, half, side, negative) is None
+    inputs = BackwardInputs(half, None, half, half, half, half, torch.zeros(1, 1, 4))
+    assert launch.prepare_backward(inputs, side, negative, Wanted()) is None

@@ -46,8 +46,8 @@ def test_interpreted_kernel_of_short_sequences(
 ) -> None:
     """One kernel computes all gradients; in 16 bits, so that there is one. With few programs each goes through several
     heads or sequences."""
-    monkeypatch.setattr(launch, "backward_keys", None)
-    monkeypatch.setattr(launch, "backward_bias", None)
+    monkeypatch.setattr(launch, "run_keys", None)
+    monkeypatch.setattr(launch, "_run_bias", None)
     monkeypatch.setattr(bias_work, "_FILLING", programs)
     triton_plan._plan.cache_clear()
     check(replace(case, dtype=torch.float16), "triton")

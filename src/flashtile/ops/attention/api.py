@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 from torch import Tensor
 
-from flashtile.ops.attention import calls, checks
+from flashtile.ops.attention import calls, checks, repeated
+from flashtile.ops.attention.arguments import Aux, side_tensors
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.canonical import (
     DENSE_LAYOUT,
@@ -18,7 +19,7 @@ from flashtile.ops.attention.canonical import (
     representable_scale,
     resolve_dropout,
 )
-from flashtile.ops.attention.operator import run_attention, run_plain, run_unrecorded
+from flashtile.ops.attention.operator import run_attention, run_repeated, run_resolved, run_unrecorded
 from flashtile.ops.attention.options import Align, DenseOptions, ScoreMod, Taken, VarlenOptions, Window
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
 from flashtile.ops.common.other_names import refuse_by_position, refuse_other_names
@@ -152,20 +153,25 @@ def attention(
         refuse_by_position(attention, by_position)
     if other_names:
         refuse_other_names(attention, other_names)
-    key, unchanged = None, False
-    if (
+    unchanged = (
         bias is None and alibi_slopes is None and mask is None and block_mask is None and score_mod is None
         and sinks is None and descale_q is None and descale_k is None and descale_v is None
-    ):  # fmt: skip
-        unchanged = True
-        # A call without other tensors may be like an earlier one.
-        if (
-            key_lengths is None and dropout_seed is None and type(dropout_p) is float and not dropout_p
-            and not return_max_scores
-        ):  # fmt: skip
-            key = calls.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
-            if key is not None and (call := calls.found(key, q, k, v)) is not None:
-                return run_plain(q, k, v, call, return_lse)
+    )  # fmt: skip
+    plain = (
+        unchanged and key_lengths is None and dropout_seed is None and type(dropout_p) is float and not dropout_p
+        and return_max_scores is False
+    )  # fmt: skip
+    # A call may be like an earlier one.
+    given: Aux = ()
+    key = repeated.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
+    if key is not None and not plain:
+        single = None, None, key_lengths, dropout_seed, bias, mask, alibi_slopes, sinks
+        others = dropout_p, return_max_scores, None, None
+        descales = descale_q, descale_k, descale_v
+        key, given = repeated.key_with_aux(key, q, single, descales, block_mask, score_mod, others)
+    if key is not None and (call := repeated.found(key, q, k, v, given)) is not None:
+        out_only = not (return_lse or return_max_scores)
+        return _returned(run_repeated(q, k, v, given, call, out_only), return_lse, return_max_scores)
     q, k, v = checked_qkv(q, k, v, DENSE_LAYOUT, eight_bits=True)
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, q.shape[0], q.device, "one length for each batch entry")
@@ -174,18 +180,31 @@ def attention(
     spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap)
     side = SideInputs(None, None, q.shape[1], k.shape[1], key_lengths, dropout_seed)
     if not unchanged or q.dtype is FP8:
-        given = Taken(
+        options = Taken(
             bias=bias, mask=mask, alibi_slopes=alibi_slopes, block_mask=block_mask, score_mod=score_mod, sinks=sinks,
             descale_q=descale_q, descale_k=descale_k, descale_v=descale_v,
         )  # fmt: skip
-        side, spec = add_scores(side, spec, q, k, v, q.shape[0], given)
+        side, spec = add_scores(side, spec, q, k, v, q.shape[0], options)
     if return_max_scores:
-        results = run_attention(q, k, v, side, spec._replace(returns_max_scores=True), backend)
-        return results if return_lse else results[::2]
-    if key is not None and (call := calls.new_call(key, q, k, v, side, spec, backend)) is not None:
-        return run_plain(q, k, v, call, return_lse)
-    out, lse = run_attention(q, k, v, side, spec, backend)
-    return (out, lse) if return_lse else out
+        spec = spec._replace(returns_max_scores=True)
+    if key is not None and (call := repeated.new_call(key, q, k, v, given, side, spec, backend)) is not None:
+        results = run_resolved(
+            q, k, v, side_tensors(side) if given else (), call, not (return_lse or return_max_scores)
+        )
+    else:
+        results = run_attention(q, k, v, side, spec, backend)
+    return _returned(results, return_lse, return_max_scores)
+
+
+def _returned(
+    results: Tensor | tuple[Tensor, ...], return_lse: bool, return_max_scores: bool
+) -> Tensor | tuple[Tensor, ...]:
+    """What a call returns of (out, lse) or (out, lse, max_scores), or of out alone."""
+    if return_lse:
+        return results
+    if return_max_scores:
+        return results[::2]
+    return results if isinstance(results, Tensor) else results[0]
 
 
 @overload
@@ -278,6 +297,16 @@ def attention_varlen(
         refuse_by_position(attention_varlen, by_position)
     if other_names:
         refuse_other_names(attention_varlen, other_names)
+    given: Aux = ()
+    key = repeated.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
+    if key is not None:
+        single = cu_seqlens_q, cu_seqlens_k, key_lengths, dropout_seed, bias, mask, alibi_slopes, sinks
+        others = dropout_p, return_max_scores, max_seqlen_q, max_seqlen_k
+        descales = descale_q, descale_k, descale_v
+        key, given = repeated.key_with_aux(key, q, single, descales, block_mask, score_mod, others)
+    if key is not None and (call := repeated.found(key, q, k, v, given)) is not None:
+        out_only = not (return_lse or return_max_scores)
+        return _returned(run_repeated(q, k, v, given, call, out_only), return_lse, return_max_scores)
     q, k, v = checked_qkv(q, k, v, PACKED_LAYOUT, eight_bits=True)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
@@ -302,17 +331,19 @@ def attention_varlen(
         and sinks is None and descale_q is None and descale_k is None and descale_v is None
     )  # fmt: skip
     if not unchanged or q.dtype is FP8:
-        given = Taken(
+        options = Taken(
             bias=bias, mask=mask, alibi_slopes=alibi_slopes, block_mask=block_mask, score_mod=score_mod, sinks=sinks,
             descale_q=descale_q, descale_k=descale_k, descale_v=descale_v,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         )  # fmt: skip
-        side, spec = add_scores(side, spec, q, k, v, batch, given)
+        side, spec = add_scores(side, spec, q, k, v, batch, options)
     if return_max_scores:
-        results = run_attention(q, k, v, side, spec._replace(returns_max_scores=True), backend)
-        return results if return_lse else results[::2]
-    out, lse = run_attention(q, k, v, side, spec, backend)
-    return (out, lse) if return_lse else out
+        spec = spec._replace(returns_max_scores=True)
+    if key is not None and (call := repeated.new_call(key, q, k, v, given, side, spec, backend)) is not None:
+        results = run_resolved(q, k, v, side_tensors(side), call, not (return_lse or return_max_scores))
+    else:
+        results = run_attention(q, k, v, side, spec, backend)
+    return _returned(results, return_lse, return_max_scores)
 
 
 def forward_of_checked(

@@ -9,8 +9,7 @@ from torch import Tensor
 from flashtile.ops.attention import checks, select
 from flashtile.ops.attention.arguments import SIDE_SCHEMA, SPEC_SCHEMA, side_tensors, unflatten
 from flashtile.ops.attention.calls import readable_side, rows_contiguous
-from flashtile.ops.attention.operator import lse_dtype
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, plain_side
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, lse_dtype, plain_side
 from flashtile.ops.common import dispatch
 
 _library = torch.library.Library("flashtile", "FRAGMENT")

@@ -11,10 +11,9 @@ from torch import Tensor
 from flashtile.ops.attention import checks, row_weights
 from flashtile.ops.attention.canonical import DENSE_LAYOUT, PACKED_LAYOUT, add_scores, checked_qkv, lengths_of, spec_of
 from flashtile.ops.attention.column_sums import run_column_sums
-from flashtile.ops.attention.operator import lse_dtype, lse_shape
 from flashtile.ops.attention.options import ColumnSumsOptions, ProbsOptions, names_of, take, with_options
 from flashtile.ops.attention.row_weights import Part
-from flashtile.ops.attention.spec import SideInputs
+from flashtile.ops.attention.spec import SideInputs, lse_dtype, lse_shape
 from flashtile.ops.common.checks import INDEX_DTYPES, readable
 
 if TYPE_CHECKING:

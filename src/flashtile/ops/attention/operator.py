@@ -18,24 +18,31 @@ from flashtile.ops.attention.arguments import (
     LEARNED,
     SIDE,
     SIDE_SCHEMA,
+    SINGLE,
     SINGLE_SIDE_SCHEMA,
     SINGLE_WANTED_SCHEMA,
     SPEC,
     SPEC_SCHEMA,
     WANTED_SCHEMA,
+    Aux,
+    Scalars,
     flat,
     saved_side,
     side_tensors,
     unflatten,
     unflatten_backward,
 )
-from flashtile.ops.attention.calls import PlainCall, serve_backward, serve_forward
+from flashtile.ops.attention.calls import serve_backward, serve_forward
+from flashtile.ops.attention.repeated import RepeatedCall
+from flashtile.ops.attention.second_derivative import DifferentiableBackward
 from flashtile.ops.attention.spec import (
     NOTHING_WANTED,
     AttentionSpec,
     Gradients,
     SideInputs,
     Wanted,
+    lse_dtype,
+    lse_shape,
     out_dtype,
     plain_side,
     wanted_of,
@@ -59,6 +66,11 @@ _library.define(
 _forward_op = torch.ops.flashtile.attention_forward.default
 _backward_op = torch.ops.flashtile.attention_backward.default
 
+#: What autograd keeps of a call without side inputs; with some, all of these follow.
+_SAVED_OF_PLAIN = ("q", "k", "v", "out", "lse")
+#: Where the single side inputs that may learn are among those.
+_LEARNED_OF_SINGLE = tuple(SINGLE.index(name) for name in Wanted._fields[:-1])
+
 # Gradients that a backward has of single tensors.
 _SINGLE_GRADIENTS = len(Gradients._fields) - 1
 
@@ -81,13 +93,22 @@ def run_attention(
     return _run_forward(q, k, v, side, spec, backend)
 
 
-def run_plain(q: Tensor, k: Tensor, v: Tensor, call: PlainCall, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """Runs a call that has a key (`calls.key_of`), recorded by autograd where a gradient is wanted. Returns out, or
-    (out, lse)."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return (_apply_plain if return_lse else _apply_plain_out)(q, k, v, call)
-    out, lse = call.forward(q, k, v)
-    return (out, lse) if return_lse else out
+def run_repeated(
+    q: Tensor, k: Tensor, v: Tensor, given: Aux, call: RepeatedCall, out_only: bool
+) -> Tensor | tuple[Tensor, ...]:
+    """Runs a call that has a key (`repeated.key_of`), recorded by autograd where a gradient is wanted. Returns out
+    alone, or what `run_attention` does. `given`: its tensors beside q, k and v."""
+    return run_resolved(q, k, v, call.aux(given, q) if given else (), call, out_only)
+
+
+def run_resolved(
+    q: Tensor, k: Tensor, v: Tensor, aux: Aux, call: RepeatedCall, out_only: bool
+) -> Tensor | tuple[Tensor, ...]:
+    """The same from the side inputs of the call."""
+    if call.requires_grad and torch.is_grad_enabled():
+        return (_apply_repeated_out if out_only else _apply_repeated)(q, k, v, call, *aux)
+    results = call.forward(q, k, v, aux)
+    return results[0] if out_only else results
 
 
 def _asked_for(results: tuple[Tensor, ...], spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -164,39 +185,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse, *of_max_scores):
-        return _Attention.gradients(ctx, dout, dlse, ctx.saved_tensors)
-
-    @staticmethod
-    def gradients(ctx, dout, dlse, saved):
-        q, k, v, out, lse, *rest = saved
+        saved = ctx.saved_tensors
         max_seqlens, spec, backend, other_arguments = ctx.scalars
-        side = saved_side(rest, max_seqlens)
-        wanted = Wanted(captured=(False,) * len(side.captured)) if side.captured else NOTHING_WANTED
+        captured = len(saved) - len(_SAVED_OF_PLAIN) - len(SINGLE) if len(saved) > len(_SAVED_OF_PLAIN) else 0
+        wanted = Wanted(captured=(False,) * captured) if captured else NOTHING_WANTED
         if other_arguments > 3:
             needs = ctx.needs_input_grad[3:]
             wanted = Wanted(*(needs[index] for index in LEARNED), tuple(needs[SPEC + 1 :]))
-        if dout is None:
-            dout = torch.zeros_like(out)
-        tensors = (dout, dlse, q, k, v, out, lse)
-        if (torch.is_grad_enabled() or dispatch.transformed()) and not torch.compiler.is_compiling():
-            # A number, because functorch would take several booleans for several operands.
-            bits = sum(wants << place for place, wants in enumerate(wanted.captured))
-            grads = _DifferentiableBackward.apply(*tensors, *flat(side, (*spec, *wanted[:-1], bits), backend))
-            grads = _gradients(grads[:_SINGLE_GRADIENTS], grads[_SINGLE_GRADIENTS:], wanted)
-        elif dispatch.batched(dout, dlse):
-            # For several gradients in one, PyTorch calls the operator with one after another.
-            if side.captured:
-                raise NotImplementedError(
-                    "score_mod: expected one that reads no tensors beside is_grads_batched=True, got one that reads "
-                    f"{len(side.captured)}; call torch.autograd.grad for one gradient after another"
-                )
-            operator = torch.ops.flashtile.attention_backward_single.default
-            grads = _gradients(operator(*tensors, *side[:-1], *spec, *wanted[:-1], backend), (), wanted)
-        elif dispatch.unobserved(q, k, v, dout, dlse, *(() if plain_side(side) else side_tensors(side))):
-            grads = serve_backward(*tensors, side, spec, wanted, backend)
-        else:
-            grads = _backward_op(*tensors, *side, *spec, *wanted, backend)
-            grads = _gradients(grads[:-1], grads[-1], wanted)
+        grads = _gradients_of(dout, dlse, saved, (max_seqlens, spec, wanted), backend)
         if other_arguments <= 3:
             return grads.q, grads.k, grads.v, *(None,) * other_arguments
         others: list[Tensor | None] = [None] * (SPEC + 1)
@@ -205,44 +201,86 @@ class _Attention(torch.autograd.Function):
         return grads.q, grads.k, grads.v, *others, *grads.captured
 
 
-class _PlainAttention(_Attention):
-    """The same of a `PlainCall`, which comes in the place of side inputs, spec and backend."""
+def _gradients_of(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    saved: Sequence[Tensor],
+    scalars: Scalars,
+    backend: str,
+) -> Gradients:
+    """The gradients of a recorded call, however PyTorch asks for them. `saved`: as `_save` keeps it."""
+    (max_seqlens, spec, wanted), (q, k, v, out, lse, *rest) = scalars, saved
+    side = saved_side(rest, max_seqlens)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    tensors = (dout, dlse, q, k, v, out, lse)
+    if (torch.is_grad_enabled() or dispatch.transformed()) and not torch.compiler.is_compiling():
+        # A number, because functorch would take several booleans for several operands.
+        bits = sum(wants << place for place, wants in enumerate(wanted.captured))
+        grads = DifferentiableBackward.apply(*tensors, *flat(side, (*spec, *wanted[:-1], bits), backend))
+        grads = _gradients(grads[:_SINGLE_GRADIENTS], grads[_SINGLE_GRADIENTS:], wanted)
+    elif dispatch.batched(dout, dlse):
+        # For several gradients in one, PyTorch calls the operator with one after another.
+        if side.captured:
+            raise NotImplementedError(
+                "score_mod: expected one that reads no tensors beside is_grads_batched=True, got one that reads "
+                f"{len(side.captured)}; call torch.autograd.grad for one gradient after another"
+            )
+        operator = torch.ops.flashtile.attention_backward_single.default
+        grads = _gradients(operator(*tensors, *side[:-1], *spec, *wanted[:-1], backend), (), wanted)
+    elif dispatch.unobserved(q, k, v, dout, dlse, *(() if plain_side(side) else side_tensors(side))):
+        grads = serve_backward(*tensors, side, spec, wanted, backend)
+    else:
+        grads = _backward_op(*tensors, *side, *spec, *wanted, backend)
+        grads = _gradients(grads[:-1], grads[-1], wanted)
+    return grads
+
+
+class _RepeatedAttention(torch.autograd.Function):
+    """Attention of a `RepeatedCall`, recorded for the backward pass. Its side inputs follow it, None for each that it
+    has not, or nothing where it has none."""
 
     @staticmethod
-    def forward(ctx, q, k, v, call):
-        out, lse = call.recorded_forward(q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(ctx, q, k, v, call, *aux):
+        results = call.recorded_forward(q, k, v, aux)
+        if len(results) > 2:
+            ctx.mark_non_differentiable(results[2])
+        ctx.save_for_backward(q, k, v, results[0], results[1], *aux)
         ctx.call = call
-        ctx.scalars = call.scalars
         ctx.set_materialize_grads(False)
-        return out, lse
+        return results
 
     @staticmethod
-    def backward(ctx, dout, dlse):
-        saved = ctx.saved_tensors
-        if dispatch.undisturbed() and not torch.is_grad_enabled():
-            grads = ctx.call.backward(dout, dlse, *saved)
-            if grads is not None:
-                return *grads, None
-        return _Attention.gradients(ctx, dout, dlse, saved)
+    def backward(ctx, dout, dlse, *of_max_scores):
+        saved, call, grads = ctx.saved_tensors, ctx.call, None
+        if dout is not None and dispatch.undisturbed() and not torch.is_grad_enabled():
+            grads = call.backward(dout, dlse, *saved)
+        if grads is None:
+            grads = _gradients_of(dout, dlse, saved, call.scalars, call.backend)
+        if len(saved) == len(_SAVED_OF_PLAIN):
+            return grads[0], grads[1], grads[2], None
+        others = [None] * (1 + len(SINGLE))
+        for place, grad in zip(_LEARNED_OF_SINGLE, grads[3:-1]):
+            others[1 + place] = grad
+        return grads[0], grads[1], grads[2], *others, *grads[-1]
 
 
-class _PlainAttentionOut(_PlainAttention):
+class _RepeatedAttentionOut(_RepeatedAttention):
     """The same without lse, which is one output less for autograd to keep."""
 
     @staticmethod
-    def forward(ctx, q, k, v, call):
-        return _PlainAttention.forward(ctx, q, k, v, call)[0]
+    def forward(ctx, q, k, v, call, *aux):
+        return _RepeatedAttention.forward(ctx, q, k, v, call, *aux)[0]
 
     @staticmethod
     def backward(ctx, dout):
-        return _PlainAttention.backward(ctx, dout, None)
+        return _RepeatedAttention.backward(ctx, dout, None)
 
 
 #: `_Attention.apply` without what it does first for `torch.func` transforms, which take another way above.
 _apply = super(torch.autograd.Function, _Attention).apply
-_apply_plain = super(torch.autograd.Function, _PlainAttention).apply
-_apply_plain_out = super(torch.autograd.Function, _PlainAttentionOut).apply
+_apply_repeated = super(torch.autograd.Function, _RepeatedAttention).apply
+_apply_repeated_out = super(torch.autograd.Function, _RepeatedAttentionOut).apply
 
 
 class _TransformedAttention(_Attention):
@@ -299,84 +337,6 @@ def _save(
     return saved
 
 
-class _DifferentiableBackward(torch.autograd.Function):
-    """The backward pass where it is differentiated again (`create_graph=True`, forward mode over reverse mode): the
-    operator, itself differentiable through the eager reference."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments):
-        tensors, side, spec, wanted, backend = unflatten_backward(arguments)
-        *grads, of_captured = _backward_op(*tensors, *side, *spec, *wanted, backend)
-        return *grads, *of_captured
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        (dout, dlse, q, k, v, _, _), side, ctx.spec, ctx.wanted, _ = unflatten_backward(inputs)
-        ctx.max_seqlens = side.max_seqlen_q, side.max_seqlen_k
-        saved = dout, dlse, q, k, v, *side_tensors(side)
-        ctx.save_for_backward(*saved)
-        ctx.save_for_forward(*saved)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        first_order, primals = _reference_backward(ctx)
-        first, pullback = torch.func.vjp(first_order, *primals)
-        of_learned = [grad for grad, wants in zip(grads[3:], ctx.wanted.flags) if wants]
-        given = zip((*grads[:3], *of_learned), first)
-        upstream = tuple(torch.zeros_like(of) if grad is None else grad for grad, of in given)
-        ddout, ddlse, dq, dk, dv, *dlearned = pullback(upstream)
-        learned = iter(dlearned)
-        of_flags = [next(learned) if wants else None for wants in ctx.wanted.flags]
-        of_side = dict(zip(Wanted._fields[:-1], of_flags))
-        return (
-            *(ddout, ddlse if ctx.needs_input_grad[1] else None, dq, dk, dv, None, None),
-            *(of_side.get(name) for name in SideInputs._fields),
-            *(None,) * (len(AttentionSpec._fields) + len(Wanted._fields) + 1),
-            *of_flags[len(of_side) :],
-        )
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        dispatch.refuse_nested_forward_mode("flashtile.attention")
-        first_order, primals = _reference_backward(ctx)
-        of_side = dict(zip(SideInputs._fields, tangents[7:]))
-        of_captured = tangents[len(tangents) - len(ctx.wanted.captured) :]
-        of_flags = (*(of_side[name] for name in Wanted._fields[:-1]), *of_captured)
-        of_learned = (tangent for tangent, wants in zip(of_flags, ctx.wanted.flags) if wants)
-        given = zip((*tangents[:5], *of_learned), primals)
-        directions = tuple(torch.zeros_like(of) if tangent is None else tangent for tangent, of in given)
-        # Twice in reverse: PyTorch does not nest its own forward mode in one that is under way.
-        first, pullback = torch.func.vjp(first_order, *primals)
-        _, push_forward = torch.func.vjp(pullback, tuple(map(torch.zeros_like, first)))
-        ((dq, dk, dv, *dlearned),) = push_forward(directions)
-        learned = iter(dlearned)
-        return dq, dk, dv, *(next(learned) if wants else dq.new_zeros(0) for wants in ctx.wanted.flags)
-
-
-def _reference_backward(ctx) -> tuple[Callable, tuple[Tensor, ...]]:
-    """The backward that a `_DifferentiableBackward` has recorded as a function of (dout, dlse, q, k, v, what learns),
-    by the eager reference; and the arguments. out and lse are functions of the inputs here, so the whole derivative
-    goes to those."""
-    from flashtile.ops.attention import reference
-
-    dout, dlse, q, k, v, *rest = ctx.saved_tensors
-    side = saved_side(rest, ctx.max_seqlens)
-
-    def forward(q, k, v, *learned):
-        return reference.forward(q, k, v, reference.with_learned(side, ctx.wanted, learned), ctx.spec)
-
-    def first_order(dout, dlse, *inputs):
-        _, pullback = torch.func.vjp(forward, *inputs)
-        return pullback((dout, dlse))
-
-    if dlse is None:
-        dlse = q.new_zeros(lse_shape(q), dtype=lse_dtype(q.dtype))
-    return first_order, (dout, dlse, q, k, v, *reference.learned_inputs(side, ctx.wanted))
-
-
 def _forward_implementation(q, k, v, *rest):
     with torch.no_grad():
         side, spec, backend = unflatten(rest)
@@ -419,15 +379,6 @@ def _backward_fake(*arguments):
     learned = (side[index] for index in LEARNED)
     of_captured = list(map(returned, side.captured, wanted.captured))
     return *(t.new_empty(t.shape) for t in (q, k, v)), *map(returned, learned, wanted[:-1]), of_captured
-
-
-def lse_shape(q: Tensor) -> tuple[int, ...]:
-    """`[batch, heads, seq_q]` for q `[batch, seq_q, heads, head_dim]`; `[heads, total_q]` for packed q."""
-    return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
-
-
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _vmap_rule(op: Callable, first_side: int) -> Callable:

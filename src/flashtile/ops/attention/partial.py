@@ -18,12 +18,12 @@ from flashtile.ops.attention import checks
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.canonical import DENSE_LAYOUT, PACKED_LAYOUT, add_scores, resolve_dropout, spec_of
 from flashtile.ops.attention.mask_parts import Rectangle, part_of_mask
-from flashtile.ops.attention.operator import lse_shape, run_attention, run_backward
+from flashtile.ops.attention.operator import run_attention, run_backward
 from flashtile.ops.attention.options import AttentionOptions, PartOptions, Taken, names_of, take, with_options
 from flashtile.ops.attention.score_arguments import add_program
 from flashtile.ops.attention.score_program import UNCHANGED, ScoreFunction, moved
 from flashtile.ops.attention.score_tracing import resolve_score_mod
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted, lse_shape
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

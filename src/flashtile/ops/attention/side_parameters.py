@@ -15,7 +15,8 @@ from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.devices import interpreting
-from flashtile._backends.launch import Parameter, float32, int32, int64, pointer, pointer_to
+from flashtile._backends.launch import Parameter, float32, int32, int64, pointer, pointer_to, pointers
+from flashtile.ops.attention.arguments import side_tensors
 from flashtile.ops.attention.philox import keep_threshold
 from flashtile.ops.attention.plans import BlockSizes, SideShape, Window, block_places, clipped_window
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Origin, SideInputs, Table, plain_side
@@ -146,16 +147,25 @@ class SideParameters(NamedTuple):
 
 #: What a launch is given for `SidePointers` where there are none: the commonest call.
 NO_SIDE = SidePointers(*(pointer(None),) * len(SidePointers._fields))
+#: What it is given in the place of the tensors that a score function reads.
+NO_CAPTURED = (0,)
 
 _INTERPRETING = interpreting()
 
 
-def side_pointers(side: SideInputs) -> SidePointers:
-    """What a launch is given for `SidePointers`."""
-    if plain_side(side):
-        return NO_SIDE
-    tensors: tuple[Any, ...] = side[:2] + side[4:-1]
-    return SidePointers._make(map(pointer, map(_as_bytes, tensors) if _INTERPRETING else tensors))
+def aux_pointers(aux: tuple[Any, ...]) -> tuple[SidePointers, tuple[Any, ...]]:
+    """What a launch is given for `SidePointers`, and for the tensors that a score function reads. `aux`: as of
+    `arguments.side_tensors`; empty where there is none."""
+    if not aux:
+        return NO_SIDE, NO_CAPTURED
+    addresses = pointers(*(map(_as_bytes, aux) if _INTERPRETING else aux))
+    count = len(NO_SIDE)
+    return SidePointers._make(addresses[:count]), (*addresses[count:],) or NO_CAPTURED
+
+
+def side_pointers(side: SideInputs) -> tuple[SidePointers, tuple[Any, ...]]:
+    """The same of side inputs."""
+    return aux_pointers(() if plain_side(side) else side_tensors(side))
 
 
 def _as_bytes(tensor: Tensor | None) -> Tensor | None:

@@ -165,6 +165,19 @@ def _requires_grad(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
 
 
+class BackwardInputs(NamedTuple):
+    """What a backward reads beside the side inputs: upstream gradients, inputs and results of the forward. `dlse` is
+    None if no gradient comes through lse."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 class Gradients(NamedTuple):
     """What a backward returns: a gradient in the shape and dtype of each input; None for what was not wanted."""
 
@@ -237,3 +250,12 @@ def plain_side(side: SideInputs) -> bool:
 def out_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the result of inputs of a dtype."""
     return torch.bfloat16 if dtype is FP8 else dtype
+
+
+def lse_shape(q: Tensor) -> tuple[int, ...]:
+    """`[batch, heads, seq_q]` for q `[batch, seq_q, heads, head_dim]`; `[heads, total_q]` for packed q."""
+    return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32

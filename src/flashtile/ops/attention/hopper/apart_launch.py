@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import batch_row_head
-from flashtile._backends.allocate import Layout, allocator, contiguous, contiguous_strides
+from flashtile._backends.allocate import Layout, Scratch, allocator, contiguous_strides
 from flashtile._backends.devices import multiprocessors
-from flashtile._backends.launch import Parameter, Plan, float32, int32, make_plan, plan_cache, pointer_to
+from flashtile._backends.launch import Parameter, Plan, float32, int32, make_plan, plan_cache, pointer, pointer_to
 from flashtile._backends.tma import joined
+from flashtile.ops.attention.arguments import Aux, Scalars
 from flashtile.ops.attention.hopper.backward_configs import choose_backward_config
 from flashtile.ops.attention.hopper.backward_source import backward_plan
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
@@ -25,8 +26,8 @@ from flashtile.ops.attention.hopper.scores import ScoreUnits
 from flashtile.ops.attention.hopper.wide_backward import Problem
 from flashtile.ops.attention.hopper.wide_backward_configs import MAX_REGISTERS, REGISTERS, STATISTIC_ROWS
 from flashtile.ops.attention.plans import SideShape, call_sizes, tiles_of
-from flashtile.ops.attention.side_parameters import NO_SIDE, SideParameters, SidePointers, window_parameters
-from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.attention.side_parameters import SideParameters, SidePointers, aux_pointers, window_parameters
+from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients
 from flashtile.ops.attention.triton.shares_launch import plan_of_shares, sum_of_shares
 from flashtile.ops.attention.walks import longest_walk, shares_of_heads
 from flashtile.ops.common.checks import check_programs
@@ -36,9 +37,6 @@ _ROWS = CONSUMER_ROWS
 
 #: Tiles of statistics that a product reads at once.
 _STATISTICS_TOGETHER = CONSUMER_ROWS // STATISTIC_ROWS
-
-#: Numbers of 32 bits that the first kernel's counter takes in the scratch, so that what follows is aligned.
-_COUNTER = 4
 
 #: What makes the descriptors of a tensor from its address.
 Maker = Callable[[int], tuple]
@@ -69,11 +67,10 @@ class ApartPlan(NamedTuple):
     Attributes:
         splits: write the parts of q, k, v and dout, if the kernels read these instead.
         allocate: makes dq, dk and dv (of these in parts, side by side like heads, where query heads have shares), the
-            scratch, and what `splits` write. The scratch has the statistics, where rows may see no key the
-            dout without them, a counter that the first kernel writes, and beside sinks the parts of their gradient.
+            buffer of `scratch`, and what `splits` write.
+        scratch: statistics: of each query. masked_dout: the dout without rows that may see no key. counter: what the
+            first kernel writes. sink_sums: the parts of the sinks' gradient.
         sum_of_shares: of dk and dv in such parts; else None.
-        masked_dout_at, counter_at, sink_sums_at: where in the scratch those begin, in bytes.
-        has_empty_rows: rows may see no key.
     """
 
     begin: Plan
@@ -82,38 +79,47 @@ class ApartPlan(NamedTuple):
     dk: GradientKernel
     dq: GradientKernel
     allocate: Callable[[], list[Tensor]]
+    scratch: Scratch
     sum_of_shares: Plan | None
-    masked_dout_at: int
-    counter_at: int
-    sink_sums_at: int
-    has_empty_rows: bool
 
     @property
     def launches(self) -> tuple[Plan, ...]:
         of_shares = () if self.sum_of_shares is None else (self.sum_of_shares,)
         return self.begin, *self.splits, self.dv.plan, self.dk.plan, self.dq.plan, *of_shares
 
-    def launch(
-        self, dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int, side: SidePointers = NO_SIDE
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Enqueues the kernels, from addresses; 0 stands for a tensor that is not there. Returns dq, dk, dv and the
-        scratch."""
-        dq, dk, dv, scratch, *parts = self.allocate()
-        statistics = scratch.data_ptr()
-        masked_dout = statistics + self.masked_dout_at if self.has_empty_rows else None
-        sink_sums = statistics + self.sink_sums_at if side.sinks else None
+    def run(self, inputs: BackwardInputs, aux: Aux, scalars: Scalars) -> Gradients:
+        """Enqueues the kernels."""
+        dout, dlse, q, k, v, out, lse = inputs
+        wanted = scalars[2]
+        pointers, _ = aux_pointers(aux)
+        dq, dk, dv, buffer, *parts = self.allocate()
+        scratch = self.scratch.addresses(buffer.data_ptr())
+        statistics, masked_dout = scratch.statistics, scratch.masked_dout
         self.begin.launch(
-            out, dout, lse, dlse, statistics, None, None, statistics + self.counter_at, masked_dout, side.sinks,
-            sink_sums, side.cu_seqlens_q, None,
+            out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse), statistics, None, None, scratch.counter,
+            masked_dout, pointers.sinks, scratch.sink_sums, pointers.cu_seqlens_q, None,
         )  # fmt: skip
-        addresses = {"q": q, "k": k, "v": v, "dout": masked_dout or dout}
+        addresses = {
+            "q": q.data_ptr(),
+            "k": k.data_ptr(),
+            "v": v.data_ptr(),
+            "dout": masked_dout or dout.data_ptr(),
+        }
         for name, split, part in zip(list(addresses), self.splits, parts):
             split.launch(addresses[name], part.data_ptr())
             addresses[name] = part.data_ptr()
         addresses |= {"dq": dq.data_ptr(), "dk": dk.data_ptr(), "dv": dv.data_ptr(), "statistics": statistics}
         for kernel in (self.dv, self.dk, self.dq):
-            kernel.launch(addresses, side)
-        return dq, *sum_of_shares(self.sum_of_shares, dk, dv), scratch
+            kernel.launch(addresses, pointers)
+        dk, dv = sum_of_shares(self.sum_of_shares, dk, dv)
+        dsinks = sink_gradient(self.scratch.part(buffer, "sink_sums"), lse) if wanted.sinks else None
+        return Gradients(dq, dk, dv, sinks=dsinks, captured=(None,) * len(wanted.captured))
+
+
+def sink_gradient(sums: Tensor, lse: Tensor) -> Tensor:
+    """The gradient of the sinks, from its parts."""
+    by_tile = sums.view(*lse.shape[:-1], -1)  # [batch or none, heads, tiles]
+    return by_tile.sum((0, -1) if by_tile.dim() == 3 else -1).neg_()
 
 
 class Frame(NamedTuple):
@@ -127,7 +133,7 @@ class Frame(NamedTuple):
             call.
         masks: whether a kernel has a visited tile that a band or the end of the keys cuts.
         problem: but for its `own_tiles`. `constants`: of all three kernels.
-        statistics, masked_dout, sink_sums: numbers of 32 bits of each in the scratch.
+        scratch: as of `ApartPlan`.
     """
 
     dtype: torch.dtype
@@ -143,9 +149,7 @@ class Frame(NamedTuple):
     begin: Plan
     problem: Problem
     constants: dict[str, Any]
-    statistics: int
-    masked_dout: int
-    sink_sums: int
+    scratch: Scratch
 
     def ends_rows(self, tensor: str) -> bool:
         """Whether TMA ends the rows of a tensor or of a gradient where their sequence or its key length does."""
@@ -201,22 +205,15 @@ def apart_plan(
     parts: Sequence[Layout] = (),
 ) -> ApartPlan:
     """`gradients`: dq, dk and dv. `parts`: what `splits` write."""
-    masked_dout_at = frame.statistics
-    counter_at = masked_dout_at + frame.masked_dout
-    sink_sums_at = counter_at + _COUNTER
-    scratch = contiguous((sink_sums_at + frame.sink_sums,), torch.float32)
     return ApartPlan(
         begin=frame.begin,
         splits=splits,
         dv=dv,
         dk=dk,
         dq=dq,
-        allocate=allocator((*gradients.values(), scratch, *parts), frame.device),
+        allocate=allocator((*gradients.values(), frame.scratch.layout, *parts), frame.device),
+        scratch=frame.scratch,
         sum_of_shares=plan_of_shares(gradients["dk"], gradients["dv"], frame.shares, frame.device),
-        masked_dout_at=4 * masked_dout_at,
-        counter_at=4 * counter_at,
-        sink_sums_at=4 * sink_sums_at,
-        has_empty_rows=frame.masked_dout > 0,
     )
 
 
@@ -304,10 +301,13 @@ def plan_apart(
             "HAS_RIGHT": spec.window_right is not None,
             "TOP_LEFT": spec.banded and spec.top_left,
         },
-        statistics=2 * STATISTIC_ROWS * statistic_tiles * lines,
-        # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read it, and what follows is aligned.
-        masked_dout=math.prod(dout_shape) * dtype.itemsize // 4 if has_empty_rows else 0,
-        sink_sums=statistic_tiles * lines if side.sinks else 0,
+        scratch=Scratch(
+            statistics=2 * STATISTIC_ROWS * statistic_tiles * lines,
+            # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read it.
+            masked_dout=math.prod(dout_shape) * dtype.itemsize // 4 if has_empty_rows else 0,
+            counter=1,
+            sink_sums=statistic_tiles * lines if side.sinks else 0,
+        ),
     )
     return plan_kernels(frame)
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import aligned, batch_row_head
-from flashtile._backends.allocate import Layout, allocator, contiguous, contiguous_strides, empty
+from flashtile._backends.allocate import Layout, Scratch, allocator, contiguous_strides, empty
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import Plan, plan_cache, pointer
-from flashtile.ops.attention.hopper.apart_launch import ApartPlan, plan_apart
+from flashtile.ops.attention.arguments import Aux, Scalars, saved_side, side_tensors
+from flashtile.ops.attention.hopper.apart_launch import ApartPlan, plan_apart, sink_gradient
 from flashtile.ops.attention.hopper.backward_configs import (
     backward_config_of,
     derivatives_apart_of,
@@ -35,7 +36,7 @@ from flashtile.ops.attention.hopper.bias_gradient_launch import (
     plan_bias_gradient,
     run_bias_gradient,
 )
-from flashtile.ops.attention.hopper.bounds import by_whole_rows, row_strides
+from flashtile.ops.attention.hopper.bounds import by_whole_rows, ends_by_rows, row_strides
 from flashtile.ops.attention.hopper.configs import is_of_scores, moves_by_tma, table_bytes
 from flashtile.ops.attention.hopper.dq_ends import ends_of_dq
 from flashtile.ops.attention.hopper.float32_backward_configs import float32_keys_of_dv, serves_float32
@@ -61,9 +62,9 @@ from flashtile.ops.attention.plans import (
     side_shape,
     tiles_of,
 )
-from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers
-from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Gradients, SideInputs, Wanted
-from flashtile.ops.attention.triton.launch import NO_CAPTURED, backward_bias, captured_pointers, slope_gradient
+from flashtile.ops.attention.side_parameters import aux_pointers
+from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
+from flashtile.ops.attention.triton.launch import backward_bias, slope_gradient
 from flashtile.ops.attention.triton.plan import plan_for
 from flashtile.ops.attention.triton.shares_launch import plan_of_shares, sum_of_shares
 from flashtile.ops.attention.walks import longest_walk, parts_of_walks, shares_of_heads
@@ -76,14 +77,11 @@ class BackwardPlan(NamedTuple):
         end: None unless thread blocks add dq up together.
         describe: makes all descriptors of the main kernel, from the addresses of `backward_descriptors.MOVED`.
         outputs: dq, dk, dv; of these in parts, side by side like heads, where query heads or their queries have shares.
-        allocate: makes them, and the scratch: one float32 buffer for the sums of dq, the statistics, where rows may see
-            no key the dout without them, the counter of tiles that were taken and where walks meet, where dq is added
-            up in order the turns, and beside sinks the parts of their gradient.
-        sum_of_shares: of dk and dv in such parts; else None.
-        statistics_at, masked_dout_at, counter_at, turns_at, sink_sums_at: where in scratch those begin, in bytes. The
-            sums of dq are before them; there are none where a sequence has a single key tile.
-        has_empty_rows: rows may see no key.
-        ordered: dq is added up in order.
+        allocate: makes them, and the buffer of `scratch`.
+        scratch: sums: of dq, unless a sequence has a single key tile. statistics: of each query. masked_dout: the dout
+            without rows that may see no key. counter: of tiles that were taken, and where walks meet. semaphores: where
+            dq is added up in order. sink_sums: the parts of the sinks' gradient.
+        sum_of_shares: of dk and dv in parts; else None.
         bias: of the gradient of a bias that scores share; None where nobody wants that, or the portable kernel computes
             it.
         stored_bias: the main kernel stores the gradient of a bias, in this layout; else None. `fills_bias`: all of it.
@@ -95,17 +93,61 @@ class BackwardPlan(NamedTuple):
     describe: Callable[..., tuple]
     outputs: tuple[Layout, Layout, Layout]
     allocate: Callable[[], list[Tensor]]
+    scratch: Scratch
     sum_of_shares: Plan | None
-    statistics_at: int
-    masked_dout_at: int
-    counter_at: int
-    turns_at: int
-    sink_sums_at: int
-    has_empty_rows: bool
-    ordered: bool
     bias: BiasGradientPlan | None
     stored_bias: Layout | None
     fills_bias: bool
+
+    def run(self, inputs: BackwardInputs, aux: Aux, scalars: Scalars) -> Gradients:
+        """Enqueues the kernels. Gradients that are not wanted are None."""
+        dout, dlse, q, k, v, out, lse = inputs
+        max_seqlens, spec, wanted = scalars
+        pointers, captured = aux_pointers(aux)
+        row_statistics = slope_sums = dbias = dslopes = dsinks = None
+        if wanted.bias:
+            if self.stored_bias is not None:
+                dbias = empty(*self.stored_bias, q.device)
+                if not self.fills_bias:
+                    dbias.zero_()
+            elif self.bias is None:
+                row_statistics = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
+        if wanted.alibi_slopes:
+            slope_sums = torch.zeros(*lse.shape[:-1], k.shape[-3], dtype=torch.float32, device=k.device)
+        dq, dk, dv, buffer = self.allocate()
+        scratch = self.scratch.addresses(buffer.data_ptr())
+        statistics, sums, counter = scratch.statistics, scratch.sums, scratch.counter
+        masked_dout, semaphores = scratch.masked_dout, scratch.semaphores
+        self.begin.launch(
+            out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse), statistics,
+            None if self.end is None else sums, semaphores, counter, masked_dout, pointers.sinks,
+            scratch.sink_sums, pointers.cu_seqlens_q, pointer(row_statistics),
+        )  # fmt: skip
+        descriptors = self.describe(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), masked_dout or dout.data_ptr(), statistics, sums or statistics,
+            dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), pointers.bias, pointer(dbias),
+        )  # fmt: skip
+        self.main.launch(*descriptors, sums, semaphores, counter, *pointers, pointer(slope_sums), *captured)
+        if self.end is not None:
+            self.end.launch(sums, dq.data_ptr(), pointers.cu_seqlens_q)
+        dk, dv = sum_of_shares(self.sum_of_shares, dk, dv)
+        if wanted.bias and self.bias is not None:
+            dbias = run_bias_gradient(
+                self.bias, (q.data_ptr(), k.data_ptr(), v.data_ptr(), masked_dout or dout.data_ptr(), statistics),
+                pointers, captured,
+            )  # fmt: skip
+        elif row_statistics is not None:
+            read = dout if masked_dout is None else self._masked_dout(buffer, dout)
+            dbias = backward_bias(read, inputs, row_statistics, saved_side(aux, max_seqlens), spec)
+        if slope_sums is not None:
+            side = saved_side(aux, max_seqlens)
+            dslopes = slope_gradient(slope_sums, side, side.cu_seqlens_k)
+        if wanted.sinks:
+            dsinks = sink_gradient(self.scratch.part(buffer, "sink_sums"), lse)
+        return Gradients(dq, dk, dv, dbias, dslopes, dsinks, (None,) * len(wanted.captured))
+
+    def _masked_dout(self, buffer: Tensor, dout: Tensor) -> Tensor:
+        return self.scratch.part(buffer, "masked_dout").view(dout.dtype)[: dout.numel()].view(dout.shape)
 
 
 def backward(
@@ -123,83 +165,35 @@ def backward(
     """Runs the kernels. The portable one computes the gradient of a bias that the Hopper one does not serve. The sums
     of dq, and where walks meet dk and dv, are added up in no fixed order unless `spec.deterministic`. Of `wanted` they
     serve all but tensors of score functions (`backend.unsupported_reason`)."""
-    nothing_captured = (None,) * len(side.captured)
     if not q.numel() or not k.numel() or not v.numel():
-        dsinks = _sink_gradient_without_keys(dlse, lse, side.sinks) if wanted.sinks else None
-        dbias = torch.zeros_like(side.bias) if wanted.bias and side.bias is not None else None
-        dslopes = torch.zeros_like(side.alibi_slopes) if wanted.alibi_slopes and side.alibi_slopes is not None else None
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        return Gradients(dq, dk, dv, dbias, dslopes, dsinks, nothing_captured)
+        return _gradients_without_keys(dlse, q, k, v, lse, side, wanted)
     sign = 1
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
-    has_empty_rows = may_hide_rows(q, k, side, spec)
-    if side.key_lengths is not None and side.cu_seqlens_k is None:
+    if not ends_by_rows(k, v, side):
         k, v = by_whole_rows(k), by_whole_rows(v)
     out, dout = contiguous_on_16_bytes(out), _readable(dout)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    apart = _plan_apart_for(dout, dlse is not None, q, k, v, side, spec, has_empty_rows)
-    if apart is not None:
-        dq, dk, dv, scratch = apart.launch(
-            dout.data_ptr(),
-            pointer(dlse),
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            out.data_ptr(),
-            lse.data_ptr(),
-            side_pointers(side),
-        )
-        dsinks = _sink_gradient(scratch, apart.sink_sums_at, lse) if wanted.sinks and side.sinks is not None else None
-        return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, None, None, dsinks, nothing_captured)
-    plan = _plan_for(dout, dlse is not None, q, k, v, side, spec, has_empty_rows, wanted)
-    row_statistics = None
-    if wanted.bias and plan.bias is None and plan.stored_bias is None:
-        row_statistics = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
-    slope_sums = None
-    if wanted.alibi_slopes:
-        slope_sums = torch.zeros(*lse.shape[:-1], k.shape[-3], dtype=torch.float32, device=k.device)
     side = with_aligned_lists(side)
-    dbias = None
-    if wanted.bias and plan.stored_bias is not None:
-        dbias = empty(*plan.stored_bias, q.device)
-        if not plan.fills_bias:
-            dbias.zero_()
-    dq, dk, dv, scratch = _launch(
-        plan, dout.data_ptr(), pointer(dlse), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
-        side_pointers(side), pointer(row_statistics), pointer(slope_sums), pointer(dbias), captured_pointers(side),
-    )  # fmt: skip
-    dsinks = None
-    if wanted.sinks and side.sinks is not None:
-        dsinks = _sink_gradient(scratch, plan.sink_sums_at, lse)
-    if wanted.bias and plan.bias is not None:
-        dout_address = scratch.data_ptr() + plan.masked_dout_at if plan.has_empty_rows else dout.data_ptr()
-        statistics = scratch.data_ptr() + plan.statistics_at
-        dbias = run_bias_gradient(
-            plan.bias, q.data_ptr(), k.data_ptr(), v.data_ptr(), dout_address, statistics, side_pointers(side),
-            captured_pointers(side),
-        )  # fmt: skip
-    elif row_statistics is not None:
-        dout_read = scratch[plan.masked_dout_at // 4 :].view(dout.dtype)[: dout.numel()].view(dout.shape)
-        dbias = backward_bias(dout_read, q, k, v, row_statistics, side, spec)
-    dslopes = None if slope_sums is None else slope_gradient(slope_sums, side, side.cu_seqlens_k)
-    return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, dbias, dslopes, dsinks, nothing_captured)
+    inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
+    scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, wanted
+    grads = _plan_for(inputs, side, spec, wanted).run(inputs, side_tensors(side), scalars)
+    return grads if sign == 1 else grads._replace(q=grads.q.mul_(sign))
 
 
 def prepare_backward(
-    dout: Tensor, has_dlse: bool, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
-) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-    """`backward` of all 16-bit calls that look like this one, from the addresses of dout, dlse (0 for None), q, k, v,
-    out and lse; or None. Whether it serves float32 depends on PyTorch's TF32 mode, too."""
+    inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted
+) -> Callable[[BackwardInputs, tuple], Gradients] | None:
+    """`backward` of all 16-bit calls that look like this one, from their tensors; or None. Whether it serves float32
+    depends on PyTorch's TF32 mode, too."""
+    dout, _, q, k, v, *_ = inputs
     if q.dtype is torch.float32 or spec.scale <= 0 or not (q.numel() and k.numel() and v.numel() and aligned(dout)):
         return None
-    has_empty_rows = may_hide_rows(q, k, side, spec)
-    apart = _plan_apart_for(dout, has_dlse, q, k, v, side, spec, has_empty_rows)
-    if apart is not None:
-        return lambda *addresses: apart.launch(*addresses)[:3]
-    plan = _plan_for(dout, has_dlse, q, k, v, side, spec, has_empty_rows)
-
-    return lambda *addresses: _launch(plan, *addresses)[:3]
+    if not ends_by_rows(k, v, side):
+        return None
+    scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, wanted
+    run = _plan_for(inputs, side, spec, wanted).run
+    return lambda inputs, aux: run(inputs, aux, scalars)
 
 
 def backward_plans(
@@ -208,11 +202,9 @@ def backward_plans(
     """The launches of `backward` without dlse; `dout` needs no memory."""
     if spec.scale <= 0 or not (q.numel() and k.numel() and v.numel()):
         return ()
-    has_empty_rows = may_hide_rows(q, k, side, spec)
-    apart = _plan_apart_for(dout, False, q, k, v, side, spec, has_empty_rows)
-    if apart is not None:
-        return apart.launches
-    plan = _plan_for(dout, False, q, k, v, side, spec, has_empty_rows, wanted)
+    plan = _plan_for(BackwardInputs(dout, None, q, k, v, dout, dout), side, spec, wanted)
+    if isinstance(plan, ApartPlan):
+        return plan.launches
     of_bias: tuple[Plan, ...] = ()
     if wanted.bias and plan.stored_bias is None:
         of_bias = (plan.bias or plan_for("dbias", q, k, v, dout, side, spec)).launches
@@ -220,64 +212,30 @@ def backward_plans(
 
 
 def _plan_for(
-    dout: Tensor, has_dlse: bool, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec,
-    has_empty_rows: bool, wanted: Wanted = NOTHING_WANTED,
-) -> BackwardPlan:  # fmt: skip
+    inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted
+) -> BackwardPlan | ApartPlan:
+    """The plan of a call. Wide heads, and float32, have a kernel for each gradient."""
+    dout, dlse, q, k, v, *_ = inputs
     shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), dout.stride())
-    return _plan(q.dtype, q.device, shapes, strides, side_shape(side), spec, has_dlse, has_empty_rows, wanted)
-
-
-def _plan_apart_for(
-    dout: Tensor, has_dlse: bool, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec,
-    has_empty_rows: bool,
-) -> ApartPlan | None:  # fmt: skip
-    """The plan of a backward whose gradients are a kernel each: of wide heads, and of float32. None for others."""
     heads = q.shape[-1], v.shape[-1]
+    shape, has_empty_rows = side_shape(side), may_hide_rows(q, k, side, spec)
+    described = q.dtype, q.device, shapes, strides, shape, spec, dlse is not None, has_empty_rows
     if q.dtype is not torch.float32 and is_wide(*heads):
-        plan_kernels, keys_of_dv = plan_wide_backward, KEYS_OF_DV
-    elif serves_float32(q.dtype, *heads):
-        plan_kernels, keys_of_dv = plan_float32_backward, float32_keys_of_dv(*heads)
-    else:
-        return None
-    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), dout.stride())
-    shape = side_shape(side)
-    return plan_apart(
-        plan_kernels, keys_of_dv, q.dtype, q.device, shapes, strides, shape, spec, has_dlse, has_empty_rows
-    )
+        return plan_apart(plan_wide_backward, KEYS_OF_DV, *described)
+    if serves_float32(q.dtype, *heads):
+        return plan_apart(plan_float32_backward, float32_keys_of_dv(*heads), *described)
+    return _plan(*described, wanted)
 
 
-def _launch(
-    plan: BackwardPlan, dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int,
-    side: SidePointers = NO_SIDE, row_statistics: int = 0, slope_sums: int = 0,
-    bias_gradient: int = 0, captured: tuple = NO_CAPTURED,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Enqueues the three kernels, from addresses; 0 stands for a tensor that is not there. Returns dq, dk, dv and the
-    scratch."""
-    dq, dk, dv, scratch = plan.allocate()
-    sums = scratch.data_ptr()
-    statistics, counter = sums + plan.statistics_at, sums + plan.counter_at
-    turns = sums + plan.turns_at if plan.ordered else None
-    cleared, dq_sums = None if plan.end is None else sums, sums if plan.statistics_at else None
-    masked_dout = sums + plan.masked_dout_at if plan.has_empty_rows else None
-    sink_sums = sums + plan.sink_sums_at if side.sinks else None
-    plan.begin.launch(
-        out, dout, lse, dlse, statistics, cleared, turns, counter, masked_dout, side.sinks, sink_sums,
-        side.cu_seqlens_q, row_statistics,
-    )  # fmt: skip
-    descriptors = plan.describe(
-        q, k, v, masked_dout or dout, statistics, sums, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), side.bias,
-        bias_gradient,
-    )  # fmt: skip
-    plan.main.launch(*descriptors, dq_sums, turns, counter, *side, slope_sums, *captured)
-    if plan.end is not None:
-        plan.end.launch(sums, dq.data_ptr(), side.cu_seqlens_q)
-    return dq, *sum_of_shares(plan.sum_of_shares, dk, dv), scratch
-
-
-def _sink_gradient(scratch: Tensor, at: int, lse: Tensor) -> Tensor:
-    """The sum of its parts, which lie `at` so many bytes of the scratch."""
-    by_tile = scratch[at // 4 :].view(*lse.shape[:-1], -1)  # [batch or none, heads, tiles]
-    return by_tile.sum((0, -1) if by_tile.dim() == 3 else -1).neg_()
+def _gradients_without_keys(
+    dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, side: SideInputs, wanted: Wanted
+) -> Gradients:
+    """The gradients of a call without queries, keys or columns."""
+    dsinks = _sink_gradient_without_keys(dlse, lse, side.sinks) if wanted.sinks else None
+    dbias = torch.zeros_like(side.bias) if wanted.bias and side.bias is not None else None
+    dslopes = torch.zeros_like(side.alibi_slopes) if wanted.alibi_slopes and side.alibi_slopes is not None else None
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    return Gradients(dq, dk, dv, dbias, dslopes, dsinks, (None,) * len(side.captured))
 
 
 def _sink_gradient_without_keys(dlse: Tensor | None, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
@@ -405,7 +363,7 @@ def _plan(
     )
     masked_dout = 0
     if has_empty_rows:
-        # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read it, and what follows is aligned.
+        # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read it.
         masked_dout = math.prod(dout_shape) * dtype.itemsize // 4
         strides = (*strides[:3], contiguous_strides(dout_shape))
     stored_bias = None
@@ -414,14 +372,24 @@ def _plan(
     bias = None
     if sums_bias:
         bias = plan_bias_gradient(variant, numbers, side, spec, shapes, strides, (dq, dk, dv), tiles, programs, device)
-    counter = 4 * -(-(1 + (lines if looping.shares_progress else 0)) // 4)  # what follows is aligned to 16 bytes
-    turns = tiles if ordered else 0
-    scratch = sums + statistics + masked_dout + counter + turns + (tiles if side.sinks else 0)
+    scratch = Scratch(
+        sums=sums,
+        statistics=statistics,
+        masked_dout=masked_dout,
+        counter=1 + (lines if looping.shares_progress else 0),
+        semaphores=tiles if ordered else 0,
+        sink_sums=tiles if side.sinks else 0,
+    )
     return BackwardPlan(
-        begin, main, end, describer(variant, shapes, strides, (dq, dk, dv), side.bias, tiles, summed), (dq, dk, dv),
-        allocator((dq, dk, dv, contiguous((scratch,), torch.float32)), device), plan_of_shares(dk, dv, shares, device),
-        4 * sums, 4 * (sums + statistics), 4 * (sums + statistics + masked_dout),
-        4 * (sums + statistics + masked_dout + counter), 4 * (sums + statistics + masked_dout + counter + turns),
-        has_empty_rows, ordered, bias, stored_bias,
-        not (spec.banded or side.key_lengths_dtype is not None or spec.block_shape is not None),
-    )  # fmt: skip
+        begin=begin,
+        main=main,
+        end=end,
+        describe=describer(variant, shapes, strides, (dq, dk, dv), side.bias, tiles, summed),
+        outputs=(dq, dk, dv),
+        allocate=allocator((dq, dk, dv, scratch.layout), device),
+        scratch=scratch,
+        sum_of_shares=plan_of_shares(dk, dv, shares, device),
+        bias=bias,
+        stored_bias=stored_bias,
+        fills_bias=not (spec.banded or side.key_lengths_dtype is not None or spec.block_shape is not None),
+    )

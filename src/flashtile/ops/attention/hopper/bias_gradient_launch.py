@@ -43,11 +43,12 @@ class BiasGradientPlan(NamedTuple):
 
 
 def run_bias_gradient(
-    plan: BiasGradientPlan, q: int, k: int, v: int, dout: int, statistics: int, side: SidePointers, captured: tuple
+    plan: BiasGradientPlan, addresses: tuple[int, ...], side: SidePointers, captured: tuple
 ) -> Tensor:
-    """Enqueues the kernel, from addresses. Returns the gradient in the bias's shape and dtype."""
+    """Enqueues the kernel. Returns the gradient in the bias's shape and dtype. `addresses`: of q, k, v, dout and
+    statistics."""
     (sums,) = plan.kernel.allocate()
-    descriptors = plan.describe(q, k, v, dout, statistics, side.bias)
+    descriptors = plan.describe(*addresses, side.bias)
     plan.kernel.launch(*descriptors, sums.data_ptr(), *side, 0, *captured)
     return sum_of_parts(plan.sum_of_parts, sums)
 

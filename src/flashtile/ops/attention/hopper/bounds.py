@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashtile._backends.tma import TensorLayout, packed_layout
+from flashtile.ops.attention.spec import SideInputs
 
 
 def by_whole_rows(tensor: Tensor) -> Tensor:
@@ -15,6 +16,12 @@ def by_whole_rows(tensor: Tensor) -> Tensor:
     batch_stride, row_stride, *_ = tensor.stride()
     one = tensor.shape[0] == 1 or tensor.shape[1] == 1 or not tensor.numel()
     return tensor if one or (row_stride and batch_stride % row_stride == 0) else tensor.contiguous()
+
+
+def ends_by_rows(k: Tensor, v: Tensor, side: SideInputs) -> bool:
+    """Whether TMA can tell where the keys of each batch entry end, as k and v lie; so it is without key lengths."""
+    bounded = side.key_lengths is not None and side.cu_seqlens_k is None
+    return not bounded or (by_whole_rows(k) is k and by_whole_rows(v) is v)
 
 
 def row_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:

@@ -25,8 +25,9 @@ from flashtile._backends.tma import (
     packed_layout,
     strided_layout,
 )
+from flashtile.ops.attention.arguments import side_tensors
 from flashtile.ops.attention.hopper.backward_launch import backward, backward_plans, prepare_backward
-from flashtile.ops.attention.hopper.bounds import bounded_layout, by_whole_rows, row_strides
+from flashtile.ops.attention.hopper.bounds import bounded_layout, by_whole_rows, ends_by_rows, row_strides
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
@@ -54,9 +55,8 @@ from flashtile.ops.attention.hopper.score_functions import function_of, reads_of
 from flashtile.ops.attention.hopper.scores import ScoreUnits
 from flashtile.ops.attention.hopper.widening import make_widening, widen
 from flashtile.ops.attention.plans import SideShape, call_sizes, positive_scale, side_shape, tiles_of
-from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
+from flashtile.ops.attention.side_parameters import aux_pointers, window_parameters
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Table, out_dtype
-from flashtile.ops.attention.triton.launch import NO_CAPTURED, captured_pointers
 from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
 from flashtile.ops.common.checks import check_programs
 
@@ -103,28 +103,24 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     if q.dtype is torch.float32:
         out, lse = forward_float32(q, k, v, side, spec)
         return (out, lse) if q.numel() and k.numel() else (out.zero_(), _lse_without_keys(lse, side))
-    if side.key_lengths is not None and side.cu_seqlens_k is None:
+    if not ends_by_rows(k, v, side):
         k, v = by_whole_rows(k), by_whole_rows(v)
     plan = _plan_for(q, k, v, side, spec)
     if not plan.kernel.programs:
         out, lse, *max_scores = plan.kernel.allocate()
         nothing_seen = (scores.fill_(float("-inf")) for scores in max_scores)
         return out.zero_(), _lse_without_keys(lse, side), *nothing_seen
-    if plan.widening is not None:
-        v = widen(v, plan.widening)
-    side = with_aligned_lists(side)
-    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    return _launch(plan, *addresses, side_pointers(side), captured_pointers(side))
+    return _launch(plan, q, k, v, side_tensors(with_aligned_lists(side)))
 
 
 def prepare_forward(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
-) -> Callable[[int, int, int], tuple[Tensor, ...]] | None:
-    """`forward` of all 16-bit calls that look like this one, from the addresses of q, k and v; or None."""
-    if q.dtype is torch.float32 or spec.scale <= 0:
+) -> Callable[[Tensor, Tensor, Tensor, tuple], tuple[Tensor, ...]] | None:
+    """`forward` of all 16-bit calls that look like this one, from q, k, v and the tensors beside them; or None."""
+    if q.dtype is torch.float32 or spec.scale <= 0 or not ends_by_rows(k, v, side):
         return None
     plan = _plan_for(q, k, v, side, spec)
-    return functools.partial(_launch, plan) if plan.kernel.programs and plan.widening is None else None
+    return functools.partial(_launch, plan) if plan.kernel.programs else None
 
 
 def _plan_for(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> ForwardPlan:
@@ -133,15 +129,16 @@ def _plan_for(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Attention
     return _plan(q.dtype, q.device, shapes, strides, max_seqlens, side_shape(side), spec)
 
 
-def _launch(
-    plan: ForwardPlan, q: int, k: int, v: int, side: SidePointers = NO_SIDE, captured: tuple = NO_CAPTURED
-) -> tuple[Tensor, ...]:
-    """Enqueues the kernel, from addresses. Returns what `forward` does."""
+def _launch(plan: ForwardPlan, q: Tensor, k: Tensor, v: Tensor, aux: tuple) -> tuple[Tensor, ...]:
+    """Enqueues the kernel. `aux`: as of `arguments.side_tensors`. Returns what `forward` does."""
     kernel = plan.kernel
+    if plan.widening is not None:
+        v = widen(v, plan.widening)
     results = kernel.allocate()
     out, lse, *max_scores = results
     counter = _counter(kernel.device).data_ptr() if plan.dynamic else 0
-    descriptors = plan.describe(q, k, v, out.data_ptr(), side.bias)
+    side, captured = aux_pointers(aux)
+    descriptors = plan.describe(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), side.bias)
     of_max_scores = max_scores[0].data_ptr() if max_scores else 0
     kernel.launch(*descriptors, lse.data_ptr(), of_max_scores, counter, *side, *captured)
     return tuple(results)

@@ -1,0 +1,381 @@
+"""Calls like an earlier one, for which nothing is decided again.
+
+Most calls of a program look like an earlier one. A key of the arguments and a guard on the tensors tell all that
+decides what such a call does, and `RepeatedCall` holds what was decided: the checks, the canonical form, the backend
+and its launches. The host's time of a repeated call is that of a look-up, the outputs and the launch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from flashtile._backends import together
+from flashtile.ops.attention import checks, select
+from flashtile.ops.attention.arguments import SINGLE, Aux, Scalars, saved_side, side_tensors
+from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.calls import (
+    backward_plans,
+    lie_as_usual,
+    prepared_function,
+    readable_side,
+    serve_backward,
+    serve_forward,
+)
+from flashtile.ops.attention.philox import draw_dropout_seed
+from flashtile.ops.attention.score_tracing import resolve_score_mod
+from flashtile.ops.attention.spec import (
+    FP8,
+    AttentionSpec,
+    BackwardInputs,
+    Gradients,
+    SideInputs,
+    Wanted,
+    plain_side,
+    wanted_of,
+)
+from flashtile.ops.common import dispatch
+from flashtile.ops.common.checks import readable
+
+#: Calls by their keys. They are few in a program; one of ever new shapes starts anew from time to time.
+_CALLS: dict[Hashable, list[tuple[Callable[..., bool], RepeatedCall]]] = {}
+_MOST_CALLS = 4096
+#: Of one key, with tensors that differ in strides, dtype, device or in whether they want a gradient.
+_MOST_ALIKE = 8
+
+_TENSORS = (Tensor, torch.nn.Parameter)
+
+#: Types of the sides of a window: True and 1.0 equal 1, but are refused.
+_SIDES = frozenset((int, type(None)))
+
+#: Where `side_tensors` has the offsets of the keys and the dropout seed.
+_CU_SEQLENS_K, _DROPOUT_SEED = SINGLE.index("cu_seqlens_k"), SINGLE.index("dropout_seed")
+#: Those of which kernels read several elements at once: as fast as they can at multiples of 16 bytes.
+_READ_IN_VECTORS = tuple(SINGLE.index(name) for name in ("bias", "mask", "block_lists", "block_patterns"))
+
+Results = tuple[Tensor, ...]
+Kept = TypeVar("Kept")
+
+
+def key_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    align: str,
+    window: tuple[int | None, int | None] | None,
+    scale: float | None,
+    softcap: float | None,
+    deterministic: bool,
+    backend: str,
+) -> tuple[Hashable, ...] | None:
+    """What `found` looks a call without other arguments up by; None where PyTorch would do something first, or
+    arguments equal those of another type."""
+    if not dispatch.undisturbed() or not (type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS):
+        return None
+    if torch._C._is_any_autocast_enabled() and checks.autocast_casts(q, k, v):
+        return None
+    if not (
+        type(causal) is type(deterministic) is bool
+        and type(align) is type(backend) is str
+        and (scale is None or type(scale) is float)
+        and (softcap is None or type(softcap) is float)
+        and (window is None or (type(window) is tuple and _SIDES.issuperset(map(type, window))))
+    ):
+        return None
+    mode = torch._C._get_deterministic_algorithms()
+    try:
+        return q.shape, k.shape, causal, align, window, scale, softcap, deterministic, backend, mode
+    except RuntimeError:  # a nested tensor in the strided layout has no shape, and the checks refuse it
+        return None
+
+
+def key_with_aux(
+    key: tuple[Hashable, ...],
+    q: Tensor,
+    single: Aux,
+    descales: Aux,
+    block_mask: BlockMask | None,
+    score_mod: Any,
+    others: tuple[Any, ...],
+) -> tuple[tuple[Hashable, ...] | None, Aux]:
+    """The key of a call with other arguments, and the tensors among these as the caller gave them.
+
+    Args:
+        key: from `key_of`.
+        single: from cu_seqlens_q to sinks, in the order of `arguments.side_tensors`.
+        descales: of q, k and v.
+        others: dropout_p, return_max_scores, max_seqlen_q and max_seqlen_k.
+    """
+    blocks: tuple[Any, ...] = None, None
+    described: tuple[Hashable, ...] = ()
+    captured: Aux = ()
+    if block_mask is not None:
+        if type(block_mask) is not BlockMask:
+            return None, ()
+        blocks = block_mask.lists, block_mask.tile_masks
+        described = *block_mask.shape, *block_mask.tile
+    if score_mod is not None:
+        function = resolve_score_mod(score_mod, q)
+        captured = function.captured
+        # A function without a derivative is refused where a gradient is wanted.
+        described = *described, function.program, function.dtype, torch.is_grad_enabled()
+    dropout_p, returns_max_scores, max_q, max_k = others
+    of_types = type(dropout_p) is float and type(returns_max_scores) is bool
+    if not of_types or not _SIDES.issuperset((type(max_q), type(max_k))):
+        return None, ()
+    given = *single, *blocks, *descales, *captured
+    for tensor in given:
+        if tensor is not None and type(tensor) not in _TENSORS:
+            return None, ()
+    cu_seqlens_k = single[_CU_SEQLENS_K]
+    if cu_seqlens_k is not None and cu_seqlens_k.data_ptr() == single[0].data_ptr():
+        return None, ()  # one tensor of lengths for both: the guard does not compare addresses
+    return (*key, tuple([tensor is None for tensor in given]), others, described), given
+
+
+def found(key: Hashable, q: Tensor, k: Tensor, v: Tensor, given: Aux = ()) -> RepeatedCall | None:
+    """The call that such tensors with such a key made before; None for a new one."""
+    entries = _CALLS.get(key, ())
+    if not given:
+        for recognises, call in entries:
+            if recognises(q, k, v):
+                return call
+    elif entries:
+        present = [tensor for tensor in given if tensor is not None]
+        for recognises, call in entries:
+            if recognises(q, k, v, *present):
+                return call
+    return None
+
+
+def new_call(
+    key: Hashable,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: Aux,
+    side: SideInputs,
+    spec: AttentionSpec,
+    backend: str,
+) -> RepeatedCall | None:
+    """The call, which `found` gives from now on; None for tensors that are not plain, or of 8 bits, and where `side`
+    has more than follows from the given tensors."""
+    present = [tensor for tensor in given if tensor is not None]
+    if not dispatch.plain(q, k, v, *present) or q.dtype is FP8:
+        return None
+    again = _resolutions(given, side)
+    if again is None:
+        return None
+    if len(_CALLS) >= _MOST_CALLS:
+        _CALLS.clear()
+    tensors = q, k, v, *present
+    call = RepeatedCall(
+        (side.max_seqlen_q, side.max_seqlen_k),
+        spec,
+        backend,
+        again,
+        wanted=wanted_of(saved_side(given, (0, 0))),
+        requires_grad=any(tensor.requires_grad for tensor in tensors),
+    )
+    _keep(_CALLS.setdefault(key, []), dispatch.recogniser(*tensors), call)
+    return call
+
+
+def _resolutions(given: Aux, side: SideInputs) -> tuple[tuple[int, Callable[..., Any]], ...] | None:
+    """How the side inputs of a call follow from the given tensors, as (place, function of the list of all and of q) for
+    those that are not given as they are; None where they do not follow, as those of a score function that is taken
+    apart."""
+    resolved = () if plain_side(side) else side_tensors(side)
+    if len(resolved) != len(given):
+        return None
+    found: list[tuple[int, Callable[..., Any]]] = []
+    for place, (tensor, result) in enumerate(zip(given, resolved)):
+        if result is tensor:
+            continue
+        assert result is not None
+        if tensor is None:
+            if place == _DROPOUT_SEED:
+                found.append((place, lambda aux, q: draw_dropout_seed(q.device)))
+            elif place == _CU_SEQLENS_K and result is given[0]:
+                found.append((place, lambda aux, q: aux[0]))
+            else:
+                return None
+        elif result.dtype is not tensor.dtype:
+            found.append((place, lambda aux, q, place=place, dtype=result.dtype: aux[place].to(dtype)))
+        else:
+            found.append((place, lambda aux, q, place=place, shape=result.shape: aux[place].expand(shape)))
+    return tuple(found)
+
+
+def _keep(entries: list[tuple[Callable[..., bool], Kept]], recognises: Callable[..., bool], kept: Kept) -> None:
+    """Keeps something for tensors that are recognised."""
+    if len(entries) >= _MOST_ALIKE:
+        entries.clear()
+    entries.append((recognises, kept))
+
+
+def forget_calls() -> None:
+    """Forgets all calls, for tests and tools that change what decides about them."""
+    _CALLS.clear()
+
+
+class RepeatedCall:
+    """Calls whose arguments and tensors look alike: their canonical form, and what runs them. It holds no tensor.
+
+    Attributes:
+        scalars: what its backward reads of it.
+        requires_grad: a tensor of the call does.
+        forward: from q, k, v and the tensors beside them to (out, lse) or (out, lse, max_scores).
+        recorded_forward: the same where autograd records it, so that a backward follows.
+    """
+
+    __slots__ = (
+        "_again",
+        "_backwards",
+        "_max_seqlens",
+        "backend",
+        "forward",
+        "recorded_forward",
+        "requires_grad",
+        "scalars",
+        "spec",
+        "wanted",
+    )
+
+    def __init__(
+        self,
+        max_seqlens: tuple[int, int],
+        spec: AttentionSpec,
+        backend: str,
+        again: tuple[tuple[int, Callable[..., Any]], ...],
+        wanted: Wanted,
+        requires_grad: bool,
+    ) -> None:
+        self._max_seqlens, self.spec, self.backend, self._again = max_seqlens, spec, backend, again
+        self.wanted, self.requires_grad = wanted, requires_grad
+        self.scalars: Scalars = max_seqlens, spec._replace(returns_max_scores=False), wanted
+        self.forward: Callable[..., Results] = self._first_forward
+        self.recorded_forward: Callable[..., Results] = self._first_recorded_forward
+        self._backwards: tuple[list, list] = [], []
+
+    def aux(self, given: Aux, q: Tensor) -> Aux:
+        """The side inputs of a call, from the tensors that its caller gave."""
+        if not self._again:
+            return given
+        tensors = list(given)
+        for place, resolve in self._again:
+            tensors[place] = resolve(tensors, q)
+        return tuple(tensors)
+
+    def backward(self, dout: Tensor, dlse: Tensor | None, *saved: Tensor) -> Gradients | None:
+        """The gradients, from q, k, v, out, lse and the side inputs as they were saved, or what hooks of saved tensors
+        made of them; None where these or the gradients are not plain."""
+        given = [tensor for tensor in (dout, dlse, *saved) if tensor is not None]
+        entries = self._backwards[dlse is None]
+        for recognises, run in entries:
+            if recognises(*given):
+                return run(dout, dlse, *saved)
+        if not dispatch.plain(*given) or dispatch.batched(dout, dlse):
+            return None
+        run = self._general_backward
+        if lie_as_usual(dout, *saved[:5]):
+            run = self._backward_like(dout, dlse, *saved)
+            _keep(entries, dispatch.recogniser(*given), run)
+        return run(dout, dlse, *saved)
+
+    def _first_forward(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux = ()) -> Results:
+        if not lie_as_usual(q, k, v):
+            return self._general_forward(q, k, v, aux)
+        self.forward = self._forward_like(q, k, v, aux)
+        return self.forward(q, k, v, aux)
+
+    def _first_recorded_forward(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux = ()) -> Results:
+        side = readable_side(saved_side(aux, self._max_seqlens))
+        arguments = q, k, v, side, self.spec, self.backend, self.wanted
+        with together.Soon(functools.partial(backward_plans, *arguments)):
+            results = self.forward(q, k, v, aux)
+        if self.forward != self._first_forward:
+            self.recorded_forward = self.forward
+        return results
+
+    def _general_forward(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Results:
+        side = saved_side(aux, self._max_seqlens)
+        return serve_forward(q, k, v, side, self.spec, self.backend, plain=not aux)
+
+    def _general_backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *aux: Any
+    ) -> Gradients:
+        max_seqlens, spec, wanted = self.scalars
+        side = saved_side(aux, max_seqlens)
+        return serve_backward(dout, dlse, q, k, v, out, lse, side, spec, wanted, self.backend)
+
+    def _forward_like(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Callable[..., Results]:
+        """What runs forwards of tensors that lie like these."""
+        side, spec, general = saved_side(aux, self._max_seqlens), self.spec, self._general_forward
+        module = select.implementation("forward", q, k, v, side, spec, self.backend)
+        prepare = prepared_function(module, "prepare_forward") if _reads_as_given(side, q) else None
+        launch = None if prepare is None else prepare(q, k, v, side, spec)
+        if launch is None:
+            return general if q.is_cuda or aux else lambda q, k, v, aux: module.forward(q, k, v, side, spec)
+        if aux:
+            in_vectors = _present(aux, _READ_IN_VECTORS)
+
+            def run_with_aux(q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Results:
+                bits = q.data_ptr() | k.data_ptr() | v.data_ptr()
+                for place in in_vectors:
+                    bits |= aux[place].data_ptr()
+                return general(q, k, v, aux) if bits % 16 else launch(q, k, v, aux)
+
+            return run_with_aux
+
+        def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux = ()) -> Results:
+            return general(q, k, v, aux) if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 else launch(q, k, v, aux)
+
+        return run
+
+    def _backward_like(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *aux: Any
+    ) -> Callable[..., Gradients]:
+        """What runs backwards of tensors that lie like these."""
+        (max_seqlens, spec, wanted), general = self.scalars, self._general_backward
+        side = saved_side(aux, max_seqlens)
+        contiguous = out.is_contiguous() and lse.is_contiguous() and (dlse is None or dlse.is_contiguous())
+        module = select.implementation("backward", q, k, v, side, spec, self.backend, wanted)
+        prepare = prepared_function(module, "prepare_backward") if contiguous and _reads_as_given(side, q) else None
+        launch = None if prepare is None else prepare(BackwardInputs(dout, dlse, q, k, v, out, lse), side, spec, wanted)
+        if launch is None:
+            return general
+        in_vectors = _present(aux, _READ_IN_VECTORS)
+
+        def run(dout, dlse, q, k, v, out, lse, *aux):
+            bits = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+            for place in in_vectors:
+                bits |= aux[place].data_ptr()
+            if bits % 16:
+                return general(dout, dlse, q, k, v, out, lse, *aux)
+            return launch(BackwardInputs(dout, dlse, q, k, v, out, lse), aux)
+
+        return run
+
+
+def _present(aux: Aux, places: Sequence[int]) -> list[int]:
+    """Those of the places that have a tensor."""
+    return [place for place in places if aux and aux[place] is not None]
+
+
+def _reads_as_given(side: SideInputs, q: Tensor) -> bool:
+    """Whether kernels read the side inputs as they lie, and nothing reads the values first."""
+    if plain_side(side):
+        return True
+    if readable(q) and not (side.cu_seqlens_q is side.key_lengths is None and side.descales == (None, None, None)):
+        return False
+    same = readable_side(side)
+    return all(one is other for one, other in zip(side_tensors(same), side_tensors(side))) and all(
+        tensor is None or tensor.data_ptr() % 16 == 0
+        for tensor in (side.bias, side.mask, side.block_lists, side.block_patterns)
+    )
