@@ -760,7 +760,7 @@ def test_thread_blocks_take_whole_lines_whose_sums_stay_in_the_cache(
         plan = _main_plan(rows, keys, heads, heads_kv, head_dim, of, monkeypatch, batch)
         constants = plan.main.source.constants
         assert constants["loops.WHOLE_LINES"] is whole and (plan.end is None) is whole
-        assert plan.ordered is (deterministic and not whole)
+        assert ("semaphores" in plan.scratch.parts) is (deterministic and not whole)
         if whole:
             assert plan.main.programs == min(batch * heads_kv, 132)
             kept = plan.main.programs * heads // heads_kv * -(-rows // 128) * 128 * head_dim
@@ -829,7 +829,7 @@ def test_walks_beyond_the_cache_begin_where_others_are(
     for kernel in (plan.begin, plan.main):
         constants = kernel.source.constants
         assert constants.get("SHARES_PROGRESS", constants.get("loops.SHARES_PROGRESS")) is shares_progress
-    assert plan.scratch.parts["counter"][1] == (1 + 64 * heads_kv if shares_progress else 1)  # 64 sequences
+    assert plan.scratch.parts["counter"][1] >= (1 + 64 * heads_kv if shares_progress else 1)  # 64 sequences
 
 
 @pytest.mark.parametrize(
