@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashtile._backends import together
 from flashtile.ops.attention import checks, select
+from flashtile.ops.attention.score_program import check_captured
 from flashtile.ops.attention.spec import (
     NOTHING_WANTED,
     AttentionSpec,
@@ -39,6 +40,7 @@ def serve_forward(
     by autograd, so a backward follows."""
     if not plain:
         checks.check_values(side, q.shape[0], k.shape[0])
+    _check_program(side, spec)
     q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     implementation = select.implementation("forward", q, k, v, side, spec, backend)
     wanted = wanted_of(side) if recorded else NOTHING_WANTED
@@ -47,6 +49,12 @@ def serve_forward(
         return implementation.forward(q, k, v, side, spec)
     with together.Soon(functools.partial(backward_plans, q, k, v, side, spec, backend, wanted)):
         return implementation.forward(q, k, v, side, spec)
+
+
+def _check_program(side: SideInputs, spec: AttentionSpec) -> None:
+    """Refuses a score program that does not belong to the captured tensors."""
+    if spec.score_program is not None:
+        check_captured(spec.score_program, side.captured)
 
 
 def backward_plans(
@@ -78,6 +86,7 @@ def serve_backward(
     backend: str,
 ) -> Gradients:
     """Runs the backward of the backend that serves the call."""
+    _check_program(side, spec)
     dout, q, k, v = rows_contiguous(dout), rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     implementation = select.implementation("backward", q, k, v, side, spec, backend, wanted)
     side = side if plain_side(side) else readable_side(side)

@@ -12,7 +12,7 @@ What is left, if anything, stays a function. `score_arguments` decides whether a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from flashtile.ops.attention.score_program import CAST, INPUTS, LOAD, ScoreProgram, Step, is_value, parse
@@ -85,6 +85,10 @@ def parts_of(text: str, dtype: str) -> Parts | None:
     return Parts(softcap, slopes, bias, rest.text, captured)
 
 
+#: A distance times more coefficients than this stays a function.
+_MOST_COEFFICIENTS = 16
+
+
 class _Distance(NamedTuple):
     """`sign · |i - j|`, or `sign · (i - j)`, times the coefficients."""
 
@@ -147,7 +151,7 @@ class _Expression:
 
     def slopes_in(self, term: Any, sign: int, dtype: str) -> Slopes | None:
         """ALiBi's slopes, if `sign` times a term is minus a slope times the distance."""
-        found = self.distance_in(term)
+        found = self.distances.get(term) if is_value(term) else None
         if found is None or self.inputs_of(found.coefficients) & {_SCORE, _Q_INDEX, _K_INDEX}:
             return None
         builder = _Builder(self)
@@ -162,33 +166,41 @@ class _Expression:
         by_batch = _BATCH in self.inputs_of(found.coefficients)
         return Slopes(*builder.finished(product), by_batch, not found.absolute)
 
-    def distance_in(self, term: Any) -> _Distance | None:
-        """A term as the distance of query and key times coefficients."""
-        step = self.steps.get(term) if isinstance(term, str) else None
-        if step is None or step.keywords:
-            return None
-        if step.name == "sub" and set(step.arguments) == {_Q_INDEX, _K_INDEX}:
-            return _Distance(1 if step.arguments[0] == _Q_INDEX else -1, absolute=False)
-        if step.operation == CAST and step.dtype.startswith("float"):
-            return self.distance_in(step.arguments[0])
-        if step.name in ("neg", "abs"):
-            found = self.distance_in(step.arguments[0])
-            if found is None or step.name == "neg":
-                return found and found._replace(sign=-found.sign)
-            return None if found.coefficients else _Distance(1, absolute=True)
-        if step.name == "mul":
-            first, second = step.arguments
-            for of, coefficient in ((first, second), (second, first)):
-                found = self.distance_in(of)
-                if found is not None:
-                    return found._replace(coefficients=(*found.coefficients, coefficient))
-        return None
+    @functools.cached_property
+    def distances(self) -> dict[str, _Distance]:
+        """The values that are the distance of query and key times coefficients. Each step is looked at once."""
+        found: dict[str, _Distance] = {}
+        for name, step in self.steps.items():
+            distance = None if step.keywords else _distance(step, found)
+            if distance is not None and len(distance.coefficients) <= _MOST_COEFFICIENTS:
+                found[name] = distance
+        return found
 
     def extracted(self, name: str, replaced: dict[str, str]) -> tuple[ScoreProgram, tuple[int, ...]]:
         """The program of a value, with some values replaced by others; and which captured tensors it reads."""
         builder = _Builder(self, replaced)
         result = builder.copied(name)
         return builder.program(result), tuple(builder.captured)
+
+
+def _distance(step: Step, known: Mapping[str, _Distance]) -> _Distance | None:
+    """A step as a distance times coefficients, from those of earlier steps."""
+    if step.name == "sub" and set(step.arguments) == {_Q_INDEX, _K_INDEX}:
+        return _Distance(1 if step.arguments[0] == _Q_INDEX else -1, absolute=False)
+    if step.operation == CAST and step.dtype.startswith("float"):
+        return known.get(step.arguments[0])
+    if step.name in ("neg", "abs"):
+        found = known.get(step.arguments[0])
+        if found is None or step.name == "neg":
+            return found and found._replace(sign=-found.sign)
+        return None if found.coefficients else _Distance(1, absolute=True)
+    if step.name == "mul":
+        first, second = step.arguments
+        for of, coefficient in ((first, second), (second, first)):
+            found = known.get(of)
+            if found is not None:
+                return found._replace(coefficients=(*found.coefficients, coefficient))
+    return None
 
 
 class _Builder:

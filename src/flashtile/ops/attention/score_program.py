@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.ops.attention.score_operations import check_operands, is_number, operator
+
 #: The arguments of a score function, and what they are called in a program.
 INPUTS = ("%score", "%batch", "%head", "%q_index", "%k_index")
 UPSTREAM = "%upstream"
@@ -26,6 +28,17 @@ UPSTREAM = "%upstream"
 #: Steps that are no operation of PyTorch: `load` (number of the captured tensor, indices), `constant` (value),
 #: `cast` (value).
 LOAD, CONSTANT, CAST = "load", "constant", "cast"
+
+#: What a captured tensor may be, and what may index it.
+CAPTURED_DTYPES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+#: A program longer than this is refused. Every tile keeps all values, and kernels have a line for each.
+MOST_STEPS = 4096
+_MOST_CHARACTERS = 2**20
 
 
 class Step(NamedTuple):
@@ -116,8 +129,25 @@ class ScoreFunction(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> ScoreProgram:
-    """The program of a text."""
-    captured, steps, results = json.loads(text)
+    """The program of a text, which may come from anywhere: each step is checked.
+
+    Raises:
+        ValueError: it is no program of elementwise operations and reads of captured tensors.
+    """
+    try:
+        if len(text) > _MOST_CHARACTERS:
+            raise ValueError(f"expected at most {_MOST_CHARACTERS} characters, got {len(text)}")
+        program = _unpacked(json.loads(text))
+        _check_program(program)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"score program: {error}; programs are what flashtile.trace_score_mod makes of a function, unchanged"
+        ) from None
+    return program
+
+
+def _unpacked(found: Any) -> ScoreProgram:
+    captured, steps, results = found
     return ScoreProgram(
         tuple((dtype, dims) for dtype, dims in captured),
         tuple(
@@ -126,6 +156,59 @@ def parse(text: str) -> ScoreProgram:
         ),
         tuple(results),
     )
+
+
+def _check_program(program: ScoreProgram) -> None:
+    """Refuses what `trace_score_mod` would not have made."""
+    dtypes = dict(zip(INPUTS, ("float32", *["int32"] * 4)))
+    known_dtypes, index_dtypes = (set(map(_name_of, each)) for each in (CAPTURED_DTYPES, INDEX_DTYPES))
+    if len(program.steps) > MOST_STEPS:
+        raise ValueError(f"expected at most {MOST_STEPS} steps, got {len(program.steps)}")
+    for dtype, dims in program.captured:
+        if dtype not in known_dtypes or type(dims) is not int or dims < 0:
+            raise ValueError(f"expected dtype and number of dimensions of a captured tensor, got {(dtype, dims)!r:.80}")
+    for number, step in enumerate(program.steps):
+        arguments, place = step.arguments, f"step {number}"
+        if step.dtype not in known_dtypes:
+            raise ValueError(f"expected a dtype in {place}, got {step.dtype!r:.80}")
+        if step.operation == LOAD:
+            captured, *indices = arguments
+            if type(captured) is not int or not 0 <= captured < len(program.captured):
+                raise ValueError(f"expected the number of a captured tensor in {place}, got {captured!r:.80}")
+            if (step.dtype, len(indices)) != program.captured[captured]:
+                raise ValueError(f"expected as many indices in {place} as the captured tensor has dimensions")
+            fits = all(dtypes.get(index) in index_dtypes for index in indices)
+        elif step.operation == CONSTANT:
+            fits = len(arguments) == 1 and is_number(arguments[0])
+        elif step.operation == CAST:
+            fits = len(arguments) == 1 and arguments[0] in dtypes
+        else:
+            check_operands(step.operation, arguments, step.keywords, dtypes)
+            fits = True
+        if not fits or (step.keywords and not step.name):
+            raise ValueError(f"expected the arguments of {step.operation!r} in {place}, got {arguments!r:.80}")
+        dtypes[f"%{number}"] = step.dtype
+    if len(program.results) != 1 or program.results[0] not in dtypes:
+        raise ValueError(f"expected one value as the result, got {program.results!r:.80}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _check_captured(text: str, found: tuple[tuple[str, int], ...]) -> None:
+    expected = parse(text).captured
+    if found != expected:
+        raise ValueError(
+            f"score program: expected captured tensors of these dtypes and dimensions, {list(expected)}, got "
+            f"{list(found)}; pass a program with the tensors that flashtile.trace_score_mod returned with it"
+        )
+
+
+def check_captured(text: str, captured: Sequence[Tensor]) -> None:
+    """Refuses tensors that are not those that a program says it reads. Kernels take their addresses."""
+    _check_captured(text, tuple((_name_of(tensor.dtype), tensor.dim()) for tensor in captured))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 #: The arguments that say where a score lies.
@@ -159,15 +242,6 @@ def moved(text: str) -> tuple[str, tuple[int, ...]]:
 def is_value(argument: Any) -> bool:
     """Whether an argument of a step names a value."""
     return isinstance(argument, str) and argument.startswith("%")
-
-
-@functools.lru_cache(maxsize=1024)
-def operator(name: str) -> Callable[..., Any]:
-    """The overload that a step names."""
-    found = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found  # type: ignore[return-value]
 
 
 def run(

@@ -16,7 +16,18 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.overrides import TorchFunctionMode
 
-from flashtile.ops.attention.score_program import CAST, CONSTANT, LOAD, ScoreProgram, Step, is_value
+from flashtile.ops.attention.score_operations import is_elementwise
+from flashtile.ops.attention.score_program import (
+    CAPTURED_DTYPES,
+    CAST,
+    CONSTANT,
+    INDEX_DTYPES,
+    LOAD,
+    MOST_STEPS,
+    ScoreProgram,
+    Step,
+    is_value,
+)
 
 aten = torch.ops.aten
 
@@ -28,8 +39,6 @@ _KEEPS = {
     aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.positive.default, aten.reshape.default,
     aten.squeeze.default, aten._unsafe_view.default, aten.view.default,
 }  # fmt: skip
-#: Elementwise operations that PyTorch does not tag as such.
-_ELEMENTWISE = {aten.floor_divide.default, aten.floor_divide.Scalar, aten.hardswish.default}
 #: PyTorch has a form of these in operations that it does tag (it tags that of silu too, which kernels lack).
 _IN_OTHERS = {
     aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default,
@@ -45,12 +54,6 @@ _FILLS: dict[Any, float | None] = {
 }  # fmt: skip
 #: Reads of what a tensor is like, not of its numbers.
 _DESCRIBES = {"dim", "size", "numel", "__len__", "is_floating_point", "__get__", "stride", "nelement"}
-
-_CAPTURED_DTYPES = (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-)  # fmt: skip
-_INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 _LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, sys.modules["flashtile"]) if module.__file__)
 
@@ -130,6 +133,8 @@ class Recorder:
         # By the text too, because 1, 1.0 and True are equal.
         number = self._numbers.setdefault((step, repr(step)), len(self.steps))
         if number == len(self.steps):
+            if number == MOST_STEPS and not self.of_derivative:
+                _refuse(f"it has more than {MOST_STEPS} steps", "put what a loop computes into a tensor, and read that")
             self.steps.append(step)
         return Symbol(self, f"%{number}", dtype)
 
@@ -161,7 +166,7 @@ class Recorder:
                 "index by integers and integer scalars; slice, transpose or unsqueeze the tensor before the call",
             )
         symbol = self.constant(index, torch.int32) if isinstance(index, int) else self.scalar(index)
-        if symbol.dtype not in _INDEX_DTYPES or symbol.value is None:
+        if symbol.dtype not in INDEX_DTYPES or symbol.value is None:
             _refuse(f"it indexes by {name_of(symbol.dtype)} of shape {list(symbol.shape)}", "index by integer scalars")
         return symbol.value
 
@@ -182,7 +187,7 @@ class Recorder:
         for number, found in enumerate(self.captured):
             if found is tensor:
                 return number
-        if tensor.dtype not in _CAPTURED_DTYPES:
+        if tensor.dtype not in CAPTURED_DTYPES:
             raise TypeError(
                 f"score_mod: expected captured tensors of floating point, integers or bool, got {tensor.dtype} "
                 f"{_place()}; cast it before the call"
@@ -229,7 +234,7 @@ class Recorder:
             return torch.where((given >= -width) & (given <= width), 0.0, gradient)
         if func is aten.empty_like.default and self.of_derivative:  # it is filled then
             return self.constant(0, first.dtype)
-        if torch.Tag.pointwise not in func.tags and func not in _ELEMENTWISE:
+        if not is_elementwise(func):
             # Such as `to` within a form in other operations: below autograd PyTorch leaves them whole.
             composed = func.decompose(*args, **kwargs)
             if composed is not NotImplemented:

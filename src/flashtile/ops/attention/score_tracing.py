@@ -18,6 +18,7 @@ from flashtile.ops.attention.score_program import (
     ScoreFunction,
     ScoreProgram,
     Step,
+    check_captured,
     parse,
     run,
 )
@@ -60,6 +61,8 @@ def _check_traced(function: ScoreFunction, dtype: torch.dtype, device: torch.dev
                 f"score_mod: expected captured tensors on the device of q, {device}, got one on {tensor.device}; make "
                 "the ScoreFunction of tensors there"
             )
+    if not torch.compiler.is_compiling():  # in a graph, the operator does
+        check_captured(function.program, function.captured)
 
 
 #: Programs by what their functions look like; the oldest go first.

@@ -58,6 +58,7 @@ _OF_MORE = {
 }  # fmt: skip
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LARGEST_POWER = 8
+_MOST_SUMMANDS = 16
 
 
 class UnsupportedOperation(Exception):
@@ -138,20 +139,30 @@ class ScoreWriter:
                     parts.setdefault(shared, []).append(f"{sign} {term}{''.join(strides)}")
         return ["".join(f" {each}" for each in parts[shared]) for shared in sorted(parts)]
 
-    def _summands(self, value: str, sign: str = "+") -> list[tuple[str, str]]:
+    def _summands(self, value: str) -> list[tuple[str, str]]:
         """Values whose sum, with these signs, an index is: as many as it takes until each belongs to rows, columns, or
-        neither."""
-        if {_Q_INDEX, _K_INDEX} <= self.inputs_of(value):
-            step = self.program.steps[int(value[1:])]
-            other = "-" if sign == "+" else "+"
-            signs = {"add": (sign, sign), "sub": (sign, other), "rsub": (other, sign)}.get(step.name)
-            if signs is not None and len(step.arguments) == 2 and not step.keywords:
-                return [
-                    each
-                    for of, argument in zip(signs, step.arguments)
-                    for each in (self._summands(argument, of) if is_value(argument) else [(of, str(argument))])
-                ]
-        return [(sign, value)]
+        neither. A sum of more than `_MOST_SUMMANDS` stays whole from there on."""
+        found: list[tuple[str, str]] = []
+        rest = [("+", value)]
+        while rest:
+            sign, value = rest.pop()
+            terms = self._terms(sign, value) if len(found) + len(rest) < _MOST_SUMMANDS else None
+            if terms is None:
+                found.append((sign, value))
+            else:
+                rest += reversed(terms)
+        return found
+
+    def _terms(self, sign: str, value: str) -> list[tuple[str, str]] | None:
+        """The two terms of a sum that depends on rows and columns, with their signs."""
+        if not is_value(value) or not {_Q_INDEX, _K_INDEX} <= self.inputs_of(value):
+            return None
+        step = self.program.steps[int(value[1:])]
+        other = "-" if sign == "+" else "+"
+        signs = {"add": (sign, sign), "sub": (sign, other), "rsub": (other, sign)}.get(step.name)
+        if signs is None or len(step.arguments) != 2 or step.keywords:
+            return None
+        return list(zip(signs, map(str, step.arguments)))
 
     def _wide(self, value: str) -> list[tuple[int, str]]:
         """Terms of 64 bits that add up to a value, each with how much of a tile it differs in."""
@@ -250,9 +261,9 @@ class ScoreWriter:
         if is_value(base) and is_value(exponent):
             return None
         if not is_value(base):
-            return f"tl.exp2({self._cast(exponent, dtype)} * {math.log2(base)!r})" if base > 0 else None
+            return f"tl.exp2({self._cast(exponent, dtype)} * {_literal(math.log2(base))})" if base > 0 else None
         given = self._cast(base, dtype)
-        if exponent == int(exponent) and 0 < abs(exponent) <= _LARGEST_POWER:
+        if float(exponent).is_integer() and 0 < abs(exponent) <= _LARGEST_POWER:
             product = " * ".join([given] * int(abs(exponent)))
             return product if exponent > 0 else f"1.0 / ({product})"
         if exponent in (0.5, -0.5):
