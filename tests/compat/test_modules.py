@@ -32,7 +32,7 @@ def linear(module, x):
 
 def norm(module, x):
     """A norm, likewise."""
-    return F.rms_norm(x, x.shape[-1:], module.weight, module.eps) if isinstance(module, RMSNorm) else module(x)
+    return F.rms_norm(x, x.shape[-1:], module.weight, module.eps) if type(module) is RMSNorm else module(x)
 
 
 def by_definition(module, x, x_kv=None, meaning=None, mask=None):
@@ -295,12 +295,26 @@ def blocks(norm_cls, module=block, **options):
     return made
 
 
-NORMS = [nn.LayerNorm, partial(nn.RMSNorm, eps=1e-5), RMSNorm, Scale]
+class Twice(RMSNorm):
+    """One that does more than its class."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def hooked(dim):
+    made = nn.LayerNorm(dim)
+    made.register_forward_hook(lambda module, given, out: 2 * out)
+    return made
+
+
+NORMS = [nn.LayerNorm, partial(nn.RMSNorm, eps=1e-5), RMSNorm, Scale, Twice, hooked]
+NORM_NAMES = ["layer", "rms", "our-rms", "other", "subclass", "hook"]
 
 
 @devices
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("norm_cls", NORMS, ids=["layer", "rms", "our-rms", "other"])
+@pytest.mark.parametrize("norm_cls", NORMS, ids=NORM_NAMES)
 def test_blocks(norm_cls, fused, device):
     x, residual = normal(2, 5, 16).float().to(device), normal(2, 5, 16, seed=1).float().to(device)
     pre = blocks(norm_cls, fused_dropout_add_ln=fused).to(device)
@@ -374,7 +388,7 @@ def test_subsets_of_tokens():
 
 @pytest.mark.parametrize("module", [block, block_v1])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("norm_cls", NORMS, ids=["layer", "rms", "our-rms", "other"])
+@pytest.mark.parametrize("norm_cls", NORMS, ids=NORM_NAMES)
 def test_parallel_blocks(norm_cls, tied, module):
     made = module.ParallelBlock(
         16, partial(nn.Linear, out_features=16), partial(nn.Linear, out_features=16), norm_cls, tied_norm=tied

@@ -252,3 +252,15 @@ def test_generation_on_a_gpu_waits_for_nothing(config):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(out, expected) and torch.equal(drawn[:, :6], prompt)
+
+
+@pytest.mark.parametrize("name", ["position", "head"])
+def test_layers_with_hooks_are_called(name):
+    """Position embeddings and the head, of which the fused loss would read the weight alone."""
+    model = make(config=replace(SMALL, tied=False, fused_loss=True))
+    given = tokens()
+    loss, logits = model.loss(given), model(given[:, :-1])
+    getattr(model, name).register_forward_hook(lambda module, inputs, out: 0.5 * out)
+    assert not torch.equal(model.loss(given), loss)
+    assert not torch.equal(model(given[:, :-1]), logits)
+    assert_same(model.loss(given), flashtile.cross_entropy(model(given[:, :-1]), given[:, 1:]))

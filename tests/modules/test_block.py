@@ -195,6 +195,51 @@ def test_compiles_whole(cls):
         assert_same(mine.grad, theirs.grad)
 
 
+class Twice(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class TwiceLayer(LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def hooked(dim: int) -> nn.Module:
+    norm = nn.RMSNorm(dim)
+    norm.register_forward_hook(lambda module, given, out: 2 * out)
+    return norm
+
+
+@pytest.mark.parametrize("norm", [Twice, TwiceLayer, hooked], ids=["torch", "ours", "hook"])
+@pytest.mark.parametrize("cls", [Block, ParallelBlock])
+def test_a_norm_that_does_more_than_its_class_is_called(cls, norm):
+    """Its parameters do not say all that it computes."""
+    block, (hidden, residual) = make(cls, norm_cls=norm), torch.randn(2, 2, 7, DIM)
+    if cls is Block:
+        total = hidden + residual
+        after = block.mixer(block.norm1(total)) + total
+        assert_same(block(hidden, residual), (block.mlp(block.norm2(after)), after))
+        post = make(norm_cls=norm, prenorm=False)
+        middle = post.norm1(post.mixer(hidden) + hidden)
+        assert_same(post(hidden), post.norm2(post.mlp(middle) + middle))
+    else:
+        total = hidden + hidden + residual
+        expected = block.mixer(block.norm1(total)), block.mlp(block.norm2(total)), total
+        assert_same(block(hidden, hidden, residual), expected)
+    narrow = block.bfloat16()
+    *_, kept = narrow(hidden.bfloat16(), *[hidden.bfloat16()] * (cls is ParallelBlock), residual)
+    assert kept.dtype is torch.float32  # the sum of bfloat16 and a float32 residual, normed by bfloat16 weights
+
+
+def test_a_norm_of_several_dimensions_is_no_norm_of_the_last():
+    hidden = torch.randn(2, 3, 16)
+    norm = nn.LayerNorm((3, 16), elementwise_affine=False)
+    assert_same(add_norm(norm, hidden, hidden), norm(2 * hidden))
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        add_norm(nn.LayerNorm(8, elementwise_affine=False), hidden, hidden)
+
+
 def test_mistakes_are_explained():
     with pytest.raises(TypeError, match="norm_cls: expected a LayerNorm or an RMSNorm"):
         make(norm_cls=nn.BatchNorm1d)

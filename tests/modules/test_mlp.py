@@ -140,15 +140,36 @@ class Adapted(nn.Linear):
         return super().forward(input) + 1
 
 
-@pytest.mark.parametrize("name", ["fc1", "fc2"])
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_fused_mlp_refuses_layers_that_it_would_not_call(name: str, wrapped: bool) -> None:
-    module = FusedMlp(6, 10)
-    layer = getattr(module, name)
-    adapted: nn.Module = nn.Sequential(layer) if wrapped else Adapted(layer.in_features, layer.out_features)
-    setattr(module, name, adapted)
-    with pytest.raises(TypeError, match=rf"{name}: expected a torch\.nn\.Linear, got .*{type(adapted).__name__}"):
-        module(torch.randn(2, 6))
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["subclass", "wrapped", "hook"])
+def test_fused_mlp_calls_layers_that_do_more_than_a_linear_layer(kind: str, level: int) -> None:
+    module = FusedMlp(6, 10, gated=True, activation="squared_relu", checkpoint_level=level)
+    if kind == "hook":
+        module.fc2.register_forward_hook(lambda layer, given, out: out + 1)
+    else:
+        fc1, fc2 = nn.Linear(6, 20), Adapted(10, 6)
+        module.fc1, module.fc2 = fc1, (nn.Sequential(fc2) if kind == "wrapped" else fc2)  # type: ignore[assignment]
+    x = torch.randn(2, 6, requires_grad=True)
+    values, gates = module.fc1(x).chunk(2, -1)
+    expected = module.fc2(values * F.relu(gates).square())
+    leaves = [x, *module.parameters()]
+    out = module(x)
+    assert_same(out, expected)
+    assert_same(torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(expected.sum(), leaves))
+    module.accumulate_main_grad = True
+    with pytest.raises(TypeError, match=r"fc1, fc2: expected torch\.nn\.Linear without hooks"):
+        module(x)
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "relu", "squared_relu", "silu"])
+def test_layers_that_are_called_have_the_same_activation(activation: str) -> None:
+    module, x = FusedMlp(6, 10, activation=activation), torch.randn(2, 6)
+    expected = module(x)
+    module.fc1.register_forward_pre_hook(lambda layer, given: None)
+    assert_same(module(x), expected)
+    module.activation = "tanh"
+    with pytest.raises(ValueError, match="activation: expected one of"):
+        module(x)
 
 
 def test_fused_mlp_takes_parametrized_and_fused_layers() -> None:

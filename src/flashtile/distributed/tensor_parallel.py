@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils.parametrize import is_parametrized
 
+from flashtile.modules.layers import computes_only
+
 #: The dimension of activations `[..., tokens, features]` along which sequence parallelism cuts them.
 _TOKENS = -2
 
@@ -165,13 +167,14 @@ def of_shards(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
     return _Enter.apply(parameter, mesh.get_group())
 
 
-def _check_just(kind: type[nn.Module], layer: nn.Module) -> None:
-    """Refuses another class and parametrizations: only the weights of a layer that is cut are read, so whatever else
-    the layer does would be lost in silence."""
-    if not isinstance(layer, kind) or type(layer).forward is not kind.forward or is_parametrized(layer):
+def check_plain(kind: type[nn.Module], layer: nn.Module) -> None:
+    """Refuses another class, hooks and parametrizations: only the weights of a layer that is cut are read, so whatever
+    else the layer does would be lost in silence."""
+    if not computes_only(layer, kind) or is_parametrized(layer):
         raise TypeError(
-            f"layer: expected a torch.nn.{kind.__name__}, got {type(layer).__module__}.{type(layer).__qualname__}; its "
-            "weights are cut, not what it does with them: merge adapters and parametrizations before"
+            f"layer: expected a torch.nn.{kind.__name__} without hooks, got {type(layer).__module__}."
+            f"{type(layer).__qualname__}; its weights are cut, not what it does with them: merge adapters and "
+            "parametrizations before, add hooks after"
         )
 
 
@@ -237,7 +240,7 @@ class ColumnParallelLinear(nn.Module):
         cls, linear: nn.Linear, mesh: DeviceMesh, order: Tensor | None = None, sequence_parallel: bool = False
     ) -> ColumnParallelLinear:
         """The layer with the weights of a whole one. `order`: the rows in the order in which they are divided."""
-        _check_just(nn.Linear, linear)
+        check_plain(nn.Linear, linear)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._take(linear, mesh, order, sequence_parallel)
@@ -286,7 +289,7 @@ class RowParallelLinear(nn.Module):
     @classmethod
     def of(cls, linear: nn.Linear, mesh: DeviceMesh, sequence_parallel: bool = False) -> RowParallelLinear:
         """The layer with the weights of a whole one."""
-        _check_just(nn.Linear, linear)
+        check_plain(nn.Linear, linear)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._take(linear, mesh, sequence_parallel)
@@ -341,7 +344,7 @@ class VocabParallelEmbedding(nn.Module):
     @classmethod
     def of(cls, embedding: nn.Embedding, mesh: DeviceMesh, sequence_parallel: bool = False) -> VocabParallelEmbedding:
         """The layer with the weights of a whole one, which must have no other options."""
-        _check_just(nn.Embedding, embedding)
+        check_plain(nn.Embedding, embedding)
         options = {name: getattr(embedding, name) for name in _EMBEDDING_OPTIONS}
         given = {name: value for name, value in options.items() if value is not None and value is not False}
         if given:

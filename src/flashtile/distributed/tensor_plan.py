@@ -16,6 +16,7 @@ from flashtile.distributed.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    check_plain,
     collect,
     enter,
     heads_divide,
@@ -151,6 +152,7 @@ class PositionsOfShards(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, mesh: DeviceMesh) -> None:
         super().__init__()
+        check_plain(nn.Embedding, embedding)
         self.weight, self._mesh = embedding.weight, mesh
 
     def forward(self, numbers: Tensor) -> Tensor:

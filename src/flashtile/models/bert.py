@@ -105,7 +105,7 @@ class Bert(nn.Module):
             tokens, positions = kept.x, kept.indices % length
             segments = None if segments is None else segments.flatten()[kept.indices]
             packing = {"cu_seqlens": kept.cu_seqlens, "max_seqlen": kept.max_seqlen}
-        kinds = self.segment.weight[0] if segments is None else self.segment(segments)
+        kinds = self.segment(torch.zeros_like(tokens) if segments is None else segments)
         hidden = self.norm(self.token(tokens) + self.position(positions) + kinds)
         hidden = F.dropout(hidden, self.config.dropout, self.training)
         for block in self.blocks:

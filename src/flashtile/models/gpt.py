@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import flashtile
 from flashtile.models.config import GPTConfig, check_tokens, make_mlp
 from flashtile.modules import MHA, Block, KVCache, LayerNorm, ParallelBlock, RMSNorm, add_norm
+from flashtile.modules.layers import computes_only
 
 #: Causal self-attention: (q, k, v) -> out, each `[B, S, H, D]`.
 CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -112,7 +113,7 @@ class GPT(nn.Module):
             `[B, S, V]`.
         """
         self._check_whole("logits", _OF_PARTS)
-        return F.linear(self.hidden(tokens, cache), self.output_weight)
+        return self._logits(self.hidden(tokens, cache))
 
     def hidden(self, tokens: Tensor, cache: Sequence[KVCache] | None = None) -> Tensor:
         """The output of the last norm, from which the logits are computed: `[B, S, W]`. Arguments as for `forward`."""
@@ -124,8 +125,9 @@ class GPT(nn.Module):
         numbers = None if self.numbered is None else self.numbered(tokens.shape[1], tokens.device)
         hidden = self.token(tokens)  # [B, S, W]
         if self.position is not None:
-            places = self.position.weight[before:end] if numbers is None else self.position(numbers)
-            hidden = hidden + places
+            if numbers is None:
+                numbers = torch.arange(before, end, device=tokens.device)
+            hidden = hidden + self.position(numbers)
         options = {} if cache is None else {"cache": cache}
         branch = residual = None
         for block in self.blocks:
@@ -145,9 +147,13 @@ class GPT(nn.Module):
                 "next token may be on another rank; shift labels before shard_sequence, and take mean_over_shards"
             )
         hidden, labels = self.hidden(tokens[:, :-1]), tokens[:, 1:]
-        if self.config.fused_loss:
+        if self.config.fused_loss and (self.head is None or computes_only(self.head, nn.Linear)):
             return cast(Tensor, flashtile.linear_cross_entropy(hidden, self.output_weight, labels))
-        return cast(Tensor, flashtile.cross_entropy(F.linear(hidden, self.output_weight), labels))
+        return cast(Tensor, flashtile.cross_entropy(self._logits(hidden), labels))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """`[..., W]` -> `[..., V]`."""
+        return F.linear(hidden, self.token.weight) if self.head is None else self.head(hidden)
 
     def _check_whole(self, wanted: str, instead: str) -> None:
         if self.cut:
@@ -221,7 +227,7 @@ class GPT(nn.Module):
         out = torch.cat((tokens, tokens.new_empty(batch, new_tokens)), dim=1)
         step = tokens
         for place in range(length, length + new_tokens):
-            logits = F.linear(self.hidden(step, cache)[:, -1], self.output_weight)  # [B, V]
+            logits = self._logits(self.hidden(step, cache)[:, -1])  # [B, V]
             out[:, place] = _choose(logits, temperature, top_k, generator)
             step = out[:, place : place + 1]
         return out

@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import flashtile
+from flashtile.modules.layers import computes_only
 from flashtile.modules.norm import LayerNorm, RMSNorm
+
+_LAYER_NORMS, _RMS_NORMS = (LayerNorm, nn.LayerNorm), (RMSNorm, nn.RMSNorm)
 
 
 class Block(nn.Module):
@@ -206,8 +210,11 @@ def add_norm(
 ) -> Tensor:
     """`norm(dropout(hidden) + dropout(hidden2) + residual)` in one pass over memory: the end of the last block.
 
+    A norm that does more than its class is called after the addition, in a pass of its own: a subclass with a forward
+    of its own, a norm with hooks, or one over several dimensions.
+
     Args:
-        norm: a `LayerNorm` or `RMSNorm`, flashtile's or PyTorch's.
+        norm: a `LayerNorm` or `RMSNorm`, flashtile's or PyTorch's, or a subclass.
         hidden: `[..., dim]`.
         residual: `[..., dim]`, or None for 0.
         dropout_p: probability that an element of either branch is dropped.
@@ -219,6 +226,8 @@ def add_norm(
     Raises:
         TypeError: norm is neither of these.
     """
+    if not _fusible(norm, hidden):
+        return _called(norm, _sum(hidden, hidden2, residual, dropout_p, False), hidden.dtype)
     fused, options = _fused(norm, hidden, residual, False)
     return fused(hidden, residual, dropout_p=dropout_p, x1=hidden2, **options)
 
@@ -227,6 +236,9 @@ def add_prenorm(
     norm: nn.Module, hidden: Tensor, residual: Tensor | None, dropout_p: float = 0.0, residual_in_fp32: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The norm of `dropout(hidden) + residual`, as `add_norm`, and the sum itself."""
+    if not _fusible(norm, hidden):
+        total = _sum(hidden, None, residual, dropout_p, residual_in_fp32)
+        return _called(norm, total, hidden.dtype), total
     fused, options = _fused(norm, hidden, residual, residual_in_fp32)
     return fused(hidden, residual, dropout_p=dropout_p, prenorm=True, **options)
 
@@ -246,6 +258,10 @@ def add_parallel_norm(
         TypeError: a norm that `add_norm` does not accept.
         ValueError: the norms are of two kinds, or have different values of eps.
     """
+    if not all(norm is None or _fusible(norm, hidden1) for norm in (norm1, norm2)):
+        total = _sum(hidden1, hidden2, residual, dropout_p, residual_in_fp32)
+        normed = _called(norm1, total, hidden1.dtype)
+        return normed, normed if norm2 is None else _called(norm2, total, hidden1.dtype), total
     fused, options = _fused(norm1, hidden1, residual, residual_in_fp32)
     options |= {"x1": hidden2, "dropout_p": dropout_p, "prenorm": True}
     if norm2 is not None:
@@ -263,14 +279,51 @@ def add_parallel_norm(
     return normed, normed, residual
 
 
+def _fusible(norm: nn.Module, hidden: Tensor) -> bool:
+    """Whether a norm's parameters say all that it computes, so that it can be fused with what comes before it."""
+    _checked("norm", norm)
+    same_width = tuple(norm.normalized_shape) == tuple(hidden.shape[-1:])
+    return same_width and computes_only(norm, *_LAYER_NORMS, *_RMS_NORMS)
+
+
+def _sum(
+    hidden: Tensor, hidden2: Tensor | None, residual: Tensor | None, dropout_p: float, residual_in_fp32: bool
+) -> Tensor:
+    """`dropout(hidden) + dropout(hidden2) + residual` in the dtype that the fused functions return."""
+    dtype = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else hidden.dtype
+    total = F.dropout(hidden, dropout_p)
+    if hidden2 is not None:
+        total = total + F.dropout(hidden2, dropout_p)
+    if residual is not None:
+        total = total + residual
+    return total.to(dtype)
+
+
+def _called(norm: nn.Module, total: Tensor, dtype: torch.dtype) -> Tensor:
+    """A norm by its own call, hooks included, in a dtype.
+
+    Where ranks share the tokens, or the parameters are narrower than the sum, the call gets other parameters.
+    """
+    given = dict(norm.named_parameters())
+    wide = total.dtype
+    for parameter in given.values():
+        wide = torch.promote_types(wide, parameter.dtype)
+    others = {name: _read(norm, name) if name in ("weight", "bias") else given[name] for name in given}
+    for name, other in others.items():
+        if type(other) in (Tensor, nn.Parameter):  # a sharded one is left to the hooks that gather it
+            others[name] = other.to(wide)
+    if all(others[name] is parameter for name, parameter in given.items()):
+        return norm(total.to(wide)).to(dtype)
+    return torch.func.functional_call(norm, others, total.to(wide)).to(dtype)
+
+
 def _fused(
     norm: nn.Module, hidden: Tensor, residual: Tensor | None, residual_in_fp32: bool
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function that fuses a norm with what comes before it, and the arguments which the norm says."""
-    _checked("norm", norm)
     options: dict[str, Any] = {"weight": _read(norm, "weight"), "bias": _read(norm, "bias"), "epsilon": norm.eps}
     options["residual_in_fp32"] = residual_in_fp32
-    if isinstance(norm, (LayerNorm, nn.LayerNorm)):
+    if isinstance(norm, _LAYER_NORMS):
         return flashtile.dropout_add_layer_norm, options
     if norm.eps is None:
         narrow = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else hidden.dtype
@@ -285,7 +338,7 @@ def _read(norm: nn.Module, name: str) -> Tensor | None:
 
 
 def _checked(name: str, norm: nn.Module) -> nn.Module:
-    if not isinstance(norm, (LayerNorm, RMSNorm, nn.LayerNorm, nn.RMSNorm)):
+    if not isinstance(norm, (*_LAYER_NORMS, *_RMS_NORMS)):
         raise TypeError(
             f"{name}: expected a LayerNorm or an RMSNorm, of flashtile.modules or torch.nn, got "
             f"{type(norm).__name__}; no other is fused with dropout and addition"

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import flashtile
+from flashtile.modules.layers import computes_only
 from flashtile.modules.sizes import check_sizes
+
+#: The activations of `flashtile.fused_mlp`, for layers that are called.
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square(),
+    "silu": F.silu,
+}
 
 #: Hidden features are rounded up to it where they are not given: matrix products like multiples of their tiles.
 _MULTIPLE_OF = 128
@@ -162,8 +174,9 @@ class GatedMlp(_Perceptron):
 class FusedMlp(_Perceptron):
     """A perceptron by `flashtile.fused_mlp`, with the keys of `Mlp`, or with gates the keys and rows of `GatedMlp`.
 
-    `fc1` and `fc2` hold the parameters, and are not called. Hooks on them therefore do not run. If one of them is
-    replaced by a layer that computes something else than a linear layer, the module raises a TypeError.
+    `fc1` and `fc2` hold the parameters, and are not called as long as both are linear layers and nothing else. If one
+    has hooks (as under FSDP), or another layer is in its place (such as an adapter), the module calls both, as `Mlp`
+    and `GatedMlp` do. A checkpoint_level above 0 then computes everything again in the backward.
 
     Args:
         in_features: last dimension of the input.
@@ -207,7 +220,8 @@ class FusedMlp(_Perceptron):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """`[..., in_features]` -> `[..., out_features]`; with return_residual the pair of it and x."""
         fc1, fc2 = self.fc1, self.fc2
-        _check_layers(fc1=fc1, fc2=fc2)
+        if not all(computes_only(layer, nn.Linear, FusedDense) for layer in (fc1, fc2)):
+            return self._called(x)
         buffers: dict[str, Any] = {}
         if self.accumulate_main_grad:
             buffers["main_grad1"] = _main_grad("fc1.weight", fc1.weight)
@@ -225,6 +239,27 @@ class FusedMlp(_Perceptron):
             **buffers,
         )
 
+    def _called(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """The same by calls of both layers."""
+        if self.accumulate_main_grad:
+            raise TypeError(
+                "fc1, fc2: expected torch.nn.Linear without hooks with accumulate_main_grad=True, got "
+                f"{type(self.fc1).__qualname__} and {type(self.fc2).__qualname__}; what is called has its gradients in "
+                "grad"
+            )
+        if self.activation not in _ACTIVATIONS:
+            raise ValueError(f"activation: expected one of {tuple(_ACTIVATIONS)}, got {self.activation!r}")
+        level = self.checkpoint_level and torch.is_grad_enabled()
+        out = checkpoint(self._layers, x, use_reentrant=False) if level else self._layers(x)
+        return (out, x) if self.return_residual else out
+
+    def _layers(self, x: Tensor) -> Tensor:
+        hidden, activation = self.fc1(x), _ACTIVATIONS[self.activation]
+        if not self.gated:
+            return self.fc2(activation(hidden))
+        values, gates = hidden.chunk(2, dim=-1)
+        return self.fc2(values * activation(gates))
+
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, checkpoint_level={self.checkpoint_level}, gated={self.gated}"
 
@@ -235,16 +270,6 @@ def _hidden_features(in_features: int, gated: bool) -> int:
 
 def _rounded_up(features: int, multiple_of: int) -> int:
     return -(-features // multiple_of) * multiple_of
-
-
-def _check_layers(**layers: nn.Module) -> None:
-    """Layers of which the weights alone are read: what another class adds to the product would be lost in silence."""
-    for name, layer in layers.items():
-        if not isinstance(layer, nn.Linear) or type(layer).forward not in (nn.Linear.forward, FusedDense.forward):
-            raise TypeError(
-                f"{name}: expected a torch.nn.Linear, got {type(layer).__module__}.{type(layer).__qualname__}; "
-                "FusedMlp reads its weight and bias and does not call it, flashtile.modules.Mlp and GatedMlp do"
-            )
 
 
 def _main_grad(name: str, weight: Tensor) -> Tensor | None:

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from flashtile import modules
 from flashtile.compat.shared.norms import norm_fn
+from flashtile.modules.layers import computes_only, is_hooked
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm, modules.LayerNorm, modules.RMSNorm)
 
 
 class DropPath(nn.Module):
@@ -99,7 +102,7 @@ def _dropped(branches: Sequence[Tensor], dropouts: Sequence[Any]) -> tuple[list[
 
     PyTorch's dropout of one probability is left to the fused norm; another one is applied here.
     """
-    if all(type(dropout) is nn.Dropout for dropout in dropouts):
+    if all(computes_only(dropout, nn.Dropout) for dropout in dropouts):
         active = {dropout.p if dropout.training else 0.0 for dropout in dropouts}
         if len(active) == 1 and max(active) < 1:
             return list(branches), active.pop()
@@ -108,15 +111,19 @@ def _dropped(branches: Sequence[Tensor], dropouts: Sequence[Any]) -> tuple[list[
 
 def _fusible(norms: Sequence[Any]) -> bool:
     """Whether flashtile has these norms: layer norms, or RMS norms, of the last dimension with one epsilon."""
-    known = all(isinstance(norm, (nn.LayerNorm, modules.LayerNorm)) or _is_rms(norm) for norm in norms)
+    known = all(computes_only(norm, *_NORMS) or _is_plain(norm) for norm in norms)
     return known and len({(_is_rms(norm), norm.eps) for norm in norms}) == 1 and all(
         norm.weight is not None and norm.weight.dim() == 1 for norm in norms
     )  # fmt: skip
 
 
 def _is_rms(norm: Any) -> bool:
-    # The classes of flash_attn's names tell it themselves: there is one of each for each name that they were loaded by.
     return isinstance(norm, (nn.RMSNorm, modules.RMSNorm)) or getattr(norm, "plain_rms_norm", False)
+
+
+def _is_plain(norm: Any) -> bool:
+    # The classes of flash_attn's names tell it themselves: there is one of each for each name that they were loaded by.
+    return getattr(norm, "plain_rms_norm", False) and "forward" not in vars(norm) and not is_hooked(norm)
 
 
 def _eps(norm: Any, hidden: Tensor) -> float:

@@ -108,7 +108,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.plain_rms_norm = True
+        self.plain_rms_norm = type(self).forward is RMSNorm.forward
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
         self.reset_parameters()

@@ -171,7 +171,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.drop = nn.Dropout(dropout_p) if dropout_p > 0 else None
         self.zero_centered_weight = zero_centered_weight
-        self.plain_rms_norm = not (dropout_p or zero_centered_weight)
+        self.plain_rms_norm = type(self).forward is RMSNorm.forward and not (dropout_p or zero_centered_weight)
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
         self.reset_parameters()
