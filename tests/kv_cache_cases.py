@@ -77,7 +77,8 @@ class CacheInputs:
 
 
 def make_inputs(case: CacheCase, device: torch.device | str = "cpu", seed: int = 0) -> CacheInputs:
-    """Random normal inputs. What no sequence may read (rows past the longest one, rows of nobody) is NaN."""
+    """Random normal inputs. Rows that no query sees are NaN: past the length, in the left padding, left of all windows,
+    and those of no sequence."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
@@ -121,12 +122,16 @@ def make_inputs(case: CacheCase, device: torch.device | str = "cpu", seed: int =
 
 
 def _poison(case: CacheCase, tensors: dict[str, Any], *caches: Tensor) -> None:
-    """NaN in all rows that no sequence has."""
+    """NaN in all rows that no query sees."""
+    window_left, _ = case.arguments.get("window") or (None, None)
     used = torch.zeros(caches[0].shape[:2], dtype=torch.bool)
     for sequence in range(case.batch):
         length = case.capacity if case.lengths is None else case.lengths
         length = length if isinstance(length, int) else length[sequence]
-        row = torch.arange(0 if case.left is None else min(case.left[sequence], length), length)
+        first = 0 if case.left is None else case.left[sequence]
+        if window_left is not None:
+            first = max(first, length + (case.seq_new or 0) - case.seq_q - window_left)
+        row = torch.arange(min(first, length), length)
         if case.page_size is not None:
             used[tensors["block_table"][sequence].long()[row // case.page_size], row % case.page_size] = True
         else:

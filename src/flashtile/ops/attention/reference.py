@@ -108,10 +108,9 @@ def _forward_dense(
     if side.key_lengths is not None:
         valid = torch.arange(seq_k, device=q.device) < side.key_lengths[:, None]
         visible = visible & valid[:, None, None, :]
-        # What lies past a length is padding and may be anything; 0 · NaN would let it into out and into dq.
-        padding = ~valid[:, None, :, None]
-        k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
-
+    # Keys that no query sees may hold anything; 0 · NaN would let it into out and into dq.
+    unseen = ~visible.any(dim=-2)[..., None]
+    k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
     visible = visible & _shown(side, spec, seq_q, seq_k, slice(first_sequence, first_sequence + batch))
     if spec.score_program is not None:
         # A score of -inf hides a pair. Hidden ones have no gradient, whatever the function's derivative is there.

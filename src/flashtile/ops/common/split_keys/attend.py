@@ -92,7 +92,7 @@ def attend_kernel(
 
     acc, row_max, row_sum = visit_tiles(
         q_rows, there, query, k_base, v_base, table, k_strides, v_strides, first_tile, last_tile,
-        left, total, full_begin, full_end, shift, window, scale, softcap, slope, slope_diagonal, sink,
+        begin, full_begin, full_end, end, shift, window, scale, softcap, slope, slope_diagonal, sink,
         PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK, PRECISION,
     )  # fmt: skip
 
@@ -136,12 +136,16 @@ def visible_ranges(first_query, last_query, shift, left, total, window):
 @triton.jit
 def visit_tiles(
     q_rows, there, query, k_base, v_base, table, k_strides, v_strides, first_tile, last_tile,
-    left, total, full_begin, full_end, shift, window, scale, softcap, slope, slope_diagonal, sink,
+    begin, full_begin, full_end, end, shift, window, scale, softcap, slope, slope_diagonal, sink,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over some key tiles. Returns acc `[M, E]`, row_max (in units of log2) and row_sum `[M]`."""
+    """The online softmax over some key tiles. Returns acc `[M, E]`, row_max (in units of log2) and row_sum `[M]`.
+
+    Of keys and values only the rows that some query of the tile sees are loaded, from `begin` to `end`. The others may
+    hold NaN, which a weight of 0 would not remove.
+    """
     PRECISE: tl.constexpr = q_rows.dtype.element_ty == tl.float32
     V_WITH_K: tl.constexpr = swizzles_differ(CHUNK if CHUNK else BLOCK_D, BLOCK_E)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -154,14 +158,14 @@ def visit_tiles(
     column_v = tl.arange(0, BLOCK_E)[None, :]
     if not CHUNK:
         q_tile = tl.load(q_rows[:, None] + column, mask=there[:, None] & (column < HEAD_DIM), other=0.0)  # [M, D]
-    pages = tile_pages(table, first_tile, last_tile, total, PAGE_SIZE, BLOCK_N)
+    pages = tile_pages(table, first_tile, last_tile, begin, end, PAGE_SIZE, BLOCK_N)
     for tile in tl.range(first_tile, last_tile):
         start = tile * BLOCK_N
         key = start + tl.arange(0, BLOCK_N)
-        valid = (key < total) & (key >= left)
+        valid = (key >= begin) & (key < end)
         # The pages of the next tile are looked up while this one is computed: its loads need not wait for them.
         page = pages
-        pages = tile_pages(table, tile + 1, last_tile, total, PAGE_SIZE, BLOCK_N)
+        pages = tile_pages(table, tile + 1, last_tile, begin, end, PAGE_SIZE, BLOCK_N)
         k_rows = tile_pointers(k_base, page, start, k_strides, PAGE_SIZE, BLOCK_N)  # [N, 1]
         v_rows = tile_pointers(v_base, page, start, v_strides, PAGE_SIZE, BLOCK_N)
         if not CHUNK:

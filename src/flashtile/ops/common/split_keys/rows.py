@@ -42,8 +42,8 @@ def sequence_lengths(lengths_ptr, sequence, length, seq_new, capacity):
 
 
 @triton.jit
-def tile_pages(table, tile, last_tile, total, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The page that a tile of rows lies in, or those of its rows `[N]`; 0 for rows that are not there.
+def tile_pages(table, tile, last_tile, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page that a tile of rows lies in, or those of its rows `[N]`; 0 for rows outside of `[begin, end)`.
 
     As they were loaded: whatever is done to them, a conversion too, waits for them. And of what one turn of a loop
     hands to the next, Triton's pipeline puts a load early enough, but nothing that is made of one.
@@ -55,7 +55,7 @@ def tile_pages(table, tile, last_tile, total, PAGE_SIZE: tl.constexpr, BLOCK_N: 
             page = tl.load(table + start // PAGE_SIZE, mask=tile < last_tile, other=0)
         else:
             key = start + tl.arange(0, BLOCK_N)
-            there = (key < total) & (tile < last_tile)
+            there = (key >= begin) & (key < end) & (tile < last_tile)
             page = tl.load(table + key // PAGE_SIZE, mask=there, other=0)
     return page
 
