@@ -68,7 +68,7 @@ WITHIN_OPERATION = {
     "flex": {"api", "block_mask", "flex_masks", "options"},
     "flex_masks": {"block_mask", "surroundings"},
     "surroundings": set(),
-    "explain": {"backend", "canonical", "checks", "options", "partial", "select", "spec"},
+    "explain": {"backend", "canonical", "checks", "options", "partial", "seen_keys", "select", "spec"},
     "backend": {"spec"},
     "partial": {
         "block_mask",
@@ -84,7 +84,8 @@ WITHIN_OPERATION = {
     },
     "mask_parts": {"block_mask", "tile_lists"},
     "arguments": {"spec"},
-    "calls": {"checks", "score_program", "select", "spec"},
+    "calls": {"checks", "score_program", "seen_keys", "select", "spec"},
+    "seen_keys": {"spec"},
     "repeated": {
         "arguments",
         "block_mask",
@@ -92,6 +93,7 @@ WITHIN_OPERATION = {
         "checks",
         "philox",
         "score_tracing",
+        "seen_keys",
         "select",
         "spec",
     },
@@ -147,7 +149,7 @@ WITHIN_OPERATION = {
     "cpu": {"backend", "block_mask", "fp8", "losses", "philox", "score_program", "score_tracing", "spec"},
     "triton": {"arguments", "backend", "plans", "score_program", "score_tracing", "side_parameters", "spec", "walks"},
     "hopper": {"arguments", "backend", "plans", "side_parameters", "spec", "triton", "walks"},
-    "split": {"backend", "spec"},
+    "split": {"backend", "seen_keys", "spec"},
 }
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
 COMMON, COMMON_ON_BACKENDS = "common", {"backends", "row_tiles", "split_keys", "watch"}

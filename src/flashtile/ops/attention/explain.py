@@ -15,6 +15,7 @@ from flashtile.ops.attention.backend import AttentionCall, KernelChoice, facts_o
 from flashtile.ops.attention.canonical import DENSE_LAYOUT, PACKED_LAYOUT, add_scores, checked_qkv, lengths_of, spec_of
 from flashtile.ops.attention.options import ExplainOptions, names_of, take, with_options
 from flashtile.ops.attention.partial import AttentionPart, placed
+from flashtile.ops.attention.seen_keys import seen_call
 from flashtile.ops.attention.select import BACKENDS
 from flashtile.ops.attention.spec import FP8, wanted_of
 
@@ -101,6 +102,8 @@ def explain(
     if part is not None:
         spec = placed(spec, part, q.shape[-3], k.shape[-3], q.shape[-2], packed, given)
     spec = spec._replace(returns_max_scores=given.return_max_scores)
+    if seen := seen_call(q, k, v, side, spec):
+        k, v, side, spec, *_ = seen
     name, device_type, facts, multiprocessors = _resolve_device(q.device if device is None else device)
     call = AttentionCall(
         given.backend,

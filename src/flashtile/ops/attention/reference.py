@@ -113,10 +113,11 @@ def _forward_dense(
     k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
     visible = visible & _shown(side, spec, seq_q, seq_k, slice(first_sequence, first_sequence + batch))
     if spec.score_program is not None:
-        # A score of -inf hides a pair. Hidden ones have no gradient, whatever the function's derivative is there.
+        # Hidden pairs have no gradient, whatever the function's derivative is there.
         with torch.no_grad():
             visible = visible & ~_scores(q, k, side, spec, visible, first_sequence).isneginf()
     scores = _scores(q, k, side, spec, visible, first_sequence)
+    visible = visible & ~scores.isneginf()  # a score of -inf hides its pair, whatever made it
     blind = ~visible.any(dim=-1, keepdim=True)  # rows with no visible key
     scores = scores.masked_fill(~visible, float("-inf"))
     largest = _largest(scores) if spec.returns_max_scores else None

@@ -155,8 +155,8 @@ class Changes(NamedTuple):
 
 
 def scores(product: Tensor, part: Part, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor, Changes]:
-    """What becomes of products `[B, H, R, C]`: scores, nothing hidden yet but by the score function; and which pairs
-    are visible, bool that broadcasts to them."""
+    """What becomes of products `[B, H, R, C]`: scores, of which none is masked yet; and which pairs are visible, bool
+    that broadcasts to them. A score of -inf hides its pair."""
     scores, cap, inputs = product * spec.scale, None, None
     shown = _shown_by_arguments(part, side, spec)
     if spec.softcap:
@@ -169,8 +169,7 @@ def scores(product: Tensor, part: Part, side: SideInputs, spec: AttentionSpec) -
         scores = scores + part_of(side.bias, part).to(scores.dtype)
     if side.alibi_slopes is not None:
         scores = scores - by_head(side.alibi_slopes, part) * distance(part, spec, scores.dtype)
-    if spec.score_program is not None:
-        shown = shown & ~scores.isneginf()
+    shown = shown & ~scores.isneginf()
     return scores, shown, Changes(cap, inputs)
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from flashtile.ops.attention.cpu import tiled, torch_flash
 from flashtile.ops.attention.cpu.column_sums import column_sums
 from flashtile.ops.attention.cpu.lengths import lengths_as_mask
-from flashtile.ops.attention.cpu.tiles import are_finite
 from flashtile.ops.attention.cpu.torch_served import served_by_torch
 from flashtile.ops.attention.fp8 import dequantized
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, out_dtype
@@ -24,15 +23,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     if q.dtype is FP8:
         out, *statistics = forward(*dequantized(q, k, v, side), spec)
         return out.to(out_dtype(FP8)), *statistics
-    masked = lengths_as_mask(q, k, side)
-    if masked is not None:
-        found = _forward(q, k, v, masked, spec)
-        if are_finite(found[0]):
-            return found
-    return _forward(q, k, v, side, spec)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
+    k, v, side = lengths_as_mask(q, k, v, side)
     if served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype)[0]:
         found = torch_flash.forward(q, k, v, side, spec)
         if found is not None:
@@ -66,26 +57,7 @@ def backward(
     """The gradients of a call on the CPU from its outputs and their gradients."""
     if dlse is not None and not dlse.any():
         dlse = None  # torch.compile passes zeros where nothing comes through lse
-    masked = lengths_as_mask(q, k, side)
-    if masked is not None:
-        found = _backward(dout, dlse, q, k, v, out, lse, masked, spec, wanted)
-        if are_finite(found.q, found.k, found.v):
-            return found
-    return _backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)
-
-
-def _backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    side: SideInputs,
-    spec: AttentionSpec,
-    wanted: Wanted,
-) -> Gradients:
+    k, v, side = lengths_as_mask(q, k, v, side)
     if dlse is None and served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype, wanted)[0]:
         found = torch_flash.backward(dout, q, k, v, out, lse, side, spec, wanted)
         if found is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
+from flashtile.ops.attention.seen_keys import visible_keys
 from flashtile.ops.attention.spec import FP8
-from flashtile.ops.attention.split.configs import MAX_QUERIES, facts_of, no_gain, visible_keys
+from flashtile.ops.attention.split.configs import MAX_QUERIES, facts_of, no_gain
 from flashtile.ops.common.backends import Backend, triton_unsupported_reason
 from flashtile.ops.common.split_keys.configs import TileKey, choose_cut, shared_memory
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from flashtile.ops.attention.seen_keys import visible_keys
 from flashtile.ops.attention.spec import AttentionSpec
 
 #: With more queries than this, nobody asks whether to split.
@@ -47,17 +48,6 @@ def facts_of(q_shape: tuple[int, ...], k_shape: tuple[int, ...], spec: Attention
     first, last = visible_keys(seq_q, seq_k, spec)
     key_tiles = -(-(last - first) // _KEYS)
     return SplitFacts(batch, seq_q, heads, heads_kv, key_tiles)
-
-
-def visible_keys(seq_q: int, seq_k: int, spec: AttentionSpec) -> tuple[int, int]:
-    """First key that some query sees, and one past the last."""
-    diagonal = 0 if spec.top_left else seq_k - seq_q
-    first, last = 0, seq_k
-    if spec.window_left is not None:
-        first = max(first, diagonal - spec.window_left)
-    if spec.window_right is not None:
-        last = min(last, diagonal + seq_q + spec.window_right)
-    return first, max(first, last)
 
 
 def no_gain(facts: SplitFacts, multiprocessors: int) -> str | None:

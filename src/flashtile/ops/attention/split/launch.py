@@ -12,8 +12,8 @@ from torch import Tensor
 
 from flashtile._backends.alignment import used_strides
 from flashtile._backends.launch import plan_cache, pointer
+from flashtile.ops.attention.seen_keys import visible_keys
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
-from flashtile.ops.attention.split.configs import visible_keys
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 from flashtile.ops.common.split_keys.launch import NO_INDICES, attend
 from flashtile.ops.common.split_keys.plan import SplitCall, SplitPlan, split_plan
