@@ -263,3 +263,66 @@ def test_packed_sequences_of_equal_lengths_hide_nothing() -> None:
     assert not may_hide_rows(q, q, same, AttentionSpec(1.0, 3, 0))
     assert may_hide_rows(q, q, same, AttentionSpec(1.0, -1, None))
     assert may_hide_rows(q, q, other, AttentionSpec(1.0))
+
+
+def _check_scores_of_minus_infinity(
+    backend: str, device: str, dtype: torch.dtype, seq: int, width: int, **options: Any
+) -> None:
+    """An infinite number in queries 5 of head 0 and 7 of head 1 makes all their scores -inf."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, seq, 2, width, generator=generator) for _ in range(3))
+    k[..., 3] = k[..., 3].abs() + 0.1
+    q[0, 5, 0, 3] = q[0, 7, 1, 3] = -torch.inf
+    options = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in options.items()}
+
+    def run(which: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        tensors = [t.to(device, dtype) for t in (q, k, v)]
+        learned = (
+            {"sinks": options["sinks"].to(torch.promote_types(dtype, torch.float32))} if "sinks" in options else {}
+        )
+        return flashtile.attention(*tensors, **(options | learned), return_lse=True, backend=which)
+
+    found, oracle, eager = run(backend, dtype), run("reference", torch.float64), run("reference", dtype)
+    for name, *values in zip(("out", "lse"), found, oracle, eager):
+        assert_close(name, *values)
+    sinks = options.get("sinks", torch.full((2,), -torch.inf))
+    for row, head in ((5, 0), (7, 1)):
+        assert not found[0][0, row, head].any() and found[1][0, head, row] == sinks[head]
+
+
+_WITH_TABLES: list[dict[str, Any]] = [{}, {"window": (4, 0)}, {"sinks": torch.tensor([0.3, -0.2])}]
+
+
+@pytest.mark.parametrize("seq", [20, 300])
+@pytest.mark.parametrize("options", [*_WITH_TABLES, {"mask": torch.arange(20).remainder(3) > 0}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_score_of_minus_infinity_hides_its_key(
+    backend: str, dtype: torch.dtype, options: dict[str, Any], seq: int
+) -> None:
+    if "mask" in options:
+        options = {"mask": options["mask"].repeat(seq // 20)}
+    _check_scores_of_minus_infinity(backend, "cpu", dtype, seq, 16, **options)
+
+
+def test_one_query_of_minus_infinity_hides_all_keys() -> None:
+    """Also where keys are computed in splits."""
+    k = torch.rand(1, 3000, 2, 64) + 0.1
+    q = torch.full((1, 1, 2, 64), -torch.inf)
+    for backend in ("cpu", "reference"):
+        out, lse = flashtile.attention(q, k, k, return_lse=True, backend=backend)
+        assert not out.any() and lse.isneginf().all()
+        assert not flashtile.attention_probs(q, k).any()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("options", _WITH_TABLES, ids=str)
+def test_a_score_of_minus_infinity_hides_its_key_in_interpreted_kernels(options: dict[str, Any]) -> None:
+    _check_scores_of_minus_infinity("triton", "cpu", torch.float32, 20, 16, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", _WITH_TABLES, ids=str)
+@pytest.mark.parametrize("backend", ["auto", "triton", "split"])
+def test_a_score_of_minus_infinity_hides_its_key_on_a_gpu(backend: str, options: dict[str, Any]) -> None:
+    _check_scores_of_minus_infinity(backend, "cuda", torch.bfloat16, 100, 64, **options)

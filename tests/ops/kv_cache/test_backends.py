@@ -86,6 +86,33 @@ def test_gpu_head_dims(head_dim: int, head_dim_v: int, seq_q: int, dtype: torch.
     check(replace(case, heads=4, heads_kv=1, page_size=32), "triton", "cuda")
 
 
+def _windowed(head_dim: int, seq_q: int, page_size: int | None, left: bool) -> CacheCase:
+    """A window over caches in which all rows that no query sees are NaN, of the left padding and left of it too."""
+    case = replace(_LONG, head_dim=head_dim, head_dim_v=head_dim, seq_q=seq_q, page_size=page_size, heads=4)
+    padding = (0, 0, 500) if left else None
+    return replace(case, heads_kv=2, rotary_dim=None, left=padding, arguments={"window": (200, 0)})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("left", [False, True], ids=["", "left_padding"])
+@pytest.mark.parametrize("page_size", [None, 16, 256], ids=str)
+@pytest.mark.parametrize("seq_q", [1, 5, 70])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gpu_rows_that_no_query_sees_have_no_effect(
+    head_dim: int, seq_q: int, page_size: int | None, left: bool
+) -> None:
+    check(_windowed(head_dim, seq_q, page_size, left), "triton", "cuda")
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("head_dim, seq_q, page_size", [(64, 1, None), (128, 5, 16), (256, 2, 256)])
+def test_interpreted_rows_that_no_query_sees_have_no_effect(head_dim: int, seq_q: int, page_size: int | None) -> None:
+    case = replace(_windowed(head_dim, seq_q, page_size, True), dtype=torch.float32, heads=2, heads_kv=1)
+    check(
+        replace(case, batch=2, capacity=300, lengths=(299, 130), left=(0, 120), arguments={"window": (40, 0)}), "triton"
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [128, 256])
 @pytest.mark.parametrize("num_splits", [1, 4, None])

@@ -16,9 +16,6 @@ from flashtile.ops.attention.cpu.tiles import LOG2E
 _forward_op: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu
 _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-#: At least as many elements as a vector register of any processor holds.
-_LONGEST_VECTOR = 128
-
 #: Most queries of a rectangle without a diagonal whose heads of a group are stacked as rows. With more, products are
 #: large without it, and copies of q and out cost more than reading the keys again.
 _MOST_STACKED_QUERIES = 64
@@ -62,9 +59,7 @@ def attend(
     k, v = _by_head(k, reread), _by_head(v, reread)
     if table is None:
         out, lse = _forward_op(q, k, v, 0.0, causal, scale=scale)
-        # With fewer keys than a vector of the processor holds, PyTorch takes a row of NaN scores for one without a
-        # visible key: out = 0 and lse = 0, a value that hardly any other row has.
-        if k.shape[2] < _LONGEST_VECTOR and (lse == 0).any():
+        if _may_be_hidden(out, lse):
             return None
     else:
         of_rows = table.reshape(table.shape[0], -1, group, table.shape[3]) if stacked and table.shape[1] > 1 else table
@@ -82,6 +77,12 @@ def attend(
             out, lse = out[:, :, : group * rows], lse[:, :, : group * rows]
         return Statistics(_unstacked(out, group), lse.reshape(lse.shape[0], -1, rows))
     return Statistics(out.transpose(1, 2), lse)
+
+
+def _may_be_hidden(out: Tensor, lse: Tensor) -> bool:
+    """Whether PyTorch took a row for one without a visible key: out = 0 and lse = 0, which hardly any other row has. So
+    it does if all scores are -inf, and if they are NaN and fewer than a vector of the processor holds."""
+    return not lse.all() and not bool(out[lse == 0].any(dim=-1).all())
 
 
 def _with_hidden_rows(out: Tensor, lse: Tensor, table: Tensor, causal: bool) -> tuple[Tensor, Tensor] | None:
@@ -127,11 +128,13 @@ def attend_split(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Statistics | 
     whole = (k, v) if count * size == keys else (k[:, : count * size], v[:, : count * size])
     splits = [t.view(count, size, heads_kv, head_dim).transpose(1, 2) for t in whole]
     out, lse = _forward_op(stacked.expand(count, -1, -1, -1), *splits, 0.0, False, scale=scale)
+    if _may_be_hidden(out, lse):
+        return None
     if count * size < keys:
         rest = [t[:, count * size :].transpose(1, 2) for t in (k, v)]
         last_out, last_lse = _forward_op(stacked, *rest, 0.0, False, scale=scale)
-        if (last_lse == 0).any():
-            return None  # see `attend`
+        if _may_be_hidden(last_out, last_lse):
+            return None
         out, lse = torch.cat((out, last_out)), torch.cat((lse, last_lse))
     weights = lse.softmax(0)
     # The largest weight is exp(largest lse - lse of all).
