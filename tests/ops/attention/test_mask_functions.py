@@ -72,6 +72,12 @@ FUNCTIONS = {
         flex_attention.noop_mask, flex_attention.or_masks(lambda b, h, q, k: q - k < 80, lambda b, h, q, k: k < 64)
     ),
     "clamped_to_both": lambda b, h, q, k: (k - q.clamp(40, 250)).abs() <= torch.clip(h, 1, 1) * 30,
+    "unknown_and": lambda b, h, q, k: ((q & 1) == 0) & ((k & 1) == 0),
+    "unknown_or": lambda b, h, q, k: torch.logical_or((q >> 2) == 3, (k ^ 5) == 8),
+    "unknown_xor": lambda b, h, q, k: (q**2 > 900) ^ (k**2 > 90),
+    "unknown_not": lambda b, h, q, k: ~((torch.sin(q.float()) > 0) & (torch.sin(k.float()) > 0)),
+    "unknown_and_more": lambda b, h, q, k: (((q | 1) == 1) & ((k << 1) == 2)) == (((q & 1) > 0) | (q >= k)),
+    "unknown_and_number": lambda b, h, q, k: (True & ((q & 1) == 0)) | (((k & 1) == 0) & False),
     "device": lambda b, h, q, k: q - k >= torch.zeros((), device=q.device, dtype=q.dtype),
 }
 

@@ -37,7 +37,7 @@ def bounds_of(predicate: Predicate) -> Callable[[Tiles], Bounds]:
             Interval.of(_Range(tiles.first_k, tiles.last_k)),
         )
         try:
-            with _IntervalArithmetic(tables):
+            with _IntervalArithmetic(tables, tiles.batch.device):
                 visible = predicate(*indices)
         except _NotBoundedError:
             visible = Interval.of(None)
@@ -52,8 +52,8 @@ class _NotBoundedError(Exception):
 
 
 class _Range(NamedTuple):
-    """The least and the greatest value in each of some tiles: tensors that broadcast to `[rows, tiles_k]`, or numbers.
-    They are one object where there is only one value."""
+    """The least and the greatest value in each of some tiles: tensors that broadcast to `[rows, tiles_k]`; of an
+    argument that is a number, that number. They are one object where there is only one value."""
 
     least: Any
     most: Any
@@ -98,10 +98,10 @@ def _truth(known: _Range | None) -> _Range:
 class _IntervalArithmetic(TorchFunctionMode):
     """Under it, operations take and return `Interval`s."""
 
-    def __init__(self, tables: dict[tuple[int, int], _Extremes]):
-        """`tables`: what is known of tensors that were looked up."""
+    def __init__(self, tables: dict[tuple[int, int], _Extremes], device: torch.device):
+        """`tables`: what is known of tensors that were looked up. `device`: of the tiles."""
         super().__init__()
-        self._tables = tables
+        self._tables, self._device = tables, device
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -122,7 +122,14 @@ class _IntervalArithmetic(TorchFunctionMode):
         if rule is None:
             return Interval.of(None)
         given = (entry if isinstance(entry, (torch.dtype, str)) else _range_of(entry) for entry in args)
-        return Interval.of(_without_nan(rule(*given, **kwargs)))
+        return Interval.of(_without_nan(self._in_tensors(rule(*given, **kwargs))))
+
+    def _in_tensors(self, known: _Range | None) -> _Range | None:
+        """A range whose ends are tensors: of two bools of which nothing is known, `&` and `|` make one of numbers."""
+        if known is None or isinstance(known.least, Tensor):
+            return known
+        least = torch.full((1, 1), known.least, device=self._device)
+        return _Range(least, least if known.exact else torch.full((1, 1), known.most, device=self._device))
 
     def _looked_up(self, table: Tensor, index: object) -> _Range | None:
         """The range of `table[index]`, of which one index may be a range."""
