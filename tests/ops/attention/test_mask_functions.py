@@ -96,6 +96,13 @@ def test_shows_what_the_function_says(name):
     check_mask(mask, dense.expand(sizes))
 
 
+def test_what_only_vmap_serves_is_left_to_it():
+    """PyTorch refuses to subtract bools from a tensor, but not under `torch.vmap`."""
+    mask = BlockMask.from_predicate(lambda b, h, q, k: SHIFT - (k > 50) * (q < k) <= k, 1, 1, SEQ_Q, SEQ_K, (64, 64))
+    q, k = torch.arange(SEQ_Q)[:, None], torch.arange(SEQ_K)
+    check_mask(mask, (SHIFT - ((k > 50) & (q < k)).long() <= k)[None, None])
+
+
 LONG = torch.repeat_interleave(torch.arange(64), 512)
 
 
