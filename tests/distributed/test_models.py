@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from distributed_models import CONFIGS, JOBS, alone
 from distributed_processes import start
+from flashtile.distributed import vocabulary_loss
+from flashtile.models import GPT
 from flashtile.testing import assert_same
 
 
@@ -103,3 +108,10 @@ def test_plans_that_cannot_be_are_refused(results):
     for of_rank in results:
         for found, message in zip(of_rank["refused plans"], messages, strict=True):
             assert message in found
+
+
+def test_the_loss_of_a_model_that_is_whole_is_not_that_of_parts():
+    whole = GPT(replace(CONFIGS["gpt2"], fused_loss=True))
+    for model, got in ((whole, "one that is whole"), (whole.blocks, "ModuleList")):
+        with pytest.raises(TypeError, match=f"model: expected a GPT that tensor_parallel_plan has divided, got {got}"):
+            vocabulary_loss(model, torch.zeros(1, 2, 16), torch.zeros(1, 2, dtype=torch.int64), None)

@@ -110,6 +110,9 @@ def test_mistakes_are_explained():
         model(tokens, total=36)
     with pytest.raises(ValueError, match="total: expected the number of True elements of the mask, 25, got 36"):
         model(tokens, mask, total=36)
+    mask[1, 0] = False
+    with pytest.raises(ValueError, match=r"mask: expected the first token .* to be kept, got False at \[1, 0\]"):
+        model(tokens, mask, segments)
     with pytest.raises(ValueError, match=r"labels: expected the shape of tokens, \(3, 12\), got \(3, 5\)"):
         model.loss(tokens, tokens[:, :5])
     with pytest.raises(ValueError, match="activation: expected one of 'gelu', 'gelu_tanh', 'relu', got 'swiglu'"):

@@ -3,7 +3,7 @@ results that are changed in place, and the arithmetic that PyTorch's counter see
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -25,6 +25,47 @@ def test_every_public_function_is_called() -> None:
     of_patterns = {name.removeprefix("patterns.") for name in called if name.startswith("patterns.")}
     assert called >= set(flashtile.__all__) - NO_CALLS
     assert of_patterns == set(flashtile.patterns.__all__)
+
+
+_Q, _X, _INDEX = torch.ones(1, 4, 2, 8), torch.ones(3, 8), torch.zeros(3, dtype=torch.int64)
+#: Calls of one tensor, whose argument has the name before the colon: another one than q, k, v or x where there is one.
+SPARSE: dict[str, tuple[Callable[[Tensor], object], Tensor]] = {
+    "q": (lambda t: flashtile.attention(t, _Q, _Q), _Q),
+    "bias": (lambda t: flashtile.attention(_Q, _Q, _Q, bias=t), torch.ones(4, 4)),
+    "mask": (lambda t: flashtile.attention(_Q, _Q, _Q, mask=t), torch.ones(4, 4, dtype=torch.bool)),
+    "alibi_slopes": (lambda t: flashtile.attention(_Q, _Q, _Q, alibi_slopes=t), torch.ones(2)),
+    "sinks": (lambda t: flashtile.attention(_Q, _Q, _Q, sinks=t), torch.ones(2)),
+    "key_lengths": (lambda t: flashtile.attention(_Q, _Q, _Q, key_lengths=t), torch.ones(1, dtype=torch.int32)),
+    "dropout_seed": (
+        lambda t: flashtile.attention(_Q, _Q, _Q, dropout_p=0.1, dropout_seed=t), torch.ones(2, dtype=torch.int64)
+    ),
+    "cu_seqlens_q": (
+        lambda t: flashtile.attention_varlen(_Q[0], _Q[0], _Q[0], t), torch.tensor([0, 4], dtype=torch.int32)
+    ),
+    "score_mod": (
+        lambda t: flashtile.attention(_Q, _Q, _Q, score_mod=lambda s, b, h, q, k: s + t[q, k]), torch.ones(4, 4)
+    ),
+    "rows": (lambda t: flashtile.attention_probs(_Q, _Q, rows=t), _INDEX),
+    "attn_mask": (lambda t: flashtile.scaled_dot_product_attention(_Q, _Q, _Q, attn_mask=t), torch.ones(2, 2)),
+    "block_table": (
+        lambda t: flashtile.attention_with_kv_cache(_Q, _Q, _Q, block_table=t), torch.zeros(1, 1, dtype=torch.int32)
+    ),
+    "logits": (lambda t: flashtile.cross_entropy(t, _INDEX), _X),
+    "labels": (lambda t: flashtile.cross_entropy(_X, t), _INDEX),
+    "weight: of a loss": (lambda t: flashtile.linear_cross_entropy(_X, t, _INDEX), _X),
+    "weight: of a norm": (lambda t: flashtile.layer_norm(_X, t), torch.ones(8)),
+    "x0_subset": (lambda t: flashtile.dropout_add_layer_norm(_X, None, None, None, x0_subset=t), _INDEX),
+    "weight: of a layer": (lambda t: flashtile.fused_dense(_X, t), _X),
+    "cos": (lambda t: flashtile.apply_rotary(_Q, t, torch.ones(4, 4)), torch.ones(4, 4)),
+    "scores": (lambda t: flashtile.online_softmax(t, _X.T), _X),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_tensors_are_refused_by_name(name: str) -> None:
+    call, tensor = SPARSE[name]
+    with pytest.raises(TypeError, match=rf"^{name.partition(':')[0]}: expected .*dense.* got layout torch.sparse_coo"):
+        call(tensor.to_sparse())
 
 
 @pytest.fixture

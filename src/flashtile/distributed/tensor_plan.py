@@ -239,9 +239,18 @@ def vocabulary_loss(model: GPT, hidden: Tensor, labels: Tensor, mesh: DeviceMesh
 
     Returns:
         The loss over the whole vocabulary, the same on all ranks.
+
+    Raises:
+        TypeError: the model is no GPT that `tensor_parallel_plan` has divided.
     """
+    if not isinstance(model, GPT) or not isinstance(model.token, VocabParallelEmbedding):
+        got = "one that is whole" if isinstance(model, GPT) else type(model).__name__
+        raise TypeError(
+            f"model: expected a GPT that tensor_parallel_plan has divided, got {got}; divide it by parallelize_module, "
+            "or call the loss of the whole model"
+        )
     weight = local(model.output_weight)
-    group, shards = mesh.get_group(), cast(VocabParallelEmbedding, model.token).sequence_parallel
+    group, shards = mesh.get_group(), model.token.sequence_parallel
     if model.config.fused_loss:
         hidden = collect(hidden, mesh) if shards else hidden
         found = flashtile.linear_cross_entropy(hidden, weight, labels, process_group=group, **options)

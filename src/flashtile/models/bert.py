@@ -71,8 +71,8 @@ class Bert(nn.Module):
 
         Args:
             tokens: int64 `[B, S]`, S at most the context.
-            mask: bool `[B, S]`, True = keep. The first token of each sequence must be kept. Without `total` it costs
-                one wait for the GPU.
+            mask: bool `[B, S]`, True = keep. The first token of each sequence must be kept: the pooled state is its.
+                Without `total` a mask waits for the GPU. On a GPU with `total` the first tokens are not looked at.
             segments: int64 `[B, S]`, 0 = first sentence; default all 0.
             total: number of tokens that the mask keeps, if the host knows it, as for `unpad_input`.
 
@@ -102,6 +102,7 @@ class Bert(nn.Module):
         packing, kept = {}, None
         if mask is not None:
             kept = unpad_input(tokens, mask, total=total)
+            _check_first_tokens(mask, waits=total is None)
             tokens, positions = kept.x, kept.indices % length
             segments = None if segments is None else segments.flatten()[kept.indices]
             packing = {"cu_seqlens": kept.cu_seqlens, "max_seqlen": kept.max_seqlen}
@@ -188,6 +189,16 @@ class BertForPreTraining(nn.Module):
             return loss
         whole = hidden if kept is None else pad_input(hidden, kept.indices, *tokens.shape)
         return loss + _mean_loss(self.next_sentence(self.bert.pool(whole[:, 0])), next_sentence)
+
+
+def _check_first_tokens(mask: Tensor, waits: bool) -> None:
+    """Refuses a mask that hides the first token of a sequence. `waits`: for the GPU, which is else not asked."""
+    readable = mask.device.type == "cpu" or (waits and mask.device.type != "meta")
+    if readable and not torch.compiler.is_compiling() and not mask[:, :1].all():
+        sequence = int((mask[:, 0] == 0).nonzero()[0])
+        raise ValueError(
+            f"mask: expected the first token of each sequence to be kept, got False at [{sequence}, 0]; pad at the end"
+        )
 
 
 def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ _LOGITS, _LABELS = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
         ({"logit_scale": float("inf")}, ValueError, "logit_scale: expected a finite number, got inf"),
         ({"lse_square_scale": float("nan")}, ValueError, "lse_square_scale: expected a finite number, got nan"),
         ({"ignore_index": 1.0}, TypeError, "ignore_index: expected an int, got 1.0"),
+        ({"ignore_index": 2**70}, ValueError, "ignore_index: expected an integer of 64 bits, as labels are, got 11805"),
+        ({"label_smoothing": 10**400}, ValueError, "label_smoothing: expected a number that a float holds"),
         ({"reduction": "max"}, ValueError, "reduction: expected one of 'none', 'mean', 'sum', got 'max'"),
         ({"return_z_loss": 1}, TypeError, "return_z_loss: expected True or False, got 1"),
         ({"inplace_backward": 1}, TypeError, "inplace_backward: expected True or False, got 1"),
@@ -38,7 +40,7 @@ _LOGITS, _LABELS = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
         ({"backend": "x"}, ValueError, "backend: expected one of"),
         ({"backend": "triton", "logits": _LOGITS.double()}, ValueError, "backend: 'triton' cannot serve this call"),
     ],
-    ids=range(20),
+    ids=range(22),
 )
 def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,6 +108,14 @@ def test_dropout_add(name: str, function: Any) -> None:
 def test_plain(changes: dict[str, Any], message: str, function: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         function(**{"x": torch.randn(2, 8), **changes})
+
+
+@pytest.mark.parametrize("norm", [flashtile.layer_norm, flashtile.rms_norm])
+def test_weights_are_float64_exactly_where_x_is(norm: Callable[..., torch.Tensor]) -> None:
+    for x, weight in ((zeros(2, 8, dtype=_FP64), zeros(8)), (zeros(2, 8), zeros(8, dtype=_FP64))):
+        with pytest.raises(TypeError, match="weight: expected float64 exactly where x is"):
+            norm(x, weight)
+    assert "float64 exactly where x is" in inspect.getdoc(flashtile.layer_norm)
 
 
 def test_float64_on_triton_says_what_to_do() -> None:

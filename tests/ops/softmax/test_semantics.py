@@ -165,6 +165,16 @@ def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str
         flashtile.scaled_masked_softmax(**{"x": _X, "mask": None, **changes})
 
 
+def _after(before: torch.Tensor, columns: int = 4) -> Any:
+    """A step after one for other rows, or other columns."""
+    return flashtile.online_softmax(_X, _X.mT, flashtile.online_softmax(before, before.mT[..., :columns]))
+
+
+def _finish(dtype: Any) -> Any:
+    row = torch.zeros(1, 2, 3)
+    return flashtile.finish_attention(torch.zeros(1, 3, 2, 4), row, row, dtype)
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -177,11 +187,20 @@ def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str
         (lambda: flashtile.online_softmax(_X, _X[0, 0, 0]), "values: expected shape (..., keys, columns), got (5,)"),
         (lambda: flashtile.online_softmax(_X.int(), _X.mT), "scores: expected dtype float16"),
         (lambda: flashtile.online_softmax(_X, _X.mT.double()), "values: expected float64 exactly where scores are"),
+        (
+            lambda: _after(_X[..., :1, :]),
+            "state.row_max: expected shape (2, 3, 4), that of these scores and values, got",
+        ),
+        (lambda: _after(_X, columns=2), "state.acc: expected shape (2, 3, 4, 4), that of these scores and values, got"),
+        (lambda: _after(_X.double()), "state.row_max: expected torch.float32, in which torch.float32 is computed, got"),
+        (lambda: _after(_X.to("meta")), "state.row_max: expected the device of scores, cpu, got meta"),
+        (lambda: _finish(torch.int32), "dtype: expected dtype float16, bfloat16, float32 or float64, got torch.int32"),
+        (lambda: _finish("float16"), "dtype: expected dtype float16, bfloat16, float32 or float64, got float16"),
         (lambda: flashtile.online_softmax(_X, _X.mT, (1, 2, 3)), "state: expected an OnlineSoftmax or None, got tuple"),
         (lambda: flashtile.logsumexp_merge([_X.int()], [_X]), "outs: expected dtype float16"),
         (lambda: flashtile.logsumexp_merge([_X[0, 0]], [_X]), "outs[0]: expected [batch, seq, heads"),
     ],
-    ids=range(12),
+    ids=range(18),
 )
 def test_more_bad_input(call: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):

@@ -12,7 +12,6 @@ from flashtile.ops.attention.spec import FP8, MAX_HEAD_DIM, SideInputs, out_dtyp
 from flashtile.ops.common.checks import (
     FLOAT_DTYPES,
     check_choice,
-    check_dense,
     check_device,
     check_lengths,
     check_tensors,
@@ -64,10 +63,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str], eight_bits
         eight_bits: float8_e4m3fn is served too.
     """
     rank = len(layout)
-    if not torch.compiler.is_compiling() and (  # a compiled backward may not read a layout
-        q.is_nested or k.is_nested or v.is_nested or not (q.layout is k.layout is v.layout is torch.strided)
-    ):
-        check_dense(q=q, k=k, v=v)
+    check_tensors(q=q, k=k, v=v)
     if not (
         q.dim() == k.dim() == v.dim() == rank and q.dtype is k.dtype is v.dtype and q.device == k.device == v.device
     ):

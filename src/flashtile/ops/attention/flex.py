@@ -13,7 +13,7 @@ from flashtile.ops.attention.api import attention
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.flex_masks import converted
 from flashtile.ops.attention.options import ScoreMod
-from flashtile.ops.common.checks import check_dense, check_tensors, raise_not_bool
+from flashtile.ops.common.checks import check_tensors, raise_not_bool
 from flashtile.ops.common.other_names import refuse_other_names
 
 if TYPE_CHECKING:
@@ -71,7 +71,6 @@ def flex_attention(
     if other_names:
         refuse_other_names(flex_attention, other_names)
     check_tensors(query=query, key=key, value=value)
-    check_dense(query=query, key=key, value=value)
     if not (isinstance(enable_gqa, bool) and isinstance(return_lse, bool)):
         raise_not_bool(enable_gqa=enable_gqa, return_lse=return_lse)
     for name, tensor in (("query", query), ("key", key), ("value", value)):

@@ -169,6 +169,7 @@ def _chosen(name: str, chosen: Chosen, size: int, of: str, device: torch.device)
         # Not from start to stop: of an empty slice they need not lie in the direction of the step.
         return numbers.start + numbers.step * torch.arange(len(numbers), device=device)
     if isinstance(chosen, Tensor):
+        checks.check_tensors(**{name: chosen})
         if chosen.dtype not in INDEX_DTYPES:
             remedy = "use mask.nonzero().squeeze(1)" if chosen.dtype is torch.bool else "cast it"
             raise TypeError(f"{name}: expected dtype int32 or int64, got {chosen.dtype}; {remedy}")

@@ -39,7 +39,7 @@ def bounds_of(predicate: Predicate) -> Callable[[Tiles], Bounds]:
         try:
             with _IntervalArithmetic(tables, tiles.batch.device):
                 visible = predicate(*indices)
-        except (_NotBoundedError, RuntimeError, TypeError):
+        except (_NotBoundedError, OverflowError, RuntimeError, TypeError):
             # PyTorch refuses some operations, such as subtracting a bool from a tensor, that `torch.vmap` serves. If
             # that refuses too, the error comes when pairs are looked at.
             visible = Interval.of(None)

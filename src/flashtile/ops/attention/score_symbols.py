@@ -197,6 +197,11 @@ class Recorder:
                 f"score_mod: expected captured tensors on the device of q, {self.device}, got one of shape "
                 f"{list(tensor.shape)} on {tensor.device} {_place()}; make it before the call, on that device"
             )
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"score_mod: expected captured tensors that are dense, got layout {tensor.layout} {_place()}; pass "
+                "to_dense()"
+            )
         self.captured.append(tensor)
         return len(self.captured) - 1
 

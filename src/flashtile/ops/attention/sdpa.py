@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtile.ops.attention.api import attention
 from flashtile.ops.attention.spec import MAX_HEAD_DIM
-from flashtile.ops.common.checks import FLOAT_DTYPES, as_float, check_dense, check_device, check_tensors, raise_not_bool
+from flashtile.ops.common.checks import FLOAT_DTYPES, as_float, check_device, check_tensors, raise_not_bool
 from flashtile.ops.common.other_names import refuse_other_names
 
 
@@ -90,7 +90,6 @@ def scaled_dot_product_attention(
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     """What `attention` could not say in PyTorch's names."""
     check_tensors(query=query, key=key, value=value)
-    check_dense(query=query, key=key, value=value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
             raise ValueError(

@@ -33,26 +33,24 @@ def read_on_request(tensor: Tensor) -> bool:
 
 
 def check_tensors(**tensors: Tensor) -> None:
+    """Checks that arguments are tensors, and neither nested nor sparse: those have no strides."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; use torch.as_tensor(...)")
+        if torch.compiler.is_compiling():  # a compiled backward may not read a layout
+            continue
+        if tensor.is_nested:
+            raise TypeError(
+                f"{name}: expected a dense tensor, got a nested one; pass its values and offsets to "
+                "flashtile.attention_varlen, and its values to other functions"
+            )
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()")
 
 
 def type_name(value: object) -> str:
     """The type of an argument with its module, for errors about one whose name others have too."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def check_dense(**tensors: Tensor) -> None:
-    """For functions that read shapes and strides, which nested and sparse tensors have not."""
-    for name, tensor in tensors.items():
-        if tensor.is_nested:
-            raise TypeError(
-                f"{name}: expected a dense tensor, got a nested one; pass its values and offsets to "
-                "flashtile.attention_varlen"
-            )
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()")
 
 
 def check_rows(name: str, rows: int, most: int = MAX_ROWS) -> None:
@@ -109,7 +107,10 @@ def as_float(name: str, value: float, why_not_tensor: str = "reading it would sy
         raise TypeError(f"{name}: expected a float, got a Tensor; {why_not_tensor}")
     if isinstance(value, bool) or not isinstance(value, (float, int, numbers.Real)):
         raise TypeError(f"{name}: expected a float, got {value!r}; pass a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a number that a float holds, got one beyond 1.8e308; pass less") from None
 
 
 def finite_float(
@@ -141,6 +142,7 @@ def check_dropout_seed(dropout_seed: Tensor) -> None:
     remedy = "make one with flashtile.draw_dropout_seed(device)"
     if not isinstance(dropout_seed, Tensor):
         raise TypeError(f"dropout_seed: expected an int64 tensor, got {type(dropout_seed).__name__}; {remedy}")
+    check_tensors(dropout_seed=dropout_seed)
     if dropout_seed.dtype is not torch.int64:
         raise TypeError(f"dropout_seed: expected dtype int64, got {dropout_seed.dtype}; {remedy}")
     if dropout_seed.shape != (2,):
@@ -153,6 +155,7 @@ def check_lengths(name: str, lengths: Tensor, size: int, device: torch.device, m
         raise TypeError(
             f"{name}: expected an int32 or int64 tensor, got {type(lengths).__name__}; use torch.tensor(...)"
         )
+    check_tensors(**{name: lengths})
     if lengths.dtype not in INDEX_DTYPES:
         raise TypeError(f"{name}: expected dtype int32 or int64, got {lengths.dtype}; cast it")
     if lengths.dim() != 1 or lengths.shape[0] != size:

@@ -81,8 +81,7 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 def check_labels(labels: Tensor, shape: tuple[int, ...], device: torch.device, of: str) -> None:
     """Checks type, shape and device of the labels, not their values."""
-    if not isinstance(labels, Tensor):
-        raise TypeError(f"labels: expected a torch.Tensor, got {type(labels).__name__}; use torch.as_tensor(...)")
+    check_tensors(labels=labels)
     if labels.dtype not in INDEX_DTYPES:
         raise TypeError(f"labels: expected dtype int64 or int32, got {labels.dtype}; they are class numbers, cast them")
     if labels.shape != shape:
@@ -128,6 +127,8 @@ def make_spec(
     lse_square_scale = finite_float("lse_square_scale", lse_square_scale, undefined)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index: expected an int, got {ignore_index!r}; use int(...)")
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index: expected an integer of 64 bits, as labels are, got {ignore_index}; pass -100")
     check_choice("reduction", reduction, REDUCTIONS)
     raise_not_bool(return_z_loss=return_z_loss)
     first, vocabulary, group = 0, columns, ""

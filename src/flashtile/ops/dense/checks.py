@@ -41,8 +41,8 @@ def check_input(name: str, x: Tensor) -> None:
 
 def check_weight(name: str, weight: Tensor, x: Tensor, columns: int | None = None) -> None:
     """Checks a matrix; `columns` is the last dimension of x where it multiplies x."""
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or columns not in (None, weight.shape[1]):
-        check_tensors(**{name: weight})
+    check_tensors(**{name: weight})
+    if weight.dim() != 2 or columns not in (None, weight.shape[1]):
         wanted = "(rows, columns)" if columns is None else f"(rows, {columns}), the last dimension of x its second"
         raise ValueError(f"{name}: expected shape {wanted}, got {tuple(weight.shape)}; transpose or reshape it")
     _check_like(name, weight, x)

@@ -10,7 +10,6 @@ from torch import Tensor
 from flashtile.ops.common.checks import (
     FLOAT_DTYPES,
     check_choice,
-    check_dense,
     check_device,
     check_float_dtype,
     check_lengths,
@@ -56,7 +55,6 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> No
     if _agree(q, k_cache, v_cache):
         return
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    check_dense(q=q, k_cache=k_cache, v_cache=v_cache)
     check_float_dtype("q", q.dtype)
     if q.dim() != 4:
         raise ValueError(
@@ -186,6 +184,7 @@ def _check_block_table(q: Tensor, k_cache: Tensor, block_table: Tensor) -> None:
         raise TypeError(
             f"block_table: expected an int32 or int64 tensor, got {type(block_table).__name__}; use torch.tensor(...)"
         )
+    check_tensors(block_table=block_table)
     if block_table.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"block_table: expected dtype int32 or int64, got {block_table.dtype}; cast it")
     if block_table.dim() != 2 or block_table.shape[0] != q.shape[0]:

@@ -33,7 +33,7 @@ def layer_norm(
 
     Args:
         x: `[..., hidden]`, hidden from 1 to 65536; float16, bfloat16, float32, or float64 (CPU and reference only).
-        weight: `[hidden]` in any of these dtypes, or None for 1.
+        weight: `[hidden]` in any of these dtypes, float64 exactly where x is; or None for 1.
         bias: `[hidden]`, or None for 0.
         eps: added to the variance.
         zero_centered_weight: multiply by `1 + weight`.
@@ -113,8 +113,9 @@ def dropout_add_layer_norm(
 
     Args:
         x0: `[..., hidden]`, hidden from 1 to 65536; float16, bfloat16, float32, or float64 (CPU and reference only).
-        residual: `[..., hidden]` in any of these dtypes, which becomes the dtype of x; or None for 0.
-        weight: `[hidden]` in any dtype, or None for 1.
+        residual: `[..., hidden]` in any of these dtypes, which becomes the dtype of x; or None for 0. It is float64
+            exactly where x0 is, as the other tensors are.
+        weight: `[hidden]` in any of these dtypes, or None for 1.
         bias: `[hidden]`, or None for 0.
         dropout_p: probability, in [0, 1), that an element is dropped; the others are scaled by 1/(1 - p).
         epsilon: added to the variance.

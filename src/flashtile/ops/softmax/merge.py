@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.common.backends import standard_backends
-from flashtile.ops.common.checks import check_float_dtype, check_tensors
+from flashtile.ops.common.checks import check_device, check_float_dtype, check_tensors
 from flashtile.ops.softmax.spec import compute_dtype
 
 _BACKENDS = standard_backends("softmax")
@@ -74,13 +74,14 @@ def online_softmax(scores: Tensor, values: Tensor, state: OnlineSoftmax | None =
             f"values: expected float64 exactly where scores are, got {values.dtype} with {scores.dtype}; cast one of "
             "them"
         )
-    if state is not None and not isinstance(state, OnlineSoftmax):
-        raise TypeError(f"state: expected an OnlineSoftmax or None, got {type(state).__name__}; begin with None")
     if scores.shape[-1] != values.shape[-2]:
         raise ValueError(
             f"values: expected {scores.shape[-1]} rows, one for each key of scores, got shape {tuple(values.shape)}"
         )
     dtype = compute_dtype(scores.dtype)
+    if state is not None:
+        columns = torch.broadcast_shapes(scores.shape[:-2], values.shape[:-2]), scores.shape[-2:-1], values.shape[-1:]
+        _check_state(state, scores, (*columns[0], *columns[1], *columns[2]), dtype)
     scores, values = scores.to(dtype), values.to(dtype)
     if scores.shape[-1]:
         largest = scores.amax(dim=-1)
@@ -95,6 +96,25 @@ def online_softmax(scores: Tensor, values: Tensor, state: OnlineSoftmax | None =
         alpha = (state.row_max - against).exp()
         row_sum, acc = row_sum + alpha * state.row_sum, acc + alpha[..., None] * state.acc
     return OnlineSoftmax(row_max, row_sum, acc)
+
+
+def _check_state(state: OnlineSoftmax, scores: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Whether a state is of other keys for the same rows; `shape`: of acc."""
+    if not isinstance(state, OnlineSoftmax):
+        raise TypeError(f"state: expected an OnlineSoftmax or None, got {type(state).__name__}; begin with None")
+    for name, tensor, expected in zip(state._fields, state, (scores.shape[:-1], scores.shape[:-1], shape)):
+        check_tensors(**{f"state.{name}": tensor})
+        if tensor.shape != torch.Size(expected):
+            raise ValueError(
+                f"state.{name}: expected shape {tuple(expected)}, that of these scores and values, got "
+                f"{tuple(tensor.shape)}; pass what online_softmax returned for the same rows, and begin with None"
+            )
+        if tensor.dtype is not dtype:
+            raise TypeError(
+                f"state.{name}: expected {dtype}, in which {scores.dtype} is computed, got {tensor.dtype}; begin with "
+                "None"
+            )
+        check_device(f"state.{name}", tensor, scores.device, "scores")
 
 
 def logsumexp_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -207,11 +227,12 @@ def finish_attention(
         -inf in a row that saw no key.
 
     Raises:
-        TypeError: something is not a tensor.
+        TypeError: something is not a tensor, or dtype is not one of floating point.
         ValueError: shapes, dtypes or strides do not fit, or the backend cannot serve the call.
     """
     _BACKENDS.check(backend)
     check_tensors(acc=acc, row_max=row_max, row_sum=row_sum)
+    check_float_dtype("dtype", dtype)
     _check_merge(acc, row_max, row_sum, compute_dtype(dtype), {})
     module = _BACKENDS.implementation(backend, acc.device.type, acc.dtype)
     with torch.no_grad():
