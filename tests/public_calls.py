@@ -24,7 +24,7 @@ class PublicCall(NamedTuple):
     Attributes:
         function: of the leaves, and makes all its other tensors on the CPU. Returns a tensor or a sequence of them.
         shapes: of the leaves; -1 stands for the number of rows (batch entries, or tokens).
-        of_values: it decides by sizes or numbers that only an eager call knows, so it cannot be traced.
+        of_values: it is no operator, or decides by numbers, so that it cannot be traced.
     """
 
     function: Callable[..., Any]
@@ -51,10 +51,9 @@ def _lengths(x: Tensor) -> Tensor:
     return torch.arange(x.shape[0], device=_CPU) % (SEQ + 1)
 
 
-def _whole(x: Tensor) -> Tensor:
-    """Cumulative lengths of packed tokens: one short sequence, one empty, and the rest."""
-    end = x.new_full((1,), x.shape[0], dtype=torch.int32)
-    return torch.cat((torch.tensor([0, 1, 1], dtype=torch.int32, device=_CPU), end))
+def _cumulative(x: Tensor) -> Tensor:
+    """Cumulative lengths of packed tokens: half of them, an empty sequence, and the rest."""
+    return x.new_full((4,), x.shape[0], dtype=torch.int32) * torch.tensor([0, 1, 1, 2], device=_CPU) // 2
 
 
 def _shown(queries: int = SEQ, keys: int = SEQ) -> Tensor:
@@ -63,10 +62,6 @@ def _shown(queries: int = SEQ, keys: int = SEQ) -> Tensor:
 
 def _slopes_and_sinks() -> dict[str, Callable[[Tensor], Tensor]]:
     return {"alibi_slopes": lambda q: _slopes(), "sinks": lambda q: _slopes()}
-
-
-def _blocks() -> BlockMask:
-    return BlockMask.from_dense(_shown(), tile=(16, 16))
 
 
 def _slopes() -> Tensor:
@@ -95,7 +90,7 @@ def _attention(**options: Any) -> Callable[..., Any]:
 
 def _packed(**options: Any) -> Callable[..., Any]:
     return lambda q, k, v: flashtile.attention_varlen(
-        q, k, v, _whole(q), **{name: of(q) for name, of in options.items()}
+        q, k, v, _cumulative(q), **{name: of(q) for name, of in options.items()}
     )
 
 
@@ -147,6 +142,9 @@ def _chosen_rows(x: Tensor) -> Tensor:
     return torch.arange(x.shape[0], dtype=torch.int32, device=_CPU)
 
 
+_BLOCKS = BlockMask.from_dense(_shown(), tile=(16, 16))
+_SOFTENED = flashtile.trace_score_mod(_softened)
+
 _QKV = ((-1, SEQ, HEADS, DIM),) * 3
 _TOKENS = ((-1, HEADS, DIM),) * 3
 _HEADS_FIRST = ((-1, HEADS, SEQ, DIM),) * 3
@@ -173,8 +171,8 @@ CALLS: dict[str, PublicCall] = {
         lambda q, k, v, slopes: flashtile.attention(q, k, v, alibi_slopes=slopes), (*_QKV, (-1, HEADS))
     ),
     "attention: sinks": PublicCall(_attention(sinks=lambda q: _slopes(), window=lambda q: (1, 1)), _QKV),
-    "attention: block_mask": PublicCall(_attention(block_mask=lambda q: _blocks()), _QKV),
-    "attention: score_mod": PublicCall(_attention(score_mod=lambda q: _softened), _QKV),
+    "attention: block_mask": PublicCall(_attention(block_mask=lambda q: _BLOCKS), _QKV),
+    "attention: score_mod": PublicCall(_attention(score_mod=lambda q: _SOFTENED), _QKV),
     "attention: fp8": PublicCall(lambda q, k, v: _eight_bits(q.detach(), k.detach(), v.detach()), _QKV),
     "attention_varlen": PublicCall(_packed(causal=lambda q: True), _TOKENS),
     "attention_varlen: longest": PublicCall(
@@ -182,10 +180,8 @@ CALLS: dict[str, PublicCall] = {
     ),
     "attention_varlen: dropout": PublicCall(_packed(dropout_p=lambda q: 0.25, dropout_seed=lambda q: _seed()), _TOKENS),
     "attention_varlen: slopes": PublicCall(_packed(**_slopes_and_sinks()), _TOKENS),
-    "attention_varlen: score_mod": PublicCall(_packed(score_mod=lambda q: _softened), _TOKENS),
-    "attention_varlen: key_lengths": PublicCall(
-        _packed(key_lengths=lambda q: torch.tensor([1, 0, 1], device=_CPU)), _TOKENS
-    ),
+    "attention_varlen: score_mod": PublicCall(_packed(score_mod=lambda q: _SOFTENED), _TOKENS),
+    "attention_varlen: key_lengths": PublicCall(_packed(key_lengths=lambda q: _cumulative(q).diff() // 2), _TOKENS),
     "attention_varlen: mask": PublicCall(
         _packed(mask=lambda q: _shown(7, 7), max_seqlen_q=lambda q: 7, max_seqlen_k=lambda q: 7), _TOKENS
     ),
@@ -201,7 +197,7 @@ CALLS: dict[str, PublicCall] = {
     ),
     "flex_attention": PublicCall(flashtile.flex_attention, _HEADS_FIRST),
     "flex_attention: functions": PublicCall(
-        lambda q, k, v: flashtile.flex_attention(q, k, v, score_mod=_softened, block_mask=_blocks()), _HEADS_FIRST
+        lambda q, k, v: flashtile.flex_attention(q, k, v, score_mod=_SOFTENED, block_mask=_BLOCKS), _HEADS_FIRST
     ),
     "attention_with_kv_cache": PublicCall(lambda q, k, _: _cached(q.detach(), k.detach()), _CACHE),
     "attention_with_kv_cache: append": PublicCall(
@@ -259,16 +255,16 @@ CALLS: dict[str, PublicCall] = {
     "layer_norm: of sequences": PublicCall(lambda x, w: flashtile.layer_norm(x, w), ((-1, SEQ, 6), (6,))),
     "rms_norm": PublicCall(lambda x, _, w: flashtile.rms_norm(x, w), _ROWS),
     "dropout_add_layer_norm": PublicCall(
-        lambda x, r, w: flashtile.dropout_add_layer_norm(
-            x, r, w, w, 0.25, prenorm=True, dropout_seed=_seed(), layerscale=w, rowscale=x.detach()[:, 0]
+        lambda x, r, w, b, c, _: flashtile.dropout_add_layer_norm(
+            x, r, w, b, 0.25, prenorm=True, dropout_seed=_seed(), layerscale=c, rowscale=x.detach()[:, 0]
         ),
-        _ROWS,
+        (*_ROWS, (6,), (6,), (6,)),
     ),
     "dropout_add_layer_norm: two": PublicCall(
-        lambda x, r, w: flashtile.dropout_add_layer_norm(
-            x, r, w, w, 0.25, dropout_seed=_seed(), x1=r, weight1=w, return_dropout_mask=True
+        lambda x, r, w, b, v, c: flashtile.dropout_add_layer_norm(
+            x, r, w, b, 0.25, dropout_seed=_seed(), x1=r, weight1=v, bias1=c, return_dropout_mask=True
         ),
-        _ROWS,
+        (*_ROWS, (6,), (6,), (6,)),
     ),
     "dropout_add_layer_norm: same x1": PublicCall(
         lambda x, r, w: flashtile.dropout_add_layer_norm(x, x, w, None, x1=x), _ROWS
@@ -296,16 +292,18 @@ CALLS: dict[str, PublicCall] = {
     "logsumexp_merge": PublicCall(
         lambda out, lse: flashtile.logsumexp_merge([out, out], [lse, lse]), (_QKV[0], (-1, HEADS, SEQ))
     ),
-    "merge_attention_": PublicCall(lambda o, s: _merged(o.detach(), s.detach()), (_QKV[0], (-1, HEADS, SEQ))),
+    "merge_attention_": PublicCall(
+        lambda o, s: _merged(o.detach(), s.detach()), (_QKV[0], (-1, HEADS, SEQ)), of_values=True
+    ),
     "apply_rotary": PublicCall(lambda x: flashtile.apply_rotary(x, *_tables()), _QKV[:1]),
     "apply_rotary: offsets": PublicCall(
         lambda x: flashtile.apply_rotary(x, *_tables(), seqlen_offsets=_lengths(x), interleaved=True), _QKV[:1]
     ),
     "apply_rotary: packed": PublicCall(
-        lambda x: flashtile.apply_rotary(x, *_tables(), cu_seqlens=_whole(x)), _TOKENS[:1]
+        lambda x: flashtile.apply_rotary(x, *_tables(), cu_seqlens=_cumulative(x)), _TOKENS[:1]
     ),
     "apply_rotary: longest": PublicCall(
-        lambda x: flashtile.apply_rotary(x, *_tables(), cu_seqlens=_whole(x), max_seqlen=x.shape[0]), _TOKENS[:1]
+        lambda x: flashtile.apply_rotary(x, *_tables(), cu_seqlens=_cumulative(x), max_seqlen=x.shape[0]), _TOKENS[:1]
     ),
     "apply_rotary: in place": PublicCall(lambda x: flashtile.apply_rotary(x + 0, *_tables(), inplace=True), _QKV[:1]),
     "apply_rotary_qkv": PublicCall(
@@ -332,6 +330,7 @@ CALLS: dict[str, PublicCall] = {
     "trace_score_mod": PublicCall(
         lambda x: flashtile.attention(x, x, x, score_mod=flashtile.trace_score_mod(_softened)), _QKV[:1], of_values=True
     ),
+    "BlockMask.from_dense": _of_pattern(lambda: BlockMask.from_dense(_shown(), tile=(16, 16))),
     "BlockMask.from_predicate": _of_pattern(
         lambda: BlockMask.from_predicate(lambda b, h, q, k: q >= k, None, None, 40, 40, device=_CPU)
     ),

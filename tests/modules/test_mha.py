@@ -222,6 +222,29 @@ def test_compiles_whole(options):
     assert_same(torch.autograd.grad(out.square().sum(), [module.out_proj.weight])[0], expected)
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
+@pytest.mark.parametrize("compiles", [True, False], ids=["compile", "export"])
+def test_batches_and_masks_that_depend_on_data(compiles: bool) -> None:
+    class OfChosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mha = make(causal=True, rotary_emb_dim=8)
+
+        def forward(self, chosen: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+            return self.mha(x[chosen], key_padding_mask=mask[chosen.clone()])  # two sizes to PyTorch
+
+    model, x = OfChosen(), torch.randn(3, 7, EMBED)
+    mask = torch.arange(7) < torch.tensor([[7], [2], [5]])
+    chosen = torch.tensor([True, False, True])
+    traced = (
+        torch.compile(model, fullgraph=True, backend="aot_eager")
+        if compiles
+        else torch.export.export(model, (chosen, x, mask)).module()
+    )
+    for each in (chosen, ~chosen):
+        assert_same(traced(each, x, mask), model(each, x, mask))
+
+
 def test_rotation_is_in_place_only_where_nobody_sees_it():
     x, module = torch.randn(2, 7, EMBED), make(rotary_emb_dim=8)
     plain, seen = module(x), []

@@ -110,6 +110,20 @@ def test_compiles_whole_with_a_known_total():
     assert torch.equal(x.grad, 2.0 * mask[..., None].expand(3, 5, 4))
 
 
+def test_exports_with_a_batch_that_depends_on_data() -> None:
+    class ThereAndBack(torch.nn.Module):
+        def forward(self, chosen: torch.Tensor, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            x, mask = x[chosen], mask[chosen.clone()]  # of two sizes to PyTorch
+            rows, kept = x.flatten(0, 1)[mask.flatten()], mask.flatten().nonzero().flatten()
+            return pad_input(rows, kept, *mask.shape) + pad_input(*unpad_input(x, mask)[:2], *mask.shape)
+
+    model, x, mask = ThereAndBack(), torch.randn(3, 5, 4), random_mask(3, 5)
+    chosen = torch.tensor([True, False, True])
+    program = torch.export.export(model, (chosen, x, mask)).module()
+    for each in (chosen, ~chosen):
+        assert_same(program(each, x, mask), model(each, x, mask))
+
+
 def test_mistakes_are_explained():
     x, mask = torch.randn(3, 5, 4), random_mask(3, 5)
     with pytest.raises(TypeError, match=r"mask: expected dtype bool, True = keep, got torch\.int64"):

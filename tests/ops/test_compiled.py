@@ -33,6 +33,10 @@ CALLS: dict[str, tuple[Call, Shapes]] = {
         lambda size, number, x, r: flashtile.dropout_add_rms_norm(x, r, None, rowscale_const=number, prenorm=True),
         lambda size: [(size, 6)] * 2,
     ),
+    "norm of two summands": (
+        lambda size, number, x: flashtile.dropout_add_layer_norm(x, x, None, None, x1=x),
+        lambda size: [(size, 6)],
+    ),
     "dropout of a norm": (
         lambda size, number, x, w: flashtile.dropout_add_layer_norm(
             x, None, w, w, dropout_p=number, epsilon=number, dropout_seed=_SEED
@@ -118,9 +122,9 @@ def test_second_size_and_number(name: str, dynamic: bool | None) -> None:
         assert_same(results(compiled, leaves, size, number), results(call, leaves, size, number))
 
 
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_model_of_dynamic_length(positions: str) -> None:
-    config = GPTConfig(vocabulary=20, context=16, layers=1, heads=2, width=8, positions=positions)
+@pytest.mark.parametrize("options", [{"positions": "rotary"}, {"positions": "learned"}, {"parallel": True}], ids=str)
+def test_model_of_dynamic_length(options: dict) -> None:
+    config = GPTConfig(vocabulary=20, context=16, layers=1, heads=2, width=8, **options)
     model = GPT(config)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for length in (5, 9):

@@ -3,11 +3,12 @@ results that are changed in place, and the arithmetic that PyTorch's counter see
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import flashtile
 from flashtile.testing import assert_same
@@ -91,3 +92,49 @@ def test_another_default_device(name: str, another_default_device: None) -> None
     found = results_and_gradients(call, call.leaves(ROWS))
     torch.set_default_device(None)
     assert_same(found, results_and_gradients(call, call.leaves(ROWS)))
+
+
+TRACED = [name for name, call in CALLS.items() if not call.of_values]
+#: Those that compare sizes each in another way.
+COMPILED = [
+    "attention: bias", "attention: slopes of batch", "attention_varlen: longest", "scaled_dot_product_attention: float",
+    "attention_with_kv_cache: rotary", "attention_probs", "quantize_fp8", "cross_entropy: of sequences",
+    "linear_cross_entropy: of sequences", "dropout_add_rms_norm", "scaled_masked_softmax", "online_softmax",
+    "logsumexp_merge", "apply_rotary: longest", "apply_rotary_qkv", "fused_mlp",
+]  # fmt: skip
+
+
+class OfKeptRows(nn.Module):
+    """A call whose sizes depend on data: of the rows that a mask keeps, which are counted for each leaf by itself."""
+
+    def __init__(self, call: PublicCall) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, kept: Tensor, *leaves: Tensor) -> list[Tensor]:
+        chosen = [t[kept.clone()] if shape[0] == -1 else t for t, shape in zip(leaves, self.call.shapes)]
+        return self.call.results(*chosen)
+
+
+KEPT = [torch.tensor(kept, dtype=torch.bool) for kept in ([1, 0, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0])]
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_export_with_sizes_that_depend_on_data(name: str) -> None:
+    call = CALLS[name]
+    model, leaves = OfKeptRows(call), call.leaves(4)
+    program = torch.export.export(model, (KEPT[0], *leaves)).module()
+    for kept in KEPT:
+        assert_same(program(kept, *leaves), model(kept, *leaves))
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_compilation_with_sizes_that_depend_on_data(name: str) -> None:
+    torch._dynamo.reset()
+    call = CALLS[name]
+    compiled = torch.compile(OfKeptRows(call), fullgraph=True, backend="aot_eager")
+    for kept in KEPT:
+        of_kept = [PublicCall(functools.partial(each, kept)) for each in (compiled, OfKeptRows(call))]
+        found, expected = (results_and_gradients(each, call.leaves(4)) for each in of_kept)
+        assert_same(found, expected)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import flashtile
 from flashtile.models.config import BertConfig, check_tokens, make_mlp
 from flashtile.modules import MHA, Block, LayerNorm, Unpadded, pad_input, unpad_input
+from flashtile.modules.sizes import differ
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -92,7 +93,7 @@ class Bert(nn.Module):
         length = tokens.shape[1]
         if length > self.config.context:
             raise ValueError(f"tokens: expected at most {self.config.context} in a row (the context), got {length}")
-        if segments is not None and segments.shape != tokens.shape:
+        if segments is not None and differ(segments.shape, tokens.shape):
             raise ValueError(
                 f"segments: expected the shape of tokens, {tuple(tokens.shape)}, got {tuple(segments.shape)}"
             )
@@ -180,7 +181,7 @@ class BertForPreTraining(nn.Module):
             segments: as for `Bert.forward`.
             total: as for `Bert.forward`.
         """
-        if labels.shape != tokens.shape:
+        if differ(labels.shape, tokens.shape):
             raise ValueError(f"labels: expected the shape of tokens, {tuple(tokens.shape)}, got {tuple(labels.shape)}")
         hidden, kept = self.bert.hidden(tokens, mask, segments, total)
         labels = labels if kept is None else labels.flatten()[kept.indices]

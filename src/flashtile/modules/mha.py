@@ -13,7 +13,7 @@ from flashtile.modules.attention import InnerAttention, alibi_slopes
 from flashtile.modules.other_names import refuse_other_names
 from flashtile.modules.padding import pad_input, unpad_input
 from flashtile.modules.rotary import RotaryEmbedding
-from flashtile.modules.sizes import check_sizes
+from flashtile.modules.sizes import check_sizes, differ
 
 
 class KVCache:
@@ -335,7 +335,7 @@ class MHA(nn.Module):
                 raise ValueError(
                     f"{name}: expected {layout}, with embed_dim {self.embed_dim}, got shape {tuple(given.shape)}"
                 )
-        if x_kv is not None and cu_seqlens is None and x_kv.shape[0] != x.shape[0]:
+        if x_kv is not None and cu_seqlens is None and differ(x_kv.shape[:1], x.shape[:1]):
             raise ValueError(f"x_kv: expected the batch of x, {x.shape[0]}, got {x_kv.shape[0]}")
         of_keys = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
         for name, value in ({"max_seqlen": max_seqlen} | of_keys).items() if cu_seqlens is None else ():
@@ -351,7 +351,7 @@ class MHA(nn.Module):
         if cu_seqlens is not None:
             raise ValueError("key_padding_mask: expected None with cu_seqlens, got a tensor; packed x has no padding")
         masked = x if x_kv is None else x_kv
-        if mask.dtype is not torch.bool or mask.shape != masked.shape[:2]:
+        if mask.dtype is not torch.bool or differ(mask.shape, masked.shape[:2]):
             raise ValueError(
                 f"key_padding_mask: expected bool {tuple(masked.shape[:2])}, True = keep, got {mask.dtype} "
                 f"{tuple(mask.shape)}; one element a key"

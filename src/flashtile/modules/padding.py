@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from flashtile.modules.sizes import differ
+
 
 class Unpadded(NamedTuple):
     """The kept rows of a padded batch, one sequence after another: the result of `unpad_input`.
@@ -75,7 +77,7 @@ def pad_input(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     _check_tensors(x=x, indices=indices)
     if indices.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"indices: expected dtype int32 or int64, got {indices.dtype}; take those of unpad_input")
-    if indices.shape != x.shape[:1]:
+    if differ(indices.shape, x.shape[:1]):
         raise ValueError(
             f"indices: expected shape {tuple(x.shape[:1])}, one for each row of x, got {tuple(indices.shape)}"
         )
@@ -148,7 +150,7 @@ def _check_mask(x: Tensor, mask: Tensor) -> None:
     _check_tensors(x=x, mask=mask)
     if mask.dtype is not torch.bool:
         raise TypeError(f"mask: expected dtype bool, True = keep, got {mask.dtype}; compare or cast it")
-    if mask.dim() != 2 or mask.shape != x.shape[:2]:
+    if mask.dim() != 2 or differ(mask.shape, x.shape[:2]):
         raise ValueError(
             f"mask: expected the (batch, seq) of x, {tuple(x.shape[:2])}, got {tuple(mask.shape)}; one element a token"
         )

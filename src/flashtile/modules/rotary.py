@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import flashtile
+from flashtile.modules.sizes import known
 
 
 class Source(NamedTuple):
@@ -68,7 +69,10 @@ class RotaryEmbedding(nn.Module):
             # Tables of some length would bound that of the exported model.
             return self._compute_tables(positions, device)
         made = self._tables
-        if made is None or made[0].shape[0] < positions or made[0].device != device or self._is_stale(self._made_from):
+        rows = 0 if made is None else made[0].shape[0]
+        if not known(rows < positions) and not known(rows >= positions):
+            return self._compute_tables(positions, device)
+        if made is None or rows < positions or made[0].device != device or self._is_stale(self._made_from):
             made = self._make_tables(positions, device)
             # Fake ones, of a call that only asks for shapes, hold no values to keep; those made under torch.func
             # transforms are wrapped for them, and could be neither copied nor pickled afterwards.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.spec import FP8, MAX_HEAD_DIM, SideInputs, out_dtype
+from flashtile.ops.common import sizes
 from flashtile.ops.common.checks import (
     FLOAT_DTYPES,
     check_choice,
@@ -74,12 +75,12 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str], eight_bits
             f"q, k, v: expected dtype float16, bfloat16, float32 or float64{also}, got {q.dtype}; cast them first"
         )
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    if k_shape != v_shape and k_shape[:-1] != v_shape[:-1]:
+    if sizes.differ(k_shape[:-1], v_shape[:-1]):
         raise ValueError(
             f"v: expected the {', '.join(layout[:-1])} of k, {tuple(k_shape[:-1])}, got {tuple(v_shape[:-1])}; "
             "each key has one value"
         )
-    if rank == 4 and q_shape[0] != k_shape[0]:
+    if rank == 4 and sizes.differ(q_shape[:1], k_shape[:1]):
         raise ValueError(
             f"k: expected the batch size of q, {q_shape[0]}, got {k_shape[0]}; expand k and v, or repeat them"
         )
@@ -197,15 +198,15 @@ def resolve_mask(mask: Tensor, sizes: tuple[int, int, int, int], device: torch.d
     return _broadcast_scores("mask", mask, sizes, device)
 
 
-def _broadcast_scores(name: str, tensor: Tensor, sizes: tuple[int, int, int, int], device: torch.device) -> Tensor:
+def _broadcast_scores(name: str, tensor: Tensor, full: tuple[int, int, int, int], device: torch.device) -> Tensor:
     """A tensor for the scores with all four dimensions, each of its full size or 1."""
     check_device(name, tensor, device)
     shape = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
-    if len(shape) != 4 or any(found not in (1, full) for found, full in zip(shape, sizes)):
+    if not sizes.broadcasts(shape, full):
         raise ValueError(
-            f"{name}: expected a shape that broadcasts to [batch, heads_q, seq_q, seq_k] = {list(sizes)} (of a packed "
+            f"{name}: expected a shape that broadcasts to [batch, heads_q, seq_q, seq_k] = {list(full)} (of a packed "
             f"call [1, heads_q, max_seqlen_q, max_seqlen_k]), got {list(tensor.shape)}; insert dimensions of size 1"
-            f"{_hint_of_dimensions(name, tensor, sizes)}"
+            f"{_hint_of_dimensions(name, tensor, full)}"
         )
     return tensor if tensor.dim() == 4 else tensor.view(shape)
 
@@ -257,7 +258,7 @@ def check_max_seqlen(name: str, max_seqlen: int | None) -> None:
         raise TypeError(f"{name}: expected an int, got a Tensor; reading it would synchronise, leave it out instead")
     if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {max_seqlen!r}; leave it out if it is not known")
-    if max_seqlen < 0:
+    if sizes.known(max_seqlen < 0):
         raise ValueError(
             f"{name}: expected an upper bound of the sequence lengths, at least 0, got {max_seqlen}; leave it out"
         )

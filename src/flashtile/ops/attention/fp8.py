@@ -6,10 +6,12 @@ A number of q stands for itself times the `descale_q` of its sequence and key/va
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashtile.ops.attention.spec import FP8, SideInputs
 from flashtile.ops.common.checks import check_float_dtype, check_tensors
+from flashtile.ops.common.sizes import known
 
 #: The smallest factor, so that quotients by it stay finite.
 _SMALLEST = 2.0**-100
@@ -49,7 +51,10 @@ def quantize_fp8(x: Tensor, heads_kv: int | None = None) -> tuple[Tensor, Tensor
         )
     x = x.detach()
     groups = (x if x.dim() == 4 else x[None]).unflatten(2, (heads_kv, -1))  # [batch, seq, heads_kv, group, head_dim]
-    largest = groups.abs().amax(dim=(1, 3, 4)) if groups.numel() else groups.new_zeros(groups.shape[0], heads_kv)
+    magnitudes = groups.abs()
+    if not known(groups.shape[1] > 0):  # nothing has no largest
+        magnitudes = F.pad(magnitudes, (0, 0, 0, 0, 0, 0, 0, 1))
+    largest = magnitudes.amax(dim=(1, 3, 4))
     limit = torch.finfo(FP8).max
     descale = (largest.float() / limit).clamp(min=_SMALLEST)
     descale = descale.masked_fill_(largest == 0, 1.0)  # zeros are zeros with any factor; two small ones would make 0

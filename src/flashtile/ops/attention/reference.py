@@ -20,6 +20,7 @@ from flashtile.ops.attention.philox import keep_tile, positions, sequence_heads
 from flashtile.ops.attention.score_program import INPUTS, apply, parse
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, out_dtype
 from flashtile.ops.common.dispatch import autograd_in_operator
+from flashtile.ops.common.logsumexp import logsumexp
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -126,11 +127,11 @@ def _forward_dense(
         sink = side.sinks.view(-1, 1, 1).expand(batch, heads, seq_q, 1)
         nothing = blind & sink.isneginf()
         scores = torch.cat((scores, sink.masked_fill(nothing, 0)), dim=-1)
-        lse = torch.logsumexp(scores, dim=-1, keepdim=True).masked_fill(nothing, float("-inf"))
+        lse = logsumexp(scores, -1).masked_fill(nothing, float("-inf"))
         probs = torch.softmax(scores, dim=-1)[..., :-1].masked_fill(blind, 0)
     else:
         scores = scores.masked_fill(blind, 0)  # [B, H, Sq, Sk]
-        lse = torch.logsumexp(scores, dim=-1, keepdim=True).masked_fill(blind, float("-inf"))
+        lse = logsumexp(scores, -1).masked_fill(blind, float("-inf"))
         probs = torch.softmax(scores, dim=-1).masked_fill(blind, 0)
     if side.dropout_seed is not None:
         matrices = sequence_heads(range(first_sequence, first_sequence + batch), range(heads), heads, spec.origin)

@@ -22,6 +22,7 @@ from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.philox import keep_rows
 from flashtile.ops.attention.score_program import INPUTS, apply, parse
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.common.logsumexp import logsumexp
 
 
 class Part(NamedTuple):
@@ -217,7 +218,7 @@ def softmax(scores: Tensor, shown: Tensor, part: Part, side: SideInputs) -> Weig
         scores = torch.cat((scores, sink), dim=-1)
     # The softmax of nothing would be NaN, and so would its gradient.
     scores = scores.masked_fill(nothing, 0)
-    lse = torch.logsumexp(scores, dim=-1, keepdim=True).masked_fill(nothing, float("-inf"))
+    lse = logsumexp(scores, -1).masked_fill(nothing, float("-inf"))
     weights = torch.softmax(scores, dim=-1)
     if side.sinks is None:
         return Weights(weights.masked_fill(blind, 0), None, lse)

@@ -16,6 +16,7 @@ from flashtile.ops.attention.api import attention
 from flashtile.ops.attention.spec import MAX_HEAD_DIM
 from flashtile.ops.common.checks import FLOAT_DTYPES, as_float, check_device, check_tensors, raise_not_bool
 from flashtile.ops.common.other_names import refuse_other_names
+from flashtile.ops.common.sizes import broadcasts, known
 
 
 def scaled_dot_product_attention(
@@ -151,7 +152,7 @@ def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tup
                 f"query, key, value: expected the same number of heads, or 1, got {numbers}; pass enable_gqa=True "
                 "where query heads share those of key and value"
             )
-    if query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
+    if query.dim() == key.dim() == value.dim() == 4 and all(known(t.shape[0] == query.shape[0]) for t in (key, value)):
         return (query.shape[0],), heads
     try:
         batch = torch.broadcast_shapes((1,), *(t.shape[:-3] for t in (query, key, value)))
@@ -186,7 +187,7 @@ def _repeated(tensor: Tensor, heads: int) -> Tensor:
 
 def _one_batch(tensor: Tensor, batch: tuple[int, ...]) -> Tensor:
     """`[N, heads, seq, head_dim]` with all batch dimensions in N."""
-    if tensor.dim() == 4 and tensor.shape[:1] == batch:
+    if tensor.dim() == 4 and len(batch) == 1 and known(tensor.shape[0] == batch[0]):
         return tensor
     inner = tuple(tensor.shape[-3:]) if tensor.dim() > 2 else (1, *tensor.shape)
     return tensor.expand(*batch, *inner).reshape(math.prod(batch), *inner)
@@ -202,7 +203,7 @@ def _score_inputs(attn_mask: Tensor, query: Tensor, sizes: tuple[int, ...], rank
     check_tensors(attn_mask=attn_mask)
     check_device("attn_mask", attn_mask, query.device, of="query")
     shape = (1,) * (len(sizes) - attn_mask.dim()) + tuple(attn_mask.shape)
-    fits = 2 <= attn_mask.dim() <= rank and all(found in (1, full) for found, full in zip(shape, sizes))
+    fits = 2 <= attn_mask.dim() <= rank and broadcasts(shape, sizes)
     if not fits:
         raise ValueError(
             f"attn_mask: expected at least 2 dimensions that broadcast to {list(sizes[-rank:])}, got "
@@ -210,7 +211,7 @@ def _score_inputs(attn_mask: Tensor, query: Tensor, sizes: tuple[int, ...], rank
         )
     batch, inner = shape[:-3], shape[-3:]
     attn_mask = attn_mask.reshape(shape)
-    if any(size != 1 for size in batch):
+    if not all(known(size == 1) for size in batch):
         attn_mask = attn_mask.expand(*sizes[:-3], *inner)
         batch = sizes[:-3]
     attn_mask = attn_mask.reshape(math.prod(batch), *inner)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flashtile.ops.common.sizes import differ
+
 INDEX_DTYPES = (torch.int32, torch.int64)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -158,7 +160,7 @@ def check_lengths(name: str, lengths: Tensor, size: int, device: torch.device, m
     check_tensors(**{name: lengths})
     if lengths.dtype not in INDEX_DTYPES:
         raise TypeError(f"{name}: expected dtype int32 or int64, got {lengths.dtype}; cast it")
-    if lengths.dim() != 1 or lengths.shape[0] != size:
+    if differ(lengths.shape, (size,)):
         raise ValueError(
             f"{name}: expected shape ({size},), {meaning}, got {tuple(lengths.shape)}; it is a vector of integers, "
             "not a mask"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.common.checks import as_float, check_device, check_tensors, finite_float
+from flashtile.ops.common.sizes import differ
 
 
 def resolve_window(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
@@ -51,7 +52,7 @@ def resolve_softcap(softcap: float | None) -> float:
 def resolve_alibi_slopes(alibi_slopes: Tensor, batch: int, heads: int, q: Tensor) -> Tensor:
     """Slopes `[heads]` or `[batch, heads]` in the dtype of lse."""
     check_tensors(alibi_slopes=alibi_slopes)
-    if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
+    if differ(alibi_slopes.shape, (heads,)) and differ(alibi_slopes.shape, (batch, heads)):
         raise ValueError(
             f"alibi_slopes: expected shape [heads_q] = [{heads}] or [batch, heads_q] = [{batch}, {heads}], got "
             f"{list(alibi_slopes.shape)}; slopes belong to query heads"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -190,5 +191,5 @@ def _shaped(loss: Tensor, z_loss: Tensor | None, labels: Tensor, reduction: str)
 
 def _rows(tensor: Tensor) -> Tensor:
     """`[..., columns]` as a matrix of contiguous rows."""
-    matrix = tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+    matrix = tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()

@@ -18,6 +18,7 @@ from flashtile.ops.common.checks import (
     raise_not_bool,
     read_on_request,
 )
+from flashtile.ops.common.sizes import differ
 from flashtile.ops.cross_entropy.spec import MAX_COLUMNS, REDUCTIONS, CrossEntropySpec
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def check_labels(labels: Tensor, shape: tuple[int, ...], device: torch.device, o
     check_tensors(labels=labels)
     if labels.dtype not in INDEX_DTYPES:
         raise TypeError(f"labels: expected dtype int64 or int32, got {labels.dtype}; they are class numbers, cast them")
-    if labels.shape != shape:
+    if differ(labels.shape, shape):
         raise ValueError(
             f"labels: expected the shape of {of} without its last dimension, {tuple(shape)}, got {tuple(labels.shape)}"
         )

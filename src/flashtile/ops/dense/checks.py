@@ -12,6 +12,7 @@ from flashtile.ops.common.checks import (
     check_tensors,
     raise_not_bool,
 )
+from flashtile.ops.common.sizes import differ
 from flashtile.ops.dense.spec import ACTIVATIONS, ActivationSpec
 
 __all__ = [
@@ -103,7 +104,7 @@ def check_main_grad(name: str, main_grad: Tensor | None, shape: tuple[int, ...],
 def check_dout(dout: Tensor, x: Tensor) -> None:
     check_input("dout", dout)
     check_device("dout", dout, x.device, "x")
-    if dout.shape[:-1] != x.shape[:-1]:
+    if differ(dout.shape[:-1], x.shape[:-1]):
         raise ValueError(f"dout: expected the rows of x, shape {(*x.shape[:-1], 'features')}, got {tuple(dout.shape)}")
     if dout.dtype is not x.dtype:
         raise TypeError(f"dout: expected the dtype of x, {x.dtype}, got {dout.dtype}; cast one of them")

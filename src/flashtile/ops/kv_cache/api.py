@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.other_names import refuse_other_names
+from flashtile.ops.common.sizes import known
 from flashtile.ops.kv_cache import calls, checks
 from flashtile.ops.kv_cache.operator import forward_of_steps, run_with_cache
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
@@ -172,7 +173,7 @@ def attention_with_kv_cache(
     checks.check_caches(q, k_cache, v_cache, block_table is not None)
     if k is not None or v is not None:
         checks.check_appended(q, k_cache, v_cache, k, v)
-    if not (cache_batch_indices is cache_left_padding is block_table is None and k_cache.shape[0] == q.shape[0]):
+    if not (cache_batch_indices is cache_left_padding is block_table is None and known(k_cache.shape[0] == q.shape[0])):
         checks.check_places(q, k_cache, cache_batch_indices, cache_left_padding, block_table)
     if torch.is_grad_enabled():
         checks.check_no_gradient(
@@ -184,7 +185,7 @@ def attention_with_kv_cache(
     length, lengths = checks.resolve_lengths(cache_lengths, q, capacity, seq_new)
     left, right = checks.resolve_window(causal, window)
     positions = None
-    if lengths is None and q.shape[0] and rotary_cos is not None:
+    if lengths is None and not known(q.shape[0] == 0) and rotary_cos is not None:
         positions = length + max(seq_new or 0, q.shape[1] if (left, right) != (None, None) else min(1, q.shape[1]))
     if rotary_cos is not None or rotary_sin is not None:
         checks.check_rotary(q, rotary_cos, rotary_sin, k, positions)

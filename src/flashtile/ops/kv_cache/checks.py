@@ -24,6 +24,7 @@ from flashtile.ops.common.score_checks import (
     resolve_softcap,
     resolve_window,
 )
+from flashtile.ops.common.sizes import differ
 from flashtile.ops.common.split_keys.configs import MAX_SPLITS
 from flashtile.ops.common.table_checks import check_table_pair
 from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM, PAGE_MULTIPLE, CacheCall, CacheSpec, lengths_before, places
@@ -73,7 +74,7 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> No
                 f"{name}: expected a last dimension that is contiguous, got strides {cache.stride()}; keep the cache "
                 "as [..., heads_kv, head_dim], a copy at every call would cost more than the attention"
             )
-    if k_cache.shape[:-1] != v_cache.shape[:-1]:
+    if differ(k_cache.shape[:-1], v_cache.shape[:-1]):
         raise ValueError(
             f"v_cache: expected the {first}, {second}, heads_kv of k_cache, {tuple(k_cache.shape[:-1])}, got "
             f"{tuple(v_cache.shape[:-1])}"
@@ -142,12 +143,12 @@ def check_appended(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None
         _check_like("q", q, name, tensor)
         heads, head_dim = cache.shape[2:]
         expected = f"[batch, seq_new, heads_kv, head_dim] = [{q.shape[0]}, seq_new, {heads}, {head_dim}]"
-        if tensor.dim() != 4 or (tensor.shape[0], *tensor.shape[2:]) != (q.shape[0], heads, head_dim):
+        if tensor.dim() != 4 or differ((tensor.shape[0], *tensor.shape[2:]), (q.shape[0], heads, head_dim)):
             raise ValueError(
                 f"{name}: expected shape {expected}, as the batch of q and the heads of {name}_cache, got "
                 f"{tuple(tensor.shape)}"
             )
-    if k is not None and v is not None and k.shape[1] != v.shape[1]:
+    if k is not None and v is not None and differ(k.shape[1:2], v.shape[1:2]):
         raise ValueError(f"v: expected as many new rows as k has, {k.shape[1]}, got {v.shape[1]}")
 
 
@@ -172,7 +173,7 @@ def check_places(
         check_lengths("cache_left_padding", cache_left_padding, batch, q.device, "a first row for each sequence of q")
     if block_table is not None:
         _check_block_table(q, k_cache, block_table)
-    elif cache_batch_indices is None and k_cache.shape[0] != batch:
+    elif cache_batch_indices is None and differ(k_cache.shape[:1], (batch,)):
         raise ValueError(
             f"k_cache: expected the batch size of q, {batch}, got {k_cache.shape[0]}; cache_batch_indices says which "
             "entries of a larger cache belong to q, block_table which pages"
@@ -187,7 +188,7 @@ def _check_block_table(q: Tensor, k_cache: Tensor, block_table: Tensor) -> None:
     check_tensors(block_table=block_table)
     if block_table.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"block_table: expected dtype int32 or int64, got {block_table.dtype}; cast it")
-    if block_table.dim() != 2 or block_table.shape[0] != q.shape[0]:
+    if block_table.dim() != 2 or differ(block_table.shape[:1], q.shape[:1]):
         raise ValueError(
             f"block_table: expected shape [batch, max_pages] with the batch size of q, {q.shape[0]}, got "
             f"{tuple(block_table.shape)}"

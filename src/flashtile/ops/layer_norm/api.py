@@ -279,7 +279,7 @@ def _check_operands(operands: Operands, rowscale_const: float) -> torch.Size:
             rowscale=operands.rowscale,
             layerscale=operands.layerscale,
             x0_subset=operands.x0_subset,
-            rowscale_const=rowscale_const != 1.0,
+            rowscale_const=None if rowscale_const == 1.0 else rowscale_const,
         )
     for name in ("weight", "bias", "weight1", "bias1", "layerscale"):
         checks.check_parameter(name, getattr(operands, name), x0, "x0")

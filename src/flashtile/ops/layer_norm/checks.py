@@ -19,6 +19,7 @@ from flashtile.ops.common.checks import (
     readable,
     resolve_dropout,
 )
+from flashtile.ops.common.sizes import differ
 from flashtile.ops.layer_norm.spec import MAX_COLUMNS, NormSpec, Operands
 
 __all__ = [
@@ -78,7 +79,7 @@ def check_summand(name: str, summand: Tensor | None, x0: Tensor, shape: tuple[in
     if summand is None:
         return
     _check_like(name, summand, x0, "x0")
-    if summand.shape != shape:
+    if differ(summand.shape, shape):
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(summand.shape)}; expand or reshape it")
     if same_dtype and summand.dtype is not x0.dtype:
         raise TypeError(f"{name}: expected the dtype of x0, {x0.dtype}, got {summand.dtype}; cast one of them")
@@ -88,7 +89,7 @@ def check_rowscale(rowscale: Tensor | None, x0: Tensor) -> None:
     if rowscale is None:
         return
     _check_like("rowscale", rowscale, x0, "x0")
-    if rowscale.shape != x0.shape[:-1]:
+    if differ(rowscale.shape, x0.shape[:-1]):
         raise ValueError(
             f"rowscale: expected shape {tuple(x0.shape[:-1])}, one factor for each row of x0, "
             f"got {tuple(rowscale.shape)}; reshape it"
@@ -101,9 +102,9 @@ def check_rowscale(rowscale: Tensor | None, x0: Tensor) -> None:
 
 
 def check_parallel(**excluded: object) -> None:
-    """Checks what cannot be together with x1: `excluded` holds those arguments, None or False where absent."""
+    """Checks what cannot be together with x1: `excluded` holds those arguments, None where absent."""
     for name, argument in excluded.items():
-        if argument is not None and argument is not False:
+        if argument is not None:
             raise ValueError(f"{name}: expected None together with x1, got a value; scale x0 and x1 before the call")
 
 

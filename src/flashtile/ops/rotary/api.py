@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.other_names import refuse_other_names
+from flashtile.ops.common.sizes import known
 from flashtile.ops.rotary import checks
 from flashtile.ops.rotary.operator import run_rotary
 from flashtile.ops.rotary.spec import RotarySpec, Rotation
@@ -231,7 +232,7 @@ def _rotate(
     offset, offsets = checks.resolve_offsets(seqlen_offsets, batch, x.device, name)
     checks.check_max_seqlen(max_seqlen)
     longest = x.shape[1] if cu_seqlens is None else max_seqlen
-    if longest is not None and x.numel():
+    if longest is not None and not known(x.numel() == 0):
         checks.check_table_length(cos, longest, offset, "make the table longer")
     spec = RotarySpec(interleaved, conjugate, heads_q, heads_rotated, offset)
     return run_rotary(Rotation(x, cos, sin, cos_k, sin_k, offsets, cu_seqlens), spec, inplace, backend)

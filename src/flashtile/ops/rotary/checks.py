@@ -14,6 +14,7 @@ from flashtile.ops.common.checks import (
     raise_not_bool,
     readable,
 )
+from flashtile.ops.common.sizes import exceeds, known
 from flashtile.ops.common.table_checks import check_table_pair
 from flashtile.ops.rotary.spec import RotarySpec, Rotation, positions
 
@@ -87,7 +88,7 @@ def resolve_offsets(offsets: int | Tensor, batch: int, device: torch.device, of:
         return 0, offsets
     if isinstance(offsets, bool) or not isinstance(offsets, (int, torch.SymInt)):
         raise TypeError(f"seqlen_offsets: expected an int or an integer tensor, got {offsets!r}")
-    if offsets < 0:
+    if known(offsets < 0):
         raise ValueError(f"seqlen_offsets: expected at least 0, got {offsets}; it is the position of the first row")
     return offsets, None
 
@@ -97,7 +98,7 @@ def check_max_seqlen(max_seqlen: int | None) -> None:
         return
     if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
         raise TypeError(f"max_seqlen: expected an int, got {max_seqlen!r}; leave it out if it is not known")
-    if max_seqlen < 0:
+    if known(max_seqlen < 0):
         raise ValueError(f"max_seqlen: expected at least 0, got {max_seqlen}; it is the longest sequence")
 
 
@@ -111,7 +112,7 @@ def check_sequences(cu_seqlens: Tensor, device: torch.device, of: str) -> int:
 
 
 def check_table_length(cos: Tensor, rows: int, offset: int, remedy: str) -> None:
-    if rows + offset > cos.shape[0]:
+    if exceeds(rows + offset, cos.shape[0]):
         raise ValueError(
             f"cos: expected at least {rows + offset} positions, {rows} rows from position {offset} on, "
             f"got {cos.shape[0]}; {remedy}"

@@ -11,6 +11,7 @@ from torch import Tensor
 from flashtile.ops.common import checks
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.other_names import refuse_other_names
+from flashtile.ops.common.sizes import broadcasts
 from flashtile.ops.softmax.operator import run_softmax
 from flashtile.ops.softmax.spec import MAX_COLUMNS, SoftmaxSpec
 
@@ -97,7 +98,7 @@ def _expanded(mask: Tensor, x: Tensor) -> Tensor:
         raise TypeError(f"mask: expected dtype bool or uint8, got {mask.dtype}; True is masked out")
     checks.check_device("mask", mask, x.device, "x")
     padded = (1,) * (x.dim() - mask.dim()) + tuple(mask.shape)
-    if mask.dim() > x.dim() or any(given not in (1, size) for given, size in zip(padded, x.shape)):
+    if mask.dim() > x.dim() or not broadcasts(padded, x.shape):
         raise ValueError(
             f"mask: expected a shape that broadcasts to that of x, {tuple(x.shape)}, such as "
             f"{(x.shape[0], 1, *x.shape[2:])}, got {tuple(mask.shape)}"

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.checks import check_device, check_float_dtype, check_tensors
+from flashtile.ops.common.logsumexp import logsumexp
+from flashtile.ops.common.sizes import differ, known
 from flashtile.ops.softmax.spec import compute_dtype
 
 _BACKENDS = standard_backends("softmax")
@@ -74,7 +76,7 @@ def online_softmax(scores: Tensor, values: Tensor, state: OnlineSoftmax | None =
             f"values: expected float64 exactly where scores are, got {values.dtype} with {scores.dtype}; cast one of "
             "them"
         )
-    if scores.shape[-1] != values.shape[-2]:
+    if differ(scores.shape[-1:], values.shape[-2:-1]):
         raise ValueError(
             f"values: expected {scores.shape[-1]} rows, one for each key of scores, got shape {tuple(values.shape)}"
         )
@@ -83,7 +85,7 @@ def online_softmax(scores: Tensor, values: Tensor, state: OnlineSoftmax | None =
         columns = torch.broadcast_shapes(scores.shape[:-2], values.shape[:-2]), scores.shape[-2:-1], values.shape[-1:]
         _check_state(state, scores, (*columns[0], *columns[1], *columns[2]), dtype)
     scores, values = scores.to(dtype), values.to(dtype)
-    if scores.shape[-1]:
+    if not known(scores.shape[-1] == 0):
         largest = scores.amax(dim=-1)
     else:
         largest = scores.new_full(scores.shape[:-1], float("-inf"))
@@ -104,7 +106,7 @@ def _check_state(state: OnlineSoftmax, scores: Tensor, shape: tuple[int, ...], d
         raise TypeError(f"state: expected an OnlineSoftmax or None, got {type(state).__name__}; begin with None")
     for name, tensor, expected in zip(state._fields, state, (scores.shape[:-1], scores.shape[:-1], shape)):
         check_tensors(**{f"state.{name}": tensor})
-        if tensor.shape != torch.Size(expected):
+        if differ(tensor.shape, expected):
             raise ValueError(
                 f"state.{name}: expected shape {tuple(expected)}, that of these scores and values, got "
                 f"{tuple(tensor.shape)}; pass what online_softmax returned for the same rows, and begin with None"
@@ -147,7 +149,7 @@ def logsumexp_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         )
     expected = (*outs[0].shape[:-3], outs[0].shape[-2], outs[0].shape[-3])
     for index, (out, lse) in enumerate(zip(outs, lses)):
-        if out.shape != outs[0].shape or lse.shape != expected:
+        if differ(out.shape, outs[0].shape) or differ(lse.shape, expected):
             raise ValueError(
                 f"outs[{index}], lses[{index}]: expected shapes {tuple(outs[0].shape)} and {expected}, "
                 f"got {tuple(out.shape)} and {tuple(lse.shape)}"
@@ -156,7 +158,7 @@ def logsumexp_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     each = torch.stack([lse.to(dtype) for lse in lses])
     # In a row that no part has seen, the derivative of logsumexp would be NaN, and so would 0 times it.
     blind = each.isneginf().all(dim=0)
-    lse = torch.logsumexp(each.masked_fill(blind, 0), dim=0).masked_fill(blind, float("-inf"))
+    lse = logsumexp(each.masked_fill(blind, 0), 0)[0].masked_fill(blind, float("-inf"))
     against = lse.masked_fill(blind, 0)
     weights = (each - against).exp().transpose(-1, -2)[..., None]  # [parts, ..., seq, heads, 1]
     merged = torch.zeros_like(outs[0], dtype=dtype)
