@@ -138,3 +138,34 @@ def test_compilation_with_sizes_that_depend_on_data(name: str) -> None:
         of_kept = [PublicCall(functools.partial(each, kept)) for each in (compiled, OfKeptRows(call))]
         found, expected = (results_and_gradients(each, call.leaves(4)) for each in of_kept)
         assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_can_be_changed_in_place(name: str) -> None:
+    call = CALLS[name]
+    for result in call.results(*(leaf.requires_grad_() for leaf in call.leaves(ROWS))):
+        if result.requires_grad:
+            result.add_(1)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        ("cpu", "reference"),
+        pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+        pytest.param("cuda", "auto", marks=pytest.mark.gpu),
+    ],
+)
+def test_results_of_each_backend_can_be_changed_in_place(device: str, backend: str, packed: bool) -> None:
+    for dim in (64, 40, 192):
+        q = torch.randn(3, 40, 2, dim, dtype=torch.bfloat16, device=device, requires_grad=True)
+        options = {"backend": backend, "return_lse": True, "softcap": 5.0 if dim == 40 else None}
+        for _ in range(2):  # the second call is like the first
+            results = (
+                flashtile.attention_varlen(*[q.flatten(0, 1)] * 3, torch.tensor([0, 20, 120], device=device), **options)
+                if packed
+                else flashtile.attention(q, q, q, **options)
+            )
+            for result in results:
+                result.add_(1)

@@ -438,7 +438,8 @@ class ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, q, k, v, bias, slopes, sinks, *captured):
-        out, lse, *max_scores = forward(call.reading(captured), q, k, v, bias, slopes, sinks)
+        results = forward(call.reading(captured), q, k, v, bias, slopes, sinks)
+        out, lse, *max_scores = (t.detach() for t in results)  # no views, which autograd refuses to change in place
         ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks, *captured)
         ctx.call = call
         ctx.mark_non_differentiable(*max_scores)

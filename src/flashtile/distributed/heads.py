@@ -239,9 +239,10 @@ class AttentionByHeads(torch.autograd.Function):
         ctx.save_for_backward(bias, slopes, sinks, *captured, *kept)
         ctx.exchange, ctx.shapes, ctx.tables = exchange, (q.shape, k.shape, v.shape), 3 + len(captured)
         ctx.set_materialize_grads(False)
-        largest = () if max_scores is None else (_as_lse(max_scores),)
+        # Detached, because autograd refuses to change a view in place that a Function returned.
+        largest = () if max_scores is None else (_as_lse(max_scores).detach(),)
         ctx.mark_non_differentiable(*largest)
-        return out, None if lse is None else _as_lse(lse), *largest
+        return out, None if lse is None else _as_lse(lse).detach(), *largest
 
     @staticmethod
     @once_differentiable

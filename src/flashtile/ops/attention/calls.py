@@ -49,9 +49,15 @@ def serve_forward(
     implementation = select.implementation("forward", q, k, v, side, spec, backend)
     side = side if plain else readable_side(side)
     if not recorded:
-        return implementation.forward(q, k, v, side, spec)
+        return owned(implementation.forward(q, k, v, side, spec))
     with together.Soon(functools.partial(backward_plans, q, k, v, side, spec, backend, wanted)):
-        return implementation.forward(q, k, v, side, spec)
+        return owned(implementation.forward(q, k, v, side, spec))
+
+
+def owned(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The results of a forward, none of them a view to autograd, which refuses to change a view in place that an
+    autograd.Function returned. Nothing is copied."""
+    return tuple(tensor.detach() if tensor._is_view() else tensor for tensor in results)
 
 
 def _check_program(side: SideInputs, spec: AttentionSpec) -> None:

@@ -21,6 +21,7 @@ from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.calls import (
     backward_plans,
     lie_as_usual,
+    owned,
     prepared_function,
     readable_side,
     serve_backward,
@@ -324,7 +325,7 @@ class RepeatedCall:
         prepare = prepared_function(module, "prepare_forward") if _reads_as_given(side, q) else None
         launch = None if prepare is None else prepare(q, k, v, side, spec)
         if launch is None:
-            return general if q.is_cuda or aux else lambda q, k, v, aux: module.forward(q, k, v, side, spec)
+            return general if q.is_cuda or aux else lambda q, k, v, aux: owned(module.forward(q, k, v, side, spec))
         if aux:
             in_vectors = _present(aux, _READ_IN_VECTORS)
 
