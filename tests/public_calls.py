@@ -299,6 +299,12 @@ CALLS: dict[str, PublicCall] = {
     "apply_rotary: offsets": PublicCall(
         lambda x: flashtile.apply_rotary(x, *_tables(), seqlen_offsets=_lengths(x), interleaved=True), _QKV[:1]
     ),
+    "apply_rotary: position_ids": PublicCall(
+        lambda x: flashtile.apply_rotary(
+            x, *_tables(), position_ids=_lengths(x)[:, None] + torch.arange(SEQ, device=_CPU)
+        ),
+        _QKV[:1],
+    ),
     "apply_rotary: packed": PublicCall(
         lambda x: flashtile.apply_rotary(x, *_tables(), cu_seqlens=_cumulative(x)), _TOKENS[:1]
     ),

@@ -17,7 +17,8 @@ from flashtile.testing import assert_close
 class RotaryCase:
     """One call. `layout` is "x", "qkv", "grouped" (qkv of unequal heads) or "kv".
 
-    `lengths` are those of packed sequences; `offsets` an int or one for each sequence.
+    `lengths` are those of packed sequences; `offsets` an int or one for each sequence. `ids`: a position for each row,
+    of "each" sequence, of all alike ("one"), or of "packed" rows.
     """
 
     layout: str = "x"
@@ -34,6 +35,7 @@ class RotaryCase:
     xpos: bool = False
     offsets: int | tuple[int, ...] = 0
     lengths: tuple[int, ...] | None = None
+    ids: str = ""
 
 
 def _inputs(case: RotaryCase, device: str) -> tuple[Tensor, Tensor]:
@@ -41,6 +43,7 @@ def _inputs(case: RotaryCase, device: str) -> tuple[Tensor, Tensor]:
     heads = layouts[case.layout]
     # One row more than the sequences own.
     rows = (case.batch, case.seq) if case.lengths is None else (sum(case.lengths) + 1,)
+    rows = (case.batch * case.seq,) if case.ids == "packed" else rows
     generator = torch.Generator().manual_seed(0)
     x, dout = (
         torch.randn(*rows, *heads, case.head_dim, generator=generator, dtype=torch.float64).to(case.dtype).to(device)
@@ -63,6 +66,10 @@ def run(case: RotaryCase, backend: str, dtype: torch.dtype | None, device: str) 
     options["seqlen_offsets"] = (
         torch.tensor(case.offsets, device=device) if isinstance(case.offsets, tuple) else case.offsets
     )
+    if case.ids:
+        shape = {"each": (case.batch, case.seq), "one": (1, case.seq), "packed": (case.batch * case.seq,)}[case.ids]
+        ids = torch.randint(64, (*shape, 2), generator=torch.Generator().manual_seed(1))
+        options["position_ids"] = ids.to(device)[..., 0]  # not contiguous
     if case.lengths is not None:
         options["cu_seqlens"] = torch.tensor([0, *case.lengths], device=device).cumsum(0).int()
     if case.layout == "x":
@@ -96,6 +103,7 @@ _FEATURES: dict[str, dict] = {
     "offset int": {"offsets": 5},
     "offset tensor": {"offsets": (9, 2)},
     "packed": {"lengths": (4, 6)},
+    "offset ids": {"ids": "each"},
     "layout conjugate": {"conjugate": True},
     "layout qkv": {"layout": "qkv"},
     "layout xpos": {"layout": "qkv", "xpos": True},
@@ -107,7 +115,7 @@ _FEATURES: dict[str, dict] = {
 def _pairs() -> dict[str, RotaryCase]:
     cases = {"plain": _BASE} | {name: replace(_BASE, **change) for name, change in _FEATURES.items()}
     for (first, change), (second, other) in combinations(_FEATURES.items(), 2):
-        if first.split()[0] != second.split()[0]:
+        if first.split()[0] != second.split()[0] and {first, second} != {"offset ids", "packed"}:
             cases[f"{first}+{second}"] = replace(_BASE, **change, **other)
     return cases
 
@@ -122,6 +130,10 @@ EDGES = {
     "no_batch": replace(_BASE, batch=0),
     "one_row": replace(_BASE, seq=1, batch=1, offsets=63),
     "empty_sequences": replace(_BASE, lengths=(0, 5, 0, 0, 3, 0), offsets=(1, 2, 3, 4, 5, 6)),
+    "ids_of_all": replace(_BASE, ids="one"),
+    "ids_packed": replace(_BASE, ids="packed", inplace=True),
+    "ids_packed_qkv": replace(_BASE, ids="packed", layout="grouped", xpos=True),
+    "ids_of_no_rows": replace(_BASE, ids="each", seq=0),
     "no_sequences": replace(_BASE, lengths=()),
     "many_sequences": replace(_BASE, lengths=(1,) * 300, heads=1, head_dim=4, rotary_dim=4),
     "many_heads": replace(_BASE, heads=40, seq=3, interleaved=True),

@@ -236,6 +236,7 @@ def test_bad_tables(make: Callable[[], object], message: str) -> None:
 
 _X, _CU = torch.randn(2, 4, 3, 8), torch.tensor([0, 2, 8], dtype=torch.int32)
 _PACKED = {"x": torch.randn(8, 3, 8), "cu_seqlens": _CU}
+_IDS = torch.arange(4).repeat(2, 1) + torch.tensor([[0], [1]])
 _META = torch.zeros(32, 3, device="meta", dtype=torch.float64)
 
 BAD = {
@@ -263,6 +264,25 @@ BAD = {
     "cu-dtype": (TypeError, {**_PACKED, "cu_seqlens": torch.ones(3)}, ("cu_seqlens: expected dtype int32 or int64",)),
     "max-seqlen": (TypeError, {**_PACKED, "max_seqlen": 2.0}, ("max_seqlen: expected an int, got 2.0",)),
     "max-seqlen-far": (ValueError, {**_PACKED, "max_seqlen": 40}, ("cos: expected at least 40 positions",)),
+    "ids-list": (TypeError, {"position_ids": [0]}, ("position_ids: expected a torch.Tensor, got list",)),
+    "ids-float": (TypeError, {"position_ids": torch.ones(2, 4)}, ("position_ids: expected dtype int32 or int64",)),
+    "ids-shape": (
+        ValueError,
+        {"position_ids": _IDS[:, :3]},
+        ("position_ids: expected shape (2, 4) or (1, 4)", "(2, 3)"),
+    ),
+    "ids-batch": (ValueError, {"position_ids": _IDS[[0, 1, 1]]}, ("position_ids: expected shape (2, 4)", "(3, 4)")),
+    "ids-packed": (ValueError, {"position_ids": _IDS[0]}, ("x: expected 3 dimensions [total, heads, head_dim]",)),
+    "ids-rank": (ValueError, {**_PACKED, "position_ids": _IDS}, ("cu_seqlens: expected none beside position_ids",)),
+    "ids-offset": (ValueError, {"position_ids": _IDS, "seqlen_offsets": 1}, ("seqlen_offsets: expected none beside",)),
+    "ids-longest": (ValueError, {"position_ids": _IDS, "max_seqlen": 4}, ("max_seqlen: expected none beside",)),
+    "ids-device": (ValueError, {"position_ids": _IDS.to("meta")}, ("position_ids: expected the device of x, cpu",)),
+    "ids-far": (ValueError, {"position_ids": _IDS * 8}, ("cos: expected at least 33 positions", "got 32")),
+    "ids-negative": (
+        ValueError,
+        {"position_ids": _IDS - 2},
+        ("position_ids: expected positions of at least 0, got -2",),
+    ),
     "inplace": (TypeError, {"inplace": 1}, ("inplace: expected True or False, got 1",)),
     "backend": (ValueError, {"backend": "fast"}, ("backend: expected one of 'auto'",)),
 }
@@ -329,9 +349,43 @@ def test_opcheck(packed: bool, backend: str) -> None:
     x = normal(6, 2, 8) if packed else normal(2, 3, 2, 8)
     offsets = torch.tensor([1, 2])
     cu_seqlens = torch.tensor([0, 2, 5]) if packed else None
-    arguments = (_COS, _SIN, 2 * _COS, _SIN, offsets, cu_seqlens, *RotarySpec(False, False, 1, 2, 0), backend)
+    arguments = (_COS, _SIN, 2 * _COS, _SIN, offsets, cu_seqlens, None, *RotarySpec(False, False, 1, 2, 0), backend)
     torch.library.opcheck(torch.ops.flashtile.rotary.default, (x, *arguments))
     torch.library.opcheck(torch.ops.flashtile.rotary_.default, (x, *arguments))
+
+
+@both_backends
+@pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
+def test_positions_of_rows(inplace: bool, backend: str) -> None:
+    """Any order; what offsets and cumulative lengths say is the same said otherwise; also compiled and transformed."""
+    options: dict[str, Any] = {"inplace": inplace, "backend": backend}
+    x, ids = normal(2, 3, 2, 8), torch.tensor([[5, 0, 9], [2, 2, 31]])
+    rotate = lambda x, ids: flashtile.apply_rotary(x * 1, _COS, _SIN, position_ids=ids, **options)  # noqa: E731
+    rows = [
+        [flashtile.apply_rotary(x[None, None, b, s], _COS, _SIN, seqlen_offsets=int(ids[b, s])) for s in range(3)]
+        for b in range(2)
+    ]
+    assert_same(rotate(x, ids), torch.cat([torch.cat(row, 1) for row in rows]))
+    assert_same(rotate(x.flatten(0, 1), ids.flatten().int()), rotate(x, ids).flatten(0, 1))
+    offsets = torch.tensor([4, 20])
+    expected = flashtile.apply_rotary(x, _COS, _SIN, seqlen_offsets=offsets)
+    assert_same(rotate(x, offsets[:, None] + torch.arange(3)), expected)
+    assert_same(rotate(x, torch.arange(3)[None]), flashtile.apply_rotary(x, _COS, _SIN))
+    assert gradcheck(lambda x: rotate(x, ids), x.requires_grad_())
+    compiled = torch.compile(rotate, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert_same(
+        torch.autograd.grad(compiled(x, ids).sin().sum(), x), torch.autograd.grad(rotate(x, ids).sin().sum(), x)
+    )
+
+
+def test_positions_of_rows_of_packed_projections() -> None:
+    qkv, ids = normal(2, 3, 3, 2, 8), torch.tensor([[5, 0, 9], [2, 2, 31]])
+    rotated = flashtile.apply_rotary_qkv(qkv, _COS, _SIN, position_ids=ids)
+    q, k = (flashtile.apply_rotary(qkv[:, :, part], _COS, _SIN, position_ids=ids) for part in range(2))
+    assert_same(rotated, torch.stack((q, k, qkv[:, :, 2]), 2))
+    assert_same(flashtile.apply_rotary_kv(qkv[:, :, 1:], _COS, _SIN, position_ids=ids), rotated[:, :, 1:])
+    packed = flashtile.apply_rotary_qkv(qkv.flatten(0, 1), _COS, _SIN, position_ids=ids.flatten())
+    assert_same(packed, rotated.flatten(0, 1))
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])

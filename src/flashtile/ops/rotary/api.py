@@ -30,6 +30,7 @@ def apply_rotary(
     max_seqlen: int | None = None,
     conjugate: bool = False,
     *,
+    position_ids: Tensor | None = None,
     backend: str = "auto",
     **other_names: NoReturn,
 ) -> Tensor:
@@ -42,8 +43,8 @@ def apply_rotary(
     Differentiable in x. The arithmetic is float32 (float64 for float64), whatever the dtypes of x and the tables are.
 
     Args:
-        x: `[batch, seq, heads, head_dim]`, or `[total, heads, head_dim]` with cu_seqlens; float16, bfloat16, float32,
-            or float64 (CPU and reference only). Any strides.
+        x: `[batch, seq, heads, head_dim]`, or `[total, heads, head_dim]` with cu_seqlens or position_ids `[total]`;
+            float16, bfloat16, float32, or float64 (CPU and reference only). Any strides.
         cos: `[positions, rotary_dim / 2]` in any of these dtypes, from `rotary_tables`. Elements from rotary_dim on
             stay as they are. No gradient flows to it.
         sin: the same.
@@ -54,6 +55,9 @@ def apply_rotary(
             Rows past the last one belong to no sequence and stay as they are.
         max_seqlen: length of the longest of these sequences, for the check of the tables' length.
         conjugate: rotate in the opposite direction, which undoes the rotation.
+        position_ids: a position for each row, int32 or int64 `[batch, seq]` or `[1, seq]`; of x `[total, heads,
+            head_dim]` it is `[total]`. They say all about positions: not together with seqlen_offsets, cu_seqlens and
+            max_seqlen.
         backend: "auto" chooses by device; "triton", "cpu" or "reference" run that backend or raise.
 
     Returns:
@@ -70,11 +74,11 @@ def apply_rotary(
     """
     if other_names:
         refuse_other_names(apply_rotary, other_names)
-    checks.check_input("x", x, _DENSE if cu_seqlens is None else _PACKED)
+    checks.check_input("x", x, _layout(cu_seqlens, position_ids))
     heads = x.shape[-2]
     return _rotate(
         "x", x, (cos, sin, None, None), heads, heads, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen,
-        conjugate, backend,
+        position_ids, conjugate, backend,
     )  # fmt: skip
 
 
@@ -91,6 +95,7 @@ def apply_rotary_qkv(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     *,
+    position_ids: Tensor | None = None,
     backend: str = "auto",
     **other_names: NoReturn,
 ) -> Tensor:
@@ -98,7 +103,7 @@ def apply_rotary_qkv(
 
     Args:
         qkv: `[batch, seq, 3, heads, head_dim]`, or `[batch, seq, heads_q + 2 heads_kv, head_dim]` with num_heads_q;
-            with cu_seqlens `[total, ...]`.
+            with cu_seqlens or position_ids `[total]`: `[total, ...]`.
         cos: tables for the queries, and without cos_k also for the keys; see `apply_rotary`.
         sin: the same.
         cos_k: tables for the keys, if they differ (xPos).
@@ -109,6 +114,7 @@ def apply_rotary_qkv(
         num_heads_q: heads of q, for the second layout.
         cu_seqlens: where packed sequences begin; see `apply_rotary`.
         max_seqlen: length of the longest of them.
+        position_ids: a position for each row; see `apply_rotary`.
         backend: as for `apply_rotary`.
 
     Returns:
@@ -120,7 +126,8 @@ def apply_rotary_qkv(
     if other_names:
         refuse_other_names(apply_rotary_qkv, other_names)
     checks.check_tensors(qkv=qkv)
-    rows = 2 if cu_seqlens is None else 1
+    layout = _layout(cu_seqlens, position_ids)
+    rows = len(layout) - 2
     if qkv.dim() == rows + 3 and qkv.shape[rows] == 3:
         if num_heads_q not in (None, qkv.shape[-2]):
             raise ValueError(
@@ -129,15 +136,14 @@ def apply_rotary_qkv(
             )
         heads_q, heads_rotated, flat = qkv.shape[-2], 2 * qkv.shape[-2], _merge_heads("qkv", qkv, inplace)
     else:
-        layout = (*(_DENSE if cu_seqlens is None else _PACKED)[:-2], "heads_q + 2 heads_kv", "head_dim")
-        checks.check_input("qkv", qkv, layout)
+        checks.check_input("qkv", qkv, (*layout[:-2], "heads_q + 2 heads_kv", "head_dim"))
         heads_q, heads_rotated = checks.check_heads(num_heads_q, qkv.shape[-2])
         flat = qkv
     if cos_k is None and sin_k is None:
         heads_q = heads_rotated
     rotated = _rotate(
         "qkv", flat, (cos, sin, cos_k, sin_k), heads_q, heads_rotated, interleaved, inplace, seqlen_offsets, cu_seqlens,
-        max_seqlen, False, backend,
+        max_seqlen, position_ids, False, backend,
     )  # fmt: skip
     return qkv if inplace else rotated.view(qkv.shape)
 
@@ -152,13 +158,15 @@ def apply_rotary_kv(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     *,
+    position_ids: Tensor | None = None,
     backend: str = "auto",
     **other_names: NoReturn,
 ) -> Tensor:
     """Rotates the keys of packed kv in one launch. The values stay as they are.
 
     Args:
-        kv: `[batch, seq, 2, heads, head_dim]`, or `[total, 2, heads, head_dim]` with cu_seqlens.
+        kv: `[batch, seq, 2, heads, head_dim]`, or `[total, 2, heads, head_dim]` with cu_seqlens or position_ids
+            `[total]`.
         cos: tables for the keys; see `apply_rotary`.
         sin: the same.
         interleaved: which elements form a pair; see `apply_rotary`.
@@ -166,6 +174,7 @@ def apply_rotary_kv(
         seqlen_offsets: position of the first row; see `apply_rotary`.
         cu_seqlens: where packed sequences begin; see `apply_rotary`.
         max_seqlen: length of the longest of them.
+        position_ids: a position for each row; see `apply_rotary`.
         backend: as for `apply_rotary`.
 
     Returns:
@@ -176,16 +185,22 @@ def apply_rotary_kv(
     """
     if other_names:
         refuse_other_names(apply_rotary_kv, other_names)
-    layout = (*(_DENSE if cu_seqlens is None else _PACKED)[:-2], "2", "heads", "head_dim")
+    layout = (*_layout(cu_seqlens, position_ids)[:-2], "2", "heads", "head_dim")
     checks.check_input("kv", kv, layout)
     if kv.shape[-3] != 2:
         raise ValueError(f"kv: expected [{', '.join(layout)}], got shape {tuple(kv.shape)}; stack k and v")
     heads, flat = kv.shape[-2], _merge_heads("kv", kv, inplace)
     rotated = _rotate(
         "kv", flat, (cos, sin, None, None), heads, heads, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen,
-        False, backend,
+        position_ids, False, backend,
     )  # fmt: skip
     return kv if inplace else rotated.view(kv.shape)
+
+
+def _layout(cu_seqlens: Tensor | None, position_ids: Tensor | None) -> tuple[str, ...]:
+    """The dimensions of x: tokens are in one where there are cumulative lengths, or positions `[total]`."""
+    of_tokens = cu_seqlens is not None or (isinstance(position_ids, Tensor) and position_ids.dim() == 1)
+    return _PACKED if of_tokens else _DENSE
 
 
 def _merge_heads(name: str, packed: Tensor, inplace: bool) -> Tensor:
@@ -210,6 +225,7 @@ def _rotate(
     seqlen_offsets: int | Tensor,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
+    position_ids: Tensor | None,
     conjugate: bool,
     backend: str,
 ) -> Tensor:
@@ -228,11 +244,15 @@ def _rotate(
                 f"cos_k: expected the shape and dtype of cos, {tuple(cos.shape)} {cos.dtype}, "
                 f"got {tuple(cos_k.shape)} {cos_k.dtype}"
             )
-    batch = x.shape[0] if cu_seqlens is None else checks.check_sequences(cu_seqlens, x.device, name)
-    offset, offsets = checks.resolve_offsets(seqlen_offsets, batch, x.device, name)
-    checks.check_max_seqlen(max_seqlen)
-    longest = x.shape[1] if cu_seqlens is None else max_seqlen
-    if longest is not None and not known(x.numel() == 0):
-        checks.check_table_length(cos, longest, offset, "make the table longer")
+    offset, offsets = 0, None
+    if position_ids is None:
+        batch = x.shape[0] if cu_seqlens is None else checks.check_sequences(cu_seqlens, x.device, name)
+        offset, offsets = checks.resolve_offsets(seqlen_offsets, batch, x.device, name)
+        checks.check_max_seqlen(max_seqlen)
+        longest = x.shape[1] if cu_seqlens is None else max_seqlen
+        if longest is not None and not known(x.numel() == 0):
+            checks.check_table_length(cos, longest, offset, "make the table longer")
+    else:
+        checks.check_positions(position_ids, name, x, seqlen_offsets, cu_seqlens, max_seqlen)
     spec = RotarySpec(interleaved, conjugate, heads_q, heads_rotated, offset)
-    return run_rotary(Rotation(x, cos, sin, cos_k, sin_k, offsets, cu_seqlens), spec, inplace, backend)
+    return run_rotary(Rotation(x, cos, sin, cos_k, sin_k, offsets, cu_seqlens, position_ids), spec, inplace, backend)

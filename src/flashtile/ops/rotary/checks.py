@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.common.checks import (
+    INDEX_DTYPES,
     check_choice,
     check_device,
     check_float_dtype,
@@ -14,7 +15,7 @@ from flashtile.ops.common.checks import (
     raise_not_bool,
     readable,
 )
-from flashtile.ops.common.sizes import exceeds, known
+from flashtile.ops.common.sizes import differ, exceeds, known
 from flashtile.ops.common.table_checks import check_table_pair
 from flashtile.ops.rotary.spec import RotarySpec, Rotation, positions
 
@@ -24,6 +25,7 @@ __all__ = [
     "check_inplace",
     "check_input",
     "check_max_seqlen",
+    "check_positions",
     "check_sequences",
     "check_table_length",
     "check_tables",
@@ -102,6 +104,33 @@ def check_max_seqlen(max_seqlen: int | None) -> None:
         raise ValueError(f"max_seqlen: expected at least 0, got {max_seqlen}; it is the longest sequence")
 
 
+def check_positions(
+    position_ids: Tensor,
+    name: str,
+    x: Tensor,
+    offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+) -> None:
+    """Checks type, shape and device of a position for each row, and that nothing else says where rows are."""
+    check_tensors(position_ids=position_ids)
+    if position_ids.dtype not in INDEX_DTYPES:
+        raise TypeError(f"position_ids: expected dtype int32 or int64, got {position_ids.dtype}; cast it")
+    check_device("position_ids", position_ids, x.device, name)
+    others = (("seqlen_offsets", offsets if isinstance(offsets, Tensor) or not known(offsets == 0) else None),)
+    for other, given in (*others, ("cu_seqlens", cu_seqlens), ("max_seqlen", max_seqlen)):
+        if given is not None:
+            raise ValueError(f"{other}: expected none beside position_ids, got a value; add it to position_ids")
+    rows = tuple(x.shape[:-2])
+    found = tuple(position_ids.shape)
+    alike = len(found) == len(rows) == 2 and known(found[0] == 1)
+    if differ(found[alike:], rows[alike:]):
+        also = f" or {(1, rows[1])}" if len(rows) == 2 else ""
+        raise ValueError(
+            f"position_ids: expected shape {rows}{also}, a position for each row of {name}, got {found}; reshape it"
+        )
+
+
 def check_sequences(cu_seqlens: Tensor, device: torch.device, of: str) -> int:
     """Checks cumulative lengths; returns the number of sequences."""
     check_tensors(cu_seqlens=cu_seqlens)
@@ -121,8 +150,8 @@ def check_table_length(cos: Tensor, rows: int, offset: int, remedy: str) -> None
 
 def check_values(rotation: Rotation, spec: RotarySpec) -> None:
     """Checks positions against the table: always on a CPU, on a GPU with FLASHTILE_CHECK_VALUES=1."""
-    offsets, cu_seqlens = rotation.offsets, rotation.cu_seqlens
-    given = cu_seqlens if cu_seqlens is not None else offsets
+    offsets, cu_seqlens, position_ids = rotation.offsets, rotation.cu_seqlens, rotation.position_ids
+    given = next((each for each in (position_ids, cu_seqlens, offsets) if each is not None), None)
     if given is None or not readable(given) or not rotation.x.numel():
         return
     if cu_seqlens is not None:
@@ -131,6 +160,8 @@ def check_values(rotation: Rotation, spec: RotarySpec) -> None:
             return
     if offsets is not None and offsets.numel() and int(offsets.min()) < 0:
         raise ValueError(f"seqlen_offsets: expected offsets of at least 0, got {int(offsets.min())}")
+    if position_ids is not None and int(position_ids.min()) < 0:
+        raise ValueError(f"position_ids: expected positions of at least 0, got {int(position_ids.min())}")
     farthest = int(positions(rotation, spec).max())
     if farthest >= rotation.cos.shape[0]:
         raise ValueError(

@@ -13,7 +13,7 @@ _BLOCK = 1 << 17
 
 def forward(rotation: Rotation, spec: RotarySpec, inplace: bool) -> Tensor:
     """The rotated x: a new tensor, or x itself."""
-    x, cos, sin, cos_k, sin_k, _, _ = rotation
+    x, cos, sin, cos_k, sin_k, *_ = rotation
     out = x if inplace else torch.empty_like(x, memory_format=torch.contiguous_format)
     if not inplace and spec.heads_rotated < x.shape[-2]:
         out[..., spec.heads_rotated :, :] = x[..., spec.heads_rotated :, :]
@@ -36,7 +36,7 @@ def forward(rotation: Rotation, spec: RotarySpec, inplace: bool) -> Tensor:
 def _where(rotation: Rotation, spec: RotarySpec) -> slice | Tensor:
     """The position of each row: consecutive rows of the tables, the same for all sequences, or numbers."""
     first, rows = spec.offset, rotation.x.shape[-3]
-    alike = rotation.offsets is None and rotation.cu_seqlens is None
+    alike = rotation.offsets is None and rotation.cu_seqlens is None and rotation.position_ids is None
     if alike and first >= 0 and first + rows <= rotation.cos.shape[0]:
         return slice(first, first + rows)
     return positions(rotation, spec)

@@ -16,7 +16,8 @@ _BACKENDS = standard_backends("rotary")
 
 _ARGUMENTS = (
     "Tensor cos, Tensor sin, Tensor? cos_k, Tensor? sin_k, Tensor? offsets, Tensor? cu_seqlens, "
-    "bool interleaved, bool conjugate, SymInt heads_q, SymInt heads_rotated, SymInt offset, str backend"
+    "Tensor? position_ids, bool interleaved, bool conjugate, SymInt heads_q, SymInt heads_rotated, SymInt offset, "
+    "str backend"
 )
 _library = torch.library.Library("flashtile", "FRAGMENT")
 _library.define(f"rotary(Tensor x, {_ARGUMENTS}) -> Tensor")

@@ -16,7 +16,7 @@ def forward(rotation: Rotation, spec: RotarySpec, inplace: bool) -> Tensor:
 
 def rotate(rotation: Rotation, spec: RotarySpec) -> Tensor:
     """A new tensor; differentiable by PyTorch's autograd."""
-    x, cos, sin, cos_k, sin_k, _, _ = rotation
+    x, cos, sin, cos_k, sin_k, *_ = rotation
     position = positions(rotation, spec)
     pieces = [_rotate_heads(x[..., : spec.heads_q, :], cos, sin, position, spec)]
     if cos_k is not None and sin_k is not None:

@@ -5,8 +5,8 @@ Element pairs of a head turn by an angle that grows with the position of its row
     (a, b)  ->  (a · cos[p, i] - b · sin[p, i],  a · sin[p, i] + b · cos[p, i])
 
 where a pair is `(x[i], x[i + rotary_dim / 2])`, or `(x[2i], x[2i + 1])` when interleaved, and `p` is the position of
-the row in its sequence plus an offset. Elements past `rotary_dim`, heads past `heads_rotated`, rows that belong to no
-sequence, and rows at positions outside the table stay as they are.
+the row in its sequence plus an offset, or what `position_ids` says. Elements past `rotary_dim`, heads past
+`heads_rotated`, rows that belong to no sequence, and rows at positions outside the table stay as they are.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class Rotation(NamedTuple):
         cos_k, sin_k: the same for heads from `heads_q` on; None where these read cos and sin too.
         offsets: `[batch]` integers, a position of the first row for each sequence, added to the offset.
         cu_seqlens: `[batch + 1]` integers: sequence b owns rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`.
+        position_ids: `[batch or 1, seq]` or `[total]` integers, the position of each row; then there are neither
+            offsets nor cu_seqlens, and the offset is 0.
     """
 
     x: Tensor
@@ -53,6 +55,7 @@ class Rotation(NamedTuple):
     sin_k: Tensor | None = None
     offsets: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    position_ids: Tensor | None = None
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -62,6 +65,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def positions(rotation: Rotation, spec: RotarySpec) -> Tensor:
     """The position of each row: int64 `[batch or 1, seq]`, or `[total]` packed, where -1 marks rows of no sequence."""
     x, offsets, cu_seqlens = rotation.x, rotation.offsets, rotation.cu_seqlens
+    if rotation.position_ids is not None:
+        return rotation.position_ids.long()
     if cu_seqlens is None:
         rows = torch.arange(x.shape[1], device=x.device)[None, :] + spec.offset
         return rows if offsets is None else rows + offsets[:, None]
