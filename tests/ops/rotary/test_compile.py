@@ -40,7 +40,7 @@ class Call(NamedTuple):
     heads_rotated: int = 32
     offsets_dtype: torch.dtype | None = None
     sequences: int | None = None
-    ids: tuple[torch.dtype, int] | None = None
+    of_rows: int | None = None
 
 
 def plan(device: devices.DeviceFacts, call: Call) -> Plan:
@@ -49,7 +49,7 @@ def plan(device: devices.DeviceFacts, call: Call) -> Plan:
         return launch._plan.__wrapped__(
             call.dtype, call.table_dtype, call.shape, contiguous_strides(call.shape), (8192, call.half),
             (call.half,) * 2 + ((call.half,) * 2 if call.heads_q < call.heads_rotated else (0, 0)), call.offsets_dtype,
-            None if call.sequences is None else (torch.int32, call.sequences), call.ids, 0, call.inplace,
+            None if call.sequences is None else (torch.int32, call.sequences), call.of_rows, 0, call.inplace,
             RotarySpec(call.interleaved, False, call.heads_q, call.heads_rotated, 0), torch.device("cuda", 0),
         )  # fmt: skip
 
@@ -62,7 +62,7 @@ _CALLS = {
     "partial": Call((4, 4096, 32, 80), 16),
     "head_96": Call((4, 4096, 32, 96), 48),
     "fp32": Call(dtype=_FP32),
-    "ids": Call(ids=(torch.int64, 4096)),
+    "ids": Call(offsets_dtype=torch.int64, of_rows=4096),
     "everything": Call(
         (16384, 12, 200), 50, interleaved=True, heads_q=4, heads_rotated=8, offsets_dtype=torch.int64, sequences=5
     ),

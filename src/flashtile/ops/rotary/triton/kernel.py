@@ -78,14 +78,15 @@ def turn_heads(
 
 @triton.jit
 def rotary_kernel(
-    x_ptr, out_ptr, cos_ptr, sin_ptr, cos_k_ptr, sin_k_ptr, offsets_ptr, cu_seqlens_ptr, ids_ptr,
+    x_ptr, out_ptr, cos_ptr, sin_ptr, cos_k_ptr, sin_k_ptr, offsets_ptr, cu_seqlens_ptr,
     stride_x_batch, stride_x_row, stride_x_head, stride_out_batch, stride_out_row, stride_out_head,
-    stride_cos, stride_sin, stride_cos_k, stride_sin_k, stride_ids,
+    stride_cos, stride_sin, stride_cos_k, stride_sin_k, stride_offsets,
     tokens, seq, batch, heads, heads_q, heads_rotated, positions, offset,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr, CONJUGATE: tl.constexpr, COPIES: tl.constexpr,
-    HAS_K: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_IDS: tl.constexpr, PACKED: tl.constexpr,
+    HAS_K: tl.constexpr, HAS_OFFSETS: tl.constexpr, OF_ROWS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
+    """`offsets` are those of sequences, or with OF_ROWS the positions of all rows."""
     token = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)  # [S]
     there = token < tokens
     if PACKED:
@@ -98,11 +99,11 @@ def rotary_kernel(
         outer, row = owner, token % seq
         position = row
     position += offset
-    if HAS_OFFSETS:
+    if HAS_OFFSETS and not OF_ROWS:
         position += tl.load(offsets_ptr + owner, mask=owned, other=0).to(tl.int32)
     position = tl.where(owned, position, -1)
-    if HAS_IDS:
-        position = tl.load(ids_ptr + outer.to(tl.int64) * stride_ids + row, mask=there, other=-1)
+    if OF_ROWS:
+        position = tl.load(offsets_ptr + outer.to(tl.int64) * stride_offsets + row, mask=there, other=-1)
     x_rows = outer.to(tl.int64) * stride_x_batch + row.to(tl.int64) * stride_x_row
     out_rows = outer.to(tl.int64) * stride_out_batch + row.to(tl.int64) * stride_out_row
 

@@ -30,6 +30,8 @@ from flashtile.ops.rotary.triton.kernel import rotary_kernel
 def forward(rotation: Rotation, spec: RotarySpec, inplace: bool) -> Tensor:
     """The rotated x: a new tensor, or x itself."""
     x, cos, sin, cos_k, sin_k, offsets, cu_seqlens, ids = rotation
+    of_rows = None if ids is None else 0 if ids.shape[0] == 1 or ids.dim() == 1 else ids.stride(0)
+    offsets = offsets if ids is None else ids
     addresses = x.data_ptr() | cos.data_ptr() | sin.data_ptr()
     if cos_k is not None and sin_k is not None:
         addresses |= cos_k.data_ptr() | sin_k.data_ptr()
@@ -42,14 +44,14 @@ def forward(rotation: Rotation, spec: RotarySpec, inplace: bool) -> Tensor:
         tuple(0 if t is None else t.stride(0) for t in rotation[1:5]),
         None if offsets is None else offsets.dtype,
         None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape[0] - 1),
-        None if ids is None else (ids.dtype, 0 if ids.shape[0] == 1 or ids.dim() == 1 else ids.stride(0)),
+        of_rows,
         addresses & 15,
         inplace,
         spec,
         x.device,
     )
     out = x if inplace else plan.allocate()[0]
-    plan.launch(*map(pointer, (x, out, cos, sin, cos_k, sin_k, offsets, cu_seqlens, ids)))
+    plan.launch(*map(pointer, (x, out, cos, sin, cos_k, sin_k, offsets, cu_seqlens)))
     return out
 
 
@@ -63,14 +65,14 @@ def _plan(
     table_strides: tuple[int, ...],
     offsets_dtype: torch.dtype | None,
     sequences: tuple[torch.dtype, int] | None,
-    ids: tuple[torch.dtype, int] | None,
+    of_rows: int | None,
     misalignment: int,
     inplace: bool,
     spec: RotarySpec,
     device: torch.device,
 ) -> Plan:
-    """`shape` and `strides` of x, `table` of cos, `table_strides` of the rows of cos, sin, cos_k and sin_k. `ids`:
-    dtype of the positions of rows, and their stride from one sequence to the next."""
+    """`shape` and `strides` of x, `table` of cos, `table_strides` of the rows of cos, sin, cos_k and sin_k. `of_rows`:
+    if the offsets are positions of rows, their stride from one sequence to the next."""
     *outer, heads, head_dim = shape
     positions, half = table
     tokens = functools.reduce(int.__mul__, outer, 1)
@@ -91,11 +93,10 @@ def _plan(
         # Constants say which of these and of cos_k and sin_k are there.
         "offsets_ptr": pointer_to(offsets_dtype or torch.int32),
         "cu_seqlens_ptr": pointer_to(torch.int32 if sequences is None else sequences[0]),
-        "ids_ptr": pointer_to(torch.int32 if ids is None else ids[0]),
         **strides_of("x", dict(zip(dimensions, x_strides)), multiple),
         **strides_of("out", dict(zip(dimensions, out_strides)), multiple),
         **{f"stride_{name}": int64(stride, multiple) for name, stride in zip(tables, table_strides)},
-        "stride_ids": int64(0 if ids is None else ids[1]),
+        "stride_offsets": int64(of_rows or 0),
         "tokens": int32(tokens),
         "seq": int32(max(seq, 1)),
         "batch": int32(batch),
@@ -115,7 +116,7 @@ def _plan(
         # Where nothing changes, all heads are copied as those past the last rotated one.
         "HAS_K": spec.heads_q < spec.heads_rotated,
         "HAS_OFFSETS": offsets_dtype is not None,
-        "HAS_IDS": ids is not None,
+        "OF_ROWS": of_rows is not None,
         "PACKED": sequences is not None,
     }
     programs = 0 if 0 in shape or (inplace and not half) else -(-tokens // config.block_s)
