@@ -79,7 +79,7 @@ def _parts_of_function(function: Any) -> Iterator[tuple[str, Any]]:
     it, and defaults."""
     python = function.fn if isinstance(function, JITCallable) else function
     names = set(_names(python.__code__))
-    for name in sorted(names & python.__globals__.keys()):
+    for name in sorted(set(_loaded_globals(python.__code__)) & python.__globals__.keys()):
         yield from _parts_of_name(name, python.__globals__[name], names)
     for name in sorted(_imports(python.__code__)):
         yield from _parts_of_name(name, importlib.import_module(name), names)
@@ -103,6 +103,14 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+def _loaded_globals(code: types.CodeType) -> Iterator[str]:
+    """Names that a function reads of its module; those of attributes, which `_names` has too, are others."""
+    yield from (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _loaded_globals(constant)
+
+
 def _imports(code: types.CodeType) -> set[str]:
     """Names of the modules that a function imports."""
     found = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"}
@@ -116,6 +124,8 @@ def _parts_of_class(of: type) -> Iterator[tuple[str, Any]]:
         yield "members", {name: member.value for name, member in of.__members__.items()}
     for name, value in sorted(vars(of).items()):
         value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+        if hasattr(of, "_fields") and isinstance(value, types.FunctionType):
+            continue  # of the host: a kernel sees the fields of a NamedTuple alone
         if isinstance(value, property):
             yield name, (value.fget, value.fset)
         elif isinstance(value, functools.cached_property):

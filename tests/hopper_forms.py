@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 import flashtile
+from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile.bench import functions as bench_functions
+from flashtile.ops.attention.call import AuxFacts, TensorFacts
 from flashtile.ops.attention.hopper.backward_configs import backward_config_of
-from flashtile.ops.attention.hopper.backward_variant import NO_FUNCTION, BackwardVariant, function_of_call
-from flashtile.ops.attention.hopper.configs import moves_by_tma, table_bytes
+from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, function_of_call
 from flashtile.ops.attention.hopper.parameters import side_of_call
-from flashtile.ops.attention.plans import PLAIN_SIDE, BlockSizes, CapturedShape, SideShape
-from flashtile.ops.attention.spec import AttentionSpec, Origin, Table
-from machine_code import Call
+from flashtile.ops.attention.spec import Origin, Wanted
+from machine_code import Call, aux_of, described_call
 
 _HEADS = {
     "16": Call(head_dim=16, head_dim_v=16),
@@ -150,12 +150,12 @@ FP8_FORMS = {
     ),
 }  # fmt: skip
 
-_DENSE_MASK = Table(torch.bool, (2, 1, 4096, 4096), (4096 * 4096, 4096 * 4096, 4096, 1), 0)
-_PADDING_MASK = Table(torch.bool, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 0)
-_BIAS = Table(torch.bfloat16, (1, 4, 4096, 4096), (4 * 4096 * 4096, 4096 * 4096, 4096, 1), 0)
+_DENSE_MASK = TensorFacts(torch.bool, (2, 1, 4096, 4096), (4096 * 4096, 4096 * 4096, 4096, 1), 0)
+_PADDING_MASK = TensorFacts(torch.bool, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 0)
+_BIAS = TensorFacts(torch.bfloat16, (1, 4, 4096, 4096), (4 * 4096 * 4096, 4096 * 4096, 4096, 1), 0)
 _WIDE_BIAS = _BIAS._replace(dtype=torch.float32)
-_UNALIGNED_BIAS = Table(torch.bfloat16, (1, 4, 4096, 4097), (4 * 4096 * 4097, 4096 * 4097, 4097, 1), 0)
-_WINDOW_BIAS = Table(torch.bfloat16, (1, 4, 49, 49), (4 * 49 * 49, 49 * 49, 49, 1), 0)
+_UNALIGNED_BIAS = TensorFacts(torch.bfloat16, (1, 4, 4096, 4097), (4 * 4096 * 4097, 4096 * 4097, 4097, 1), 0)
+_WINDOW_BIAS = TensorFacts(torch.bfloat16, (1, 4, 49, 49), (4 * 49 * 49, 49 * 49, 49, 1), 0)
 #: With dropout, tables and key lengths: each alone, odd sizes whose neighbours are not read together, and all at once.
 FEATURE_FORMS = {
     **{
@@ -200,7 +200,7 @@ FUNCTION_FORMS = {
 }
 
 
-_ALIBI = SideShape(alibi=1)
+_ALIBI = aux_of(alibi=1)
 
 
 def _backward(
@@ -212,36 +212,41 @@ def _backward(
     softcap: bool = False,
     right: bool = True,
     block_tile: tuple[int, int] | None = None,
-    side: SideShape = PLAIN_SIDE,
+    side: AuxFacts | None = None,
     slope_sums: bool = False,
     stored_bias: bool = False,
     score_mod: Callable[..., Any] | None = None,
     covered: bool = False,
 ) -> BackwardVariant:
-    program, function = None, NO_FUNCTION
-    if score_mod is not None:
-        program, captured, _ = flashtile.trace_score_mod(score_mod)
-        side = side._replace(captured=tuple(CapturedShape(of.dtype, tuple(of.shape)) for of in captured))
-        shapes = tuple(torch.Size((2, 4096, 4, width)) for width in (head_dim, head_dim, head_dim_v))
-        function = function_of_call(program, 2, shapes, side, covered)
-    block_shape = None if block_tile is None else (1, 1, *block_tile)
-    spec = AttentionSpec(
-        0.125, 127 if left else None, 0 if right else None, dropout_p=0.1 if side.dropout else 0.0,
-        deterministic=ordered, softcap=30.0 if softcap else 0.0, block_shape=block_shape, score_program=program,
-    )  # fmt: skip
-    tables, moved = table_bytes(side.bias, side.mask), moves_by_tma(side.bias, torch.bfloat16)
-    config = backward_config_of(head_dim, head_dim_v, spec, tables, slope_sums, moved, stored_bias)
-    changes = side._replace(
-        index_dtypes=(torch.int32, torch.int32) if packed else None,
-        blocks=None if block_tile is None else BlockSizes(10**6, 1, 4096, 4096),
+    side = side or aux_of()
+    masked = packed or block_tile is not None or side not in (aux_of(), _ALIBI)
+    shape = Call(
+        head_dim,
+        head_dim_v,
+        batch=1 if stored_bias else 2,
+        window_left=127 if left else None,
+        window_right=0 if right else None,
+        dropout_p=0.1 if side.dropout_seed else 0.0,
+        sequences=2 if packed else None,
+        softcap=30.0 if softcap else 0.0,
+        block_tile=block_tile,
+        score_mod=None if score_mod is None else flashtile.trace_score_mod(score_mod),
+        deterministic=ordered,
     )
+    call = described_call("backward", shape, KNOWN_DEVICES["sm_90"])
+    own = {name: given for name, given in side._asdict().items() if name in _OF_SCORES}
+    wanted = Wanted(bias=stored_bias, alibi_slopes=slope_sums)
+    call = call._replace(aux=call.aux._replace(**own), wanted=wanted)
     return BackwardVariant(
-        torch.bfloat16, head_dim, head_dim_v, config, packed, left, right, False, False, ordered, softcap,
-        side_of_call(changes, spec, 4, covered=False, by_column=True),
-        has_empty_rows=packed or block_tile is not None or side not in (PLAIN_SIDE, _ALIBI),
-        row_statistics=side.bias is not None and not stored_bias, slope_sums=slope_sums, function=function,
-        reverses_lines=ordered and right and block_tile is None,
+        torch.bfloat16, head_dim, head_dim_v, backward_config_of(call), packed, left, right, False, False, ordered,
+        softcap, side_of_call(call, covered=False, by_column=True),
+        has_empty_rows=masked, row_statistics=side.bias is not None and not stored_bias, slope_sums=slope_sums,
+        function=function_of_call(call, covered), reverses_lines=ordered and right and block_tile is None,
     )  # fmt: skip
+
+
+#: What `_backward` takes of the side inputs that it is given; the rest follows from its other arguments.
+_OF_SCORES = ("key_lengths", "dropout_seed", "bias", "mask", "alibi_slopes")
 
 
 def _with_stores(variant: BackwardVariant, **changes: Any) -> BackwardVariant:
@@ -423,10 +428,10 @@ BACKWARD_FORMS = {
     "192x128-blocks": _backward(192, 128, False, False, False, right=False, block_tile=(128, 128)),
     "256-blocks": _backward(256, 256, False, False, False, block_tile=(128, 128)),
 }
-_DROPOUT = SideShape(dropout=True)
-_LENGTHS = SideShape(key_lengths_dtype=torch.int32)
-_ALIBI_AND_PADDING = SideShape(key_lengths_dtype=torch.int64, mask=_PADDING_MASK, alibi=2)
-_ALL = SideShape(key_lengths_dtype=torch.int64, dropout=True, bias=_BIAS, mask=_DENSE_MASK, alibi=1)
+_DROPOUT = aux_of(dropout=True)
+_LENGTHS = aux_of(key_lengths_dtype=torch.int32)
+_ALIBI_AND_PADDING = aux_of(key_lengths_dtype=torch.int64, mask=_PADDING_MASK, alibi=2)
+_ALL = aux_of(key_lengths_dtype=torch.int64, dropout=True, bias=_BIAS, mask=_DENSE_MASK, alibi=1)
 #: The backward with dropout, tables and key lengths: each alone, and all at once.
 BACKWARD_FEATURE_FORMS = {
     **{
@@ -434,29 +439,29 @@ BACKWARD_FEATURE_FORMS = {
         for name, heads in (("64", (64, 64)), ("128", (128, 128)), ("192x128", (192, 128)), ("256", (256, 256)))
         for feature, side in {
             "key-lengths": _LENGTHS,
-            "padding-mask": SideShape(mask=_PADDING_MASK),
-            "mask": SideShape(mask=_DENSE_MASK),
-            "bias": SideShape(bias=_BIAS),
+            "padding-mask": aux_of(mask=_PADDING_MASK),
+            "mask": aux_of(mask=_DENSE_MASK),
+            "bias": aux_of(bias=_BIAS),
             "dropout": _DROPOUT,
         }.items()
     },
-    "32-bias": _backward(32, 32, False, False, False, side=SideShape(bias=_BIAS)),
+    "32-bias": _backward(32, 32, False, False, False, side=aux_of(bias=_BIAS)),
     "32-all": _backward(32, 32, True, True, False, side=_ALL),
-    "32-stored-bias-ordered": _backward(32, 32, False, False, True, side=SideShape(bias=_BIAS), stored_bias=True),
-    "96-bias": _backward(96, 96, False, False, False, right=False, side=SideShape(bias=_BIAS)),
-    "80-bias-slopes-ordered": _backward(80, 80, False, False, True, side=SideShape(bias=_BIAS, alibi=2)),
-    "128-bias": _backward(128, 128, False, False, False, right=False, side=SideShape(bias=_BIAS)),
+    "32-stored-bias-ordered": _backward(32, 32, False, False, True, side=aux_of(bias=_BIAS), stored_bias=True),
+    "96-bias": _backward(96, 96, False, False, False, right=False, side=aux_of(bias=_BIAS)),
+    "80-bias-slopes-ordered": _backward(80, 80, False, False, True, side=aux_of(bias=_BIAS, alibi=2)),
+    "128-bias": _backward(128, 128, False, False, False, right=False, side=aux_of(bias=_BIAS)),
     "128-bias-fp16-lengths-slopes": _backward(
-        128, 128, False, True, False, side=SideShape(bias=_BIAS, alibi=1, key_lengths_dtype=torch.int32)
+        128, 128, False, True, False, side=aux_of(bias=_BIAS, alibi=1, key_lengths_dtype=torch.int32)
     )._replace(dtype=torch.float16),
-    "128-packed-bias-ordered": _backward(128, 128, True, False, True, side=SideShape(bias=_BIAS)),
-    "128-unaligned-bias": _backward(128, 128, False, False, False, side=SideShape(bias=_UNALIGNED_BIAS)),
+    "128-packed-bias-ordered": _backward(128, 128, True, False, True, side=aux_of(bias=_BIAS)),
+    "128-unaligned-bias": _backward(128, 128, False, False, False, side=aux_of(bias=_UNALIGNED_BIAS)),
     **{
-        f"{name}-stored-bias": _backward(*heads, False, False, False, side=SideShape(bias=_BIAS), stored_bias=True)
+        f"{name}-stored-bias": _backward(*heads, False, False, False, side=aux_of(bias=_BIAS), stored_bias=True)
         for name, heads in (("64", (64, 64)), ("128", (128, 128)))
     },
     "96-blocks-stored-bias-ordered": _backward(
-        96, 96, False, False, True, block_tile=(128, 128), side=SideShape(bias=_BIAS), stored_bias=True
+        96, 96, False, False, True, block_tile=(128, 128), side=aux_of(bias=_BIAS), stored_bias=True
     ),
     "64-key-lengths-ordered": _backward(64, 64, False, True, True, side=_LENGTHS),
     **{
@@ -468,7 +473,7 @@ BACKWARD_FEATURE_FORMS = {
     "128-whole-dropout": _backward(128, 128, False, False, False, side=_DROPOUT)._replace(whole_lines=True),
     "256-whole-dropout": _with_stores(_backward(256, 256, False, False, False, side=_DROPOUT), whole_lines=True),
     "64-whole-stored-bias": _backward(
-        64, 64, False, False, False, right=False, side=SideShape(bias=_BIAS), stored_bias=True
+        64, 64, False, False, False, right=False, side=aux_of(bias=_BIAS), stored_bias=True
     )._replace(whole_lines=True),
     "64-whole-learned-slopes": _backward(64, 64, False, False, False, side=_ALIBI, slope_sums=True)._replace(
         whole_lines=True
@@ -478,7 +483,7 @@ BACKWARD_FEATURE_FORMS = {
     "128-blocks-dropout": _backward(128, 128, False, False, False, block_tile=(128, 128), side=_DROPOUT),
     **{
         f"{width}-single-tile-bias-and-dropout": _backward(
-            width, width, False, False, False, right=False, side=SideShape(bias=_BIAS, dropout=True)
+            width, width, False, False, False, right=False, side=aux_of(bias=_BIAS, dropout=True)
         )._replace(single_key_tile=True)
         for width in (64, 128)
     },
@@ -504,7 +509,7 @@ BACKWARD_FEATURE_FORMS = {
     ),
     **{
         f"{width}-softcap-learned-slopes": _backward(
-            width, width, False, False, False, softcap=True, side=SideShape(alibi=1, dropout=True), slope_sums=True
+            width, width, False, False, False, softcap=True, side=aux_of(alibi=1, dropout=True), slope_sums=True
         )
         for width in (64, 128, 256)
     },
@@ -522,78 +527,76 @@ BACKWARD_FUNCTION_FORMS = {
     "64-waves-dropout-function": _backward(64, 64, False, False, False, score_mod=_WAVES, side=_DROPOUT),
     "128-relative-function": _backward(128, 128, False, False, False, score_mod=_RELATIVE, covered=True),
     "128-relative-packed-ordered-function": _backward(128, 128, True, True, True, score_mod=_RELATIVE),
-    "128-capped-bias-function": _backward(128, 128, False, False, False, score_mod=_CAPPED, side=SideShape(bias=_BIAS)),
+    "128-capped-bias-function": _backward(128, 128, False, False, False, score_mod=_CAPPED, side=aux_of(bias=_BIAS)),
     "192x128-capped-blocks-function": _backward(
         192, 128, False, False, False, score_mod=_CAPPED, block_tile=(128, 128)
     ),
     "256-waves-function": _backward(256, 256, False, False, False, score_mod=_WAVES),
     "256-capped-learned-slopes-dropout-function": _backward(
         256, 256, False, False, False, softcap=True, score_mod=_CAPPED, slope_sums=True,
-        side=SideShape(alibi=1, dropout=True),
+        side=aux_of(alibi=1, dropout=True),
     ),
 }  # fmt: skip
 #: The gradient of a bias that scores share: each cut, and what changes its code.
 BIAS_GRADIENT_FORMS = {
-    "32-parts": _backward(32, 32, False, False, False, right=False, side=SideShape(bias=_BIAS))._replace(
+    "32-parts": _backward(32, 32, False, False, False, right=False, side=aux_of(bias=_BIAS))._replace(
         masks=False, bias_in_parts=True
     ),
-    "24x32-window-shared": _backward(24, 32, False, True, False, side=SideShape(bias=_BIAS))._replace(
+    "24x32-window-shared": _backward(24, 32, False, True, False, side=aux_of(bias=_BIAS))._replace(
         bias_shared_by_heads=True
     ),
-    "64-causal": _backward(64, 64, False, False, False, side=SideShape(bias=_BIAS)),
-    "96-parts": _backward(96, 96, False, False, False, right=False, side=SideShape(bias=_BIAS))._replace(
+    "64-causal": _backward(64, 64, False, False, False, side=aux_of(bias=_BIAS)),
+    "96-parts": _backward(96, 96, False, False, False, right=False, side=aux_of(bias=_BIAS))._replace(
         masks=False, bias_in_parts=True
     ),
     "64-padding-dropout-fp16": _backward(
-        64, 64, False, False, False, right=False, side=SideShape(bias=_BIAS, mask=_PADDING_MASK, dropout=True)
+        64, 64, False, False, False, right=False, side=aux_of(bias=_BIAS, mask=_PADDING_MASK, dropout=True)
     )._replace(masks=False, dtype=torch.float16),
-    "128-slopes-window-shared": _backward(128, 128, False, True, False, side=SideShape(bias=_BIAS, alibi=2))._replace(
+    "128-slopes-window-shared": _backward(128, 128, False, True, False, side=aux_of(bias=_BIAS, alibi=2))._replace(
         bias_shared_by_heads=True
     ),
     "192x128-key-lengths": _backward(
-        192, 128, False, False, False, right=False, side=SideShape(bias=_BIAS, key_lengths_dtype=torch.int64)
+        192, 128, False, False, False, right=False, side=aux_of(bias=_BIAS, key_lengths_dtype=torch.int64)
     ),
-    "256-softcap": _backward(256, 256, False, False, False, softcap=True, right=False, side=SideShape(bias=_BIAS)),
-    "256-mask": _backward(256, 256, False, False, False, side=SideShape(bias=_BIAS, mask=_DENSE_MASK)),
-    "64-packed": _backward(64, 64, True, False, False, right=False, side=SideShape(bias=_BIAS))._replace(
+    "256-softcap": _backward(256, 256, False, False, False, softcap=True, right=False, side=aux_of(bias=_BIAS)),
+    "256-mask": _backward(256, 256, False, False, False, side=aux_of(bias=_BIAS, mask=_DENSE_MASK)),
+    "64-packed": _backward(64, 64, True, False, False, right=False, side=aux_of(bias=_BIAS))._replace(
         bias_in_parts=True
     ),
     "32-packed-window-shared-lengths": _backward(
-        32, 32, True, True, False, side=SideShape(bias=_BIAS, alibi=1, key_lengths_dtype=torch.int32)
+        32, 32, True, True, False, side=aux_of(bias=_BIAS, alibi=1, key_lengths_dtype=torch.int32)
     )._replace(bias_shared_by_heads=True),
-    "128-packed-fp16": _backward(128, 128, True, False, False, side=SideShape(bias=_BIAS))._replace(
-        dtype=torch.float16
-    ),
+    "128-packed-fp16": _backward(128, 128, True, False, False, side=aux_of(bias=_BIAS))._replace(dtype=torch.float16),
     "64-blocks": _backward(
-        64, 64, False, False, False, right=False, block_tile=(128, 128), side=SideShape(bias=_BIAS)
+        64, 64, False, False, False, right=False, block_tile=(128, 128), side=aux_of(bias=_BIAS)
     )._replace(masks=False),
     "64-small-blocks": _backward(
-        64, 64, False, False, False, right=False, block_tile=(64, 64), side=SideShape(bias=_BIAS)
+        64, 64, False, False, False, right=False, block_tile=(64, 64), side=aux_of(bias=_BIAS)
     )._replace(masks=False),
     "256-causal-small-blocks-mask": _backward(
-        256, 256, False, False, False, block_tile=(64, 64), side=SideShape(bias=_BIAS, mask=_DENSE_MASK)
+        256, 256, False, False, False, block_tile=(64, 64), side=aux_of(bias=_BIAS, mask=_DENSE_MASK)
     ),
     "192x128-causal-blocks-dropout": _backward(
-        192, 128, False, False, False, block_tile=(64, 256), side=SideShape(bias=_BIAS, dropout=True)
+        192, 128, False, False, False, block_tile=(64, 256), side=aux_of(bias=_BIAS, dropout=True)
     ),
     "256-packed-blocks-shared": _backward(
-        256, 256, True, False, False, block_tile=(128, 128), side=SideShape(bias=_BIAS)
+        256, 256, True, False, False, block_tile=(128, 128), side=aux_of(bias=_BIAS)
     )._replace(bias_shared_by_heads=True),
-    "64-waves-function": _backward(64, 64, False, False, False, score_mod=_WAVES, side=SideShape(bias=_BIAS))._replace(
+    "64-waves-function": _backward(64, 64, False, False, False, score_mod=_WAVES, side=aux_of(bias=_BIAS))._replace(
         masks=False
     ),
     "128-capped-function-fp16": _backward(
-        128, 128, False, False, False, score_mod=_CAPPED, side=SideShape(bias=_BIAS)
+        128, 128, False, False, False, score_mod=_CAPPED, side=aux_of(bias=_BIAS)
     )._replace(dtype=torch.float16),
     "256-relative-packed-blocks-function": _backward(
-        256, 256, True, False, False, score_mod=_RELATIVE, block_tile=(128, 128), side=SideShape(bias=_BIAS)
+        256, 256, True, False, False, score_mod=_RELATIVE, block_tile=(128, 128), side=aux_of(bias=_BIAS)
     ),
 }
 
 #: Backwards of heads wider than 256 columns: all that changes their machine code.
 WIDE_BACKWARD_FORMS = {
     "512": _HEADS["512"],
-    "512-fp16-sinks-lse": _HEADS["512"]._replace(dtype=torch.float16, sinks=True, has_dlse=True, hides_rows=True),
+    "512-fp16-sinks-lse": _HEADS["512"]._replace(dtype=torch.float16, sinks=True, has_dlse=True, window_right=-1),
     "512-causal": _HEADS["512"]._replace(window_right=0),
     "512-window": _HEADS["512"]._replace(**_MASKS["window"], dtype=torch.float16),
     "512-window-top-left": _HEADS["512"]._replace(window_left=127, top_left=True),
@@ -653,7 +656,7 @@ FLOAT32_BACKWARD_FORMS = {
     name: call._replace(dtype=torch.float32)
     for name, call in {
         "128": _HEADS["128"],
-        "128-sinks-lse": _HEADS["128"]._replace(sinks=True, has_dlse=True, hides_rows=True),
+        "128-sinks-lse": _HEADS["128"]._replace(sinks=True, has_dlse=True, window_right=-1),
         "128-causal": _HEADS["128"]._replace(window_right=0),
         "128-window": _HEADS["128"]._replace(**_MASKS["window"]),
         "128-window-top-left": _HEADS["128"]._replace(window_left=127, top_left=True),

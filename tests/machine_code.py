@@ -10,7 +10,7 @@ import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,20 +23,18 @@ from triton.compiler import ASTSource, CompiledKernel
 
 import flashtile
 from control_flow import wrong_code
+from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import KernelSource, Plan, compile_kernel
-from flashtile.ops.attention.hopper import apart_launch, float32_forward_launch
+from flashtile.ops.attention import call as description
+from flashtile.ops.attention.call import AuxFacts, Phase, TensorFacts
 from flashtile.ops.attention.hopper import launch as hopper_launch
+from flashtile.ops.attention.hopper.backward_launch import plan_backward
 from flashtile.ops.attention.hopper.configs import HopperConfig, config_of
-from flashtile.ops.attention.hopper.few_tiles import CallTiles
-from flashtile.ops.attention.hopper.float32_backward_configs import float32_keys_of_dv
-from flashtile.ops.attention.hopper.float32_backward_launch import plan_float32_backward
-from flashtile.ops.attention.hopper.wide_backward_configs import KEYS_OF_DV
-from flashtile.ops.attention.hopper.wide_backward_launch import plan_wide_backward
-from flashtile.ops.attention.plans import BlockSizes, CapturedShape, SideShape
-from flashtile.ops.attention.spec import AttentionSpec, Origin, Table
+from flashtile.ops.attention.hopper.float32_forward_launch import plan_float32_forward
+from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Origin, Wanted, out_dtype
 from flashtile.ops.attention.triton import plan as triton_plan
-from flashtile.ops.attention.triton.configs import Kernel, length_of
+from flashtile.ops.attention.triton.configs import Kernel
 from flashtile.testing.cases import AttentionCase, RelativeScore, make_inputs
 from selection import full_name
 
@@ -88,7 +86,7 @@ class Call(NamedTuple):
         sequences: number of sequences of a packed call (`seq_q`, `seq_k` are then totals), None for a dense one.
         row_stride: distance of the rows of q, where it is not contiguous.
         misalignment: the addresses of all inputs modulo 16.
-        hides_rows: lengths or the band may hide all keys from a row; of what else may, the call itself tells.
+        hides_rows: queries and keys of a packed call have lengths of their own.
         descales: with factors of 8-bit inputs.
         score_mod: a score function; all that it captures and that learns gets its gradient.
         deterministic: sums are added up in a fixed order.
@@ -115,8 +113,8 @@ class Call(NamedTuple):
     misalignment: int = 0
     allow_tf32: bool = False
     softcap: float = 0.0
-    bias: Table | None = None
-    mask: Table | None = None
+    bias: TensorFacts | None = None
+    mask: TensorFacts | None = None
     alibi: int = 0
     sinks: bool = False
     sums_slopes: bool = False
@@ -138,7 +136,7 @@ def call_of(case: AttentionCase, dtype: torch.dtype, **others: Any) -> Call:
     known = {"softcap", "dropout_p", "causal", "window", "align", "scale"}
     assert case.arguments.keys() <= known, f"expected arguments among {known}, got {case.arguments}"
     tables = {
-        name: Table(given.dtype, tuple(given.shape), given.stride(), 0)
+        name: TensorFacts(given.dtype, tuple(given.shape), given.stride())
         for name, given in inputs.tensors.items()
         if name in ("bias", "mask")
     }
@@ -279,47 +277,101 @@ def facts(source: KernelSource) -> set[tuple[str, str]]:
     return {(name, repr(value)) for name, value in described(source).items()}
 
 
+def described_call(phase: Phase, call: Call, device: DeviceFacts, multiprocessors: int = 132) -> description.Call:
+    """The description of a call on `device`, which need not be here."""
+    q_shape, k_shape, v_shape = _shapes(call)
+    tensors = (
+        _tensor(call.dtype, q_shape, call.row_stride), _tensor(call.dtype, k_shape), _tensor(call.dtype, v_shape)
+    )  # fmt: skip
+    q, k, v = (tensor._replace(misalignment=call.misalignment) for tensor in tensors)
+    backward = phase == "backward"
+    return description.Call(
+        "auto",
+        phase,
+        _spec(call),
+        q,
+        k,
+        v,
+        _aux(call),
+        description.Machine("cuda", device, multiprocessors),
+        torch.device("cuda", 0),
+        tf32=call.allow_tf32,
+        same_lengths=not call.hides_rows,
+        dout=_tensor(out_dtype(call.dtype), (*q_shape[:-1], call.head_dim_v)) if backward else None,
+        has_dlse=backward and call.has_dlse,
+        wanted=Wanted(alibi_slopes=call.sums_slopes, captured=_learned(call)) if backward else NOTHING_WANTED,
+    )
+
+
 def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.AttentionPlan:
     """The plan of a call on `device`."""
-    q_shape, k_shape, v_shape = shapes = _shapes(call)
-    q_strides = _strides(q_shape, call.row_stride)
-    dout_strides = None if kernel == "forward" else _strides((*q_shape[:-1], v_shape[-1]))
-    side, spec = _side(call), _spec(call)
-    with (
-        mock.patch.object(triton_plan, "device_facts", return_value=device),
-        mock.patch.object(triton_plan, "multiprocessors", return_value=132),
-    ):
-        return triton_plan._plan.__wrapped__(
-            kernel,
-            call.dtype,
-            torch.device("cuda", 0),
-            shapes,
-            (q_strides, _strides(k_shape), _strides(v_shape), dout_strides),
-            call.misalignment,
-            length_of(call.seq_q, call.seq_k),
-            side,
-            spec,
-            call.has_dlse,
-            call.sums_slopes,
-            kernel == "dq" and _hides_rows(call),
-            call.allow_tf32,
-            _learned(call) if kernel == "dq" else (),
-        )
+    phase: Phase = "backward" if kernel in ("dq", "dkdv", "dbias") else kernel  # type: ignore[assignment]
+    return triton_plan.plan_for(kernel, described_call(phase, call, device))
 
 
-def _side(call: Call) -> SideShape:
-    return SideShape(
-        call.sequences,
-        None if call.sequences is None else call.index_dtypes,
+def _tensor(dtype: torch.dtype, shape: tuple[int, ...], row_stride: int | None = None) -> TensorFacts:
+    return TensorFacts(dtype, tuple(shape), _strides(shape, row_stride))
+
+
+def _aux(call: Call) -> AuxFacts:
+    return aux_of(
         call.key_lengths_dtype,
         call.dropout_p > 0,
         call.bias,
         call.mask,
         call.alibi,
         call.sinks,
-        _block_sizes(call),
-        descales=_descale_strides(call),
-        captured=tuple(CapturedShape(tensor.dtype, tuple(tensor.shape)) for tensor in _captured(call)),
+        sequences=call.sequences,
+        index_dtypes=call.index_dtypes,
+        block_tile=call.block_tile,
+        patterns=call.patterns,
+        descales=call.descales,
+        captured=_captured(call),
+        max_seqlens=(call.seq_q, call.seq_k),
+        heads=call.heads,
+    )
+
+
+def aux_of(
+    key_lengths_dtype: torch.dtype | None = None,
+    dropout: bool = False,
+    bias: TensorFacts | None = None,
+    mask: TensorFacts | None = None,
+    alibi: int = 0,
+    sinks: bool = False,
+    *,
+    sequences: int | None = None,
+    index_dtypes: tuple[torch.dtype, torch.dtype] = (torch.int32, torch.int32),
+    block_tile: tuple[int, int] | None = None,
+    patterns: bool = True,
+    descales: bool = False,
+    captured: Sequence[torch.Tensor] = (),
+    max_seqlens: tuple[int, int] = (4096, 4096),
+    heads: int = 4,
+) -> AuxFacts:
+    """The description of side inputs. `alibi`: dimensions of the slopes. Of a block mask's lists nothing is looked
+    up."""
+
+    def contiguous(dtype: torch.dtype, *shape: int) -> TensorFacts:
+        return TensorFacts(dtype, shape, contiguous_strides(shape))
+
+    lengths = [None if sequences is None else contiguous(dtype, sequences + 1) for dtype in index_dtypes]
+    factor = TensorFacts(torch.float32, (2, heads), (0, 0)) if descales else None
+    return AuxFacts(
+        *lengths,
+        *max_seqlens,
+        key_lengths=None if key_lengths_dtype is None else contiguous(key_lengths_dtype, 2),
+        dropout_seed=contiguous(torch.int64, 2) if dropout else None,
+        bias=bias,
+        mask=mask,
+        alibi_slopes=contiguous(torch.float32, *(2, heads)[2 - alibi :]) if alibi else None,
+        sinks=contiguous(torch.float32, heads) if sinks else None,
+        block_lists=None if block_tile is None else contiguous(torch.int32, 10**6),
+        block_patterns=None if block_tile is None else contiguous(torch.uint8, int(patterns), *block_tile),
+        descale_q=factor,
+        descale_k=factor,
+        descale_v=factor,
+        captured=tuple(contiguous(tensor.dtype, *tensor.shape) for tensor in captured),
     )
 
 
@@ -332,7 +384,7 @@ def _spec(call: Call) -> AttentionSpec:
         call.dropout_p,
         call.deterministic,
         softcap=call.softcap,
-        block_shape=_block_shape(call),
+        block_shape=None if call.block_tile is None else (1, 1, *call.block_tile),
         origin=call.origin,
         returns_max_scores=call.max_scores,
         score_program=None if call.score_mod is None else call.score_mod.program,
@@ -347,28 +399,13 @@ def _learned(call: Call) -> tuple[bool, ...]:
     return tuple(tensor.requires_grad for tensor in _captured(call))
 
 
-def _hides_rows(call: Call) -> bool:
-    """As `may_hide_rows` of the tensors, but for lengths and the band."""
-    changes = call.key_lengths_dtype, call.mask, call.bias, call.block_tile, call.score_mod
-    return call.hides_rows or any(change is not None for change in changes)
-
-
-def _block_shape(call: Call) -> tuple[int, int, int, int] | None:
-    return None if call.block_tile is None else (1, 1, *call.block_tile)
-
-
-def _block_sizes(call: Call) -> BlockSizes | None:
-    """Sizes of a block mask's lists, in which nothing is looked up."""
-    return None if call.block_tile is None else BlockSizes(10**6, int(call.patterns), call.seq_q, call.seq_k)
-
-
-def _shapes(call: Call) -> tuple[torch.Size, ...]:
+def _shapes(call: Call) -> tuple[tuple[int, ...], ...]:
     """Shapes of q, k and v."""
     outer = () if call.sequences is not None else (call.batch,)
     return (
-        torch.Size((*outer, call.seq_q, call.heads, call.head_dim)),
-        torch.Size((*outer, call.seq_k, call.heads_kv, call.head_dim)),
-        torch.Size((*outer, call.seq_k, call.heads_kv, call.head_dim_v)),
+        (*outer, call.seq_q, call.heads, call.head_dim),
+        (*outer, call.seq_k, call.heads_kv, call.head_dim),
+        (*outer, call.seq_k, call.heads_kv, call.head_dim_v),
     )
 
 
@@ -378,60 +415,32 @@ def _strides(shape: tuple[int, ...], row_stride: int | None = None) -> tuple[int
     return (*(rows * row_stride for _ in outer), row_stride, head_dim, 1)
 
 
-def _descale_strides(call: Call) -> tuple[tuple[int, int] | None, ...]:
-    return ((0, 0) if call.descales else None,) * 3
+def hopper_call(call: Call, phase: Phase = "forward") -> description.Call:
+    """The description of a call on Hopper."""
+    multiprocessors = call.multiprocessors if phase == "forward" else 132
+    return described_call(phase, call, KNOWN_DEVICES["sm_90"], multiprocessors)
 
 
 def hopper_config(call: Call) -> HopperConfig:
     """How the forward of the Hopper kernels is cut for a call."""
-    packed = call.sequences is not None
-    tiles = CallTiles(call.seq_q, call.sequences or call.batch, packed, call.heads, call.multiprocessors)
-    lengths = call.seq_q, call.seq_k
-    return config_of(call.head_dim, call.head_dim_v, lengths, call.dtype, _spec(call), call.bias, call.mask, tiles)
+    return config_of(hopper_call(call))
 
 
 def hopper_plan(call: Call) -> hopper_launch.ForwardPlan:
     """The plan of a forward of the Hopper kernels."""
-    shapes = _shapes(call)
-    with mock.patch.object(hopper_launch, "multiprocessors", return_value=call.multiprocessors):
-        return hopper_launch._plan.__wrapped__(
-            call.dtype,
-            torch.device("cuda", 0),
-            shapes,
-            (_strides(shapes[0], call.row_stride), *map(_strides, shapes[1:])),
-            (call.seq_q, call.seq_k),
-            _side(call),
-            _spec(call),
-        )
+    return hopper_launch.plan_forward(hopper_call(call))
 
 
 def float32_forward_sources(call: Call) -> dict[str, KernelSource]:
     """The kernels of a forward of float32 on Hopper."""
-    shapes = _shapes(call)
-    strides = tuple(map(_strides, shapes))
-    make = float32_forward_launch.plan_float32_forward.__wrapped__
-    plan = make(torch.device("cuda", 0), shapes, strides, call.sinks, _spec(call))
+    plan = plan_float32_forward(hopper_call(call))
     return {"parts": plan.splits[0].source, "forward": plan.kernel.source}
 
 
 def apart_backward_sources(call: Call) -> dict[str, KernelSource]:
     """The kernels of a backward on Hopper whose gradients have one each, by what they compute: of wide heads, or of
     float32."""
-    shapes = _shapes(call)
-    dout_strides = _strides((*shapes[0][:-1], call.head_dim_v))
-    with mock.patch.object(apart_launch, "multiprocessors", return_value=132):
-        plan = apart_launch.plan_apart.__wrapped__(
-            plan_float32_backward if call.dtype is torch.float32 else plan_wide_backward,
-            float32_keys_of_dv(call.head_dim, call.head_dim_v) if call.dtype is torch.float32 else KEYS_OF_DV,
-            call.dtype,
-            torch.device("cuda", 0),
-            shapes,
-            (*map(_strides, shapes), dout_strides),
-            _side(call),
-            _spec(call),
-            call.has_dlse,
-            _hides_rows(call),
-        )
+    plan = plan_backward(hopper_call(call, "backward"))
     parts = {"parts": plan.splits[0].source} if plan.splits else {}
     gradients = {name: getattr(plan, name).plan.source for name in ("dv", "dk", "dq")}
     return {"begin": plan.begin.source, **parts, **gradients}

@@ -68,7 +68,7 @@ WITHIN_OPERATION = {
     "flex": {"api", "block_mask", "flex_masks", "options"},
     "flex_masks": {"block_mask", "surroundings"},
     "surroundings": set(),
-    "explain": {"backend", "canonical", "checks", "options", "partial", "seen_keys", "select", "spec"},
+    "explain": {"backend", "call", "canonical", "checks", "options", "partial", "seen_keys", "select", "spec"},
     "backend": {"spec"},
     "partial": {
         "block_mask",
@@ -116,14 +116,14 @@ WITHIN_OPERATION = {
         "triton",
     },
     # And the `backend` of each package, which needs no Triton.
-    "select": {"backend", "spec"},
+    "select": {"backend", "call", "spec"},
     "forward_mode": {"row_weights", "score_program", "score_tracing", "spec"},
     "row_weights": {"block_mask", "philox", "score_program", "spec"},
     "inspection": {"canonical", "checks", "column_sums", "operator", "options", "row_weights", "spec"},
     "column_sums": {"arguments", "calls", "checks", "operator", "select", "spec"},
-    "plans": {"spec", "tile_lists"},
     "walks": {"spec"},
-    "side_parameters": {"arguments", "philox", "plans", "spec"},
+    "parameters": {"arguments", "call", "philox", "spec", "tile_lists"},
+    "call": {"spec"},
     "philox": {"spec"},
     "fp8": {"spec"},
     "merge": {"spec"},
@@ -146,10 +146,10 @@ WITHIN_OPERATION = {
     "score_symbols": {"score_operations", "score_program"},
     "score_tracing": {"score_program", "score_symbols", "surroundings"},
     "reference": {"block_mask", "fp8", "losses", "philox", "score_program", "spec"},
-    "cpu": {"backend", "block_mask", "fp8", "losses", "philox", "score_program", "score_tracing", "spec"},
-    "triton": {"arguments", "backend", "plans", "score_program", "score_tracing", "side_parameters", "spec", "walks"},
-    "hopper": {"arguments", "backend", "plans", "side_parameters", "spec", "triton", "walks"},
-    "split": {"backend", "seen_keys", "spec"},
+    "cpu": {"backend", "block_mask", "call", "fp8", "losses", "philox", "score_program", "score_tracing", "spec"},
+    "triton": {"arguments", "backend", "call", "parameters", "score_program", "score_tracing", "spec", "walks"},
+    "hopper": {"arguments", "backend", "call", "parameters", "spec", "triton", "walks"},
+    "split": {"backend", "call", "seen_keys", "spec"},
 }
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
 COMMON, COMMON_ON_BACKENDS = "common", {"backends", "row_tiles", "split_keys", "watch"}
@@ -237,7 +237,7 @@ def _forbidden(module: list[str], name: list[str]) -> str:
         if target == "_backends":
             part = module[3] if len(module) > 3 else ""
             choosing = {"backend", "calls", "explain", "repeated", "select"}
-            own = choosing | {"plans", "side_parameters", "triton", "hopper", "split"}
+            own = choosing | {"call", "parameters", "triton", "hopper", "split"}
             allowed = COMMON_ON_BACKENDS if module[2] == COMMON else own
             return "" if part in allowed else "only kernels, plans, and what chooses, runs or explains calls need it"
         if target != "ops":

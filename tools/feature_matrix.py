@@ -20,9 +20,9 @@ import torch
 
 import flashtile
 from flashtile._backends import devices
-from flashtile.ops.attention.backend import AttentionCall
+from flashtile.ops.attention.call import Machine, describe_call
 from flashtile.ops.attention.select import BACKENDS
-from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import AttentionCase, make_inputs, with_arguments
 from flashtile.testing.cases import learned_tensor
 
@@ -216,10 +216,9 @@ def column_sums() -> list[str]:
         on_cpu = device_of(backend) == "cpu"
         device = devices.INTERPRETER if on_cpu else devices.KNOWN_DEVICES[GPU]
         shape = (BASE.batch, BASE.seq_q, BASE.heads, BASE.head_dim)
-        call = AttentionCall(
-            backend, "column_sums", "cpu" if on_cpu else "cuda", device, 132, None, False, BASE.dtype, shape, shape,
-            shape, True, False, False, None, False, False, False, AttentionSpec(1.0),
-        )  # fmt: skip
+        q = torch.empty(shape, dtype=BASE.dtype, device="meta")
+        machine = Machine("cpu" if on_cpu else "cuda", device, 132)
+        call = describe_call("column_sums", (q, q, q), SideInputs(), AttentionSpec(1.0), backend, machine=machine)
         return BACKENDS.choose(call).backend
 
     return [EVERYTHING if choice(backend) == backend else NOTHING for backend in BACKENDS.by_name]

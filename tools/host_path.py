@@ -46,17 +46,13 @@ def pretend_gpu() -> None:
     devices.multiprocessors = lambda device: 132  # type: ignore[assignment]
     tma._encoded = lambda *given: (0, *given[2].shape, *given[2].strides)
 
-    from flashtile.ops.attention import repeated, select
+    from flashtile.ops.attention import call as description
+    from flashtile.ops.attention import repeated
     from flashtile.ops.common import backends
 
     repeated.readable = lambda tensor: False  # no values are read, as on a GPU
-
-    served, gpu = select.BACKENDS.implementation, torch.device("cuda", 0)
-
-    def implementation(backend, phase, device, dtype, q, k, v, aligned, *facts):  # type: ignore[no-untyped-def]
-        return served(backend, phase, gpu, dtype, q, k, v, True, *facts)
-
-    select.BACKENDS.implementation = implementation  # type: ignore[method-assign]
+    machine = description.Machine("cuda", devices.KNOWN_DEVICES["sm_90"], 132)
+    description.machine_of = lambda device: machine
     call = backends.StandardCall
     backends.StandardCall = lambda operation, requested, device_type, *facts: call(operation, requested, "cuda", *facts)
 

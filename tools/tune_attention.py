@@ -18,10 +18,9 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import KernelSource, compile_kernel
-from flashtile.ops.attention.plans import PLAIN_SIDE
+from flashtile.ops.attention.call import describe_backward, describe_call
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch, plan
 from flashtile.ops.attention.triton.configs import tile_width
@@ -54,15 +53,16 @@ def make_case(head_dim: int, seq: int, dtype: torch.dtype) -> dict[str, torch.Te
 def source_of(kernel: str, head_dim: int, causal: bool, dtype: torch.dtype, tiles: TileConfig) -> KernelSource:
     """What a call of `kernel_call` launches with these tiles. It says nothing of lengths that they divide."""
     shape = (1, 4096, HIDDEN // head_dim, head_dim)
-    strides = contiguous_strides(shape)
     spec = AttentionSpec(head_dim**-0.5, None, 0 if causal else None)
     from_tables, plan.choose_tiles = plan.choose_tiles, lambda *_: tiles
     try:
-        made = plan._plan.__wrapped__(
-            kernel, dtype, torch.device("cuda", torch.cuda.current_device()), (shape,) * 3,
-            (*(strides,) * 3, None if kernel == "forward" else strides), 0, True, PLAIN_SIDE, spec, False, False, False,
-            torch.backends.cuda.matmul.allow_tf32,
-        )  # fmt: skip
+        q = torch.empty(shape, dtype=dtype, device="cuda")
+        side = SideInputs(None, None, shape[1], shape[1])
+        if kernel == "forward":
+            call = describe_call("forward", (q, q, q), side, spec)
+        else:
+            call = describe_backward(BackwardInputs(q, None, q, q, q, q, q), side, spec, Wanted())
+        made = plan._plan.__wrapped__(kernel, call)
     finally:
         plan.choose_tiles = from_tables
     return made.kernel.source

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from backend_calls import HOPPER
 from flashtile._backends.launch import KernelSource, Parameter, Plan, make_plan
 from flashtile._backends.tma import TensorLayout
 from flashtile.ops.attention import hopper as package
 from flashtile.ops.attention import reference
+from flashtile.ops.attention.call import describe_backward, describe_call
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, Wanted
 from gluon_emulator import language
 from gluon_emulator.machine import Machine
@@ -52,11 +54,13 @@ class EmulatedHopper:
         self._memory = Memory()
         self._counter = torch.zeros(2, dtype=torch.int32)
         self.modules = _copies()
+        machine = HOPPER._replace(multiprocessors=multiprocessors)
         changes = {
             "make_plan": lambda *described, **cut: self._emulated(make_plan(*described, **cut)),
             "chunks_maker": _describe_chunks,
             "descriptor_parameter": lambda dtype, box, swizzled=True: Parameter("constexpr" if box is None else _DESC),
-            "multiprocessors": lambda device: multiprocessors,
+            "describe_call": functools.partial(describe_call, machine=machine),
+            "describe_backward": lambda *given: describe_backward(*given)._replace(machine=machine),
             "_counter": lambda device: self._counter,
             "backward_bias": _bias_gradient,
             "sum_of_parts": _sum_of_parts,

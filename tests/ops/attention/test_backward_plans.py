@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import flashtile
+from backend_calls import HOPPER
 from flashtile._backends import devices, together
 
 if devices.triton_missing():
@@ -23,7 +24,6 @@ from triton import language as tl
 
 from flashtile._backends import launch as backend_launch
 from flashtile.ops.attention import calls, repeated
-from flashtile.ops.attention.hopper import apart_launch, backward_launch
 from flashtile.ops.attention.hopper import launch as hopper
 from flashtile.ops.attention.score_tracing import trace_score_mod
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, wanted_of
@@ -83,8 +83,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(backend_launch, "make_launch", make_launch)
     monkeypatch.setattr(backend_launch, "_load_with_others", lambda plan: None)
-    for module in (hopper, apart_launch, backward_launch):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr("flashtile.ops.attention.call.machine_of", lambda device: HOPPER)
     monkeypatch.setattr("flashtile._backends.tma._encoded", lambda *given: (0,))
     monkeypatch.setattr("flashtile._backends.tma._described", lambda *given: (0,))
     backend_launch.clear_plans()

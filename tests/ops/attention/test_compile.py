@@ -27,7 +27,8 @@ from checked_code import check_code
 from covering import covering_choices
 from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import KernelSource
-from flashtile.ops.attention.spec import Origin, Table
+from flashtile.ops.attention.call import TensorFacts
+from flashtile.ops.attention.spec import Origin
 from flashtile.ops.attention.triton.bias_parts import plan_of_sum
 from flashtile.ops.attention.triton.configs import tile_width
 from flashtile.ops.attention.triton.score_source import tile_reads
@@ -58,7 +59,7 @@ _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 _DTYPES = {_FP16: "fp16", _BF16: "bf16", _FP32: "fp32"}
 
 #: A bias `[1, 4, 4096, 4096]`, and what machine code needs to know of it.
-_BIAS = Table(_BF16, (1, 4, 4096, 4096), (0, 2**24, 4096, 1), 0)
+_BIAS = TensorFacts(_BF16, (1, 4, 4096, 4096), (0, 2**24, 4096, 1), 0)
 
 #: Head sizes, one for each row of a table, in float16. 256 columns only where on-chip memory is small, so that rows
 #: shrink. One size for architectures that have the rows and the matrix instructions of sm_86. `test_tiles` computes for
@@ -219,7 +220,7 @@ def _check_memory(binary: Binary, shared_memory: int) -> None:
 
 
 _ONE_TILE = Call(32, 32, seq_q=49, seq_k=49, heads=6, heads_kv=6, batch=64)
-_WINDOWS_BIAS = Table(torch.bfloat16, (1, 6, 49, 49), (6 * 49 * 49, 49 * 49, 49, 1), 0)
+_WINDOWS_BIAS = TensorFacts(torch.bfloat16, (1, 6, 49, 49), (6 * 49 * 49, 49 * 49, 49, 1), 0)
 _WINDOWS_MASK = _WINDOWS_BIAS._replace(dtype=torch.bool)
 
 
@@ -230,8 +231,8 @@ _WINDOWS_MASK = _WINDOWS_BIAS._replace(dtype=torch.bool)
         _ONE_TILE,
         _ONE_TILE._replace(head_dim=64, head_dim_v=64, dtype=_FP16, seq_q=64, seq_k=64, window_right=0),
         _ONE_TILE._replace(bias=_WINDOWS_BIAS, dropout_p=0.1),
-        _ONE_TILE._replace(softcap=30.0, alibi=1, sums_slopes=True, sinks=True, has_dlse=True, hides_rows=True),
-        _ONE_TILE._replace(head_dim=128, head_dim_v=128, mask=_WINDOWS_MASK, hides_rows=True),
+        _ONE_TILE._replace(softcap=30.0, alibi=1, sums_slopes=True, sinks=True, has_dlse=True, window_right=-1),
+        _ONE_TILE._replace(head_dim=128, head_dim_v=128, mask=_WINDOWS_MASK),
     ],
     ids=["plain", "causal-64", "bias-dropout", "alibi-sinks", "mask-128"],
 )
@@ -407,12 +408,12 @@ _FEATURES = {
     "softcap": _Feature(Call(softcap=30.0), {"softcap": "fp32"}),
     "bias": _Feature(Call(bias=_BIAS), _TABLE),
     "bias_of_keys": _Feature(
-        Call(bias=Table(_FP32, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 4)),
+        Call(bias=TensorFacts(_FP32, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 4)),
         _TABLE
         | {"side.bias": "*fp32 % 4", "numbers.bias.stride_row": "i64 % 4", "BATCH_FIRST": False, "SHARED_ROWS": True},
     ),
     "bias_of_queries": _Feature(
-        Call(bias=Table(_BF16, (1, 1, 4096, 1), (0, 0, 3, 0), 0)),
+        Call(bias=TensorFacts(_BF16, (1, 1, 4096, 1), (0, 0, 3, 0), 0)),
         _TABLE | {"numbers.bias.stride_row": "i64", "constants.BIAS_COLUMN": 0, "SHARED_COLUMNS": True},
     ),
     "mask": _Feature(
@@ -528,17 +529,18 @@ def test_feature_compiles(feature: str, kernel: str, arch: str) -> None:
 def test_only_a_call_that_may_hide_rows_has_dout_copied() -> None:
     """Into contiguous memory, as the kernels that read the copy are fastest; sinks are known then, and only then."""
     device = devices.KNOWN_DEVICES["sm_90"]
-    plain, hiding = (plan("dq", device, Call(sinks=True, hides_rows=hides)) for hides in (False, True))
+    plain, hiding = (plan("dq", device, Call(sinks=True, window_right=right)) for right in (0, -1))
     for found, of_dout, of_sinks in ((plain, None, None), (hiding, "*bf16 % 16", "*fp32")):
         parameters = described(found.kernel.source)
         assert (parameters["rows.quiet"], parameters["side.sinks"]) == (of_dout, of_sinks)
     assert len(plain.kernel.outputs) == 2
     assert hiding.kernel.outputs[2] == ((2, 4096, 4, 64), (4096 * 4 * 64, 4 * 64, 64, 1), _BF16)
-    assert plan("dkdv", device, Call(hides_rows=True)).kernel.source == plan("dkdv", device, Call()).kernel.source
+    keys = [plan("dkdv", device, Call(window_right=right)).kernel.source for right in (0, -1)]
+    assert keys[0] == keys[1]
 
 
 def test_a_gradient_of_a_bias_that_two_to_the_31_tiles_share_compiles() -> None:
-    call = Call(bias=Table(_BF16, (1, 1, 1, 1), (1, 1, 1, 1), 0), seq_q=2**20, seq_k=2**20, window_left=64)
+    call = Call(bias=TensorFacts(_BF16, (1, 1, 1, 1), (1, 1, 1, 1), 0), seq_q=2**20, seq_k=2**20, window_left=64)
     source = call_source("dbias", "sm_90", call)
     check_code(source, "sm_90", _check_memory, _HOPPER.shared_memory)
     assert described(source)["work.sharing"] == "i64"

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
 from flashtile._backends import devices
 
@@ -20,15 +19,16 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
-from backend_calls import hopper_call, with_changes
+from backend_calls import HOPPER, hopper_call, with_changes
 from checked_code import check_code
 from flashtile import BlockMask, patterns
 from flashtile._backends import alignment, tma
 from flashtile._backends import launch as backend_launch
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.launch import KernelSource, pointer
+from flashtile.ops.attention import call as description
 from flashtile.ops.attention import operator, select
-from flashtile.ops.attention.backend import AttentionCall, Phase
+from flashtile.ops.attention.call import Phase, TensorFacts
 from flashtile.ops.attention.hopper import (
     backward_configs,
     backward_launch,
@@ -44,7 +44,6 @@ from flashtile.ops.attention.hopper import (
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.backward_source import backward_source
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
-from flashtile.ops.attention.hopper.few_tiles import CallTiles
 from flashtile.ops.attention.hopper.float32_backward_configs import (
     choose_float32_wide_config,
     float32_shared_memory,
@@ -58,10 +57,9 @@ from flashtile.ops.attention.hopper.float32_forward_configs import (
 )
 from flashtile.ops.attention.hopper.wide_backward_configs import choose_wide_backward_config, wide_shared_memory
 from flashtile.ops.attention.hopper.widening import make_widening
-from flashtile.ops.attention.plans import BlockSizes, SideShape, Window
+from flashtile.ops.attention.parameters import BlockNumbers, SidePointers, Window
 from flashtile.ops.attention.score_program import UNCHANGED
-from flashtile.ops.attention.side_parameters import BlockNumbers, SidePointers
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Table, Wanted
+from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, Origin, SideInputs, Wanted
 from hopper_forms import (
     BACKWARD_FEATURE_FORMS,
     BACKWARD_FORMS,
@@ -84,10 +82,12 @@ from machine_code import (
     Binary,
     Call,
     apart_backward_sources,
+    aux_of,
     check_barriers,
     check_fit,
     check_products,
     described,
+    described_call,
     differing,
     facts,
     float32_forward_sources,
@@ -108,13 +108,13 @@ _CALL = Call(head_dim=128, head_dim_v=128)
 # Which calls are served
 
 
-def _call(phase: Phase) -> AttentionCall:
+def _call(phase: Phase) -> description.Call:
     q = torch.empty(1, 200, 1, 128, dtype=torch.bfloat16)
     return hopper_call(phase, q, q, q, SideInputs(), AttentionSpec(1.0))
 
 
-_BIAS = Table(torch.bfloat16, (1, 1, 128, 128), (128 * 128, 128 * 128, 128, 1), 0)
-_PADDING = Table(torch.bool, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 0)
+_BIAS = TensorFacts(torch.bfloat16, (1, 1, 128, 128), (128 * 128, 128 * 128, 128, 1), 0)
+_PADDING = TensorFacts(torch.bool, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 0)
 
 
 def _chosen(phase: Phase, backend: str = "auto", **changes) -> str | None:
@@ -193,7 +193,7 @@ def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"bias": _BIAS}, {"mask": True}, {"alibi": True}, {"score_program": UNCHANGED}, {"dropout_p": 0.1},
+        {"bias": _BIAS}, {"mask": True}, {"alibi_slopes": True}, {"score_program": UNCHANGED}, {"dropout_p": 0.1},
         {"block_tile": (128, 128)},
     ],
     ids=str,
@@ -207,7 +207,7 @@ def test_what_a_backward_of_wide_heads_lacks_is_portable(changes: dict) -> None:
     assert "wider than 256 columns has no" in (unsupported_reason(refused) or "")
 
 
-@pytest.mark.parametrize("changes", [{"packed": True}, {"key_lengths": True}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("changes", [{"cu_seqlens_q": True}, {"key_lengths": True}, {"softcap": 5.0}], ids=str)
 def test_a_backward_of_wide_heads_has_lengths_and_soft_caps(changes: dict) -> None:
     for backend in ("auto", "hopper"):
         assert _chosen("backward", backend, head_dim=320, **changes) == "hopper"
@@ -221,7 +221,7 @@ def test_only_a_plain_backward_of_float32_has_hopper_kernels() -> None:
     assert chosen(head_dim=512) == chosen(head_dim=136, head_dim_v=8) == chosen(head_dim_v=512) == "hopper"
     assert chosen("hopper") == "hopper"
     assert chosen("triton") == chosen(head_dim=64) == chosen(head_dim_v=520) == chosen(tf32=True) == "triton"
-    assert chosen(softcap=5.0) == chosen(packed=True) == chosen(dropout_p=0.1) == "triton"
+    assert chosen(softcap=5.0) == chosen(cu_seqlens_q=True) == chosen(dropout_p=0.1) == "triton"
     refused = with_changes(_call("backward"), dtype=torch.float32, softcap=5.0)
     assert "backward of float32 has no softcap" in (unsupported_reason(refused) or "")
 
@@ -233,11 +233,14 @@ def test_only_a_plain_forward_of_float32_has_hopper_kernels() -> None:
     assert chosen() == chosen("hopper") == chosen(head_dim=72) == chosen(head_dim=64, head_dim_v=512) == "hopper"
     assert chosen(head_dim=64, head_dim_v=64) == "triton"
     assert chosen(head_dim=520) == chosen(tf32=True) == chosen("triton") == "triton"
-    many = {"rows": 512, "q_shape": (16, 512, 8, 72)}
+    many = {"rows": 512, "head_dim": 72, "q_shape": (16, 512, 8)}
     assert chosen("hopper", **many) == chosen(rows=512, head_dim=72) == "hopper"
     assert chosen(**many) == "triton"
-    assert chosen(softcap=5.0) == chosen(packed=True) == chosen(dropout_p=0.1) == "triton"
-    for changes, feature in (({"packed": True}, "packed sequences"), ({"returns_max_scores": True}, "max_scores")):
+    assert chosen(softcap=5.0) == chosen(cu_seqlens_q=True) == chosen(dropout_p=0.1) == "triton"
+    for changes, feature in (
+        ({"cu_seqlens_q": True}, "packed sequences"),
+        ({"returns_max_scores": True}, "max_scores"),
+    ):
         refused = with_changes(_call("forward"), dtype=torch.float32, head_dim=256, **changes)
         assert f"forward of float32 has no {feature}" in (unsupported_reason(refused) or "")
 
@@ -259,8 +262,10 @@ def test_where_parts_of_float32_pay(batch: int, rows: int, heads: int, keys: int
 
 def test_the_interpreter_and_the_cpu_have_no_hopper_kernels() -> None:
     call = _call("forward")
-    assert select.BACKENDS.choose(call._replace(interpreting=True)).backend != "hopper"
-    choice = select.BACKENDS.choose(call._replace(requested="hopper", device_type="cpu", device=devices.INTERPRETER))
+    interpreting = call.machine._replace(interpreting=True)
+    assert select.BACKENDS.choose(call._replace(machine=interpreting)).backend != "hopper"
+    on_cpu = description.Machine("cpu", devices.INTERPRETER, 1)
+    choice = select.BACKENDS.choose(call._replace(requested="hopper", machine=on_cpu))
     assert choice.backend is None and "sm_90" in choice.reason
 
 
@@ -356,13 +361,23 @@ def test_each_part_of_wide_values_has_its_own_lines(packed: bool) -> None:
 #: The widest heads among others; the places that these leave are few.
 _HEADS = list(itertools.product(range(1, 257), range(8, 257, 8)))
 _WIDE_HEADS = [heads for heads in itertools.product(range(8, 513, 8), repeat=2) if max(heads) > 256]
+#: Lengths, and where there are none on either side, both sides of a band.
 _LENGTHS_AND_BANDS = [
-    (512, False, False),
-    (2048, False, True),
-    (8192, False, False),
-    (16384, False, True),
-    (8192, True, True),
+    {"seq_q": 512},
+    {"seq_q": 2048, "window_right": 0},
+    {"seq_q": 8192},
+    {"seq_q": 16384, "window_right": 0},
+    {"seq_q": 8192, "window_left": 5000, "window_right": 0},
 ]
+
+
+def _situation(
+    head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16, seq_k: int | None = None,
+    learned: dict[str, Any] | None = None, **fields: Any,
+) -> description.Call:  # fmt: skip
+    """The description of a call that has as many keys as queries, unless it says otherwise."""
+    call = Call(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, **fields)
+    return described_call("forward", call._replace(seq_k=seq_k or call.seq_q), _SM_90, call.multiprocessors)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
@@ -370,11 +385,13 @@ def test_every_head_fits_shared_memory(dtype: torch.dtype) -> None:
     heads = _HEADS if dtype is configs.FP8 else [*_HEADS, *_WIDE_HEADS]
     biases = (False,) if dtype is configs.FP8 else (False, True)
     for (head_dim, head_dim_v), situation, moved in itertools.product(heads, _LENGTHS_AND_BANDS, biases):
-        config = configs.choose_config(head_dim, head_dim_v, *situation, dtype=dtype, moved_bias=moved)
+        bias = TensorFacts(dtype, (2, 4, 4096, 4096), (2**26, 2**24, 4096, 1)) if moved else None
+        call = _situation(head_dim, head_dim_v, dtype, bias=bias, **situation)
+        config = configs.choose_config(call)
         assert configs.shared_memory(config, head_dim, head_dim_v, dtype) <= configs.SHARED_MEMORY
-        other = configs.choose_config(head_dim, head_dim_v, *situation, dtype=dtype, moved_bias=moved, spills=True)
+        other = configs.choose_config(call, spills=True)
         assert configs.shared_memory(other, head_dim, head_dim_v, dtype) <= configs.SHARED_MEMORY
-        small = configs.choose_config(head_dim, head_dim_v, *situation, (64, 64), dtype=dtype, moved_bias=moved)
+        small = configs.choose_config(call._replace(spec=call.spec._replace(block_shape=(1, 1, 64, 64))))
         assert (small.block_m, small.block_n) == (64, 64)
         assert configs.shared_memory(small, head_dim, head_dim_v, dtype) <= small.room
         if not configs.out_places(config, head_dim, head_dim_v, dtype):  # out takes the places of the queries' chunks
@@ -475,10 +492,9 @@ def test_heads_of_64_have_half_the_keys_where_ptxas_would_spill(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
 def test_registers_of_a_program_are_those_of_a_multiprocessor(dtype: torch.dtype) -> None:
     situations = itertools.product(_HEADS if dtype is configs.FP8 else [*_HEADS, *_WIDE_HEADS], _LENGTHS_AND_BANDS)
-    tiles = (None, (64, 64))
-    made = itertools.product(situations, tiles)
-    made = ((*heads, *where, tile) for (heads, where), tile in made)
-    for config in {configs.choose_config(*of, dtype=dtype, spills=new) for of in made for new in (False, True)}:
+    made = itertools.product(situations, (None, (64, 64)))
+    calls = (_situation(*heads, dtype, block_tile=tile, **where) for (heads, where), tile in made)
+    for config in {configs.choose_config(of, spills=new) for of in calls for new in (False, True)}:
         partitions = config.consumers + 1  # Triton rounds the producer up to four warps
         assert config.resident * partitions * config.max_registers * 128 <= 65536
         assert config.consumers * config.registers + configs.PRODUCER_REGISTERS <= partitions * config.max_registers
@@ -532,6 +548,10 @@ def test_programs_and_order(change: dict, programs: int, dynamic: bool) -> None:
     assert (plan.kernel.programs, plan.dynamic) == (programs, dynamic)
 
 
+#: A bias of two bytes that TMA does not bring.
+_UNMOVED = TensorFacts(torch.bfloat16, (1, 1, 1024, 1023), (1, 1, 1023, 1))
+
+
 @pytest.mark.parametrize(
     "head_dim, heads, rows, change, block_m",
     [
@@ -540,38 +560,38 @@ def test_programs_and_order(change: dict, programs: int, dynamic: bool) -> None:
         (64, 8, 4096, {}, 64),
         (64, 12, 4096, {}, 192),
         (64, 12, 1500, {"spills": True}, 192),
-        (64, 12, 2048, {"right": True}, 64),
-        (64, 12, 4096, {"right": True}, 192),
-        (64, 12, 1024, {"left": True, "right": True, "window": 5000}, 128),
-        (64, 64, 4096, {"dropout": True}, 64),
-        (64, 1, 1024, {"tables": 2}, 128),
-        (64, 64, 4096, {"max_seqlen_k": 77}, 64),
+        (64, 12, 2048, {"window_right": 0}, 64),
+        (64, 12, 4096, {"window_right": 0}, 192),
+        (64, 12, 1024, {"window_left": 5000, "window_right": 0}, 128),
+        (64, 64, 4096, {"dropout_p": 0.1}, 64),
+        (64, 1, 1024, {"bias": _UNMOVED}, 128),
+        (64, 64, 4096, {"seq_k": 77}, 64),
         (40, 8, 1024, {}, 64),  # fewer tiles than multiprocessors
-        (40, 8, 1024, {"right": True}, 128),
+        (40, 8, 1024, {"window_right": 0}, 128),
         (128, 8, 1024, {}, 64),
         (128, 16, 1024, {}, 128),
-        (128, 16, 1024, {"right": True}, 64),
-        (128, 16, 2048, {"right": True}, 128),
-        (128, 400, 73, {"dropout": True}, 64),
-        (96, 400, 73, {"dropout": True}, 128),
+        (128, 16, 1024, {"window_right": 0}, 64),
+        (128, 16, 2048, {"window_right": 0}, 128),
+        (128, 400, 73, {"dropout_p": 0.1}, 64),
+        (96, 400, 73, {"dropout_p": 0.1}, 128),
         (256, 8, 1024, {}, 64),
-        (256, 8, 2048, {"right": True}, 128),
-        (256, 400, 512, {"right": True}, 64),
+        (256, 8, 2048, {"window_right": 0}, 128),
+        (256, 400, 512, {"window_right": 0}, 64),
         (256, 400, 512, {}, 128),
-        (256, 400, 512, {"right": True, "dropout": True}, 128),
-        (256, 400, 512, {"right": True, "max_seqlen_k": 4096}, 128),
-        (224, 400, 512, {"right": True}, 128),
-        (224, 400, 256, {"right": True}, 64),
-        (192, 400, 256, {"right": True}, 128),
+        (256, 400, 512, {"window_right": 0, "dropout_p": 0.1}, 128),
+        (256, 400, 512, {"window_right": 0, "seq_k": 4096}, 128),
+        (224, 400, 512, {"window_right": 0}, 128),
+        (224, 400, 256, {"window_right": 0}, 64),
+        (192, 400, 256, {"window_right": 0}, 128),
         (512, 1, 1024, {}, 128),
         (64, 1, 1024, {"dtype": configs.FP8}, 192),
     ],
     ids=str,
 )
 def test_few_tiles_have_one_consumer(head_dim: int, heads: int, rows: int, change: dict, block_m: int) -> None:
-    tiles = CallTiles(rows, 1, False, heads, 132)
-    given = {"left": False, "right": False, **change}
-    config = configs.choose_config(head_dim, head_dim, rows, tiles=tiles, **given)
+    fields = {"batch": 1, "heads": heads, "heads_kv": heads, "seq_q": rows, "multiprocessors": 132, **change}
+    spills = fields.pop("spills", False)
+    config = configs.choose_config(_situation(head_dim, head_dim, **fields), spills)
     assert config.block_m == block_m
     assert configs.shared_memory(config, head_dim, head_dim) <= config.room
 
@@ -591,7 +611,8 @@ def test_few_tiles_have_one_consumer(head_dim: int, heads: int, rows: int, chang
     ],
 )
 def test_an_odd_number_of_tiles_of_64_keys(head_dim: int, queries: int, keys: int, right: bool, block_n: int) -> None:
-    config = configs.choose_config(head_dim, head_dim, queries, False, right, max_seqlen_k=keys)
+    band = {"window_right": 0} if right else {}
+    config = configs.choose_config(_situation(head_dim, head_dim, seq_q=queries, seq_k=keys, **band))
     assert config.block_n == block_n
 
 
@@ -607,17 +628,13 @@ def test_other_sizes_and_strides_need_no_other_binary(change: dict) -> None:
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_the_backward_of_slopes_is_served(learned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "device_facts", lambda device: devices.KNOWN_DEVICES["sm_90"])
-    monkeypatch.setattr(devices, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(devices, "triton_missing", lambda: None)
-    with FakeTensorMode():
-        q = torch.empty(1, 80, 2, 64, dtype=torch.bfloat16, device="cuda")
-        side = SideInputs(alibi_slopes=torch.empty(2, device="cuda"))
-        monkeypatch.setattr(select, "aligned", lambda *tensors: True)  # fake tensors have no address
-        modules = [
-            select.implementation(phase, q, q, q, side, AttentionSpec(1.0), "auto", learned)
-            for phase in ("forward", "backward")
-        ]
+    monkeypatch.setattr(description, "machine_of", lambda device: HOPPER)
+    q = torch.empty(1, 80, 2, 64, dtype=torch.bfloat16)
+    side = SideInputs(alibi_slopes=torch.empty(2))
+    modules = [
+        select.implementation(phase, q, q, q, side, AttentionSpec(1.0), "auto", Wanted(alibi_slopes=learned))
+        for phase in ("forward", "backward")
+    ]
     assert [module.__name__.split(".")[-2] for module in modules] == ["hopper", "hopper"]
 
 
@@ -637,20 +654,17 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
     """Each under the name of the kernel's parameter: offsets, tiles, kinds, ranks behind the kinds, bits, order."""
     dense = torch.rand(1, heads, 500, 700, generator=torch.Generator().manual_seed(0)) < 0.3
     mask = BlockMask.from_dense(dense, (128, 256))
-    shapes = [torch.Size(shape) for shape in ((1, 500, 2, 64), (1, 700, 2, 64), (1, 700, 2, 64))]
-    strides = [(rows * 128, 128, 64, 1) for rows in (500, 700, 700, 500)]
+    monkeypatch.setattr(description, "machine_of", lambda device: HOPPER)
+    q, k = (torch.zeros(1, rows, 2, 64, dtype=torch.bfloat16) for rows in (500, 700))
+    side = SideInputs(None, None, 500, 700, block_lists=mask.lists, block_patterns=mask.tile_masks)
     spec = AttentionSpec(0.125, block_shape=(1, heads, 128, 256))
-    sizes = BlockSizes(mask.lists.shape[0], mask.tile_masks.shape[0], 500, 700)
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)
-    head = (torch.bfloat16, device, tuple(shapes))
     if phase == "forward":
-        plan = launch._plan.__wrapped__(*head, tuple(strides[:3]), (500, 500), SideShape(blocks=sizes), spec)
+        plan = launch.plan_forward(description.describe_call("forward", (q, k, k), side, spec))
         given = passed_by(plan.kernel)
         parts = (mask.row_offsets, mask.columns, mask.kinds, mask.row_bits, mask.row_order)
     else:
-        plan = backward_launch._plan.__wrapped__(*head, tuple(strides), SideShape(blocks=sizes), spec, False)
+        inputs = BackwardInputs(q, None, q, k, k, q, q)
+        plan = backward_launch.plan_backward(description.describe_backward(inputs, side, spec, Wanted()))
         given = passed_by(plan.main)
         parts = (mask.column_offsets, mask.rows, mask.row_kinds, mask.column_bits)
     blocks = {name: given[f"problem.numbers.blocks.{name}"] for name in BlockNumbers._fields}
@@ -910,11 +924,12 @@ def _main_plan(
     monkeypatch: pytest.MonkeyPatch, batch: int = 512, **changes: int,
 ) -> backward_launch.BackwardPlan:  # fmt: skip
     """On 132 multiprocessors; by default so many walks that none is divided."""
-    monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)
-    shapes = [torch.Size((batch, *of, head_dim)) for of in ((rows, heads), (keys, heads_kv), (keys, heads_kv))]
-    strides = [contiguous_strides(shape) for shape in (*shapes, shapes[0])]
-    call = (torch.bfloat16, torch.device("cuda", 0), tuple(shapes), tuple(strides))
-    return backward_launch._plan.__wrapped__(*call, SideShape(**changes), spec, False)
+    shapes = {"q": (batch, rows, heads, head_dim), "k": (batch, keys, heads_kv, head_dim)}
+    q, k = (TensorFacts(torch.bfloat16, shape, contiguous_strides(shape)) for shape in shapes.values())
+    aux = aux_of(max_seqlens=(rows, keys), **changes)
+    device = torch.device("cuda", 0)
+    call = description.Call("auto", "backward", spec, q, k, k, aux, HOPPER, device, same_lengths=True, dout=q)
+    return backward_launch._plan(call)
 
 
 #: What the kernels' arithmetic uses of Gluon, for Python's numbers.
@@ -1809,7 +1824,7 @@ def test_every_gradient_of_a_bias_fits_on_chip() -> None:
     ids=str,
 )
 def test_which_biases_come_by_tma(changes: dict[str, Any], moved: bool) -> None:
-    bias = Table(torch.bfloat16, (4, 2, 64, 64), (8192, 4096, 64, 1), 0)
+    bias = TensorFacts(torch.bfloat16, (4, 2, 64, 64), (8192, 4096, 64, 1), 0)
     assert configs.moves_by_tma(bias._replace(**changes), torch.bfloat16) is moved
 
 
@@ -1905,11 +1920,10 @@ def test_every_head_of_the_backward_fits_on_chip(
     softcap: bool, blocks: tuple[int, int] | None, left: bool, ordered: bool
 ) -> None:
     for head_dim, head_dim_v in _HEADS:
-        config = backward_configs.choose_backward_config(head_dim, head_dim_v, softcap, blocks, left, ordered=ordered)
+        flags = {"derivatives": softcap, "block_tile": blocks, "left": left, "ordered": ordered}
+        config = backward_configs.choose_backward_config(head_dim, head_dim_v, **flags)
         if softcap:
-            apart = backward_configs.choose_backward_config(
-                head_dim, head_dim_v, softcap, blocks, left, ordered=ordered, derivatives_apart=True
-            )
+            apart = backward_configs.choose_backward_config(head_dim, head_dim_v, **flags, derivatives_apart=True)
             assert backward_configs.backward_shared_memory(apart, head_dim, head_dim_v, True) <= configs.SHARED_MEMORY
             assert apart.sum_columns in (32, 64)
             if apart.block_n < config.block_n:  # with more keys a thread would spill more
@@ -2004,8 +2018,8 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         return launch
 
     monkeypatch.setattr(backend_launch, "make_launch", make_launch)
-    monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(backward_launch, "_plan", backward_launch._plan.__wrapped__)
+    monkeypatch.setattr(description, "machine_of", lambda device: HOPPER)
+    backend_launch.clear_plans()
     monkeypatch.setattr(
         tma.triton.runtime.driver,
         "_active",
@@ -2045,8 +2059,8 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         assert "cleared_ptr" not in begin and "end" not in launched
     ordered = arguments.get("deterministic", False)
     config = backward_configs.choose_backward_config(
-        head_dim, head_dim_v, "softcap" in name, (128, 128) if "blocks" in name else None, "window" in name,
-        ordered=ordered,
+        head_dim, head_dim_v, derivatives="softcap" in name, block_tile=(128, 128) if "blocks" in name else None,
+        left="window" in name, ordered=ordered,
     )  # fmt: skip
     assert main.get("sums_desc") == (begin["cleared_ptr"] if config.sums_by_tma and summed else None)
     assert begin.get("lse_unit") == (-math.log(2) if config.statistics_multiplied else None)  # the scale is 1

@@ -17,7 +17,6 @@ from flashtile import BlockMask, patterns
 from flashtile._backends.launch import clear_plans
 from flashtile.ops.attention import walks
 from flashtile.ops.attention.hopper import backward_launch, backward_variant, configs
-from flashtile.ops.attention.hopper.few_tiles import CallTiles
 from flashtile.testing import AttentionCase, Size, assert_close, assert_same, check, make_inputs, run, with_arguments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
@@ -41,7 +40,7 @@ def several_consumers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small calls have the tiles of large ones, which several consumers share."""
     monkeypatch.setattr(configs, "one_consumer_pays", lambda *_: False)
     monkeypatch.setattr(configs, "short_tiles_pay", lambda *_: False)
-    monkeypatch.setattr(CallTiles, "gives_at_most", lambda *_: False)
+    monkeypatch.setattr(configs, "gives_at_most", lambda *_: False)
     clear_plans()
     yield
     clear_plans()

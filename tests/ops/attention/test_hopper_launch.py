@@ -23,13 +23,12 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("launches take addresses: needs TRITON_INTERPRET unset", allow_module_level=True)
 
-from backend_calls import hopper_call
+from backend_calls import HOPPER, hopper_call
 from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
 from flashtile._backends.launch import KernelSource
-from flashtile.ops.attention.backend import Phase
+from flashtile.ops.attention.call import Phase
 from flashtile.ops.attention.hopper import (
-    apart_launch,
     backward_configs,
     backward_launch,
     launch,
@@ -117,8 +116,7 @@ def launched() -> Any:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(backend_launch, "make_launch", make_launch)
-        for module in (launch, apart_launch, backward_launch):
-            patched.setattr(module, "multiprocessors", lambda device: 132)
+        patched.setattr("flashtile.ops.attention.call.machine_of", lambda device: HOPPER)
         zeros = torch.zeros(2, dtype=torch.int32)
         patched.setattr(launch, "_counter", lambda device: zeros)
         patched.setattr(tma, "_encoded", described)
@@ -322,7 +320,7 @@ def test_a_backward_passes_what_its_kernels_declare(
     assert all(main[f"{name}_desc"].is_of(tensor) for name, tensor in described.items())
     assert begin["dout_ptr"] == dout.data_ptr()
     # The parts of the buffer, in their order: each has room.
-    config = backward_configs.backward_config_of(q.shape[-1], v.shape[-1], spec)
+    config = backward_configs.backward_config_of(hopper_call("backward", q, k, v, side, spec))
     if main["sums_ptr"] is not None:
         of_a_line = main["problem.group"] * main["problem.query_tiles"]  # for each thread block that takes whole ones
         sums = 4 * config.block_m * backward_configs.tile_width(q.shape[-1])
@@ -431,7 +429,7 @@ def test_a_copy_of_lists_lives_when_outputs_are_allocated(module: Any, monkeypat
     run = functools.partial(backward_launch.BackwardPlan.run, SimpleNamespace(allocate=allocate, stored_bias=None))
     plan = SimpleNamespace(kernel=kernel, widening=None, run=run)
     monkeypatch.setattr(module, "with_aligned_lists", with_aligned_lists)
-    monkeypatch.setattr(module, "_plan_for", lambda *_: plan)
+    monkeypatch.setattr(module, "plan_forward" if module is launch else "_plan_for", lambda *_: plan)
     lists = torch.zeros(9, dtype=torch.int32)[1:]
     assert lists.data_ptr() % 16
     q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)

@@ -23,15 +23,14 @@ from flashtile._backends.gluon import gl, gluon
 from flashtile._backends.launch import Parameter, pointer_to, specialise
 from flashtile.ops.attention.hopper.dropout import dropout_of_head, kept_weights
 from flashtile.ops.attention.hopper.pieces import product_layout
+from flashtile.ops.attention.parameters import DropoutNumbers, TableNumbers, side_parameters
 from flashtile.ops.attention.philox import keep_threshold, keep_tile
-from flashtile.ops.attention.plans import SideShape
-from flashtile.ops.attention.side_parameters import DropoutNumbers, TableNumbers, side_parameters
-from flashtile.ops.attention.spec import AttentionSpec, Origin
+from flashtile.ops.attention.spec import Origin
 from gluon_emulator import EmulatedHopper
 from gluon_emulator.machine import Machine
 from gluon_emulator.memory import Memory, dtype_of
 from gluon_emulator.values import Pointer, Value, as_value
-from machine_code import compile_source, instructions
+from machine_code import Call, compile_source, described_call, instructions
 
 _SM_90 = devices.KNOWN_DEVICES["sm_90"]
 _MODULES = EmulatedHopper(multiprocessors=1, seed=0).modules
@@ -98,9 +97,8 @@ def _kept_kernel(
 @pytest.mark.parametrize("rows, columns", [(64, 128), (128, 64), (128, 128)], ids=str)
 def test_random_words_are_computed_once_where_they_are_needed(rows: int, columns: int, transposed: bool) -> None:
     """Seven rounds for four weights and ten for the head, and no word moves to another thread."""
-    described = side_parameters(
-        SideShape(dropout=True), AttentionSpec(1.0, dropout_p=0.5), 1, covered=True, by_column=False
-    )
+    call = described_call("forward", Call(dropout_p=0.5, heads=1), _SM_90)
+    described = side_parameters(call, covered=True, by_column=False)
     parameters = {
         "side": described.pointers,
         "out_ptr": pointer_to(torch.float32, 16),

@@ -15,9 +15,9 @@ if devices.triton_missing():
     pytest.skip(devices.triton_missing(), allow_module_level=True)
 
 from flashtile._backends import launch as backend_launch
+from flashtile.ops.attention import call as description
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch
-from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.plan import AttentionPlan
 from flashtile.ops.attention.walks import longest_walk, parts_of_walks, shares_of_heads
 from machine_code import Call, described, passed_by, plan, shares_of
@@ -347,8 +347,8 @@ def test_prepared_launches_pass_what_others_pass(
         backend_launch, "make_launch",
         lambda source, programs, scalars, _: lambda *given: launched.append((source, programs, given, scalars)),
     )  # fmt: skip
-    monkeypatch.setattr(triton_plan, "device_facts", lambda device: devices.KNOWN_DEVICES["sm_80"])
-    monkeypatch.setattr(triton_plan, "multiprocessors", lambda device: 108)
+    machine = description.Machine("cuda", devices.KNOWN_DEVICES["sm_80"], 108)
+    monkeypatch.setattr(description, "machine_of", lambda device: machine)
     backend_launch.clear_plans()
     q, out, dout = (torch.zeros(2, 70, 4, 64, dtype=torch.float16) for _ in range(3))
     k, v = (torch.zeros(2, 90, 2, 64, dtype=torch.float16) for _ in range(2))

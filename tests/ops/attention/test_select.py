@@ -13,7 +13,8 @@ from torch import Tensor
 import flashtile
 from command_line import invoke
 from flashtile.ops.attention import select
-from flashtile.ops.attention.backend import AttentionCall, KernelChoice
+from flashtile.ops.attention.backend import KernelChoice
+from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.common.backends import Backend, StandardCall, standard_backends
 
@@ -35,7 +36,7 @@ def softmax(*_: object) -> None:
     """What a backend of another operation would have."""
 
 
-def unsupported_reason(call: AttentionCall) -> str | None:
+def unsupported_reason(call: Call) -> str | None:
     if call.spec.softcap:
         return "it has no soft cap"
     if call.phase == "backward" and call.spec.window_right is not None:
@@ -43,7 +44,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     return None
 
 
-def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
+def describe(call: Call) -> tuple[KernelChoice, ...]:
     return (KernelChoice(f"made-up {call.phase}", backend="made_up", summary="all at once"),)
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flashtile._backends import devices
-from flashtile._backends.alignment import aligned
 from flashtile.ops.attention import checks
-from flashtile.ops.attention.backend import AttentionCall, KernelChoice, facts_of_side
+from flashtile.ops.attention.backend import KernelChoice
+from flashtile.ops.attention.call import Call, Machine, describe_call
 from flashtile.ops.attention.canonical import DENSE_LAYOUT, PACKED_LAYOUT, add_scores, checked_qkv, lengths_of, spec_of
 from flashtile.ops.attention.options import ExplainOptions, names_of, take, with_options
 from flashtile.ops.attention.partial import AttentionPart, placed
@@ -105,31 +105,16 @@ def explain(
     if seen := seen_call(q, k, v, side, spec):
         k, v, side, spec, *_ = seen
     name, device_type, facts, multiprocessors = _resolve_device(q.device if device is None else device)
-    call = AttentionCall(
-        given.backend,
-        "forward",
-        device_type,
-        facts,
-        multiprocessors,
-        devices.triton_missing(),
-        device_type == "cpu" and devices.interpreting(),
-        q.dtype,
-        q.shape,
-        k.shape,
-        v.shape,
-        aligned(*(_rows_contiguous(t) for t in (q, k, v))),
-        *facts_of_side(side),
-        wanted_of(side),
-        spec,
-        q.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
-        side,
-    )
+    interpreting = device_type == "cpu" and devices.interpreting()
+    machine = Machine(device_type, facts, multiprocessors, devices.triton_missing(), interpreting)
+    qkv = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+    call = describe_call("forward", qkv, side, spec, given.backend, wanted_of(side), machine)
     choice = BACKENDS.choose(call)
     kernels = _kernels(call, choice.backend)
     return Explanation(choice.backend, choice.reason, kernels, choice.rejected, name, tuple(BACKENDS.by_name))
 
 
-def _kernels(call: AttentionCall, forward: str | None) -> tuple[KernelChoice, ...]:
+def _kernels(call: Call, forward: str | None) -> tuple[KernelChoice, ...]:
     """The kernels of forward and backward, once where both say the same; 8-bit inputs have a forward only."""
     if forward is None:
         return ()

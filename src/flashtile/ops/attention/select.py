@@ -9,12 +9,11 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from flashtile._backends import devices
-from flashtile._backends.alignment import aligned
-from flashtile.ops.attention.backend import AttentionCall, KernelChoice, Phase, facts_of_side
+from flashtile._backends.allocate import contiguous_strides
+from flashtile.ops.attention.backend import KernelChoice
+from flashtile.ops.attention.call import Call, Phase, TensorFacts, describe_call
 from flashtile.ops.attention.cpu.backend import BACKEND as CPU
 from flashtile.ops.attention.hopper.backend import BACKEND as HOPPER
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, SideInputs, Wanted
@@ -23,13 +22,13 @@ from flashtile.ops.attention.triton.backend import BACKEND as TRITON
 from flashtile.ops.common.backends import Backend, BackendChoice, Backends
 
 
-def _reference_unsupported_reason(call: AttentionCall) -> str | None:
+def _reference_unsupported_reason(call: Call) -> str | None:
     if call.requested == "auto":
         return "it holds the whole score matrix; it runs only when asked for by name"
     return None
 
 
-def _describe_reference(call: AttentionCall) -> tuple[KernelChoice, ...]:
+def _describe_reference(call: Call) -> tuple[KernelChoice, ...]:
     return (KernelChoice("eager PyTorch, with the whole score matrix in memory"),)
 
 
@@ -38,27 +37,29 @@ REFERENCE = Backend(
 )
 
 
-def _call_of(requested: str, phase: Phase, device: torch.device, *facts: Any) -> AttentionCall:
-    """`facts`: the fields of the description from dtype on."""
-    gpu = devices.device_facts(device), devices.multiprocessors(device)
-    return AttentionCall(requested, phase, device.type, *gpu, devices.triton_missing(), devices.interpreting(), *facts)
-
-
-class AttentionBackends(Backends[AttentionCall]):
+class AttentionBackends(Backends[Call]):
     """Backends of attention. If one was asked for by name, and serves the forward of a call but not its backward,
     another one computes the gradients."""
 
-    def choose(self, call: AttentionCall) -> BackendChoice:
+    def choose(self, call: Call) -> BackendChoice:
         if call.phase == "backward" and call.requested != "auto":
             supports = self.by_name[call.requested].unsupported_reason
             # The backward may get its tensors in another layout than the forward had.
-            if supports(call) and not supports(call._replace(phase="forward", aligned=True)):
+            if supports(call) and not supports(call._replace(phase="forward", **_aligned(call))):
                 call = call._replace(requested="auto")
         return super().choose(call)
 
 
+def _aligned(call: Call) -> dict[str, Any]:
+    """q, k and v where kernels can read them best."""
+    return {
+        name: TensorFacts(of.dtype, of.shape, contiguous_strides(tuple(of.shape)))
+        for name, of in (("q", call.q), ("k", call.k), ("v", call.v))
+    }
+
+
 #: In the order in which "auto" tries them. A new backend is a line here.
-BACKENDS = AttentionBackends("attention", _call_of, (SPLIT, HOPPER, TRITON, CPU, REFERENCE))
+BACKENDS = AttentionBackends("attention", lambda call: call, (SPLIT, HOPPER, TRITON, CPU, REFERENCE))
 
 
 def implementation(
@@ -76,17 +77,4 @@ def implementation(
     Raises:
         ValueError: the backend asked for, or every one for "auto", cannot serve it.
     """
-    return BACKENDS.implementation(
-        backend,
-        phase,
-        q.device,
-        q.dtype,
-        q.shape,
-        k.shape,
-        v.shape,
-        q.is_cuda and aligned(q, k, v),
-        *facts_of_side(side),
-        wanted,
-        spec,
-        q.dtype is torch.float32 and torch._C._get_cublas_allow_tf32(),
-    )
+    return BACKENDS.implementation(describe_call(phase, (q, k, v), side, spec, backend, wanted))

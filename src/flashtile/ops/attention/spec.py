@@ -19,7 +19,7 @@ Scores, of which the softmax is taken over what is visible (and over the sink, w
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -190,24 +190,9 @@ class Gradients(NamedTuple):
     captured: tuple[Tensor | None, ...] = ()
 
 
-class Table(NamedTuple):
-    """A bias or a mask, which broadcasts to the scores, as plans and the choice of a backend see it."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    misalignment: int
-
-
-def table_of(tensor: Tensor | None) -> Table | None:
-    """What a plan needs to know of a bias or a mask."""
-    if tensor is None:
-        return None
-    return Table(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() & 15)
-
-
-def changes_scores(side: SideInputs) -> bool:
-    """Whether a tensor changes or hides scores, or adds to their softmax; but for block masks and score functions."""
+def changes_scores(side: Any) -> bool:
+    """Whether a tensor changes or hides scores, or adds to their softmax; but for block masks and score functions.
+    `side`: `SideInputs`, or what `call.AuxFacts` says of them."""
     return side.bias is not None or side.mask is not None or side.alibi_slopes is not None or side.sinks is not None
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from flashtile.ops.attention.backend import AttentionCall, KernelChoice
+from flashtile.ops.attention.backend import KernelChoice
+from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.cpu.torch_served import served_by_torch
-from flashtile.ops.attention.spec import FP8, SideInputs
+from flashtile.ops.attention.spec import FP8
 from flashtile.ops.common.backends import Backend, cpu_unsupported_reason
 
 
-def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
+def describe(call: Call) -> tuple[KernelChoice, ...]:
     """What computes the forward, or the backward."""
     dtype = torch.float32 if call.dtype is FP8 else call.dtype
-    side = call.side or SideInputs()
     wanted = call.wanted if call.phase == "backward" else None
-    _, computed_by = served_by_torch(call.spec, side, call.q_shape, call.k_shape, call.v_shape, dtype, wanted)
+    _, computed_by = served_by_torch(call.spec, call.aux, call.q.shape, call.k.shape, call.v.shape, dtype, wanted)
     return (KernelChoice(computed_by, backend="cpu"),)
 
 

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
+from flashtile.ops.attention.call import AuxFacts
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted, changes_scores
 
 
 def served_by_torch(
     spec: AttentionSpec,
-    side: SideInputs,
+    side: SideInputs | AuxFacts,
     q_shape: Sequence[int],
     k_shape: Sequence[int],
     v_shape: Sequence[int],
@@ -41,14 +42,14 @@ def served_by_torch(
     return True, f"PyTorch's CPU flash attention: nothing changes the scores, and rectangles{of} are visible"
 
 
-def is_windowed(spec: AttentionSpec, side: SideInputs, seq_q: int) -> bool:
+def is_windowed(spec: AttentionSpec, side: SideInputs | AuxFacts, seq_q: int) -> bool:
     """Whether the left side of a window hides keys from some rows only; a single row sees a slice of the keys."""
     return spec.window_left is not None and (side.packed or seq_q != 1)
 
 
 def _unsupported_reason(
     spec: AttentionSpec,
-    side: SideInputs,
+    side: SideInputs | AuxFacts,
     q_shape: Sequence[int],
     k_shape: Sequence[int],
     v_shape: Sequence[int],

@@ -12,22 +12,19 @@ from torch import Tensor
 
 from flashtile._backends.alignment import batch_row_head
 from flashtile._backends.allocate import Layout, Scratch, allocator, contiguous_strides
-from flashtile._backends.devices import multiprocessors
-from flashtile._backends.launch import Parameter, Plan, float32, int32, make_plan, plan_cache, pointer, pointer_to
+from flashtile._backends.launch import Parameter, Plan, int32, make_plan, pointer, pointer_to
 from flashtile._backends.tma import joined
 from flashtile.ops.attention.arguments import Aux, Scalars
+from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.hopper.backward_configs import choose_backward_config
 from flashtile.ops.attention.hopper.backward_source import backward_plan
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
-from flashtile.ops.attention.hopper.bounds import row_strides
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
-from flashtile.ops.attention.hopper.parameters import score_units, side_of_call
-from flashtile.ops.attention.hopper.scores import ScoreUnits
+from flashtile.ops.attention.hopper.parameters import side_of_call
 from flashtile.ops.attention.hopper.wide_backward import Problem
 from flashtile.ops.attention.hopper.wide_backward_configs import MAX_REGISTERS, REGISTERS, STATISTIC_ROWS
-from flashtile.ops.attention.plans import SideShape, call_sizes, tiles_of
-from flashtile.ops.attention.side_parameters import SideParameters, SidePointers, aux_pointers, window_parameters
-from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients
+from flashtile.ops.attention.parameters import SideParameters, SidePointers, aux_pointers
+from flashtile.ops.attention.spec import BackwardInputs, Gradients
 from flashtile.ops.attention.triton.shares_launch import plan_of_shares, sum_of_shares
 from flashtile.ops.attention.walks import longest_walk, shares_of_heads
 from flashtile.ops.common.checks import check_programs
@@ -128,7 +125,6 @@ class Frame(NamedTuple):
     Attributes:
         read: (shape, strides) of q, k, v and of the dout that the kernels read.
         written: shapes of dq, dk and dv, of these with `shares` of the query heads.
-        packed, bounded: whether queries, and whether keys, end where their sequence or its key length does.
         tiles: of the own rows of each gradient, on each of `lines`: of a head of a sequence, or (slots) of a packed
             call.
         masks: whether a kernel has a visited tile that a band or the end of the keys cuts.
@@ -136,12 +132,9 @@ class Frame(NamedTuple):
         scratch: as of `ApartPlan`.
     """
 
-    dtype: torch.dtype
-    device: torch.device
+    call: Call
     read: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     written: dict[str, tuple[int, ...]]
-    packed: bool
-    bounded: bool
     tiles: dict[str, int]
     lines: dict[str, int]
     masks: dict[str, bool]
@@ -153,7 +146,7 @@ class Frame(NamedTuple):
 
     def ends_rows(self, tensor: str) -> bool:
         """Whether TMA ends the rows of a tensor or of a gradient where their sequence or its key length does."""
-        return self.packed if tensor in ("q", "dout", "dq") else self.bounded
+        return self.call.packed if tensor in ("q", "dout", "dq") else self.call.bounded
 
 
 def gradient_kernel(
@@ -187,7 +180,7 @@ def gradient_kernel(
         "problem": frame.problem._replace(own_tiles=int32(frame.tiles[name])),
     }
     plan = make_plan(
-        kernel, parameters, {**frame.constants, **constants, "MASKS": frame.masks[name]}, programs, frame.device,
+        kernel, parameters, {**frame.constants, **constants, "MASKS": frame.masks[name]}, programs, frame.call.device,
         num_warps=4, max_registers=MAX_REGISTERS,
     )  # fmt: skip
     tensors = tuple(moved.values())
@@ -211,89 +204,44 @@ def apart_plan(
         dv=dv,
         dk=dk,
         dq=dq,
-        allocate=allocator((*gradients.values(), frame.scratch.layout, *parts), frame.device),
+        allocate=allocator((*gradients.values(), frame.scratch.layout, *parts), frame.call.device),
         scratch=frame.scratch,
-        sum_of_shares=plan_of_shares(gradients["dk"], gradients["dv"], frame.shares, frame.device),
+        sum_of_shares=plan_of_shares(gradients["dk"], gradients["dv"], frame.shares, frame.call.device),
     )
 
 
-@plan_cache
-def plan_apart(
-    plan_kernels: Callable[[Frame], ApartPlan],
-    keys_of_dv: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    shapes: tuple[torch.Size, ...],
-    strides: tuple[tuple[int, ...], ...],
-    side: SideShape,
-    spec: AttentionSpec,
-    has_dlse: bool,
-    has_empty_rows: bool,
-) -> ApartPlan:
+def plan_apart(plan_kernels: Callable[[Frame], ApartPlan], keys_of_dv: int, call: Call) -> ApartPlan:
     """Everything that can be decided before the tensors' contents are known. `plan_kernels`: plans the kernels that
-    serve the call. `keys_of_dv`: of a program of dv. `strides`: of q, k, v and dout."""
-    q_shape, k_shape, v_shape = map(tuple, shapes)
-    batch, rows_q, rows_k, heads, heads_kv, _, head_dim_v = call_sizes(shapes, side)
-    packed, lengths = side.sequences is not None, side.key_lengths_dtype is not None
-    bounded = packed or lengths
-    dout_shape = (*q_shape[:-1], head_dim_v)
-    own_rows = {"dv": (rows_k, keys_of_dv), "dk": (rows_k, _ROWS), "dq": (rows_q, _ROWS)}
-    tiles = {name: tiles_of(*rows, batch, packed) for name, rows in own_rows.items()}
+    serve the call. `keys_of_dv`: of a program of dv."""
+    call.check_sizes()
+    assert call.dout is not None
+    spec, lengths, has_empty_rows = call.spec, call.aux.key_lengths is not None, call.may_hide_rows
+    dout_shape = (*call.q.shape[:-1], call.v.shape[-1])
+    own_rows = {"dv": (call.rows_k, keys_of_dv), "dk": (call.rows_k, _ROWS), "dq": (call.rows_q, _ROWS)}
+    tiles = {name: call.tiles(*rows) for name, rows in own_rows.items()}
     steps = longest_walk(tiles["dq"], spec, _ROWS, keys_of_dv)
-    of_a_head = 1 if packed else batch
-    walks = tiles["dv"] * of_a_head * heads_kv
-    shares = shares_of_heads(heads // heads_kv, walks, steps, spec.banded or bounded, multiprocessors(device))
-    lines, lines_kv = of_a_head * heads, of_a_head * heads_kv * shares
+    of_a_head = 1 if call.packed else call.batch
+    walks = tiles["dv"] * of_a_head * call.heads_kv
+    shares = shares_of_heads(call.group, walks, steps, spec.banded or call.bounded, call.multiprocessors)
+    lines, lines_kv = of_a_head * call.heads, of_a_head * call.heads_kv * shares
     statistic_tiles = tiles["dq"] * _STATISTICS_TOGETHER
-    described = side_of_call(side, spec, heads, covered=False, by_column=True)
-    dout_strides = contiguous_strides(dout_shape) if has_empty_rows else strides[3]
-    wholes = dict(zip(("q", "k", "v", "dout"), (q_shape, k_shape, v_shape, dout_shape)))
-    dk_shape, dv_shape = ((*shape[:-2], heads_kv * shares, shape[-1]) for shape in (k_shape, v_shape))
+    described = side_of_call(call, covered=False, by_column=True)
+    dk_shape, dv_shape = ((*of.shape[:-2], call.heads_kv * shares, of.shape[-1]) for of in (call.k, call.v))
+    read = {name: (tuple(of.shape), of.strides) for name, of in (("q", call.q), ("k", call.k), ("v", call.v))}
+    read["dout"] = dout_shape, contiguous_strides(dout_shape) if has_empty_rows else call.dout.strides
     frame = Frame(
-        dtype=dtype,
-        device=device,
-        read={name: (wholes[name], apart) for name, apart in zip(wholes, (*strides[:3], dout_strides))},
-        written={"dq": q_shape, "dk": dk_shape, "dv": dv_shape},
-        packed=packed,
-        bounded=bounded,
+        call=call,
+        read=read,
+        written={"dq": tuple(call.q.shape), "dk": dk_shape, "dv": dv_shape},
         tiles=tiles,
         lines={"dv": lines_kv, "dk": lines_kv, "dq": lines},
         masks={
             **dict.fromkeys(("dv", "dk"), spec.banded or lengths),
-            "dq": spec.banded or bounded or rows_k % _ROWS != 0,
+            "dq": spec.banded or call.bounded or call.rows_k % _ROWS != 0,
         },
         shares=shares,
-        begin=_plan_begin(
-            dtype,
-            device,
-            q_shape,
-            dout_shape,
-            strides[3],
-            batch,
-            statistic_tiles,
-            lines,
-            side.sinks,
-            described,
-            has_dlse,
-            has_empty_rows,
-        ),
-        problem=Problem(
-            side=described.pointers,
-            batch=int32(batch),
-            heads=int32(heads),
-            heads_kv=int32(heads_kv * shares),
-            group=int32(heads // heads_kv // shares),
-            shares=int32(shares),
-            rows_q=int32(rows_q),
-            rows_k=int32(rows_k),
-            own_tiles=int32(0),
-            statistic_tiles=int32(statistic_tiles),
-            window=window_parameters(spec),
-            units=ScoreUnits(*map(float32, score_units(spec))),
-            scale=float32(spec.scale),
-            k_rows_apart=int32(row_strides(k_shape, strides[1])[1] if bounded and not packed else None),
-            v_rows_apart=int32(row_strides(v_shape, strides[2])[1] if bounded and not packed else None),
-        ),
+        begin=_plan_begin(call, described, statistic_tiles, lines),
+        problem=Problem.from_call(call, described.pointers, shares, statistic_tiles=statistic_tiles),
         constants={
             "REGISTERS": REGISTERS,
             "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
@@ -304,48 +252,42 @@ def plan_apart(
         scratch=Scratch(
             statistics=2 * STATISTIC_ROWS * statistic_tiles * lines,
             # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read it.
-            masked_dout=math.prod(dout_shape) * dtype.itemsize // 4 if has_empty_rows else 0,
+            masked_dout=math.prod(dout_shape) * call.dtype.itemsize // 4 if has_empty_rows else 0,
             counter=1,
-            sink_sums=statistic_tiles * lines if side.sinks else 0,
+            sink_sums=statistic_tiles * lines if call.aux.sinks else 0,
         ),
     )
     return plan_kernels(frame)
 
 
-def _plan_begin(
-    dtype: torch.dtype, device: torch.device, q_shape: tuple[int, ...], dout_shape: tuple[int, ...],
-    dout_strides: tuple[int, ...], batch: int, statistic_tiles: int, lines: int, sinks: bool, side: SideParameters,
-    has_dlse: bool, has_empty_rows: bool,
-) -> Plan:  # fmt: skip
+def _plan_begin(call: Call, side: SideParameters, statistic_tiles: int, lines: int) -> Plan:
     """The kernel of statistics (`backward_ends`), with tiles of `STATISTIC_ROWS` queries, of which every 64 are
     whole."""
-    rows_q, heads, head_dim = q_shape[-3:]
-    apart = batch_row_head(dout_shape, dout_strides)
-    packed = side.has("cu_seqlens_q")
+    assert call.dout is not None
+    apart = batch_row_head((*call.q.shape[:-1], call.v.shape[-1]), call.dout.strides)
     variant = BackwardVariant(
-        dtype,
-        head_dim,
-        dout_shape[-1],
+        call.dtype,
+        *call.head_dims,
         choose_backward_config(64, 64)._replace(block_m=STATISTIC_ROWS, statistics_multiplied=False),
-        packed=packed,
+        packed=call.packed,
         has_left=False,
         has_right=False,
         top_left=False,
-        has_dlse=has_dlse,
+        has_dlse=call.has_dlse,
         ordered=False,
         side=side,
-        has_empty_rows=has_empty_rows,
+        has_empty_rows=call.may_hide_rows,
         wide_strides=max(apart) >= 2**31,
-        sinks=sinks,
+        sinks=call.aux.sinks is not None,
         single_key_tile=True,  # dq is not summed
-        statistics_together=_STATISTICS_TOGETHER if packed else 1,
+        statistics_together=_STATISTICS_TOGETHER if call.packed else 1,
     )
     numbers = {
         **dict(zip(("stride_dout_batch", "stride_dout_row", "stride_dout_head"), apart)),
-        "batch": batch,
-        "heads": heads,
-        "rows_q": rows_q,
+        "batch": call.batch,
+        "heads": call.heads,
+        "rows_q": call.rows_q,
         "query_tiles": statistic_tiles,
         "lone_tiles": 0,
     }
-    return backward_plan("begin", variant, numbers, statistic_tiles * lines, device)
+    return backward_plan("begin", variant, numbers, statistic_tiles * lines, call.device)

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
+from flashtile.ops.attention.backend import KernelChoice, summary_of
+from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.hopper import backward_configs, configs
 from flashtile.ops.attention.hopper import float32_backward_configs as float32_configs
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8
 from flashtile.ops.attention.hopper.dq_ends import ends_of_dq
-from flashtile.ops.attention.hopper.few_tiles import CallTiles
 from flashtile.ops.attention.hopper.float32_forward_configs import (
     HALF_WIDE,
     NARROW,
@@ -26,8 +26,7 @@ from flashtile.ops.attention.hopper.wide_backward_configs import (
     is_wide,
     wide_shared_memory,
 )
-from flashtile.ops.attention.plans import CallSizes, call_sizes, side_shape
-from flashtile.ops.attention.spec import FP8, SideInputs
+from flashtile.ops.attention.spec import FP8
 from flashtile.ops.attention.triton.backend import describe_bias_gradient
 from flashtile.ops.attention.triton.configs import SHORT, length_of
 from flashtile.ops.attention.triton.score_source import unsupported_operation
@@ -37,7 +36,7 @@ from flashtile.ops.common.backends import Backend
 _PARTS = KernelChoice("parts", backend="hopper", summary="each number as three of bfloat16")
 
 
-def unsupported_reason(call: AttentionCall) -> str | None:
+def unsupported_reason(call: Call) -> str | None:
     """Why the Hopper kernels cannot serve a call; None where they can."""
     if call.phase == "column_sums":
         return "it has no kernel for column sums; backend='triton' has one, on sm_90 too"
@@ -47,8 +46,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return call.triton_missing
     if call.interpreting:
         return "Triton's interpreter does not know the language of its kernels"
-    if call.device.arch != "sm_90":
-        return f"its kernels are for sm_90, and the tensors are on {call.device.arch}"
+    if call.arch != "sm_90":
+        return f"its kernels are for sm_90, and the tensors are on {call.arch}"
     if call.dtype is torch.float32:
         reason = _unserved_float32(call)
         if reason:
@@ -59,7 +58,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     return _unsupported_feature(call) or _unreadable(call) or _slower(call)
 
 
-def _slower(call: AttentionCall) -> str | None:
+def _slower(call: Call) -> str | None:
     """The reason for which `backend="auto"` prefers the portable kernels. Milliseconds on an H200, hopper and triton:
 
     - 4,096 windows of 49 tokens, 6 heads of 32 (on an H100): 0.32 and 0.15, backward 0.59 and 0.32; with a bias that
@@ -72,20 +71,21 @@ def _slower(call: AttentionCall) -> str | None:
     widest = max(call.head_dims)
     if call.requested != "auto":
         return None
-    if call.dtype is torch.float32 and call.phase == "forward" and not parts_pay(call.q_shape, call.k_shape[1], widest):
+    if call.dtype is torch.float32 and call.phase == "forward" and not parts_pay(call.q.shape, call.k.shape[1], widest):
         return f"with heads of up to {HALF_WIDE} columns, parts of float32 numbers pay with more keys or fewer queries"
     if call.packed or widest > 64:
         return None
-    if length_of(call.q_shape[1], call.k_shape[1]) == "short":
+    if length_of(call.rows_q, call.rows_k) == "short":
         return f"with {SHORT} queries and keys or fewer the tiles of the portable kernels are less empty"
-    moved = configs.moves_by_tma(call.bias, call.dtype)
-    if call.has_whole_bias and not moved and (call.phase == "forward" or widest <= 32):
+    bias = call.aux.bias
+    has_each_score, moved = bias is not None and bias.has_each_score, configs.moves_by_tma(bias, call.dtype)
+    if has_each_score and not moved and (call.phase == "forward" or widest <= 32):
         aligned = "unless it has q's dtype and rows at multiples of 16 bytes"
         return f"with so narrow heads the portable kernels add a bias faster, {aligned}"
     return None
 
 
-def _unsupported_feature(call: AttentionCall) -> str | None:
+def _unsupported_feature(call: Call) -> str | None:
     widest = max(call.head_dims)
     if call.phase == "backward" and is_wide(*call.head_dims) and (unserved := _unserved_wide(call)):
         return f"its backward of heads wider than {4 * configs.CONSUMER_ROWS} columns has no {unserved}"
@@ -103,12 +103,14 @@ def _unsupported_feature(call: AttentionCall) -> str | None:
     if call.spec.dropout_p and origin is not None and (origin.row | origin.column) % 16:
         return "its random bits belong to 16 rows and keys, and this part of a larger call begins between"
     function = call.spec.score_program is not None
-    if call.dtype is FP8 and (call.spec.dropout_p or call.key_lengths or call.tables or function):
+    if call.dtype is FP8 and (
+        call.spec.dropout_p or call.aux.key_lengths or call.aux.bias or call.aux.mask or function
+    ):
         return "with 8-bit inputs it has no dropout, key_lengths, bias, mask or score function"
     return None
 
 
-def _unserved_float32(call: AttentionCall) -> str | None:
+def _unserved_float32(call: Call) -> str | None:
     """Why the kernels cannot serve a call in float32."""
     if call.phase == "forward" and not serves_float32_forward(call.dtype, *call.head_dims):
         return f"its forward of float32 is for heads of {NARROW + 1} to {MAX_HEAD_DIM} columns"
@@ -119,19 +121,19 @@ def _unserved_float32(call: AttentionCall) -> str | None:
     unserved = _first_asked({
         "max_scores": call.spec.returns_max_scores,
         "packed sequences": call.packed,
-        "key_lengths": call.key_lengths,
+        "key_lengths": call.aux.key_lengths is not None,
         "softcap": call.spec.softcap > 0,
     }) or _unserved_wide(call)  # fmt: skip
     return f"its {call.phase} of float32 has no {unserved}" if unserved else None
 
 
-def _unserved_wide(call: AttentionCall) -> str | None:
+def _unserved_wide(call: Call) -> str | None:
     """The first thing that a call asks and that the kernels of `wide_backward` and of float32 cannot do."""
     spec = call.spec
     return _first_asked({
-        "bias": call.bias is not None,
-        "mask": call.mask,
-        "alibi_slopes": call.alibi,
+        "bias": call.aux.bias is not None,
+        "mask": call.aux.mask is not None,
+        "alibi_slopes": call.aux.alibi_slopes is not None,
         "score_mod": spec.score_program is not None,
         "dropout": spec.dropout_p > 0,
         "block_mask": spec.block_shape is not None,
@@ -142,7 +144,7 @@ def _first_asked(asked: dict[str, bool]) -> str | None:
     return next((name for name, present in asked.items() if present), None)
 
 
-def _unreadable(call: AttentionCall) -> str | None:
+def _unreadable(call: Call) -> str | None:
     """Why TMA cannot read or write the tensors."""
     head_dim, head_dim_v = call.head_dims
     if head_dim_v % 8:
@@ -154,47 +156,37 @@ def _unreadable(call: AttentionCall) -> str | None:
     return None
 
 
-def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
+def describe(call: Call) -> tuple[KernelChoice, ...]:
     """The kernels of a phase, with their tiles."""
-    spec, heads = call.spec, call.head_dims
-    if call.phase == "backward" and call.dtype is torch.float32:
-        return _describe_float32_backward(*heads)
-    if call.phase == "backward" and is_wide(*heads):
-        return _describe_wide_backward(*heads)
-    if call.phase == "backward":
-        side = call.side or SideInputs()
-        moved = configs.moves_by_tma(call.bias, call.dtype)
-        tables = configs.table_bytes(side.bias, side.mask)
-        learns, packed = side.bias is not None and side.bias.requires_grad, side.cu_seqlens_q is not None
-        own = learns and configs.is_of_scores(call.bias, call.dtype, call.q_shape[0], call.q_shape[-2], packed)
-        row = backward_configs.backward_config_of(*heads, spec, tables, call.wanted.alibi_slopes, moved, own)
-        apart = backward_configs.derivatives_apart_of(spec, call.wanted.alibi_slopes)
-        bounded = call.packed or call.key_lengths
-        cut = ends_of_dq(row, spec, _sizes_of(call, side), call.multiprocessors, bounded, apart).config
-        memory = backward_configs.backward_shared_memory(cut, *heads, apart)
-        warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
-        summary = summary_of((cut.block_m, cut.block_n), warps, cut.stages, memory)
-        main = KernelChoice("backward", cut, memory, "hopper", summary=summary)
-        if not learns or cut.bias_stored:
-            return (main,)
-        if backward_configs.serves_bias_gradient(cut, moved):
-            return main, _describe_bias_gradient(call, side.alibi_slopes is not None)
-        return main, *describe_bias_gradient(call)
+    return _describe_backward(call) if call.phase == "backward" else _describe_forward(call)
+
+
+def _describe_forward(call: Call) -> tuple[KernelChoice, ...]:
     if call.dtype is torch.float32:
-        return _describe_float32_forward(*heads)
-    side = call.side or SideInputs()
-    lengths = side.max_seqlen_q, side.max_seqlen_k
-    sizes = _sizes_of(call, side)
-    tiles = CallTiles(sizes.rows_q, sizes.batch, call.packed, sizes.heads, call.multiprocessors)
-    config = configs.config_of(*heads, lengths, call.dtype, spec, call.bias, side.mask, tiles)
-    memory = configs.shared_memory(config, *heads, call.dtype)
+        return _describe_float32_forward(*call.head_dims)
+    config = configs.config_of(call)
+    memory = configs.shared_memory(config, *call.head_dims, call.dtype)
     summary = summary_of((config.block_m, config.block_n), _warps(config.consumers), config.stages, memory)
     forward = KernelChoice("forward", config, memory, "hopper", summary=summary)
     return (KernelChoice("widen", backend="hopper"), forward) if call.dtype is FP8 else (forward,)
 
 
-def _sizes_of(call: AttentionCall, side: SideInputs) -> CallSizes:
-    return call_sizes((call.q_shape, call.k_shape, call.v_shape), side_shape(side))
+def _describe_backward(call: Call) -> tuple[KernelChoice, ...]:
+    if call.dtype is torch.float32:
+        return _describe_float32_backward(*call.head_dims)
+    if is_wide(*call.head_dims):
+        return _describe_wide_backward(*call.head_dims)
+    cut = ends_of_dq(backward_configs.backward_config_of(call), call).config
+    apart = backward_configs.derivatives_apart_of(call)
+    memory = backward_configs.backward_shared_memory(cut, *call.head_dims, apart)
+    warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
+    summary = summary_of((cut.block_m, cut.block_n), warps, cut.stages, memory)
+    main = KernelChoice("backward", cut, memory, "hopper", summary=summary)
+    if not call.wanted.bias or cut.bias_stored:
+        return (main,)
+    if backward_configs.serves_bias_gradient(cut, configs.moves_by_tma(call.aux.bias, call.dtype)):
+        return main, _describe_bias_gradient(call)
+    return main, *describe_bias_gradient(call)
 
 
 def _warps(consumers: int) -> str:
@@ -247,13 +239,8 @@ def _describe_gradients(
     )
 
 
-def _describe_bias_gradient(call: AttentionCall, alibi: bool) -> KernelChoice:
-    spec = call.spec
-    modified = call.mask or spec.dropout_p > 0 or spec.score_program is not None
-    by_position = spec.banded or call.key_lengths or alibi
-    tile_keys = 0 if spec.block_shape is None else spec.block_shape[-1]
-    leaves_out = call.packed or tile_keys > 0
-    cut = backward_configs.bias_gradient_config(*call.head_dims, modified, by_position, leaves_out, tile_keys)
+def _describe_bias_gradient(call: Call) -> KernelChoice:
+    cut = backward_configs.bias_config_of(call)
     memory = backward_configs.bias_shared_memory(cut, *call.head_dims)
     block = cut.query_tiles * backward_configs.BIAS_QUERIES, cut.keys
     summary = summary_of(block, _warps(cut.warpgroups), cut.stages, memory)

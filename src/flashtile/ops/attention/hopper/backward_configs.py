@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashtile._backends.allocate import contiguous_strides
-from flashtile.ops.attention.hopper.configs import BIAS_BYTES, CONSUMER_ROWS, OVERHEAD, SHARED_MEMORY
-from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.hopper.configs import (
+    BIAS_BYTES,
+    CONSUMER_ROWS,
+    OVERHEAD,
+    SHARED_MEMORY,
+    is_of_scores,
+    moves_by_tma,
+    table_bytes,
+)
 from flashtile.ops.attention.triton.score_source import adds_to_score
 
 #: Columns of statistics that are operands, the least that a product takes.
@@ -169,6 +177,7 @@ _LEAST_SCALE = 2.0**-64
 def choose_backward_config(
     head_dim: int,
     head_dim_v: int,
+    *,
     derivatives: bool = False,
     block_tile: tuple[int, int] | None = None,
     left: bool = False,
@@ -223,22 +232,27 @@ def choose_backward_config(
     return row._replace(producer=True, registers=208) if block_tile and not row.producer else row
 
 
-def backward_config_of(
-    head_dim: int, head_dim_v: int, spec: AttentionSpec, tables: int = 0, learned_slopes: bool = False,
-    moved_bias: bool = False, own_bias: bool = False,
-) -> BackwardConfig:  # fmt: skip
-    """The row of a call, for who launches it and for who tells what it would launch. `tables`: as in `table_bytes`.
-    The gradient of a bias, which is added last, is not that of the scores if these have derivatives."""
+def backward_config_of(call: Call) -> BackwardConfig:
+    """The row of a call. The gradient of a bias, which is added last, is not that of the scores if these have
+    derivatives."""
+    spec, bias = call.spec, call.aux.bias
+    tables, moved_bias = table_bytes(bias, call.aux.mask), moves_by_tma(bias, call.dtype)
     derivatives = spec.softcap > 0 or has_function_derivative(spec.score_program)
-    block_tile = None if spec.block_shape is None else spec.block_shape[2:]
-    left = spec.window_left is not None
-    modified = spec.dropout_p > 0 or tables > 1 or spec.score_program is not None
-    loads_tables = tables > (BIAS_BYTES if moved_bias else 1)
-    bias_alone = moved_bias and tables == BIAS_BYTES and not (spec.dropout_p or spec.score_program or learned_slopes)
+    changed = spec.dropout_p > 0 or spec.score_program is not None
     return choose_backward_config(
-        head_dim, head_dim_v, derivatives, block_tile, left, spec.scale, spec.deterministic, modified,
-        derivatives_apart_of(spec, learned_slopes), moved_bias, own_bias and not derivatives, bias_alone, loads_tables,
-    )  # fmt: skip
+        *call.head_dims,
+        derivatives=derivatives,
+        block_tile=None if spec.block_shape is None else call.block_tile,
+        left=spec.window_left is not None,
+        scale=spec.scale,
+        ordered=spec.deterministic,
+        modified=changed or tables > 1,
+        derivatives_apart=derivatives_apart_of(call),
+        moved_bias=moved_bias,
+        own_bias=call.wanted.bias and is_of_scores(call) and not derivatives,
+        bias_alone=moved_bias and tables == BIAS_BYTES and not (changed or call.learns_slopes),
+        loads_tables=tables > (BIAS_BYTES if moved_bias else 1),
+    )
 
 
 def has_function_derivative(score_program: str | None) -> bool:
@@ -246,10 +260,11 @@ def has_function_derivative(score_program: str | None) -> bool:
     return score_program is not None and not adds_to_score(score_program)
 
 
-def derivatives_apart_of(spec: AttentionSpec, learned_slopes: bool) -> bool:
+def derivatives_apart_of(call: Call) -> bool:
     """`derivatives_apart` of a call."""
+    spec = call.spec
     of_function = has_function_derivative(spec.score_program)
-    return derivatives_apart(spec.softcap > 0, of_function, learned_slopes, spec.dropout_p > 0)
+    return derivatives_apart(spec.softcap > 0, of_function, call.learns_slopes, spec.dropout_p > 0)
 
 
 def derivatives_apart(softcap: bool, of_function: bool, learned_slopes: bool, dropout: bool) -> bool:
@@ -332,6 +347,18 @@ _BIAS_CUT_OF_TWO_PROGRAMS = BiasGradientConfig(warpgroups=1, query_tiles=1, key_
 #: Heads up to 32 columns, whose products are half as long: three warpgroups find more to do. Microseconds for 64 × 768
 #: tokens, 4 heads of 32: 116; two stages of keys and three of queries 119, two warpgroups 148, with two tiles 156.
 _NARROW_BIAS_CUT = BiasGradientConfig(warpgroups=3, query_tiles=1, key_stages=3, stages=4)
+
+
+def bias_config_of(call: Call) -> BiasGradientConfig:
+    """The cut of the gradient of a bias of a call."""
+    spec, aux = call.spec, call.aux
+    return bias_gradient_config(
+        *call.head_dims,
+        modified=aux.mask is not None or spec.dropout_p > 0 or spec.score_program is not None,
+        by_position=call.by_position,
+        leaves_out=call.packed or spec.block_shape is not None,
+        tile_keys=call.block_tile[1],
+    )
 
 
 def bias_gradient_config(

@@ -15,6 +15,7 @@ from flashtile._backends.tma import (
     packed_layout,
     strided_layout,
 )
+from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.hopper.backward_configs import (
     STATISTIC_COLUMNS,
     backward_chunks,
@@ -24,7 +25,6 @@ from flashtile.ops.attention.hopper.backward_configs import (
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.bounds import bounded_layout
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
-from flashtile.ops.attention.spec import Table
 
 
 def buffers(variant: BackwardVariant, tiles: int, summed: int) -> dict[str, tuple[int, int]]:
@@ -84,26 +84,23 @@ def boxes_of(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
 
 def describer(
     variant: BackwardVariant,
-    shapes: tuple[torch.Size, ...],
-    strides: tuple[tuple[int, ...], ...],
+    call: Call,
+    strides_dout: tuple[int, ...],
     gradients: tuple[Layout, Layout, Layout],
-    bias: Table | None,
     tiles: int,
     summed: int,
     names: tuple[str, ...] = MOVED,
 ) -> Callable[..., tuple]:
-    """What makes the descriptors of `names`, from their addresses. `tiles`, `summed`: as of `buffers`."""
+    """What makes the descriptors of `names`, from their addresses. `strides_dout`: of the dout that the kernels read.
+    `tiles`, `summed`: as of `buffers`."""
     dq, dk, dv = gradients
     describe = packed_layout if variant.packed else strided_layout
     describe_keys = bounded_layout if variant.bounded else strided_layout
-    q_shape, k_shape, v_shape = map(tuple, shapes)
-    dout_shape = (*q_shape[:-1], v_shape[-1])
-    given = zip(("q", "k", "v", "dout"), (q_shape, k_shape, v_shape, dout_shape), strides)
+    bias, dout_shape = call.aux.bias, (*call.q.shape[:-1], call.v.shape[-1])
+    read = {name: (tuple(of.shape), of.strides) for name, of in (("q", call.q), ("k", call.k), ("v", call.v))}
+    read["dout"] = dout_shape, strides_dout
     layouts = {
-        **{
-            name: (describe_keys if name in ("k", "v") else describe)(shape, tuple(stride))
-            for name, shape, stride in given
-        },
+        **{name: (describe_keys if name in ("k", "v") else describe)(*of) for name, of in read.items()},
         "dq": describe(dq.shape, dq.strides),
         "dk": describe_keys(dk.shape, dk.strides),
         "dv": describe_keys(dv.shape, dv.strides),

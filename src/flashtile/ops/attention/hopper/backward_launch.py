@@ -11,13 +11,12 @@ from torch import Tensor
 
 from flashtile._backends.alignment import aligned, batch_row_head
 from flashtile._backends.allocate import Layout, Scratch, allocator, contiguous_strides, empty
-from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import Plan, plan_cache, pointer
 from flashtile.ops.attention.arguments import Aux, Scalars, saved_side, side_tensors
+from flashtile.ops.attention.call import Call, describe_backward
 from flashtile.ops.attention.hopper.apart_launch import ApartPlan, plan_apart, sink_gradient
 from flashtile.ops.attention.hopper.backward_configs import (
     backward_config_of,
-    derivatives_apart_of,
     padded_strides,
     serves_bias_gradient,
 )
@@ -37,7 +36,7 @@ from flashtile.ops.attention.hopper.bias_gradient_launch import (
     run_bias_gradient,
 )
 from flashtile.ops.attention.hopper.bounds import by_whole_rows, ends_by_rows, row_strides
-from flashtile.ops.attention.hopper.configs import is_of_scores, moves_by_tma, table_bytes
+from flashtile.ops.attention.hopper.configs import moves_by_tma
 from flashtile.ops.attention.hopper.dq_ends import ends_of_dq
 from flashtile.ops.attention.hopper.float32_backward_configs import float32_keys_of_dv, serves_float32
 from flashtile.ops.attention.hopper.float32_backward_launch import plan_float32_backward
@@ -52,18 +51,8 @@ from flashtile.ops.attention.hopper.parameters import (
 from flashtile.ops.attention.hopper.turns import tiles_done_before_last
 from flashtile.ops.attention.hopper.wide_backward_configs import KEYS_OF_DV, is_wide
 from flashtile.ops.attention.hopper.wide_backward_launch import plan_wide_backward
-from flashtile.ops.attention.plans import (
-    SideShape,
-    call_sizes,
-    clipped_window,
-    contiguous_on_16_bytes,
-    may_hide_rows,
-    positive_scale,
-    side_shape,
-    tiles_of,
-)
-from flashtile.ops.attention.side_parameters import aux_pointers
-from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
+from flashtile.ops.attention.parameters import aux_pointers, clipped_window, contiguous_on_16_bytes, positive_scale
+from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton.launch import backward_bias, slope_gradient
 from flashtile.ops.attention.triton.plan import plan_for
 from flashtile.ops.attention.triton.shares_launch import plan_of_shares, sum_of_shares
@@ -202,29 +191,31 @@ def backward_plans(
     """The launches of `backward` without dlse; `dout` needs no memory."""
     if spec.scale <= 0 or not (q.numel() and k.numel() and v.numel()):
         return ()
-    plan = _plan_for(BackwardInputs(dout, None, q, k, v, dout, dout), side, spec, wanted)
+    inputs = BackwardInputs(dout, None, q, k, v, dout, dout)
+    plan = _plan_for(inputs, side, spec, wanted)
     if isinstance(plan, ApartPlan):
         return plan.launches
     of_bias: tuple[Plan, ...] = ()
     if wanted.bias and plan.stored_bias is None:
-        of_bias = (plan.bias or plan_for("dbias", q, k, v, dout, side, spec)).launches
+        call = describe_backward(inputs, side, spec, wanted)
+        of_bias = (plan.bias or plan_for("dbias", call)).launches
     return tuple(each for each in (plan.main, plan.begin, plan.end, plan.sum_of_shares, *of_bias) if each is not None)
 
 
 def _plan_for(
     inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted
 ) -> BackwardPlan | ApartPlan:
+    return plan_backward(describe_backward(inputs, side, spec, wanted))
+
+
+@plan_cache
+def plan_backward(call: Call) -> BackwardPlan | ApartPlan:
     """The plan of a call. Wide heads, and float32, have a kernel for each gradient."""
-    dout, dlse, q, k, v, *_ = inputs
-    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), dout.stride())
-    heads = q.shape[-1], v.shape[-1]
-    shape, has_empty_rows = side_shape(side), may_hide_rows(q, k, side, spec)
-    described = q.dtype, q.device, shapes, strides, shape, spec, dlse is not None, has_empty_rows
-    if q.dtype is not torch.float32 and is_wide(*heads):
-        return plan_apart(plan_wide_backward, KEYS_OF_DV, *described)
-    if serves_float32(q.dtype, *heads):
-        return plan_apart(plan_float32_backward, float32_keys_of_dv(*heads), *described)
-    return _plan(*described, wanted)
+    if call.dtype is not torch.float32 and is_wide(*call.head_dims):
+        return plan_apart(plan_wide_backward, KEYS_OF_DV, call)
+    if serves_float32(call.dtype, *call.head_dims):
+        return plan_apart(plan_float32_backward, float32_keys_of_dv(*call.head_dims), call)
+    return _plan(call)
 
 
 def _gradients_without_keys(
@@ -251,37 +242,21 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
-@plan_cache
-def _plan(
-    dtype: torch.dtype,
-    device: torch.device,
-    shapes: tuple[torch.Size, ...],
-    strides: tuple[tuple[int, ...], ...],
-    side: SideShape,
-    spec: AttentionSpec,
-    has_dlse: bool,
-    has_empty_rows: bool = False,
-    wanted: Wanted = NOTHING_WANTED,
-) -> BackwardPlan:
+def _plan(call: Call) -> BackwardPlan:
     """Everything that can be decided before the tensors' contents are known."""
-    q_shape, packed = shapes[0], side.sequences is not None
-    sizes = call_sizes(shapes, side)
-    batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = sizes
-    moved_bias, tables = moves_by_tma(side.bias, dtype), table_bytes(side.bias, side.mask)
-    own_bias = wanted.bias and is_of_scores(side.bias, dtype, batch, heads, packed)
-    row = backward_config_of(head_dim, head_dim_v, spec, tables, wanted.alibi_slopes, moved_bias, own_bias)
-    bounded = packed or side.key_lengths_dtype is not None
-    programs = multiprocessors(device)
-    apart = derivatives_apart_of(spec, wanted.alibi_slopes)
-    config, single, whole = ends_of_dq(row, spec, sizes, programs, bounded, apart)
-    whole_rows, whole_keys = whole_sizes(sizes, packed, spec)
-    covered = is_covered(sizes, packed, spec, config.block_m, config.block_n)
-    group = heads // heads_kv
-    query_tiles = tiles_of(whole_rows, config.block_m, batch, packed)
-    key_tiles = tiles_of(whole_keys, config.block_n, batch, packed)
+    call.check_sizes()
+    spec, aux, dtype, packed = call.spec, call.aux, call.dtype, call.packed
+    head_dim, head_dim_v = call.head_dims
+    batch, rows_q, rows_k, heads, heads_kv = call.batch, call.rows_q, call.rows_k, call.heads, call.heads_kv
+    wanted, programs, has_empty_rows = call.wanted, call.multiprocessors, call.may_hide_rows
+    config, single, whole = ends_of_dq(backward_config_of(call), call)
+    whole_rows, whole_keys = whole_sizes(call)
+    covered = is_covered(call, config.block_m, config.block_n)
+    group = call.group
+    query_tiles, key_tiles = call.tiles(whole_rows, config.block_m), call.tiles(whole_keys, config.block_n)
     lines, lines_kv = (heads, heads_kv) if packed else (batch * heads, batch * heads_kv)
     ordered = spec.deterministic and not (single or whole)
-    lone = 0 if single or whole else lone_query_tiles(spec, side, rows_q, rows_k, group, config, packed)
+    lone = 0 if single or whole else lone_query_tiles(call, config)
     variant = BackwardVariant(
         dtype,
         head_dim,
@@ -291,18 +266,18 @@ def _plan(
         spec.window_left is not None,
         spec.window_right is not None,
         spec.banded and spec.top_left,
-        has_dlse,
+        call.has_dlse,
         ordered,
         spec.softcap > 0,
-        side_of_call(side, spec, heads, covered=covered, by_column=True),
+        side_of_call(call, covered=covered, by_column=True),
         single_key_tile=single,
         whole_lines=whole,
         lone_tiles=lone > 0,
         slope_sums=wanted.alibi_slopes,
-        function=function_of_call(spec.score_program, batch, shapes, side, covered),
+        function=function_of_call(call, covered),
     )
     tiles = query_tiles * lines
-    dout_shape = (*q_shape[:-1], head_dim_v)
+    dout_shape = (*call.q.shape[:-1], head_dim_v)
     blocks = spec.block_shape is not None
     uneven = variant.bounded or blocks or (variant.has_right and not variant.has_left)
     steps = longest_walk(query_tiles, spec, config.block_m, config.block_n)
@@ -316,15 +291,17 @@ def _plan(
     shares = shares_in_cache(variant, group, shares, key_tiles, lines_kv, steps, programs)
     group //= shares
     parts = 1
-    if may_divide_queries(variant, side, group, rows_q):
+    if may_divide_queries(call, group):
         parts = parts_of_walks(key_tiles * lines_kv * shares, query_tiles, group, programs)
     shares *= parts
-    strides_dout = batch_row_head(dout_shape, strides[-1])
+    assert call.dout is not None
+    strides_dout = batch_row_head(dout_shape, call.dout.strides)
     wide = max(strides_dout) >= 2**31
     looping = with_loops(variant, group, rows_q, rows_k)._replace(divides_queries=parts > 1)
-    sums_bias = wanted.bias and serves_bias_gradient(config, moved_bias)
+    sums_bias = wanted.bias and serves_bias_gradient(config, moves_by_tma(aux.bias, dtype))
     begins = variant._replace(
-        has_empty_rows=has_empty_rows, wide_strides=wide, sinks=side.sinks, shares_progress=looping.shares_progress,
+        has_empty_rows=has_empty_rows, wide_strides=wide, sinks=aux.sinks is not None,
+        shares_progress=looping.shares_progress,
         row_statistics=wanted.bias and not (sums_bias or config.bias_stored),
     )  # fmt: skip
     window_left, window_right = clipped_window(spec)
@@ -346,50 +323,50 @@ def _plan(
         "lse_unit": -1 / (spec.scale * LOG2_E),
         **score_units(spec)._asdict(),
         **dict(zip(("stride_dout_batch", "stride_dout_row", "stride_dout_head"), strides_dout)),
-        "k_rows_apart": None if packed else row_strides(shapes[1], strides[1])[1],
-        "v_rows_apart": None if packed else row_strides(shapes[2], strides[2])[1],
+        "k_rows_apart": None if packed else row_strides(call.k.shape, call.k.strides)[1],
+        "v_rows_apart": None if packed else row_strides(call.v.shape, call.v.strides)[1],
     }
     all_tiles = key_tiles * lines_kv * shares
     main_programs = min(lines_kv * shares if whole else all_tiles, programs) if config.producer else all_tiles
     summed = tiles if variant.adds_up else main_programs * group * query_tiles if whole else 0
-    begin = backward_plan("begin", begins, numbers, tiles, device)
-    main = backward_plan("main", looping, numbers, main_programs, device)
-    end = backward_plan("end", variant, numbers, tiles, device) if variant.adds_up else None
-    written = (q_shape, *((*shape[:-2], heads_kv * shares, shape[-1]) for shape in shapes[1:]))
+    begin = backward_plan("begin", begins, numbers, tiles, call.device)
+    main = backward_plan("main", looping, numbers, main_programs, call.device)
+    end = backward_plan("end", variant, numbers, tiles, call.device) if variant.adds_up else None
+    written = (call.q.shape, *((*of.shape[:-2], heads_kv * shares, of.shape[-1]) for of in (call.k, call.v)))
     dq, dk, dv = (Layout(tuple(shape), padded_strides(shape), dtype) for shape in written)
     sums, statistics = (
         math.prod(shape) * dtype_of(name, variant).itemsize // 4
         for name, shape in buffers(variant, tiles, summed).items()
     )
-    masked_dout = 0
+    masked_dout, strides_read = 0, call.dout.strides
     if has_empty_rows:
         # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read it.
         masked_dout = math.prod(dout_shape) * dtype.itemsize // 4
-        strides = (*strides[:3], contiguous_strides(dout_shape))
+        strides_read = contiguous_strides(dout_shape)
     stored_bias = None
-    if config.bias_stored and side.bias is not None:
-        stored_bias = Layout(side.bias.shape, padded_strides(side.bias.shape), side.bias.dtype)
+    if config.bias_stored and aux.bias is not None:
+        stored_bias = Layout(aux.bias.shape, padded_strides(aux.bias.shape), aux.bias.dtype)
     bias = None
     if sums_bias:
-        bias = plan_bias_gradient(variant, numbers, side, spec, shapes, strides, (dq, dk, dv), tiles, programs, device)
+        bias = plan_bias_gradient(call, variant, numbers, strides_read, (dq, dk, dv), tiles)
     scratch = Scratch(
         sums=sums,
         statistics=statistics,
         masked_dout=masked_dout,
         counter=1 + (lines if looping.shares_progress else 0),
         semaphores=tiles if ordered else 0,
-        sink_sums=tiles if side.sinks else 0,
+        sink_sums=tiles if aux.sinks else 0,
     )
     return BackwardPlan(
         begin=begin,
         main=main,
         end=end,
-        describe=describer(variant, shapes, strides, (dq, dk, dv), side.bias, tiles, summed),
+        describe=describer(variant, call, strides_read, (dq, dk, dv), tiles, summed),
         outputs=(dq, dk, dv),
-        allocate=allocator((dq, dk, dv, scratch.layout), device),
+        allocate=allocator((dq, dk, dv, scratch.layout), call.device),
         scratch=scratch,
-        sum_of_shares=plan_of_shares(dk, dv, shares, device),
+        sum_of_shares=plan_of_shares(dk, dv, shares, call.device),
         bias=bias,
         stored_bias=stored_bias,
-        fills_bias=not (spec.banded or side.key_lengths_dtype is not None or spec.block_shape is not None),
+        fills_bias=not (spec.banded or aux.key_lengths is not None or spec.block_shape is not None),
     )

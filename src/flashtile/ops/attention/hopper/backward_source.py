@@ -39,7 +39,7 @@ from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.bias_gradient import attention_bias_gradient_kernel
 from flashtile.ops.attention.hopper.configs import PRODUCER_REGISTERS
 from flashtile.ops.attention.hopper.scores import ScoreUnits
-from flashtile.ops.attention.plans import Window
+from flashtile.ops.attention.parameters import Window
 from flashtile.ops.attention.triton.bias_work import WorkNumbers
 
 #: The numbers of a call by the names of parameters (`backward_tiles.Problem` has most of them), of `ScoreUnits`, and

@@ -128,7 +128,7 @@ class Problem(NamedTuple):
     """What every role knows of the call, in rows, heads and tiles.
 
     Attributes:
-        side, numbers: the side inputs (`side_parameters`).
+        side, numbers: the side inputs (`parameters`).
         slope_sums_ptr: float32 `[batch, heads, rows_k]`, packed `[heads, rows_k]`, zeros at the start: minus what each
             key adds to the gradient of a slope; None where nobody wants that.
         score_change: a `ScoreChange`.

@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile._backends.launch import ABSENT, int32
+from flashtile.ops.attention.call import AuxFacts, Call, Machine, TensorFacts
 from flashtile.ops.attention.hopper.backward_configs import (
     BackwardConfig,
     BiasGradientConfig,
@@ -18,11 +20,10 @@ from flashtile.ops.attention.hopper.backward_configs import (
 from flashtile.ops.attention.hopper.backward_tiles import ScoreChange
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
 from flashtile.ops.attention.hopper.dq_ends import BYTES_OF_A_COLUMN
-from flashtile.ops.attention.hopper.parameters import NO_SIDE
+from flashtile.ops.attention.hopper.parameters import side_of_call
 from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
 from flashtile.ops.attention.hopper.turns import take_two_rounds
-from flashtile.ops.attention.plans import PLAIN_SIDE, SideShape, band_hides_rows
-from flashtile.ops.attention.side_parameters import SideParameters
+from flashtile.ops.attention.parameters import SideParameters
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
 
@@ -54,15 +55,14 @@ _IN_CACHE = 44 * 10**6
 NO_FUNCTION = ScoreChange(ABSENT, int32(None), None, None, False, False, False)
 
 
-def function_of_call(
-    score_program: str | None, batch: int, shapes: tuple[torch.Size, ...], side: SideShape, covered: bool
-) -> ScoreChange:
+def function_of_call(call: Call, covered: bool) -> ScoreChange:
     """The score function of a call. `covered`: tiles divide its queries and keys, so its indices are known to be
     theirs."""
+    score_program = call.spec.score_program
     if score_program is None:
         return NO_FUNCTION
-    bounds = score_bounds(batch, shapes, side) if covered else None
-    read = captured_parameters(side.captured)
+    bounds = score_bounds(call) if covered else None
+    read = captured_parameters(call.aux.captured)
     return NO_FUNCTION._replace(
         captured=read["captured"],
         sizes=read["captured_sizes"],
@@ -70,6 +70,14 @@ def function_of_call(
         SCORE_READS=reads_of(score_program, bounds, with_derivative=True),
         FUNCTION_DERIVATIVE=has_function_derivative(score_program),
     )
+
+
+def _without_side() -> SideParameters:
+    """The side inputs of a call that has none."""
+    tensor, device = TensorFacts(torch.bfloat16, (1, 1, 1, 64), (64, 64, 64, 1)), torch.device("cuda")
+    machine = Machine("cuda", KNOWN_DEVICES["sm_90"], 1)
+    call = Call("auto", "backward", AttentionSpec(1.0), tensor, tensor, tensor, AuxFacts(), machine, device)
+    return side_of_call(call, covered=False, by_column=True)
 
 
 class BackwardVariant(NamedTuple):
@@ -92,7 +100,7 @@ class BackwardVariant(NamedTuple):
     has_dlse: bool
     ordered: bool
     softcap: bool = False
-    side: SideParameters = NO_SIDE
+    side: SideParameters = _without_side()
     has_empty_rows: bool = False
     wide_strides: bool = False
     sinks: bool = False
@@ -209,27 +217,26 @@ def shares_in_cache(
     return divided if group * query_tiles * config.block_m >= least else shares
 
 
-def lone_query_tiles(
-    spec: AttentionSpec, side: SideShape, rows_q: int, rows_k: int, group: int, config: BackwardConfig, packed: bool
-) -> int:
+def lone_query_tiles(call: Call, config: BackwardConfig) -> int:
     """How many of the first query tiles see the first key tile alone, so that its product is their dq, and is stored as
     such. They are many only in short calls, under a causal mask. Others add to sums everywhere, which takes fewer
     registers: long ones, and such with side inputs."""
-    plain = side._replace(sinks=False) == PLAIN_SIDE and not (packed or spec.deterministic or spec.softcap)
-    causal = spec.window_left is None and spec.window_right is not None and not band_hides_rows(spec, rows_q, rows_k)
+    spec = call.spec
+    plain = call.aux.only_sinks and not (spec.deterministic or spec.softcap)
+    causal = spec.window_left is None and spec.window_right is not None and not call.band_hides_rows
     listed = spec.block_shape is not None or spec.score_program is not None
-    if not (plain and causal and config.sums_by_tma and not listed and group * rows_q < _LONG_WALK):
+    if not (plain and causal and config.sums_by_tma and not listed and call.group * call.rows_q < _LONG_WALK):
         return 0
-    shift = 0 if spec.top_left else rows_k - rows_q
+    shift = 0 if spec.top_left else call.rows_k - call.rows_q
     unseen = config.block_n - shift - (spec.window_right or 0)  # the first query that sees a key of the second tile
-    return max(0, min(unseen, rows_q) // config.block_m)
+    return max(0, min(unseen, call.rows_q) // config.block_m)
 
 
-def may_divide_queries(variant: BackwardVariant, side: SideShape, group: int, rows_q: int) -> bool:
+def may_divide_queries(call: Call, group: int) -> bool:
     """Whether the walks over queries may be in parts: they all have the same queries, and none waits for another's
-    progress. Side inputs of the scores are numbered by query heads and key/value heads, which parts repeat."""
-    even = not (variant.packed or variant.has_left or variant.has_right)
-    return even and side._replace(sinks=False) == PLAIN_SIDE and group * rows_q < WALK_BEYOND_CACHE
+    progress. Side inputs of the scores are numbered by query heads and key/value heads, which parts repeat. `group`:
+    query heads of a walk."""
+    return not call.spec.banded and call.aux.only_sinks and group * call.rows_q < WALK_BEYOND_CACHE
 
 
 def _may_mask_last(variant: BackwardVariant) -> bool:

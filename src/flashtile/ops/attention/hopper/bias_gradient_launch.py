@@ -11,14 +11,13 @@ from torch import Tensor
 
 from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import Plan
-from flashtile.ops.attention.hopper.backward_configs import BIAS_QUERIES, bias_programs_together
+from flashtile.ops.attention.call import Call, TensorFacts
+from flashtile.ops.attention.hopper.backward_configs import BIAS_QUERIES, bias_config_of, bias_programs_together
 from flashtile.ops.attention.hopper.backward_descriptors import MOVED_FOR_BIAS, describer
 from flashtile.ops.attention.hopper.backward_source import Numbers, backward_plan
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, function_of_call
 from flashtile.ops.attention.hopper.parameters import is_covered, side_of_call
-from flashtile.ops.attention.plans import SideShape, call_sizes
-from flashtile.ops.attention.side_parameters import SidePointers
-from flashtile.ops.attention.spec import AttentionSpec, Table
+from flashtile.ops.attention.parameters import SidePointers
 from flashtile.ops.attention.triton.bias_parts import plan_of_sum, sum_of_parts
 from flashtile.ops.attention.triton.bias_work import BiasWork
 
@@ -54,43 +53,45 @@ def run_bias_gradient(
 
 
 def plan_bias_gradient(
+    call: Call,
     variant: BackwardVariant,
     numbers: Numbers,
-    side: SideShape,
-    spec: AttentionSpec,
-    shapes: tuple[torch.Size, ...],
-    strides: tuple[tuple[int, ...], ...],
+    strides_dout: tuple[int, ...],
     gradients: tuple[Layout, Layout, Layout],
     tiles: int,
-    programs: int,
-    device: torch.device,
 ) -> BiasGradientPlan:
-    """The plan of a call. Arguments as in `backward_launch._plan`; `tiles`: of queries, in all heads. `programs`:
-    multiprocessors."""
-    assert side.bias is not None
-    sizes = call_sizes(shapes, side)
-    cut = variant.bias_gradient_cut
+    """The plan of a call.
+
+    Args:
+        variant, numbers: of the call's main kernel.
+        strides_dout: of the dout that the kernels read.
+        gradients: dq, dk and dv.
+        tiles: of queries, in all heads.
+    """
+    bias = call.aux.bias
+    assert bias is not None
+    cut = bias_config_of(call)
     block = BIAS_QUERIES * cut.query_tiles, cut.keys
-    at_once = programs * bias_programs_together(cut, variant.head_dim, variant.head_dim_v)
-    work = _cut_work(side.bias, sizes.batch * sizes.heads, block, at_once)
-    covered = is_covered(sizes, variant.packed, spec, *block)
+    at_once = call.multiprocessors * bias_programs_together(cut, *call.head_dims)
+    work = _cut_work(bias, call.batch * call.heads, block, at_once)
+    covered = is_covered(call, *block)
     variant = variant._replace(
         config=variant.config._replace(bias_by_tma=True),
-        side=side_of_call(side, spec, sizes.heads, covered=covered, by_column=True),
-        function=function_of_call(spec.score_program, sizes.batch, shapes, side, covered),
+        side=side_of_call(call, covered=covered, by_column=True),
+        function=function_of_call(call, covered),
         slope_sums=False,
         bias_in_parts=work.parts > 1,
-        bias_shared_by_heads=side.bias.shape[1] < sizes.heads,
-        masks=variant.has_left or variant.has_right or variant.bounded,
+        bias_shared_by_heads=bias.shape[1] < call.heads,
+        masks=call.spec.banded or call.bounded,
     )
-    of_work = {f"work.{name}": number.value for name, number in work.numbers(side.bias.shape)._asdict().items()}
-    sums = contiguous((work.parts, *side.bias.shape), torch.float32 if work.parts > 1 else variant.dtype)
-    kernel = backward_plan("bias", variant, {**numbers, **of_work}, work.own * work.parts, device, (sums,))
-    describe = describer(variant, shapes, strides, gradients, side.bias, tiles, 0, MOVED_FOR_BIAS)
-    return BiasGradientPlan(kernel, describe, plan_of_sum(work.parts, side.bias, device))
+    of_work = {f"work.{name}": number.value for name, number in work.numbers(bias.shape)._asdict().items()}
+    sums = contiguous((work.parts, *bias.shape), torch.float32 if work.parts > 1 else variant.dtype)
+    kernel = backward_plan("bias", variant, {**numbers, **of_work}, work.own * work.parts, call.device, (sums,))
+    describe = describer(variant, call, strides_dout, gradients, tiles, 0, MOVED_FOR_BIAS)
+    return BiasGradientPlan(kernel, describe, plan_of_sum(work.parts, bias, call.device))
 
 
-def _cut_work(bias: Table, matrices: int, block: tuple[int, int], programs: int) -> BiasWork:
+def _cut_work(bias: TensorFacts, matrices: int, block: tuple[int, int], programs: int) -> BiasWork:
     """So many parts that multiprocessors are busy. `matrices`: sequences times heads, `block`: queries and keys of a
     tile. `programs`: that run at once."""
     planes = bias.shape[0] * bias.shape[1]

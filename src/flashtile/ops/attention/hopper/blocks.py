@@ -24,7 +24,7 @@ TILE_INFO_FIELDS = gl.constexpr(4)
 
 class BlockLists(NamedTuple):
     """The lists of a block mask. `numbers`: where in them the parts begin that a kernel reads, and how far apart the
-    lines of two batch entries and of two heads are (`side_parameters.BlockNumbers`)."""
+    lines of two batch entries and of two heads are (`parameters.BlockNumbers`)."""
 
     lists_ptr: Any
     numbers: Any

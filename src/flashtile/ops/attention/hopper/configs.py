@@ -7,13 +7,14 @@ backward. Nothing here needs Triton, but `config_of` asks for its version.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from flashtile._backends.devices import triton_version
-from flashtile.ops.attention.hopper.few_tiles import CallTiles, one_consumer_pays, short_tiles_pay
-from flashtile.ops.attention.spec import FP8, AttentionSpec, Table
+from flashtile.ops.attention.call import Call, TensorFacts
+from flashtile.ops.attention.hopper.few_tiles import gives_at_most, one_consumer_pays, short_tiles_pay
+from flashtile.ops.attention.spec import FP8
 from flashtile.ops.attention.triton.score_source import reads_by_key, tile_values
 
 #: Widest head of q and k, and of v, and of 8-bit inputs.
@@ -271,31 +272,21 @@ _LONG_8 = HopperConfig(
 LONG_8, LONG_8_CAUSAL = 2048, 8192
 
 
-def choose_config(
-    head_dim: int,
-    head_dim_v: int,
-    max_seqlen_q: int,
-    left: bool,
-    right: bool,
-    block_tile: tuple[int, int] | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    dropout: bool = False,
-    tables: int = 0,
-    moved_bias: bool = False,
-    max_seqlen_k: int = 0,
-    spills: bool = False,
-    window: int | None = None,
-    tiles: CallTiles | None = None,
-) -> HopperConfig:
-    """The row of a call. `left`, `right`: whether keys on that side of a band are not visible; if on both, `window` is
-    how many keys a query sees besides its own. `block_tile`: (queries, keys) of a block mask's tiles, usually of 128;
-    the kernel's divide them. `tables`: as `table_bytes` and `function_bytes` have it. `moved_bias`: TMA can bring the
-    bias (`moves_by_tma`). `max_seqlen_k`: 0 where no sequence has more keys than queries. `spills`: ptxas would spill
-    (`_SPILLS_FROM`). `tiles`: None for a call of many tiles."""
-    blocks = block_tile is not None
-    widest = max(head_dim, head_dim_v)
-    part = _part_width(head_dim_v)
+def config_of(call: Call) -> HopperConfig:
+    """The row of a call."""
+    return choose_config(call, spills=triton_version() >= _SPILLS_FROM)
+
+
+def choose_config(call: Call, spills: bool = False) -> HopperConfig:
+    """The row of a call. `spills`: ptxas would spill (`_SPILLS_FROM`)."""
+    spec, dtype = call.spec, call.dtype
+    head_dim, head_dim_v = call.head_dims
+    left, right = spec.window_left is not None, spec.window_right is not None
+    dropout, blocks = spec.dropout_p > 0, spec.block_shape is not None
+    tables = table_bytes(call.aux.bias, call.aux.mask) + function_bytes(spec.score_program)
+    widest, part = max(head_dim, head_dim_v), _part_width(head_dim_v)
     row = next(config for heads, heads_v, config in _ROWS if head_dim <= heads and part <= heads_v)
+    max_seqlen_q = call.aux.max_seqlen_q
     long = max_seqlen_q >= (LONG_8_CAUSAL if right else LONG_8)
     if widest <= 64:
         short = max_seqlen_q < SHORT_CAUSAL if right else max_seqlen_q <= SHORT
@@ -305,18 +296,17 @@ def choose_config(
     elif dtype is FP8 and widest <= 128 and long and not (left or blocks):
         row = _LONG_8
     bare = not (blocks or tables or dtype is FP8)
-    lengths = max_seqlen_q, max_seqlen_k or max_seqlen_q
-    if bare and not dropout and _has_half_keys(widest, lengths, left, right, window):
+    if bare and not dropout and _has_half_keys(call):
         row = _HALF_KEYS
     if (dropout or tables > 2) and row.block_n > 64:
         # A thread holds scores, weights and sums already: half the keys leave room for random words, or for four bytes
         # of tables for each score.
         row = row._replace(block_n=64, stages=2 * row.stages)
     if bare:
-        row = _of_one_consumer(row, head_dim, head_dim_v, lengths, left, right, dropout, tiles) or row
-    if block_tile is not None:
-        row = _within_tile(row, block_tile, widest)
-    if moved_bias:
+        row = _of_one_consumer(row, call) or row
+    if blocks:
+        row = _within_tile(row, call.block_tile, widest)
+    if moves_by_tma(call.aux.bias, dtype):
         # Heads of 128 in turn, milliseconds for 4 × 2,048 and 4 × 4,096 tokens, 16 heads: 0.248 and 0.935, otherwise
         # 0.266 and 0.992; half the keys, in turn, 0.249 and 0.960. Of 64, half the keys: 1.54, not 1.32; in turn 1.55.
         in_turn = row.in_turn or (96 < widest <= 128 and row.consumers > 1)
@@ -324,11 +314,21 @@ def choose_config(
     return row
 
 
-def _has_half_keys(widest: int, lengths: tuple[int, int], left: bool, right: bool, window: int | None) -> bool:
-    """Whether `_HALF_KEYS` serves a plain call. `lengths`: queries and keys of the longest sequence."""
-    longest, keys = max(lengths), lengths[1]
-    if left:
-        return window is not None and widest <= 128 and window <= (HALF_WINDOW if widest <= 64 else HALF_WINDOW_WIDE)
+def _lengths(call: Call) -> tuple[int, int]:
+    """Queries and keys of the longest sequence."""
+    max_seqlen_q, max_seqlen_k = call.max_seqlens
+    return max_seqlen_q, max_seqlen_k or max_seqlen_q
+
+
+def _has_half_keys(call: Call) -> bool:
+    """Whether `_HALF_KEYS` serves a plain call."""
+    spec, lengths, widest = call.spec, _lengths(call), max(call.head_dims)
+    right, (longest, keys) = spec.window_right is not None, (max(lengths), lengths[1])
+    if spec.window_left is not None:
+        if spec.window_right is None or widest > 128:
+            return False
+        window = spec.window_left + spec.window_right
+        return window <= (HALF_WINDOW if widest <= 64 else HALF_WINDOW_WIDE)
     if widest <= 64:
         return right and longest <= HALF_CAUSAL
     if not right and widest <= 128 and keys <= HALF_ODD and -(-keys // _HALF_KEYS.block_n) % 2:
@@ -336,14 +336,12 @@ def _has_half_keys(widest: int, lengths: tuple[int, int], left: bool, right: boo
     return 96 < widest <= 128 and longest <= (HALF_WIDE_CAUSAL if right else HALF_WIDE)
 
 
-def _of_one_consumer(
-    row: HopperConfig, head_dim: int, head_dim_v: int, lengths: tuple[int, int], left: bool, right: bool, dropout: bool,
-    tiles: CallTiles | None,
-) -> HopperConfig | None:  # fmt: skip
-    """The row of one consumer that serves instead of `row`; None where none does. `lengths`: queries and keys of the
-    longest sequence."""
-    widest = max(head_dim, head_dim_v)
-    few = tiles is not None and one_consumer_pays(tiles, widest, right and not left)
+def _of_one_consumer(row: HopperConfig, call: Call) -> HopperConfig | None:
+    """The row of one consumer that serves instead of `row`; None where none does."""
+    head_dim, head_dim_v = call.head_dims
+    widest, lengths, dropout = max(head_dim, head_dim_v), _lengths(call), call.spec.dropout_p > 0
+    left, right = call.spec.window_left is not None, call.spec.window_right is not None
+    few = one_consumer_pays(call, widest, right and not left)
     if widest > 128:
         short = right and not (left or dropout) and short_tiles_pay(widest, max(lengths))
         return row._replace(consumers=1, in_turn=False) if (few or short) and widest <= _MAX_PART else None
@@ -354,11 +352,11 @@ def _of_one_consumer(
         return None
     if not _fill_tiles(head_dim, head_dim_v):
         # Its tiles of queries are more, so that keys are loaded more often, and TMA fills these up.
-        few = tiles is not None and not right and tiles.gives_at_most(1)
+        few = not right and gives_at_most(call, 1)
     elif not right and lengths[1] <= SHORT:
         few = True
     elif not right and lengths[0] <= SHORT:
-        few = tiles is not None and tiles.gives_at_most(2)  # else two consumers, whose tiles these fill
+        few = gives_at_most(call, 2)  # else two consumers, whose tiles these fill
     return _ALONE if few or dropout else None
 
 
@@ -390,7 +388,7 @@ def _with_room_for_bias(row: HopperConfig, head_dim: int, head_dim_v: int, dtype
     return row
 
 
-def moves_by_tma(bias: Table | None, dtype: torch.dtype) -> bool:
+def moves_by_tma(bias: TensorFacts | None, dtype: torch.dtype) -> bool:
     """Whether TMA can bring tiles of a bias: it has queries and keys, the dtype of q, and rows of keys that lie side by
     side, at multiples of 16 bytes. `dtype`: of q."""
     if bias is None or bias.dtype is not dtype or 1 in bias.shape[2:] or bias.strides[2] == 0 or bias.strides[3] != 1:
@@ -400,32 +398,23 @@ def moves_by_tma(bias: Table | None, dtype: torch.dtype) -> bool:
     return bits % 16 == 0
 
 
-def is_of_scores(bias: Table | None, dtype: torch.dtype, batch: int, heads: int, packed: bool) -> bool:
+def is_of_scores(call: Call) -> bool:
     """Whether each score of a dense call has an element of the bias of its own, in the dtype of q."""
+    bias = call.aux.bias
     return (
         bias is not None
-        and not packed
-        and bias.dtype is dtype
-        and bias.shape[:2] == (batch, heads)
-        and (1 not in bias.shape[2:])
+        and not call.packed
+        and bias.dtype is call.dtype
+        and bias.shape[:2] == (call.batch, call.heads)
+        and bias.has_each_score
     )
-
-
-class Broadcast(Protocol):
-    """What has the shape and dtype of a bias or a mask: the tensor, or a `plans.Table`."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 #: What `table_bytes` counts for a bias that TMA brings.
 BIAS_BYTES = 2
 
 
-def table_bytes(*tables: Broadcast | None) -> int:
+def table_bytes(*tables: TensorFacts | None) -> int:
     """Bytes of tables that a thread holds for each of its scores, about. It holds few of a table that broadcasts along
     a dimension."""
     return sum(1 if 1 in table.shape[2:] else max(2, table.dtype.itemsize) for table in tables if table is not None)
@@ -437,24 +426,6 @@ def function_bytes(score_program: str | None) -> int:
     if score_program is None:
         return 0
     return max(1, sum(dtype.itemsize for dtype in tile_values(score_program)), 4 * reads_by_key(score_program))
-
-
-def config_of(
-    head_dim: int, head_dim_v: int, max_seqlens: tuple[int, int], dtype: torch.dtype, spec: AttentionSpec,
-    bias: Table | None, mask: Broadcast | None, tiles: CallTiles,
-) -> HopperConfig:  # fmt: skip
-    """The row of a call, for who launches it and for who tells what it would launch. `max_seqlens`: of queries and of
-    keys."""
-    left, right = spec.window_left is not None, spec.window_right is not None
-    window = None
-    if spec.window_left is not None and spec.window_right is not None:
-        window = spec.window_left + spec.window_right
-    block_tile = None if spec.block_shape is None else spec.block_shape[2:]
-    tables = table_bytes(bias, mask) + function_bytes(spec.score_program)
-    return choose_config(
-        head_dim, head_dim_v, max_seqlens[0], left, right, block_tile, dtype, spec.dropout_p > 0, tables,
-        moves_by_tma(bias, dtype), max_seqlens[1], triton_version() >= _SPILLS_FROM, window, tiles,
-    )  # fmt: skip
 
 
 def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:

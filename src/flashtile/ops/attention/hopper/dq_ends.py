@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashtile.ops.attention.hopper.backward_configs import BackwardConfig, backward_shared_memory
+from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.hopper.backward_configs import (
+    BackwardConfig,
+    backward_shared_memory,
+    derivatives_apart_of,
+)
 from flashtile.ops.attention.hopper.configs import SHARED_MEMORY
-from flashtile.ops.attention.plans import CallSizes, band_hides_rows
-from flashtile.ops.attention.spec import AttentionSpec
 
 #: Bytes that all walks under way may read and sum if thread blocks take whole lines of more than two key tiles. The
 #: next walk reads the sums of this one, and has to find them in the L2 cache. Time before over time of whole lines (an
@@ -42,54 +45,41 @@ class DqEnds(NamedTuple):
     whole: bool
 
 
-def ends_of_dq(
-    config: BackwardConfig, spec: AttentionSpec, sizes: CallSizes, programs: int, bounded: bool, derivatives_apart: bool
-) -> DqEnds:
+def ends_of_dq(config: BackwardConfig, call: Call) -> DqEnds:
     """Whether dq needs sums of several thread blocks. Where it does not, TMA stores it, also in the rows of wide heads,
-    whose sums threads add up faster.
-
-    Args:
-        config: the row of the table.
-        programs: thread blocks that run at once.
-        bounded: as in `BackwardVariant`.
-        derivatives_apart: as in `backward_tiles.KernelConfig`.
-    """
+    whose sums threads add up faster. `config`: the row of the table."""
     stores = config._replace(sums_by_tma=True)
-    if backward_shared_memory(stores, sizes.head_dim, sizes.head_dim_v, derivatives_apart) > SHARED_MEMORY:
+    if backward_shared_memory(stores, *call.head_dims, derivatives_apart_of(call)) > SHARED_MEMORY:
         stores = config
-    single = _has_single_key_tile(spec, sizes.rows_q, sizes.rows_k, stores, bounded)
-    whole = not (single or bounded) and _takes_whole_lines(spec, stores, sizes, programs)
+    single = _has_single_key_tile(call, stores)
+    whole = not (single or call.bounded) and _takes_whole_lines(call, stores)
     return DqEnds(stores if single or whole else config, single, whole)
 
 
-def _has_single_key_tile(spec: AttentionSpec, rows_q: int, rows_k: int, config: BackwardConfig, bounded: bool) -> bool:
-    """Whether all keys of a sequence are one tile that each query tile visits, so that its product is dq. `bounded`:
-    as in `BackwardVariant`; sequences may then be empty, and nobody would write the dq of their queries. Nor would
-    anybody that of the first queries, where the band begins below them. Only TMA writes it."""
-    all_visit = spec.window_left is None and not band_hides_rows(spec, rows_q, rows_k)
-    return all_visit and rows_k <= config.block_n and config.sums_by_tma and not bounded and spec.block_shape is None
+def _has_single_key_tile(call: Call, config: BackwardConfig) -> bool:
+    """Whether all keys of a sequence are one tile that each query tile visits, so that its product is dq. Bounded
+    sequences may be empty, and nobody would write the dq of their queries. Nor would anybody that of the first
+    queries, where the band begins below them. Only TMA writes it."""
+    all_visit = call.spec.window_left is None and not call.band_hides_rows
+    one = all_visit and call.rows_k <= config.block_n
+    return one and config.sums_by_tma and not call.bounded and call.spec.block_shape is None
 
 
-def _takes_whole_lines(spec: AttentionSpec, config: BackwardConfig, sizes: CallSizes, programs: int) -> bool:
+def _takes_whole_lines(call: Call, config: BackwardConfig) -> bool:
     """Whether each thread block takes all key tiles of a line, and keeps the sums of its dq for itself. Then they are
     neither cleared nor rounded by a kernel, and have a fixed order. It pays where key tiles are few, and lines so many
-    that all thread blocks have about as many.
-
-    Args:
-        sizes: of a dense call whose keys do not end earlier.
-        programs: thread blocks that run at once.
-    """
-    rows_q, rows_k = sizes.rows_q, sizes.rows_k
+    that all thread blocks have about as many. The keys of the call, which is dense, do not end earlier."""
+    spec, rows_q, programs = call.spec, call.rows_q, call.multiprocessors
     may = config.producer and config.sums_by_tma and spec.block_shape is None
-    if not may or band_hides_rows(spec, rows_q, rows_k):
+    if not may or call.band_hides_rows:
         return False
-    lines, group = sizes.batch * sizes.heads_kv, sizes.heads // sizes.heads_kv
-    key_tiles = -(-rows_k // config.block_n)
+    lines = call.batch * call.heads_kv
+    key_tiles = -(-call.rows_k // config.block_n)
     rounds = -(-lines // programs) * key_tiles / -(-lines * key_tiles // programs)
     visited = -(-rows_q // config.block_m) * config.block_m  # of a head, in the mean
     if spec.window_left is not None and spec.window_right is not None:
         visited = min(visited, spec.window_left + spec.window_right + config.block_n + config.block_m)
     elif spec.banded:
         visited = (visited + config.block_n) // 2
-    kept = programs * group * visited * (sizes.head_dim + sizes.head_dim_v) * BYTES_OF_A_COLUMN
+    kept = programs * call.group * visited * sum(call.head_dims) * BYTES_OF_A_COLUMN
     return rounds <= _MORE_ROUNDS and (key_tiles <= _FEW_KEY_TILES or kept <= _KEPT_BYTES)

@@ -32,7 +32,7 @@ class HeadDropout(NamedTuple):
 
 @gluon.jit
 def dropout_of_head(side, numbers, sequence, head, heads):
-    """What `kept_weights` needs to know of a head, from the side inputs (`side_parameters`)."""
+    """What `kept_weights` needs to know of a head, from the side inputs (`parameters`)."""
     seed = gl.load(side.dropout_seed)
     offset = gl.load(side.dropout_seed + 1)
     origin = numbers.origin

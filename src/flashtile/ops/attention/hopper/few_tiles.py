@@ -4,9 +4,7 @@ there are more of them. With heads of up to 128 columns two programs share a mul
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from flashtile.ops.attention.plans import tiles_of
+from flashtile.ops.attention.call import Call
 
 #: Query rows of a tile of one consumer, and of three, the row of long calls with heads of up to 64 columns.
 _ROWS_OF_ONE, _ROWS_OF_THREE = 64, 3 * 64
@@ -22,51 +20,35 @@ _OF_A_PAIR, _OF_ONE = 0.83, 0.5
 _CAUSAL_NARROW, _CAUSAL_WIDE = 4, 2
 
 
-class CallTiles(NamedTuple):
-    """The sizes that decide how many tiles a call has.
-
-    Attributes:
-        rows: queries of a sequence, of a packed call all of them.
-        batch: sequences.
-        packed: whether they lie one behind another.
-        heads: of a sequence.
-        multiprocessors: of the GPU.
-    """
-
-    rows: int
-    batch: int
-    packed: bool
-    heads: int
-    multiprocessors: int
-
-    @property
-    def lines(self) -> int:
-        """Heads of all sequences; of a packed call the heads."""
-        return self.heads if self.packed else self.batch * self.heads
-
-    def count(self, queries: int) -> int:
-        """Tiles of so many queries."""
-        return self.lines * tiles_of(self.rows, queries, self.batch, self.packed)
-
-    def gives_at_most(self, most: int) -> bool:
-        """Whether no multiprocessor gets more than so many tiles of one consumer."""
-        return self.count(_ROWS_OF_ONE) <= most * self.multiprocessors
+def query_tiles(call: Call, queries: int) -> int:
+    """Tiles of so many queries in all heads."""
+    return heads_of_all(call) * call.tiles(call.rows_q, queries)
 
 
-def one_consumer_pays(tiles: CallTiles, widest: int, causal: bool) -> bool:
+def heads_of_all(call: Call) -> int:
+    """Heads of all sequences; of a packed call the heads."""
+    return call.heads if call.packed else call.batch * call.heads
+
+
+def gives_at_most(call: Call, most: int) -> bool:
+    """Whether no multiprocessor gets more than so many tiles of one consumer."""
+    return query_tiles(call, _ROWS_OF_ONE) <= most * call.multiprocessors
+
+
+def one_consumer_pays(call: Call, widest: int, causal: bool) -> bool:
     """Whether tiles of one consumer take less time than those of the row of a long call. `widest`: columns of the
     widest head. `causal`: a mask hides keys on the right alone, so tiles are short and long."""
     if causal and widest <= 128:
-        return tiles.gives_at_most(_CAUSAL_NARROW if widest <= 64 else _CAUSAL_WIDE)
+        return gives_at_most(call, _CAUSAL_NARROW if widest <= 64 else _CAUSAL_WIDE)
     if widest > 64:
         # Heads of 128, 8 heads, 1,024 tokens (one tile) 1.27, 16 heads (two) 1.08, 2,048 tokens (four) 0.94. Of 160,
         # 192 and 256, one tile: 1.23 to 1.51.
-        return tiles.gives_at_most(1)
-    pairs, others = divmod(tiles.count(_ROWS_OF_ONE), 2 * tiles.multiprocessors)
+        return gives_at_most(call, 1)
+    pairs, others = divmod(query_tiles(call, _ROWS_OF_ONE), 2 * call.multiprocessors)
     time = pairs * _OF_A_PAIR
     if others:
-        time += _OF_ONE if others <= tiles.multiprocessors else _OF_A_PAIR
-    return time < -(-tiles.count(_ROWS_OF_THREE) // tiles.multiprocessors)
+        time += _OF_ONE if others <= call.multiprocessors else _OF_A_PAIR
+    return time < -(-query_tiles(call, _ROWS_OF_THREE) // call.multiprocessors)
 
 
 def short_tiles_pay(widest: int, longest: int) -> bool:

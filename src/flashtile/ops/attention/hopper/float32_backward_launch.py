@@ -77,12 +77,13 @@ def plan_float32_backward(frame: Frame) -> ApartPlan:
     of_dk_dq = {"HEAD_DIM": head_dim, **kernels.of_dk_dq}
     return apart_plan(
         frame,
-        {name: contiguous(shape, frame.dtype) for name, shape in frame.written.items()},
+        {name: contiguous(shape, frame.call.dtype) for name, shape in frame.written.items()},
         dv=kernel("dv", kernels.dv, _MOVED_FOR_DV, "dv_ptr", HEAD_DIM_V=head_dim_v, **kernels.of_dv),
         dk=kernel("dk", kernels.dk_dq, _MOVED_FOR_DK, "gradient_ptr", OF_KEYS=True, **of_dk_dq),
         dq=kernel("dq", kernels.dk_dq, _MOVED_FOR_DQ, "gradient_ptr", OF_KEYS=False, **of_dk_dq),
         splits=tuple(
-            plan_parts(shape, apart, kernels.widths[name], frame.device) for name, (shape, apart) in frame.read.items()
+            plan_parts(shape, apart, kernels.widths[name], frame.call.device)
+            for name, (shape, apart) in frame.read.items()
         ),
         parts=tuple(parts.values()),
     )

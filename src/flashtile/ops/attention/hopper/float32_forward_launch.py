@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.allocate import allocator, contiguous
-from flashtile._backends.launch import Plan, constants_of, float32, int32, make_plan, plan_cache, pointer_to
+from flashtile._backends.launch import Plan, constants_of, make_plan, plan_cache, pointer_to
 from flashtile._backends.tma import chunks_maker, descriptor_parameter, joined, strided_layout
+from flashtile.ops.attention.call import AuxFacts, Call, describe_call
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
 from flashtile.ops.attention.hopper.float32_forward import attention_float32_forward_kernel
 from flashtile.ops.attention.hopper.float32_forward_configs import choose_float32_forward_config
 from flashtile.ops.attention.hopper.float32_parts_launch import parts_layout, plan_parts
-from flashtile.ops.attention.hopper.parameters import score_units, side_of_call
-from flashtile.ops.attention.hopper.scores import ScoreUnits
+from flashtile.ops.attention.hopper.parameters import side_of_call
 from flashtile.ops.attention.hopper.wide_backward import Problem
 from flashtile.ops.attention.hopper.wide_backward_configs import CHUNK, MAX_REGISTERS, REGISTERS
-from flashtile.ops.attention.plans import PLAIN_SIDE, call_sizes
-from flashtile.ops.attention.side_parameters import NO_SIDE, window_parameters
+from flashtile.ops.attention.parameters import NO_SIDE
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.common.checks import check_programs
 
@@ -56,51 +55,31 @@ class Float32ForwardPlan(NamedTuple):
 def forward_float32(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Runs the kernels, for a scale that is positive. Shapes as in `flashtile.attention`. Returns out and lse, which
     are not written where there are no queries or no keys."""
-    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
-    plan = plan_float32_forward(q.device, shapes, strides, side.sinks is not None, spec)
+    plan = plan_float32_forward(describe_call("forward", (q, k, v), side, spec))
     sinks = 0 if side.sinks is None else side.sinks.data_ptr()
     return plan.launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), sinks)
 
 
 @plan_cache
-def plan_float32_forward(
-    device: torch.device,
-    shapes: tuple[torch.Size, ...],
-    strides: tuple[tuple[int, ...], ...],
-    sinks: bool,
-    spec: AttentionSpec,
-) -> Float32ForwardPlan:
+def plan_float32_forward(call: Call) -> Float32ForwardPlan:
     """Everything that can be decided before the tensors' contents are known."""
-    batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = call_sizes(shapes, PLAIN_SIDE)
+    call.check_sizes()
+    spec, rows_q, rows_k = call.spec, call.rows_q, call.rows_k
+    head_dim, head_dim_v = call.head_dims
     config = choose_float32_forward_config(head_dim, head_dim_v)
     widths = (CHUNK * config.chunks, CHUNK * config.chunks, CHUNK * config.value_chunks)
-    parts = [parts_layout(tuple(shape), width) for shape, width in zip(shapes, widths)]
+    parts = [parts_layout(tuple(of.shape), width) for of, width in zip((call.q, call.k, call.v), widths)]
     tiles = -(-rows_q // CONSUMER_ROWS)
-    programs = tiles * batch * heads if rows_k else 0
+    programs = tiles * call.batch * call.heads if rows_k else 0
     check_programs("q", programs)
     descriptor = descriptor_parameter(torch.bfloat16, _BOX)
+    without_side = side_of_call(call._replace(aux=AuxFacts()), covered=False, by_column=False)
     parameters: dict[str, Any] = {
         **dict.fromkeys(("q_desc", "k_desc", "v_desc"), descriptor),
         "out_ptr": pointer_to(torch.float32, 16),
         "lse_ptr": pointer_to(torch.float32, 16),
-        "sinks_ptr": pointer_to(torch.float32 if sinks else None),
-        "problem": Problem(
-            side=side_of_call(PLAIN_SIDE, spec, heads, covered=False, by_column=False).pointers,
-            batch=int32(batch),
-            heads=int32(heads),
-            heads_kv=int32(heads_kv),
-            group=int32(heads // heads_kv),
-            shares=int32(1),
-            rows_q=int32(rows_q),
-            rows_k=int32(rows_k),
-            own_tiles=int32(tiles),
-            statistic_tiles=int32(0),
-            window=window_parameters(spec),
-            units=ScoreUnits(*map(float32, score_units(spec))),
-            scale=float32(spec.scale),
-            k_rows_apart=int32(None),
-            v_rows_apart=int32(None),
-        ),
+        "sinks_ptr": pointer_to(torch.float32 if call.aux.sinks else None),
+        "problem": Problem.from_call(call, without_side.pointers, own_tiles=tiles),
     }
     constants = {
         **constants_of(config),
@@ -113,19 +92,21 @@ def plan_float32_forward(
         "MASKS": spec.banded or rows_k % CONSUMER_ROWS != 0,
     }
     kernel = make_plan(
-        attention_float32_forward_kernel, parameters, constants, programs, device,
+        attention_float32_forward_kernel, parameters, constants, programs, call.device,
         num_warps=4, max_registers=MAX_REGISTERS,
     )  # fmt: skip
     outputs = (
-        contiguous((*shapes[0][:-1], head_dim_v), torch.float32),
-        contiguous((*shapes[0][:-3], heads, rows_q), torch.float32),
+        contiguous((*call.q.shape[:-1], head_dim_v), torch.float32),
+        contiguous((*call.q.shape[:-3], call.heads, rows_q), torch.float32),
     )
     if not programs:
-        return Float32ForwardPlan((), kernel, allocator(outputs, device), joined(()))
+        return Float32ForwardPlan((), kernel, allocator(outputs, call.device), joined(()))
     makers = [chunks_maker(torch.bfloat16, (_BOX,), strided_layout(of.shape, of.strides)) for of in parts]
     return Float32ForwardPlan(
-        splits=tuple(plan_parts(*of, device) for of in zip(shapes, strides, widths)),
+        splits=tuple(
+            plan_parts(of.shape, of.strides, width, call.device) for of, width in zip((call.q, call.k, call.v), widths)
+        ),
         kernel=kernel,
-        allocate=allocator((*outputs, *parts), device),
+        allocate=allocator((*outputs, *parts), call.device),
         describe=joined(makers),
     )

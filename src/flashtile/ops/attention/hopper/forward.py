@@ -175,7 +175,7 @@ class Problem(NamedTuple):
     """What every role knows of the call.
 
     Attributes:
-        side, numbers: the side inputs (`side_parameters`).
+        side, numbers: the side inputs (`parameters`).
         captured, captured_sizes: addresses and sizes of what a score function reads; None without any.
         batch, heads: of the call. `group` query heads share a key/value head.
         rows_q, rows_k: seq_q and seq_k, or the totals of a packed call.
@@ -262,7 +262,7 @@ def attention_forward_kernel(
     PACKED: gl.constexpr, TOP_LEFT: gl.constexpr, BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr,
     SCORE_COLUMNS: gl.constexpr, VALUE_PARTS: gl.constexpr, SCORE_FUNCTION: gl.constexpr, SCORE_READS: gl.constexpr,
 ):  # fmt: skip
-    """`..._tail_desc`: of the second chunk of head_dim. `constants`: `side_parameters.CallConstants`.
+    """`..._tail_desc`: of the second chunk of head_dim. `constants`: `parameters.CallConstants`.
     `counter_ptr`: two zeros, through which thread blocks take tiles as they come, if they do. `BATCH_FIRST`: the
     same head of all batch entries comes next, because they share a table. `MASK_ENDS_KEYS`: the mask is the same
     for all rows, and keys past the last one that it shows are left out. `SCORE_COLUMNS`: of the first chunk, those that

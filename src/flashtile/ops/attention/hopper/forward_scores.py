@@ -26,7 +26,7 @@ class HeadModifiers(NamedTuple):
     """What changes the scores of one head of one sequence.
 
     Attributes:
-        numbers: `side_parameters.SideNumbers`.
+        numbers: `parameters.SideNumbers`.
         scale_log2, cap_scale: `scores.ScoreUnits`, with the factors of 8-bit inputs.
         slope: of ALiBi; None without.
         bias, mask: pointers (`tables.table_of_head`); None without.

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.allocate import contiguous
-from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import Plan, constants_of, float32, int32, make_plan, plan_cache, pointer_to
 from flashtile._backends.tma import (
     broadcast_layout,
@@ -26,6 +25,7 @@ from flashtile._backends.tma import (
     strided_layout,
 )
 from flashtile.ops.attention.arguments import side_tensors
+from flashtile.ops.attention.call import Call, TensorFacts, describe_call
 from flashtile.ops.attention.hopper.backward_launch import backward, backward_plans, prepare_backward
 from flashtile.ops.attention.hopper.bounds import bounded_layout, by_whole_rows, ends_by_rows, row_strides
 from flashtile.ops.attention.hopper.configs import (
@@ -41,7 +41,7 @@ from flashtile.ops.attention.hopper.configs import (
     value_chunks,
     value_parts,
 )
-from flashtile.ops.attention.hopper.few_tiles import CallTiles
+from flashtile.ops.attention.hopper.few_tiles import heads_of_all
 from flashtile.ops.attention.hopper.float32_forward_launch import forward_float32
 from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
 from flashtile.ops.attention.hopper.parameters import (
@@ -54,9 +54,8 @@ from flashtile.ops.attention.hopper.parameters import (
 from flashtile.ops.attention.hopper.score_functions import function_of, reads_of
 from flashtile.ops.attention.hopper.scores import ScoreUnits
 from flashtile.ops.attention.hopper.widening import make_widening, widen
-from flashtile.ops.attention.plans import SideShape, call_sizes, positive_scale, side_shape, tiles_of
-from flashtile.ops.attention.side_parameters import aux_pointers, window_parameters
-from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Table, out_dtype
+from flashtile.ops.attention.parameters import aux_pointers, positive_scale, window_parameters
+from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, out_dtype
 from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
 from flashtile.ops.common.checks import check_programs
 
@@ -105,7 +104,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         return (out, lse) if q.numel() and k.numel() else (out.zero_(), _lse_without_keys(lse, side))
     if not ends_by_rows(k, v, side):
         k, v = by_whole_rows(k), by_whole_rows(v)
-    plan = _plan_for(q, k, v, side, spec)
+    plan = plan_forward(describe_call("forward", (q, k, v), side, spec))
     if not plan.kernel.programs:
         out, lse, *max_scores = plan.kernel.allocate()
         nothing_seen = (scores.fill_(float("-inf")) for scores in max_scores)
@@ -119,14 +118,8 @@ def prepare_forward(
     """`forward` of all 16-bit calls that look like this one, from q, k, v and the tensors beside them; or None."""
     if q.dtype is torch.float32 or spec.scale <= 0 or not ends_by_rows(k, v, side):
         return None
-    plan = _plan_for(q, k, v, side, spec)
+    plan = plan_forward(describe_call("forward", (q, k, v), side, spec))
     return functools.partial(_launch, plan) if plan.kernel.programs else None
-
-
-def _plan_for(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> ForwardPlan:
-    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
-    max_seqlens = side.max_seqlen_q, side.max_seqlen_k
-    return _plan(q.dtype, q.device, shapes, strides, max_seqlens, side_shape(side), spec)
 
 
 def _launch(plan: ForwardPlan, q: Tensor, k: Tensor, v: Tensor, aux: tuple) -> tuple[Tensor, ...]:
@@ -175,45 +168,35 @@ def _stream_counter(device: torch.device, stream: int) -> Tensor:
 
 
 @plan_cache
-def _plan(
-    dtype: torch.dtype,
-    device: torch.device,
-    shapes: tuple[torch.Size, ...],
-    strides: tuple[tuple[int, ...], ...],
-    max_seqlens: tuple[int, int],
-    side: SideShape,
-    spec: AttentionSpec,
-) -> ForwardPlan:
+def plan_forward(call: Call) -> ForwardPlan:
     """Everything that can be decided before the tensors' contents are known."""
-    q_shape, packed = shapes[0], side.sequences is not None
-    sizes = call_sizes(shapes, side)
-    batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = sizes
-    call_tiles = CallTiles(rows_q, batch, packed, heads, multiprocessors(device))
-    config = config_of(head_dim, head_dim_v, max_seqlens, dtype, spec, side.bias, side.mask, call_tiles)
-    whole_rows, _ = whole_sizes(sizes, packed, spec)
-    tiles = tiles_of(whole_rows, config.block_m, batch, packed)
+    call.check_sizes()
+    spec, aux, dtype, packed, bounded = call.spec, call.aux, call.dtype, call.packed, call.bounded
+    head_dim, head_dim_v = call.head_dims
+    rows_q, rows_k = call.rows_q, call.rows_k
+    config = config_of(call)
+    whole_rows, _ = whole_sizes(call)
+    tiles = call.tiles(whole_rows, config.block_m)
     parts = value_parts(head_dim_v)
-    lines = parts * call_tiles.lines
+    lines = parts * heads_of_all(call)
     check_programs("q", tiles * lines)
-    programs = min(tiles * lines, config.resident * call_tiles.multiprocessors) if q_shape.numel() and rows_k else 0
+    has_work = 0 not in call.q.shape and rows_k
+    programs = min(tiles * lines, config.resident * call.multiprocessors) if has_work else 0
     # Where tiles are alike, each program takes its share in turn, which needs no atomics.
-    uneven = packed or spec.banded or side.blocks is not None or side.key_lengths_dtype is not None
-    uneven = uneven or _same_for_all_rows(side.mask)
+    uneven = bounded or spec.banded or aux.block_lists is not None or _same_for_all_rows(aux.mask)
     short = min(rows_q, rows_k) <= _SHORT_ROWS and not _keep_keys_near(config, rows_q)
     as_they_come = uneven or rows_k >= _LONG_KEYS or short
     dynamic = as_they_come and tiles * lines > programs
-    out_shape = (*q_shape[:-1], head_dim_v)
-    lse_shape = (*q_shape[:-3], heads, rows_q)
-    of_rows = contiguous(lse_shape, torch.float32)
+    out_shape = (*call.q.shape[:-1], head_dim_v)
+    of_rows = contiguous((*call.q.shape[:-3], call.heads, rows_q), torch.float32)
     outputs = [contiguous(out_shape, out_dtype(dtype)), of_rows]
     if spec.returns_max_scores:
         outputs.append(of_rows)
-    bounded = packed or side.key_lengths_dtype is not None
     boxes = _boxes(config, column_chunks(head_dim, dtype), value_chunks(head_dim_v), packed, bounded)
-    covered = is_covered(sizes, packed, spec, config.block_m, config.block_n)
-    described = side_of_call(side, spec, heads, covered=covered, by_column=False, group=heads // heads_kv)
-    read = captured_parameters(side.captured)
-    bounds = score_bounds(batch, shapes, side) if covered else None
+    covered = is_covered(call, config.block_m, config.block_n)
+    described = side_of_call(call, covered=covered, by_column=False, group=call.group)
+    read = captured_parameters(aux.captured)
+    bounds = score_bounds(call) if covered else None
     dtypes = dict(zip(_MOVED, (dtype, dtype, out_dtype(dtype), out_dtype(dtype), dtype)))
     parameters = {
         **{
@@ -227,9 +210,9 @@ def _plan(
         "problem": Problem(
             side=described.pointers,
             captured=read["captured"],
-            batch=int32(batch),
-            heads=int32(heads),
-            group=int32(heads // heads_kv),
+            batch=int32(call.batch),
+            heads=int32(call.heads),
+            group=int32(call.group),
             rows_q=int32(rows_q),
             rows_k=int32(rows_k),
             tiles=int32(tiles),
@@ -238,8 +221,8 @@ def _plan(
             window=window_parameters(spec),
             units=ScoreUnits(*map(float32, score_units(spec))),
             numbers=described.numbers,
-            k_rows_apart=int32(None if packed or not bounded else row_strides(shapes[1], strides[1])[1]),
-            v_rows_apart=int32(None if packed or not bounded else row_strides(shapes[2], strides[2])[1]),
+            k_rows_apart=int32(None if packed or not bounded else row_strides(call.k.shape, call.k.strides)[1]),
+            v_rows_apart=int32(None if packed or not bounded else row_strides(call.v.shape, call.v.strides)[1]),
             captured_sizes=read["captured_sizes"],
         ),
         "constants": described.constants,
@@ -252,34 +235,32 @@ def _plan(
         "PACKED": packed,
         "TOP_LEFT": spec.banded and spec.top_left,
         # What is larger than keys and values is read by those that run at the same time.
-        "BATCH_FIRST": not packed and batch > 1 and any(map(_shared_by_batch, (side.bias, side.mask))),
+        "BATCH_FIRST": not packed and call.batch > 1 and any(map(_shared_by_batch, (aux.bias, aux.mask))),
         "SCORE_COLUMNS": score_columns(head_dim, dtype),
         "VALUE_PARTS": parts,
-        "MASK_ENDS_KEYS": _same_for_all_rows(side.mask),
+        "MASK_ENDS_KEYS": _same_for_all_rows(aux.mask),
         "SCORE_FUNCTION": None if spec.score_program is None else function_of(spec.score_program, bounds),
         "SCORE_READS": None if spec.score_program is None else reads_of(spec.score_program, bounds),
     }
     kernel = make_plan(
-        attention_forward_kernel, parameters, constants, programs, device, num_warps=4,
+        attention_forward_kernel, parameters, constants, programs, call.device, num_warps=4,
         max_registers=config.max_registers, outputs=outputs,
     )  # fmt: skip
     if not programs:
         return ForwardPlan(kernel, False, (), joined(()))
-    widening = make_widening(shapes[2], strides[2], device) if dtype is FP8 else None
-    strides_v = strides[2] if widening is None else contiguous(shapes[2], dtype).strides
+    widening = make_widening(call.v.shape, call.v.strides, call.device) if dtype is FP8 else None
+    strides_v = call.v.strides if widening is None else contiguous(call.v.shape, dtype).strides
     describe = packed_layout if packed else strided_layout
     describe_keys = bounded_layout if bounded else strided_layout
     layouts = [
-        of(tuple(shape), tuple(stride))
-        for of, shape, stride in zip(
-            (describe, describe_keys, describe_keys, describe),
-            (*shapes, out_shape),
-            (*strides[:2], strides_v, outputs[0].strides),
-        )
+        describe(tuple(call.q.shape), call.q.strides),
+        describe_keys(tuple(call.k.shape), call.k.strides),
+        describe_keys(tuple(call.v.shape), strides_v),
+        describe(out_shape, outputs[0].strides),
     ]
-    if side.bias is not None:
+    if aux.bias is not None:
         # Past the end of a bias NaN, so that too small a bias is seen; rows past those of q count for nothing.
-        layouts.append(broadcast_layout(side.bias.shape, side.bias.strides, nan_outside=True))
+        layouts.append(broadcast_layout(aux.bias.shape, aux.bias.strides, nan_outside=True))
     makers = tuple(
         chunks_maker(dtypes[name], boxes[name], layout) for name, layout in itertools.zip_longest(_MOVED, layouts)
     )
@@ -295,14 +276,14 @@ def _keep_keys_near(config: HopperConfig, rows_q: int) -> bool:
     return config.resident > 1 and rows_q <= SHORT and rows_q % config.block_m == 0
 
 
-def _same_for_all_rows(mask: Table | None) -> bool:
+def _same_for_all_rows(mask: TensorFacts | None) -> bool:
     """Whether a mask is one of keys, as padding is."""
     return mask is not None and mask.shape[2] == 1 and mask.shape[3] > 1
 
 
-def _shared_by_batch(table: Table | None) -> bool:
+def _shared_by_batch(table: TensorFacts | None) -> bool:
     """Whether all batch entries read one matrix of queries × keys for each head."""
-    return table is not None and table.shape[0] == 1 and 1 not in table.shape[2:]
+    return table is not None and table.shape[0] == 1 and table.has_each_score
 
 
 def _boxes(

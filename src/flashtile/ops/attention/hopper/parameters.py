@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.hopper.scores import ScoreUnits
-from flashtile.ops.attention.plans import PLAIN_SIDE, CallSizes, SideShape
-from flashtile.ops.attention.side_parameters import SideParameters, side_parameters
+from flashtile.ops.attention.parameters import SideParameters, side_parameters
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 LOG2_E = 1.4426950408889634
@@ -21,19 +21,14 @@ def score_units(spec: AttentionSpec) -> ScoreUnits:
     )
 
 
-def side_of_call(
-    side: SideShape, spec: AttentionSpec, heads: int, *, covered: bool, by_column: bool, group: int | None = None
-) -> SideParameters:
+def side_of_call(call: Call, *, covered: bool, by_column: bool, group: int | None = None) -> SideParameters:
     """The side inputs as `side_parameters` describes them for these kernels. Those of the backward, which go by column,
     have no sinks, because they have lse, which counts them."""
-    side = side._replace(sinks=side.sinks and not by_column)
+    if by_column:
+        call = call._replace(aux=call.aux._replace(sinks=None))
     return side_parameters(
-        side, spec, heads, covered=covered, by_column=by_column, reads_bits=True, reads_rows_once=True, group=group
+        call, covered=covered, by_column=by_column, reads_bits=True, reads_rows_once=True, group=group
     )
-
-
-#: The side inputs of a call that has none.
-NO_SIDE = side_of_call(PLAIN_SIDE, AttentionSpec(1.0), 1, covered=False, by_column=True)
 
 
 def with_aligned_lists(side: SideInputs) -> SideInputs:
@@ -43,16 +38,16 @@ def with_aligned_lists(side: SideInputs) -> SideInputs:
     return side if lists is None or lists.data_ptr() % 16 == 0 else side._replace(block_lists=lists.clone())
 
 
-def whole_sizes(sizes: CallSizes, packed: bool, spec: AttentionSpec) -> tuple[int, int]:
+def whole_sizes(call: Call) -> tuple[int, int]:
     """How many queries and keys are walked through: in a dense call with a block mask, whole tiles of the mask."""
-    if packed or spec.block_shape is None:
-        return sizes.rows_q, sizes.rows_k
-    *_, tile_q, tile_k = spec.block_shape
-    return -(-sizes.rows_q // tile_q) * tile_q, -(-sizes.rows_k // tile_k) * tile_k
+    if call.packed or call.spec.block_shape is None:
+        return call.rows_q, call.rows_k
+    tile_q, tile_k = call.block_tile
+    return -(-call.rows_q // tile_q) * tile_q, -(-call.rows_k // tile_k) * tile_k
 
 
-def is_covered(sizes: CallSizes, packed: bool, spec: AttentionSpec, block_m: int, block_n: int) -> bool:
+def is_covered(call: Call, block_m: int, block_n: int) -> bool:
     """Whether tiles divide the call, so that none ends past a bias or a mask."""
-    rows = sizes.rows_q, sizes.rows_k
-    divided = sizes.rows_q % block_m == 0 and sizes.rows_k % block_n == 0
-    return not packed and divided and whole_sizes(sizes, packed, spec) == rows
+    rows = call.rows_q, call.rows_k
+    divided = call.rows_q % block_m == 0 and call.rows_k % block_n == 0
+    return not call.packed and divided and whole_sizes(call) == rows

@@ -24,7 +24,7 @@ class TableTiles(NamedTuple):
 
 
 class MovedBias(NamedTuple):
-    """A bias that TMA brings: its descriptor, and `side_parameters.TableNumbers`."""
+    """A bias that TMA brings: its descriptor, and `parameters.TableNumbers`."""
 
     descriptor: Any
     numbers: Any
@@ -33,7 +33,7 @@ class MovedBias(NamedTuple):
 @gluon.jit
 def table_of_head(pointer, numbers, sequence, head):
     """A pointer to the first element of a head of a sequence; None where there is no table. `numbers`:
-    `side_parameters.TableNumbers`."""
+    `parameters.TableNumbers`."""
     first = None
     if pointer is not None:
         batch = gl.to_tensor(sequence).to(gl.int64) * numbers.stride_batch

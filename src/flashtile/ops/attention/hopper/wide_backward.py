@@ -46,7 +46,11 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashtile._backends.launch import float32, int32
+from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.hopper.backward_pieces import DELTA, LSE, ROWS, query_tile_ranges
+from flashtile.ops.attention.hopper.bounds import row_strides
+from flashtile.ops.attention.hopper.parameters import score_units
 from flashtile.ops.attention.hopper.pieces import (
     Chunks,
     HeadRows,
@@ -63,7 +67,8 @@ from flashtile.ops.attention.hopper.pieces import (
     tile_in_order,
     wait_products,
 )
-from flashtile.ops.attention.hopper.scores import capped
+from flashtile.ops.attention.hopper.scores import ScoreUnits, capped
+from flashtile.ops.attention.parameters import SidePointers, window_parameters
 
 #: Columns of a chunk.
 CHUNK = gl.constexpr(64)
@@ -130,13 +135,11 @@ class Problem(NamedTuple):
     """What every role knows of the call.
 
     Attributes:
-        side: the side inputs (`side_parameters`), of which these kernels read sequences and key lengths.
-        heads: of the query.
+        side: the side inputs (`parameters`), of which these kernels read sequences and key lengths.
         heads_kv: counts each key/value head `shares` times, once for each share of its query heads, `group` of them.
         own_tiles: (packed: slots) on each line of own rows.
         statistic_tiles: of `STATISTIC_ROWS` queries, of a head (packed: of all sequences).
-        k_rows_apart, v_rows_apart: rows from one batch entry to the next, in a dense call with key lengths; else None.
-        others: as in `forward.Problem`.
+        k_rows_apart, v_rows_apart, others: as in `forward.Problem`.
     """
 
     side: Any
@@ -154,6 +157,24 @@ class Problem(NamedTuple):
     scale: Any
     k_rows_apart: Any
     v_rows_apart: Any
+
+    @staticmethod
+    def from_call(call: Call, side: SidePointers, shares: int = 1, own_tiles: int = 0, statistic_tiles: int = 0) -> Any:
+        """Describes it for a kernel."""
+        bounded = call.bounded and not call.packed
+        numbers = {"batch": call.batch, "heads": call.heads, "heads_kv": call.heads_kv * shares, "shares": shares}
+        numbers |= {"group": call.group // shares, "own_tiles": own_tiles, "statistic_tiles": statistic_tiles}
+        return Problem(
+            side=side,
+            **{name: int32(number) for name, number in numbers.items()},
+            rows_q=int32(call.rows_q),
+            rows_k=int32(call.rows_k),
+            window=window_parameters(call.spec),
+            units=ScoreUnits(*map(float32, score_units(call.spec))),
+            scale=float32(call.spec.scale),
+            k_rows_apart=int32(row_strides(call.k.shape, call.k.strides)[1] if bounded else None),
+            v_rows_apart=int32(row_strides(call.v.shape, call.v.strides)[1] if bounded else None),
+        )
 
 
 class Operands(NamedTuple):

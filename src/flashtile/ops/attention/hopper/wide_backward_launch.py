@@ -38,13 +38,13 @@ _MOVED_FOR_DQ = {
 def plan_wide_backward(frame: Frame) -> ApartPlan:
     """The plan of a call whose heads are wider than 256 columns."""
     config = choose_wide_backward_config(frame.written["dk"][-1], frame.written["dv"][-1])
-    gradients = {name: Layout(shape, padded_strides(shape), frame.dtype) for name, shape in frame.written.items()}
+    gradients = {name: Layout(shape, padded_strides(shape), frame.call.dtype) for name, shape in frame.written.items()}
     layouts = {**frame.read, **{name: (of.shape, of.strides) for name, of in gradients.items()}}
     descriptors, makers = {}, {}
     for name, layout in layouts.items():
         box, described = (_ENDED_BOX, bounded_layout) if frame.ends_rows(name) else (_BOX, strided_layout)
-        descriptors[name] = descriptor_parameter(frame.dtype, box)
-        makers[name] = chunks_maker(frame.dtype, (box,), described(*layout))
+        descriptors[name] = descriptor_parameter(frame.call.dtype, box)
+        makers[name] = chunks_maker(frame.call.dtype, (box,), described(*layout))
 
     def kernel(name: str, function: Any, moved: dict[str, str], parts: int = 1, **more: bool) -> GradientKernel:
         constants = {**constants_of(config), **more}

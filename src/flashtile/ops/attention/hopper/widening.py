@@ -15,7 +15,7 @@ from flashtile.ops.common.checks import check_programs
 _VALUES = 8192
 
 
-def make_widening(shape: torch.Size, strides: tuple[int, ...], device: torch.device) -> Plan:
+def make_widening(shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> Plan:
     """The launch for values `[batch, rows_k, heads_kv, head_dim_v]`, or packed `[rows_k, heads_kv, head_dim_v]`."""
     *batch, rows_k, heads_kv, head_dim_v = shape
     sequences = batch[0] if batch else 1

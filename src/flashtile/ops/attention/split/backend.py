@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
+from flashtile.ops.attention.backend import KernelChoice, summary_of
+from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.seen_keys import visible_keys
 from flashtile.ops.attention.spec import FP8
 from flashtile.ops.attention.split.configs import MAX_QUERIES, facts_of, no_gain
@@ -12,7 +13,7 @@ from flashtile.ops.common.split_keys.configs import TileKey, choose_cut, shared_
 _ONLY_SHORT_CALLS = "it is for the forward of a few queries against many keys"
 
 
-def unsupported_reason(call: AttentionCall) -> str | None:
+def unsupported_reason(call: Call) -> str | None:
     """Why the keys of a call are not split: for "auto" also that it would not be faster; None where they are."""
     if call.phase == "column_sums":
         return "it has no kernel for column sums; backend='triton' has one"
@@ -21,7 +22,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     if call.dtype is FP8:
         return "it has no 8-bit inputs"
     automatic = call.requested == "auto"
-    if call.phase == "backward" or (automatic and (call.multiprocessors == 1 or call.q_shape[-3] > MAX_QUERIES)):
+    if call.phase == "backward" or (automatic and (call.multiprocessors == 1 or call.rows_q > MAX_QUERIES)):
         return _ONLY_SHORT_CALLS
     if call.packed:
         return "it takes one length of queries for all sequences, and these are packed"
@@ -31,19 +32,19 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "it does not keep the largest score of a row"
     if call.spec.score_program is not None:
         return "it has no score functions"
-    if call.tables or call.spec.block_shape is not None:
+    if call.aux.bias or call.aux.mask or call.spec.block_shape is not None:
         return "it has no bias, mask or block_mask"
-    return no_gain(facts_of(call.q_shape, call.k_shape, call.spec), call.multiprocessors) if automatic else None
+    return no_gain(facts_of(call.q.shape, call.k.shape, call.spec), call.multiprocessors) if automatic else None
 
 
-def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
+def describe(call: Call) -> tuple[KernelChoice, ...]:
     """The kernel that attends to a part of the keys, and how many parts there are."""
-    (batch, seq_q, heads_q, head_dim), (_, seq_k, heads_kv, head_dim_v) = call.q_shape, call.v_shape
+    (batch, seq_q, heads_q, head_dim), (_, seq_k, heads_kv, head_dim_v) = call.q.shape, call.v.shape
     group = heads_q // max(heads_kv, 1)
     first, last = visible_keys(seq_q, seq_k, call.spec)
     tile_key = TileKey(call.dtype, head_dim, head_dim_v, seq_q * group)
-    tiles, splits = choose_cut(tile_key, batch * heads_kv, last - first, call.device, call.multiprocessors)
-    memory = shared_memory(call.device, tiles, tile_key)
+    tiles, splits = choose_cut(tile_key, batch * heads_kv, last - first, call.machine.facts, call.multiprocessors)
+    memory = shared_memory(call.machine.facts, tiles, tile_key)
     chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
     parts = f", keys in {splits} parts" if splits > 1 else ""
     block, rows = (tiles.block_m, tiles.block_n), "queries and heads"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
-from flashtile.ops.attention.spec import SideInputs
+from flashtile.ops.attention.backend import KernelChoice, summary_of
+from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.triton.configs import (
     Kernel,
     Situation,
     TileConfig,
     choose_tiles,
-    dot_precision,
-    length_of,
     shared_memory,
     situation_of,
     tiles_with_keys,
@@ -21,7 +19,7 @@ from flashtile.ops.attention.triton.score_source import unsupported_operation
 from flashtile.ops.common.backends import Backend, triton_unsupported_reason
 
 
-def unsupported_reason(call: AttentionCall) -> str | None:
+def unsupported_reason(call: Call) -> str | None:
     """Why the portable kernels do not serve a call; None where they do."""
     if call.interpreting and call.dtype is torch.bfloat16 and not call.triton_missing:
         return "Triton's interpreter multiplies bfloat16 wrongly; use float16 or float32 there"
@@ -32,35 +30,27 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     return triton_unsupported_reason(call)
 
 
-def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
+def describe(call: Call) -> tuple[KernelChoice, ...]:
     """The kernels of a phase, with their tiles."""
     if call.phase == "forward":
         return (describe_kernel("forward", call),)
-    situation = _situation(call)
-    tiles = choose_tiles("dq", call.device, situation)
-    with_keys = tiles_with_keys(situation, call.q_shape[-3], call.k_shape[-3], tiles, call.packed, call.device)
+    situation = situation_of(call)
+    tiles = choose_tiles("dq", call.machine.facts, situation)
+    with_keys = tiles_with_keys(call, situation, tiles)
     if with_keys is not None:
         return (_described("short_backward", with_keys, situation),)
     return _described("dq", tiles, situation), describe_kernel("dkdv", call), *describe_bias_gradient(call)
 
 
-def describe_bias_gradient(call: AttentionCall) -> tuple[KernelChoice, ...]:
+def describe_bias_gradient(call: Call) -> tuple[KernelChoice, ...]:
     """The kernel of a bias's gradient, where the bias requires grad. The Hopper backward runs it too."""
-    bias = None if call.side is None else call.side.bias
-    return (describe_kernel("dbias", call),) if bias is not None and bias.requires_grad else ()
+    return (describe_kernel("dbias", call),) if call.wanted.bias else ()
 
 
-def _situation(call: AttentionCall) -> Situation:
-    side = call.side or SideInputs()
-    length = length_of(side.max_seqlen_q, side.max_seqlen_k)
-    precision = dot_precision(call.dtype, call.device, call.tf32)
-    return situation_of(call.dtype, call.head_dims, call.spec, length, (side.bias, side.mask), precision)
-
-
-def describe_kernel(name: Kernel, call: AttentionCall) -> KernelChoice:
+def describe_kernel(name: Kernel, call: Call) -> KernelChoice:
     """One kernel, with the tiles that it has for a call."""
-    situation = _situation(call)
-    return _described(name, choose_tiles(name, call.device, situation), situation)
+    situation = situation_of(call)
+    return _described(name, choose_tiles(name, call.machine.facts, situation), situation)
 
 
 def _described(name: Kernel, tiles: TileConfig, situation: Situation) -> KernelChoice:

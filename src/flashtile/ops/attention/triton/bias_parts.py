@@ -10,14 +10,14 @@ from torch import Tensor
 
 from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import Plan, int32, int64, make_plan, pointer, pointer_to
-from flashtile.ops.attention.spec import Table
+from flashtile.ops.attention.call import TensorFacts
 from flashtile.ops.attention.triton.bias_gradient import attention_bias_parts_kernel
 
 #: Numbers that a program reads at a time, of some parts, and parts at most.
 _AT_ONCE, _MOST_PARTS = 1024, 32
 
 
-def plan_of_sum(parts: int, bias: Table, device: torch.device) -> Plan | None:
+def plan_of_sum(parts: int, bias: TensorFacts, device: torch.device) -> Plan | None:
     """The launch that adds up so many parts of the gradient of a bias; None where there is one."""
     if parts == 1:
         return None

@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from flashtile._backends.launch import int32, int64
-from flashtile.ops.attention.spec import Table
+from flashtile.ops.attention.call import Call, TensorFacts
 from flashtile.ops.attention.triton.tile_tables import TileConfig
 
 #: Programs that fill any GPU.
@@ -70,14 +70,14 @@ def cut_matrices(shape: tuple[int, ...], matrices: int) -> BiasWork:
     return BiasWork(own, sharing, max(1, min(sharing, -(-_FILLING // max(own, 1)))))
 
 
-def cut_work(bias: Table, shapes: tuple[tuple[int, ...], ...], batch: int, tiles: TileConfig) -> BiasWork:
-    """`shapes` of q, k and v."""
-    longest = shapes[0][-3], shapes[1][-3]
-    if len(shapes[0]) == 3:
+def cut_work(bias: TensorFacts, call: Call, tiles: TileConfig) -> BiasWork:
+    """The cut of a call with tiles of scores."""
+    longest = call.rows_q, call.rows_k
+    if call.packed:
         longest_q, longest_k = (size if size != 1 else rows for size, rows in zip(bias.shape[2:], longest))
         longest = longest_q, longest_k
     blocks = -(-longest[0] // tiles.block_m), -(-longest[1] // tiles.block_n)
     own_blocks = (1 if size == 1 else count for size, count in zip(bias.shape[2:], blocks))
     own = bias.shape[0] * bias.shape[1] * math.prod(own_blocks)
-    sharing = batch * shapes[0][-2] * math.prod(blocks) // max(own, 1)
+    sharing = call.batch * call.heads * math.prod(blocks) // max(own, 1)
     return BiasWork(own, sharing, max(1, min(sharing, -(-_FILLING // max(own, 1)))), longest)

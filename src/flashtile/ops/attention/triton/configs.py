@@ -6,14 +6,13 @@ The rows are in `tile_tables`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from flashtile._backends.devices import DeviceFacts
-from flashtile.ops.attention.spec import AttentionSpec, Table, out_dtype
+from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.spec import out_dtype
 from flashtile.ops.attention.triton.score_source import tile_values
 from flashtile.ops.attention.triton.tile_tables import (
     AMD,
@@ -77,25 +76,20 @@ class Situation(NamedTuple):
     precision: Precision = "ieee"
 
 
-def situation_of(
-    dtype: torch.dtype,
-    head_dims: tuple[int, int],
-    spec: AttentionSpec,
-    length: Length,
-    tables: Iterable[Table | Tensor | None],
-    precision: Precision,
-) -> Situation:
-    """The situation of a call. `tables`: its bias and its mask, as far as it has them.
+def situation_of(call: Call) -> Situation:
+    """The situation of a call.
 
     With a score function no call is short: in tiles of 64 × 64, and in one kernel for dq, dk and dv, ptxas 12.8 reads
     uniform registers that nothing has set where a table of the function learns (`tests/control_flow.py`).
     """
+    spec, length = call.spec, length_of(*call.max_seqlens)
     if length == "short" and spec.score_program is not None:
         length = "medium"
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
-    dtypes = [table.dtype for table in tables if table is not None] + [*tile_values(spec.score_program)]
-    table_bytes = sum(dtype.itemsize for dtype in dtypes)
-    return Situation(out_dtype(dtype), *head_dims, spec.banded, length, table_bytes, block_tile, precision)
+    dtypes = [table.dtype for table in (call.aux.bias, call.aux.mask) if table is not None]
+    table_bytes = sum(dtype.itemsize for dtype in (*dtypes, *tile_values(spec.score_program)))
+    precision = dot_precision(call.dtype, call.machine.facts, call.tf32)
+    return Situation(out_dtype(call.dtype), *call.head_dims, spec.banded, length, table_bytes, block_tile, precision)
 
 
 def length_of(max_seqlen_q: int, max_seqlen_k: int) -> Length:
@@ -148,17 +142,16 @@ def choose_tiles(kernel: Kernel, device: DeviceFacts, situation: Situation) -> T
     return tiles
 
 
-def tiles_with_keys(
-    situation: Situation, rows_q: int, rows_k: int, tiles: TileConfig, packed: bool, device: DeviceFacts
-) -> TileConfig | None:
+def tiles_with_keys(call: Call, situation: Situation, tiles: TileConfig) -> TileConfig | None:
     """The tiles of "short_backward", which computes all gradients, because one tile holds all queries of a sequence and
     one all keys. None where it does not serve a call. `tiles`: of dq alone.
 
     Packed sequences may have keys and no queries; then nobody would write dk and dv. Past 128 columns the tiles of dk
     and dv do not fit beside those of dq (sm_90, 256 columns: 335,872 bytes of on-chip memory).
     """
-    one_tile = rows_q <= tiles.block_m and rows_k <= tiles.block_n and _width(situation) <= 128
-    short = situation.length == "short" and not packed
+    device = call.machine.facts
+    one_tile = call.rows_q <= tiles.block_m and call.rows_k <= tiles.block_n and _width(situation) <= 128
+    short = situation.length == "short" and not call.packed
     if one_tile and short and situation.dtype.itemsize == 2 and situation.block_tile is None:
         tiles = tiles._replace(block_m=min(tiles.block_m, SHORT), num_stages=1)
         # With places for two sequences the next one is fetched ahead: 0.36 ms instead of 0.49 (4,096 × 49 tokens, 6

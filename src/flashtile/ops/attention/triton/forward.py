@@ -63,7 +63,7 @@ def attention_forward_kernel(
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, MODIFIED: tl.constexpr, BATCH_FIRST: tl.constexpr,
     SCORE_FUNCTION: tl.constexpr,
 ):  # fmt: skip
-    """`side`, `numbers`: the side inputs (`side_parameters`). `..._strides`: `Strides`. `rows_q`, `rows_k`: seq_q and
+    """`side`, `numbers`: the side inputs (`parameters`). `..._strides`: `Strides`. `rows_q`, `rows_k`: seq_q and
     seq_k, or the totals of a packed call. `group`: query heads per key/value head. `window`: a `plans.Window`. `shape`:
     a `TileShape`. `WHOLE`: the tiles that move divide their sequence. `ALL_VISIBLE`: none of them needs a mask.
     `ALIGNED`: as in `scores.kept_weights`. `MODIFIED`: something changes the scores. `max_scores_ptr`: the largest

@@ -13,10 +13,11 @@ from torch import Tensor
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import Plan, pointer, pointers
 from flashtile.ops.attention.arguments import SINGLE, Aux, Scalars, saved_side, side_tensors
-from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale
-from flashtile.ops.attention.side_parameters import aux_pointers, side_pointers
+from flashtile.ops.attention.call import describe_backward, describe_call
+from flashtile.ops.attention.parameters import aux_pointers, contiguous_on_16_bytes, positive_scale, side_pointers
 from flashtile.ops.attention.spec import (
     FP8,
+    NOTHING_WANTED,
     AttentionSpec,
     BackwardInputs,
     Gradients,
@@ -54,7 +55,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     lse, max_scores)."""
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
-    return _run_forward(plan_for("forward", q, k, v, None, side, spec).kernel, q, k, v, side_tensors(side))
+    plan = plan_for("forward", describe_call("forward", (q, k, v), side, spec))
+    return _run_forward(plan.kernel, q, k, v, side_tensors(side))
 
 
 def _run_forward(kernel: Plan, q: Tensor, k: Tensor, v: Tensor, aux: tuple) -> tuple[Tensor, ...]:
@@ -126,19 +128,12 @@ class BackwardPlans(NamedTuple):
 
 def plan_backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> BackwardPlans:
     """The launches of a call."""
-    dout, dlse, q, k, v, *_ = inputs
-    hides_rows = may_hide_rows(q, k, side, spec)
-    summed = wanted.captured if any(wanted.captured) else ()
-    queries = plan_for(
-        "dq", q, k, v, dout, side, spec, dlse is not None, wanted.alibi_slopes, hides_rows, summed, wanted.bias
-    )
+    call = describe_backward(inputs, side, spec, wanted)
+    queries = plan_for("dq", call)
     if queries.all_gradients:
-        return BackwardPlans(queries, None, None, hides_rows)
-    if hides_rows:  # the other kernels read a copy of it
-        dout = torch.empty(dout.shape, dtype=dout.dtype, device="meta")
-    keys = plan_for("dkdv", q, k, v, dout, side, spec)
-    bias = plan_for("dbias", q, k, v, dout, side, spec) if wanted.bias else None
-    return BackwardPlans(queries, keys, bias, hides_rows)
+        return BackwardPlans(queries, None, None, call.may_hide_rows)
+    bias = plan_for("dbias", call) if wanted.bias else None
+    return BackwardPlans(queries, plan_for("dkdv", call), bias, call.may_hide_rows)
 
 
 def prepare_forward(
@@ -147,7 +142,7 @@ def prepare_forward(
     """`forward` of all 16-bit calls that look like this one, from q, k, v and the tensors beside them; or None."""
     if not _preparable(q, spec):
         return None
-    kernel = plan_for("forward", q, k, v, None, side, spec).kernel
+    kernel = plan_for("forward", describe_call("forward", (q, k, v), side, spec)).kernel
     return functools.partial(_run_forward, kernel) if kernel.programs else None
 
 
@@ -184,7 +179,7 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
     """Runs the kernel of column sums. Returns `[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`, float32."""
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
-    plan = plan_for("column_sums", q, k, k, None, side, spec)
+    plan = plan_for("column_sums", describe_call("column_sums", (q, k, k), side, spec))
     (sums,) = plan.kernel.allocate()
     if plan.kernel.programs:
         plan.kernel.launch(*pointers(q, k, lse, sums), *side_pointers(side)[0])
@@ -243,7 +238,7 @@ def backward_bias(
 ) -> Tensor:
     """Runs the kernel of the bias's gradient on the dout and the statistics of a dq kernel. Returns it in the bias's
     shape."""
-    plan = plan_for("dbias", inputs.q, inputs.k, inputs.v, dout, side, spec)
+    plan = plan_for("dbias", describe_backward(inputs._replace(dout=dout), side, spec, NOTHING_WANTED))
     return _run_bias(plan, dout, inputs, statistics, side_tensors(side))
 
 

@@ -10,21 +10,13 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from flashtile._backends.alignment import batch_row_head, power_of_two_factor
 from flashtile._backends.allocate import Layout, contiguous, contiguous_strides
-from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import Plan, float32, int32, int64, make_plan, plan_cache, pointer_to
-from flashtile.ops.attention.plans import (
-    CapturedShape,
-    SideShape,
-    call_sizes,
-    side_shape,
-    tiles_of,
-)
-from flashtile.ops.attention.side_parameters import dropout_numbers, side_parameters, stored, window_parameters
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Table, out_dtype
+from flashtile.ops.attention.call import Call, TensorFacts
+from flashtile.ops.attention.parameters import dropout_numbers, side_parameters, stored, window_parameters
+from flashtile.ops.attention.spec import NOTHING_WANTED, out_dtype
 from flashtile.ops.attention.triton.backward import RowTensors, attention_dkdv_kernel, attention_dq_kernel
 from flashtile.ops.attention.triton.bias_gradient import attention_dbias_kernel
 from flashtile.ops.attention.triton.bias_parts import plan_of_sum
@@ -33,14 +25,11 @@ from flashtile.ops.attention.triton.column_sums import attention_column_sums_ker
 from flashtile.ops.attention.triton.configs import (
     OWN_KEYS,
     Kernel,
-    Length,
     Situation,
     TileConfig,
     choose_tiles,
-    dot_precision,
     drops_bounds,
     drops_masks,
-    length_of,
     situation_of,
     tile_widths,
     tiles_with_keys,
@@ -97,172 +86,137 @@ class AttentionPlan(NamedTuple):
         return tuple(plan for plan in plans if plan is not None)
 
 
-class _Facts(NamedTuple):
-    """What a plan is made from, beside the strides, and what follows from it.
+class _Planned(NamedTuple):
+    """What follows from a kernel and a call.
 
     Attributes:
-        shapes: of q, k and v.
-        situation, facts: what tiles are chosen by.
+        kernel: "short_backward" in the place of "dq" where this serves the call.
+        situation: what tiles are chosen by.
         work: how the gradient of a bias is cut.
-        learns: that gradient is wanted.
         shares: dk and dv are in so many parts.
         covered: tiles divide the call, so that none ends past a bias or a mask.
         whole: the tiles that move divide their sequence, whose length is known.
     """
 
     kernel: Kernel
-    dtype: torch.dtype
-    shapes: tuple[tuple[int, ...], ...]
-    batch: int
-    side: SideShape
-    spec: AttentionSpec
+    call: Call
     situation: Situation
     tiles: TileConfig
     work: BiasWork
-    learns: bool
     shares: int
     covered: bool
     whole: bool
 
+    @property
+    def written_heads(self) -> int:
+        """Heads of dk and dv as they are written. If one program owns all keys of a query head, it writes dk and dv for
+        that head."""
+        call = self.call
+        return call.heads if self.kernel == "short_backward" else call.heads_kv * self.shares
 
-def plan_for(
-    kernel: Kernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor | None,
-    side: SideInputs,
-    spec: AttentionSpec,
-    has_dlse: bool = False,
-    sums_slopes: bool = False,
-    hides_rows: bool = False,
-    summed: tuple[bool, ...] = (),
-    learns: bool = False,
-) -> AttentionPlan:
-    """The plan of a kernel. That of "dq" is of "short_backward" where this serves the call. `learns`: the gradient of
-    the bias is wanted."""
-    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    dout_stride = None
-    if dout is not None:
-        addresses |= dout.data_ptr()
-        dout_stride = dout.stride()
-    return _plan(
-        kernel,
-        q.dtype,
-        q.device,
-        (q.shape, k.shape, v.shape),
-        (q.stride(), k.stride(), v.stride(), dout_stride),
-        addresses & 15,
-        length_of(side.max_seqlen_q, side.max_seqlen_k),
-        side_shape(side),
-        spec,
-        has_dlse,
-        sums_slopes,
-        hides_rows,
-        torch._C._get_cublas_allow_tf32(),
-        summed,
-        learns,
-    )
+    @property
+    def summed(self) -> tuple[bool, ...]:
+        """For which captured tensors the kernel adds up gradients."""
+        return self.call.wanted.captured if any(self.call.wanted.captured) else ()
+
+    @property
+    def in_waves(self) -> bool:
+        return self.call.spec.deterministic and bool(self.summed)
+
+    @property
+    def hides_rows(self) -> bool:
+        """Whether the kernel is told that rows may see no key."""
+        return self.call.phase == "backward" and self.kernel in ("dq", "short_backward") and self.call.may_hide_rows
+
+
+def plan_for(kernel: Kernel, call: Call) -> AttentionPlan:
+    """The plan of a kernel of a call. That of "dq" is of "short_backward" where this serves the call. Of the other
+    kernels of a backward, that of dk and dv, and of a bias, read what the first one has made of dout and lse."""
+    if kernel in ("dkdv", "dbias"):
+        dout = call.dout
+        if call.may_hide_rows and dout is not None:  # a copy, which is contiguous
+            shape = (*call.q.shape[:-1], call.v.shape[-1])
+            dout = TensorFacts(call.v.dtype, shape, contiguous_strides(shape))
+        call = call._replace(dout=dout, has_dlse=False, wanted=NOTHING_WANTED)
+    return _plan(kernel, call)
 
 
 @plan_cache
-def _plan(
-    kernel: Kernel,
-    dtype: torch.dtype,
-    device: torch.device,
-    shapes: tuple[tuple[int, ...], ...],
-    strides: tuple[tuple[int, ...] | None, ...],
-    misalignment: int,
-    length: Length,
-    side: SideShape,
-    spec: AttentionSpec,
-    has_dlse: bool,
-    sums_slopes: bool,
-    hides_rows: bool,
-    allow_tf32: bool,
-    summed: tuple[bool, ...] = (),
-    learns: bool = False,
-) -> AttentionPlan:
+def _plan(kernel: Kernel, call: Call) -> AttentionPlan:
     """Everything that can be decided before the tensors' contents are known."""
-    q_shape, packed = shapes[0], side.sequences is not None
-    batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = call_sizes(shapes, side)
-    facts = device_facts(device)
-    precision = dot_precision(dtype, facts, allow_tf32)
-    situation = situation_of(dtype, (head_dim, head_dim_v), spec, length, (side.bias, side.mask), precision)
-    tiles = choose_tiles(kernel, facts, situation)
-    whole_tiles = tiles_with_keys(situation, rows_q, rows_k, tiles, packed, facts) if kernel == "dq" else None
-    if whole_tiles is not None and batch * rows_q * rows_k * heads:
+    call.check_sizes()
+    spec, side, gpu = call.spec, call.aux, call.machine.facts
+    situation = situation_of(call)
+    tiles = choose_tiles(kernel, gpu, situation)
+    whole_tiles = tiles_with_keys(call, situation, tiles) if kernel == "dq" else None
+    if whole_tiles is not None and call.batch * call.rows_q * call.rows_k * call.heads:
         kernel, tiles = "short_backward", whole_tiles
-    work = _cut(kernel, shapes, batch, side.bias, tiles)
-    block_tile = (0, 0) if spec.block_shape is None else spec.block_shape[2:]
-    programs = _programs(kernel, shapes, batch, packed, tiles, work)
+    work = _cut(kernel, call, tiles)
+    programs = _programs(kernel, call, tiles, work)
     shares = 1
     if kernel == "dkdv" and programs:
-        uneven = packed or spec.block_shape is not None or (spec.window_right is not None and spec.window_left is None)
-        steps = longest_walk(tiles_of(rows_q, tiles.block_m, batch, packed), spec, tiles.block_m, tiles.block_n)
-        shares = shares_of_heads(heads // heads_kv, programs, steps, uneven, multiprocessors(device))
-    # Where one program owns all keys of a query head, it writes dk and dv for that head.
-    written_heads = heads if kernel == "short_backward" else heads_kv * shares
-    parts = [(*shape[:-2], written_heads, shape[-1]) for shape in shapes[1:]]
-    triples = _stride_triples(kernel, shapes, parts, strides)
-    bounded = packed or side.key_lengths_dtype is not None or not drops_bounds(kernel, situation)
+        causal = spec.window_right is not None and spec.window_left is None
+        uneven = call.packed or spec.block_shape is not None or causal
+        steps = longest_walk(call.tiles(call.rows_q, tiles.block_m), spec, tiles.block_m, tiles.block_n)
+        shares = shares_of_heads(call.group, programs, steps, uneven, call.multiprocessors)
     # With a block mask whole tiles of the mask are walked through, even past the end of the sequence.
-    divides_q = rows_q % (block_tile[0] or tiles.block_m) == 0
-    divides_k = rows_k % (block_tile[1] or tiles.block_n) == 0
+    divides_q = call.rows_q % (call.block_tile[0] or tiles.block_m) == 0
+    divides_k = call.rows_k % (call.block_tile[1] or tiles.block_n) == 0
     # Whether the tiles that move divide their sequence; in the gradient of the bias both tiles move.
     divides = divides_q and divides_k if kernel == "dbias" else divides_q if kernel in OWN_KEYS else divides_k
-    whole = not bounded and divides
-    covered = not packed and divides_q and divides_k
-    outputs = _output_layouts(
-        kernel, dtype, (q_shape, *parts), side, work.parts, learns, hides_rows, spec.returns_max_scores
-    )
-    call = _Facts(kernel, dtype, shapes, batch, side, spec, situation, tiles, work, learns, shares, covered, whole)
-    in_waves = spec.deterministic and any(summed)
+    whole = not call.bounded and drops_bounds(kernel, situation) and divides
+    covered = not call.packed and divides_q and divides_k
+    planned = _Planned(kernel, call, situation, tiles, work, shares, covered, whole)
+    outputs = _output_layouts(planned)
+    in_waves = planned.in_waves
     parameters: dict[str, Any] = {
-        **captured_parameters(side.captured, summed, in_waves),
-        **_tensors(call, misalignment, outputs, has_dlse, sums_slopes, hides_rows),
-        **_strides(kernel, triples),
-        **_numbers(call),
-        **_side(call, hides_rows),
+        **captured_parameters(side.captured, planned.summed, in_waves),
+        **_tensors(planned, outputs),
+        **_strides(planned),
+        **_numbers(planned),
+        **_side(planned),
     }
     constants = {
-        **_constants(call),
-        **_score_functions(call, summed, in_waves),
+        **_constants(planned),
+        **_score_functions(planned),
         "IN_WAVES": in_waves,
-        "HIDES_ROWS": hides_rows,
+        "HIDES_ROWS": planned.hides_rows,
     }
     waves = programs if in_waves else 0
     if in_waves:
-        programs = slots_for(_entries(side.captured, summed), programs)
+        programs = slots_for(_entries(planned), programs)
     check_programs("q", programs * shares)
-    cut = tiles.num_warps, tiles.num_stages, tiles.max_registers
-    plan = make_plan(_KERNELS[kernel], parameters, constants, programs * shares, device, *cut, outputs)
+    plan = make_plan(
+        _KERNELS[kernel],
+        parameters,
+        constants,
+        programs * shares,
+        call.device,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        max_registers=tiles.max_registers,
+        outputs=outputs,
+    )
     short = kernel == "short_backward"
-    learned = side.bias if programs and (kernel == "dbias" or (short and learns)) else None
-    sum_of_parts = None if learned is None else plan_of_sum(work.parts, learned, device)
+    learned = side.bias if programs and (kernel == "dbias" or (short and call.wanted.bias)) else None
+    sum_of_parts = None if learned is None else plan_of_sum(work.parts, learned, call.device)
     of_shares = None
     if programs and (short or kernel == "dkdv"):
         dk, dv = outputs[1:3] if short else outputs
-        of_shares = plan_of_shares(dk, dv, written_heads // heads_kv, device)
+        of_shares = plan_of_shares(dk, dv, planned.written_heads // call.heads_kv, call.device)
     return AttentionPlan(plan, short, waves, sum_of_parts, of_shares)
 
 
-def _tensors(
-    call: _Facts,
-    misalignment: int,
-    outputs: tuple[Layout, ...],
-    has_dlse: bool,
-    sums_slopes: bool,
-    hides_rows: bool,
-) -> dict[str, Any]:
+def _tensors(planned: _Planned, outputs: tuple[Layout, ...]) -> dict[str, Any]:
     """The pointers, except for those of side inputs."""
-    dtype, pointers = call.dtype, power_of_two_factor(misalignment)
+    call, kernel = planned.call, planned.kernel
+    dtype, pointers = call.dtype, power_of_two_factor(call.misalignment)
     tensor, statistics = pointer_to(stored(dtype), pointers), pointer_to(torch.float32)
     out = pointer_to(stored(out_dtype(dtype)), pointers)
-    dlse = pointer_to(torch.float32 if has_dlse else None)
+    dlse = pointer_to(torch.float32 if call.has_dlse else None)
     # Of all gradients, the kernel stores statistics for that of the sinks alone, and that of a bias if it is wanted.
-    short = call.kernel == "short_backward"
-    sums = outputs[-1].dtype if call.kernel == "dbias" or (short and call.learns) else None
+    short = kernel == "short_backward"
+    sums = outputs[-1].dtype if kernel == "dbias" or (short and call.wanted.bias) else None
     return {
         **dict.fromkeys((f"{name}_ptr" for name in ("q", "k", "v", "dout", "dq", "dk", "dv")), tensor),
         "out_ptr": out,
@@ -272,53 +226,68 @@ def _tensors(
             dout=tensor,
             lse=statistics,
             dlse=dlse,
-            statistics=pointer_to(torch.float32 if not short or call.side.sinks else None, 16),
-            slope_sums=pointer_to(torch.float32 if sums_slopes else None),
-            quiet=pointer_to(dtype if hides_rows and not short else None, 16),
+            statistics=pointer_to(torch.float32 if not short or call.aux.sinks else None, 16),
+            slope_sums=pointer_to(torch.float32 if call.learns_slopes else None),
+            quiet=pointer_to(dtype if planned.hides_rows and not short else None, 16),
         ),
         "max_scores_ptr": pointer_to(torch.float32 if call.spec.returns_max_scores else None),
         "statistics_ptr": pointer_to(torch.float32, 16),
-        "sums_ptr": pointer_to(torch.float32 if call.kernel == "column_sums" else sums, 16),
+        "sums_ptr": pointer_to(torch.float32 if kernel == "column_sums" else sums, 16),
     }
 
 
-def _side(call: _Facts, hides_rows: bool) -> dict[str, Any]:
+def _side(planned: _Planned) -> dict[str, Any]:
     """The side inputs that the kernel reads. Most of the backward has lse, which counts the sinks."""
-    side = call.side._replace(
-        sinks=call.side.sinks and (call.kernel == "forward" or hides_rows),
-        dropout=call.side.dropout and call.kernel != "column_sums",
-    )
-    spec = call.spec._replace(origin=None) if call.kernel == "column_sums" else call.spec
-    heads, by_column = call.shapes[0][-2], call.kernel in OWN_KEYS
-    described = side_parameters(side, spec, heads, covered=call.covered, by_column=by_column)
+    call, kernel = planned.call, planned.kernel
+    aux, spec = call.aux, call.spec
+    if kernel != "forward" and not planned.hides_rows:
+        aux = aux._replace(sinks=None)
+    if kernel == "column_sums":
+        aux, spec = aux._replace(dropout_seed=None), spec._replace(origin=None)
+    call = call._replace(aux=aux, spec=spec)
+    described = side_parameters(call, covered=planned.covered, by_column=kernel in OWN_KEYS)
     # The factor of dropout in any case: that of the bias's gradient is in its loop.
-    numbers = described.numbers._replace(dropout=dropout_numbers(call.spec.dropout_p))
+    numbers = described.numbers._replace(dropout=dropout_numbers(spec.dropout_p))
     return {"side": described.pointers, "numbers": numbers, "constants": described.constants}
 
 
-def _strides(kernel: Kernel, triples: list[tuple[int, ...]]) -> dict[str, Strides]:
+def _strides(planned: _Planned) -> dict[str, Strides]:
+    """(batch, row, head) strides of the kernel's tensors, used ones; outputs are contiguous."""
+    call = planned.call
+    dk_shape, dv_shape = _written_shapes(planned)
+    out_shape = (*call.q.shape[:-1], call.v.shape[-1])
+    written = {"out": out_shape, "dq": call.q.shape, "dk": dk_shape, "dv": dv_shape}
+    of_each = {name: batch_row_head(shape, contiguous_strides(tuple(shape))) for name, shape in written.items()}
+    given = {"q": call.q, "k": call.k, "v": call.v, "dout": call.dout}
+    of_each |= {name: batch_row_head(of.shape, of.strides) for name, of in given.items() if of is not None}
+    triples = [of_each[name] for name in _STRIDED[planned.kernel]]
     multiple = power_of_two_factor(*(stride for triple in triples for stride in triple))
     return {
         f"{of}_strides": Strides(int64(batch, multiple), int64(head, multiple), row)
-        for of, (batch, row, head) in zip(_STRIDED[kernel], triples)
+        for of, (batch, row, head) in zip(_STRIDED[planned.kernel], triples)
     }
 
 
-def _numbers(call: _Facts) -> dict[str, Any]:
-    (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = call.shapes[0][-3:], call.shapes[2][-3:]
-    tiles = call.tiles
-    width, width_v = tile_widths(call.situation)
+def _written_shapes(planned: _Planned) -> list[tuple[int, ...]]:
+    """Shapes of dk and dv as they are written."""
+    return [(*of.shape[:-2], planned.written_heads, of.shape[-1]) for of in (planned.call.k, planned.call.v)]
+
+
+def _numbers(planned: _Planned) -> dict[str, Any]:
+    call, tiles = planned.call, planned.tiles
+    head_dim, head_dim_v = call.head_dims
+    width, width_v = tile_widths(planned.situation)
     return {
         "batch": int32(call.batch),
-        "heads": int32(heads),
-        "group": int32(heads // heads_kv // call.shares),
-        "shares": int32(call.shares),
-        "rows_q": int32(rows_q),
-        "rows_k": int32(rows_k),
+        "heads": int32(call.heads),
+        "group": int32(call.group // planned.shares),
+        "shares": int32(planned.shares),
+        "rows_q": int32(call.rows_q),
+        "rows_k": int32(call.rows_k),
         "window": window_parameters(call.spec),
         "scale": float32(call.spec.scale),
         "softcap": float32(call.spec.softcap or None),
-        "work": call.work.numbers(_shared_shape(call)),
+        "work": planned.work.numbers(_shared_shape(planned)),
         "shape": TileShape(
             HEAD_DIM=head_dim,
             HEAD_DIM_V=head_dim_v,
@@ -331,122 +300,95 @@ def _numbers(call: _Facts) -> dict[str, Any]:
     }
 
 
-def _constants(call: _Facts) -> dict[str, Any]:
-    spec, side = call.spec, call.side
-    bias = None if side.bias is None else side.bias.shape
+def _constants(planned: _Planned) -> dict[str, Any]:
+    call, spec = planned.call, planned.call.spec
+    bias = None if call.aux.bias is None else call.aux.bias.shape
     # Where a bias is the same for all batch entries, tiles that read the same of it follow one another.
     shared_batch, shared_rows, shared_columns = (bias is not None and bias[at] == 1 for at in (0, 2, 3))
     return {
-        "PACKED": side.sequences is not None,
+        "PACKED": call.packed,
         "TOP_LEFT": spec.top_left,
-        "WHOLE": call.whole,
-        "ALL_VISIBLE": call.whole and not spec.banded and drops_masks(call.situation),
+        "WHOLE": planned.whole,
+        "ALL_VISIBLE": planned.whole and not spec.banded and drops_masks(planned.situation),
         "ALIGNED": spec.origin is None or (spec.origin.row | spec.origin.column) % 16 == 0,
-        "PRECISION": call.situation.precision,
-        "MODIFIED": spec.softcap > 0 or side.modified or spec.score_program is not None,
+        "PRECISION": planned.situation.precision,
+        "MODIFIED": spec.softcap > 0 or call.aux.modifies_scores or spec.score_program is not None,
         "BATCH_FIRST": shared_batch and not shared_rows,
         "SHARED_ROWS": shared_rows,
         "SHARED_COLUMNS": shared_columns,
     }
 
 
-def _score_functions(call: _Facts, summed: tuple[bool, ...], in_order: bool) -> dict[str, Any]:
-    """The user's function and its derivative. `summed`: the captured tensors whose gradients the kernel adds up."""
-    text = call.spec.score_program
+def _score_functions(planned: _Planned) -> dict[str, Any]:
+    """The user's function and its derivative."""
+    text = planned.call.spec.score_program
     if text is None:
         return {"SCORE_FUNCTION": None, "SCORE_DERIVATIVE": None}
-    bounds = score_bounds(call.batch, call.shapes, call.side) if call.covered else None
-    differentiates = call.kernel in ("dq", "dkdv")
+    bounds = score_bounds(planned.call) if planned.covered else None
+    differentiates = planned.kernel in ("dq", "dkdv")
     return {
         "SCORE_FUNCTION": function_of(text, bounds),
-        "SCORE_DERIVATIVE": derivative_of(text, summed, in_order, bounds) if differentiates else None,
+        "SCORE_DERIVATIVE": derivative_of(text, planned.summed, planned.in_waves, bounds) if differentiates else None,
     }
 
 
-def _entries(captured: tuple[CapturedShape, ...], summed: tuple[bool, ...]) -> int:
-    """The number of gradients that are added up."""
-    return sum(math.prod(of.shape) for of, wants in zip(captured, summed) if wants)
+def _entries(planned: _Planned) -> int:
+    """The number of gradients of captured tensors that are added up."""
+    return sum(math.prod(of.shape) for of, wants in zip(planned.call.aux.captured, planned.summed) if wants)
 
 
-def _output_layouts(
-    kernel: Kernel, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...], side: SideShape, parts: int, learns: bool,
-    hides_rows: bool, max_scores: bool,
-) -> tuple[Layout, ...]:  # fmt: skip
-    """What the kernel writes: (out, lse), with `max_scores` also those; (dq, statistics), with `hides_rows` also dout
-    for the others; (dk, dv), in the shapes of k and v that are given; the parts of the bias's gradient; or all
-    gradients: (dq, dk, dv), with sinks the statistics, and where the bias learns the parts of its gradient."""
-    q_shape, k_shape, v_shape = shapes
-    *sequences, rows, heads, _ = q_shape
-    out_shape, lse_shape = (*q_shape[:-1], v_shape[-1]), (*sequences, heads, rows)
+def _output_layouts(planned: _Planned) -> tuple[Layout, ...]:
+    """What the kernel writes: (out, lse), and max_scores if they are asked for; (dq, statistics), and where rows may
+    see no key dout for the others; (dk, dv); the parts of the bias's gradient; or all gradients: (dq, dk, dv), with
+    sinks the statistics, and where the bias learns the parts of its gradient."""
+    call, dtype, parts = planned.call, planned.call.dtype, planned.work.parts
+    *sequences, rows, heads, _ = call.q.shape
+    out_shape, lse_shape = (*call.q.shape[:-1], call.v.shape[-1]), (*sequences, heads, rows)
+    dk_shape, dv_shape = _written_shapes(planned)
     statistics = ((*lse_shape, 4), torch.float32)
-    bias = side.bias
+    bias = call.aux.bias
     bias_parts = ((parts, *(bias.shape if bias else ())), bias.dtype if bias and parts == 1 else torch.float32)
+    lse_count = 2 if call.spec.returns_max_scores else 1
     outputs = {
-        "forward": ((out_shape, out_dtype(dtype)), *((lse_shape, torch.float32),) * (2 if max_scores else 1)),
-        "dq": ((q_shape, dtype), statistics, *(((out_shape, dtype),) if hides_rows else ())),
-        "dkdv": ((k_shape, dtype), (v_shape, dtype)),
-        "column_sums": (((*sequences, heads, k_shape[-3]), torch.float32),),
+        "forward": ((out_shape, out_dtype(dtype)), *((lse_shape, torch.float32),) * lse_count),
+        "dq": ((call.q.shape, dtype), statistics, *(((out_shape, dtype),) if planned.hides_rows else ())),
+        "dkdv": ((dk_shape, dtype), (dv_shape, dtype)),
+        "column_sums": (((*sequences, heads, call.rows_k), torch.float32),),
         "dbias": (bias_parts,),
         "short_backward": (
-            *((shape, dtype) for shape in shapes),
-            *((statistics,) if side.sinks else ()),
-            *((bias_parts,) if learns else ()),
+            *((shape, dtype) for shape in (call.q.shape, dk_shape, dv_shape)),
+            *((statistics,) if call.aux.sinks else ()),
+            *((bias_parts,) if call.wanted.bias else ()),
         ),
     }
-    return tuple(contiguous(shape, of) for shape, of in outputs[kernel])
+    return tuple(contiguous(shape, of) for shape, of in outputs[planned.kernel])
 
 
-def _cut(
-    kernel: Kernel, shapes: tuple[tuple[int, ...], ...], batch: int, bias: Table | None, tiles: TileConfig
-) -> BiasWork:
+def _cut(kernel: Kernel, call: Call, tiles: TileConfig) -> BiasWork:
     """How the gradient of a bias is cut, or, where one kernel computes all, the call."""
+    bias = call.aux.bias
     if kernel == "dbias" and bias is not None:
-        return cut_work(bias, shapes, batch, tiles)
+        return cut_work(bias, call, tiles)
     if kernel == "short_backward":
-        heads = shapes[0][-2]
-        return cut_matrices((1, heads) if bias is None else bias.shape[:2], batch * heads)
+        return cut_matrices((1, call.heads) if bias is None else bias.shape[:2], call.batch * call.heads)
     return BiasWork()
 
 
-def _shared_shape(call: _Facts) -> tuple[int, ...] | None:
+def _shared_shape(planned: _Planned) -> tuple[int, ...] | None:
     """The shape of the bias; where one kernel computes all and there is none, one that all sequences would share."""
-    if call.kernel == "short_backward" and call.side.bias is None:
-        (rows_q, heads, _), (rows_k, *_) = call.shapes[0][-3:], call.shapes[1][-3:]
-        return 1, heads, rows_q, rows_k
-    return None if call.side.bias is None else call.side.bias.shape
+    call = planned.call
+    if planned.kernel == "short_backward" and call.aux.bias is None:
+        return 1, call.heads, call.rows_q, call.rows_k
+    return None if call.aux.bias is None else call.aux.bias.shape
 
 
-def _programs(
-    kernel: Kernel,
-    shapes: tuple[tuple[int, ...], ...],
-    batch: int,
-    packed: bool,
-    tiles: TileConfig,
-    work: BiasWork,
-) -> int:
+def _programs(kernel: Kernel, call: Call, tiles: TileConfig, work: BiasWork) -> int:
     """Number of programs: one for each tile, or for each slot of a packed call (see `tiles.find_sequence`)."""
-    q_shape, k_shape, _ = shapes
     if kernel == "short_backward":
         return work.own * work.parts
     if kernel == "dbias":
-        nothing = 0 in q_shape or 0 in k_shape or not batch
+        nothing = 0 in call.q.shape or 0 in call.k.shape or not call.batch
         return 0 if nothing else work.own * work.parts
-    own, block = (k_shape, tiles.block_n) if kernel in OWN_KEYS else (q_shape, tiles.block_m)
-    heads = (k_shape if kernel == "dkdv" else q_shape)[-2] * (1 if packed else batch)
-    return 0 if 0 in own else tiles_of(own[-3], block, batch, packed) * heads
-
-
-def _stride_triples(
-    kernel: Kernel,
-    shapes: tuple[tuple[int, ...], ...],
-    parts: list[tuple[int, ...]],
-    strides: tuple[tuple[int, ...] | None, ...],
-) -> list[tuple[int, ...]]:
-    """(batch, row, head) strides of the kernel's tensors, used ones; outputs are contiguous. `parts`: shapes of dk and
-    dv."""
-    out_shape = (*shapes[0][:-1], shapes[2][-1])
-    written = dict(zip(("out", "dq", "dk", "dv"), (out_shape, shapes[0], *parts)))
-    of_each = {name: batch_row_head(shape, contiguous_strides(shape)) for name, shape in written.items()}
-    given = zip(("q", "k", "v", "dout"), (*shapes, out_shape), strides)
-    of_each |= {name: batch_row_head(shape, stride) for name, shape, stride in given if stride is not None}
-    return [of_each[name] for name in _STRIDED[kernel]]
+    own, block = (call.k, tiles.block_n) if kernel in OWN_KEYS else (call.q, tiles.block_m)
+    heads = (call.heads_kv if kernel == "dkdv" else call.heads) * (1 if call.packed else call.batch)
+    return 0 if 0 in own.shape else call.tiles(own.shape[-3], block) * heads

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import linecache
 from collections import namedtuple
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from flashtile._backends.launch import ABSENT, Parameter, int32, int64, pointer_to
-from flashtile.ops.attention.plans import CapturedShape, SideShape
+from flashtile.ops.attention.call import Call, TensorFacts
 from flashtile.ops.attention.triton.ordered_sums import add_in_order
 from flashtile.ops.attention.triton.score_ranges import ScoreBounds
 from flashtile.ops.attention.triton.score_source import SINE_SOURCE, derivative_source, function_source
@@ -64,14 +64,14 @@ def derivative_of(
     return compiled(derivative_source(text, summed, in_order, bounds), triton.jit, _NAMES)
 
 
-def score_bounds(batch: int, shapes: Sequence[tuple[int, ...]], side: SideShape) -> ScoreBounds:
-    """Those of a dense call whose tiles divide it. `shapes`: of q, k and v."""
-    (rows_q, heads, _), rows_k = shapes[0][-3:], shapes[1][-3]
-    return ScoreBounds(batch, heads, rows_q, rows_k, tuple(of.shape for of in side.captured))
+def score_bounds(call: Call) -> ScoreBounds:
+    """Those of a dense call whose tiles divide it."""
+    captured = tuple(of.shape for of in call.aux.captured)
+    return ScoreBounds(call.batch, call.heads, call.rows_q, call.rows_k, captured)
 
 
 def captured_parameters(
-    captured: tuple[CapturedShape, ...], summed: tuple[bool, ...] = (), in_waves: bool = False
+    captured: tuple[TensorFacts, ...], summed: tuple[bool, ...] = (), in_waves: bool = False
 ) -> dict[str, Any]:
     """The kernels' parameters for what a score function reads: NamedTuples `captured` of addresses, `captured_sizes`,
     and `captured_sums` of the addresses where gradients are added up, and with `in_waves` of the place of the wave.

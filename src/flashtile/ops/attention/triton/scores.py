@@ -51,7 +51,7 @@ class Modifiers(NamedTuple):
     """What changes the scores and weights of one head of one sequence.
 
     Attributes:
-        side, numbers: the side inputs (`side_parameters`).
+        side, numbers: the side inputs (`parameters`).
         columns: `TableColumns`.
         softcap, function: None without one.
         alibi: `load_alibi`.
@@ -205,7 +205,7 @@ def load_table(
     pointer, numbers, stride_column, sequence, head, first_row, first_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OTHER: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """A tile `[M, N]` of a bias or a mask (`side_parameters.TableNumbers`), `OTHER` past its end."""
+    """A tile `[M, N]` of a bias or a mask (`parameters.TableNumbers`), `OTHER` past its end."""
     row = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_N)
     # Wide arithmetic for the first entry; the others need it only once, where the loop stays in their rows.

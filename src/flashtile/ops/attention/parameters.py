@@ -1,9 +1,9 @@
-"""The inputs beside q, k and v as GPU kernels take them: three NamedTuples, which kernels pass on whole.
+"""What the launches of all GPU kernels have in common: the side inputs as kernels take them, and windows.
 
-`SidePointers` are the addresses, of which each launch is given its own. `SideNumbers` is what a plan knows of them:
-strides, ends and places. `CallConstants` are constants. What a call does not have is None in the kernel, and no
-instruction is left of it. A new side input of `spec.SideInputs` is a field here, and what applies it a function of each
-backend.
+Kernels take the side inputs as three NamedTuples, which they pass on whole. `SidePointers` are the addresses, of which
+each launch is given its own. `SideNumbers` is what a plan knows of them: strides, ends and places. `CallConstants` are
+constants. What a call does not have is None in the kernel, and no instruction is left of it. A new side input of
+`spec.SideInputs` is a field here, and what applies it a function of each backend.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import Parameter, float32, int32, int64, pointer, pointer_to, pointers
 from flashtile.ops.attention.arguments import side_tensors
+from flashtile.ops.attention.call import Call, TensorFacts
 from flashtile.ops.attention.philox import keep_threshold
-from flashtile.ops.attention.plans import BlockSizes, SideShape, Window, block_places, clipped_window
-from flashtile.ops.attention.spec import FP8, AttentionSpec, Origin, SideInputs, Table, plain_side
+from flashtile.ops.attention.spec import FP8, AttentionSpec, Origin, SideInputs, plain_side
+from flashtile.ops.attention.tile_lists import Grid, Places
+from flashtile.ops.common.checks import MAX_POSITIONS
 
 #: Where a direction in which a table broadcasts ends.
 _ENDLESS = 2**30
@@ -60,7 +62,8 @@ class TableNumbers(NamedTuple):
 
 
 class BlockNumbers(NamedTuple):
-    """Where a kernel's part of a block mask's lists is (`plans.BlockPlaces`)."""
+    """Where a kernel's part of a block mask's lists is: where its lines, tiles, kinds and bits begin, how far a batch
+    entry and a head lead, and where the order of rows begins."""
 
     offsets: Any
     tiles: Any
@@ -174,9 +177,7 @@ def _as_bytes(tensor: Tensor | None) -> Tensor | None:
 
 
 def side_parameters(
-    side: SideShape,
-    spec: AttentionSpec,
-    heads: int,
+    call: Call,
     *,
     covered: bool,
     by_column: bool,
@@ -184,11 +185,10 @@ def side_parameters(
     reads_rows_once: bool = False,
     group: int | None = None,
 ) -> SideParameters:
-    """Describes them for a kernel.
+    """Describes the side inputs of a call for a kernel.
 
     Args:
-        side: without what the kernel does not take.
-        heads: query heads.
+        call: without what the kernel does not take.
         covered: no tile of the kernel ends past a bias or a mask.
         by_column: the kernel walks along the columns of a block mask.
         reads_bits: it reads the patterns of a block mask as bits among the lists, which lie at a multiple of 16 bytes,
@@ -196,47 +196,52 @@ def side_parameters(
         reads_rows_once: it reads what all rows of a bias or a mask share once.
         group: as in `Descales`.
     """
-    index_q, index_k = side.index_dtypes or (None, None)
-    patterns = side.blocks is not None and side.blocks.patterns > 0 and not reads_bits
-    descales = side.descales
+    spec, aux = call.spec, call.aux
+    patterns = None if aux.block_patterns is None or reads_bits or not aux.block_patterns.shape[0] else torch.uint8
+    pattern_factor = 1 if aux.block_patterns is None else power_of_two_factor(aux.block_patterns.misalignment)
     pointers = SidePointers(
-        cu_seqlens_q=pointer_to(index_q),
-        cu_seqlens_k=pointer_to(index_k),
-        key_lengths=pointer_to(side.key_lengths_dtype),
-        dropout_seed=pointer_to(torch.int64 if side.dropout else None),
-        bias=_table_pointer(side.bias),
-        mask=_table_pointer(side.mask),
-        alibi_slopes=pointer_to(torch.float32 if side.alibi else None),
-        sinks=pointer_to(torch.float32 if side.sinks else None),
-        block_lists=pointer_to(torch.int32 if side.blocks else None, 16 if reads_bits else 1),
-        block_patterns=pointer_to(torch.uint8 if patterns else None, power_of_two_factor(side.pattern_misalignment)),
-        descale_q=pointer_to(None if descales[0] is None else torch.float32),
-        descale_k=pointer_to(None if descales[1] is None else torch.float32),
-        descale_v=pointer_to(None if descales[2] is None else torch.float32),
+        cu_seqlens_q=_pointer(aux.cu_seqlens_q),
+        cu_seqlens_k=_pointer(aux.cu_seqlens_k),
+        key_lengths=_pointer(aux.key_lengths),
+        dropout_seed=_pointer(aux.dropout_seed),
+        bias=_table_pointer(aux.bias),
+        mask=_table_pointer(aux.mask),
+        alibi_slopes=_pointer(aux.alibi_slopes),
+        sinks=_pointer(aux.sinks),
+        block_lists=pointer_to(None if aux.block_lists is None else torch.int32, 16 if reads_bits else 1),
+        block_patterns=pointer_to(patterns, pattern_factor),
+        descale_q=_pointer(aux.descale_q),
+        descale_k=_pointer(aux.descale_k),
+        descale_v=_pointer(aux.descale_v),
     )
-    q, k, v = (DescaleStrides(*map(int64, strides or (None, None))) for strides in descales)
+    descales = [DescaleStrides(*map(int64, (None, None) if of is None else of.strides)) for of in aux.descales]
+    slopes = aux.alibi_slopes
     numbers = SideNumbers(
-        dropout=dropout_numbers(spec.dropout_p if side.dropout else None),
-        bias=_table_numbers(side.bias, covered, reads_rows_once),
-        mask=_table_numbers(side.mask, covered, reads_rows_once),
-        stride_alibi_batch=int32(None if not side.alibi else heads if side.alibi == 2 else 0),
-        blocks=_block_numbers(spec, side.blocks, by_column, reads_bits),
+        dropout=dropout_numbers(None if aux.dropout_seed is None else spec.dropout_p),
+        bias=_table_numbers(aux.bias, covered, reads_rows_once),
+        mask=_table_numbers(aux.mask, covered, reads_rows_once),
+        stride_alibi_batch=int32(None if slopes is None else call.heads if len(slopes.shape) == 2 else 0),
+        blocks=_block_numbers(call, by_column, reads_bits),
         origin=Origin(*map(int32, spec.origin or (None,) * len(Origin._fields))),  # type: ignore[arg-type]
-        descales=Descales(q, k, v, int32(None if descales == (None, None, None) else group)),
+        descales=Descales._make((*descales, int32(None if aux.descales == (None, None, None) else group))),
     )
-    tile_q, tile_k = (0, 0) if spec.block_shape is None else spec.block_shape[2:]
+    tile_q, tile_k = call.block_tile
     constants = CallConstants(
         HAS_LEFT=spec.window_left is not None,
         HAS_RIGHT=spec.window_right is not None,
         TILE_Q=tile_q,
         TILE_K=tile_k,
-        BIAS_COLUMN=_column_stride(side.bias),
-        MASK_COLUMN=_column_stride(side.mask),
+        BIAS_COLUMN=_column_stride(aux.bias),
+        MASK_COLUMN=_column_stride(aux.mask),
     )
     return SideParameters(pointers, numbers, constants)
 
 
-def _column_stride(table: Table | None) -> int:
+def _pointer(tensor: TensorFacts | None) -> Parameter:
+    return pointer_to(None if tensor is None else tensor.dtype)
+
+
+def _column_stride(table: TensorFacts | None) -> int:
     return 0 if table is None or table.shape[-1] == 1 else table.strides[-1]
 
 
@@ -247,13 +252,13 @@ def dropout_numbers(dropout_p: float | None) -> DropoutNumbers:
     return DropoutNumbers(int32(keep_threshold(dropout_p)), float32(1 / (1 - dropout_p)))
 
 
-def _table_pointer(table: Table | None) -> Parameter:
+def _table_pointer(table: TensorFacts | None) -> Parameter:
     if table is None:
         return pointer_to(None)
     return pointer_to(stored(table.dtype), power_of_two_factor(table.misalignment))
 
 
-def _table_numbers(table: Table | None, covered: bool, reads_rows_once: bool) -> TableNumbers:
+def _table_numbers(table: TensorFacts | None, covered: bool, reads_rows_once: bool) -> TableNumbers:
     """The number of columns decides machine code as far as it is a multiple of a power of two: a bounds check that
     could fall between two neighbours would keep them from being read together."""
     if table is None:
@@ -272,16 +277,29 @@ def _table_numbers(table: Table | None, covered: bool, reads_rows_once: bool) ->
     )
 
 
-def _block_numbers(spec: AttentionSpec, sizes: BlockSizes | None, by_column: bool, reads_bits: bool) -> BlockNumbers:
-    places = block_places(spec, sizes, by_column)
+def _block_numbers(call: Call, by_column: bool, reads_bits: bool) -> BlockNumbers:
+    lists, patterns = call.aux.block_lists, call.aux.block_patterns
+    if call.spec.block_shape is None or lists is None or patterns is None:
+        return BlockNumbers(*map(int32, (None,) * len(BlockNumbers._fields)))
+    batch, heads, *tile = call.spec.block_shape
+    # A mask has the lengths of a dense call, or the bounds of the lengths in a packed one.
+    grid = Grid((batch, heads, *call.max_seqlens), (tile[0], tile[1]))
+    places = Places.of(grid, lists.shape[0], patterns.shape[0])
+    if by_column:
+        own = places.column_offsets, places.rows, places.row_kinds, places.column_bits
+        lines, order = grid.tiles_k, None  # columns come in their own order
+    else:
+        own = places.row_offsets, places.columns, places.kinds, places.row_bits
+        lines, order = grid.tiles_q, places.row_order
+    offsets, tiles, kinds, bits = own
     return BlockNumbers(
-        int32(places.offsets),
-        int32(places.tiles),
-        int32(places.kinds),
-        int32(places.bits if reads_bits else None, 4),
-        int32(places.stride_batch),
-        int32(places.stride_head),
-        int32(places.order if reads_bits else None),
+        int32(offsets),
+        int32(tiles),
+        int32(kinds),
+        int32(bits if reads_bits else None, 4),
+        int32(heads * lines if batch > 1 else 0),
+        int32(lines if heads > 1 else 0),
+        int32(order if reads_bits else None),
     )
 
 
@@ -290,6 +308,45 @@ def stored(dtype: torch.dtype) -> torch.dtype:
     return torch.uint8 if dtype in (torch.bool, FP8) else dtype
 
 
+#: Windows are clipped to this: no sequence is longer.
+WIDEST_WINDOW = MAX_POSITIONS
+
+
+class Window(NamedTuple):
+    """Keys visible on each side of the diagonal, as kernels take them."""
+
+    left: Any
+    right: Any
+
+
+def clipped_window(spec: AttentionSpec) -> tuple[int, int]:
+    """Both sides of the window as kernels take them; 0 for a side that is unlimited, which they do not read."""
+    left, right = (max(-WIDEST_WINDOW, min(side or 0, WIDEST_WINDOW)) for side in (spec.window_left, spec.window_right))
+    return left, right
+
+
 def window_parameters(spec: AttentionSpec) -> Window:
     left, right = clipped_window(spec)
     return Window(int32(left), int32(right))
+
+
+def positive_scale(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpec, int]:
+    """The kernels take the maximum before they scale, so the scale must be positive: its sign, or 0, moves into q.
+
+    Returns:
+        A contiguous copy of q, the spec, and the factor that leads from the gradient of that q to the gradient of the
+        given one.
+    """
+    if not spec.scale:
+        return torch.zeros_like(q, memory_format=torch.contiguous_format), spec._replace(scale=1.0), 0
+    negative = (q.view(torch.uint8) ^ 0x80).view(FP8) if q.dtype is FP8 else -q
+    # The negative of an expanded q need not be contiguous: PyTorch may choose an order whose last dimension is not
+    # innermost.
+    return negative.contiguous(), spec._replace(scale=-spec.scale), -1
+
+
+def contiguous_on_16_bytes(out: Tensor) -> Tensor:
+    """An out that every kernel can read, wherever it lay. On Hopper they are compiled for that, elsewhere for where q,
+    k, v and dout lie."""
+    out = out.contiguous()
+    return out.clone() if out.data_ptr() % 16 else out

@@ -1,0 +1,330 @@
+"""The one description of a call: all that may decide which backend serves it, which kernels run, and how.
+
+A `Call` has no contents and no addresses of tensors, so it is hashable. A backend is chosen by it, launches are planned
+from it and found again by it, `explain` answers from it, and tests compile the kernels of calls whose GPU is not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile._backends import devices
+from flashtile._backends.alignment import used_strides
+from flashtile._backends.devices import DeviceFacts
+from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, BackwardInputs, SideInputs, Wanted, plain_side
+from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
+
+#: The functions that a backend's module may have.
+Phase = Literal["forward", "backward", "column_sums"]
+
+
+class TensorFacts(NamedTuple):
+    """A tensor without its contents. `misalignment`: its address modulo 16."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    misalignment: int = 0
+
+    @property
+    def large(self) -> bool:
+        """Whether it has more elements than 32 bits count."""
+        return math.prod(self.shape) >= 2**31
+
+    @property
+    def has_each_score(self) -> bool:
+        """Whether a bias or a mask has an element for each query and key."""
+        return 1 not in self.shape[2:]
+
+
+def facts_of(tensor: Tensor) -> TensorFacts:
+    return TensorFacts(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() & 15)
+
+
+class AuxFacts(NamedTuple):
+    """`spec.SideInputs` without contents: the tensors of a call beside q, k and v."""
+
+    cu_seqlens_q: TensorFacts | None = None
+    cu_seqlens_k: TensorFacts | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    key_lengths: TensorFacts | None = None
+    dropout_seed: TensorFacts | None = None
+    bias: TensorFacts | None = None
+    mask: TensorFacts | None = None
+    alibi_slopes: TensorFacts | None = None
+    sinks: TensorFacts | None = None
+    block_lists: TensorFacts | None = None
+    block_patterns: TensorFacts | None = None
+    descale_q: TensorFacts | None = None
+    descale_k: TensorFacts | None = None
+    descale_v: TensorFacts | None = None
+    captured: tuple[TensorFacts, ...] = ()
+
+    @property
+    def descales(self) -> tuple[TensorFacts | None, ...]:
+        return self.descale_q, self.descale_k, self.descale_v
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def only_sinks(self) -> bool:
+        """Whether there is no tensor, or sinks alone."""
+        return self == AuxFacts(max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, sinks=self.sinks)
+
+    @property
+    def modifies_scores(self) -> bool:
+        """Whether a tensor changes or hides scores; but for block masks and score functions."""
+        return not (self.bias is self.mask is self.alibi_slopes is None)
+
+
+def aux_facts(side: SideInputs) -> AuxFacts:
+    if plain_side(side):
+        return AuxFacts(max_seqlen_q=side.max_seqlen_q, max_seqlen_k=side.max_seqlen_k)
+    *single, captured = side
+    facts = [facts_of(each) if isinstance(each, Tensor) else each for each in single]
+    return AuxFacts._make((*facts, tuple(map(facts_of, captured))))
+
+
+class Machine(NamedTuple):
+    """What kernels run on.
+
+    Attributes:
+        type: "cpu" or "cuda".
+        facts: of the GPU; of the interpreter on a CPU.
+        multiprocessors: of the GPU; 1 on a CPU.
+        triton_missing: why Triton cannot be used; None where it can.
+        interpreting: Triton's interpreter runs the kernels.
+    """
+
+    type: str
+    facts: DeviceFacts
+    multiprocessors: int
+    triton_missing: str | None = None
+    interpreting: bool = False
+
+
+@functools.cache
+def machine_of(device: torch.device) -> Machine:
+    """The machine of a device that is present."""
+    facts, multiprocessors = devices.device_facts(device), devices.multiprocessors(device)
+    return Machine(device.type, facts, multiprocessors, devices.triton_missing(), devices.interpreting())
+
+
+class Call(NamedTuple):
+    """A call of attention.
+
+    Attributes:
+        requested: a backend by name, or "auto".
+        phase: forward and backward are chosen and planned apart.
+        q: `[batch, seq_q, heads_q, head_dim]`, or packed `[total_q, heads_q, head_dim]`; k and v likewise.
+        device: where outputs are made.
+        tf32: products of float32 may be of TF32.
+        same_lengths: of a packed call, queries and keys have one tensor of offsets.
+        dout: of a backward.
+        has_dlse: a gradient comes through lse.
+        wanted: the gradients of side inputs that the backward is to give.
+    """
+
+    requested: str
+    phase: Phase
+    spec: AttentionSpec
+    q: TensorFacts
+    k: TensorFacts
+    v: TensorFacts
+    aux: AuxFacts
+    machine: Machine
+    device: torch.device
+    tf32: bool = False
+    same_lengths: bool = False
+    dout: TensorFacts | None = None
+    has_dlse: bool = False
+    wanted: Wanted = NOTHING_WANTED
+
+    @property
+    def device_type(self) -> str:
+        return self.machine.type
+
+    @property
+    def triton_missing(self) -> str | None:
+        return self.machine.triton_missing
+
+    @property
+    def interpreting(self) -> bool:
+        return self.machine.interpreting
+
+    @property
+    def arch(self) -> str:
+        return self.machine.facts.arch
+
+    @property
+    def multiprocessors(self) -> int:
+        return self.machine.multiprocessors
+
+    @property
+    def label(self) -> str:
+        where = self.arch if self.device_type == "cuda" else self.device_type
+        return f"attention {self.phase}, {self.dtype} on {where}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of q, k and v."""
+        return self.q.dtype
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences lie one behind another."""
+        return self.aux.packed
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the keys of each sequence end where its length says."""
+        return self.packed or self.aux.key_lengths is not None
+
+    @property
+    def batch(self) -> int:
+        """Batch entries, or sequences of a packed call."""
+        return self.q.shape[0] if self.aux.cu_seqlens_q is None else self.aux.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def rows_q(self) -> int:
+        """Queries of a sequence; of a packed call all of them."""
+        return self.q.shape[-3]
+
+    @property
+    def rows_k(self) -> int:
+        """Keys, likewise."""
+        return self.k.shape[-3]
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[-2]
+
+    @property
+    def heads_kv(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.heads // self.heads_kv
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """The head_dim of q and k, and that of v."""
+        return self.q.shape[-1], self.v.shape[-1]
+
+    @property
+    def by_position(self) -> bool:
+        """Whether scores depend on where their query and key are: in a band, by key lengths, by ALiBi."""
+        return self.spec.banded or self.aux.key_lengths is not None or self.aux.alibi_slopes is not None
+
+    @property
+    def learns_slopes(self) -> bool:
+        """Whether the gradient of ALiBi's slopes is wanted."""
+        return self.wanted.alibi_slopes
+
+    @property
+    def max_seqlens(self) -> tuple[int, int]:
+        """Upper bounds of the lengths of queries and keys."""
+        return self.aux.max_seqlen_q, self.aux.max_seqlen_k
+
+    @property
+    def aligned(self) -> bool:
+        """Whether all addresses and strides of q, k and v are multiples of 16 bytes, except for the last stride, which
+        is 1, and the strides of dimensions of one."""
+        bits = 0
+        for tensor in (self.q, self.k, self.v):
+            bits |= tensor.misalignment
+            for stride in used_strides(tensor.shape[:-1], tensor.strides):
+                bits |= tensor.dtype.itemsize * stride
+        return bits % 16 == 0
+
+    @property
+    def misalignment(self) -> int:
+        """What is left of any address of q, k, v and dout modulo 16."""
+        bits = self.q.misalignment | self.k.misalignment | self.v.misalignment
+        return bits if self.dout is None else bits | self.dout.misalignment
+
+    @property
+    def block_tile(self) -> tuple[int, int]:
+        """Queries and keys of the tiles of a block mask; 0 and 0 without one."""
+        return (0, 0) if self.spec.block_shape is None else self.spec.block_shape[2:]
+
+    @property
+    def may_hide_rows(self) -> bool:
+        """Whether a row may see no key, as far as the host knows. A sink does not count."""
+        spec, aux = self.spec, self.aux
+        if spec.score_program is not None or not (aux.key_lengths is aux.mask is aux.bias is aux.block_lists is None):
+            return True
+        left, right = spec.window_left, spec.window_right
+        if left is not None and right is not None and left + right < 0:
+            return True
+        if self.packed:
+            # Sequences with as many queries as keys: each row sees the key on its diagonal, unless a side is negative.
+            return not self.same_lengths or (left or 0) < 0 or (right or 0) < 0
+        return self.band_hides_rows
+
+    @property
+    def band_hides_rows(self) -> bool:
+        """Whether a band hides all keys from the first or the last rows of a dense call."""
+        left, right = self.spec.window_left, self.spec.window_right
+        shift = 0 if self.spec.top_left else self.rows_k - self.rows_q
+        return (right is not None and shift + right < 0) or (
+            left is not None and self.rows_q - 1 + shift - left >= self.rows_k
+        )
+
+    def tiles(self, rows: int, block: int) -> int:
+        """Tiles of a sequence; of a packed call the slots of all its sequences, whose lengths the host does not know:
+        each has as many as it has tiles, or one more."""
+        return rows // block + self.batch + 1 if self.packed else -(-rows // block)
+
+    def check_sizes(self) -> None:
+        """
+        Raises:
+            ValueError: there are more queries or keys than kernels count.
+        """
+        check_rows("q", self.rows_q, MAX_POSITIONS)
+        check_rows("k", self.rows_k, MAX_POSITIONS)
+
+
+def describe_call(
+    phase: Phase,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    side: SideInputs,
+    spec: AttentionSpec,
+    requested: str = "auto",
+    wanted: Wanted = NOTHING_WANTED,
+    machine: Machine | None = None,
+) -> Call:
+    """The description of a call. `machine`: where it is not that of q's device."""
+    q, k, v = qkv
+    cu_q, cu_k = side.cu_seqlens_q, side.cu_seqlens_k
+    return Call(
+        requested,
+        phase,
+        spec,
+        facts_of(q),
+        facts_of(k),
+        facts_of(v),
+        aux_facts(side),
+        machine or machine_of(q.device),
+        q.device,
+        tf32=q.dtype is torch.float32 and torch._C._get_cublas_allow_tf32(),
+        same_lengths=cu_q is not None and cu_k is not None and cu_q.data_ptr() == cu_k.data_ptr(),
+        wanted=wanted,
+    )
+
+
+def describe_backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> Call:
+    """The description of the backward of a call."""
+    dout, dlse, q, k, v, *_ = inputs
+    call = describe_call("backward", (q, k, v), side, spec, wanted=wanted)
+    return call._replace(dout=facts_of(dout), has_dlse=dlse is not None)
