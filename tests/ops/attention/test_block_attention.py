@@ -238,3 +238,20 @@ def test_compiled_equals_eager() -> None:
     assert_same(compiled, eager)
     grads = [torch.autograd.grad(out.sum(), (q, k, v)) for out in (eager, compiled)]
     assert_same(*grads)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(0, 5), (5, 0), (0, 0)])
+def test_empty_sequences(seq_q: int, seq_k: int, packed: bool) -> None:
+    q, k = torch.randn(1, seq_q, 2, 8, requires_grad=True), torch.randn(1, seq_k, 1, 8, requires_grad=True)
+    mask = BlockMask.from_dense(torch.ones(seq_q, seq_k, dtype=torch.bool))
+    if packed:
+        ends = torch.tensor([0, 0, seq_q]), torch.tensor([0, 0, seq_k])
+        longest = {"max_seqlen_q": seq_q, "max_seqlen_k": seq_k}
+        out, lse = flashtile.attention_varlen(q[0], k[0], k[0], *ends, **longest, block_mask=mask, return_lse=True)
+    else:
+        out, lse = flashtile.attention(q, k, k, block_mask=mask, return_lse=True)
+    assert out.numel() == q.numel() and not out.any()
+    assert lse.numel() == 2 * seq_q and lse.isneginf().all()
+    for leaf, grad in zip((q, k), torch.autograd.grad(out.sum(), (q, k))):
+        assert_same(grad, torch.zeros_like(leaf))

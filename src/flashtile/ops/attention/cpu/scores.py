@@ -199,7 +199,7 @@ def tile_mask_of(side: SideInputs, spec: AttentionSpec) -> TileMask | None:
 def is_scattered(mask: TileMask | None) -> bool:
     """Whether a block mask leaves so many small tiles empty that they are faster than large ones, which take two thirds
     of the time for each score."""
-    if mask is None:
+    if mask is None or not mask.kinds.numel():
         return False
     shown = (mask.kinds != len(mask.patterns) - 2).flatten(0, -3).any(dim=0, keepdim=True).float()
     small, large = (
