@@ -56,7 +56,7 @@ def _cumulative(x: Tensor) -> Tensor:
     return x.new_full((4,), x.shape[0], dtype=torch.int32) * torch.tensor([0, 1, 1, 2], device=_CPU) // 2
 
 
-def _shown(queries: int = SEQ, keys: int = SEQ) -> Tensor:
+def shown(queries: int = SEQ, keys: int = SEQ) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=_CPU).tril(keys - queries)
 
 
@@ -76,7 +76,7 @@ def _half(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16)
 
 
-def _labels(x: Tensor) -> Tensor:
+def labels(x: Tensor) -> Tensor:
     return (x.detach().sum(-1) > 0).long()
 
 
@@ -142,7 +142,7 @@ def _chosen_rows(x: Tensor) -> Tensor:
     return torch.arange(x.shape[0], dtype=torch.int32, device=_CPU)
 
 
-_BLOCKS = BlockMask.from_dense(_shown(), tile=(16, 16))
+_BLOCKS = BlockMask.from_dense(shown(), tile=(16, 16))
 _SOFTENED = flashtile.trace_score_mod(_softened)
 
 _QKV = ((-1, SEQ, HEADS, DIM),) * 3
@@ -183,7 +183,7 @@ CALLS: dict[str, PublicCall] = {
     "attention_varlen: score_mod": PublicCall(_packed(score_mod=lambda q: _SOFTENED), _TOKENS),
     "attention_varlen: key_lengths": PublicCall(_packed(key_lengths=lambda q: _cumulative(q).diff() // 2), _TOKENS),
     "attention_varlen: mask": PublicCall(
-        _packed(mask=lambda q: _shown(7, 7), max_seqlen_q=lambda q: 7, max_seqlen_k=lambda q: 7), _TOKENS
+        _packed(mask=lambda q: shown(7, 7), max_seqlen_q=lambda q: 7, max_seqlen_k=lambda q: 7), _TOKENS
     ),
     "scaled_dot_product_attention": PublicCall(
         lambda q, k, v: flashtile.scaled_dot_product_attention(q, k, v, is_causal=True), _HEADS_FIRST
@@ -235,19 +235,19 @@ CALLS: dict[str, PublicCall] = {
     ),
     "draw_dropout_seed": PublicCall(lambda: flashtile.draw_dropout_seed(_CPU).new_zeros(1), of_values=True),
     "quantize_fp8": PublicCall(lambda x: [t.float() for t in flashtile.quantize_fp8(x.detach())], _QKV[:1]),
-    "cross_entropy": PublicCall(lambda x: flashtile.cross_entropy(x, _labels(x)), ((-1, 7),)),
+    "cross_entropy": PublicCall(lambda x: flashtile.cross_entropy(x, labels(x)), ((-1, 7),)),
     "cross_entropy: of sequences": PublicCall(
         lambda x: flashtile.cross_entropy(
-            x, _labels(x), label_smoothing=0.1, lse_square_scale=0.1, reduction="none", return_z_loss=True
+            x, labels(x), label_smoothing=0.1, lse_square_scale=0.1, reduction="none", return_z_loss=True
         ),
         ((-1, SEQ, 7),),
     ),
     "linear_cross_entropy": PublicCall(
-        lambda x, weight: flashtile.linear_cross_entropy(x, weight, _labels(x)), ((-1, 6), (7, 6))
+        lambda x, weight: flashtile.linear_cross_entropy(x, weight, labels(x)), ((-1, 6), (7, 6))
     ),
     "linear_cross_entropy: of sequences": PublicCall(
         lambda x, weight, bias: flashtile.linear_cross_entropy(
-            x, weight, _labels(x), bias, label_smoothing=0.1, reduction="none"
+            x, weight, labels(x), bias, label_smoothing=0.1, reduction="none"
         ),
         ((-1, SEQ, 6), (7, 6), (7,)),
     ),
@@ -336,7 +336,7 @@ CALLS: dict[str, PublicCall] = {
     "trace_score_mod": PublicCall(
         lambda x: flashtile.attention(x, x, x, score_mod=flashtile.trace_score_mod(_softened)), _QKV[:1], of_values=True
     ),
-    "BlockMask.from_dense": _of_pattern(lambda: BlockMask.from_dense(_shown(), tile=(16, 16))),
+    "BlockMask.from_dense": _of_pattern(lambda: BlockMask.from_dense(shown(), tile=(16, 16))),
     "BlockMask.from_predicate": _of_pattern(
         lambda: BlockMask.from_predicate(lambda b, h, q, k: q >= k, None, None, 40, 40, device=_CPU)
     ),

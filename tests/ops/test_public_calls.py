@@ -4,15 +4,19 @@ results that are changed in place, and the arithmetic that PyTorch's counter see
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 import flashtile
 from flashtile.testing import assert_same
-from public_calls import CALLS, ROWS, PublicCall
+from public_calls import CALLS, ROWS, PublicCall, labels, shown
 
 #: Public names that are no functions of tensors, or whose functions are attributes of them.
 NO_CALLS = {
@@ -169,3 +173,137 @@ def test_results_of_each_backend_can_be_changed_in_place(device: str, backend: s
             )
             for result in results:
                 result.add_(1)
+
+
+def counted(run: Callable[[], object]) -> dict[str, int]:
+    """The operations of our operators that PyTorch's counter sees."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    of_all = {
+        str(name).removeprefix("flashtile."): count for name, count in counter.get_flop_counts()["Global"].items()
+    }
+    return {name: count for name, count in of_all.items() if "aten" not in name}
+
+
+B, S, K, H, D, DV = 2, 6, 9, 4, 8, 16
+PRODUCT = 2 * B * S * K * H
+MASKS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (2, 0), "softcap": 5.0},
+    "key_lengths": {"key_lengths": torch.tensor([3, 9])},
+    "mask": {"mask": shown(S, K)},
+    "block_mask": {"block_mask": flashtile.BlockMask.from_dense(shown(S, K))},
+    "dropout": {"dropout_p": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_flops_of_attention_are_those_of_all_pairs(name: str) -> None:
+    q, k, v = (
+        torch.randn(B, seq, heads, dim, requires_grad=True) for seq, heads, dim in ((S, H, D), (K, 2, D), (K, 2, DV))
+    )
+    for _ in range(2):  # the second call is like the first
+        flashtile.attention(q, k, v, **MASKS[name]).sum().backward()
+    assert counted(lambda: flashtile.attention(q, k, v, **MASKS[name]).sum().backward()) == {
+        "attention_forward": sdpa_flop_count((B, H, S, D), (B, 2, K, D), (B, 2, K, DV)),
+        "attention_backward": sdpa_backward_flop_count((B, H, S, DV), (B, H, S, D), (B, 2, K, D), (B, 2, K, DV)),
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_flops_on_a_gpu(backend: str) -> None:
+    """There, a backward runs in another thread."""
+    q = torch.randn(B, 64, H, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    run = lambda: flashtile.attention(q, q, q, causal=True, backend=backend).sum().backward()  # noqa: E731
+    run()
+    product = 2 * B * 64 * 64 * H * 64
+    assert counted(run) == {"attention_forward": 2 * product, "attention_backward": 5 * product}
+
+
+def test_flops_of_packed_attention_are_those_of_each_sequence() -> None:
+    q, k = torch.randn(12, H, D, requires_grad=True), torch.randn(14, H, D)
+    ends = torch.tensor([0, 2, 2, 10]), torch.tensor([0, 3, 8, 13], dtype=torch.int32)  # 2 · 3 and 8 · 5 pairs
+    assert counted(lambda: flashtile.attention_varlen(q, k, k, *ends, causal=True).sum().backward()) == {
+        "attention_forward": 2 * 46 * H * 2 * D,
+        "attention_backward": 2 * 46 * H * 5 * D,
+    }
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        given = [mode.from_tensor(t) for t in (q, k, k, *ends)]
+        bound = counted(lambda: flashtile.attention_varlen(*given, max_seqlen_q=9, max_seqlen_k=5))
+    assert bound == {"attention_forward": 2 * 12 * 5 * H * 2 * D}
+
+
+FLOPS: dict[str, tuple[Callable[..., object], tuple[tuple[int, ...], ...], dict[str, int]]] = {
+    "column sums": (
+        lambda q, k: flashtile.attention_column_sums(q, k, torch.zeros(B, H, S)),
+        ((B, S, H, D), (B, K, H, D)),
+        {"attention_column_sums": PRODUCT * D},
+    ),
+    "part": (
+        lambda q, k: flashtile.attention_part(q, k, k, flashtile.AttentionPart(0, 0, 2 * S, 2 * K)),
+        ((B, S, H, D), (B, K, H, D)),
+        {"attention_forward": PRODUCT * 2 * D},
+    ),
+    "cache": (
+        lambda q, cache: [flashtile.attention_with_kv_cache(q, cache, cache, cache_lengths=4) for _ in range(2)],
+        ((B, 1, H, D), (B, K, H, D)),
+        {"attention_cached": 2 * 2 * B * 4 * H * 2 * D},
+    ),
+    "appended": (
+        lambda q, cache, new: flashtile.attention_with_kv_cache(
+            q, cache, cache.clone(), new, new, cache_lengths=torch.tensor([1, 5])
+        ),
+        ((B, 2, H, D), (B, K, H, D), (B, 2, H, D)),
+        {"attention_cached_": 2 * 2 * (1 + 2 + 5 + 2) * H * 2 * D},
+    ),
+    "accumulate": (
+        lambda x, dout, total: flashtile.linear_bias_wgrad(x, dout, main_grad=total),
+        ((5, 3), (5, 7), (7, 3)),
+        {"dense_accumulate": 2 * 5 * 3 * 7},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLOPS)
+def test_flops_of_other_operators(name: str) -> None:
+    call, shapes, expected = FLOPS[name]
+    tensors = [torch.randn(shape) for shape in shapes]
+    call(*tensors)
+    assert counted(lambda: call(*tensors)) == expected
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_flops_of_a_linear_loss(reduction: str) -> None:
+    x, weight = torch.randn(5, 3, requires_grad=True), torch.randn(7, 3, requires_grad=True)
+    loss = lambda: flashtile.linear_cross_entropy(x, weight, labels(x), reduction=reduction).sum()  # noqa: E731
+    one = 2 * 5 * 3 * 7
+    forward, backward = "linear_cross_entropy_forward", "linear_cross_entropy_backward"
+    assert counted(lambda: loss().backward()) == (
+        {forward: 3 * one} if reduction == "mean" else {forward: one, backward: 3 * one}
+    )
+
+
+def test_every_operator_with_products_has_a_formula() -> None:
+    """The others compute elements, sums and exponentials."""
+    without = {
+        "cross_entropy_backward", "cross_entropy_backward_", "cross_entropy_forward", "dense_activate",
+        "dense_activate_backward", "dense_column_sum", "layer_norm_backward", "layer_norm_forward", "rotary", "rotary_",
+        "softmax_backward", "softmax_forward",
+    }  # fmt: skip
+    defined = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("flashtile::")}
+    counted = {str(op).removeprefix("flashtile.") for op in flop_registry if str(op).startswith("flashtile.")}
+    assert counted == defined - without
+
+
+@pytest.mark.parametrize("order", ["flashtile first", "counter first", "never"])
+def test_the_counter_and_flashtile_are_imported_in_any_order(order: str) -> None:
+    ours, theirs = "import torch, flashtile, sys; flashtile.attention", "import torch.utils.flop_counter"
+    counts = "assert any('attention_forward' in str(op) for op in torch.utils.flop_counter.flop_registry)"
+    lines = {
+        "flashtile first": [ours, theirs, counts],
+        "counter first": [theirs, ours, counts],
+        "never": [ours, "assert 'torch.utils.flop_counter' not in sys.modules and 'triton' not in sys.modules"],
+    }[order]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=120)

@@ -6,11 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention import checks, select
+from flashtile.ops.attention import checks, flops, select
 from flashtile.ops.attention.arguments import SIDE_SCHEMA, SPEC_SCHEMA, side_tensors, unflatten
 from flashtile.ops.attention.calls import readable_side, rows_contiguous
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, lse_dtype, plain_side
 from flashtile.ops.common import dispatch
+from flashtile.ops.common.flops import register_flops
 
 _library = torch.library.Library("flashtile", "FRAGMENT")
 _library.define(
@@ -62,3 +63,4 @@ def _fake(q, k, lse, *rest):
 for _device in ("CPU", "CUDA"):
     _library.impl("attention_column_sums", _implementation, _device)
 dispatch.register_fake("flashtile::attention_column_sums", _fake, _library)
+register_flops("attention_column_sums", flops.column_sums)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.ops.attention import flops
 from flashtile.ops.attention.arguments import (
     GRADIENTS_SCHEMA,
     LEARNED,
@@ -48,6 +49,7 @@ from flashtile.ops.attention.spec import (
     wanted_of,
 )
 from flashtile.ops.common import dispatch
+from flashtile.ops.common.flops import register_flops
 
 _library = torch.library.Library("flashtile", "DEF")
 _library.define(
@@ -427,3 +429,6 @@ dispatch.register_fake("flashtile::attention_forward", _forward_fake, _library)
 dispatch.register_fake("flashtile::attention_backward", _backward_fake, _library)
 torch.library.register_vmap("flashtile::attention_forward", _vmap_rule(_forward_op, 3), lib=_library)
 torch.library.register_vmap("flashtile::attention_backward", _vmap_rule(_backward_op, 7), lib=_library)
+register_flops("attention_forward", flops.forward)
+register_flops("attention_backward", flops.backward)
+register_flops("attention_backward_single", flops.backward)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flashtile.ops.common import dispatch
 from flashtile.ops.common.backends import standard_backends
+from flashtile.ops.common.flops import product_flops, register_flops
 from flashtile.ops.cross_entropy import linear, reference
 from flashtile.ops.cross_entropy.linear import LinearGradients, LinearOperands, LinearResults, Wanted
 from flashtile.ops.cross_entropy.operator import SPEC_SCHEMA, refuse_second_order, refuse_transformed
@@ -228,6 +229,16 @@ def _results(flat: Sequence[Tensor], spec: CrossEntropySpec, wanted: Wanted) -> 
     return LinearResults(loss, z_loss, normaliser, scale, gradients)
 
 
+def _forward_flops(x, weight, bias, labels, *arguments, **_):
+    """The logits, and the gradients of x and weight that are made with the loss."""
+    wanted = Wanted(*arguments[_SPEC:-1])
+    return (1 + wanted.x + wanted.weight) * product_flops(*x.shape, weight.shape[0])
+
+
+def _backward_flops(dloss, scale, x, weight, bias, labels, normaliser, *arguments, **_):
+    return _forward_flops(x, weight, bias, labels, *arguments)
+
+
 for _device in ("CPU", "CUDA"):
     _library.impl("linear_cross_entropy_forward", _forward_implementation, _device)
     _library.impl("linear_cross_entropy_backward", _backward_implementation, _device)
@@ -236,3 +247,5 @@ for _name in ("linear_cross_entropy_forward", "linear_cross_entropy_backward"):
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 dispatch.register_fake("flashtile::linear_cross_entropy_forward", _forward_fake, _library)
 dispatch.register_fake("flashtile::linear_cross_entropy_backward", _backward_fake, _library)
+register_flops("linear_cross_entropy_forward", _forward_flops)
+register_flops("linear_cross_entropy_backward", _backward_flops)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flashtile.ops.common import dispatch
 from flashtile.ops.common.backends import standard_backends
+from flashtile.ops.common.flops import product_flops, register_flops
 from flashtile.ops.dense import products, reference
 from flashtile.ops.dense.spec import ActivationGradients, ActivationSpec
 
@@ -326,3 +327,5 @@ for _name, (_implementation, _fake) in _IMPLEMENTATIONS.items():
     # Autograd is recorded above the operators, by the functions here, and never inside (see the implementations).
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
     dispatch.register_fake(f"flashtile::{_name}", _fake, _library)
+# The other products are PyTorch's own operators.
+register_flops("dense_accumulate", lambda main_grad, dout, x, **_: product_flops(dout.shape[1], *x.shape))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashtile.ops.common import dispatch, watch
 from flashtile.ops.common.backends import standard_backends
+from flashtile.ops.common.flops import product_flops, register_flops, values_on_host
 from flashtile.ops.kv_cache import checks
 from flashtile.ops.kv_cache.calls import Forward
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype
@@ -96,9 +97,21 @@ def _fake(q, k_cache, v_cache, *rest):
     return out, q.new_empty((batch, heads, seq_q), dtype=lse_dtype(q.dtype))
 
 
+def _flops(*arguments, **_):
+    """Two products over all pairs of a query and a row of its sequence, also of rows that are not visible."""
+    call, spec = CacheCall(*arguments[:_TENSORS]), CacheSpec(*arguments[_TENSORS:-1])
+    batch, seq_q, heads, head_dim = call.q.shape
+    rows = batch * (spec.length + call.seq_new)
+    if call.cache_lengths is not None:
+        lengths = values_on_host(call.cache_lengths)
+        rows = batch * call.capacity if lengths is None else sum(lengths) + batch * call.seq_new
+    return product_flops(seq_q * rows * heads, head_dim + call.v_cache.shape[-1], 1)
+
+
 for _name in ("attention_cached", "attention_cached_"):
     for _device in ("CPU", "CUDA"):
         _library.impl(_name, _implementation, _device)
     # Nothing is recorded: inputs that want a gradient are refused above the operators.
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
     dispatch.register_fake(f"flashtile::{_name}", _fake, _library)
+    register_flops(_name, _flops)
