@@ -164,6 +164,7 @@ def helpers(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
 
 #: Arguments that are refused, and how the message goes.
 REFUSED = {
+    "flag": ({"return_lse": "no"}, "return_lse: expected True or False, got 'no'"),
     "strategy": ({"strategy": "rings"}, "strategy: expected one of ring, all_to_all"),
     "mesh": ({"strategy": "ring_all_to_all"}, "mesh: expected 2 dimensions for strategy='ring_all_to_all', got 1"),
     "heads": ({"strategy": "all_to_all", "shape": (1, 8, 3, 4)}, "expected a number of query heads that 2 ranks"),

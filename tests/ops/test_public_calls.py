@@ -4,6 +4,7 @@ results that are changed in place, and the arithmetic that PyTorch's counter see
 from __future__ import annotations
 
 import functools
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -88,6 +89,53 @@ def results_and_gradients(call: PublicCall, leaves: list[Tensor]) -> list[Tensor
     if recorded:
         results += [g for g in torch.autograd.grad(sum(recorded), leaves, allow_unused=True) if g is not None]
     return [result.detach() for result in results]
+
+
+def _bool_arguments(function: Callable[..., object]) -> list[str]:
+    return [name for name, p in inspect.signature(function).parameters.items() if isinstance(p.default, bool)]
+
+
+_FLAGS = [
+    (call, flag)
+    for name in flashtile.__all__
+    if callable(function := getattr(flashtile, name)) and not isinstance(function, type)
+    for flag in _bool_arguments(function)
+    if (call := next((call for call in CALLS if call.partition(":")[0] == name), None))
+]
+
+
+@pytest.mark.parametrize("value", ["no", 1])
+@pytest.mark.parametrize("name, flag", _FLAGS)
+def test_flags_are_bools(name: str, flag: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a call like an earlier one, for which little is checked."""
+    call, function = CALLS[name], name.partition(":")[0]
+    public = getattr(flashtile, function)
+    call.results(*call.leaves(ROWS))
+
+    def with_flag(*arguments: object, **options: object) -> object:
+        return public(*arguments, **(options | {flag: value}))
+
+    monkeypatch.setattr(flashtile, function, with_flag)
+    if call.function is public:
+        call = call._replace(function=with_flag)
+    with pytest.raises(TypeError, match=f"^{flag}: expected True or False, got {value!r}"):
+        call.results(*call.leaves(ROWS))
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.shapes])
+def test_lazily_negated_tensors(name: str) -> None:
+    """Tensors whose memory holds the opposite numbers, such as `z.conj().imag`."""
+    call = CALLS[name]
+    leaves = call.leaves(ROWS)
+    found = []
+    for view in (torch.clone, lambda leaf: torch._neg_view(-leaf)):
+        mine = [leaf.clone().requires_grad_() for leaf in leaves]
+        results = call.results(*map(view, mine))
+        recorded = [out.square().sum() for out in results if out.requires_grad]
+        if recorded:
+            results += [g for g in torch.autograd.grad(sum(recorded), mine, allow_unused=True) if g is not None]
+        found.append([result.detach() for result in results])
+    assert_same(found[1], found[0])
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -17,6 +17,13 @@ import flashtile
 TENSORS = ("bias", "mask", "alibi_slopes", "sinks", "key_lengths", "dropout_seed")
 
 
+def check_flags(**flags: bool) -> None:
+    """For flags that the ranks follow before any of them makes a call of attention."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: expected True or False, got {flag!r}; use bool(...)")
+
+
 def check_tensors(tensors: dict[str, Tensor | None], packed: bool) -> None:
     """As far as the tensors of a call, by name, must be known here: `check_whole` checks the rest."""
     dims = 3 if packed else 4

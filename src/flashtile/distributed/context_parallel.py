@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import flashtile
 from flashtile.distributed.checks import (
     check_block_mask,
+    check_flags,
     check_tensors,
     check_whole,
     documents_of,
@@ -158,6 +159,10 @@ def context_parallel_attention(
         Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers" (2023); Brandon et al., "Striped Attention"
         (2023), which balances as zigzag does; Jacobs et al., "DeepSpeed Ulysses" (2023); Fang, Zhao, "USP" (2024).
     """
+    check_flags(
+        causal=causal, return_lse=return_lse, return_max_scores=return_max_scores, reduce_gradients=reduce_gradients,
+        deterministic=deterministic,
+    )  # fmt: skip
     places = places_of(mesh)
     packed = cu_seqlens is not None
     named = {

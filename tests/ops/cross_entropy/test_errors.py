@@ -29,6 +29,7 @@ _LOGITS, _LABELS = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
         ({"label_smoothing": "1"}, TypeError, "label_smoothing: expected a float, got '1'"),
         ({"logit_scale": torch.ones(())}, TypeError, "logit_scale: expected a float, got a Tensor; reading it would"),
         ({"logit_scale": float("inf")}, ValueError, "logit_scale: expected a finite number, got inf"),
+        ({"logit_scale": 1e39}, ValueError, "logit_scale: expected a magnitude of at most 2.3e+38"),
         ({"lse_square_scale": float("nan")}, ValueError, "lse_square_scale: expected a finite number, got nan"),
         ({"ignore_index": 1.0}, TypeError, "ignore_index: expected an int, got 1.0"),
         ({"ignore_index": 2**70}, ValueError, "ignore_index: expected an integer of 64 bits, as labels are, got 11805"),
@@ -36,11 +37,16 @@ _LOGITS, _LABELS = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
         ({"reduction": "max"}, ValueError, "reduction: expected one of 'none', 'mean', 'sum', got 'max'"),
         ({"return_z_loss": 1}, TypeError, "return_z_loss: expected True or False, got 1"),
         ({"inplace_backward": 1}, TypeError, "inplace_backward: expected True or False, got 1"),
+        (
+            {"inplace_backward": True, "logits": torch._neg_view(_LOGITS)},
+            ValueError,
+            "logits: expected a tensor that holds its own numbers",
+        ),
         ({"process_group": "world"}, TypeError, "process_group: expected a torch.distributed.ProcessGroup, got str"),
         ({"backend": "x"}, ValueError, "backend: expected one of"),
         ({"backend": "triton", "logits": _LOGITS.double()}, ValueError, "backend: 'triton' cannot serve this call"),
     ],
-    ids=range(22),
+    ids=range(24),
 )
 def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):

@@ -233,6 +233,8 @@ _APPEND = {"k": _NEW, "v": _NEW, "cache_lengths": 3}
 _WIDE = torch.randn(2, 20, 2, 15)
 _CACHES = dict(zip(("k_cache", "v_cache"), torch.randn(2, 2, 20, 2, 8)))
 _PAGES = dict(zip(("k_cache", "v_cache"), torch.randn(2, 4, 16, 2, 8)))
+_LINE = torch.randn(1000)
+_OTHER_STRIDES = _LINE[312:].as_strided((2, 20, 2, 8), (320, 8, 160, 1))
 _COS, _SIN = flashtile.rotary_tables(24, 8)
 _ROTARY = {**_APPEND, "rotary_cos": _COS, "rotary_sin": _SIN}
 _FULL = torch.tensor([3, 20])
@@ -251,7 +253,22 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "cache-expanded": (
         ValueError,
         {**_APPEND, "v_cache": _CACHE[:1].expand(2, -1, -1, -1)},
-        "v_cache: expected memory of its own for each row that is written, got an expanded tensor",
+        "v_cache: expected memory of its own for each element, because it is written in place, got shape",
+    ),
+    "cache-overlaps-itself": (
+        ValueError,
+        {**_APPEND, **_CACHES, "k_cache": torch.randn(400).as_strided((2, 20, 2, 8), (160, 8, 8, 1))},
+        "k_cache: expected memory of its own for each element, because it is written in place, got shape",
+    ),
+    "cache-other-strides": (
+        ValueError,
+        {**_APPEND, "k_cache": _LINE.as_strided((2, 20, 2, 8), (320, 16, 8, 1)), "v_cache": _OTHER_STRIDES},
+        "k_cache, v_cache: expected memory of its own for each of them",
+    ),
+    "cache-negated": (
+        ValueError,
+        {**_APPEND, **_CACHES, "v_cache": torch._neg_view(_CACHES["v_cache"])},
+        "v_cache: expected a tensor that holds its own numbers, because it is written in place",
     ),
     "cache-shared": (ValueError, _APPEND, "k_cache, v_cache: expected memory of its own for each of them"),
     "cache-overlapping": (
@@ -332,6 +349,7 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "window": (TypeError, {"window": 3}, "window: expected a pair (left, right), got 3"),
     "softcap": (ValueError, {"softcap": -1.0}, "softcap: expected a finite number of at least 0, got -1.0"),
     "scale": (ValueError, {"scale": float("inf")}, "scale: expected a finite number, got inf"),
+    "scale-large": (ValueError, {"scale": 1e39}, "scale: expected a magnitude of at most 2.3e+38"),
     "splits": (ValueError, {"num_splits": 0}, "num_splits: expected from 1 to 128, got 0"),
     "splits-many": (ValueError, {"num_splits": 129}, "num_splits: expected from 1 to 128, got 129"),
     "splits-type": (TypeError, {"num_splits": 2.0}, "num_splits: expected an int or None, got 2.0"),

@@ -55,6 +55,7 @@ BAD_SUMS = {
     "epsilon-negative": (ValueError, {"epsilon": -1.0}, ("epsilon: expected a finite number of at least 0, got -1.0",)),
     "epsilon-text": (TypeError, {"epsilon": "small"}, ("epsilon: expected a float, got 'small'",)),
     "const-nan": (ValueError, {"rowscale_const": float("nan")}, ("rowscale_const: expected a finite number",)),
+    "const-large": (ValueError, {"rowscale_const": 1e39}, ("rowscale_const: expected a magnitude of at most",)),
     "prenorm": (TypeError, {"prenorm": 1}, ("prenorm: expected True or False, got 1",)),
     "in-fp32": (TypeError, {"residual_in_fp32": None}, ("residual_in_fp32: expected True or False, got None",)),
     "backend": (ValueError, {"backend": "cuda"}, ("backend: expected one of 'auto'", "got 'cuda'")),

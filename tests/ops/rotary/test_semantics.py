@@ -86,6 +86,18 @@ def test_packed_sequences_begin_anew(backend: str) -> None:
 
 
 @both_backends
+@pytest.mark.parametrize("strides", [(0, 32, 8, 1), (40, 8, 8, 1)], ids=["expanded", "overlapping"])
+def test_rows_that_share_memory_are_not_rotated_in_place(strides: tuple[int, ...], backend: str) -> None:
+    x = torch.randn(400).as_strided((2, 5, 4, 8), strides)
+    with pytest.raises(ValueError, match=r"x: expected memory of its own for each element, because it is written"):
+        flashtile.apply_rotary(x, _COS, _SIN, inplace=True, backend=backend)
+    assert_same(
+        flashtile.apply_rotary(x, _COS, _SIN, backend=backend),
+        flashtile.apply_rotary(x.contiguous(), _COS, _SIN, backend=backend),
+    )
+
+
+@both_backends
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
 def test_packed_projections(inplace: bool, backend: str) -> None:
     qkv, options = normal(2, 5, 3, 4, 8), {"inplace": inplace, "backend": backend}
@@ -119,7 +131,7 @@ def test_what_pytorch_negates_cannot_be_rotated_in_place(backend: str) -> None:
         flashtile.apply_rotary(view, _COS, _SIN, backend=backend),
         flashtile.apply_rotary(x, _COS, _SIN, backend=backend),
     )
-    with pytest.raises(ValueError, match=r"x: expected a tensor that holds its own numbers for inplace=True"):
+    with pytest.raises(ValueError, match=r"x: expected a tensor that holds its own numbers, because it is written"):
         flashtile.apply_rotary(view, _COS, _SIN, inplace=True, backend=backend)
 
 

@@ -114,3 +114,43 @@ def test_what_does_not_fit_is_refused(changes, message):
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         flashtile.merge_attention_(**given | changes)
+
+
+def _check_lazily_negated(backend: str, device: str = "cpu") -> None:
+    """What is read may be lazily negated, but not what is written."""
+    (out, lse), *_ = _parts(torch.float32, 16, device)
+    running = torch.zeros_like(out), torch.full_like(lse, -torch.inf), torch.zeros_like(lse)
+    results = []
+    for view in (torch.clone, lambda t: torch._neg_view(-t)):
+        state = [t.clone() for t in running]
+        flashtile.merge_attention_(*state, view(out), view(lse), backend=backend)
+        results.append((*state, *flashtile.finish_attention(*map(view, state), torch.float32, backend=backend)))
+    assert_same(results[1], results[0])
+    for place, name in enumerate(("acc", "row_max", "row_sum")):
+        state = [torch._neg_view(t.clone()) if number == place else t.clone() for number, t in enumerate(running)]
+        with pytest.raises(ValueError, match=f"{name}: expected a tensor that holds its own numbers"):
+            flashtile.merge_attention_(*state, out, lse, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_lazily_negated_tensors(backend: str) -> None:
+    _check_lazily_negated(backend)
+
+
+@pytest.mark.interpreter
+def test_lazily_negated_tensors_in_interpreted_kernels() -> None:
+    _check_lazily_negated("triton")
+
+
+@pytest.mark.gpu
+def test_lazily_negated_tensors_on_a_gpu() -> None:
+    _check_lazily_negated("triton", "cuda")
+
+
+def test_a_running_result_that_shares_memory_is_refused() -> None:
+    (out, lse), *_ = _parts(torch.float32, 16)
+    acc, row_max = torch.zeros_like(out), torch.zeros_like(lse)
+    with pytest.raises(ValueError, match="row_max, row_sum: expected memory of its own for each of them"):
+        flashtile.merge_attention_(acc, row_max, row_max, out, lse)
+    with pytest.raises(ValueError, match="acc: expected memory of its own for each element"):
+        flashtile.merge_attention_(acc[:1].expand_as(acc), row_max, row_max.clone(), out, lse)

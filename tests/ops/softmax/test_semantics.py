@@ -154,11 +154,12 @@ _X = torch.randn(2, 3, 4, 5)
         ({"scale": "1"}, TypeError, "scale: expected a float, got '1'"),
         ({"scale": torch.ones(())}, TypeError, "scale: expected a float, got a Tensor; reading it would synchronise"),
         ({"scale": float("inf")}, ValueError, "scale: expected a finite number, got inf"),
+        ({"scale": 3e38}, ValueError, "scale: expected a magnitude of at most 2.3e+38"),
         ({"backend": "x"}, ValueError, "backend: expected one of"),
         ({"backend": np.array("cpu")}, ValueError, "backend: expected one of"),
         ({"backend": np.array(["cpu", "auto"])}, ValueError, "backend: expected one of"),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):

@@ -153,6 +153,8 @@ def attention(
         refuse_by_position(attention, by_position)
     if other_names:
         refuse_other_names(attention, other_names)
+    if not (type(return_lse) is type(return_max_scores) is bool):
+        checks.raise_not_bool(return_lse=return_lse, return_max_scores=return_max_scores)
     unchanged = (
         bias is None and alibi_slopes is None and mask is None and block_mask is None and score_mod is None
         and sinks is None and descale_q is None and descale_k is None and descale_v is None
@@ -297,6 +299,8 @@ def attention_varlen(
         refuse_by_position(attention_varlen, by_position)
     if other_names:
         refuse_other_names(attention_varlen, other_names)
+    if not (type(return_lse) is type(return_max_scores) is bool):
+        checks.raise_not_bool(return_lse=return_lse, return_max_scores=return_max_scores)
     given: Aux = ()
     key = repeated.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
     if key is not None:

@@ -62,9 +62,9 @@ def build_spec(
     if not (isinstance(causal, bool) and isinstance(deterministic, bool)):
         checks.raise_not_bool(causal=causal, deterministic=deterministic)
     left, right = checks.resolve_window(causal, window)
-    scale = checks.resolve_scale(scale, q.shape[-1])
+    scale = checks.resolve_scale(scale, q.shape[-1], q.dtype)
     scale = representable_scale(scale, q.dtype)
-    softcap = 0.0 if softcap is None else checks.resolve_softcap(softcap)
+    softcap = 0.0 if softcap is None else checks.resolve_softcap(softcap, scale, q.dtype)
     deterministic = deterministic or deterministic_mode()
     return AttentionSpec(scale, left, right, align == "top_left", dropout_p, deterministic, softcap)
 

@@ -91,6 +91,7 @@ def explain(
         TypeError, ValueError: as the call itself, and for an unknown device.
     """
     given = take(explain, options, _NAMES)
+    checks.raise_not_bool(return_lse=given.return_lse, return_max_scores=given.return_max_scores)
     packed = cu_seqlens_q is not None
     q, k, v = checked_qkv(q, k, v, PACKED_LAYOUT if packed else DENSE_LAYOUT, eight_bits=True)
     seed = given.dropout_seed

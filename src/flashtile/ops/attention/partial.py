@@ -103,6 +103,7 @@ def attention_part(
         TypeError, ValueError: as `attention`, or the part does not lie in the larger call.
     """
     given = take(attention_part, options, _PART_NAMES)
+    checks.raise_not_bool(return_max_scores=return_max_scores)
     checks.check_tensors(q=q, k=k, v=v)
     q, k, v = checks.autocast(q, k, v)
     side, spec = _described(q, k, v, part, cu_seqlens, max_seqlen, given)

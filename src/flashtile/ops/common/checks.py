@@ -115,13 +115,31 @@ def as_float(name: str, value: float, why_not_tensor: str = "reading it would sy
         raise ValueError(f"{name}: expected a number that a float holds, got one beyond 1.8e308; pass less") from None
 
 
+def largest_number(dtype: torch.dtype) -> float:
+    """The largest number in what computes with inputs of a dtype, float64 or float32: finite also times log₂e."""
+    return _LARGEST_DOUBLE if dtype is torch.float64 else _LARGEST_FLOAT
+
+
+_LARGEST_FLOAT, _LARGEST_DOUBLE = (torch.finfo(dtype).max / 1.5 for dtype in (torch.float32, torch.float64))
+
+
 def finite_float(
-    name: str, value: float, remedy: str, why_not_tensor: str = "reading it would synchronise, pass a number"
+    name: str,
+    value: float,
+    remedy: str,
+    why_not_tensor: str = "reading it would synchronise, pass a number",
+    dtype: torch.dtype = torch.float64,
 ) -> float:
-    """A finite number of any type as a float."""
+    """A number of any type as a float, finite in what computes with inputs of `dtype`."""
     value = as_float(name, value, why_not_tensor)
     if not abs(value) < math.inf:  # not math.isfinite, which torch.compile cannot trace where floats are dynamic
         raise ValueError(f"{name}: expected a finite number, got {value}; {remedy}")
+    largest = largest_number(dtype)
+    if abs(value) > largest:
+        raise ValueError(
+            f"{name}: expected a magnitude of at most {largest:.1e}, which the arithmetic of {dtype} inputs can hold, "
+            f"got {value}; {remedy}"
+        )
     return value
 
 

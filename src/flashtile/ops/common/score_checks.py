@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from flashtile.ops.common.checks import as_float, check_device, check_tensors, finite_float
+from flashtile.ops.common.checks import as_float, check_device, check_tensors, finite_float, largest_number
 from flashtile.ops.common.sizes import differ
 
 
@@ -32,20 +32,28 @@ def resolve_window(causal: bool, window: tuple[int | None, int | None] | None) -
     return left, 0 if causal else right
 
 
-def resolve_scale(scale: float | None, head_dim: int) -> float:
+def resolve_scale(scale: float | None, head_dim: int, dtype: torch.dtype) -> float:
+    """The scale of the scores of q in a dtype."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     why_not_tensor = "reading it would synchronise, multiply q by it instead"
-    return finite_float("scale", scale, "leave it out for 1/sqrt(head_dim)", why_not_tensor)
+    remedy = "leave it out for 1/sqrt(head_dim)"
+    return finite_float("scale", scale, remedy, why_not_tensor, dtype)
 
 
-def resolve_softcap(softcap: float | None) -> float:
-    """The soft cap as a float, 0.0 for none."""
+def resolve_softcap(softcap: float | None, scale: float, dtype: torch.dtype) -> float:
+    """The soft cap as a float, 0.0 for none, beside the scale of the scores of q in a dtype."""
     if softcap is None:
         return 0.0
     softcap = as_float("softcap", softcap)
     if not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap: expected a finite number of at least 0, got {softcap}; leave it out for no cap")
+    largest = largest_number(dtype)
+    if softcap > largest or abs(scale) > softcap * largest > 0:
+        raise ValueError(
+            f"softcap: expected at most {largest:.1e}, and as much of scale / softcap, got {softcap} beside a scale of "
+            f"{scale}; leave it out for no cap"
+        )
     return softcap
 
 

@@ -88,6 +88,7 @@ def cross_entropy(
     columns = logits.shape[-1]
     spec = checks.make_spec(
         columns,
+        logits.dtype,
         label_smoothing,
         logit_scale,
         lse_square_scale,
@@ -159,6 +160,7 @@ def linear_cross_entropy(
     checks.check_labels(labels, x.shape[:-1], x.device, "x")
     spec = checks.make_spec(
         weight.shape[0],
+        x.dtype,
         label_smoothing,
         logit_scale,
         lse_square_scale,

@@ -18,6 +18,7 @@ from flashtile.ops.common.checks import (
     raise_not_bool,
     read_on_request,
 )
+from flashtile.ops.common.memory import check_own_numbers
 from flashtile.ops.common.sizes import differ
 from flashtile.ops.cross_entropy.spec import MAX_COLUMNS, REDUCTIONS, CrossEntropySpec
 
@@ -108,6 +109,7 @@ def check_label_values(labels: Tensor, spec: CrossEntropySpec) -> None:
 
 def make_spec(
     columns: int,
+    dtype: torch.dtype,
     label_smoothing: float,
     logit_scale: float,
     lse_square_scale: float,
@@ -116,7 +118,7 @@ def make_spec(
     return_z_loss: bool,
     process_group: ProcessGroup | None,
 ) -> CrossEntropySpec:
-    """Checks the scalars of a call; `columns` are those of this process."""
+    """Checks the scalars of a call; `columns` are those of this process, `dtype` that of its logits."""
     label_smoothing = as_float("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(
@@ -124,8 +126,8 @@ def make_spec(
         )
     undefined = "the loss is not defined with it"
     why_not_tensor = "reading it would synchronise, multiply the logits by it instead"
-    logit_scale = finite_float("logit_scale", logit_scale, undefined, why_not_tensor)
-    lse_square_scale = finite_float("lse_square_scale", lse_square_scale, undefined)
+    logit_scale = finite_float("logit_scale", logit_scale, undefined, why_not_tensor, dtype)
+    lse_square_scale = finite_float("lse_square_scale", lse_square_scale, undefined, dtype=dtype)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index: expected an int, got {ignore_index!r}; use int(...)")
     if not -(2**63) <= ignore_index < 2**63:
@@ -160,6 +162,7 @@ def _share(process_group: ProcessGroup, columns: int) -> tuple[int, int, str]:
 
 def check_inplace(logits: Tensor) -> None:
     """Checks that the gradient of logits `[..., vocabulary]` can be written to their memory."""
+    check_own_numbers("logits", logits, "use inplace_backward=False")
     try:
         rows = logits.view(-1, logits.shape[-1])
     except RuntimeError:

@@ -190,12 +190,13 @@ def attention_with_kv_cache(
     if rotary_cos is not None or rotary_sin is not None:
         checks.check_rotary(q, rotary_cos, rotary_sin, k, positions)
     batch, _, heads, head_dim = q.shape
+    scale = checks.resolve_scale(scale, head_dim, q.dtype)
     spec = CacheSpec(
         length,
-        checks.resolve_scale(scale, head_dim),
+        scale,
         left,
         right,
-        checks.resolve_softcap(softcap),
+        checks.resolve_softcap(softcap, scale, q.dtype),
         rotary_interleaved,
         checks.resolve_splits(num_splits),
     )

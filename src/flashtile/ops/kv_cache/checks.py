@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -17,6 +15,7 @@ from flashtile.ops.common.checks import (
     raise_not_bool,
     readable,
 )
+from flashtile.ops.common.memory import check_own_numbers, check_writable, share_memory
 from flashtile.ops.common.score_checks import (
     resolve_alibi_slopes,
     resolve_scale,
@@ -49,6 +48,7 @@ __all__ = [
 ]
 
 _Int = (int, torch.SymInt)
+_REMEDY = "make the cache once for all steps"
 
 
 def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
@@ -132,7 +132,7 @@ def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
 
 
 def check_appended(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> None:
-    """Checks the new keys and values against q and the caches."""
+    """Checks the new keys and values against q and the caches, which they are written to."""
     if (k is None) is not (v is None):
         given, missing = ("k", "v") if v is None else ("v", "k")
         raise ValueError(f"{missing}: expected a tensor beside {given}, got None; pass both new keys and new values")
@@ -148,6 +148,8 @@ def check_appended(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None
                 f"{name}: expected shape {expected}, as the batch of q and the heads of {name}_cache, got "
                 f"{tuple(tensor.shape)}"
             )
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_own_numbers(name, cache, _REMEDY)
     if k is not None and v is not None and differ(k.shape[1:2], v.shape[1:2]):
         raise ValueError(f"v: expected as many new rows as k has, {k.shape[1]}, got {v.shape[1]}")
 
@@ -287,57 +289,13 @@ def check_no_gradient(**tensors: Tensor | None) -> None:
 
 def check_destinations(k_cache: Tensor, v_cache: Tensor) -> None:
     """Checks that what is written to the caches has a place of its own, for each of their rows and for both of them."""
-    of_k, of_v = k_cache.data_ptr(), v_cache.data_ptr()
-    if k_cache.is_contiguous() and v_cache.is_contiguous():
-        meet = of_k < of_v + v_cache.nbytes and of_v < of_k + k_cache.nbytes
-    else:
-        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-            if any(not stride and size > 1 for stride, size in zip(cache.stride(), cache.shape)):
-                raise ValueError(
-                    f"{name}: expected memory of its own for each row that is written, got an expanded tensor of "
-                    f"strides {cache.stride()}; make it with .contiguous(), once for all steps"
-                )
-        distance, rest = divmod(of_v - of_k, k_cache.element_size())
-        meet = not rest and _meet(distance, k_cache.shape, v_cache.shape, k_cache.stride(), v_cache.stride())
-    if meet:
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_writable(name, cache, _REMEDY)
+    if share_memory(k_cache, v_cache):
         raise ValueError(
             "k_cache, v_cache: expected memory of its own for each of them, because both are written, got caches that "
             "share memory; make two caches, or write the new rows yourself and pass k=None, v=None"
         )
-
-
-@functools.lru_cache(maxsize=1024)
-def _meet(
-    distance: int,
-    k_shape: tuple[int, ...],
-    v_shape: tuple[int, ...],
-    k_strides: tuple[int, ...],
-    v_strides: tuple[int, ...],
-) -> bool:
-    """Whether two caches, so many elements apart, have elements at one address. Those whose strides differ are taken to
-    have none."""
-    # By its stride, how far each dimension leads from an element of k_cache to one of v_cache, down and up.
-    steps: list[tuple[int, int, int]] = []
-    for size_k, size_v, stride_k, stride_v in zip(k_shape, v_shape, k_strides, v_strides):
-        if not size_k or not size_v:
-            return False
-        if size_k > 1 or size_v > 1:
-            if stride_k != stride_v:
-                return False
-            steps.append((stride_k, 1 - size_v, size_k - 1))
-    return _is_sum(distance, sorted(steps))
-
-
-def _is_sum(distance: int, steps: list[tuple[int, int, int]]) -> bool:
-    """Whether a distance is a sum of multiples of strides, between the least and the largest number of each. The steps
-    are sorted by stride: in the usual layouts all before one lead less far than it, and few numbers are tried."""
-    if not steps:
-        return distance == 0
-    *smaller, (stride, least, most) = steps
-    low = sum(each * down for each, down, _ in smaller)
-    high = sum(each * up for each, _, up in smaller)
-    first, last = max(least, -((high - distance) // stride)), min(most, (distance - low) // stride)
-    return any(_is_sum(distance - number * stride, smaller) for number in range(first, last + 1))
 
 
 def check_values(call: CacheCall, spec: CacheSpec) -> None:

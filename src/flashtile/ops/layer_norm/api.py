@@ -232,7 +232,7 @@ def _dropout_add_norm(
         prenorm=prenorm,
         return_dropout_mask=return_dropout_mask,
     )
-    rowscale_const = checks.resolve_rowscale_const(rowscale_const)
+    rowscale_const = checks.resolve_rowscale_const(rowscale_const, operands.x0)
     shape = _check_operands(operands, rowscale_const)
     dropout_p = checks.resolve_dropout(dropout_p, operands.dropout_seed, operands.x0.device, "elements", "x0")
     if not dropout_p:

@@ -140,8 +140,9 @@ def resolve_epsilon(name: str, epsilon: float) -> float:
     return epsilon
 
 
-def resolve_rowscale_const(rowscale_const: float) -> float:
-    return finite_float("rowscale_const", rowscale_const, "1.0 changes nothing")
+def resolve_rowscale_const(rowscale_const: float, x0: Tensor) -> float:
+    check_tensors(x0=x0)
+    return finite_float("rowscale_const", rowscale_const, "1.0 changes nothing", dtype=x0.dtype)
 
 
 def check_values(operands: Operands, spec: NormSpec) -> None:

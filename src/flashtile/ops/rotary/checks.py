@@ -15,6 +15,7 @@ from flashtile.ops.common.checks import (
     raise_not_bool,
     readable,
 )
+from flashtile.ops.common.memory import check_writable
 from flashtile.ops.common.sizes import differ, exceeds, known
 from flashtile.ops.common.table_checks import check_table_pair
 from flashtile.ops.rotary.spec import RotarySpec, Rotation, positions
@@ -47,12 +48,8 @@ def check_input(name: str, x: Tensor, layout: tuple[str, ...]) -> None:
 
 
 def check_inplace(name: str, x: Tensor) -> None:
-    """Checks that a rotation can be written to x. A compiled graph knows of no lazy negation."""
-    if not torch.compiler.is_compiling() and x.is_neg():
-        raise ValueError(
-            f"{name}: expected a tensor that holds its own numbers for inplace=True, got one that PyTorch negates when "
-            "it is read, such as z.conj().imag; leave inplace out, or call resolve_neg() first"
-        )
+    """Checks that a rotation can be written to x."""
+    check_writable(name, x, "leave inplace out")
 
 
 def check_tables(name: str, x: Tensor, cos: Tensor, sin: Tensor, suffix: str = "") -> None:

@@ -45,7 +45,7 @@ def scaled_masked_softmax(
     _check("x", x, 4, backend)
     if mask is not None:
         mask = _expanded(mask, x)
-    return run_softmax(x, mask, SoftmaxSpec(_scale(scale), False), backend)
+    return run_softmax(x, mask, SoftmaxSpec(_scale(scale, x.dtype), False), backend)
 
 
 def scaled_causal_softmax(x: Tensor, scale: float = 1.0, *, backend: str = "auto", **other_names: NoReturn) -> Tensor:
@@ -74,7 +74,7 @@ def scaled_causal_softmax(x: Tensor, scale: float = 1.0, *, backend: str = "auto
     _check("x", x, None, backend)
     seq_q, seq_k = x.shape[-2:]
     matrices = x if x.dim() == 4 else x.reshape(1, math.prod(x.shape[:-2]), seq_q, seq_k)
-    return run_softmax(matrices, None, SoftmaxSpec(_scale(scale), True), backend).view(x.shape)
+    return run_softmax(matrices, None, SoftmaxSpec(_scale(scale, x.dtype), True), backend).view(x.shape)
 
 
 def _check(name: str, x: Tensor, dimensions: int | None, backend: str) -> None:
@@ -106,6 +106,6 @@ def _expanded(mask: Tensor, x: Tensor) -> Tensor:
     return mask.bool().expand(x.shape)
 
 
-def _scale(scale: float) -> float:
+def _scale(scale: float, dtype: torch.dtype) -> float:
     why_not_tensor = "reading it would synchronise, multiply x by it instead"
-    return checks.finite_float("scale", scale, "1.0 changes nothing", why_not_tensor)
+    return checks.finite_float("scale", scale, "1.0 changes nothing", why_not_tensor, dtype)

@@ -14,6 +14,7 @@ alone (Rabe and Staats 2021)::
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.common.backends import standard_backends
-from flashtile.ops.common.checks import check_device, check_float_dtype, check_tensors
+from flashtile.ops.common.checks import check_device, check_float_dtype, check_tensors, raise_not_bool
 from flashtile.ops.common.logsumexp import logsumexp
+from flashtile.ops.common.memory import check_writable, share_memory
 from flashtile.ops.common.sizes import differ, known
 from flashtile.ops.softmax.spec import compute_dtype
 
@@ -199,9 +201,11 @@ def merge_attention_(
 
     Raises:
         TypeError: something is not a tensor.
-        ValueError: shapes, dtypes or strides do not fit, or the backend cannot serve the call.
+        ValueError: shapes, dtypes or strides do not fit, acc, row_max and row_sum share memory or are lazily negated,
+            or the backend cannot serve the call.
     """
     _BACKENDS.check(backend)
+    raise_not_bool(first=first)
     check_tensors(acc=acc, row_max=row_max, row_sum=row_sum, out=out, lse=lse)
     _check_merge(acc, row_max, row_sum, compute_dtype(out.dtype), {"lse": lse})
     if out.shape != acc.shape or out.stride(-1) != 1:
@@ -209,6 +213,16 @@ def merge_attention_(
             f"out: expected the shape of acc, {tuple(acc.shape)}, the last dimension contiguous, got "
             f"{tuple(out.shape)} with strides {out.stride()}; use out.contiguous()"
         )
+    running = {"acc": acc, "row_max": row_max, "row_sum": row_sum}
+    for name, tensor in running.items():
+        check_writable(name, tensor, "make the running result with torch.empty")
+    for (name, tensor), (other_name, other) in itertools.combinations(running.items(), 2):
+        if share_memory(tensor, other):
+            raise ValueError(
+                f"{name}, {other_name}: expected memory of its own for each of them, because both are written, got "
+                "tensors that share memory; make each with torch.empty"
+            )
+    out, lse = out.resolve_neg(), lse.resolve_neg()
     module = _BACKENDS.implementation(backend, acc.device.type, acc.dtype)
     with torch.no_grad():
         module.merge_part(acc, row_max, row_sum, out, lse, first)
@@ -236,6 +250,7 @@ def finish_attention(
     check_tensors(acc=acc, row_max=row_max, row_sum=row_sum)
     check_float_dtype("dtype", dtype)
     _check_merge(acc, row_max, row_sum, compute_dtype(dtype), {})
+    acc, row_max, row_sum = acc.resolve_neg(), row_max.resolve_neg(), row_sum.resolve_neg()
     module = _BACKENDS.implementation(backend, acc.device.type, acc.dtype)
     with torch.no_grad():
         return module.merge_finish(acc, row_max, row_sum, dtype)
