@@ -40,9 +40,11 @@ class CrossEntropyCase:
     low: int = 0
     size: float = 3.0
     shift: float = 0.0
+    softcap: float | None = None
+    weighted: bool = False
 
     def options(self) -> dict[str, Any]:
-        names = ("label_smoothing", "logit_scale", "lse_square_scale", "reduction", "ignore_index")
+        names = ("label_smoothing", "logit_scale", "lse_square_scale", "reduction", "ignore_index", "softcap")
         return {name: getattr(self, name) for name in names}
 
 
@@ -75,12 +77,26 @@ def make_labels(case: CrossEntropyCase, device: str) -> Tensor:
     return labels.to(case.label_dtype).to(device)
 
 
+def make_weights(case: CrossEntropyCase, dtype: torch.dtype | None, device: str) -> Tensor:
+    """Class weights; that of the first class is 0."""
+    weights = torch.rand(case.shape[-1], generator=torch.Generator().manual_seed(3)) * 2
+    weights[0] = 0
+    return weights.to(torch.float64 if torch.float64 in (dtype, case.dtype) else torch.float32).to(device)
+
+
 def run(case: CrossEntropyCase, backend: str, dtype: torch.dtype | None, device: str) -> dict[str, Tensor]:
     """loss, z_loss and dlogits; the gradient from above is random."""
     logits, labels = make_logits(case, dtype or case.dtype, device), make_labels(case, device)
     leaf = logits.detach().requires_grad_()
+    weights = make_weights(case, dtype, device) if case.weighted else None
     loss, z_loss = flashtile.cross_entropy(
-        leaf, labels, **case.options(), return_z_loss=True, inplace_backward=case.inplace_backward, backend=backend
+        leaf,
+        labels,
+        **case.options(),
+        class_weights=weights,
+        return_z_loss=True,
+        inplace_backward=case.inplace_backward,
+        backend=backend,
     )
     dloss = torch.randn(loss.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (dlogits,) = torch.autograd.grad(loss, leaf, dloss.to(loss.dtype).to(device))
@@ -119,6 +135,25 @@ CASES = {
     "inplace": replace(_BASE, inplace_backward=True),
     "inplace_fp16": replace(_BASE, inplace_backward=True, dtype=torch.float16, shape=(7, 1001), reduction="sum"),
     "inplace_padded": replace(_BASE, inplace_backward=True, dtype=torch.float16, shape=(7, 90), layout="padded"),
+    "capped": replace(_BASE, softcap=2.0),
+    "capped_smoothing": replace(_BASE, softcap=30.0, label_smoothing=0.1, shape=(3, 4400), logit_scale=-0.7, size=60.0),
+    "capped_z_loss_fp16": replace(_BASE, softcap=5.0, lse_square_scale=0.02, dtype=torch.float16, reduction="none"),
+    "capped_low": replace(_BASE, softcap=5.0, low=9, label_smoothing=0.1, inplace_backward=True),
+    "weighted": replace(_BASE, weighted=True),
+    "weighted_none": replace(_BASE, weighted=True, reduction="none", lse_square_scale=0.01),
+    "weighted_sum": replace(_BASE, weighted=True, reduction="sum", label_smoothing=0.1, ignore_index=3),
+    "weighted_smoothing": replace(_BASE, weighted=True, label_smoothing=0.1, shape=(3, 12301), dtype=torch.float16),
+    "weighted_shifted": replace(_BASE, weighted=True, label_smoothing=0.3, shift=1e4, layout="offset", shape=(6, 45)),
+    "weighted_capped": replace(
+        _BASE,
+        weighted=True,
+        softcap=3.0,
+        label_smoothing=0.1,
+        logit_scale=0.7,
+        lse_square_scale=0.01,
+        label_dtype=torch.int32,
+    ),
+    "weighted_no_rows": replace(_BASE, weighted=True, shape=(0, 5)),
     "padded": replace(_BASE, layout="padded", label_smoothing=0.1),
     "padded_fp16": replace(_BASE, layout="padded", dtype=torch.float16),
     "offset": replace(_BASE, layout="offset", shape=(6, 45), label_smoothing=0.1),

@@ -16,6 +16,9 @@ _OPTIONS: list[dict[str, Any]] = [
     {"label_smoothing": 0.1, "reduction": "none", "return_z_loss": True},
     {"label_smoothing": 0.2, "logit_scale": 0.7, "lse_square_scale": 0.01, "reduction": "sum", "return_z_loss": True},
     {"inplace_backward": True, "lse_square_scale": 0.01},
+    {"softcap": 3.0, "logit_scale": -0.7, "label_smoothing": 0.1},
+    {"class_weights": True, "label_smoothing": 0.1},
+    {"class_weights": True, "softcap": 3.0, "reduction": "none"},
 ]
 
 
@@ -30,7 +33,7 @@ def run_process(rank: int, size: int, store: str, backend: str, device: str) -> 
         for options in _OPTIONS:
             check(rank, size, options, backend, device)
         check(rank, size, _OPTIONS[2], backend, device, shift=1e4)
-        for options in ({}, {"label_smoothing": 0.1, "reduction": "none"}, {"reduction": "sum"}):
+        for options in ({}, {"label_smoothing": 0.1, "reduction": "none"}, {"reduction": "sum"}, _OPTIONS[5]):
             check_linear(rank, size, options, backend, device)
         check_no_second_derivative(backend, device)
     finally:
@@ -45,6 +48,7 @@ def check(rank: int, size: int, options: dict[str, Any], backend: str, device: s
     if options.get("reduction") != "none":
         labels[5] = 5
     logits, labels = logits.to(device), labels.to(device)
+    options = with_weights(options, 13 * size, device)
     whole = logits.clone().requires_grad_()
     part = logits[:, rank * 13 : (rank + 1) * 13].clone().requires_grad_()
     found = flashtile.cross_entropy(part, labels, process_group=dist.group.WORLD, backend=backend, **options)
@@ -55,6 +59,12 @@ def check(rank: int, size: int, options: dict[str, Any], backend: str, device: s
     (dpart,) = torch.autograd.grad(loss, part, dloss)
     (dwhole,) = torch.autograd.grad(expected_loss, whole, dloss)
     assert_same(dpart, dwhole[:, rank * 13 : (rank + 1) * 13])
+
+
+def with_weights(options: dict[str, Any], vocabulary: int, device: str) -> dict[str, Any]:
+    """The options with the class weights that they ask for."""
+    weights = torch.rand(vocabulary, generator=torch.Generator().manual_seed(1)).to(device)
+    return options | {"class_weights": weights} if options.get("class_weights") else options
 
 
 def check_linear(rank: int, size: int, options: dict[str, Any], backend: str, device: str) -> None:
@@ -68,6 +78,7 @@ def check_linear(rank: int, size: int, options: dict[str, Any], backend: str, de
     whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
     part = [t.clone().requires_grad_() for t in (x, weight[rows], bias[rows])]
     group = dist.group.WORLD
+    options = with_weights(options, 7 * size, device)
     found = flashtile.linear_cross_entropy(
         part[0], part[1], labels, part[2], process_group=group, backend=backend, **options
     )

@@ -242,6 +242,16 @@ CALLS: dict[str, PublicCall] = {
         ),
         ((-1, SEQ, 7),),
     ),
+    "cross_entropy: class_weights": PublicCall(
+        lambda x, w: flashtile.cross_entropy(x, labels(x), class_weights=w.detach().square(), softcap=3.0),
+        ((-1, 7), (7,)),
+    ),
+    "linear_cross_entropy: class_weights": PublicCall(
+        lambda x, weight, w: flashtile.linear_cross_entropy(
+            x, weight, labels(x), class_weights=w.detach().square(), softcap=3.0
+        ),
+        ((-1, 6), (7, 6), (7,)),
+    ),
     "linear_cross_entropy": PublicCall(
         lambda x, weight: flashtile.linear_cross_entropy(x, weight, labels(x)), ((-1, 6), (7, 6))
     ),

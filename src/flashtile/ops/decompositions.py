@@ -87,11 +87,11 @@ def _column_sum(x: Tensor, backend: str) -> Tensor:
     return dense.column_sum(x)
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor, *rest: Any) -> list[Tensor]:
+def _cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None, *rest: Any) -> list[Tensor]:
     spec = CrossEntropySpec(*rest[:-1])
     if spec.group:
         raise ValueError("process_group: expected None in a graph of PyTorch's operations, got one; export without it")
-    return [tensor for tensor in cross_entropy.forward(logits, labels, spec) if tensor is not None]
+    return [tensor for tensor in cross_entropy.forward(logits, labels, spec, weights) if tensor is not None]
 
 
 def _refuse_dropout(dropout_seed: Tensor | None) -> None:

@@ -34,6 +34,21 @@ _LOGITS, _LABELS = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
         ({"ignore_index": 1.0}, TypeError, "ignore_index: expected an int, got 1.0"),
         ({"ignore_index": 2**70}, ValueError, "ignore_index: expected an integer of 64 bits, as labels are, got 11805"),
         ({"label_smoothing": 10**400}, ValueError, "label_smoothing: expected a number that a float holds"),
+        ({"softcap": -1.0}, ValueError, "softcap: expected a finite number of at least 0, got -1.0"),
+        ({"class_weights": [1.0]}, TypeError, "class_weights: expected a torch.Tensor, got list"),
+        (
+            {"class_weights": torch.ones(4)},
+            ValueError,
+            "class_weights: expected shape (5,), a weight for each class of",
+        ),
+        ({"class_weights": torch.ones(5).int()}, TypeError, "class_weights: expected dtype torch.float32 or torch.fl"),
+        ({"class_weights": torch.ones(5).to("meta")}, ValueError, "class_weights: expected the device of the logits"),
+        (
+            {"class_weights": torch.ones(5, requires_grad=True)},
+            ValueError,
+            "class_weights: expected a tensor that want",
+        ),
+        ({"weight": torch.ones(5)}, TypeError, "has no argument weight; it is called class_weights (a weight for each"),
         ({"reduction": "max"}, ValueError, "reduction: expected one of 'none', 'mean', 'sum', got 'max'"),
         ({"return_z_loss": 1}, TypeError, "return_z_loss: expected True or False, got 1"),
         ({"inplace_backward": 1}, TypeError, "inplace_backward: expected True or False, got 1"),
@@ -46,7 +61,7 @@ _LOGITS, _LABELS = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
         ({"backend": "x"}, ValueError, "backend: expected one of"),
         ({"backend": "triton", "logits": _LOGITS.double()}, ValueError, "backend: 'triton' cannot serve this call"),
     ],
-    ids=range(24),
+    ids=range(31),
 )
 def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):

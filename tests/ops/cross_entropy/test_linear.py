@@ -32,10 +32,14 @@ class LinearCase:
     logit_scale: float = 1.0
     lse_square_scale: float = 0.0
     reduction: str = "mean"
+    softcap: float | None = None
+    weighted: bool = False
 
-    def options(self) -> dict[str, Any]:
-        names = ("label_smoothing", "logit_scale", "lse_square_scale", "reduction")
-        return {name: getattr(self, name) for name in names}
+    def options(self, dtype: torch.dtype, device: str) -> dict[str, Any]:
+        names = ("label_smoothing", "logit_scale", "lse_square_scale", "reduction", "softcap")
+        weights = torch.rand(self.columns, generator=torch.Generator().manual_seed(3)).to(device)
+        weights = weights.double() if dtype is torch.float64 else weights
+        return {name: getattr(self, name) for name in names} | {"class_weights": weights if self.weighted else None}
 
 
 _BASE = LinearCase()
@@ -48,6 +52,10 @@ CASES = {
     "everything_none": replace(
         _BASE, label_smoothing=0.1, logit_scale=0.7, lse_square_scale=0.01, reduction="none", bias=False
     ),
+    "capped": replace(_BASE, softcap=2.0, logit_scale=0.7),
+    "weighted": replace(_BASE, weighted=True, label_smoothing=0.1),
+    "weighted_capped_none": replace(_BASE, weighted=True, softcap=2.0, label_smoothing=0.1, reduction="none"),
+    "weighted_fp16": replace(_BASE, weighted=True, softcap=2.0, dtype=torch.float16),
     "fp16": replace(_BASE, dtype=torch.float16),
     "fp16_sum": replace(_BASE, dtype=torch.float16, reduction="sum"),
     "fp16_none": replace(_BASE, dtype=torch.float16, reduction="none"),
@@ -78,7 +86,7 @@ def make_operands(case: LinearCase, dtype: torch.dtype, device: str) -> tuple[li
 def run(case: LinearCase, backend: str, dtype: torch.dtype | None, device: str) -> dict[str, Tensor]:
     (x, weight, *bias), labels = make_operands(case, dtype or case.dtype, device)
     loss, z_loss = flashtile.linear_cross_entropy(
-        x, weight, labels, *bias, **case.options(), return_z_loss=True, backend=backend
+        x, weight, labels, *bias, **case.options(x.dtype, device), return_z_loss=True, backend=backend
     )
     assert not z_loss.requires_grad
     dloss = torch.randn(loss.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -169,6 +177,7 @@ def small(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
 def test_gradients(reduction: str, backend: str) -> None:
     operands, labels = small()
     options: dict[str, Any] = {"reduction": reduction, "label_smoothing": 0.1, "lse_square_scale": 0.2}
+    options |= {"softcap": 2.0, "class_weights": torch.tensor([0.5, 1, 2, 0, 0.25, 3], dtype=torch.float64)}
 
     def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return flashtile.linear_cross_entropy(x, weight, labels, bias, backend=backend, **options)
@@ -275,9 +284,9 @@ def test_ignored_rows_have_no_effect(reduction: str, backend: str) -> None:
 @pytest.mark.parametrize("reduction", _REDUCTIONS)
 def test_opcheck(reduction: str) -> None:
     (x, weight, bias), labels = small()
-    spec = (0.1, 0.7, 0.01, -100, reduction, True, 0, 6, "")
+    spec = (0.1, 0.7, 0.01, -100, reduction, True, 0, 6, "", 2.5)
     wanted = (True, False, True)
-    operands = (x.detach(), weight.detach(), bias.detach(), labels)
+    operands = (x.detach(), weight.detach(), bias.detach(), labels, x.new_ones(7))
     forward, backward = (
         torch.ops.flashtile.linear_cross_entropy_forward.default,
         torch.ops.flashtile.linear_cross_entropy_backward.default,
@@ -286,7 +295,7 @@ def test_opcheck(reduction: str) -> None:
     dloss = x.new_ones(5 if reduction == "none" else ())
     scale = x.new_ones(()) if reduction == "mean" else None
     torch.library.opcheck(backward, (dloss, scale, *operands, x.new_ones(5, 2), *spec, *wanted, "cpu"))
-    half = (*(t.half() for t in operands[:3]), labels)
+    half = (*(t.half() for t in operands[:3]), labels, None)
     torch.library.opcheck(forward, (*half, *spec, True, True, True, "cpu"), test_utils=("test_faketensor",))
 
 

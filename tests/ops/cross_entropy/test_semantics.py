@@ -43,6 +43,32 @@ def test_is_that_of_pytorch(smoothing: float, reduction: str, backend: str) -> N
 
 
 @both_backends
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.125])
+def test_class_weights_and_soft_cap_are_those_of_pytorch(smoothing: float, reduction: str, backend: str) -> None:
+    logits, weights = (3 * normal(5, 6)).requires_grad_(), torch.tensor([0.5, 1.0, 2.0, 0.0, 0.25, 3.0]).double()
+    options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": reduction}
+    for cap in (None, 2.5):
+        loss = flashtile.cross_entropy(
+            logits, _LABELS, class_weights=weights, softcap=cap, logit_scale=0.7, backend=backend, **options
+        )
+        scores = 0.7 * logits if cap is None else cap * torch.tanh(0.7 * logits / cap)
+        expected = F.cross_entropy(scores, _LABELS, weights, **options)
+        assert_same(loss, expected)
+        dloss = normal(*loss.shape, seed=1)
+        assert_same(*(torch.autograd.grad(out, logits, dloss)[0] for out in (loss, expected)))
+
+
+@both_backends
+def test_labels_whose_classes_weigh_nothing_have_no_mean(backend: str) -> None:
+    weights = torch.tensor([1.0, 0.0])
+    options: dict[str, Any] = {"class_weights": weights, "backend": backend}
+    assert flashtile.cross_entropy(torch.zeros(2, 2), torch.tensor([1, 1]), **options).isnan()
+    outside = flashtile.cross_entropy(torch.zeros(2, 2), torch.tensor([1, 2]), reduction="none", **options)
+    assert outside.isnan().tolist() == [False, True]
+
+
+@both_backends
 def test_scale_and_z_loss(backend: str) -> None:
     logits = normal(5, 6)
     options: dict[str, Any] = {"logit_scale": 0.3, "reduction": "none", "backend": backend}
@@ -226,11 +252,13 @@ _OPTIONS: list[dict[str, Any]] = [
     {},
     {"label_smoothing": 0.1, "logit_scale": -0.7, "reduction": "sum"},
     {"lse_square_scale": 0.3, "reduction": "none", "label_smoothing": 0.2},
+    {"softcap": 1.5, "logit_scale": -0.7, "label_smoothing": 0.2, "lse_square_scale": 0.3},
+    {"class_weights": torch.tensor([0.5, 1, 2, 0, 0.25, 3], dtype=torch.float64), "label_smoothing": 0.2},
 ]
 
 
 @both_backends
-@pytest.mark.parametrize("options", _OPTIONS, ids=range(3))
+@pytest.mark.parametrize("options", _OPTIONS, ids=range(5))
 def test_gradients(options: dict[str, Any], backend: str) -> None:
     logits = normal(5, 6).requires_grad_()
     function = lambda x: flashtile.cross_entropy(x, _LABELS, backend=backend, **options)  # noqa: E731
@@ -242,20 +270,21 @@ def test_opcheck(padded: bool, backend: str) -> None:
     logits = normal(5, 9)[:, :6] if padded else normal(5, 6)
     ops = torch.ops.flashtile
     for reduction, z_loss in (("none", True), ("mean", False), ("sum", True)):
-        spec = (0.1, 0.7, 0.01, -100, reduction, z_loss, 0, 6, "")
-        torch.library.opcheck(ops.cross_entropy_forward.default, (logits, _LABELS, *spec, backend))
+        spec = (0.1, 0.7, 0.01, -100, reduction, z_loss, 0, 6, "", 2.5)
+        weights = None if z_loss else normal(7).square()
+        torch.library.opcheck(ops.cross_entropy_forward.default, (logits, _LABELS, weights, *spec, backend))
         normaliser = torch.stack((logits.amax(1), normal(5).exp()), 1)
         scale = normal() if reduction == "mean" else None
         dloss = normal(5) if reduction == "none" else normal()
-        arguments = (dloss, scale, logits, _LABELS, normaliser, *spec, backend)
+        arguments = (dloss, scale, logits, _LABELS, weights, normaliser, *spec, backend)
         torch.library.opcheck(ops.cross_entropy_backward.default, arguments)
         torch.library.opcheck(ops.cross_entropy_backward_.default, arguments)
 
 
 @pytest.mark.parametrize(
     "options, inplace",
-    [(_OPTIONS[0], False), (_OPTIONS[2], False), (_OPTIONS[1], True)],
-    ids=["mean", "none", "inplace"],
+    [(_OPTIONS[0], False), (_OPTIONS[2], False), (_OPTIONS[1], True), (_OPTIONS[3], False), (_OPTIONS[4], True)],
+    ids=["mean", "none", "inplace", "softcap", "class_weights"],
 )
 def test_compiled_equals_eager(options: dict[str, Any], inplace: bool) -> None:
     torch._dynamo.reset()

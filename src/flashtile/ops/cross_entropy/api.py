@@ -32,15 +32,18 @@ def cross_entropy(
     reduction: str = "mean",
     inplace_backward: bool = False,
     process_group: ProcessGroup | None = None,
+    softcap: float | None = None,
+    class_weights: Tensor | None = None,
     return_z_loss: bool = False,
     backend: str = "auto",
     **other_names: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross-entropy of logits against labels. Reads the logits once in the forward and once in the backward.
 
-    With `s = logit_scale · logits` and `lse = ln Σ exp(s)` of a row, and its label y::
+    With `s = logit_scale · logits` and `lse = ln Σ exp(s)` of a row, its label y, and class weights w, or 1::
 
-        loss = lse - (1 - label_smoothing) · s[y] - label_smoothing / vocabulary · Σ s + lse_square_scale · lse²
+        loss = (1 - label_smoothing) · w[y] · (lse - s[y]) + label_smoothing / vocabulary · Σ w · (lse - s)
+             + lse_square_scale · lse²
 
     Differentiable in the logits. The arithmetic is float32 (float64 for float64). The only tensor of the size of the
     logits that is allocated is their gradient.
@@ -55,12 +58,17 @@ def cross_entropy(
         logit_scale: factor on the logits.
         lse_square_scale: factor on lse², which keeps the log-sum-exp near 0 ("z-loss").
         ignore_index: label of rows that do not count: their loss and gradient are 0.
-        reduction: "mean" over the rows that count (NaN if there are none), "sum", or "none" for `[...]`.
+        reduction: "mean" over the rows that count (NaN if there are none), "sum", or "none" for `[...]`. With class
+            weights the mean is the sum over the sum of the weights of the labels that count, as PyTorch's.
         inplace_backward: the backward writes the gradient into the memory of the logits, and so destroys them. There
             can then be only one backward, and no second derivative. A compiled graph plans memory by itself.
         process_group: processes that each hold `[..., vocabulary / size]`, in the order of their ranks. The labels
             refer to the whole vocabulary and are the same everywhere. Each process gets the loss of whole rows, and the
             gradient of its own columns.
+        softcap: bound of the scores: `s = softcap · tanh(logit_scale · logits / softcap)`, as Gemma 2 caps its final
+            logits; None or 0 for no cap.
+        class_weights: `[vocabulary]`, of the whole vocabulary also with process_group, in the logits' dtype or float32
+            (float64 for float64): the `weight` of PyTorch's cross_entropy. No gradient flows to it.
         return_z_loss: also return the part of lse² in the loss, reduced in the same way. It is for monitoring and not
             differentiable.
         backend: "auto" chooses by device; "triton", "cpu" or "reference" run that backend or raise.
@@ -96,11 +104,15 @@ def cross_entropy(
         reduction,
         return_z_loss,
         process_group,
+        softcap,
     )
     checks.check_label_values(labels, spec)
     if inplace_backward:
         checks.check_inplace(logits)
-    loss, z_loss = run_cross_entropy(_rows(logits), labels.reshape(-1), spec, inplace_backward, backend)
+    weights = class_weights
+    if weights is not None:
+        weights = checks.resolve_class_weights(weights, logits.dtype, logits.device, spec.vocabulary)
+    loss, z_loss = run_cross_entropy(_rows(logits), labels.reshape(-1), weights, spec, inplace_backward, backend)
     return _shaped(loss, z_loss, labels, reduction)
 
 
@@ -116,6 +128,8 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     process_group: ProcessGroup | None = None,
+    softcap: float | None = None,
+    class_weights: Tensor | None = None,
     return_z_loss: bool = False,
     backend: str = "auto",
     **other_names: NoReturn,
@@ -141,6 +155,8 @@ def linear_cross_entropy(
         process_group: processes that each hold `[vocabulary / size, features]` of the weight, in the order of their
             ranks, and the same x and labels. Each gets the gradients of its part of weight and bias, and the gradient
             of x summed over the processes. Therefore either all processes request gradients or none.
+        softcap: as in `cross_entropy`.
+        class_weights: as in `cross_entropy`.
         return_z_loss: as in `cross_entropy`.
         backend: as in `cross_entropy`; the matrix products are PyTorch's.
 
@@ -168,9 +184,13 @@ def linear_cross_entropy(
         reduction,
         return_z_loss,
         process_group,
+        softcap,
     )
     checks.check_label_values(labels, spec)
-    operands = LinearOperands(x.reshape(labels.numel(), x.shape[-1]), weight, bias, labels.reshape(-1))
+    weights = class_weights
+    if weights is not None:
+        weights = checks.resolve_class_weights(weights, x.dtype, x.device, spec.vocabulary)
+    operands = LinearOperands(x.reshape(labels.numel(), x.shape[-1]), weight, bias, labels.reshape(-1), weights)
     loss, z_loss = run_linear_cross_entropy(operands, spec, backend)
     return _shaped(loss, z_loss, labels, reduction)
 

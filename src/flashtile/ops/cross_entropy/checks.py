@@ -19,8 +19,9 @@ from flashtile.ops.common.checks import (
     read_on_request,
 )
 from flashtile.ops.common.memory import check_own_numbers
+from flashtile.ops.common.score_checks import resolve_softcap
 from flashtile.ops.common.sizes import differ
-from flashtile.ops.cross_entropy.spec import MAX_COLUMNS, REDUCTIONS, CrossEntropySpec
+from flashtile.ops.cross_entropy.spec import MAX_COLUMNS, REDUCTIONS, CrossEntropySpec, compute_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,6 +36,7 @@ __all__ = [
     "check_tensors",
     "make_spec",
     "raise_not_bool",
+    "resolve_class_weights",
 ]
 
 
@@ -117,6 +119,7 @@ def make_spec(
     reduction: str,
     return_z_loss: bool,
     process_group: ProcessGroup | None,
+    softcap: float | None,
 ) -> CrossEntropySpec:
     """Checks the scalars of a call; `columns` are those of this process, `dtype` that of its logits."""
     label_smoothing = as_float("label_smoothing", label_smoothing)
@@ -147,7 +150,29 @@ def make_spec(
         first,
         vocabulary,
         group,
+        resolve_softcap(softcap, logit_scale, dtype),
     )
+
+
+def resolve_class_weights(class_weights: Tensor, dtype: torch.dtype, device: torch.device, vocabulary: int) -> Tensor:
+    """Class weights of the vocabulary of all processes and their sum, `[vocabulary + 1]`, in the dtype that computes;
+    `dtype` and `device` of the logits."""
+    check_tensors(class_weights=class_weights)
+    wide = compute_dtype(dtype)
+    if class_weights.dtype not in (dtype, wide):
+        raise TypeError(f"class_weights: expected dtype {wide} or {dtype}, got {class_weights.dtype}; cast it")
+    check_device("class_weights", class_weights, device, "the logits")
+    if differ(tuple(class_weights.shape), (vocabulary,)):
+        raise ValueError(
+            f"class_weights: expected shape ({vocabulary},), a weight for each class of the whole vocabulary, got "
+            f"{tuple(class_weights.shape)}"
+        )
+    if class_weights.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "class_weights: expected a tensor that wants no gradient, got one with requires_grad=True; detach it"
+        )
+    class_weights = class_weights.to(wide)
+    return torch.cat((class_weights, class_weights.sum(dim=0, keepdim=True)))
 
 
 def _share(process_group: ProcessGroup, columns: int) -> tuple[int, int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,23 +15,25 @@ from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, Statisti
 _BLOCK = 1 << 17
 
 
-def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Results:
-    """The losses of logits `[rows, columns]`."""
-    return losses.losses(read(logits, labels, spec), labels, spec)
+def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Results:
+    """The losses of logits `[rows, columns]`. `weights`: class weights and their sum."""
+    return losses.losses(read(logits, labels, spec, weights), labels, spec, weights)
 
 
-def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Statistics:
+def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Statistics:
     """The statistics of the columns that are here."""
     dtype, count = compute_dtype(logits.dtype), logits.shape[0]
     pivot, exp_sum, target, total = (torch.zeros(count, dtype=dtype, device="cpu") for _ in range(4))
     column, here = _columns(labels, logits, spec)
     for rows, scratch in _blocks(logits):
-        block = logits[rows] if logits.dtype is dtype else scratch.copy_(logits[rows])
+        block = _scores(logits[rows], scratch, spec)
         pivot[rows], zero = losses.pivot_of(block, spec, 1)
         torch.gather(block, 1, column[rows], out=target[rows, None])
         torch.sub(block, zero[:, None], out=scratch)
-        if spec.label_smoothing:
+        if spec.label_smoothing and weights is None:
             torch.sum(scratch, 1, out=total[rows])
+        elif spec.label_smoothing and weights is not None:
+            torch.mv(scratch, losses.weights_here(weights, logits.shape[1], spec), out=total[rows])
         torch.sum(_exponentials(scratch, spec), 1, out=exp_sum[rows])
     counts = labels != spec.ignore_index
     normaliser = torch.stack((pivot.where(counts, 0), exp_sum.where(counts, 1)), 1)
@@ -45,23 +48,31 @@ def backward(
     normaliser: Tensor,
     spec: CrossEntropySpec,
     inplace: bool = False,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """The gradient of the logits from that of the loss; in their memory where asked for."""
     dlogits = logits
     if not inplace:
         dlogits = torch.empty_strided(logits.shape, gradient_strides(logits), dtype=logits.dtype, device="cpu")
     factors = losses.factors(dloss.expand_as(labels), scale, labels, normaliser, spec)
-    pivot, of_exponentials = normaliser[:, 0], losses.factors_of_exponentials(normaliser, spec)
+    pivot = normaliser[:, 0]
+    of_exponentials = losses.factors_of_exponentials(normaliser, labels, spec, weights)
     column, here = _columns(labels, logits, spec)
-    of_target = (spec.label_smoothing - 1) * here[:, None].to(pivot.dtype)
+    of_target = -losses.shares(labels, weights, spec)[0] * here.to(pivot.dtype)
+    of_all: Any = spec.label_smoothing / spec.vocabulary
+    if weights is not None:
+        of_all = of_all * losses.weights_here(weights, logits.shape[1], spec)
     ignored = labels == spec.ignore_index
     for rows, wanted in _blocks(logits):
-        block = logits[rows] if logits.dtype is wanted.dtype else wanted.copy_(logits[rows])
+        block = _scores(logits[rows], wanted, spec)
+        slope = losses.cap_slope(block, spec) if spec.softcap else None
         torch.sub(block, pivot[rows, None], out=wanted)
         _exponentials(wanted, spec).mul_(of_exponentials[rows, None])
         if spec.label_smoothing:
-            wanted.sub_(spec.label_smoothing / spec.vocabulary)
-        wanted.scatter_add_(1, column[rows], of_target[rows])
+            wanted.sub_(of_all)
+        wanted.scatter_add_(1, column[rows], of_target[rows, None])
+        if slope is not None:
+            wanted.mul_(slope)
         torch.mul(wanted, factors[rows, None], out=dlogits[rows])
         if ignored[rows].any():
             dlogits[rows].masked_fill_(ignored[rows, None], 0)
@@ -70,7 +81,14 @@ def backward(
 
 def _exponentials(differences: Tensor, spec: CrossEntropySpec) -> Tensor:
     """`exp(score - largest score)`, in place, from the logits less that of the largest score."""
-    return (differences if spec.logit_scale == 1 else differences.mul_(spec.logit_scale)).exp_()
+    return (differences if spec.factor == 1 else differences.mul_(spec.factor)).exp_()
+
+
+def _scores(logits: Tensor, scratch: Tensor, spec: CrossEntropySpec) -> Tensor:
+    """Logits in the dtype that computes, under the soft cap scores; `scratch`, of that dtype, has them if need be."""
+    if spec.softcap:
+        return scratch.copy_(logits).mul_(spec.logit_scale / spec.softcap).tanh_().mul_(spec.softcap)
+    return logits if logits.dtype is scratch.dtype else scratch.copy_(logits)
 
 
 def _columns(labels: Tensor, logits: Tensor, spec: CrossEntropySpec) -> tuple[Tensor, Tensor]:

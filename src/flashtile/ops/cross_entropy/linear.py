@@ -30,12 +30,14 @@ _SLICE = 8192
 
 
 class LinearOperands(NamedTuple):
-    """x `[rows, features]`, weight `[vocabulary, features]`, bias `[vocabulary]` or None, labels `[rows]`."""
+    """x `[rows, features]`, weight `[vocabulary, features]`, bias `[vocabulary]` or None, labels `[rows]`, and None or
+    the class weights with their sum, `[vocabulary + 1]`, of the vocabulary of all processes."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     labels: Tensor
+    class_weights: Tensor | None = None
 
 
 class Wanted(NamedTuple):
@@ -77,9 +79,9 @@ def forward(module: ModuleType, operands: LinearOperands, spec: CrossEntropySpec
 
     In float16 those are of the sum even where the mean is asked for: divided by the number of tokens, much would be 0.
     """
-    x, _, _, labels = operands
+    x, _, _, labels, weights = operands
     dtype = compute_dtype(x.dtype)
-    scale = mean_scale(labels, spec, dtype) if spec.reduction == "mean" else None
+    scale = mean_scale(labels, spec, dtype, weights) if spec.reduction == "mean" else None
     one, factor = torch.ones((), dtype=dtype, device=x.device), None if x.dtype is torch.float16 else scale
     each = spec._replace(reduction="none")
     sums = _Sums(operands, wanted, spec)
@@ -87,12 +89,12 @@ def forward(module: ModuleType, operands: LinearOperands, spec: CrossEntropySpec
     loss = torch.empty(len(labels), dtype=dtype, device=x.device)
     z_loss = torch.empty_like(loss) if spec.z_loss else None
     for rows, logits in _chunks(operands):
-        found = parallel.forward(module, logits, labels[rows], each)
+        found = parallel.forward(module, logits, labels[rows], each, weights)
         loss[rows], normaliser[rows] = found.loss, found.normaliser
         if z_loss is not None and found.z_loss is not None:
             z_loss[rows] = found.z_loss
         if any(wanted):
-            sums.add(rows, module.backward(one, factor, logits, labels[rows], found.normaliser, each, True))
+            sums.add(rows, module.backward(one, factor, logits, labels[rows], found.normaliser, each, True, weights))
     if spec.reduction != "none":
         loss, z_loss = _total(loss, scale), None if z_loss is None else _total(z_loss, scale)
     return LinearResults(loss, z_loss, normaliser, scale, sums.found())
@@ -111,7 +113,8 @@ def backward(
     sums = _Sums(operands, wanted, spec)
     dloss = dloss.expand_as(operands.labels)
     for rows, logits in _chunks(operands):
-        sums.add(rows, module.backward(dloss[rows], scale, logits, operands.labels[rows], normaliser[rows], spec, True))
+        labels, weights = operands.labels[rows], operands.class_weights
+        sums.add(rows, module.backward(dloss[rows], scale, logits, labels, normaliser[rows], spec, True, weights))
     return sums.found()
 
 
@@ -136,14 +139,14 @@ def chunk_rows(rows: int, columns: int, itemsize: int, device_type: str) -> int:
 
 def _cut(operands: LinearOperands) -> tuple[int, int]:
     """Rows of a chunk, and how far apart they are: on whole vectors, as odd rows make products and kernels slower."""
-    x, weight, _, _ = operands
+    x, weight, *_ = operands
     padded = -(-weight.shape[0] // 64) * 64
     return chunk_rows(x.shape[0], padded, x.element_size(), x.device.type), padded
 
 
 def _chunks(operands: LinearOperands) -> Iterator[tuple[slice, Tensor]]:
     """The rows of each chunk, and its logits, in memory that the next chunk takes."""
-    x, weight, bias, _ = operands
+    x, weight, bias, *_ = operands
     (rows, _), columns = x.shape, weight.shape[0]
     step, padded = _cut(operands)
     memory = torch.empty(min(step, rows), padded, dtype=x.dtype, device=x.device)
@@ -165,7 +168,7 @@ class _Sums:
     """The gradients that are asked for, added up over chunks."""
 
     def __init__(self, operands: LinearOperands, wanted: Wanted, spec: CrossEntropySpec) -> None:
-        x, weight, _, _ = operands
+        x, weight, *_ = operands
         self._operands, self._spec, self._started = operands, spec, False
         step, _ = _cut(operands)
         narrow = x.element_size() < 4
@@ -176,7 +179,7 @@ class _Sums:
         self._dbias = x.new_zeros(weight.shape[0], dtype=compute_dtype(x.dtype)) if wanted.bias else None
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
-        x, weight, _, labels = self._operands
+        x, weight, _, labels, _ = self._operands
         if self._dx is not None:
             torch.mm(dlogits, weight, out=self._dx[rows])
         if self._dweight is not None:

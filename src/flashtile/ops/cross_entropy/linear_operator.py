@@ -23,7 +23,7 @@ from flashtile.ops.cross_entropy.spec import CrossEntropySpec, compute_dtype
 
 _BACKENDS = standard_backends("cross_entropy")
 
-_OPERAND_SCHEMA = "Tensor x, Tensor weight, Tensor? bias, Tensor labels"
+_OPERAND_SCHEMA = "Tensor x, Tensor weight, Tensor? bias, Tensor labels, Tensor? class_weights"
 _WANTED_SCHEMA = "bool dx, bool dweight, bool dbias"
 _library = torch.library.Library("flashtile", "FRAGMENT")
 _library.define(
@@ -69,8 +69,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The forward pass recorded for a backward. Returns the loss, and z_loss where it is asked for."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, labels, *arguments):
-        operands = LinearOperands(x, weight, bias, labels)
+    def forward(ctx, x, weight, bias, labels, class_weights, *arguments):
+        operands = LinearOperands(x, weight, bias, labels, class_weights)
         spec, backend = CrossEntropySpec(*arguments[:_SPEC]), arguments[-1]
         needs = ctx.needs_input_grad
         wanted = Wanted(needs[0], needs[1], needs[2])
@@ -90,7 +90,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dloss, *rest):
         spec, wanted, backend = ctx.scalars
         saved = ctx.saved_tensors
-        operands, normaliser, scale = LinearOperands(*saved[:4]), saved[4], saved[5]
+        operands, normaliser, scale = LinearOperands(*saved[:5]), saved[5], saved[6]
         compiling = torch.compiler.is_compiling()
         if dispatch.batched(dloss):
             if spec.group:
@@ -109,10 +109,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             factor = dloss
             if scale is not None and operands.x.dtype is torch.float16:
                 factor = dloss * scale.nan_to_num(posinf=0.0)  # where no row counts, all gradients are 0
-            found = LinearGradients(*saved[6:]) if compiling else ctx.gradients
+            found = LinearGradients(*saved[7:]) if compiling else ctx.gradients
             ctx.gradients = None
             found = _multiplied(found, factor, operands, backend)
-        return *found, None, *(None,) * (_SPEC + 1)
+        return *found, None, None, *(None,) * (_SPEC + 1)
 
 
 def _differentiable_backward(
@@ -121,9 +121,9 @@ def _differentiable_backward(
     """The gradients as functions of all that they depend on, through the reference, which holds all logits."""
     # Operands are viewed: if one was made from another (x from a weight that is the embedding too), the gradient of the
     # latter would have that of the former in it, which autograd adds as well.
-    x, weight, bias, labels = operands
+    x, weight, bias, labels, class_weights = operands
     bias = None if bias is None else bias.view_as(bias)
-    operands = LinearOperands(x.view_as(x), weight.view_as(weight), bias, labels)
+    operands = LinearOperands(x.view_as(x), weight.view_as(weight), bias, labels, class_weights)
     loss = reference.linear(*operands, spec).loss
     inputs = [t for t, there in zip(operands, wanted) if there and t is not None]
     grads = iter(torch.autograd.grad(loss, inputs, dloss, create_graph=True))
@@ -190,20 +190,20 @@ def _plain(x: Tensor) -> Iterator[None]:
         yield
 
 
-def _forward_implementation(x, weight, bias, labels, *arguments):
+def _forward_implementation(x, weight, bias, labels, class_weights, *arguments):
     spec, wanted = CrossEntropySpec(*arguments[:_SPEC]), Wanted(*arguments[_SPEC:-1])
-    results = _forward(LinearOperands(x, weight, bias, labels), spec, wanted, arguments[-1])
+    results = _forward(LinearOperands(x, weight, bias, labels, class_weights), spec, wanted, arguments[-1])
     return [t for t in (*results[:4], *results.gradients) if t is not None]
 
 
-def _backward_implementation(dloss, scale, x, weight, bias, labels, normaliser, *arguments):
+def _backward_implementation(dloss, scale, x, weight, bias, labels, class_weights, normaliser, *arguments):
     spec, wanted = CrossEntropySpec(*arguments[:_SPEC]), Wanted(*arguments[_SPEC:-1])
-    operands = LinearOperands(x, weight, bias, labels)
+    operands = LinearOperands(x, weight, bias, labels, class_weights)
     found = _backward(dloss, scale, operands, normaliser, spec, wanted, arguments[-1])
     return [t for t in found if t is not None]
 
 
-def _forward_fake(x, weight, bias, labels, *arguments):
+def _forward_fake(x, weight, bias, labels, class_weights, *arguments):
     spec, wanted = CrossEntropySpec(*arguments[:_SPEC]), Wanted(*arguments[_SPEC:-1])
     dtype, rows = compute_dtype(x.dtype), x.shape[0]
     shapes = [(rows,) if spec.reduction == "none" else ()] * (2 if spec.z_loss else 1)
@@ -213,7 +213,7 @@ def _forward_fake(x, weight, bias, labels, *arguments):
     return [x.new_empty(shape, dtype=dtype) for shape in shapes] + gradients
 
 
-def _backward_fake(dloss, scale, x, weight, bias, labels, normaliser, *arguments):
+def _backward_fake(dloss, scale, x, weight, bias, labels, class_weights, normaliser, *arguments):
     wanted = Wanted(*arguments[_SPEC:-1])
     return [t.new_empty(t.shape) for t, there in zip((x, weight, bias), wanted) if there]
 

@@ -16,11 +16,14 @@ _BACKENDS = standard_backends("cross_entropy")
 
 SPEC_SCHEMA = (
     "float label_smoothing, float logit_scale, float lse_square_scale, int ignore_index, str reduction, bool z_loss, "
-    "SymInt first, SymInt vocabulary, str group"
+    "SymInt first, SymInt vocabulary, str group, float softcap"
 )
-_GRADIENT_SCHEMA = f"Tensor labels, Tensor normaliser, {SPEC_SCHEMA}, str backend"
+_GRADIENT_SCHEMA = f"Tensor labels, Tensor? class_weights, Tensor normaliser, {SPEC_SCHEMA}, str backend"
 _library = torch.library.Library("flashtile", "FRAGMENT")
-_library.define(f"cross_entropy_forward(Tensor logits, Tensor labels, {SPEC_SCHEMA}, str backend) -> Tensor[]")
+_library.define(
+    f"cross_entropy_forward(Tensor logits, Tensor labels, Tensor? class_weights, {SPEC_SCHEMA}, str backend)"
+    " -> Tensor[]"
+)
 _library.define(
     f"cross_entropy_backward(Tensor dloss, Tensor? scale, Tensor logits, {_GRADIENT_SCHEMA}) -> Tensor",
 )
@@ -35,19 +38,20 @@ _SPEC = len(CrossEntropySpec._fields)
 
 
 def run_cross_entropy(
-    logits: Tensor, labels: Tensor, spec: CrossEntropySpec, inplace: bool, backend: str
+    logits: Tensor, labels: Tensor, weights: Tensor | None, spec: CrossEntropySpec, inplace: bool, backend: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs the operator, recorded by autograd where a gradient is wanted. Returns loss and z_loss."""
+    """Runs the operator, recorded by autograd where a gradient is wanted. Returns loss and z_loss. `weights`: class
+    weights and their sum, `[vocabulary + 1]`."""
     if dispatch.transformed():
         # Under torch.func transforms and forward-mode differentiation, PyTorch's own operations compute the call.
         dispatch.refuse_named_backend(backend)
         refuse_transformed(spec, inplace)
-        results = reference.forward(logits, labels, spec)
+        results = reference.forward(logits, labels, spec, weights)
     elif torch.is_grad_enabled() and logits.requires_grad:
-        loss, *z_loss = _CrossEntropy.apply(logits, labels, *spec, inplace, backend)
+        loss, *z_loss = _CrossEntropy.apply(logits, labels, weights, *spec, inplace, backend)
         return loss, z_loss[0] if z_loss else None
     else:
-        results = _run_forward(logits, labels, spec, backend)
+        results = _run_forward(logits, labels, weights, spec, backend)
     return results.loss, results.z_loss
 
 
@@ -58,20 +62,22 @@ def refuse_transformed(spec: CrossEntropySpec, inplace: bool) -> None:
         raise ValueError("inplace_backward: expected False under torch.func transforms, which may use the logits again")
 
 
-def _run_forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, backend: str) -> Results:
-    if dispatch.unobserved(logits, labels):
-        return _forward(logits, labels, spec, backend)
-    return _results(_forward_op(logits, labels, *spec, backend), spec)
+def _run_forward(
+    logits: Tensor, labels: Tensor, weights: Tensor | None, spec: CrossEntropySpec, backend: str
+) -> Results:
+    if dispatch.unobserved(logits, labels, weights):
+        return _forward(logits, labels, weights, spec, backend)
+    return _results(_forward_op(logits, labels, weights, *spec, backend), spec)
 
 
 class _CrossEntropy(torch.autograd.Function):
     """The forward pass recorded for a backward. Returns the loss, and z_loss where it is asked for."""
 
     @staticmethod
-    def forward(ctx, logits, labels, *arguments):
+    def forward(ctx, logits, labels, weights, *arguments):
         spec, inplace, backend = CrossEntropySpec(*arguments[:_SPEC]), arguments[-2], arguments[-1]
-        results = _run_forward(logits, labels, spec, backend)
-        ctx.save_for_backward(logits, labels, results.normaliser, results.scale)
+        results = _run_forward(logits, labels, weights, spec, backend)
+        ctx.save_for_backward(logits, labels, weights, results.normaliser, results.scale)
         ctx.scalars = spec, inplace, backend
         ctx.spent = False
         if results.z_loss is None:
@@ -88,18 +94,18 @@ class _CrossEntropy(torch.autograd.Function):
                 "inplace_backward: expected one backward, got a second one: the first has written over the logits; "
                 "use inplace_backward=False"
             )
-        logits, labels, normaliser, scale = ctx.saved_tensors
+        logits, labels, weights, normaliser, scale = ctx.saved_tensors
         if dispatch.batched(dloss):
-            dlogits = reference.backward(dloss, scale, logits, labels, normaliser, spec)
+            dlogits = reference.backward(dloss, scale, logits, labels, normaliser, spec, weights=weights)
         elif torch.is_grad_enabled() and not compiling:
             refuse_second_order(spec, inplace)
-            dlogits = reference.differentiable_backward(dloss, logits, labels, spec)
+            dlogits = reference.differentiable_backward(dloss, logits, labels, spec, weights)
         elif not inplace:
-            dlogits = _run_backward(dloss, scale, logits, labels, normaliser, spec, backend)
+            dlogits = _run_backward(dloss, scale, logits, labels, weights, normaliser, spec, backend)
         else:
             ctx.spent = not compiling
-            dlogits = _run_inplace_backward(dloss, scale, logits.detach(), labels, normaliser, spec, backend)
-        return dlogits, None, *(None,) * (_SPEC + 2)
+            dlogits = _run_inplace_backward(dloss, scale, logits.detach(), labels, weights, normaliser, spec, backend)
+        return dlogits, None, None, *(None,) * (_SPEC + 2)
 
 
 def refuse_second_order(spec: CrossEntropySpec, inplace: bool) -> None:
@@ -119,13 +125,14 @@ def _run_backward(
     scale: Tensor | None,
     logits: Tensor,
     labels: Tensor,
+    weights: Tensor | None,
     normaliser: Tensor,
     spec: CrossEntropySpec,
     backend: str,
 ) -> Tensor:
-    if dispatch.unobserved(dloss, logits, labels):
-        return _backward(dloss, scale, logits, labels, normaliser, spec, backend, False)
-    return _backward_op(dloss, scale, logits, labels, normaliser, *spec, backend)
+    if dispatch.unobserved(dloss, logits, labels, weights):
+        return _backward(dloss, scale, logits, labels, weights, normaliser, spec, backend, False)
+    return _backward_op(dloss, scale, logits, labels, weights, normaliser, *spec, backend)
 
 
 def _run_inplace_backward(
@@ -133,22 +140,23 @@ def _run_inplace_backward(
     scale: Tensor | None,
     logits: Tensor,
     labels: Tensor,
+    weights: Tensor | None,
     normaliser: Tensor,
     spec: CrossEntropySpec,
     backend: str,
 ) -> Tensor:
-    if dispatch.unobserved(dloss, logits, labels):
-        _backward(dloss, scale, logits, labels, normaliser, spec, backend, True)
+    if dispatch.unobserved(dloss, logits, labels, weights):
+        _backward(dloss, scale, logits, labels, weights, normaliser, spec, backend, True)
         # Whoever saved the logits too, and reads them after this, hears of it from autograd.
         torch.autograd.graph.increment_version(logits)
     else:
-        _inplace_backward_op(dloss, scale, logits, labels, normaliser, *spec, backend)
+        _inplace_backward_op(dloss, scale, logits, labels, weights, normaliser, *spec, backend)
     return logits
 
 
-def _forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, backend: str) -> Results:
+def _forward(logits: Tensor, labels: Tensor, weights: Tensor | None, spec: CrossEntropySpec, backend: str) -> Results:
     module = _BACKENDS.implementation(backend, logits.device.type, logits.dtype)
-    return parallel.forward(module, logits, labels.contiguous(), spec)
+    return parallel.forward(module, logits, labels.contiguous(), spec, weights)
 
 
 def _backward(
@@ -156,38 +164,39 @@ def _backward(
     scale: Tensor | None,
     logits: Tensor,
     labels: Tensor,
+    weights: Tensor | None,
     normaliser: Tensor,
     spec: CrossEntropySpec,
     backend: str,
     inplace: bool,
 ) -> Tensor:
     module = _BACKENDS.implementation(backend, logits.device.type, logits.dtype)
-    return module.backward(dloss, scale, logits, labels.contiguous(), normaliser, spec, inplace)
+    return module.backward(dloss, scale, logits, labels.contiguous(), normaliser, spec, inplace, weights)
 
 
-def _forward_implementation(logits, labels, *arguments):
+def _forward_implementation(logits, labels, weights, *arguments):
     with torch.no_grad():
-        results = _forward(logits, labels, CrossEntropySpec(*arguments[:_SPEC]), arguments[-1])
+        results = _forward(logits, labels, weights, CrossEntropySpec(*arguments[:_SPEC]), arguments[-1])
     return [t for t in results if t is not None]
 
 
-def _backward_implementation(dloss, scale, logits, labels, normaliser, *arguments):
+def _backward_implementation(dloss, scale, logits, labels, weights, normaliser, *arguments):
     with torch.no_grad():
         spec = CrossEntropySpec(*arguments[:_SPEC])
-        dlogits = _backward(dloss, scale, logits, labels, normaliser, spec, arguments[-1], False)
+        dlogits = _backward(dloss, scale, logits, labels, weights, normaliser, spec, arguments[-1], False)
         strides = gradient_strides(logits)
         if dlogits.stride() == strides:
             return dlogits
         return logits.new_empty_strided(logits.shape, strides).copy_(dlogits)
 
 
-def _inplace_backward_implementation(dloss, scale, logits, labels, normaliser, *arguments):
+def _inplace_backward_implementation(dloss, scale, logits, labels, weights, normaliser, *arguments):
     with torch.no_grad():
         spec = CrossEntropySpec(*arguments[:_SPEC])
-        _backward(dloss, scale, logits, labels, normaliser, spec, arguments[-1], True)
+        _backward(dloss, scale, logits, labels, weights, normaliser, spec, arguments[-1], True)
 
 
-def _forward_fake(logits, labels, *arguments):
+def _forward_fake(logits, labels, weights, *arguments):
     spec = CrossEntropySpec(*arguments[:_SPEC])
     rows = logits.shape[0]
     shapes = [(rows,) if spec.reduction == "none" else ()] * (2 if spec.z_loss else 1)

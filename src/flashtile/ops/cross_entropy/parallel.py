@@ -13,19 +13,22 @@ from flashtile.ops.cross_entropy.losses import losses, merge
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, Statistics
 
 
-def forward(module: ModuleType, logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Results:
-    """The losses of whole rows, by a backend's module, from the columns `[rows, columns]` that are here."""
+def forward(
+    module: ModuleType, logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None
+) -> Results:
+    """The losses of whole rows, by a backend's module, from the columns `[rows, columns]` that are here.
+    `weights`: `[vocabulary + 1]`, the class weights and their sum, or None."""
     if not spec.group:
-        return module.forward(logits, labels, spec)
+        return module.forward(logits, labels, spec, weights)
     group = _group(spec)
-    found = module.read(logits, labels, spec)
+    found = module.read(logits, labels, spec, weights)
     here = torch.column_stack(found)
     everywhere = here.new_empty(group.size() * len(here), here.shape[1])
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
     gather(everywhere, here, group=group)
     of_processes = everywhere.view(group.size(), *here.shape)
     parts = Statistics(of_processes[..., :2], of_processes[..., 2], of_processes[..., 3])
-    return losses(merge(parts, spec), labels, spec)
+    return losses(merge(parts, spec, weights), labels, spec, weights)
 
 
 def add_up(tensor: Tensor | None, spec: CrossEntropySpec) -> None:

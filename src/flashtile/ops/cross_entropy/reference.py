@@ -9,15 +9,15 @@ from flashtile.ops.cross_entropy.losses import gradient, losses, statistics
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, Statistics, compute_dtype
 
 
-def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Results:
-    """The losses of logits `[rows, columns]`; differentiable."""
-    return losses(read(logits, labels, spec), labels, spec)
+def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Results:
+    """The losses of logits `[rows, columns]`; differentiable. `weights`: class weights and their sum."""
+    return losses(read(logits, labels, spec, weights), labels, spec, weights)
 
 
-def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Statistics:
+def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Statistics:
     """The statistics of the columns that are here."""
     logits = _counted(logits, labels, spec)
-    return statistics(logits.to(compute_dtype(logits.dtype)), labels, spec)
+    return statistics(logits.to(compute_dtype(logits.dtype)), labels, spec, weights)
 
 
 def backward(
@@ -28,9 +28,11 @@ def backward(
     normaliser: Tensor,
     spec: CrossEntropySpec,
     inplace: bool = False,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """The gradient of the logits from that of the loss, in their dtype; in their memory where asked for."""
-    dlogits = gradient(dloss, scale, logits.to(compute_dtype(logits.dtype)), labels, normaliser, spec).to(logits.dtype)
+    wide = logits.to(compute_dtype(logits.dtype))
+    dlogits = gradient(dloss, scale, wide, labels, normaliser, spec, weights).to(logits.dtype)
     return logits.copy_(dlogits) if inplace else dlogits
 
 
@@ -39,16 +41,25 @@ def multiply(gradient: Tensor, factor: Tensor) -> None:
     gradient.copy_(gradient.to(compute_dtype(gradient.dtype)) * factor)
 
 
-def differentiable_backward(dloss: Tensor, logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Tensor:
+def differentiable_backward(
+    dloss: Tensor, logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None
+) -> Tensor:
     """The gradient of the logits as a function of `dloss` and of the logits alone, for the second derivative."""
     logits = _counted(logits, labels, spec)
-    found = forward(logits, labels, spec)
-    return backward(dloss, found.scale, logits, labels, found.normaliser, spec)
+    found = forward(logits, labels, spec, weights)
+    return backward(dloss, found.scale, logits, labels, found.normaliser, spec, weights=weights)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: CrossEntropySpec) -> Results:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    class_weights: Tensor | None,
+    spec: CrossEntropySpec,
+) -> Results:
     """The losses of the logits `x · weightᵀ + bias`, which are held as a whole; differentiable."""
-    return forward(torch.nn.functional.linear(_counted(x, labels, spec), weight, bias), labels, spec)
+    return forward(torch.nn.functional.linear(_counted(x, labels, spec), weight, bias), labels, spec, class_weights)
 
 
 def _counted(rows: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Tensor:

@@ -2,15 +2,16 @@
 
 For a row of logits `[vocabulary]` and its label y, in float32 (float64 for float64)::
 
-    s    = logit_scale · logits
+    s    = logit_scale · logits, or with a soft cap softcap · tanh(logit_scale · logits / softcap)
     lse  = ln Σ exp(s)
     z    = lse_square_scale · lse²
-    loss = lse - (1 - label_smoothing) · s[y] - label_smoothing / vocabulary · Σ s + z
+    loss = a · w[y] · (lse - s[y]) + b · Σ w · (lse - s) + z
+    a    = 1 - label_smoothing,   b = label_smoothing / vocabulary
 
-and with the gradient g of the loss from above::
+with class weights w, which are 1 if there are none, and with the gradient g of the loss from above::
 
-    dlogits = g · logit_scale · (exp(s - lse) · (1 + 2 · lse_square_scale · lse)
-                                 - label_smoothing / vocabulary - (1 - label_smoothing) · [column = y])
+    dlogits = g · logit_scale · (exp(s - lse) · (a · w[y] + b · Σ w + 2 · lse_square_scale · lse)
+                                 - b · w - a · w[y] · [column = y]),   with a soft cap times 1 - (s / softcap)²
 
 Of a row, lse is not kept but two numbers, its normaliser. A rounded lse is as wrong as an offset that all logits share
 is large, and softmax and loss with it::
@@ -18,9 +19,10 @@ is large, and softmax and loss with it::
     pivot   = the logit of the largest s
     exp_sum = Σ exp(logit_scale · (logits - pivot))               lse = logit_scale · pivot + ln exp_sum
 
-Losses and gradients are made of differences from the pivot, in which the offset is gone. Where the label is
+Losses and gradients are made of differences from the pivot, in which the offset is gone. With a soft cap, pivots and
+differences are those of s, whose size the cap bounds, and the factor on them is 1. Where the label is
 `ignore_index`, loss and gradient are 0, whatever the row holds. Where it lies outside of the vocabulary, they are NaN.
-The mean is that over the rows that are not ignored.
+The mean is the sum over the rows that are not ignored, over their number, or over the sum of their w[y].
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ class CrossEntropySpec(NamedTuple):
         first: the label of the first column, where the vocabulary is spread over processes.
         vocabulary: columns of all processes together.
         group: name of the group of those processes; empty where there is only this one.
+        softcap: bound of the scores; 0 = none.
     """
 
     label_smoothing: float
@@ -59,6 +62,12 @@ class CrossEntropySpec(NamedTuple):
     first: int
     vocabulary: int
     group: str
+    softcap: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        """On the differences that losses and gradients are made of: logits, or scores under a soft cap."""
+        return 1.0 if self.softcap else self.logit_scale
 
 
 class Results(NamedTuple):
@@ -68,7 +77,7 @@ class Results(NamedTuple):
         loss: `[rows]`, or a scalar where it is reduced.
         z_loss: of the same shape; None where it is not asked for.
         normaliser: `[rows, 2]`, pivot and exp_sum; of ignored rows it means nothing.
-        scale: scalar, 1 / the number of rows that count; only of a mean.
+        scale: scalar, 1 / the number of rows that count, or the sum of their class weights; only of a mean.
     """
 
     loss: Tensor
@@ -83,7 +92,9 @@ class Statistics(NamedTuple):
     Attributes:
         normaliser: `[rows, 2]`, pivot and exp_sum.
         target: `[rows]`, the logit of the label; 0 where the label has no column here.
-        total: `[rows]`, `Σ (logits - pivot)`; 0 without smoothing.
+        total: `[rows]`, `Σ w · (logits - pivot)`; 0 without smoothing.
+
+    Under a soft cap, scores take the place of logits.
     """
 
     normaliser: Tensor

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.ops.common.triton.functions import tanh
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -42,6 +44,14 @@ def load_tile(row_ptr, group, end, VECTOR: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def capped_logits(x, logit_scale, softcap, CAPPED: tl.constexpr):
+    """Scores under a soft cap; without one, the logits as they are."""
+    if CAPPED:
+        x = softcap * tanh(x * (logit_scale / softcap), True)
+    return x
+
+
+@triton.jit
 def online_step(x, place_max, place_sum, scale):
     """Joins a tile `[G, VECTOR]` to the running maximum and sum of exp2 `[G]` of each place.
 
@@ -55,29 +65,37 @@ def online_step(x, place_max, place_sum, scale):
 
 @triton.jit
 def edge_step(
-    row_ptr, tile, start, place_max, place_sum, place_total, scale, anchor, WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr, VECTOR: tl.constexpr, SMOOTHING: tl.constexpr, SIGN: tl.constexpr,
+    row_ptr, weights_ptr, first, tile, start, place_max, place_sum, place_total, place_weight, scale, anchor,
+    logit_scale, softcap, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, VECTOR: tl.constexpr, SMOOTHING: tl.constexpr,
+    SIGN: tl.constexpr, CAPPED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """A tile with columns that are not of this row."""
     group, columns = tile_columns(tile, start, BLOCK_N, VECTOR)
     inside = (columns >= 0) & (columns < WIDTH)
-    x = load_tile(row_ptr, group, start + WIDTH, VECTOR, False) * SIGN
+    x = load_tile(row_ptr, group, start + WIDTH, VECTOR, False)
+    x = capped_logits(x, logit_scale, softcap, CAPPED) * SIGN
     if SMOOTHING:
-        place_total += tl.sum(tl.where(inside, x - anchor, 0.0), axis=1)
+        differences = tl.where(inside, x - anchor, 0.0)
+        if WEIGHTED:
+            weights = tl.load(weights_ptr + first + columns, mask=inside, other=0.0)
+            differences *= weights
+            place_weight += tl.sum(weights, axis=1)
+        place_total += tl.sum(differences, axis=1)
     place_max, place_sum = online_step(tl.where(inside, x, float("-inf")), place_max, place_sum, scale)
-    return place_max, place_sum, place_total
+    return place_max, place_sum, place_total, place_weight
 
 
 @triton.jit
 def read_row(
-    logits_ptr, offset, lead, logit_scale, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, VECTOR: tl.constexpr,
-    SMOOTHING: tl.constexpr, SIGN: tl.constexpr,
+    logits_ptr, weights_ptr, first, offset, lead, factor, logit_scale, softcap, WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, VECTOR: tl.constexpr, SMOOTHING: tl.constexpr, SIGN: tl.constexpr, CAPPED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Pivot and exp_sum of a row and, with smoothing, the sum of its logits' differences from the pivot. Each logit is
-    read once."""
-    # With the sign of the scale, logits have the order of scores: the scale itself is part of the exponent's factor.
-    # That is not 0, which would make NaN of the columns outside of the row.
-    scale = logit_scale * (SIGN * LOG2_E)
+    """Pivot and exp_sum of a row and, with smoothing, the sum of its logits' differences from the pivot, each times its
+    class weight. Each logit is read once. `first` is the class of the first column."""
+    # With the sign of the factor, logits have the order of scores: the factor itself is part of the exponent's. That is
+    # not 0, which would make NaN of the columns outside of the row.
+    scale = factor * (SIGN * LOG2_E)
     if SIGN == 0:
         scale = LOG2_E
     ALIGNMENT: tl.constexpr = VECTOR * logits_ptr.dtype.element_ty.primitive_bitwidth // 8
@@ -87,44 +105,65 @@ def read_row(
     place_max = tl.full([G], float("-inf"), tl.float32)
     place_sum = tl.zeros([G], tl.float32)
     place_total = tl.zeros([G], tl.float32)
+    place_weight = tl.zeros([G], tl.float32)
     anchor = 0.0
     if SMOOTHING:
         # Until the largest logit is known, differences are taken from the first one: a sum of the logits themselves is
         # as wrong as their common offset is large.
-        anchor = tl.load(logits_ptr + offset).to(tl.float32) * SIGN
+        anchor = capped_logits(tl.load(logits_ptr + offset).to(tl.float32), logit_scale, softcap, CAPPED) * SIGN
         anchor = tl.where(tl.abs(anchor) < float("inf"), anchor, 0.0)
-    place_max, place_sum, place_total = edge_step(
-        row_ptr, 0, start, place_max, place_sum, place_total, scale, anchor, WIDTH, BLOCK_N, VECTOR, SMOOTHING, SIGN
-    )
+    place_max, place_sum, place_total, place_weight = edge_step(
+        row_ptr, weights_ptr, first, 0, start, place_max, place_sum, place_total, place_weight, scale, anchor,
+        logit_scale, softcap, WIDTH, BLOCK_N, VECTOR, SMOOTHING, SIGN, CAPPED, WEIGHTED,
+    )  # fmt: skip
     last = (start + WIDTH - 1) // BLOCK_N
     for tile in range(1, last):
-        group, _ = tile_columns(tile, start, BLOCK_N, VECTOR)
-        x = load_tile(row_ptr, group, 0, VECTOR, True) * SIGN
+        group, columns = tile_columns(tile, start, BLOCK_N, VECTOR)
+        x = capped_logits(load_tile(row_ptr, group, 0, VECTOR, True), logit_scale, softcap, CAPPED) * SIGN
         if SMOOTHING:
-            place_total += tl.sum(x - anchor, axis=1)
+            differences = x - anchor
+            if WEIGHTED:
+                weights = tl.load(weights_ptr + first + columns)
+                differences *= weights
+                place_weight += tl.sum(weights, axis=1)
+            place_total += tl.sum(differences, axis=1)
         place_max, place_sum = online_step(x, place_max, place_sum, scale)
     if last > 0:
-        place_max, place_sum, place_total = edge_step(
-            row_ptr, last, start, place_max, place_sum, place_total, scale, anchor, WIDTH, BLOCK_N, VECTOR, SMOOTHING,
-            SIGN,
+        place_max, place_sum, place_total, place_weight = edge_step(
+            row_ptr, weights_ptr, first, last, start, place_max, place_sum, place_total, place_weight, scale, anchor,
+            logit_scale, softcap, WIDTH, BLOCK_N, VECTOR, SMOOTHING, SIGN, CAPPED, WEIGHTED,
         )  # fmt: skip
     row_max = tl.max(place_max, axis=0)
     against = tl.where(row_max == float("-inf"), 0.0, row_max)
     exp_sum = tl.sum(place_sum * tl.exp2((place_max - against) * scale), axis=0)
-    total = tl.sum(place_total, axis=0) + WIDTH * (anchor - against)
+    weight = tl.sum(place_weight, axis=0) if WEIGHTED else WIDTH
+    total = tl.sum(place_total, axis=0) + weight * (anchor - against)
     return row_max * SIGN, exp_sum, total * SIGN
 
 
 @triton.jit
-def log_sum_exp(pivot, exp_sum, logit_scale):
-    return pivot * logit_scale + tl.log2(exp_sum) * LN_2
+def log_sum_exp(pivot, exp_sum, factor):
+    return pivot * factor + tl.log2(exp_sum) * LN_2
+
+
+@triton.jit
+def row_shares(weights_ptr, label, known, vocabulary, smoothing, SMOOTHING: tl.constexpr, WEIGHTED: tl.constexpr):
+    """The factors that the loss of a row has on the score of its label, and on lse."""
+    of_label, of_lse = 1.0 - smoothing, 1.0
+    if WEIGHTED:
+        of_label *= tl.load(weights_ptr + tl.where(known, label, 0), mask=known, other=0.0)
+        of_lse = of_label
+        if SMOOTHING:
+            of_lse += smoothing * (tl.load(weights_ptr + vocabulary) / vocabulary)
+    return of_label, of_lse
 
 
 @triton.jit
 def cross_entropy_forward_kernel(
-    logits_ptr, labels_ptr, loss_ptr, z_ptr, normaliser_ptr, stride_row, lead, ignore_index, first, vocabulary,
-    logit_scale, smoothing, lse_square_scale, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, VECTOR: tl.constexpr,
-    SMOOTHING: tl.constexpr, SIGN: tl.constexpr, PARTIAL: tl.constexpr, HAS_Z: tl.constexpr,
+    logits_ptr, labels_ptr, weights_ptr, loss_ptr, z_ptr, normaliser_ptr, stride_row, lead, ignore_index, first,
+    vocabulary, logit_scale, factor, softcap, smoothing, lse_square_scale, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+    VECTOR: tl.constexpr, SMOOTHING: tl.constexpr, SIGN: tl.constexpr, PARTIAL: tl.constexpr, HAS_Z: tl.constexpr,
+    CAPPED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """One row per program. With PARTIAL, what it stores in the place of loss and z is the label's logit and the sum of
     differences from the pivot, to be put together with those of other columns."""
@@ -134,21 +173,23 @@ def cross_entropy_forward_kernel(
     if label != ignore_index:  # the row of a label that does not count is not read
         offset = row * stride_row
         pivot, exp_sum, total = read_row(
-            logits_ptr, offset, lead, logit_scale, WIDTH, BLOCK_N, VECTOR, SMOOTHING, SIGN
+            logits_ptr, weights_ptr, first, offset, lead, factor, logit_scale, softcap, WIDTH, BLOCK_N, VECTOR,
+            SMOOTHING, SIGN, CAPPED, WEIGHTED,
         )  # fmt: skip
         column = label - first
         here = (column >= 0) & (column < WIDTH)
         target = tl.load(logits_ptr + offset + tl.where(here, column, 0), mask=here, other=0.0)
-        target = target.to(tl.float32)
+        target = capped_logits(target.to(tl.float32), logit_scale, softcap, CAPPED)
         if PARTIAL:
             loss, z = target, total
         else:
-            lse = log_sum_exp(pivot, exp_sum, logit_scale)
+            lse = log_sum_exp(pivot, exp_sum, factor)
             z = lse_square_scale * lse * lse
-            loss = tl.log2(exp_sum) * LN_2 - (1.0 - smoothing) * ((target - pivot) * logit_scale) + z
-            if SMOOTHING:
-                loss -= smoothing * (total * logit_scale / vocabulary)
             known = (label >= 0) & (label < vocabulary)
+            of_label, of_lse = row_shares(weights_ptr, label, known, vocabulary, smoothing, SMOOTHING, WEIGHTED)
+            loss = of_lse * (tl.log2(exp_sum) * LN_2) - of_label * ((target - pivot) * factor) + z
+            if SMOOTHING:
+                loss -= smoothing * (total * factor / vocabulary)
             loss, z = tl.where(known, loss, float("nan")), tl.where(known, z, float("nan"))
     tl.store(loss_ptr + row, loss)
     if HAS_Z:
@@ -159,13 +200,13 @@ def cross_entropy_forward_kernel(
 
 @triton.jit
 def cross_entropy_reduce_kernel(
-    loss_ptr, z_ptr, labels_ptr, loss_out_ptr, z_out_ptr, scale_ptr, rows, ignore_index, BLOCK_N: tl.constexpr,
-    MEAN: tl.constexpr, HAS_Z: tl.constexpr,
+    loss_ptr, z_ptr, labels_ptr, weights_ptr, loss_out_ptr, z_out_ptr, scale_ptr, rows, ignore_index, vocabulary,
+    BLOCK_N: tl.constexpr, MEAN: tl.constexpr, HAS_Z: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """One program: the sum of all rows' losses, in the same order in every run, or their mean."""
     loss_sum = tl.zeros([BLOCK_N], tl.float32)
     z_sum = tl.zeros([BLOCK_N], tl.float32)
-    count = tl.zeros([BLOCK_N], tl.int32)
+    count = tl.zeros([BLOCK_N], tl.float32 if WEIGHTED else tl.int32)
     for first in range(0, rows, BLOCK_N):
         row = first + tl.arange(0, BLOCK_N)
         inside = row < rows
@@ -174,7 +215,12 @@ def cross_entropy_reduce_kernel(
             z_sum += tl.load(z_ptr + row, mask=inside, other=0.0)
         if MEAN:
             labels = tl.load(labels_ptr + row, mask=inside, other=0).to(tl.int64)
-            count += (inside & (labels != ignore_index)).to(tl.int32)
+            counts = inside & (labels != ignore_index)
+            if WEIGHTED:
+                counts &= (labels >= 0) & (labels < vocabulary)
+                count += tl.load(weights_ptr + labels, mask=counts, other=0.0)
+            else:
+                count += counts.to(tl.int32)
     loss, z, scale = tl.sum(loss_sum, axis=0), tl.sum(z_sum, axis=0), 1.0
     if MEAN:
         scale = 1.0 / tl.sum(count, axis=0).to(tl.float32)
@@ -186,9 +232,10 @@ def cross_entropy_reduce_kernel(
 
 @triton.jit
 def cross_entropy_backward_kernel(
-    dloss_ptr, scale_ptr, logits_ptr, labels_ptr, normaliser_ptr, dlogits_ptr, stride_dloss, stride_row, stride_drow,
-    lead, ignore_index, first, vocabulary, logit_scale, smoothing, lse_square_scale, WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr, VECTOR: tl.constexpr, TILES: tl.constexpr, SMOOTHING: tl.constexpr, HAS_SCALE: tl.constexpr,
+    dloss_ptr, scale_ptr, logits_ptr, labels_ptr, weights_ptr, normaliser_ptr, dlogits_ptr, stride_dloss, stride_row,
+    stride_drow, lead, ignore_index, first, vocabulary, logit_scale, factor, softcap, smoothing, lse_square_scale,
+    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, VECTOR: tl.constexpr, TILES: tl.constexpr, SMOOTHING: tl.constexpr,
+    HAS_SCALE: tl.constexpr, CAPPED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """One tile of a row per program; dlogits may be the logits: what is written was read by the same thread before."""
     row = (tl.program_id(0) // TILES).to(tl.int64)
@@ -204,16 +251,25 @@ def cross_entropy_backward_kernel(
         g = tl.load(dloss_ptr + row * stride_dloss) * logit_scale
         if HAS_SCALE:
             g *= tl.load(scale_ptr)
-        g = tl.where((label >= 0) & (label < vocabulary), g, float("nan"))
+        known = (label >= 0) & (label < vocabulary)
+        g = tl.where(known, g, float("nan"))
         row_ptr = tl.multiple_of(logits_ptr + (offset - start), ALIGNMENT)
         x = load_tile(row_ptr, group, start + WIDTH, VECTOR, False)
-        lse = log_sum_exp(pivot, exp_sum, logit_scale)
-        of_exponentials = g * (1.0 + 2.0 * lse_square_scale * lse) / exp_sum
-        dlogits = tl.exp2((x - pivot) * (logit_scale * LOG2_E)) * of_exponentials
-        if SMOOTHING:
+        x = capped_logits(x, logit_scale, softcap, CAPPED)
+        lse = log_sum_exp(pivot, exp_sum, factor)
+        of_label, of_lse = row_shares(weights_ptr, label, known, vocabulary, smoothing, SMOOTHING, WEIGHTED)
+        of_exponentials = g * (of_lse + 2.0 * lse_square_scale * lse) / exp_sum
+        dlogits = tl.exp2((x - pivot) * (factor * LOG2_E)) * of_exponentials
+        if SMOOTHING and WEIGHTED:
+            inside = (columns >= 0) & (columns < WIDTH)
+            weights = tl.load(weights_ptr + first + columns, mask=inside, other=0.0)
+            dlogits -= g * (smoothing / vocabulary) * weights
+        elif SMOOTHING:
             dlogits -= g * (smoothing / vocabulary)
         at = tl.maximum(tl.minimum(label - first, WIDTH), -1).to(tl.int32)  # -1 is masked out, WIDTH too
-        dlogits -= tl.where(columns == at, g * (1.0 - smoothing), 0.0)
+        dlogits -= tl.where(columns == at, g * of_label, 0.0)
+        if CAPPED:
+            dlogits *= 1.0 - (x / softcap) * (x / softcap)
     out_ptr = tl.multiple_of(dlogits_ptr + (row * stride_drow - start), ALIGNMENT)
     pointers = out_ptr + group + tl.arange(0, VECTOR)[None, :]
     value = dlogits.to(dlogits_ptr.dtype.element_ty)

@@ -29,24 +29,25 @@ from flashtile.ops.cross_entropy.triton.configs import MULTIPLY, REDUCE, TileCon
 _STATISTICS = pointer_to(torch.float32)
 
 
-def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Results:
-    """Runs the forward kernel on logits `[rows, columns]` with contiguous rows, and that of the reduction."""
-    plan = _forward_plan_for(logits, labels, spec, partial=False)
+def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Results:
+    """Runs the forward kernel on logits `[rows, columns]` with contiguous rows, and that of the reduction. `weights`:
+    class weights and their sum."""
+    plan = _forward_plan_for(logits, labels, spec, weights, partial=False)
     losses, z_losses, normaliser = plan.allocate()
-    plan.launch(*map(pointer, (logits, labels, losses, z_losses, normaliser)))
+    plan.launch(*map(pointer, (logits, labels, weights, losses, z_losses, normaliser)))
     if spec.reduction == "none":
         return Results(losses, z_losses, normaliser, None)
-    plan = _reduce_plan(labels.dtype, logits.shape[0], spec, logits.device)
+    plan = _reduce_plan(labels.dtype, logits.shape[0], weights is not None, spec, logits.device)
     loss, z_loss, scale = plan.allocate()
-    plan.launch(*map(pointer, (losses, z_losses, labels, loss, z_loss, scale)))
+    plan.launch(*map(pointer, (losses, z_losses, labels, weights, loss, z_loss, scale)))
     return Results(loss, z_loss, normaliser, scale)
 
 
-def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Statistics:
+def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Statistics:
     """The statistics of the columns that are here."""
-    plan = _forward_plan_for(logits, labels, spec, partial=True)
+    plan = _forward_plan_for(logits, labels, spec, weights, partial=True)
     target, total, normaliser = plan.allocate()
-    plan.launch(*map(pointer, (logits, labels, target, total, normaliser)))
+    plan.launch(*map(pointer, (logits, labels, weights, target, total, normaliser)))
     return Statistics(normaliser, target, total)
 
 
@@ -58,6 +59,7 @@ def backward(
     normaliser: Tensor,
     spec: CrossEntropySpec,
     inplace: bool = False,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Runs the backward kernel on logits with contiguous rows; writes to their memory where asked to."""
     shape, device = (logits.shape[0], logits.shape[1]), logits.device
@@ -70,10 +72,11 @@ def backward(
         (logits.stride(0), dlogits.stride(0)),
         (logits.data_ptr() & 15, dlogits.data_ptr() & 15),
         scale is not None,
+        weights is not None,
         spec,
         device,
     )
-    plan.launch(*map(pointer, (dloss, scale, logits, labels, normaliser, dlogits)))
+    plan.launch(*map(pointer, (dloss, scale, logits, labels, weights, normaliser, dlogits)))
     return dlogits
 
 
@@ -83,9 +86,12 @@ def multiply(gradient: Tensor, factor: Tensor) -> None:
     plan.launch(pointer(gradient), pointer(factor))
 
 
-def _forward_plan_for(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, partial: bool) -> Plan:
+def _forward_plan_for(
+    logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None, partial: bool
+) -> Plan:
     shape, stride, misalignment = (logits.shape[0], logits.shape[1]), logits.stride(0), logits.data_ptr() & 15
-    return _forward_plan(logits.dtype, labels.dtype, shape, stride, misalignment, partial, spec, logits.device)
+    weighted, device = weights is not None, logits.device
+    return _forward_plan(logits.dtype, labels.dtype, shape, stride, misalignment, partial, weighted, spec, device)
 
 
 @plan_cache
@@ -96,6 +102,7 @@ def _forward_plan(
     stride: int,
     misalignment: int,
     partial: bool,
+    weighted: bool,
     spec: CrossEntropySpec,
     device: torch.device,
 ) -> Plan:
@@ -114,9 +121,11 @@ def _forward_plan(
         "WIDTH": width,
         **constants_of(config),
         "SMOOTHING": spec.label_smoothing > 0,
-        "SIGN": (spec.logit_scale > 0) - (spec.logit_scale < 0),
+        "SIGN": (spec.factor > 0) - (spec.factor < 0),
         "PARTIAL": partial,
         "HAS_Z": has_z,
+        "CAPPED": spec.softcap > 0,
+        "WEIGHTED": weighted,
     }
     of_rows = contiguous((rows,), torch.float32)
     outputs = (of_rows, of_rows if has_z else None, contiguous((rows, 2), torch.float32))
@@ -133,6 +142,7 @@ def _backward_plan(
     strides: tuple[int, int],
     misalignments: tuple[int, int],
     has_scale: bool,
+    weighted: bool,
     spec: CrossEntropySpec,
     device: torch.device,
 ) -> Plan:
@@ -156,17 +166,21 @@ def _backward_plan(
         "TILES": tiles,
         "SMOOTHING": spec.label_smoothing > 0,
         "HAS_SCALE": has_scale,
+        "CAPPED": spec.softcap > 0,
+        "WEIGHTED": weighted,
     }
     kernel = kernels.cross_entropy_backward_kernel
     return make_plan(kernel, parameters, constants, rows * tiles, device, config.num_warps)
 
 
 @plan_cache
-def _reduce_plan(label_dtype: torch.dtype, rows: int, spec: CrossEntropySpec, device: torch.device) -> Plan:
+def _reduce_plan(
+    label_dtype: torch.dtype, rows: int, weighted: bool, spec: CrossEntropySpec, device: torch.device
+) -> Plan:
     parameters = {**_parameters(torch.float32, label_dtype, spec), "rows": int32(rows)}
     block_n, num_warps = REDUCE
     mean, scalar = spec.reduction == "mean", contiguous((), torch.float32)
-    constants = {"BLOCK_N": block_n, "MEAN": mean, "HAS_Z": spec.z_loss}
+    constants = {"BLOCK_N": block_n, "MEAN": mean, "HAS_Z": spec.z_loss, "WEIGHTED": weighted}
     outputs = scalar, scalar if spec.z_loss else None, scalar if mean else None
     kernel = kernels.cross_entropy_reduce_kernel
     return make_plan(kernel, parameters, constants, 1, device, num_warps, outputs=outputs)
@@ -183,7 +197,7 @@ def _multiply_plan(dtype: torch.dtype, size: int, device: torch.device) -> Plan:
 
 def _parameters(dtype: torch.dtype, label_dtype: torch.dtype, spec: CrossEntropySpec) -> dict[str, Parameter]:
     """What the kernels have in common. Addresses and strides of rows are of any alignment: kernels find it out."""
-    statistics = ("loss", "z", "normaliser", "dloss", "scale", "loss_out", "z_out")
+    statistics = ("weights", "loss", "z", "normaliser", "dloss", "scale", "loss_out", "z_out")
     return {
         **dict.fromkeys(("logits_ptr", "dlogits_ptr"), pointer_to(dtype)),
         **dict.fromkeys((f"{name}_ptr" for name in statistics), _STATISTICS),
@@ -192,6 +206,8 @@ def _parameters(dtype: torch.dtype, label_dtype: torch.dtype, spec: CrossEntropy
         "first": int32(spec.first),
         "vocabulary": int32(spec.vocabulary),
         "logit_scale": float32(spec.logit_scale),
+        "factor": float32(spec.factor),
+        "softcap": float32(spec.softcap),
         "smoothing": float32(spec.label_smoothing),
         "lse_square_scale": float32(spec.lse_square_scale),
     }
