@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -445,3 +446,33 @@ def test_nested_tensors_are_refused(layout: torch.layout) -> None:
     ):
         with pytest.raises(TypeError, match=message):
             function(*arguments)
+
+
+@pytest.mark.parametrize("layout", ["dense", "packed"])
+def test_the_layout_of_pytorch_is_warned_of_once(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_checks, "_warned", False)
+    q = zeros(16, 300, 8) if layout == "packed" else zeros(2, 16, 300, 8)
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        return flashtile.attention(q, q, q) if q.dim() == 4 else flashtile.attention_varlen(q, q, q, cumulative(0, 16))
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call(zeros(2, 300, 16, 8) if layout == "dense" else zeros(16, 4, 8))
+        flashtile.scaled_dot_product_attention(*[zeros(300, 16, 8)] * 3)
+        assert not found
+        for length in (300, 301):
+            call(q[..., :1, :].expand(*q.shape[:-2], length, 8))
+    (warning,) = found
+    assert warning.filename == __file__
+    assert "16 tokens of 300 heads" in str(warning.message)
+    assert "flashtile.scaled_dot_product_attention" in str(warning.message)
+
+
+def test_repeated_calls_do_not_look_at_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = zeros(1, 5, 3, 8)
+    flashtile.attention(q, q, q)
+    monkeypatch.setattr(
+        attention_checks, "warn_of_swapped_layout", lambda *arguments: pytest.fail("looks at the layout")
+    )
+    flashtile.attention(q, q, q)

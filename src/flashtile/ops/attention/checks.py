@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -53,6 +55,7 @@ __all__ = [
     "resolve_sinks",
     "resolve_softcap",
     "resolve_window",
+    "warn_of_swapped_layout",
 ]
 
 
@@ -117,6 +120,33 @@ def _raise_rank_dtype_device(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[s
             raise TypeError(f"{name}: expected the dtype of q, {q.dtype}, got {tensor.dtype}; cast one of them")
         if tensor.device != q.device:
             raise ValueError(f"{name}: expected the device of q, {q.device}, got {tensor.device}; move one of them")
+
+
+#: More heads than any model has.
+_MANY_HEADS = 256
+#: Whether the layout was warned of in this process.
+_warned = False
+
+
+def warn_of_swapped_layout(q: Tensor, layout: Sequence[str]) -> None:
+    """Warns once in a process where q, whose shape was checked, has more heads than any model, and far fewer tokens:
+    then it probably has PyTorch's layout, heads before tokens, which gives wrong numbers without an error. Calls by
+    flashtile itself have the right one, as that of `scaled_dot_product_attention` for inputs without heads."""
+    global _warned
+    heads, tokens = q.shape[-2], q.shape[-3]
+    if _warned or torch.compiler.is_compiling() or heads <= _MANY_HEADS or 4 * tokens > heads:
+        return
+    caller = sys._getframe(3).f_globals.get("__name__", "")  # of the public function, which calls `checked_qkv`
+    if caller.startswith("flashtile."):
+        return
+    _warned = True
+    swapped = [*layout[:-3], layout[-2], layout[-3], layout[-1]]
+    warnings.warn(
+        f"q: expected [{', '.join(layout)}], got shape {list(q.shape)}, which is {tokens} tokens of {heads} heads; if "
+        f"it is [{', '.join(swapped)}], pass q.transpose(-3, -2), and k and v likewise, or call "
+        "flashtile.scaled_dot_product_attention, which takes heads before tokens. This warning comes once",
+        stacklevel=4,
+    )
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
