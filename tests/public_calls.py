@@ -100,9 +100,9 @@ def _cached(q: Tensor, k: Tensor, new: Tensor | None = None, **options: Any) -> 
 
 
 def _paged(q: Tensor, pages: Tensor, new: Tensor) -> Any:
-    pages, table = pages.clone(), torch.tensor([[0, 2], [3, 1], [4, 5]], device=_CPU)
-    lengths, table = torch.tensor([3, 0, 7], device=_CPU)[: q.shape[0]], table[: q.shape[0]]
-    out = flashtile.attention_with_kv_cache(q, pages, pages.clone(), new, new, cache_lengths=lengths, block_table=table)
+    pages, table = pages.clone(), 5 - torch.arange(2 * q.shape[0], device=_CPU).view(-1, 2)
+    options = {"cache_lengths": _lengths(q) * 7, "block_table": table}
+    out = flashtile.attention_with_kv_cache(q, pages, pages.clone(), new, new, **options)
     return out, pages
 
 
@@ -219,7 +219,6 @@ CALLS: dict[str, PublicCall] = {
     "attention_with_kv_cache: pages": PublicCall(
         lambda q, pages, new: _paged(q.detach(), pages.detach(), new.detach()),
         ((-1, 1, HEADS, DIM), (6, 16, HEADS, DIM), (-1, 1, HEADS, DIM)),
-        of_values=True,
     ),
     "attention_part": PublicCall(
         lambda q, k, v: flashtile.attention_part(
@@ -284,13 +283,9 @@ CALLS: dict[str, PublicCall] = {
     ),
     "dropout_add_rms_norm: subset": PublicCall(
         lambda x, r, w: flashtile.dropout_add_rms_norm(
-            x,
-            torch.cat((x, x[:1])),
-            w,
-            x0_subset=torch.cat((_chosen_rows(x) + 1, _chosen_rows(x[:1]))),
+            x, r, w, x0_subset=_chosen_rows(x), out_subset=_chosen_rows(x), out_numrows=x.shape[0]
         ),
         _ROWS,
-        of_values=True,
     ),
     "scaled_causal_softmax": PublicCall(lambda x: flashtile.scaled_causal_softmax(x, 0.5), ((-1, SEQ, SEQ),)),
     "scaled_masked_softmax": PublicCall(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NoReturn
 
 import torch
@@ -271,7 +272,7 @@ def _check_operands(operands: Operands, rowscale_const: float) -> torch.Size:
         shape = torch.Size((*operands.x0_subset.shape, x0.shape[-1]))
     if operands.out_subset is not None:
         checks.check_subset("out_subset", operands.out_subset, x0.device)
-        checks.check_rows("out_subset", operands.out_subset, shape[:-1].numel())
+        checks.check_rows("out_subset", operands.out_subset, math.prod(shape[:-1]))
     checks.check_summand("residual", operands.residual, x0, shape, same_dtype=False)
     checks.check_summand("x1", operands.x1, x0, shape, same_dtype=True)
     if operands.x1 is not None:

@@ -19,7 +19,7 @@ from flashtile.ops.common.checks import (
     readable,
     resolve_dropout,
 )
-from flashtile.ops.common.sizes import differ
+from flashtile.ops.common.sizes import differ, known
 from flashtile.ops.layer_norm.spec import MAX_COLUMNS, NormSpec, Operands
 
 __all__ = [
@@ -114,7 +114,7 @@ def check_subset(name: str, subset: Tensor, device: torch.device) -> None:
 
 
 def check_rows(name: str, subset: Tensor, rows: int) -> None:
-    if subset.numel() != rows:
+    if differ((subset.numel(),), (rows,)):
         raise ValueError(
             f"{name}: expected {rows} numbers, one for each row of the sum, got {subset.numel()} "
             f"in shape {tuple(subset.shape)}"
@@ -125,10 +125,10 @@ def resolve_out_rows(out_subset: Tensor | None, out_numrows: int, rows: int) -> 
     if isinstance(out_numrows, bool) or not isinstance(out_numrows, (int, torch.SymInt)):
         raise TypeError(f"out_numrows: expected an int, got {out_numrows!r}; pass the number of rows of the output")
     if out_subset is None:
-        if out_numrows not in (0, rows):
+        if not known(out_numrows == 0) and differ((out_numrows,), (rows,)):
             raise ValueError(f"out_numrows: expected 0 without out_subset, got {out_numrows}; leave it out")
         return rows
-    if out_numrows < 0:
+    if known(out_numrows < 0):
         raise ValueError(f"out_numrows: expected at least 0, got {out_numrows}; it is the number of rows of the output")
     return out_numrows
 
