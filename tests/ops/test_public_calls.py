@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backwa
 
 import flashtile
 from flashtile.testing import assert_same
-from public_calls import CALLS, ROWS, PublicCall, labels, shown
+from public_calls import CALLS, ROWS, SEQ, PublicCall, labels, shown
 
 #: Public names that are no functions of tensors, or whose functions are attributes of them.
 NO_CALLS = {
@@ -154,17 +154,26 @@ COMPILED = [
     "linear_cross_entropy: of sequences", "dropout_add_rms_norm", "scaled_masked_softmax", "online_softmax",
     "logsumexp_merge", "apply_rotary: longest", "apply_rotary_qkv", "fused_mlp",
 ]  # fmt: skip
+OF_SEQUENCES = [
+    "attention: bias", "attention: slopes", "scaled_dot_product_attention: float", "attention_part", "attention_probs",
+    "attention_backward", "cross_entropy: of sequences", "scaled_masked_softmax", "apply_rotary", "quantize_fp8",
+]  # fmt: skip
 
 
 class OfKeptRows(nn.Module):
-    """A call whose sizes depend on data: of the rows that a mask keeps, which are counted for each leaf by itself."""
+    """A call whose sizes depend on data: of the rows that a mask keeps, or of the tokens of each sequence (SEQ). They
+    are counted for each leaf by itself."""
 
-    def __init__(self, call: PublicCall) -> None:
+    def __init__(self, call: PublicCall, size: int = -1) -> None:
         super().__init__()
-        self.call = call
+        self.call, self.size = call, size
 
     def forward(self, kept: Tensor, *leaves: Tensor) -> list[Tensor]:
-        chosen = [t[kept.clone()] if shape[0] == -1 else t for t, shape in zip(leaves, self.call.shapes)]
+        chosen = list(leaves)
+        for number, shape in enumerate(self.call.shapes):
+            rows = kept.clone().nonzero().flatten()
+            for dim in (dim for dim, size in enumerate(shape) if size == self.size):
+                chosen[number] = chosen[number].index_select(dim, rows)
         return self.call.results(*chosen)
 
 
@@ -178,6 +187,16 @@ def test_export_with_sizes_that_depend_on_data(name: str) -> None:
     program = torch.export.export(model, (KEPT[0], *leaves)).module()
     for kept in KEPT:
         assert_same(program(kept, *leaves), model(kept, *leaves))
+
+
+@pytest.mark.parametrize("name", OF_SEQUENCES)
+def test_export_with_lengths_that_depend_on_data(name: str) -> None:
+    call = CALLS[name]
+    model, leaves = OfKeptRows(call, SEQ), call.leaves(2)
+    kept = torch.tensor([True, False, True, True, False])
+    program = torch.export.export(model, (kept, *leaves)).module()
+    for each in (kept, ~kept, torch.zeros_like(kept)):
+        assert_same(program(each, *leaves), model(each, *leaves))
 
 
 @pytest.mark.parametrize("name", COMPILED)

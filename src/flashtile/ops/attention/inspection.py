@@ -15,6 +15,7 @@ from flashtile.ops.attention.options import ColumnSumsOptions, ProbsOptions, nam
 from flashtile.ops.attention.row_weights import Part
 from flashtile.ops.attention.spec import SideInputs, lse_dtype, lse_shape
 from flashtile.ops.common.checks import INDEX_DTYPES, readable
+from flashtile.ops.common.sizes import differ
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -148,7 +149,7 @@ def attention_column_sums(
 
 def _check_lse(lse: Tensor, q: Tensor) -> None:
     shape, dtype = lse_shape(q), lse_dtype(q.dtype)
-    if lse.shape != shape:
+    if differ(lse.shape, shape):
         raise ValueError(
             f"lse: expected {list(shape)}, [batch, heads_q, seq_q] or packed [heads_q, total_q], got "
             f"{list(lse.shape)}; it is what attention(..., return_lse=True) returns"

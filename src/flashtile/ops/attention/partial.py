@@ -24,6 +24,7 @@ from flashtile.ops.attention.score_arguments import add_program
 from flashtile.ops.attention.score_program import UNCHANGED, ScoreFunction, moved
 from flashtile.ops.attention.score_tracing import resolve_score_mod
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted, lse_shape
+from flashtile.ops.common.sizes import differ, exceeds, known
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -225,7 +226,7 @@ def _described(
     rows, columns = (q.shape[0], k.shape[0]) if packed else (q.shape[1], k.shape[1])
     if part is not None:
         spec = placed(spec, part, rows, columns, q.shape[-2], packed, given)
-        if key_lengths is not None and not packed and (part.column or columns < part.seq_k):
+        if key_lengths is not None and not packed and (part.column or not known(columns >= part.seq_k)):
             key_lengths = (key_lengths - part.column).clamp(0, columns)
     checks.check_max_seqlen("max_seqlen", max_seqlen)
     checks.check_max_seqlen("max_seqlen_k", max_seqlen_k)
@@ -249,7 +250,7 @@ def _rectangle(mask: BlockMask, part: AttentionPart, q: Tensor, batch: int, side
     rows, columns = (part.row, side.max_seqlen_q), (part.column, side.max_seqlen_k)
     place = Rectangle((part.sequence, batch), (part.head, q.shape[-2]), rows, columns)
     for name, of_mask, (first, count) in zip(("batch", "heads", "seq_q", "seq_k"), mask.shape, place):
-        if first + count > of_mask and (of_mask != 1 or name.startswith("seq")):
+        if (of_mask != 1 or name.startswith("seq")) and exceeds(first + count, of_mask):
             raise ValueError(
                 f"block_mask: expected the mask of the larger call, with {name} at least {first + count}, got {of_mask}"
                 "; its rectangle is taken here"
@@ -335,7 +336,7 @@ def _check_place(part: AttentionPart, rows: int, columns: int) -> None:
     for name, first, count, whole in (
         ("row", part.row, rows, part.seq_q), ("column", part.column, columns, part.seq_k),
     ):  # fmt: skip
-        if first < 0 or first + count > whole:
+        if known(first < 0) or exceeds(first + count, whole):
             raise ValueError(
                 f"part: expected {name}s {first} to {first + count} within the {whole} of the whole sequence; {name} "
                 "counts from its start"
@@ -346,12 +347,12 @@ def _shifted(spec: AttentionSpec, shift: int, rows: int, columns: int) -> Attent
     """The band counted from the rectangle's own corner; sides that hide nothing of it are left out."""
     left = None if spec.window_left is None else spec.window_left - shift
     right = None if spec.window_right is None else spec.window_right + shift
-    if left is not None and left >= rows - 1:
+    if left is not None and known(left >= rows - 1):
         left = None
-    if right is not None and right >= columns - 1:
+    if right is not None and known(right >= columns - 1):
         right = None
     # Both alignments of a square are the same. One of them is taken, so that they share what is compiled.
-    return spec._replace(window_left=left, window_right=right, top_left=rows != columns)
+    return spec._replace(window_left=left, window_right=right, top_left=not known(rows == columns))
 
 
 def _check_results(dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
@@ -363,7 +364,7 @@ def _check_results(dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         checks.check_tensors(dlse=dlse)
         given.append(("dlse", dlse, lse_shape(q), statistics))
     for name, tensor, shape, dtype in given:
-        if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != q.device:
+        if differ(tensor.shape, shape) or tensor.dtype is not dtype or tensor.device != q.device:
             raise ValueError(
                 f"{name}: expected {dtype} {tuple(shape)} on {q.device}, got {tensor.dtype} {tuple(tensor.shape)} on "
                 f"{tensor.device}; pass what attention with return_lse=True gives of q, k and v, which autocast may "

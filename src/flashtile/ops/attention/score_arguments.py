@@ -12,6 +12,7 @@ from flashtile.ops.attention.score_parts import Parts, Slopes, Table, parts_of
 from flashtile.ops.attention.score_program import INPUTS, LOAD, UNCHANGED, ScoreFunction, apply, parse
 from flashtile.ops.attention.score_tracing import derivative, dtype_of_scores, resolve_score_mod
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, out_dtype
+from flashtile.ops.common.sizes import known
 
 _HEAD = INPUTS[2]
 
@@ -74,7 +75,7 @@ def _taken_apart(
 def _is_alibi(slopes: Slopes, side: SideInputs, spec: AttentionSpec) -> bool:
     """Whether the distance of a function is ALiBi's, which counts from the last query and key."""
     if side.cu_seqlens_q is None:
-        same_lengths = side.max_seqlen_q == side.max_seqlen_k
+        same_lengths = known(side.max_seqlen_q == side.max_seqlen_k)
     else:
         same_lengths = side.cu_seqlens_q is side.cu_seqlens_k
     no_later_key = spec.window_right is not None and spec.window_right <= 0
@@ -87,7 +88,7 @@ def _is_bias(table: Table, function: ScoreFunction, side: SideInputs, q: Tensor,
     if tensor.dtype not in (out_dtype(q.dtype), function.dtype):
         return False
     needed = _sizes_by_index(side, sizes)
-    return all(size >= needed[index] for size, index in zip(tensor.shape, table.indices))
+    return all(known(size >= needed[index]) for size, index in zip(tensor.shape, table.indices))
 
 
 def _slopes(slopes: Slopes, function: ScoreFunction, device: torch.device, sizes: tuple[int, int]) -> Tensor:

@@ -16,7 +16,7 @@ from flashtile.ops.attention.api import attention
 from flashtile.ops.attention.spec import MAX_HEAD_DIM
 from flashtile.ops.common.checks import FLOAT_DTYPES, as_float, check_device, check_tensors, raise_not_bool
 from flashtile.ops.common.other_names import refuse_other_names
-from flashtile.ops.common.sizes import broadcasts, known
+from flashtile.ops.common.sizes import broadcasts, differ, known
 
 
 def scaled_dot_product_attention(
@@ -111,7 +111,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("value", value)):
         if tensor.shape[-1] > MAX_HEAD_DIM:
             raise ValueError(f"{name}: expected head_dim up to {MAX_HEAD_DIM}, got {tensor.shape[-1]}; split the head")
-    if key.shape[-2] != value.shape[-2]:
+    if differ(key.shape[-2:-1], value.shape[-2:-1]):
         raise ValueError(
             f"value: expected as many rows as key, {key.shape[-2]}, got {value.shape[-2]}; each key has one value"
         )

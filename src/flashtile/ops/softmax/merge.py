@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashtile.ops.common.backends import standard_backends
@@ -87,10 +88,9 @@ def online_softmax(scores: Tensor, values: Tensor, state: OnlineSoftmax | None =
         columns = torch.broadcast_shapes(scores.shape[:-2], values.shape[:-2]), scores.shape[-2:-1], values.shape[-1:]
         _check_state(state, scores, (*columns[0], *columns[1], *columns[2]), dtype)
     scores, values = scores.to(dtype), values.to(dtype)
-    if not known(scores.shape[-1] == 0):
-        largest = scores.amax(dim=-1)
-    else:
-        largest = scores.new_full(scores.shape[:-1], float("-inf"))
+    # Nothing has no largest.
+    padded = scores if known(scores.shape[-1] > 0) else F.pad(scores, (0, 1), value=float("-inf"))
+    largest = padded.amax(dim=-1)
     row_max = largest if state is None else torch.maximum(state.row_max, largest)
     # While a row has seen nothing, the difference is taken against 0: -inf - -inf would be NaN.
     against = row_max.masked_fill(row_max == float("-inf"), 0)
