@@ -229,14 +229,14 @@ def _results(flat: Sequence[Tensor], spec: CrossEntropySpec, wanted: Wanted) -> 
     return LinearResults(loss, z_loss, normaliser, scale, gradients)
 
 
-def _forward_flops(x, weight, bias, labels, *arguments, **_):
-    """The logits, and the gradients of x and weight that are made with the loss."""
-    wanted = Wanted(*arguments[_SPEC:-1])
-    return (1 + wanted.x + wanted.weight) * product_flops(*x.shape, weight.shape[0])
+def _forward_flops(x, weight, *rest, **_):
+    """The logits, and the gradients of x and weight that are made beside them."""
+    wants_x, wants_weight, _, _ = rest[-len(Wanted._fields) - 1 :]
+    return (1 + wants_x + wants_weight) * product_flops(*x.shape, weight.shape[0])
 
 
-def _backward_flops(dloss, scale, x, weight, bias, labels, normaliser, *arguments, **_):
-    return _forward_flops(x, weight, bias, labels, *arguments)
+def _backward_flops(dloss, scale, *arguments, **_):
+    return _forward_flops(*arguments)
 
 
 for _device in ("CPU", "CUDA"):
