@@ -93,6 +93,14 @@ def test_links_and_files_exist(path):
         assert (ROOT / file).exists(), f"names {file}"
 
 
+def test_the_minutes_that_the_tests_take_are_the_same_everywhere():
+    for target in ("test", "test-all"):
+        texts = [(ROOT / name).read_text("utf-8") for name in ("README.md", "CONTRIBUTING.md")]
+        lines = [line for text in texts for line in text.splitlines() if line.startswith(f"| `make {target}` |")]
+        minutes = [re.search(r"(\d+) minutes", line)[1] for line in lines]
+        assert len(minutes) == 2 and len(set(minutes)) == 1, lines
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
 def test_make_targets_exist(path):
     makefile = (ROOT / "Makefile").read_text("utf-8")

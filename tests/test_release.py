@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import compileall
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -78,9 +79,38 @@ def test_the_wheel_has_the_package_and_nothing_else(builds):
     assert sources <= names
     assert "flashtile/py.typed" in names
     assert all(name.startswith(("flashtile/", f"flashtile-{flashtile.__version__}.dist-info/")) for name in names)
-    # The core needs torch, and Triton on Linux; everything else is an extra.
+    # The core needs torch, whose builds for GPUs bring Triton; everything else is an extra.
     needed = [line for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE) if "extra ==" not in line]
-    assert {re.match(r"\w+", line)[0] for line in needed} == {"torch", "triton"}
+    assert {re.match(r"\w+", line)[0] for line in needed} == {"torch"}
+
+
+def test_an_index_shows_a_readme_without_dead_links(builds):
+    """As long as there is no address, no link to a file; with one, addresses of the project and absolute links."""
+    local = re.compile(r"\]\((?!https?://|#)")
+    with zipfile.ZipFile(builds[0]["-py3-none-any.whl"]) as wheel:
+        metadata = wheel.read(f"flashtile-{flashtile.__version__}.dist-info/METADATA").decode()
+    assert "Fast, exact attention" in metadata and not local.search(metadata)
+    spec = importlib.util.spec_from_file_location("package_metadata", ROOT / "tools" / "package_metadata.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    readme, place = (ROOT / "README.md").read_text("utf-8"), "https://example.org/flashtile"
+    assert local.search(readme), "the test is void"
+    text = hook.readme_for_index(readme, place)
+    assert not local.search(text) and f"]({place}/raw/HEAD/docs/images/attention_speed.svg)" in text
+    assert f"]({place}/blob/HEAD/docs/features.md#not-yet)" in text
+    assert all(address.startswith(place) for address in hook.addresses(place).values())
+
+
+def test_what_is_installed_by_name_is_never_flashtile():
+    """It is on no package index, where somebody else may take its name."""
+    named = re.compile(r"pip install[^\n`#]*[\s\"']flashtile\b(?!/)")
+    places = [
+        *ROOT.glob("*.md"),
+        *(p for part in ("src", "docs", "examples", "packaging") for p in (ROOT / part).rglob("*")),
+    ]
+    texts = {p: p.read_text("utf-8") for p in places if p.suffix in (".py", ".md", ".toml", ".jinja")}
+    assert named.search('pip install "flashtile[cli]"') and not [p for p, text in texts.items() if named.search(text)]
+    assert not [p for p, text in texts.items() if 'dependencies = ["flashtile"]' in text]
 
 
 def test_the_sdist_has_what_its_tests_need(builds):

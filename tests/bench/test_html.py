@@ -14,6 +14,7 @@ from filelock import FileLock
 from browser import CHROMIUM, open_browser
 from flashtile.bench.cases import Case
 from flashtile.bench.companions.norms import LayerNorm
+from flashtile.bench.errors import ChoiceError
 from flashtile.bench.html import words
 from flashtile.bench.html.charts import DotChart, LineChart, Series
 from flashtile.bench.html.drawing import draw
@@ -475,6 +476,25 @@ def test_words_of_records_are_no_markup(tmp_path):
     parsed(tmp_path / "page.html")
 
 
+@pytest.mark.parametrize("name", [r"\1", r"$\frac{1$", "_hidden"], ids=["group", "formula", "underscore"])
+def test_names_in_records_are_text_for_every_part_of_the_page(name, tmp_path):
+    path = tmp_path / "r.json"
+    rows = [row(name, length(seq), 1.0) for seq in (1, 2, 4)]
+    rows += [row(name, {"S": seq, name: seq}, 1.0, op=name) for seq in (1, 2)]
+    path.write_text(json.dumps(record(rows)))
+    assert write_report([path], tmp_path / "page.html").charts
+    pictures = list(parsed(tmp_path / "page.html").iter(f"{SVG}svg"))
+    assert pictures and all(any(name in text for text in texts(picture.iter())) for picture in pictures)
+
+
+@pytest.mark.parametrize("key, value", [("ms", 0), ("ms", -1.0), ("tflops", float("nan")), ("gbps", "fast")])
+def test_a_row_without_a_time_or_a_speed_is_refused(key, value, tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(record([{**row("flashtile-triton", length(64), 1.0), key: value}])))
+    with pytest.raises(ChoiceError, match=rf"got {key} .* in row 1; take the row out"):
+        write_report([path], tmp_path / "page.html")
+
+
 def test_what_is_not_known_in_a_record_is_named_and_shown(tmp_path):
     rows = [row("flashtile-triton", {**length(64), "score_mod": name}, 1.0) for name in ("relu", "sin")]
     rows.append(row("flashtile-triton", {"S": 1}, 1.0, op="new-op"))
@@ -494,7 +514,7 @@ def test_without_matplotlib_the_page_has_tables_and_names_the_extra(tmp_path, mo
     path = tmp_path / "r.json"
     path.write_text(json.dumps(record(LINES)))
     written = write_report([path], tmp_path / "page.html")
-    assert 'pip install "flashtile[plots]"' in written.notes[0]
+    assert 'in a checkout of flashtile, pip install ".[plots]"' in written.notes[0] and written.pictures == 0
     root = parsed(tmp_path / "page.html")
     assert not list(root.iter(f"{SVG}svg")) and written.notes[0] in words_in(root.find(f"{HTML}body/{HTML}header"))
     assert all(found.get("open") for found in root.iter(f"{HTML}details"))

@@ -1,5 +1,6 @@
 """Every command through typer's runner: what it prints, its exit code, and its errors without traceback."""
 
+import errno
 import importlib.util
 import json
 from dataclasses import replace
@@ -231,6 +232,11 @@ def test_explain_knows_gpus_by_their_names(name):
         (("--mask", "b11k"), lambda meta: {"mask": meta(2, 1, 1, 1024).bool()}),
         (("--bias", "1HQK"), lambda meta: {"bias": meta(1, 16, 1024, 1024).requires_grad_()}),
         (("--bias", "1HSS", "--seq-k", 77), lambda meta: {"bias": meta(1, 16, 1024, 77).requires_grad_()}),
+        (("--sinks", "--align", "top_left"), lambda meta: {"sinks": meta(16).float(), "align": "top_left"}),
+        (
+            ("--block-mask", "window:256,0"),
+            lambda meta: {"block_mask": flashtile.patterns.sliding_window(1024, 1024, 256, 0).to("meta")},
+        ),
         (("--softcap", 30, "--alibi"), lambda meta: {"softcap": 30.0, "alibi_slopes": meta(16).float()}),
         (
             ("--lengths", "300,1024, 7", "--causal"),
@@ -247,9 +253,33 @@ def test_explain_describes_what_changes_scores_and_packed_calls(options, call):
     rows = (1331,) if "cu_seqlens_q" in of_call else (2, 1024)
     q, k = meta(*rows, 16, 64), meta(*((2, 77) if "--seq-k" in options else rows), 16, 64)
     expected = str(flashtile.explain(q, k, k, device="sm_90", **of_call))
-    result = invoke("explain", "--device", "h100", "--batch", 2, *options)
+    result = invoke("explain", "--device", "h100", *(() if "--lengths" in options else ("--batch", 2)), *options)
     assert result.exit_code == 0 and result.output.startswith(expected), (result.output, expected)
-    assert "IO model: it has no packed sequences, and none of --mask" in " ".join(result.output.split())
+    assert "sm_90 need not be here: the answer is from flashtile's table of devices" in result.output
+    assert "IO model: it has no packed sequences, no 8-bit inputs, and none of --mask" in " ".join(
+        result.output.split()
+    )
+
+
+def test_explain_describes_8_bit_inputs_and_answers_in_json():
+    q = torch.empty(2, 64, 16, 64, dtype=torch.float8_e4m3fn, device="meta")
+    ones = {f"descale_{name}": torch.empty(2, 16, device="meta") for name in "qkv"}
+    expected = flashtile.explain(q, q, q, device="sm_90", **ones)
+    options = ("--device", "h100", "--batch", 2, "--seq", 64, "--dtype", "fp8", "--json")
+    found = json.loads(invoke("explain", *options).stdout)
+    assert found["backend"] == expected.backend and found["rejected"] == expected.rejected
+    assert [kernel["summary"] for kernel in found["kernels"]] == [kernel.summary for kernel in expected.kernels]
+    assert not found["device_is_here"] and "no 8-bit inputs" in found["io_model"]
+    lines = json.loads(invoke("explain", "--device", "h100", "--json").stdout)["io_model"]
+    assert {"computation", "GFLOP", "GB moved"} <= lines[0].keys()
+    nobody = invoke("explain", "--device", "h100", "--dtype", "fp64", "--json")
+    assert nobody.exit_code == 1 and json.loads(nobody.stdout)["backend"] is None
+
+
+@needs_no_gpu
+def test_explain_says_that_the_gpu_it_is_asked_about_is_not_here():
+    result = invoke("explain", "--device", "cuda")
+    assert result.exit_code == 2 and "--device: expected a GPU that is here, got cuda" in result.output
 
 
 @pytest.mark.parametrize(
@@ -271,11 +301,15 @@ def test_explain_tells_what_moves_or_why_it_does_not(options, text):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (("--dtype", "int8"), "--dtype: expected one of fp16, bf16, fp32, fp64, got 'int8'"),
+        (("--dtype", "int8"), "--dtype: expected one of fp16, bf16, fp32, fp64, fp8, got 'int8'"),
         (("--window", "many"), "--window: expected LEFT,RIGHT"),
         (("--mask", "BK"), "--mask: expected BHQK for [batch, heads, seq_q, seq_k], with 1 where"),
         (("--lengths", "3;4"), "--lengths: expected the lengths of packed sequences, such as 300,1024, got '3;4'"),
         (("--lengths", "3,4", "--seq-k", 4), "--seq-k: expected none beside --lengths"),
+        (("--lengths", 5, "--batch", 3), "--batch: expected none beside --lengths"),
+        (("--lengths", 5, "--seq", 5), "--seq: expected none beside --lengths"),
+        (("--block-mask", "window:3"), "--block-mask: expected causal, window:LEFT,RIGHT"),
+        (("--align", "left"), "align: expected one of 'bottom_right', 'top_left', got 'left'"),
         (
             ("--device", "h300"),
             "got h300; name the architecture of a GPU whose name is not known",
@@ -449,6 +483,22 @@ def test_report_writes_a_page(tmp_path):
 
 
 @needs_no_gpu
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_record_that_a_full_disk_does_not_take_is_said(tmp_path, monkeypatch):
+    result = invoke("bench", "host-time", "--output", "/dev/full")
+    assert result.exit_code == 2 and "error: /dev/full cannot be written: No space left on device" in result.output
+    record, write = tmp_path / "record.json", Path.write_text
+    record.write_text("earlier")
+
+    def half(self, text, **rest):
+        write(self, text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    result = invoke("bench", "host-time", "--output", record)
+    assert result.exit_code == 2 and record.read_text() == "earlier" and len(list(tmp_path.iterdir())) == 1
+
+
 def test_what_cannot_be_written_is_said_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "make_record", None)
     monkeypatch.setattr(against, "measure_against", None)
@@ -469,4 +519,6 @@ def test_missing_packages_are_named_with_the_pip_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as stop:
         flashtile.cli.main()
-    assert stop.value.code == 'the command line needs typer and rich: pip install "flashtile[cli]"'
+    assert stop.value.code == (
+        'the command line needs typer and rich: in a checkout of flashtile, pip install ".[cli]"'
+    )

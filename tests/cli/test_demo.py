@@ -326,14 +326,16 @@ def test_without_matplotlib_the_demo_goes_on_and_names_the_extra(book, tmp_path,
     console = Console(file=StringIO(), width=80)
     assert run_demo(Options(book, output, steps=2), replace(TINY, lengths=(64,)), console)
     said = console.file.getvalue()
-    assert 'pip install "flashtile[plots]"' in said and "memory saved" in said
+    assert 'in a checkout of flashtile, pip install ".[plots]"' in said and "memory saved" in said
     assert sorted(path.name for path in output.iterdir()) == ["report.md", "results.json"]
 
 
 def test_pictures_asked_for_by_name_need_matplotlib_before_any_work(book, tmp_path, without_matplotlib):
     with pytest.raises(UserError, match="there is no file"):  # the arguments come first
         run_demo(Options(tmp_path / "missing", tmp_path / "output", pictures=True), TINY, quiet_console())
-    with pytest.raises(UserError, match=r'--pictures needs matplotlib: pip install "flashtile\[plots\]"'):
+    with pytest.raises(
+        UserError, match=r'--pictures needs matplotlib: in a checkout of flashtile, pip install "\.\[plots\]"'
+    ):
         run_demo(Options(book, tmp_path / "output", pictures=True), TINY, quiet_console())
 
 

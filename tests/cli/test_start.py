@@ -1,6 +1,13 @@
 """How the command starts: without torch where it needs none, and where packages are missing."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+import torch
 
 import flashtile
 import missing_packages
@@ -32,7 +39,7 @@ def test_modules_of_the_benchmarks_are_the_same_command(run_without, module, com
     other = run_without({"torch"}, "-m", f"flashtile.{module}", *rest, "--help")
     assert f"Usage: flashtile bench {command}" in one.stdout and other.stdout == one.stdout, other.stderr
     without = run_without({"typer"}, "-m", f"flashtile.{module}", "--help")
-    assert without.returncode == 1 and 'needs typer: pip install "flashtile[cli]"' in without.stderr
+    assert without.returncode == 1 and 'needs typer: in a checkout of flashtile, pip install ".[cli]"' in without.stderr
 
 
 def test_the_script_starts_without_torch_too(run_without, tmp_path):
@@ -88,6 +95,42 @@ def test_no_command_speaks_of_numpy_where_it_is_missing(run_without):
     assert "Failed to initialize NumPy" in run_without({"numpy"}, "-c", "import torch").stderr, "the test is void"
 
 
+def test_without_triton_the_cpu_serves_and_the_doctor_says_how_to_get_it(run_without):
+    """It is no dependency: builds of torch for GPUs bring it, and a CPU needs none."""
+    lines = (
+        "import torch, flashtile, flashtile.modules, flashtile.models, flashtile.compat, flashtile.distributed",
+        "x = torch.randn(1, 20, 2, 16, requires_grad=True)",
+        "flashtile.attention(x, x, x, causal=True).sum().backward()",
+        "flashtile.layer_norm(x, torch.ones(16), None).sum().backward()",
+        "print(flashtile.explain(x, x, x, device='h100').backend)",
+    )
+    done = run_without({"triton"}, "-c", "; ".join(lines))
+    assert done.returncode == 0 and done.stdout == "None\n", done.stderr
+    pytest.importorskip("typer")
+    found = json.loads(run_without({"triton", "matplotlib"}, "-m", "flashtile", "doctor", "--json").stdout)
+    remedies = {lack["name"]: lack["remedy"] for lack in found["missing"]}
+    assert found["auto"] == "cpu" and found["versions"]["triton"] is None
+    assert "a build of torch for GPUs brings it" in remedies["triton"] or torch.version.cuda, remedies
+    assert remedies["matplotlib"] == 'in a checkout of flashtile, pip install ".[plots]"'
+    assert "Not here" in run_without({"triton"}, "-m", "flashtile", "doctor").stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_told_without_a_traceback():
+    pytest.importorskip("typer")
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "flashtile", "--help"]
+        env = {**os.environ, "PYTHONPATH": str(missing_packages.SOURCE)}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100, env=env)
+    assert done.returncode == 2 and done.stderr == "error: No space left on device\n", done.stderr
+
+
+def test_training_says_that_transformers_is_missing_before_it_measures(run_without):
+    pytest.importorskip("typer")
+    done = run_without({"transformers"}, "-m", "flashtile", "bench", "train", "--quick")
+    assert done.returncode == 2 and "transformers is not installed; install it, or measure" in done.stderr, done.stdout
+
+
 def test_missing_packages_are_named(run_without):
     done = run_without({"typer"}, "-m", "flashtile", "--help")
-    assert done.returncode == 1 and 'needs typer: pip install "flashtile[cli]"' in done.stderr
+    assert done.returncode == 1 and 'needs typer: in a checkout of flashtile, pip install ".[cli]"' in done.stderr

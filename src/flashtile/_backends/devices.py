@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import platform
 import re
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -81,13 +83,23 @@ def triton_missing() -> str | None:
     try:
         import triton
     except ImportError as error:
-        return f"Triton cannot be imported ({error}); install it with: pip install triton"
+        return f"Triton cannot be imported ({error}); {_triton_remedy()}"
     if triton_version() < _OLDEST_TRITON:
         return (
             f"its kernels need Triton {'.'.join(map(str, _OLDEST_TRITON))} or newer, and {triton.__version__} is "
             "installed; take a build of torch that brings a newer one"
         )
     return None
+
+
+def _triton_remedy() -> str:
+    """How Triton comes onto this machine. A build of torch for GPUs brings the one it was made with, which on ROCm and
+    XPU is another package than on CUDA."""
+    if sys.platform != "linux":
+        return f"there is none for {platform.system()}, and the CPU backend needs none"
+    if torch.version.cuda or torch.version.hip or torch.version.xpu:
+        return f"torch {torch.__version__} brings one that it needs, so install torch again, with its dependencies"
+    return "a build of torch for GPUs brings it; beside one for CPUs, to develop kernels, pip install triton"
 
 
 def triton_version() -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.bench.cases import Case
-from flashtile.bench.errors import ChoiceError
+from flashtile.bench.errors import ChoiceError, how_to_install
 from flashtile.bench.implementations import device_memory, select_implementations
 from flashtile.bench.problem import AttentionProblem
 from flashtile.bench.record import Row, require_writable
@@ -224,7 +224,7 @@ def check_picture(path: Path) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ChoiceError('--plot: needs matplotlib: pip install "flashtile[plots]"') from None
+        raise ChoiceError(f"--plot: needs matplotlib: {how_to_install('plots')}") from None
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix.lower().removeprefix(".") not in formats:

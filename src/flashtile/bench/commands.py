@@ -117,6 +117,8 @@ def bench_companions(
     device = default_device()
     chosen_cases = select_cases(companion_tables.cases_of(device, _split(op), quick), _split(cases))
     chosen = companion_implementations.select_implementations(_split(impl), device, quick)
+    if impl:
+        _require_packages(chosen)
     if jobs:
         compile_companions_ahead(chosen_cases, chosen, device, jobs)
     return _run(chosen_cases, chosen, device, output, on_case, seconds, CompanionProblem)
@@ -173,12 +175,31 @@ def bench_train(
         impl, output, on_case, seconds: as `bench_attention`.
 
     Raises:
-        ChoiceError: a name matches nothing, or `dropout` is no probability below 1.
+        ChoiceError: a name matches nothing, a package is not installed, or `dropout` is no probability below 1.
     """
     device = default_device()
     chosen = training_implementations.select_implementations(_split(impl), device)
+    _require_packages(chosen)
     cases = training_cases.cases_of(device, _split(model), batch, context, after, dropout)[: 1 if quick else None]
     return _run(cases, chosen, device, output, on_case, seconds, TrainProblem)
+
+
+def _require_packages(
+    chosen: Sequence[companion_implementations.Implementation | training_implementations.Implementation],
+) -> None:
+    """Says what is missing before anything is measured.
+
+    Raises:
+        ChoiceError: an implementation needs a package that is not installed.
+    """
+    missing = {each.name: why for each in chosen if (why := each.missing())}
+    if missing:
+        there = [each.name for each in chosen if each.name not in missing]
+        raise ChoiceError(
+            f"--impl: expected implementations that can run here, got {', '.join(missing)}: "
+            f"{', '.join(dict.fromkeys(missing.values()))}; install it"
+            + (f", or measure the others: --impl {' '.join(there)}" if there else "")
+        )
 
 
 def _run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,32 @@ def read_record(path: Path) -> Record:
                 f"record: expected rows with {', '.join(_OF_EVERY_ROW)} in {path}, got row {number}: {str(row)[:80]}; "
                 "`flashtile bench -o` writes such"
             )
+        if wrong := _wrong_measure(row):
+            raise ChoiceError(
+                f"record: expected times above 0 and finite speeds and sizes in {path}, got {wrong} in row {number}; "
+                "take the row out, or write null for what was not measured"
+            )
     return record
 
 
 def _is_row(row: Any) -> bool:
     return isinstance(row, dict) and all(isinstance(row.get(name, ...), of) for name, of in _OF_EVERY_ROW.items())
+
+
+#: What rows measure: speeds divide by it, and pictures take its logarithm.
+_MEASURED = ("ms", "tflops", "gbps", "tokens_per_s", "peak_mib", "memory_mib")
+
+
+def _wrong_measure(row: Row) -> str | None:
+    """The first of a row's measured values that is none, as text."""
+    for name in _MEASURED:
+        value = row.get(name)
+        if value is None:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value < 0 or (value == 0 and name == "ms"):
+            return f"{name} {value!r}"
+    return None
 
 
 def comparison_tables(rows: Sequence[Row], earlier: Sequence[Row], title: str) -> list[Table]:

@@ -6,6 +6,7 @@ A row's `timer` says how it was timed: "cuda-graph", "cuda-events", "perf-counte
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -20,7 +21,7 @@ import flashtile
 from flashtile.bench.errors import ChoiceError
 from flashtile.bench.implementations import device_memory
 
-_PEER_PACKAGES = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "liger-kernel", "quack-kernels", "transformers")
+_PEER_PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "liger-kernel", "quack-kernels", "transformers")
 
 #: Facts of a machine -> what they are called.
 FACTS = {
@@ -56,8 +57,27 @@ def write_record(record: Record, path: Path) -> None:
     head = {key: value for key, value in record.items() if key != "rows"}
     rows = ",\n".join("    " + json.dumps(row, allow_nan=False) for row in record["rows"])
     opening = json.dumps(head, indent=2, allow_nan=False).removesuffix("\n}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{opening},\n  "rows": [\n{rows}\n  ]\n}}\n')
+    write_whole(path, f'{opening},\n  "rows": [\n{rows}\n  ]\n}}\n')
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file, and its folder where there is none. Where that fails, what was there stays: a record is written
+    after each case, and a full disk must not take the cases before.
+
+    Raises:
+        ChoiceError: it cannot be written.
+    """
+    # Beside a file; a device is no file that another could take the place of.
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp") if path.is_file() or not path.exists() else path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text, encoding="utf-8")
+        if beside != path:
+            beside.replace(path)
+    except OSError as error:
+        if beside != path:
+            beside.unlink(missing_ok=True)
+        raise ChoiceError(f"{path} cannot be written: {error.strerror}; name a file in another folder") from None
 
 
 def require_writable(path: Path | None, option: str = "--output") -> None:
@@ -110,6 +130,11 @@ def versions() -> dict[str, str | None]:
         "cuda": torch.version.cuda,
         "cudnn": str(torch.backends.cudnn.version()) if torch.backends.cudnn.is_available() else None,
     }
+    # On ROCm and XPU the package is another one.
+    found["triton"] = None
+    if importlib.util.find_spec("triton") is not None:
+        packages = importlib.metadata.packages_distributions().get("triton", [])
+        found["triton"] = importlib.metadata.version(packages[0]) if packages else None
     for package in _PEER_PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)

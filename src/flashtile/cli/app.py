@@ -11,10 +11,12 @@ import typer
 import flashtile
 from flashtile.bench.before_torch import wait_without_spinning
 from flashtile.cli.bench_app import bench
-from flashtile.cli.console import make_console, print_table, print_text, run_command
+from flashtile.cli.console import make_console, print_json, print_table, print_text, run_command
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from flashtile.cli.doctor import KernelResult
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,6 +25,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -81,8 +85,9 @@ def doctor(
         bool,
         typer.Option("--check-kernels", help="Compare every kernel with the reference, over many layouts of tensors."),
     ] = False,
+    as_json: _Json = False,
 ) -> None:
-    """Show versions and the device, and try each backend.
+    """Show versions, the device and what is missing, and try each backend.
 
     Exits with 1 when the backend that "auto" takes here does not work, or a kernel gives a wrong result.
     """
@@ -92,58 +97,73 @@ def doctor(
         from flashtile.cli import doctor as module
 
         console = make_console()
-        print_table(console, module.facts_table())
         diagnoses = [module.examine(backend) for backend in module.backends()]
-        print_table(console, module.backends_table(diagnoses))
         auto = next(d for d in diagnoses if d.backend == module.default_backend())
-        verdict = "works" if auto.problem is None else "does not work"
-        print_text(console, f'backend="auto" takes {auto.backend} here, which {verdict}.')
-        kernels_right = not check_kernels or _check_kernels(console)
-        return auto.problem is None and kernels_right
+        lacks = module.missing()
+        if not as_json:
+            print_table(console, module.facts_table())
+            if lacks:
+                print_table(console, module.missing_table(lacks))
+            print_table(console, module.backends_table(diagnoses))
+            verdict = "works" if auto.problem is None else "does not work"
+            print_text(console, f'backend="auto" takes {auto.backend} here, which {verdict}.')
+        results = _check_kernels(console, show=not as_json) if check_kernels else []
+        if as_json:
+            print_json(module.as_data(diagnoses, auto, lacks, results))
+        return auto.problem is None and not any(result.problem for result in results)
 
     run_command(work)
 
 
-def _check_kernels(console: Console) -> bool:
-    """Runs the checks of kernels and prints what they found. Returns whether all results were right."""
+def _check_kernels(console: Console, show: bool) -> list[KernelResult]:
+    """Runs the checks of kernels, and where `show` is set prints what they found."""
     from rich.progress import Progress
 
     from flashtile.cli import doctor as module
 
     backends = module.backends_to_check()
     results = []
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=console, transient=True, disable=not show) as progress:
         total = sum(len(module.kernel_checks(backend)) for backend in backends)
         first = "" if module.default_device().type == "cpu" else ", which compiles their kernels first"
-        print_text(console, f"Checking {total} calls of {' and '.join(backends)}{first}.")
+        if show:
+            print_text(console, f"Checking {total} calls of {' and '.join(backends)}{first}.")
         bar = progress.add_task("checking kernels", total=total)
         for result in module.check_kernels(backends):
             results.append(result)
             progress.update(bar, advance=1, description=f"checked {result.check.operation}")
-    print_table(console, module.kernels_table(results))
-    for result in results:
-        if result.problem:
-            print_text(console, f"{result.backend}: {result.check.operation} {result.check.name}: {result.problem}")
-    return not any(result.problem for result in results)
+    if show:
+        print_table(console, module.kernels_table(results))
+        for result in results:
+            if result.problem:
+                print_text(console, f"{result.backend}: {result.check.operation} {result.check.name}: {result.problem}")
+    return results
 
 
 @app.command()
 def explain(
-    batch: Annotated[int, typer.Option(min=0, help="Batch size.")] = 1,
-    seq: Annotated[int, typer.Option(min=0, help="Number of queries.")] = 1024,
+    batch: Annotated[int | None, typer.Option(min=0, help="Batch size; default: 1.")] = None,
+    seq: Annotated[int | None, typer.Option(min=0, help="Number of queries; default: 1024.")] = None,
     seq_k: Annotated[int | None, typer.Option(min=0, help="Number of keys; default: as queries.")] = None,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
     heads_kv: Annotated[int | None, typer.Option(min=1, help="Key/value heads; default: as query heads.")] = None,
     head_dim: Annotated[int, typer.Option(min=1, help="Size of a head of q and k.")] = 64,
     head_dim_v: Annotated[int | None, typer.Option(min=1, help="Size of a head of v; default: as q and k.")] = None,
-    dtype: Annotated[str, typer.Option(help="fp16, bf16, fp32 or fp64.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="fp16, bf16, fp32 or fp64; fp8 for 8-bit inputs.")] = "bf16",
     causal: Annotated[bool, typer.Option("--causal", help="No key right of the diagonal.")] = False,
     window: Annotated[str | None, typer.Option(help="LEFT,RIGHT keys, such as 256,0 or 256,none.")] = None,
+    align: Annotated[
+        str, typer.Option(help="Where the diagonal of --causal and --window ends: bottom_right or top_left.")
+    ] = "bottom_right",
     dropout_p: Annotated[float, typer.Option(help="Probability of dropping a weight.")] = 0.0,
     mask: Annotated[str | None, typer.Option(help="Shape of a mask: BHQK with 1s, such as B11K for padding.")] = None,
     bias: Annotated[str | None, typer.Option(help="Shape of a learned bias, such as 1HQK.")] = None,
     softcap: Annotated[float | None, typer.Option(help="Soft cap of the scores.")] = None,
     alibi: Annotated[bool, typer.Option("--alibi", help="With slopes of ALiBi.")] = False,
+    sinks: Annotated[bool, typer.Option("--sinks", help="With attention sinks, a logit for each query head.")] = False,
+    block_mask: Annotated[
+        str | None, typer.Option(help="A pattern: causal, window:256,0, documents:300,724, prefix:100, big-bird, ….")
+    ] = None,
     lengths: Annotated[
         str | None, typer.Option(help="Packed sequences, such as 300,1024, in place of --batch and --seq.")
     ] = None,
@@ -156,6 +176,7 @@ def explain(
         bool | None,
         typer.Option("--io/--no-io", help="FLOPs, bytes and least time, standard and in tiles; default: on a GPU."),
     ] = None,
+    as_json: _Json = False,
 ) -> None:
     """Say which backend and kernel a call would take, and why, without running it.
 
@@ -168,16 +189,26 @@ def explain(
         call = module.Call(
             batch, seq, seq_k, heads, heads_kv, head_dim, head_dim_v, dtype,
             causal, window, dropout_p, deterministic, backend, device, mask, bias, softcap, alibi, lengths,
+            sinks, align, block_mask,
         )  # fmt: skip
         console = make_console()
         explanation = module.explain(call)
+        served = explanation.backend is not None
+        tells_io = served and io is not False
+        io_work = module.describe_io(call, explanation.device, measure=bool(io)) if tells_io else None
+        if as_json:
+            print_json(module.as_data(call, explanation, io_work))
+            return served
         print_text(console, str(explanation))
-        if explanation.backend is None:
-            return False
-        if io is not False:
-            io_work = module.describe_io(call, explanation.device, measure=bool(io))
-            print_text(console, io_work) if isinstance(io_work, str) else print_table(console, io_work)
-        return True
+        if not call.present:
+            print_text(
+                console, f"{explanation.device} need not be here: the answer is from flashtile's table of devices"
+            )
+        if isinstance(io_work, str):
+            print_text(console, io_work)
+        elif io_work is not None:
+            print_table(console, io_work)
+        return served
 
     run_command(work)
 
@@ -197,7 +228,8 @@ def report(
         for note in written.notes:
             print_text(console, note, "yellow")
         of = "a record" if len(records) == 1 else f"{len(records)} records"
-        print_text(console, f"{written.charts} charts of {of}: {output}")
+        kind = "charts" if written.pictures else "tables"
+        print_text(console, f"{written.charts} {kind} of {of}: {output}")
         return True
 
     run_command(work)

@@ -186,14 +186,17 @@ def bench_distributed(
     ] = None,
     mask: Annotated[str, typer.Option(help="both, causal or full: the cases with this mask.")] = "both",
     impl: _Impl = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Only the cases with 32k and 128k tokens.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="On GPUs only the cases with 32k and 128k tokens.")] = False,
     seconds: Annotated[float, typer.Option(help="Time for the samples of each phase.")] = 0.25,
     profile: Annotated[
         bool, typer.Option("--profile", help="Where each one's time goes, and how much of it is hidden.")
     ] = False,
     limit: Annotated[float, typer.Option(min=0, help="Seconds after which nothing new is started.")] = 240.0,
 ) -> None:
-    """Context parallelism over the GPUs of this machine, ours beside PyTorch's own; wrong results get no speed."""
+    """Context parallelism over the GPUs of this machine, ours beside PyTorch's own; wrong results get no speed.
+
+    A machine without a GPU has one case, of 64 tokens a process, which tries the code and tells no speeds of GPUs.
+    """
 
     def work() -> bool:
         from flashtile.bench.distributed import launch

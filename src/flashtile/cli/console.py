@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich import box
@@ -44,6 +45,11 @@ def print_text(console: Console, text: str, style: str | None = None) -> None:
     if console.is_terminal:
         text = "\n".join(_wrapped(line, console.width) for line in text.splitlines())
     console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def print_json(data: Any) -> None:
+    """Prints data for programs: one JSON object, and nothing else."""
+    print(json.dumps(data, indent=2, allow_nan=False, default=str))
 
 
 def _wrapped(line: str, width: int) -> str:

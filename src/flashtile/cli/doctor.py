@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
+import shutil
+import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,11 +18,21 @@ import torch
 import flashtile
 from flashtile import testing
 from flashtile.bench.commands import default_device
+from flashtile.bench.errors import how_to_install
 from flashtile.bench.record import FACTS, machine, versions
 from flashtile.bench.report import Table
 from flashtile.testing.kernel_checks import KernelCheck, kernel_checks
 
 _CPU = torch.device("cpu")
+#: A GPU that all Triton kernels but Hopper's have been compiled for.
+_ANY_GPU = "a100"
+#: Files that the drivers of NVIDIA's and AMD's GPUs make.
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
+#: A package that flashtile can do without -> what it is for, and how to get it.
+_OPTIONAL = {
+    "matplotlib": ("pictures of `demo`, `report` and `--plot`", how_to_install("plots")),
+    "transformers": ("flashtile.integrations.transformers, `bench train`", how_to_install("transformers")),
+}
 
 
 @dataclass(frozen=True)
@@ -62,9 +75,10 @@ def default_backend() -> str:
     return _explained("auto", default_device()).backend or "none"
 
 
-def _explained(backend: str, device: torch.device) -> flashtile.Explanation:
+def _explained(backend: str, device: torch.device | str) -> flashtile.Explanation:
     """What the call of `examine` would run."""
-    q = torch.empty(1, 96, 1, 32, dtype=_dtype(device), device="meta")
+    dtype = torch.float16 if isinstance(device, str) else _dtype(device)
+    q = torch.empty(1, 96, 1, 32, dtype=dtype, device="meta")
     return flashtile.explain(q, q, q, causal=True, backend=backend, device=device)
 
 
@@ -74,6 +88,40 @@ def facts_table() -> Table:
     lines = [[name, version or "not installed"] for name, version in versions().items() if version or name == "triton"]
     lines += [[label, str(facts[name])] for name, label in FACTS.items() if facts.get(name)]
     return Table("This machine", ["", "here"], lines, words=True)
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What is not here, what it is for, and how to get it."""
+
+    name: str
+    purpose: str
+    remedy: str
+
+
+def missing() -> list[Missing]:
+    """What flashtile could use on this machine and does not find."""
+    found = []
+    if default_device().type == "cpu" and any(map(os.path.exists, _GPU_DRIVERS)):
+        remedy = "install the build of torch for it: https://pytorch.org/get-started/locally/"
+        found.append(Missing("torch for the GPU", f"the GPU's driver is here, and torch {torch.__version__}", remedy))
+    triton = _explained("triton", _ANY_GPU)
+    if triton.backend is None:
+        found.append(Missing("triton", "kernels on a GPU, and their interpreter", triton.reason))
+    elif default_device().type == "cuda":
+        if not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))):
+            found.append(Missing("a C compiler", "Triton's launch stubs", "on Debian: apt-get install gcc"))
+        if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+            found.append(Missing("Python.h", "Triton's launch stubs", "on Debian: apt-get install python3-dev"))
+    for package, (purpose, remedy) in _OPTIONAL.items():
+        if importlib.util.find_spec(package) is None:
+            found.append(Missing(package, purpose, remedy))
+    return found
+
+
+def missing_table(lacks: list[Missing]) -> Table:
+    lines = [[lack.name, lack.purpose, lack.remedy] for lack in lacks]
+    return Table("Not here", ["", "for", "remedy"], lines, words=True)
 
 
 def backends_table(diagnoses: list[Diagnosis]) -> Table:
@@ -128,6 +176,23 @@ def _problem(backend: str, number: int, device: str) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     return None
+
+
+def as_data(
+    diagnoses: list[Diagnosis], auto: Diagnosis, lacks: list[Missing], results: list[KernelResult]
+) -> dict[str, Any]:
+    """All that the command finds, for programs; a `problem` of None says that something works."""
+    return {
+        "versions": versions(),
+        "machine": machine(default_device()),
+        "missing": list(map(asdict, lacks)),
+        "backends": [{"backend": d.backend, "device": str(d.device), "problem": d.problem} for d in diagnoses],
+        "auto": auto.backend,
+        "kernels": [
+            {"backend": r.backend, "operation": r.check.operation, "call": r.check.name, "problem": r.problem}
+            for r in results
+        ],
+    }
 
 
 def kernels_table(results: list[KernelResult]) -> Table:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
+from flashtile.bench.errors import how_to_install
+
 
 class CommandError(Exception):
     """The command cannot go on; its message is all that the user needs to see."""
@@ -19,6 +21,6 @@ def installed(package: str) -> bool:
 
 
 def require(package: str, extra: str, purpose: str) -> None:
-    """Raises a UserError with the pip command when an optional package is missing."""
+    """Raises a UserError that says how to install it when an optional package is missing."""
     if not installed(package):
-        raise UserError(f'{purpose} needs {package}: pip install "flashtile[{extra}]"')
+        raise UserError(f"{purpose} needs {package}: {how_to_install(extra)}")

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
 
 import torch
 
 import flashtile
-from flashtile import io_model
+from flashtile import io_model, patterns
 from flashtile.bench.cases import DTYPES
 from flashtile.bench.report import Table
 from flashtile.cli.errors import UserError
 from flashtile.io_model.text import comparison_lines
+
+#: The name of 8-bit inputs, which have a forward only.
+_FP8 = "fp8"
+_BOTTOM_RIGHT: Literal["bottom_right"] = "bottom_right"
 
 
 @dataclass(frozen=True)
@@ -22,12 +27,17 @@ class Call:
     """A call of `flashtile.attention`: shapes and flags. `seq_k`, `heads_kv`, `head_dim_v`: None = as the other.
 
     Attributes:
+        batch, seq_q: None = the default, 1 and 1,024.
+        dtype: fp8 for 8-bit inputs, each with a factor for each key/value head.
         mask, bias: their dimensions, such as "B11K" (`parse_scores_shape`).
-        lengths: of packed sequences, such as "300,1024"; then `batch` and `seq_q` do not count.
+        lengths: of packed sequences, such as "300,1024", in place of `batch`, `seq_q` and `seq_k`.
+        sinks: with a logit for each query head.
+        align: which corner of the scores the diagonal of `causal` and `window` ends in.
+        block_mask: a pattern, such as "window:256" (`parse_block_mask`).
     """
 
-    batch: int
-    seq_q: int
+    batch: int | None
+    seq_q: int | None
     seq_k: int | None
     heads: int
     heads_kv: int | None
@@ -45,11 +55,24 @@ class Call:
     softcap: float | None = None
     alibi: bool = False
     lengths: str | None = None
+    sinks: bool = False
+    align: str = _BOTTOM_RIGHT
+    block_mask: str | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Sequences, queries and keys of each; of packed sequences one, as long as the longest."""
+        if self.lengths is not None:
+            longest = max(parse_lengths(self.lengths))
+            return 1, longest, longest
+        seq_q = 1024 if self.seq_q is None else self.seq_q
+        return 1 if self.batch is None else self.batch, seq_q, seq_q if self.seq_k is None else self.seq_k
 
     @property
     def plain(self) -> bool:
-        """Whether it is a dense call whose scores nothing changes."""
-        return self.mask is self.bias is self.lengths is None and not (self.softcap or self.alibi)
+        """Whether it is a dense call of 16 bits or more whose scores nothing changes."""
+        changed = self.softcap or self.alibi or self.sinks or self.dtype == _FP8 or self.align != _BOTTOM_RIGHT
+        return self.mask is self.bias is self.lengths is self.block_mask is None and not changed
 
     @property
     def place(self) -> str:
@@ -58,25 +81,36 @@ class Call:
             return "cuda" if torch.cuda.is_available() else "cpu"
         return self.device
 
+    @property
+    def present(self) -> bool:
+        """Whether the device is here; of another one, flashtile's table of devices tells what kernels need to know."""
+        return self.place.split(":")[0] in ("cpu", "cuda")
+
 
 def explain(call: Call) -> flashtile.Explanation:
     """The answer of `flashtile.explain`, on tensors that hold no data."""
-    dtype = parse_dtype(call.dtype)
+    dtype = torch.float8_e4m3fn if call.dtype == _FP8 else parse_dtype(call.dtype, also=(_FP8,))
     heads_kv = call.heads_kv or call.heads
     options: dict[str, Any] = {}
-    rows_q: tuple[int, ...]
-    rows_k: tuple[int, ...]
-    if call.lengths is None:
-        seq_k = call.seq_q if call.seq_k is None else call.seq_k
-        rows_q, rows_k, sizes = (call.batch, call.seq_q), (call.batch, seq_k), (call.batch, call.seq_q, seq_k)
-    else:
+    sizes = batch, seq_q, seq_k = call.sizes
+    rows_q: tuple[int, ...] = (batch, seq_q)
+    rows_k: tuple[int, ...] = (batch, seq_k)
+    if call.lengths is not None:
+        for option, value in (("--batch", call.batch), ("--seq", call.seq_q), ("--seq-k", call.seq_k)):
+            if value is not None:
+                raise UserError(
+                    f"{option}: expected none beside --lengths, which says how many sequences there are and how long "
+                    "queries and keys are; leave it out"
+                )
         lengths = parse_lengths(call.lengths)
-        if call.seq_k is not None:
-            raise UserError("--seq-k: expected none beside --lengths, which keys have too; leave it out")
         rows_q = rows_k = (sum(lengths),)
-        sizes = 1, max(lengths), max(lengths)
         options["cu_seqlens_q"] = torch.empty(len(lengths) + 1, dtype=torch.int32, device="meta")
-        options["max_seqlen_q"] = options["max_seqlen_k"] = max(lengths)
+        options["max_seqlen_q"] = options["max_seqlen_k"] = seq_q
+    if call.place.split(":")[0] == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"--device: expected a GPU that is here, got {call.place}, and torch {torch.__version__} finds none; name "
+            "one that need not be here, such as h100, or an architecture, such as sm_90"
+        )
 
     def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         if math.prod(shape) * dtype.itemsize >= 2**63:
@@ -89,15 +123,29 @@ def explain(call: Call) -> flashtile.Explanation:
     if call.mask is not None:
         options["mask"] = meta(*parse_scores_shape("--mask", call.mask, call.heads, *sizes), dtype=torch.bool)
     if call.bias is not None:
-        options["bias"] = meta(*parse_scores_shape("--bias", call.bias, call.heads, *sizes)).requires_grad_()
+        shape = parse_scores_shape("--bias", call.bias, call.heads, *sizes)
+        # 8-bit inputs have no backward.
+        options["bias"] = meta(*shape, dtype=torch.bfloat16) if call.dtype == _FP8 else meta(*shape).requires_grad_()
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
     if call.alibi:
-        options["alibi_slopes"] = meta(call.heads, dtype=torch.promote_types(dtype, torch.float32))
+        options["alibi_slopes"] = meta(call.heads, dtype=wide)
+    if call.sinks:
+        options["sinks"] = meta(call.heads, dtype=wide)
+    if call.dtype == _FP8:
+        sequences = batch if call.lengths is None else len(lengths)
+        factors = ("descale_q", "descale_k", "descale_v")
+        options |= {name: meta(sequences, heads_kv, dtype=torch.float32) for name in factors}
+    q = meta(*rows_q, call.heads, call.head_dim)
+    k, v = (meta(*rows_k, heads_kv, width) for width in (call.head_dim, call.head_dim_v or call.head_dim))
     try:
+        if call.block_mask is not None:
+            options["block_mask"] = parse_block_mask(call.block_mask, seq_q, seq_k).to("meta")
         return flashtile.explain(
-            meta(*rows_q, call.heads, call.head_dim),
-            meta(*rows_k, heads_kv, call.head_dim),
-            meta(*rows_k, heads_kv, call.head_dim_v or call.head_dim),
+            q,
+            k,
+            v,
             causal=call.causal,
+            align=cast(Literal["bottom_right", "top_left"], call.align),
             window=parse_window(call.window),
             dropout_p=call.dropout_p,
             softcap=call.softcap,
@@ -119,7 +167,10 @@ def describe_io(call: Call, name: str, measure: bool = False) -> Table | str:
         measure: measures the rates of a processor, which no table has.
     """
     if not call.plain:
-        return "IO model: it has no packed sequences, and none of --mask, --bias, --softcap and --alibi"
+        return (
+            "IO model: it has no packed sequences, no 8-bit inputs, and none of --mask, --bias, --softcap, --alibi, "
+            "--sinks, --align and --block-mask"
+        )
     if call.place == "cpu":
         if not measure:
             return "IO model: --io measures the rates of this processor, in about two seconds"
@@ -131,12 +182,13 @@ def describe_io(call: Call, name: str, measure: bool = False) -> Table | str:
             return f"IO model: no data sheet of {name}; there are {', '.join(io_model.DEVICES)}"
         device = found
     try:
+        batch, seq_q, seq_k = call.sizes
         shape = io_model.Shape(
-            call.batch,
+            batch,
             call.heads,
-            call.seq_q,
+            seq_q,
             call.head_dim,
-            call.seq_k,
+            seq_k,
             call.heads_kv,
             call.head_dim_v,
             dtype=parse_dtype(call.dtype),
@@ -150,9 +202,21 @@ def describe_io(call: Call, name: str, measure: bool = False) -> Table | str:
         return f"IO model: {error}"
 
 
-def parse_dtype(name: str) -> torch.dtype:
+def as_data(call: Call, explanation: flashtile.Explanation, io: Table | str | None) -> dict[str, Any]:
+    """The answer for programs: an `Explanation`'s attributes, and the lines of the IO model by their headings."""
+    found = {**asdict(explanation), "device_is_here": call.present}
+    for kernel in found["kernels"]:  # `summary` says the same in words
+        del kernel["tiles"]
+    if isinstance(io, Table):
+        found["io_model"] = [dict(zip(["computation", *io.headings[1:]], line)) for line in io.lines]
+    elif io is not None:
+        found["io_model"] = io
+    return found
+
+
+def parse_dtype(name: str, also: tuple[str, ...] = ()) -> torch.dtype:
     if name not in DTYPES:
-        raise UserError(f"--dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
+        raise UserError(f"--dtype: expected one of {', '.join((*DTYPES, *also))}, got {name!r}")
     return DTYPES[name]
 
 
@@ -172,6 +236,31 @@ def parse_lengths(text: str) -> list[int]:
     if not re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")):
         raise UserError(f"--lengths: expected the lengths of packed sequences, such as 300,1024, got {text!r}")
     return [int(length) for length in text.split(",")]
+
+
+#: Name of a pattern -> the fewest and the most numbers behind it, and what makes it of the numbers of queries and keys
+#: and of these.
+_PATTERNS: dict[str, tuple[int, float, Callable[[int, int, list[int]], flashtile.BlockMask]]] = {
+    "causal": (0, 0, lambda q, k, numbers: patterns.causal(q, k)),
+    "window": (2, 2, lambda q, k, numbers: patterns.sliding_window(q, k, numbers[0], numbers[1])),
+    "documents": (1, math.inf, lambda q, k, numbers: patterns.documents(lengths=numbers)),
+    "prefix": (1, 1, lambda q, k, numbers: patterns.prefix_lm(q, *numbers)),
+    "butterfly": (0, 1, lambda q, k, numbers: patterns.butterfly(q, *numbers)),
+    "big-bird": (0, 1, lambda q, k, numbers: patterns.big_bird(q, *numbers)),
+}
+
+
+def parse_block_mask(text: str, seq_q: int, seq_k: int) -> flashtile.BlockMask:
+    """A pattern of `flashtile.patterns`, with numbers: `window:256,0`, `documents:300,724`."""
+    name, _, numbers = text.replace(" ", "").partition(":")
+    found = [int(number) for number in numbers.split(",")] if re.fullmatch(r"\d+(,\d+)*", numbers) else []
+    least, most, make = _PATTERNS.get(name, (math.inf, 0, None))
+    if make is None or bool(numbers) != bool(found) or not least <= len(found) <= most:
+        raise UserError(
+            "--block-mask: expected causal, window:LEFT,RIGHT, documents:LENGTHS, prefix:LENGTH, butterfly[:BLOCK] or "
+            f"big-bird[:BLOCK], with numbers of tokens, such as window:256,0, got {text!r}"
+        )
+    return make(seq_q, seq_k, found)
 
 
 def parse_scores_shape(

@@ -59,6 +59,8 @@ def bench_distributed(
     select_named("--impl", impl, IMPLEMENTATIONS, device)
     names = list(dict.fromkeys([BASELINE, *(impl or IMPLEMENTATIONS)]))
     require_writable(output)
+    if device == "cpu":
+        print(f"no GPU is here: one case of {cases[0].S} tokens tries the code, and its speeds say nothing of GPUs")
     end = time.time() + limit
     with tempfile.TemporaryDirectory() as folder:
         shared = (cases, names, device, f"{folder}/store", str(output), command_line(), seconds, end, profile)

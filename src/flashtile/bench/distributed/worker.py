@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -142,7 +141,6 @@ def _agreed(action: Callable[[], Any]) -> tuple[Any, str | None]:
         found = action()
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        traceback.print_exc()
     reasons: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, why)
     why = next((reason for reason in reasons if reason is not None), None)

@@ -62,6 +62,7 @@ _SETTINGS: dict[str, Any] = {
     "legend.fontsize": 9,
     "legend.frameon": False,
     "text.color": _INK,
+    "text.parse_math": False,  # names are no formulas
     "xtick.color": _RULE,
     "ytick.color": _RULE,
     "xtick.labelcolor": _SOFT,
@@ -86,6 +87,7 @@ def draw(chart: Chart, styles: Styles, number: int) -> str:
         axes = figure.subplots()
         drawing: Callable[..., Iterable[str]] = _DRAWINGS[type(chart)]
         names = list(drawing(figure, axes, chart, _Style(styles)))
+        _legend_all(axes)
         columns = 1 if max(map(len, names)) > 24 else 2 if max(map(len, names)) > 12 else 3
         rows = math.ceil(len(names) / columns)
         figure.set_figheight(figure.get_figheight() + _LEGEND * rows)
@@ -93,6 +95,15 @@ def draw(chart: Chart, styles: Styles, number: int) -> str:
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     return _embedded(file.getvalue(), chart.title, number)
+
+
+def _legend_all(axes: Axes) -> None:
+    """Names that begin with an underscore, which matplotlib leaves out of a legend, get a space before it. Its own
+    begin with "_child"."""
+    for artist in (*axes.lines, *axes.containers):
+        label = str(artist.get_label())
+        if label.startswith("_") and not label.startswith(("_child", "_nolegend_")):
+            artist.set_label(f" {label}")
 
 
 class _Style:
@@ -243,5 +254,6 @@ def _embedded(svg: str, title: str, number: int) -> str:
     svg = re.sub(r"\d+\.\d{3,}(?=[^<>]*>)", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), svg)
     for colour, variable in _VARIABLES.items():
         svg = svg.replace(colour, variable)
-    svg = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', f'role="img" aria-label="{escape(title)}"', svg, count=1)
+    label = f'role="img" aria-label="{escape(title)}"'
+    svg = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', lambda found: label, svg, count=1)
     return re.sub(r"\n\s*", "\n", svg)

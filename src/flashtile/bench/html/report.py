@@ -8,21 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashtile.bench.compare import read_record
+from flashtile.bench.errors import how_to_install
 from flashtile.bench.html.drawing import draw
 from flashtile.bench.html.figures import Named, in_order, sections, styles
 from flashtile.bench.html.headline import headline_of
 from flashtile.bench.html.page import charts_of, page
 from flashtile.bench.html.words import OPERATIONS, unknown_keys
-from flashtile.bench.record import require_writable
+from flashtile.bench.record import require_writable, write_whole
 
-_NO_PICTURES = 'The page has tables only: pictures need matplotlib, pip install "flashtile[plots]".'
+_NO_PICTURES = f"The page has tables only. Pictures need matplotlib: {how_to_install('plots')}."
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a page has: the number of charts, and what its reader must know."""
+    """What a page has: the number of charts, how many of them are pictures and not tables, and what its reader must
+    know."""
 
     charts: int
+    pictures: int
     notes: tuple[str, ...]
 
 
@@ -47,8 +50,8 @@ def write_report(paths: Sequence[Path], output: Path) -> Written:
     else:
         colours = styles(records)
         pictures = {id(chart): draw(chart, colours, number) for number, chart in enumerate(charts)}
-    output.write_text(page(records, headline, found, pictures, notes), encoding="utf-8")
-    return Written(len(charts), tuple(notes))
+    write_whole(output, page(records, headline, found, pictures, notes))
+    return Written(len(charts), len(pictures), tuple(notes))
 
 
 def _rows(count: int) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from flashtile.bench.errors import how_to_install
 from flashtile.cli.console import print_table, print_text
 from flashtile.cli.demo.isolation import run_piece
 from flashtile.cli.demo.plan import Plan
@@ -96,7 +97,7 @@ def run_demo(
     print_table(console, scaling_table(results), emphasise=1)
     print_text(console, verdict(results), "green" if comparison.agree else "bold red")
     if options.pictures is None and not drawn:
-        print_text(console, 'Pictures need matplotlib: pip install "flashtile[plots]"', "yellow")
+        print_text(console, f"Pictures need matplotlib: {how_to_install('plots')}", "yellow")
     kinds = "Tables and pictures" if drawn else "Tables"
     print_text(console, f"{time.perf_counter() - begin:.0f} s in all. {kinds}: {options.output}/")
     return comparison.agree
