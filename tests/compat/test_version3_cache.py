@@ -10,7 +10,7 @@ from compat_cases import PLACES, Meaning, attention_by_definition, check_8_bits,
 from flashtile.compat.flash_attn.layers.rotary import apply_rotary_emb_torch
 from flashtile.compat.flash_attn_3.flash_attn_interface import flash_attn_with_kvcache
 from flashtile.compat.shared import cache as cache_module
-from flashtile.testing import assert_close
+from flashtile.testing import assert_close, assert_same
 
 places = pytest.mark.parametrize(("device", "dtype"), PLACES)
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -134,7 +134,7 @@ def test_ragged_queries_and_new_rows(rotary, page_size, options, meaning, device
 @places
 @options_and_meaning
 @pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("way", ["entries", "padding", "pages"])
+@pytest.mark.parametrize("way", ["entries", "padding", "pages", "rows of a table"])
 def test_dense_queries(way, queries, options, meaning, device, dtype):
     """Every sequence has as many queries and new rows: entries in another order, padding of NaN, small pages."""
     given = inputs(dtype, [queries] * 3, [queries] * 3)
@@ -155,6 +155,10 @@ def test_dense_queries(way, queries, options, meaning, device, dtype):
     else:
         stored, (table, _) = zip(*(paged(cache, 3, device) for cache in caches))
         places = {"page_table": table}
+        if way != "pages":
+            rows = torch.full((5, table.shape[1]), 99, dtype=torch.int32, device=device)
+            rows[[3, 0, 2]] = table
+            places = {"page_table": rows, "cache_batch_idx": torch.tensor([3, 0, 2], device=device).int()}
     out, lse = flash_attn_with_kvcache(
         torch.stack(q).to(device), *stored, torch.stack(k).to(device), torch.stack(v).to(device),
         cache_seqlens=lengths_on(device), return_softmax_lse=True, **places, **options,
@@ -215,8 +219,19 @@ def test_one_query_in_chunks_needs_no_copy(new, device, dtype, monkeypatch):
 
 
 @devices
+def test_rows_of_a_table_of_wide_pages(device):
+    """Pages that the kernels read themselves, without a copy."""
+    q, pages = normal(2, 1, 4, 16).float().to(device), normal(6, 16, 2, 16, seed=1).float().to(device)
+    table = torch.tensor([[0, 1], [9, 9], [4, 2]], dtype=torch.int32, device=device)
+    rows, lengths = torch.tensor([2, 0], dtype=torch.int32, device=device), lengths_on(device, [20, 31])
+    given = {"cache_seqlens": lengths, "causal": True}
+    out = flash_attn_with_kvcache(q, pages, pages, page_table=table, cache_batch_idx=rows, **given)
+    assert_same(out, flash_attn_with_kvcache(q, pages, pages, page_table=table[[2, 0]], **given))
+
+
+@devices
 @pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("new", [None, torch.float32, torch.bfloat16], ids=str)
 def test_8_bits(new, ragged, device):
     """A cache in 8 bits is a packed call of 8-bit keys; new rows are rotated and rounded again."""
     counts = (QUERIES, NEW) if ragged else ([2] * 3, [2] * 3)
@@ -229,7 +244,7 @@ def test_8_bits(new, ragged, device):
     rows, appended = (), [0] * 3
     if new:
         rows, appended = (join(k).to(device), join(v).to(device)), counts[1]
-        places["rotary_cos"], places["rotary_sin"] = (table.to(device) for table in tables(torch.float32))
+        places["rotary_cos"], places["rotary_sin"] = (table.to(device) for table in tables(new))
         if ragged:
             places["cu_seqlens_k_new"] = cumulative(NEW, device)
     out = flash_attn_with_kvcache(
@@ -243,15 +258,15 @@ def test_8_bits(new, ragged, device):
         one = q[b][None].to(device)
         keys, values = (cache[b : b + 1, : length + more] for cache in stored)
         if new:
-            one, row = (turned_8_bits(x[b][None].to(device), length) for x in (q, k))
+            one, row = (turned_8_bits(x[b][None].to(device), length, new) for x in (q, k))
             assert torch.equal(keys[:, length:].float(), row.float())
         of_this = [factor[b : b + 1] for factor in factors]
         check_8_bits(out[None, first : first + count], one, keys, values, of_this, Meaning(causal=True))
         first += count
 
 
-def turned_8_bits(x, position):
-    cos, sin = (table.to(x.device) for table in tables(torch.float32))
+def turned_8_bits(x, position, dtype):
+    cos, sin = (table.to(x.device, torch.float32) for table in tables(dtype))
     return flashtile.apply_rotary(x.float(), cos, sin, True, seqlen_offsets=position).to(torch.float8_e4m3fn)
 
 
@@ -302,8 +317,8 @@ ENDS = cumulative([2, 2, 2])
         ({"cache_batch_idx": lengths_on("cpu", [0, 1, 3])}, "cache_batch_idx: expected numbers from 0 to 2"),
         ({"page_table": torch.tensor([[0], [1], [3]])}, "page_table: expected numbers from 0 to 2"),
         (
-            {"page_table": torch.tensor([[0], [1], [2]]), "cache_batch_idx": lengths_on("cpu", [0, 1, 2])},
-            "cache_batch_idx: expected None",
+            {"page_table": torch.tensor([[0], [1], [2]]), "cache_batch_idx": lengths_on("cpu", [0, 1, 3])},
+            "cache_batch_idx: expected rows of page_table, from 0 to 2",
         ),
         ({"v": None}, "k, v: expected both or neither"),
         ({"k": X.flatten(0, 1)[:, :1]}, "k: expected heads and columns of k_cache"),

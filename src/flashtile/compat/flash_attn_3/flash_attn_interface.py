@@ -168,6 +168,8 @@ def flash_attn_with_kvcache(
 
     Args:
         page_table: int32 `[batch, pages]`: the caches are pages `[pages, page_size, heads_kv, head_dim]` of any size.
+            With cache_batch_idx it is int32 `[rows, pages]`, and sequence `b` has row `cache_batch_idx[b]`.
+        rotary_cos, rotary_sin: beside float8_e4m3fn rows, tables of any floating dtype; the rotation is in float32.
         cu_seqlens_q: int32 `[batch + 1]`: q is packed, `[total_q, heads, head_dim]`, and so is the result; lse is then
             `[heads, total_q]`.
         cu_seqlens_k_new: int32 `[batch + 1]`: k and v are packed, `[total_new, heads_kv, head_dim]`.

@@ -35,9 +35,9 @@ class Cache(NamedTuple):
         interleaved: which elements are a pair there.
         lengths: rows before anything is appended: of all sequences, or `[B]`; None for all of the cache.
         rotary_lengths: `[B]`, position of the first new row of each sequence; None for `lengths`.
-        entries: `[B]`, the entry of each sequence, or None for its own number.
+        entries: `[B]`, the entry of each sequence, or with page_table its row there; None for its own number.
         left_padding: `[B]`, rows at the beginning of each sequence that do not count, or None.
-        page_table: `[B, pages of a sequence]`, or None.
+        page_table: `[B, pages of a sequence]`, with entries `[rows, pages of a sequence]`, or None.
         cu_seqlens_new: `[B + 1]`, where k and v are packed, or None.
     """
 
@@ -76,6 +76,7 @@ def attend_with_cache(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of one step: q `[B, seq_q, heads, head_dim]`, with cu_seqlens_q packed. Not recorded by autograd."""
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    cache = _with_rows_of_table(cache, batch)
     paged = cache.page_table is not None and cache.k_cache.shape[1] % _PAGE_MULTIPLE
     ragged = cu_seqlens_q is not None or cache.cu_seqlens_new is not None or cache.rotary_lengths is not None
     eight_bits = q.dtype is torch.float8_e4m3fn
@@ -139,6 +140,25 @@ def _attend_to_copies(
     return attend(q, k, v, layout, call, chunk=chunk, qv=qv)
 
 
+def _with_rows_of_table(cache: Cache, batch: int) -> Cache:
+    """The same with the row of each sequence in its place of the page table, where `entries` selects rows."""
+    table, entries = cache.page_table, cache.entries
+    if table is None or entries is None:
+        return cache
+    if entries.shape != (batch,) or entries.is_floating_point() or entries.device != table.device:
+        raise ValueError(
+            f"cache_batch_idx: expected integers [batch] with the batch of q, {batch}, on {table.device}, got "
+            f"{entries.dtype} {list(entries.shape)} on {entries.device}"
+        )
+    entries, rows = entries.long(), table.shape[0]
+    if table.device.type == "cpu" and batch and not 0 <= int(entries.min()) <= int(entries.max()) < rows:
+        raise ValueError(
+            f"cache_batch_idx: expected rows of page_table, from 0 to {rows - 1}, got {int(entries.min())} to "
+            f"{int(entries.max())}"
+        )
+    return cache._replace(page_table=table.index_select(0, entries), entries=None)
+
+
 def _lengths_before(cache: Cache, batch: int, device: torch.device) -> Tensor:
     """Rows of each sequence before anything is appended, `[B]` int64."""
     if isinstance(cache.lengths, Tensor):
@@ -170,8 +190,6 @@ def _check(q: Tensor, batch: int, cache: Cache, cu_seqlens_new: Tensor | None) -
         raise ValueError("cache_seqlens: expected an int or a tensor beside k and v, got None, which is a full cache")
     if cache.k is None and cache.rotary_cos is not None:
         raise ValueError("rotary_cos: expected None without new k and v, got a table; rotate q before the call")
-    if cache.page_table is not None and cache.entries is not None:
-        raise ValueError("cache_batch_idx: expected None beside page_table, got a tensor; select rows of the table")
     places: dict[str, tuple[object, int]] = {
         "cache_seqlens": (cache.lengths, 0), "rotary_seqlens": (cache.rotary_lengths, 0),
         "cache_batch_idx": (cache.entries, 0), "cache_leftpad": (cache.left_padding, 0),

@@ -21,7 +21,9 @@ def rotated(
         tables: cos, sin, and whether pairs are neighbours.
     """
     cos, sin, interleaved = tables
-    wide = x.float() if x.dtype is torch.float8_e4m3fn else x
+    wide = x
+    if x.dtype is torch.float8_e4m3fn:  # tables are in the dtype that the rows had before they were rounded
+        wide, cos, sin = x.float(), cos.float(), sin.float()
     if one_by_one:
         turned = flashtile.apply_rotary(wide, cos, sin, interleaved, seqlen_offsets=positions, cu_seqlens=cu_seqlens)
     else:
