@@ -306,7 +306,9 @@ def test_a_backward_passes_what_its_kernels_declare(
     out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None
     gradients = backward_launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
     (tiles, begin), (programs, main) = (launched[f"attention_{name}_kernel"] for name in ("begin", "backward"))
-    described = {"k": k, "v": v, "dk": gradients.k, "dv": gradients.v}
+    described = {"k": k, "v": v}
+    if main["problem.shares"] == 1:  # else the main kernel stores parts of these
+        described |= {"dk": gradients.k, "dv": gradients.v}
     if spec.scale > 0:
         described["q"] = q
     if not begin["masked_dout_ptr"]:
@@ -317,7 +319,7 @@ def test_a_backward_passes_what_its_kernels_declare(
         assert launched["attention_end_kernel"].arguments["dq_ptr"] == gradients.q.data_ptr()
     else:
         described["dq"] = gradients.q
-    assert all(main[f"{name}_desc"].is_of(tensor) for name, tensor in described.items())
+    assert [name for name, tensor in described.items() if not main[f"{name}_desc"].is_of(tensor)] == []
     assert begin["dout_ptr"] == dout.data_ptr()
     # The parts of the buffer, in their order: each has room.
     config = backward_configs.backward_config_of(hopper_call("backward", q, k, v, side, spec))
@@ -330,8 +332,7 @@ def test_a_backward_passes_what_its_kernels_declare(
     assert begin["masked_dout_ptr"] in (None, masked_dout) and begin["counter_ptr"] >= masked_dout + masked_dout_bytes
     turns = begin["counter_ptr"] + 4
     assert begin["turns_ptr"] is None or begin["turns_ptr"] >= turns
-    after_turns = (begin["turns_ptr"] or turns) + (4 * tiles if begin["turns_ptr"] else 0)
-    assert begin["sink_sums_ptr"] is None or begin["sink_sums_ptr"] >= after_turns
+    assert bool(begin["sink_sums_ptr"]) is (side.sinks is not None)
 
 
 def _without_slopes(call: _Call) -> _Call:
@@ -353,7 +354,6 @@ def _check_scratch(launched: _Launched, dout: torch.Tensor) -> None:
     masked_dout = begin["statistics_ptr"] + 4 * tiles * 2 * STATISTIC_ROWS
     masked_dout_bytes = dout.element_size() * dout.numel() if begin["masked_dout_ptr"] else 0
     assert begin["masked_dout_ptr"] in (None, masked_dout) and begin["counter_ptr"] >= masked_dout + masked_dout_bytes
-    assert begin["sink_sums_ptr"] is None or begin["sink_sums_ptr"] >= begin["counter_ptr"] + 4
 
 
 @given(_calls((torch.float16, torch.bfloat16), wide=True), st.booleans())

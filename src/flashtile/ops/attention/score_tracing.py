@@ -89,7 +89,8 @@ def trace_score_mod(
     Raises:
         TypeError, ValueError: it is no such function. The message names the operation, its line and the remedy.
     """
-    device = torch.empty(0, device=device).device  # with the number of the GPU
+    if not isinstance(device, torch.device) or (device.type != "cpu" and device.index is None):
+        device = torch.empty(0, device=device).device  # with the number of the GPU
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(f"dtype: expected float32, or float64 for q in float64, got {dtype}; scores have no other")
     if not callable(score_mod):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import batch_row_head
-from flashtile._backends.allocate import Layout, Scratch, allocator, contiguous_strides
+from flashtile._backends.allocate import Layout, Scratch, allocator, contiguous, contiguous_strides
 from flashtile._backends.launch import Parameter, Plan, int32, make_plan, pointer, pointer_to
 from flashtile._backends.tma import joined
 from flashtile.ops.attention.arguments import Aux, Scalars
@@ -66,7 +66,7 @@ class ApartPlan(NamedTuple):
         allocate: makes dq, dk and dv (of these in parts, side by side like heads, where query heads have shares), the
             buffer of `scratch`, and what `splits` write.
         scratch: statistics: of each query. masked_dout: the dout without rows that may see no key. counter: what the
-            first kernel writes. sink_sums: the parts of the sinks' gradient.
+            first kernel writes.
         sum_of_shares: of dk and dv in such parts; else None.
     """
 
@@ -89,12 +89,12 @@ class ApartPlan(NamedTuple):
         dout, dlse, q, k, v, out, lse = inputs
         wanted = scalars[2]
         pointers, _ = aux_pointers(aux)
-        dq, dk, dv, buffer, *parts = self.allocate()
+        dq, dk, dv, buffer, sink_sums, *parts = self.allocate()
         scratch = self.scratch.addresses(buffer.data_ptr())
         statistics, masked_dout = scratch.statistics, scratch.masked_dout
         self.begin.launch(
             out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse), statistics, None, None, scratch.counter,
-            masked_dout, pointers.sinks, scratch.sink_sums, pointers.cu_seqlens_q, None,
+            masked_dout, pointers.sinks, pointer(sink_sums), pointers.cu_seqlens_q, None,
         )  # fmt: skip
         addresses = {
             "q": q.data_ptr(),
@@ -109,14 +109,22 @@ class ApartPlan(NamedTuple):
         for kernel in (self.dv, self.dk, self.dq):
             kernel.launch(addresses, pointers)
         dk, dv = sum_of_shares(self.sum_of_shares, dk, dv)
-        dsinks = sink_gradient(self.scratch.part(buffer, "sink_sums"), lse) if wanted.sinks else None
+        dsinks = sink_gradient(sink_sums) if wanted.sinks else None
         return Gradients(dq, dk, dv, sinks=dsinks, captured=(None,) * len(wanted.captured))
 
 
-def sink_gradient(sums: Tensor, lse: Tensor) -> Tensor:
+def sink_sums_layout(call: Call, tiles: int) -> Layout | None:
+    """The parts of the sinks' gradient, `[batch, heads, tiles]`, of a packed call `[heads, tiles]`. `tiles`: of all
+    heads."""
+    if call.aux.sinks is None:
+        return None
+    heads = (call.heads,) if call.packed else (call.batch, call.heads)
+    return contiguous((*heads, tiles // math.prod(heads)), torch.float32)
+
+
+def sink_gradient(sums: Tensor) -> Tensor:
     """The gradient of the sinks, from its parts."""
-    by_tile = sums.view(*lse.shape[:-1], -1)  # [batch or none, heads, tiles]
-    return by_tile.sum((0, -1) if by_tile.dim() == 3 else -1).neg_()
+    return sums.sum((0, -1) if sums.dim() == 3 else -1).neg_()
 
 
 class Frame(NamedTuple):
@@ -129,7 +137,7 @@ class Frame(NamedTuple):
             call.
         masks: whether a kernel has a visited tile that a band or the end of the keys cuts.
         problem: but for its `own_tiles`. `constants`: of all three kernels.
-        scratch: as of `ApartPlan`.
+        scratch: as of `ApartPlan`. `sink_sums`: the parts of the sinks' gradient.
     """
 
     call: Call
@@ -143,6 +151,7 @@ class Frame(NamedTuple):
     problem: Problem
     constants: dict[str, Any]
     scratch: Scratch
+    sink_sums: Layout | None
 
     def ends_rows(self, tensor: str) -> bool:
         """Whether TMA ends the rows of a tensor or of a gradient where their sequence or its key length does."""
@@ -204,7 +213,7 @@ def apart_plan(
         dv=dv,
         dk=dk,
         dq=dq,
-        allocate=allocator((*gradients.values(), frame.scratch.layout, *parts), frame.call.device),
+        allocate=allocator((*gradients.values(), frame.scratch.layout, frame.sink_sums, *parts), frame.call.device),
         scratch=frame.scratch,
         sum_of_shares=plan_of_shares(gradients["dk"], gradients["dv"], frame.shares, frame.call.device),
     )
@@ -254,8 +263,8 @@ def plan_apart(plan_kernels: Callable[[Frame], ApartPlan], keys_of_dv: int, call
             # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read it.
             masked_dout=math.prod(dout_shape) * call.dtype.itemsize // 4 if has_empty_rows else 0,
             counter=1,
-            sink_sums=statistic_tiles * lines if call.aux.sinks else 0,
         ),
+        sink_sums=sink_sums_layout(call, statistic_tiles * lines),
     )
     return plan_kernels(frame)
 

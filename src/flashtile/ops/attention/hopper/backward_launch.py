@@ -14,7 +14,7 @@ from flashtile._backends.allocate import Layout, Scratch, allocator, contiguous_
 from flashtile._backends.launch import Plan, plan_cache, pointer
 from flashtile.ops.attention.arguments import Aux, Scalars, saved_side, side_tensors
 from flashtile.ops.attention.call import Call, describe_backward
-from flashtile.ops.attention.hopper.apart_launch import ApartPlan, plan_apart, sink_gradient
+from flashtile.ops.attention.hopper.apart_launch import ApartPlan, plan_apart, sink_gradient, sink_sums_layout
 from flashtile.ops.attention.hopper.backward_configs import (
     backward_config_of,
     padded_strides,
@@ -66,10 +66,10 @@ class BackwardPlan(NamedTuple):
         end: None unless thread blocks add dq up together.
         describe: makes all descriptors of the main kernel, from the addresses of `backward_descriptors.MOVED`.
         outputs: dq, dk, dv; of these in parts, side by side like heads, where query heads or their queries have shares.
-        allocate: makes them, and the buffer of `scratch`.
+        allocate: makes them, the buffer of `scratch`, and beside sinks the parts of their gradient.
         scratch: sums: of dq, unless a sequence has a single key tile. statistics: of each query. masked_dout: the dout
             without rows that may see no key. counter: of tiles that were taken, and where walks meet. semaphores: where
-            dq is added up in order. sink_sums: the parts of the sinks' gradient.
+            dq is added up in order.
         sum_of_shares: of dk and dv in parts; else None.
         bias: of the gradient of a bias that scores share; None where nobody wants that, or the portable kernel computes
             it.
@@ -103,14 +103,14 @@ class BackwardPlan(NamedTuple):
                 row_statistics = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
         if wanted.alibi_slopes:
             slope_sums = torch.zeros(*lse.shape[:-1], k.shape[-3], dtype=torch.float32, device=k.device)
-        dq, dk, dv, buffer = self.allocate()
+        dq, dk, dv, buffer, sink_sums = self.allocate()
         scratch = self.scratch.addresses(buffer.data_ptr())
         statistics, sums, counter = scratch.statistics, scratch.sums, scratch.counter
         masked_dout, semaphores = scratch.masked_dout, scratch.semaphores
         self.begin.launch(
             out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse), statistics,
             None if self.end is None else sums, semaphores, counter, masked_dout, pointers.sinks,
-            scratch.sink_sums, pointers.cu_seqlens_q, pointer(row_statistics),
+            pointer(sink_sums), pointers.cu_seqlens_q, pointer(row_statistics),
         )  # fmt: skip
         descriptors = self.describe(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), masked_dout or dout.data_ptr(), statistics, sums or statistics,
@@ -132,7 +132,7 @@ class BackwardPlan(NamedTuple):
             side = saved_side(aux, max_seqlens)
             dslopes = slope_gradient(slope_sums, side, side.cu_seqlens_k)
         if wanted.sinks:
-            dsinks = sink_gradient(self.scratch.part(buffer, "sink_sums"), lse)
+            dsinks = sink_gradient(sink_sums)
         return Gradients(dq, dk, dv, dbias, dslopes, dsinks, (None,) * len(wanted.captured))
 
     def _masked_dout(self, buffer: Tensor, dout: Tensor) -> Tensor:
@@ -355,7 +355,6 @@ def _plan(call: Call) -> BackwardPlan:
         masked_dout=masked_dout,
         counter=1 + (lines if looping.shares_progress else 0),
         semaphores=tiles if ordered else 0,
-        sink_sums=tiles if aux.sinks else 0,
     )
     return BackwardPlan(
         begin=begin,
@@ -363,7 +362,7 @@ def _plan(call: Call) -> BackwardPlan:
         end=end,
         describe=describer(variant, call, strides_read, (dq, dk, dv), tiles, summed),
         outputs=(dq, dk, dv),
-        allocate=allocator((dq, dk, dv, scratch.layout), call.device),
+        allocate=allocator((dq, dk, dv, scratch.layout, sink_sums_layout(call, tiles)), call.device),
         scratch=scratch,
         sum_of_shares=plan_of_shares(dk, dv, shares, call.device),
         bias=bias,
