@@ -15,8 +15,9 @@ from torch.nn.functional import pad
 
 import flashtile
 from flashtile._backends import devices
+from flashtile._backends.launch import clear_plans
 from flashtile.ops.attention import reference
-from flashtile.ops.attention.hopper import configs, launch
+from flashtile.ops.attention.hopper import configs
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import assert_close, assert_same
 
@@ -276,9 +277,9 @@ def long_from_the_first_query(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """All sequences are cut as long ones are."""
     for name in ("LONG_8", "LONG_8_CAUSAL"):
         monkeypatch.setattr(configs, name, 1)
-    launch._plan.cache_clear()
+    clear_plans()
     yield
-    launch._plan.cache_clear()
+    clear_plans()
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from attention_cases import BASE, EDGES, PAIRS, parameters
 from flashtile import BlockMask, patterns
 from flashtile._backends.launch import clear_plans
 from flashtile.ops.attention import walks
-from flashtile.ops.attention.hopper import backward_launch, backward_variant, configs
+from flashtile.ops.attention.hopper import backward_variant, configs
 from flashtile.testing import AttentionCase, Size, assert_close, assert_same, check, make_inputs, run, with_arguments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
@@ -577,9 +577,9 @@ def test_heads_among_several_walks_of_packed_and_listed_tiles(heads: int, change
 @pytest.fixture
 def plans_of_this_test() -> Iterator[None]:
     """No plan of the backward is from before or stays, as the test changes what they depend on."""
-    backward_launch._plan.cache_clear()
+    clear_plans()
     yield
-    backward_launch._plan.cache_clear()
+    clear_plans()
 
 
 @pytest.mark.parametrize("changes", [{}, {"alibi_slopes": "h", "constant": ("alibi_slopes",)}], ids=["plain", "alibi"])
