@@ -21,7 +21,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from griffe import ModuleFinder
 from mkdocs.structure.files import File, Files, InclusionLevel
+
+# The API reference is that of the sources: the stub of the public functions has no docstrings.
+ModuleFinder.extensions_set = {".py"}
 
 ROOT = Path(__file__).parent.parent
 #: Documents outside of docs/ -> their pages.

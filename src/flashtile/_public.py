@@ -1,4 +1,7 @@
-"""The public names of `flashtile`, which its `__init__` hands on."""
+"""The public names of `flashtile`, which its `__init__` hands on. Type checkers and editors see `_public.pyi`, which
+`python tools/public_stub.py --write` writes."""
+
+from inspect import isfunction
 
 from flashtile.ops.attention import patterns
 from flashtile.ops.attention.api import attention, attention_varlen
@@ -13,6 +16,7 @@ from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
 from flashtile.ops.attention.score_program import ScoreFunction
 from flashtile.ops.attention.score_tracing import trace_score_mod
 from flashtile.ops.attention.sdpa import scaled_dot_product_attention
+from flashtile.ops.common.other_names import hide_collected
 from flashtile.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
 from flashtile.ops.decompositions import decompositions
 from flashtile.ops.dense.api import fused_dense, fused_mlp, linear_bias_wgrad
@@ -75,3 +79,7 @@ __all__ = [
     "trace_score_mod",
     "xpos_scale",
 ]
+
+for _public in map(globals().__getitem__, __all__):
+    if isfunction(_public):
+        hide_collected(_public)

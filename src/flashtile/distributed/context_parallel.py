@@ -70,6 +70,13 @@ def context_parallel_attention(
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh,
+    return_lse: bool = False, return_max_scores: bool = False, **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+
+
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,

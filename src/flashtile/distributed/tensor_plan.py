@@ -110,7 +110,7 @@ def _fused_forward(module: FusedMlp, x: Tensor) -> Tensor:
         gated=module.gated,
         checkpoint_level=module.checkpoint_level,
     )
-    return fc2.finish(cast(Tensor, part))
+    return fc2.finish(part)
 
 
 class BlockParallel(ParallelStyle):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -203,7 +203,7 @@ def _check_first_tokens(mask: Tensor, waits: bool) -> None:
 
 
 def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return cast(Tensor, flashtile.cross_entropy(logits, labels, ignore_index=IGNORED))
+    return flashtile.cross_entropy(logits, labels, ignore_index=IGNORED)
 
 
 def _initialise(modules: Iterable[nn.Module], config: BertConfig) -> None:

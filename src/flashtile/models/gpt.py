@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -148,8 +148,8 @@ class GPT(nn.Module):
             )
         hidden, labels = self.hidden(tokens[:, :-1]), tokens[:, 1:]
         if self.config.fused_loss and (self.head is None or computes_only(self.head, nn.Linear)):
-            return cast(Tensor, flashtile.linear_cross_entropy(hidden, self.output_weight, labels))
-        return cast(Tensor, flashtile.cross_entropy(self._logits(hidden), labels))
+            return flashtile.linear_cross_entropy(hidden, self.output_weight, labels)
+        return flashtile.cross_entropy(self._logits(hidden), labels)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """`[..., W]` -> `[..., V]`."""

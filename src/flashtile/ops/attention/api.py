@@ -49,6 +49,13 @@ def attention(
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *,
+    return_lse: bool = False, return_max_scores: bool = False, **options: Unpack[DenseOptions],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -228,6 +235,13 @@ def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
     return_lse: bool = False, return_max_scores: Literal[True], **options: Unpack[VarlenOptions],
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
+    return_lse: bool = False, return_max_scores: bool = False, **options: Unpack[VarlenOptions],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
 
 def attention_varlen(

@@ -5,7 +5,7 @@ Shape letters: B batch, H query heads, G key/value heads, L queries, S keys, E h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from torch import Tensor
 
@@ -19,6 +19,78 @@ from flashtile.ops.common.other_names import refuse_other_names
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | FlexBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: None = None,
+    backend: str = "auto",
+    deterministic: bool = False,
+) -> Tensor: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | FlexBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[True],
+    kernel_options: dict[str, Any] | None = None,
+    return_aux: None = None,
+    backend: str = "auto",
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | FlexBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest,
+    backend: str = "auto",
+    deterministic: bool = False,
+) -> tuple[Tensor, AuxOutput]: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | FlexBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    backend: str = "auto",
+    deterministic: bool = False,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 
 
 def flex_attention(

@@ -2,7 +2,7 @@
 
 A public function collects them in `**other_names: NoReturn` and `*by_position: NoReturn`, so that type checkers refuse
 them too, and hands them to `refuse_other_names` and `refuse_by_position`. On a call without any, each is one look at an
-empty collection.
+empty collection. Signatures that people see are without both: `_public.pyi`, and `hide_collected` at run time.
 """
 
 from __future__ import annotations
@@ -102,6 +102,14 @@ _ORDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "attention_varlen": (("max_seqlen_q", "max_seqlen_k", *_OF_FLASH_ATTN),),
 }
+
+
+def hide_collected(function: Any) -> None:
+    """Leaves out of a public function's signature, which `help` and notebooks show, what it collects to refuse it."""
+    signature = inspect.signature(function)
+    shown = [each for each in signature.parameters.values() if each.annotation not in ("NoReturn", NoReturn)]
+    if len(shown) < len(signature.parameters):
+        function.__signature__ = signature.replace(parameters=shown)
 
 
 def refuse_other_names(function: Callable[..., Any], given: Iterable[str]) -> NoReturn:

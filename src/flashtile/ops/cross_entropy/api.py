@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +19,43 @@ _BACKENDS = standard_backends("cross_entropy")
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+    class LossOptions(TypedDict, total=False):
+        """The optional arguments of both functions, for type checkers: `return_z_loss` says what a call returns."""
+
+        label_smoothing: float
+        logit_scale: float
+        lse_square_scale: float
+        ignore_index: int
+        reduction: str
+        process_group: ProcessGroup | None
+        softcap: float | None
+        class_weights: Tensor | None
+        backend: str
+
+    class LogitsOptions(LossOptions, total=False):
+        """Those of `cross_entropy`."""
+
+        inplace_backward: bool
+
+
+@overload
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, return_z_loss: Literal[False] = False, **options: Unpack[LogitsOptions]
+) -> Tensor: ...
+
+
+@overload
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, return_z_loss: Literal[True], **options: Unpack[LogitsOptions]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, return_z_loss: bool = False, **options: Unpack[LogitsOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def cross_entropy(
@@ -114,6 +151,42 @@ def cross_entropy(
         weights = checks.resolve_class_weights(weights, logits.dtype, logits.device, spec.vocabulary)
     loss, z_loss = run_cross_entropy(_rows(logits), labels.reshape(-1), weights, spec, inplace_backward, backend)
     return _shaped(loss, z_loss, labels, reduction)
+
+
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_z_loss: Literal[False] = False,
+    **options: Unpack[LossOptions],
+) -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_z_loss: Literal[True],
+    **options: Unpack[LossOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_z_loss: bool = False,
+    **options: Unpack[LossOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def linear_cross_entropy(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,58 @@ from flashtile.ops.dense import checks
 from flashtile.ops.dense.operator import MlpOperands, run_dense, run_mlp, run_weight_gradient
 
 _BACKENDS = standard_backends("dense")
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    class LayerOptions(TypedDict, total=False):
+        """Optional arguments of `fused_dense`, for type checkers: `return_residual` says what a call returns."""
+
+        main_grad: Tensor | None
+        backend: str
+
+    class MlpOptions(TypedDict, total=False):
+        """Those of `fused_mlp`."""
+
+        activation: str
+        gated: bool
+        checkpoint_level: int
+        main_grad1: Tensor | None
+        main_grad2: Tensor | None
+        backend: str
+
+
+@overload
+def fused_dense(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[LayerOptions],
+) -> Tensor: ...
+
+
+@overload
+def fused_dense(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[LayerOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def fused_dense(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_residual: bool = False,
+    **options: Unpack[LayerOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def fused_dense(
@@ -69,6 +121,45 @@ def fused_dense(
     if not return_residual:
         return out
     return out, _shaped(residual, x) if within else given
+
+
+@overload
+def fused_mlp(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[MlpOptions],
+) -> Tensor: ...
+
+
+@overload
+def fused_mlp(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[MlpOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def fused_mlp(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    *,
+    return_residual: bool = False,
+    **options: Unpack[MlpOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def fused_mlp(

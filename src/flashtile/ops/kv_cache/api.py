@@ -67,6 +67,19 @@ def attention_with_kv_cache(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@overload
+def attention_with_kv_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def attention_with_kv_cache(
     q: Tensor,
     k_cache: Tensor,

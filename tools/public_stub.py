@@ -1,0 +1,131 @@
+"""Writes `src/flashtile/_public.pyi`: the public functions as type checkers and editors see them.
+
+The functions collect arguments that they do not have in `*by_position: NoReturn` and `**other_names: NoReturn`, so that
+an error can say what these are called here. An editor would show both in each signature. In the stub they are left out,
+and overloads name all optional arguments. `--write` writes the file; a test holds it to the sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import builtins
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCES = Path(__file__).parents[1] / "src"
+STUB = SOURCES / "flashtile" / "_public.pyi"
+
+
+class Module:
+    """The functions of a module, and where the names in it come from.
+
+    Attributes:
+        functions: each name -> its overloads, and last its implementation.
+        origins: each name -> the line that imports it.
+    """
+
+    def __init__(self, name: str) -> None:
+        path = SOURCES.joinpath(*name.split(".")).with_suffix(".py")
+        self.functions: dict[str, list[ast.FunctionDef]] = {}
+        self.origins: dict[str, str] = {}
+        for node in _statements(ast.parse(path.read_text("utf-8")).body):
+            if isinstance(node, ast.FunctionDef):
+                self.functions.setdefault(node.name, []).append(node)
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                self.origins[node.name] = f"from {name} import {node.name}"
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                self.origins[node.targets[0].id] = f"from {name} import {node.targets[0].id}"
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    self.origins[alias.asname or alias.name.partition(".")[0]] = f"import {alias.name}"
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    renamed = f" as {alias.asname}" if alias.asname else ""
+                    self.origins[alias.asname or alias.name] = f"from {node.module} import {alias.name}{renamed}"
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Those of a module, also of `if TYPE_CHECKING`."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If):
+            yield from _statements(node.body)
+
+
+def _collects(argument: ast.arg | None) -> bool:
+    """Whether an argument is there for others that the function does not have."""
+    return argument is not None and argument.annotation is not None and ast.unparse(argument.annotation) == "NoReturn"
+
+
+def _by_name(function: ast.FunctionDef) -> dict[str, tuple[ast.arg, ast.expr | None]]:
+    """The arguments by name only, with their defaults."""
+    arguments = function.args
+    return {each.arg: (each, default) for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults)}
+
+
+def _signature(function: ast.FunctionDef, implementation: ast.FunctionDef) -> ast.FunctionDef:
+    """A function, or an overload, without what it collects and with each optional argument by its name."""
+    arguments, named = function.args, _by_name(function)
+    if function is not implementation and arguments.kwarg is not None:
+        given = {each.arg for each in arguments.args}
+        named = {name: each for name, each in _by_name(implementation).items() if name not in given} | named
+        arguments.kwarg = None
+    if _collects(arguments.kwarg):
+        arguments.kwarg = None
+    if _collects(arguments.vararg):
+        arguments.vararg = None
+    arguments.kwonlyargs = [each for each, _ in named.values()]
+    arguments.kw_defaults = [default for _, default in named.values()]
+    decorators = [each for each in function.decorator_list if ast.unparse(each) == "overload"]
+    body: list[ast.stmt] = [ast.Expr(ast.Constant(...))]
+    return ast.FunctionDef(
+        name=function.name, args=arguments, body=body, decorator_list=decorators, returns=function.returns,
+        type_params=[], lineno=0,
+    )  # fmt: skip
+
+
+def _names(signature: ast.FunctionDef) -> set[str]:
+    """The names that a signature needs, also in annotations that are strings."""
+    return {node.id for node in ast.walk(signature) if isinstance(node, ast.Name)} - set(dir(builtins))
+
+
+def stub() -> str:
+    """The text of the stub."""
+    public = ast.parse((SOURCES / "flashtile" / "_public.py").read_text("utf-8"))
+    names = next(node for node in public.body if isinstance(node, ast.Assign))
+    exported = set(ast.literal_eval(names.value))
+    imports: dict[str, str] = {}
+    written: list[str] = []
+    for node in public.body:
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        assert node.module is not None
+        path = SOURCES.joinpath(*node.module.split(".")).with_suffix(".py")
+        module = Module(node.module) if path.exists() else None
+        for alias in node.names:
+            if alias.name not in exported:
+                continue
+            functions = [] if module is None else module.functions.get(alias.name, [])
+            if not functions:
+                imports[alias.name] = f"from {node.module} import {alias.name} as {alias.name}"
+            for function in functions[:-1] or functions:
+                signature = _signature(function, functions[-1])
+                written.append(ast.unparse(signature))
+                assert module is not None
+                imports = {name: module.origins[name] for name in _names(signature)} | imports
+    head = '"""The public names for type checkers and editors. Written by tools/public_stub.py."""'
+    return "\n".join([head, *sorted(imports.values()), ast.unparse(names), *written]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help=f"write {STUB.relative_to(SOURCES.parent)}")
+    if parser.parse_args().write:
+        STUB.write_text(stub(), "utf-8")
+    else:
+        print(stub(), end="")
+
+
+if __name__ == "__main__":
+    main()
