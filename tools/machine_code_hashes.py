@@ -26,6 +26,9 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 _FOLDER = "FLASHTILE_MACHINE_CODE_HASHES"
 
+#: What tests of machine code call.
+_CHECK = "check_code("
+
 
 def pytest_configure(config: Any) -> None:
     """As a plugin of pytest: notes every kernel that is compiled."""
@@ -100,7 +103,8 @@ def record(output: Path, arguments: list[str]) -> int:
 
 
 def _tests() -> list[Path]:
-    return [*_ROOT.glob("tests/ops/*/test_compile.py"), _ROOT / "tests/ops/attention/test_hopper.py"]
+    """Every file of tests that check machine code."""
+    return [path for path in _ROOT.glob("tests/ops/**/test_*.py") if _CHECK in path.read_text("utf-8")]
 
 
 def _search_path() -> list[str]:
