@@ -12,10 +12,15 @@ import flashtile
 from flashtile.modules import CrossEntropyLoss, LinearCrossEntropyLoss
 from flashtile.testing import assert_same
 
-_OPTIONS: list[dict[str, Any]] = [{}, {"reduction": "none", "label_smoothing": 0.1}, {"ignore_index": 2}]
+_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "none", "label_smoothing": 0.1},
+    {"ignore_index": 2},
+    {"weight": torch.tensor([0.5, 1.0, 2.0, 0.0, 3.0]), "label_smoothing": 0.1},
+]
 
 
-@pytest.mark.parametrize("options", _OPTIONS, ids=str)
+@pytest.mark.parametrize("options", _OPTIONS, ids=range(4))
 def test_in_the_place_of_pytorch(options: dict[str, Any]) -> None:
     input, target = torch.randn(7, 5, requires_grad=True), torch.tensor([0, 1, 2, 3, 4, 2, 0])
     loss, expected = CrossEntropyLoss(**options)(input, target), nn.CrossEntropyLoss(**options)(input, target)
@@ -36,8 +41,6 @@ def test_more_options() -> None:
     assert not module.state_dict() and not list(module.parameters())
     described = "logit_scale=0.5, lse_square_scale=0.1, inplace_backward=True, return_z_loss=True"
     assert repr(module) == f"CrossEntropyLoss({described})"
-    with pytest.raises(TypeError, match="weight"):
-        CrossEntropyLoss(weight=torch.ones(5))
 
 
 def test_options_may_change() -> None:
@@ -46,6 +49,18 @@ def test_options_may_change() -> None:
     module.label_smoothing = 0.0
     assert torch.equal(module(input, target), flashtile.cross_entropy(input, target))
     assert repr(module) == "CrossEntropyLoss()"
+
+
+def test_class_weights_are_a_buffer_and_scores_capped() -> None:
+    input, layer, target = torch.randn(2, 7, 4), nn.Linear(4, 9), torch.randint(9, (2, 7))
+    weights = torch.rand(9)
+    module = CrossEntropyLoss(weights, softcap=2.0)
+    expected = flashtile.cross_entropy(layer(input), target, class_weights=weights, softcap=2.0)
+    assert_same(module(layer(input), target), expected)
+    assert list(module.state_dict()) == ["weight"] and "softcap=2.0" in repr(module)
+    linear = LinearCrossEntropyLoss(class_weights=weights, softcap=2.0)
+    assert_same(linear(input, layer.weight, target, layer.bias), expected)
+    assert list(linear.state_dict()) == ["class_weights"]
 
 
 @pytest.mark.parametrize("bias", [False, True])

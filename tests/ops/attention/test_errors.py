@@ -476,3 +476,16 @@ def test_repeated_calls_do_not_look_at_the_layout(monkeypatch: pytest.MonkeyPatc
         attention_checks, "warn_of_swapped_layout", lambda *arguments: pytest.fail("looks at the layout")
     )
     flashtile.attention(q, q, q)
+
+
+def test_counts_beyond_64_bits_are_refused_by_name() -> None:
+    q, huge = zeros(4, 2, 8), 2**70
+    calls: dict[str, Callable[[], object]] = {
+        "max_seqlen_q": lambda: flashtile.attention_varlen(q, q, q, cumulative(0, 4), max_seqlen_q=huge),
+        "left": lambda: flashtile.patterns.sliding_window(64, 64, huge),
+        "seq_q": lambda: flashtile.BlockMask.from_predicate(lambda b, h, q, k: q >= k, 1, 1, huge, 4),
+        "positions": lambda: flashtile.rotary_tables(huge, 8),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"^{name}: expected .* below 2\*\*62, got {huge}"):
+            call()

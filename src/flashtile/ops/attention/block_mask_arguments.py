@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.tile_lists import STORED_TILE, Shape
-from flashtile.ops.common.checks import check_device, check_tensors, type_name
+from flashtile.ops.common.checks import LARGEST_COUNT, check_device, check_tensors, type_name
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -24,6 +24,8 @@ def checked_shape(batch: int, heads: int, seq_q: int, seq_k: int) -> Shape:
             raise TypeError(f"{name}: expected an int, got {size!r}; pass a number")
         if size < 0:
             raise ValueError(f"{name}: expected a size of at least 0, got {size}; pass the length of the call")
+        if size >= LARGEST_COUNT:
+            raise ValueError(f"{name}: expected a size below 2**62, got {size}; pass the length of the call")
     return batch, heads, seq_q, seq_k
 
 

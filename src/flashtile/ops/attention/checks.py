@@ -14,6 +14,7 @@ from flashtile.ops.attention.spec import FP8, MAX_HEAD_DIM, SideInputs, out_dtyp
 from flashtile.ops.common import sizes
 from flashtile.ops.common.checks import (
     FLOAT_DTYPES,
+    LARGEST_COUNT,
     check_choice,
     check_device,
     check_lengths,
@@ -292,6 +293,8 @@ def check_max_seqlen(name: str, max_seqlen: int | None) -> None:
         raise ValueError(
             f"{name}: expected an upper bound of the sequence lengths, at least 0, got {max_seqlen}; leave it out"
         )
+    if not isinstance(max_seqlen, torch.SymInt) and max_seqlen >= LARGEST_COUNT:
+        raise ValueError(f"{name}: expected an upper bound below 2**62, got {max_seqlen}; leave it out")
 
 
 def check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None) -> None:

@@ -20,6 +20,9 @@ MAX_ROWS = 2**31 - 2**16
 #: The same where they are positions of queries and keys, whose differences are put together with a window's sides.
 MAX_POSITIONS = 2**29
 
+#: From here on, sums with a count may leave 64 bits.
+LARGEST_COUNT = 2**62
+
 #: Opt-in check of the values in index tensors, which costs a synchronisation on a GPU.
 CHECK_VALUES = os.environ.get("FLASHTILE_CHECK_VALUES", "0") not in ("", "0")
 
@@ -67,6 +70,8 @@ def check_count(name: str, count: int, remedy: str) -> None:
         raise TypeError(f"{name}: expected an int, got {count!r}; {remedy}")
     if count < 0:
         raise ValueError(f"{name}: expected at least 0, got {count}; {remedy}")
+    if not isinstance(count, torch.SymInt) and count >= LARGEST_COUNT:
+        raise ValueError(f"{name}: expected a number below 2**62, got {count}; {remedy}")
 
 
 def check_programs(name: str, programs: int) -> None:
