@@ -37,6 +37,7 @@ from flashtile.ops.attention.triton.scores import (
     function_gradient,
     kept_weights,
     load_alibi,
+    raised_to_near,
     sees_sink_alone,
     slope_gradients,
     tile_scores,
@@ -113,10 +114,21 @@ def attention_dq_kernel(
     rows_left = seq_q - first
     row = tl.arange(0, BLOCK_M)
     statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED) + first + row
+    keys = valid_keys(side.key_lengths, sequence, batch, seq_k)
+    alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k, keys)
     dout_tile = load_rows(dout_base, dout_strides, 0, rows_left, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
     out_tile = load_rows(out_base, out_strides, 0, rows_left, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
     lse, delta, hidden = statistics_of_rows(
-        rows, statistics, row < rows_left, out_tile, dout_tile, side, head, HIDES_ROWS=rows.quiet is not None
+        rows,
+        statistics,
+        first + row,
+        seq_q,
+        out_tile,
+        dout_tile,
+        side,
+        head,
+        alibi,
+        HIDES_ROWS=rows.quiet is not None,
     )
     if rows.quiet is not None:
         # From here on +inf marks all of them. The loop reads dout as it came: here a row spreads to itself alone.
@@ -125,11 +137,9 @@ def attention_dq_kernel(
         store_rows(quiet_base, out_strides, 0, rows_left, quiet_tile, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E)
         lse = tl.where(hidden, float("inf"), lse)
 
-    keys = valid_keys(side.key_lengths, sequence, batch, seq_k)
     shift = 0 if TOP_LEFT else seq_k - seq_q
     visited = key_tile_ranges(first, seq_q, shift, keys, window, constants, shape)
     function = ScoreFunction(captured, captured_sizes, captured_sums)
-    alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k)
     matrix = dropout_matrix(numbers.origin, sequence, head, heads)
     blocks = None
     if constants.TILE_Q:
@@ -155,14 +165,16 @@ def attention_dq_kernel(
 
 @triton.jit
 def statistics_of_rows(
-    rows, places, inside, out_tile, dout_tile, side, head, HIDES_ROWS: tl.constexpr
+    rows, places, row, seq_q, out_tile, dout_tile, side, head, alibi, HIDES_ROWS: tl.constexpr
 ):  # fmt: skip
-    """lse in units of log2 and delta of some rows, `[M]`, and which of them see no key. `places`: of rows in lse,
-    `inside`: those that exist. `HIDES_ROWS`: rows may see no key. Stores lse and delta for the kernels that follow
-    (`rows.statistics`), with sinks and a dlse also a third number, the delta of the sinks."""
-    lse = tl.load(rows.lse + places, mask=inside, other=float("-inf"))
+    """lse in units of log2 and delta of some rows, `[M]`, and which of them see no key. `places`: of rows in lse. With
+    `alibi` the lse is that of scores relative to the nearest key. `HIDES_ROWS`: rows may see no key. Stores lse and
+    delta for the kernels that follow (`rows.statistics`), with sinks and a dlse also a third number, the delta of the
+    sinks, and with ALiBi a fourth, the lse that is returned."""
+    inside = row < seq_q
+    natural_lse = tl.load(rows.lse + places, mask=inside, other=float("-inf"))
     # In units of log2; +inf for rows that saw no key, so that their p is 0.
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+    lse = tl.where(natural_lse == float("-inf"), float("inf"), natural_lse * LOG2_E)
     delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     hidden = lse == float("inf")
     if HIDES_ROWS:
@@ -183,6 +195,10 @@ def statistics_of_rows(
     if rows.statistics is not None:
         pair = tl.arange(0, 2)[None, :]
         tl.store(rows.statistics + 4 * places[:, None] + pair, tl.join(lse, delta), mask=inside[:, None])
+    if alibi is not None:
+        lse = tl.where(lse == float("inf"), lse, raised_to_near(natural_lse, row, alibi, 1) * LOG2_E)
+        if rows.statistics is not None:
+            tl.store(rows.statistics + 4 * places + 3, lse, mask=inside)
     return lse, delta, hidden
 
 
@@ -294,7 +310,7 @@ def attention_dkdv_kernel(
         dout_base = head_pointer(dout_ptr, dout_strides, sequence, begin_q, head, PACKED)
         statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED)
         function = ScoreFunction(captured, captured_sizes, None)
-        alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k)
+        alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k, keys)
         matrix = dropout_matrix(numbers.origin, sequence, head, heads)
         blocks = None
         walked = visited
@@ -343,7 +359,7 @@ def _sum_dkdv(
         if blocks is not None:
             start, kind = listed_tile(blocks, step, constants.TILE_Q, BLOCK_M)
         row = start + tl.arange(0, BLOCK_M)
-        lse, delta = _load_statistics(statistics_base, row, seq_q, WHOLE)
+        lse, delta = _load_statistics(statistics_base, row, seq_q, WHOLE, modifiers.alibi is not None)
         if CHUNK:
             scores = product_by_chunks(
                 k_base, k_strides, 0, keys - first, q_base, q_strides, start, seq_q,
@@ -392,11 +408,12 @@ def _sum_dkdv(
 
 
 @triton.jit
-def _load_statistics(base, row, rows, WHOLE: tl.constexpr):
-    """lse (in units of log2) and delta of some rows.
+def _load_statistics(base, row, rows, WHOLE: tl.constexpr, ALIBI: tl.constexpr):
+    """lse (in units of log2) and delta of some rows. `ALIBI`: lse of scores relative to the nearest key.
 
-    They lie side by side in 16 bytes, half of them unused: a tile of them is then large enough that the compiler
-    loads it once for all threads, not once in each (40 load instructions per tile against 9, and fewer spills).
+    They lie side by side in 16 bytes, most often half of them unused: a tile of them is then large enough that the
+    compiler loads it once for all threads, not once in each (40 load instructions per tile against 9, and fewer
+    spills).
     """
     pointers = base + 4 * row[:, None] + tl.arange(0, 4)[None, :]  # [M, 4]
     if WHOLE:
@@ -405,5 +422,7 @@ def _load_statistics(base, row, rows, WHOLE: tl.constexpr):
         quads = tl.load(pointers, mask=(row < rows)[:, None], other=0.0)
     evens, odds = tl.split(tl.reshape(quads, (quads.shape[0], 2, 2)))
     lse, _ = tl.split(evens)
-    delta, _ = tl.split(odds)
+    delta, near_lse = tl.split(odds)
+    if ALIBI:
+        lse = near_lse
     return lse, delta

@@ -31,6 +31,7 @@ from flashtile.ops.attention.triton.scores import (
     kept_weights,
     load_alibi,
     load_sink,
+    raised_to_near,
     start_softmax,
     tile_scores,
 )
@@ -93,13 +94,16 @@ def attention_forward_kernel(
         # The host sees to the scale alone, not to its product with factors. NaN stays.
         scale = tl.where(tl.abs(scale) < LEAST_SCALE, LEAST_SCALE, scale)
     function = ScoreFunction(captured, captured_sizes, None)
-    alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k)
+    alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k, keys)
     matrix = dropout_matrix(numbers.origin, sequence, head, heads)
     blocks = None
     if constants.TILE_Q:
         blocks = load_line(side, numbers, sequence, head, first // constants.TILE_Q)
         visited = TileRanges(0, visited.full_begin, visited.full_end, blocks.entries * constants.TILE_K)
+    row = tl.arange(0, BLOCK_M)
     sink = load_sink(side, head, sequence, batch)
+    if sink is not None and alibi is not None:
+        sink = raised_to_near(sink * LN_2, first + row, alibi, 1) * LOG2_E
     columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
     modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, matrix)
     acc, row_max, row_sum, score_max = _visit_key_tiles(
@@ -116,12 +120,15 @@ def attention_forward_kernel(
     if side.descale_v is not None:
         inverse *= load_descale(side.descale_v, descales.v, sequence, head_kv, batch)
     lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2)
-    row = tl.arange(0, BLOCK_M)
+    score_max *= LN_2
+    if alibi is not None:
+        lse = raised_to_near(lse, first + row, alibi, -1)
+        score_max = raised_to_near(score_max, first + row, alibi, -1)
     statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED)
     lse_base = lse_ptr + statistics + first
     tl.store(lse_base + row, lse, mask=first + row < seq_q)
     if max_scores_ptr is not None:
-        tl.store(max_scores_ptr + statistics + first + row, score_max * LN_2, mask=first + row < seq_q)
+        tl.store(max_scores_ptr + statistics + first + row, score_max, mask=first + row < seq_q)
     out_base = head_pointer(out_ptr, out_strides, sequence, begin_q + first, head, PACKED)
     out = acc * inverse[:, None]
     store_rows(out_base, out_strides, 0, seq_q - first, out, shape.HEAD_DIM_V, BLOCK_M, shape.BLOCK_E)

@@ -21,10 +21,12 @@ from flashtile.ops.common.triton.functions import tanh as hyperbolic_tangent
 
 
 class Alibi(NamedTuple):
-    """ALiBi of one head: `-slope · |i + diagonal - j|`."""
+    """ALiBi of one head: `-slope · |i + diagonal - j|`. `last`: the last key that may be visible, if scores are relative
+    to the nearest key (`near_diagonal`); None if they are as they are."""
 
     slope: Any
     diagonal: Any
+    last: Any
 
 
 class ScoreFunction(NamedTuple):
@@ -118,7 +120,8 @@ def modified_scores(
     if modifiers.alibi is not None:
         row = first_row + tl.arange(0, BLOCK_M)
         column = first_column + tl.arange(0, BLOCK_N)
-        scores -= modifiers.alibi.slope * alibi_distance(row, column, modifiers.alibi, TRANSPOSED)
+        near = near_diagonal(row, modifiers.alibi)
+        scores -= modifiers.alibi.slope * alibi_distance(near, column, TRANSPOSED)
     if modifiers.side.mask is not None:
         shown = load_table(
             modifiers.side.mask, modifiers.numbers.mask, modifiers.columns.mask, modifiers.sequence, modifiers.head,
@@ -236,9 +239,9 @@ def load_table(
 
 
 @triton.jit
-def load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k):
+def load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k, keys=None):
     """`Alibi` of one head of one sequence; None without slopes. Rows past the end (sequence number `batch`) have slope
-    0."""
+    0. `keys`: how many may be visible, for scores that are relative to the nearest of them (`near_diagonal`)."""
     alibi = None
     if side.alibi_slopes is not None:
         place = side.alibi_slopes + sequence * numbers.stride_alibi_batch + head
@@ -246,14 +249,35 @@ def load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k):
         diagonal = seq_k - seq_q
         if numbers.origin.diagonal is not None:
             diagonal += numbers.origin.diagonal
-        alibi = Alibi(slope, diagonal)
+        last = None
+        if keys is not None:
+            last = tl.maximum(keys - 1, 0)
+        alibi = Alibi(slope, diagonal, last)
     return alibi
 
 
 @triton.jit
-def alibi_distance(row, column, alibi, TRANSPOSED: tl.constexpr):
-    """`|i + diagonal - j|`."""
+def near_diagonal(row, alibi):
+    """The keys at no distance from some rows, but no farther away than the first or the last key. All keys of such a
+    row lie on one side of it: their distances are less by the same number, so weights stay the same, and scores are
+    small numbers, which float32 holds exactly enough."""
     diagonal = row + alibi.diagonal
+    if alibi.last is not None:
+        diagonal = tl.minimum(tl.maximum(diagonal, 0), alibi.last)
+    return diagonal
+
+
+@triton.jit
+def raised_to_near(statistic, row, alibi, SIGN: tl.constexpr):
+    """A row statistic of scores (natural logarithm) as one of scores relative to `near_diagonal`, for SIGN 1; for -1
+    the other way round. One operation, which rounds once."""
+    apart = tl.abs(row + alibi.diagonal - near_diagonal(row, alibi)).to(tl.float32)
+    return tl.fma(apart, SIGN * alibi.slope, statistic)
+
+
+@triton.jit
+def alibi_distance(diagonal, column, TRANSPOSED: tl.constexpr):
+    """`|diagonal - j|`."""
     if TRANSPOSED:
         distance = diagonal[None, :] - column[:, None]
     else:
@@ -264,7 +288,7 @@ def alibi_distance(row, column, alibi, TRANSPOSED: tl.constexpr):
 @triton.jit
 def slope_gradients(dscores, row, column, modifiers):
     """What a tile `[M, N]` adds to minus the gradient of the slope, by rows `[M]`."""
-    return tl.sum(dscores * alibi_distance(row, column, modifiers.alibi, TRANSPOSED=False), 1)
+    return tl.sum(dscores * alibi_distance(row + modifiers.alibi.diagonal, column, TRANSPOSED=False), 1)
 
 
 # Sinks
