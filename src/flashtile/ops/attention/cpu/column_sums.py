@@ -11,6 +11,7 @@ from flashtile.ops.attention.cpu.scores import (
     is_scattered,
     modifiers_of,
     modify,
+    raised_rows,
     split_heads,
     tile_mask_of,
     wholly_hidden,
@@ -50,6 +51,8 @@ def _add_block(
     for rows in tiles.query_tiles(block):
         q_tile = tiles.load_rows(q_view, rows, computed).mul_(spec.scale * LOG2E)
         row_lse = tiles.load_rows(lse_view, rows, computed)
+        if (raised := raised_rows(block, rows, modifiers)) is not None:
+            row_lse.add_(raised)
         row_lse = torch.where(row_lse.isneginf(), float("inf"), row_lse).mul_(LOG2E)
         for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys):
             if wholly_hidden(modifiers, rows, keys):

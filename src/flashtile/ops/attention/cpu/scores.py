@@ -162,7 +162,8 @@ def modify(scores: Tensor, block: Block, rows: range, keys: KeyTile, modifiers: 
     if modifiers.bias is not None:
         by_head.add_(part(modifiers.bias, rows, keys).to(scores.dtype), alpha=LOG2E)
     if modifiers.slopes is not None:
-        by_head.addcmul_(modifiers.slopes, distances(block.diagonal, rows, keys, scores.dtype), value=-LOG2E)
+        near = near_diagonals(block.diagonal, rows, block.visible.keys, scores.dtype)
+        by_head.addcmul_(modifiers.slopes, distances(near, keys), value=-LOG2E)
     if modifiers.mask is not None:
         hide(by_head, part(modifiers.mask, rows, keys))
     if modifiers.tiles is not None:
@@ -176,10 +177,40 @@ def split_heads(tile: Tensor, block: Block, rows: range) -> Tensor:
     return tile.view(-1, heads, block.group, len(rows), tile.shape[-1])
 
 
-def distances(diagonal: int, rows: range, keys: range | KeyTile, dtype: torch.dtype) -> Tensor:
-    """`|i + diagonal - j|`, `[R, C]`."""
-    row = torch.arange(rows.start, rows.stop, dtype=dtype, device="cpu") + diagonal
-    return (row[:, None] - torch.arange(keys.start, keys.stop, dtype=dtype, device="cpu")).abs_()
+def diagonals(diagonal: int, rows: range, dtype: torch.dtype) -> Tensor:
+    """The keys at no distance from some rows, `[R]`."""
+    return torch.arange(rows.start, rows.stop, dtype=dtype, device="cpu") + diagonal
+
+
+def near_diagonals(diagonal: int, rows: range, keys: int, dtype: torch.dtype) -> Tensor:
+    """The same, but no farther away than the first or the last of so many keys, `[R]`. All keys of such a row lie on
+    one side of it: their distances are less by the same number, so weights stay the same, and scores are small numbers,
+    which the dtype holds exactly enough."""
+    return diagonals(diagonal, rows, dtype).clamp_(0, max(0, keys - 1))
+
+
+def distances(diagonals: Tensor, keys: range | KeyTile) -> Tensor:
+    """`|diagonal - j|` of diagonals `[R]`: `[R, C]`."""
+    return (diagonals[:, None] - torch.arange(keys.start, keys.stop, dtype=diagonals.dtype, device="cpu")).abs_()
+
+
+def raised_to_near(diagonal: int, rows: range, keys: int, slopes: Tensor) -> Tensor | None:
+    """By how much scores relative to `near_diagonals` are larger, `slopes · distance` for slopes `[..., 1, 1]`:
+    `[..., R, 1]`; None if they are not."""
+    apart = diagonals(diagonal, rows, slopes.dtype)
+    apart.sub_(near_diagonals(diagonal, rows, keys, slopes.dtype)).abs_()
+    return slopes * apart[:, None] if apart.any() else None
+
+
+def raised_rows(block: Block, rows: range, modifiers: Modifiers | None) -> Tensor | None:
+    """`raised_to_near` of a tile of rows, `[N, G·R, 1]`; None if scores are not raised."""
+    if modifiers is None or modifiers.slopes is None:
+        return None
+    raised = raised_to_near(block.diagonal, rows, block.visible.keys, modifiers.slopes)
+    if raised is None:
+        return None
+    batches, heads_kv = block.batches.stop - block.batches.start, block.heads_kv.stop - block.heads_kv.start
+    return raised.expand(batches, heads_kv, -1, -1, -1).reshape(batches * heads_kv, -1, 1)
 
 
 def tile_mask_of(side: SideInputs, spec: AttentionSpec) -> TileMask | None:
@@ -261,7 +292,8 @@ class SideGradients:
             target.add_(by_head.sum_to_size(target.shape), alpha=factor)
         if self.alibi_slopes is not None:
             target = _slopes_view(block, self.alibi_slopes)
-            along = (by_head * distances(block.diagonal, rows, keys, dscores.dtype)).sum_to_size(target.shape)
+            away = distances(diagonals(block.diagonal, rows, dscores.dtype), keys)
+            along = (by_head * away).sum_to_size(target.shape)
             target.sub_(along, alpha=factor)
 
     def change_back(

@@ -19,6 +19,7 @@ from flashtile.ops.attention.cpu.scores import (
     is_scattered,
     modifiers_of,
     modify,
+    raised_rows,
     tile_mask_of,
     wholly_hidden,
 )
@@ -87,7 +88,8 @@ def _forward_block(
     modifiers, sinks = modifiers_of(block, side, spec, tile_mask), tiles.sinks_of(block, side)
     for rows in tiles.query_tiles(block):
         q_tile = tiles.load_rows(q_view, rows, computed).mul_(spec.scale * LOG2E)
-        softmax = _OnlineSoftmax(q_tile, v.shape[-1], sinks, spec.returns_max_scores)
+        raised = raised_rows(block, rows, modifiers)
+        softmax = _OnlineSoftmax(q_tile, v.shape[-1], sinks, raised, spec.returns_max_scores)
         for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys):
             if wholly_hidden(modifiers, rows, keys):
                 continue
@@ -100,7 +102,7 @@ def _forward_block(
         out_tile, *statistics_tiles = softmax.finish(spec.dropout_p)
         tiles.store_rows(out_view, rows, out_tile)
         for view, tile in zip(views, statistics_tiles):
-            tiles.store_rows(view, rows, tile)
+            tiles.store_rows(view, rows, tile if raised is None else tile.sub_(raised))
 
 
 class _OnlineSoftmax:
@@ -113,8 +115,10 @@ class _OnlineSoftmax:
         weighted: `[N, G·R, Dv]`, the same sum with each term times its value.
     """
 
-    def __init__(self, q_tile: Tensor, head_dim_v: int, sinks: Tensor | None, keeps_score_max: bool):
-        """`sinks`: log₂e times the logit of each stacked head, `[N, G, 1, 1]`, or None."""
+    def __init__(
+        self, q_tile: Tensor, head_dim_v: int, sinks: Tensor | None, raised: Tensor | None, keeps_score_max: bool
+    ):
+        """`sinks`: log₂e times the logit of each stacked head, `[N, G, 1, 1]`, or None. `raised`: `raised_rows`."""
         matrices, rows, _ = q_tile.shape
         # The least finite number rather than -inf: a row that has seen nothing yet must not compute -inf - -inf.
         least = torch.finfo(q_tile.dtype).min
@@ -124,6 +128,8 @@ class _OnlineSoftmax:
         else:
             self.row_max = sinks.clamp(min=least).repeat(1, 1, rows // sinks.shape[1], 1).view(-1, rows, 1)
             self.row_sum = (self.row_max > least).to(q_tile.dtype)
+            if raised is not None:
+                self.row_max = self.row_max.add(raised, alpha=LOG2E)
         self.weighted = q_tile.new_zeros(matrices, rows, head_dim_v)
         self.score_max = q_tile.new_full((matrices, rows, 1), float("-inf")) if keeps_score_max else None
 
@@ -160,7 +166,8 @@ class _BackwardRows(NamedTuple):
         q_scaled: `[N, G·R, D]`, times scale · log₂e, for the scores.
         dout: `[N, G·R, Dv]`, for the gradients of the weights.
         q_product, dout_product: q and dout in the product dtype, for the gradients of keys and values.
-        lse: `[N, G·R, 1]`, times log₂e; +inf, which makes all weights 0, where no key is visible.
+        lse: `[N, G·R, 1]`, of scores as `modify` makes them, times log₂e; +inf, which makes all weights 0, where no key
+            is visible.
         delta: `[N, G·R, 1]`, `(rowsum(dout · out) - dlse)` times the probability that dropout keeps a weight.
     """
 
@@ -180,11 +187,14 @@ def _load_backward_rows(
     out: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
+    raised: Tensor | None,
     spec: AttentionSpec,
 ) -> _BackwardRows:
     computed, multiplied = tiles.compute_dtype(q.dtype), tiles.product_dtype(q.dtype)
     q, dout, out = (tiles.load_rows(tiles.row_view(block, t), rows, computed) for t in (q, dout, out))
     lse = tiles.load_rows(tiles.statistics_view(block, lse), rows, computed)
+    if raised is not None:
+        lse.add_(raised)
     delta = out.mul_(dout).sum(dim=-1, keepdim=True)
     if dlse is not None:
         delta.sub_(tiles.load_rows(tiles.statistics_view(block, dlse), rows, computed))
@@ -248,11 +258,13 @@ def _backward_block(
     keep_probability = 1 - spec.dropout_p
     modifiers, sinks = modifiers_of(block, side, spec, tile_mask), tiles.sinks_of(block, side)
     for rows in tiles.query_tiles(block):
-        row = _load_backward_rows(block, rows, q, dout, out, lse, dlse, spec)
+        raised = raised_rows(block, rows, modifiers)
+        row = _load_backward_rows(block, rows, q, dout, out, lse, dlse, raised, spec)
         dq_tile = torch.zeros_like(row.q_scaled)
         if sinks is not None:
             by_head = row.lse.unflatten(1, (block.group, -1))
-            weights = (sinks - by_head).exp2_().view_as(row.lse)
+            logits = sinks if raised is None else sinks + raised.view_as(by_head) * LOG2E
+            weights = (logits - by_head).exp2_().view_as(row.lse)
             # A row that sees its sink alone has out = 0: NaN from above, or infinity, shows in its delta.
             if not row.delta.isfinite().all():
                 blind = _blind_rows(block, rows, row, matrices, modifiers, scratch)

@@ -48,6 +48,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
             found = more if found is None or more is None else merged(found, more)
             if found is None or (found is not more and found.lse.isnan().any()):
                 return None
+        if found is not None and parts[0].raised is not None:
+            found = Statistics(found.out, found.lse - parts[0].raised)
         if found is not None and found.out.shape == q.shape:
             total = Statistics(found.out.contiguous(), found.lse.contiguous())
         elif found is not None:
@@ -137,10 +139,11 @@ def _summed(
     for parts in parts_of_rows(q, k, side, spec):
         for part in parts:
             rows, keys = part.of_queries, part.of_keys
+            of_rows = lse[part.of_statistics]
+            of_rows = of_rows if part.raised is None else of_rows + part.raised
             of_part = gradients(
-                dout[rows], q[rows], k[keys], v[keys], out[rows], lse[part.of_statistics], part.causal, spec.scale,
-                part.table,
-            )  # fmt: skip
+                dout[rows], q[rows], k[keys], v[keys], out[rows], of_rows, part.causal, spec.scale, part.table
+            )
             if of_part[0].shape == q.shape and of_part[1].shape == k.shape:
                 return tuple(grad.contiguous() for grad in of_part)
             sums = sums or _zeros(q, k, v)

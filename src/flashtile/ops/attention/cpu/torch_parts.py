@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.cpu.scores import distances, part
+from flashtile.ops.attention.cpu.scores import distances, near_diagonals, part, raised_to_near
 from flashtile.ops.attention.cpu.tiles import Band, Segment, compute_dtype, hidden, seen_by, segments
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
@@ -37,6 +37,7 @@ class Part(NamedTuple):
         heads_kv: the key/value heads that they read.
         causal: row `i` of the rectangle sees its keys up to `i`; otherwise every row sees every key.
         table: what is added to its scores, `[b | 1, h | 1, R | 1, C | 1]`, -inf where a key is hidden; None = nothing.
+        raised: by how much its scores are larger than those of the call, `[b | 1, h, R]`; None = not.
     """
 
     batches: slice
@@ -46,6 +47,7 @@ class Part(NamedTuple):
     heads_kv: slice
     causal: bool
     table: Tensor | None
+    raised: Tensor | None = None
 
     @property
     def of_queries(self) -> tuple[slice, slice, slice]:
@@ -110,12 +112,20 @@ class _Changes(NamedTuple):
         )
         return self._replace(bias=bias, mask=mask, slopes=slopes)
 
+    def raised(self, rows: range) -> Tensor | None:
+        """By how much scores relative to the nearest key are larger than those of the call: `[b | 1, H, R]`."""
+        if self.slopes is None:
+            return None
+        raised = raised_to_near(self.diagonal, rows, self.visible.keys, self.slopes)
+        return None if raised is None else raised.squeeze(-1)
+
     def table(self, rectangle: Rectangle, banded: bool) -> Tensor | None:
         """A table that PyTorch's kernel adds to the scores of a rectangle. `banded`: it holds the band, too."""
         rows, keys, _ = rectangle
         table = None if self.bias is None else part(self.bias, rows, keys)
         if self.slopes is not None:
-            alibi = distances(self.diagonal, rows, keys, self.dtype) * -self.slopes
+            near = near_diagonals(self.diagonal, rows, self.visible.keys, self.dtype)
+            alibi = distances(near, keys) * -self.slopes
             table = alibi if table is None else alibi + table
         shown = None if self.mask is None else part(self.mask, rows, keys)
         if banded:
@@ -207,7 +217,9 @@ def _small_parts(segment: Segment, changes: _Changes, heads: int, heads_kv: int)
                 if seen := seen_by(some_rows, segment.visible):
                     rectangle = Rectangle(some_rows, seen, False)
                     banded = not _sees_all(some_rows, seen, segment.visible)
-                    yield [_part(segment, of_call, some_heads, rectangle, of_these.table(rectangle, banded), group)]
+                    table = of_these.table(rectangle, banded)
+                    found = _part(segment, of_call, some_heads, rectangle, table, group)
+                    yield [found._replace(raised=of_these.raised(some_rows))]
 
 
 def _sees_all(rows: range, keys: range, visible: Band) -> bool:

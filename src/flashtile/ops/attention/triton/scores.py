@@ -21,8 +21,8 @@ from flashtile.ops.common.triton.functions import tanh as hyperbolic_tangent
 
 
 class Alibi(NamedTuple):
-    """ALiBi of one head: `-slope · |i + diagonal - j|`. `last`: the last key that may be visible, if scores are relative
-    to the nearest key (`near_diagonal`); None if they are as they are."""
+    """ALiBi of one head: `-slope · |i + diagonal - j|`. `last`: the last key that may be visible, if scores are
+    relative to the nearest key (`near_diagonal`); None if they are as they are."""
 
     slope: Any
     diagonal: Any
