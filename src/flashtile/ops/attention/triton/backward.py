@@ -115,21 +115,13 @@ def attention_dq_kernel(
     row = tl.arange(0, BLOCK_M)
     statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED) + first + row
     keys = valid_keys(side.key_lengths, sequence, batch, seq_k)
-    alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k, keys)
+    alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k)
     dout_tile = load_rows(dout_base, dout_strides, 0, rows_left, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
     out_tile = load_rows(out_base, out_strides, 0, rows_left, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
     lse, delta, hidden = statistics_of_rows(
-        rows,
-        statistics,
-        first + row,
-        seq_q,
-        out_tile,
-        dout_tile,
-        side,
-        head,
-        alibi,
+        rows, statistics, first + row, seq_q, out_tile, dout_tile, side, head, alibi, keys,
         HIDES_ROWS=rows.quiet is not None,
-    )
+    )  # fmt: skip
     if rows.quiet is not None:
         # From here on +inf marks all of them. The loop reads dout as it came: here a row spreads to itself alone.
         quiet_base = head_pointer(rows.quiet, out_strides, sequence, begin_q + first, head, PACKED)
@@ -146,7 +138,7 @@ def attention_dq_kernel(
         blocks = load_line(side, numbers, sequence, head, first // constants.TILE_Q)
         visited = TileRanges(0, visited.full_begin, visited.full_end, blocks.entries * constants.TILE_K)
     columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
-    modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, matrix)
+    modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, keys, matrix)
     dq, slope_sums = _sum_dq(
         q_base, dout_base, k_base, v_base, q_strides, dout_strides, k_strides, v_strides,
         lse, delta, rows_left, visited, first, keys, shift, window, scale,
@@ -165,12 +157,12 @@ def attention_dq_kernel(
 
 @triton.jit
 def statistics_of_rows(
-    rows, places, row, seq_q, out_tile, dout_tile, side, head, alibi, HIDES_ROWS: tl.constexpr
+    rows, places, row, seq_q, out_tile, dout_tile, side, head, alibi, keys, HIDES_ROWS: tl.constexpr
 ):  # fmt: skip
     """lse in units of log2 and delta of some rows, `[M]`, and which of them see no key. `places`: of rows in lse. With
-    `alibi` the lse is that of scores relative to the nearest key. `HIDES_ROWS`: rows may see no key. Stores lse and
-    delta for the kernels that follow (`rows.statistics`), with sinks and a dlse also a third number, the delta of the
-    sinks, and with ALiBi a fourth, the lse that is returned."""
+    `alibi` the lse is that of scores relative to the nearest of `keys`. `HIDES_ROWS`: rows may see no key. Stores lse
+    and delta for the kernels that follow (`rows.statistics`), with sinks and a dlse also a third number, the delta of
+    the sinks, and with ALiBi a fourth, the lse that is returned."""
     inside = row < seq_q
     natural_lse = tl.load(rows.lse + places, mask=inside, other=float("-inf"))
     # In units of log2; +inf for rows that saw no key, so that their p is 0.
@@ -196,7 +188,7 @@ def statistics_of_rows(
         pair = tl.arange(0, 2)[None, :]
         tl.store(rows.statistics + 4 * places[:, None] + pair, tl.join(lse, delta), mask=inside[:, None])
     if alibi is not None:
-        lse = tl.where(lse == float("inf"), lse, raised_to_near(natural_lse, row, alibi, 1) * LOG2_E)
+        lse = tl.where(lse == float("inf"), lse, raised_to_near(natural_lse, row, alibi, keys, 1) * LOG2_E)
         if rows.statistics is not None:
             tl.store(rows.statistics + 4 * places + 3, lse, mask=inside)
     return lse, delta, hidden
@@ -310,7 +302,7 @@ def attention_dkdv_kernel(
         dout_base = head_pointer(dout_ptr, dout_strides, sequence, begin_q, head, PACKED)
         statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED)
         function = ScoreFunction(captured, captured_sizes, None)
-        alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k, keys)
+        alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k)
         matrix = dropout_matrix(numbers.origin, sequence, head, heads)
         blocks = None
         walked = visited
@@ -318,7 +310,7 @@ def attention_dkdv_kernel(
             blocks = load_line(side, numbers, sequence, head, first // constants.TILE_K)
             walked = TileRanges(0, visited.full_begin, visited.full_end, blocks.entries * constants.TILE_Q)
         columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
-        modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, matrix)
+        modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, keys, matrix)
         dk, dv = _sum_dkdv(
             dk, dv, k_tile, v_tile, k_base, v_base, q_base, dout_base, k_strides, v_strides, q_strides, dout_strides,
             statistics_ptr + 4 * statistics, walked, first, keys, shift, seq_q, window, scale,

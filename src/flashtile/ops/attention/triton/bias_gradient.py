@@ -138,7 +138,7 @@ def attention_dbias_kernel(
                 function = ScoreFunction(captured, captured_sizes, None)
                 alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k)
                 columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
-                modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, None)
+                modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, None, None)
                 scores, _tanh = tile_scores(
                     product, 1.0, first, start, modifiers, kind, constants, True, q_ptr.dtype.element_ty == tl.float32,
                     TRANSPOSED=False, SCORE_FUNCTION=SCORE_FUNCTION, BRANCHES=False, bias_tile=bias_tile,
@@ -153,7 +153,7 @@ def attention_dbias_kernel(
             else:
                 if side.dropout_seed is not None:
                     matrix = dropout_matrix(numbers.origin, sequence, head, heads)
-                    dropped = Modifiers(side, numbers, None, softcap, None, sequence, head, None, matrix)
+                    dropped = Modifiers(side, numbers, None, softcap, None, sequence, head, None, None, matrix)
                     kept = kept_weights(dropped, first, start, BLOCK_M, BLOCK_N, ALIGNED)
                     product = tl.where(kept, product, 0.0)
                 total += probs * (product - statistic[:, None])

@@ -59,7 +59,7 @@ def attention_column_sums_kernel(
         blocks = load_line(side, numbers, sequence, head, first // constants.TILE_K)
         visited = TileRanges(0, visited.full_begin, visited.full_end, blocks.entries * constants.TILE_Q)
     columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
-    modifiers = Modifiers(side, numbers, columns, softcap, None, sequence, head, alibi, None)
+    modifiers = Modifiers(side, numbers, columns, softcap, None, sequence, head, alibi, None, None)
     sums = _sum_weights(
         q_base, k_base, q_strides, k_strides, lse_base, visited, first, keys, shift, seq_q, window, scale,
         modifiers, blocks, constants, shape,

@@ -94,7 +94,7 @@ def attention_forward_kernel(
         # The host sees to the scale alone, not to its product with factors. NaN stays.
         scale = tl.where(tl.abs(scale) < LEAST_SCALE, LEAST_SCALE, scale)
     function = ScoreFunction(captured, captured_sizes, None)
-    alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k, keys)
+    alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k)
     matrix = dropout_matrix(numbers.origin, sequence, head, heads)
     blocks = None
     if constants.TILE_Q:
@@ -103,9 +103,9 @@ def attention_forward_kernel(
     row = tl.arange(0, BLOCK_M)
     sink = load_sink(side, head, sequence, batch)
     if sink is not None and alibi is not None:
-        sink = raised_to_near(sink * LN_2, first + row, alibi, 1) * LOG2_E
+        sink = raised_to_near(sink * LN_2, first + row, alibi, keys, 1) * LOG2_E
     columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
-    modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, matrix)
+    modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, keys, matrix)
     acc, row_max, row_sum, score_max = _visit_key_tiles(
         q_base, k_base, v_base, q_strides, k_strides, v_strides, visited, first, seq_q, keys, shift, window, scale,
         modifiers, blocks, sink, constants, shape,
@@ -122,8 +122,8 @@ def attention_forward_kernel(
     lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2)
     score_max *= LN_2
     if alibi is not None:
-        lse = raised_to_near(lse, first + row, alibi, -1)
-        score_max = raised_to_near(score_max, first + row, alibi, -1)
+        lse = raised_to_near(lse, first + row, alibi, keys, -1)
+        score_max = raised_to_near(score_max, first + row, alibi, keys, -1)
     statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED)
     lse_base = lse_ptr + statistics + first
     tl.store(lse_base + row, lse, mask=first + row < seq_q)

@@ -21,12 +21,10 @@ from flashtile.ops.common.triton.functions import tanh as hyperbolic_tangent
 
 
 class Alibi(NamedTuple):
-    """ALiBi of one head: `-slope · |i + diagonal - j|`. `last`: the last key that may be visible, if scores are
-    relative to the nearest key (`near_diagonal`); None if they are as they are."""
+    """ALiBi of one head: `-slope · |i + diagonal - j|`."""
 
     slope: Any
     diagonal: Any
-    last: Any
 
 
 class ScoreFunction(NamedTuple):
@@ -57,6 +55,8 @@ class Modifiers(NamedTuple):
         columns: `TableColumns`.
         softcap, function: None without one.
         alibi: `load_alibi`.
+        near_keys: how many keys may be visible, if ALiBi's scores are relative to the nearest of them
+            (`near_diagonal`); None if they are as they are.
         dropout_matrix: `dropout_matrix`.
     """
 
@@ -68,6 +68,7 @@ class Modifiers(NamedTuple):
     sequence: Any
     head: Any
     alibi: Any
+    near_keys: Any
     dropout_matrix: Any
 
 
@@ -120,8 +121,10 @@ def modified_scores(
     if modifiers.alibi is not None:
         row = first_row + tl.arange(0, BLOCK_M)
         column = first_column + tl.arange(0, BLOCK_N)
-        near = near_diagonal(row, modifiers.alibi)
-        scores -= modifiers.alibi.slope * alibi_distance(near, column, TRANSPOSED)
+        diagonal = row + modifiers.alibi.diagonal
+        if modifiers.near_keys is not None:
+            diagonal = near_diagonal(row, modifiers.alibi, modifiers.near_keys)
+        scores -= modifiers.alibi.slope * alibi_distance(diagonal, column, TRANSPOSED)
     if modifiers.side.mask is not None:
         shown = load_table(
             modifiers.side.mask, modifiers.numbers.mask, modifiers.columns.mask, modifiers.sequence, modifiers.head,
@@ -239,9 +242,9 @@ def load_table(
 
 
 @triton.jit
-def load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k, keys=None):
+def load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k):
     """`Alibi` of one head of one sequence; None without slopes. Rows past the end (sequence number `batch`) have slope
-    0. `keys`: how many may be visible, for scores that are relative to the nearest of them (`near_diagonal`)."""
+    0."""
     alibi = None
     if side.alibi_slopes is not None:
         place = side.alibi_slopes + sequence * numbers.stride_alibi_batch + head
@@ -249,29 +252,23 @@ def load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k, keys=None):
         diagonal = seq_k - seq_q
         if numbers.origin.diagonal is not None:
             diagonal += numbers.origin.diagonal
-        last = None
-        if keys is not None:
-            last = tl.maximum(keys - 1, 0)
-        alibi = Alibi(slope, diagonal, last)
+        alibi = Alibi(slope, diagonal)
     return alibi
 
 
 @triton.jit
-def near_diagonal(row, alibi):
+def near_diagonal(row, alibi, keys):
     """The keys at no distance from some rows, but no farther away than the first or the last key. All keys of such a
     row lie on one side of it: their distances are less by the same number, so weights stay the same, and scores are
     small numbers, which float32 holds exactly enough."""
-    diagonal = row + alibi.diagonal
-    if alibi.last is not None:
-        diagonal = tl.minimum(tl.maximum(diagonal, 0), alibi.last)
-    return diagonal
+    return tl.minimum(tl.maximum(row + alibi.diagonal, 0), tl.maximum(keys - 1, 0))
 
 
 @triton.jit
-def raised_to_near(statistic, row, alibi, SIGN: tl.constexpr):
+def raised_to_near(statistic, row, alibi, keys, SIGN: tl.constexpr):
     """A row statistic of scores (natural logarithm) as one of scores relative to `near_diagonal`, for SIGN 1; for -1
     the other way round. One operation, which rounds once."""
-    apart = tl.abs(row + alibi.diagonal - near_diagonal(row, alibi)).to(tl.float32)
+    apart = tl.abs(row + alibi.diagonal - near_diagonal(row, alibi, keys)).to(tl.float32)
     return tl.fma(apart, SIGN * alibi.slope, statistic)
 
 

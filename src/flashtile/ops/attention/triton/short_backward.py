@@ -96,9 +96,10 @@ def attention_short_backward_kernel(
         dout_tile = load_rows(dout_base, dout_strides, 0, rows_q, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
         out_tile = load_rows(out_base, out_strides, 0, rows_q, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
         statistics = row_statistics_offset(sequence, head, heads, 0, rows_q, False) + row
-        alibi = load_alibi(side, numbers, sequence, head, batch, rows_q, rows_k, keys)
+        # Scores as they are, not relative to the nearest key: keys of one tile are far from no query but in a part of a
+        # larger call, and the numbers that it takes would spill.
         lse, delta, hidden = statistics_of_rows(
-            rows, statistics, row, rows_q, out_tile, dout_tile, side, head, alibi, HIDES_ROWS
+            rows, statistics, row, rows_q, out_tile, dout_tile, side, head, None, keys, HIDES_ROWS
         )
         if HIDES_ROWS:
             lse = tl.where(hidden, float("inf"), lse)
@@ -106,8 +107,9 @@ def attention_short_backward_kernel(
 
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         dprobs = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
+        alibi = load_alibi(side, numbers, sequence, head, batch, rows_q, rows_k)
         matrix = dropout_matrix(numbers.origin, sequence, head, heads)
-        modifiers = Modifiers(side, numbers, columns, softcap, None, sequence, head, alibi, matrix)
+        modifiers = Modifiers(side, numbers, columns, softcap, None, sequence, head, alibi, None, matrix)
         scores, tanh = tile_scores(
             scores, scale, 0, 0, modifiers, 0, constants, MODIFIED, False,
             TRANSPOSED=False, SCORE_FUNCTION=None, BRANCHES=False, bias_tile=bias_tile,
