@@ -48,6 +48,7 @@ class CrossEntropyLoss(modules.CrossEntropyLoss):
         if precomputed_lse is None:
             return super().forward(input, target)
         options = self.options()
+        del options["class_weights"], options["softcap"]  # flash_attn has none
         reduction, return_z_loss = options.pop("reduction"), options.pop("return_z_loss")
         results = cross_entropy_loss(input, target, precomputed_lse, **options)
         if reduction != "none":
