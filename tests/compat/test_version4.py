@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from compat_cases import PLACES, Meaning, check_against, cumulative, normal, scores_by_definition
-from flashtile.compat.flash_attn_4.cute import flash_attn_func, flash_attn_varlen_func
+from flashtile.compat.flash_attn_4.cute import (
+    flash_attn_combine,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    get_scheduler_metadata,
+)
 from flashtile.compat.flash_attn_4.cute.block_sparsity import BlockSparseTensorsTorch
 from flashtile.testing import assert_close, assert_same
 
@@ -66,7 +71,7 @@ def test_packed(sinks, options, meaning, device, dtype):
     inputs = [normal(17, 4, 16), normal(31, 2, 16, seed=1), normal(31, 2, 24, seed=2)] + [normal(4, seed=3)] * sinks
     check_against(
         lambda q, k, v, *sink: flash_attn_varlen_func(
-            q, k, v, *ends, 9, 11, **options, learnable_sink=sink[0] if sink else None
+            q, k, v, None, *ends, 9, 11, **options, learnable_sink=sink[0] if sink else None
         ),
         lambda q, k, v, *sink: packed_definition(q, k, v, lengths_q, lengths_k, meaning, *sink), inputs, device, dtype,
     )  # fmt: skip
@@ -106,7 +111,7 @@ def test_used_rows_and_whole_pages():
     q, pages = normal(9, 4, 16).float(), normal(6, 4, 2, 16, seed=1).float()
     table, ends = torch.tensor([[1, 0], [5, 3]], dtype=torch.int32), cumulative([4, 5])
     used = torch.tensor([4, 2], dtype=torch.int32)
-    out, lse = flash_attn_varlen_func(q, pages, pages, ends, seqused_q=used, page_table=table)
+    out, lse = flash_attn_varlen_func(q, pages, pages, None, ends, seqused_q=used, page_table=table)
     keys = pages[table.long()].flatten(1, 2)
     for b, rows in enumerate((slice(0, 4), slice(4, 6))):
         expected, expected_lse = definition(q[None, rows], keys[b : b + 1], keys[b : b + 1], Meaning())
@@ -124,7 +129,7 @@ def lists(layout):
 
 
 @places
-@pytest.mark.parametrize("way", ["arguments", "tensors", "full only", "a size"])
+@pytest.mark.parametrize("way", ["both", "a function", "full only", "a size"])
 def test_block_sparsity(way, device, dtype):
     seq_q, seq_k, size = 200, 300, (128, 128)
     generator = torch.Generator().manual_seed(0)
@@ -135,14 +140,18 @@ def test_block_sparsity(way, device, dtype):
     partial = (torch.rand(1, 2, *blocks, generator=generator) < 0.4) & (way != "full only")
     full[0, 0, 0] = partial[:, :, 0] = False  # rows that see nothing
     shown = (full | partial).repeat_interleave(size[0], 2)[:, :, :seq_q].repeat_interleave(size[1], 3)[..., :seq_k]
-    names = ("full_block_cnt", "full_block_idx", "mask_block_cnt", "mask_block_idx")
-    given = dict(zip(names, (x.to(device) for layout in (full, partial) for x in lists(layout))))
+    both = [x.to(device) for layout in (partial, full) for x in lists(layout)]
+    by_keys = [x.to(device) for layout in (partial, full) for x in lists(layout.transpose(2, 3))]
     if way == "full only":
-        del given["mask_block_cnt"], given["mask_block_idx"]
-    if way == "tensors":
-        given = {"block_sparse_tensors": BlockSparseTensorsTorch(*(given[name] for name in (*names[2:], *names[:2])))}
-    if way == "a size":
-        given["block_size"] = size
+        both[:2] = by_keys[:2] = [None, None]
+    size_given = size if way == "a size" else None
+    given = {"block_sparse_tensors": BlockSparseTensorsTorch(*both, size_given)}
+    given["block_sparse_tensors_bwd"] = BlockSparseTensorsTorch(*by_keys, size_given)
+    if way == "a function":
+        given["mask_mod"] = lambda b, h, q_idx, k_idx, info, aux: (q_idx + k_idx) % 3 != 0
+        within = (torch.arange(seq_q)[:, None] + torch.arange(seq_k)) % 3 != 0
+        full_shown = full.repeat_interleave(size[0], 2)[:, :, :seq_q].repeat_interleave(size[1], 3)[..., :seq_k]
+        shown = shown & within | full_shown
     q, k, v = normal(2, seq_q, 2, 16), normal(2, seq_k, 1, 16, seed=1), normal(2, seq_k, 1, 16, seed=2)
     check_against(
         lambda q, k, v: flash_attn_func(q, k, v, causal=True, **given)[0],
@@ -157,12 +166,12 @@ def test_blocks_of_256_queries():
     q, k = normal(1, 400, 1, 8).float(), normal(1, 300, 1, 8, seed=1).float()
     count, index = lists(layout)
     shown = layout.repeat_interleave(256, 2)[:, :, :400].repeat_interleave(128, 3)[..., :300]
-    out, _ = flash_attn_func(q, k, k, full_block_cnt=count, full_block_idx=index)
+    out, _ = flash_attn_func(q, k, k, block_sparse_tensors=BlockSparseTensorsTorch(None, None, count, index))
     assert_same(out, definition(q, k, k, Meaning(), shown=shown)[0])
     with pytest.raises(ValueError, match="block_size: expected blocks of"):
-        flash_attn_func(q[:, :100], k, k, full_block_cnt=count, full_block_idx=index)
+        flash_attn_func(q[:, :100], k, k, block_sparse_tensors=BlockSparseTensorsTorch(None, None, count, index))
     with pytest.raises(ValueError, match="mask_block_cnt, mask_block_idx: expected"):
-        flash_attn_func(q, k, k, mask_block_cnt=count)
+        flash_attn_func(q, k, k, block_sparse_tensors=BlockSparseTensorsTorch(count, None))
 
 
 @devices
@@ -176,11 +185,137 @@ def test_a_sink_of_16_bits_keeps_its_dtype(device):
 X = torch.randn(1, 5, 2, 8)
 
 
-@pytest.mark.parametrize("name", ["score_mod", "mask_mod", "aux_tensors"])
-def test_functions_in_another_language_raise(name):
-    remedy = "flashtile.BlockMask.from_predicate" if name == "mask_mod" else "flashtile.attention"
-    with pytest.raises(ValueError, match=f"{name}: expected None.*{remedy}"):
-        flash_attn_func(X, X, X, **{name: [X]})
-    if name != "mask_mod":
-        with pytest.raises(ValueError, match=f"{name}: expected None.*{remedy}"):
-            flash_attn_varlen_func(X[0], X[0], X[0], cumulative([5]), cumulative([5]), **{name: [X]})
+def relative(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
+    """Reads all that a function is told."""
+    last = seqlen_info.seqlen_k - seqlen_info.seqlen_q + q_idx
+    return score * aux_scalars[0] + aux_tensors[0][head] * (kv_idx - last)
+
+
+def relative_bwd(grad, score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
+    return grad * aux_scalars[0]
+
+
+def near(batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
+    return kv_idx <= q_idx + seqlen_info.seqlen_k - seqlen_info.seqlen_q + head
+
+
+def functions_by_definition(q, k, v, slopes):
+    """out and lse of one sequence with `relative` and `near`."""
+    seq_q, seq_k = q.shape[1], k.shape[1]
+    distance = torch.arange(seq_k, device=q.device) - torch.arange(seq_q, device=q.device)[:, None] - (seq_k - seq_q)
+    shown = distance <= torch.arange(q.shape[2], device=q.device)[:, None, None]
+    scores = scores_by_definition(q, k, Meaning()) * 0.5 + slopes[:, None, None] * distance
+    weights = scores.masked_fill(~shown, -math.inf)
+    values = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
+    return torch.einsum("bhqk,bkhd->bqhd", weights.softmax(-1).to(v.dtype), values), weights.logsumexp(-1)
+
+
+@places
+@pytest.mark.parametrize("layout", ["dense", "packed"])
+def test_functions_of_scores_and_places(layout, device, dtype):
+    """With gradients of the tensors that they read; positions of packed sequences count from their start."""
+    lengths_q, lengths_k = ([6, 6], [9, 9]) if layout == "dense" else ([3, 9], [7, 11])
+    inputs = [normal(12, 4, 16), normal(18, 2, 16, seed=1), normal(18, 2, 16, seed=2), normal(4, seed=3)]
+
+    def served(q, k, v, slopes):
+        given = {"score_mod": relative, "score_mod_bwd": relative_bwd, "mask_mod": near}
+        given |= {"aux_tensors": [slopes], "aux_scalars": (0.5,)}
+        if layout == "dense":
+            out, lse = flash_attn_func(*(x.unflatten(0, (2, -1)) for x in (q, k, v)), **given)
+            return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+        ends = cumulative(lengths_q, device), cumulative(lengths_k, device)
+        metadata = get_scheduler_metadata(9, 11, 4, 2, 16, 1, cu_seqlens_q=ends[0])
+        return flash_attn_varlen_func(
+            q, k, v, None, *ends, 9, 11, 7, scheduler_metadata=metadata, disable_scheduler_metadata=True, **given
+        )
+
+    def definition_of_functions(q, k, v, slopes):
+        parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k))
+        found = [functions_by_definition(*(x[None] for x in part), slopes) for part in parts]
+        return torch.cat([out[0] for out, _ in found]), torch.cat([lse[0] for _, lse in found], 1)
+
+    if layout == "packed":
+        inputs[1:3] = [normal(18, 2, 16, seed=seed) for seed in (1, 2)]
+    check_against(served, definition_of_functions, inputs, device, dtype)
+
+
+def test_blocks_of_packed_sequences():
+    layout = torch.tensor([[True, False, True], [False, True, True]]).view(1, 1, 2, 3)
+    shown = layout.repeat_interleave(128, 2).repeat_interleave(128, 3)
+    lengths_q, lengths_k = [200, 130], [300, 140]
+    q, k = normal(330, 2, 8).float(), normal(440, 1, 8, seed=1).float()
+    out, _ = flash_attn_varlen_func(
+        q, k, k, None, cumulative(lengths_q), cumulative(lengths_k), 200, 300,
+        block_sparse_tensors=BlockSparseTensorsTorch(*lists(layout)),
+    )  # fmt: skip
+    for part, q_part, k_part in zip(out.split(lengths_q), q.split(lengths_q), k.split(lengths_k)):
+        visible = shown[..., : len(q_part), : len(k_part)]
+        assert_same(part, definition(q_part[None], k_part[None], k_part[None], Meaning(), shown=visible)[0][0])
+
+
+def test_parts_put_together():
+    q, k = normal(2, 5, 2, 8).float(), normal(2, 12, 2, 8, seed=1).float()
+    parts = [flash_attn_func(q, part, part) for part in k.split([7, 5], 1)]
+    outs, lses = torch.stack([out for out, _ in parts]), torch.stack([lse.transpose(1, 2) for _, lse in parts])
+    expected, expected_lse = definition(q, k, k, Meaning())
+    out, lse = flash_attn_combine(outs, lses)
+    assert_same(out, expected)
+    assert_same(lse, expected_lse.transpose(1, 2))
+    used = torch.tensor([5, 2])
+    for given in ({}, {"out": torch.full_like(out, 7.0)}):
+        part, lse = flash_attn_combine(outs, lses, seqused=used, **given)
+        assert torch.equal(part[1, :2], out[1, :2]) and (part[1, 2:] == (7.0 if given else 0.0)).all()
+        assert lse[1, 2:].isneginf().all() and lse[0].isfinite().all()
+    packed, lse = flash_attn_combine(
+        outs.flatten(1, 2), lses.flatten(1, 2), cu_seqlens=cumulative([5, 5]), seqused=used, return_lse=False
+    )
+    assert lse is None and torch.equal(packed, flash_attn_combine(outs, lses, seqused=used)[0].flatten(0, 1))
+
+
+def in_cute(*arguments, **options):
+    return arguments[0]
+
+
+in_cute.__wrapped__ = type(in_cute)(in_cute.__code__, {"__name__": "cutlass.cute"})
+NO_BLOCKS = BlockSparseTensorsTorch(*lists(torch.zeros(1, 1, 1, 1, dtype=torch.bool)))
+LISTS = BlockSparseTensorsTorch(*lists(torch.ones(1, 1, 1, 1, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"qv": X}, "qv: expected None.*concatenate"),
+        ({"gather_kv_indices": X}, "gather_kv_indices: expected None.*mask_mod"),
+        ({"gather_bwd_recompute_p": True}, "gather_bwd_recompute_p: expected None"),
+        ({"gather_bwd_token_chunk": 8}, "gather_bwd_token_chunk: expected None"),
+        ({"score_mod": in_cute}, "score_mod: expected a Python function .* got one written in CuTe"),
+        ({"mask_mod": in_cute}, "mask_mod: expected a Python function .* got one written in CuTe"),
+        ({"aux_tensors": [X]}, "aux_tensors: expected None.*score_mod and mask_mod"),
+        ({"score_mod_bwd": relative_bwd}, "score_mod_bwd: expected None without score_mod"),
+        (
+            {"score_mod": relative, "score_mod_bwd": lambda grad, *_, **__: grad, "aux_tensors": [X[0, 0, 0]],
+             "aux_scalars": (0.5,)},
+            "score_mod_bwd: expected the derivative of score_mod",
+        ),
+        ({"block_sparse_tensors_bwd": LISTS}, "block_sparse_tensors_bwd: expected None without"),
+        (
+            {"block_sparse_tensors": LISTS, "block_sparse_tensors_bwd": NO_BLOCKS},
+            "block_sparse_tensors_bwd: expected the blocks of block_sparse_tensors",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_is_not_served_raises(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        flash_attn_func(X, X, X, **arguments)
+
+
+def test_what_is_not_served_raises_in_packed_calls():
+    packed, ends = X[0], cumulative([5])
+    for name, given in (("qv", packed), ("gather_kv_indices", packed), ("seqlen_k_per_split", 128)):
+        with pytest.raises(ValueError, match=f"{name}: expected None"):
+            flash_attn_varlen_func(packed, packed, packed, cu_seqlens_q=ends, cu_seqlens_k=ends, **{name: given})
+    with pytest.raises(ValueError, match="max_seqlen_q: expected an int beside mask_mod"):
+        flash_attn_varlen_func(packed, packed, packed, None, ends, ends, mask_mod=lambda b, h, i, j, info, aux: i >= j)
+    with pytest.raises(ValueError, match="virtual_batch_idx: expected None"):
+        flash_attn_combine(X[None], X[None, ..., 0], virtual_batch_idx=ends)

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import flashtile
 from flashtile.compat.shared.arguments import refuse_given, unpacked
 from flashtile.compat.shared.attend import attend
 from flashtile.compat.shared.cache import Cache, attend_with_cache
 from flashtile.compat.shared.calls import Call, Packed
+from flashtile.compat.shared.combine import combine
 
 Output = Tensor | tuple[Tensor, Tensor]
 
@@ -193,27 +193,8 @@ def flash_attn_with_kvcache(
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Puts together attention over disjoint keys, by `flashtile.logsumexp_merge`.
-
-    Args:
-        out_partial: float32 `[parts, batch, seq, heads, head_dim]`, packed `[parts, total, heads, head_dim]`.
-        lse_partial: float32 `[parts, batch, seq, heads]`, packed `[parts, total, heads]`.
-        out: a buffer for the result.
-        out_dtype: of the result; default that of out_partial.
-
-    Returns:
-        out `[batch, seq, heads, head_dim]` and lse `[batch, seq, heads]`.
-    """
-    merged, lse = flashtile.logsumexp_merge(out_partial.unbind(0), lse_partial.transpose(-1, -2).unbind(0))
-    merged = merged.to(out_partial.dtype if out_dtype is None else out_dtype)
-    if out is not None:
-        if out.shape != merged.shape or (out_dtype is not None and out.dtype is not out_dtype):
-            raise ValueError(
-                f"out: expected {merged.dtype} {list(merged.shape)}, got {out.dtype} {list(out.shape)}; the result is "
-                "written to it"
-            )
-        merged = out.copy_(merged)
-    return merged, lse.transpose(-1, -2)
+    """Attention over disjoint keys, put together: `flashtile.compat.shared.combine.combine`."""
+    return combine(out_partial, lse_partial, out, out_dtype)
 
 
 def get_scheduler_metadata(

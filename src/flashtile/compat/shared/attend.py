@@ -41,29 +41,28 @@ def attend(
     used: Tensor | None = None,
     chunk: int = 0,
     qv: Tensor | None = None,
-    block_mask: flashtile.BlockMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a dense batch, or with a layout of packed sequences.
 
     Args:
         q, k, v: as `flashtile.attention` and `attention_varlen`; with pages in the layout k and v are pages.
         layout: where packed sequences lie, or None.
-        call: the options. Without a scale it is `1/sqrt(columns of q and qv)`.
+        call: the options; block_mask and score_mod go without chunks and qv. Without a scale it is
+            `1/sqrt(columns of q and qv)`.
         used: `[B]`, how many queries of each packed sequence there are, or None for all. Other rows are 0 and -inf.
         chunk: positions of a chunk, 0 for no chunks (`flashtile.compat.shared.chunks`).
         qv: in the shape of q with the columns of v: scores are those of `q kᵀ + qv vᵀ`.
-        block_mask: of a dense call without chunks and qv.
 
     Returns:
         out and lse `[B, H, Sq]`, packed `[H, total_q]`.
     """
     if q.dtype is not torch.float8_e4m3fn:
-        return _of_used_rows(q, k, v, layout, call, used, chunk, qv, block_mask)
+        return _of_used_rows(q, k, v, layout, call, used, chunk, qv)
     if qv is not None:
         refuse("qv", "None beside float8_e4m3fn inputs", qv, "pass 16-bit q, k, v and qv")
     inputs = q, k, v, *(descale for descale in call.descales if descale is not None)
     with torch.no_grad():
-        results = _of_used_rows(q, k, v, layout, call, used, chunk, None, block_mask)
+        results = _of_used_rows(q, k, v, layout, call, used, chunk, None)
     recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     return _WithoutBackward.apply(*results, *inputs) if recorded else results
 
@@ -77,16 +76,15 @@ def _of_used_rows(
     used: Tensor | None,
     chunk: int,
     qv: Tensor | None,
-    block_mask: flashtile.BlockMask | None,
 ) -> tuple[Tensor, Tensor]:
     if layout is None:
-        return _attend(q, k, v, None, call, chunk, qv, block_mask)
+        return _attend(q, k, v, None, call, chunk, qv)
     k, v, layout = with_packed_keys(k, v, with_longest(layout))
     if used is None:
-        return _attend(q, k, v, layout, call, chunk, qv, None)
+        return _attend(q, k, v, layout, call, chunk, qv)
     rows = only_used_rows(q, layout.cu_seqlens_q, used)
     qv = None if qv is None else only_used_rows(qv, layout.cu_seqlens_q, used).x
-    return rows.back(*_attend(rows.x, k, v, layout._replace(cu_seqlens_q=rows.cu_seqlens), call, chunk, qv, None))
+    return rows.back(*_attend(rows.x, k, v, layout._replace(cu_seqlens_q=rows.cu_seqlens), call, chunk, qv))
 
 
 class _WithoutBackward(torch.autograd.Function):
@@ -112,7 +110,6 @@ def _attend(
     call: Call,
     chunk: int,
     qv: Tensor | None,
-    block_mask: flashtile.BlockMask | None,
 ) -> tuple[Tensor, Tensor]:
     if chunk:
         if chunk < 0:
@@ -135,7 +132,7 @@ def _attend(
     options = options_of(q, call) | {"return_lse": True}
     if layout is not None:
         return flashtile.attention_varlen(q, k, v, **lengths_of(layout), **options)
-    return flashtile.attention(q, k, v, **options, block_mask=block_mask)
+    return flashtile.attention(q, k, v, **options)
 
 
 def _dense_in_chunks(
@@ -144,10 +141,10 @@ def _dense_in_chunks(
     """A dense call in chunks, as a packed one of its batch entries."""
     (batch, seq_q), seq_k = q.shape[:2], k.shape[1]
     if seq_q <= seq_k <= chunk:
-        return _attend(q, k, v, None, call, 0, qv, None)
+        return _attend(q, k, v, None, call, 0, qv)
     layout = Packed(equal_lengths(q), equal_lengths(k), seq_q, seq_k)
     q, k, v, qv = (None if tensor is None else tensor.flatten(0, 1) for tensor in (q, k, v, qv))  # type: ignore
-    out, lse = _attend(q, k, v, layout, call, chunk, qv, None)
+    out, lse = _attend(q, k, v, layout, call, chunk, qv)
     return as_dense(out, lse, batch, seq_q)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,6 +30,8 @@ class Call(NamedTuple):
     deterministic: bool = False
     descales: tuple[Tensor | None, ...] = (None, None, None)
     sinks: Tensor | None = None
+    block_mask: flashtile.BlockMask | None = None
+    score_mod: Callable[..., Tensor] | None = None
 
 
 class Packed(NamedTuple):
@@ -226,7 +228,8 @@ def options_of(q: Tensor, call: Call) -> dict[str, Any]:
     slopes = call.alibi_slopes
     if slopes is not None and slopes.dtype is torch.float32 and q.dtype is torch.float64:
         slopes = slopes.double()  # slopes are float32 whatever q is
-    rare = {"sinks": call.sinks} | dict(zip(("descale_q", "descale_k", "descale_v"), call.descales))
+    rare: dict[str, Any] = {name: getattr(call, name) for name in ("sinks", "block_mask", "score_mod")}
+    rare |= dict(zip(("descale_q", "descale_k", "descale_v"), call.descales))
     return {
         "causal": bool(call.causal),
         "window": window(call.window_size),
@@ -235,7 +238,7 @@ def options_of(q: Tensor, call: Call) -> dict[str, Any]:
         "softcap": call.softcap,
         "alibi_slopes": slopes,
         "deterministic": bool(call.deterministic),
-        **{name: tensor for name, tensor in rare.items() if tensor is not None},
+        **{name: given for name, given in rare.items() if given is not None},
     }
 
 
