@@ -24,8 +24,8 @@ from flashtile.compat.shared.calls import (
     with_packed_keys,
 )
 from flashtile.compat.shared.chunks import chunks_of
+from flashtile.compat.shared.rows import only_used_rows
 from flashtile.compat.shared.second_product import attend_with_second_product
-from flashtile.compat.shared.used_rows import only_used_rows
 
 #: The widest heads of q and k that flashtile's kernels take.
 _WIDEST = 512

@@ -18,8 +18,7 @@ from flashtile.compat.shared.arguments import window
 from flashtile.compat.shared.attend import attend
 from flashtile.compat.shared.calls import Call, Packed, as_dense, equal_lengths
 from flashtile.compat.shared.chunks import chunk_begins
-from flashtile.compat.shared.keys import check_page_numbers, gathered_keys
-from flashtile.compat.shared.new_rows import append, rotated
+from flashtile.compat.shared.rows import append, check_page_numbers, gathered_keys, rotated
 
 #: Rows of a page that flashtile's kernels read are a multiple of it.
 _PAGE_MULTIPLE = 16

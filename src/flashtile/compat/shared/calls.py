@@ -11,8 +11,8 @@ from torch import Tensor
 import flashtile
 from flashtile.compat.shared import probs
 from flashtile.compat.shared.arguments import longest, window
-from flashtile.compat.shared.keys import check_pages, gathered_keys
 from flashtile.compat.shared.probs import Scores
+from flashtile.compat.shared.rows import check_pages, gathered_keys
 
 #: Rows and columns of the weights that are returned are padded to multiples of it.
 PROBS_MULTIPLE = (128, 128)

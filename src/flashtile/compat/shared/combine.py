@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.compat.shared.new_rows import rows_of
+from flashtile.compat.shared.rows import rows_of
 
 
 def combine(

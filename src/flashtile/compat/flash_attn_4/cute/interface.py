@@ -29,7 +29,7 @@ from flashtile.compat.shared.attend import attend
 from flashtile.compat.shared.calls import Call, Packed, as_dense, equal_lengths
 from flashtile.compat.shared.combine import combine
 from flashtile.compat.shared.functions import Problem, check_derivative, score_function
-from flashtile.compat.shared.keys import check_pages, gathered_keys
+from flashtile.compat.shared.rows import check_pages, gathered_keys
 
 from .block_sparsity import BlockSparseTensorsTorch, block_mask_of
 

@@ -14,8 +14,8 @@ from flashtile.compat.flash_attn_v1.flash_attn_interface import _flash_attn_back
 from flashtile.compat.flash_attn_v1.flash_blocksparse_attn_interface import layout_of
 from flashtile.compat.shared import calls
 from flashtile.compat.shared.arguments import refuse
-from flashtile.compat.shared.new_rows import rows_of
 from flashtile.compat.shared.probs import padded_rows
+from flashtile.compat.shared.rows import rows_of
 from flashtile.compat.shared.version1 import PROBS_MULTIPLE, padded_lse
 
 #: Queries and keys of a block of a block mask.

@@ -1,9 +1,17 @@
-"""Keys and values that are not packed one sequence after another: in pages, or parts of longer sequences."""
+"""Rows of packed sequences that lie otherwise: keys in pages or in parts, rows that count, new rows of a cache.
+
+B sequences   N new rows of all of them
+"""
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+import flashtile
 
 
 def gathered_keys(
@@ -105,3 +113,99 @@ def _in_pages(position: Tensor, sequence: Tensor, block_table: Tensor, page_size
         return position
     number = position.div(page_size, rounding_mode="floor").clamp(min=0, max=block_table.shape[1] - 1)
     return block_table[sequence, number].long() * page_size + position % page_size
+
+
+class UsedRows(NamedTuple):
+    """The rows that count, one sequence after another.
+
+    Attributes:
+        x: `[total, ...]`, as many rows as before; those past the last sequence are copies.
+        cu_seqlens: `[batch + 1]` of the rows that count.
+        row: for each row before, which it is now.
+        counts: bool `[total]`, which rows before count.
+    """
+
+    x: Tensor
+    cu_seqlens: Tensor
+    row: Tensor
+    counts: Tensor
+
+    def back(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Results of the rows, `[total, ...]` and `[heads, total]`, in the place of these; elsewhere 0 and -inf."""
+        out = out.index_select(0, self.row).masked_fill(~self.counts[:, None, None], 0)
+        return out, lse.index_select(1, self.row).masked_fill(~self.counts, -math.inf)
+
+
+def only_used_rows(x: Tensor, cu_seqlens: Tensor, used: Tensor) -> UsedRows:
+    """Takes the first `used[b]` rows of each packed sequence `b` of x `[total, heads, head_dim]`. Waits for nothing."""
+    batch, total = cu_seqlens.shape[0] - 1, x.shape[0]
+    rows, _, packed = gathered_keys(x, x, cu_seqlens, None, lengths=used)
+    before = torch.arange(total, device=x.device)
+    sequence = torch.searchsorted(cu_seqlens.to(before.dtype), before, right=True) - 1
+    inside = sequence.clamp(max=max(batch - 1, 0))
+    within = before - cu_seqlens[inside]
+    counts = (sequence < batch) & (within < used[inside]) if batch else torch.zeros_like(before, dtype=torch.bool)
+    row = (packed[inside] + within).clamp(min=0, max=max(total - 1, 0)) if batch else before
+    return UsedRows(rows, packed.to(cu_seqlens.dtype), row, counts)
+
+
+def rotated(
+    x: Tensor, cu_seqlens: Tensor, positions: Tensor, one_by_one: bool, tables: tuple[Tensor, Tensor, bool]
+) -> Tensor:
+    """Packed rows `[N, heads, head_dim]`, rotated by positions that begin at `positions[b]`, `[B]`.
+
+    Args:
+        one_by_one: rows of a sequence have one position after another, else all the first.
+        tables: cos, sin, and whether pairs are neighbours.
+    """
+    cos, sin, interleaved = tables
+    wide = x
+    if x.dtype is torch.float8_e4m3fn:  # tables are in the dtype that the rows had before they were rounded
+        wide, cos, sin = x.float(), cos.float(), sin.float()
+    if one_by_one:
+        turned = flashtile.apply_rotary(wide, cos, sin, interleaved, seqlen_offsets=positions, cu_seqlens=cu_seqlens)
+    else:
+        sequence, _, _ = rows_of(cu_seqlens, x.shape[0])
+        offsets = positions[sequence] if positions.shape[0] else positions.new_zeros(x.shape[0])
+        turned = flashtile.apply_rotary(wide[:, None], cos, sin, interleaved, seqlen_offsets=offsets)[:, 0]
+    if x.dtype is torch.float8_e4m3fn:
+        limit = torch.finfo(x.dtype).max
+        turned = turned.clamp(-limit, limit)  # what lies past it would be NaN
+    return turned.to(x.dtype)
+
+
+def rows_of(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each of `total` packed rows: its sequence, its number there, and whether it belongs to one."""
+    batch = cu_seqlens.shape[0] - 1
+    row = torch.arange(total, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens.to(row.dtype), row, right=True) - 1
+    inside = sequence.clamp(max=max(batch - 1, 0))
+    return inside, row - cu_seqlens[inside], sequence < batch
+
+
+def append(
+    caches: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], table: Tensor, cu_seqlens: Tensor, before: Tensor
+) -> None:
+    """Writes packed new rows to pages, behind the `before[b]` rows of each sequence, `[B]`.
+
+    Rows of no sequence, and rows past the last page of one, are not written.
+    """
+    total, page_size = new[0].shape[0], caches[0].shape[1]
+    if not total or not table.numel():
+        return
+    sequence, within, there = rows_of(cu_seqlens, total)
+    position = before[sequence] + within
+    there = there & (position < table.shape[1] * page_size)
+    page = table[sequence, (position // page_size).clamp(max=table.shape[1] - 1)].long()
+    # The others write once more what one of these writes; where there is none of these, what is in the cache.
+    source = torch.where(there, torch.arange(total, device=page.device), there.int().argmax())
+    page, row, any_there = page[source], (position % page_size)[source], there.any()
+    page = page.clamp(min=0, max=caches[0].shape[0] - 1)
+    for cache, rows in zip(caches, new):
+        cache, rows = _as_bytes(cache), _as_bytes(rows)
+        cache[page, row] = torch.where(any_there, rows[source], cache[page, row])
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """A view of 8-bit floats as integers, which PyTorch can index on any device."""
+    return x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x
