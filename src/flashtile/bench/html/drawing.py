@@ -6,6 +6,7 @@ import io
 import math
 import re
 import textwrap
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,8 @@ _SETTINGS: dict[str, Any] = {
     "text.parse_math": False,  # names are no formulas
     "xtick.color": _RULE,
     "ytick.color": _RULE,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
     "xtick.labelcolor": _SOFT,
     "ytick.labelcolor": _SOFT,
 }
@@ -243,17 +246,94 @@ def _length(value: float) -> str:
 
 
 def _embedded(svg: str, title: str, number: int) -> str:
-    """What matplotlib wrote, as an element of a page: with identifiers of its own, in the page's colours and width."""
-    from html import escape
-
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>f{number}-", svg)
+    """What matplotlib wrote, as an element of a page: with identifiers of its own, in the page's colours and width, and
+    without what nobody sees, which is most of it."""
+    root = ElementTree.fromstring(svg[svg.index("<svg") :])
+    _thin_out(root, set(re.findall(r"#([\w-]+)", svg)))
+    for name in ("width", "height", "version"):
+        root.attrib.pop(name, None)
+    root.attrib |= {"role": "img", "aria-label": title}
+    text = ElementTree.tostring(root, encoding="unicode")
+    text = re.sub(r'(<path d="[^"]*)"( [^<>]*) />(?:<path d="([^"]*)"\2 />)+', _as_one_path, text)
+    names: dict[str, str] = {}
+    text = (
+        re.sub(
+            r'\b(id="|href="#|url\(#)([\w-]+)',
+            lambda found: f"{found[1]}f{number}-{names.setdefault(found[2], str(len(names)))}",
+            text,
+        )
+        .replace("xlink:href", "href")
+        .replace(" />", "/>")
+        .replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "")
+    )
     # In tags alone: what stands between them is read.
-    svg = re.sub(r"\d+\.\d{3,}(?=[^<>]*>)", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), svg)
+    text = re.sub(r"\d+\.\d{2,}(?=[^<>]*>)", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), text)
+    # Matplotlib's circle has eight curves.
+    text = re.sub(r'"M0 ([\d.]+)C[^"ML]*z"', r'"M0 \1A\1 \1 0 1 1 0 -\1A\1 \1 0 1 1 0 \1z"', text)
     for colour, variable in _VARIABLES.items():
-        svg = svg.replace(colour, variable)
-    label = f'role="img" aria-label="{escape(title)}"'
-    svg = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', lambda found: label, svg, count=1)
-    return re.sub(r"\n\s*", "\n", svg)
+        text = text.replace(colour, variable)
+    return text
+
+
+def _as_one_path(found: re.Match[str]) -> str:
+    """Paths that follow one another and differ in their places alone, such as the lines of a grid."""
+    places = re.findall(r'<path d="([^"]*)"', found[0])
+    return f'<path d="{"".join(places)}"{found[2]} />'
+
+
+_SVG = "http://www.w3.org/2000/svg"
+ElementTree.register_namespace("", _SVG)
+ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+
+
+def _thin_out(parent: ElementTree.Element, wanted: set[str]) -> None:
+    """Takes out what draws nothing, groups that say nothing, and identifiers that nothing refers to."""
+    kept: list[ElementTree.Element] = []
+    for child in parent:
+        tag, style = child.tag.removeprefix(f"{{{_SVG}}}"), child.get("style", "")
+        if tag in ("metadata", "style") or not child.tag.startswith(f"{{{_SVG}}}") or style == "fill: none":
+            continue
+        if tag == "clipPath":  # all that is drawn lies within the axes
+            continue
+        child.attrib.pop("clip-path", None)
+        _thin_out(child, wanted)
+        if child.get("id") not in wanted:
+            child.attrib.pop("id", None)
+        marks = (
+            {mark.get("style", "") for mark in child} if {mark.tag for mark in child} == {f"{{{_SVG}}}use"} else set()
+        )
+        if len(marks) == 1:  # of one line: the colour once, and the edge is that of their shape
+            child.set("style", re.sub(r"; stroke.*", "", marks.pop()))
+            for mark in child:
+                mark.attrib.pop("style", None)
+        if style:
+            # The page's own letters, and turns by nothing.
+            child.set("style", re.sub(r"font-family: [^;]*(; )?|; stroke-linecap: square", "", style))
+        if child.get("transform", "").startswith("rotate(-0 "):
+            del child.attrib["transform"]
+        if "d" in child.attrib:
+            child.set("d", re.sub(r"\s*([MLCQz])\s*", r"\1", child.get("d", "")).strip())
+        child.tail = None
+        if child.text is not None and not child.text.strip():
+            child.text = None
+        if tag in ("g", "defs") and not child.attrib:
+            if tag == "g":
+                kept += child
+                continue
+            if not len(child):
+                continue
+        kept.append(child)
+    parent[:] = kept
+    if parent.text is not None and not parent.text.strip():
+        parent.text = None
+
+
+def shared_styles(pictures: Mapping[int, str]) -> tuple[dict[int, str], str]:
+    """Pictures whose styles are classes, because a few styles stand in thousands of places, and the classes."""
+    names: dict[str, str] = {}
+
+    def named(found: re.Match[str]) -> str:
+        return f'class="{names.setdefault(found[1], f"s{len(names)}")}"'
+
+    shown = {key: re.sub(r'style="([^"]*)"', named, text) for key, text in pictures.items()}
+    return shown, "\n".join(f".{name} {{ {style} }}" for style, name in names.items())

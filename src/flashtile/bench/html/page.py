@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ _TITLE = "flashtile: measured"
 _MAIN = "Main result"
 _NAMES = "Names of implementations"
 _RECORDS = "Records"
+#: The most columns of a table: a narrow screen shows each cell with its heading.
+_COLUMNS = 24
 
 
 def page(
@@ -26,6 +29,7 @@ def page(
     headline: Headline | None,
     sections: Sequence[Section],
     pictures: Mapping[int, str],
+    classes: str,
     notes: Sequence[str],
 ) -> str:
     """The whole page, valid as HTML and well-formed as XML.
@@ -35,16 +39,17 @@ def page(
         headline: the main result, which comes first; None where no record has one.
         sections: in order.
         pictures: `id` of a chart -> its `svg` element; a chart without one is shown as its table.
+        classes: the style sheet of the pictures.
         notes: what the reader must know, said before anything else.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("flashtile.bench", "html"), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters["anchor"] = _anchor
+    environment.filters |= {"anchor": _anchor, "css": _css}
     main = [] if headline is None else [f"{_MAIN}: attention on {headline.named.machine}"]
     return environment.get_template("report.html.jinja").render(
         title=_TITLE,
-        style=Markup(_style()),
+        style=Markup(f"{_style()}\n{classes}"),
         introduction=_introduction(records, sections),
         notes=notes,
         contents=[*main, *(section.title for section in sections), _NAMES, _RECORDS],
@@ -93,7 +98,12 @@ def _anchor(title: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in title.lower())
 
 
+def _css(text: str) -> str:
+    """A text as a string of a style sheet."""
+    return '"' + re.sub(r'[\\"\n;]', lambda found: f"\\{ord(found[0]):x} ", text) + '"'
+
+
 def _style() -> str:
     light, dark = (" ".join(f"--c{i}: {colour};" for i, colour in enumerate(colours)) for colours in (LIGHT, DARK))
     environment = jinja2.Environment(loader=jinja2.PackageLoader("flashtile.bench", "html"))
-    return environment.get_template("report.css").render(light=light, dark=dark)
+    return environment.get_template("report.css").render(light=light, dark=dark, columns=range(1, _COLUMNS + 1))

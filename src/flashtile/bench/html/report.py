@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flashtile.bench.compare import read_record
 from flashtile.bench.errors import how_to_install
-from flashtile.bench.html.drawing import draw
+from flashtile.bench.html.drawing import draw, shared_styles
 from flashtile.bench.html.figures import Named, in_order, sections, styles
 from flashtile.bench.html.headline import headline_of
 from flashtile.bench.html.page import charts_of, page
@@ -50,7 +50,8 @@ def write_report(paths: Sequence[Path], output: Path) -> Written:
     else:
         colours = styles(records)
         pictures = {id(chart): draw(chart, colours, number) for number, chart in enumerate(charts)}
-    write_whole(output, page(records, headline, found, pictures, notes))
+    shown, classes = shared_styles(pictures)
+    write_whole(output, page(records, headline, found, shown, classes, notes))
     return Written(len(charts), len(pictures), tuple(notes))
 
 
