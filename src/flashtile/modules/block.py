@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -282,7 +282,7 @@ def add_parallel_norm(
 def _fusible(norm: nn.Module, hidden: Tensor) -> bool:
     """Whether a norm's parameters say all that it computes, so that it can be fused with what comes before it."""
     _checked("norm", norm)
-    same_width = tuple(norm.normalized_shape) == tuple(hidden.shape[-1:])
+    same_width = tuple(cast("Sequence[int]", norm.normalized_shape)) == tuple(hidden.shape[-1:])
     return same_width and computes_only(norm, *_LAYER_NORMS, *_RMS_NORMS)
 
 
@@ -308,7 +308,7 @@ def _called(norm: nn.Module, total: Tensor, dtype: torch.dtype) -> Tensor:
     wide = total.dtype
     for parameter in given.values():
         wide = torch.promote_types(wide, parameter.dtype)
-    others = {name: _read(norm, name) if name in ("weight", "bias") else given[name] for name in given}
+    others = {name: cast(Tensor, _read(norm, name)) if name in ("weight", "bias") else given[name] for name in given}
     for name, other in others.items():
         if type(other) in (Tensor, nn.Parameter):  # a sharded one is left to the hooks that gather it
             others[name] = other.to(wide)
