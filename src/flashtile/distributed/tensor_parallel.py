@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils.parametrize import is_parametrized
 
-from flashtile.modules.layers import computes_only
+from flashtile.modules.layers import computes_only, is_hooked
 
 #: The dimension of activations `[..., tokens, features]` along which sequence parallelism cuts them.
 _TOKENS = -2
@@ -171,10 +171,11 @@ def check_plain(kind: type[nn.Module], layer: nn.Module) -> None:
     """Refuses another class, hooks and parametrizations: only the weights of a layer that is cut are read, so whatever
     else the layer does would be lost in silence."""
     if not computes_only(layer, kind) or is_parametrized(layer):
+        hooks = " with hooks" if is_hooked(layer) else ""
         raise TypeError(
-            f"layer: expected a torch.nn.{kind.__name__} without hooks, got {type(layer).__module__}."
-            f"{type(layer).__qualname__}; its weights are cut, not what it does with them: merge adapters and "
-            "parametrizations before, add hooks after"
+            f"layer: expected a torch.nn.{kind.__name__}, got {type(layer).__module__}.{type(layer).__qualname__}"
+            f"{hooks}; its weights are cut, not what it does with them: merge adapters and parametrizations before, "
+            "add hooks after"
         )
 
 
