@@ -2,11 +2,13 @@
 
 A function consists of its source and of all that it names: functions, classes and constants of this project, and what
 those name in turn. Of other packages only the names count, because their versions are told elsewhere
-(`checked_code.code_key`). The line where a kernel begins counts too: line tables are part of what ptxas reads.
+(`checked_code.code_key`). Of a jitted function the instructions count: not its name, module, place, comments or
+docstrings.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import dis
 import enum
@@ -16,6 +18,7 @@ import importlib
 import inspect
 import re
 import sys
+import textwrap
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -169,10 +172,22 @@ def _has_source(function: Any) -> bool:
 def _own_text(of: Any) -> str:
     """The name of a function or class and, for a function, its source."""
     if isinstance(of, JITCallable):
-        facts = type(of).__name__, of.starting_line_number, getattr(of, "noinline", None), getattr(of, "version", None)
-        return f"{of.fn.__module__}.{of.fn.__qualname__} {facts}\n{''.join(of.raw_src)}"
+        facts = type(of).__name__, getattr(of, "noinline", None), getattr(of, "version", None)
+        return f"{facts}\n{_instructions(''.join(of.raw_src))}"
     name = f"{of.__module__}.{of.__qualname__}"
     return f"class {name}" if isinstance(of, type) else f"{name}\n{inspect.getsource(of)}"
+
+
+def _instructions(source: str) -> str:
+    """The source of a jitted function as the compiler sees it: no name, comments, docstrings or places of its own."""
+    tree = ast.parse(textwrap.dedent(source))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    definition.name, definition.decorator_list = "", []
+    return ast.dump(tree)
 
 
 def _text(value: Any, reached: list[Any]) -> str:
@@ -225,6 +240,8 @@ def _named(of: Any, reached: list[Any]) -> str:
     if _is_other(module):
         return f"{module}.{of.__name__}"
     reached.append(of)
+    if isinstance(of, JITCallable):
+        return _hash(_own_text(of))
     return f"{module}.{of.__name__} {_hash(_own_text(of))}"
 
 

@@ -151,7 +151,6 @@ def test_a_key_is_the_same_in_another_folder(key_with: Callable[..., str]) -> No
         ("tl.constexpr(one)", "tl.constexpr(one + 1)"),
         ("first: int\n    last: int = 7", "last: int = 7\n    first: int = 0"),
         ("last: int = 7", "last: int = 8"),
-        ("import triton.language as tl\nfrom callee", "import triton.language as tl\n\nfrom callee"),
         ("found <= min", "found < min"),
         ("_compare(binary.spilled", "_compare(binary.shared_memory"),
         ('"spilled": 17', '"spilled": 18'),
@@ -161,10 +160,23 @@ def test_a_key_is_the_same_in_another_folder(key_with: Callable[..., str]) -> No
     ids=lambda text: text.replace("\n", " "),
 )  # fmt: skip
 def test_another_source_has_another_key(old: str, new: str, key_with: Callable[..., str]) -> None:
-    """Of the kernel, of what it calls, of what that uses, of the check and of what that uses. Line tables tell where a
-    kernel begins, and ptxas chooses some registers by them."""
+    """Of the kernel, of what it calls, of what that uses, of the check and of what that uses."""
     assert sum(old in text.replace("\n        ", "\n") for text in _MODULES.values()) == 1
     assert key_with(old, new) != key_with()
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("import triton.language as tl\nfrom callee", "import triton.language as tl\n\nfrom callee"),
+        ("    pair = Pair(5)", '    """A docstring."""\n\n    pair = Pair(5)'),
+        ("pair = Pair(5)", "pair = Pair(5)  # a comment"),
+    ],
+    ids=["line", "docstring", "comment"],
+)
+def test_prose_and_places_are_in_no_key(old: str, new: str, key_with: Callable[..., str]) -> None:
+    assert sum(old in text.replace("\n        ", "\n") for text in _MODULES.values()) == 1
+    assert key_with(old, new) == key_with()
 
 
 @pytest.mark.parametrize(
