@@ -2,8 +2,8 @@
 
 A function consists of its source and of all that it names: functions, classes and constants of this project, and what
 those name in turn. Of other packages only the names count, because their versions are told elsewhere
-(`checked_code.code_key`). Of a jitted function the instructions count: not its name, module, place, comments or
-docstrings.
+(`checked_code.code_key`). Of a function the instructions count: not its name, module, place, comments or docstrings. Of
+a NamedTuple that kernels take, the fields count and no method of the host.
 """
 
 from __future__ import annotations
@@ -54,18 +54,26 @@ def content_of(*values: Any) -> str:
     return _hash("\n".join([*texts, *sorted(set(hashes.values()))]))
 
 
+#: How far apart in the chain of names two definitions may be that change places and change the hash.
+_ROUNDS = 3
+
+
 @functools.cache
 def _closure_hash(root: Any) -> str:
-    """The hash of a function or class and of all that it names."""
-    waiting, texts, seen = [root], set(), set()
+    """The hash of a function or class and of all that it names. Each is hashed with the hashes of what it names, some
+    rounds long, because functions and classes may name one another."""
+    waiting, found = [root], {}
     while waiting:
         named = waiting.pop()
-        if id(named) not in seen:
-            seen.add(id(named))
-            text, names = _definition(named)
-            texts.add(text)
-            waiting += names
-    return _hash("\n".join(sorted(texts)))
+        if id(named) not in found:
+            found[id(named)] = _definition(named)
+            waiting += found[id(named)][1]
+    hashes = {key: _hash(text) for key, (text, _) in found.items()}
+    for _ in range(_ROUNDS):
+        hashes = {
+            key: _hash("\n".join([text, *(hashes[id(of)] for of in names)])) for key, (text, names) in found.items()
+        }
+    return _hash("\n".join([hashes[id(root)], *sorted(set(hashes.values()))]))
 
 
 @functools.cache
@@ -127,7 +135,7 @@ def _parts_of_class(of: type) -> Iterator[tuple[str, Any]]:
         yield "members", {name: member.value for name, member in of.__members__.items()}
     for name, value in sorted(vars(of).items()):
         value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-        if hasattr(of, "_fields") and isinstance(value, types.FunctionType):
+        if hasattr(of, "_fields") and isinstance(value, types.FunctionType) and of.__module__.startswith("flashtile."):
             continue  # of the host: a kernel sees the fields of a NamedTuple alone
         if isinstance(value, property):
             yield name, (value.fget, value.fset)
@@ -170,23 +178,25 @@ def _has_source(function: Any) -> bool:
 
 @functools.cache
 def _own_text(of: Any) -> str:
-    """The name of a function or class and, for a function, its source."""
+    """The name of a class, or the instructions of a function."""
     if isinstance(of, JITCallable):
         facts = type(of).__name__, getattr(of, "noinline", None), getattr(of, "version", None)
         return f"{facts}\n{_instructions(''.join(of.raw_src))}"
-    name = f"{of.__module__}.{of.__qualname__}"
-    return f"class {name}" if isinstance(of, type) else f"{name}\n{inspect.getsource(of)}"
+    return f"class {of.__qualname__}" if isinstance(of, type) else _instructions(inspect.getsource(of))
 
 
 def _instructions(source: str) -> str:
-    """The source of a jitted function as the compiler sees it: no name, comments, docstrings or places of its own."""
-    tree = ast.parse(textwrap.dedent(source))
+    """The source of a function as a compiler sees it: no name, comments, docstrings or places of its own."""
+    try:
+        tree = ast.parse(textwrap.dedent(source))
+    except SyntaxError:  # lines around a lambda
+        return source
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
     definition = tree.body[0]
-    assert isinstance(definition, ast.FunctionDef)
-    definition.name, definition.decorator_list = "", []
+    if isinstance(definition, ast.FunctionDef):
+        definition.name, definition.decorator_list = "", []
     return ast.dump(tree)
 
 
@@ -235,14 +245,12 @@ def _text_of_others(value: Any) -> str:
 
 
 def _named(of: Any, reached: list[Any]) -> str:
-    """The name of a function or class and what it says itself. What it names is found through `reached`."""
+    """What a function or class says itself; of other packages the name. What it names is found through `reached`."""
     module = of.fn.__module__ if isinstance(of, JITCallable) else of.__module__
     if _is_other(module):
         return f"{module}.{of.__name__}"
     reached.append(of)
-    if isinstance(of, JITCallable):
-        return _hash(_own_text(of))
-    return f"{module}.{of.__name__} {_hash(_own_text(of))}"
+    return _hash(_own_text(of))
 
 
 def _is_other(module: str) -> bool:

@@ -41,6 +41,10 @@ def switch(name: str) -> bool:
 NVTX = switch("FLASHTILE_NVTX")
 
 
+#: Kernels keep tables of their source's lines, for profilers that show them, such as Nsight Compute.
+LINE_INFO = switch("FLASHTILE_LINE_INFO")
+
+
 @contextmanager
 def named(name: str) -> Iterator[None]:
     """A range of that name in PyTorch's profile, and with FLASHTILE_NVTX=1 on a machine with a GPU also in NVTX."""
