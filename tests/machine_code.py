@@ -240,8 +240,8 @@ def family(arch: str) -> str:
 
 
 def once_for_each_family(sources: Mapping[Case, tuple[str, str, KernelSource]]) -> dict[Case, int]:
-    """The cases whose source no architecture of their family has before them, with the least on-chip memory that one of
-    those has which share the source. `sources`: the family, the architecture, and what is compiled."""
+    """The cases that tests compile (`with_news`), each kernel for each family at least once, with the least on-chip
+    memory of an architecture that shares the source. `sources`: the family, the architecture, and what is compiled."""
     memory: dict[Case, int] = {}
     firsts: list[tuple[str, KernelSource, Case]] = []
     for case, (of, arch, source) in sources.items():
@@ -252,7 +252,12 @@ def once_for_each_family(sources: Mapping[Case, tuple[str, str, KernelSource]]) 
             memory[case] = mine
         else:
             memory[first] = min(memory[first], mine)
-    return memory
+    compiled = set()
+    for function in {source.function: None for _, source, _ in firsts}:
+        mine_of = {case: (of, source) for of, source, case in firsts if source.function is function}
+        sources_of = {case: source for case, (_, source) in mine_of.items()}
+        compiled |= {*with_news(sources_of, {case: of for case, (of, _) in mine_of.items()})}
+    return {case: least for case, least in memory.items() if case in compiled}
 
 
 def once_in_families(cases: Iterable[tuple[str, ...]], source_of: Callable[..., KernelSource]) -> dict[Any, int]:
@@ -260,12 +265,13 @@ def once_in_families(cases: Iterable[tuple[str, ...]], source_of: Callable[..., 
     return once_for_each_family({case: (family(case[0]), case[0], source_of(*case)) for case in cases})
 
 
-def with_news(sources: Mapping[Case, KernelSource]) -> list[Case]:
-    """The cases in which a parameter has a type or a value that it has in none before them (`described`)."""
+def with_news(sources: Mapping[Case, KernelSource], rows: Mapping[Case, Any] | None = None) -> list[Case]:
+    """The cases that tests compile: in each, a parameter has a type or a value that it has in none before them
+    (`described`), or the row of the table is new (`rows`). `tools/compile_versions.py` compiles the others too."""
     known: set[tuple[str, str]] = set()
     found = []
     for case, source in sources.items():
-        mine = facts(source)
+        mine = facts(source) | ({("row", repr(rows[case]))} if rows else set())
         if not mine <= known:
             found.append(case)
             known |= mine

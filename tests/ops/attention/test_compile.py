@@ -243,7 +243,7 @@ def test_dq_dk_and_dv_of_one_tile(arch: str, call: Call) -> None:
     check_code(call_source("dq", arch, call), arch, check_fit, memory, spilled)
 
 
-@pytest.mark.parametrize("arch", devices.KNOWN_DEVICES)
+@pytest.mark.parametrize("arch", _KINDS)
 @pytest.mark.parametrize("parts", [2, 86])
 def test_sum_of_the_parts_of_a_bias(arch: str, parts: int) -> None:
     total = plan_of_sum(parts, call_on(arch, _WINDOWS_BIAS), torch.device("cuda", 0))
@@ -251,7 +251,7 @@ def test_sum_of_the_parts_of_a_bias(arch: str, parts: int) -> None:
     check_code(total.source, arch, check_fit, devices.KNOWN_DEVICES[arch].shared_memory)
 
 
-@pytest.mark.parametrize("arch", devices.KNOWN_DEVICES)
+@pytest.mark.parametrize("arch", _KINDS)
 @pytest.mark.parametrize("head_dim, head_dim_v, dtype", [(64, 64, torch.bfloat16), (100, 512, torch.float32)])
 def test_sum_of_shares(arch: str, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
     dk, dv = (contiguous((2, 300, 8, width), dtype) for width in (head_dim, head_dim_v))

@@ -64,7 +64,6 @@ from hopper_forms import (
     BACKWARD_FEATURE_FORMS,
     BACKWARD_FORMS,
     BACKWARD_FUNCTION_FORMS,
-    BACKWARD_REPEATS,
     BIAS_GRADIENT_FORMS,
     BLOCK_FORMS,
     FEATURE_FORMS,
@@ -73,7 +72,6 @@ from hopper_forms import (
     FORMS,
     FP8_FORMS,
     FUNCTION_FORMS,
-    REPEATS,
     SCORE_FORMS,
     SERIALISED,
     WIDE_BACKWARD_FORMS,
@@ -88,8 +86,6 @@ from machine_code import (
     check_products,
     described,
     described_call,
-    differing,
-    facts,
     float32_forward_sources,
     hopper_config,
     hopper_plan,
@@ -1439,29 +1435,21 @@ def _instructions(binary: Binary) -> list[str]:
 _ALL_FORMS = FORMS | SCORE_FORMS | BLOCK_FORMS | FP8_FORMS
 
 
-def _forward_forms(forms: dict[str, Call]) -> list[str]:
-    """Those that are compiled: each source once, and no form that repeats others."""
-    return differing({form: hopper_plan(call).kernel.source for form, call in forms.items() if form not in REPEATS})
-
-
-def test_a_form_that_is_not_compiled_repeats_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another form compiles its row of the table, and each thing that changes its code is in one that is compiled. With
-    the rows of Triton 3.6, for which these forms were left out."""
-    monkeypatch.setattr(configs, "triton_version", lambda: (3, 6))
-    forward = {form: (hopper_config(of), hopper_plan(of).kernel.source) for form, of in _EVERY_FORWARD.items()}
-    backward = {form: (of.config, backward_source("main", of)) for form, of in _EVERY_BACKWARD.items()}
-    for forms, repeats in ((forward, REPEATS), (backward, BACKWARD_REPEATS)):
-        assert repeats < forms.keys()
-        compiled = [forms[form] for form in forms.keys() - repeats]
-        rows = [row for row, _ in compiled]
-        known = set().union(*(facts(source) for _, source in compiled))
-        for form in repeats:
-            row, source = forms[form]
-            assert row in rows and facts(source) <= known, form
-
-
 _EVERY_FORWARD = _ALL_FORMS | FEATURE_FORMS | FUNCTION_FORMS
 _EVERY_BACKWARD = BACKWARD_FORMS | BACKWARD_FEATURE_FORMS | BACKWARD_FUNCTION_FORMS
+_COMPILED_FORWARD = with_news(
+    {form: hopper_plan(call).kernel.source for form, call in _EVERY_FORWARD.items()},
+    {form: hopper_config(call) for form, call in _EVERY_FORWARD.items()},
+)
+_COMPILED_BACKWARD = with_news(
+    {form: backward_source("main", variant) for form, variant in _EVERY_BACKWARD.items()},
+    {form: variant.config for form, variant in _EVERY_BACKWARD.items()},
+)
+
+
+def _forward_forms(forms: dict[str, Call]) -> list[str]:
+    """Those that are compiled."""
+    return [form for form in _COMPILED_FORWARD if form in forms]
 
 
 @pytest.mark.parametrize("form", _forward_forms(_ALL_FORMS))
@@ -1657,8 +1645,8 @@ _BACKWARD_SPILLS = 248
 
 
 def _backward_forms(forms: dict[str, BackwardVariant]) -> list[str]:
-    """Those that are compiled: each source once, and no form that repeats others."""
-    return differing({form: backward_source("main", of) for form, of in forms.items() if form not in BACKWARD_REPEATS})
+    """Those that are compiled."""
+    return [form for form in _COMPILED_BACKWARD if form in forms]
 
 
 @pytest.mark.parametrize("form", _backward_forms(BACKWARD_FORMS))
@@ -1709,7 +1697,26 @@ def _check_backward_features(binary: Binary, limits: _Limits, additions: int | N
     assert additions in (None, sum("REDG.E.ADD.F32" in line for line in _instructions(binary)))
 
 
-@pytest.mark.parametrize("form", WIDE_BACKWARD_FORMS)
+def _compiled_kernels(sources: dict[str, dict[str, KernelSource]]) -> dict[str, list[str]]:
+    """For each form, those of its kernels that are compiled. dk and dq are one kernel."""
+    named = {(form, kernel): source for form, of in sources.items() for kernel, source in of.items()}
+    found: dict[str, list[str]] = {}
+    for function in {source.function: None for source in named.values()}:
+        for form, kernel in with_news({case: of for case, of in named.items() if of.function is function}):
+            found.setdefault(form, []).append(kernel)
+    return found
+
+
+_WIDE_BACKWARD = _compiled_kernels({form: apart_backward_sources(call) for form, call in WIDE_BACKWARD_FORMS.items()})
+_FLOAT32_FORWARD = _compiled_kernels({
+    form: float32_forward_sources(call) for form, call in FLOAT32_FORWARD_FORMS.items()
+})  # fmt: skip
+_FLOAT32_BACKWARD = _compiled_kernels({
+    form: apart_backward_sources(call) for form, call in FLOAT32_BACKWARD_FORMS.items()
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("form", _WIDE_BACKWARD)
 def test_machine_code_of_the_backward_of_wide_heads(form: str) -> None:
     call = WIDE_BACKWARD_FORMS[form]
     sources = apart_backward_sources(call)
@@ -1717,9 +1724,12 @@ def test_machine_code_of_the_backward_of_wide_heads(form: str) -> None:
     of_values, of_scores = wide_shared_memory(cut)
     assert max(of_values, of_scores) <= _LIMIT
     spills = _SPILLS_OF_WIDE_HEADS + (_SPILLS_OF_A_SOFT_CAP if call.softcap else 0)
-    for kernel, memory in (("dv", of_values), ("dk", of_scores), ("dq", of_scores)):
-        check_code(sources[kernel], "sm_90", _check_wide_backward, _Limits(memory, spills))
-    check_code(sources["begin"], "sm_90", check_fit, 1024)
+    for kernel in _WIDE_BACKWARD[form]:
+        if kernel == "begin":
+            check_code(sources[kernel], "sm_90", check_fit, 1024)
+        else:
+            limits = _Limits(of_values if kernel == "dv" else of_scores, spills)
+            check_code(sources[kernel], "sm_90", _check_wide_backward, limits)
 
 
 def _is_wide_float32(form: str) -> bool:
@@ -1727,13 +1737,15 @@ def _is_wide_float32(form: str) -> bool:
     return is_wide_float32(call.head_dim, call.head_dim_v)
 
 
-@pytest.mark.parametrize("form", FLOAT32_FORWARD_FORMS)
+@pytest.mark.parametrize("form", _FLOAT32_FORWARD)
 def test_machine_code_of_the_forward_of_float32(form: str) -> None:
     call = FLOAT32_FORWARD_FORMS[form]
     sources = float32_forward_sources(call)
     memory = float32_forward_shared_memory(choose_float32_forward_config(call.head_dim, call.head_dim_v))
-    check_code(sources["forward"], "sm_90", _check_wide_backward, _Limits(memory, _SPILLS_OF_FLOAT32_FORWARD))
-    check_code(sources["parts"], "sm_90", check_fit, 1024)
+    if "forward" in _FLOAT32_FORWARD[form]:
+        check_code(sources["forward"], "sm_90", _check_wide_backward, _Limits(memory, _SPILLS_OF_FLOAT32_FORWARD))
+    if "parts" in _FLOAT32_FORWARD[form]:
+        check_code(sources["parts"], "sm_90", check_fit, 1024)
 
 
 def test_every_forward_of_float32_fits_on_chip() -> None:
@@ -1745,12 +1757,12 @@ def test_every_forward_of_float32_fits_on_chip() -> None:
         assert cut.places >= 6
 
 
-@pytest.mark.parametrize("form", [form for form in FLOAT32_BACKWARD_FORMS if not _is_wide_float32(form)])
+@pytest.mark.parametrize("form", [form for form in _FLOAT32_BACKWARD if not _is_wide_float32(form)])
 def test_machine_code_of_the_backward_of_float32(form: str) -> None:
     _check_float32_backward(form, float32_shared_memory(), _SPILLS_OF_FLOAT32)
 
 
-@pytest.mark.parametrize("form", [*filter(_is_wide_float32, FLOAT32_BACKWARD_FORMS)])
+@pytest.mark.parametrize("form", [*filter(_is_wide_float32, _FLOAT32_BACKWARD)])
 def test_machine_code_of_the_backward_of_float32_with_wide_heads(form: str) -> None:
     call = FLOAT32_BACKWARD_FORMS[form]
     cut = choose_float32_wide_config(call.head_dim, call.head_dim_v)
@@ -1762,10 +1774,12 @@ def _check_float32_backward(form: str, memory: tuple[int, int], spills: int) -> 
     sources = apart_backward_sources(FLOAT32_BACKWARD_FORMS[form])
     of_values, of_scores = memory
     assert max(memory) <= _LIMIT
-    for kernel, limit in (("dv", of_values), ("dk", of_scores), ("dq", of_scores)):
-        check_code(sources[kernel], "sm_90", _check_wide_backward, _Limits(limit, spills))
-    for kernel in ("begin", "parts"):
-        check_code(sources[kernel], "sm_90", check_fit, 1024)
+    for kernel in _FLOAT32_BACKWARD[form]:
+        if kernel in ("begin", "parts"):
+            check_code(sources[kernel], "sm_90", check_fit, 1024)
+        else:
+            limits = _Limits(of_values if kernel == "dv" else of_scores, spills)
+            check_code(sources[kernel], "sm_90", _check_wide_backward, limits)
 
 
 def _check_wide_backward(binary: Binary, limits: _Limits) -> None:
