@@ -122,7 +122,9 @@ class BackwardPlans(NamedTuple):
             dslopes = slope_gradient(slope_sums, side, side.cu_seqlens_q)
         if wanted.sinks and side.sinks is not None and statistics is not None:
             dsinks = _sink_gradient(statistics, side.sinks, self.hides_rows and inputs.dlse is not None)
-        captured = tuple(None if total is None else total.to(of.dtype) for total, of in zip(sums, side.captured))
+        captured: tuple[Tensor | None, ...] = (None,) * len(side.captured)
+        if sums:
+            captured = tuple(None if total is None else total.to(of.dtype) for total, of in zip(sums, side.captured))
         return Gradients(dq, *keys, dbias, dslopes, dsinks, captured)
 
 
