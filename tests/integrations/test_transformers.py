@@ -420,13 +420,25 @@ def test_options_that_no_call_takes_raise_when_they_are_given() -> None:
         unregister("tiles")
 
 
-def test_chunked_attention_needs_a_name_without_flash() -> None:
+def test_chunked_attention_past_one_chunk() -> None:
+    """Which transformers refuses for every other name with "flash" in it."""
     chunked = decoder(attention_chunk_size=4, num_local_experts=2, intermediate_size_mlp=48, pad_token_id=0)
     tiny = Tiny("Llama4TextConfig", "AutoModelForCausalLM", chunked)
-    with pytest.raises(ValueError, match="chunked attention"):
-        run(build(tiny, "flashtile"), make_inputs(tiny))
+    check(tiny, make_inputs(tiny, "right"))
+    other = build(tiny, "sdpa")
+    other.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match="Flash attention cannot handle chunked attention"):
+        run(other, make_inputs(tiny))
+
+
+def test_transformers_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", "5.19.1")
+    with pytest.raises(ImportError, match=r"needs transformers 5\.20 or newer, got 5\.19\.1"):
+        register("tiles")
+    with pytest.raises(ValueError, match="name: expected one of"):
+        unregister("tiles")
+    monkeypatch.setattr(transformers, "__version__", "5.20.0.dev0")
     register("tiles")
-    check(tiny, make_inputs(tiny, "right"), attention="tiles")
     unregister("tiles")
 
 

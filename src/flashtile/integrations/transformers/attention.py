@@ -17,8 +17,7 @@ from flashtile.integrations.transformers.compact import CompactMask
 
 #: Arguments that some models pass to attention, that change what it computes, and that are not served.
 _REFUSED = {
-    "cache": "a paged cache; generate without continuous batching",
-    "block_table": "a paged cache; generate without continuous batching",
+    "cache": "a paged cache; let model.generate_batch or its manager call the model",
     "indices": "keys chosen by an indexer; use attn_implementation='eager', or 'sdpa' where the model has it",
     "block_indices": "blocks chosen by an indexer; use attn_implementation='eager', or 'sdpa' where the model has it",
     "sinks": "a sink for each query; use attn_implementation='eager'",

@@ -7,17 +7,21 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
+import transformers
 from torch import nn
+from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
 
 from flashtile.integrations.options import check_options
 from flashtile.integrations.transformers.attention import attend
 from flashtile.integrations.transformers.masks import make_mask
+from flashtile.integrations.transformers.paged import PREFIX, attend_paged, no_mask, serve_batches
 
 #: Where transformers checks the name of an implementation before a model is built.
 _CHECK = "_check_and_adjust_attn_implementation"
 _registered: set[str] = set()
+_OLDEST = (5, 20)
 
 
 def register(name: str = "flashtile", *, backend: str = "auto", deterministic: bool = False) -> None:
@@ -28,13 +32,12 @@ def register(name: str = "flashtile", *, backend: str = "auto", deterministic: b
     the same name replaces the first.
 
     Args:
-        name: name of the implementation; transformers' own names cannot be replaced. transformers takes a name with
-            "flash" in it for one of flash_attn's: models with chunked attention (Llama 4) then refuse contexts longer
-            than a chunk. Another name, such as "tiles", serves them.
+        name: name of the implementation; transformers' own names cannot be replaced.
         backend: as in `flashtile.attention`.
         deterministic: as in `flashtile.attention`.
 
     Raises:
+        ImportError: transformers is older than 5.20.
         TypeError: the name is no string, or `deterministic` is no bool.
         ValueError: the name is one of transformers' own, or there is no backend of that name.
     """
@@ -45,19 +48,37 @@ def register(name: str = "flashtile", *, backend: str = "auto", deterministic: b
     if name not in _registered and (taken or "|" in name or "/" in name):
         raise ValueError(f"name: expected one that transformers does not use itself, got {name!r}; use 'flashtile'")
 
-    def attention(module: Any, *arguments: Any, **options: Any) -> Any:
-        options["deterministic"] = deterministic or options.get("deterministic")
-        return attend(module, *arguments, **options, backend=backend)  # type: ignore[misc]
+    def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
+        def attention(module: Any, *arguments: Any, **options: Any) -> Any:
+            options["deterministic"] = deterministic or options.get("deterministic")
+            return function(module, *arguments, **options, backend=backend)
 
-    add_implementation(name, attention, make_mask)
+        return attention
+
+    add_implementation(name, with_options(attend), make_mask)
+    add_implementation(PREFIX + name, with_options(attend_paged), no_mask)
+    serve_batches(_registered)
 
 
 def add_implementation(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
     """Tells transformers what a name stands for: a function for attention, and one that makes its masks."""
+    _check_version()
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
     _registered.add(name)
     _let_names_through()
+    _let_chunks_through()
+
+
+def _check_version() -> None:
+    """Older ones take the functions, and call them with other arguments."""
+    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if found < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise ImportError(
+            f"flashtile.integrations.transformers needs transformers {oldest} or newer, got "
+            f"{transformers.__version__}: pip install 'transformers>={oldest}'"
+        )
 
 
 def unregister(name: str = "flashtile") -> None:
@@ -68,9 +89,10 @@ def unregister(name: str = "flashtile") -> None:
     """
     if name not in _registered:
         raise ValueError(f"name: expected one of {sorted(_registered)}, got {name!r}; register it first")
-    _registered.remove(name)
-    del type(ALL_ATTENTION_FUNCTIONS)._global_mapping[name]
-    del type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping[name]
+    for each in {name, PREFIX + name} & _registered:
+        _registered.remove(each)
+        del type(ALL_ATTENTION_FUNCTIONS)._global_mapping[each]
+        del type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping[each]
 
 
 def _let_names_through() -> None:
@@ -100,6 +122,23 @@ def _let_names_through() -> None:
 
     checked.knows_flashtile = True  # type: ignore[attr-defined]
     setattr(PreTrainedModel, _CHECK, checked)
+
+
+def _let_chunks_through() -> None:
+    """Has transformers make masks of chunks (Llama 4), which it would refuse for every name with "flash" in it."""
+    requested: Any = masking_utils.is_flash_attention_requested
+    if getattr(requested, "knows_flashtile", False):
+        return
+
+    @wraps(requested)
+    def requested_here(config: Any = None, *arguments: Any, **options: Any) -> bool:
+        if config is not None and config._attn_implementation in _registered:
+            return config._attn_implementation.startswith(PREFIX)
+        found: bool = requested(config, *arguments, **options)
+        return found
+
+    requested_here.knows_flashtile = True  # type: ignore[attr-defined]
+    masking_utils.is_flash_attention_requested = requested_here
 
 
 def _name_in_tables(model: PreTrainedModel, name: str) -> None:
