@@ -1,6 +1,6 @@
 """flash_attn.flash_attn_triton: attention with a bias, over `flashtile.attention`."""
 
-from flashtile.compat.shared.padded_attention import (
+from flashtile.compat.shared.padding import (
     _flash_attn_forward,
     flash_attn_func,
     flash_attn_kvpacked_func,

@@ -1,11 +1,18 @@
-"""Rows of padded batches by number, as `flash_attn.bert_padding` has them in both versions."""
+"""Padded batches in both versions of flash_attn: `bert_padding` (rows by number) and `flash_attn_triton`.
+
+The calls of `flash_attn_triton` are dense, with a bias, and the diagonal begins at the first key.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
+import flashtile
 from flashtile import modules
+from flashtile.compat.shared.arguments import unpacked
 
 
 def kept_rows(attention_mask: Tensor) -> Tensor:
@@ -39,3 +46,57 @@ def _check_indices(indices: Tensor) -> None:
         raise ValueError(
             f"indices: expected int64 [rows], got {indices.dtype} {list(indices.shape)}; take those of unpad_input"
         )
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """Attention of a dense batch; `flashtile.attention` with `align="top_left"`.
+
+    Args:
+        q: `[batch, seq_q, heads, head_dim]`.
+        k: `[batch, seq_k, heads, head_dim]`.
+        v: likewise.
+        bias: broadcasts to `[batch, heads, seq_q, seq_k]`, in q's dtype or float32; differentiable.
+        causal: no key right of the diagonal is visible, which begins at the first key.
+        softmax_scale: factor on the scores; default `1/sqrt(head_dim)`.
+    """
+    return flashtile.attention(q, k, v, bias=bias, causal=bool(causal), align="top_left", scale=softmax_scale)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, bias: Tensor | None = None, causal: bool = False, softmax_scale: float | None = None
+) -> Tensor:
+    """As `flash_attn_func`, with kv `[batch, seq_k, 2, heads, head_dim]`."""
+    k, v = unpacked("kv", kv, 2, "batch, seq_k")
+    return flash_attn_func(q, k, v, bias, causal, softmax_scale)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, bias: Tensor | None = None, causal: bool = False, softmax_scale: float | None = None
+) -> Tensor:
+    """As `flash_attn_func`, with qkv `[batch, seq, 3, heads, head_dim]`."""
+    q, k, v = unpacked("qkv", qkv, 3, "batch, seq")
+    return flash_attn_func(q, k, v, bias, causal, softmax_scale)
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> tuple[Tensor, Tensor, float]:
+    """The forward by itself: out, lse `[batch, heads, seq_q rounded up to 128]`, -inf past the end, and the scale."""
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    with torch.no_grad():
+        out, lse = flashtile.attention(
+            q, k, v, bias=bias, causal=bool(causal), align="top_left", scale=scale, return_lse=True
+        )
+        return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 128), value=-math.inf), scale

@@ -1,4 +1,4 @@
-"""What flash_attn 1 has of its own: packed calls with a top-left diagonal, padded lse, the layout of its weights."""
+"""What flash_attn 1 has of its own: packed calls with a top-left diagonal, padded lse, weights, softmax gradient."""
 
 from __future__ import annotations
 
@@ -123,3 +123,14 @@ class _Shift(torch.autograd.Function):
 def _taken(x: Tensor, start: Tensor) -> Tensor:
     row = torch.arange(x.shape[0], device=x.device) + start
     return x.index_select(0, row.clamp(min=0, max=max(x.shape[0] - 1, 0)))
+
+
+@torch.no_grad()
+def softmax_backward(output_grads: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
+    """Gradient of a scaled softmax from its result y: `scale · y · (dy - Σ dy y)` along the last dimension.
+
+    Masked elements have y = 0, so their gradient is 0.
+    """
+    wide = torch.promote_types(softmax_results.dtype, torch.float32)
+    dy, y = output_grads.to(wide), softmax_results.to(wide)
+    return (scale_factor * y * (dy - (dy * y).sum(-1, keepdim=True))).to(softmax_results.dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.compat.shared.softmax import softmax_backward as backward
+from flashtile.compat.shared.version1 import softmax_backward as backward
 
 __all__ = ["backward", "forward"]
 
