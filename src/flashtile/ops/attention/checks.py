@@ -293,7 +293,7 @@ def check_max_seqlen(name: str, max_seqlen: int | None) -> None:
         raise ValueError(
             f"{name}: expected an upper bound of the sequence lengths, at least 0, got {max_seqlen}; leave it out"
         )
-    if not isinstance(max_seqlen, torch.SymInt) and max_seqlen >= LARGEST_COUNT:
+    if sizes.known(max_seqlen >= LARGEST_COUNT):
         raise ValueError(f"{name}: expected an upper bound below 2**62, got {max_seqlen}; leave it out")
 
 

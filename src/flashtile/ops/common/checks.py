@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flashtile.ops.common.sizes import differ
+from flashtile.ops.common.sizes import differ, known
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -70,7 +70,7 @@ def check_count(name: str, count: int, remedy: str) -> None:
         raise TypeError(f"{name}: expected an int, got {count!r}; {remedy}")
     if count < 0:
         raise ValueError(f"{name}: expected at least 0, got {count}; {remedy}")
-    if not isinstance(count, torch.SymInt) and count >= LARGEST_COUNT:
+    if known(count >= LARGEST_COUNT):
         raise ValueError(f"{name}: expected a number below 2**62, got {count}; {remedy}")
 
 

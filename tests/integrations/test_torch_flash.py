@@ -1,0 +1,189 @@
+"""flashtile as PyTorch's flash attention: its operators under autograd, compiled, packed, in pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import flashtile
+from flashtile.integrations import use_flashtile_as_flash_attention
+from flashtile.integrations.torch_flash import _Active, _Operators
+from flashtile.testing import assert_close
+
+ATEN = torch.ops.aten
+HAS_REGISTRY = hasattr(torch.nn.attention, "register_flash_attention_impl")
+
+
+@pytest.fixture
+def on_a_cpu() -> Iterator[None]:
+    """The operators in PyTorch's tables for CPUs, where it has none of its own."""
+    active = _Active(_Operators({"backend": "auto", "deterministic": False}), "CPU")
+    yield
+    active.remove()
+
+
+@pytest.fixture
+def on_a_gpu() -> Iterator[None]:
+    use_flashtile_as_flash_attention()
+    yield
+    torch.nn.attention.restore_flash_attention_impl()
+
+
+def _inputs(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32, kv_heads: int | None = None):
+    generator = torch.Generator().manual_seed(0)
+    kv = shape if kv_heads is None else (*shape[:-2], kv_heads, shape[-1])
+    draw = (torch.randn(size, generator=generator) for size in (shape, kv, kv, shape))
+    return [x.to(device, dtype).requires_grad_() for x in draw]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, causal: bool = False, **options: Any) -> Tensor:
+    return ATEN._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal, **options)[0]
+
+
+def _results(function: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    out = function(q, k, v)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def _agree(found: list[Tensor], same: list[Tensor], oracle: list[Tensor]) -> None:
+    for name, *values in zip(("out", "dq", "dk", "dv"), found, oracle, same):
+        assert_close(name, *values)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_sdpa_and_its_gradients(on_a_cpu: None, causal: bool, heads_first: bool) -> None:
+    q, k, v, dout = _inputs(2, 3, 50, 32) if heads_first else (x.transpose(1, 2) for x in _inputs(2, 50, 3, 32))
+    found = _results(lambda *x: _sdpa(*x, causal=causal, scale=0.3), q, k, v, dout)
+
+    def eager(*tensors: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*tensors, is_causal=causal, scale=0.3)
+
+    _agree(found, _results(eager, q, k, v, dout), _results(eager, q.double(), k.double(), v.double(), dout.double()))
+    for result, like in zip(found, (q, q, k, v)):
+        assert result.stride() == like.stride()
+
+
+def test_dropout_of_the_backward_is_that_of_the_forward(on_a_cpu: None) -> None:
+    q, k, v, dout = _inputs(1, 2, 40, 32)
+    torch.manual_seed(7)
+    found = _results(lambda *x: _sdpa(*x, dropout_p=0.4), q, k, v, dout)
+    torch.manual_seed(7)
+    same = _results(lambda *x: flashtile.scaled_dot_product_attention(*x, dropout_p=0.4), q, k, v, dout)
+    for one, other in zip(found, same):
+        assert torch.equal(one, other)
+
+
+def test_results_lie_as_the_compiler_expects(on_a_cpu: None) -> None:
+    q, k, v, dout = _inputs(1, 2, 40, 32)
+    compiled = torch.compile(_sdpa, fullgraph=True, backend="aot_eager")
+    found, same = (_results(f, q, k, v, dout) for f in (compiled, _sdpa))
+    for one, other in zip(found, same):
+        assert torch.equal(one, other)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *of_keys: Any, max_k: int = 30, **options: Any) -> Tensor:
+    rest = *(of_keys or (offsets,)), 30, max_k, 0.0, True, False
+    return ATEN._flash_attention_forward(q, k, v, offsets, *rest, **options)[0]
+
+
+def test_packed_sequences_with_windows_and_grouped_heads(on_a_cpu: None) -> None:
+    q, k, v, dout = _inputs(50, 4, 32, kv_heads=2)
+    dout = torch.randn_like(q)
+    offsets = torch.tensor([0, 20, 50], dtype=torch.int32)
+    found = _results(lambda *x: _packed(*x, offsets, window_size_left=5, window_size_right=-1), q, k, v, dout)
+
+    def ours(*tensors: Tensor) -> Tensor:
+        return flashtile.attention_varlen(*tensors, offsets, causal=True, window=(5, None))
+
+    for one, other in zip(found, _results(ours, q, k, v, dout)):
+        assert torch.equal(one, other)
+
+
+def test_pages_and_their_lengths(on_a_cpu: None) -> None:
+    """The diagonal ends at the last key that is there, and an in-place form writes the same."""
+    generator = torch.Generator().manual_seed(3)
+    pages_k, pages_v = (torch.randn(6, 16, 2, 32, generator=generator) for _ in range(2))
+    table = torch.tensor([[5, 1], [2, 4]], dtype=torch.int32)
+    lengths = torch.tensor([27, 19], dtype=torch.int32)
+    q = torch.randn(7, 2, 32, generator=generator)
+    offsets = torch.tensor([0, 3, 7], dtype=torch.int32)
+    with torch.no_grad():
+        found = _packed(q, pages_k, pages_v, offsets, None, max_k=32, seqused_k=lengths, block_table=table)
+    for sequence in range(2):
+        rows = slice(int(offsets[sequence]), int(offsets[sequence + 1]))
+        k, v = (t[table[sequence].long()].flatten(0, 1)[None, : lengths[sequence]] for t in (pages_k, pages_v))
+        alone, oracle = (
+            flashtile.attention(q[None, rows].to(d), k.to(d), v.to(d), causal=True, backend="reference")[0]
+            for d in (torch.float32, torch.float64)
+        )
+        assert_close("out", found[rows], oracle, alone)
+    if hasattr(ATEN, "_flash_attention_forward_no_dropout_inplace"):
+        out = torch.empty_like(q)
+        ATEN._flash_attention_forward_no_dropout_inplace(
+            out, q, pages_k, pages_v, offsets, None, 4, 32, 0.0, True, False, seqused_k=lengths, block_table=table
+        )
+        assert torch.equal(out, found)
+
+
+def test_what_it_refuses(on_a_cpu: None) -> None:
+    q, k, v, _ = _inputs(1, 2, 8, 16)
+    with pytest.raises(NotImplementedError, match="return_debug_mask: expected False"):
+        ATEN._scaled_dot_product_flash_attention(q, k, v, 0.1, False, True)
+    rest = None, None, 2, 2, 0.0, False, False
+    with pytest.raises(NotImplementedError, match="seqused_k, block_table: expected packed queries"):
+        ATEN._flash_attention_forward(q, k, v, *rest, seqused_k=torch.tensor([2], dtype=torch.int32))
+    with pytest.raises(TypeError, match="name: expected a string"):
+        use_flashtile_as_flash_attention(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="backend"):
+        use_flashtile_as_flash_attention(backend="fast")
+
+
+@pytest.mark.skipif(not HAS_REGISTRY, reason="needs PyTorch's registry")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its own kernels are tested below")
+def test_registered_under_several_names() -> None:
+    for name in ("flashtile", "tiles"):
+        use_flashtile_as_flash_attention(name)
+        assert torch.nn.attention.current_flash_attention_impl() == name
+    torch.nn.attention.activate_flash_attention_impl("flashtile")
+    torch.nn.attention.restore_flash_attention_impl()
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_pytorchs_function_on_a_gpu(on_a_gpu: None, causal: bool, compiled: bool, monkeypatch: Any) -> None:
+    q, k, v, dout = _inputs(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(*tensors, is_causal=causal)
+
+    def eager(*tensors: Tensor) -> Tensor:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return F.scaled_dot_product_attention(*tensors, is_causal=causal)
+
+    served = []
+    ours = flashtile.attention_backward
+    monkeypatch.setattr(flashtile, "attention_backward", lambda *a, **o: (served.append(1), ours(*a, **o))[1])
+    found = _results(torch.compile(attend) if compiled else attend, q, k, v, dout)
+    assert served
+    oracle = _results(eager, q.double(), k.double(), v.double(), dout.double())
+    _agree(found, _results(eager, q, k, v, dout), oracle)
+
+
+@pytest.mark.gpu
+def test_varlen_attn_on_a_gpu(on_a_gpu: None) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    q, k, v, dout = _inputs(700, 4, 64, device="cuda", dtype=torch.float16)
+    offsets = torch.tensor([0, 200, 700], dtype=torch.int32, device="cuda")
+    found = _results(lambda *x: varlen.varlen_attn(*x, offsets, offsets, 500, 500), q, k, v, dout)
+    ours = _results(lambda *x: flashtile.attention_varlen(*x, offsets, max_seqlen_q=500), q, k, v, dout)
+    for one, other in zip(found, ours):
+        assert torch.equal(one, other)
