@@ -406,7 +406,7 @@ def test_names_come_and_go() -> None:
 def test_without_transformers_the_extra_is_named(tmp_path: Path) -> None:
     done = run_without({"transformers"}, tmp_path, "-c", "import flashtile.integrations.transformers")
     assert done.stderr.splitlines()[-1] == (
-        "ImportError: flashtile.integrations.transformers needs transformers 5.20 or newer: "
+        "ImportError: flashtile.integrations.transformers needs transformers 5.17 or newer: "
         'pip install "transformers>=5.20"'
     )
 
@@ -432,12 +432,12 @@ def test_chunked_attention_past_one_chunk() -> None:
 
 
 def test_transformers_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.19.1")
-    with pytest.raises(ImportError, match=r"needs transformers 5\.20 or newer, got 5\.19\.1"):
+    monkeypatch.setattr(transformers, "__version__", "5.16.2")
+    with pytest.raises(ImportError, match=r"needs transformers 5\.17 or newer, got 5\.16\.2"):
         register("tiles")
     with pytest.raises(ValueError, match="name: expected one of"):
         unregister("tiles")
-    monkeypatch.setattr(transformers, "__version__", "5.20.0.dev0")
+    monkeypatch.setattr(transformers, "__version__", "5.17.0.dev0")
     register("tiles")
     unregister("tiles")
 

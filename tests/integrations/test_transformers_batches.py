@@ -10,6 +10,9 @@ import torch
 import flashtile
 from transformers_cases import LANGUAGE, build, registered, transformers  # noqa: F401
 
+if transformers.__version__.startswith(("5.17.", "5.18.", "5.19.")):
+    pytest.skip("transformers before 5.20 batches requests in another way", allow_module_level=True)
+
 PROMPTS = [list(range(3, 3 + length)) for length in (5, 23, 1, 17, 9)]
 
 

@@ -7,7 +7,7 @@ except ImportError as error:
     if not (error.name or "").startswith("transformers"):
         raise
     raise ImportError(
-        'flashtile.integrations.transformers needs transformers 5.20 or newer: pip install "transformers>=5.20"',
+        'flashtile.integrations.transformers needs transformers 5.17 or newer: pip install "transformers>=5.17"',
         name=error.name,
         path=error.path,
     ) from error

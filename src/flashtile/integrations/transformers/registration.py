@@ -21,7 +21,9 @@ from flashtile.integrations.transformers.paged import PREFIX, attend_paged, no_m
 #: Where transformers checks the name of an implementation before a model is built.
 _CHECK = "_check_and_adjust_attn_implementation"
 _registered: set[str] = set()
-_OLDEST = (5, 20)
+_OLDEST = (5, 17)
+#: Since then its batches of requests are those of `paged`.
+_OLDEST_WITH_BATCHES = (5, 20)
 
 
 def register(name: str = "flashtile", *, backend: str = "auto", deterministic: bool = False) -> None:
@@ -37,7 +39,7 @@ def register(name: str = "flashtile", *, backend: str = "auto", deterministic: b
         deterministic: as in `flashtile.attention`.
 
     Raises:
-        ImportError: transformers is older than 5.20.
+        ImportError: transformers is older than 5.17.
         TypeError: the name is no string, or `deterministic` is no bool.
         ValueError: the name is one of transformers' own, or there is no backend of that name.
     """
@@ -56,8 +58,9 @@ def register(name: str = "flashtile", *, backend: str = "auto", deterministic: b
         return attention
 
     add_implementation(name, with_options(attend), make_mask)
-    add_implementation(PREFIX + name, with_options(attend_paged), no_mask)
-    serve_batches(_registered)
+    if _version() >= _OLDEST_WITH_BATCHES:
+        add_implementation(PREFIX + name, with_options(attend_paged), no_mask)
+        serve_batches(_registered)
 
 
 def add_implementation(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
@@ -72,13 +75,16 @@ def add_implementation(name: str, attention: Callable[..., Any], mask: Callable[
 
 def _check_version() -> None:
     """Older ones take the functions, and call them with other arguments."""
-    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if found < _OLDEST:
+    if _version() < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         raise ImportError(
             f"flashtile.integrations.transformers needs transformers {oldest} or newer, got "
             f"{transformers.__version__}: pip install 'transformers>={oldest}'"
         )
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
 def unregister(name: str = "flashtile") -> None:
@@ -103,7 +109,7 @@ def _let_names_through() -> None:
     """
     check = getattr(PreTrainedModel, _CHECK, None)
     if check is None:
-        raise RuntimeError(f"transformers: expected PreTrainedModel.{_CHECK}, which 5.20 to 5.23 have; install one")
+        raise RuntimeError(f"transformers: expected PreTrainedModel.{_CHECK}, which 5.17 to 5.23 have; install one")
     if getattr(check, "knows_flashtile", False):
         return
 
