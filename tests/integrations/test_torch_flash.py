@@ -138,7 +138,10 @@ def test_what_it_refuses(on_a_cpu: None) -> None:
         ATEN._scaled_dot_product_flash_attention(q, k, v, 0.1, False, True)
     rest = None, None, 2, 2, 0.0, False, False
     with pytest.raises(NotImplementedError, match="seqused_k, block_table: expected packed queries"):
-        ATEN._flash_attention_forward(q, k, v, *rest, seqused_k=torch.tensor([2], dtype=torch.int32))
+        ATEN._flash_attention_forward(*(t.detach() for t in (q, k, v)), *rest, seqused_k=torch.tensor([2]).int())
+    for argument in ("seqused_k", "alibi_slopes"):  # PyTorch's backward would compute another gradient
+        with pytest.raises(NotImplementedError, match=f"{argument}: expected None where a gradient is wanted"):
+            ATEN._flash_attention_forward(q, k, v, *rest, **{argument: torch.tensor([2])})
     with pytest.raises(TypeError, match="name: expected a string"):
         use_flashtile_as_flash_attention(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="backend"):

@@ -407,7 +407,7 @@ def test_without_transformers_the_extra_is_named(tmp_path: Path) -> None:
     done = run_without({"transformers"}, tmp_path, "-c", "import flashtile.integrations.transformers")
     assert done.stderr.splitlines()[-1] == (
         "ImportError: flashtile.integrations.transformers needs transformers 5.17 or newer: "
-        'pip install "transformers>=5.20"'
+        'pip install "transformers>=5.17"'
     )
 
 

@@ -154,6 +154,14 @@ class _Operators:
             raise NotImplementedError(
                 f"num_splits: expected None, got {num_splits}; flashtile divides the keys as the call needs it"
             )
+        forward_only = {"alibi_slopes": alibi_slopes, "seqused_k": seqused_k, "block_table": block_table}
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
+            for name, tensor in forward_only.items():
+                if tensor is not None:
+                    raise NotImplementedError(
+                        f"{name}: expected None where a gradient is wanted, because PyTorch's backward does not get "
+                        "it, got a tensor; call it under torch.no_grad(), or call flashtile.attention_varlen"
+                    )
         options = self._options | _described(scale, is_causal, window_size_left, window_size_right)
         options |= {"alibi_slopes": alibi_slopes, "dropout_p": dropout_p}
         if block_table is not None or seqused_k is not None:
