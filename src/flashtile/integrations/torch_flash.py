@@ -26,10 +26,10 @@ def use_flashtile_as_flash_attention(
     """Registers flashtile as an implementation of PyTorch's flash attention, and activates it.
 
     From then on `torch.nn.functional.scaled_dot_product_attention` runs on flashtile wherever PyTorch chooses its flash
-    backend, and so do `torch.nn.attention.varlen.varlen_attn`, PyTorch's context parallelism, DTensor and compiled
-    graphs that contain its operators. `torch.nn.attention.restore_flash_attention_impl()` ends it. PyTorch still
-    decides which calls are flash attention: on GPUs, in float16 or bfloat16, without attn_mask, with heads of at most
-    256. `use_flashtile_sdpa` serves all others as well.
+    backend, and so do `torch.nn.attention.varlen.varlen_attn` and compiled graphs that contain its operators.
+    `torch.nn.attention.restore_flash_attention_impl()` ends it. PyTorch still decides which calls are flash attention:
+    on GPUs, in float16 or bfloat16, without attn_mask, with heads of at most 256. `use_flashtile_sdpa` serves all
+    others as well.
 
     Calls that flashtile does not serve raise; none falls back to PyTorch's kernels.
 
