@@ -19,7 +19,6 @@ import contextlib
 import functools
 import gc
 import operator
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,7 +29,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from flashtile._backends import observe, together
 from flashtile._backends.allocate import Layout, allocator
-from flashtile._backends.assembler import assembler
+from flashtile._backends.assembler import assembler, without_line_tables
 from flashtile._backends.devices import DeviceFacts, device_facts, interpreting, target_of
 from flashtile._backends.interpret import interpreted
 from flashtile._backends.launcher import (
@@ -356,34 +355,8 @@ def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     options = {"num_warps": source.num_warps, "num_stages": source.num_stages, "enable_fp_fusion": True}
     if source.max_registers and device.is_cuda:
         options["maxnreg"] = source.max_registers
-    with _collecting_nothing(), _without_line_tables(), assembler(device) as cache_key:
+    with _collecting_nothing(), without_line_tables(), assembler(device) as cache_key:
         return triton.compile(ast, target=target_of(device), options=options, **cache_key)
-
-
-_compiling, _compiling_lock, _settings = 0, threading.Lock(), contextlib.ExitStack()
-
-
-@contextlib.contextmanager
-def _without_line_tables() -> Iterator[None]:
-    """ptxas chooses some registers by tables of lines: with them, a comment may change a kernel. Threads that compile
-    at the same time share Triton's setting, which the last one takes back."""
-    global _compiling, _settings
-    if observe.LINE_INFO:
-        yield
-        return
-    with _compiling_lock:
-        if not _compiling:
-            _settings = contextlib.ExitStack()
-            _settings.enter_context(triton.knobs.compilation.scope())
-            triton.knobs.compilation.disable_line_info = True
-        _compiling += 1
-    try:
-        yield
-    finally:
-        with _compiling_lock:
-            _compiling -= 1
-            if not _compiling:
-                _settings.close()
 
 
 @contextlib.contextmanager
