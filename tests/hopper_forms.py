@@ -239,7 +239,7 @@ def _backward(
     call = call._replace(aux=call.aux._replace(**own), wanted=wanted)
     return BackwardVariant(
         torch.bfloat16, head_dim, head_dim_v, backward_config_of(call), packed, left, right, False, False, ordered,
-        softcap, side_of_call(call, covered=False, by_column=True),
+        side_of_call(call, covered=False, by_column=True), softcap,
         has_empty_rows=masked, row_statistics=side.bias is not None and not stored_bias, slope_sums=slope_sums,
         function=function_of_call(call, covered), reverses_lines=ordered and right and block_tile is None,
     )  # fmt: skip

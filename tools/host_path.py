@@ -52,7 +52,7 @@ def pretend_gpu() -> None:
 
     repeated.readable = lambda tensor: False  # no values are read, as on a GPU
     machine = description.Machine("cuda", devices.KNOWN_DEVICES["sm_90"], 132)
-    description.machine_of = lambda device: machine
+    description.current_machine = lambda device: machine
     call = backends.StandardCall
     backends.StandardCall = lambda operation, requested, device_type, *facts: call(operation, requested, "cuda", *facts)
 

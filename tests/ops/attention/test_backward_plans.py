@@ -83,7 +83,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(backend_launch, "make_launch", make_launch)
     monkeypatch.setattr(backend_launch, "_load_with_others", lambda plan: None)
-    monkeypatch.setattr("flashtile.ops.attention.call.machine_of", lambda device: HOPPER)
+    monkeypatch.setattr("flashtile.ops.attention.call.current_machine", lambda device: HOPPER)
     monkeypatch.setattr("flashtile._backends.tma._encoded", lambda *given: (0,))
     monkeypatch.setattr("flashtile._backends.tma._described", lambda *given: (0,))
     backend_launch.clear_plans()

@@ -624,7 +624,7 @@ def test_other_sizes_and_strides_need_no_other_binary(change: dict) -> None:
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_the_backward_of_slopes_is_served(learned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(description, "machine_of", lambda device: HOPPER)
+    monkeypatch.setattr(description, "current_machine", lambda device: HOPPER)
     q = torch.empty(1, 80, 2, 64, dtype=torch.bfloat16)
     side = SideInputs(alibi_slopes=torch.empty(2))
     modules = [
@@ -650,7 +650,7 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
     """Each under the name of the kernel's parameter: offsets, tiles, kinds, ranks behind the kinds, bits, order."""
     dense = torch.rand(1, heads, 500, 700, generator=torch.Generator().manual_seed(0)) < 0.3
     mask = BlockMask.from_dense(dense, (128, 256))
-    monkeypatch.setattr(description, "machine_of", lambda device: HOPPER)
+    monkeypatch.setattr(description, "current_machine", lambda device: HOPPER)
     q, k = (torch.zeros(1, rows, 2, 64, dtype=torch.bfloat16) for rows in (500, 700))
     side = SideInputs(None, None, 500, 700, block_lists=mask.lists, block_patterns=mask.tile_masks)
     spec = AttentionSpec(0.125, block_shape=(1, heads, 128, 256))
@@ -2032,7 +2032,7 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         return launch
 
     monkeypatch.setattr(backend_launch, "make_launch", make_launch)
-    monkeypatch.setattr(description, "machine_of", lambda device: HOPPER)
+    monkeypatch.setattr(description, "current_machine", lambda device: HOPPER)
     backend_launch.clear_plans()
     monkeypatch.setattr(
         tma.triton.runtime.driver,

@@ -116,7 +116,7 @@ def launched() -> Any:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(backend_launch, "make_launch", make_launch)
-        patched.setattr("flashtile.ops.attention.call.machine_of", lambda device: HOPPER)
+        patched.setattr("flashtile.ops.attention.call.current_machine", lambda device: HOPPER)
         zeros = torch.zeros(2, dtype=torch.int32)
         patched.setattr(launch, "_counter", lambda device: zeros)
         patched.setattr(tma, "_encoded", described)

@@ -348,7 +348,7 @@ def test_prepared_launches_pass_what_others_pass(
         lambda source, programs, scalars, _: lambda *given: launched.append((source, programs, given, scalars)),
     )  # fmt: skip
     machine = description.Machine("cuda", devices.KNOWN_DEVICES["sm_80"], 108)
-    monkeypatch.setattr(description, "machine_of", lambda device: machine)
+    monkeypatch.setattr(description, "current_machine", lambda device: machine)
     backend_launch.clear_plans()
     q, out, dout = (torch.zeros(2, 70, 4, 64, dtype=torch.float16) for _ in range(3))
     k, v = (torch.zeros(2, 90, 2, 64, dtype=torch.float16) for _ in range(2))

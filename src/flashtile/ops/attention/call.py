@@ -42,7 +42,7 @@ class TensorFacts(NamedTuple):
         return 1 not in self.shape[2:]
 
 
-def facts_of(tensor: Tensor) -> TensorFacts:
+def tensor_facts(tensor: Tensor) -> TensorFacts:
     return TensorFacts(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() & 15)
 
 
@@ -89,8 +89,8 @@ def aux_facts(side: SideInputs) -> AuxFacts:
     if plain_side(side):
         return AuxFacts(max_seqlen_q=side.max_seqlen_q, max_seqlen_k=side.max_seqlen_k)
     *single, captured = side
-    facts = [facts_of(each) if isinstance(each, Tensor) else each for each in single]
-    return AuxFacts._make((*facts, tuple(map(facts_of, captured))))
+    facts = [tensor_facts(each) if isinstance(each, Tensor) else each for each in single]
+    return AuxFacts._make((*facts, tuple(map(tensor_facts, captured))))
 
 
 class Machine(NamedTuple):
@@ -112,7 +112,7 @@ class Machine(NamedTuple):
 
 
 @functools.cache
-def machine_of(device: torch.device) -> Machine:
+def current_machine(device: torch.device) -> Machine:
     """The machine of a device that is present."""
     facts, multiprocessors = devices.device_facts(device), devices.multiprocessors(device)
     return Machine(device.type, facts, multiprocessors, devices.triton_missing(), devices.interpreting())
@@ -222,6 +222,16 @@ class Call(NamedTuple):
         return self.q.shape[-1], self.v.shape[-1]
 
     @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape of out and of its gradient."""
+        return *self.q.shape[:-1], self.v.shape[-1]
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """The shape of lse, as `spec.lse_shape` has it of tensors."""
+        return *self.q.shape[:-3], self.heads, self.rows_q
+
+    @property
     def by_position(self) -> bool:
         """Whether scores depend on where their query and key are: in a band, by key lengths, by ALiBi."""
         return self.spec.banded or self.aux.key_lengths is not None or self.aux.alibi_slopes is not None
@@ -249,7 +259,7 @@ class Call(NamedTuple):
 
     @property
     def misalignment(self) -> int:
-        """What is left of any address of q, k, v and dout modulo 16."""
+        """The addresses of q, k, v and dout modulo 16, combined by `|`."""
         bits = self.q.misalignment | self.k.misalignment | self.v.misalignment
         return bits if self.dout is None else bits | self.dout.misalignment
 
@@ -311,11 +321,11 @@ def describe_call(
         requested,
         phase,
         spec,
-        facts_of(q),
-        facts_of(k),
-        facts_of(v),
+        tensor_facts(q),
+        tensor_facts(k),
+        tensor_facts(v),
         aux_facts(side),
-        machine or machine_of(q.device),
+        machine or current_machine(q.device),
         q.device,
         tf32=q.dtype is torch.float32 and torch._C._get_cublas_allow_tf32(),
         same_lengths=cu_q is not None and cu_k is not None and cu_q.data_ptr() == cu_k.data_ptr(),
@@ -327,4 +337,4 @@ def describe_backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionS
     """The description of the backward of a call."""
     dout, dlse, q, k, v, *_ = inputs
     call = describe_call("backward", (q, k, v), side, spec, wanted=wanted)
-    return call._replace(dout=facts_of(dout), has_dlse=dlse is not None)
+    return call._replace(dout=tensor_facts(dout), has_dlse=dlse is not None)

@@ -8,7 +8,7 @@ and its launches. The host's time of a repeated call is that of a look-up, the o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
@@ -239,14 +239,12 @@ class RepeatedCall:
     __slots__ = (
         "_again",
         "_backwards",
-        "_max_seqlens",
         "backend",
         "forward",
         "recorded_forward",
         "requires_grad",
         "scalars",
         "spec",
-        "wanted",
     )
 
     def __init__(
@@ -258,8 +256,7 @@ class RepeatedCall:
         wanted: Wanted,
         requires_grad: bool,
     ) -> None:
-        self._max_seqlens, self.spec, self.backend, self._again = max_seqlens, spec, backend, again
-        self.wanted, self.requires_grad = wanted, requires_grad
+        self.spec, self.backend, self._again, self.requires_grad = spec, backend, again, requires_grad
         self.scalars: Scalars = max_seqlens, spec._replace(returns_max_scores=False), wanted
         self.forward: Callable[..., Results] = self._first_forward
         self.recorded_forward: Callable[..., Results] = self._first_recorded_forward
@@ -297,8 +294,9 @@ class RepeatedCall:
         return self.forward(q, k, v, aux)
 
     def _first_recorded_forward(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux = ()) -> Results:
-        side = readable_side(saved_side(aux, self._max_seqlens))
-        arguments = q, k, v, side, self.spec, self.backend, self.wanted
+        max_seqlens, _, wanted = self.scalars
+        side = readable_side(saved_side(aux, max_seqlens))
+        arguments = q, k, v, side, self.spec, self.backend, wanted
         with together.Soon(functools.partial(backward_plans, *arguments)):
             results = self.forward(q, k, v, aux)
         if self.forward != self._first_forward:
@@ -306,7 +304,7 @@ class RepeatedCall:
         return results
 
     def _general_forward(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Results:
-        side = saved_side(aux, self._max_seqlens)
+        side = saved_side(aux, self.scalars[0])
         return serve_forward(q, k, v, side, self.spec, self.backend, plain=not aux)
 
     def _general_backward(
@@ -318,7 +316,7 @@ class RepeatedCall:
 
     def _forward_like(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Callable[..., Results]:
         """What runs forwards of tensors that lie like these."""
-        side, spec, general = saved_side(aux, self._max_seqlens), self.spec, self._general_forward
+        side, spec, general = saved_side(aux, self.scalars[0]), self.spec, self._general_forward
         if seen_call(q, k, v, side, spec):
             return general
         module = select.implementation("forward", q, k, v, side, spec, self.backend)
@@ -327,7 +325,7 @@ class RepeatedCall:
         if launch is None:
             return general if q.is_cuda or aux else lambda q, k, v, aux: owned(module.forward(q, k, v, side, spec))
         if aux:
-            in_vectors = _present(aux, _READ_IN_VECTORS)
+            in_vectors = _places_of_vectors(aux)
 
             def run_with_aux(q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Results:
                 bits = q.data_ptr() | k.data_ptr() | v.data_ptr()
@@ -356,7 +354,7 @@ class RepeatedCall:
         launch = None if prepare is None else prepare(BackwardInputs(dout, dlse, q, k, v, out, lse), side, spec, wanted)
         if launch is None:
             return general
-        in_vectors = _present(aux, _READ_IN_VECTORS)
+        in_vectors = _places_of_vectors(aux)
 
         def run(dout, dlse, q, k, v, out, lse, *aux):
             bits = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
@@ -369,9 +367,9 @@ class RepeatedCall:
         return run
 
 
-def _present(aux: Aux, places: Sequence[int]) -> list[int]:
-    """Those of the places that have a tensor."""
-    return [place for place in places if aux and aux[place] is not None]
+def _places_of_vectors(aux: Aux) -> list[int]:
+    """Where the tensors are of which kernels read several elements at once."""
+    return [place for place in _READ_IN_VECTORS if aux and aux[place] is not None]
 
 
 def _reads_as_given(side: SideInputs, q: Tensor) -> bool:
@@ -380,8 +378,7 @@ def _reads_as_given(side: SideInputs, q: Tensor) -> bool:
         return True
     if readable(q) and not (side.cu_seqlens_q is side.key_lengths is None and side.descales == (None, None, None)):
         return False
-    same = readable_side(side)
-    return all(one is other for one, other in zip(side_tensors(same), side_tensors(side))) and all(
-        tensor is None or tensor.data_ptr() % 16 == 0
-        for tensor in (side.bias, side.mask, side.block_lists, side.block_patterns)
-    )
+    given: Aux = side_tensors(side)
+    if any(one is not other for one, other in zip(given, side_tensors(readable_side(side)))):
+        return False
+    return all(given[place].data_ptr() % 16 == 0 for place in _places_of_vectors(given))

@@ -53,7 +53,7 @@ class AttentionBackends(Backends[Call]):
 def _aligned(call: Call) -> dict[str, Any]:
     """q, k and v where kernels can read them best."""
     return {
-        name: TensorFacts(of.dtype, of.shape, contiguous_strides(tuple(of.shape)))
+        name: TensorFacts(of.dtype, of.shape, contiguous_strides(of.shape))
         for name, of in (("q", call.q), ("k", call.k), ("v", call.v))
     }
 

@@ -17,6 +17,7 @@ from flashtile._backends.tma import joined
 from flashtile.ops.attention.arguments import Aux, Scalars
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.hopper.backward_configs import choose_backward_config
+from flashtile.ops.attention.hopper.backward_descriptors import read_layouts
 from flashtile.ops.attention.hopper.backward_source import backward_plan
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
@@ -225,7 +226,6 @@ def plan_apart(plan_kernels: Callable[[Frame], ApartPlan], keys_of_dv: int, call
     call.check_sizes()
     assert call.dout is not None
     spec, lengths, has_empty_rows = call.spec, call.aux.key_lengths is not None, call.may_hide_rows
-    dout_shape = (*call.q.shape[:-1], call.v.shape[-1])
     own_rows = {"dv": (call.rows_k, keys_of_dv), "dk": (call.rows_k, _ROWS), "dq": (call.rows_q, _ROWS)}
     tiles = {name: call.tiles(*rows) for name, rows in own_rows.items()}
     steps = longest_walk(tiles["dq"], spec, _ROWS, keys_of_dv)
@@ -236,12 +236,11 @@ def plan_apart(plan_kernels: Callable[[Frame], ApartPlan], keys_of_dv: int, call
     statistic_tiles = tiles["dq"] * _STATISTICS_TOGETHER
     described = side_of_call(call, covered=False, by_column=True)
     dk_shape, dv_shape = ((*of.shape[:-2], call.heads_kv * shares, of.shape[-1]) for of in (call.k, call.v))
-    read = {name: (tuple(of.shape), of.strides) for name, of in (("q", call.q), ("k", call.k), ("v", call.v))}
-    read["dout"] = dout_shape, contiguous_strides(dout_shape) if has_empty_rows else call.dout.strides
+    strides_dout = contiguous_strides(call.out_shape) if has_empty_rows else call.dout.strides
     frame = Frame(
         call=call,
-        read=read,
-        written={"dq": tuple(call.q.shape), "dk": dk_shape, "dv": dv_shape},
+        read=read_layouts(call, strides_dout),
+        written={"dq": call.q.shape, "dk": dk_shape, "dv": dv_shape},
         tiles=tiles,
         lines={"dv": lines_kv, "dk": lines_kv, "dq": lines},
         masks={
@@ -261,7 +260,7 @@ def plan_apart(plan_kernels: Callable[[Frame], ApartPlan], keys_of_dv: int, call
         scratch=Scratch(
             statistics=2 * STATISTIC_ROWS * statistic_tiles * lines,
             # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read it.
-            masked_dout=math.prod(dout_shape) * call.dtype.itemsize // 4 if has_empty_rows else 0,
+            masked_dout=math.prod(call.out_shape) * call.dtype.itemsize // 4 if has_empty_rows else 0,
             counter=1,
         ),
         sink_sums=sink_sums_layout(call, statistic_tiles * lines),
@@ -273,7 +272,7 @@ def _plan_begin(call: Call, side: SideParameters, statistic_tiles: int, lines: i
     """The kernel of statistics (`backward_ends`), with tiles of `STATISTIC_ROWS` queries, of which every 64 are
     whole."""
     assert call.dout is not None
-    apart = batch_row_head((*call.q.shape[:-1], call.v.shape[-1]), call.dout.strides)
+    apart = batch_row_head(call.out_shape, call.dout.strides)
     variant = BackwardVariant(
         call.dtype,
         *call.head_dims,

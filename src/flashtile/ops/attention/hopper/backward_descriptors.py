@@ -82,6 +82,12 @@ def boxes_of(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
     return boxes
 
 
+def read_layouts(call: Call, strides_dout: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shapes and strides of what the kernels of a backward read. `strides_dout`: of the dout among it."""
+    read = {"q": call.q, "k": call.k, "v": call.v}
+    return {**{name: (of.shape, of.strides) for name, of in read.items()}, "dout": (call.out_shape, strides_dout)}
+
+
 def describer(
     variant: BackwardVariant,
     call: Call,
@@ -96,9 +102,7 @@ def describer(
     dq, dk, dv = gradients
     describe = packed_layout if variant.packed else strided_layout
     describe_keys = bounded_layout if variant.bounded else strided_layout
-    bias, dout_shape = call.aux.bias, (*call.q.shape[:-1], call.v.shape[-1])
-    read = {name: (tuple(of.shape), of.strides) for name, of in (("q", call.q), ("k", call.k), ("v", call.v))}
-    read["dout"] = dout_shape, strides_dout
+    bias, read = call.aux.bias, read_layouts(call, strides_dout)
     layouts = {
         **{name: (describe_keys if name in ("k", "v") else describe)(*of) for name, of in read.items()},
         "dq": describe(dq.shape, dq.strides),

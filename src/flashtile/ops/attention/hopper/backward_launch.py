@@ -268,8 +268,8 @@ def _plan(call: Call) -> BackwardPlan:
         spec.banded and spec.top_left,
         call.has_dlse,
         ordered,
-        spec.softcap > 0,
         side_of_call(call, covered=covered, by_column=True),
+        spec.softcap > 0,
         single_key_tile=single,
         whole_lines=whole,
         lone_tiles=lone > 0,
@@ -277,7 +277,6 @@ def _plan(call: Call) -> BackwardPlan:
         function=function_of_call(call, covered),
     )
     tiles = query_tiles * lines
-    dout_shape = (*call.q.shape[:-1], head_dim_v)
     blocks = spec.block_shape is not None
     uneven = variant.bounded or blocks or (variant.has_right and not variant.has_left)
     steps = longest_walk(query_tiles, spec, config.block_m, config.block_n)
@@ -295,7 +294,7 @@ def _plan(call: Call) -> BackwardPlan:
         parts = parts_of_walks(key_tiles * lines_kv * shares, query_tiles, group, programs)
     shares *= parts
     assert call.dout is not None
-    strides_dout = batch_row_head(dout_shape, call.dout.strides)
+    strides_dout = batch_row_head(call.out_shape, call.dout.strides)
     wide = max(strides_dout) >= 2**31
     looping = with_loops(variant, group, rows_q, rows_k)._replace(divides_queries=parts > 1)
     sums_bias = wanted.bias and serves_bias_gradient(config, moves_by_tma(aux.bias, dtype))
@@ -341,8 +340,8 @@ def _plan(call: Call) -> BackwardPlan:
     masked_dout, strides_read = 0, call.dout.strides
     if has_empty_rows:
         # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read it.
-        masked_dout = math.prod(dout_shape) * dtype.itemsize // 4
-        strides_read = contiguous_strides(dout_shape)
+        masked_dout = math.prod(call.out_shape) * dtype.itemsize // 4
+        strides_read = contiguous_strides(call.out_shape)
     stored_bias = None
     if config.bias_stored and aux.bias is not None:
         stored_bias = Layout(aux.bias.shape, padded_strides(aux.bias.shape), aux.bias.dtype)

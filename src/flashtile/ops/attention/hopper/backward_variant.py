@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile._backends.launch import ABSENT, int32
-from flashtile.ops.attention.call import AuxFacts, Call, Machine, TensorFacts
+from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.hopper.backward_configs import (
     BackwardConfig,
     BiasGradientConfig,
@@ -20,11 +19,9 @@ from flashtile.ops.attention.hopper.backward_configs import (
 from flashtile.ops.attention.hopper.backward_tiles import ScoreChange
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
 from flashtile.ops.attention.hopper.dq_ends import BYTES_OF_A_COLUMN
-from flashtile.ops.attention.hopper.parameters import side_of_call
 from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
 from flashtile.ops.attention.hopper.turns import take_two_rounds
 from flashtile.ops.attention.parameters import SideParameters
-from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
 
 #: Queries that a key tile visits, of all heads that share its keys, or of one share (`walks.shares_of_heads`). From so
@@ -72,14 +69,6 @@ def function_of_call(call: Call, covered: bool) -> ScoreChange:
     )
 
 
-def _without_side() -> SideParameters:
-    """The side inputs of a call that has none."""
-    tensor, device = TensorFacts(torch.bfloat16, (1, 1, 1, 64), (64, 64, 64, 1)), torch.device("cuda")
-    machine = Machine("cuda", KNOWN_DEVICES["sm_90"], 1)
-    call = Call("auto", "backward", AttentionSpec(1.0), tensor, tensor, tensor, AuxFacts(), machine, device)
-    return side_of_call(call, covered=False, by_column=True)
-
-
 class BackwardVariant(NamedTuple):
     """All that decides the machine code of the backward kernels; not lengths, batch or heads. `wide_strides`: the
     strides of dout pass 32 bits, so that the first kernel takes 66 registers instead of 62. `side`: without sinks,
@@ -99,8 +88,8 @@ class BackwardVariant(NamedTuple):
     top_left: bool
     has_dlse: bool
     ordered: bool
+    side: SideParameters
     softcap: bool = False
-    side: SideParameters = _without_side()
     has_empty_rows: bool = False
     wide_strides: bool = False
     sinks: bool = False

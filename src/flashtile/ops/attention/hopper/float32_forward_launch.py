@@ -68,7 +68,7 @@ def plan_float32_forward(call: Call) -> Float32ForwardPlan:
     head_dim, head_dim_v = call.head_dims
     config = choose_float32_forward_config(head_dim, head_dim_v)
     widths = (CHUNK * config.chunks, CHUNK * config.chunks, CHUNK * config.value_chunks)
-    parts = [parts_layout(tuple(of.shape), width) for of, width in zip((call.q, call.k, call.v), widths)]
+    parts = [parts_layout(of.shape, width) for of, width in zip((call.q, call.k, call.v), widths)]
     tiles = -(-rows_q // CONSUMER_ROWS)
     programs = tiles * call.batch * call.heads if rows_k else 0
     check_programs("q", programs)
@@ -96,8 +96,8 @@ def plan_float32_forward(call: Call) -> Float32ForwardPlan:
         num_warps=4, max_registers=MAX_REGISTERS,
     )  # fmt: skip
     outputs = (
-        contiguous((*call.q.shape[:-1], head_dim_v), torch.float32),
-        contiguous((*call.q.shape[:-3], call.heads, rows_q), torch.float32),
+        contiguous(call.out_shape, torch.float32),
+        contiguous(call.lse_shape, torch.float32),
     )
     if not programs:
         return Float32ForwardPlan((), kernel, allocator(outputs, call.device), joined(()))

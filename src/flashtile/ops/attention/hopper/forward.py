@@ -181,7 +181,7 @@ class Problem(NamedTuple):
         rows_q, rows_k: seq_q and seq_k, or the totals of a packed call.
         tiles, lines: `tiles` (packed: slots) on each of `lines`, which are as many for each part of the values'
             columns. `dynamic`: thread blocks take them as they come.
-        window: `plans.Window`.
+        window: `parameters.Window`.
         units: `scores.ScoreUnits`.
         k_rows_apart, v_rows_apart: with key lengths, rows of k and v from one batch entry to the next.
     """

@@ -187,9 +187,8 @@ def plan_forward(call: Call) -> ForwardPlan:
     short = min(rows_q, rows_k) <= _SHORT_ROWS and not _keep_keys_near(config, rows_q)
     as_they_come = uneven or rows_k >= _LONG_KEYS or short
     dynamic = as_they_come and tiles * lines > programs
-    out_shape = (*call.q.shape[:-1], head_dim_v)
-    of_rows = contiguous((*call.q.shape[:-3], call.heads, rows_q), torch.float32)
-    outputs = [contiguous(out_shape, out_dtype(dtype)), of_rows]
+    of_rows = contiguous(call.lse_shape, torch.float32)
+    outputs = [contiguous(call.out_shape, out_dtype(dtype)), of_rows]
     if spec.returns_max_scores:
         outputs.append(of_rows)
     boxes = _boxes(config, column_chunks(head_dim, dtype), value_chunks(head_dim_v), packed, bounded)
@@ -253,10 +252,10 @@ def plan_forward(call: Call) -> ForwardPlan:
     describe = packed_layout if packed else strided_layout
     describe_keys = bounded_layout if bounded else strided_layout
     layouts = [
-        describe(tuple(call.q.shape), call.q.strides),
-        describe_keys(tuple(call.k.shape), call.k.strides),
-        describe_keys(tuple(call.v.shape), strides_v),
-        describe(out_shape, outputs[0].strides),
+        describe(call.q.shape, call.q.strides),
+        describe_keys(call.k.shape, call.k.strides),
+        describe_keys(call.v.shape, strides_v),
+        describe(call.out_shape, outputs[0].strides),
     ]
     if aux.bias is not None:
         # Past the end of a bias NaN, so that too small a bias is seen; rows past those of q count for nothing.

@@ -65,8 +65,8 @@ def attention_forward_kernel(
     SCORE_FUNCTION: tl.constexpr,
 ):  # fmt: skip
     """`side`, `numbers`: the side inputs (`parameters`). `..._strides`: `Strides`. `rows_q`, `rows_k`: seq_q and
-    seq_k, or the totals of a packed call. `group`: query heads per key/value head. `window`: a `plans.Window`. `shape`:
-    a `TileShape`. `WHOLE`: the tiles that move divide their sequence. `ALL_VISIBLE`: none of them needs a mask.
+    seq_k, or the totals of a packed call. `group`: query heads per key/value head. `window`: a `Window`. `shape`: a
+    `TileShape`. `WHOLE`: the tiles that move divide their sequence. `ALL_VISIBLE`: none of them needs a mask.
     `ALIGNED`: as in `scores.kept_weights`. `MODIFIED`: something changes the scores. `max_scores_ptr`: the largest
     score of each row, in the shape of lse, where it is asked for."""
     BLOCK_M: tl.constexpr = shape.BLOCK_M

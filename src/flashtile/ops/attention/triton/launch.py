@@ -30,6 +30,8 @@ from flashtile.ops.attention.triton.plan import AttentionPlan, plan_for
 from flashtile.ops.attention.triton.shares_launch import sum_of_shares
 
 _LOG2_E = math.log2(math.e)
+#: Where the tensors of a call beside q, k and v have these.
+_SINKS, _BIAS = SINGLE.index("sinks"), SINGLE.index("bias")
 
 
 class QueryResults(NamedTuple):
@@ -154,10 +156,8 @@ def prepare_backward(
     """`backward` of all 16-bit calls that look like this one, from their tensors; or None."""
     if not _preparable(inputs.q, spec):
         return None
-    run, scalars = (
-        plan_backward(inputs, side, spec, wanted).run,
-        ((side.max_seqlen_q, side.max_seqlen_k), spec, wanted),
-    )
+    run = plan_backward(inputs, side, spec, wanted).run
+    scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, wanted
     return lambda inputs, aux: run(inputs, aux, scalars)
 
 
@@ -202,7 +202,7 @@ def run_queries(
     side_addresses, captured = aux_pointers(aux)
     if plan.all_gradients:
         dq, dk, dv, *more = plan.kernel.allocate()
-        statistics = more[0] if aux and aux[SINGLE.index("sinks")] is not None else None
+        statistics = more[0] if aux and aux[_SINKS] is not None else None
         bias_parts = more[-1] if wanted.bias else None
         everything = (q, k, v, out, dout, lse, dlse, statistics, slope_sums, None, dq, dk, dv, bias_parts)
         plan.kernel.launch(*pointers(*everything), *side_addresses)
@@ -246,7 +246,7 @@ def backward_bias(
 
 def _run_bias(plan: AttentionPlan, dout: Tensor, inputs: BackwardInputs, statistics: Tensor, aux: Aux) -> Tensor:
     if not plan.kernel.programs:
-        bias = aux[SINGLE.index("bias")]
+        bias = aux[_BIAS]
         return torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
     (sums,) = plan.kernel.allocate()
     side, captured = aux_pointers(aux)

@@ -135,8 +135,7 @@ def plan_for(kernel: Kernel, call: Call) -> AttentionPlan:
     if kernel in ("dkdv", "dbias"):
         dout = call.dout
         if call.may_hide_rows and dout is not None:  # a copy, which is contiguous
-            shape = (*call.q.shape[:-1], call.v.shape[-1])
-            dout = TensorFacts(call.v.dtype, shape, contiguous_strides(shape))
+            dout = TensorFacts(call.v.dtype, call.out_shape, contiguous_strides(call.out_shape))
         call = call._replace(dout=dout, has_dlse=False, wanted=NOTHING_WANTED)
     return _plan(kernel, call)
 
@@ -255,9 +254,8 @@ def _strides(planned: _Planned) -> dict[str, Strides]:
     """(batch, row, head) strides of the kernel's tensors, used ones; outputs are contiguous."""
     call = planned.call
     dk_shape, dv_shape = _written_shapes(planned)
-    out_shape = (*call.q.shape[:-1], call.v.shape[-1])
-    written = {"out": out_shape, "dq": call.q.shape, "dk": dk_shape, "dv": dv_shape}
-    of_each = {name: batch_row_head(shape, contiguous_strides(tuple(shape))) for name, shape in written.items()}
+    written = {"out": call.out_shape, "dq": call.q.shape, "dk": dk_shape, "dv": dv_shape}
+    of_each = {name: batch_row_head(shape, contiguous_strides(shape)) for name, shape in written.items()}
     given = {"q": call.q, "k": call.k, "v": call.v, "dout": call.dout}
     of_each |= {name: batch_row_head(of.shape, of.strides) for name, of in given.items() if of is not None}
     triples = [of_each[name] for name in _STRIDED[planned.kernel]]
@@ -342,18 +340,16 @@ def _output_layouts(planned: _Planned) -> tuple[Layout, ...]:
     see no key dout for the others; (dk, dv); the parts of the bias's gradient; or all gradients: (dq, dk, dv), with
     sinks the statistics, and where the bias learns the parts of its gradient."""
     call, dtype, parts = planned.call, planned.call.dtype, planned.work.parts
-    *sequences, rows, heads, _ = call.q.shape
-    out_shape, lse_shape = (*call.q.shape[:-1], call.v.shape[-1]), (*sequences, heads, rows)
     dk_shape, dv_shape = _written_shapes(planned)
-    statistics = ((*lse_shape, 4), torch.float32)
+    statistics = ((*call.lse_shape, 4), torch.float32)
     bias = call.aux.bias
     bias_parts = ((parts, *(bias.shape if bias else ())), bias.dtype if bias and parts == 1 else torch.float32)
     lse_count = 2 if call.spec.returns_max_scores else 1
     outputs = {
-        "forward": ((out_shape, out_dtype(dtype)), *((lse_shape, torch.float32),) * lse_count),
-        "dq": ((call.q.shape, dtype), statistics, *(((out_shape, dtype),) if planned.hides_rows else ())),
+        "forward": ((call.out_shape, out_dtype(dtype)), *((call.lse_shape, torch.float32),) * lse_count),
+        "dq": ((call.q.shape, dtype), statistics, *(((call.out_shape, dtype),) if planned.hides_rows else ())),
         "dkdv": ((dk_shape, dtype), (dv_shape, dtype)),
-        "column_sums": (((*sequences, heads, call.rows_k), torch.float32),),
+        "column_sums": (((*call.lse_shape[:-1], call.rows_k), torch.float32),),
         "dbias": (bias_parts,),
         "short_backward": (
             *((shape, dtype) for shape in (call.q.shape, dk_shape, dv_shape)),
