@@ -75,7 +75,7 @@ def attend_with_cache(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of one step: q `[B, seq_q, heads, head_dim]`, with cu_seqlens_q packed. Not recorded by autograd."""
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    cache = _with_rows_of_table(cache, batch)
+    cache = _with_selected_pages(cache, batch)
     paged = cache.page_table is not None and cache.k_cache.shape[1] % _PAGE_MULTIPLE
     ragged = cu_seqlens_q is not None or cache.cu_seqlens_new is not None or cache.rotary_lengths is not None
     eight_bits = q.dtype is torch.float8_e4m3fn
@@ -139,7 +139,7 @@ def _attend_to_copies(
     return attend(q, k, v, layout, call, chunk=chunk, qv=qv)
 
 
-def _with_rows_of_table(cache: Cache, batch: int) -> Cache:
+def _with_selected_pages(cache: Cache, batch: int) -> Cache:
     """The same with the row of each sequence in its place of the page table, where `entries` selects rows."""
     table, entries = cache.page_table, cache.entries
     if table is None or entries is None:

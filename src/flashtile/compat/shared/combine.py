@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.compat.shared.rows import rows_of
+from flashtile.compat.shared.rows import locate_rows
 
 
 def combine(
@@ -54,5 +54,5 @@ def _used(merged: Tensor, cu_seqlens: Tensor | None, seqused: Tensor) -> Tensor:
         return torch.arange(merged.shape[1], device=merged.device) < seqused[:, None]
     if cu_seqlens is None:
         raise ValueError("cu_seqlens: expected [batch + 1] beside seqused of packed rows, got None; say where they lie")
-    sequence, within, inside = rows_of(cu_seqlens, merged.shape[0])
+    sequence, within, inside = locate_rows(cu_seqlens, merged.shape[0])
     return inside & (within < seqused[sequence])

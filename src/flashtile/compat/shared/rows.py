@@ -53,9 +53,9 @@ def gathered_keys(
         check_page_numbers(k.shape[0], k.shape[1], block_table, first + lengths)
     stored = k.shape[0] if block_table is None else min(block_table.numel(), k.shape[0] * batch) * k.shape[1]
     rows = stored if max_seqlen_k is None else min(batch * max_seqlen_k, stored)
-    row = torch.arange(rows, device=k.device)
-    sequence = (torch.searchsorted(cu_seqlens, row, right=True) - 1).clamp(max=max(batch - 1, 0))
-    position = row - cu_seqlens[sequence] + first[sequence] if batch else row
+    sequence, position, _ = locate_rows(cu_seqlens, rows)
+    if batch:
+        position = position + first[sequence]
     if block_table is not None:
         position = _in_pages(position, sequence, block_table, k.shape[1])
         k, v = k.flatten(0, 1), v.flatten(0, 1)
@@ -140,12 +140,9 @@ def only_used_rows(x: Tensor, cu_seqlens: Tensor, used: Tensor) -> UsedRows:
     """Takes the first `used[b]` rows of each packed sequence `b` of x `[total, heads, head_dim]`. Waits for nothing."""
     batch, total = cu_seqlens.shape[0] - 1, x.shape[0]
     rows, _, packed = gathered_keys(x, x, cu_seqlens, None, lengths=used)
-    before = torch.arange(total, device=x.device)
-    sequence = torch.searchsorted(cu_seqlens.to(before.dtype), before, right=True) - 1
-    inside = sequence.clamp(max=max(batch - 1, 0))
-    within = before - cu_seqlens[inside]
-    counts = (sequence < batch) & (within < used[inside]) if batch else torch.zeros_like(before, dtype=torch.bool)
-    row = (packed[inside] + within).clamp(min=0, max=max(total - 1, 0)) if batch else before
+    sequence, within, inside = locate_rows(cu_seqlens, total)
+    counts = inside & (within < used[sequence]) if batch else inside
+    row = (packed[sequence] + within).clamp(min=0, max=max(total - 1, 0))
     return UsedRows(rows, packed.to(cu_seqlens.dtype), row, counts)
 
 
@@ -165,7 +162,7 @@ def rotated(
     if one_by_one:
         turned = flashtile.apply_rotary(wide, cos, sin, interleaved, seqlen_offsets=positions, cu_seqlens=cu_seqlens)
     else:
-        sequence, _, _ = rows_of(cu_seqlens, x.shape[0])
+        sequence, _, _ = locate_rows(cu_seqlens, x.shape[0])
         offsets = positions[sequence] if positions.shape[0] else positions.new_zeros(x.shape[0])
         turned = flashtile.apply_rotary(wide[:, None], cos, sin, interleaved, seqlen_offsets=offsets)[:, 0]
     if x.dtype is torch.float8_e4m3fn:
@@ -174,7 +171,7 @@ def rotated(
     return turned.to(x.dtype)
 
 
-def rows_of(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+def locate_rows(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
     """For each of `total` packed rows: its sequence, its number there, and whether it belongs to one."""
     batch = cu_seqlens.shape[0] - 1
     row = torch.arange(total, device=cu_seqlens.device)
@@ -193,7 +190,7 @@ def append(
     total, page_size = new[0].shape[0], caches[0].shape[1]
     if not total or not table.numel():
         return
-    sequence, within, there = rows_of(cu_seqlens, total)
+    sequence, within, there = locate_rows(cu_seqlens, total)
     position = before[sequence] + within
     there = there & (position < table.shape[1] * page_size)
     page = table[sequence, (position // page_size).clamp(max=table.shape[1] - 1)].long()

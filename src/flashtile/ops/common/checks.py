@@ -64,12 +64,12 @@ def check_rows(name: str, rows: int, most: int = MAX_ROWS) -> None:
         raise ValueError(f"{name}: expected at most {most} rows on a GPU, got {rows}; split it, and call for each part")
 
 
-def check_count(name: str, count: int, remedy: str) -> None:
+def check_count(name: str, count: int, remedy: str, least: int = 0) -> None:
     """For a number of things that are to be made, which an exported program may leave open."""
     if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {count!r}; {remedy}")
-    if count < 0:
-        raise ValueError(f"{name}: expected at least 0, got {count}; {remedy}")
+    if count < least:
+        raise ValueError(f"{name}: expected at least {least}, got {count}; {remedy}")
     if known(count >= LARGEST_COUNT):
         raise ValueError(f"{name}: expected a number below 2**62, got {count}; {remedy}")
 

@@ -146,9 +146,7 @@ def cross_entropy(
     checks.check_label_values(labels, spec)
     if inplace_backward:
         checks.check_inplace(logits)
-    weights = class_weights
-    if weights is not None:
-        weights = checks.resolve_class_weights(weights, logits.dtype, logits.device, spec.vocabulary)
+    weights = checks.resolve_class_weights(class_weights, logits.dtype, logits.device, spec.vocabulary)
     loss, z_loss = run_cross_entropy(_rows(logits), labels.reshape(-1), weights, spec, inplace_backward, backend)
     return _shaped(loss, z_loss, labels, reduction)
 
@@ -260,9 +258,7 @@ def linear_cross_entropy(
         softcap,
     )
     checks.check_label_values(labels, spec)
-    weights = class_weights
-    if weights is not None:
-        weights = checks.resolve_class_weights(weights, x.dtype, x.device, spec.vocabulary)
+    weights = checks.resolve_class_weights(class_weights, x.dtype, x.device, spec.vocabulary)
     operands = LinearOperands(x.reshape(labels.numel(), x.shape[-1]), weight, bias, labels.reshape(-1), weights)
     loss, z_loss = run_linear_cross_entropy(operands, spec, backend)
     return _shaped(loss, z_loss, labels, reduction)

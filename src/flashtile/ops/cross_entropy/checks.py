@@ -154,9 +154,13 @@ def make_spec(
     )
 
 
-def resolve_class_weights(class_weights: Tensor, dtype: torch.dtype, device: torch.device, vocabulary: int) -> Tensor:
+def resolve_class_weights(
+    class_weights: Tensor | None, dtype: torch.dtype, device: torch.device, vocabulary: int
+) -> Tensor | None:
     """Class weights of the vocabulary of all processes and their sum, `[vocabulary + 1]`, in the dtype that computes;
-    `dtype` and `device` of the logits."""
+    None for none. `dtype` and `device` of the logits."""
+    if class_weights is None:
+        return None
     check_tensors(class_weights=class_weights)
     wide = compute_dtype(dtype)
     if class_weights.dtype not in (dtype, wide):

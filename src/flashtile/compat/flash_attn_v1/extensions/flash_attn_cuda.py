@@ -15,7 +15,7 @@ from flashtile.compat.flash_attn_v1.flash_blocksparse_attn_interface import layo
 from flashtile.compat.shared import calls
 from flashtile.compat.shared.arguments import refuse
 from flashtile.compat.shared.probs import padded_rows
-from flashtile.compat.shared.rows import rows_of
+from flashtile.compat.shared.rows import locate_rows
 from flashtile.compat.shared.version1 import PROBS_MULTIPLE, padded_lse
 
 #: Queries and keys of a block of a block mask.
@@ -168,7 +168,7 @@ def _attend(
         dropout_p=p_dropout, dropout_seed=seed, key_lengths=cu_seqlens_k.diff(),
         block_mask=flashtile.BlockMask.from_layout(layout, _TILE, max_seqlen_q, max_seqlen_k), return_lse=True,
     )  # fmt: skip
-    sequence, within, there = rows_of(cu_seqlens_q, q.shape[0])
+    sequence, within, there = locate_rows(cu_seqlens_q, q.shape[0])
     if not out.numel():
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse
     rows = out[sequence, within.clamp(max=max_seqlen_q - 1)]

@@ -11,7 +11,8 @@ from flashtile.ops.attention.block_mask import BlockMask, from_bounds
 from flashtile.ops.attention.block_mask_arguments import checked_shape, resolved_device, stored_tile
 from flashtile.ops.attention.mask_functions import Predicate, mapped
 from flashtile.ops.attention.tile_lists import Bounds, Grid, Shape, Tiles
-from flashtile.ops.common.checks import INDEX_DTYPES, LARGEST_COUNT
+from flashtile.ops.common import checks
+from flashtile.ops.common.checks import INDEX_DTYPES
 
 Device = torch.device | str | None
 #: Unless the caller says otherwise.
@@ -31,12 +32,10 @@ def made(
 
 
 def check_count(name: str, count: int, least: int, remedy: str) -> None:
-    if isinstance(count, bool) or not isinstance(count, int):
+    """For a number that no exported program may leave open, because masks are built from it."""
+    if isinstance(count, torch.SymInt):
         raise TypeError(f"{name}: expected an int, got {count!r}; {remedy}")
-    if count < least:
-        raise ValueError(f"{name}: expected at least {least}, got {count}; {remedy}")
-    if count >= LARGEST_COUNT:
-        raise ValueError(f"{name}: expected a number below 2**62, got {count}; {remedy}")
+    checks.check_count(name, count, remedy, least)
 
 
 def integers(
