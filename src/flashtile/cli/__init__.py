@@ -31,7 +31,7 @@ def main(*command: str) -> None:
             sys.stdout.flush()
     except OSError as error:  # such as a full disk
         where = "" if error.filename is None else f"{error.filename}: "
-        # What was to be written would fail again when the process ends.
+        # Python flushes stdout again at exit, and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"error: {where}{error.strerror or error}", file=sys.stderr)
         sys.exit(2)

@@ -92,7 +92,7 @@ def facts_table() -> Table:
 
 @dataclass(frozen=True)
 class Missing:
-    """What is not here, what it is for, and how to get it."""
+    """A missing package or program, its purpose, and how to get it."""
 
     name: str
     purpose: str

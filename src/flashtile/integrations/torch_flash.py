@@ -187,7 +187,7 @@ class _Operators:
                 )  # fmt: skip
             state = query.new_empty(2, dtype=torch.uint64) if seed is None else seed.view(torch.uint64)
             unused = query.new_empty((), dtype=torch.uint64)
-            return _in_strides_of(query, out), lse, state, unused, query.new_empty(0)
+            return _match_strides(query, out), lse, state, unused, query.new_empty(0)
 
     def forward_to(self, out: Tensor, query: Tensor, *arguments: Any, **options: Any) -> Tensor:
         results = self.forward(query, *arguments, **options)
@@ -223,7 +223,7 @@ class _Operators:
                 "cu_seqlens": cum_seq_q, "max_seqlen": max_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_k": max_k
             }  # fmt: skip
         dq, dk, dv = flashtile.attention_backward(grad_out, query, key, value, out, logsumexp, **options)[:3]
-        return _in_strides_of(query, dq), _in_strides_of(key, dk), _in_strides_of(value, dv)
+        return _match_strides(query, dq), _match_strides(key, dk), _match_strides(value, dv)
 
 
 def _described(scale: float | None, is_causal: bool, left: int | None, right: int | None) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def _described(scale: float | None, is_causal: bool, left: int | None, right: in
     return {"scale": scale, "causal": is_causal, "window": None if sides == (None, None) else sides}
 
 
-def _in_strides_of(like: Tensor, result: Tensor) -> Tensor:
+def _match_strides(like: Tensor, result: Tensor) -> Tensor:
     """A result as PyTorch's compiler expects it: as `torch.empty_like` lies."""
     if result.stride() == like.stride():
         return result

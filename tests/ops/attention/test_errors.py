@@ -473,7 +473,7 @@ def test_repeated_calls_do_not_look_at_the_layout(monkeypatch: pytest.MonkeyPatc
     q = zeros(1, 5, 3, 8)
     flashtile.attention(q, q, q)
     monkeypatch.setattr(
-        attention_checks, "warn_of_swapped_layout", lambda *arguments: pytest.fail("looks at the layout")
+        attention_checks, "warn_swapped_layout", lambda *arguments: pytest.fail("looks at the layout")
     )
     flashtile.attention(q, q, q)
 

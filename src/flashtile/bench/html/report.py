@@ -21,8 +21,7 @@ _NO_PICTURES = f"The page has tables only. Pictures need matplotlib: {how_to_ins
 
 @dataclass(frozen=True)
 class Written:
-    """What a page has: the number of charts, how many of them are pictures and not tables, and what its reader must
-    know."""
+    """The number of charts on a page, how many of them are pictures rather than tables, and notes for its reader."""
 
     charts: int
     pictures: int

@@ -22,8 +22,8 @@ import flashtile
 from flashtile.integrations.transformers.attention import refuse, widened
 from flashtile.integrations.transformers.masks import pattern_within_sequences
 
-#: Of an implementation's name while a model has its requests batched; for transformers, builds of flash_attn make no
-#: masks, and it knows them by "flash".
+#: Prefix of an implementation's name while a model's requests are batched. It has "flash" in it, because transformers
+#: makes no masks for such names.
 PREFIX = "flashtile-paged|"
 
 #: Where transformers chooses the implementation, and whether steps of decoding read pages by a block table.

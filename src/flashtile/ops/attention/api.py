@@ -208,7 +208,7 @@ def attention(
 def _returned(
     results: Tensor | tuple[Tensor, ...], return_lse: bool, return_max_scores: bool
 ) -> Tensor | tuple[Tensor, ...]:
-    """What a call returns of (out, lse) or (out, lse, max_scores), or of out alone."""
+    """Picks the results that a call returns from (out, lse), from (out, lse, max_scores), or from out alone."""
     if return_lse:
         return results
     if return_max_scores:

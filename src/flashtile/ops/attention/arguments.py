@@ -47,10 +47,9 @@ LEARNED = tuple(SideInputs._fields.index(name) for name in Wanted._fields[:-1])
 #: The side inputs that are a tensor each, in the order of `side_tensors`; captured tensors follow there.
 SINGLE = tuple(name for name in SideInputs._fields[:-1] if name not in ("max_seqlen_q", "max_seqlen_k"))
 
-
 #: The tensors of a call beside q, k and v, as `side_tensors` has them; empty where there are none.
 Aux = tuple[Any, ...]
-#: What a backward reads of a call beside its tensors: max_seqlens, the spec, and which side inputs want gradients.
+#: The values that a backward needs beside the tensors: max_seqlens, the spec, and which side inputs want gradients.
 Scalars = tuple[tuple[int, int], AttentionSpec, Wanted]
 
 

@@ -1,4 +1,4 @@
-"""What a backend of attention tells of a call: the kernels that it would run.
+"""Descriptions of the kernels that a backend of attention would run for a call.
 
 The package of each backend has a `backend.py` with `unsupported_reason` and `describe`, which need no Triton; `BACKEND`
 puts them together with the name and with the module of `forward` and `backward`. `select` has the list of them.

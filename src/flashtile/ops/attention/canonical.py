@@ -38,7 +38,7 @@ def checked_qkv(
         # Looked into only now, so that a call with tensors does not pay for it.
         checks.check_tensors(q=q, k=k, v=v)
         raise
-    checks.warn_of_swapped_layout(q, layout)
+    checks.warn_swapped_layout(q, layout)
     return q, k, v
 
 

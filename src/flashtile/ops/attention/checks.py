@@ -56,7 +56,7 @@ __all__ = [
     "resolve_sinks",
     "resolve_softcap",
     "resolve_window",
-    "warn_of_swapped_layout",
+    "warn_swapped_layout",
 ]
 
 
@@ -129,7 +129,7 @@ _MANY_HEADS = 256
 _warned = False
 
 
-def warn_of_swapped_layout(q: Tensor, layout: Sequence[str]) -> None:
+def warn_swapped_layout(q: Tensor, layout: Sequence[str]) -> None:
     """Warns once in a process where q, whose shape was checked, has more heads than any model, and far fewer tokens:
     then it probably has PyTorch's layout, heads before tokens, which gives wrong numbers without an error. Calls by
     flashtile itself have the right one, as that of `scaled_dot_product_attention` for inputs without heads."""
