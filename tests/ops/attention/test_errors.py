@@ -472,9 +472,7 @@ def test_the_layout_of_pytorch_is_warned_of_once(layout: str, monkeypatch: pytes
 def test_repeated_calls_do_not_look_at_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     q = zeros(1, 5, 3, 8)
     flashtile.attention(q, q, q)
-    monkeypatch.setattr(
-        attention_checks, "warn_swapped_layout", lambda *arguments: pytest.fail("looks at the layout")
-    )
+    monkeypatch.setattr(attention_checks, "warn_swapped_layout", lambda *arguments: pytest.fail("looks at the layout"))
     flashtile.attention(q, q, q)
 
 
