@@ -3,7 +3,7 @@
 ptxas 12.8 got registers wrong in three kernels. In the Hopper backward it computed addresses ahead of one loop and used
 them in the next one, although a branch may skip the first. In the portable forward it computed descriptors of `p v`
 from a register of another value. In the Hopper backward of float16 it fetched half of a register from memory before it
-had stored the register there (docs/engineering_log/compilers.md). Four questions find such code:
+had stored the register there (decisions/compilers.md). Four questions find such code:
 
 - `unset_registers`: which instructions may use a uniform register that nothing has set?
 - `wrong_descriptors`: which products (wgmma) take a descriptor with another high word than the PTX has?

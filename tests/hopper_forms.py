@@ -692,5 +692,5 @@ FLOAT32_BACKWARD_FORMS = {
 }
 
 #: Forms whose products ptxas serialises, because dk and dv beside a producer leave too few registers
-#: (docs/engineering_log/hopper_backward.md).
+#: (decisions/hopper_backward.md).
 SERIALISED = {"192x128-blocks", "192x128-packed-blocks"}

@@ -2,7 +2,7 @@
 
 Each call finds NaN in the memory that it is given for its results. So a tile that nobody computes is seen, which a
 repeated call would hide by the results of the one before. Several such processes share a GPU: the fault that this looks
-for came about once in ten thousand calls of a program that had the GPU to itself in turns (docs/engineering_log,
+for came about once in ten thousand calls of a program that had the GPU to itself in turns (decisions/hopper_forward.md,
 "Tiles that nobody computed").
 """
 

@@ -480,7 +480,7 @@ def read_binary(compiled: CompiledKernel, device: DeviceFacts) -> Binary:
 
 
 #: Whether this is the Triton with which the tests' limits were measured: how many bytes a thread spills, and which
-#: kernels' products ptxas serialises. Others assign registers in their own way (docs/engineering_log/compilers.md).
+#: kernels' products ptxas serialises. Others assign registers in their own way (decisions/compilers.md).
 IS_MEASURED = triton.__version__.startswith("3.6.")
 
 

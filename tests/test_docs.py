@@ -26,7 +26,8 @@ from flashtile.ops.attention.select import BACKENDS
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(flashtile.__file__).parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+DECISIONS = sorted((ROOT / "decisions").glob("*.md"))
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *DECISIONS])
 #: Those that run as they are; what takes arguments has tests of its own.
 EXAMPLES = sorted(
     p for p in (ROOT / "examples").glob("*.py") if not (ROOT / "tests/examples" / f"test_{p.name}").exists()
@@ -39,7 +40,7 @@ PEERS = ("sdpa-flash", "sdpa-cudnn", "fa4")
 _SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PRINTED = re.compile(r"^prints\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
-_FILE = re.compile(r"`((?:src|tests|docs|examples|benchmarks|\.ci)/[\w./-]+)`")
+_FILE = re.compile(r"`((?:src|tests|docs|decisions|examples|benchmarks|\.ci)/[\w./-]+)`")
 _TARGET = re.compile(r"\bmake ([a-z][a-z-]*)\b")
 
 
@@ -99,6 +100,14 @@ def test_the_minutes_that_the_tests_take_are_the_same_everywhere():
         lines = [line for text in texts for line in text.splitlines() if line.startswith(f"| `make {target}` |")]
         minutes = [re.search(r"(\d+) minutes", line)[1] for line in lines]
         assert len(minutes) == 2 and len(set(minutes)) == 1, lines
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=_name)
+def test_decisions_are_short_and_dated(path):
+    for record in path.read_text("utf-8").split("\n## ")[1:]:
+        title, _, text = record.partition("\n")
+        assert len(record.split()) <= 200, title
+        assert re.match(r"\n\*20\d\d-\d\d-\d\d", text), title
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=_name)

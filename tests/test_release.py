@@ -23,7 +23,7 @@ SOURCE = Path(flashtile.__file__).parent
 #: What importing flashtile may take beyond importing torch, as a part of that. It takes 0.11 to 0.13, and Triton would
 #: add 0.14.
 MOST_OF_TORCH = 0.15
-_BUILT = ("src", "tests", "docs", "examples", "benchmarks", "tools")
+_BUILT = ("src", "tests", "docs", "decisions", "examples", "benchmarks", "tools")
 _FILES = ("LICENSE", "Makefile", "mkdocs.yml", ".gitignore", "pyproject.toml", "requirements-dev.txt")
 
 

@@ -6,7 +6,7 @@ All rows of the kernels' tables, with and without masks, a soft cap, a fixed ord
 tiles that are computed once more; and what changes scores, block masks with tiles of both sizes, the largest scores,
 and sequences of one tile.
 A run without compute-sanitizer before it fills the cache of compiled kernels. What racecheck reports is in
-docs/engineering_log/hopper_backward.md.
+decisions/hopper_backward.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 - Documents of the repository that lie elsewhere become pages: CONTRIBUTING, CHANGELOG, the list of records. The README
   does not, because the site begins with docs/index.md.
 - Records and sources that a document links to become files and pages of the site, so that every link leads somewhere
-  without a network. Links are rewritten on the way; the documents keep those that work in a checkout.
+  without a network. Links are rewritten on the way; the documents keep those that work in a checkout. Decision records
+  are for those who have one: the site names their files.
 - The search needs no server and no network.
 - The API reference is made from the public names: one page for each operation and package. A page begins with the first
   example of its guide, and then has the docstrings.
@@ -62,6 +63,7 @@ _OTHER_NAMES = re.compile(
 _EXAMPLE = re.compile(r"^```python\n.*?^```\n", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"^```python\n.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
+_DECISION = re.compile(r"\[([^\]]+)\]\((?:\.\./)?(decisions/\w+\.md)(?:#[\w-]+)?\)")
 
 
 def on_config(config: Any) -> Any:
@@ -104,7 +106,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         path = _target(document, match[2])
         return match[0] if path is None else match[1] + posixpath.relpath(_place(path), here or ".") + match[3]
 
-    return _LINK.sub(rewritten, markdown)
+    return _LINK.sub(rewritten, _DECISION.sub(r"\1 in `\2`", markdown))
 
 
 def _document(page: str) -> Path | None:
@@ -120,11 +122,12 @@ def _linked(document: Path) -> set[Path]:
 
 
 def _target(document: Path, link: str) -> Path | None:
-    """The file of the repository that a link leads to; None where it is none."""
+    """The file of the repository that a link leads to; None where it is none, or is no part of the site."""
     if "://" in link:
         return None
     path = (document.parent / link).resolve()
-    return path if path.is_file() and path.is_relative_to(ROOT) else None
+    is_part = path.is_file() and path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "decisions")
+    return path if is_part else None
 
 
 def _name(path: Path) -> str:

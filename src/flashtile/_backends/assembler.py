@@ -2,7 +2,7 @@
 
 Triton's wheel has two, of CUDA 12 and of CUDA 13. From Triton 3.9 on it takes the newer one for sm_90 as well, which
 keeps fewer values of the Hopper kernels in registers: forwards take up to twice as long
-(`docs/engineering_log/compilers.md`). So the kernels of this package take the older one there, unless a user has said
+(`decisions/compilers.md`). So the kernels of this package take the older one there, unless a user has said
 which one to take.
 """
 

@@ -1,7 +1,7 @@
 """Compiling and loading kernels at the same time: one that is launched now, and those that will be launched soon.
 
 Triton's passes, ptxas and the C compiler let go of Python's lock, so threads share the work among the cores
-(`docs/engineering_log/compilers.md`). No thread is left when the launch returns, so a process may fork or end at any
+(`decisions/compilers.md`). No thread is left when the launch returns, so a process may fork or end at any
 time.
 """
 

@@ -1,6 +1,6 @@
 """Checks of what kernels compute on this machine, over the ways in which tiles can lie in shared memory.
 
-A compiler has been wrong for some of these ways and right for all others (docs/engineering_log/compilers.md), so a
+A compiler has been wrong for some of these ways and right for all others (decisions/compilers.md), so a
 kernel that is right for one head size says little about the next. The list has every combination of tile widths and
 alignments that selects another layout, and each input on its own in rows of odd strides and at odd addresses.
 `flashtile doctor --check-kernels` runs it on a user's GPU.

@@ -320,7 +320,7 @@ def unpack(x, dtype: gl.constexpr):
 
     Each float16 gets a register of its own before it is converted. Where ptxas could take the halves of a pair as they
     lie, it kept pairs in memory, fetched their halves by themselves, and fetched some before it had stored the pair
-    (docs/engineering_log/compilers.md, "Halves of a pair")."""
+    (decisions/compilers.md, "Halves of a pair")."""
     if dtype == gl.bfloat16:
         wide = gl.inline_asm_elementwise(
             "{ .reg .b32 x; shl.b32 x, $2, 16; mov.b32 $0, x; and.b32 x, $2, 0xffff0000; mov.b32 $1, x; }",

@@ -3,7 +3,7 @@
 Scores are products of 8-bit numbers, for which the tensor cores take half the time of 16-bit ones. Weights and values
 are multiplied in bfloat16: `attention_widen_kernel` writes the values so before the forward runs, each number as it is.
 8-bit weights would have 3 bits after the leading one, and span so few powers of two that each tile needs the maximum of
-its rows, which takes the time that the faster product saves (docs/engineering_log/fp8.md has both).
+its rows, which takes the time that the faster product saves (decisions/hopper_forward.md has both).
 """
 
 from flashtile._backends.gluon import gl, gluon

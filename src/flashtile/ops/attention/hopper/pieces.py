@@ -383,7 +383,7 @@ def take_number(counter_ptr):
     """Adds one to a counter in device memory. Returns what it held before, a scalar. The caller must be one warp.
 
     `gl.atomic_add` hands its scalar round through shared memory, and numbers got lost there: thread blocks ended early,
-    and nobody computed their tiles (docs/engineering_log/hopper_forward.md, "Tiles that nobody computed"). None did
+    and nobody computed their tiles (decisions/hopper_forward.md, "Tiles that nobody computed"). None did
     with a shuffle from the thread that took the number to the others of its warp.
 
     The addition is relaxed: a number says who computes a tile, and nobody reads by it what another one wrote. With an
