@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.compat.signatures import EXTENSIONS, VERSION_1, VERSION_2, VERSION_3, VERSION_4
 from flashtile.testing import assert_close
 
 ROOT = Path(__file__).parent.parent
@@ -165,6 +167,16 @@ def dropout_of(seed: int, device: str, dropout_p: float, batch: int, heads: int,
     torch.manual_seed(seed)
     drawn = flashtile.draw_dropout_seed(torch.device(device))
     return flashtile.dropout_mask(drawn, dropout_p, batch=batch, heads=heads, seq_q=seq_q, seq_k=seq_k)
+
+
+def served(version: int, module: str = ".") -> SimpleNamespace:
+    """The names of a module of a version, as they are when it is installed."""
+    return SimpleNamespace(**[VERSION_1, VERSION_2, VERSION_3, VERSION_4][version - 1].modules[module].found())
+
+
+def extension(name: str) -> SimpleNamespace:
+    """The names of a compiled extension of version 1."""
+    return SimpleNamespace(**EXTENSIONS[name].found())
 
 
 def arguments_of(function: Callable[..., Any]) -> str:

@@ -1,15 +1,5 @@
-"""dropout_layer_norm of flash_attn 1, served by flashtile."""
+"""dropout_layer_norm of version 1, served by flashtile."""
 
-from flashtile.compat.flash_attn_v1.extensions.dropout_layer_norm import (
-    dropout_add_ln_bwd,
-    dropout_add_ln_fwd,
-    dropout_add_ln_parallel_residual_bwd,
-    dropout_add_ln_parallel_residual_fwd,
-)
+from flashtile.compat.finder import fill
 
-__all__ = [
-    "dropout_add_ln_bwd",
-    "dropout_add_ln_fwd",
-    "dropout_add_ln_parallel_residual_bwd",
-    "dropout_add_ln_parallel_residual_fwd",
-]
+fill(__name__, 1)

@@ -1,9 +1,5 @@
-"""rotary_emb of flash_attn 1, served by flashtile."""
+"""rotary_emb of version 1, served by flashtile."""
 
-from flashtile.compat.flash_attn_v1.extensions.rotary_emb import (
-    apply_rotary,
-)
+from flashtile.compat.finder import fill
 
-__all__ = [
-    "apply_rotary",
-]
+fill(__name__, 1)

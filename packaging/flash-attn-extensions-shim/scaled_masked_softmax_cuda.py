@@ -1,13 +1,5 @@
-"""scaled_masked_softmax_cuda of flash_attn 1, served by flashtile."""
+"""scaled_masked_softmax_cuda of version 1, served by flashtile."""
 
-from flashtile.compat.flash_attn_v1.extensions.scaled_masked_softmax_cuda import (
-    backward,
-    forward,
-    get_batch_per_block,
-)
+from flashtile.compat.finder import fill
 
-__all__ = [
-    "backward",
-    "forward",
-    "get_batch_per_block",
-]
+fill(__name__, 1)

@@ -1,11 +1,5 @@
-"""scaled_upper_triang_masked_softmax_cuda of flash_attn 1, served by flashtile."""
+"""scaled_upper_triang_masked_softmax_cuda of version 1, served by flashtile."""
 
-from flashtile.compat.flash_attn_v1.extensions.scaled_upper_triang_masked_softmax_cuda import (
-    backward,
-    forward,
-)
+from flashtile.compat.finder import fill
 
-__all__ = [
-    "backward",
-    "forward",
-]
+fill(__name__, 1)

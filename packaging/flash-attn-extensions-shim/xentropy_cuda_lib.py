@@ -1,11 +1,5 @@
-"""xentropy_cuda_lib of flash_attn 1, served by flashtile."""
+"""xentropy_cuda_lib of version 1, served by flashtile."""
 
-from flashtile.compat.flash_attn_v1.extensions.xentropy_cuda_lib import (
-    backward,
-    forward,
-)
+from flashtile.compat.finder import fill
 
-__all__ = [
-    "backward",
-    "forward",
-]
+fill(__name__, 1)

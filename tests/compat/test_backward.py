@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compat_cases import PLACES, Meaning, attention_by_definition, cumulative, normal, packed_by_definition
-from flashtile.compat.flash_attn import flash_attn_interface as interface
-from flashtile.compat.flash_attn_v1 import flash_attn_interface as interface_v1
+from compat_cases import PLACES, Meaning, attention_by_definition, cumulative, normal, packed_by_definition, served
 from flashtile.testing import assert_close
+
+interface = served(2, "flash_attn_interface")
+interface_v1 = served(1, "flash_attn_interface")
 
 places = pytest.mark.parametrize(("device", "dtype"), PLACES)
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0])

@@ -7,19 +7,22 @@ import torch
 import torch._dynamo
 from torch.nn import functional as F
 
-from compat_cases import PLACES, check_against, normal
-from flashtile.compat.flash_attn import bert_padding
-from flashtile.compat.flash_attn.layers import rotary
-from flashtile.compat.flash_attn.losses.cross_entropy import CrossEntropyLoss
-from flashtile.compat.flash_attn.ops import fused_dense, layer_norm, rms_norm
-from flashtile.compat.flash_attn.ops.triton import cross_entropy as triton_cross_entropy
-from flashtile.compat.flash_attn.ops.triton import layer_norm as triton_norm
-from flashtile.compat.flash_attn.ops.triton.rotary import apply_rotary
-from flashtile.compat.flash_attn_v1 import bert_padding as bert_padding_v1
-from flashtile.compat.flash_attn_v1.layers import rotary as rotary_v1
-from flashtile.compat.flash_attn_v1.losses.cross_entropy import CrossEntropyLoss as CrossEntropyLossV1
-from flashtile.compat.flash_attn_v1.losses.cross_entropy_apex import CrossEntropyLossApex
+from compat_cases import PLACES, check_against, normal, served
 from flashtile.testing import assert_close, assert_same
+
+bert_padding = served(2, "bert_padding")
+rotary = served(2, "layers.rotary")
+CrossEntropyLoss = served(2, "losses.cross_entropy").CrossEntropyLoss
+fused_dense = served(2, "ops.fused_dense")
+layer_norm = served(2, "ops.layer_norm")
+rms_norm = served(2, "ops.rms_norm")
+triton_cross_entropy = served(2, "ops.triton.cross_entropy")
+triton_norm = served(2, "ops.triton.layer_norm")
+apply_rotary = served(2, "ops.triton.rotary").apply_rotary
+bert_padding_v1 = served(1, "bert_padding")
+rotary_v1 = served(1, "layers.rotary")
+CrossEntropyLossV1 = served(1, "losses.cross_entropy").CrossEntropyLoss
+CrossEntropyLossApex = served(1, "losses.cross_entropy_apex").CrossEntropyLossApex
 
 places = pytest.mark.parametrize(("device", "dtype"), PLACES)
 MASK = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]])

@@ -10,19 +10,27 @@ from torch.nn import functional as F
 
 import flashtile
 import flashtile.compat
-from compat_cases import PLACES, Meaning, attention_by_definition, cumulative, normal, packed_by_definition
-from flashtile.compat.finder import EXTENSIONS
-from flashtile.compat.flash_attn_v1.extensions import (
-    dropout_layer_norm,
-    flash_attn_cuda,
-    fused_dense_lib,
-    rotary_emb,
-    scaled_masked_softmax_cuda,
-    scaled_upper_triang_masked_softmax_cuda,
-    xentropy_cuda_lib,
+from compat_cases import (
+    PLACES,
+    Meaning,
+    attention_by_definition,
+    cumulative,
+    extension,
+    normal,
+    packed_by_definition,
+    served,
 )
-from flashtile.compat.flash_attn_v1.flash_blocksparse_attn_interface import convert_blockmask
+from flashtile.compat.signatures import EXTENSIONS
 from flashtile.testing import assert_close, assert_same
+
+dropout_layer_norm = extension("dropout_layer_norm")
+flash_attn_cuda = extension("flash_attn_cuda")
+fused_dense_lib = extension("fused_dense_lib")
+rotary_emb = extension("rotary_emb")
+scaled_masked_softmax_cuda = extension("scaled_masked_softmax_cuda")
+scaled_upper_triang_masked_softmax_cuda = extension("scaled_upper_triang_masked_softmax_cuda")
+xentropy_cuda_lib = extension("xentropy_cuda_lib")
+convert_blockmask = served(1, "flash_blocksparse_attn_interface").convert_blockmask
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 devices = pytest.mark.parametrize("device", DEVICES)

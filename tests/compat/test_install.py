@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata as metadata
 import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -77,9 +78,10 @@ def test_names_and_metadata(version, release, name):
     assert importlib.util.find_spec("flash_attn") is not None
     flash_attn = importlib.import_module("flash_attn")
     interface = importlib.import_module("flash_attn.flash_attn_interface")
-    importlib.import_module("flash_attn.layers.rotary")
+    rotary = importlib.import_module("flash_attn.layers.rotary")
     assert flash_attn.__version__ == release and flash_attn.__name__ == "flash_attn"
-    assert getattr(interface, name).__module__ == "flash_attn.flash_attn_interface"
+    assert name in interface.__all__ and callable(getattr(interface, name)) and flash_attn.layers.rotary is rotary
+    assert interface.__name__ == "flash_attn.flash_attn_interface" and Path(interface.__file__).exists()
     for distribution in ("flash_attn", "flash-attn", "Flash.Attn"):
         assert metadata.version(distribution) == release
     assert metadata.metadata("flash_attn")["Name"] == "flash_attn"

@@ -17,18 +17,18 @@ from compat_cases import (
     normal,
     packed_by_definition,
     scores_by_definition,
+    served,
     visible_keys,
 )
-from flashtile.compat.flash_attn import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-)
-from flashtile.compat.flash_attn import flash_attn_interface as interface
 from flashtile.testing import assert_close, assert_same
+
+flash_attn_func = served(2).flash_attn_func
+flash_attn_kvpacked_func = served(2).flash_attn_kvpacked_func
+flash_attn_qkvpacked_func = served(2).flash_attn_qkvpacked_func
+flash_attn_varlen_func = served(2).flash_attn_varlen_func
+flash_attn_varlen_kvpacked_func = served(2).flash_attn_varlen_kvpacked_func
+flash_attn_varlen_qkvpacked_func = served(2).flash_attn_varlen_qkvpacked_func
+interface = served(2, "flash_attn_interface")
 
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0])
 #: Arguments of a call, and what they mean.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compat_cases import PLACES, Meaning, attention_by_definition, normal
-from flashtile.compat.flash_attn import flash_attn_with_kvcache
-from flashtile.compat.flash_attn.layers.rotary import apply_rotary_emb_torch
+from compat_cases import PLACES, Meaning, attention_by_definition, normal, served
 from flashtile.testing import assert_close, assert_same
+
+flash_attn_with_kvcache = served(2).flash_attn_with_kvcache
+apply_rotary_emb_torch = served(2, "layers.rotary").apply_rotary_emb_torch
 
 places = pytest.mark.parametrize(("device", "dtype"), PLACES)
 LENGTHS, CAPACITY, NEW = [5, 0, 17], 24, 3

@@ -7,18 +7,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from compat_cases import PLACES, check_against, normal
-from flashtile.compat.flash_attn.layers.patch_embed import PatchEmbed
-from flashtile.compat.flash_attn.modules.embedding import (
-    BertEmbeddings,
-    ColumnParallelEmbedding,
-    GPT2Embeddings,
-    VocabParallelEmbedding,
-)
-from flashtile.compat.flash_attn.ops import activations
-from flashtile.compat.flash_attn.ops.triton.linear import triton_dgrad_act, triton_linear_act
-from flashtile.compat.flash_attn.ops.triton.mlp import FusedDenseSqreluDense, fused_dense_sqrelu_dense_function
+from compat_cases import PLACES, check_against, normal, served
 from flashtile.testing import assert_close, assert_same
+
+PatchEmbed = served(2, "layers.patch_embed").PatchEmbed
+BertEmbeddings = served(2, "modules.embedding").BertEmbeddings
+ColumnParallelEmbedding = served(2, "modules.embedding").ColumnParallelEmbedding
+GPT2Embeddings = served(2, "modules.embedding").GPT2Embeddings
+VocabParallelEmbedding = served(2, "modules.embedding").VocabParallelEmbedding
+activations = served(2, "ops.activations")
+triton_dgrad_act = served(2, "ops.triton.linear").triton_dgrad_act
+triton_linear_act = served(2, "ops.triton.linear").triton_linear_act
+FusedDenseSqreluDense = served(2, "ops.triton.mlp").FusedDenseSqreluDense
+fused_dense_sqrelu_dense_function = served(2, "ops.triton.mlp").fused_dense_sqrelu_dense_function
 
 places = pytest.mark.parametrize(("device", "dtype"), PLACES)
 

@@ -11,14 +11,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from compat_cases import Meaning, attention_by_definition, cumulative, normal
-from flashtile.compat.flash_attn.modules import block, mha, mlp
-from flashtile.compat.flash_attn.ops.rms_norm import RMSNorm
-from flashtile.compat.flash_attn_v1.modules import block as block_v1
-from flashtile.compat.flash_attn_v1.modules import mha as mha_v1
-from flashtile.compat.flash_attn_v1.modules import mlp as mlp_v1
+from compat_cases import Meaning, attention_by_definition, cumulative, normal, served
 from flashtile.testing import assert_close, assert_same, size
 from module_cases import check_module
+
+block = served(2, "modules.block")
+mha = served(2, "modules.mha")
+mlp = served(2, "modules.mlp")
+RMSNorm = served(2, "ops.rms_norm").RMSNorm
+block_v1 = served(1, "modules.block")
+mha_v1 = served(1, "modules.mha")
+mlp_v1 = served(1, "modules.mlp")
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 devices = pytest.mark.parametrize("device", DEVICES)

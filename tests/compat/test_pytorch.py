@@ -7,10 +7,13 @@ import textwrap
 import pytest
 import torch
 
-from compat_cases import cumulative, normal, run_python
-from flashtile.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from flashtile.compat.flash_attn_v1.flash_attn_interface import flash_attn_unpadded_qkvpacked_func
+from compat_cases import cumulative, normal, run_python, served
 from flashtile.testing import assert_same
+
+flash_attn_func = served(2).flash_attn_func
+flash_attn_varlen_func = served(2).flash_attn_varlen_func
+flash_attn_with_kvcache = served(2).flash_attn_with_kvcache
+flash_attn_unpadded_qkvpacked_func = served(1, "flash_attn_interface").flash_attn_unpadded_qkvpacked_func
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 

@@ -7,89 +7,49 @@ import shutil
 import pytest
 
 from compat_cases import ROOT, run_python
-from flashtile.compat.finder import EXTENSIONS
+from flashtile.compat.signatures import EXTENSIONS, SERVED
 
-VERSION_2 = """
-import flash_attn, flashtile.compat.flash_attn
-from flash_attn import flash_attn_interface, flash_attn_func
-from flash_attn.bert_padding import unpad_input
-from flash_attn.ops.triton.layer_norm import rms_norm_fn
-assert flash_attn.__version__ == "2.8.3" and metadata.version("flash_attn") == "2.8.3+flashtile"
-assert flash_attn_func is flash_attn_interface.flash_attn_func
-assert flash_attn_func.__module__ == "flash_attn.flash_attn_interface"
-q = torch.randn(1, 5, 2, 8)
-assert flash_attn_func(q, q, q, causal=True).shape == q.shape
-assert set(flash_attn.__all__) == set(flashtile.compat.flash_attn.__all__)
-"""
-VERSION_1 = """
-import flash_attn
-from flash_attn.flash_attn_interface import flash_attn_unpadded_func
-from flash_attn.modules.embedding import GPT2Embeddings
-assert flash_attn.__version__ == "1.0.9" and metadata.version("flash_attn") == "1.0.9+flashtile"
-assert flash_attn_unpadded_func.__module__ == "flash_attn.flash_attn_interface"
-"""
-VERSION_3 = """
-import flash_attn_interface, flashtile.compat.flash_attn_3.flash_attn_interface as served
-assert metadata.version("flash-attn-3") == "3.0.0b1+flashtile"
-assert "flash_attn_3" in metadata.packages_distributions()["flash_attn_interface"]
-functions = {name for name, value in vars(served).items() if getattr(value, "__module__", "") == served.__name__}
-assert set(flash_attn_interface.__all__) == {name for name in functions if not name.startswith("_")}
-assert all(getattr(flash_attn_interface, name) is getattr(served, name) for name in flash_attn_interface.__all__)
-"""
-VERSION_4 = """
-import flash_attn.cute
-from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-assert flash_attn.cute.__version__ == "4.0.0" and metadata.version("flash-attn-4") == "4.0.0+flashtile"
-assert "flash-attn-4" in metadata.packages_distributions()["flash_attn"]
-q = torch.randn(1, 5, 2, 8)
-assert flash_attn.cute.flash_attn_func(q, q, q)[0].shape == q.shape
-"""
-COMPILED = """
-import importlib, types
-for name in EXTENSIONS:
+#: What each name on disk has: its version, the names of its table, and modules below it.
+CHECK = """
+import importlib, importlib.metadata as metadata, importlib.util, sys
+import torch
+from flashtile.compat.signatures import SERVED
+for name, (distribution, version) in NAMES.items():
+    served = {served.version: served for served in SERVED[name]}[version]
+    assert importlib.util.find_spec(name).origin.startswith(sys.argv[1]), name
     module = importlib.import_module(name)
-    served = importlib.import_module("flashtile.compat.flash_attn_v1.extensions." + name)
-    functions = {
-        name for name, value in vars(served).items()
-        if isinstance(value, types.FunctionType) and not name.startswith("_")
-        and (value.__module__ == served.__name__ or name in getattr(served, "__all__", ()))
-    }
-    assert set(module.__all__) == functions, (name, functions)
-    assert all(getattr(module, name) is getattr(served, name) for name in functions)
+    assert module.__version__ == served.release and metadata.version(distribution) == f"{served.release}+flashtile"
+    assert distribution in metadata.packages_distributions()[name.partition(".")[0]]
+    for below, names in served.modules.items():
+        module = importlib.import_module(name if below == "." else f"{name}.{below}")
+        assert all(getattr(module, own) is value for own, value in names.found().items()), module
+        assert set(module.__all__) == {own for own in names.public if not own.startswith("_")}
 """
 #: What is flashtile's already is not refused, and comes back when it is uninstalled.
 INSTALLED = """
 import flashtile.compat
-for name, distribution in NAMES.items():
+for name, (distribution, _) in NAMES.items():
     before = metadata.version(distribution)
     flashtile.compat.install(name)
-    assert flashtile.compat.installed() == {name: flashtile.compat.finder.SERVED[name][0].version}
+    assert flashtile.compat.installed() == {name: SERVED[name][0].version}
     importlib.import_module(name)
     flashtile.compat.uninstall(name)
     assert metadata.version(distribution) == before and before.endswith("+flashtile")
 """
-START = """
-import importlib, importlib.metadata as metadata, importlib.util, sys
-import torch
-for name in NAMES:
-    assert importlib.util.find_spec(name).origin.startswith(sys.argv[1]), name
-"""
 
-#: Folders that are installed together, the files that they put on disk, and what is asked of them.
+#: Folders that are installed together, the files that they put on disk, and of each name its distribution and version.
 TOGETHER = {
     "all but version 1": (
         ["flash-attn-shim", "flash-attn-3-shim", "flash-attn-4-shim", "flash-attn-extensions-shim"],
         {"flash_attn/__init__.py", "flash_attn_interface.py", "flash_attn/cute/__init__.py"}
         | {f"{name}.py" for name in EXTENSIONS},
-        {"flash_attn": "flash-attn", "flash_attn_interface": "flash-attn-3", "flash_attn.cute": "flash-attn-4"}
-        | dict.fromkeys(EXTENSIONS, "flash-attn-extensions"),
-        VERSION_2 + VERSION_3 + VERSION_4 + COMPILED,
+        {"flash_attn": ("flash-attn", 2), "flash_attn_interface": ("flash_attn_3", 3),
+         "flash_attn.cute": ("flash-attn-4", 4)}
+        | dict.fromkeys(EXTENSIONS, ("flash-attn-extensions", 1)),
     ),
-    "version 1": (
-        ["flash-attn-1-shim"], {"flash_attn/__init__.py"}, {"flash_attn": "flash-attn"}, VERSION_1,
-    ),
+    "version 1": (["flash-attn-1-shim"], {"flash_attn/__init__.py"}, {"flash_attn": ("flash-attn", 1)}),
     "version 4 alone": (
-        ["flash-attn-4-shim"], {"flash_attn/cute/__init__.py"}, {"flash_attn.cute": "flash-attn-4"}, VERSION_4,
+        ["flash-attn-4-shim"], {"flash_attn/cute/__init__.py"}, {"flash_attn.cute": ("flash-attn-4", 4)},
     ),
 }  # fmt: skip
 
@@ -98,7 +58,7 @@ TOGETHER = {
 @pytest.mark.parametrize("case", TOGETHER)
 def test_builds_installs_and_serves(case, tmp_path):
     pytest.importorskip("hatchling", reason="the build backend of the distributions")
-    folders, files, names, check = TOGETHER[case]
+    folders, files, names = TOGETHER[case]
     sources = [shutil.copytree(ROOT / "packaging" / folder, tmp_path / folder) for folder in folders]
     target = tmp_path / "target"
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet"]
@@ -106,11 +66,26 @@ def test_builds_installs_and_serves(case, tmp_path):
     assert done.returncode == 0, done.stderr
     installed = {str(path.relative_to(target)) for path in target.rglob("*.py")}
     assert installed == files, "all else is flashtile's"
-    given = f"NAMES = {names!r}\nEXTENSIONS = {EXTENSIONS!r}\n"
-    done = run_python("-c", given + START + check + INSTALLED, str(target), path=str(target))
+    done = run_python("-c", f"NAMES = {names!r}\n{CHECK}{INSTALLED}", str(target), path=str(target))
     assert done.returncode == 0, done.stderr
 
 
 def test_every_distribution_is_tried():
     folders = {path.name for path in (ROOT / "packaging").iterdir() if path.is_dir()}
     assert folders == {folder for tried, *_ in TOGETHER.values() for folder in tried}
+
+
+@pytest.mark.parametrize("folder", sorted({folder for tried, *_ in TOGETHER.values() for folder in tried}))
+def test_every_distribution_is_of_the_tables(folder):
+    """Its files, and what its pyproject.toml says of name and release."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 has it")
+    files = sorted((ROOT / "packaging" / folder).rglob("*.py"))
+    project = tomllib.loads((ROOT / "packaging" / folder / "pyproject.toml").read_text("utf-8"))["project"]
+    for file in files:
+        name = ".".join(file.relative_to(ROOT / "packaging" / folder).with_suffix("").parts).removesuffix(".__init__")
+        served = next(one for one in SERVED[name] if project["version"] == f"{one.release}+flashtile")
+        assert project["name"].replace("-", "_") == (served.shim or served.distribution).replace("-", "_")
+        assert file.read_text("utf-8") == (
+            f'"""{name} of version {served.version}, served by flashtile."""\n\n'
+            f"from flashtile.compat.finder import fill\n\nfill(__name__, {served.version})\n"
+        )

@@ -17,27 +17,29 @@ from compat_cases import (
     normal,
     packed_by_definition,
     scores_by_definition,
+    served,
     visible_keys,
 )
-from flashtile.compat.flash_attn_v1 import flash_attn_interface as interface
-from flashtile.compat.flash_attn_v1 import flash_attn_triton
-from flashtile.compat.flash_attn_v1.bert_padding import pad_input, unpad_input
-from flashtile.compat.flash_attn_v1.flash_attention import FlashAttention, FlashMHA
-from flashtile.compat.flash_attn_v1.flash_attn_interface import (
-    flash_attn_func,
-    flash_attn_unpadded_func,
-    flash_attn_unpadded_kvpacked_func,
-    flash_attn_unpadded_qkvpacked_func,
-    flash_attn_unpadded_qkvpacked_split_func,
-)
-from flashtile.compat.flash_attn_v1.flash_blocksparse_attention import FlashBlocksparseAttention, FlashBlocksparseMHA
-from flashtile.compat.flash_attn_v1.flash_blocksparse_attn_interface import (
-    convert_blockmask,
-    flash_blocksparse_attn_func,
-    layout_of,
-)
-from flashtile.compat.flash_attn_v1.fused_softmax import scaled_masked_softmax, scaled_upper_triang_masked_softmax
+from flashtile.compat.flash_attn_v1.flash_blocksparse_attn_interface import layout_of
 from flashtile.testing import assert_close, assert_same
+
+interface = served(1, "flash_attn_interface")
+flash_attn_triton = served(1, "flash_attn_triton")
+pad_input = served(1, "bert_padding").pad_input
+unpad_input = served(1, "bert_padding").unpad_input
+FlashAttention = served(1, "flash_attention").FlashAttention
+FlashMHA = served(1, "flash_attention").FlashMHA
+flash_attn_func = served(1, "flash_attn_interface").flash_attn_func
+flash_attn_unpadded_func = served(1, "flash_attn_interface").flash_attn_unpadded_func
+flash_attn_unpadded_kvpacked_func = served(1, "flash_attn_interface").flash_attn_unpadded_kvpacked_func
+flash_attn_unpadded_qkvpacked_func = served(1, "flash_attn_interface").flash_attn_unpadded_qkvpacked_func
+flash_attn_unpadded_qkvpacked_split_func = served(1, "flash_attn_interface").flash_attn_unpadded_qkvpacked_split_func
+FlashBlocksparseAttention = served(1, "flash_blocksparse_attention").FlashBlocksparseAttention
+FlashBlocksparseMHA = served(1, "flash_blocksparse_attention").FlashBlocksparseMHA
+convert_blockmask = served(1, "flash_blocksparse_attn_interface").convert_blockmask
+flash_blocksparse_attn_func = served(1, "flash_blocksparse_attn_interface").flash_blocksparse_attn_func
+scaled_masked_softmax = served(1, "fused_softmax").scaled_masked_softmax
+scaled_upper_triang_masked_softmax = served(1, "fused_softmax").scaled_upper_triang_masked_softmax
 
 places = pytest.mark.parametrize(("device", "dtype"), PLACES)
 OPTIONS = {

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import flashtile
-from compat_cases import PLACES, Meaning, attention_by_definition, check_8_bits, cumulative, normal
-from flashtile.compat.flash_attn.layers.rotary import apply_rotary_emb_torch
-from flashtile.compat.flash_attn_3.flash_attn_interface import flash_attn_with_kvcache
+from compat_cases import PLACES, Meaning, attention_by_definition, check_8_bits, cumulative, normal, served
 from flashtile.compat.shared import cache as cache_module
 from flashtile.testing import assert_close, assert_same
+
+apply_rotary_emb_torch = served(2, "layers.rotary").apply_rotary_emb_torch
+flash_attn_with_kvcache = served(3).flash_attn_with_kvcache
 
 places = pytest.mark.parametrize(("device", "dtype"), PLACES)
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -7,15 +7,14 @@ import math
 import pytest
 import torch
 
-from compat_cases import PLACES, Meaning, check_against, cumulative, normal, scores_by_definition
-from flashtile.compat.flash_attn_4.cute import (
-    flash_attn_combine,
-    flash_attn_func,
-    flash_attn_varlen_func,
-    get_scheduler_metadata,
-)
-from flashtile.compat.flash_attn_4.cute.block_sparsity import BlockSparseTensorsTorch
+from compat_cases import PLACES, Meaning, check_against, cumulative, normal, scores_by_definition, served
 from flashtile.testing import assert_close, assert_same
+
+flash_attn_combine = served(4).flash_attn_combine
+flash_attn_func = served(4).flash_attn_func
+flash_attn_varlen_func = served(4).flash_attn_varlen_func
+get_scheduler_metadata = served(4).get_scheduler_metadata
+BlockSparseTensorsTorch = served(4, "block_sparsity").BlockSparseTensorsTorch
 
 places = pytest.mark.parametrize(("device", "dtype"), PLACES)
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,8 +1,5 @@
-"""The names of flash_attn 1.0.9, served by flashtile: the modules below this one are files of `flashtile.compat`."""
+"""flash_attn of version 1, served by flashtile."""
 
-from pathlib import Path
+from flashtile.compat.finder import fill
 
-import flashtile.compat
-
-__path__ = [str(Path(flashtile.compat.__file__).parent / "flash_attn_v1")]
-__version__ = "1.0.9"
+fill(__name__, 1)

@@ -8,7 +8,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from flashtile.compat.finder import SERVED, install
+from flashtile.compat.finder import install
+from flashtile.compat.signatures import SERVED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,75 +1,26 @@
 """The meta-path finder that serves other libraries' module names, and what it refuses to take the place of.
 
-Only the served module itself goes through the finder. It is loaded as a package whose `__path__` is a folder of
-flashtile, so Python's own path finder loads the modules below it, under the names that the program asked for. A served
-module within a package that nobody provides gets an empty package around it.
+A served module is made of its table (`flashtile.compat.signatures`): each name in it is that of a module of
+`flashtile.compat`. A served module within a package that nobody provides gets an empty package around it.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
+
+from flashtile.compat.signatures import SERVED, Served
 
 _HERE = Path(__file__).parent
-
-
-@dataclass(frozen=True)
-class Served:
-    """A module name and what it resolves to.
-
-    Attributes:
-        version: the major version whose names and meanings are served.
-        path: the module's file; of a package its `__init__.py`.
-        distribution: the name of the installed distribution that `importlib.metadata` tells.
-        release: its version.
-        shim: the distribution of `packaging/` that puts it on disk, where that has another name.
-    """
-
-    version: int
-    path: Path
-    distribution: str
-    release: str
-    shim: str = ""
-
-    @property
-    def is_package(self) -> bool:
-        return self.path.name == "__init__.py"
-
-
-#: The compiled extensions of flash_attn 1 that programs import by themselves.
-EXTENSIONS = (
-    "dropout_layer_norm",
-    "flash_attn_cuda",
-    "fused_dense_lib",
-    "rotary_emb",
-    "scaled_masked_softmax_cuda",
-    "scaled_upper_triang_masked_softmax_cuda",
-    "xentropy_cuda_lib",
-)
-
-#: For each module name, its versions; the first is the default.
-SERVED: dict[str, tuple[Served, ...]] = {
-    "flash_attn": (
-        Served(2, _HERE / "flash_attn" / "__init__.py", "flash_attn", "2.8.3"),
-        Served(1, _HERE / "flash_attn_v1" / "__init__.py", "flash_attn", "1.0.9"),
-    ),
-    "flash_attn_interface": (Served(3, _HERE / "flash_attn_3" / "flash_attn_interface.py", "flash_attn_3", "3.0.0b1"),),
-    "flash_attn.cute": (Served(4, _HERE / "flash_attn_4" / "cute" / "__init__.py", "flash_attn_4", "4.0.0"),),
-    **{
-        name: (
-            Served(1, _HERE / "flash_attn_v1" / "extensions" / f"{name}.py", name, "1.0.9", "flash-attn-extensions"),
-        )
-        for name in EXTENSIONS
-    },
-}
 
 
 class ServedDistribution(Distribution):
@@ -85,16 +36,13 @@ class ServedDistribution(Distribution):
                 f"Metadata-Version: 2.1\nName: {self._served.distribution}\nVersion: {self._served.release}\n"
                 f"Summary: The names of {self._module}, served by flashtile.compat\nRequires-Dist: torch\n"
             )
-        if filename == "top_level.txt":
-            return f"{_top_level(self._module)}\n"
-        return None
+        return f"{self._module.partition('.')[0]}\n" if filename == "top_level.txt" else None
 
     def locate_file(self, path):
-        return self._served.path.parent / path
+        return _HERE / path
 
 
-@dataclass
-class _Installed:
+class _Installed(NamedTuple):
     """One name that is served now.
 
     Attributes:
@@ -105,31 +53,56 @@ class _Installed:
     """
 
     served: Served
-    portions: list[str] = field(default_factory=list)
-    replaced: dict[str, ModuleType] = field(default_factory=dict)
+    portions: list[str]
+    replaced: dict[str, ModuleType]
+
+
+class _Loader(Loader):
+    """Makes one module of a version."""
+
+    def __init__(self, served: Served, below: str) -> None:
+        self._served = served
+        self._below = below
+
+    def exec_module(self, module: ModuleType) -> None:
+        names = self._served.modules.get(self._below)
+        found = {} if names is None else names.found()
+        vars(module).update(found, __all__=[name for name in found if not name.startswith("_")])
+        module.__doc__ = f"{module.__name__} of version {self._served.version}, served by flashtile."
+        if self._below == ".":
+            module.__version__ = self._served.release  # type: ignore[attr-defined]
 
 
 class Finder(DistributionFinder):
-    """Finds the modules that are installed, and tells their distributions."""
+    """Finds the modules that are installed, and tells their distributions.
+
+    Attributes:
+        installed: name -> what it is served by.
+        on_disk: names of distributions of `packaging/`, which load their own first module.
+    """
 
     def __init__(self) -> None:
         self.installed: dict[str, _Installed] = {}
+        self.on_disk: dict[str, Served] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        entry = self.installed.get(fullname)
-        if entry is None:
-            return self._around(fullname, path)
-        file = entry.served.path
-        locations = [str(file.parent), *entry.portions] if entry.served.is_package else None
-        return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=locations)
+    ) -> ModuleSpec | None:
+        if fullname in self.installed:
+            entry = self.installed[fullname]
+            return _spec(fullname, entry.served, ".", entry.portions)
+        roots = self.on_disk | {name: entry.served for name, entry in self.installed.items()}
+        for name, served in roots.items():
+            below = fullname.removeprefix(f"{name}.")
+            if below != fullname and any(f"{module}.".startswith(f"{below}.") for module in served.modules):
+                return _spec(fullname, served, below, [])
+        return self._around(fullname, path)
 
-    def _around(self, fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+    def _around(self, fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
         """An empty package for what is served below a name that no other finder knows; else None."""
         if not any(name.startswith(f"{fullname}.") for name in self.installed) or _elsewhere(fullname, path):
             return None
-        spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
+        spec = ModuleSpec(fullname, None, is_package=True)
         spec.submodule_search_locations = []
         return spec
 
@@ -143,7 +116,33 @@ class Finder(DistributionFinder):
         """There are none."""
 
 
+def _spec(fullname: str, served: Served, below: str, portions: list[str]) -> ModuleSpec:
+    """The spec of a module; its file is that of the names in it."""
+    package = any(module.startswith("" if below == "." else f"{below}.") for module in served.modules if module != ".")
+    names = served.modules.get(below)
+    home = "__init__" if names is None else names.home.replace(".", "/")
+    spec = ModuleSpec(fullname, _Loader(served, below), origin=str(_HERE / f"{home}.py"), is_package=package)
+    spec.has_location = True
+    if package:
+        spec.submodule_search_locations = portions
+    return spec
+
+
 _finder = Finder()
+
+
+def fill(name: str, version: int) -> None:
+    """Gives a module of `packaging/`, which is being imported, its names, and serves the modules below it."""
+    served = _served(name, version)
+    _Loader(served, ".").exec_module(sys.modules[name])
+    _finder.on_disk[name] = served
+    _begin()
+
+
+def _begin() -> None:
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    importlib.invalidate_caches()
 
 
 def install(name: str = "flash_attn", version: int | None = None, override: bool = False) -> None:
@@ -153,7 +152,7 @@ def install(name: str = "flash_attn", version: int | None = None, override: bool
 
     Args:
         name: "flash_attn", "flash_attn_interface", "flash_attn.cute", or an extension of flash_attn 1, one of
-            `EXTENSIONS`.
+            `flashtile.compat.signatures.EXTENSIONS`.
         version: the major version whose names and meanings are served: 2 or 1 for "flash_attn", 3 for
             "flash_attn_interface", 4 for "flash_attn.cute", 1 for extensions; the first of these where left out.
         override: take the place of a real installation, and of its modules where they were imported already. What
@@ -179,9 +178,7 @@ def install(name: str = "flash_attn", version: int | None = None, override: bool
     portions, empty = _portions(name), _is_around(name)
     replaced = _taken_out(name)
     _finder.installed[name] = _Installed(served, portions, {} if empty else replaced)
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
-    importlib.invalidate_caches()
+    _begin()
 
 
 def uninstall(name: str = "flash_attn") -> None:
@@ -203,7 +200,7 @@ def uninstall(name: str = "flash_attn") -> None:
         setattr(sys.modules[around], own, entry.replaced[name])
     if _is_around(around) and not any(other.startswith(f"{around}.") for other in _finder.installed):
         del sys.modules[around]
-    if not _finder.installed:
+    if not (_finder.installed or _finder.on_disk):
         sys.meta_path.remove(_finder)
     importlib.invalidate_caches()
 
@@ -263,7 +260,7 @@ def _portions(name: str) -> list[str]:
     return list(spec.submodule_search_locations or ())
 
 
-def _elsewhere(name: str, path: Sequence[str] | None = None) -> importlib.machinery.ModuleSpec | None:
+def _elsewhere(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None:
     """What the other finders know of a name. Imports nothing, neither the module nor the packages around it."""
     around = name.rpartition(".")[0]
     if around and path is None:
@@ -294,10 +291,6 @@ def _taken_out(name: str) -> dict[str, ModuleType]:
     if around in sys.modules:
         vars(sys.modules[around]).pop(own, None)
     return {module: sys.modules.pop(module) for module in names}
-
-
-def _top_level(module: str) -> str:
-    return module.partition(".")[0]
 
 
 def _normalised(name: str) -> str:

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashtile import modules
+from flashtile.compat.flash_attn.ops.fused_dense import FusedMLP
 from flashtile.modules import Mlp
-
-from ..ops.fused_dense import FusedMLP
 
 __all__ = ["FusedMLP", "GatedMlp", "Mlp"]
 

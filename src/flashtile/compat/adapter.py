@@ -1,0 +1,89 @@
+"""Modules of other libraries as tables of names and arguments, and functions that have the arguments of their table.
+
+A body takes all arguments by name, picks those that it uses, and hands on the rest::
+
+    INTERFACE = Names("flash_attn_2", "", {"flash_attn_kvpacked_func": "q, kv, dropout_p=0.0, causal=False"})
+
+    @INTERFACE.takes
+    def flash_attn_kvpacked_func(kv, **given):
+        return flash_attn_func(k=kv[..., 0, :, :], v=kv[..., 1, :, :], **given)
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+#: What the defaults in tables are written with.
+_WORDS = {"torch": torch, "LayerNorm": nn.LayerNorm, "Dropout": nn.Dropout, "gelu": F.gelu, "sigmoid": F.sigmoid}
+
+
+class Names(NamedTuple):
+    """The names of a module of another library.
+
+    Attributes:
+        home: the module of `flashtile.compat` that has them.
+        prefix: what they begin with there.
+        arguments: name -> arguments, as one writes them; of a class those of its constructor, and "Class.method".
+    """
+
+    home: str
+    prefix: str
+    arguments: dict[str, str]
+
+    @property
+    def public(self) -> list[str]:
+        """The names of functions and classes."""
+        return list(dict.fromkeys(name.partition(".")[0] for name in self.arguments))
+
+    def found(self) -> dict[str, Any]:
+        """What each name stands for."""
+        home = importlib.import_module(f"flashtile.compat.{self.home}")
+        return {name: getattr(home, self.prefix + name) for name in self.public}
+
+    def takes(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """A function or method with the arguments of its name in the table, which calls body with all of them by name;
+        `self` and `ctx` are given by place."""
+        return adapted(self.arguments[body.__qualname__.removesuffix(".__init__").removeprefix(self.prefix)], body)
+
+
+def tables(text: str) -> dict[str, Names]:
+    """The modules of a text.
+
+    A line without indentation is `module = home`, with a prefix `module = home prefix`; "." is the module that the
+    others are in. Four spaces stand before `name: arguments`, and more before a line that goes on.
+    """
+    modules: dict[str, Names] = {}
+    name = ""
+    for line in filter(str.strip, text.splitlines()):
+        if not line.startswith(" "):
+            module, home, *prefix = line.replace(" = ", " ").split()
+            arguments: dict[str, str] = {}
+            modules[module] = Names(home, "".join(prefix), arguments)
+        elif line.startswith("     "):
+            arguments[name] += f" {line.strip()}"
+        else:
+            name, _, first = line.strip().partition(":")
+            arguments[name] = first.strip()
+    return modules
+
+
+def adapted(arguments: str, body: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that `Names.takes` makes, for any arguments."""
+    if body.__name__ == "__init__":
+        arguments = f"self, {arguments}"
+    parsed = ast.parse(f"def f({arguments}): ...").body[0].args  # type: ignore[attr-defined]
+    names = [argument.arg for argument in parsed.args]
+    handed = [name if name in ("self", "ctx") else f"{name}={name}" for name in names]
+    handed += [] if parsed.kwarg is None else [f"**{parsed.kwarg.arg}"]
+    space: dict[str, Any] = {**_WORDS, "_body": body, "__name__": body.__module__}
+    exec(f"def {body.__name__}({arguments}):\n    return _body({', '.join(handed)})", space)
+    made = space[body.__name__]
+    made.__qualname__, made.__doc__ = body.__qualname__, body.__doc__
+    return made
