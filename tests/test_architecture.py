@@ -168,6 +168,7 @@ ON_PUBLIC_NAMES = {
     "learn",
     "models",
     "modules",
+    "prefix_trees",
     "testing",
 }
 #: PyTorch's functions that make a tensor on the default device unless they are told another.

@@ -21,7 +21,17 @@ def _runs_a_command() -> bool:
 
 
 #: What users reach as attributes of the package. Each is imported when it is first asked for.
-_MODULES = ("compat", "distributed", "integrations", "io_model", "learn", "models", "modules", "testing")
+_MODULES = (
+    "compat",
+    "distributed",
+    "integrations",
+    "io_model",
+    "learn",
+    "models",
+    "modules",
+    "prefix_trees",
+    "testing",
+)
 
 if TYPE_CHECKING:
     from flashtile import compat as compat
@@ -31,6 +41,7 @@ if TYPE_CHECKING:
     from flashtile import learn as learn
     from flashtile import models as models
     from flashtile import modules as modules
+    from flashtile import prefix_trees as prefix_trees
     from flashtile import testing as testing
 
 if TYPE_CHECKING or not _runs_a_command():

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flashtile
+from flashtile import BlockMask
 from flashtile.models.config import GPTConfig, check_tokens, make_mlp
 from flashtile.modules import MHA, Block, KVCache, LayerNorm, ParallelBlock, RMSNorm, add_norm
 from flashtile.modules.layers import computes_only
@@ -102,33 +103,53 @@ class GPT(nn.Module):
             if name.endswith(("mixer.out_proj.weight", "mlp.fc2.weight")):
                 nn.init.normal_(parameter, std=std / math.sqrt(2 * self.config.layers))
 
-    def forward(self, tokens: Tensor, cache: Sequence[KVCache] | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: Sequence[KVCache] | None = None,
+        positions: Tensor | None = None,
+        block_mask: BlockMask | None = None,
+    ) -> Tensor:
         """Logits of the next token.
 
         Args:
-            tokens: int64 `[B, S]`, S at most the context.
+            tokens: int64 `[B, S]`, S at most the context unless positions are given.
             cache: from `new_cache`: the tokens follow those in the cache, and are appended to it.
+            positions: int64 `[S]`, at least 0 and less than both S and the context, for rows that are no single
+                sequence, such as those of a `flashtile.prefix_trees.PrefixTree`. None = tokens follow one another.
+            block_mask: which tokens see which; no token sees a later one in any case.
 
         Returns:
             `[B, S, V]`.
         """
         self._check_whole("logits", _OF_PARTS)
-        return self._logits(self.hidden(tokens, cache))
+        return self._logits(self.hidden(tokens, cache, positions, block_mask))
 
-    def hidden(self, tokens: Tensor, cache: Sequence[KVCache] | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        cache: Sequence[KVCache] | None = None,
+        positions: Tensor | None = None,
+        block_mask: BlockMask | None = None,
+    ) -> Tensor:
         """The output of the last norm, from which the logits are computed: `[B, S, W]`. Arguments as for `forward`."""
         check_tokens(tokens)
+        if self.numbered is not None and (positions is not None or block_mask is not None):
+            raise ValueError(
+                "positions, block_mask: expected None with a model that takes shards of sequences, got a value"
+            )
         before = 0 if cache is None else cache[0].length
         end = before + tokens.shape[1]
-        if end > self.config.context:
+        if end > self.config.context and positions is None:
             raise ValueError(f"tokens: expected at most {self.config.context} in a row (the context), got {end}")
-        numbers = None if self.numbered is None else self.numbered(tokens.shape[1], tokens.device)
+        numbers = positions if self.numbered is None else self.numbered(tokens.shape[1], tokens.device)
         hidden = self.token(tokens)  # [B, S, W]
         if self.position is not None:
             if numbers is None:
                 numbers = torch.arange(before, end, device=tokens.device)
             hidden = hidden + self.position(numbers)
-        options = {} if cache is None else {"cache": cache}
+        options: dict[str, Any] = {"cache": cache, "positions": positions, "block_mask": block_mask}
+        options = {name: value for name, value in options.items() if value is not None}
         branch = residual = None
         for block in self.blocks:
             if self.config.parallel:

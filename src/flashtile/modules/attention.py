@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import flashtile
+from flashtile import BlockMask
 from flashtile.modules.other_names import refuse_other_names
 
 #: Queries of a sequence up to which they are a step of decoding, not a prompt.
@@ -53,12 +54,15 @@ class _Attention(nn.Module):
         max_seqlen_q: int | None = None,
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_k: int | None = None,
+        block_mask: BlockMask | None = None,
     ) -> Tensor:
         """Attention of q `[B, Sq, Hq, D]` to k and v `[B, Sk, Hkv, D]`, or with cu_seqlens `[total, H, D]`.
 
         `causal`, where given, comes before the module's own. The output has the shape of q.
         """
         options = self.options(q, causal)
+        if block_mask is not None:
+            options["block_mask"] = block_mask
         if cu_seqlens_q is not None:
             options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
             return flashtile.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)

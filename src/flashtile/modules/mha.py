@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 import flashtile
+from flashtile import BlockMask
 from flashtile.modules.attention import InnerAttention, alibi_slopes
 from flashtile.modules.other_names import refuse_other_names
 from flashtile.modules.padding import pad_input, unpad_input
@@ -180,6 +181,8 @@ class MHA(nn.Module):
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_k: int | None = None,
         cache: KVCache | Sequence[KVCache] | None = None,
+        positions: Tensor | None = None,
+        block_mask: BlockMask | None = None,
         **other_names: NoReturn,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of x to itself, or with cross_attn to x_kv.
@@ -197,6 +200,9 @@ class MHA(nn.Module):
             cache: x follows the tokens in the cache, and is appended to it. With layer_idx, a sequence of the caches of
                 all layers. Only for causal self-attention of dense x, because all sequences of a cache have the same
                 length.
+            positions: int64 `[seq]`, at least 0 and less than seq: positions for the rotary embedding, the same for all
+                sequences; None = tokens follow one another. Only for dense self-attention without a cache.
+            block_mask: which tokens see which, as well as causal and window_size; only as positions.
 
         Returns:
             A tensor of the shape of x; with return_residual a pair of it and x.
@@ -207,7 +213,12 @@ class MHA(nn.Module):
         """
         if other_names:
             refuse_other_names(self, MHA.forward, other_names)
-        out = self._output(x, x_kv, key_padding_mask, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, cache)
+        if positions is None and block_mask is None:
+            out = self._output(x, x_kv, key_padding_mask, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, cache)
+        else:
+            others = (x_kv, key_padding_mask, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, cache)
+            self._check_tree(x, positions, block_mask, any(other is not None for other in others))
+            out = self._attend(x, None, None, None, None, None, positions, block_mask)
         return (out, x) if self.return_residual else out
 
     def _output(
@@ -226,7 +237,6 @@ class MHA(nn.Module):
             self._check_mask(x, x_kv, key_padding_mask, cu_seqlens)
         if cache is not None:
             self._check_cache(key_padding_mask, cu_seqlens)
-        if cache is not None:
             return self._decode(x, self._own(cache))
         if key_padding_mask is None:
             return self._attend(x, x_kv, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
@@ -244,15 +254,18 @@ class MHA(nn.Module):
         max_seqlen: int | None,
         cu_seqlens_k: Tensor | None,
         max_seqlen_k: int | None,
+        positions: Tensor | None = None,
+        block_mask: BlockMask | None = None,
     ) -> Tensor:
         if x_kv is None:
             cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
             longest = None if cu_seqlens is None else max_seqlen
-            q, k, v = self._project(x, longest, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+            q, k, v = self._project(x, longest, 0, cu_seqlens, max_seqlen, positions)
         else:
             q = self._heads(self.Wq(x), self.num_heads)
             k, v = self._heads(self.Wkv(x_kv), 2 * self.num_heads_kv).chunk(2, dim=-2)
-        out = self.inner_attn(q, k, v, None, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
+        masks = () if block_mask is None else (block_mask,)
+        out = self.inner_attn(q, k, v, None, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, *masks)
         return self.out_proj(out.flatten(-2))
 
     def _masked_cross(self, x: Tensor, x_kv: Tensor, mask: Tensor) -> Tensor:
@@ -281,17 +294,20 @@ class MHA(nn.Module):
         offset: int = 0,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of x with their positions in them, views of one tensor: `[..., heads, head_dim]`.
 
         Rotary tables have so many `positions`, and x begins at `offset`. None: as many as there are tokens, which is
-        enough for a packed batch of unknown lengths too.
+        enough for a packed batch of unknown lengths too. `rows`: the row of the tables for each token.
         """
         qkv = self._heads(self.Wqkv(x), self.num_heads + 2 * self.num_heads_kv)
         if self.rotary_emb is not None:
             # Positions are counted in the projection: if ranks share the tokens of x, it has the tokens of all.
             positions = qkv.shape[-3] if positions is None else positions
-            tables = self.rotary_emb.tables(positions, x.device)
+            tables: Any = self.rotary_emb.tables(positions, x.device)
+            if rows is not None:
+                tables = tuple(None if table is None else table[rows] for table in tables)
             inplace = _output_is_ours(self.Wqkv)
             qkv = flashtile.apply_rotary_qkv(
                 qkv, *tables, self.rotary_emb.interleaved, inplace, offset, self.num_heads, cu_seqlens, max_seqlen
@@ -361,6 +377,26 @@ class MHA(nn.Module):
                 "key_padding_mask: expected None where cross attention is causal, has a window or ALiBi, got a tensor; "
                 "taking keys out would move the diagonal, pack both inputs with cu_seqlens instead"
             )
+
+    def _check_tree(self, x: Tensor, positions: Tensor | None, block_mask: BlockMask | None, others: bool) -> None:
+        """Checks what may come with positions or block_mask."""
+        if others or self.cross_attn:
+            raise ValueError(
+                "positions, block_mask: expected None except for dense self-attention without a cache, got a value"
+            )
+        if not isinstance(self.inner_attn, InnerAttention):
+            other = type(self.inner_attn).__name__
+            raise ValueError(f"positions, block_mask: expected None with {other} as attention, got a value")
+        self._check_inputs(x, None, None, None, None, None)
+        if positions is None:
+            return
+        if positions.dtype is not torch.int64 or differ(positions.shape, x.shape[1:2]):
+            found = f"{positions.dtype} {tuple(positions.shape)}"
+            raise ValueError(f"positions: expected int64 [seq], ({x.shape[1]},), got {found}")
+        left, right = self.inner_attn.window
+        xpos = self.rotary_emb is not None and self.rotary_emb.scale_base is not None
+        if left is not None or right or self.use_alibi or xpos:
+            raise ValueError("positions: expected None with a window, ALiBi or xPos, got a tensor; these count rows")
 
     def _check_cache(self, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
         if self.cross_attn or not self.causal:

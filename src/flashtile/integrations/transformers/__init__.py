@@ -3,6 +3,7 @@
 try:
     from flashtile.integrations.transformers.context_parallel import context_parallel
     from flashtile.integrations.transformers.registration import register, unregister
+    from flashtile.integrations.transformers.trees import prefix_tree_inputs
 except ImportError as error:
     if not (error.name or "").startswith("transformers"):
         raise
@@ -12,4 +13,4 @@ except ImportError as error:
         path=error.path,
     ) from error
 
-__all__ = ["context_parallel", "register", "unregister"]
+__all__ = ["context_parallel", "prefix_tree_inputs", "register", "unregister"]

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import flashtile
+from flashtile import BlockMask
 from flashtile.integrations.transformers import compact
 from flashtile.integrations.transformers.compact import CompactMask
+from flashtile.prefix_trees import PrefixTree
 
 #: Arguments that some models pass to attention, that change what it computes, and that are not served.
 _REFUSED = {
@@ -21,8 +23,14 @@ _REFUSED = {
     "indices": "keys chosen by an indexer; use attn_implementation='eager', or 'sdpa' where the model has it",
     "block_indices": "blocks chosen by an indexer; use attn_implementation='eager', or 'sdpa' where the model has it",
     "sinks": "a sink for each query; use attn_implementation='eager'",
+    "prefix_tree": "a tree of sequences; pad them, or leave out shards and batches of requests",
     "head_mask": "weights for heads; use attn_implementation='eager'",
 }
+
+_TREE_WITHOUT_MASK = (
+    "prefix_tree: expected a tree of these tokens together with its mask, got one of them; pass all of "
+    "prefix_tree_inputs to a model that hands its keyword arguments on to attention"
+)
 
 #: Up to so many queries are a step of generation.
 _FEW_QUERIES = 16
@@ -37,6 +45,7 @@ class Visible(NamedTuple):
     mask: Tensor | None = None
     bias: Tensor | None = None
     ends: Tensor | None = None
+    block_mask: BlockMask | None = None
 
 
 def attend(
@@ -56,6 +65,7 @@ def attend(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    prefix_tree: PrefixTree | None = None,
     output_attentions: bool | None = None,
     deterministic: bool | None = None,
     backend: str = "auto",
@@ -71,12 +81,17 @@ def attend(
             everything, causality too; or `[B, K]`, not 0 where a key is no padding.
         position_bias: `[1 | B, H, Q, K]`, added to the scores, with a gradient.
         s_aux: `[H]`, sinks.
+        prefix_tree: the tree whose tokens these are; `prefix_tree_inputs` makes its mask.
 
     Returns:
         (out `[B, Q, H, V]`, None: there are no weights).
     """
     refuse(output_attentions, kwargs)
-    visible = visible_keys(module, attention_mask, query.shape[2], key.shape[2], is_causal, sliding_window)
+    block_mask = _tree_mask(module, prefix_tree, attention_mask, query, key, sliding_window)
+    if block_mask is None:
+        visible = visible_keys(module, attention_mask, query.shape[2], key.shape[2], is_causal, sliding_window)
+    else:
+        visible = Visible(key.shape[2], block_mask=block_mask)
     options: dict[str, Any] = {
         "scale": scaling,
         "softcap": softcap,
@@ -103,7 +118,9 @@ def attend(
     if query.shape[0] != key.shape[0]:  # queries that a model learns, one set for all
         query = query.expand(key.shape[0], -1, -1, -1)
     bias = _summed(position_bias, visible.bias, query)
-    if bias is None and visible.mask is None and _decodes(query, key, value, options):
+    if visible.block_mask is not None:
+        options["block_mask"] = visible.block_mask
+    elif bias is None and visible.mask is None and _decodes(query, key, value, options):
         for name in ("dropout_p", "deterministic"):
             del options[name]
         return flashtile.attention_with_kv_cache(query, key, value, **options), None
@@ -153,6 +170,8 @@ def visible_keys(
         if attention_mask.dtype is torch.bool:
             return Visible(seq_k, mask=attention_mask)
         return Visible(seq_k, bias=attention_mask)
+    if mask.tree is not None:
+        raise ValueError(_TREE_WITHOUT_MASK)
     band = mask.band
     if band.causal and is_causal is False and seq_q > 1 and not _tells_causality(module):
         raise ValueError(
@@ -169,6 +188,32 @@ def visible_keys(
     # One query at the last key sees everything before it.
     causal = band.causal and bool(seq_q > 1 or window is not None)
     return Visible(keys, causal, window, mask=mask.visible)
+
+
+def _tree_mask(
+    module: Any,
+    tree: PrefixTree | None,
+    attention_mask: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    sliding_window: int | None,
+) -> BlockMask | None:
+    """What the tokens of a tree see in one layer; None if there is none."""
+    if tree is None:
+        return None
+    mask = None if attention_mask is None else compact.decode(attention_mask)
+    if mask is None or not mask.tree == query.shape[2] == key.shape[2] == tree.tokens.shape[0] or query.shape[0] != 1:
+        raise ValueError(_TREE_WITHOUT_MASK)
+    kinds = getattr(module.config, "layer_types", None)
+    window = getattr(module.config, "sliding_window", None)
+    if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
+        window = None
+    if window != sliding_window or not getattr(module, "is_causal", True):
+        raise ValueError(
+            f"prefix_tree: expected causal layers that pass the sliding_window of the config, {window}, got "
+            f"{type(module).__name__} with {sliding_window}; pad the sequences instead"
+        )
+    return tree.block_mask(None if window is None else window - 1)
 
 
 def _tells_causality(module: nn.Module) -> bool:

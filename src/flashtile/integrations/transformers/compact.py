@@ -11,6 +11,7 @@ dtype   what the last dimension holds
 int8    nothing (ones): n keys, none of them padding
 uint8   for each of n keys whether it is visible, 1 or 0
 int32   where each of n packed sequences ends, in a batch that is laid out as one row
+int16   nothing (ones): n tokens of a prefix tree, which is a keyword argument of the model
 ======  ==========================================================================================
 
 Masks of transformers itself are bool or floating point, and hold everything.
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_EVERYTHING, _KEYS, _ENDS = torch.int8, torch.uint8, torch.int32
+_EVERYTHING, _KEYS, _ENDS, _TREE = torch.int8, torch.uint8, torch.int32, torch.int16
 
 
 class Band(NamedTuple):
@@ -37,7 +38,7 @@ class Band(NamedTuple):
 
 
 class CompactMask(NamedTuple):
-    """A decoded mask. One of the last three is set."""
+    """A decoded mask. One of the last four is set."""
 
     band: Band
     #: Number of keys, all visible but for the band.
@@ -46,6 +47,8 @@ class CompactMask(NamedTuple):
     visible: Tensor | None = None
     #: int32 `[n]`: where each packed sequence ends.
     ends: Tensor | None = None
+    #: Number of tokens of a prefix tree.
+    tree: int | None = None
 
 
 def of_all_keys(band: Band, keys: int, device: torch.device | str) -> Tensor:
@@ -62,6 +65,10 @@ def of_packed_sequences(band: Band, ends: Tensor) -> Tensor:
     return _encode(band, ends.to(_ENDS)[None])
 
 
+def of_tree(tokens: int, device: torch.device | str) -> Tensor:
+    return _encode(Band(), torch.ones((), dtype=_TREE, device=device).expand(1, tokens))
+
+
 def _encode(band: Band, content: Tensor) -> Tensor:
     flags = band.causal + 2 * band.windowed + 4 * band.prefix
     return content[:, None, None, :].expand(-1, 1 + flags, -1, -1)
@@ -69,7 +76,7 @@ def _encode(band: Band, content: Tensor) -> Tensor:
 
 def decode(mask: Tensor) -> CompactMask | None:
     """What a mask says, where it is a compact one."""
-    if mask.dtype not in (_EVERYTHING, _KEYS, _ENDS) or mask.dim() != 4:
+    if mask.dtype not in (_EVERYTHING, _KEYS, _ENDS, _TREE) or mask.dim() != 4:
         return None
     flags = mask.shape[1] - 1
     if not 0 <= flags < 8 or mask.shape[2] != 1:
@@ -83,4 +90,6 @@ def decode(mask: Tensor) -> CompactMask | None:
         return CompactMask(band, keys=mask.shape[-1])
     if mask.dtype is _KEYS:
         return CompactMask(band, visible=content.bool())
+    if mask.dtype is _TREE:
+        return CompactMask(band, tree=mask.shape[-1])
     return CompactMask(band, ends=content.flatten())

@@ -76,9 +76,7 @@ def context_parallel(
         )
     if getattr(model, "_flashtile_shards", False):
         raise ValueError("model: expected one that takes whole sequences, got one that takes shards already")
-    for kind in _rope_types(getattr(model.config, "rope_parameters", None)):
-        if kind in _ROPE_BY_LENGTH:
-            raise ValueError(f"model: expected rotary embeddings of fixed frequencies, got rope_type {kind!r}")
+    check_frequencies(model.config)
     check_options(backend, deterministic)
     ranks = places_of(mesh).ranks
     options = {
@@ -91,6 +89,13 @@ def context_parallel(
     model.register_forward_pre_hook(functools.partial(_prepare, positions, ranks), with_kwargs=True, prepend=True)
     model._flashtile_shards = True  # type: ignore[assignment]
     return model
+
+
+def check_frequencies(config: Any) -> None:
+    """Raises if the rotary frequencies of a model depend on the longest position of a call."""
+    for kind in _rope_types(getattr(config, "rope_parameters", None)):
+        if kind in _ROPE_BY_LENGTH:
+            raise ValueError(f"model: expected rotary embeddings of fixed frequencies, got rope_type {kind!r}")
 
 
 def _rope_types(parameters: Any) -> list[str]:

@@ -17,7 +17,7 @@ from flashtile.integrations.transformers.compact import Band
 
 #: Types of models that read masks in code of their own too, or append to them, as additions to scores: eager
 #: attention's is the only one that they know. By its class where a configuration tells no type.
-_READERS = frozenset({
+READERS = frozenset({
     "bigbird_pegasus", "deepseek_v4", "doge", "gemma4_audio", "git", "informer", "lasr_encoder", "nllb-moe",
     "PPDocLayoutV2ReadingOrderConfig",
 })  # fmt: skip
@@ -51,7 +51,7 @@ def make_mask(
     packed = None if tracing else _packed_sequences(mask_function)
     make_whole: Any = masking_utils.sdpa_mask
     skip = False
-    if not _READERS.isdisjoint((getattr(config, "model_type", None), type(config).__name__)):
+    if not READERS.isdisjoint((getattr(config, "model_type", None), type(config).__name__)):
         make_whole, skip = masking_utils.eager_mask, allow_is_bidirectional_skip
     elif packed is not None and attention_mask is None and not _has_indexers(config):
         pattern, sequence_of_row = packed

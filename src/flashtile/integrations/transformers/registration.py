@@ -73,6 +73,11 @@ def add_implementation(name: str, attention: Callable[..., Any], mask: Callable[
     _let_chunks_through()
 
 
+def is_registered(name: Any) -> bool:
+    """Whether a name of an attention implementation is one of flashtile's."""
+    return name in _registered
+
+
 def _check_version() -> None:
     """Older ones take the functions, and call them with other arguments."""
     if _version() < _OLDEST:

@@ -1,0 +1,173 @@
+"""Prefix trees: what they hold, and that losses and gradients are those of the sequences one by one."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flashtile.models import GPT, GPTConfig, plain_attention
+from flashtile.modules import MHA
+from flashtile.prefix_trees import PrefixTree
+from flashtile.testing import Size, assert_close, assert_same, size
+
+GPT2 = GPTConfig(context=40, layers=2, heads=2, width=32, vocabulary=61)
+LLAMA = replace(
+    GPT2, heads=4, heads_kv=2, positions="rotary", norm="rms", activation="swiglu", attention_bias=False,
+    mlp_bias=False, tied=False,
+)  # fmt: skip
+
+
+def drawn(*lengths: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(61, (length,), generator=generator).tolist() for length in lengths]
+
+
+def two_groups() -> PrefixTree:
+    """Prompts with several completions, one of them empty, and more tokens than the context of the models."""
+    prompt, other, *completions = drawn(11, 3, 7, 0, 12, 2, 9)
+    return PrefixTree.from_completions([(prompt, completions[:3]), (other, completions[3:])])
+
+
+def deep() -> PrefixTree:
+    a, b, c, d = drawn(5, 4, 6, 3)
+    return PrefixTree.from_sequences([a + b + c, a + d, a + b, a + b + d, c])
+
+
+# --- what trees hold ------------------------------------------------------------------------------------------------
+
+
+def test_completions() -> None:
+    tree = PrefixTree.from_completions([([5, 6], [[7, 8], [], torch.tensor([9])]), (torch.tensor([1]), [[2]])])
+    assert tree.tokens.tolist() == [5, 6, 7, 8, 9, 1, 2]
+    assert tree.positions.tolist() == [0, 1, 2, 3, 2, 0, 1]
+    assert tree.segments.tolist() == [0, 0, 1, 1, 3, 4, 5]
+    assert [sequence.tolist() for sequence in tree.unpack(tree.tokens)] == [[5, 6, 7, 8], [5, 6], [5, 6, 9], [1, 2]]
+    assert tree.lengths == [4, 2, 3, 2] and len(tree) == 4
+    assert repr(tree) == "PrefixTree(4 sequences, 11 tokens, packed 7)"
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=7))
+def test_sequences_share_all_they_have_in_common(sequences: list[list[int]]) -> None:
+    tree = PrefixTree.from_sequences(sequences)
+    assert [sequence.tolist() for sequence in tree.unpack(tree.tokens)] == sequences
+    prefixes = {tuple(each[: length + 1]) for each in sequences for length in range(len(each))}
+    assert tree.tokens.shape[0] == len(prefixes)
+
+
+@pytest.mark.parametrize("make", [two_groups, deep])
+def test_masks_count_positions(make) -> None:
+    tree = make()
+    visible = tree.block_mask().to_dense()[0, 0]
+    assert_same(visible.sum(-1), tree.positions + 1)
+    near = tree.block_mask(left=2).to_dense()[0, 0]
+    assert_same(near, visible & (tree.positions[:, None] - tree.positions <= 2))
+    assert tree.block_mask(left=2) is tree.block_mask(left=2)
+
+
+def test_segments_and_ends_of_ones_own() -> None:
+    tree = PrefixTree([[1, 2], [3], [4]], [-1, 0, 0], ends=[0, 2, 2])
+    assert [sequence.tolist() for sequence in tree.unpack(tree.tokens)] == [[1, 2], [1, 2, 4], [1, 2, 4]]
+    assert PrefixTree([[1, 2], [3], [4]], [-1, 0, 0]).lengths == [3, 3]
+
+
+@pytest.mark.parametrize("make", [two_groups, deep])
+def test_log_probs_are_those_of_the_row_before(make) -> None:
+    tree = make()
+    logits = torch.randn(tree.tokens.shape[0], 61, dtype=torch.float64)
+    rows = tree.unpack(torch.arange(tree.tokens.shape[0]))
+    for each, path in zip(tree.unpack(tree.log_probs(logits[None], logit_scale=0.5)), rows):
+        expected = (logits[path[:-1]] / 2).log_softmax(-1).gather(1, tree.tokens[path[1:], None])[:, 0]
+        assert_same(each, torch.cat((logits.new_zeros(1), expected)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([["a"]], [-1]), TypeError, r"segments\[0\]: expected a tensor or a list of ints"),
+        (([torch.ones(2)], [-1]), ValueError, r"segments\[0\]: expected int64 \[length\], got torch.float32"),
+        (([[1]], [0]), ValueError, "parents: expected segments before segment 0"),
+        (([[1]], [-1, 0]), ValueError, "parents: expected one for each"),
+        (([[1]], [-1], [1]), ValueError, "ends: expected numbers from 0 to 0"),
+    ],
+)
+def test_errors_name_the_argument(arguments, error, message) -> None:
+    segments, parents, *ends = arguments
+    with pytest.raises(error, match=message):
+        PrefixTree(segments, parents, ends=ends[0] if ends else None)
+
+
+def test_values_of_other_shapes_are_refused() -> None:
+    tree = deep()
+    with pytest.raises(ValueError, match="logits: expected"):
+        tree.log_probs(torch.zeros(2, tree.tokens.shape[0], 61))
+    with pytest.raises(ValueError, match="values: expected"):
+        tree.unpack(torch.zeros(3))
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def weighted(log_probs: list[Tensor]) -> Tensor:
+    """A loss that weighs every token of every sequence otherwise."""
+    generator = torch.Generator().manual_seed(5)
+    weights = [torch.rand(each.shape, generator=generator, dtype=torch.float64) for each in log_probs]
+    return -torch.stack([(weight.to(each.dtype) * each).sum() for weight, each in zip(weights, log_probs)]).sum()
+
+
+def of_model(model: GPT, loss: Tensor, log_probs: list[Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"log_probs": torch.cat(log_probs).detach(), **grads}
+
+
+def one_by_one(model: GPT, tree: PrefixTree) -> dict[str, Tensor]:
+    log_probs = []
+    for tokens in tree.unpack(tree.tokens):
+        logits = model(tokens[None])[0, :-1].to(torch.promote_types(torch.float32, model.token.weight.dtype))
+        each = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        log_probs.append(torch.cat((each.new_zeros(1), each)))
+    return of_model(model, weighted(log_probs), log_probs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("config", "make"), [(GPT2, two_groups), (LLAMA, deep)], ids=["gpt2", "llama"])
+def test_losses_and_gradients_are_those_of_single_sequences(config, make, dtype) -> None:
+    torch.manual_seed(0)
+    tree = make()
+    model = GPT(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)  # so that attention is far from even
+    model = model.to(dtype)
+    hidden = model.hidden(tree.tokens[None], positions=tree.positions, block_mask=tree.block_mask())
+    log_probs = tree.unpack(tree.linear_log_probs(hidden, model.output_weight))
+    actual = of_model(model, weighted(log_probs), log_probs)
+    eager, oracle = one_by_one(model, tree), one_by_one(copy.deepcopy(model).double(), tree)
+    largest = max(size(value).typical for name, value in oracle.items() if name != "log_probs")
+    for name, value in actual.items():
+        # The gradient of a bias of keys is 0: what each query adds cancels.
+        assert_close(name, value, oracle[name], eager[name], Size() if name == "log_probs" else Size(largest, largest))
+
+
+def test_what_trees_exclude_in_models_is_named() -> None:
+    tree = deep()
+    arguments = {"positions": tree.positions, "block_mask": tree.block_mask()}
+    for config, attention, message in (
+        (replace(GPT2, window=4), None, "positions: expected None with a window"),
+        (GPT2, plain_attention, "positions, block_mask: expected None with _Exchanged as attention"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            GPT(config, attention)(tree.tokens[None], **arguments)
+    model = GPT(GPT2)
+    with pytest.raises(ValueError, match="expected None except for dense self-attention without a cache"):
+        model(tree.tokens[None], model.new_cache(1, 40), **arguments)
+    with pytest.raises(ValueError, match=r"positions: expected int64 \[seq\], \(2,\), got torch.int64 \(3,\)"):
+        MHA(32, 4, causal=True)(torch.zeros(1, 2, 32), positions=torch.arange(3))
