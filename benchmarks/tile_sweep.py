@@ -23,7 +23,7 @@ from flashtile.bench.record import Record, make_record
 from flashtile.bench.timing import EventTimer
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.triton import launch, plan
-from flashtile.ops.attention.triton.configs import TileConfig
+from flashtile.ops.attention.triton.tile_tables import TileConfig
 
 _BLOCKS = (16, 32, 64, 128)
 _BLOCK_K, _STAGES, _SECONDS = 64, 2, 0.5

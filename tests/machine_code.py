@@ -31,7 +31,7 @@ from flashtile.ops.attention.call import AuxFacts, Phase, TensorFacts
 from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.hopper.backward_launch import plan_backward
 from flashtile.ops.attention.hopper.configs import HopperConfig, config_of
-from flashtile.ops.attention.hopper.float32_forward_launch import plan_float32_forward
+from flashtile.ops.attention.hopper.launch import plan_float32_forward
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Origin, Wanted, out_dtype
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.configs import Kernel

@@ -22,7 +22,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 KERNELS = [
     path
     for path in FILES
-    if path.is_relative_to(SOURCE / "ops") and {"hopper", "triton", "split_keys"} & set(path.parts)
+    if path.is_relative_to(SOURCE / "ops") and {"gpu", "hopper", "triton", "split_keys"} & set(path.parts)
 ]
 MAX_LINES = 500
 #: Lines of a file of kernels: what one warpgroup does stays in one place.
@@ -123,8 +123,7 @@ WITHIN_OPERATION = {
     "inspection": {"canonical", "checks", "column_sums", "operator", "options", "row_weights", "spec"},
     "column_sums": {"arguments", "calls", "checks", "flops", "operator", "select", "spec"},
     "flops": {"arguments", "spec"},
-    "walks": {"spec"},
-    "parameters": {"arguments", "call", "philox", "spec", "tile_lists"},
+    "gpu": {"arguments", "call", "philox", "score_program", "score_tracing", "spec", "tile_lists"},
     "call": {"spec"},
     "philox": {"spec"},
     "fp8": {"spec"},
@@ -149,9 +148,15 @@ WITHIN_OPERATION = {
     "score_tracing": {"score_program", "score_symbols", "surroundings"},
     "reference": {"block_mask", "fp8", "losses", "philox", "score_program", "spec"},
     "cpu": {"backend", "block_mask", "call", "fp8", "losses", "philox", "score_program", "score_tracing", "spec"},
-    "triton": {"arguments", "backend", "call", "parameters", "score_program", "score_tracing", "spec", "walks"},
-    "hopper": {"arguments", "backend", "call", "parameters", "spec", "triton", "walks"},
+    "triton": {"arguments", "backend", "call", "gpu", "spec"},
+    "hopper": {"arguments", "backend", "call", "gpu", "spec"},
     "split": {"backend", "call", "seen_keys", "spec"},
+}
+#: What the Hopper kernels take from the portable ones: the gradient of a bias that they do not serve themselves.
+PORTABLE_BIAS_GRADIENT = {
+    "triton.backend.describe_bias_gradient",
+    "triton.launch.backward_bias",
+    "triton.plan.plan_for",
 }
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
 COMMON, COMMON_ON_BACKENDS = "common", {"backends", "row_tiles", "split_keys", "watch"}
@@ -240,7 +245,7 @@ def _forbidden(module: list[str], name: list[str]) -> str:
         if target == "_backends":
             part = module[3] if len(module) > 3 else ""
             choosing = {"backend", "calls", "explain", "repeated", "select"}
-            own = choosing | {"call", "parameters", "triton", "hopper", "split"}
+            own = choosing | {"call", "gpu", "triton", "hopper", "split"}
             allowed = COMMON_ON_BACKENDS if module[2] == COMMON else own
             return "" if part in allowed else "only kernels, plans, and what chooses, runs or explains calls need it"
         if target != "ops":
@@ -262,6 +267,8 @@ def _forbidden_within_operation(module: list[str], name: list[str]) -> str:
     if part not in WITHIN_OPERATION:
         return f"say in WITHIN_OPERATION what {part!r} may import"
     if part == "select" and name[4:5] == ["backend"]:
+        return ""
+    if part == "hopper" and ".".join(name[3:]) in PORTABLE_BIAS_GRADIENT:
         return ""
     if name[3] == part or name[3] in WITHIN_OPERATION[part]:
         return ""

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flashtile
 from flashtile.ops.attention.hopper import configs, launch
 from flashtile.ops.attention.hopper.configs import HopperConfig
-from flashtile.ops.attention.hopper.widening import make_widening, widen
+from flashtile.ops.attention.hopper.convert import make_widening, widen
 
 TOKENS, COLUMNS, TURNS, SECONDS_OF_A_TURN = 16384, 2048, 6, 0.015
 CUTS = {

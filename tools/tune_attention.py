@@ -23,8 +23,8 @@ from flashtile._backends.launch import KernelSource, compile_kernel
 from flashtile.ops.attention.call import describe_backward, describe_call
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch, plan
-from flashtile.ops.attention.triton.configs import tile_width
 from flashtile.ops.attention.triton.tile_tables import TileConfig
+from flashtile.ops.common.tiles import tile_width
 
 TOKENS, HIDDEN = 16384, 2048
 KEPT = 5

@@ -10,9 +10,7 @@ import torch
 from backend_calls import hopper_call
 from flashtile.ops.attention import select
 from flashtile.ops.attention.hopper.backend import unsupported_reason
-from flashtile.ops.attention.hopper.float32_backward_configs import serves_float32
-from flashtile.ops.attention.hopper.float32_forward_configs import serves_float32_forward
-from flashtile.ops.attention.hopper.wide_backward_configs import is_wide
+from flashtile.ops.attention.hopper.separate_configs import is_wide, serves_float32, serves_float32_forward
 from flashtile.ops.attention.spec import NOTHING_WANTED, Wanted
 from gluon_emulator.hopper import EmulatedHopper
 

@@ -28,11 +28,10 @@ from covering import covering_choices
 from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.call import TensorFacts
+from flashtile.ops.attention.gpu.reductions import plan_of_shares, plan_of_sum
+from flashtile.ops.attention.gpu.score_source import tile_reads
 from flashtile.ops.attention.spec import Origin
-from flashtile.ops.attention.triton.bias_parts import plan_of_sum
-from flashtile.ops.attention.triton.configs import tile_width
-from flashtile.ops.attention.triton.score_source import tile_reads
-from flashtile.ops.attention.triton.shares_launch import plan_of_shares
+from flashtile.ops.common.tiles import tile_width
 from flashtile.testing.cases import AttentionCase, RelativeScore
 from machine_code import (
     Binary,

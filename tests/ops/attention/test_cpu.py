@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import flashtile
 from flashtile.ops.attention import cpu, reference
-from flashtile.ops.attention.cpu import lengths, tiles, torch_flash, torch_parts, torch_rectangle, torch_served
+from flashtile.ops.attention.cpu import tiled, tiles, torch_flash, torch_parts, torch_served
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, SideInputs
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
 from flashtile.testing.cases import cancelled_sizes
@@ -185,7 +185,7 @@ def no_tiles(monkeypatch):
 @pytest.mark.parametrize("changes", SERVED.values(), ids=SERVED)
 def test_calls_served_by_pytorch_without_gradient_of_lse(dtype, heads_kv, changes, no_tiles, monkeypatch):
     """Sequences of other lengths apart; together in the next test."""
-    monkeypatch.setattr(lengths, "_SCORES_OF_A_SEQUENCE", 0)
+    monkeypatch.setattr(tiled, "_SCORES_OF_A_SEQUENCE", 0)
     case = replace(BASE, **{"seq_q": 150, "seq_k": 150, "heads_kv": heads_kv, "dtype": dtype, **changes})
     inputs = make_inputs(case)
     actual = _run_without_lse(case, inputs, "cpu", dtype)
@@ -251,14 +251,14 @@ def test_calls_served_by_pytorch_with_tables(dtype, heads_kv, changes, small, no
 def test_gradients_of_a_group_in_16_bits(dtype, most, packs, no_tiles, monkeypatch):
     """The heads of a group are rows of one head, or heads that read it in turn. Nothing else changes."""
     monkeypatch.setattr(torch_served, "packs_16_bits", lambda: packs)
-    monkeypatch.setattr(torch_rectangle, "_MOST_STACKED_GRADIENTS", most)
-    rows, backward_op = [], torch_rectangle._backward_op
+    monkeypatch.setattr(torch_parts, "_MOST_STACKED_GRADIENTS", most)
+    rows, backward_op = [], torch_parts._backward_op
 
     def counted(dout, *rest, **scale):
         rows.append(dout.shape[2])
         return backward_op(dout, *rest, **scale)
 
-    monkeypatch.setattr(torch_rectangle, "_backward_op", counted)
+    monkeypatch.setattr(torch_parts, "_backward_op", counted)
     case = replace(BASE, seq_q=150, seq_k=130, heads_kv=2, dtype=dtype)
     inputs = make_inputs(case)
     actual = _run_without_lse(case, inputs, "cpu", dtype)
@@ -270,9 +270,9 @@ def test_gradients_of_a_group_in_16_bits(dtype, most, packs, no_tiles, monkeypat
 
 @pytest.fixture
 def always_split(monkeypatch):
-    monkeypatch.setattr(torch_rectangle, "_SPLIT_KEYS", range(24, 49))
-    monkeypatch.setattr(torch_rectangle, "_USUAL_SPLIT", 32)
-    monkeypatch.setattr(torch_rectangle, "_MOST_UNSPLIT_ELEMENTS", 0)
+    monkeypatch.setattr(torch_parts, "_SPLIT_KEYS", range(24, 49))
+    monkeypatch.setattr(torch_parts, "_USUAL_SPLIT", 32)
+    monkeypatch.setattr(torch_parts, "_MOST_UNSPLIT_ELEMENTS", 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -280,13 +280,13 @@ def always_split(monkeypatch):
 @pytest.mark.parametrize("seq_q, seq_k", [(1, 48), (1, 150), (1, 151), (3, 149), (8, 96)])
 def test_splits_of_the_keys(dtype, heads_kv, seq_q, seq_k, always_split, no_tiles, monkeypatch):
     """149 and 151 are primes: no split divides them."""
-    calls, forward_op = [], torch_rectangle._forward_op
+    calls, forward_op = [], torch_parts._forward_op
 
     def counted(q, *rest, **scale):
         calls.append(q.shape[0])
         return forward_op(q, *rest, **scale)
 
-    monkeypatch.setattr(torch_rectangle, "_forward_op", counted)
+    monkeypatch.setattr(torch_parts, "_forward_op", counted)
     case = replace(BASE, batch=1, seq_q=seq_q, seq_k=seq_k, heads_kv=heads_kv, dtype=dtype)
     inputs = make_inputs(case)
     actual = _run_without_lse(case, inputs, "cpu", dtype)
@@ -305,13 +305,13 @@ def test_a_single_row_is_repeated_where_that_is_faster(batch, seq_k, splits, dty
     """One query of each head, with a key/value head of its own. PyTorch's kernel gets one row or four."""
     monkeypatch.setattr(torch_served, "packs_16_bits", lambda: packs)
     monkeypatch.setattr(torch_flash, "splitting_pays", lambda q, k: splits)
-    rows, forward_op = set(), torch_rectangle._forward_op
+    rows, forward_op = set(), torch_parts._forward_op
 
     def counted(q, *rest, **scale):
         rows.add(q.shape[2])
         return forward_op(q, *rest, **scale)
 
-    monkeypatch.setattr(torch_rectangle, "_forward_op", counted)
+    monkeypatch.setattr(torch_parts, "_forward_op", counted)
     case = replace(BASE, batch=batch, seq_q=1, seq_k=seq_k, dtype=dtype)
     inputs = make_inputs(case)
     actual = _run_without_lse(case, inputs, "cpu", dtype)
@@ -349,7 +349,7 @@ def test_when_splitting_pays(shape, heads_kv, seq_q, threads, pays, monkeypatch)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     batch, seq_k = shape
     q, k = torch.empty(batch, seq_q, 8, 64, device="meta"), torch.empty(batch, seq_k, heads_kv, 64, device="meta")
-    assert torch_rectangle.splitting_pays(q, k) is pays
+    assert torch_parts.splitting_pays(q, k) is pays
 
 
 def test_zeros_as_gradient_of_lse_are_none(no_tiles):

@@ -29,6 +29,7 @@ from flashtile._backends.launch import KernelSource, pointer
 from flashtile.ops.attention import call as description
 from flashtile.ops.attention import operator, select
 from flashtile.ops.attention.call import Phase, TensorFacts
+from flashtile.ops.attention.gpu.parameters import BlockNumbers, SidePointers, Window
 from flashtile.ops.attention.hopper import (
     backward_configs,
     backward_launch,
@@ -44,20 +45,18 @@ from flashtile.ops.attention.hopper import (
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.backward_source import backward_source
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
-from flashtile.ops.attention.hopper.float32_backward_configs import (
+from flashtile.ops.attention.hopper.convert import make_widening
+from flashtile.ops.attention.hopper.separate_configs import (
+    choose_float32_forward_config,
     choose_float32_wide_config,
+    choose_wide_backward_config,
+    float32_forward_shared_memory,
     float32_shared_memory,
     float32_wide_shared_memory,
     is_wide_float32,
-)
-from flashtile.ops.attention.hopper.float32_forward_configs import (
-    choose_float32_forward_config,
-    float32_forward_shared_memory,
     parts_pay,
+    wide_shared_memory,
 )
-from flashtile.ops.attention.hopper.wide_backward_configs import choose_wide_backward_config, wide_shared_memory
-from flashtile.ops.attention.hopper.widening import make_widening
-from flashtile.ops.attention.parameters import BlockNumbers, SidePointers, Window
 from flashtile.ops.attention.score_program import UNCHANGED
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, Origin, SideInputs, Wanted
 from hopper_forms import (

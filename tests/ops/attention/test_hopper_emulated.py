@@ -53,7 +53,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
 
 
 def _defines(module: ModuleType, name: str) -> bool:
-    return module.__name__.rpartition(".")[2] in ("configs", "backward_variant", "dq_ends") and name in vars(module)
+    return module.__name__.rpartition(".")[2] in ("configs", "backward_variant", "backward_configs") and name in vars(
+        module
+    )
 
 
 _MASKS = {

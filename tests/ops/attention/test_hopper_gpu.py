@@ -15,7 +15,7 @@ import left_out_tiles
 from attention_cases import BASE, EDGES, PAIRS, parameters
 from flashtile import BlockMask, patterns
 from flashtile._backends.launch import clear_plans
-from flashtile.ops.attention import walks
+from flashtile.ops.attention.gpu import schedule
 from flashtile.ops.attention.hopper import backward_variant, configs
 from flashtile.testing import AttentionCase, Size, assert_close, assert_same, check, make_inputs, run, with_arguments
 
@@ -891,7 +891,7 @@ def test_ordered_gradients_have_the_same_bits_in_every_run(
 ) -> None:  # fmt: skip
     """Heads that share keys walk together, or each by itself."""
     if not divides:
-        monkeypatch.setattr(walks, "_STEPS_OF_A_SUM", 2**31)
+        monkeypatch.setattr(schedule, "_STEPS_OF_A_SUM", 2**31)
     lengths = {"lengths_q": (900, 40, 0, 1500), "lengths_k": (1000, 7, 30, 1500)} if packed else {}
     case = replace(
         BASE, seq_q=1500, seq_k=1700, heads=8, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=head_dim, dtype=_BF16

@@ -34,8 +34,7 @@ from flashtile.ops.attention.hopper import (
     launch,
 )
 from flashtile.ops.attention.hopper.backend import unsupported_reason
-from flashtile.ops.attention.hopper.float32_backward_configs import is_wide_float32
-from flashtile.ops.attention.hopper.wide_backward_configs import STATISTIC_ROWS
+from flashtile.ops.attention.hopper.separate_configs import STATISTIC_ROWS, is_wide_float32
 from flashtile.ops.attention.spec import FP8, AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted, plain_side
 
 _RANGES = {"i32": range(-(2**31), 2**31), "i64": range(-(2**63), 2**63)}

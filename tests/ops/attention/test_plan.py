@@ -16,10 +16,10 @@ if devices.triton_missing():
 
 from flashtile._backends import launch as backend_launch
 from flashtile.ops.attention import call as description
+from flashtile.ops.attention.gpu.schedule import longest_walk, parts_of_walks, shares_of_heads
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch
 from flashtile.ops.attention.triton.plan import AttentionPlan
-from flashtile.ops.attention.walks import longest_walk, parts_of_walks, shares_of_heads
 from machine_code import Call, described, passed_by, plan, shares_of
 
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import flashtile
+from flashtile.ops.attention.gpu.score_source import unsupported_operation
 from flashtile.ops.attention.score_program import INPUTS, UPSTREAM, apply, parse, run
 from flashtile.ops.attention.score_tracing import derivative
-from flashtile.ops.attention.triton.score_source import unsupported_operation
 from flashtile.testing import assert_same
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -15,7 +15,7 @@ import flashtile
 from attention_cases import SCORE_MOD_PAIRS, parameters, score_mod_combined
 from flashtile._backends import devices
 from flashtile._backends.launch import clear_plans
-from flashtile.ops.attention.triton.score_source import (
+from flashtile.ops.attention.gpu.score_source import (
     SINE_SOURCE,
     derivative_source,
     function_source,
@@ -152,9 +152,9 @@ WITH_GRADIENTS = ("tables", "narrow", "buckets", "few", "constant")
 @pytest.fixture
 def waves_of_three(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few sums, so that small calls come in several waves, the last one with thread blocks to spare."""
-    ordered_sums = pytest.importorskip("flashtile.ops.attention.triton.ordered_sums")
-    monkeypatch.setattr(ordered_sums, "_MEMORY", 0)
-    monkeypatch.setattr(ordered_sums, "_LEAST_SLOTS", 3)
+    score_functions = pytest.importorskip("flashtile.ops.attention.triton.score_functions")
+    monkeypatch.setattr(score_functions, "_MEMORY", 0)
+    monkeypatch.setattr(score_functions, "_LEAST_SLOTS", 3)
     clear_plans()
     yield
     clear_plans()

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.ops.attention.gpu.score_source import function_source, reads_source
+from flashtile.ops.attention.gpu.score_writer import ScoreBounds, ranges
 from flashtile.ops.attention.score_program import parse
-from flashtile.ops.attention.triton.score_ranges import ScoreBounds, ranges
-from flashtile.ops.attention.triton.score_source import function_source, reads_source
 
 _Q, _K = 6, 10
 

@@ -17,9 +17,9 @@ from flashtile.ops.attention.triton.configs import (
     drops_bounds,
     drops_masks,
     shared_memory,
-    tile_width,
 )
 from flashtile.ops.attention.triton.tile_tables import TileConfig
+from flashtile.ops.common.tiles import tile_width
 
 _LENGTHS = ("short", "medium", "long")
 _KERNELS = ("forward", "dq", "dkdv")

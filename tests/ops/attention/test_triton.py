@@ -15,7 +15,8 @@ import torch.utils.checkpoint
 import flashtile
 from attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
 from flashtile.ops.attention import checks
-from flashtile.ops.attention.triton import bias_work, launch
+from flashtile.ops.attention.gpu import reductions
+from flashtile.ops.attention.triton import launch
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
 
@@ -48,7 +49,7 @@ def test_interpreted_kernel_of_short_sequences(
     heads or sequences."""
     monkeypatch.setattr(launch, "run_keys", None)
     monkeypatch.setattr(launch, "_run_bias", None)
-    monkeypatch.setattr(bias_work, "_FILLING", programs)
+    monkeypatch.setattr(reductions, "_FILLING", programs)
     triton_plan._plan.cache_clear()
     check(replace(case, dtype=torch.float16), "triton")
     triton_plan._plan.cache_clear()

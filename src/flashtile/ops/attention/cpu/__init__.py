@@ -8,8 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from flashtile.ops.attention.cpu import tiled, torch_flash
-from flashtile.ops.attention.cpu.column_sums import column_sums
-from flashtile.ops.attention.cpu.lengths import lengths_as_mask
+from flashtile.ops.attention.cpu.tiled import column_sums, lengths_as_mask
 from flashtile.ops.attention.cpu.torch_served import served_by_torch
 from flashtile.ops.attention.fp8 import dequantized
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, out_dtype

@@ -20,6 +20,7 @@ from flashtile.ops.attention.cpu.scores import (
     modifiers_of,
     modify,
     raised_rows,
+    split_heads,
     tile_mask_of,
     wholly_hidden,
 )
@@ -355,3 +356,84 @@ def _add_products(
     dscores = tiles.converted(dscores, scratch.converted)
     tiles.add_product(matrices.dk[:, keys], dscores.transpose(1, 2), row.q_product, scratch.products)
     tiles.add_product(dq_tile, dscores, matrices.k_product[:, keys], scratch.products)
+
+
+#: How many scores take as long as what a sequence of another length costs the host.
+_SCORES_OF_A_SEQUENCE = 2**16
+
+#: How many scores of a key take as long as reading it.
+_SCORES_OF_READING = 32
+
+
+#: Largest hidden number that is multiplied by a weight of 0. Its products with queries and gradients are finite.
+_LARGEST_HIDDEN = 2.0**16
+
+
+def lengths_as_mask(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> tuple[Tensor, Tensor, SideInputs]:
+    """k, v and side inputs of a call `[B, S, H, D]` with a mask in place of its key lengths; as given if that does not
+    pay. Hidden keys and values that could overflow, or are NaN, become 0 in copies, so the same path computes them."""
+    lengths = side.key_lengths
+    if lengths is None or side.packed or (side.mask is not None and side.mask.shape[2] > 1):
+        return k, v, side
+    others = int((lengths[1:] != lengths[:-1]).sum())
+    hidden = int((k.shape[1] - lengths.clamp(max=k.shape[1])).sum())
+    cost = hidden * q.shape[2] * (q.shape[1] + _SCORES_OF_READING)
+    if not others or cost > others * _SCORES_OF_A_SEQUENCE:
+        return k, v, side
+    shown = torch.arange(k.shape[1], device="cpu") < lengths[:, None]
+    k, v = _without_large(k, ~shown), _without_large(v, ~shown)
+    mask = shown[:, None, None]
+    return k, v, side._replace(key_lengths=None, mask=mask if side.mask is None else side.mask & mask)
+
+
+def _without_large(tensor: Tensor, hidden: Tensor) -> Tensor:
+    """Keys or values `[B, S, H, D]`; a copy with zeros in hidden rows `[B, S]` if one of their numbers is large."""
+    rows = tensor[hidden]
+    if not rows.numel() or rows.abs().amax() <= _LARGEST_HIDDEN:
+        return tensor
+    return tensor.masked_fill(hidden[:, :, None, None], 0)
+
+
+def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    """The sum over queries of the weights of each key, `[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`, in the
+    dtype of lse."""
+    if side.packed:
+        q, k, lse = q[None], k[None], lse[None]
+    sums = lse.new_zeros(q.shape[0], q.shape[2], k.shape[1])
+    tile_mask = tile_mask_of(side, spec)
+    for block in tiles.blocks(q, k, side, spec, is_scattered(tile_mask)):
+        _add_block(block, q, k, lse, sums, side, spec, tile_mask)
+    return sums[0] if side.packed else sums
+
+
+def _add_block(
+    block: Block,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    sums: Tensor,
+    side: SideInputs,
+    spec: AttentionSpec,
+    tile_mask: TileMask | None,
+) -> None:
+    computed = tiles.compute_dtype(q.dtype)
+    k_matrices = tiles.load_keys(tiles.key_view(block, k), computed)
+    q_view, lse_view = tiles.row_view(block, q), tiles.statistics_view(block, lse)
+    target = sums[block.batches, block.heads, block.keys].unflatten(1, (-1, block.group))  # [b, h, G, S]
+    scratch = tiles.scratch_of(block, q, k).scores
+    modifiers = modifiers_of(block, side, spec, tile_mask)
+    for rows in tiles.query_tiles(block):
+        q_tile = tiles.load_rows(q_view, rows, computed).mul_(spec.scale * LOG2E)
+        row_lse = tiles.load_rows(lse_view, rows, computed)
+        if (raised := raised_rows(block, rows, modifiers)) is not None:
+            row_lse.add_(raised)
+        row_lse = torch.where(row_lse.isneginf(), float("inf"), row_lse).mul_(LOG2E)
+        for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys):
+            if wholly_hidden(modifiers, rows, keys):
+                continue
+            scores = tiles.score_tile(keys, q_tile, k_matrices, scratch)
+            if modifiers is not None:
+                modify(scores, block, rows, keys, modifiers)
+            tiles.mask_band(scores, block, rows, keys)
+            weights = split_heads(scores.sub_(row_lse).exp2_(), block, rows)
+            target[..., keys.start : keys.stop].add_(weights.sum(dim=-2))

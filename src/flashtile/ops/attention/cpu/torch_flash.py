@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.cpu import tiles
-from flashtile.ops.attention.cpu.torch_parts import parts_of_rows
-from flashtile.ops.attention.cpu.torch_rectangle import (
+from flashtile.ops.attention.cpu.torch_parts import (
     Statistics,
     attend,
     attend_split,
     gradients,
     merged,
+    parts_of_rows,
     splitting_pays,
     with_logits,
 )

@@ -8,28 +8,26 @@ import torch
 
 from flashtile.ops.attention.backend import KernelChoice, summary_of
 from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.gpu.schedule import SHORT, length_of
+from flashtile.ops.attention.gpu.score_source import unsupported_operation
 from flashtile.ops.attention.hopper import backward_configs, configs
-from flashtile.ops.attention.hopper import float32_backward_configs as float32_configs
+from flashtile.ops.attention.hopper import separate_configs as float32_configs
+from flashtile.ops.attention.hopper.backward_configs import ends_of_dq
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8
-from flashtile.ops.attention.hopper.dq_ends import ends_of_dq
-from flashtile.ops.attention.hopper.float32_forward_configs import (
+from flashtile.ops.attention.hopper.separate_configs import (
     HALF_WIDE,
+    KEYS_OF_DV,
     NARROW,
     choose_float32_forward_config,
+    choose_wide_backward_config,
     float32_forward_shared_memory,
+    is_wide,
     parts_pay,
     serves_float32_forward,
-)
-from flashtile.ops.attention.hopper.wide_backward_configs import (
-    KEYS_OF_DV,
-    choose_wide_backward_config,
-    is_wide,
     wide_shared_memory,
 )
 from flashtile.ops.attention.spec import FP8
 from flashtile.ops.attention.triton.backend import describe_bias_gradient
-from flashtile.ops.attention.triton.configs import SHORT, length_of
-from flashtile.ops.attention.triton.score_source import unsupported_operation
 from flashtile.ops.common.backends import Backend
 
 #: The kernel ahead of those of float32.

@@ -23,8 +23,8 @@ from flashtile.ops.attention.hopper.backward_configs import (
     tile_width,
 )
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
-from flashtile.ops.attention.hopper.bounds import bounded_layout
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
+from flashtile.ops.attention.hopper.parameters import bounded_layout
 
 
 def buffers(variant: BackwardVariant, tiles: int, summed: int) -> dict[str, tuple[int, int]]:

@@ -14,9 +14,12 @@ from flashtile._backends.allocate import Layout, Scratch, allocator, contiguous_
 from flashtile._backends.launch import Plan, plan_cache, pointer
 from flashtile.ops.attention.arguments import Aux, Scalars, saved_side, side_tensors
 from flashtile.ops.attention.call import Call, describe_backward
-from flashtile.ops.attention.hopper.apart_launch import ApartPlan, plan_apart, sink_gradient, sink_sums_layout
+from flashtile.ops.attention.gpu.parameters import aux_pointers, clipped_window, contiguous_on_16_bytes, positive_scale
+from flashtile.ops.attention.gpu.reductions import plan_of_shares, slope_gradient, sum_of_shares
+from flashtile.ops.attention.gpu.schedule import longest_walk, parts_of_walks, shares_of_heads
 from flashtile.ops.attention.hopper.backward_configs import (
     backward_config_of,
+    ends_of_dq,
     padded_strides,
     serves_bias_gradient,
 )
@@ -35,28 +38,31 @@ from flashtile.ops.attention.hopper.bias_gradient_launch import (
     plan_bias_gradient,
     run_bias_gradient,
 )
-from flashtile.ops.attention.hopper.bounds import by_whole_rows, ends_by_rows, row_strides
 from flashtile.ops.attention.hopper.configs import moves_by_tma
-from flashtile.ops.attention.hopper.dq_ends import ends_of_dq
-from flashtile.ops.attention.hopper.float32_backward_configs import float32_keys_of_dv, serves_float32
-from flashtile.ops.attention.hopper.float32_backward_launch import plan_float32_backward
 from flashtile.ops.attention.hopper.parameters import (
     LOG2_E,
+    by_whole_rows,
+    ends_by_rows,
     is_covered,
+    row_strides,
     score_units,
     side_of_call,
     whole_sizes,
     with_aligned_lists,
 )
+from flashtile.ops.attention.hopper.separate_configs import KEYS_OF_DV, float32_keys_of_dv, is_wide, serves_float32
+from flashtile.ops.attention.hopper.separate_launch import (
+    ApartPlan,
+    plan_apart,
+    plan_float32_backward,
+    plan_wide_backward,
+    sink_gradient,
+    sink_sums_layout,
+)
 from flashtile.ops.attention.hopper.turns import tiles_done_before_last
-from flashtile.ops.attention.hopper.wide_backward_configs import KEYS_OF_DV, is_wide
-from flashtile.ops.attention.hopper.wide_backward_launch import plan_wide_backward
-from flashtile.ops.attention.parameters import aux_pointers, clipped_window, contiguous_on_16_bytes, positive_scale
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
-from flashtile.ops.attention.triton.launch import backward_bias, slope_gradient
+from flashtile.ops.attention.triton.launch import backward_bias
 from flashtile.ops.attention.triton.plan import plan_for
-from flashtile.ops.attention.triton.shares_launch import plan_of_shares, sum_of_shares
-from flashtile.ops.attention.walks import longest_walk, parts_of_walks, shares_of_heads
 
 
 class BackwardPlan(NamedTuple):

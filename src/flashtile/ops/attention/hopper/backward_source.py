@@ -26,12 +26,10 @@ from flashtile._backends.launch import (
     specialise,
 )
 from flashtile._backends.tma import descriptor_parameter
+from flashtile.ops.attention.gpu.parameters import Window
+from flashtile.ops.attention.gpu.reductions import WorkNumbers
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
-from flashtile.ops.attention.hopper.backward_configs import (
-    BIAS_QUERIES,
-    BiasGradientConfig,
-    tile_width,
-)
+from flashtile.ops.attention.hopper.backward_configs import BIAS_QUERIES, BiasGradientConfig, tile_width
 from flashtile.ops.attention.hopper.backward_descriptors import boxes_of, dtype_of, is_operand
 from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
 from flashtile.ops.attention.hopper.backward_tiles import Loops, Problem
@@ -39,8 +37,6 @@ from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.bias_gradient import attention_bias_gradient_kernel
 from flashtile.ops.attention.hopper.configs import PRODUCER_REGISTERS
 from flashtile.ops.attention.hopper.scores import ScoreUnits
-from flashtile.ops.attention.parameters import Window
-from flashtile.ops.attention.triton.bias_work import WorkNumbers
 
 #: The numbers of a call by the names of parameters (`backward_tiles.Problem` has most of them), of `ScoreUnits`, and
 #: "window_left" and "window_right". They decide no machine code.

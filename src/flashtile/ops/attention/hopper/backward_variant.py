@@ -9,7 +9,10 @@ import torch
 from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile._backends.launch import ABSENT, int32
 from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.gpu.parameters import SideParameters
+from flashtile.ops.attention.gpu.score_functions import captured_parameters, score_bounds
 from flashtile.ops.attention.hopper.backward_configs import (
+    BYTES_OF_A_COLUMN,
     BackwardConfig,
     BiasGradientConfig,
     bias_gradient_config,
@@ -18,13 +21,10 @@ from flashtile.ops.attention.hopper.backward_configs import (
 )
 from flashtile.ops.attention.hopper.backward_tiles import ScoreChange
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
-from flashtile.ops.attention.hopper.dq_ends import BYTES_OF_A_COLUMN
 from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
 from flashtile.ops.attention.hopper.turns import take_two_rounds
-from flashtile.ops.attention.parameters import SideParameters
-from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
 
-#: Queries that a key tile visits, of all heads that share its keys, or of one share (`walks.shares_of_heads`). From so
+#: Queries that a key tile visits, of all heads that share its keys, or of one share (`shares_of_heads`). From so
 #: many on, thread blocks that drift apart find little of what they read and add to in the L2 cache: 1 KiB for each
 #: query at D 128. TFLOP/s with and without shared progress, D 128, 64 and 8 heads: 32,768 tokens 605 and 560, 16,384
 #: 602 and 607; 16 heads, 65,536 tokens, 621 and 613.
@@ -186,7 +186,7 @@ def shares_in_cache(
 
     Args:
         group: query heads of a key/value head.
-        shares: as `walks.shares_of_heads` divides them.
+        shares: as `shares_of_heads` divides them.
         key_tiles: of a line; `lines`: key/value heads of all sequences (packed: of one).
         query_tiles: of a head, that the longest walk visits.
         programs: thread blocks that run at once.

@@ -110,7 +110,7 @@ def attention_bias_gradient_kernel(
     SHARED_BY_HEADS: gl.constexpr,
 ):  # fmt: skip
     """Arguments as of the main kernel. `gradient_ptr`: `[parts, batch, heads, rows, columns]`, the sizes of the bias
-    (`work`, a `bias_work.WorkNumbers`). `QUERY_TILES`: tiles of M queries of a thread block, one or two; one if
+    (`work`, a `reductions.WorkNumbers`). `QUERY_TILES`: tiles of M queries of a thread block, one or two; one if
     `_leaves_out`. `SHARED_BY_HEADS`: the bias has one head, and the call has more."""
     WARPGROUPS: gl.constexpr = KEYS // ROWS
     config = KernelConfig(

@@ -12,14 +12,13 @@ from torch import Tensor
 from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import Plan
 from flashtile.ops.attention.call import Call, TensorFacts
+from flashtile.ops.attention.gpu.parameters import SidePointers
+from flashtile.ops.attention.gpu.reductions import BiasWork, plan_of_sum, sum_of_parts
 from flashtile.ops.attention.hopper.backward_configs import BIAS_QUERIES, bias_config_of, bias_programs_together
 from flashtile.ops.attention.hopper.backward_descriptors import MOVED_FOR_BIAS, describer
 from flashtile.ops.attention.hopper.backward_source import Numbers, backward_plan
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, function_of_call
 from flashtile.ops.attention.hopper.parameters import is_covered, side_of_call
-from flashtile.ops.attention.parameters import SidePointers
-from flashtile.ops.attention.triton.bias_parts import plan_of_sum, sum_of_parts
-from flashtile.ops.attention.triton.bias_work import BiasWork
 
 #: Parts of a bias at most: each costs a write and a read of the whole bias in float32.
 _MOST_PARTS = 8

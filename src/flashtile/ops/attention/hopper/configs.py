@@ -1,4 +1,4 @@
-"""How the Hopper kernels are cut, above all the forward: frozen rows, and the pure functions that read them.
+"""How the Hopper forward is cut, and what all Hopper kernels share: frozen rows, and the pure functions that read them.
 
 Rows were measured on an H200 with Triton 3.6, bf16; the reason stands beside each. `backward_configs` has those of the
 backward. Nothing here needs Triton, but `config_of` asks for its version.
@@ -13,9 +13,8 @@ import torch
 
 from flashtile._backends.devices import triton_version
 from flashtile.ops.attention.call import Call, TensorFacts
-from flashtile.ops.attention.hopper.few_tiles import gives_at_most, one_consumer_pays, short_tiles_pay
+from flashtile.ops.attention.gpu.score_source import reads_by_key, tile_values
 from flashtile.ops.attention.spec import FP8
-from flashtile.ops.attention.triton.score_source import reads_by_key, tile_values
 
 #: Widest head of q and k, and of v, and of 8-bit inputs.
 MAX_HEAD_DIM = 512
@@ -146,24 +145,15 @@ _TWO_CONSUMERS = HopperConfig(
     consumers=2, block_n=128, stages=2, registers=240, max_registers=168, q_in_registers=False, ahead=64
 )
 
+#: More queries per byte of keys (509; two consumers 451). With so many, others multiply while one computes its
+#: exponentials: all of them after the product, 3 to 8 % fewer cycles. In turn: 13 %.
+_THREE_CONSUMERS = _TWO_CONSUMERS._replace(
+    consumers=3, stages=4, registers=160, max_registers=128, ahead=0, in_turn=True
+)
+
 #: (widest head_dim, widest part of head_dim_v, config). TFLOP/s of one run at 8,192 tokens without a mask.
 _ROWS = (
-    # Three consumers: more queries per byte of keys (509; two consumers 451). With so many, others multiply while one
-    # computes its exponentials: all of them after the product, 3 to 8 % fewer cycles. In turn: 13 %.
-    (
-        64,
-        64,
-        HopperConfig(
-            consumers=3,
-            block_n=128,
-            stages=4,
-            registers=160,
-            max_registers=128,
-            q_in_registers=False,
-            ahead=0,
-            in_turn=True,
-        ),
-    ),
+    (64, 64, _THREE_CONSUMERS),
     # In turn: 0.63 ms instead of 0.72 (4 sequences of 4,096 tokens, 16 heads of 96), causal 0.36 instead of 0.40; D 80
     # 0.59 instead of 0.63. Three consumers of 64 keys 0.65 and 0.36.
     (96, 96, _TWO_CONSUMERS._replace(in_turn=True)),
@@ -171,43 +161,12 @@ _ROWS = (
     # Shared memory: the output of one consumer after the other goes through one place.
     (192, 128, _TWO_CONSUMERS),
     # Half of the exponentials ahead: full 2.6 % fewer cycles than all of them, causal the same.
-    (
-        192,
-        192,
-        HopperConfig(
-            consumers=2, block_n=64, stages=3, registers=240, max_registers=168, q_in_registers=False, ahead=32
-        ),
-    ),
+    (192, 192, _TWO_CONSUMERS._replace(block_n=64, stages=3, ahead=32)),
     # Half of the exponentials ahead: up to 2 % more cycles. In turn: 0.7 % fewer.
-    (
-        256,
-        256,
-        HopperConfig(
-            consumers=2,
-            block_n=64,
-            stages=2,
-            registers=240,
-            max_registers=168,
-            q_in_registers=False,
-            ahead=64,
-            in_turn=True,
-        ),
-    ),
+    (256, 256, _TWO_CONSUMERS._replace(block_n=64, in_turn=True)),
     # Queries take 128 KiB, and keys and values of one stage 96. 1.13 ms, causal 0.62 (4 sequences of 4,096 tokens, 4
     # heads of 512); in turn 1.23 and 0.64, half of the exponentials ahead 1.17 and 0.62.
-    (
-        512,
-        256,
-        HopperConfig(
-            consumers=2,
-            block_n=64,
-            stages=1,
-            registers=240,
-            max_registers=168,
-            q_in_registers=False,
-            ahead=64,
-        ),
-    ),
+    (512, 256, _TWO_CONSUMERS._replace(block_n=64, stages=1)),
 )
 
 #: Instead of the row of 64 columns in bfloat16 and 8 bits from Triton 3.8 on. Of its code, ptxas stores and loads 37 to
@@ -215,7 +174,7 @@ _ROWS = (
 #: Triton 3.6 and 3.9, and of this with 3.9: 2 × 8,192 tokens, 32 heads of 64, 1,825, 2,528 and 1,933, causal 960, 1,670
 #: and 1,046; packed 430, 679 and 418; 8 bits 551, 985 and 557; 16 heads of 40, 519, 692 and 550. But float16 649, 629
 #: and 695, with 3.9 both under LLVM's scheduler for few registers.
-_THREE_OF_HALF_KEYS = _ROWS[0][2]._replace(block_n=64, stages=8, ahead=32)
+_THREE_OF_HALF_KEYS = _THREE_CONSUMERS._replace(block_n=64, stages=8, ahead=32)
 
 #: The first Triton with such code.
 _SPILLS_FROM = 3, 8
@@ -243,8 +202,8 @@ _HALF_KEYS = HopperConfig(
 #: 12 heads, 19.8, 16.1 and 15.8; and causal, 64 × 128, 12 heads of 64, 19.0, 18.1 and 19.9. Few keys of many queries
 #: likewise: 4,096 queries on 77 keys, 10 heads, 1 and 4 sequences 1.20 and 1.08 times as fast as with three consumers,
 #: 8 × 4,096 on 256, 16 heads, 1.11. With dropout always, instead of two consumers of 64 keys: 4 × 4,096 tokens, 32
-#: heads, 1.07 times, causal 1.06, 16 × 1,024, 16 heads, 1.00, 64 × 128, 12 heads, 1.14. And where tiles are few
-#: (`few_tiles`).
+#: heads, 1.07 times, causal 1.06, 16 × 1,024, 16 heads, 1.00, 64 × 128, 12 heads, 1.14.
+#: And where tiles are few (`one_consumer_pays`).
 _ALONE = HopperConfig(
     consumers=1, block_n=128, stages=2, registers=224, max_registers=128, q_in_registers=True, ahead=0, resident=2
 )
@@ -255,7 +214,7 @@ _SINGLE = HopperConfig(
     consumers=1, block_n=64, stages=4, registers=224, max_registers=128, q_in_registers=False, ahead=32, resident=2
 )
 
-#: With heads of 65 to 128, where tiles are few (`few_tiles`), and with dropout where sequences are short: 103 × 73
+#: With heads of 65 to 128, where tiles are few (`one_consumer_pays`), and with dropout in short sequences: 103 × 73
 #: tokens, 4 heads of 128, 1.17 times as fast as two consumers, 64 × 128, 16 heads, 1.07, causal 1.03; but 16 × 512
 #: 1.01, and of 96, 64 × 197, 12 heads, 0.97.
 _WIDE_SINGLE = _SINGLE._replace(stages=2, q_in_registers=True)
@@ -463,3 +422,58 @@ def _shared_memory(
         read += dtype.itemsize * config.block_m * config.block_n * config.stages
     overhead = OVERHEAD + _OVERHEAD_OF_A_THIRD * max(0, config.consumers - 2)
     return read + 2 * (config.block_n * config.stages + CONSUMER_ROWS * outs) * width_v + overhead
+
+
+#: Query rows of a tile of one consumer, and of three, the row of long calls with heads of up to 64 columns.
+_ROWS_OF_ONE, _ROWS_OF_THREE = 64, 3 * 64
+
+#: The time of a tile of two programs that share a multiprocessor, and of one that has it for itself, where a tile of
+#: three consumers takes 1. Heads of 64 without a mask, time of three consumers over that of one (an H100): 20 heads,
+#: 1,500 tokens 1.19, two of these sequences 0.92; 12 heads, 0.86; 8 heads, 4,096 tokens 1.18, 12 heads 0.81.
+_OF_A_PAIR, _OF_ONE = 0.83, 0.5
+
+#: How many such tiles a multiprocessor may get under a causal mask: heads of 64, 1,024 tokens, 4, 12 and 32 heads (0.5,
+#: 1.5 and 3.9 tiles) 1.28, 1.17 and 0.99; 8,192 tokens, 4 heads (3.9) 1.32; 4,096 tokens, 12 heads (5.8) 0.79. Of 128,
+#: 1,024 tokens, 8 and 16 heads (1 and 1.9) 1.26 and 1.13, 2,048 tokens, 16 heads (3.9) 1.00.
+_CAUSAL_NARROW, _CAUSAL_WIDE = 4, 2
+
+
+def query_tiles(call: Call, queries: int) -> int:
+    """Tiles of so many queries in all heads."""
+    return heads_of_all(call) * call.tiles(call.rows_q, queries)
+
+
+def heads_of_all(call: Call) -> int:
+    """Heads of all sequences; of a packed call the heads."""
+    return call.heads if call.packed else call.batch * call.heads
+
+
+def gives_at_most(call: Call, most: int) -> bool:
+    """Whether no multiprocessor gets more than so many tiles of one consumer."""
+    return query_tiles(call, _ROWS_OF_ONE) <= most * call.multiprocessors
+
+
+def one_consumer_pays(call: Call, widest: int, causal: bool) -> bool:
+    """Whether tiles of one consumer take less time than those of the row of a long call. `widest`: columns of the
+    widest head. `causal`: a mask hides keys on the right alone, so tiles are short and long."""
+    if causal and widest <= 128:
+        return gives_at_most(call, _CAUSAL_NARROW if widest <= 64 else _CAUSAL_WIDE)
+    if widest > 64:
+        # Heads of 128, 8 heads, 1,024 tokens (one tile) 1.27, 16 heads (two) 1.08, 2,048 tokens (four) 0.94. Of 160,
+        # 192 and 256, one tile: 1.23 to 1.51.
+        return gives_at_most(call, 1)
+    pairs, others = divmod(query_tiles(call, _ROWS_OF_ONE), 2 * call.multiprocessors)
+    time = pairs * _OF_A_PAIR
+    if others:
+        time += _OF_ONE if others <= call.multiprocessors else _OF_A_PAIR
+    return time < -(-query_tiles(call, _ROWS_OF_THREE) // call.multiprocessors)
+
+
+def short_tiles_pay(widest: int, longest: int) -> bool:
+    """Whether tiles of one consumer take less time under a causal mask than those of two, with heads of 193 to 256
+    columns, however many there are: fewer of a tile's scores are hidden. `longest`: queries or keys of a sequence.
+
+    Microseconds on an H100, two consumers and one, 16,384 tokens: 8 heads of 256, in sequences of 128 96.5 and
+    93.9, of 256 102.9 and 95.5, of 384 106.5 and 99.5, of 512 107.6 and 104.2, of 768 114.1 and 129.3; heads of 224, of
+    256 91.7 and 87.8, of 333 93.7 and 95.2, of 512 97.3 and 101.1; 10 heads of 192, of 256 91.7 and 90.3."""
+    return 192 < widest and longest <= (512 if widest > 224 else 256)

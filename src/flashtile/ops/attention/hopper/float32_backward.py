@@ -1,6 +1,6 @@
 """Backward kernels for Hopper of float32, in products of bfloat16: dv, and dk or dq.
 
-They multiply the parts of q, k, v and dout (`float32_parts`), `WIDTH` columns each. A tile is one part of 64 rows.
+They multiply the parts of q, k, v and dout (`convert`), `WIDTH` columns each. A tile is one part of 64 rows.
 
 Formulas, roles and walks are those of `wide_backward`. Otherwise:
 
@@ -22,7 +22,7 @@ from flashtile._backends.gluon import (
     warpgroup_mma_wait,
 )
 from flashtile.ops.attention.hopper.backward_pieces import DELTA, LSE, ROWS
-from flashtile.ops.attention.hopper.float32_parts import HIGH, LOW, MIDDLE, PARTS, parts_of, without_nan
+from flashtile.ops.attention.hopper.convert import HIGH, LOW, MIDDLE, PARTS, parts_of, without_nan
 from flashtile.ops.attention.hopper.pieces import (
     Chunks,
     HeadRows,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import gl, gluon, mbarrier
 from flashtile.ops.attention.hopper.backward_pieces import ROWS
-from flashtile.ops.attention.hopper.float32_parts import PARTS
+from flashtile.ops.attention.hopper.convert import PARTS
 from flashtile.ops.attention.hopper.float32_streams import load_operands, product_of_rows
 from flashtile.ops.attention.hopper.pieces import Chunks, barriers, make_ring, matrix_layout
 

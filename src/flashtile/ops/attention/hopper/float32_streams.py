@@ -1,6 +1,6 @@
 """How the Hopper kernels of float32 load and multiply: parts of numbers, in streams of tiles.
 
-A *tile* is one part (`float32_parts`) of 64 rows and of a *chunk*, 64 columns. Each consumer has a *stream*: a ring
+A *tile* is one part (`convert`) of 64 rows and of a *chunk*, 64 columns. Each consumer has a *stream*: a ring
 through which its tiles come in the order in which it multiplies them. A chunk that is multiplied twice comes twice. So
 no tile stays longer than its products, and loads go on while the consumer waits for somebody else. Of *own* rows, which
 are multiplied in each step, the first chunks *stay* on chip, as many as there is room for; the others come through the
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from flashtile.ops.attention.hopper.backward_pieces import ROWS
-from flashtile.ops.attention.hopper.float32_parts import HIGH, LOW, MIDDLE, PARTS, parts_of, without_nan
+from flashtile.ops.attention.hopper.convert import HIGH, LOW, MIDDLE, PARTS, parts_of, without_nan
 from flashtile.ops.attention.hopper.pieces import Chunks, HeadRows, Slot, hidden_zero, product_layout, wait_products
 from flashtile.ops.attention.hopper.wide_backward import CHUNK, first_step, step_after, work_of
 

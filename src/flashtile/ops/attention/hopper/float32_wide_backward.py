@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier
 from flashtile.ops.attention.hopper.backward_pieces import DELTA, LSE, ROWS
+from flashtile.ops.attention.hopper.convert import PARTS
 from flashtile.ops.attention.hopper.float32_backward import store_sums
-from flashtile.ops.attention.hopper.float32_parts import PARTS
 from flashtile.ops.attention.hopper.float32_shares import (
     SHARERS,
     chunks_of,

@@ -6,14 +6,9 @@ import functools
 from typing import Any
 
 from flashtile._backends.gluon import gl, gluon
-from flashtile.ops.attention.triton.score_functions import compiled
-from flashtile.ops.attention.triton.score_ranges import ScoreBounds
-from flashtile.ops.attention.triton.score_source import (
-    SINE_SOURCE,
-    function_source,
-    reads_source,
-    with_derivative_source,
-)
+from flashtile.ops.attention.gpu.score_functions import compiled
+from flashtile.ops.attention.gpu.score_source import SINE_SOURCE, function_source, reads_source, with_derivative_source
+from flashtile.ops.attention.gpu.score_writer import ScoreBounds
 
 
 @gluon.jit

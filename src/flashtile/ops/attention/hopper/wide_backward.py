@@ -48,9 +48,9 @@ from flashtile._backends.gluon import (
 )
 from flashtile._backends.launch import float32, int32
 from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.gpu.parameters import SidePointers, window_parameters
 from flashtile.ops.attention.hopper.backward_pieces import DELTA, LSE, ROWS, query_tile_ranges
-from flashtile.ops.attention.hopper.bounds import row_strides
-from flashtile.ops.attention.hopper.parameters import score_units
+from flashtile.ops.attention.hopper.parameters import row_strides, score_units
 from flashtile.ops.attention.hopper.pieces import (
     Chunks,
     HeadRows,
@@ -68,7 +68,6 @@ from flashtile.ops.attention.hopper.pieces import (
     wait_products,
 )
 from flashtile.ops.attention.hopper.scores import ScoreUnits, capped
-from flashtile.ops.attention.parameters import SidePointers, window_parameters
 
 #: Columns of a chunk.
 CHUNK = gl.constexpr(64)

@@ -6,16 +6,16 @@ import torch
 
 from flashtile.ops.attention.backend import KernelChoice, summary_of
 from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.gpu.score_source import unsupported_operation
 from flashtile.ops.attention.triton.configs import (
     Kernel,
     Situation,
-    TileConfig,
     choose_tiles,
     shared_memory,
     situation_of,
     tiles_with_keys,
 )
-from flashtile.ops.attention.triton.score_source import unsupported_operation
+from flashtile.ops.attention.triton.tile_tables import TileConfig
 from flashtile.ops.common.backends import Backend, triton_unsupported_reason
 
 

@@ -12,14 +12,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.ops.attention.triton.blocks import EMPTY, kind_of_tile, load_line
 from flashtile.ops.attention.triton.scores import (
+    EMPTY,
     Modifiers,
     ScoreFunction,
     TableColumns,
     dropout_matrix,
     kept_weights,
+    kind_of_tile,
     load_alibi,
+    load_line,
     load_table,
     tile_scores,
 )
@@ -46,7 +48,7 @@ def attention_dbias_kernel(
     SCORE_FUNCTION: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. `sums`: `[parts, batch, heads, rows, columns]`, the sizes of the bias, which
-    `work` (`bias_work.WorkNumbers`) has; in its dtype where there is one part, else float32. `WHOLE`, `ALL_VISIBLE`: of
+    `work` (`WorkNumbers`) has; in its dtype where there is one part, else float32. `WHOLE`, `ALL_VISIBLE`: of
     both sides, because both move."""
     BLOCK_M: tl.constexpr = shape.BLOCK_M
     BLOCK_N: tl.constexpr = shape.BLOCK_N
@@ -241,17 +243,3 @@ def _load_either(
         width = tl.where(second == 0, A_WIDTH, B_WIDTH)
         tile = tl.load(pointers, mask=(row < rows)[:, None] & (column < width)[None, :], other=0.0)
     return tile
-
-
-@triton.jit
-def attention_bias_parts_kernel(parts_ptr, sum_ptr, size, parts, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds up the parts, float32 `[parts, size]`, in a fixed order, and stores the sum in the bias's dtype. A program
-    has `BLOCK` numbers, and reads `PARTS` parts at a time."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    total = tl.zeros((PARTS, BLOCK), tl.float32)
-    for first in range(0, parts, PARTS):
-        part = first + tl.arange(0, PARTS)
-        pointers = parts_ptr + part.to(tl.int64)[:, None] * size + place[None, :]
-        total += tl.load(pointers, mask=(part < parts)[:, None] & inside[None, :], other=0.0)
-    tl.store(sum_ptr + place, tl.sum(total, 0).to(sum_ptr.dtype.element_ty), mask=inside)

@@ -12,8 +12,9 @@ import torch
 
 from flashtile._backends.devices import DeviceFacts
 from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.gpu.schedule import SHORT, Length, length_of
+from flashtile.ops.attention.gpu.score_source import tile_values
 from flashtile.ops.attention.spec import out_dtype
-from flashtile.ops.attention.triton.score_source import tile_values
 from flashtile.ops.attention.triton.tile_tables import (
     AMD,
     BIAS_GRADIENT,
@@ -44,11 +45,6 @@ _SPLIT_BYTES = 6
 
 #: Those whose programs own keys and walk over queries; the others own queries and walk over keys.
 OWN_KEYS = ("dkdv", "column_sums")
-
-#: How long the sequences of a call are: they all fit a tile of `SHORT` queries and keys; from `LONG` of both on they
-#: fill a device with large tiles too.
-Length = Literal["short", "medium", "long"]
-SHORT, LONG = 64, 2048
 
 
 class Situation(NamedTuple):
@@ -90,12 +86,6 @@ def situation_of(call: Call) -> Situation:
     table_bytes = sum(dtype.itemsize for dtype in (*dtypes, *tile_values(spec.score_program)))
     precision = dot_precision(call.dtype, call.machine.facts, call.tf32)
     return Situation(out_dtype(call.dtype), *call.head_dims, spec.banded, length, table_bytes, block_tile, precision)
-
-
-def length_of(max_seqlen_q: int, max_seqlen_k: int) -> Length:
-    if max(max_seqlen_q, max_seqlen_k) <= SHORT:
-        return "short"
-    return "long" if min(max_seqlen_q, max_seqlen_k) >= LONG else "medium"
 
 
 def choose_tiles(kernel: Kernel, device: DeviceFacts, situation: Situation) -> TileConfig:

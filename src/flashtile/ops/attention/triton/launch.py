@@ -14,7 +14,8 @@ from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import Plan, pointer, pointers
 from flashtile.ops.attention.arguments import SINGLE, Aux, Scalars, saved_side, side_tensors
 from flashtile.ops.attention.call import describe_backward, describe_call
-from flashtile.ops.attention.parameters import aux_pointers, contiguous_on_16_bytes, positive_scale, side_pointers
+from flashtile.ops.attention.gpu.parameters import aux_pointers, contiguous_on_16_bytes, positive_scale, side_pointers
+from flashtile.ops.attention.gpu.reductions import slope_gradient, sum_of_parts, sum_of_shares
 from flashtile.ops.attention.spec import (
     FP8,
     NOTHING_WANTED,
@@ -24,12 +25,11 @@ from flashtile.ops.attention.spec import (
     SideInputs,
     Wanted,
 )
-from flashtile.ops.attention.triton.bias_parts import sum_of_parts
-from flashtile.ops.attention.triton.ordered_sums import Waves
 from flashtile.ops.attention.triton.plan import AttentionPlan, plan_for
-from flashtile.ops.attention.triton.shares_launch import sum_of_shares
+from flashtile.ops.attention.triton.score_functions import Waves
 
 _LOG2_E = math.log2(math.e)
+
 #: Where the tensors of a call beside q, k and v have these.
 _SINKS, _BIAS = SINGLE.index("sinks"), SINGLE.index("bias")
 
@@ -253,20 +253,6 @@ def _run_bias(plan: AttentionPlan, dout: Tensor, inputs: BackwardInputs, statist
     tensors = inputs.q, inputs.k, inputs.v, dout, statistics, sums
     plan.kernel.launch(*pointers(*tensors), *side, *captured)
     return sum_of_parts(plan.sum_of_parts, sums)
-
-
-def slope_gradient(slope_sums: Tensor, side: SideInputs, cu_seqlens: Tensor | None) -> Tensor:
-    """The gradient of ALiBi's slopes, from minus what each row or each key adds to it: `[batch, heads_q, rows]`, packed
-    `[heads_q, rows]`, where `cu_seqlens` has the offsets of the sequences among these rows."""
-    assert side.alibi_slopes is not None
-    if cu_seqlens is None:
-        by_sequence = slope_sums.sum(-1)
-    elif side.alibi_slopes.dim() == 1:
-        by_sequence = slope_sums.sum(-1)[None]
-    else:
-        offsets = cu_seqlens.long()
-        by_sequence = torch.segment_reduce(slope_sums.t().contiguous(), "sum", offsets=offsets, initial=0, unsafe=True)
-    return -(by_sequence if side.alibi_slopes.dim() == 2 else by_sequence.sum(0))
 
 
 def _sink_gradient(statistics: Tensor, sinks: Tensor, own_delta: bool) -> Tensor:

@@ -15,18 +15,22 @@ from flashtile._backends.alignment import batch_row_head, power_of_two_factor
 from flashtile._backends.allocate import Layout, contiguous, contiguous_strides
 from flashtile._backends.launch import Plan, float32, int32, int64, make_plan, plan_cache, pointer_to
 from flashtile.ops.attention.call import Call, TensorFacts
-from flashtile.ops.attention.parameters import dropout_numbers, side_parameters, stored, window_parameters
+from flashtile.ops.attention.gpu.parameters import dropout_numbers, side_parameters, stored, window_parameters
+from flashtile.ops.attention.gpu.reductions import BiasWork, cut_matrices, cut_work, plan_of_shares, plan_of_sum
+from flashtile.ops.attention.gpu.schedule import longest_walk, shares_of_heads
+from flashtile.ops.attention.gpu.score_functions import captured_parameters, score_bounds
 from flashtile.ops.attention.spec import NOTHING_WANTED, out_dtype
-from flashtile.ops.attention.triton.backward import RowTensors, attention_dkdv_kernel, attention_dq_kernel
+from flashtile.ops.attention.triton.backward import (
+    RowTensors,
+    attention_dkdv_kernel,
+    attention_dq_kernel,
+    attention_short_backward_kernel,
+)
 from flashtile.ops.attention.triton.bias_gradient import attention_dbias_kernel
-from flashtile.ops.attention.triton.bias_parts import plan_of_sum
-from flashtile.ops.attention.triton.bias_work import BiasWork, cut_matrices, cut_work
-from flashtile.ops.attention.triton.column_sums import attention_column_sums_kernel
 from flashtile.ops.attention.triton.configs import (
     OWN_KEYS,
     Kernel,
     Situation,
-    TileConfig,
     choose_tiles,
     drops_bounds,
     drops_masks,
@@ -34,13 +38,10 @@ from flashtile.ops.attention.triton.configs import (
     tile_widths,
     tiles_with_keys,
 )
-from flashtile.ops.attention.triton.forward import attention_forward_kernel
-from flashtile.ops.attention.triton.ordered_sums import slots_for
-from flashtile.ops.attention.triton.score_functions import captured_parameters, derivative_of, function_of, score_bounds
-from flashtile.ops.attention.triton.shares_launch import plan_of_shares
-from flashtile.ops.attention.triton.short_backward import attention_short_backward_kernel
+from flashtile.ops.attention.triton.forward import attention_column_sums_kernel, attention_forward_kernel
+from flashtile.ops.attention.triton.score_functions import derivative_of, function_of, slots_for
+from flashtile.ops.attention.triton.tile_tables import TileConfig
 from flashtile.ops.attention.triton.tiles import Strides, TileShape
-from flashtile.ops.attention.walks import longest_walk, shares_of_heads
 from flashtile.ops.common.checks import check_programs
 
 _KERNELS = {
@@ -68,7 +69,7 @@ class AttentionPlan(NamedTuple):
 
     Attributes:
         all_gradients: it is the kernel that computes dk, dv and the gradient of the bias too.
-        waves: thread blocks of all launches together, where each launch has only some (`ordered_sums`); 0 = there is
+        waves: thread blocks of all launches together, where each launch has only some (`score_functions`); 0 = there is
             one launch.
         sum_of_parts: of the bias's gradient, where the kernel stores several.
         sum_of_shares: of dk and dv, where the kernel stores parts of them, side by side like heads.
@@ -364,7 +365,7 @@ def _cut(kernel: Kernel, call: Call, tiles: TileConfig) -> BiasWork:
     """How the gradient of a bias is cut, or, where one kernel computes all, the call."""
     bias = call.aux.bias
     if kernel == "dbias" and bias is not None:
-        return cut_work(bias, call, tiles)
+        return cut_work(bias, call, (tiles.block_m, tiles.block_n))
     if kernel == "short_backward":
         return cut_matrices((1, call.heads) if bias is None else bias.shape[:2], call.batch * call.heads)
     return BiasWork()

@@ -1,43 +1,99 @@
-"""Score functions as Triton functions: their sources compiled, and what a launch passes to them."""
+"""Score functions as Triton functions, and sums in a fixed order for the gradients of what they read.
+
+The entries to which a tile adds may be any, and many elements may belong to one. So each thread block has sums of its
+own, to which it adds row by row: elements of a row with the same entry are summed first, by comparing all pairs, and
+one of them writes. Sums of all thread blocks could take too much memory. So the call comes in waves, launches that
+follow one another on the stream, and the thread blocks of a wave go on with the sums of the one before.
+"""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import linecache
-from collections import namedtuple
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from flashtile._backends.launch import ABSENT, Parameter, int32, int64, pointer_to
-from flashtile.ops.attention.call import Call, TensorFacts
-from flashtile.ops.attention.triton.ordered_sums import add_in_order
-from flashtile.ops.attention.triton.score_ranges import ScoreBounds
-from flashtile.ops.attention.triton.score_source import SINE_SOURCE, derivative_source, function_source
+from flashtile.ops.attention.gpu.score_functions import compiled
+from flashtile.ops.attention.gpu.score_source import SINE_SOURCE, derivative_source, function_source
+from flashtile.ops.attention.gpu.score_writer import ScoreBounds
 from flashtile.ops.common.triton.functions import tanh
-
-
-def compiled(source: str, jit: Callable[..., Any], names: Mapping[str, Any]) -> Any:
-    """A function of a name of its own, because Triton tells functions that are constants apart by their names. `names`:
-    what its source uses, such as the language."""
-    source = source.strip()
-    name = f"{source[4 : source.index('(')]}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
-    source = f"@jit\ndef {name}{source[source.index('(') :]}"
-    filename = f"<flashtile {name}>"
-    # Triton and tracebacks read it there; without a time of change it stays.
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace = {**names, "jit": jit, "__name__": __name__}
-    exec(compile(source, filename, "exec"), namespace)
-    return namespace[name]
 
 
 @triton.jit
 def _constant(value: tl.constexpr, dtype: tl.constexpr):
     return tl.full((1, 1), value, dtype)
+
+
+#: Bytes that the sums of all slots may take, and the fewest slots, whatever they take: a wave of few thread blocks
+#: leaves most multiprocessors idle.
+_MEMORY = 2**28
+_LEAST_SLOTS = 64
+
+
+@triton.jit
+def add_in_order(sums_ptr, offsets, values, inside):
+    """Adds values to the sums at offsets, both `[M, N]`, where they lie inside."""
+    ROWS: tl.constexpr = values.shape[0]
+    COLUMNS: tl.constexpr = values.shape[1]
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)
+    for step in range(ROWS):
+        here = row == step
+        offset = tl.sum(tl.where(here, offsets, 0), 0)  # [N]
+        counts = tl.sum(tl.where(here & inside, 1, 0), 0) > 0
+        value = tl.sum(tl.where(here & inside, values, 0.0), 0)
+        same = (offset[:, None] == offset[None, :]) & counts[:, None]  # [N, N]
+        added = tl.sum(tl.where(same, value[:, None], 0.0), 0)
+        first = tl.min(tl.where(same, column[:, None], COLUMNS), 0)
+        writes = counts & (first == column)
+        # What other threads wrote for the row before is read here.
+        tl.debug_barrier()
+        before = tl.load(sums_ptr + offset, mask=writes, other=0.0)
+        tl.store(sums_ptr + offset, before + added, mask=writes)
+
+
+@triton.jit
+def program_of_wave(wave_ptr):
+    """The number of this thread block in the whole call, and whether the call has so many."""
+    program = tl.program_id(0) + tl.load(wave_ptr)
+    programs = tl.load(wave_ptr + 1)
+    return tl.minimum(program, programs - 1), program < programs
+
+
+def slots_for(numel: int, programs: int) -> int:
+    """How many thread blocks a wave has, and so how many sums of `numel` entries there are."""
+    return min(programs, max(_LEAST_SLOTS, _MEMORY // max(1, 4 * numel)))
+
+
+class Waves(NamedTuple):
+    """The launches of a kernel whose thread blocks have sums of their own.
+
+    Attributes:
+        sums: float32 `[slots, ...]` for each captured tensor whose gradient is wanted.
+        starts: int32 `[waves, 2]`, the first thread block of each launch, and the number of all.
+    """
+
+    sums: list[Tensor | None]
+    starts: Tensor
+
+    @classmethod
+    def of(cls, totals: Sequence[Tensor | None], slots: int, programs: int) -> Waves:
+        device = next(total.device for total in totals if total is not None)
+        sums = [
+            None if t is None else torch.zeros((slots, *t.shape), dtype=torch.float32, device=device) for t in totals
+        ]
+        first = torch.arange(0, programs, slots, dtype=torch.int32, device=device)
+        return cls(sums, torch.stack((first, torch.full_like(first, programs)), dim=1))
+
+    def finish(self, totals: Sequence[Tensor | None]) -> None:
+        """Writes the sums of all slots into the totals."""
+        for total, of_slots in zip(totals, self.sums):
+            if total is not None and of_slots is not None:
+                torch.sum(of_slots, 0, out=total)
 
 
 #: What the source of functions uses.
@@ -62,44 +118,3 @@ def derivative_of(
 ) -> Any:
     """That of its derivative: see `score_source.derivative_source`."""
     return compiled(derivative_source(text, summed, in_order, bounds), triton.jit, _NAMES)
-
-
-def score_bounds(call: Call) -> ScoreBounds:
-    """Those of a dense call whose tiles divide it."""
-    captured = tuple(of.shape for of in call.aux.captured)
-    return ScoreBounds(call.batch, call.heads, call.rows_q, call.rows_k, captured)
-
-
-def captured_parameters(
-    captured: tuple[TensorFacts, ...], summed: tuple[bool, ...] = (), in_waves: bool = False
-) -> dict[str, Any]:
-    """The kernels' parameters for what a score function reads: NamedTuples `captured` of addresses, `captured_sizes`,
-    and `captured_sums` of the addresses where gradients are added up, and with `in_waves` of the place of the wave.
-    `summed`: for which tensors."""
-    tensors = {f"tensor{number}": pointer_to(_stored(of.dtype)) for number, of in enumerate(captured)}
-    sizes: dict[str, Parameter] = {
-        f"size{number}_{dim}": (int64 if of.large else int32)(size)
-        for number, of in enumerate(captured)
-        for dim, size in enumerate(of.shape)
-    }
-    sums = {f"sum{number}": pointer_to(torch.float32 if wants else None) for number, wants in enumerate(summed)}
-    if in_waves:
-        sums["wave"] = pointer_to(torch.int32)
-    return {
-        "captured": _group("Captured", tensors) if tensors else ABSENT,
-        "captured_sizes": _group("CapturedSizes", sizes) if sizes else int32(None),
-        "captured_sums": _group("CapturedSums", sums) if sums else ABSENT,
-    }
-
-
-def _stored(dtype: torch.dtype) -> torch.dtype:
-    return torch.uint8 if dtype is torch.bool else dtype
-
-
-def _group(name: str, fields: dict[str, Parameter]) -> tuple[Parameter, ...]:
-    return _group_class(name, tuple(fields))(*fields.values())
-
-
-@functools.lru_cache(maxsize=1024)
-def _group_class(name: str, fields: tuple[str, ...]) -> Any:
-    return namedtuple(name, fields)

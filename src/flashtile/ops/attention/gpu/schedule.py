@@ -1,14 +1,28 @@
-"""How the walks of the kernels of dk and dv are divided, so that all multiprocessors have work until the end.
+"""How long calls are, and how the kernels of dk and dv divide their work.
 
-A walk is what a thread block does for a tile of keys: it visits the query tiles of all heads that share them, a step
-for each. Its heads may be divided into shares, and its queries into parts.
+A thread block visits the query tiles of all heads that share a key tile, one step each. To keep all multiprocessors
+busy until the end, the heads may be divided into shares, and the queries into parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 from flashtile.ops.attention.spec import AttentionSpec
+
+#: How long the sequences of a call are: they all fit a tile of `SHORT` queries and keys; from `LONG` of both on they
+#: fill a device with large tiles too.
+Length = Literal["short", "medium", "long"]
+
+SHORT, LONG = 64, 2048
+
+
+def length_of(max_seqlen_q: int, max_seqlen_k: int) -> Length:
+    if max(max_seqlen_q, max_seqlen_k) <= SHORT:
+        return "short"
+    return "long" if min(max_seqlen_q, max_seqlen_k) >= LONG else "medium"
+
 
 #: What takes the time of so many steps, about: the beginning and the end of a walk; storing and adding its part of dk
 #: and dv; adding up all parts, with the host's time. Microseconds of a backward in parts, and whole: 4 × 4,096 queries

@@ -1,5 +1,4 @@
-"""Host side of the Hopper backwards in which dv, dk and dq have a kernel each: what those of wide heads and of float32
-have in common."""
+"""Host side of the Hopper backwards in which dv, dk and dq have a kernel each: wide heads and float32."""
 
 from __future__ import annotations
 
@@ -12,22 +11,37 @@ from torch import Tensor
 
 from flashtile._backends.alignment import batch_row_head
 from flashtile._backends.allocate import Layout, Scratch, allocator, contiguous, contiguous_strides
-from flashtile._backends.launch import Parameter, Plan, int32, make_plan, pointer, pointer_to
-from flashtile._backends.tma import joined
+from flashtile._backends.launch import Parameter, Plan, constants_of, int32, make_plan, pointer, pointer_to
+from flashtile._backends.tma import chunks_maker, descriptor_parameter, joined, strided_layout
 from flashtile.ops.attention.arguments import Aux, Scalars
 from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.hopper.backward_configs import choose_backward_config
+from flashtile.ops.attention.gpu.parameters import SideParameters, SidePointers, aux_pointers
+from flashtile.ops.attention.gpu.reductions import plan_of_shares, sum_of_shares
+from flashtile.ops.attention.gpu.schedule import longest_walk, shares_of_heads
+from flashtile.ops.attention.hopper.backward_configs import choose_backward_config, padded_strides
 from flashtile.ops.attention.hopper.backward_descriptors import read_layouts
 from flashtile.ops.attention.hopper.backward_source import backward_plan
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
-from flashtile.ops.attention.hopper.parameters import side_of_call
-from flashtile.ops.attention.hopper.wide_backward import Problem
-from flashtile.ops.attention.hopper.wide_backward_configs import MAX_REGISTERS, REGISTERS, STATISTIC_ROWS
-from flashtile.ops.attention.parameters import SideParameters, SidePointers, aux_pointers
+from flashtile.ops.attention.hopper.convert import parts_layout, plan_parts
+from flashtile.ops.attention.hopper.float32_backward import attention_float32_dk_dq_kernel, attention_float32_dv_kernel
+from flashtile.ops.attention.hopper.float32_wide_backward import (
+    attention_float32_wide_dk_dq_kernel,
+    attention_float32_wide_dv_kernel,
+)
+from flashtile.ops.attention.hopper.parameters import bounded_layout, side_of_call
+from flashtile.ops.attention.hopper.separate_configs import (
+    CHUNK,
+    MAX_REGISTERS,
+    REGISTERS,
+    STATISTIC_ROWS,
+    WIDTH,
+    choose_float32_wide_config,
+    choose_wide_backward_config,
+    is_wide_float32,
+)
+from flashtile.ops.attention.hopper.wide_backward import Problem, attention_wide_dk_dq_kernel, attention_wide_dv_kernel
 from flashtile.ops.attention.spec import BackwardInputs, Gradients
-from flashtile.ops.attention.triton.shares_launch import plan_of_shares, sum_of_shares
-from flashtile.ops.attention.walks import longest_walk, shares_of_heads
 from flashtile.ops.common.checks import check_programs
 
 #: Rows of a program of dk or dq.
@@ -299,3 +313,137 @@ def _plan_begin(call: Call, side: SideParameters, statistic_tiles: int, lines: i
         "lone_tiles": 0,
     }
     return backward_plan("begin", variant, numbers, statistic_tiles * lines, call.device)
+
+
+#: A copy moves so many rows and columns of a dense tensor, and of one whose rows TMA ends where their sequence does.
+_BOX, _ENDED_BOX = (1, CONSUMER_ROWS, 1, CHUNK), (1, 1, CONSUMER_ROWS, 1, CHUNK)
+
+#: The descriptors that each kernel takes, in order, and the tensors that they are of.
+_MOVED_FOR_DV = {"k_desc": "k", "q_desc": "q", "dout_desc": "dout", "dv_desc": "dv"}
+_MOVED_FOR_DK = {
+    "own_scores_desc": "k",
+    "own_values_desc": "v",
+    "visited_scores_desc": "q",
+    "visited_values_desc": "dout",
+    "gradient_desc": "dk",
+}
+
+_MOVED_FOR_DQ = {
+    "own_scores_desc": "q",
+    "own_values_desc": "dout",
+    "visited_scores_desc": "k",
+    "visited_values_desc": "v",
+    "gradient_desc": "dq",
+}
+
+
+def plan_wide_backward(frame: Frame) -> ApartPlan:
+    """The plan of a call whose heads are wider than 256 columns."""
+    config = choose_wide_backward_config(frame.written["dk"][-1], frame.written["dv"][-1])
+    gradients = {name: Layout(shape, padded_strides(shape), frame.call.dtype) for name, shape in frame.written.items()}
+    layouts = {**frame.read, **{name: (of.shape, of.strides) for name, of in gradients.items()}}
+    descriptors, makers = {}, {}
+    for name, layout in layouts.items():
+        box, described = (_ENDED_BOX, bounded_layout) if frame.ends_rows(name) else (_BOX, strided_layout)
+        descriptors[name] = descriptor_parameter(frame.call.dtype, box)
+        makers[name] = chunks_maker(frame.call.dtype, (box,), described(*layout))
+
+    def kernel(name: str, function: Any, moved: dict[str, str], parts: int = 1, **more: bool) -> GradientKernel:
+        constants = {**constants_of(config), **more}
+        return gradient_kernel(frame, name, function, moved, descriptors, makers, constants, parts=parts)
+
+    return apart_plan(
+        frame,
+        gradients,
+        dv=kernel("dv", attention_wide_dv_kernel, _MOVED_FOR_DV, config.parts),
+        dk=kernel("dk", attention_wide_dk_dq_kernel, _MOVED_FOR_DK, OF_KEYS=True),
+        dq=kernel("dq", attention_wide_dk_dq_kernel, _MOVED_FOR_DQ, OF_KEYS=False),
+    )
+
+
+#: The descriptors that each kernel takes, in order, and the tensors whose parts they are of.
+_PARTS_FOR_DV = {"k_desc": "k", "q_desc": "q", "dout_desc": "dout"}
+
+_PARTS_FOR_DK = {
+    "own_scores_desc": "k",
+    "own_values_desc": "v",
+    "visited_scores_desc": "q",
+    "visited_values_desc": "dout",
+}
+
+_PARTS_FOR_DQ = {
+    "own_scores_desc": "q",
+    "own_values_desc": "dout",
+    "visited_scores_desc": "k",
+    "visited_values_desc": "v",
+}
+
+
+class _Kernels(NamedTuple):
+    """The kernels that serve a call.
+
+    Attributes:
+        columns: of a tile.
+        widths: columns of a part of q and k, and of dout and v.
+        of_dv, of_dk_dq: constants of either kernel, of its own.
+    """
+
+    dv: Any
+    dk_dq: Any
+    columns: int
+    widths: dict[str, int]
+    of_dv: dict[str, Any]
+    of_dk_dq: dict[str, Any]
+
+
+def plan_float32_backward(frame: Frame) -> ApartPlan:
+    """The plan of a call in float32."""
+    head_dim, head_dim_v = frame.written["dk"][-1], frame.written["dv"][-1]
+    kernels = _kernels_for(head_dim, head_dim_v)
+    box = (1, CONSUMER_ROWS, 1, kernels.columns)
+    descriptor = descriptor_parameter(torch.bfloat16, box)
+    parts = {name: parts_layout(shape, kernels.widths[name]) for name, (shape, _) in frame.read.items()}
+    makers = {
+        name: chunks_maker(torch.bfloat16, (box,), strided_layout(of.shape, of.strides)) for name, of in parts.items()
+    }
+
+    def kernel(name: str, function: Any, moved: dict[str, str], gradient_ptr: str, **constants: int) -> GradientKernel:
+        descriptors = dict.fromkeys(moved.values(), descriptor)
+        return gradient_kernel(frame, name, function, moved, descriptors, makers, constants, gradient_ptr)
+
+    of_dk_dq = {"HEAD_DIM": head_dim, **kernels.of_dk_dq}
+    return apart_plan(
+        frame,
+        {name: contiguous(shape, frame.call.dtype) for name, shape in frame.written.items()},
+        dv=kernel("dv", kernels.dv, _PARTS_FOR_DV, "dv_ptr", HEAD_DIM_V=head_dim_v, **kernels.of_dv),
+        dk=kernel("dk", kernels.dk_dq, _PARTS_FOR_DK, "gradient_ptr", OF_KEYS=True, **of_dk_dq),
+        dq=kernel("dq", kernels.dk_dq, _PARTS_FOR_DQ, "gradient_ptr", OF_KEYS=False, **of_dk_dq),
+        splits=tuple(
+            plan_parts(shape, apart, kernels.widths[name], frame.call.device)
+            for name, (shape, apart) in frame.read.items()
+        ),
+        parts=tuple(parts.values()),
+    )
+
+
+def _kernels_for(head_dim: int, head_dim_v: int) -> _Kernels:
+    if not is_wide_float32(head_dim, head_dim_v):
+        widths = dict.fromkeys(("q", "k", "v", "dout"), WIDTH)
+        return _Kernels(attention_float32_dv_kernel, attention_float32_dk_dq_kernel, WIDTH, widths, {}, {})
+    config = choose_float32_wide_config(head_dim, head_dim_v)
+    width, value_width = config.chunks * CHUNK, config.value_chunks * CHUNK
+    chunks = {"CHUNKS": config.chunks, "VALUE_CHUNKS": config.value_chunks}
+    return _Kernels(
+        attention_float32_wide_dv_kernel,
+        attention_float32_wide_dk_dq_kernel,
+        CHUNK,
+        {"q": width, "k": width, "v": value_width, "dout": value_width},
+        of_dv={**chunks, "STAYING": config.staying, "PLACES": config.places},
+        of_dk_dq={
+            **chunks,
+            "STAYING_SCORES": config.staying_scores,
+            "STAYING_VALUES": config.staying_values,
+            "WEIGHT_PLACES": config.weight_places,
+            "GRADIENT_PLACES": config.gradient_places,
+        },
+    )

@@ -1,33 +1,102 @@
 """Writes the steps of a score program as lines of Triton source, which is Gluon source too.
 
 Strings only: no Triton here. `score_source` says what `tl`, `constant`, `hyperbolic_tangent` and `sine` are in them.
+Reads that stay within their tensors need no checks, so the ranges of a program's integers are found first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
-from typing import Any
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from flashtile.ops.attention.score_program import (
-    CAST,
-    CONSTANT,
-    INPUTS,
-    LOAD,
-    UPSTREAM,
-    ScoreProgram,
-    Step,
-    is_value,
-)
-from flashtile.ops.attention.triton.score_ranges import ScoreBounds, ranges
+from flashtile.ops.attention.score_program import CAST, CONSTANT, INPUTS, LOAD, UPSTREAM, ScoreProgram, Step, is_value
+
+#: From, to: both are possible.
+Range = tuple[int, int]
+
+_INTEGERS = ("int32", "int64")
+_LARGEST = 2**31 - 1
+
+
+class ScoreBounds(NamedTuple):
+    """How many batch entries, heads, queries and keys there are, and the shapes of the captured tensors. Where a plan
+    has them, no tile ends past the queries and keys."""
+
+    batch: int
+    heads: int
+    rows_q: int
+    rows_k: int
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def ranges(program: ScoreProgram, bounds: ScoreBounds) -> dict[str, Range]:
+    """Those that are known, by the names of the values."""
+    known = {name: (0, count - 1) for name, count in zip(INPUTS[1:], bounds[:4])}
+    for number, step in enumerate(program.steps):
+        found = _range_of(step, known) if step.dtype in _INTEGERS else None
+        if found is not None and -_LARGEST <= found[0] and found[1] <= _LARGEST:
+            known[f"%{number}"] = found
+    return known
+
+
+def _range_of(step: Step, known: Mapping[str, Range]) -> Range | None:
+    given = [_range(argument, known) for argument in step.arguments]
+    if step.operation in (CONSTANT, CAST):
+        return given[0]
+    name = step.name
+    if name == "where":
+        given = given[1:]
+    if step.keywords or None in given:
+        return None
+    if name in ("add", "sub", "rsub") and len(given) != 2:
+        return None
+    return _computed(name, [each for each in given if each is not None])
+
+
+def _computed(name: str, given: list[Range]) -> Range | None:
+    """The range of the result of an operation on integers of these ranges."""
+    low, high = given[0]
+    if len(given) == 1:
+        largest = max(abs(low), abs(high))
+        smallest = 0 if low <= 0 <= high else min(abs(low), abs(high))
+        return {"neg": (-high, -low), "abs": (smallest, largest), "square": (smallest**2, largest**2)}.get(name)
+    if name == "clamp" and len(given) == 3:
+        return min(max(low, given[1][0]), given[2][0]), min(max(high, given[1][1]), given[2][1])
+    if len(given) != 2:
+        return None
+    first, last = given[1]
+    products = [a * b for a in (low, high) for b in (first, last)]
+    found = {
+        "add": (low + first, high + last),
+        "sub": (low - last, high - first),
+        "rsub": (first - high, last - low),
+        "mul": (min(products), max(products)),
+        "maximum": (max(low, first), max(high, last)),
+        "minimum": (min(low, first), min(high, last)),
+        "where": (min(low, first), max(high, last)),
+        "clamp_min": (max(low, first), max(high, last)),
+        "clamp_max": (min(low, first), min(high, last)),
+    }.get(name)
+    if found is None and first == last > 0:  # one positive divisor
+        found = {"floor_divide": (low // first, high // first), "remainder": (0, first - 1)}.get(name)
+    return found
+
+
+def _range(argument: Any, known: Mapping[str, Range]) -> Range | None:
+    if is_value(argument):
+        return known.get(argument)
+    return (argument, argument) if type(argument) is int else None
+
 
 _TYPES = {
     "float16": "tl.float16", "bfloat16": "tl.bfloat16", "float32": "tl.float32", "float64": "tl.float64",
     "bool": "tl.int1", "uint8": "tl.uint8", "int8": "tl.int8", "int16": "tl.int16", "int32": "tl.int32",
     "int64": "tl.int64",
 }  # fmt: skip
+
 _SCORE, _BATCH, _HEAD, _Q_INDEX, _K_INDEX = INPUTS
 
 #: Expressions of operations with one argument of floating point.
@@ -40,12 +109,14 @@ _OF_ONE = {
     "sgn": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
     "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
 }  # fmt: skip
+
 #: The same of integers.
 _OF_ONE_INTEGER = {
     "abs": "tl.abs({0})", "neg": "-{0}", "square": "{0} * {0}", "relu": "tl.where({0} < 0, 0, {0})",
     "floor": "{0}", "ceil": "{0}", "bitwise_not": "~{0}",
     "sgn": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))", "sign": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))",
 }  # fmt: skip
+
 #: Of arguments in the dtype of the result.
 _OF_MORE = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}", "mul": "{0} * {1}",
@@ -56,12 +127,13 @@ _OF_MORE = {
     "tanh_backward": "{0} * (1.0 - {1} * {1})", "sigmoid_backward": "{0} * ({1} * (1.0 - {1}))",
     "threshold_backward": "tl.where({1} <= {2}, 0.0, {0})",
 }  # fmt: skip
+
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LARGEST_POWER = 8
 _MOST_SUMMANDS = 16
 
 
-class UnsupportedOperation(Exception):
+class UnsupportedOperationError(Exception):
     """A program has an operation that the kernels lack. The message is its name."""
 
 
@@ -211,7 +283,7 @@ class ScoreWriter:
         computed = "float32" if step.dtype in ("float16", "bfloat16") else step.dtype
         expression = self._computed(name, step, computed)
         if expression is None:
-            raise UnsupportedOperation(step.operation)
+            raise UnsupportedOperationError(step.operation)
         return expression if computed == step.dtype else f"({expression}).to({_TYPES[step.dtype]})"
 
     def _computed(self, name: str, step: Step, dtype: str) -> str | None:

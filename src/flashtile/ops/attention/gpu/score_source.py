@@ -14,10 +14,9 @@ from collections.abc import Sequence
 
 import torch
 
+from flashtile.ops.attention.gpu.score_writer import ScoreBounds, ScoreWriter, UnsupportedOperationError
 from flashtile.ops.attention.score_program import INPUTS, LOAD, UPSTREAM, is_value, parse
 from flashtile.ops.attention.score_tracing import derivative
-from flashtile.ops.attention.triton.score_ranges import ScoreBounds
-from flashtile.ops.attention.triton.score_writer import ScoreWriter, UnsupportedOperation
 
 _SCORE, _BATCH, _HEAD, _Q_INDEX, _K_INDEX = INPUTS
 
@@ -58,7 +57,7 @@ def unsupported_operation(text: str, with_derivative: bool) -> str | None:
         function_source(text)
         if with_derivative:
             derivative_source(text)
-    except UnsupportedOperation as error:
+    except UnsupportedOperationError as error:
         return str(error)
     return None
 
@@ -127,7 +126,7 @@ def derivative_source(
     sums)`: the gradient of the score. `hidden`: the pairs whose derivative does not count. `summed`: for which captured
     tensors the function adds up gradients, in the field `sum<number>` of `sums`; none where that is another kernel's
     task. `in_order`: these are the sums of the thread blocks of a wave, one after another, and each adds to its own
-    (`ordered_sums`)."""
+    (`triton/score_functions`)."""
     gradient = derivative(text, torch.float32)
     writer = ScoreWriter(gradient.program, bounds)
     lines = list(writer.lines)

@@ -150,6 +150,7 @@ class SideParameters(NamedTuple):
 
 #: What a launch is given for `SidePointers` where there are none: the commonest call.
 NO_SIDE = SidePointers(*(pointer(None),) * len(SidePointers._fields))
+
 #: What it is given in the place of the tensors that a score function reads.
 NO_CAPTURED = (0,)
 

@@ -1,0 +1,229 @@
+"""Sums that follow a backward kernel: dk and dv of several shares, a bias's gradient in parts, ALiBi's slopes.
+
+Both GPU backends store partial gradients and add them up in a fixed order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashtile._backends.allocate import Layout, contiguous
+from flashtile._backends.launch import Plan, int32, int64, make_plan, pointer, pointer_to
+from flashtile.ops.attention.call import Call, TensorFacts
+from flashtile.ops.attention.spec import SideInputs
+from flashtile.ops.common.checks import check_programs
+
+
+@triton.jit
+def attention_shares_kernel(
+    dk_shares_ptr, dv_shares_ptr, dk_ptr, dv_ptr, lines, shares, tiles,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, APART: tl.constexpr, APART_V: tl.constexpr,
+    LINES: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Writes dk and dv `[lines, head_dim]`, sums of `[lines, shares, head_dim]`, in a fixed order.
+
+    The first `tiles` programs have `LINES` lines of dk each, the others of dv. `APART`, `APART_V`: numbers from a line
+    of a share to the next. `D`, `E`: powers of two that hold a line."""
+    program = tl.program_id(0)
+    if program < tiles:
+        _add_up(dk_shares_ptr, dk_ptr, program, lines, shares, HEAD_DIM, APART, LINES, D)
+    else:
+        _add_up(dv_shares_ptr, dv_ptr, program - tiles, lines, shares, HEAD_DIM_V, APART_V, LINES, E)
+
+
+@triton.jit
+def _add_up(
+    shares_ptr, sum_ptr, tile, lines, shares,
+    COLUMNS: tl.constexpr, APART: tl.constexpr, LINES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    line = tile.to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    exists = (line < lines) & (column < COLUMNS)
+    total = tl.zeros((LINES, WIDTH), tl.float32)
+    for share in range(shares):
+        numbers = tl.load(shares_ptr + (line * shares + share) * APART + column, mask=exists, other=0.0)
+        total += numbers.to(tl.float32)
+    tl.store(sum_ptr + line * COLUMNS + column, total.to(sum_ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def attention_bias_parts_kernel(parts_ptr, sum_ptr, size, parts, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds up the parts, float32 `[parts, size]`, in a fixed order, and stores the sum in the bias's dtype. A program
+    has `BLOCK` numbers, and reads `PARTS` parts at a time."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    total = tl.zeros((PARTS, BLOCK), tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        pointers = parts_ptr + part.to(tl.int64)[:, None] * size + place[None, :]
+        total += tl.load(pointers, mask=(part < parts)[:, None] & inside[None, :], other=0.0)
+    tl.store(sum_ptr + place, tl.sum(total, 0).to(sum_ptr.dtype.element_ty), mask=inside)
+
+
+#: Numbers of a share that a program reads at a time.
+_AT_ONCE = 2048
+
+
+def plan_of_shares(dk: Layout, dv: Layout, shares: int, device: torch.device) -> Plan | None:
+    """The launch that adds up dk and dv, `[..., heads_kv · shares, head_dim]` in lines that lie one after another; None
+    where there is one share."""
+    if shares == 1:
+        return None
+    (head_dim, head_dim_v), heads = (dk.shape[-1], dv.shape[-1]), dk.shape[-2] // shares
+    width, width_v = triton.next_power_of_2(head_dim), triton.next_power_of_2(head_dim_v)
+    together = max(_AT_ONCE // max(width, width_v), 1)
+    lines = math.prod(dk.shape[:-2]) * heads
+    tiles = -(-lines // together)
+    check_programs("k", 2 * tiles)
+    number = pointer_to(dk.dtype, 16)
+    parameters = {
+        **dict.fromkeys(("dk_shares_ptr", "dv_shares_ptr", "dk_ptr", "dv_ptr"), number),
+        "lines": int64(lines),
+        "shares": int32(shares),
+        "tiles": int32(tiles),
+    }
+    constants = {
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "APART": dk.strides[-2],
+        "APART_V": dv.strides[-2],
+        "LINES": together,
+        "D": width,
+        "E": width_v,
+    }
+    outputs = tuple(contiguous((*of.shape[:-2], heads, of.shape[-1]), of.dtype) for of in (dk, dv))
+    return make_plan(attention_shares_kernel, parameters, constants, 2 * tiles, device, num_warps=4, outputs=outputs)
+
+
+def sum_of_shares(plan: Plan | None, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    """dk and dv `[..., heads_kv, head_dim]`."""
+    if plan is None:
+        return dk, dv
+    total, total_v = plan.allocate()
+    plan.launch(*map(pointer, (dk, dv, total, total_v)))
+    return total, total_v
+
+
+#: Programs that fill any GPU.
+_FILLING = 512
+
+
+class BiasWork(NamedTuple):
+    """The cut of one call.
+
+    Attributes:
+        own: tiles of the bias itself: of a direction in which it broadcasts, one.
+        sharing: tiles of scores that share one of them.
+        parts: programs that share these, so that even a small bias fills a GPU.
+        longest: how many queries and keys a sequence has at most, as far as a bias tells.
+    """
+
+    own: int = 1
+    sharing: int = 1
+    parts: int = 1
+    longest: tuple[int, int] = (0, 0)
+
+    @property
+    def many(self) -> bool:
+        """Whether the kernel's loop, of two steps for each of those that share, counts past 32 bits."""
+        return self.sharing >= 2**30
+
+    def numbers(self, shape: tuple[int, ...] | None) -> WorkNumbers:
+        """As the kernel takes it. `shape`: of the bias."""
+        batch, heads, rows, columns = shape or (None,) * 4
+        longest_q, longest_k = self.longest
+        return WorkNumbers(
+            batch=int32(batch),
+            heads=int32(heads),
+            rows=int32(rows),
+            columns=int32(columns),
+            longest_q=int32(longest_q),
+            longest_k=int32(longest_k),
+            sharing=(int64 if self.many else int32)(self.sharing),
+            parts=int32(self.parts),
+        )
+
+
+class WorkNumbers(NamedTuple):
+    """The cut of one call in its kernel: the sizes of the bias, and the fields of `BiasWork`. `sharing` is in 64 bits
+    where the loop counts past 32."""
+
+    batch: Any
+    heads: Any
+    rows: Any
+    columns: Any
+    longest_q: Any
+    longest_k: Any
+    sharing: Any
+    parts: Any
+
+
+def cut_matrices(shape: tuple[int, ...], matrices: int) -> BiasWork:
+    """The cut of a call whose sequences are one tile each. `shape`: of the bias. `matrices`: sequences times heads."""
+    own = shape[0] * shape[1]
+    sharing = matrices // max(own, 1)
+    return BiasWork(own, sharing, max(1, min(sharing, -(-_FILLING // max(own, 1)))))
+
+
+def cut_work(bias: TensorFacts, call: Call, block: tuple[int, int]) -> BiasWork:
+    """The cut of a call. `block`: queries and keys of a tile of scores."""
+    longest = call.rows_q, call.rows_k
+    if call.packed:
+        longest_q, longest_k = (size if size != 1 else rows for size, rows in zip(bias.shape[2:], longest))
+        longest = longest_q, longest_k
+    blocks = -(-longest[0] // block[0]), -(-longest[1] // block[1])
+    own_blocks = (1 if size == 1 else count for size, count in zip(bias.shape[2:], blocks))
+    own = bias.shape[0] * bias.shape[1] * math.prod(own_blocks)
+    sharing = call.batch * call.heads * math.prod(blocks) // max(own, 1)
+    return BiasWork(own, sharing, max(1, min(sharing, -(-_FILLING // max(own, 1)))), longest)
+
+
+#: Numbers that a program reads at a time, of some parts, and parts at most.
+_AT_ONCE_OF_PARTS, _PARTS_AT_ONCE = 1024, 32
+
+
+def plan_of_sum(parts: int, bias: TensorFacts, device: torch.device) -> Plan | None:
+    """The launch that adds up so many parts of the gradient of a bias; None where there is one."""
+    if parts == 1:
+        return None
+    together = min(_PARTS_AT_ONCE, triton.next_power_of_2(parts))
+    block, size = _AT_ONCE_OF_PARTS // together, math.prod(bias.shape)
+    parameters = {
+        "parts_ptr": pointer_to(torch.float32, 16),
+        "sum_ptr": pointer_to(bias.dtype, 16),
+        "size": int64(size),
+        "parts": int32(parts),
+    }
+    constants = {"PARTS": together, "BLOCK": block}
+    programs, outputs = -(-size // block), (contiguous(bias.shape, bias.dtype),)
+    return make_plan(attention_bias_parts_kernel, parameters, constants, programs, device, num_warps=4, outputs=outputs)
+
+
+def sum_of_parts(plan: Plan | None, parts: Tensor) -> Tensor:
+    """The gradient of a bias, from its parts `[parts, *shape]`. A single one has the bias's dtype already."""
+    if plan is None:
+        return parts.squeeze(0)
+    total: Tensor
+    (total,) = plan.allocate()
+    plan.launch(pointer(parts), pointer(total))
+    return total
+
+
+def slope_gradient(slope_sums: Tensor, side: SideInputs, cu_seqlens: Tensor | None) -> Tensor:
+    """The gradient of ALiBi's slopes, from minus what each row or each key adds to it: `[batch, heads_q, rows]`, packed
+    `[heads_q, rows]`, where `cu_seqlens` has the offsets of the sequences among these rows."""
+    assert side.alibi_slopes is not None
+    if cu_seqlens is None:
+        by_sequence = slope_sums.sum(-1)
+    elif side.alibi_slopes.dim() == 1:
+        by_sequence = slope_sums.sum(-1)[None]
+    else:
+        offsets = cu_seqlens.long()
+        by_sequence = torch.segment_reduce(slope_sums.t().contiguous(), "sum", offsets=offsets, initial=0, unsafe=True)
+    return -(by_sequence if side.alibi_slopes.dim() == 2 else by_sequence.sum(0))
