@@ -41,6 +41,7 @@ PACKAGES = {
     "compat": "Other libraries' names",
     "io_model": "IO model",
     "learn": "From scratch",
+    "prefix_trees": "Prefix trees",
 }
 #: Packages within packages that have a page with them, where what they need is installed.
 NESTED = {"integrations": ("transformers",)}

@@ -14,6 +14,8 @@ from torch import Tensor
 import flashtile
 from flashtile import BlockMask, patterns
 
+__all__ = ["PrefixTree"]
+
 #: Tokens of one sequence: int64 or int32 `[length]`, or a list of ints.
 Tokens = Tensor | Sequence[int]
 _IGNORED = -100

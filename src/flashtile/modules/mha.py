@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -305,12 +305,12 @@ class MHA(nn.Module):
         if self.rotary_emb is not None:
             # Positions are counted in the projection: if ranks share the tokens of x, it has the tokens of all.
             positions = qkv.shape[-3] if positions is None else positions
-            tables: Any = self.rotary_emb.tables(positions, x.device)
-            if rows is not None:
-                tables = tuple(None if table is None else table[rows] for table in tables)
+            cos, sin, cos_k, sin_k = self.rotary_emb.tables(positions, x.device)
+            if rows is not None:  # there are no tables of xPos then
+                cos, sin = cos[rows], sin[rows]
             inplace = _output_is_ours(self.Wqkv)
             qkv = flashtile.apply_rotary_qkv(
-                qkv, *tables, self.rotary_emb.interleaved, inplace, offset, self.num_heads, cu_seqlens, max_seqlen
+                qkv, cos, sin, cos_k, sin_k, self.rotary_emb.interleaved, inplace, offset, self.num_heads, cu_seqlens, max_seqlen
             )  # fmt: skip
         q, k, v = qkv.split([self.num_heads, self.num_heads_kv, self.num_heads_kv], dim=-2)
         return q, k, v

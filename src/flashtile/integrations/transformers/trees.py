@@ -36,7 +36,9 @@ def prefix_tree_inputs(model: nn.Module, tree: PrefixTree) -> dict[str, Any]:
     """
     if not isinstance(tree, PrefixTree):
         raise TypeError(f"tree: expected a PrefixTree, got {type(tree).__name__}; create it with from_completions")
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = model
+    if hasattr(base, "get_base_model"):
+        base = base.get_base_model()
     if "position_ids" not in inspect.signature(base.forward).parameters or base.config.is_encoder_decoder:
         raise TypeError(f"model: expected a causal model that takes position_ids, got {type(base).__name__}")
     config = base.config.get_text_config()
@@ -70,6 +72,8 @@ def prefix_tree_inputs(model: nn.Module, tree: PrefixTree) -> dict[str, Any]:
 
 def _lefts(config: Any) -> set[int | None]:
     """The windows of a model's layers."""
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or [_SLIDING if window is not None else _FULL])
+    window: int | None = getattr(config, "sliding_window", None)
+    if window is None:
+        return {None}
+    kinds = getattr(config, "layer_types", None) or [_SLIDING]
     return {window - 1 if kind == _SLIDING else None for kind in kinds}
