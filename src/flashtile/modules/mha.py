@@ -308,9 +308,9 @@ class MHA(nn.Module):
             cos, sin, cos_k, sin_k = self.rotary_emb.tables(positions, x.device)
             if rows is not None:  # there are no tables of xPos then
                 cos, sin = cos[rows], sin[rows]
-            inplace = _output_is_ours(self.Wqkv)
+            style = self.rotary_emb.interleaved, _output_is_ours(self.Wqkv)
             qkv = flashtile.apply_rotary_qkv(
-                qkv, cos, sin, cos_k, sin_k, self.rotary_emb.interleaved, inplace, offset, self.num_heads, cu_seqlens, max_seqlen
+                qkv, cos, sin, cos_k, sin_k, *style, offset, self.num_heads, cu_seqlens, max_seqlen
             )  # fmt: skip
         q, k, v = qkv.split([self.num_heads, self.num_heads_kv, self.num_heads_kv], dim=-2)
         return q, k, v
