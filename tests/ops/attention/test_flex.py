@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, and_masks, create_block_mask
 
 import flashtile
-from flashtile.ops.attention import flex_masks
+from flashtile.ops.attention import flex
 from flashtile.testing import assert_same
 
 HEADS, SEQ = 4, 150
@@ -122,7 +122,7 @@ def test_a_mask_of_pytorch_is_converted_once(conversions: list[int]) -> None:
         return q - k <= size
 
     mask_mod = and_masks(causal, of_documents, functools.partial(near, size=size))
-    remembered = len(flex_masks._CONVERSIONS)
+    remembered = len(flex._CONVERSIONS)
     block_mask = masked(mask_mod)
     for _ in range(3):
         assert_as_pytorch(block_mask)
@@ -130,9 +130,9 @@ def test_a_mask_of_pytorch_is_converted_once(conversions: list[int]) -> None:
     block_mask.mask_mod = and_masks(causal, of_documents, functools.partial(near, size=30))
     assert_as_pytorch(block_mask)
     assert len(conversions) == 1
-    assert len(flex_masks._CONVERSIONS) == remembered + 1
+    assert len(flex._CONVERSIONS) == remembered + 1
     del block_mask
-    assert len(flex_masks._CONVERSIONS) == remembered
+    assert len(flex._CONVERSIONS) == remembered
 
 
 NEWEST = 149

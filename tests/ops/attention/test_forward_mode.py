@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashtile
 from attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
 from flashtile import BlockMask
-from flashtile.ops.attention import forward_mode, reference
+from flashtile.ops.attention import derivatives, reference
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.testing import AttentionCase, Inputs, assert_close, assert_same, make_inputs
 
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWar
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few rows at a time that short sequences have many parts."""
-    monkeypatch.setattr(forward_mode, "_SCORES_AT_ONCE", 0)
-    monkeypatch.setattr(forward_mode, "_FEWEST_ROWS", 16)
+    monkeypatch.setattr(derivatives, "_SCORES_AT_ONCE", 0)
+    monkeypatch.setattr(derivatives, "_FEWEST_ROWS", 16)
 
 
 def leaves_of(case: AttentionCase, inputs: Inputs, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -285,7 +285,7 @@ def test_autocast_does_not_reach_the_arithmetic_inside() -> None:
 
 
 def test_nothing_as_large_as_the_scores_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward_mode, "_SCORES_AT_ONCE", 2**16)
+    monkeypatch.setattr(derivatives, "_SCORES_AT_ONCE", 2**16)
     made: list[int] = []
 
     class Watch(TorchDispatchMode):
@@ -295,9 +295,9 @@ def test_nothing_as_large_as_the_scores_is_made(monkeypatch: pytest.MonkeyPatch)
             return result
 
     q, spec = torch.randn(1, 2048, 2, 8), AttentionSpec(0.3, window_right=0)
-    moving = forward_mode.Tangents(q, q, q, None, None, None)
+    moving = derivatives.Tangents(q, q, q, None, None, None)
     with Watch():
-        forward_mode.forward_derivative(q, q, q, SideInputs(None, None, 2048, 2048), spec, moving)
+        derivatives.forward_derivative(q, q, q, SideInputs(None, None, 2048, 2048), spec, moving)
     assert max(made) <= 64 * 2 * 2048 < 2048 * 2048 / 10
 
 

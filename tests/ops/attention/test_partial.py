@@ -13,7 +13,7 @@ from torch import Tensor
 import flashtile
 from backend_calls import hopper_call
 from flashtile import AttentionPart, attention_backward, attention_part
-from flashtile.ops.attention.mask_parts import Rectangle, part_of_mask
+from flashtile.ops.attention.partial import Rectangle, part_of_mask
 from flashtile.testing import AttentionCase, Inputs, assert_close, assert_same, make_inputs, run
 from flashtile.testing.cases import RelativeScore, cancelled_sizes
 from flashtile.testing.tolerance import Size

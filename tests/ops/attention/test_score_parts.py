@@ -11,8 +11,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile._backends import devices
-from flashtile.ops.attention.score_arguments import add_program, add_score_mod
-from flashtile.ops.attention.score_parts import parts_of
+from flashtile.ops.attention.score_arguments import add_program, add_score_mod, parts_of
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import assert_same
 

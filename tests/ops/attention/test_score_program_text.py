@@ -16,9 +16,8 @@ import flashtile
 from flashtile.ops.attention.gpu.score_source import function_source, unsupported_operation
 from flashtile.ops.attention.gpu.score_writer import ScoreBounds
 from flashtile.ops.attention.operator import run_attention
-from flashtile.ops.attention.score_operations import is_elementwise
-from flashtile.ops.attention.score_parts import parts_of
-from flashtile.ops.attention.score_program import MOST_STEPS, parse
+from flashtile.ops.attention.score_arguments import parts_of
+from flashtile.ops.attention.score_program import MOST_STEPS, is_elementwise, parse
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 SCORE_PLUS_ONE = ["aten.add.Tensor", ["%score", 1.0], [], "float32"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import and_masks
 
-from flashtile.ops.attention.surroundings import Surroundings
+from flashtile.ops.attention.score_tracing import Surroundings
 
 FIRST, SECOND = torch.zeros(3), torch.ones(3)
 SETTINGS = SimpleNamespace(window=3)

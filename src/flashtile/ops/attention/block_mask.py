@@ -17,20 +17,33 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flashtile.ops.attention.block_mask_arguments import (
+from flashtile.ops.attention.mask_intervals import bounds_of
+from flashtile.ops.attention.mask_sources import (
+    Predicate,
+    Source,
+    anywhere,
     as_four,
+    both,
     check_flex,
     checked_elements,
     checked_layout,
     checked_room,
     checked_shape,
     checked_tiles,
+    either,
+    flex_blocks,
+    flex_list,
+    inverted,
     larger_tile,
+    looked_up,
+    mapped,
+    of_flex,
+    of_kinds,
+    of_layout,
+    of_listed_masks,
     resolved_device,
     stored_tile,
 )
-from flashtile.ops.attention.mask_functions import Predicate, mapped
-from flashtile.ops.attention.mask_intervals import bounds_of
 from flashtile.ops.attention.tile_lists import (
     FULL,
     Bounds,
@@ -41,20 +54,6 @@ from flashtile.ops.attention.tile_lists import (
     Tiles,
     build,
     build_with_room,
-)
-from flashtile.ops.attention.tile_sources import (
-    Source,
-    anywhere,
-    both,
-    either,
-    flex_blocks,
-    flex_list,
-    inverted,
-    looked_up,
-    of_flex,
-    of_kinds,
-    of_layout,
-    of_listed_masks,
 )
 from flashtile.ops.common.checks import check_tensors
 

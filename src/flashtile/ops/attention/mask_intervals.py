@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from flashtile.ops.attention.mask_functions import READING, Predicate, on_device
+from flashtile.ops.attention.mask_sources import READING, Predicate, on_device
 from flashtile.ops.attention.tile_lists import Bounds, Tiles
 
 #: Entries of a looked-up tensor of which only the least and the greatest are kept.

@@ -34,8 +34,8 @@ from flashtile.ops.attention.arguments import (
     unflatten_backward,
 )
 from flashtile.ops.attention.calls import serve_backward, serve_forward
+from flashtile.ops.attention.derivatives import DifferentiableBackward
 from flashtile.ops.attention.repeated import RepeatedCall
-from flashtile.ops.attention.second_derivative import DifferentiableBackward
 from flashtile.ops.attention.spec import (
     NOTHING_WANTED,
     AttentionSpec,
@@ -306,7 +306,7 @@ class _TransformedAttention(_Attention):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        from flashtile.ops.attention.forward_mode import Tangents, forward_derivative
+        from flashtile.ops.attention.derivatives import Tangents, forward_derivative
 
         dispatch.refuse_nested_forward_mode("flashtile.attention")
         q, k, v, _, _, *rest = ctx.saved_tensors

@@ -1,15 +1,35 @@
-"""A score function as side inputs and spec of a call: as the arguments that say the same, and as a program."""
+"""A score function as side inputs and spec of a call: as the arguments that say the same, and as a program.
+
+Many functions say in other words what an argument says, and kernels serve arguments faster: TMA brings the tiles of a
+bias, ALiBi's distances cost two instructions, and all of their gradients have Hopper kernels. So a function is taken
+apart. A soft cap stands innermost, slopes and a bias are terms of the sum that is the result::
+
+    f(s) = softcap · tanh(s / softcap) - slope[b, h] · |i - j| + bias[b, h, i, j] + …
+
+What is left, if anything, stays a function.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.score_parts import Parts, Slopes, Table, parts_of
-from flashtile.ops.attention.score_program import INPUTS, LOAD, UNCHANGED, ScoreFunction, apply, parse
+from flashtile.ops.attention.score_program import (
+    CAST,
+    INPUTS,
+    LOAD,
+    UNCHANGED,
+    ScoreFunction,
+    ScoreProgram,
+    Step,
+    apply,
+    is_value,
+    parse,
+)
 from flashtile.ops.attention.score_tracing import derivative, dtype_of_scores, resolve_score_mod
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, out_dtype
 from flashtile.ops.common.sizes import known
@@ -22,7 +42,7 @@ def add_score_mod(
 ) -> tuple[SideInputs, AttentionSpec]:
     """Side inputs and spec of a call with a score function, whose other arguments they have already.
 
-    Where a call can take all parts of the function that arguments say as well (`score_parts`), it takes them as these.
+    Where a call can take all parts of the function that arguments say as well, it takes them as these.
     Otherwise the function stays whole.
     """
     function = resolve_score_mod(score_mod, q)
@@ -120,3 +140,260 @@ def _bias(table: Table, function: ScoreFunction, side: SideInputs, sizes: tuple[
 def _sizes_by_index(side: SideInputs, sizes: tuple[int, int]) -> dict[str, int]:
     """How far each index of a function counts."""
     return dict(zip(INPUTS[1:], (*sizes, side.max_seqlen_q, side.max_seqlen_k)))
+
+
+_SCORE, _BATCH, _HEAD_OF_PARTS, _Q_INDEX, _K_INDEX = INPUTS
+
+
+class Slopes(NamedTuple):
+    """ALiBi's slopes as a function of batch entry and head.
+
+    Attributes:
+        program: computes them; it changes nothing but the score, and ignores that.
+        captured: numbers of the captured tensors that it reads, in its order.
+        by_batch: they depend on the batch entry.
+        below_diagonal: the distance is `i - j`, which is `|i - j|` only where no query sees a later key.
+    """
+
+    program: str
+    captured: tuple[int, ...]
+    by_batch: bool
+    below_diagonal: bool
+
+
+class Table(NamedTuple):
+    """A bias: the number of a captured tensor, and for each of its dimensions the index that it is read by."""
+
+    captured: int
+    indices: tuple[str, ...]
+
+
+class Parts(NamedTuple):
+    """A score function taken apart.
+
+    Attributes:
+        softcap: 0 for none.
+        slopes, bias: None for none.
+        rest: the program of what is left, as text.
+        captured: numbers of the captured tensors that the rest reads, in its order.
+    """
+
+    softcap: float
+    slopes: Slopes | None
+    bias: Table | None
+    rest: str
+    captured: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def parts_of(text: str, dtype: str) -> Parts | None:
+    """The parts of a function, of each kind at most one; None where it has none. `dtype`: of the scores."""
+    expression = _Expression(parse(text))
+    slopes: Slopes | None = None
+    bias: Table | None = None
+    replaced: dict[str, str] = {}
+    name = expression.program.results[0]
+    while (found := expression.sum_of(name, dtype)) is not None:
+        scores, term, sign = found
+        found_slopes = expression.slopes_in(term, sign, dtype) if slopes is None else None
+        found_bias = expression.table_in(term) if bias is None and sign > 0 else None
+        slopes, bias = found_slopes or slopes, found_bias or bias
+        if found_slopes or found_bias:
+            replaced[name] = scores
+        name = scores
+    softcap = expression.softcap_in(name)
+    if softcap:
+        replaced[name] = _SCORE
+    if not replaced:
+        return None
+    rest, captured = expression.extracted(expression.program.results[0], replaced)
+    return Parts(softcap, slopes, bias, rest.text, captured)
+
+
+#: A distance times more coefficients than this stays a function.
+_MOST_COEFFICIENTS = 16
+
+
+class _Distance(NamedTuple):
+    """`sign · |i - j|`, or `sign · (i - j)`, times the coefficients."""
+
+    sign: int
+    absolute: bool
+    coefficients: tuple[Any, ...] = ()
+
+
+class _Expression:
+    """A program as a tree of values, each by its name."""
+
+    def __init__(self, program: ScoreProgram) -> None:
+        self.program = program
+        self.steps = {f"%{number}": step for number, step in enumerate(program.steps)}
+        self.inputs = program.inputs_of_values
+
+    def inputs_of(self, arguments: Iterable[Any]) -> frozenset[str]:
+        """The arguments of the function that values depend on."""
+        return frozenset().union(*(self.inputs[argument] for argument in arguments if is_value(argument)))
+
+    def step(self, name: Any, *operations: str) -> Step | None:
+        """The step that makes a value, if it is one of these operations without options."""
+        step = self.steps.get(name) if isinstance(name, str) else None
+        return step if step is not None and step.name in operations and not step.keywords else None
+
+    def sum_of(self, name: str, dtype: str) -> tuple[str, Any, int] | None:
+        """A value as what depends on the score, plus a term that does not: both, and the sign of the term."""
+        step = self.step(name, "add", "sub")
+        if step is None or step.dtype != dtype:
+            return None
+        first, second = step.arguments
+        if _SCORE in self.inputs_of([first]) and _SCORE not in self.inputs_of([second]):
+            return first, second, -1 if step.name == "sub" else 1
+        if step.name == "add" and _SCORE in self.inputs_of([second]) and _SCORE not in self.inputs_of([first]):
+            return second, first, 1
+        return None
+
+    def softcap_in(self, name: str) -> float:
+        """The cap, if a value is `cap · tanh(score / cap)`; else 0."""
+        scaled = self.step(name, "mul")
+        cap, capped = (None, None) if scaled is None else _number_first(scaled.arguments)
+        tanh = self.step(capped, "tanh")
+        divided = None if tanh is None else self.step(tanh.arguments[0], "div", "mul")
+        if cap is None or cap <= 0 or divided is None:
+            return 0.0
+        if divided.name == "div":
+            return float(cap) if divided.arguments == (_SCORE, cap) else 0.0
+        factor, of = _number_first(divided.arguments)
+        return float(cap) if of == _SCORE and factor is not None and abs(cap * factor - 1) < 1e-7 else 0.0
+
+    def table_in(self, term: Any) -> Table | None:
+        """The bias that a term is."""
+        step = self.steps.get(term) if isinstance(term, str) else None
+        if step is None or step.operation != LOAD:
+            return None
+        number, *indices = step.arguments
+        places = set(indices)
+        known = places <= set(INPUTS[1:]) and len(places) == len(indices)
+        return Table(number, tuple(indices)) if known and places & {_Q_INDEX, _K_INDEX} else None
+
+    def slopes_in(self, term: Any, sign: int, dtype: str) -> Slopes | None:
+        """ALiBi's slopes, if `sign` times a term is minus a slope times the distance."""
+        found = self.distances.get(term) if is_value(term) else None
+        if found is None or self.inputs_of(found.coefficients) & {_SCORE, _Q_INDEX, _K_INDEX}:
+            return None
+        builder = _Builder(self)
+        product: Any = 1.0
+        for coefficient in found.coefficients:
+            value = builder.copied(coefficient) if is_value(coefficient) else coefficient
+            product = value if product == 1.0 else builder.step("aten.mul.Tensor", (product, value), dtype)
+        if sign * found.sign > 0:  # a slope is subtracted
+            product = builder.step("aten.mul.Tensor", (product, -1.0), dtype) if is_value(product) else -product
+        if not is_value(product):
+            product = builder.step("constant", (float(product),), dtype)
+        by_batch = _BATCH in self.inputs_of(found.coefficients)
+        return Slopes(*builder.finished(product), by_batch, not found.absolute)
+
+    @functools.cached_property
+    def distances(self) -> dict[str, _Distance]:
+        """The values that are the distance of query and key times coefficients. Each step is looked at once."""
+        found: dict[str, _Distance] = {}
+        for name, step in self.steps.items():
+            distance = None if step.keywords else _distance(step, found)
+            if distance is not None and len(distance.coefficients) <= _MOST_COEFFICIENTS:
+                found[name] = distance
+        return found
+
+    def extracted(self, name: str, replaced: dict[str, str]) -> tuple[ScoreProgram, tuple[int, ...]]:
+        """The program of a value, with some values replaced by others; and which captured tensors it reads."""
+        builder = _Builder(self, replaced)
+        result = builder.copied(name)
+        return builder.program(result), tuple(builder.captured)
+
+
+def _distance(step: Step, known: Mapping[str, _Distance]) -> _Distance | None:
+    """A step as a distance times coefficients, from those of earlier steps."""
+    if step.name == "sub" and set(step.arguments) == {_Q_INDEX, _K_INDEX}:
+        return _Distance(1 if step.arguments[0] == _Q_INDEX else -1, absolute=False)
+    if step.operation == CAST and step.dtype.startswith("float"):
+        return known.get(step.arguments[0])
+    if step.name in ("neg", "abs"):
+        found = known.get(step.arguments[0])
+        if found is None or step.name == "neg":
+            return found and found._replace(sign=-found.sign)
+        return None if found.coefficients else _Distance(1, absolute=True)
+    if step.name == "mul":
+        first, second = step.arguments
+        for of, coefficient in ((first, second), (second, first)):
+            found = known.get(of)
+            if found is not None:
+                return found._replace(coefficients=(*found.coefficients, coefficient))
+    return None
+
+
+class _Builder:
+    """A new program of values of another one.
+
+    Attributes:
+        captured: numbers of the captured tensors that it reads, there, in the order in which it numbers them.
+    """
+
+    def __init__(self, expression: _Expression, replaced: dict[str, str] | None = None) -> None:
+        self._from, self._replaced = expression, replaced or {}
+        self._steps: list[Step] = []
+        self._names: dict[str, str] = {}
+        self.captured: list[int] = []
+
+    def copied(self, name: str) -> str:
+        """The value of the same meaning in the new program."""
+        name = self._resolved(name)
+        needed, open_names = set(), [name]
+        while open_names:
+            if (value := self._resolved(open_names.pop())) in self._from.steps and value not in needed:
+                needed.add(value)
+                open_names += self._from.steps[value].values
+        for value, step in self._from.steps.items():
+            if value in needed and value not in self._names:
+                self._names[value] = self._copy(step)
+        return self._named(name)
+
+    def _copy(self, step: Step) -> str:
+        step = step.renamed(self._named)
+        if step.operation == LOAD:
+            number, *indices = step.arguments
+            if number not in self.captured:
+                self.captured.append(number)
+            step = step._replace(arguments=(self.captured.index(number), *indices))
+        return self._added(step)
+
+    def step(self, operation: str, arguments: tuple[Any, ...], dtype: str) -> str:
+        """Adds a step. Returns the name of its result."""
+        return self._added(Step(operation, arguments, (), dtype))
+
+    def _added(self, step: Step) -> str:
+        self._steps.append(step)
+        return f"%{len(self._steps) - 1}"
+
+    def _resolved(self, name: str) -> str:
+        while name in self._replaced:
+            name = self._replaced[name]
+        return name
+
+    def _named(self, argument: Any) -> Any:
+        if not is_value(argument):
+            return argument
+        name = self._resolved(argument)
+        return self._names.get(name, name)
+
+    def program(self, result: str) -> ScoreProgram:
+        captured = tuple(self._from.program.captured[number] for number in self.captured)
+        return ScoreProgram(captured, tuple(self._steps), (result,))
+
+    def finished(self, result: str) -> tuple[str, tuple[int, ...]]:
+        """The text of the program, and which captured tensors it reads."""
+        return self.program(result).text, tuple(self.captured)
+
+
+def _number_first(arguments: tuple[Any, ...]) -> tuple[float | None, Any]:
+    """A product of a number and a value, in this order; the number is None where there is none."""
+    first, second = arguments
+    if isinstance(first, (int, float)):
+        return first, second
+    return (second, first) if isinstance(second, (int, float)) else (None, first)

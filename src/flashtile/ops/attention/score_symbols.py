@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.overrides import TorchFunctionMode
 
-from flashtile.ops.attention.score_operations import is_elementwise
 from flashtile.ops.attention.score_program import (
     CAPTURED_DTYPES,
     CAST,
@@ -26,6 +25,7 @@ from flashtile.ops.attention.score_program import (
     MOST_STEPS,
     ScoreProgram,
     Step,
+    is_elementwise,
     is_value,
 )
 

@@ -4,11 +4,9 @@ A pattern knows which tiles its edges pass through and evaluates only these. Pat
 the pictures queries go down, keys go to the right, and `x` is visible.
 """
 
-from flashtile.ops.attention.patterns.bands import causal, prefix_lm, sliding_window
-from flashtile.ops.attention.patterns.blocks import big_bird, butterfly
-from flashtile.ops.attention.patterns.neighborhoods import neighborhood
+from flashtile.ops.attention.patterns.bands import causal, dilated, fixed, prefix_lm, sliding_window, strided
+from flashtile.ops.attention.patterns.blocks import big_bird, butterfly, neighborhood
 from flashtile.ops.attention.patterns.packing import documents
-from flashtile.ops.attention.patterns.periodic import dilated, fixed, strided
 from flashtile.ops.attention.patterns.trees import tree, tree_positions
 
 __all__ = [

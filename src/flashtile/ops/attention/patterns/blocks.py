@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.block_mask_arguments import checked_shape, resolved_device, stored_tile
-from flashtile.ops.attention.patterns.pieces import Device, check_count, made
+from flashtile.ops.attention.mask_sources import checked_shape, resolved_device, stored_tile
+from flashtile.ops.attention.patterns.packing import TILE, Device, check_count, made
 from flashtile.ops.attention.tile_lists import Bounds, Tiles
+from flashtile.ops.common.checks import raise_not_bool
 
 
 def butterfly(seq: int, block: int = 64, *, device: Device = None) -> BlockMask:
@@ -133,3 +138,143 @@ def _checked_block(block: int) -> tuple[int, int]:
     if block % 16:
         raise ValueError(f"block: expected a multiple of 16, got {block}; 64 is usual")
     return block, block
+
+
+class _Axis(NamedTuple):
+    """One dimension of the tokens. `inner` is how many tokens two neighbours along it lie apart in the sequence."""
+
+    size: int
+    kernel: int
+    dilation: int
+    causal: bool
+    inner: int
+
+    def coordinate(self, token: Tensor) -> Tensor:
+        return token // self.inner % self.size
+
+    def visible(self, q: Tensor, k: Tensor) -> Tensor:
+        """By the coordinates of query and key. Those with one remainder of the dilation are numbered on their own."""
+        remainder = q % self.dilation
+        q_number, k_number = q // self.dilation, k // self.dilation
+        if self.causal:
+            near = (k_number <= q_number) & (k_number > q_number - self.kernel)
+        else:
+            count = (self.size - remainder + self.dilation - 1) // self.dilation
+            first = (q_number - self.kernel // 2).clamp(min=0).minimum(count - self.kernel)
+            near = (k_number >= first) & (k_number < first + self.kernel)
+        return near & (remainder == k % self.dilation)
+
+    def may_meet(self, first_q: Tensor, last_q: Tensor, first_k: Tensor, last_k: Tensor) -> Tensor:
+        """Whether a window of one of these queries can reach one of these keys, all by coordinates."""
+        before, length = self.kernel // 2 * self.dilation, self.kernel * self.dilation
+        if self.causal:
+            lowest, highest = first_q - length + self.dilation, last_q
+        else:  # shifted inwards at the ends
+            lowest = (first_q - before).clamp(max=self.size - length)
+            highest = (last_q - before + length - self.dilation).clamp(min=length - 1)
+        return (last_k >= lowest) & (first_k <= highest)
+
+
+def neighborhood(
+    size: int | Sequence[int],
+    kernel_size: int | Sequence[int],
+    dilation: int | Sequence[int] = 1,
+    causal: bool | Sequence[bool] = False,
+    *,
+    tile: tuple[int, int] = TILE,
+    device: Device = None,
+) -> BlockMask:
+    """The nearest tokens along each dimension, of which every query has the same number.
+
+    ::
+
+        size=6, kernel_size=3     kernel_size=2, dilation=2     kernel_size=3, causal
+        x x x . . .               x . x . . .                   x . . . . .
+        x x x . . .               . x . x . .                   x x . . . .
+        . x x x . .               x . x . . .                   x x x . . .
+        . . x x x .               . x . x . .                   . x x x . .
+        . . . x x x               . . x . x .                   . . x x x .
+        . . . x x x               . . . x . x                   . . . x x x
+
+    Where a window would extend past an end it is shifted inwards, so that it keeps its size. This is NATTEN's meaning
+    of `kernel_size`, `dilation` and `is_causal`. Tokens lie in row-major order: with `size=(height, width)` token
+    `y · width + x` is at `(y, x)`. A pair is visible if it is near along every dimension.
+
+    Args:
+        size: number of tokens along each dimension, such as `(height, width)` or `(frames, height, width)`.
+        kernel_size: length of the window along each dimension; one int for all. An even window has one key more before
+            the query than after it.
+        dilation: distance between neighbours along each dimension; one int for all.
+        causal: along these dimensions a query sees no later coordinate; its window is shorter at the start.
+        tile: tile of the lists, multiples of 16.
+        device: device of the result.
+
+    Raises:
+        TypeError: an argument is not of the types above.
+        ValueError: a number is below 1, the dimensions differ in number, or `kernel_size · dilation` is larger than a
+            dimension.
+
+    Reference:
+        Hassani, Walton, Li, Li, Shi, "Neighborhood Attention Transformer" (2022), section 3.1; Hassani, Shi, "Dilated
+        Neighborhood Attention Transformer" (2022), section 3.2.
+    """
+    axes = _axes(size, kernel_size, dilation, causal)
+    tokens = math.prod(axis.size for axis in axes)
+
+    def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        first, *others = (axis.visible(axis.coordinate(q), axis.coordinate(k)) for axis in axes)
+        for near in others:
+            first = first & near
+        return first
+
+    def bounds(tiles: Tiles) -> Bounds:
+        possible = tiles.first_q >= 0
+        for axis in axes:
+            ends_q = _coordinates(axis, tiles.first_q, tiles.last_q)
+            ends_k = _coordinates(axis, tiles.first_k, tiles.last_k)
+            possible = possible & axis.may_meet(*ends_q, *ends_k)
+        return Bounds(possible)
+
+    return made((1, 1, tokens, tokens), tile, device, bounds, visible)
+
+
+def _coordinates(axis: _Axis, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the greatest coordinate of tokens that follow one another."""
+    outer = axis.size * axis.inner
+    # They start again from 0 in every round of the dimension outside this one.
+    within = first // outer == last // outer
+    return axis.coordinate(first) * within, axis.coordinate(last).where(within, axis.size - 1)
+
+
+def _axes(
+    size: int | Sequence[int],
+    kernel_size: int | Sequence[int],
+    dilation: int | Sequence[int],
+    causal: bool | Sequence[bool],
+) -> list[_Axis]:
+    sizes = [size] if isinstance(size, int) else list(size)
+    if not sizes:
+        raise ValueError("size: expected at least one dimension, got none; pass the length of each")
+
+    def of_each(name: str, values: object) -> list:
+        listed = list(values) if isinstance(values, (tuple, list)) else [values] * len(sizes)
+        if len(listed) != len(sizes):
+            raise ValueError(
+                f"{name}: expected one value, or one for each of the {len(sizes)} dimensions of size, got {len(listed)}"
+            )
+        return listed
+
+    axes = []
+    columns = of_each("kernel_size", kernel_size), of_each("dilation", dilation), of_each("causal", causal)
+    for place, (length, kernel, step, only_before) in enumerate(zip(sizes, *columns)):
+        check_count("size", length, 1, "it is the number of tokens along a dimension")
+        check_count("kernel_size", kernel, 1, "it is the number of keys along a dimension")
+        check_count("dilation", step, 1, "1 is plain")
+        raise_not_bool(causal=only_before)
+        if kernel * step > length:
+            raise ValueError(
+                f"kernel_size: expected kernel_size · dilation of at most {length}, the size of dimension {place}, got "
+                f"{kernel} · {step}; use a smaller window"
+            )
+        axes.append(_Axis(length, kernel, step, only_before, math.prod(sizes[place + 1 :])))
+    return axes

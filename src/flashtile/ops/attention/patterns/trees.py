@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.block_mask_arguments import resolved_device, stored_tile
-from flashtile.ops.attention.patterns.pieces import TILE, Device, check_count, extremes, made
+from flashtile.ops.attention.mask_sources import resolved_device, stored_tile
+from flashtile.ops.attention.patterns.packing import TILE, Device, check_count, extremes, made
 from flashtile.ops.attention.tile_lists import Bounds, Tiles
 
 
