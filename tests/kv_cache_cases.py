@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import Any
 
 import pytest
@@ -19,13 +19,16 @@ from flashtile.testing import Size, assert_close
 class CacheCase:
     """One call. `capacity` is that of a sequence, in a paged call rounded up to whole pages.
 
-    `lengths`: rows in the cache before the call, an int for all sequences; None = the cache is full. `arguments` are
+    `lengths`: rows in the cache before the call, an int for all sequences; None = the cache is full. `queries`: of each
+    sequence, and last of none, in a packed call; `new`: likewise the new rows, where they are others. `arguments` are
     keyword arguments that are no tensors.
     """
 
     batch: int = 2
     seq_q: int = 3
     seq_new: int | None = None
+    queries: tuple[int, ...] | None = None
+    new: tuple[int, ...] | None = None
     capacity: int = 50
     lengths: int | tuple[int, ...] | None = (37, 21)
     heads: int = 2
@@ -42,12 +45,14 @@ class CacheCase:
     sinks: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def longest(self) -> int:
-        """Rows in use of the longest sequence, after appending."""
-        if self.lengths is None:
-            return self.capacity
-        return max((self.lengths,) if isinstance(self.lengths, int) else self.lengths) + (self.seq_new or 0)
+    def queries_of(self, sequence: int) -> int:
+        return self.seq_q if self.queries is None else self.queries[sequence]
+
+    def new_of(self, sequence: int) -> int:
+        """Rows that are appended to a sequence."""
+        if self.seq_new is None or self.queries is None:
+            return self.seq_new or 0
+        return (self.new or self.queries)[sequence]
 
 
 @dataclass
@@ -111,14 +116,26 @@ def make_inputs(case: CacheCase, device: torch.device | str = "cpu", seed: int =
     k_cache = normal(outer, rows, case.heads_kv, case.head_dim)
     v_cache = normal(outer, rows, case.heads_kv, case.head_dim_v)
     _poison(case, tensors, k_cache, v_cache)
+    rows_q, rows_new = (case.batch, case.seq_q), (case.batch, case.seq_new)
+    if case.queries is not None:
+        rows_q, rows_new = (sum(case.queries),), (sum(case.new or case.queries),)
+        tensors["cu_seqlens_q"] = _starts(case.queries, case.length_dtype)
+        tensors["max_seqlen_q"] = max(case.queries[:-1], default=0)
+        if case.new is not None:
+            tensors["cu_seqlens_new"] = _starts(case.new, case.length_dtype)
     k = v = None
     if case.seq_new is not None:
-        k = normal(case.batch, case.seq_new, case.heads_kv, case.head_dim)
-        v = normal(case.batch, case.seq_new, case.heads_kv, case.head_dim_v)
-    q = normal(case.batch, case.seq_q, case.heads, case.head_dim)
+        k = normal(*rows_new, case.heads_kv, case.head_dim)
+        v = normal(*rows_new, case.heads_kv, case.head_dim_v)
+    q = normal(*rows_q, case.heads, case.head_dim)
     parts = (None if t is None else t.to(device) for t in (q, k_cache, v_cache, k, v))
     tensors = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in tensors.items()}
     return CacheInputs(*parts, tensors)
+
+
+def _starts(counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Where each sequence begins, from the rows of all sequences and, last, of none."""
+    return torch.tensor([0, *accumulate(counts[:-1])], dtype=dtype)
 
 
 def _poison(case: CacheCase, tensors: dict[str, Any], *caches: Tensor) -> None:
@@ -130,7 +147,7 @@ def _poison(case: CacheCase, tensors: dict[str, Any], *caches: Tensor) -> None:
         length = length if isinstance(length, int) else length[sequence]
         first = 0 if case.left is None else case.left[sequence]
         if window_left is not None:
-            first = max(first, length + (case.seq_new or 0) - case.seq_q - window_left)
+            first = max(first, length + case.new_of(sequence) - case.queries_of(sequence) - window_left)
         row = torch.arange(min(first, length), length)
         if case.page_size is not None:
             used[tensors["block_table"][sequence].long()[row // case.page_size], row % case.page_size] = True
@@ -265,6 +282,22 @@ EDGES = {
     "rotary_dim_0": replace(BASE, seq_new=2, rotary_dim=0),
     "no_softcap": replace(BASE, arguments={"softcap": 0.0}),
     "scale_0": replace(BASE, arguments={"scale": 0.0}),
+    "pages_of_one": replace(BASE, page_size=1, seq_new=1),
+    "pages_of_7": replace(BASE, page_size=7, seq_new=2),
+    "packed": replace(BASE, queries=(5, 1, 0), page_size=16, seq_new=0),
+    "packed_reading": replace(BASE, queries=(1, 9, 0), arguments={"window": (11, 0)}),
+    "packed_everything": changed(PAIRS["everything"], {"queries": (4, 7, 2), "page_size": 5, "seq_new": 0}),
+    "packed_other_new_rows": replace(BASE, queries=(3, 1, 0), new=(0, 6, 0), seq_new=0, rotary_dim=8, heads=4),
+    "packed_at_one_position": replace(
+        BASE, queries=(3, 2, 1), seq_new=0, rotary_dim=8, arguments={"causal": False}, length_dtype=torch.int64
+    ),
+    "packed_empty_sequences": replace(
+        BASE, batch=5, queries=(0, 3, 0, 2, 0, 1), lengths=(9, 0, 0, 40, 3), seq_new=0, sinks=True
+    ),
+    "packed_entries": replace(BASE, queries=(2, 70, 0), entries=(3, 1), heads=6, heads_kv=2, left=(9, 20)),
+    "packed_without_sequences": replace(BASE, batch=0, queries=(3,), lengths=(), sinks=True),
+    "packed_without_queries": replace(BASE, queries=(0, 0, 0), new=(2, 1, 0), seq_new=0),
+    "packed_splits": replace(BASE, queries=(1, 40, 0), capacity=400, lengths=(399, 130), arguments={"num_splits": 3}),
     "fp16": replace(BASE, dtype=torch.float16, heads=4, seq_new=2, rotary_dim=16),
 }
 

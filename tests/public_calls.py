@@ -106,6 +106,14 @@ def _paged(q: Tensor, pages: Tensor, new: Tensor) -> Any:
     return out, pages
 
 
+def _paged_packed(q: Tensor, pages: Tensor, new: Tensor) -> Any:
+    pages, starts = pages.clone(), _cumulative(q)
+    table = torch.arange(2, device=_CPU).expand(starts.shape[0] - 1, -1)
+    options = {"cache_lengths": 7 + 0 * starts[1:], "block_table": table, "cu_seqlens_q": starts}
+    out = flashtile.attention_with_kv_cache(q, pages, pages.clone(), **options)
+    return out, new
+
+
 def _backward(q: Tensor, k: Tensor, v: Tensor) -> Any:
     out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True)
     return flashtile.attention_backward(out, q, k, v, out, lse, causal=True)
@@ -219,6 +227,10 @@ CALLS: dict[str, PublicCall] = {
     "attention_with_kv_cache: pages": PublicCall(
         lambda q, pages, new: _paged(q.detach(), pages.detach(), new.detach()),
         ((-1, 1, HEADS, DIM), (6, 16, HEADS, DIM), (-1, 1, HEADS, DIM)),
+    ),
+    "attention_with_kv_cache: packed": PublicCall(
+        lambda q, pages, new: _paged_packed(q.detach(), pages.detach(), new.detach()),
+        ((-1, HEADS, DIM), (6, 5, HEADS, DIM), (-1, HEADS, DIM)),
     ),
     "attention_part": PublicCall(
         lambda q, k, v: flashtile.attention_part(

@@ -47,10 +47,12 @@ WITHIN_OPERATION = {
         "linear_operator",
         "operator",
         "options",
+        "pages",
         "repeated",
         "select",
         "spec",
     },
+    "pages": set(),
     "canonical": {
         "block_mask",
         "checks",

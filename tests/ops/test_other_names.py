@@ -55,7 +55,7 @@ def test_every_function_refuses_names_that_it_does_not_have(function: Callable[.
         ("attention", "query", "it is called q$"),
         ("attention", "cu_seqlens_q", "flashtile.attention_varlen takes packed sequences"),
         ("attention_varlen", "s_aux", "it is called sinks$"),
-        ("attention_varlen", "page_table", "it has q, k, v, cu_seqlens_q, "),
+        ("attention_varlen", "page_table", "it is called block_table$"),
         ("attention_with_kv_cache", "cache_seqlens", "it is called cache_lengths$"),
         ("attention_with_kv_cache", "attn_mask", "it has q, k_cache, "),
         ("explain", "attention_mask", "it is called mask"),

@@ -170,10 +170,10 @@ class _Operators:
                     "seqused_k, block_table: expected packed queries with cum_seq_q, and pages with seqused_k, got "
                     f"query {list(query.shape)}; use flashtile.attention_with_kv_cache"
                 )
-            offsets = cum_seq_q if cum_seq_k is None else cum_seq_k  # pages have none: the lengths say all
-            key, value, cum_seq_k = gathered_keys(
-                key, value, offsets, max_k, block_table=block_table, lengths=seqused_k
-            )
+            if block_table is not None:
+                return self._over_pages(query, key, value, cum_seq_q, max_q, seqused_k, block_table, options)
+            offsets = cum_seq_q if cum_seq_k is None else cum_seq_k
+            key, value, cum_seq_k = gathered_keys(key, value, offsets, max_k, lengths=seqused_k)
             cum_seq_k = cum_seq_k.to(cum_seq_q.dtype)
         with torch.no_grad():  # autograd is above these operators
             seed = flashtile.draw_dropout_seed(query.device) if dropout_p else None
@@ -185,9 +185,30 @@ class _Operators:
                     query, key, value, cum_seq_q, cum_seq_k, max_seqlen_q=max_q, max_seqlen_k=max_k, return_lse=True,
                     **options,
                 )  # fmt: skip
-            state = query.new_empty(2, dtype=torch.uint64) if seed is None else seed.view(torch.uint64)
-            unused = query.new_empty((), dtype=torch.uint64)
-            return _match_strides(query, out), lse, state, unused, query.new_empty(0)
+            return _results(query, out, lse, seed)
+
+    def _over_pages(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cum_seq_q: Tensor,
+        max_q: int,
+        lengths: Tensor,
+        block_table: Tensor,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, ...]:
+        """Packed queries on keys and values in pages."""
+        if dropout := options.pop("dropout_p"):
+            raise NotImplementedError(
+                f"dropout_p: expected 0 beside block_table, got {dropout}; pages are for inference"
+            )
+        with torch.no_grad():
+            out, lse = flashtile.attention_varlen(
+                query, key, value, cum_seq_q, max_seqlen_q=max_q, key_lengths=lengths, block_table=block_table,
+                return_lse=True, **options,
+            )  # fmt: skip
+        return _results(query, out, lse, None)
 
     def forward_to(self, out: Tensor, query: Tensor, *arguments: Any, **options: Any) -> Tensor:
         results = self.forward(query, *arguments, **options)
@@ -230,6 +251,13 @@ def _described(scale: float | None, is_causal: bool, left: int | None, right: in
     """The arguments that say which keys a query sees, and the scale. A side of -1 has no bound, as None."""
     sides = tuple(None if side is None or side < 0 else side for side in (left, right))
     return {"scale": scale, "causal": is_causal, "window": None if sides == (None, None) else sides}
+
+
+def _results(query: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None) -> tuple[Tensor, ...]:
+    """What PyTorch's forward returns. `seed`: that of dropout."""
+    state = query.new_empty(2, dtype=torch.uint64) if seed is None else seed.view(torch.uint64)
+    unused = query.new_empty((), dtype=torch.uint64)
+    return _match_strides(query, out), lse, state, unused, query.new_empty(0)
 
 
 def _match_strides(like: Tensor, result: Tensor) -> Tensor:

@@ -77,6 +77,15 @@ def test_gpu_over_many_tiles(change: dict, seq_q: int, page_size: int | None) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [None, 1, 7, 16, 64], ids=str)
+@pytest.mark.parametrize("queries", [(1, 1, 1, 0), (100, 1, 0, 3), (5, 300, 1, 0)], ids=str)
+@pytest.mark.parametrize("change", [{}, {"window": (300, 0)}, {"causal": False}, {"num_splits": 1}], ids=str)
+def test_gpu_packed(change: dict, queries: tuple[int, ...], page_size: int | None) -> None:
+    case = replace(_LONG, capacity=1400, queries=queries, page_size=page_size, arguments=change)
+    check(case, "triton", "cuda")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("seq_q", [1, 40])
 @pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (80, 80), (192, 128), (256, 256), (64, 512), (512, 512)])
@@ -164,6 +173,41 @@ def test_gpu_graph_is_replayed_with_other_lengths(page_size: int | None) -> None
             eager_lengths += 1
             assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
     assert torch.equal(inputs.k_cache, eager.k_cache) and torch.equal(inputs.v_cache, eager.v_cache)
+
+
+@pytest.mark.gpu
+def test_gpu_graph_is_replayed_with_other_packed_sequences() -> None:
+    """Which sequence a row belongs to, how many there are of each, and where their keys lie, is read on the device."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    q, k, v = normal(100, 8, 128), normal(100, 2, 128), normal(100, 2, 128)
+    pages = normal(40, 16, 2, 128), normal(40, 16, 2, 128)
+    table, starts, lengths = (torch.zeros(*shape, dtype=torch.int32, device="cuda") for shape in ((4, 10), (5,), (4,)))
+
+    def step(*caches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return flashtile.attention_with_kv_cache(
+            q, *caches, k, v, cache_lengths=lengths, block_table=table, cu_seqlens_q=starts, max_seqlen_q=100,
+            return_lse=True,
+        )  # fmt: skip
+
+    step(*pages)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step(*pages)
+    for counts, before in (([1, 1, 1, 1], [9, 60, 159, 0]), ([0, 90, 3, 5], [0, 60, 20, 1]), ([0, 0, 0, 100], [0] * 4)):
+        starts[1:] = torch.tensor(counts).cumsum(0)
+        lengths.copy_(torch.tensor(before))
+        table.copy_(torch.randperm(40, generator=generator, device="cuda").view(4, 10))
+        copies = pages[0].clone(), pages[1].clone()
+        graph.replay()
+        expected, expected_lse = step(*copies)
+        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+        assert torch.equal(pages[0], copies[0]) and torch.equal(pages[1], copies[1])
+        assert not out[sum(counts) :].any()
 
 
 @pytest.mark.gpu

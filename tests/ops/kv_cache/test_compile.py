@@ -50,6 +50,7 @@ class Call(NamedTuple):
     misalignment: int = 0
     allow_tf32: bool = False
     odd_rows: bool = False  # strides of the rows of q and of the new keys and values are 1
+    total_q: int | None = None  # queries of a packed call, whose sequences have up to seq_q
 
 
 def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: int = 132) -> plan.CachePlan:
@@ -58,14 +59,18 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
     if call.page_size is not None:
         pages = call.capacity // call.page_size
         outer, rows, table = call.batch * pages, call.page_size, ((call.batch, pages), (pages, 1))
+    packed = call.total_q is not None
+    q_rows, new_rows = ((call.total_q,),) * 2 if packed else ((call.batch, call.seq_q), (call.batch, call.seq_new))
     q, k, v = (
-        (call.batch, call.seq_q, call.heads, call.head_dim),
+        (*q_rows, call.heads, call.head_dim),
         (outer, rows, call.heads_kv, call.head_dim),
         (outer, rows, call.heads_kv, call.head_dim_v),
     )
     new = None
     if call.seq_new is not None:
-        new = tuple((call.batch, call.seq_new, *shape[2:]) for shape in (k, v))
+        new = tuple((*new_rows, *shape[2:]) for shape in (k, v))
+    starts = (torch.int32, None if new is None else torch.int32) if packed else (None, None)
+    spec = call.spec._replace(max_seqlen_q=call.seq_q) if packed else call.spec
 
     def form(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         batch_stride, row_stride, *rest = contiguous_strides(shape)
@@ -80,8 +85,8 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
             call.dtype, torch.device("cuda", 0), tuple(map(form, (q, k, v))),
             None if new is None else tuple(map(form, new)),
             None if new is None else ((65536, call.half), call.half, call.half, call.table_dtype),
-            (*call.index_dtypes[:3], None if table is None else torch.int32), table, call.slope_dims, call.sinks,
-            (call.misalignment, 0), call.spec, call.allow_tf32,
+            (*call.index_dtypes[:3], None if table is None else torch.int32, *starts), table,
+            call.slope_dims, call.sinks, call.batch if packed else None, (call.misalignment, 0), spec, call.allow_tf32,
         )  # fmt: skip
 
 
@@ -105,6 +110,9 @@ _CALLS = {
         index_dtypes=(torch.int64, None, torch.int64, None), slope_dims=2, sinks=True, misalignment=2,
         spec=CacheSpec(0, 0.1, 99, 9, 30.0, True, 5),
     ),
+    "packed_decode": Call(batch=64, total_q=64, page_size=16),
+    "packed_chunks": Call(seq_q=512, total_q=1100, page_size=16),
+    "packed_one_row_pages": Call(seq_q=512, total_q=1100, page_size=1),
     "entries": Call(index_dtypes=(None, torch.int64, torch.int32, None), seq_new=None),
 }  # fmt: skip
 
@@ -236,6 +244,8 @@ def test_lengths_are_no_part_of_a_plan() -> None:
         (Call(spec=CacheSpec(0, 0.1, num_splits=3)), 16, 192, 256),
         (Call(capacity=200, spec=CacheSpec(0, 0.1, num_splits=128)), 16, 128, 256),  # two tiles of keys
         (Call(seq_q=64, seq_new=64), 8 * 128, 8 * 8 * 4, None),
+        (Call(batch=8, seq_q=64, total_q=80), 80 * 2, 8 * (5 + 8 + 1) * 5, 80 * 32),
+        (Call(batch=0, seq_q=0, total_q=0), 0, 0, None),
     ],
 )
 def test_programs(call: Call, append: int | None, attend: int, combine: int | None) -> None:

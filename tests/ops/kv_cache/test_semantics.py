@@ -112,7 +112,7 @@ def test_each_sequence_has_its_own_length_padding_and_entry(backend: str) -> Non
 
 
 @both_backends
-@pytest.mark.parametrize("page_size", [16, 32, 48])
+@pytest.mark.parametrize("page_size", [1, 12, 32])
 def test_pages_are_the_rows_of_a_cache(page_size: int, backend: str) -> None:
     """In any order; those of nobody stay as they are, and table entries past the length are not read."""
     q, k, v = normal(2, 1, 4, 8), normal(2, 96, 2, 8, seed=2), normal(2, 96, 2, 8, seed=3)
@@ -136,6 +136,55 @@ def test_pages_are_the_rows_of_a_cache(page_size: int, backend: str) -> None:
         for b, length in enumerate(lengths.tolist()):
             assert_same(cache[table[b, length // page_size], length % page_size], new[b, 0])
         assert cache[order[-1]].isnan().all()
+
+
+@both_backends
+@pytest.mark.parametrize("option", _OPTIONS)
+def test_packed_sequences_are_calls_of_their_own(option: str, backend: str) -> None:
+    """A chunk of a prompt, a token, a sequence without queries and a first chunk, whose lengths come from a table."""
+    counts, lengths = [4, 1, 0, 5], [3, 9, 6, 0]
+    starts = torch.tensor([0, 4, 5, 5, 10])
+    q, k, v = (normal(11, heads, 8, seed=seed) for seed, heads in enumerate((4, 2, 2)))
+    pages = [normal(20, 3, 2, 8, seed=seed) for seed in (7, 8)]
+    table = torch.randperm(20, generator=torch.Generator().manual_seed(0)).view(4, 5)
+    kept = [cache.clone() for cache in pages]
+    out, lse = flashtile.attention_with_kv_cache(
+        q, *pages, k, v, cache_lengths=torch.tensor(lengths), block_table=table, cu_seqlens_q=starts, return_lse=True,
+        backend=backend, **_OPTIONS[option],
+    )  # fmt: skip
+    for b, count in enumerate(counts):
+        rows = slice(starts[b], starts[b + 1])
+        alone, lse_alone = flashtile.attention_with_kv_cache(
+            q[None, rows], *kept, k[None, rows], v[None, rows], cache_lengths=lengths[b], block_table=table[b, None],
+            return_lse=True, backend="reference", **_OPTIONS[option],
+        )  # fmt: skip
+        assert alone.shape[1] == count
+        assert_same(out[rows], alone[0])
+        assert_same(lse[:, rows], lse_alone[0])
+    assert all(map(torch.equal, pages, kept))
+    assert not out[10].any() and (lse[:, 10] == float("-inf")).all(), "a row of no sequence"
+
+
+@both_backends
+def test_packed_attention_reads_keys_from_pages(backend: str) -> None:
+    q, k, v = normal(6, 4, 8), normal(14, 2, 8, seed=1), normal(14, 2, 8, seed=2)
+    starts_q, starts_k = torch.tensor([0, 4, 6]), torch.tensor([0, 5, 14])
+    table = torch.tensor([[3, 0, -7], [4, 1, 2]])
+    pages = [torch.full((5, 3, 2, 8), float("nan"), dtype=torch.float64) for _ in range(2)]
+    for page, rows in zip(pages, (k, v), strict=True):
+        page[[3, 0, 4, 1, 2]] = torch.cat([rows[:5], rows[:1] * float("nan"), rows[5:]]).view(5, 3, 2, 8)
+    options = {"causal": True, "window": (3, 0), "return_lse": True, "backend": backend}
+    expected = flashtile.attention_varlen(q, k, v, starts_q, starts_k, **options)
+    for lengths in ({"cu_seqlens_k": starts_k}, {"key_lengths": starts_k.diff()}):
+        found = flashtile.attention_varlen(q, *pages, starts_q, block_table=table, max_seqlen_q=4, **lengths, **options)
+        assert_same(found[0], expected[0])
+        assert_same(found[1], expected[1])
+    with pytest.raises(ValueError, match=r"key_lengths: expected the number of keys of each .* got neither"):
+        flashtile.attention_varlen(q, *pages, starts_q, block_table=table)
+    with pytest.raises(ValueError, match="bias: expected its default beside block_table"):
+        flashtile.attention_varlen(q, *pages, starts_q, starts_k, block_table=table, bias=q)
+    with pytest.raises(ValueError, match="q: expected a tensor that wants no gradient"):
+        flashtile.attention_varlen(q.requires_grad_(), *pages, starts_q, starts_k, block_table=table)
 
 
 @both_backends
@@ -238,6 +287,9 @@ _OTHER_STRIDES = _LINE[312:].as_strided((2, 20, 2, 8), (320, 8, 160, 1))
 _COS, _SIN = flashtile.rotary_tables(24, 8)
 _ROTARY = {**_APPEND, "rotary_cos": _COS, "rotary_sin": _SIN}
 _FULL = torch.tensor([3, 20])
+_STARTS = torch.tensor([0, 3, 4])
+_PACKED = {"q": torch.randn(5, 4, 8), "cu_seqlens_q": _STARTS}
+_NEW_ROWS = {"k": torch.randn(5, 2, 8), "v": torch.randn(5, 2, 8), "cache_lengths": 3, **_CACHES}
 
 BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "q-type": (TypeError, {"q": [1.0]}, "q: expected a torch.Tensor, got list"),
@@ -322,9 +374,39 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     ),
     "page-size": (
         ValueError,
-        {**_TABLE, "k_cache": torch.randn(4, 24, 2, 8), "v_cache": torch.randn(4, 24, 2, 8)},
-        "k_cache: expected pages of a multiple of 16 rows beside block_table",
+        {**_TABLE, "k_cache": torch.randn(4, 0, 2, 8), "v_cache": torch.randn(4, 0, 2, 8)},
+        "k_cache: expected pages of at least one row beside block_table",
     ),
+    "packed-rank": (
+        ValueError,
+        {"cu_seqlens_q": _STARTS},
+        "q: expected 3 dimensions [total_q, heads_q, head_dim] besi",
+    ),
+    "packed-rank-k": (
+        ValueError,
+        {**_PACKED, "k": _NEW, "v": _NEW, "cache_lengths": 0},
+        "k: expected shape [total_new, heads_kv, head_dim] = [5, 2, 8], as the rows of q, which cu_seqlens_new can",
+    ),
+    "packed-new-without-k": (ValueError, {**_PACKED, "cu_seqlens_new": _STARTS}, "cu_seqlens_new: expected None witho"),
+    "packed-entries": (
+        ValueError,
+        {**_PACKED, **_NEW_ROWS, "cu_seqlens_new": _STARTS[:2]},
+        "cu_seqlens_new: expected shape (3,), batch + 1 cumulative lengths, as many as for queries",
+    ),
+    "packed-batch": (ValueError, {**_PACKED, "cu_seqlens_q": _STARTS[:2]}, "k_cache: expected the batch size of q, 1,"),
+    "packed-values": (ValueError, {**_PACKED, "cu_seqlens_q": _STARTS + 1}, "cu_seqlens_q: expected to start at 0"),
+    "packed-longest": (ValueError, {**_PACKED, "max_seqlen_q": 2}, "max_seqlen_q: expected an upper bound of the sequ"),
+    "packed-room": (
+        ValueError,
+        {**_PACKED, **_NEW_ROWS, "cache_lengths": 18},
+        "expected room for 3 new rows behind 18",
+    ),
+    "packed-new-total": (
+        ValueError,
+        {**_PACKED, **_NEW_ROWS, "cu_seqlens_new": _STARTS * 2},
+        "cu_seqlens_new: expected its last value to be at most the packed total, 5, got 8",
+    ),
+    "not-packed": (ValueError, {"max_seqlen_q": 2}, "max_seqlen_q: expected None without cu_seqlens_q, got 2"),
     "sin-missing": (ValueError, {**_APPEND, "rotary_cos": _COS}, "rotary_sin: expected a table beside rotary_cos"),
     "rotary-alone": (ValueError, {"rotary_cos": _COS, "rotary_sin": _SIN}, "rotary_cos: expected None without new k"),
     "rotary-wide": (

@@ -29,9 +29,6 @@ PREFIX = "flashtile-paged|"
 #: Where transformers chooses the implementation, and whether steps of decoding read pages by a block table.
 _SWITCHES, _DECIDES = "switch_to_cb_friendly_attn", "ensure_decode_fast_path_is_available"
 
-#: Rows of a page of `attention_with_kv_cache` are a multiple of it.
-_PAGE_MULTIPLE = 16
-
 #: What transformers hands to attention for its cache and the rest of the model.
 _OF_BATCH = ("cu_seq_lens_k", "max_length_k", "block_table", "read_index", "write_index")
 
@@ -157,9 +154,7 @@ def serve_batches(names: Collection[str]) -> None:
             decide(config, cb_config, user_requested)
             return
         kinds = initialization.group_layers_by_attn_type(config)
-        if cb_config.page_size % _PAGE_MULTIPLE or not all(
-            initialization.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds
-        ):
+        if not all(initialization.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds):
             cb_config.max_blocks_per_request = 0
 
     switched.knows_flashtile = True  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ from flashtile.ops.attention.canonical import (
 )
 from flashtile.ops.attention.operator import run_attention, run_repeated, run_resolved, run_unrecorded
 from flashtile.ops.attention.options import Align, DenseOptions, ScoreMod, Taken, VarlenOptions, Window
+from flashtile.ops.attention.pages import attention_over_pages
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
 from flashtile.ops.common.other_names import refuse_by_position, refuse_other_names
 
@@ -260,6 +261,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -293,6 +295,11 @@ def attention_varlen(
         max_seqlen_q: upper bound of the query lengths. Optional; it helps to choose tiles.
         max_seqlen_k: the same for keys.
         key_lengths: `[batch]`: keys of sequence `b` at or past the length are not visible.
+        block_table: `[batch, max_pages]` int32 or int64: k and v are pages `[pages, page_size, heads_kv, head_dim]`,
+            and key `j` of sequence `b` is in page `block_table[b, j // page_size]`. The sequences have key_lengths
+            keys, or without these the lengths of cu_seqlens_k, and the last query is aligned with the last key. This
+            is `attention_with_kv_cache` without new rows: for inference, with causal, window, scale, softcap,
+            alibi_slopes and sinks.
         bias: broadcasts to `[1, heads_q, max_seqlen_q, max_seqlen_k]`. Rows and columns count from each sequence's
             start, and both maxima are required. The same holds for mask.
         block_mask: a `BlockMask` built for max_seqlen_q and max_seqlen_k, both required, and for one batch entry or as
@@ -315,6 +322,17 @@ def attention_varlen(
         refuse_other_names(attention_varlen, other_names)
     if not (type(return_lse) is type(return_max_scores) is bool):
         checks.raise_not_bool(return_lse=return_lse, return_max_scores=return_max_scores)
+    if block_table is not None:
+        unserved = {
+            "align": align != "bottom_right", "dropout_p": dropout_p, "dropout_seed": dropout_seed, "bias": bias,
+            "mask": mask, "block_mask": block_mask, "score_mod": score_mod, "descale_q": descale_q,
+            "descale_k": descale_k, "descale_v": descale_v, "return_max_scores": return_max_scores,
+        }  # fmt: skip
+        return attention_over_pages(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, key_lengths, unserved, block_table=block_table,
+            max_seqlen_q=max_seqlen_q, causal=causal, window=window, scale=scale, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse, backend=backend,
+        )  # fmt: skip
     given: Aux = ()
     key = repeated.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
     if key is not None:

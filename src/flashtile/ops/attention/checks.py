@@ -11,10 +11,9 @@ from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.spec import FP8, MAX_HEAD_DIM, SideInputs, out_dtype
-from flashtile.ops.common import sizes
+from flashtile.ops.common import packed, sizes
 from flashtile.ops.common.checks import (
     FLOAT_DTYPES,
-    LARGEST_COUNT,
     check_choice,
     check_device,
     check_lengths,
@@ -25,6 +24,7 @@ from flashtile.ops.common.checks import (
     type_name,
 )
 from flashtile.ops.common.dispatch import transformed
+from flashtile.ops.common.packed import check_cu_seqlens_values, check_max_seqlen
 from flashtile.ops.common.score_checks import (
     resolve_alibi_slopes,
     resolve_scale,
@@ -268,33 +268,9 @@ def check_block_mask(block_mask: BlockMask, q: Tensor, sizes: tuple[int, int, in
 
 def check_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, device: torch.device) -> int:
     """Checks the two cumulative length vectors against each other; returns the number of sequences."""
-    check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 1:
-        raise ValueError(
-            f"cu_seqlens_q: expected shape (batch + 1,), got {tuple(cu_seqlens_q.shape)}; "
-            "an empty batch is torch.zeros(1, dtype=torch.int32)"
-        )
-    entries = cu_seqlens_q.shape[0]
-    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_lengths(
-            name, cu_seqlens, entries, device, "batch + 1 cumulative lengths, as many for keys as for queries"
-        )
+    entries = packed.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, device)
+    packed.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, device, entries, ", as many for keys as for queries")
     return entries - 1
-
-
-def check_max_seqlen(name: str, max_seqlen: int | None) -> None:
-    if max_seqlen is None:
-        return
-    if isinstance(max_seqlen, Tensor):
-        raise TypeError(f"{name}: expected an int, got a Tensor; reading it would synchronise, leave it out instead")
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
-        raise TypeError(f"{name}: expected an int, got {max_seqlen!r}; leave it out if it is not known")
-    if sizes.known(max_seqlen < 0):
-        raise ValueError(
-            f"{name}: expected an upper bound of the sequence lengths, at least 0, got {max_seqlen}; leave it out"
-        )
-    if sizes.known(max_seqlen >= LARGEST_COUNT):
-        raise ValueError(f"{name}: expected an upper bound below 2**62, got {max_seqlen}; leave it out")
 
 
 def check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None) -> None:
@@ -313,7 +289,7 @@ def check_values(side: SideInputs, total_q: int, total_k: int) -> None:
         ("cu_seqlens_k", side.cu_seqlens_k, total_k, side.max_seqlen_k),
     ):
         if cu_seqlens is not None and readable(cu_seqlens):
-            _check_cu_seqlens_values(name, cu_seqlens, total, max_seqlen)
+            check_cu_seqlens_values(name, cu_seqlens, total, max_seqlen)
     if side.key_lengths is not None and readable(side.key_lengths):
         _check_key_lengths(
             side.key_lengths, side.max_seqlen_k if side.cu_seqlens_k is None else side.cu_seqlens_k.diff()
@@ -339,26 +315,4 @@ def _check_key_lengths(key_lengths: Tensor, seq_k: int | Tensor) -> None:
         raise ValueError(
             f"key_lengths: expected lengths of at most the number of keys, {most}, got {int(key_lengths[where])} at "
             f"index {where}; pass all of the keys, or key_lengths.clamp(max=...)"
-        )
-
-
-def _check_cu_seqlens_values(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    if first != 0:
-        raise ValueError(f"{name}: expected to start at 0, got {first}; prepend 0 to the cumulative lengths")
-    lengths = cu_seqlens.diff()
-    if (lengths < 0).any():
-        where = int((lengths < 0).nonzero()[0])
-        raise ValueError(
-            f"{name}: expected cumulative lengths that never decrease, got {int(cu_seqlens[where])} then "
-            f"{int(cu_seqlens[where + 1])} at index {where + 1}; pass lengths.cumsum(0) behind a 0"
-        )
-    if last > total:
-        raise ValueError(
-            f"{name}: expected its last value to be at most the packed total, {total}, got {last}; pass all of the rows"
-        )
-    if lengths.numel() and int(lengths.max()) > max_seqlen:
-        raise ValueError(
-            f"max_seqlen{name[-2:]}: expected an upper bound of the sequence lengths, got {max_seqlen} for a sequence "
-            f"of {int(lengths.max())}; leave it out if it is not known"
         )

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
         softcap: float | None
         alibi_slopes: Tensor | None
         sinks: Tensor | None
+        cu_seqlens_q: Tensor | None
+        cu_seqlens_new: Tensor | None
+        max_seqlen_q: int | None
         num_splits: int | None
         backend: str
 
@@ -100,12 +103,15 @@ def attention_with_kv_cache(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     backend: str = "auto",
     **other_names: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """One step of decoding: appends new keys and values to a cache in place, and attends to everything in it.
+    """One step of generation: appends new keys and values to a cache in place, and attends to everything in it.
 
     For inference only: nothing is recorded for a backward. Under `torch.autocast` nothing is cast: all tensors must
     have the dtype of the cache, which is written in place. Lengths and tables may stay on the GPU, because nothing
@@ -113,16 +119,19 @@ def attention_with_kv_cache(
     from `cache_left_padding` to `cache_lengths + seq_new` of its part of the cache, and its last query lies at its last
     row.
 
+    With `cu_seqlens_q` each sequence has a number of queries of its own: q, k and v are packed, one sequence after
+    another, so chunks of prompts, single tokens and steps with several tokens share one call.
+
     Args:
-        q: `[batch, seq_q, heads_q, head_dim]`; float16, bfloat16, float32, or float64 (CPU and reference only).
+        q: `[batch, seq_q, heads_q, head_dim]`, with cu_seqlens_q `[total_q, heads_q, head_dim]`; float16, bfloat16,
+            float32, or float64 (CPU and reference only).
         k_cache: `[batch, capacity, heads_kv, head_dim]` in q's dtype, contiguous in the last dimension. With
-            block_table, pages `[pages, page_size, heads_kv, head_dim]`, where page_size is a multiple of 16.
-            `heads_q % heads_kv == 0`.
+            block_table, pages `[pages, page_size, heads_kv, head_dim]` of any size. `heads_q % heads_kv == 0`.
         v_cache: the same with head_dim_v; head_dim and head_dim_v are each 1 to 512. Where rows are appended, both
             caches have memory of their own: neither is expanded, and they do not overlap.
         k: `[batch, seq_new, heads_kv, head_dim]`, written to the rows of k_cache from cache_lengths on. seq_new may
-            differ from seq_q. None appends nothing.
-        v: `[batch, seq_new, heads_kv, head_dim_v]`, written to v_cache.
+            differ from seq_q. With cu_seqlens_q, `[total_new, heads_kv, head_dim]`. None appends nothing.
+        v: the same with head_dim_v, written to v_cache.
         cache_lengths: rows already in the cache: an int for all sequences, or `[batch]` int32 or int64 on q's device.
             The call does not change it. None (without k and v): the whole cache.
         cache_batch_indices: `[batch]` int32 or int64: sequence `b` uses entry `cache_batch_indices[b]` of the cache
@@ -144,6 +153,11 @@ def attention_with_kv_cache(
         alibi_slopes: `[heads_q]` or `[batch, heads_q]`, float32 or q's dtype (float64 with float64 q). Each score is
             reduced by `slope · |i + total - seq_q - j|`.
         sinks: `[heads_q]`, dtypes as for the slopes: an extra logit in each row's softmax.
+        cu_seqlens_q: `[batch + 1]` int32 or int64, cumulative numbers of queries that start at 0: sequence `b` has the
+            rows of q from `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]`; none at all is fine. Rows past the last one
+            belong to no sequence: `out = 0` and `lse = -inf`.
+        cu_seqlens_new: the same for k and v; default `cu_seqlens_q`.
+        max_seqlen_q: upper bound of the queries of a sequence. Optional; it helps to choose tiles.
         num_splits: into how many parts, up to 128, a GPU splits the rows of a sequence, to compute them in parallel.
             None chooses it from the sizes. It changes only the rounding of the result. The CPU does not use it.
         return_lse: also return the log-sum-exp of each row's scores.
@@ -151,8 +165,9 @@ def attention_with_kv_cache(
 
     Returns:
         out `[batch, seq_q, heads_q, head_dim_v]` in q's dtype; with `return_lse`, also lse `[batch, heads_q, seq_q]`
-        float32 (float64 for float64 inputs), natural logarithm. A query that sees no row has `out = 0` and `lse = -inf`
-        (or the sink).
+        float32 (float64 for float64 inputs), natural logarithm. With cu_seqlens_q, out is `[total_q, heads_q,
+        head_dim_v]` and lse `[heads_q, total_q]`. A query that sees no row has `out = 0` and `lse = -inf` (or the
+        sink).
 
     Raises:
         TypeError: a dtype or an argument's type is wrong.
@@ -171,7 +186,7 @@ def attention_with_kv_cache(
     key = None
     if (
         k is v is cache_batch_indices is cache_left_padding is block_table is rotary_cos is rotary_sin is alibi_slopes
-        is sinks is None
+        is sinks is cu_seqlens_q is None
         and window is None
         and softcap is None
         and num_splits is None
@@ -183,26 +198,32 @@ def attention_with_kv_cache(
     _BACKENDS.check(backend)
     if not (isinstance(causal, bool) and isinstance(rotary_interleaved, bool) and isinstance(return_lse, bool)):
         checks.raise_not_bool(causal=causal, rotary_interleaved=rotary_interleaved, return_lse=return_lse)
-    checks.check_caches(q, k_cache, v_cache, block_table is not None)
+    packed = cu_seqlens_q is not None
+    checks.check_caches(q, k_cache, v_cache, block_table is not None, packed)
+    batch, heads, head_dim = q.shape[0], *q.shape[-2:]
+    if cu_seqlens_q is not None:
+        batch = checks.check_packed(q, k, cu_seqlens_q, cu_seqlens_new, max_seqlen_q)
+    elif not cu_seqlens_new is max_seqlen_q is None:
+        checks.check_not_packed(cu_seqlens_new=cu_seqlens_new, max_seqlen_q=max_seqlen_q)
     if k is not None or v is not None:
-        checks.check_appended(q, k_cache, v_cache, k, v)
-    if not (cache_batch_indices is cache_left_padding is block_table is None and known(k_cache.shape[0] == q.shape[0])):
-        checks.check_places(q, k_cache, cache_batch_indices, cache_left_padding, block_table)
+        checks.check_appended(q, k_cache, v_cache, k, v, packed, packed and cu_seqlens_new is None)
+    if not (cache_batch_indices is cache_left_padding is block_table is None and known(k_cache.shape[0] == batch)):
+        checks.check_places(q, batch, k_cache, cache_batch_indices, cache_left_padding, block_table)
     if torch.is_grad_enabled():
         checks.check_no_gradient(
             q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
             alibi_slopes=alibi_slopes, sinks=sinks,
         )  # fmt: skip
     capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
-    seq_new = None if k is None else k.shape[1]
-    length, lengths = checks.resolve_lengths(cache_lengths, q, capacity, seq_new)
+    # How many rows each sequence of a packed call has, the host does not know.
+    seq_new = None if k is None else 0 if packed else k.shape[1]
+    length, lengths = checks.resolve_lengths(cache_lengths, q, batch, capacity, seq_new)
     left, right = checks.resolve_window(causal, window)
     positions = None
-    if lengths is None and not known(q.shape[0] == 0) and rotary_cos is not None:
+    if lengths is None and rotary_cos is not None and not (packed or known(batch == 0)):
         positions = length + max(seq_new or 0, q.shape[1] if (left, right) != (None, None) else min(1, q.shape[1]))
     if rotary_cos is not None or rotary_sin is not None:
         checks.check_rotary(q, rotary_cos, rotary_sin, k, positions)
-    batch, _, heads, head_dim = q.shape
     scale = checks.resolve_scale(scale, head_dim, q.dtype)
     spec = CacheSpec(
         length,
@@ -212,12 +233,15 @@ def attention_with_kv_cache(
         checks.resolve_softcap(softcap, scale, q.dtype),
         rotary_interleaved,
         checks.resolve_splits(num_splits),
+        0 if not packed else q.shape[0] if max_seqlen_q is None else max_seqlen_q,
     )
     call = CacheCall(
         q, k_cache, v_cache, k, v, lengths, cache_batch_indices, cache_left_padding, block_table, rotary_cos,
         rotary_sin,
         None if alibi_slopes is None else checks.resolve_alibi_slopes(alibi_slopes, batch, heads, q),
         None if sinks is None else checks.resolve_sinks(sinks, heads, q),
+        cu_seqlens_q,
+        cu_seqlens_q if cu_seqlens_new is None and k is not None else cu_seqlens_new,
     )  # fmt: skip
     out, lse = run_with_cache(call, spec, backend)
     if key is not None:

@@ -16,6 +16,7 @@ from flashtile.ops.common.checks import (
     readable,
 )
 from flashtile.ops.common.memory import check_own_numbers, check_writable, share_memory
+from flashtile.ops.common.packed import check_cu_seqlens, check_cu_seqlens_values, check_max_seqlen
 from flashtile.ops.common.score_checks import (
     resolve_alibi_slopes,
     resolve_scale,
@@ -26,7 +27,16 @@ from flashtile.ops.common.score_checks import (
 from flashtile.ops.common.sizes import differ
 from flashtile.ops.common.split_keys.configs import MAX_SPLITS
 from flashtile.ops.common.table_checks import check_table_pair
-from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM, PAGE_MULTIPLE, CacheCall, CacheSpec, lengths_before, places
+from flashtile.ops.kv_cache.spec import (
+    MAX_HEAD_DIM,
+    CacheCall,
+    CacheSpec,
+    lengths_before,
+    new_counts,
+    numbered,
+    places,
+    query_counts,
+)
 
 __all__ = [
     "check_appended",
@@ -34,6 +44,8 @@ __all__ = [
     "check_choice",
     "check_destinations",
     "check_no_gradient",
+    "check_not_packed",
+    "check_packed",
     "check_places",
     "check_rotary",
     "check_values",
@@ -51,16 +63,21 @@ _Int = (int, torch.SymInt)
 _REMEDY = "make the cache once for all steps"
 
 
-def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
+def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool, packed: bool) -> None:
     """Checks ranks, dtypes, devices, heads and head dimensions of q and both caches."""
-    if _agree(q, k_cache, v_cache):
+    if _agree(q, k_cache, v_cache, packed):
         return
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     check_float_dtype("q", q.dtype)
-    if q.dim() != 4:
+    if packed and q.dim() != 3:
+        raise ValueError(
+            f"q: expected 3 dimensions [total_q, heads_q, head_dim] beside cu_seqlens_q, got shape {tuple(q.shape)}; "
+            "leave cu_seqlens_q out where all sequences have as many queries"
+        )
+    if not packed and q.dim() != 4:
         raise ValueError(
             f"q: expected 4 dimensions [batch, seq_q, heads_q, head_dim], got shape {tuple(q.shape)}; one new token of "
-            "each sequence is seq_q = 1"
+            "each sequence is seq_q = 1, and packed queries go with cu_seqlens_q"
         )
     first, second = ("pages", "page_size") if paged else ("batch", "capacity")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -82,16 +99,16 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> No
     _check_heads(q, k_cache, v_cache)
 
 
-def _agree(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+def _agree(q: Tensor, k_cache: Tensor, v_cache: Tensor, packed: bool) -> bool:
     """Whether nothing is wrong with q and both caches. The checks that follow find out what is; they cost a small call
     a tenth of its time."""
     if not (isinstance(q, Tensor) and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)):
         return False
-    if not q.dim() == k_cache.dim() == v_cache.dim() == 4:
+    if q.dim() != (3 if packed else 4) or not k_cache.dim() == v_cache.dim() == 4:
         return False
     if not (q.layout is k_cache.layout is v_cache.layout is torch.strided):
         return False
-    _, _, heads_q, head_dim = q.shape
+    heads_q, head_dim = q.shape[-2:]
     entries, rows, heads_kv, head_dim_k = k_cache.shape
     *of_rows, head_dim_v = v_cache.shape
     return (
@@ -115,7 +132,7 @@ def _check_like(of: str, q: Tensor, name: str, tensor: Tensor) -> None:
 
 
 def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    heads_q, head_dim = q.shape[2:]
+    heads_q, head_dim = q.shape[-2:]
     heads_kv, head_dim_v = v_cache.shape[2:]
     if k_cache.shape[-1] != head_dim:
         raise ValueError(f"k_cache: expected the head_dim of q, {head_dim}, got {k_cache.shape[-1]}")
@@ -131,8 +148,31 @@ def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         )
 
 
-def check_appended(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> None:
-    """Checks the new keys and values against q and the caches, which they are written to."""
+def check_packed(
+    q: Tensor, k: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_new: Tensor | None, max_seqlen_q: int | None
+) -> int:
+    """Checks where sequences begin in packed q and k; returns the number of sequences."""
+    entries = check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device)
+    if cu_seqlens_new is not None:
+        if k is None:
+            raise ValueError("cu_seqlens_new: expected None without new k and v, got a tensor; pass k and v")
+        check_cu_seqlens("cu_seqlens_new", cu_seqlens_new, q.device, entries, ", as many as for queries")
+    check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    return entries - 1
+
+
+def check_not_packed(**packed: Tensor | int | None) -> None:
+    """Raises for an argument of packed calls in one that is not."""
+    for name, value in packed.items():
+        if value is not None:
+            raise ValueError(f"{name}: expected None without cu_seqlens_q, got {value!r}; it is for packed queries")
+
+
+def check_appended(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, packed: bool, as_q: bool
+) -> None:
+    """Checks the new keys and values against q and the caches, which they are written to. `as_q`: a packed call has as
+    many new rows as queries."""
     if (k is None) is not (v is None):
         given, missing = ("k", "v") if v is None else ("v", "k")
         raise ValueError(f"{missing}: expected a tensor beside {given}, got None; pass both new keys and new values")
@@ -142,27 +182,35 @@ def check_appended(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None
         check_tensors(**{name: tensor})
         _check_like("q", q, name, tensor)
         heads, head_dim = cache.shape[2:]
-        expected = f"[batch, seq_new, heads_kv, head_dim] = [{q.shape[0]}, seq_new, {heads}, {head_dim}]"
-        if tensor.dim() != 4 or differ((tensor.shape[0], *tensor.shape[2:]), (q.shape[0], heads, head_dim)):
+        rows = (
+            ("total_new", str(q.shape[0]) if as_q else "total_new")
+            if packed
+            else ("batch, seq_new", f"{q.shape[0]}, seq_new")
+        )
+        same = () if packed and not as_q else q.shape[:1]
+        if tensor.dim() != (3 if packed else 4) or differ(
+            (*tensor.shape[: len(same)], *tensor.shape[-2:]), (*same, heads, head_dim)
+        ):
+            like = "rows of q, which cu_seqlens_new can change," if packed else "batch of q"
             raise ValueError(
-                f"{name}: expected shape {expected}, as the batch of q and the heads of {name}_cache, got "
-                f"{tuple(tensor.shape)}"
+                f"{name}: expected shape [{rows[0]}, heads_kv, head_dim] = [{rows[1]}, {heads}, {head_dim}], as the "
+                f"{f'{like} and the ' if same else ''}heads of {name}_cache, got {tuple(tensor.shape)}"
             )
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_own_numbers(name, cache, _REMEDY)
-    if k is not None and v is not None and differ(k.shape[1:2], v.shape[1:2]):
-        raise ValueError(f"v: expected as many new rows as k has, {k.shape[1]}, got {v.shape[1]}")
+    if k is not None and v is not None and differ(k.shape[:-2], v.shape[:-2]):
+        raise ValueError(f"v: expected as many new rows as k has, {k.shape[-3]}, got {v.shape[-3]}")
 
 
 def check_places(
     q: Tensor,
+    batch: int,
     k_cache: Tensor,
     cache_batch_indices: Tensor | None,
     cache_left_padding: Tensor | None,
     block_table: Tensor | None,
 ) -> None:
     """Checks what says where the rows of a sequence lie."""
-    batch = q.shape[0]
     if cache_batch_indices is not None:
         if block_table is not None:
             raise ValueError(
@@ -174,7 +222,7 @@ def check_places(
     if cache_left_padding is not None:
         check_lengths("cache_left_padding", cache_left_padding, batch, q.device, "a first row for each sequence of q")
     if block_table is not None:
-        _check_block_table(q, k_cache, block_table)
+        _check_block_table(q, batch, k_cache, block_table)
     elif cache_batch_indices is None and differ(k_cache.shape[:1], (batch,)):
         raise ValueError(
             f"k_cache: expected the batch size of q, {batch}, got {k_cache.shape[0]}; cache_batch_indices says which "
@@ -182,7 +230,7 @@ def check_places(
         )
 
 
-def _check_block_table(q: Tensor, k_cache: Tensor, block_table: Tensor) -> None:
+def _check_block_table(q: Tensor, batch: int, k_cache: Tensor, block_table: Tensor) -> None:
     if not isinstance(block_table, Tensor):
         raise TypeError(
             f"block_table: expected an int32 or int64 tensor, got {type(block_table).__name__}; use torch.tensor(...)"
@@ -190,24 +238,24 @@ def _check_block_table(q: Tensor, k_cache: Tensor, block_table: Tensor) -> None:
     check_tensors(block_table=block_table)
     if block_table.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"block_table: expected dtype int32 or int64, got {block_table.dtype}; cast it")
-    if block_table.dim() != 2 or differ(block_table.shape[:1], q.shape[:1]):
+    if block_table.dim() != 2 or differ(block_table.shape[:1], (batch,)):
         raise ValueError(
-            f"block_table: expected shape [batch, max_pages] with the batch size of q, {q.shape[0]}, got "
+            f"block_table: expected shape [batch, max_pages] with the batch size of q, {batch}, got "
             f"{tuple(block_table.shape)}"
         )
     check_device("block_table", block_table, q.device)
-    page_size = k_cache.shape[1]
-    if not page_size or page_size % PAGE_MULTIPLE:
+    if not k_cache.shape[1]:
         raise ValueError(
-            f"k_cache: expected pages of a multiple of {PAGE_MULTIPLE} rows beside block_table, [pages, page_size, "
-            f"heads_kv, head_dim], got page_size {page_size}"
+            "k_cache: expected pages of at least one row beside block_table, [pages, page_size, heads_kv, head_dim], "
+            f"got {tuple(k_cache.shape)}"
         )
 
 
 def resolve_lengths(
-    cache_lengths: int | Tensor | None, q: Tensor, capacity: int, seq_new: int | None
+    cache_lengths: int | Tensor | None, q: Tensor, batch: int, capacity: int, seq_new: int | None
 ) -> tuple[int, Tensor | None]:
-    """The length of all sequences as a number, or one for each as a tensor. `seq_new`: rows to append; None = none."""
+    """The length of all sequences as a number, or one for each as a tensor. `seq_new`: rows to append, 0 where the
+    host does not know how many; None = none."""
     if cache_lengths is None:
         if seq_new is not None:
             raise ValueError(
@@ -216,7 +264,7 @@ def resolve_lengths(
             )
         return capacity, None
     if isinstance(cache_lengths, Tensor):
-        check_lengths("cache_lengths", cache_lengths, q.shape[0], q.device, "a length for each sequence of q")
+        check_lengths("cache_lengths", cache_lengths, batch, q.device, "a length for each sequence of q")
         if seq_new is not None and seq_new > capacity:
             _raise_too_long(seq_new, 0, capacity)
         return 0, cache_lengths
@@ -300,39 +348,47 @@ def check_destinations(k_cache: Tensor, v_cache: Tensor) -> None:
 
 def check_values(call: CacheCall, spec: CacheSpec) -> None:
     """Checks lengths, indices and pages: always on a CPU, on a GPU with FLASHTILE_CHECK_VALUES=1."""
-    if not readable(call.q) or not call.q.shape[0]:
+    if not readable(call.q) or not call.batch:
         return
-    lengths = [spec.length] if call.cache_lengths is None else call.cache_lengths.tolist()
-    shortest, longest = min(lengths), max(lengths) + call.seq_new
-    if shortest < 0:
-        raise ValueError(f"cache_lengths: expected lengths of at least 0, got {shortest}")
-    if longest > call.capacity:
-        _raise_too_long(call.seq_new, longest - call.seq_new, call.capacity)
+    if call.cu_seqlens_q is not None:
+        check_cu_seqlens_values("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0], spec.max_seqlen_q)
+    if call.cu_seqlens_new is not None and call.k is not None:
+        check_cu_seqlens_values("cu_seqlens_new", call.cu_seqlens_new, call.k.shape[0])
+    before = [spec.length] * call.batch if call.cache_lengths is None else call.cache_lengths.tolist()
+    new = new_counts(call)
+    if min(before) < 0:
+        raise ValueError(f"cache_lengths: expected lengths of at least 0, got {min(before)}")
+    total, length = max((length + rows, length) for length, rows in zip(before, new))
+    if total > call.capacity:
+        _raise_too_long(total - length, length, call.capacity)
     if call.rotary_cos is not None:
-        rows = max(call.seq_new, call.q.shape[1] if spec.banded else min(1, call.q.shape[1]))
-        _check_table_length(call.rotary_cos, longest - call.seq_new + rows if rows else 0)
+        rotated = (
+            max(rows, queries if spec.banded else min(1, queries)) for rows, queries in zip(new, query_counts(call))
+        )
+        ends = (length + rows if rows else 0 for length, rows in zip(before, rotated))
+        _check_table_length(call.rotary_cos, max(ends))
     if call.cache_left_padding is not None and int(call.cache_left_padding.min()) < 0:
         raise ValueError(
             f"cache_left_padding: expected first rows of at least 0, got {int(call.cache_left_padding.min())}"
         )
     if call.cache_batch_indices is not None:
         _check_range("cache_batch_indices", "entries", call.cache_batch_indices, call.k_cache.shape[0])
-    if call.block_table is not None and longest:
+    if call.block_table is not None and total:
         used = torch.arange(call.block_table.shape[1], device=call.q.device) * call.k_cache.shape[1]
-        pages = call.block_table[used < (lengths_before(call, spec) + call.seq_new)[:, None]]
+        ends = lengths_before(call, spec) + torch.tensor(new, device=call.q.device)
+        pages = call.block_table[used < ends[:, None]]
         if pages.numel():
             _check_range("block_table", "pages", pages, call.k_cache.shape[0])
-    if call.seq_new and call.q.shape[0] > 1:
-        _check_new_rows_apart(call, spec)
+    if call.k is not None and call.batch > 1:
+        _check_new_rows_apart(call, spec, new)
 
 
-def _check_new_rows_apart(call: CacheCall, spec: CacheSpec) -> None:
+def _check_new_rows_apart(call: CacheCall, spec: CacheSpec, new: list[int]) -> None:
     """Sequences may share entries and pages, but not the places that they append to."""
     if call.block_table is None and call.cache_batch_indices is None:
         return
-    rows = lengths_before(call, spec)[:, None] + torch.arange(call.seq_new, device=call.q.device)
-    sequence = torch.arange(rows.shape[0], device=call.q.device)[:, None].expand_as(rows)
-    entries, rows = places(call, sequence, rows)
+    sequence, number = numbered(new, call.q.device)
+    entries, rows = places(call, sequence, lengths_before(call, spec)[sequence] + number)
     place, times = (entries * call.k_cache.shape[1] + rows).unique(return_counts=True)
     if place.numel() < rows.numel():
         name, what = ("cache_batch_indices", "entry") if call.block_table is None else ("block_table", "page")

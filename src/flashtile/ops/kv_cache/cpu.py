@@ -8,37 +8,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.ops.attention.api import forward_of_checked, forward_of_unmasked
-from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lengths_before, lse_dtype, places
+from flashtile.ops.kv_cache.spec import (
+    CacheCall,
+    CacheSpec,
+    lengths_before,
+    lse_dtype,
+    new_counts,
+    numbered,
+    packed_rows,
+    places,
+    query_counts,
+)
 from flashtile.ops.rotary.api import apply_rotary
+
+
+class _Piece(NamedTuple):
+    """Sequences that are computed in one call: neighbours with as many queries each.
+
+    Attributes:
+        keys, values: `[sequences, length, heads, head_dim]`.
+    """
+
+    sequences: slice
+    keys: Tensor
+    values: Tensor
 
 
 def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
     """(out, lse); shapes as in `flashtile.attention_with_kv_cache`. `num_splits` is not used: PyTorch's threads work on
     different heads."""
-    q, slopes = call.q, call.alibi_slopes
+    q = call.q
     if call.k is not None:
         before = lengths_before(call, spec)
         _append(call, spec, before)
         q = _rotated_queries(call, spec, before)
-    results = [
-        forward_of_checked(
-            q[sequences],
-            keys,
-            values,
-            (spec.window_left, spec.window_right),
-            spec.scale,
-            spec.softcap,
-            slopes[sequences] if slopes is not None and slopes.dim() == 2 else slopes,
-            call.sinks,
-            "cpu",
-        )
-        for sequences, keys, values in _pieces(call, spec)
-    ]
+    if call.cu_seqlens_q is not None:
+        return _packed(q, call, spec)
+    results = [_attend(q[piece.sequences], piece, call, spec) for piece in _pieces(call, spec)]
     if len(results) == 1:
         return results[0]
     if not results:
@@ -46,6 +58,38 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
         empty = q.new_empty(batch, heads, seq_q, dtype=lse_dtype(q.dtype))
         return q.new_empty(batch, seq_q, heads, call.v_cache.shape[-1]), empty
     return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+
+
+def _packed(q: Tensor, call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
+    total_q, heads, head_dim = q.shape
+    out = q.new_zeros(total_q, heads, call.v_cache.shape[-1])
+    lse = q.new_full((heads, total_q), float("-inf"), dtype=lse_dtype(q.dtype))
+    counts = query_counts(call)
+    first = 0
+    for piece in _pieces(call, spec, counts):
+        sequences, seq_q = piece.keys.shape[0], counts[piece.sequences.start]
+        rows = slice(first, first := first + sequences * seq_q)
+        if seq_q:
+            queries = q[rows].view(sequences, seq_q, heads, head_dim)
+            result, result_lse = _attend(queries, piece, call, spec)
+            out[rows] = result.flatten(0, 1)
+            lse[:, rows] = result_lse.transpose(0, 1).flatten(1)
+    return out, lse
+
+
+def _attend(q: Tensor, piece: _Piece, call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
+    slopes = call.alibi_slopes
+    return forward_of_checked(
+        q,
+        piece.keys,
+        piece.values,
+        (spec.window_left, spec.window_right),
+        spec.scale,
+        spec.softcap,
+        slopes[piece.sequences] if slopes is not None and slopes.dim() == 2 else slopes,
+        call.sinks,
+        "cpu",
+    )
 
 
 def prepare_steps(
@@ -56,36 +100,46 @@ def prepare_steps(
 
 
 def _append(call: CacheCall, spec: CacheSpec, before: Tensor) -> None:
-    if call.k is None or call.v is None or not call.k.shape[1]:
+    if call.k is None or call.v is None:
         return
-    rows = before[:, None] + torch.arange(call.seq_new, device="cpu")  # [B, S]
-    where = places(call, torch.arange(rows.shape[0], device="cpu")[:, None].expand_as(rows), rows)
-    call.k_cache[where] = _rotated(call.k, call, spec, before)
-    call.v_cache[where] = call.v
+    sequence, number = numbered(new_counts(call), before.device)
+    if not sequence.shape[0]:
+        return
+    row = before[sequence] + number
+    k, v = (packed_rows(rows, call.cu_seqlens_new)[: row.shape[0]] for rows in (call.k, call.v))
+    where = places(call, sequence, row)
+    call.k_cache[where] = _rotated(k, call, spec, row)
+    call.v_cache[where] = v
 
 
 def _rotated_queries(call: CacheCall, spec: CacheSpec, before: Tensor) -> Tensor:
-    q = call.q
-    if spec.banded or not q.numel() or call.rotary_cos is None:
-        return _rotated(q, call, spec, before)
-    # All rows at one position: as heads of a single row.
-    return _rotated(q.flatten(1, 2)[:, None], call, spec, before).view(q.shape)
+    q = packed_rows(call.q, call.cu_seqlens_q)
+    if call.rotary_cos is None or not q.numel():
+        return call.q
+    sequence, number = numbered(query_counts(call), before.device)
+    position = before[sequence] + number if spec.banded else before[sequence]
+    rows = position.shape[0]
+    turned = _rotated(q[:rows], call, spec, position)
+    return (turned if rows == q.shape[0] else torch.cat([turned, q[rows:]])).view(call.q.shape)
 
 
 def _rotated(x: Tensor, call: CacheCall, spec: CacheSpec, position: Tensor) -> Tensor:
+    """`[rows, heads, head_dim]`, each row by a position of its own."""
     if call.rotary_cos is None or call.rotary_sin is None:
         return x
-    return apply_rotary(x, call.rotary_cos, call.rotary_sin, spec.interleaved, seqlen_offsets=position, backend="cpu")
+    return apply_rotary(x, call.rotary_cos, call.rotary_sin, spec.interleaved, position_ids=position, backend="cpu")
 
 
-def _pieces(call: CacheCall, spec: CacheSpec) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Sequences, and their keys and values `[sequences, length, heads, head_dim]`."""
-    batch = call.q.shape[0]
+def _pieces(call: CacheCall, spec: CacheSpec, counts: list[int] | None = None) -> Iterator[_Piece]:
+    """All sequences in their order. `counts`: queries of each, where they differ."""
+    batch = call.batch
     lengths = [spec.length] * batch if call.cache_lengths is None else call.cache_lengths.tolist()
-    ends = [length + call.seq_new for length in lengths]
-    if call.block_table is call.cache_batch_indices is call.cache_left_padding is None and len(set(ends)) == 1:
+    ends = [length + new for length, new in zip(lengths, new_counts(call))]
+    one_count = counts is None or len(set(counts)) == 1
+    everywhere = call.block_table is call.cache_batch_indices is call.cache_left_padding is None
+    if everywhere and one_count and len(set(ends)) == 1:
         # The commonest call: it need not be searched for runs of alike sequences.
-        yield slice(0, batch), call.k_cache[:, : ends[0]], call.v_cache[:, : ends[0]]
+        yield _Piece(slice(0, batch), call.k_cache[:, : ends[0]], call.v_cache[:, : ends[0]])
         return
     left = [0] * batch if call.cache_left_padding is None else call.cache_left_padding.tolist()
     spans = [(min(first, end), end) for first, end in zip(left, ends)]
@@ -93,16 +147,16 @@ def _pieces(call: CacheCall, spec: CacheSpec) -> Iterator[tuple[slice, Tensor, T
         for sequence, (start, end) in enumerate(spans):
             pages = call.block_table[sequence, : -(-end // call.k_cache.shape[1])]
             keys, values = _in_order(pages, call.k_cache, call.v_cache)
-            yield slice(sequence, sequence + 1), keys[:, start:end], values[:, start:end]
+            yield _Piece(slice(sequence, sequence + 1), keys[:, start:end], values[:, start:end])
         return
     entries = range(batch) if call.cache_batch_indices is None else call.cache_batch_indices.tolist()
     # Neighbours in the batch that are neighbours in the cache have the same difference of both numbers.
-    alike = groupby(range(batch), lambda b: (spans[b], entries[b] - b))
-    for ((start, end), shift), members in alike:
+    alike = groupby(range(batch), lambda b: (spans[b], entries[b] - b, counts[b] if counts else None))
+    for ((start, end), shift, _), members in alike:
         first, *others = members
         sequences = slice(first, first + 1 + len(others))
         where = slice(sequences.start + shift, sequences.stop + shift), slice(start, end)
-        yield sequences, call.k_cache[where], call.v_cache[where]
+        yield _Piece(sequences, call.k_cache[where], call.v_cache[where])
 
 
 def _in_order(pages: Tensor, *caches: Tensor) -> Iterator[Tensor]:

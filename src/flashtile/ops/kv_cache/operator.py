@@ -14,15 +14,15 @@ from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.flops import product_flops, register_flops, values_on_host
 from flashtile.ops.kv_cache import checks
 from flashtile.ops.kv_cache.calls import Forward
-from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype
+from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype, new_counts, query_counts
 
 _BACKENDS = standard_backends("kv_cache")
 
 _REST = (
     "Tensor? k, Tensor? v, Tensor? cache_lengths, Tensor? cache_batch_indices, Tensor? cache_left_padding, "
     "Tensor? block_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? alibi_slopes, Tensor? sinks, "
-    "SymInt length, float scale, int? window_left, int? window_right, float softcap, bool interleaved, int num_splits, "
-    "str backend"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_new, SymInt length, float scale, int? window_left, int? window_right, "
+    "float softcap, bool interleaved, int num_splits, SymInt max_seqlen_q, str backend"
 )
 _library = torch.library.Library("flashtile", "FRAGMENT")
 _library.define(f"attention_cached(Tensor q, Tensor k_cache, Tensor v_cache, {_REST}) -> (Tensor out, Tensor lse)")
@@ -56,7 +56,7 @@ def forward_of_steps(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, 
 def _forward(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Tensor]:
     """Runs the backend that serves the call."""
     checks.check_values(call, spec)
-    if call.seq_new:
+    if call.k is not None and call.k.numel():
         checks.check_destinations(call.k_cache, call.v_cache)
     q = call.q
     dtype = q.dtype
@@ -92,20 +92,26 @@ def _implementation(*arguments):
 
 
 def _fake(q, k_cache, v_cache, *rest):
-    batch, seq_q, heads, _ = q.shape
-    out = q.new_empty((batch, seq_q, heads, v_cache.shape[-1]))
-    return out, q.new_empty((batch, heads, seq_q), dtype=lse_dtype(q.dtype))
+    *rows, heads, _ = q.shape
+    out = q.new_empty((*rows, heads, v_cache.shape[-1]))
+    lse = (heads, *rows) if len(rows) == 1 else (rows[0], heads, rows[1])
+    return out, q.new_empty(lse, dtype=lse_dtype(q.dtype))
 
 
 def _flops(*arguments, **_):
-    """Two products over all pairs of a query and a row of its sequence, also of rows that are not visible."""
+    """Two products over all pairs of a query and a row of its sequence, also of rows that are not visible. Of a packed
+    call whose lengths are on a GPU, a sequence counts as long as the cache allows."""
     call, spec = CacheCall(*arguments[:_TENSORS]), CacheSpec(*arguments[_TENSORS:-1])
-    batch, seq_q, heads, head_dim = call.q.shape
-    rows = batch * (spec.length + call.seq_new)
-    if call.cache_lengths is not None:
-        lengths = values_on_host(call.cache_lengths)
-        rows = batch * call.capacity if lengths is None else sum(lengths) + batch * call.seq_new
-    return product_flops(seq_q * rows * heads, head_dim + call.v_cache.shape[-1], 1)
+    heads, head_dim = call.q.shape[-2:]
+    lengths = [spec.length] * call.batch if call.cache_lengths is None else values_on_host(call.cache_lengths)
+    on_host = all(starts is None or values_on_host(starts) for starts in (call.cu_seqlens_q, call.cu_seqlens_new))
+    if lengths is None or not on_host:
+        pairs = call.q.shape[0] * (1 if call.cu_seqlens_q is not None else call.q.shape[1]) * call.capacity
+    else:
+        pairs = sum(
+            queries * (length + new) for queries, length, new in zip(query_counts(call), lengths, new_counts(call))
+        )
+    return product_flops(pairs * heads, head_dim + call.v_cache.shape[-1], 1)
 
 
 for _name in ("attention_cached", "attention_cached_"):

@@ -6,69 +6,85 @@ One sequence after another: its new rows are rotated and stored, all its rows ar
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
 from flashtile.ops.attention.api import attention
-from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lengths_before, lse_dtype, places
+from flashtile.ops.kv_cache.spec import (
+    CacheCall,
+    CacheSpec,
+    lengths_before,
+    lse_dtype,
+    new_counts,
+    packed_rows,
+    places,
+    query_counts,
+    results_of,
+)
 from flashtile.ops.rotary.api import apply_rotary
 
 
 def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
     """(out, lse); shapes as in `flashtile.attention_with_kv_cache`."""
-    q, device = call.q, call.q.device
-    batch, seq_q, heads, _ = q.shape
-    out = q.new_zeros(batch, seq_q, heads, call.v_cache.shape[-1])
-    lse = q.new_zeros(batch, heads, seq_q, dtype=lse_dtype(q.dtype))
-    left = [0] * batch if call.cache_left_padding is None else call.cache_left_padding.tolist()
-    before = lengths_before(call, spec).tolist()
-    for sequence in range(batch):
-        _append(call, spec, sequence, before[sequence])
-    for sequence in range(batch):
-        total = before[sequence] + call.seq_new
-        rows = torch.arange(min(left[sequence], total), total, device=device)
-        where = places(call, torch.full_like(rows, sequence), rows)
+    q = packed_rows(call.q, call.cu_seqlens_q)
+    total_q, heads, _ = q.shape
+    out = q.new_zeros(total_q, heads, call.v_cache.shape[-1])
+    lse = q.new_full((heads, total_q), float("-inf"), dtype=lse_dtype(q.dtype))
+    left = [0] * call.batch if call.cache_left_padding is None else call.cache_left_padding.tolist()
+    before, new = lengths_before(call, spec).tolist(), new_counts(call)
+    for sequence, rows in enumerate(_slices(new)):
+        _append(call, spec, sequence, before[sequence], rows)
+    for sequence, queries in enumerate(_slices(query_counts(call))):
+        total = before[sequence] + new[sequence]
+        row = torch.arange(min(left[sequence], total), total, device=q.device)
+        where = places(call, torch.full_like(row, sequence), row)
         slopes = call.alibi_slopes
-        out[sequence], lse[sequence] = (
-            result[0]
-            for result in attention(
-                _rotated_queries(call, spec, sequence, before[sequence]),
-                call.k_cache[where][None],
-                call.v_cache[where][None],
-                window=(spec.window_left, spec.window_right),
-                scale=spec.scale,
-                softcap=spec.softcap,
-                alibi_slopes=slopes[sequence] if slopes is not None and slopes.dim() == 2 else slopes,
-                sinks=call.sinks,
-                return_lse=True,
-                backend="reference",
-            )
+        result, result_lse = attention(
+            _rotated_queries(call, spec, q[queries], before[sequence])[None],
+            call.k_cache[where][None],
+            call.v_cache[where][None],
+            window=(spec.window_left, spec.window_right),
+            scale=spec.scale,
+            softcap=spec.softcap,
+            alibi_slopes=slopes[sequence] if slopes is not None and slopes.dim() == 2 else slopes,
+            sinks=call.sinks,
+            return_lse=True,
+            backend="reference",
         )
-    return out, lse
+        out[queries], lse[:, queries] = result[0], result_lse[0]
+    return results_of(call, out, lse)
 
 
-def _append(call: CacheCall, spec: CacheSpec, sequence: int, before: int) -> None:
+def _slices(counts: list[int]) -> list[slice]:
+    """The rows of each sequence, where they are packed."""
+    ends = list(accumulate(counts))
+    return [slice(end - count, end) for count, end in zip(counts, ends)]
+
+
+def _append(call: CacheCall, spec: CacheSpec, sequence: int, before: int, new: slice) -> None:
     """Stores the new rows of one sequence."""
     if call.k is None or call.v is None:
         return
-    rows = torch.arange(before, before + call.seq_new, device=call.q.device)
-    where = places(call, torch.full_like(rows, sequence), rows)
-    call.k_cache[where] = _rotated(call.k[sequence, None], call, spec, before)[0]
-    call.v_cache[where] = call.v[sequence]
+    k, v = (packed_rows(rows, call.cu_seqlens_new)[new] for rows in (call.k, call.v))
+    row = torch.arange(before, before + k.shape[0], device=k.device)
+    where = places(call, torch.full_like(row, sequence), row)
+    call.k_cache[where] = _rotated(k, call, spec, before)
+    call.v_cache[where] = v
 
 
-def _rotated_queries(call: CacheCall, spec: CacheSpec, sequence: int, before: int) -> Tensor:
-    """`[1, seq_q, heads, head_dim]`."""
-    q = call.q[sequence, None]
+def _rotated_queries(call: CacheCall, spec: CacheSpec, q: Tensor, before: int) -> Tensor:
+    """Queries of one sequence, `[seq_q, heads, head_dim]`."""
     if spec.banded:
         return _rotated(q, call, spec, before)
     # All rows at one position: as heads of a single row.
-    return _rotated(q.flatten(1, 2)[:, None], call, spec, before).view(q.shape) if q.numel() else q
+    return _rotated(q.flatten(0, 1)[None], call, spec, before).view(q.shape) if q.numel() else q
 
 
 def _rotated(x: Tensor, call: CacheCall, spec: CacheSpec, position: int) -> Tensor:
+    """`[rows, heads, head_dim]`, whose first row is at a position."""
     if call.rotary_cos is None or call.rotary_sin is None:
         return x
-    return apply_rotary(
-        x, call.rotary_cos, call.rotary_sin, spec.interleaved, seqlen_offsets=position, backend="reference"
-    )
+    angles = call.rotary_cos, call.rotary_sin, spec.interleaved
+    return apply_rotary(x[None], *angles, seqlen_offsets=position, backend="reference")[0]

@@ -7,7 +7,8 @@ any, go to the rows from `length[b]` on, and the sequence is `seq_new` longer be
     q[b, i]                = rotated(q[b, i], position = length + i, without a band: length)
     total                  = length + seq_new
 
-Query `i` lies at row `i + total - seq_q`, and sees row `j` when::
+`seq_new` and `seq_q` are numbers of one sequence: in a packed call each has its own. Query `i` lies at row
+`i + total - seq_q`, and sees row `j` when::
 
     left <= j < total  and  diagonal - window_left <= j <= diagonal + window_right        diagonal = i + total - seq_q
 
@@ -23,8 +24,6 @@ from torch import Tensor
 
 #: Largest head dimension (of q/k, and separately of v) that any backend takes.
 MAX_HEAD_DIM = 512
-#: Rows of a page are a multiple of this.
-PAGE_MULTIPLE = 16
 
 
 class CacheSpec(NamedTuple):
@@ -38,6 +37,7 @@ class CacheSpec(NamedTuple):
         softcap: bound of the scores before ALiBi; 0 = none.
         interleaved: which elements of a head are a pair of the rotation.
         num_splits: parts of the keys that are computed side by side on a GPU; 0 = chosen from the sizes.
+        max_seqlen_q: queries of a sequence at most, of a packed call.
     """
 
     length: int
@@ -47,6 +47,7 @@ class CacheSpec(NamedTuple):
     softcap: float = 0.0
     interleaved: bool = False
     num_splits: int = 0
+    max_seqlen_q: int = 0
 
     @property
     def banded(self) -> bool:
@@ -58,11 +59,11 @@ class CacheCall(NamedTuple):
     """The tensors of a call. What a call does not have is None.
 
     Attributes:
-        q: `[batch, seq_q, heads_q, head_dim]`.
+        q: `[batch, seq_q, heads_q, head_dim]`; of a packed call `[total_q, heads_q, head_dim]`.
         k_cache: `[cache_batch, capacity, heads_kv, head_dim]`, paged `[pages, page_size, heads_kv, head_dim]`.
         v_cache: the same with head_dim_v.
-        k: `[batch, seq_new, heads_kv, head_dim]`, what is appended.
-        v: `[batch, seq_new, heads_kv, head_dim_v]`.
+        k: `[batch, seq_new, heads_kv, head_dim]`, what is appended; packed `[total_new, heads_kv, head_dim]`.
+        v: the same with head_dim_v.
         cache_lengths: `[batch]` integers, rows of each sequence that are in the cache already.
         cache_batch_indices: `[batch]` integers, the entry of the cache that belongs to each sequence.
         cache_left_padding: `[batch]` integers, the first row of each sequence.
@@ -70,6 +71,8 @@ class CacheCall(NamedTuple):
         rotary_cos, rotary_sin: `[positions, rotary_dim / 2]`.
         alibi_slopes: `[heads_q]` or `[batch, heads_q]`, in the dtype of lse.
         sinks: `[heads_q]`, in the dtype of lse.
+        cu_seqlens_q: `[batch + 1]` integers, where the queries of each sequence begin in a packed call.
+        cu_seqlens_new: the same for k and v; None without them.
     """
 
     q: Tensor
@@ -85,11 +88,12 @@ class CacheCall(NamedTuple):
     rotary_sin: Tensor | None = None
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_new: Tensor | None = None
 
     @property
-    def seq_new(self) -> int:
-        """Rows that are appended to every sequence."""
-        return 0 if self.k is None else self.k.shape[1]
+    def batch(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
     @property
     def capacity(self) -> int:
@@ -107,7 +111,36 @@ def lengths_before(call: CacheCall, spec: CacheSpec) -> Tensor:
     """Rows of each sequence before anything is appended: `[batch]` int64."""
     if call.cache_lengths is not None:
         return call.cache_lengths.long()
-    return torch.full((call.q.shape[0],), spec.length, device=call.q.device)
+    return torch.full((call.batch,), spec.length, device=call.q.device)
+
+
+def query_counts(call: CacheCall) -> list[int]:
+    """Queries of each sequence. Like all that follow, for backends and checks that read values on the host."""
+    return _counts(call.q, call.cu_seqlens_q, call)
+
+
+def new_counts(call: CacheCall) -> list[int]:
+    """Rows that are appended to each sequence."""
+    return _counts(call.k, call.cu_seqlens_new, call)
+
+
+def _counts(rows: Tensor | None, cu_seqlens: Tensor | None, call: CacheCall) -> list[int]:
+    if cu_seqlens is not None:
+        return cu_seqlens.diff().tolist()
+    return [0 if rows is None else rows.shape[1]] * call.batch
+
+
+def numbered(counts: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The sequence that each row belongs to, and its number there, of rows that are packed: int64 `[sum of counts]`."""
+    of_sequences = torch.tensor(counts, dtype=torch.int64, device=device)
+    sequence = torch.repeat_interleave(of_sequences)
+    first = of_sequences.cumsum(0) - of_sequences
+    return sequence, torch.arange(sequence.shape[0], device=device) - first[sequence]
+
+
+def packed_rows(rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Rows of all sequences one after another, `[total, heads, head_dim]`."""
+    return rows.flatten(0, 1) if cu_seqlens is None else rows
 
 
 def places(call: CacheCall, sequence: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,3 +151,12 @@ def places(call: CacheCall, sequence: Tensor, row: Tensor) -> tuple[Tensor, Tens
     if call.cache_batch_indices is not None:
         return call.cache_batch_indices[sequence].long(), row
     return sequence, row
+
+
+def results_of(call: CacheCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) as the call returns them, from those of all queries one after another: `[total_q, heads_q,
+    head_dim_v]` and `[heads_q, total_q]`."""
+    if call.cu_seqlens_q is not None:
+        return out, lse
+    batch, seq_q, heads, _ = call.q.shape
+    return out.view(batch, seq_q, heads, out.shape[-1]), lse.view(heads, batch, seq_q).transpose(0, 1).contiguous()

@@ -8,7 +8,7 @@ from flashtile.ops.attention.seen_keys import visible_keys
 from flashtile.ops.attention.spec import FP8
 from flashtile.ops.attention.split.configs import MAX_QUERIES, facts_of, no_gain
 from flashtile.ops.common.backends import Backend, triton_unsupported_reason
-from flashtile.ops.common.split_keys.configs import TileKey, choose_cut, shared_memory
+from flashtile.ops.common.split_keys.configs import TileKey, choose_tiles, shared_memory, splits_of
 
 _ONLY_SHORT_CALLS = "it is for the forward of a few queries against many keys"
 
@@ -43,8 +43,11 @@ def describe(call: Call) -> tuple[KernelChoice, ...]:
     group = heads_q // max(heads_kv, 1)
     first, last = visible_keys(seq_q, seq_k, call.spec)
     tile_key = TileKey(call.dtype, head_dim, head_dim_v, seq_q * group)
-    tiles, splits = choose_cut(tile_key, batch * heads_kv, last - first, call.machine.facts, call.multiprocessors)
-    memory = shared_memory(call.machine.facts, tiles, tile_key)
+    facts = call.machine.facts
+    tiles = choose_tiles(facts, tile_key)
+    programs = batch * heads_kv * -(-tile_key.rows // tiles.block_m)
+    splits = splits_of(tiles, tile_key, programs, last - first, facts, call.multiprocessors)
+    memory = shared_memory(facts, tiles, tile_key)
     chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
     parts = f", keys in {splits} parts" if splits > 1 else ""
     block, rows = (tiles.block_m, tiles.block_n), "queries and heads"

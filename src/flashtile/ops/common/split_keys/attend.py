@@ -16,7 +16,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.ops.common.split_keys.rows import sequence_lengths, tile_pages, tile_pointers
+from flashtile.ops.common.split_keys.rows import (
+    packed_rows,
+    sequence_lengths,
+    sequence_of,
+    tile_pages,
+    tile_pointers,
+)
 from flashtile.ops.common.triton.functions import swizzles_differ, tanh
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -26,35 +32,57 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def attend_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, lse_ptr,
-    lengths_ptr, entries_ptr, left_ptr, table_ptr, slopes_ptr, sinks_ptr, length,
+    sequences, slopes_ptr, sinks_ptr, length,
     q_strides, k_strides, v_strides, stride_table, stride_slopes,
-    batch, heads_kv, seq_q, seq_new, capacity, splits, window, diagonal, slope_diagonal, scale, softcap,
+    batch, heads_kv, seq_q, total_q, seq_new, capacity, splits, window, diagonal, slope_diagonal, scale, softcap,
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`q_strides`: `RowStrides`, of k and v `CacheStrides`. `window`: a `Window`.
+    """`sequences`: `Sequences`. `q_strides`: `RowStrides`, of k and v `CacheStrides`. `window`: a `Window`.
     `length`: of all sequences, where no tensor has them. `PAGE_SIZE`: 0 without pages. `CHUNK`: columns of the head
     in one product, 0 for all of them. `PARTIAL`: out and lse are those of a split, float32 `[splits, batch, seq_q,
     heads_q, head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the results themselves.
+    Of packed queries out is `[total_q, heads_q, head_dim_v]` and lse `[heads_q, total_q]`, of a split behind `splits`.
     `diagonal`, `slope_diagonal`: key on the diagonal of the first query, for the band and for ALiBi; None: that of the
     last query is the last key."""
     program = tl.program_id(0)
+    if sequences.starts is None:
+        first_token = 0
+        tiles_of_rows = tl.cdiv(seq_q * GROUP, BLOCK_M)
+        row_tile = program % tiles_of_rows
+        if window.right is not None:
+            row_tile = tiles_of_rows - 1 - row_tile  # the later rows see more, and start first
+        sequence = program // tiles_of_rows // heads_kv // splits
+    else:
+        tiles_of_rows = total_q * GROUP // BLOCK_M + batch + 1
+        row_tile = program % tiles_of_rows
+        if window.right is not None:
+            row_tile = tiles_of_rows - 1 - row_tile
+        sequence = sequence_of(sequences.starts, row_tile, batch, GROUP, BLOCK_M)
+        first_token, seq_q = packed_rows(sequences.starts, sequence, batch, total_q)
+        row_tile -= first_token * GROUP // BLOCK_M + sequence
     rows = seq_q * GROUP
-    row_tiles = tl.cdiv(rows, BLOCK_M)
-    row_tile = program % row_tiles
-    if window.right is not None:
-        row_tile = row_tiles - 1 - row_tile  # the later rows see more, and start first
     first_row = row_tile * BLOCK_M
-    head_kv = program // row_tiles % heads_kv
-    split = program // row_tiles // heads_kv % splits
-    sequence = program // row_tiles // heads_kv // splits
+    if (sequences.starts is not None) and (first_row >= rows):
+        return
+    head_kv = program // tiles_of_rows % heads_kv
+    split = program // tiles_of_rows // heads_kv % splits
+    # Rows behind the last packed sequence see nothing, and read what the last sequence has.
+    nobody = False
+    if sequences.starts is not None:
+        nobody = sequence == batch
+        sequence = tl.minimum(sequence, batch - 1)
+    if sequences.new_starts is not None:
+        _, seq_new = packed_rows(sequences.new_starts, sequence, batch, 0)
 
-    _, total = sequence_lengths(lengths_ptr, sequence, length, seq_new, capacity)
+    _, total = sequence_lengths(sequences.lengths, sequence, length, seq_new, capacity)
+    if sequences.starts is not None:
+        total = tl.where(nobody, 0, total)
     left = 0
-    if left_ptr is not None:
+    if sequences.left is not None:
         # 32 bits wide only after that, like a length.
-        left = tl.minimum(tl.maximum(tl.load(left_ptr + sequence), 0), total).to(tl.int32)
+        left = tl.minimum(tl.maximum(tl.load(sequences.left + sequence), 0), total).to(tl.int32)
     shift = total - seq_q
     if diagonal is not None:
         shift = diagonal
@@ -78,15 +106,19 @@ def attend_kernel(
     sink = None
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=there & (split == 0), other=float("-inf")) * LOG2_E
-    q_rows = q_ptr + sequence.to(tl.int64) * q_strides.batch + query.to(tl.int64) * q_strides.row
+        if sequences.starts is not None:
+            sink = tl.where(nobody, float("-inf"), sink)
+    q_rows = q_ptr + (first_token + query).to(tl.int64) * q_strides.row
+    if sequences.starts is None:
+        q_rows += sequence.to(tl.int64) * q_strides.batch
     q_rows += head * q_strides.head
     table = None
     outer = sequence
-    if table_ptr is not None:
-        table = table_ptr + sequence.to(tl.int64) * stride_table
+    if sequences.table is not None:
+        table = sequences.table + sequence.to(tl.int64) * stride_table
         outer = 0
-    elif entries_ptr is not None:
-        outer = tl.load(entries_ptr + sequence)
+    elif sequences.entries is not None:
+        outer = tl.load(sequences.entries + sequence)
     k_base = k_cache_ptr + tl.cast(outer, tl.int64) * k_strides.outer + head_kv.to(tl.int64) * k_strides.head
     v_base = v_cache_ptr + tl.cast(outer, tl.int64) * v_strides.outer + head_kv.to(tl.int64) * v_strides.head
 
@@ -101,17 +133,22 @@ def attend_kernel(
     acc *= (1.0 / tl.where(nothing, 1.0, row_sum))[:, None]
     lse = tl.where(nothing, float("-inf"), row_max + tl.log2(tl.where(nothing, 1.0, row_sum)))
     written = there
+    # Results of a packed call are those of one long sequence.
     place = sequence.to(tl.int64)
+    places, length_of_lse = batch, seq_q
+    if sequences.starts is not None:
+        place, places, length_of_lse = place * 0, 1, total_q
     if PARTIAL:
         # Where the lse is -inf, nobody reads the rest of a part.
         written = there & ((tiles > 0) | (split == 0))
-        place += split.to(tl.int64) * batch
+        place += split.to(tl.int64) * places
     else:
         lse *= LN_2
     heads = heads_kv * GROUP
-    tl.store(lse_ptr + (place * heads + head) * seq_q + query, lse, mask=there)
+    token = first_token + query
+    tl.store(lse_ptr + (place * heads + head) * length_of_lse + token, lse, mask=there)
     column = tl.arange(0, BLOCK_E)[None, :]
-    out_rows = out_ptr + ((place * seq_q + query) * heads + head) * HEAD_DIM_V
+    out_rows = out_ptr + ((place * length_of_lse + token) * heads + head) * HEAD_DIM_V
     tl.store(
         out_rows[:, None] + column, acc.to(out_ptr.dtype.element_ty), mask=written[:, None] & (column < HEAD_DIM_V)
     )

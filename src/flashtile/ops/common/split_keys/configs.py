@@ -220,22 +220,26 @@ def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
     return next(splits for splits in range(1, most + 1) if _GOOD_ENOUGH * time(splits) <= best)
 
 
-def choose_cut(
-    tile_key: TileKey, groups: int, visible: int, device: DeviceFacts, multiprocessors: int, num_splits: int = 0
-) -> tuple[AttendTiles, int]:
-    """Tiles of a call, and into how many parts its keys are split.
+def splits_of(
+    tiles: AttendTiles,
+    tile_key: TileKey,
+    programs: int,
+    visible: int,
+    device: DeviceFacts,
+    multiprocessors: int,
+    num_splits: int = 0,
+) -> int:
+    """Into how many parts the keys of each sequence of a call are split.
 
     Args:
-        groups: sequences times key/value heads.
+        programs: without a split.
         visible: keys of a sequence that its queries see at most.
         num_splits: asked for; 0 = chosen here.
     """
-    tiles = choose_tiles(device, tile_key)
     key_tiles = -(-visible // tiles.block_n)
     if num_splits:
-        return tiles, min(num_splits, max(key_tiles, 1))
-    slots = multiprocessors * resident_programs(device, tiles, tile_key)
-    return tiles, choose_splits(groups * -(-tile_key.rows // tiles.block_m), key_tiles, slots)
+        return min(num_splits, max(key_tiles, 1))
+    return choose_splits(programs, key_tiles, multiprocessors * resident_programs(device, tiles, tile_key))
 
 
 def combine_cut(splits: int, head_dim_v: int, device: DeviceFacts) -> CombineCut:

@@ -9,8 +9,8 @@ from torch import Tensor
 from flashtile._backends.launch import pointer
 from flashtile.ops.common.split_keys.plan import SplitPlan
 
-#: No lengths, entries, left padding and table.
-NO_INDICES = (pointer(None),) * 4
+#: No lengths, entries, left padding, table, and starts of queries and of new rows.
+NO_INDICES = (pointer(None),) * 6
 
 
 def attend(
@@ -25,11 +25,12 @@ def attend(
 
     Args:
         tensors: q, k and v.
-        indices: pointers to lengths, entries, left padding and table.
+        indices: pointers to lengths, entries, left padding, table, and starts of queries and of new rows.
         length: of all sequences, where no tensor has them.
 
     Returns:
-        out `[batch, seq_q, heads_q, head_dim_v]` and lse `[batch, heads_q, seq_q]`.
+        out `[batch, seq_q, heads_q, head_dim_v]` and lse `[batch, heads_q, seq_q]`; packed `[total_q, heads_q,
+        head_dim_v]` and `[heads_q, total_q]`.
     """
     out, lse = written = plan.attend.allocate()
     plan.attend.launch(*map(pointer, (*tensors, *written)), *indices, pointer(slopes), pointer(sinks), length)

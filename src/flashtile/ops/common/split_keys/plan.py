@@ -29,11 +29,12 @@ from flashtile.ops.common.split_keys.attend import attend_kernel, combine_kernel
 from flashtile.ops.common.split_keys.configs import (
     AttendTiles,
     TileKey,
-    choose_cut,
+    choose_tiles,
     combine_cut,
+    splits_of,
     tile_width,
 )
-from flashtile.ops.common.split_keys.rows import CacheStrides, RowStrides, Window
+from flashtile.ops.common.split_keys.rows import CacheStrides, RowStrides, Sequences, Window
 
 #: Bytes that a copy past the registers moves at least.
 _ASYNCHRONOUS = 4
@@ -49,9 +50,11 @@ class SplitCall(NamedTuple):
         strides: those of q, k and v without the last, used ones: (batch or outer, row, head).
         misalignment: of the addresses of q, k and v, modulo 16.
         capacity: rows that a sequence of keys can have.
-        index_dtypes: of lengths, entries, left padding and table; None for one that there is not.
+        index_dtypes: of lengths, entries, left padding, table, and starts of queries and of new rows; None for one that
+            there is not.
         page_size, stride_table: of a cache in pages, else 0.
-        seq_new: rows that a length does not count.
+        total_q: queries of all sequences, where they are packed: seq_q is that of the longest then. None else.
+        seq_new: rows that a length does not count, without starts of new rows.
         window_left, window_right: keys visible on each side of the diagonal; None = all.
         diagonal: the key on the diagonal of the first query; None: that of the last query is the last row of its
             sequence.
@@ -69,9 +72,10 @@ class SplitCall(NamedTuple):
     capacity: int
     scale: float
     allow_tf32: bool
-    index_dtypes: tuple[torch.dtype | None, ...] = (None, None, None, None)
+    index_dtypes: tuple[torch.dtype | None, ...] = (None,) * 6
     page_size: int = 0
     stride_table: int = 0
+    total_q: int | None = None
     seq_new: int = 0
     window_left: int | None = None
     window_right: int | None = None
@@ -95,45 +99,54 @@ class SplitPlan(NamedTuple):
 def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
     """Everything that can be decided before the tensors' contents are known."""
     facts = device_facts(device)
-    batch, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
+    _, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
     group_rows = heads // heads_kv * seq_q
     check_rows("q", seq_q, MAX_POSITIONS)
-    check_rows("q with all heads that share keys", group_rows)
+    check_rows("q with all heads that share keys", max(group_rows, heads // heads_kv * (call.total_q or 0)))
     pointer_multiple, stride_multiple = _multiples(call)
     whole_words = min(pointer_multiple, stride_multiple * call.dtype.itemsize) >= _ASYNCHRONOUS
-    tiles, splits = choose_cut(
-        TileKey(call.dtype, head_dim, head_dim_v, group_rows, call.page_size, whole_words),
-        batch * heads_kv,
-        call.visible,
-        facts,
-        multiprocessors(device),
-        call.num_splits,
+    tile_key = TileKey(call.dtype, head_dim, head_dim_v, group_rows, call.page_size, whole_words)
+    tiles = choose_tiles(facts, tile_key)
+    row_tiles, launched = _row_tiles(call, tiles)
+    splits = splits_of(
+        tiles, tile_key, row_tiles * heads_kv, call.visible, facts, multiprocessors(device), call.num_splits
     )
-    programs = batch * heads_kv * -(-group_rows // tiles.block_m) * splits
+    programs = launched * heads_kv * splits
     check_programs("q", programs)
     attend = _attend(call, tiles, splits, programs, device)
     return SplitPlan(attend, _combine(call, splits, device) if splits > 1 else None)
 
 
+def _row_tiles(call: SplitCall, tiles: AttendTiles) -> tuple[int, int]:
+    """Tiles of queries and heads of a key/value head that can have rows, and those that a grid has: some tiles between
+    packed sequences are empty."""
+    batch, seq_q, heads, heads_kv, _, _ = call.shape
+    group = heads // heads_kv
+    if call.total_q is None:
+        both = batch * -(-group * seq_q // tiles.block_m)
+        return both, both
+    if not batch:
+        return 0, 0
+    whole = call.total_q * group // tiles.block_m
+    return whole + min(batch, call.total_q), whole + batch + 1
+
+
 def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, device: torch.device) -> Plan:
     batch, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
+    packed = call.total_q is not None
     q_strides, k_strides, v_strides = call.strides
     left, right = call.window_left, call.window_right
     # A single query at the last row, which nothing is right of.
-    last = call.diagonal is None and seq_q == 1 and right is not None and right >= 0
+    last = call.diagonal is None and seq_q == 1 and not packed and right is not None and right >= 0
     right = None if last else right
     window = (None if side is None else max(-MAX_POSITIONS, min(side, MAX_POSITIONS)) for side in (left, right))
     pointers, multiple = _multiples(call)
-    lengths, entries, left_padding, table = map(pointer_to, call.index_dtypes)
     partial, statistic = splits > 1, pointer_to(torch.float32)
     parameters = {
         **dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr"), pointer_to(call.dtype, pointers)),
         "out_ptr": pointer_to(torch.float32 if partial else call.dtype, 16),
         "lse_ptr": statistic,
-        "lengths_ptr": lengths,
-        "entries_ptr": entries,
-        "left_ptr": left_padding,
-        "table_ptr": table,
+        "sequences": Sequences(*map(pointer_to, call.index_dtypes)),
         "slopes_ptr": pointer_to(torch.float32 if call.slope_dims else None),
         "sinks_ptr": pointer_to(torch.float32 if call.sinks else None),
         "length": Parameter("i32", 1, GIVEN),
@@ -144,8 +157,9 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "stride_slopes": int32(None if not call.slope_dims else heads if call.slope_dims == 2 else 0),
         "batch": int32(batch),
         "heads_kv": int32(heads_kv),
-        "seq_q": int32(seq_q),
-        "seq_new": int32(call.seq_new),
+        "seq_q": int32(None if packed else seq_q),
+        "total_q": int32(call.total_q),
+        "seq_new": int32(call.seq_new if call.index_dtypes[5] is None else None),
         "capacity": int32(call.capacity),
         "splits": int32(splits),
         "window": Window(*(int32(side) for side in window)),
@@ -178,6 +192,8 @@ def _cache_strides(strides: _Shape, multiple: int) -> CacheStrides:
 
 def _combine(call: SplitCall, splits: int, device: torch.device) -> Plan:
     batch, seq_q, heads, _, _, head_dim_v = call.shape
+    if call.total_q is not None:
+        batch, seq_q = 1, call.total_q
     cut = combine_cut(splits, head_dim_v, device_facts(device))
     rows = batch * seq_q * heads
     parameters = {
@@ -195,8 +211,11 @@ def _combine(call: SplitCall, splits: int, device: torch.device) -> Plan:
 def _results(call: SplitCall, parts: _Shape = (), dtype: torch.dtype | None = None) -> tuple[Layout, Layout]:
     """out and lse; `parts` and `dtype` where they are those of each split."""
     batch, seq_q, heads, _, _, head_dim_v = call.shape
-    out = contiguous((*parts, batch, seq_q, heads, head_dim_v), dtype or call.dtype)
-    return out, contiguous((*parts, batch, heads, seq_q), torch.float32)
+    rows, of_lse = (batch, seq_q), (batch, heads, seq_q)
+    if call.total_q is not None:
+        rows, of_lse = (call.total_q,), (heads, call.total_q)
+    out = contiguous((*parts, *rows, heads, head_dim_v), dtype or call.dtype)
+    return out, contiguous((*parts, *of_lse), torch.float32)
 
 
 def _multiples(call: SplitCall) -> tuple[int, int]:

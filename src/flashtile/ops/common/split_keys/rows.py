@@ -8,6 +8,26 @@ import triton
 import triton.language as tl
 
 
+class Sequences(NamedTuple):
+    """Pointers to what says where the rows of each sequence lie; None for what a call does not have.
+
+    Attributes:
+        lengths: rows in the cache before any are appended.
+        entries: the entry of the cache.
+        left: rows before this one are not visible.
+        table: pages, `[batch, max_pages]`.
+        starts: `[batch + 1]`, where the queries begin, if they are packed.
+        new_starts: likewise of the rows that are appended.
+    """
+
+    lengths: Any
+    entries: Any
+    left: Any
+    table: Any
+    starts: Any
+    new_starts: Any
+
+
 class RowStrides(NamedTuple):
     """Elements from one batch entry, row and head of a tensor to the next."""
 
@@ -39,6 +59,35 @@ def sequence_lengths(lengths_ptr, sequence, length, seq_new, capacity):
         # A length may be far more than there are rows, so it is 32 bits wide only after that.
         before = tl.minimum(tl.load(lengths_ptr + sequence), capacity).to(tl.int32)
     return before, tl.minimum(tl.maximum(before + seq_new, 0), capacity)
+
+
+@triton.jit
+def sequence_of(starts_ptr, place, batch, SCALE: tl.constexpr, TILE: tl.constexpr):
+    """The packed sequence that tile number `place` belongs to, by bisection; `batch` for what follows the last one.
+
+    A row counts SCALE times. Sequence `b` begins with tile `starts[b] * SCALE // TILE + b`, so that no tile has rows of
+    two sequences. With tiles of one row it begins with its first row, and there are no tiles between sequences.
+    """
+    low = 0
+    high = batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        first = tl.load(starts_ptr + middle).to(tl.int32) * SCALE // TILE
+        if TILE > 1:
+            first += middle
+        if first <= place:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def packed_rows(starts_ptr, sequence, batch, total):
+    """The first row of a packed sequence, and how many it has; behind the last sequence, the rows that nobody has."""
+    first = tl.load(starts_ptr + sequence).to(tl.int32)
+    end = tl.load(starts_ptr + tl.minimum(sequence + 1, batch)).to(tl.int32)
+    return first, tl.where(sequence < batch, end, total) - first
 
 
 @triton.jit

@@ -9,58 +9,88 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.ops.common.split_keys.rows import sequence_lengths
+from flashtile.ops.common.split_keys.rows import packed_rows, sequence_lengths, sequence_of
 
 
 @triton.jit
 def append_kernel(
-    q_ptr, rotated_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, lengths_ptr, entries_ptr, table_ptr,
-    length, q_strides, k_strides, v_strides, k_cache_strides, v_cache_strides, stride_cos, stride_sin, stride_table,
-    tokens, heads_q, heads_kv, seq_q, seq_new, capacity, positions,
+    q_ptr, rotated_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, sequences, length,
+    q_strides, k_strides, v_strides, k_cache_strides, v_cache_strides, stride_cos, stride_sin, stride_table,
+    batch, heads_q, heads_kv, seq_q, seq_new, capacity, positions,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_E: tl.constexpr, PAGE_SIZE: tl.constexpr,
     INTERLEAVED: tl.constexpr, BANDED: tl.constexpr,
 ):  # fmt: skip
-    """`q_strides`, and those of k and v: `RowStrides`; those of the caches: `CacheStrides`. `tokens`: programs of a
-    sequence, one for each of its rows of k and v, and then, where they rotate, of q. Queries are written to `rotated`,
-    contiguous. `BANDED`: each query has a position of its own, else all have the first."""
+    """`sequences`: `Sequences`. `q_strides`, and those of k and v: `RowStrides`; those of the caches: `CacheStrides`.
+
+    A program has one row: the first `seq_new` programs of a sequence one of its rows of k and v, and then, where they
+    rotate, `seq_q` programs one of q. Of packed sequences these are the rows of all of them. Queries are written to
+    `rotated`, contiguous. `BANDED`: each query has a position of its own, else all have the first."""
     program = tl.program_id(0)
-    sequence = program // tokens
-    token = program % tokens
-    before, _ = sequence_lengths(lengths_ptr, sequence, length, seq_new, capacity)
+    if sequences.starts is None:
+        programs = seq_new
+        if HALF:
+            programs += seq_q
+        sequence = program // programs
+        row = program % programs
+        appends = row < seq_new
+        row = tl.where(appends, row, row - seq_new)
+        first_q, first_new, sequence_rows = sequence * seq_q, 0, seq_new
+    else:
+        appends = program < seq_new
+        row = tl.where(appends, program, program - seq_new)
+        if appends:
+            sequence = sequence_of(sequences.new_starts, row, batch, 1, 1)
+        else:
+            sequence = sequence_of(sequences.starts, row, batch, 1, 1)
+        if sequence == batch:
+            return  # rows of no sequence
+        first_q, _ = packed_rows(sequences.starts, sequence, batch, 0)
+        first_new, sequence_rows = packed_rows(sequences.new_starts, sequence, batch, 0)
+        row -= tl.where(appends, first_new, first_q)
+    before, _ = sequence_lengths(sequences.lengths, sequence, length, sequence_rows, capacity)
     wide = sequence.to(tl.int64)
-    if token < seq_new:
-        row = before + token
-        if (row >= 0) & (row < capacity):
+    if appends:
+        place = before + row
+        if (place >= 0) & (place < capacity):
             k_place, v_place = wide, wide
-            inner = row.to(tl.int64)
-            if table_ptr is not None:
-                page = tl.load(table_ptr + wide * stride_table + row // PAGE_SIZE).to(tl.int64)
+            inner = place.to(tl.int64)
+            if sequences.table is not None:
+                page = tl.load(sequences.table + wide * stride_table + place // PAGE_SIZE).to(tl.int64)
                 k_place, v_place = page, page
-                inner = (row % PAGE_SIZE).to(tl.int64)
-            elif entries_ptr is not None:
-                entry = tl.load(entries_ptr + sequence).to(tl.int64)
+                inner = (place % PAGE_SIZE).to(tl.int64)
+            elif sequences.entries is not None:
+                entry = tl.load(sequences.entries + sequence).to(tl.int64)
                 k_place, v_place = entry, entry
+            source = (first_new + row).to(tl.int64)
+            k_row, v_row = k_ptr + source * k_strides.row, v_ptr + source * v_strides.row
+            if sequences.starts is None:
+                k_row += wide * k_strides.batch
+                v_row += wide * v_strides.batch
             turn_row(
-                k_ptr + wide * k_strides.batch + token.to(tl.int64) * k_strides.row, k_strides.head,
+                k_row, k_strides.head,
                 k_cache_ptr + k_place * k_cache_strides.outer + inner * k_cache_strides.row, k_cache_strides.head,
                 heads_kv,
-                cos_ptr, sin_ptr, stride_cos, stride_sin, row, positions,
+                cos_ptr, sin_ptr, stride_cos, stride_sin, place, positions,
                 HEAD_DIM, HALF, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED,
             )  # fmt: skip
             copy_heads(
-                v_ptr + wide * v_strides.batch + token.to(tl.int64) * v_strides.row, v_strides.head,
+                v_row, v_strides.head,
                 v_cache_ptr + v_place * v_cache_strides.outer + inner * v_cache_strides.row, v_cache_strides.head,
                 heads_kv, 0, HEAD_DIM_V, BLOCK_H, BLOCK_E,
             )  # fmt: skip
     elif HALF:
-        query = token - seq_new
         position = before
         if BANDED:
-            position += query
+            position += row
+        source = row.to(tl.int64) * q_strides.row
+        if sequences.starts is None:
+            source += wide * q_strides.batch
+        else:
+            source += first_q.to(tl.int64) * q_strides.row
         turn_row(
-            q_ptr + wide * q_strides.batch + query.to(tl.int64) * q_strides.row, q_strides.head,
-            rotated_ptr + (wide * seq_q + query) * heads_q * HEAD_DIM, HEAD_DIM, heads_q,
+            q_ptr + source, q_strides.head,
+            rotated_ptr + (first_q + row).to(tl.int64) * heads_q * HEAD_DIM, HEAD_DIM, heads_q,
             cos_ptr, sin_ptr, stride_cos, stride_sin, position, positions,
             HEAD_DIM, HALF, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED,
         )  # fmt: skip

@@ -24,13 +24,23 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
             "or float32 there"
         )
     q = call.q
-    indices = tuple(map(pointer, call[5:9]))  # lengths, entries, left padding, table
+    if not call.batch and call.cu_seqlens_q is not None:
+        return _results_of_nobody(call)
+    tables = call[5:9]  # lengths, entries, left padding, table
+    indices = tuple(map(pointer, (*tables, call.cu_seqlens_q, call.cu_seqlens_new)))
     plan = plan_for(call, spec)
     if plan.append is not None:
         (rotated,) = plan.append.allocate()
         tensors = (q, rotated, call.k, call.v, call.k_cache, call.v_cache, call.rotary_cos, call.rotary_sin)
         if rotated is None:
             tensors = (*tensors[:6], None, None)
-        plan.append.launch(*map(pointer, tensors), *indices[:2], indices[3], spec.length)
+        plan.append.launch(*map(pointer, tensors), *indices, spec.length)
         q = q if rotated is None else rotated
     return attend(plan.split, (q, call.k_cache, call.v_cache), indices, call.alibi_slopes, call.sinks, spec.length)
+
+
+def _results_of_nobody(call: CacheCall) -> tuple[Tensor, Tensor]:
+    """Those of packed queries that belong to no sequence."""
+    total_q, heads, _ = call.q.shape
+    out = call.q.new_zeros(total_q, heads, call.v_cache.shape[-1])
+    return out, call.q.new_full((heads, total_q), float("-inf"), dtype=torch.float32)

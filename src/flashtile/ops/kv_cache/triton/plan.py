@@ -23,7 +23,7 @@ from flashtile._backends.launch import (
 )
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 from flashtile.ops.common.split_keys.plan import SplitCall, SplitPlan, split_plan, visible_rows
-from flashtile.ops.common.split_keys.rows import CacheStrides, RowStrides
+from flashtile.ops.common.split_keys.rows import CacheStrides, RowStrides, Sequences
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton.append import append_kernel
 from flashtile.ops.kv_cache.triton.configs import append_cut
@@ -45,7 +45,7 @@ class CachePlan(NamedTuple):
 
 
 def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
-    q, k_cache, v_cache, k, v, lengths, entries, left, table, cos, sin, slopes, sinks = call
+    q, k_cache, v_cache, k, v, lengths, entries, left, table, cos, sin, slopes, sinks, starts, new_starts = call
     addresses = q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
     table_addresses = 0
     if k is not None and v is not None:
@@ -58,10 +58,11 @@ def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
         tuple((t.shape, t.stride()) for t in (q, k_cache, v_cache)),
         None if k is None or v is None else ((k.shape, k.stride()), (v.shape, v.stride())),
         None if cos is None or sin is None else (tuple(cos.shape), cos.stride(0), sin.stride(0), cos.dtype),
-        tuple(None if t is None else t.dtype for t in (lengths, entries, left, table)),
+        tuple(None if t is None else t.dtype for t in (lengths, entries, left, table, starts, new_starts)),
         None if table is None else (table.shape, table.stride()),
         0 if slopes is None else slopes.dim(),
         sinks is not None,
+        None if starts is None else call.batch,
         (addresses & 15, table_addresses & 15),
         spec._replace(length=0),
         torch._C._get_cublas_allow_tf32(),
@@ -79,14 +80,23 @@ def _plan(
     table_form: _Form,
     slope_dims: int,
     has_sinks: bool,
+    sequences: int | None,
     misalignments: tuple[int, int],
     spec: CacheSpec,
     allow_tf32: bool,
 ) -> CachePlan:
-    """Everything that can be decided before the tensors' contents are known."""
+    """Everything that can be decided before the tensors' contents are known. `sequences`: how many are packed; None
+    where they are not."""
+    if sequences is not None:
+        # As one long sequence, whose rows the kernels find by where the packed ones begin.
+        forms = (_as_one(forms[0]), *forms[1:])
+        new_forms = None if new_forms is None else tuple(map(_as_one, new_forms))  # type: ignore[assignment]
     q_shape, _, v_shape = (shape for shape, _ in forms)
     strides = [used_strides(shape[:-1], stride) for shape, stride in forms]
     batch, seq_q, heads, head_dim = q_shape
+    total_q = None
+    if sequences is not None:
+        batch, seq_q, total_q = sequences, min(spec.max_seqlen_q, seq_q), seq_q
     _, cache_rows, heads_kv, head_dim_v = v_shape
     page_size = 0 if table_form is None else cache_rows
     capacity = cache_rows if table_form is None else cache_rows * table_form[0][1]
@@ -98,6 +108,8 @@ def _plan(
     if new_forms is not None:
         append = _append(
             dtype,
+            batch,
+            sequences is not None,
             forms,
             new_forms,
             angles,
@@ -123,7 +135,8 @@ def _plan(
         index_dtypes,
         page_size,
         stride_table,
-        seq_new,
+        total_q,
+        0 if sequences is not None else seq_new,
         spec.window_left,
         spec.window_right,
         visible=visible_rows(capacity, seq_q, spec.window_left, spec.window_right),
@@ -135,8 +148,16 @@ def _plan(
     return CachePlan(append, split_plan(split_call, device))
 
 
+def _as_one(form: tuple[_Shape, _Shape]) -> tuple[_Shape, _Shape]:
+    """Packed rows as those of a single sequence."""
+    shape, strides = form
+    return (1, *shape), (0, *strides)
+
+
 def _append(
     dtype: torch.dtype,
+    batch: int,
+    packed: bool,
     forms: tuple[tuple[_Shape, _Shape], ...],
     new_forms: tuple[tuple[_Shape, _Shape], ...],
     angles: tuple[tuple[int, int], int, int, torch.dtype] | None,
@@ -150,7 +171,7 @@ def _append(
 ) -> Plan:
     q_form, k_cache_form, v_cache_form = forms
     k_form, v_form = new_forms
-    batch, seq_q, heads, head_dim = q_form[0]
+    _, seq_q, heads, head_dim = q_form[0]
     heads_kv, head_dim_v = v_cache_form[0][2:]
     (positions, half), *angle_strides, table_dtype = angles or ((0, 0), 0, 0, torch.float32)
     tensors = {"q": q_form, "k": k_form, "v": v_form, "k_cache": k_cache_form, "v_cache": v_cache_form}
@@ -161,22 +182,19 @@ def _append(
     apart = power_of_two_factor(*(stride for of_tensor in strides.values() for stride in of_tensor))
     itemsize = table_dtype.itemsize
     tables = power_of_two_factor(misalignments[1], *(stride * itemsize for stride in angle_strides))
-    lengths, entries, _, table = map(pointer_to, index_dtypes)
     stride_cos, stride_sin = (int64(stride, max(1, tables // itemsize)) for stride in angle_strides)
     parameters = {
         **dict.fromkeys((f"{name}_ptr" for name in tensors), pointer_to(dtype, power_of_two_factor(misalignments[0]))),
         "rotated_ptr": pointer_to(dtype if half else None, 16),
         **dict.fromkeys(("cos_ptr", "sin_ptr"), pointer_to(table_dtype if half else None, tables)),
-        "lengths_ptr": lengths,
-        "entries_ptr": entries,
-        "table_ptr": table,
+        "sequences": Sequences(*map(pointer_to, index_dtypes)),
         "length": Parameter("i32", 1, GIVEN),
         **{f"{of}_strides": RowStrides(*_apart(strides[of], apart)) for of in ("q", "k", "v")},
         **{f"{of}_strides": CacheStrides(*_apart(strides[of], apart)) for of in ("k_cache", "v_cache")},
         "stride_cos": stride_cos,
         "stride_sin": stride_sin,
         "stride_table": int64(stride_table),
-        "tokens": int32(tokens),
+        "batch": int32(batch if packed else None),
         "heads_q": int32(heads),
         "heads_kv": int32(heads_kv),
         "seq_q": int32(seq_q),
@@ -193,8 +211,9 @@ def _append(
         "INTERLEAVED": spec.interleaved,
         "BANDED": spec.banded,
     }
-    rotated = contiguous(q_form[0], dtype) if half else None
-    return make_plan(append_kernel, parameters, constants, batch * tokens, device, cut.num_warps, outputs=(rotated,))
+    rotated = contiguous(q_form[0][packed:], dtype) if half else None
+    programs = tokens if packed else batch * tokens
+    return make_plan(append_kernel, parameters, constants, programs, device, cut.num_warps, outputs=(rotated,))
 
 
 def _apart(strides: _Shape, multiple: int) -> list[Parameter]:

@@ -1,0 +1,37 @@
+"""`attention_varlen` whose keys and values lie in pages: attention over a cache to which nothing is appended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flashtile.ops.kv_cache.api import attention_with_kv_cache
+
+
+def attention_over_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    key_lengths: Tensor | None,
+    unserved: dict[str, Any],
+    **options: Any,
+) -> Tensor | tuple[Tensor, ...]:
+    """Shapes as in `flashtile.attention_varlen`. `unserved`: arguments that only calls without pages have, which must
+    be None or false."""
+    for name, value in unserved.items():
+        if value is not None and value is not False and (isinstance(value, Tensor) or value):
+            raise ValueError(
+                f"{name}: expected its default beside block_table, got another value; attention over pages is for "
+                "inference, without dropout, bias, masks, score functions and 8-bit inputs"
+            )
+    if (key_lengths is None) is (cu_seqlens_k is None):
+        raise ValueError(
+            "key_lengths: expected the number of keys of each sequence beside block_table, either as key_lengths or by "
+            f"cu_seqlens_k, got {'neither' if key_lengths is None else 'both'}; pass key_lengths"
+        )
+    if key_lengths is None and isinstance(cu_seqlens_k, Tensor):
+        key_lengths = cu_seqlens_k.diff()
+    return attention_with_kv_cache(q, k, v, cache_lengths=key_lengths, cu_seqlens_q=cu_seqlens_q, **options)
