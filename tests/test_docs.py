@@ -32,9 +32,8 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *DECISIO
 EXAMPLES = sorted(
     p for p in (ROOT / "examples").glob("*.py") if not (ROOT / "tests/examples" / f"test_{p.name}").exists()
 )
-README, FIGURES, FEATURES, WHICH_ONE = (
-    (ROOT / name).read_text("utf-8")
-    for name in ("README.md", "docs/figures.md", "docs/features.md", "docs/which_one.md")
+README, FIGURES, WHICH_ONE = (
+    (ROOT / name).read_text("utf-8") for name in ("README.md", "docs/figures.md", "docs/which_one.md")
 )
 PEERS = ("sdpa-flash", "sdpa-cudnn", "fa4")
 _SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -170,12 +169,12 @@ def _table(text: str, first_column: str) -> list[list[str]]:
 
 
 def test_backends_are_in_the_order_in_which_they_are_tried():
-    written = [backend.strip("`") for backend, *_ in _table(FEATURES, "backend")[1:]]
+    written = [backend.strip("`") for backend, *_ in _table(WHICH_ONE, "backend")[1:]]
     assert written == list(BACKENDS.by_name)
 
 
 def test_devices_are_those_of_the_code():
-    for document in ("docs/features.md", "docs/install.md", "docs/which_one.md"):
+    for document in ("docs/install.md", "docs/which_one.md"):
         text = (ROOT / document).read_text("utf-8")
         assert set(re.findall(r"\b(?:sm_\d+|gfx\d+)", text)) == set(KNOWN_DEVICES), document
 

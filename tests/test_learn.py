@@ -26,7 +26,7 @@ def _check(case: AttentionCase, tile: int) -> None:
     oracle, eager = run(case, inputs, "reference", torch.float64), run(case, inputs, "reference")
     found = _results(inputs, case.arguments["causal"], tile)
     assert found.keys() == oracle.keys()
-    # What the rounding of delta leaves in dq and dk where the rest cancels, as in docs/numerics.md.
+    # What the rounding of delta leaves in dq and dk where the rest cancels, as in docs/contract.md.
     delta = size((inputs.dout.double() * oracle["out"]).norm(dim=-1))
     left = {"dq": size(inputs.k), "dk": size(inputs.q)}
     for name, tensor in found.items():

@@ -56,7 +56,13 @@ TITLES = {
     "rotary": "Rotary embedding",
 }
 #: API pages -> their guides, where these have other names.
-GUIDES = {"compat": "migrating", "learn": "how_it_works", "testing": "numerics"}
+GUIDES = {
+    **dict.fromkeys(("cross_entropy", "dense", "layer_norm", "rotary", "softmax"), "companions"),
+    "compat": "migrating",
+    "learn": "how_it_works",
+    "modules": "models",
+    "testing": "contract",
+}
 #: A parameter that catches other libraries' names for arguments, in a signature: no call has it.
 _OTHER_NAMES = re.compile(
     r'(?:<span class="p">,</span>)?\s*<span class="o">\*\*</span><span class="n">other_names</span>'

@@ -1,5 +1,5 @@
 """What a process may watch of flashtile, by environment variables read when flashtile is imported: names in profiles,
-and a log of what is chosen. `docs/profiling.md` tells users.
+and a log of what is chosen. `docs/performance.md` tells users.
 """
 
 from __future__ import annotations
