@@ -38,7 +38,7 @@ def test_arguments(module):
 
 def test_a_table_is_read_line_by_line():
     text = """
-a.b = home prefix_
+a.b = home, second: prefix_
     first: x, y=1,
         z=(2, 3)
 
@@ -47,7 +47,10 @@ a.b = home prefix_
     none:
 """
     expected = {"first": "x, y=1, z=(2, 3)", "Second.forward": "self, x"}
-    assert tables(text) == {"a.b": Names("home", "prefix_", expected), ".": Names("other", "", {"none": ""})}
+    assert tables(text) == {
+        "a.b": Names(("home", "second"), "prefix_", expected),
+        ".": Names(("other",), "", {"none": ""}),
+    }
     assert tables(text)["a.b"].public == ["first", "Second"]
 
 

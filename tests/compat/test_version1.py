@@ -20,7 +20,7 @@ from compat_cases import (
     served,
     visible_keys,
 )
-from flashtile.compat.flash_attn_v1.flash_blocksparse_attn_interface import layout_of
+from flashtile.compat.flash_attn_1 import layout_of
 from flashtile.testing import assert_close, assert_same
 
 interface = served(1, "flash_attn_interface")

@@ -21,7 +21,7 @@ from compat_cases import (
     packed_by_definition,
     served,
 )
-from flashtile.compat.shared import second_product
+from flashtile.compat import second_product
 from flashtile.testing import assert_close, assert_same
 
 flash_attn_combine = served(3).flash_attn_combine

@@ -7,7 +7,7 @@ import torch
 
 import flashtile
 from compat_cases import PLACES, Meaning, attention_by_definition, check_8_bits, cumulative, normal, served
-from flashtile.compat.shared import cache as cache_module
+from flashtile.compat import cache as cache_module
 from flashtile.testing import assert_close, assert_same
 
 apply_rotary_emb_torch = served(2, "layers.rotary").apply_rotary_emb_torch

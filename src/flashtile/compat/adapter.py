@@ -2,7 +2,7 @@
 
 A body takes all arguments by name, picks those that it uses, and hands on the rest::
 
-    INTERFACE = Names("flash_attn_2", "", {"flash_attn_kvpacked_func": "q, kv, dropout_p=0.0, causal=False"})
+    INTERFACE = Names(("flash_attn_2",), "", {"flash_attn_kvpacked_func": "q, kv, dropout_p=0.0, causal=False"})
 
     @INTERFACE.takes
     def flash_attn_kvpacked_func(kv, **given):
@@ -28,12 +28,12 @@ class Names(NamedTuple):
     """The names of a module of another library.
 
     Attributes:
-        home: the module of `flashtile.compat` that has them.
+        homes: the modules of `flashtile.compat` that have them; each is found in the first that has it.
         prefix: what they begin with there.
         arguments: name -> arguments, as one writes them; of a class those of its constructor, and "Class.method".
     """
 
-    home: str
+    homes: tuple[str, ...]
     prefix: str
     arguments: dict[str, str]
 
@@ -44,8 +44,10 @@ class Names(NamedTuple):
 
     def found(self) -> dict[str, Any]:
         """What each name stands for."""
-        home = importlib.import_module(f"flashtile.compat.{self.home}")
-        return {name: getattr(home, self.prefix + name) for name in self.public}
+        found: dict[str, Any] = {}
+        for home in reversed(self.homes):
+            found |= vars(importlib.import_module(f"flashtile.compat.{home}"))
+        return {name: found[self.prefix + name] for name in self.public}
 
     def takes(self, body: Callable[..., Any]) -> Callable[..., Any]:
         """A function or method with the arguments of its name in the table, which calls body with all of them by name;
@@ -56,16 +58,17 @@ class Names(NamedTuple):
 def tables(text: str) -> dict[str, Names]:
     """The modules of a text.
 
-    A line without indentation is `module = home`, with a prefix `module = home prefix`; "." is the module that the
-    others are in. Four spaces stand before `name: arguments`, and more before a line that goes on.
+    A line without indentation is `module = home`, or `module = home, second home`, or `module = home: prefix`; "." is
+    the module that the others are in. Four spaces stand before `name: arguments`, and more before a line that goes on.
     """
     modules: dict[str, Names] = {}
     name = ""
     for line in filter(str.strip, text.splitlines()):
         if not line.startswith(" "):
-            module, home, *prefix = line.replace(" = ", " ").split()
+            module, _, homes = line.partition(" = ")
+            homes, _, prefix = homes.partition(": ")
             arguments: dict[str, str] = {}
-            modules[module] = Names(home, "".join(prefix), arguments)
+            modules[module] = Names(tuple(homes.split(", ")), prefix, arguments)
         elif line.startswith("     "):
             arguments[name] += f" {line.strip()}"
         else:
@@ -82,8 +85,10 @@ def adapted(arguments: str, body: Callable[..., Any]) -> Callable[..., Any]:
     names = [argument.arg for argument in parsed.args]
     handed = [name if name in ("self", "ctx") else f"{name}={name}" for name in names]
     handed += [] if parsed.kwarg is None else [f"**{parsed.kwarg.arg}"]
-    space: dict[str, Any] = {**_WORDS, "_body": body, "__name__": body.__module__}
-    exec(f"def {body.__name__}({arguments}):\n    return _body({', '.join(handed)})", space)
-    made = space[body.__name__]
+    space: dict[str, Any] = {**_WORDS, "__name__": body.__module__}
+    # The body is a closure, because torch.compile looks for globals in the module of that name.
+    source = f"    def {body.__name__}({arguments}):\n        return _body({', '.join(handed)})\n"
+    exec(f"def around(_body):\n{source}    return {body.__name__}", space)
+    made = space["around"](body)
     made.__qualname__, made.__doc__ = body.__qualname__, body.__doc__
     return made

@@ -107,7 +107,7 @@ _ACTIVATIONS = """
     sqrelu_bwd: g, x
 """
 _BOTH = f"""
-flash_attn_triton = flash_attn.flash_attn_triton
+flash_attn_triton = padding
     flash_attn_func: q, k, v, {_BIAS}
     flash_attn_kvpacked_func: q, kv, {_BIAS}
     flash_attn_qkvpacked_func: qkv, {_BIAS}
@@ -188,9 +188,9 @@ VERSION_2 = Served(
     "2.8.3",
     ("2.8.3", *_FIRST_COMMITTED),
     tables(f"""{_BOTH}
-. = flash_attn.flash_attn_interface
+. = flash_attn_2
     {_V2_FUNCTIONS}
-flash_attn_interface = flash_attn.flash_attn_interface
+flash_attn_interface = flash_attn_2
     {_V2_FUNCTIONS}
     _get_block_size_n: device, head_dim, is_dropout, is_causal
     _flash_attn_forward: q, k, v, {_V2_RAW}, return_softmax
@@ -206,7 +206,7 @@ flash_attn_interface = flash_attn.flash_attn_interface
     FlashAttnVarlenFunc.forward: ctx, q, k, v, {_LENGTHS}, {_V2_CLASS}, block_table, is_grad_enabled=True
     FlashAttnVarlenKVPackedFunc.forward: ctx, q, kv, {_LENGTHS}, {_V2_CLASS}, is_grad_enabled=True
     FlashAttnVarlenQKVPackedFunc.forward: ctx, qkv, cu_seqlens, max_seqlen, {_V2_CLASS}, is_grad_enabled=True
-bert_padding = flash_attn.bert_padding
+bert_padding = padding
     {_INDICES}
     unpad_input: hidden_states, attention_mask, unused_mask=None
     unpad_input_for_concatenated_sequences: hidden_states, attention_mask_in_length
@@ -266,7 +266,7 @@ VERSION_1 = Served(
     "1.0.9",
     ("1.0.9", *_FIRST_COMMITTED),
     tables(f"""{_BOTH}
-flash_attn_interface = flash_attn_v1.flash_attn_interface
+flash_attn_interface = flash_attn_1
     flash_attn_unpadded_func: q, k, v, {_LENGTHS}, {_V1}
     flash_attn_unpadded_kvpacked_func: q, kv, {_LENGTHS}, {_V1}
     flash_attn_unpadded_qkvpacked_func: qkv, cu_seqlens, max_seqlen, {_V1}
@@ -277,17 +277,17 @@ flash_attn_interface = flash_attn_v1.flash_attn_interface
         generator=None
     _flash_attn_backward: dout, q, k, v, out, softmax_lse, dq, dk, dv, {_LENGTHS}, dropout_p, softmax_scale, causal,
         rng_state=None, num_splits=0, generator=None
-flash_attention = flash_attn_v1.flash_attention
+flash_attention = flash_attn_1
     FlashAttention: softmax_scale=None, attention_dropout=0.0
     FlashAttention.forward: self, qkv, key_padding_mask=None, causal=False, cu_seqlens=None, max_s=None,
         need_weights=False
     FlashMHA: embed_dim, num_heads, bias=True, batch_first=True, attention_dropout=0.0, causal=False, {_PLACE}
     FlashMHA.forward: self, x, key_padding_mask=None, need_weights=False
-flash_blocksparse_attn_interface = flash_attn_v1.flash_blocksparse_attn_interface
+flash_blocksparse_attn_interface = flash_attn_1
     convert_blockmask: blockmask, causal
     flash_blocksparse_attn_func: qkv, cu_seqlens, blockmask, dropout_p, max_s, softmax_scale=None, causal=False,
         return_attn_probs=False, convert_mask=True
-flash_blocksparse_attention = flash_attn_v1.flash_blocksparse_attention
+flash_blocksparse_attention = flash_attn_1
     FlashBlocksparseAttention: sparsity_config, softmax_temp=None, attention_dropout=0.0, max_seq_length=2048, {_PLACE}
     FlashBlocksparseAttention.forward: self, qkv, attn_mask=None, key_padding_mask=None, causal=False, cu_seqlens=None,
         max_s=None, need_weights=False, convert_mask=True
@@ -295,10 +295,10 @@ flash_blocksparse_attention = flash_attn_v1.flash_blocksparse_attention
         causal=False, max_seq_length=2048, {_PLACE}, **kwargs
     FlashBlocksparseMHA.forward: self, x, x_ignored_, x_ignored_1_, attn_mask=None, key_padding_mask=None,
         need_weights=False
-fused_softmax = flash_attn_v1.fused_softmax
+fused_softmax = flash_attn_1
     scaled_upper_triang_masked_softmax: inputs, _, scale
     scaled_masked_softmax: inputs, mask, scale
-bert_padding = flash_attn_v1.bert_padding
+bert_padding = flash_attn_1, padding
     {_INDICES}
     unpad_input: hidden_states, attention_mask
 layers.rotary = flash_attn_v1.layers.rotary
@@ -403,7 +403,7 @@ _GRADIENTS = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
 _SECOND_LAYER = "input, gelu_in, output1, weight1, weight2, d_output2"
 #: The compiled extensions of flash_attn 1 that programs import by themselves.
 EXTENSIONS = tables(f"""
-dropout_layer_norm = flash_attn_v1.extensions.dropout_layer_norm
+dropout_layer_norm = extensions_1
     dropout_add_ln_fwd: input, residual, gamma, beta, rowscale, colscale, x0_subset, z_subset, dropout_p, epsilon,
         rowscale_const, z_numrows, gen, residual_in_fp32=False, is_rms_norm=False
     dropout_add_ln_bwd: dz, dx, x, x0, dmask, mu, rsigma, gamma, rowscale, colscale, x0_subset, z_subset, dropout_p,
@@ -412,12 +412,12 @@ dropout_layer_norm = flash_attn_v1.extensions.dropout_layer_norm
         gen, residual_in_fp32=False, is_rms_norm=False
     dropout_add_ln_parallel_residual_bwd: dz0, dz1, dx, x, dmask0, dmask1, mu, rsigma, gamma0, gamma1, dropout_p,
         has_x1, has_residual, is_rms_norm=False
-flash_attn_cuda = flash_attn_v1.extensions.flash_attn_cuda
+flash_attn_cuda = extensions_1: attention_
     fwd: q, k, v, out, {_PARAMETERS}, return_softmax, num_splits, gen=None
     bwd: {_GRADIENTS}, {_PARAMETERS}, num_splits, gen=None, rng_state=None
     fwd_block: q, k, v, {_BLOCKMASK}, return_softmax, gen=None
     bwd_block: {_GRADIENTS}, {_BLOCKMASK}, gen=None
-fused_dense_lib = flash_attn_v1.extensions.fused_dense_lib
+fused_dense_lib = extensions_1
     linear_bias_forward: input, weight, bias
     linear_bias_wgrad: input, d_output, has_d_bias=True
     linear_bias_backward: input, weight, d_output
@@ -427,16 +427,16 @@ fused_dense_lib = flash_attn_v1.extensions.fused_dense_lib
     linear_residual_gelu_linear_backward: {_SECOND_LAYER}, d_input, heuristic
     linear_act_forward: input, weight, bias, is_gelu, save_pre_act, heuristic
     bias_act_linear_dgrad_bgrad: weight, d_output, pre_act, is_gelu, heuristic
-rotary_emb = flash_attn_v1.extensions.rotary_emb
+rotary_emb = extensions_1
     apply_rotary: x1, x2, cos, sin, out1, out2, conj
-scaled_masked_softmax_cuda = flash_attn_v1.extensions.scaled_masked_softmax_cuda
+scaled_masked_softmax_cuda = extensions_1: masked_
     forward: inputs, mask, scale_factor
     backward: output_grads, softmax_results, scale_factor
     get_batch_per_block: query_seq_len, key_seq_len, batches, attn_heads
-scaled_upper_triang_masked_softmax_cuda = flash_attn_v1.extensions.scaled_upper_triang_masked_softmax_cuda
+scaled_upper_triang_masked_softmax_cuda = extensions_1: causal_
     forward: inputs, scale_factor
     backward: output_grads, softmax_results, scale_factor
-xentropy_cuda_lib = flash_attn_v1.extensions.xentropy_cuda_lib
+xentropy_cuda_lib = extensions_1: entropy_
     forward: logits, labels, smoothing, total_classes=-1
     backward: grad_loss, logits, max_log_sum_exp, labels, smoothing, inplace, total_classes=-1
 """)

@@ -16,7 +16,7 @@ from torch.library import Library
 from torch.nn import attention as torch_attention
 
 import flashtile
-from flashtile.compat.shared.rows import gathered_keys
+from flashtile.compat.rows import gathered_keys
 from flashtile.integrations.options import check_options
 
 

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.compat.shared.arguments import refuse_given, unpacked
-from flashtile.compat.shared.attend import attend
-from flashtile.compat.shared.cache import Cache, attend_with_cache
-from flashtile.compat.shared.calls import Call, Packed
-from flashtile.compat.shared.combine import combine
+from flashtile.compat.arguments import refuse_given, unpacked
+from flashtile.compat.attend import attend
+from flashtile.compat.cache import Cache, attend_with_cache
+from flashtile.compat.calls import Call, Packed
+from flashtile.compat.combine import combine
 
 Output = Tensor | tuple[Tensor, Tensor]
 
@@ -193,7 +193,7 @@ def flash_attn_with_kvcache(
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over disjoint keys, put together: `flashtile.compat.shared.combine.combine`."""
+    """Attention over disjoint keys, put together: `flashtile.compat.combine.combine`."""
     return combine(out_partial, lse_partial, out, out_dtype)
 
 

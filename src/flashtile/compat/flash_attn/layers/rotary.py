@@ -7,7 +7,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import modules
-from flashtile.compat.shared.rotary import apply_rotary_emb_torch, rotate_half, rotated_in_place
+from flashtile.compat.rotary import apply_rotary_emb_torch, rotate_half, rotated_in_place
 
 __all__ = [
     "RotaryEmbedding",

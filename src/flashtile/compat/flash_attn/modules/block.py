@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashtile.compat.shared.add_norm import DropPath, add_norm, mark, norm_dtype
+from flashtile.compat.add_norm import DropPath, add_norm, mark, norm_dtype
 
 from .mha import MHA
 from .mlp import Mlp

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flashtile.compat.shared.arguments import refuse_given
+from flashtile.compat.arguments import refuse_given
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

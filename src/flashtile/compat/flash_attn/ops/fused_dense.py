@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import modules
-from flashtile.compat.shared.arguments import refuse, refuse_given
+from flashtile.compat.arguments import refuse, refuse_given
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import flashtile
 from flashtile import modules
-from flashtile.compat.shared.norms import (
+from flashtile.compat.norms import (
     dropout_add_norm,
     dropout_add_norm_parallel,
     dropout_add_norm_subset,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.compat.shared.functions import Problem, mask_function
+from flashtile.compat.functions import Problem, mask_function
 
 #: Sizes of a block that are tried where the lists come without: of queries, and of keys.
 _BLOCKS_Q, _BLOCK_K = (128, 256), 128

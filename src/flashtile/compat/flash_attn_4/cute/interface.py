@@ -7,7 +7,7 @@ Shapes, softmax_scale, causal, softcap and deterministic mean what they mean in 
 - `block_sparse_tensors`: the blocks of scores that are computed (`flash_attn.cute.block_sparsity`);
   `block_sparse_tensors_bwd` the same by keys, which is compared. The values are read on the host.
 - `score_mod`, `mask_mod`, `aux_tensors`, `aux_scalars`: functions with the arguments that they have there, in PyTorch
-  operations (`flashtile.compat.shared.functions`). Functions in CuTe raise. `score_mod_bwd` is compared with the
+  operations (`flashtile.compat.functions`). Functions in CuTe raise. `score_mod_bwd` is compared with the
   derivative of score_mod, which flashtile computes itself.
 - `num_splits`, `pack_gqa`, `min_seqlen_k`, `scheduler_metadata` and `disable_scheduler_metadata` say how kernels share
   the work, and no result depends on them. `return_lse` changes nothing, because lse is always returned.
@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.compat.shared.arguments import refuse, refuse_given
-from flashtile.compat.shared.attend import attend
-from flashtile.compat.shared.calls import Call, Packed, as_dense, equal_lengths
-from flashtile.compat.shared.combine import combine
-from flashtile.compat.shared.functions import Problem, check_derivative, score_function
-from flashtile.compat.shared.rows import check_pages, gathered_keys
+from flashtile.compat.arguments import refuse, refuse_given
+from flashtile.compat.attend import attend
+from flashtile.compat.calls import Call, Packed, as_dense, equal_lengths
+from flashtile.compat.combine import combine
+from flashtile.compat.functions import Problem, check_derivative, score_function
+from flashtile.compat.rows import check_pages, gathered_keys
 
 from .block_sparsity import BlockSparseTensorsTorch, block_mask_of
 
@@ -177,7 +177,7 @@ def flash_attn_combine(
     virtual_batch_idx: Tensor | None = None,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over disjoint keys, put together (`flashtile.compat.shared.combine.combine`); lse is None without
+    """Attention over disjoint keys, put together (`flashtile.compat.combine.combine`); lse is None without
     return_lse."""
     refuse_given(
         "it says in which order a kernel takes the sequences; no result depends on it",

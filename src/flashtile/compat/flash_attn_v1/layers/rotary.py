@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from flashtile import modules
+from flashtile.compat.arguments import refuse
 from flashtile.compat.flash_attn.layers import rotary
-from flashtile.compat.shared.arguments import refuse
-from flashtile.compat.shared.rotary import apply_rotary_emb_torch, rotate_half
+from flashtile.compat.rotary import apply_rotary_emb_torch, rotate_half
 
 __all__ = [
     "RotaryEmbedding",

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashtile.compat.shared import mha
-from flashtile.compat.shared.inner_attention import CrossAttention, SelfAttention
-
-from ..flash_attn_interface import flash_attn_unpadded_kvpacked_func, flash_attn_unpadded_qkvpacked_func
+from flashtile.compat import mha
+from flashtile.compat.flash_attn_1 import flash_attn_unpadded_kvpacked_func, flash_attn_unpadded_qkvpacked_func
+from flashtile.compat.inner_attention import CrossAttention, SelfAttention
 
 __all__ = ["MHA", "CrossAttention", "FlashCrossAttention", "FlashSelfAttention", "SelfAttention"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 import flashtile
-from flashtile.compat.shared.cross_entropy import cross_entropy_of_lse
+from flashtile.compat.cross_entropy import cross_entropy_of_lse
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import flashtile
-from flashtile.compat.shared.norms import fused_norm, norm_fn, norm_ref
+from flashtile.compat.norms import fused_norm, norm_fn, norm_ref
 
 
 def layer_norm_fn(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import modules
-from flashtile.compat.shared.arguments import refuse
+from flashtile.compat.arguments import refuse
 
 
 def fused_dense_sqrelu_dense_function(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.compat.shared.rows import locate_rows
+from flashtile.compat.rows import locate_rows
 
 
 def combine(

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile import modules
-from flashtile.compat.shared.arguments import refuse, window
-from flashtile.compat.shared.inner_attention import (
+from flashtile.compat.arguments import refuse, window
+from flashtile.compat.inner_attention import (
     CrossAttention,
     FlashCrossAttention,
     FlashSelfAttention,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flashtile import modules
-from flashtile.compat.shared.norms import norm_fn
+from flashtile.compat.norms import norm_fn
 from flashtile.modules.layers import computes_only, is_hooked
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, modules.LayerNorm, modules.RMSNorm)

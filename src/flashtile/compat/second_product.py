@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flashtile.compat.shared.arguments import Window, window
-from flashtile.compat.shared.calls import Call, Packed
+from flashtile.compat.arguments import Window, window
+from flashtile.compat.calls import Call, Packed
 
 #: Scores that are in memory at a time.
 _SCORES = 1 << 25

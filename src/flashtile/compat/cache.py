@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.compat.shared import calls
-from flashtile.compat.shared.arguments import window
-from flashtile.compat.shared.attend import attend
-from flashtile.compat.shared.calls import Call, Packed, as_dense, equal_lengths
-from flashtile.compat.shared.chunks import chunk_begins
-from flashtile.compat.shared.rows import append, check_page_numbers, gathered_keys, rotated
+from flashtile.compat import calls
+from flashtile.compat.arguments import window
+from flashtile.compat.attend import attend
+from flashtile.compat.calls import Call, Packed, as_dense, equal_lengths
+from flashtile.compat.chunks import chunk_begins
+from flashtile.compat.rows import append, check_page_numbers, gathered_keys, rotated
 
 #: Rows of a page that flashtile's kernels read are a multiple of it.
 _PAGE_MULTIPLE = 16

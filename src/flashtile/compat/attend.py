@@ -11,21 +11,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import flashtile
-from flashtile.compat.shared.arguments import refuse
-from flashtile.compat.shared.calls import (
+from flashtile.compat.arguments import refuse
+from flashtile.compat.calls import (
     Call,
     Packed,
     as_dense,
+    computed,
     equal_lengths,
-    lengths_of,
-    options_of,
     with_longest,
     with_packed_keys,
 )
-from flashtile.compat.shared.chunks import chunks_of
-from flashtile.compat.shared.rows import only_used_rows
-from flashtile.compat.shared.second_product import attend_with_second_product
+from flashtile.compat.chunks import chunks_of
+from flashtile.compat.rows import only_used_rows
+from flashtile.compat.second_product import attend_with_second_product
 
 #: The widest heads of q and k that flashtile's kernels take.
 _WIDEST = 512
@@ -50,7 +48,7 @@ def attend(
         call: the options; block_mask and score_mod go without chunks and qv. Without a scale it is
             `1/sqrt(columns of q and qv)`.
         used: `[B]`, how many queries of each packed sequence there are, or None for all. Other rows are 0 and -inf.
-        chunk: positions of a chunk, 0 for no chunks (`flashtile.compat.shared.chunks`).
+        chunk: positions of a chunk, 0 for no chunks (`flashtile.compat.chunks`).
         qv: in the shape of q with the columns of v: scores are those of `q kᵀ + qv vᵀ`.
 
     Returns:
@@ -79,7 +77,9 @@ def _of_used_rows(
 ) -> tuple[Tensor, Tensor]:
     if layout is None:
         return _attend(q, k, v, None, call, chunk, qv)
-    k, v, layout = with_packed_keys(k, v, with_longest(layout))
+    k, v, packed = with_packed_keys(k, v, with_longest(layout))
+    assert packed is not None
+    layout = packed
     if used is None:
         return _attend(q, k, v, layout, call, chunk, qv)
     rows = only_used_rows(q, layout.cu_seqlens_q, used)
@@ -129,10 +129,7 @@ def _attend(
         if columns > _WIDEST:
             return attend_with_second_product(q, k, v, qv, layout, call)
         q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)
-    options = options_of(q, call) | {"return_lse": True}
-    if layout is not None:
-        return flashtile.attention_varlen(q, k, v, **lengths_of(layout), **options)
-    return flashtile.attention(q, k, v, **options)
+    return computed(q, k, v, layout, call, return_lse=True)
 
 
 def _dense_in_chunks(

@@ -1,0 +1,410 @@
+"""The compiled extensions of flash_attn 1: halves of functions, over flashtile and PyTorch. Autograd records none.
+
+- `flash_attn_cuda`: packed attention, and block-sparse attention. Shapes, lse and weights are those of
+  `flashtile.compat.flash_attn_1`; the diagonal begins at the first key. `zero_tensors` changes nothing, because rows
+  of no sequence are always 0.
+- `fused_dense_lib`: linear layers and perceptrons: input `[rows, in]`, weight `[out, in]`, bias `[out]`, of one dtype.
+  `heuristic` chose among matrix products of one library; they are PyTorch's, and no result depends on it.
+- `dropout_layer_norm`: dropout, addition and norm of `[rows, hidden]`. `mu` and `rsigma` are the mean and the
+  reciprocal standard deviation of each row of x, float32 `[rows]` (float64 for float64). With is_rms_norm, mu is 0 and
+  rsigma the reciprocal root mean square. Dropout masks are uint8, 1 = kept. These results are None: x where it equals
+  x0, masks without dropout, gradients of what was not given, and partial sums, which are not needed here.
+- `rotary_emb`, `xentropy_cuda_lib`, `scaled_masked_softmax_cuda` and `scaled_upper_triang_masked_softmax_cuda`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import flashtile
+from flashtile.compat import calls, flash_attn_1
+from flashtile.compat.arguments import refuse
+from flashtile.compat.cross_entropy import cross_entropy_of_lse
+from flashtile.compat.norms import fused_norm
+from flashtile.compat.rows import locate_rows
+from flashtile.compat.signatures import EXTENSIONS
+
+_ATTENTION, _DENSE = EXTENSIONS["flash_attn_cuda"], EXTENSIONS["fused_dense_lib"]
+_NORMS, _ENTROPY = EXTENSIONS["dropout_layer_norm"], EXTENSIONS["xentropy_cuda_lib"]
+#: Queries and keys of a block of a block mask.
+_TILE = (16, 256)
+#: No label is ignored here: the loss around it does that.
+_NO_LABEL = -(1 << 62)
+
+Results = list[Tensor | None]
+
+
+# flash_attn_cuda
+
+
+@_ATTENTION.takes
+def attention_fwd(p_dropout: float, is_causal: bool, gen: Any, zero_tensors: bool, **given: Any) -> list[Tensor]:
+    """Attention, written to `out`: lse, rng_state, and with return_softmax the weights."""
+    given |= {"dropout_p": p_dropout, "causal": is_causal, "generator": gen}
+    return [part for part in flash_attn_1._flash_attn_forward(**given)[1:] if part is not None]
+
+
+@_ATTENTION.takes
+def attention_bwd(p_dropout: float, is_causal: bool, gen: Any, zero_tensors: bool, **given: Any) -> list[Tensor]:
+    """The gradients, written to dq, dk and dv: these and `rowsum(dout · out)`."""
+    given |= {"dropout_p": p_dropout, "causal": is_causal, "generator": gen}
+    return list(flash_attn_1._flash_attn_backward(**given))
+
+
+@_ATTENTION.takes
+@torch.no_grad()
+def attention_fwd_block(return_softmax: bool, **given: Any) -> list[Tensor]:
+    """Block-sparse attention: out `[total_q, heads, head_dim]` and lse.
+
+    Args:
+        blockmask: what `convert_blockmask` makes of a layout `[ceil(max_seqlen_q / 16), ceil(max_seqlen_k / 256)]`. Its
+            values are read on the host.
+        return_softmax: must be False, because the weights are never in memory.
+        gen: draws the dropout seed; None for torch's own generator.
+    """
+    if return_softmax:
+        refuse("return_softmax", "False", True, "attention weights are never in memory as a whole")
+    out, lse = _attend_to_blocks(**given)
+    longest = given["max_seqlen_q"]
+    past = torch.arange(longest, device=lse.device) >= given["cu_seqlens_q"].diff()[:, None, None]
+    lse = F.pad(lse.masked_fill(past, float("-inf")), (0, -longest % _TILE[0]), value=float("-inf"))
+    return [out, lse]
+
+
+@_ATTENTION.takes
+def attention_bwd_block(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    **given: Any,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of `fwd_block`, written to dq, dk and dv: these and `rowsum(dout · out)`.
+
+    The forward is computed once more. With dropout, `gen` or torch's generator must be as it was before the forward.
+    """
+    with torch.enable_grad():
+        q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+        gradients = torch.autograd.grad(_attend_to_blocks(q, k, v, **given)[0], leaves, dout)
+    with torch.no_grad():
+        calls.write_gradients(gradients, dq, dk, dv)
+        sums = calls.row_sums(dout, out)
+        return [dq, dk, dv, flash_attn_1.padded_lse(sums, given["cu_seqlens_q"], given["max_seqlen_q"], 0.0)]
+
+
+def _attend_to_blocks(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, blockmask: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, p_dropout: float, softmax_scale: float, is_causal: bool, gen: torch.Generator | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out `[total_q, heads, head_dim]` and lse `[batch, heads, max_seqlen_q]`, by a dense call of padded sequences."""
+    tiles = -(-max_seqlen_q // _TILE[0]), -(-max_seqlen_k // _TILE[1])
+    layout = flash_attn_1.layout_of(blockmask)[: tiles[0], : tiles[1]]
+    out, lse = flashtile.attention(
+        _padded_rows(q, cu_seqlens_q, max_seqlen_q), _padded_rows(k, cu_seqlens_k, max_seqlen_k),
+        _padded_rows(v, cu_seqlens_k, max_seqlen_k), causal=bool(is_causal), align="top_left", scale=softmax_scale,
+        dropout_p=p_dropout, dropout_seed=calls.drawn_seed(q, p_dropout, gen), key_lengths=cu_seqlens_k.diff(),
+        block_mask=flashtile.BlockMask.from_layout(layout, _TILE, max_seqlen_q, max_seqlen_k), return_lse=True,
+    )  # fmt: skip
+    sequence, within, there = locate_rows(cu_seqlens_q, q.shape[0])
+    if not out.numel():
+        return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse
+    return out[sequence, within.clamp(max=max_seqlen_q - 1)].masked_fill(~there[:, None, None], 0), lse
+
+
+def _padded_rows(x: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    """Packed rows as `[B, longest, ...]`; what lies past a sequence's end may be anything finite or not."""
+    if not x.shape[0]:
+        return x.new_zeros(cu_seqlens.shape[0] - 1, longest, *x.shape[1:])
+    rows = cu_seqlens[:-1, None] + torch.arange(longest, device=x.device)
+    return x[rows.clamp(max=x.shape[0] - 1)]
+
+
+# fused_dense_lib
+
+
+@torch.no_grad()
+def linear_bias_forward(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """`input weightᵀ + bias`."""
+    out = flashtile.fused_dense(input, weight, bias)
+    assert isinstance(out, Tensor)
+    return out
+
+
+@torch.no_grad()
+def linear_bias_wgrad(input: Tensor, d_output: Tensor, has_d_bias: bool = True) -> tuple[Tensor, Tensor | None]:
+    """The gradients of weight and bias, the latter None without has_d_bias."""
+    return flashtile.linear_bias_wgrad(input, d_output, bias=has_d_bias)
+
+
+@torch.no_grad()
+def linear_bias_backward(input: Tensor, weight: Tensor, d_output: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of input, weight and bias."""
+    return d_output @ weight, *linear_bias_wgrad(input, d_output)
+
+
+@torch.no_grad()
+def linear_bias_residual_backward(
+    input: Tensor, weight: Tensor, d_output: Tensor, d_input: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `linear_bias_backward`; the gradient of input is added to d_input, in place."""
+    return d_input.addmm_(d_output, weight), *linear_bias_wgrad(input, d_output)
+
+
+@_DENSE.takes
+def linear_gelu_forward(save_gelu_in: bool, heuristic: int, **layer: Tensor) -> list[Tensor]:
+    """`gelu(input weightᵀ + bias)` by the tanh formula, and with save_gelu_in what it was taken of."""
+    before = linear_bias_forward(**layer)
+    out = F.gelu(before, approximate="tanh")
+    return [out, before] if save_gelu_in else [out]
+
+
+@_DENSE.takes
+def linear_act_forward(is_gelu: bool, save_pre_act: bool, heuristic: int, **layer: Tensor) -> list[Tensor]:
+    """As `linear_gelu_forward`; without is_gelu ReLU, of which nothing can be saved here (it was a mask of bits)."""
+    if is_gelu:
+        return linear_gelu_forward(**layer, save_gelu_in=save_pre_act, heuristic=heuristic)
+    if save_pre_act:
+        refuse("save_pre_act", "False with ReLU", True, "use flashtile.fused_mlp with activation='relu'")
+    return [linear_bias_forward(**layer).relu_()]
+
+
+@_DENSE.takes
+@torch.no_grad()
+def linear_gelu_linear_backward(
+    input: Tensor, gelu_in: Tensor, output1: Tensor, weight1: Tensor, weight2: Tensor, d_output2: Tensor, heuristic: int
+) -> tuple[Tensor | None, ...]:
+    """The gradients of input, weight1, bias1, weight2 and bias2 of a perceptron."""
+    before, _ = bias_act_linear_dgrad_bgrad(weight2, d_output2, gelu_in, True, heuristic)
+    return *linear_bias_backward(input, weight1, before), *linear_bias_wgrad(output1, d_output2)
+
+
+@_DENSE.takes
+@torch.no_grad()
+def linear_residual_gelu_linear_backward(
+    input: Tensor, gelu_in: Tensor, output1: Tensor, weight1: Tensor, weight2: Tensor, d_output2: Tensor,
+    d_input: Tensor, heuristic: int,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """As `linear_gelu_linear_backward`; the gradient of input is added to d_input, in place."""
+    before, _ = bias_act_linear_dgrad_bgrad(weight2, d_output2, gelu_in, True, heuristic)
+    of_first = linear_bias_residual_backward(input, weight1, before, d_input)
+    return *of_first, *linear_bias_wgrad(output1, d_output2)
+
+
+@_DENSE.takes
+@torch.no_grad()
+def bias_act_linear_dgrad_bgrad(
+    weight: Tensor, d_output: Tensor, pre_act: Tensor, is_gelu: bool, heuristic: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of what the activation was taken of, and of the bias before it."""
+    if not is_gelu:
+        refuse("is_gelu", "True", False, "use flashtile.fused_mlp with activation='relu'")
+    before = torch.ops.aten.gelu_backward(d_output @ weight, pre_act, approximate="tanh")
+    return before, before.sum(0, dtype=torch.promote_types(before.dtype, torch.float32)).to(before.dtype)
+
+
+# dropout_layer_norm
+
+
+@_NORMS.takes
+@torch.no_grad()
+def dropout_add_ln_fwd(
+    input: Tensor, dropout_p: float, epsilon: float, gen: torch.Generator | None, is_rms_norm: bool, **given: Any
+) -> Results:
+    """z, x, mask, mu and rsigma::
+
+        x = dropout(input · rowscale · rowscale_const · colscale) + residual        z = norm(x)
+
+    Args:
+        x0_subset, z_subset: as `x0_subset` and `out_subset` of `flashtile.dropout_add_layer_norm`, with z_numrows rows.
+        gen: draws the dropout seed; None for torch's own generator.
+    """
+    z, x, *mask = fused_norm(is_rms_norm)(
+        input, given["residual"], given["gamma"], given["beta"], dropout_p, epsilon, given["rowscale"],
+        given["colscale"], True, given["residual_in_fp32"], dropout_p > 0, x0_subset=given["x0_subset"],
+        out_subset=given["z_subset"], rowscale_const=given["rowscale_const"], out_numrows=given["z_numrows"],
+        dropout_seed=calls.drawn_seed(input, dropout_p, gen),
+    )  # fmt: skip
+    changed = any(given[name] is not None for name in ("residual", "rowscale", "colscale", "x0_subset"))
+    same = not (changed or dropout_p or given["rowscale_const"] != 1.0) and x.dtype is input.dtype
+    mask = [kept.to(torch.uint8) for kept in mask] or [None]
+    return [z, None if same else x, *mask, *_statistics(x, epsilon, is_rms_norm)]
+
+
+@_NORMS.takes
+@torch.no_grad()
+def dropout_add_ln_bwd(
+    dz: Tensor, dx: Tensor | None, x: Tensor, x0: Tensor | None, dmask: Tensor | None, rowscale: Tensor | None,
+    colscale: Tensor | None, x0_subset: Tensor | None, z_subset: Tensor | None, dropout_p: float,
+    rowscale_const: float, x0_numrows: int, has_residual: bool, **norm: Any,
+) -> Results:  # fmt: skip
+    """The gradients of x0, residual, gamma and beta, two None, and with colscale its gradient and None.
+
+    Args:
+        dz, dx: those of z and of x; dx is None where x goes nowhere else.
+        x0: needed beside colscale.
+        x0_numrows: rows of x0, beside x0_subset.
+    """
+    if z_subset is not None:  # for each number `i` row `i - 1` of dz, 0 where `i` is 0
+        of_z = torch.cat((dz.new_zeros(1, dz.shape[1]), dz)).index_select(0, z_subset)
+    else:
+        of_z = dz
+    total, dgamma, dbeta = _norm_gradient(of_z, x, **norm)
+    total = total if dx is None else total + dx
+    dresidual = total.to(x.dtype) if has_residual else None
+    if x0_subset is not None:  # the other way: each row goes to row `i - 1`, or nowhere
+        total = total.new_zeros(x0_numrows + 1, total.shape[1]).index_copy(0, x0_subset.long(), total)[1:]
+    of_x0 = _kept(total, dmask, dropout_p) * rowscale_const
+    if rowscale is not None:
+        of_x0 = of_x0 * rowscale[:, None]
+    if colscale is None:
+        return [of_x0.to(dz.dtype), dresidual, dgamma, dbeta, None, None]
+    if x0 is None:
+        raise ValueError("x0: expected a tensor beside colscale, got None; its gradient is a sum over x0")
+    dcolscale = (of_x0 * x0).sum(0).to(colscale.dtype)
+    return [(of_x0 * colscale).to(dz.dtype), dresidual, dgamma, dbeta, None, None, dcolscale, None]
+
+
+@_NORMS.takes
+@torch.no_grad()
+def dropout_add_ln_parallel_residual_fwd(
+    input0: Tensor, input1: Tensor | None, residual: Tensor | None, gamma0: Tensor, beta0: Tensor | None,
+    gamma1: Tensor | None, beta1: Tensor | None, dropout_p: float, epsilon: float, gen: torch.Generator | None,
+    residual_in_fp32: bool, is_rms_norm: bool,
+) -> Results:  # fmt: skip
+    """z0, z1, x, two masks, mu and rsigma of `x = dropout(input0) + dropout(input1) + residual`."""
+    z0, *rest = fused_norm(is_rms_norm)(
+        input0, residual, gamma0, beta0, dropout_p, epsilon, None, None, True, residual_in_fp32, dropout_p > 0,
+        x1=input1, weight1=gamma1, bias1=beta1, dropout_seed=calls.drawn_seed(input0, dropout_p, gen),
+    )  # fmt: skip
+    z1 = None if gamma1 is None else rest.pop(0)
+    x, *kept = rest
+    masks = [mask.to(torch.uint8) for mask in kept] + [None] * (2 - len(kept))
+    same = residual is None and input1 is None and not dropout_p and x.dtype is input0.dtype
+    return [z0, z1, None if same else x, *masks, *_statistics(x, epsilon, is_rms_norm)]
+
+
+@_NORMS.takes
+@torch.no_grad()
+def dropout_add_ln_parallel_residual_bwd(
+    dz0: Tensor, dz1: Tensor | None, dx: Tensor | None, x: Tensor, dmask0: Tensor | None, dmask1: Tensor | None,
+    gamma0: Tensor, gamma1: Tensor | None, dropout_p: float, has_x1: bool, has_residual: bool, **norm: Any,
+) -> Results:  # fmt: skip
+    """The gradients of x0, x1, residual, gamma0, beta0, gamma1 and beta1, and four None."""
+    total, dgamma0, dbeta0 = _norm_gradient(dz0, x, gamma=gamma0, **norm)
+    dgamma1 = dbeta1 = None
+    if gamma1 is not None and dz1 is not None:
+        second, dgamma1, dbeta1 = _norm_gradient(dz1, x, gamma=gamma1, **norm)
+        total = total + second
+    total = total if dx is None else total + dx
+    dx0 = _kept(total, dmask0, dropout_p).to(dz0.dtype)
+    dx1 = _kept(total, dmask1, dropout_p).to(dz0.dtype) if has_x1 else None
+    dresidual = total.to(x.dtype) if has_residual else None
+    return [dx0, dx1, dresidual, dgamma0, dbeta0, dgamma1, dbeta1, None, None, None, None]
+
+
+def _statistics(x: Tensor, epsilon: float, rms: bool) -> tuple[Tensor, Tensor]:
+    wide = _wide(x)
+    if rms:
+        return wide.new_zeros(x.shape[0]), (wide.square().mean(-1) + epsilon).rsqrt()
+    variance, mean = torch.var_mean(wide, -1, correction=0)
+    return mean, (variance + epsilon).rsqrt()
+
+
+def _norm_gradient(
+    dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: Tensor, is_rms_norm: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, in float32, and of weight and bias::
+
+    dx = rsigma · (w - mean(w) - n · mean(w · n))        w = dz · gamma        n = (x - mu) · rsigma
+
+    where an RMS norm has no `mean(w)`.
+    """
+    normed = (_wide(x) - mu[:, None]) * rsigma[:, None]
+    weighted = _wide(dz) * gamma
+    inner = weighted - normed * (weighted * normed).mean(-1, keepdim=True)
+    if not is_rms_norm:
+        inner = inner - weighted.mean(-1, keepdim=True)
+    dgamma, dbeta = (_wide(dz) * normed).sum(0), _wide(dz).sum(0)
+    return inner * rsigma[:, None], dgamma.to(gamma.dtype), dbeta.to(gamma.dtype)
+
+
+def _kept(gradient: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
+    return gradient if mask is None else gradient * mask / (1 - dropout_p)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+# rotary_emb, xentropy_cuda_lib, scaled_masked_softmax_cuda, scaled_upper_triang_masked_softmax_cuda
+
+
+@torch.no_grad()
+def apply_rotary(x1: Tensor, x2: Tensor, cos: Tensor, sin: Tensor, out1: Tensor, out2: Tensor, conj: bool) -> None:
+    """Writes `x1 cos - x2 sin` to out1 and `x1 sin + x2 cos` to out2, with conj the rotation back.
+
+    All have one shape, or broadcast to it; out1 and out2 may be x1 and x2. Arithmetic is float32 (float64 for float64).
+    """
+    a, b, cos, sin = (_wide(x) for x in (x1, x2, cos, -sin if conj else sin))
+    first, second = a * cos - b * sin, a * sin + b * cos
+    out1.copy_(first)
+    out2.copy_(second)
+
+
+@_ENTROPY.takes
+@torch.no_grad()
+def entropy_forward(logits: Tensor, labels: Tensor, smoothing: float, total_classes: int) -> tuple[Tensor, Tensor]:
+    """Losses and log-sum-exp of each row of logits `[rows, classes]`, float32."""
+    _check_classes(logits, total_classes)
+    lse = _wide(logits).logsumexp(1)
+    return cross_entropy_of_lse(logits, labels, lse, smoothing, 1.0, 0.0, _NO_LABEL, False)[0], lse
+
+
+@_ENTROPY.takes
+@torch.enable_grad()
+def entropy_backward(
+    grad_loss: Tensor, logits: Tensor, max_log_sum_exp: Tensor, labels: Tensor, smoothing: float, inplace: bool,
+    total_classes: int,
+) -> Tensor:  # fmt: skip
+    """The gradient of the logits, with inplace in their memory."""
+    _check_classes(logits, total_classes)
+    leaf = logits.detach().requires_grad_()
+    losses, _ = cross_entropy_of_lse(leaf, labels, max_log_sum_exp, smoothing, 1.0, 0.0, _NO_LABEL, bool(inplace))
+    return torch.autograd.grad(losses, leaf, grad_loss.to(losses.dtype))[0]
+
+
+def _check_classes(logits: Tensor, total_classes: int) -> None:
+    if total_classes not in (-1, logits.shape[1]):
+        expected = f"-1 or {logits.shape[1]}, the columns of logits"
+        refuse("total_classes", expected, total_classes, "flashtile.cross_entropy takes a process_group")
+
+
+@torch.no_grad()
+def masked_forward(inputs: Tensor, mask: Tensor, scale_factor: float) -> Tensor:
+    """Softmax of `scale · inputs` `[batch, heads, seq_q, seq_k]` without what mask, True = out, takes away."""
+    return flashtile.scaled_masked_softmax(inputs, mask, scale_factor)
+
+
+@torch.no_grad()
+def causal_forward(inputs: Tensor, scale_factor: float) -> Tensor:
+    """Softmax of `scale · inputs` `[batch · heads, seq, seq]` over the keys up to each query's own."""
+    return flashtile.scaled_causal_softmax(inputs, scale_factor)
+
+
+@torch.no_grad()
+def masked_backward(output_grads: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
+    """Gradient of a scaled softmax from its result y: `scale · y · (dy - Σ dy y)` along the last dimension.
+
+    Masked elements have y = 0, so their gradient is 0.
+    """
+    dy, y = _wide(output_grads), _wide(softmax_results)
+    return (scale_factor * y * (dy - (dy * y).sum(-1, keepdim=True))).to(softmax_results.dtype)
+
+
+causal_backward = masked_backward
+
+
+def masked_get_batch_per_block(query_seq_len: int, key_seq_len: int, batches: int, attn_heads: int) -> int:
+    """Rows that must go together: 1, because numbers of rows that no power of two divides are served as well."""
+    return 1

@@ -1,0 +1,403 @@
+"""flash_attn 1.0.9 (2023): its functions, and its modules where they are not those of version 2.
+
+The functions of attention are calls of `flashtile.attention_varlen`. What the arguments mean, for all of them:
+
+- q `[total_q, heads, head_dim]`, k and v `[total_k, heads_kv, head_dim]`, packed by `cu_seqlens`, int32 `[batch + 1]`;
+  `max_seqlen` is the longest sequence. dtypes and head sizes are those of `flashtile.attention`.
+- dropout_p: probability that an attention weight is dropped.
+- softmax_scale: factor on the scores; default `1/sqrt(head_dim)`.
+- causal: no key right of the diagonal is visible, which begins at the first key.
+- return_attn_probs: also return lse, float32 `[batch, heads, max_seqlen rounded up to 16]`, -inf past the end of a
+  sequence, and `S_dmask`, `[batch, heads, rows rounded up to 16, keys rounded up to 64]`, of elements
+  `exp(score - maximum of the row)`, negative where dropped, in the order of tensor-core fragments. That is a matrix of
+  `seq_q × seq_k`, for tests.
+- deterministic: gradients are the same in every run.
+
+A row that sees no key is 0. Raised are the `TypeError` and `ValueError` of the public functions.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import flashtile
+from flashtile import modules
+from flashtile.compat import calls
+from flashtile.compat.arguments import refuse, refuse_given
+from flashtile.compat.calls import Given, Output, taken_apart
+from flashtile.compat.padding import kept_rows
+from flashtile.compat.rows import locate_rows
+from flashtile.compat.signatures import VERSION_1
+
+_INTERFACE = VERSION_1.modules["flash_attn_interface"]
+_BLOCKSPARSE = VERSION_1.modules["flash_blocksparse_attention"]
+#: Rows of lse and of the weights are padded to a multiple of the first, keys to one of the second.
+PROBS_MULTIPLE = (16, 64)
+
+
+def attend(given: dict[str, Any]) -> Output:
+    """out; with return_attn_probs out, lse and the weights in their own layout."""
+    apart = taken_apart(given, top_left=True)
+    return_weights = apart.rest["return_attn_probs"]
+    results = _attend(apart, return_weights, calls.drawn_seed(apart.q, apart.call.dropout_p))
+    return results if return_weights else results[0]
+
+
+def _attend(apart: Given, return_weights: bool, seed: Tensor | None) -> tuple[Tensor, ...]:
+    q, k, v, layout, call, _ = apart
+    assert layout is not None
+    out, lse = calls.computed(q, k, v, layout, call, dropout_seed=seed, return_lse=True)
+    if not return_weights:
+        return (out,)
+    made = in_fragments(calls.weights(q, k, layout, call, seed, PROBS_MULTIPLE))
+    return out, padded_lse(lse, layout.cu_seqlens_q, layout.max_seqlen_q), made
+
+
+@_INTERFACE.takes
+def flash_attn_unpadded_func(**given: Any) -> Output:
+    """Attention of packed sequences: out, or (out, lse, S_dmask)."""
+    return attend(given)
+
+
+@_INTERFACE.takes
+def flash_attn_unpadded_kvpacked_func(**given: Any) -> Output:
+    """As `flash_attn_unpadded_func`, with kv `[total_k, 2, heads_kv, head_dim]`."""
+    return attend(given)
+
+
+@_INTERFACE.takes
+def flash_attn_unpadded_qkvpacked_func(**given: Any) -> Output:
+    """As `flash_attn_unpadded_func`, with qkv `[total, 3, heads, head_dim]`."""
+    return attend(given)
+
+
+@_INTERFACE.takes
+def flash_attn_func(max_s: int, **given: Any) -> Output:
+    """`flash_attn_unpadded_qkvpacked_func` with the arguments of earlier versions."""
+    return attend(given | {"max_seqlen": max_s})
+
+
+@_INTERFACE.takes
+def flash_attn_unpadded_qkvpacked_split_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen0: int, max_seqlen1: int, batch_size0: int, return_attn_probs: bool,
+    **options: Any,
+) -> Output:  # fmt: skip
+    """As `flash_attn_unpadded_qkvpacked_func`, in two calls side by side.
+
+    One is that of the first `batch_size0` sequences, of at most max_seqlen0, the other that of the rest, of at most
+    max_seqlen1. On a GPU the second runs on a stream of its own, and nothing waits on the host.
+
+    Returns:
+        out, or (out, lse, S_dmask of the first, S_dmask of the others).
+    """
+    sequences = cu_seqlens.shape[0] - 1
+    if not 0 <= batch_size0 <= sequences:
+        raise ValueError(
+            f"batch_size0: expected from 0 to {sequences}, the number of sequences, got {batch_size0}; it is how many "
+            "of them are in the first call"
+        )
+    start, rest = cu_seqlens[batch_size0], cu_seqlens[batch_size0:] - cu_seqlens[batch_size0]
+    seeds = [calls.drawn_seed(qkv, options["dropout_p"]) for _ in range(2)]
+    stream = torch.cuda.Stream(qkv.device) if qkv.is_cuda else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(qkv.device))
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        later = {"qkv": shifted(qkv, start), "cu_seqlens": rest, "max_seqlen": max_seqlen1, **options}
+        others = _attend(taken_apart(later, top_left=True), return_attn_probs, seeds[1])
+    ours = {"qkv": qkv, "cu_seqlens": cu_seqlens[: batch_size0 + 1], "max_seqlen": max_seqlen0, **options}
+    first = _attend(taken_apart(ours, top_left=True), return_attn_probs, seeds[0])
+    if stream is not None:  # memory that one stream made and the other uses is told to both
+        current = torch.cuda.current_stream(qkv.device)
+        current.wait_stream(stream)
+        for used in (qkv, cu_seqlens, start, rest, *(seed for seed in seeds if seed is not None)):
+            used.record_stream(stream)
+        for made in others:
+            made.record_stream(current)
+    # The rows of the others follow: a shift back by as many.
+    behind = torch.arange(qkv.shape[0], device=qkv.device) >= start
+    out = torch.where(behind[:, None, None], shifted(others[0], -start), first[0])
+    if not return_attn_probs:
+        return out
+    rows = max(first[1].shape[2], others[1].shape[2])
+    lses = [nn.functional.pad(lse, (0, rows - lse.shape[2]), value=-math.inf) for lse in (first[1], others[1])]
+    return out, torch.cat(lses), first[2], others[2]
+
+
+@_INTERFACE.takes
+def _get_block_size(**given: Any) -> int:
+    """Keys of a block of `S_dmask`: all of them, because its elements refer to the maximum of the whole row."""
+    return 1 << 30
+
+
+@_INTERFACE.takes
+@torch.no_grad()
+def _flash_attn_forward(
+    out: Tensor, return_softmax: bool, generator: torch.Generator | None, **given: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The forward by itself, written to `out`: out, lse, rng_state int64 `[2]`, which the backward wants, and S_dmask.
+
+    `num_splits` was how many thread blocks share the rows of a sequence: the result does not depend on it.
+    """
+    apart = taken_apart(given, top_left=True)
+    result, lse, made, seed = calls.forward(apart, return_softmax, generator, PROBS_MULTIPLE)
+    out.copy_(result)
+    assert apart.layout is not None
+    lse = padded_lse(lse, apart.layout.cu_seqlens_q, apart.layout.max_seqlen_q)
+    return out, lse, seed, in_fragments(made) if return_softmax else None
+
+
+@_INTERFACE.takes
+@torch.no_grad()
+def _flash_attn_backward(
+    dout: Tensor, q: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    rng_state: Tensor | None, num_splits: int, generator: torch.Generator | None, **given: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The backward by itself, by `flashtile.attention_backward`, written to dq, dk and dv.
+
+    `num_splits` 1 asks for gradients that are the same in every run. With dropout, `rng_state` is that of the forward;
+    where it is None, it is drawn from `generator`, which must be as it was then.
+
+    Returns:
+        dq, dk, dv and `rowsum(dout · out)`, float32 `[batch, heads, max_seqlen_q rounded up to 16]`.
+    """
+    if rng_state is None and generator is not None:
+        rng_state = calls.drawn_seed(q, given["dropout_p"], generator)
+    apart = taken_apart({"q": q, **given}, top_left=True, deterministic=num_splits == 1)
+    assert apart.layout is not None
+    ends, longest = apart.layout.cu_seqlens_q, apart.layout.max_seqlen_q
+    gradients = calls.backward(apart, dout, out, packed_lse(softmax_lse, ends, q.shape[0]), rng_state)
+    calls.write_gradients(gradients, dq, dk, dv)
+    return dq, dk, dv, padded_lse(calls.row_sums(dout, out), ends, longest, 0.0)
+
+
+def padded_lse(lse: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, past: float = -math.inf) -> Tensor:
+    """`[heads, total]` as `[batch, heads, max_seqlen rounded up to 16]`, `past` behind the end of a sequence."""
+    assert max_seqlen is not None
+    rows = -(-max_seqlen // PROBS_MULTIPLE[0]) * PROBS_MULTIPLE[0]
+    within = torch.arange(rows, device=lse.device)
+    if not lse.shape[1]:
+        return lse.new_full((cu_seqlens.shape[0] - 1, lse.shape[0], rows), past)
+    row = (cu_seqlens[:-1, None] + within).clamp(max=lse.shape[1] - 1)
+    behind = within >= cu_seqlens.diff()[:, None]
+    return lse[:, row].transpose(0, 1).masked_fill(behind[:, None], past)
+
+
+def packed_lse(lse: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
+    """What `padded_lse` undoes: `[heads, total]`, -inf for rows that belong to no sequence."""
+    sequence, within, there = locate_rows(cu_seqlens, total)
+    rows = lse[sequence, :, within.clamp(max=lse.shape[2] - 1)]
+    return rows.transpose(0, 1).masked_fill(~there, -math.inf).contiguous()
+
+
+def in_fragments(weights: Tensor) -> Tensor:
+    """The elements of `[B, H, R, C]` in the order in which threads of a tensor core hold them.
+
+    With rows `(steps 2 8)` and columns `(blocks 4 2 4 2)`, the order in memory becomes
+    `(steps, blocks, 4, 8, 4, 2, 2, 2)`: what the converters of flash_attn 1 undo.
+    """
+    batch, heads, rows, columns = weights.shape
+    split = weights.view(batch, heads, rows // 16, 2, 8, columns // 64, 4, 2, 4, 2)
+    return split.permute(0, 1, 2, 5, 6, 4, 8, 3, 7, 9).reshape(weights.shape)
+
+
+def shifted(x: Tensor, start: Tensor) -> Tensor:
+    """The rows of x from `start` on, a number on the device, then copies of the last: `[rows, ...]`. Differentiable."""
+    return _Shift.apply(x, start)
+
+
+class _Shift(torch.autograd.Function):
+    """Row i takes row `i + start`; the gradient goes back without a sum."""
+
+    @staticmethod
+    def forward(ctx, x, start):
+        ctx.save_for_backward(start)
+        row = torch.arange(x.shape[0], device=x.device) + start
+        return x.index_select(0, row.clamp(min=0, max=max(x.shape[0] - 1, 0)))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (start,) = ctx.saved_tensors
+        row = torch.arange(grad.shape[0], device=grad.device) - start
+        outside = ((row < 0) | (row >= grad.shape[0])).view(-1, *(1,) * (grad.dim() - 1))
+        return _Shift.apply(grad, -start).masked_fill(outside, 0), None
+
+
+# flash_attn.bert_padding
+
+
+def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Takes the rows that a mask keeps out of a padded batch. Waits for the GPU once.
+
+    Args:
+        hidden_states: `[batch, seqlen, ...]`.
+        attention_mask: bool or integers `[batch, seqlen]`, not 0 = valid.
+
+    Returns:
+        The rows `[total, ...]`, their indices int64 `[total]`, cu_seqlens int32 `[batch + 1]`, the longest sequence.
+    """
+    return modules.unpad_input(hidden_states, kept_rows(attention_mask))[:4]
+
+
+# flash_attn.flash_attention
+
+FlashMHA = modules.FlashMHA
+
+
+class FlashAttention(nn.Module):
+    """Attention of packed queries, keys and values.
+
+    Args:
+        softmax_scale: factor on the scores; default `1/sqrt(head_dim)`.
+        attention_dropout: probability that an attention weight is dropped, in training.
+    """
+
+    def __init__(self, softmax_scale: float | None = None, attention_dropout: float = 0.0) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+        self.dropout_p = attention_dropout
+
+    @VERSION_1.modules["flash_attention"].takes
+    def forward(
+        self, qkv: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, max_s: int | None,
+        need_weights: bool, causal: bool,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """Attention of qkv to itself.
+
+        Args:
+            qkv: `[batch, seq, 3, heads, head_dim]`, or with cu_seqlens `[total, 3, heads, head_dim]`.
+            key_padding_mask: bool `[batch, seq]`, True = keep; rows that are not kept give 0.
+            causal: no token sees later ones.
+            cu_seqlens: `[batch + 1]`, with max_s, the longest sequence.
+            need_weights: must be False.
+
+        Returns:
+            The output, of the shape of q, and None in the place of weights.
+        """
+        if need_weights:
+            refuse("need_weights", "False", True, "attention weights are never in memory as a whole")
+        options = {"causal": causal, "softmax_scale": self.softmax_scale}
+        options["dropout_p"] = self.dropout_p if self.training else 0.0
+        if cu_seqlens is not None:
+            if key_padding_mask is not None or max_s is None:
+                raise ValueError(
+                    "cu_seqlens: expected max_s beside it and no key_padding_mask; packed sequences have no padding"
+                )
+            return flash_attn_unpadded_qkvpacked_func(qkv, cu_seqlens, max_s, **options), None
+        if key_padding_mask is None:
+            return calls.computed(*taken_apart({"qkv": qkv, **options})[:5]), None
+        rows, indices, cu_seqlens, longest = unpad_input(qkv, key_padding_mask)
+        out = flash_attn_unpadded_qkvpacked_func(rows, cu_seqlens, longest, **options)
+        return modules.pad_input(out, indices, qkv.shape[0], qkv.shape[1]), None
+
+
+# flash_attn.flash_blocksparse_attn_interface and flash_blocksparse_attention
+
+
+def convert_blockmask(blockmask: Tensor, causal: bool) -> Tensor:
+    """A layout of tiles as lists: for each column the rows that are visible in it.
+
+    Args:
+        blockmask: `[rows, columns]`, not 0 where a tile is visible.
+        causal: must be False; the calls take care of it.
+
+    Returns:
+        int32 `[columns, rows]`: `4 · row + 2 · (last of its row) + (first of its row)` in the order of rows, then -1.
+    """
+    if causal:
+        raise ValueError("causal: expected False, got True; pass causal to the call of attention")
+    visible = blockmask != 0
+    along = visible.to(torch.int32)
+    first = visible & (along.cumsum(1) == 1)
+    last = visible & (along.flip(1).cumsum(1).flip(1) == 1)
+    row = torch.arange(visible.shape[0], device=visible.device)[:, None]
+    entries = (4 * row + 2 * last + first).masked_fill(~visible, -1).t()
+    # A stable sort by "is there" keeps the order of rows.
+    order = visible.t().to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
+    return entries.gather(1, order).to(torch.int32).contiguous()
+
+
+def layout_of(converted: Tensor) -> Tensor:
+    """What `convert_blockmask` undoes: bool `[rows, columns]`."""
+    columns, rows = converted.shape
+    layout = torch.zeros(rows + 1, columns, dtype=torch.bool, device=converted.device)
+    row = converted.long().div(4, rounding_mode="floor").masked_fill(converted < 0, rows)
+    return layout.scatter_(0, row.t(), True)[:rows]
+
+
+@VERSION_1.modules["flash_blocksparse_attn_interface"].takes
+def flash_blocksparse_attn_func(blockmask: Tensor, convert_mask: bool, **given: Any) -> Tensor:
+    """`flashtile.modules.flash_blocksparse_attn_func`; without convert_mask, `blockmask` is what `convert_blockmask`
+    makes of a layout."""
+    return modules.flash_blocksparse_attn_func(blockmask=blockmask if convert_mask else layout_of(blockmask), **given)
+
+
+class FlashBlocksparseAttention(modules.FlashBlocksparseAttention):
+    """`flashtile.modules.FlashBlocksparseAttention` with the arguments of flash_attn 1.
+
+    Args:
+        sparsity_config: as there.
+        softmax_temp: factor on the scores; default `1/sqrt(head_dim)`.
+        attention_dropout: probability that an attention weight is dropped, in training.
+        max_seq_length: the longest sequence.
+        device, dtype: there are no parameters; the mask goes where qkv is.
+    """
+
+    @_BLOCKSPARSE.takes
+    def __init__(self, sparsity_config: Any, softmax_temp: float | None, max_seq_length: int, **given: Any) -> None:
+        super().__init__(sparsity_config, softmax_temp, given["attention_dropout"])
+        self.max_seq_length = max_seq_length
+
+    @_BLOCKSPARSE.takes
+    def forward(self, qkv: Tensor, attn_mask: Tensor | None, key_padding_mask: Any, **given: Any) -> Any:
+        """As there. attn_mask must be None; a key_padding_mask may be an object with a `bool_matrix`; convert_mask says
+        in which form the mask is kept, and changes nothing here."""
+        refuse_given("what is visible is said by sparsity_config, and padding by key_padding_mask", attn_mask=attn_mask)
+        del given["convert_mask"]
+        longest = given["max_s"] if given["cu_seqlens"] is not None else qkv.shape[1]
+        if longest is not None and longest > self.max_seq_length:
+            refuse("max_seq_length", f"at least {longest}, the sequence of the call", self.max_seq_length, "raise it")
+        return super().forward(qkv, getattr(key_padding_mask, "bool_matrix", key_padding_mask), **given)
+
+
+class FlashBlocksparseMHA(modules.FlashBlocksparseMHA):
+    """`flashtile.modules.FlashBlocksparseMHA` around `FlashBlocksparseAttention`; arguments as there."""
+
+    @_BLOCKSPARSE.takes
+    def __init__(self, sparsity_config: Any, max_seq_length: int, **given: Any) -> None:
+        super().__init__(sparsity_config=sparsity_config, **given)
+        self.embed_dim = given["embed_dim"]
+        self.inner_attn = FlashBlocksparseAttention(
+            sparsity_config, attention_dropout=given["attention_dropout"], max_seq_length=max_seq_length
+        )
+
+    @_BLOCKSPARSE.takes
+    def forward(self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Any, need_weights: bool, **same: Any):
+        """Attention of x `[batch, seq, embed_dim]` to itself.
+
+        `x_ignored_` and `x_ignored_1_` stand where other modules have keys and values: they must be x, or None.
+        """
+        for name, given in same.items():
+            if given is not None and given is not x:
+                refuse(name, "x or None", given, "this is self-attention")
+        qkv = self.Wqkv(x).unflatten(-1, (3, self.num_heads, -1))
+        out, _ = self.inner_attn(qkv, attn_mask, key_padding_mask, self.causal, need_weights=need_weights)
+        return self.out_proj(out.flatten(2)), None
+
+
+# flash_attn.fused_softmax
+
+
+def scaled_upper_triang_masked_softmax(inputs: Tensor, _: Any, scale: float) -> Tensor:
+    """Softmax of `scale · inputs` `[batch, heads, seq, seq]` over the keys up to each query's own."""
+    refuse_given("the causal mask is the only one; scaled_masked_softmax takes others", mask=_)
+    return flashtile.scaled_causal_softmax(inputs, scale)
+
+
+def scaled_masked_softmax(inputs: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Softmax of `scale · inputs` `[batch, heads, seq_q, seq_k]` without what mask, True = out, takes away."""
+    return flashtile.scaled_masked_softmax(inputs, mask, scale)

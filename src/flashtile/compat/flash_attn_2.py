@@ -1,0 +1,216 @@
+"""flash_attn 2.8.3: the functions of attention, each a call of `flashtile.attention` or `attention_varlen`.
+
+What the arguments mean, for all functions here:
+
+- q `[batch, seq_q, heads, head_dim]`, k and v `[batch, seq_k, heads_kv, head_dim]`; packed `[total, heads, head_dim]`
+  with `cu_seqlens_q` and `cu_seqlens_k`, int32 `[batch + 1]`. `heads_kv` divides `heads`. dtypes and head sizes are
+  those of `flashtile.attention`.
+- dropout_p: probability that an attention weight is dropped.
+- softmax_scale: factor on the scores; default `1/sqrt(head_dim)`.
+- causal: no key right of the diagonal is visible, which ends at the last key.
+- window_size: (left, right) number of keys visible on each side of the diagonal, -1 = unlimited.
+- softcap: scores become `softcap · tanh(score / softcap)`; 0 = none.
+- alibi_slopes: float32 `[heads]` or `[batch, heads]`; scores lose `slope · |i + seq_k - seq_q - j|`.
+- deterministic: gradients are the same in every run.
+- return_attn_probs: also return lse, float32 `[batch, heads, seq_q]` (packed `[heads, total_q]`), and `S_dmask`: with
+  dropout `[batch, heads, seq_q', seq_k']`, lengths rounded up to multiples of 128, of elements
+  `exp(score - maximum of the row)`, negative where dropped; without dropout an empty tensor. That is a matrix of
+  `seq_q × seq_k`, for tests.
+
+A row that sees no key is 0, with an lse of -inf. Raised are the `TypeError` and `ValueError` of the public functions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.compat import calls
+from flashtile.compat.adapter import adapted
+from flashtile.compat.arguments import refuse
+from flashtile.compat.calls import Given, Output, attend, taken_apart
+from flashtile.compat.rows import locate_rows
+from flashtile.compat.signatures import VERSION_2
+
+_INTERFACE = VERSION_2.modules["flash_attn_interface"]
+
+
+@_INTERFACE.takes
+def flash_attn_func(**given: Any) -> Output:
+    """Attention of a dense batch: out, or (out, lse, S_dmask)."""
+    return attend(given)
+
+
+@_INTERFACE.takes
+def flash_attn_kvpacked_func(**given: Any) -> Output:
+    """As `flash_attn_func`, with kv `[batch, seq_k, 2, heads_kv, head_dim]`."""
+    return attend(given)
+
+
+@_INTERFACE.takes
+def flash_attn_qkvpacked_func(**given: Any) -> Output:
+    """As `flash_attn_func`, with qkv `[batch, seq, 3, heads, head_dim]`."""
+    return attend(given)
+
+
+@_INTERFACE.takes
+def flash_attn_varlen_func(**given: Any) -> Output:
+    """Attention of packed sequences: out, or (out, lse, S_dmask).
+
+    With `block_table`, int32 `[batch, pages of a sequence]`, k and v are pages `[pages, page_size, heads_kv, head_dim]`
+    and `cu_seqlens_k` tells the lengths. They are gathered into a packed copy first.
+    """
+    return attend(given)
+
+
+@_INTERFACE.takes
+def flash_attn_varlen_kvpacked_func(**given: Any) -> Output:
+    """As `flash_attn_varlen_func`, with kv `[total_k, 2, heads_kv, head_dim]`."""
+    return attend(given)
+
+
+@_INTERFACE.takes
+def flash_attn_varlen_qkvpacked_func(**given: Any) -> Output:
+    """As `flash_attn_varlen_func`, with qkv `[total, 3, heads, head_dim]`."""
+    return attend(given)
+
+
+@_INTERFACE.takes
+def flash_attn_with_kvcache(return_softmax_lse: bool, num_splits: int, **given: Any) -> Output:
+    """One step of decoding, by `flashtile.attention_with_kv_cache`, where shapes and meanings are told.
+
+    `k` and `v`, `[batch, seq_new, heads_kv, head_dim]`, are written to the caches in place from `cache_seqlens` on.
+    Nothing is recorded for a backward.
+
+    Args:
+        cache_seqlens, cache_batch_idx, cache_leftpad: `cache_lengths`, `cache_batch_indices` and `cache_left_padding`.
+        block_table: int32 `[batch, pages]`; the caches are then pages of any multiple of 16 rows.
+        num_splits: 0 chooses by the sizes.
+        return_softmax_lse: also return lse, float32 `[batch, heads, seq_q]`.
+    """
+    call, places = calls.call_of(given)
+    return calls.with_cache(
+        call=call, return_lse=return_softmax_lse, num_splits=num_splits or None,
+        cache_lengths=places.pop("cache_seqlens"), cache_batch_indices=places.pop("cache_batch_idx"),
+        cache_left_padding=places.pop("cache_leftpad"), rotary_interleaved=bool(places.pop("rotary_interleaved")),
+        **places,
+    )  # fmt: skip
+
+
+@_INTERFACE.takes
+def _get_block_size_n(**given: Any) -> int:
+    """Keys of a block of `S_dmask`: all of them, because its elements refer to the maximum of the whole row."""
+    return 1 << 30
+
+
+@_INTERFACE.takes
+def _flash_attn_forward(return_softmax: bool, **given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The forward by itself: out, lse, S_dmask and rng_state, int64 `[2]`, which the backward wants."""
+    return calls.forward(taken_apart(given), return_softmax)
+
+
+@_INTERFACE.takes
+def _flash_attn_varlen_forward(return_softmax: bool, **given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The packed forward by itself, as `_flash_attn_forward`.
+
+    `leftpad_k` and `seqused_k`, int32 `[batch]`, take keys away at the beginning and at the end of each sequence.
+    `zero_tensors` changes nothing: rows that belong to no sequence are always 0.
+    """
+    return calls.forward(taken_apart(given), return_softmax)
+
+
+@torch.no_grad()
+def _gradients(dout: Tensor, out: Tensor, softmax_lse: Tensor, rng_state: Tensor | None, given: dict) -> Tensor:
+    """Writes the gradients to the buffers among the arguments, and returns `rowsum(dout · out)`."""
+    apart = taken_apart(given)
+    gradients = calls.backward(apart, dout, out, softmax_lse, rng_state)
+    calls.write_gradients(gradients, *(apart.rest[name] for name in ("dq", "dk", "dv")))
+    return calls.row_sums(dout, out)
+
+
+@_INTERFACE.takes
+def _flash_attn_backward(
+    dout: Tensor, out: Tensor, softmax_lse: Tensor, rng_state: Tensor | None, **given: Any
+) -> Tensor:
+    """The backward by itself, by `flashtile.attention_backward`: gradients are written to dq, dk and dv, where given.
+
+    `out` and `softmax_lse` may be those of more keys than are here.
+
+    Returns:
+        `rowsum(dout · out)`, float32 `[batch, heads, seq_q rounded up to 128]`.
+    """
+    sums = _gradients(dout, out, softmax_lse, rng_state, given)
+    return torch.nn.functional.pad(sums, (0, -sums.shape[-1] % 128))
+
+
+@_INTERFACE.takes
+def _flash_attn_varlen_backward(
+    dout: Tensor, out: Tensor, softmax_lse: Tensor, rng_state: Tensor | None, **given: Any
+) -> Tensor:
+    """The packed backward by itself, as `_flash_attn_backward`; `zero_tensors` as in `_flash_attn_varlen_forward`.
+
+    Returns:
+        `rowsum(dout · out)`, float32 `[heads, total_q + 128 · batch]`: those of sequence `b` begin at row
+        `cu_seqlens_q[b] + 128 · b`, other elements are 0.
+    """
+    sums, ends = _gradients(dout, out, softmax_lse, rng_state, given), given["cu_seqlens_q"]
+    sequence, within, there = locate_rows(ends, sums.shape[1])
+    spread = sums.new_zeros(sums.shape[0], sums.shape[1] + 128 * (ends.shape[0] - 1))
+    return spread.index_add_(1, ends[sequence] + within + 128 * sequence, sums * there)
+
+
+class _Recorded(torch.autograd.Function):
+    """The autograd classes behind the functions, for programs that call `apply` of one.
+
+    The functions need none of them: flashtile records its own calls. Each class takes the arguments of its function in
+    their order, then whether autograd records (`is_grad_enabled`), and returns out, or with return_softmax (out, lse,
+    S_dmask). lse is differentiable; slopes of ALiBi are not, and pages of `block_table` have no gradient.
+    """
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, seed, slopes, *ends = ctx.saved_tensors
+        call, longest, stacked = ctx.scalars
+        given = Given(q, k, v, longest and calls.Packed(*ends, *longest), call._replace(alibi_slopes=slopes), {})
+        dout = torch.zeros_like(out) if dout is None else dout
+        dq, dk, dv = calls.backward(given, dout, out, lse, seed, dlse)
+        found = {"qkv": (dq, dk, dv), "kv": (dk, dv)}.get(stacked)
+        gradients = (dq, dk, dv) if found is None else ((dq,) if stacked == "kv" else ()) + (torch.stack(found, -3),)
+        return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
+
+
+def _forward(ctx: Any, **given: Any) -> Output:
+    """Runs the forward of a class, and keeps what the backward reads where an input requires grad."""
+    apart = taken_apart(given)
+    q, k, v, layout, call, rest = apart
+    recorded, slopes = rest["is_grad_enabled"] and any(ctx.needs_input_grad), call.alibi_slopes
+    if recorded and slopes is not None and slopes.requires_grad:
+        refuse("alibi_slopes", "slopes that require no grad", slopes, "the functions beside these classes learn them")
+    if recorded and layout is not None and layout.block_table is not None:
+        refuse("block_table", "None where an input requires grad", layout.block_table, "call flash_attn_varlen_func")
+    out, lse, weights, seed = calls.forward(apart, rest["return_softmax"] and call.dropout_p > 0)
+    ctx.set_materialize_grads(False)
+    if recorded:
+        ctx.save_for_backward(q, k, v, out, lse, seed, slopes, *(layout or ())[:2])
+        stacked = next((name for name in ("qkv", "kv") if name in given), "")
+        ctx.scalars = call._replace(alibi_slopes=None), layout and layout[2:4], stacked
+    if not rest["return_softmax"]:
+        return out
+    ctx.mark_non_differentiable(weights)
+    return out, lse, weights
+
+
+def _class(name: str, doc: str) -> type[torch.autograd.Function]:
+    forward = adapted(_INTERFACE.arguments[f"{name}.forward"], _forward)
+    return type(name, (_Recorded,), {"__doc__": doc, "__module__": __name__, "forward": staticmethod(forward)})
+
+
+FlashAttnFunc = _class("FlashAttnFunc", "Attention of a dense batch; `flash_attn_func`.")
+FlashAttnKVPackedFunc = _class("FlashAttnKVPackedFunc", "`flash_attn_kvpacked_func`.")
+FlashAttnQKVPackedFunc = _class("FlashAttnQKVPackedFunc", "`flash_attn_qkvpacked_func`.")
+FlashAttnVarlenFunc = _class("FlashAttnVarlenFunc", "Attention of packed sequences; `flash_attn_varlen_func`.")
+FlashAttnVarlenKVPackedFunc = _class("FlashAttnVarlenKVPackedFunc", "`flash_attn_varlen_kvpacked_func`.")
+FlashAttnVarlenQKVPackedFunc = _class("FlashAttnVarlenQKVPackedFunc", "`flash_attn_varlen_qkvpacked_func`.")
