@@ -70,6 +70,8 @@ _OTHER_NAMES = re.compile(
 _EXAMPLE = re.compile(r"^```python\n.*?^```\n", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"^```python\n.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
+#: A block quote that begins with a bold sentence: a warning, which GitHub shows too.
+_WARNING = re.compile(r"^> \*\*([^*]+?)\.?\*\*(.*(?:\n>.*)*)", re.MULTILINE)
 _DECISION = re.compile(r"\[([^\]]+)\]\((?:\.\./)?(decisions/\w+\.md)(?:#[\w-]+)?\)")
 
 
@@ -113,7 +115,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         path = _target(document, match[2])
         return match[0] if path is None else match[1] + posixpath.relpath(_place(path), here or ".") + match[3]
 
-    return _LINK.sub(rewritten, _DECISION.sub(r"\1 in `\2`", markdown))
+    return _WARNING.sub(_admonition, _LINK.sub(rewritten, _DECISION.sub(r"\1 in `\2`", markdown)))
+
+
+def _admonition(match: re.Match[str]) -> str:
+    lines = [line.removeprefix(">").strip() for line in match[2].split("\n")]
+    return "\n    ".join([f'!!! warning "{match[1]}"\n', *lines]) + "\n"
 
 
 def _document(page: str) -> Path | None:
