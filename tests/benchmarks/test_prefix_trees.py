@@ -1,0 +1,21 @@
+"""Prefix trees measured against padded batches, at a tiny size: both compute the same, and trees keep less."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import prefix_trees
+
+
+def test_a_record_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "record.json"
+    sizes = ["--layers=1", "--width=32", "--heads=2", "--vocabulary=50", "--prompt=64", "--completion=16"]
+    command = [*sizes, "--completions", "4", "--seconds=0.01", "--device=cpu", f"--output={path}"]
+    assert prefix_trees.main(command) == 0
+    batch, tree = json.loads(path.read_text("utf-8"))["rows"]
+    assert (batch["impl"], tree["impl"]) == ("padded batch", "prefix tree")
+    assert tree["error"] < 1e-4 and batch["ms"] > 0 and tree["saved_mib"] < batch["saved_mib"]
+    assert "4 completions of a prompt of 64 tokens" in capsys.readouterr().out
