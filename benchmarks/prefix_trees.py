@@ -69,7 +69,7 @@ def of_tree(problem: Problem) -> list[Tensor]:
     return [each[len(problem.prompt) :] for each in log_probs]
 
 
-IMPLEMENTATIONS = {"padded batch": of_batch, "prefix tree": of_tree}
+IMPLEMENTATIONS = {"flashtile-padded-batch": of_batch, "flashtile-prefix-tree": of_tree}
 
 
 def step(problem: Problem, log_probs: Callable[[Problem], list[Tensor]]) -> list[Tensor]:
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{completions} completions of a prompt of {options.prompt} tokens")
         for row in rows:
             memory = f"peak {row['peak_mib']:.0f} MiB" if "peak_mib" in row else f"saved {row['saved_mib']:.0f} MiB"
-            print(f"  {row['impl']:14} {row['ms']:9.1f} ms   {memory}", flush=True)
+            print(f"  {row['impl']:24} {row['ms']:9.1f} ms   {memory}", flush=True)
     return 0
 
 

@@ -16,6 +16,6 @@ def test_a_record_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     command = [*sizes, "--completions", "4", "--seconds=0.01", "--device=cpu", f"--output={path}"]
     assert prefix_trees.main(command) == 0
     batch, tree = json.loads(path.read_text("utf-8"))["rows"]
-    assert (batch["impl"], tree["impl"]) == ("padded batch", "prefix tree")
+    assert (batch["impl"], tree["impl"]) == ("flashtile-padded-batch", "flashtile-prefix-tree")
     assert tree["error"] < 1e-4 and batch["ms"] > 0 and tree["saved_mib"] < batch["saved_mib"]
     assert "4 completions of a prompt of 64 tokens" in capsys.readouterr().out
