@@ -160,7 +160,7 @@ class BertForPreTraining(nn.Module):
     def token_logits(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., W]`. The output embedding is the input embedding."""
         hidden = _ACTIVATIONS[self.config.activation](self.transform(hidden))
-        return F.linear(self.norm(hidden), self.bert.token.weight, self.bias)
+        return flashtile.fused_dense(self.norm(hidden), self.bert.token.weight, self.bias)
 
     def loss(
         self,

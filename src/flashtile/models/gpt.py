@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flashtile
@@ -174,7 +173,7 @@ class GPT(nn.Module):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """`[..., W]` -> `[..., V]`."""
-        return F.linear(hidden, self.token.weight) if self.head is None else self.head(hidden)
+        return flashtile.fused_dense(hidden, self.token.weight) if self.head is None else self.head(hidden)
 
     def _check_whole(self, wanted: str, instead: str) -> None:
         if self.cut:

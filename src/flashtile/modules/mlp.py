@@ -166,7 +166,7 @@ class GatedMlp(_Perceptron):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """`[..., in_features]` -> `[..., out_features]`; with return_residual the pair of it and x."""
-        values, gates = self.fc1(x).chunk(2, dim=-1)
+        values, gates = _halves(self.fc1, self.fc1(x))
         out = self.fc2(values * self.activation(gates))
         return (out, x) if self.return_residual else out
 
@@ -257,11 +257,21 @@ class FusedMlp(_Perceptron):
         hidden, activation = self.fc1(x), _ACTIVATIONS[self.activation]
         if not self.gated:
             return self.fc2(activation(hidden))
-        values, gates = hidden.chunk(2, dim=-1)
+        values, gates = _halves(self.fc1, hidden)
         return self.fc2(values * activation(gates))
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, checkpoint_level={self.checkpoint_level}, gated={self.gated}"
+
+
+def _halves(fc1: nn.Module, hidden: Tensor) -> tuple[Tensor, ...]:
+    """Values and gates of what fc1 returned."""
+    if isinstance(fc1, nn.Linear) and hidden.shape[-1] != fc1.out_features:
+        raise ValueError(
+            f"fc1: expected all {fc1.out_features} values and gates, got {hidden.shape[-1]}, of which a plan with "
+            "ColwiseParallel makes values of some features and gates of others; use flashtile.distributed.MlpParallel"
+        )
+    return hidden.chunk(2, dim=-1)
 
 
 def _hidden_features(in_features: int, gated: bool) -> int:

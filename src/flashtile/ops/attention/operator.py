@@ -36,6 +36,7 @@ from flashtile.ops.attention.arguments import (
 from flashtile.ops.attention.calls import serve_backward, serve_forward
 from flashtile.ops.attention.derivatives import DifferentiableBackward
 from flashtile.ops.attention.repeated import RepeatedCall
+from flashtile.ops.attention.sharded import run_sharded
 from flashtile.ops.attention.spec import (
     NOTHING_WANTED,
     AttentionSpec,
@@ -48,7 +49,7 @@ from flashtile.ops.attention.spec import (
     plain_side,
     wanted_of,
 )
-from flashtile.ops.common import dispatch
+from flashtile.ops.common import dispatch, dtensor
 from flashtile.ops.common.flops import register_flops
 
 _library = torch.library.Library("flashtile", "DEF")
@@ -82,6 +83,8 @@ def run_attention(
 ) -> tuple[Tensor, ...]:
     """Runs the operator, recorded by autograd where a gradient is wanted. Returns (out, lse), or (out, lse, max_scores)
     if the spec asks for it."""
+    if dtensor.present(q, k, v, *side_tensors(side)):
+        return run_sharded(run_attention, q, k, v, side, spec, backend)
     if dispatch.transformed():
         return _asked_for(_TransformedAttention.apply(q, k, v, *flat(side, spec, backend)), spec)
     if torch.is_grad_enabled():

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 
 import torch
 from torch import Tensor
 
+from flashtile.ops.common import dtensor
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.cross_entropy import checks
 from flashtile.ops.cross_entropy.linear import LinearOperands
 from flashtile.ops.cross_entropy.linear_operator import run_linear_cross_entropy
 from flashtile.ops.cross_entropy.operator import run_cross_entropy
+from flashtile.ops.cross_entropy.sharded import run_sharded
 
 _BACKENDS = standard_backends("cross_entropy")
 
@@ -143,6 +146,9 @@ def cross_entropy(
         process_group,
         softcap,
     )
+    if dtensor.present(logits, labels, class_weights):
+        tensors = {"logits": (logits, "*v"), "labels": (labels, "*"), "class_weights": (class_weights, ".")}
+        return run_sharded(partial(cross_entropy, inplace_backward=inplace_backward, backend=backend), tensors, spec)
     checks.check_label_values(labels, spec)
     if inplace_backward:
         checks.check_inplace(logits)
@@ -257,6 +263,12 @@ def linear_cross_entropy(
         process_group,
         softcap,
     )
+    if dtensor.present(x, weight, labels, bias, class_weights):
+        tensors = {
+            "x": (x, "*."), "weight": (weight, "v."), "labels": (labels, "*"), "bias": (bias, "v"),
+            "class_weights": (class_weights, "."),
+        }  # fmt: skip
+        return run_sharded(partial(linear_cross_entropy, backend=backend), tensors, spec)
     checks.check_label_values(labels, spec)
     weights = checks.resolve_class_weights(class_weights, x.dtype, x.device, spec.vocabulary)
     operands = LinearOperands(x.reshape(labels.numel(), x.shape[-1]), weight, bias, labels.reshape(-1), weights)

@@ -111,10 +111,14 @@ def _sound(labels: Tensor, spec: CrossEntropySpec, dtype: torch.dtype) -> Tensor
 
 
 def mean_scale(labels: Tensor, spec: CrossEntropySpec, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
-    """1 / the number of rows that count, or the sum of their class weights, a scalar on the device."""
-    if weights is not None:
-        return weights_of_labels(labels, weights, spec).sum().to(dtype).reciprocal()
-    return (labels != spec.ignore_index).sum().to(dtype).reciprocal()
+    """1 / `weight_sum`."""
+    return weight_sum(labels, weights, spec).to(dtype).reciprocal()
+
+
+def weight_sum(labels: Tensor, weights: Tensor | None, spec: CrossEntropySpec) -> Tensor:
+    """The number of rows that count, or the sum of their class weights, a scalar on the device."""
+    counts = labels != spec.ignore_index if weights is None else weights_of_labels(labels, weights, spec)
+    return counts.sum()
 
 
 def factors(dloss: Tensor, scale: Tensor | None, labels: Tensor, normaliser: Tensor, spec: CrossEntropySpec) -> Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 import torch
 from torch import Tensor
 
+from flashtile.ops.common import dtensor
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.dense import checks
@@ -113,6 +114,13 @@ def fused_dense(
     checks.check_bias("bias", bias, x, weight)
     checks.check_main_grad("main_grad", main_grad, weight.shape, x)
     checks.check_accumulates("main_grad", main_grad, weight)
+    if dtensor.present(x, weight, bias, main_grad):
+        checks.check_no_main_grad(main_grad=main_grad)
+        out = dtensor.call(
+            lambda division, x, weight, bias: fused_dense(x, weight, division.once("i", bias), backend=backend),
+            {"x": (x, "*i"), "weight": (weight, "oi"), "bias": (bias, "o")}, "*o", ("weight", "bias"),
+        )  # fmt: skip
+        return (out, given) if return_residual else out
     _check_backend(x, backend)
     # A residual of another dtype than the products' keeps its own, and its gradient is added outside of them.
     within = return_residual and x is given
@@ -230,6 +238,21 @@ def fused_mlp(
     for name, main_grad, weight in (("main_grad1", main_grad1, weight1), ("main_grad2", main_grad2, weight2)):
         checks.check_main_grad(name, main_grad, weight.shape, x)
         checks.check_accumulates(name, main_grad, weight)
+    if dtensor.present(x, weight1, bias1, weight2, bias2, main_grad1, main_grad2):
+        checks.check_no_main_grad(main_grad1=main_grad1, main_grad2=main_grad2)
+        hidden = "." if gated else "h"  # a shard of weight1 has the values of some features and the gates of others
+        out = dtensor.call(
+            lambda division, x, weight1, bias1, weight2, bias2: fused_mlp(
+                x, weight1, bias1, weight2, division.once("h", bias2), activation=activation, gated=gated,
+                checkpoint_level=level, backend=backend,
+            ),
+            {
+                "x": (x, "*."), "weight1": (weight1, hidden + "."), "bias1": (bias1, hidden),
+                "weight2": (weight2, "." + hidden), "bias2": (bias2, "."),
+            },
+            "*.", ("weight1", "bias1", "weight2", "bias2"),
+        )  # fmt: skip
+        return (out, given) if return_residual else out
     _check_backend(x, backend)
     within = return_residual and x is given
     operands = MlpOperands(_rows(x), weight1, bias1, weight2, bias2)
@@ -267,6 +290,12 @@ def linear_bias_wgrad(
     checks.check_dout(dout, x)
     checks.check_no_gradient(x=x, dout=dout)
     checks.check_main_grad("main_grad", main_grad, (dout.shape[-1], x.shape[-1]), x)
+    if dtensor.present(x, dout, main_grad):
+        checks.check_no_main_grad(main_grad=main_grad)
+        return dtensor.call(
+            lambda _, x, dout: linear_bias_wgrad(x, dout, bias=bias, backend=backend),
+            {"x": (x, "*i"), "dout": (dout, "*o")}, ("oi", "o"), complete="io",
+        )  # fmt: skip
     _check_backend(x, backend)
     return run_weight_gradient(_rows(x), _rows(dout).contiguous(), main_grad, bias, backend)
 

@@ -24,6 +24,7 @@ __all__ = [
     "check_main_grad",
     "check_mlp_shapes",
     "check_no_gradient",
+    "check_no_main_grad",
     "check_weight",
     "raise_not_bool",
     "resolve_activation",
@@ -117,6 +118,13 @@ def check_accumulates(name: str, main_grad: Tensor | None, weight: Tensor) -> No
             f"{name}: expected None for a weight that wants no gradient, got a tensor; leave it out, or set "
             "requires_grad on the weight"
         )
+
+
+def check_no_main_grad(**buffers: Tensor | None) -> None:
+    """Checks that there is no buffer for gradients beside DTensors, whose shards of a batch would have to be summed."""
+    for name, buffer in buffers.items():
+        if buffer is not None:
+            raise ValueError(f"{name}: expected None with DTensors, got a tensor; take the gradient from weight.grad")
 
 
 def check_no_gradient(**tensors: Tensor) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 import torch
 from torch import Tensor
 
+from flashtile.ops.common import dtensor
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.philox import draw_dropout_seed, keep_rows
@@ -338,6 +339,11 @@ def _plain(
     checks.check_parameter("bias", bias, x, "x")
     _BACKENDS.check(backend)
     checks.raise_not_bool(zero_centered_weight=zero_centered)
+    if dtensor.present(x, weight, bias):
+        return dtensor.call(
+            lambda _, x, weight, bias: _plain(x, weight, bias, eps, rms, zero_centered, backend),
+            {"x": (x, "*."), "weight": (weight, "."), "bias": (bias, ".")}, "*.", ("weight", "bias"),
+        )  # fmt: skip
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     spec = NormSpec(rms, checks.resolve_epsilon("eps", eps), 0.0, 1.0, zero_centered, x.dtype, rows.shape[0])
     z, _, _ = run_norm(Operands(rows, weight=weight, bias=bias), spec, backend)
@@ -371,6 +377,9 @@ def _dropout_add_norm(
         operands = operands._replace(dropout_seed=None)
     elif operands.dropout_seed is None:
         operands = operands._replace(dropout_seed=draw_dropout_seed(operands.x0.device))
+    if dtensor.present(*operands):
+        scalars = (rms, epsilon, dropout_p, rowscale_const, zero_centered, residual_in_fp32, out_numrows)
+        return _sharded(operands, *scalars, prenorm, return_dropout_mask, backend)
     flat = _flatten(operands)
     spec = NormSpec(
         rms,
@@ -391,6 +400,25 @@ def _dropout_add_norm(
     if return_dropout_mask:
         results += _masks(operands, flat, dropout_p)
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _sharded(operands: Operands, *arguments: Any) -> Any:
+    """`_dropout_add_norm` with DTensors. Rows are not sharded if their numbers matter: for dropout bits and subsets."""
+
+    def function(division: dtensor.Division, *parts: Tensor | None) -> Any:
+        own = Operands(*parts)  # type: ignore[arg-type]
+        if own.dropout_seed is not None:
+            own = own._replace(dropout_seed=division.agree(own.dropout_seed))
+        return _dropout_add_norm(own, *arguments)
+
+    rows = {"x0": "*.", "residual": "*.", "x1": "*.", "rowscale": "*"}
+    if not (operands.dropout_seed is operands.x0_subset is operands.out_subset is None):
+        rows = {}
+    given = {
+        name: (tensor, rows.get(name, "." * (0 if tensor is None else tensor.dim())))
+        for name, tensor in operands._asdict().items()
+    }
+    return dtensor.call(function, given, "*.", ("weight", "bias", "weight1", "bias1", "layerscale"))
 
 
 def _check_operands(operands: Operands, rowscale_const: float) -> torch.Size:

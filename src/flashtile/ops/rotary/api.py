@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 from torch import Tensor
 
+from flashtile.ops.common import dtensor
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.sizes import known
@@ -74,7 +77,13 @@ def apply_rotary(
     """
     if other_names:
         refuse_other_names(apply_rotary, other_names)
-    checks.check_input("x", x, _layout(cu_seqlens, position_ids))
+    layout = _layout(cu_seqlens, position_ids)
+    checks.check_input("x", x, layout)
+    if dtensor.present(x, cos, sin):
+        call = partial(
+            apply_rotary, interleaved=interleaved, max_seqlen=max_seqlen, conjugate=conjugate, backend=backend
+        )
+        return _sharded(call, x, "bsh.", inplace, seqlen_offsets, (cos, sin, None, None), cu_seqlens, position_ids)
     heads = x.shape[-2]
     return _rotate(
         "x", x, (cos, sin, None, None), heads, heads, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen,
@@ -128,7 +137,16 @@ def apply_rotary_qkv(
     checks.check_tensors(qkv=qkv)
     layout = _layout(cu_seqlens, position_ids)
     rows = len(layout) - 2
-    if qkv.dim() == rows + 3 and qkv.shape[rows] == 3:
+    apart = qkv.dim() == rows + 3 and qkv.shape[rows] == 3
+    if not apart:
+        checks.check_input("qkv", qkv, (*layout[:-2], "heads_q + 2 heads_kv", "head_dim"))
+    if dtensor.present(qkv, cos, sin, cos_k, sin_k):
+        call = partial(
+            apply_rotary_qkv, interleaved=interleaved, num_heads_q=num_heads_q, max_seqlen=max_seqlen, backend=backend
+        )
+        letters, tables = "bs.h." if apart else "bs..", (cos, sin, cos_k, sin_k)
+        return _sharded(call, qkv, letters, inplace, seqlen_offsets, tables, cu_seqlens, position_ids)
+    if apart:
         if num_heads_q not in (None, qkv.shape[-2]):
             raise ValueError(
                 f"num_heads_q: expected None for qkv {tuple(qkv.shape)}, where q, k and v are apart, got "
@@ -136,7 +154,6 @@ def apply_rotary_qkv(
             )
         heads_q, heads_rotated, flat = qkv.shape[-2], 2 * qkv.shape[-2], _merge_heads("qkv", qkv, inplace)
     else:
-        checks.check_input("qkv", qkv, (*layout[:-2], "heads_q + 2 heads_kv", "head_dim"))
         heads_q, heads_rotated = checks.check_heads(num_heads_q, qkv.shape[-2])
         flat = qkv
     if cos_k is None and sin_k is None:
@@ -189,6 +206,9 @@ def apply_rotary_kv(
     checks.check_input("kv", kv, layout)
     if kv.shape[-3] != 2:
         raise ValueError(f"kv: expected [{', '.join(layout)}], got shape {tuple(kv.shape)}; stack k and v")
+    if dtensor.present(kv, cos, sin):
+        call = partial(apply_rotary_kv, interleaved=interleaved, max_seqlen=max_seqlen, backend=backend)
+        return _sharded(call, kv, "bs.h.", inplace, seqlen_offsets, (cos, sin, None, None), cu_seqlens, position_ids)
     heads, flat = kv.shape[-2], _merge_heads("kv", kv, inplace)
     rotated = _rotate(
         "kv", flat, (cos, sin, None, None), heads, heads, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen,
@@ -201,6 +221,36 @@ def _layout(cu_seqlens: Tensor | None, position_ids: Tensor | None) -> tuple[str
     """The dimensions of x: tokens are in one where there are cumulative lengths, or positions `[total]`."""
     of_tokens = cu_seqlens is not None or (isinstance(position_ids, Tensor) and position_ids.dim() == 1)
     return _PACKED if of_tokens else _DENSE
+
+
+def _sharded(
+    call: Callable[..., Tensor],
+    x: Tensor,
+    letters: str,
+    inplace: bool,
+    seqlen_offsets: int | Tensor,
+    tables: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    cu_seqlens: Tensor | None,
+    position_ids: Tensor | None,
+) -> Tensor:
+    """A call with DTensors. Rows are sharded only if each has its position. `letters`: the dimensions of dense x."""
+    checks.raise_not_bool(inplace=inplace)
+    packed = _layout(cu_seqlens, position_ids) is _PACKED
+    letters = letters[packed:]
+    if position_ids is None:
+        letters = letters.replace("s", ".")
+    operands: dict[str, tuple[Tensor | None, str]] = {
+        name: (table, "..") for name, table in zip(("cos", "sin", "cos_k", "sin_k"), tables)
+    }
+    operands["seqlen_offsets"] = seqlen_offsets if isinstance(seqlen_offsets, Tensor) else None, "." if packed else "b"
+    operands |= {"cu_seqlens": (cu_seqlens, "."), "position_ids": (position_ids, "bs"[packed:])}
+
+    def function(division: dtensor.Division, x: Tensor, *others: Tensor | None) -> Tensor:
+        given = {name: part for name, part in zip(operands, others) if part is not None}
+        return call(x, **{"seqlen_offsets": seqlen_offsets, **given})
+
+    rotated = dtensor.call(function, {"x": (x, letters), **operands}, letters, ("cos", "sin", "cos_k", "sin_k"))
+    return x.copy_(rotated) if inplace else rotated
 
 
 def _merge_heads(name: str, packed: Tensor, inplace: bool) -> Tensor:

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import checks
+from flashtile.ops.common import checks, dtensor
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.sizes import broadcasts
@@ -45,6 +45,11 @@ def scaled_masked_softmax(
     _check("x", x, 4, backend)
     if mask is not None:
         mask = _expanded(mask, x)
+    if dtensor.present(x, mask):
+        return dtensor.call(
+            lambda _, x, mask: scaled_masked_softmax(x, mask, scale, backend=backend),
+            {"x": (x, "*."), "mask": (mask, "*.")}, "*.",
+        )  # fmt: skip
     return run_softmax(x, mask, SoftmaxSpec(_scale(scale, x.dtype), False), backend)
 
 
@@ -72,6 +77,8 @@ def scaled_causal_softmax(x: Tensor, scale: float = 1.0, *, backend: str = "auto
     if other_names:
         refuse_other_names(scaled_causal_softmax, other_names)
     _check("x", x, None, backend)
+    if dtensor.present(x):
+        return dtensor.call(lambda _, x: scaled_causal_softmax(x, scale, backend=backend), {"x": (x, "*..")}, "*..")
     seq_q, seq_k = x.shape[-2:]
     matrices = x if x.dim() == 4 else x.reshape(1, math.prod(x.shape[:-2]), seq_q, seq_k)
     return run_softmax(matrices, None, SoftmaxSpec(_scale(scale, x.dtype), True), backend).view(x.shape)

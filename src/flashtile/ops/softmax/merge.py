@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashtile.ops.common import dtensor
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.checks import check_device, check_float_dtype, check_tensors, raise_not_bool
 from flashtile.ops.common.logsumexp import logsumexp
@@ -258,6 +259,8 @@ def finish_attention(
 
 def _check_merge(acc: Tensor, row_max: Tensor, row_sum: Tensor, dtype: torch.dtype, more: dict[str, Tensor]) -> None:
     """Whether these are a running merge in a dtype; `more`: what has the shape of row_max, by name."""
+    if dtensor.present(acc, row_max, row_sum):
+        raise TypeError("acc, row_max, row_sum: expected plain tensors, got DTensors; merge what to_local() returns")
     if acc.dim() != 4 or acc.dtype is not dtype or acc.stride(-1) != 1:
         raise ValueError(
             f"acc: expected {dtype} [batch, rows, heads, head_dim], the last dimension contiguous, got {acc.dtype} "

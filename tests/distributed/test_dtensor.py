@@ -1,0 +1,55 @@
+"""DTensors and FSDP2 around parts: the results and gradients of one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from distributed_processes import start
+from distributed_tensors import ALL, JOBS
+from flashtile.testing import assert_same
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return start(JOBS, 2, tmp_path_factory.mktemp("ranks"))
+
+
+def test_calls_over_four_ranks_are_those_of_one(tmp_path):
+    """A mesh of two dimensions."""
+    check([of_rank["calls"] for of_rank in start(ALL, 4, tmp_path)])
+
+
+@pytest.mark.parametrize("job", ["calls", "plans", "fully sharded"])
+def test_results_and_gradients_are_those_of_one_process(job, results):
+    check([of_rank[job] for of_rank in results])
+
+
+def check(parts):
+    for part in parts:
+        assert not isinstance(part, str), part
+        for name, (found, expected) in part.items():
+            assert_same(found, expected, name)
+
+
+def test_ranks_drop_the_same_elements(results):
+    for of_rank in results:
+        assert not isinstance(of_rank["seeds"], str), of_rank["seeds"]
+        for found, first in of_rank["seeds"]:
+            assert_same(found, first)
+
+
+def test_what_cannot_be_sharded_is_refused(results):
+    messages = (
+        "weight: expected a DTensor beside x, got a plain tensor that wants a gradient",
+        "weight: expected a DTensor on the mesh of x",
+        "process_group: expected None with DTensors",
+        "main_grad: expected None with DTensors",
+        "acc, row_max, row_sum: expected plain tensors, got DTensors",
+        "flashtile.attention_cached.default does not have a sharding strategy registered",
+        "flashtile.attention_backward.default does not have a sharding strategy registered",
+        "fc1: expected all 256 values and gates, got 128",
+    )
+    for of_rank in results:
+        assert not isinstance(of_rank["refused"], str), of_rank["refused"]
+        for found, message in zip(of_rank["refused"], messages, strict=True):
+            assert message in found
