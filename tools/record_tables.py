@@ -1,0 +1,527 @@
+"""The tables of the documents that come from benchmark records, in `benchmarks/results`:
+
+    python tools/record_tables.py            # says which tables of the documents differ
+    python tools/record_tables.py --write    # writes them
+
+A table stands behind a line `<!-- NAME, by tools/record_tables.py -->`, where NAME is a key of `TABLES`. A test compares
+them.
+Above 1, flashtile is faster; means are geometric. Only the format of records is used, no module of flashtile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / name for name in ("README.md", "docs/figures.md", "docs/which_one.md")]
+_PLACE = re.compile(r"(?<=<!-- )([\w-]+)(?=, by tools/record_tables\.py -->\n\n)(.*?\n\n)((?:\|.*\n)*\n?)")
+
+Row = dict[str, Any]
+Case = dict[str, Any]
+Keep = Callable[[Case], bool]
+
+FORWARD, BACKWARD = "fwd", "bwd"
+PEERS = ("sdpa-flash", "sdpa-cudnn", "fa4")
+CPU_PEERS = ("sdpa-flash", "sdpa-math", "sdpa-gathered", "matmul")
+ALL_PEERS = (*PEERS, "sdpa-efficient", "flex", "torch-varlen")
+
+
+def rows_of(record: str) -> list[Row]:
+    """The rows of a record that have a speed."""
+    text = (ROOT / "benchmarks" / "results" / f"{record}.json").read_text("utf-8")
+    return [row for row in json.loads(text)["rows"] if row["ms"] is not None]
+
+
+def any_case(_: Case) -> bool:
+    return True
+
+
+class Ratios(NamedTuple):
+    """Speeds of flashtile over those of the fastest peer, of the cases in which there is one."""
+
+    values: list[float]
+
+    @property
+    def mean(self) -> float:
+        return statistics.geometric_mean(self.values)
+
+    @property
+    def cell(self) -> str:
+        """Mean, and the lowest where there are several."""
+        lowest = f" ({min(self.values):.2f})" if len(self.values) > 1 else ""
+        return f"{self.mean:.2f}{lowest}" if self.values else "–"
+
+    @property
+    def full_cell(self) -> str:
+        return f"{self.mean:.2f} ({min(self.values):.2f})"
+
+    @property
+    def slower(self) -> str:
+        return str(sum(value < 1 for value in self.values))
+
+
+def ratios(
+    record: str, phase: str, ours: str | tuple[str, ...], peers: Iterable[str] = ALL_PEERS, keep: Keep = any_case
+) -> Ratios:
+    """`ours` may name several implementations, of which the last that has a case counts."""
+    times: dict[str, dict[str, float]] = {}
+    for row in rows_of(record):
+        if row["phase"] == phase and keep(row["case"]):
+            times.setdefault(row["impl"], {})[json.dumps([row["op"], row["case"]], sort_keys=True)] = row["ms"]
+    mine: dict[str, float] = {}
+    for name in (ours,) if isinstance(ours, str) else ours:
+        mine |= times.get(name, {})
+    best = {
+        key: min(found) for key in mine if (found := [times[peer][key] for peer in peers if key in times.get(peer, {})])
+    }
+    return Ratios([best[key] / mine[key] for key in best])
+
+
+def compared(record: str, ours: str, peers: Iterable[str], keep: Keep = any_case) -> list[str]:
+    """How many cases; mean (lowest) and how many are slower, forward and then backward."""
+    peers = tuple(peers)
+    forward, backward = (ratios(record, phase, ours, peers, keep) for phase in (FORWARD, BACKWARD))
+    return [str(len(forward.values)), forward.full_cell, forward.slower, backward.full_cell, backward.slower]
+
+
+def means(record: str, ours: str | tuple[str, ...], peers: Iterable[str], keep: Keep = any_case) -> list[str]:
+    """How many cases; mean (lowest), forward and then backward."""
+    peers = tuple(peers)
+    forward, backward = (ratios(record, phase, ours, peers, keep) for phase in (FORWARD, BACKWARD))
+    return [str(len(forward.values)), forward.cell, backward.cell]
+
+
+# Which cases of a record a row of a table counts.
+
+
+def is_grouped(case: Case) -> bool:
+    return case["H"] != case["Hkv"]
+
+
+def is_mla(case: Case) -> bool:
+    return case["D"] != case["Dv"]
+
+
+def is_window(case: Case) -> bool:
+    return case["window"] is not None
+
+
+def is_plain(case: Case) -> bool:
+    return not (is_grouped(case) or is_mla(case) or is_window(case))
+
+
+KINDS = (is_plain, is_grouped, is_mla, is_window)
+
+
+def has_bias(case: Case) -> bool:
+    return case["bias"] is not None
+
+
+def has_mask(case: Case) -> bool:
+    return case["mask"] is not None
+
+
+def heads_of(low: int, high: int) -> Keep:
+    return lambda case: low <= case["D"] <= high and not is_window(case)
+
+
+def mask_begins(name: str) -> Keep:
+    return lambda case: (case["mask"] or "").startswith(name)
+
+
+# The tables.
+
+
+def hopper_speeds() -> list[list[str]]:
+    times = {(row["impl"], row["phase"], json.dumps(row["case"])): row["ms"] for row in rows_of("h200-attention")}
+    cases = {json.dumps(row["case"]): row["case"] for row in rows_of("h200-attention")}
+    table = [["head_dim", "mask", "flashtile (`hopper`)", "FlashAttention-2", "cuDNN", "FlashAttention-4"]]
+    for key, case in cases.items():
+        if is_plain(case) and case["S"] == 8192:
+            flops = 4 * case["B"] * case["H"] * case["S"] ** 2 * case["D"] / (2 if case["causal"] else 1)
+            speeds = [
+                " / ".join(
+                    f"{factor * flops / times[impl, phase, key] / 1e9:.0f}"
+                    for phase, factor in ((FORWARD, 1), (BACKWARD, 2.5))
+                )
+                for impl in ("flashtile-hopper", *PEERS)
+            ]
+            table.append([str(case["D"]), "causal" if case["causal"] else "full", *speeds])
+    return table
+
+
+COMPARED = ["cases", "forward: mean (lowest)", "slower in", "backward: mean (lowest)", "slower in"]
+MEANS = ["cases", "forward: mean (lowest)", "backward: mean (lowest)"]
+_NAMES = {"sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN", "fa4": "FlashAttention-4"}
+
+
+def hopper_peers() -> list[list[str]]:
+    table = [["`hopper` against", *COMPARED]]
+    for peer, name in _NAMES.items():
+        table.append([name, *compared("h200-attention", "flashtile-hopper", (peer,), is_plain)])
+    fastest = compared("h200-attention", "flashtile-hopper", PEERS, is_plain)
+    return [*table, ["the fastest of these, case by case", *fastest]]
+
+
+def hopper_others() -> list[list[str]]:
+    rows = {
+        "grouped: 64 query heads and 8 key/value heads of 128, 2k to 32k tokens": is_grouped,
+        "192/128: head_dim 192, of v 128, 8,192 tokens": is_mla,
+        "window of 128 keys, head_dim 64, 8,192 tokens": is_window,
+    }
+    table = [["`hopper` against the fastest peer", *COMPARED]]
+    for name, keep in rows.items():
+        table.append([name, *compared("h200-attention", "flashtile-hopper", PEERS, keep)])
+    packed = compared("h200-attention-packed", "flashtile-hopper", ("fa4", "torch-varlen"))
+    return [*table, ["packed: 65,536 tokens, lengths of 30 to 10,035, head_dim 64 and 128", *packed]]
+
+
+def readme_speeds() -> list[list[str]]:
+    names = (
+        "head_dim 64, 128 and 256, full and causal, 512 to 16,384 tokens",
+        "64 query heads and 8 key/value heads of 128, 2,048 to 32,768 tokens",
+        "head_dim 192, of v 128, 8,192 tokens",
+        "a window of 128 keys, head_dim 64, 8,192 tokens",
+        "packed: 65,536 tokens in sequences of 30 to 10,035",
+    )
+    rows = [hopper_peers()[-1], *hopper_others()[1:]]
+    cells = [[name, row[1], row[2], row[4]] for name, row in zip(names, rows, strict=True)]
+    return [["`hopper` against the fastest of them", *MEANS], *cells]
+
+
+def which_one() -> list[list[str]]:
+    peers = hopper_peers()[1:4]
+    table = [["flashtile against", "where", "forward", "backward"]]
+    for name, where, row in zip(
+        ("SDPA with FlashAttention-2", "SDPA with cuDNN", "FlashAttention-4"),
+        (f"{peers[0][1]} plain and causal cases", "the same", "the same"),
+        peers,
+        strict=True,
+    ):
+        table.append([name, where, row[2], row[4]])
+    blocks = masks()[1]
+    table.append(["FlexAttention", f"block masks, {blocks[1]} cases", *blocks[2:]])
+    biases = means("h100-features", "flashtile-auto", ("flex", "sdpa-efficient"), has_bias)
+    name = "the fastest of FlexAttention and SDPA's memory-efficient kernel"
+    return [*table, [name, f"a bias with its gradient, {biases[0]} cases", *biases[1:]]]
+
+
+def values() -> list[list[str]]:
+    rows = [row for row in rows_of("h200-values") if row["phase"] == FORWARD]
+    times = {(row["impl"], json.dumps(row["case"], sort_keys=True)): row["ms"] for row in rows}
+    cases = [row["case"] for row in rows if row["impl"] == "flashtile-hopper"]
+
+    def longest(impl: str, group: list[Case]) -> str:
+        def time(case: Case, **changed: Any) -> float:
+            return times[impl, json.dumps({**case, **changed}, sort_keys=True)]
+
+        return f"{max(time(case) / time(case, values='normal') for case in group):.2f}"
+
+    heading = "longest time over that of normal values: flashtile"
+    table = [["dtype, head_dim, tokens", "cases", heading, "FlashAttention-4", "cuDNN", "speed over the fastest peer"]]
+    for dtype in ("bf16", "fp16"):
+        for head_dim, tokens in ((64, 8192), (128, 8192), (256, 8192), (64, 4096)):
+
+            def keep(case: Case, wanted: tuple[Any, ...] = (dtype, head_dim, tokens)) -> bool:
+                return (case["dtype"], case["D"], case["S"]) == wanted
+
+            group = [case for case in cases if keep(case)]
+            speed = ratios("h200-values", FORWARD, "flashtile-hopper", ("fa4", "sdpa-cudnn", "sdpa-flash"), keep)
+            slowest = [longest(impl, group) for impl in ("flashtile-hopper", "fa4", "sdpa-cudnn")]
+            name = f"{dtype}, {head_dim}, {tokens:,}{', trained' if tokens == 4096 else ''}"
+            table.append([name, str(len(group)), *slowest, speed.full_cell])
+    return table
+
+
+def portable() -> list[list[str]]:
+    names = {"sdpa-flash": "FlashAttention-2", "flex": "FlexAttention", "sdpa-cudnn": "cuDNN"}
+    cells = [[name, *compared("h200-attention-portable", "flashtile-triton", (peer,))] for peer, name in names.items()]
+    return [["`triton` against", *COMPARED], *cells]
+
+
+def masks() -> list[list[str]]:
+    kinds: dict[str, Keep] = {
+        "block masks, 5 to 50 % of tiles of 128 × 128, 16,384 tokens (`hopper`)": mask_begins("tiles"),
+        "causal windows of 128 to 4,096 keys, 8,192 and 16,384 tokens (`hopper`)": is_window,
+        "a soft cap, 4,096 tokens (`hopper`)": lambda case: case["softcap"] is not None,
+        "a bias shared by the batch, with its gradient, 2,048 and 4,096 tokens (`triton`)": has_bias,
+        "65,536 tokens of documents as a block mask (`hopper`)": mask_begins("documents"),
+    }
+    ours = ("flashtile-triton", "flashtile-hopper")
+    cells = [[name, *means("h200-masks", ours, ("flex",), keep)] for name, keep in kinds.items()]
+    return [["flashtile against FlexAttention", *MEANS], *cells]
+
+
+def features() -> list[list[str]]:
+    kinds: dict[str, Keep] = {
+        "dropout 0.1, heads of 32 and 64": lambda case: case["dropout_p"] > 0 and case["D"] <= 64,
+        "dropout 0.1, heads of 96 to 256": lambda case: case["dropout_p"] > 0 and case["D"] > 64,
+        "a bias with its gradient": has_bias,
+        "a mask of padded keys `[B, 1, 1, S]`": mask_begins("padding"),
+        "a random mask `[1, 1, S, S]`": mask_begins("random"),
+    }
+    cells = [[name, *means("h100-features", "flashtile-auto", ALL_PEERS, keep)] for name, keep in kinds.items()]
+    return [["feature", *MEANS], *cells]
+
+
+def shapes() -> list[list[str]]:
+    def is_long(case: Case) -> bool:
+        return case["S"] > 200 and not case["Sk"] and not is_window(case)
+
+    kinds: dict[str, Keep] = {
+        "heads of 72 to 112": lambda case: is_long(case) and 72 <= case["D"] <= 112,
+        "heads of 128 to 256": lambda case: is_long(case) and 128 <= case["D"] <= 256,
+        "heads of 320 and 512": heads_of(320, 512),
+        "windows of 127 to 4,096 keys, grouped heads": is_window,
+        "sequences of 49 to 197 tokens, or 77 keys": lambda case: not is_long(case) and not is_window(case),
+    }
+    table = [["other shapes", *COMPARED]]
+    for name, keep in kinds.items():
+        table.append([name, *compared("h200-shapes", "flashtile-auto", ALL_PEERS, keep)])
+    for name, record in (("all of them", "h200-shapes"), ("the same on an H100, in earlier code", "h100-shapes")):
+        table.append([name, *compared(record, "flashtile-auto", ALL_PEERS)])
+    return table
+
+
+def float32() -> list[list[str]]:
+    kinds = {"32 and 64": (32, 64), "96 and 128": (96, 128), "160 to 256": (160, 256), "512": (512, 512)}
+    table = [["float32, heads of", *COMPARED]]
+    for name, limits in kinds.items():
+        table.append([name, *compared("h100-float32", "flashtile-auto", ("sdpa-efficient",), heads_of(*limits))])
+    return [*table, ["all", *compared("h100-float32", "flashtile-auto", ("sdpa-efficient",))]]
+
+
+def random_shapes() -> list[list[str]]:
+    common, odd = ("sdpa-cudnn", "fa4"), ("sdpa-flash", "sdpa-cudnn")
+    kinds = (
+        ("heads of 64 and 128 in bfloat16, full and causal, also grouped; cuDNN, FlashAttention-4", "random", common),
+        ("heads of 32 to 256 in both 16-bit dtypes, dropout, packed, other keys; cuDNN, FlashAttention-2 and on the "
+         "H200 `varlen_attn`", "random-odd", (*odd, "torch-varlen")),
+    )  # fmt: skip
+    table = [["shapes drawn at random; peers", "GPU", *COMPARED]]
+    for name, record, peers in kinds:
+        for gpu in ("H200", "H100"):
+            table.append([name, gpu, *compared(f"{gpu.lower()}-{record}", "flashtile-auto", peers)])
+            name = "the same"
+    return table
+
+
+def on_h100() -> list[list[str]]:
+    names = ("plain attention", "grouped heads", "head_dim 192, of v 128", "window of 128 keys")
+    cells = [
+        [name, *compared("h100-attention", "flashtile-auto", PEERS, keep)]
+        for name, keep in zip(names, KINDS, strict=True)
+    ]
+    return [["on an H100", *COMPARED], *cells]
+
+
+def function_ratios(phase: str, keep: Keep = any_case) -> Ratios:
+    """Of the later record, where it has a function."""
+    later = {row["case"]["function"] for row in rows_of("h200-score-functions")}
+    found: list[float] = []
+    for record, is_later in (("h200-score-functions", True), ("h200-functions", False)):
+
+        def wanted(case: Case, is_later: bool = is_later) -> bool:
+            return keep(case) and (case["function"] in later) == is_later
+
+        found += ratios(record, phase, "flashtile-auto", ("flex",), wanted).values
+    return Ratios(found)
+
+
+def functions() -> list[list[str]]:
+    table = [["function or mask", "forward: heads of 128, 64", "backward: heads of 128, 64"]]
+    for name in dict.fromkeys(row["case"]["function"] for row in rows_of("h200-functions")):
+        cells = []
+        for phase in (FORWARD, BACKWARD):
+            found = [
+                function_ratios(phase, lambda case, of=(name, head_dim): (case["function"], case["D"]) == of)
+                for head_dim in (128, 64)
+            ]
+            cells.append(", ".join(f"{each.mean:.2f}" if each.values else "–" for each in found))
+        table.append([f"`{name}`", *cells])
+    return table
+
+
+#: Operations beside attention: names in the table and in the record; products have forward and backward together.
+_OPERATIONS = {
+    "layer norm, 1,024 to 8,192 columns": "layer_norm",
+    "RMS norm, the same": "rms_norm",
+    "dropout, sum and layer norm": "dropout_add_layer_norm",
+    "sum and RMS norm": "dropout_add_rms_norm",
+    "rotary": "rotary",
+    "causal softmax, 2,048 columns": "causal_softmax",
+    "softmax with a mask": "masked_softmax",
+    "cross-entropy, 50,257 to 128,256 classes": "cross_entropy",
+    "linear layer, forward and backward together": "fused_dense",
+    "perceptron, gelu and SwiGLU, likewise": "fused_mlp",
+}
+
+
+def companions() -> list[list[str]]:
+    rows = rows_of("h200-companions")
+    table = [["operation", *MEANS]]
+    for name, op in _OPERATIONS.items():
+        cells = []
+        for phase in (FORWARD, "fwd+bwd" if op.startswith("fused") else BACKWARD):
+            groups: dict[str, dict[str, float]] = {}
+            for row in rows:
+                if (row["op"], row["phase"]) == (op, phase):
+                    groups.setdefault(json.dumps(row["case"]), {})[row["impl"]] = row["ms"]
+            found = []
+            for times in groups.values():
+                mine = [ms for impl, ms in times.items() if impl.startswith("flashtile")]
+                theirs = [ms for impl, ms in times.items() if not impl.startswith("flashtile")]
+                if theirs:
+                    found += [min(theirs) / ms for ms in mine]
+            cells.append(Ratios(found))
+        table.append([name, str(len(cells[0].values)), *(each.cell for each in cells)])
+    return table
+
+
+def training() -> list[list[str]]:
+    names = ("flashtile", "flashtile-compile", "transformers-eager", "transformers-sdpa", "transformers-compile")
+    records = {
+        "GPT-2 small": "h200-training-small",
+        "GPT-2 medium": "h200-training-medium",
+        "GPT-2 small, after 1,000 steps": "h200-training-later",
+        "GPT-2 small, dropout 0.1, on an H100": "h100-training-small-dropout",
+        "BERT-large, dropout 0.1, on an H100": "h100-training-bert-dropout",
+    }
+    heading = ["flashtile", "flashtile, compiled", "transformers, eager", "with sdpa", "compiled"]
+    table = [["tokens per second", *heading]]
+    for model, record in records.items():
+        rows = {row["impl"]: row for row in rows_of(record)}
+        table.append([model, *(f"{rows[name]['tokens_per_s']:,.0f}" if name in rows else "–" for name in names)])
+    return table
+
+
+def decoding() -> list[list[str]]:
+    """The caches that were measured with pages too, and the smallest."""
+    found = {
+        (row["case"]["B"], row["case"]["S"], row["impl"], row["case"]["page"]): f"{round(row['gbps']):,}"
+        for row in rows_of("h200-decode")
+        if row["op"] != "copy" and not row["case"]["append"]
+    }
+    columns = [
+        *(("flashtile-triton", page) for page in (None, 16, 64)),
+        *((peer, None) for peer in ("sdpa-flash", "sdpa-cudnn", "fa4")),
+    ]  # fmt: skip
+    heading = ["flashtile (`triton`)", "pages of 16", "pages of 64", "FlashAttention-2", "cuDNN", "FlashAttention-4"]
+    table = [["cache", *heading]]
+    for batch, length in sorted({key[:2] for key in found}, key=lambda size: size[::-1]):
+        if (batch, length, "flashtile-triton", 16) in found or (batch, length) == (1, 4096):
+            cells = [found.get((batch, length, *column), "–") for column in columns]
+            table.append([f"{batch} × {length:,}", *cells])
+    return table
+
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def on_a_cpu() -> list[list[str]]:
+    """Against the fastest of PyTorch's flash attention, its math path and gathered pages."""
+    kinds: list[tuple[str, str, Keep]] = [
+        ("a step of decoding, one query", "cpu-decode", lambda case: "kib" not in case and not case.get("append")),
+        ("grouped heads, 256 and 1,024 tokens", "cpu-grouped", any_case),
+        ("windows of 128 and 256 keys", "cpu-features", is_window),
+        ("masks, 512 tokens", "cpu-features", has_mask),
+        ("a bias with its gradient", "cpu-features", has_bias),
+    ]
+    table = [["on one core", "dtype", *MEANS]]
+    for name, record, keep in kinds:
+        for dtype, label in _DTYPES.items():
+
+            def wanted(case: Case, keep: Keep = keep, dtype: str = dtype) -> bool:
+                return case["dtype"] == dtype and keep(case)
+
+            table.append([name, label, *means(record, "flashtile-cpu", CPU_PEERS, wanted)])
+    return table
+
+
+def several_gpus() -> list[list[str]]:
+    found: dict[tuple[int, str], list[str]] = {}
+    for row in rows_of("h200x4-context-parallel"):
+        alone = row["impl"] == "flashtile-one-gpu" or row["efficiency"] is None
+        if row["case"]["causal"]:
+            cell = f"{row['ms']:.1f}" + ("" if alone else f" ({row['efficiency']:.2f})")
+            found.setdefault((row["case"]["S"], row["impl"]), []).append(cell)
+    columns = ["flashtile-one-gpu", *(f"flashtile-{name}" for name in ("all_to_all", "all_gather", "ring"))]
+    columns += ["torch-cp-allgather", "torch-cp-alltoall"]
+    heading = ["one GPU", "`all_to_all`", "`all_gather`", "`ring`", "PyTorch, all-gather", "PyTorch, all-to-all"]
+    table = [["tokens, causal, four GPUs", *heading]]
+    for length in sorted({length for length, _ in found}):
+        table.append([f"{length:,}", *(" / ".join(found.get((length, impl), ["–"])) for impl in columns)])
+    return table
+
+
+def host_time() -> list[list[str]]:
+    times = {(row["impl"], row["phase"]): row["ms"] for row in rows_of("h200-host-time")}
+    phases = {
+        "forward, without gradients": "fwd-nograd",
+        "forward, recorded for a backward": FORWARD,
+        "forward and backward": "fwd+bwd",
+    }
+    impls = ("flashtile-hopper", "flashtile-triton", "sdpa-flash", "sdpa-cudnn")
+    heading = ["flashtile (`hopper`)", "flashtile (`triton`)", "FlashAttention-2", "cuDNN"]
+    cells = [[name, *(f"{1000 * times[impl, phase]:.3g}" for impl in impls)] for name, phase in phases.items()]
+    return [["one call, µs", *heading], *cells]
+
+
+TABLES: dict[str, Callable[[], list[list[str]]]] = {
+    "hopper-speeds": hopper_speeds,
+    "hopper-peers": hopper_peers,
+    "hopper-others": hopper_others,
+    "readme-speeds": readme_speeds,
+    "which-one": which_one,
+    "values": values,
+    "portable": portable,
+    "masks": masks,
+    "features": features,
+    "shapes": shapes,
+    "float32": float32,
+    "random-shapes": random_shapes,
+    "on-h100": on_h100,
+    "functions": functions,
+    "companions": companions,
+    "training": training,
+    "decoding": decoding,
+    "on-a-cpu": on_a_cpu,
+    "several-gpus": several_gpus,
+    "host-time": host_time,
+}
+
+
+def markdown(table: list[list[str]]) -> str:
+    heading, *rows = table
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def with_tables(text: str) -> str:
+    """A document with its tables made anew."""
+    return _PLACE.sub(lambda place: place[1] + place[2] + markdown(TABLES[place[1]]()) + "\n", text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="write the tables instead of comparing them")
+    write, differs = parser.parse_args().write, False
+    for path in DOCUMENTS:
+        text = path.read_text("utf-8")
+        if (new := with_tables(text)) != text:
+            differs = True
+            print(f"{path.relative_to(ROOT)}: {'written' if write else 'differs from the records'}")
+            if write:
+                path.write_text(new, "utf-8")
+    return int(differs and not write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
