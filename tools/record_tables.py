@@ -3,9 +3,8 @@
     python tools/record_tables.py            # says which tables of the documents differ
     python tools/record_tables.py --write    # writes them
 
-A table stands behind a line `<!-- NAME, by tools/record_tables.py -->`, where NAME is a key of `TABLES`. A test compares
-them.
-Above 1, flashtile is faster; means are geometric. Only the format of records is used, no module of flashtile.
+A table stands behind a line `<!-- NAME, by tools/record_tables.py -->`, where NAME is a key of `TABLES`. A test
+compares. Above 1, flashtile is faster; means are geometric. Only the format of records is used, no module of flashtile.
 """
 
 from __future__ import annotations
@@ -130,6 +129,10 @@ def has_mask(case: Case) -> bool:
 
 def heads_of(low: int, high: int) -> Keep:
     return lambda case: low <= case["D"] <= high and not is_window(case)
+
+
+def function_of(name: str, head_dim: int) -> Keep:
+    return lambda case: (case["function"], case["D"]) == (name, head_dim)
 
 
 def mask_begins(name: str) -> Keep:
@@ -340,10 +343,7 @@ def functions() -> list[list[str]]:
     for name in dict.fromkeys(row["case"]["function"] for row in rows_of("h200-functions")):
         cells = []
         for phase in (FORWARD, BACKWARD):
-            found = [
-                function_ratios(phase, lambda case, of=(name, head_dim): (case["function"], case["D"]) == of)
-                for head_dim in (128, 64)
-            ]
+            found = [function_ratios(phase, function_of(name, head_dim)) for head_dim in (128, 64)]
             cells.append(", ".join(f"{each.mean:.2f}" if each.values else "–" for each in found))
         table.append([f"`{name}`", *cells])
     return table
