@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from distributed_jobs import JOBS, REFUSED, REFUSED_BY_HELPERS
 from distributed_processes import start
 from flashtile.testing import assert_same
+from missing_packages import run_without
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,20 @@ def test_what_helpers_refuse(name, results):
 
 def test_ranks_agree_once_for_each_kind_of_call(results):
     assert [of_rank["agreed"] for of_rank in results] == [[1, 1, 1, 2]] * 2
+
+
+def test_ranks_need_no_numpy(tmp_path):
+    """They compare their calls, and compute one."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n"
+        "import importlib.util, pathlib, distributed_jobs, distributed_processes\n"
+        "assert importlib.util.find_spec('numpy') is None\n"
+        "jobs = {name: distributed_jobs.JOBS[name] for name in ('shapes', 'agreed')}\n"
+        "print(distributed_processes.start(jobs, 2, pathlib.Path()))\n"
+    )
+    done = run_without({"numpy"}, tmp_path, "-c", program)
+    assert "q: expected the same on all ranks" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("'agreed': [1, 1, 1, 2]") == 2, done.stdout
 
 
 def test_the_dropout_seed_is_that_of_the_first_rank(results):

@@ -6,6 +6,7 @@ stream of its own for them, and waiting makes the current stream wait, not the h
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -102,10 +103,11 @@ class GroupExchange:
 
     Args:
         group: of torch.distributed.
+        device_type: of the tensors that it exchanges.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
+        self._group, self._device_type = group, device_type
         self._global = dist.get_process_group_ranks(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
@@ -142,10 +144,13 @@ class GroupExchange:
         self._guarded(lambda: dist.broadcast(tensor, self._global[0], self._group), where)
 
     def objects(self, mine: Any, where: str) -> list[Any]:
-        """The objects of all ranks."""
-        found: list[Any] = [None] * self.size
-        self._guarded(lambda: dist.all_gather_object(found, mine, self._group), where)
-        return found
+        """The objects of all ranks. `torch.distributed.all_gather_object` does the same, but only with numpy."""
+        written = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8).to(self._device_type)
+        size = torch.tensor([written.numel()], device=written.device)
+        sizes = [int(each) for each in self.gather(size, where).wait()]
+        padded = torch.nn.functional.pad(written, (0, max(sizes) - written.numel()))
+        received = self.gather(padded, where).wait()
+        return [pickle.loads(bytes(each[:size].tolist())) for each, size in zip(received, sizes)]
 
     def _guarded(self, action: Callable[[], Any], where: str) -> Any:
         """An error of the transport, with who was about what in front of it."""

@@ -74,7 +74,7 @@ def places_of(mesh: DeviceMesh) -> Places:
             "mesh['cp']"
         )
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    return Places(tuple(GroupExchange(group) for group in groups))
+    return Places(tuple(GroupExchange(group, mesh.device_type) for group in groups))
 
 
 class _Replicated(torch.autograd.Function):

@@ -120,9 +120,8 @@ def _of_each(
 ) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     """One GPU's time: the mean of what each takes for all of the work, at the same time as the others. GPUs of a kind
     differ by some percent, and which one is the first is chance."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, times)
-    of_phase = {phase: [of_rank[phase] for of_rank in found] for phase in PHASES}
+    mine = torch.tensor([times[phase] for phase in PHASES], dtype=torch.float64, device="cpu")
+    of_phase = dict(zip(PHASES, torch.stack(_gathered(mine), 1).tolist()))
     facts = {phase: {**facts[phase], "ms_of_gpus": of_phase[phase]} for phase in PHASES}
     return {phase: statistics.fmean(each) for phase, each in of_phase.items()}, facts
 
@@ -141,10 +140,19 @@ def _agreed(action: Callable[[], Any]) -> tuple[Any, str | None]:
         found = action()
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    reasons: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, why)
-    why = next((reason for reason in reasons if reason is not None), None)
+    written = torch.zeros(1200, dtype=torch.uint8, device="cpu")  # 300 letters have at most so many bytes
+    letters = (why or "").encode()
+    written[: len(letters)] = torch.tensor(list(letters), dtype=torch.uint8, device="cpu")
+    reasons = [bytes(each.tolist()).rstrip(b"\0").decode() for each in _gathered(written)]
+    why = next(filter(None, reasons), None)
     return (None if why else found), why
+
+
+def _gathered(tensor: Tensor) -> list[Tensor]:
+    """The tensors of all ranks, by gloo. `all_gather_object` would need numpy."""
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor)
+    return found
 
 
 def _all_agree(here: bool) -> bool:
