@@ -118,7 +118,7 @@ def _parameter(name: str, of: str, multiple: int, argument: Any) -> Any:
     """What a kernel gets for a run-time argument, which must be what its compilation was promised."""
     if of == "constexpr":
         # The side inputs are given whole, those that a kernel does not read among them.
-        assert not argument or ".side." in name, f"{name} is compiled away, and is given"
+        assert not argument or "side." in name, f"{name} is compiled away, and is given"
         return None
     if of == _DESC:
         return argument

@@ -10,7 +10,7 @@ import flashtile
 from flashtile.testing import Size, assert_close
 
 
-def results(backend: str, dtype: torch.dtype, device: str, sinks: bool, batch: int) -> dict[str, Tensor]:
+def results(backend: str, dtype: torch.dtype, device: str, more: str, batch: int) -> dict[str, Tensor]:
     """80 keys of 500, of which the last one is 410 keys and more from each query."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"q": (batch, 10, 2, 16), "k": (batch, 500, 2, 16), "v": (batch, 500, 2, 16)}
@@ -21,18 +21,22 @@ def results(backend: str, dtype: torch.dtype, device: str, sinks: bool, batch: i
     slopes = torch.rand(batch, 2, generator=generator) * 0.9 + 0.1
     dout = torch.randn(batch, 10, 2, 16, generator=generator).to(device, dtype)
     options = {"alibi_slopes": slopes.to(device, dtype).requires_grad_()}
-    if sinks:
+    if more == "sinks":
         options["sinks"] = torch.tensor([-300.0, -50.0]).to(device, dtype).requires_grad_()
+    if more == "bias":
+        options["bias"] = torch.randn(1, 2, 10, 500, generator=generator).to(device, dtype).requires_grad_()
     lengths = torch.full((batch,), 80, device=device)
     out, lse = flashtile.attention(**leaves, **options, key_lengths=lengths, return_lse=True, backend=backend)
     leaves |= options
+    seen = {name: tensor.detach() for name, tensor in leaves.items() if name not in ("v", "sinks")}
+    sums = flashtile.attention_column_sums(**seen, lse=lse.detach(), key_lengths=lengths, backend=backend)
     grads = torch.autograd.grad(out, list(leaves.values()), dout)
-    return {"out": out, "lse": lse} | {f"d{name}": grad for name, grad in zip(leaves, grads)}
+    return {"out": out, "lse": lse, "sums": sums} | {f"d{name}": grad for name, grad in zip(leaves, grads)}
 
 
-def check(backend: str, device: str = "cpu", sinks: bool = False, batch: int = 40) -> None:
-    found, eager = (results(name, torch.float32, device, sinks, batch) for name in (backend, "reference"))
-    oracle = results("reference", torch.float64, device, sinks, batch)
+def check(backend: str, device: str = "cpu", more: str = "", batch: int = 40) -> None:
+    found, eager = (results(name, torch.float32, device, more, batch) for name in (backend, "reference"))
+    oracle = results("reference", torch.float64, device, more, batch)
     # The gradient of a slope sums what ten rows pass on, numbers near 1, times distances near 410, and most cancels.
     cancelled = {"dalibi_slopes": Size(4100, 4100)}
     for name, value in found.items():
@@ -40,23 +44,25 @@ def check(backend: str, device: str = "cpu", sinks: bool = False, batch: int = 4
 
 
 @pytest.mark.parametrize(
-    "by_torch, sinks", [(True, False), (False, False), (False, True)], ids=["torch", "tiles", "tiles-sinks"]
+    "by_torch, more",
+    [(True, ""), (False, ""), (False, "sinks"), (False, "bias")],
+    ids=["torch", "tiles", "tiles-sinks", "tiles-bias"],
 )
-def test_cpu(by_torch: bool, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu(by_torch: bool, more: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not by_torch:
         from flashtile.ops.attention import cpu
 
         monkeypatch.setattr(cpu, "served_by_torch", lambda *_: (False, "flashtile tiles: the test wants them"))
-    check("cpu", sinks=sinks)
+    check("cpu", more=more)
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-def test_interpreted(sinks: bool) -> None:
-    check("triton", sinks=sinks, batch=12)
+@pytest.mark.parametrize("more", ["", "sinks", "bias"])
+def test_interpreted(more: str) -> None:
+    check("triton", more=more, batch=4 if more == "bias" else 12)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-def test_gpu(sinks: bool) -> None:
-    check("triton", "cuda", sinks)
+@pytest.mark.parametrize("more", ["", "sinks", "bias"])
+def test_gpu(more: str) -> None:
+    check("triton", "cuda", more)

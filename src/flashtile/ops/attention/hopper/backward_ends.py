@@ -12,8 +12,8 @@ in `backward`.
 
 from flashtile._backends.gluon import gl, gluon
 from flashtile.ops.attention.hopper.backward_pieces import HIDDEN, ROWS, STATISTIC_COLUMNS, by_rows
-from flashtile.ops.attention.hopper.pieces import locate_tile
-from flashtile.ops.attention.hopper.scores import LOG2_E
+from flashtile.ops.attention.hopper.pieces import locate_tile, sequence_rows
+from flashtile.ops.attention.hopper.scores import LOG2_E, distance_shift, load_slope, near_shift, raised_to_near
 
 
 @gluon.constexpr_function
@@ -44,8 +44,9 @@ def _columns_together(WIDTH):
 @gluon.jit
 def attention_begin_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, cleared_ptr, turns_ptr, counter_ptr, masked_dout_ptr,
-    sink_logits_ptr, sink_sums_ptr, cu_seqlens_q_ptr, row_statistics_ptr,
+    sink_logits_ptr, sink_sums_ptr, cu_seqlens_q_ptr, row_statistics_ptr, side,
     stride_dout_batch, stride_dout_row, stride_dout_head, batch, heads, rows_q, query_tiles, lone_tiles, lse_unit,
+    side_numbers, near_rows_k,
     HEAD_DIM_V: gl.constexpr, E: gl.constexpr, D: gl.constexpr, M: gl.constexpr,
     PACKED: gl.constexpr, HAS_DLSE: gl.constexpr, ORDERED: gl.constexpr, SHARES_PROGRESS: gl.constexpr,
     TOGETHER: gl.constexpr,
@@ -60,8 +61,9 @@ def attention_begin_kernel(
 
     `masked_dout_ptr`: where rows may see no key, dout for the main kernel, in the layout of out, with zeros in these
     rows. Their weights of 0 would not stop NaN there. `sink_logits_ptr`: the sinks that lse counts, or None.
-    `sink_sums_ptr`: the tile's part of minus their gradient. `row_statistics_ptr`: `[*lse.shape, 4]`, where the kernel
-    of the bias's gradient reads lse and delta as its first two numbers; None where nobody wants that."""
+    `sink_sums_ptr`: the tile's part of minus their gradient. `row_statistics_ptr`: `[*lse.shape, 4]`, where the
+    portable kernel of the bias's gradient reads what its `statistics_of_rows` stores; None where nobody wants that.
+    `side`, `side_numbers`, `near_rows_k`: the side inputs and the number of keys, for ALiBi; all None without it."""
     number = gl.program_id(0)
     if number == 0:
         gl.store(counter_ptr, 0)
@@ -111,11 +113,19 @@ def attention_begin_kernel(
         if HAS_DLSE and masked_dout_ptr is not None:
             # The gradient of lse in a row that sees its sink alone belongs to the sink, to nobody else.
             delta = gl.where(alone, gl.where(gl.abs(delta) < float("inf"), delta, 0.0), delta)
-    # +inf for rows that saw no key, so that their weights are 0; NaN stays NaN.
-    lse = gl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+    near_lse = lse
+    if side.alibi_slopes is not None:
+        seq_k, keys = _keys_of(sequence, batch, side, near_rows_k, PACKED)
+        slope = load_slope(side, side_numbers, sequence, head, sequence < batch)
+        shift = distance_shift(rows, seq_k, side_numbers.origin)
+        near_lse = raised_to_near(lse, slope, shift, near_shift(shift, first, keys, M), 1)
     if row_statistics_ptr is not None:
-        gl.store(row_statistics_ptr + 4 * numbers, lse, mask=row < rows)
+        gl.store(row_statistics_ptr + 4 * numbers, _in_log2(lse), mask=row < rows)
         gl.store(row_statistics_ptr + 4 * numbers + 1, delta, mask=row < rows)
+        if side.alibi_slopes is not None:
+            by_row = raised_to_near(lse, slope, shift, near_shift(shift, row, keys, 1), 1)
+            gl.store(row_statistics_ptr + 4 * numbers + 3, _in_log2(by_row), mask=row < rows)
+    lse = _in_log2(near_lse)
     if lse_unit is not None:
         base = statistics_ptr + number.to(gl.int64) * (2 * M * STATISTIC_COLUMNS)
         _store_parts(base, lse * lse_unit, HIDDEN)
@@ -136,6 +146,25 @@ def attention_begin_kernel(
             for block in gl.static_range(0, M * D, BLOCK):
                 sums = cleared_ptr + number.to(gl.int64) * (M * D) + block + gl.arange(0, BLOCK, flat)
                 gl.store(sums, gl.zeros([BLOCK], gl.float32, flat))
+
+
+@gluon.jit
+def _in_log2(lse):
+    """lse in units of log2; +inf for rows that saw no key, so that their weights are 0. NaN stays NaN."""
+    return gl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+
+
+@gluon.jit
+def _keys_of(sequence, batch, side, rows_k, PACKED: gl.constexpr):
+    """How many keys a sequence has, and how many of these may be visible."""
+    seq_k = rows_k
+    if PACKED:
+        _, seq_k = sequence_rows(side.cu_seqlens_k, sequence, batch, rows_k)
+    keys = seq_k
+    if side.key_lengths is not None:
+        counted = gl.load(side.key_lengths + sequence, mask=sequence < batch, other=0)
+        keys = gl.maximum(gl.minimum(counted, seq_k), 0).to(gl.int32)
+    return seq_k, keys
 
 
 @gluon.jit

@@ -117,6 +117,7 @@ class BackwardPlan(NamedTuple):
             out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse), statistics,
             None if self.end is None else sums, semaphores, counter, masked_dout, pointers.sinks,
             pointer(sink_sums), pointers.cu_seqlens_q, pointer(row_statistics),
+            *pointers,
         )  # fmt: skip
         descriptors = self.describe(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), masked_dout or dout.data_ptr(), statistics, sums or statistics,

@@ -16,6 +16,7 @@ from flashtile.ops.attention.hopper.scores import (
     in_eights_and_distances,
     load_slope,
     lowered_by_distance,
+    near_shift,
 )
 from flashtile.ops.attention.hopper.tables import (
     TableTiles,
@@ -60,9 +61,10 @@ def modified_scores(s, key, first_query, first_key, head, tables, work, problem,
     if side.bias is not None:
         s = add_bias(s, tables.bias, LOG2_E / units.scale_log2)
     if side.alibi_slopes is not None:
-        slope = load_slope(side, problem.numbers, work.sequence, work.first_head + head, units.scale_log2, True)
-        diagonal = distance_shift(work.seq_q, work.seq_k, problem.numbers.origin)
-        s = lowered_by_distance(s, key, first_query + diagonal, slope)
+        slope = load_slope(side, problem.numbers, work.sequence, work.first_head + head, True)
+        shift = distance_shift(work.seq_q, work.seq_k, problem.numbers.origin)
+        near = near_shift(shift, first_query // config.M * config.M, work.keys, config.M)
+        s = lowered_by_distance(s, key, first_query + near, slope * (LOG2_E / units.scale_log2))
     if side.mask is not None:
         s = hide_by_mask(s, tables.mask)
     return s, inner

@@ -26,7 +26,7 @@ from flashtile._backends.launch import (
     specialise,
 )
 from flashtile._backends.tma import descriptor_parameter
-from flashtile.ops.attention.gpu.parameters import Window
+from flashtile.ops.attention.gpu.parameters import SidePointers, Window
 from flashtile.ops.attention.gpu.reductions import WorkNumbers
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
 from flashtile.ops.attention.hopper.backward_configs import BIAS_QUERIES, BiasGradientConfig, tile_width
@@ -109,6 +109,16 @@ def _constants(variant: BackwardVariant) -> dict[str, Any]:
     }
 
 
+def _of_near_keys(variant: BackwardVariant, rows_k: Any) -> dict[str, Any]:
+    """The side inputs as the kernel of statistics takes them, which reads those alone that ALiBi needs."""
+    present = variant.side.has("alibi_slopes")
+    return {
+        "side": SidePointers._make(optional(present, each) for each in variant.side.pointers),
+        "side_numbers": variant.side.numbers if present else None,
+        "near_rows_k": int32(rows_k if present else None),
+    }
+
+
 def _bias_gradient_constants(variant: BackwardVariant, cut: BiasGradientConfig) -> dict[str, Any]:
     return {
         **constants_of(cut),
@@ -173,6 +183,7 @@ def _parameters(variant: BackwardVariant, numbers: Numbers) -> dict[str, Any]:
         "gradient_ptr": pointer_to(torch.float32 if variant.bias_in_parts else variant.dtype, 16),
         "work": WorkNumbers(*(int32(number[f"work.{name}"]) for name in WorkNumbers._fields)),
         "row_statistics_ptr": optional(variant.row_statistics, statistics),
+        **_of_near_keys(variant, number["rows_k"]),
         "loops": Loops(
             MASKS=variant.masks,
             MASKS_LAST=variant.masks_last,

@@ -24,7 +24,7 @@ from flashtile.ops.attention.hopper.float32_shares import (
     staying_of,
 )
 from flashtile.ops.attention.hopper.float32_streams import Loads, acquire_staying, add_products
-from flashtile.ops.attention.hopper.forward_epilogue import finite, join_sink
+from flashtile.ops.attention.hopper.forward_epilogue import finite, join_sink, load_sink
 from flashtile.ops.attention.hopper.pieces import LN_2, HeadRows, M, product_layout, row_maximum
 from flashtile.ops.attention.hopper.wide_backward import (
     CHUNK,
@@ -112,7 +112,7 @@ def store_results(
     own = 1.0
     if results.sinks_ptr is not None:
         rows = HeadRows(work.sequence, work.own_head, 0, 0)
-        row_sum, reference, own = join_sink(row_sum, reference, results.sinks_ptr, rows, problem.batch)
+        row_sum, reference, own = join_sink(row_sum, reference, load_sink(results.sinks_ptr, rows, problem.batch))
     inverse = gl.where(row_sum == 0.0, 0.0, own / row_sum)
     row = work.first + gl.arange(0, M, gl.SliceLayout(1, layout))
     exists = row < problem.rows_q

@@ -103,7 +103,7 @@ from flashtile.ops.attention.hopper.pieces import (
     row_sums,
     tile_in_order,
 )
-from flashtile.ops.attention.hopper.scores import distance_shift
+from flashtile.ops.attention.hopper.scores import distance_shift, near_shift
 from flashtile.ops.attention.hopper.tables import (
     MovedBias,
     bias_bytes,
@@ -229,12 +229,14 @@ class QueryTile(NamedTuple):
 
 class View(NamedTuple):
     """Which keys a consumer's rows see. `row` `[M]`: its rows, from `first` on; `shift`: the key of row 0's diagonal;
-    `alibi_shift`: the key at no distance from row 0; `keys`: how many there are; `tiles`: the key tiles to visit."""
+    `distance_shift`, `near_shift`: as the functions of `scores`; `keys`: how many there are; `tiles`: the key tiles to
+    visit."""
 
     row: Any
     first: Any
     shift: Any
-    alibi_shift: Any
+    distance_shift: Any
+    near_shift: Any
     keys: Any
     window_left: Any
     window_right: Any
@@ -628,11 +630,13 @@ def consume_tile(
     q_slot = rings.q.slot(tiles_received - 1, WHICH)
     rings.q.acquire(q_slot)
     query = query_operand(rings.q, q_slot, s_layout, config)
+    apart = distance_shift(rows.length, seq_k, problem.numbers.origin)
     view = View(
         row=row,
         first=first,
         shift=shift,
-        alibi_shift=distance_shift(rows.length, seq_k, problem.numbers.origin),
+        distance_shift=apart,
+        near_shift=near_shift(apart, first, keys, M),
         keys=keys,
         window_left=problem.window.left,
         window_right=problem.window.right,
@@ -648,7 +652,7 @@ def consume_tile(
     # While the last product is in flight: what comes next, and the statistics.
     if not LEAVES_OUT_FIRST:
         following = receive_query_tile(queue, tiles_received, config)
-    inverse = store_statistics(attended.softmax, rows, row, part, problem, output, config)
+    inverse = store_statistics(attended.softmax, rows, view, part, problem, output, config)
     out = wait_values(out, v)
     v.release(attended.slot)
     key_tiles = attended.key_tiles + 1

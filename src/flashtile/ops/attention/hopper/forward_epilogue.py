@@ -16,7 +16,7 @@ from flashtile._backends.gluon import (
 )
 from flashtile.ops.attention.hopper.eight_bits import load_descale
 from flashtile.ops.attention.hopper.pieces import LN_2, Chunks, M, coordinates, matrix, release, scale_rows
-from flashtile.ops.attention.hopper.scores import LOG2_E
+from flashtile.ops.attention.hopper.scores import LOG2_E, load_slope, raised_to_near
 
 
 class Output(NamedTuple):
@@ -44,15 +44,20 @@ def make_out_tiles(descriptors, config):
 
 
 @gluon.jit
-def store_statistics(softmax, rows, row, part, problem, output, config):
+def store_statistics(softmax, rows, view, part, problem, output, config):
     """Stores lse, and the largest scores if they are asked for, with the first part of the values. Returns what `o` is
     to be multiplied by."""
+    row = view.row
     row_sum = gl.convert_layout(gl.sum(softmax.row_sum, 1), row.type.layout)
     reference = softmax.reference
     own = 1.0
     side = problem.side
+    slope = None
+    if side.alibi_slopes is not None:
+        slope = load_slope(side, problem.numbers, rows.sequence, rows.head, rows.sequence < problem.batch)
     if side.sinks is not None:
-        row_sum, reference, own = join_sink(row_sum, reference, side.sinks, rows, problem.batch)
+        sink = _raised_to_near(load_sink(side.sinks, rows, problem.batch), slope, view, 1)
+        row_sum, reference, own = join_sink(row_sum, reference, sink)
     if config.EIGHT_BITS:
         descales = problem.numbers.descales
         exists = rows.sequence < problem.batch
@@ -61,6 +66,7 @@ def store_statistics(softmax, rows, row, part, problem, output, config):
     if side.dropout_seed is not None:
         inverse *= problem.numbers.dropout.scale
     lse = gl.where(row_sum == 0.0, float("-inf"), reference * LN_2 + gl.log(row_sum))
+    lse = _raised_to_near(lse, slope, view, -1)
     if config.PACKED:
         offset = rows.head.to(gl.int64) * problem.rows_q + rows.begin
     else:
@@ -71,15 +77,29 @@ def store_statistics(softmax, rows, row, part, problem, output, config):
     gl.store(output.lse_ptr + offset + row, lse, mask=stored)
     if config.MAX_SCORES:
         largest = gl.convert_layout(gl.max(softmax.largest, 1), row.type.layout)
-        gl.store(output.max_scores_ptr + offset + row, softmax.reference * LN_2 + gl.log(largest), mask=stored)
+        score = _raised_to_near(softmax.reference * LN_2 + gl.log(largest), slope, view, -1)
+        gl.store(output.max_scores_ptr + offset + row, score, mask=stored)
     return inverse
 
 
 @gluon.jit
-def join_sink(row_sum, reference, sinks_ptr, rows, batch):
-    """Row sums and maxima with the sink among them, and the factor that leads from a row's old unit to the new one. The
-    rows past the end of a packed call (sequence number `batch`) have no sink."""
-    sink = gl.load(sinks_ptr + rows.head, mask=rows.sequence < batch, other=float("-inf")) * LOG2_E
+def _raised_to_near(statistic, slope, view, SIGN: gl.constexpr):
+    """`raised_to_near` of a tile's rows; without ALiBi (`slope` is None) what it is given."""
+    if slope is not None:
+        statistic = raised_to_near(statistic, slope, view.distance_shift, view.near_shift, SIGN)
+    return statistic
+
+
+@gluon.jit
+def load_sink(sinks_ptr, rows, batch):
+    """The sink of a head. The rows past the end of a packed call (sequence number `batch`) have none."""
+    return gl.load(sinks_ptr + rows.head, mask=rows.sequence < batch, other=float("-inf"))
+
+
+@gluon.jit
+def join_sink(row_sum, reference, sink):
+    """Row sums and maxima with the sink among them, and the factor that leads from a row's old unit to the new one."""
+    sink *= LOG2_E
     seen = gl.where(row_sum == 0.0, float("-inf"), reference)
     top = finite(gl.maximum(seen, sink))
     own = gl.exp2(seen - top)

@@ -28,7 +28,7 @@ class HeadModifiers(NamedTuple):
     Attributes:
         numbers: `parameters.SideNumbers`.
         scale_log2, cap_scale: `scores.ScoreUnits`, with the factors of 8-bit inputs.
-        slope: of ALiBi; None without.
+        slope: of ALiBi, in units of scores; None without.
         bias, mask: pointers (`tables.table_of_head`); None without.
         dropout: `dropout.HeadDropout`; None without.
         function: `FunctionInputs`.
@@ -91,7 +91,7 @@ def slope_of_head(problem, sequence, head, unit, exists):
     """ALiBi's slope of a head, in units of its scores; None without ALiBi."""
     slope = None
     if problem.side.alibi_slopes is not None:
-        slope = load_slope(problem.side, problem.numbers, sequence, head, unit, exists)
+        slope = load_slope(problem.side, problem.numbers, sequence, head, exists) * (LOG2_E / unit)
     return slope
 
 
@@ -150,7 +150,6 @@ def load_table_tiles(n, slot, modifiers, view, rings, config, layout: gl.constex
 def modify_scores(s, n, kind, bits, tables, modifiers, view, MAY_CUT: gl.constexpr, config):
     """Scores `[M, N]` of the `n`-th key tile with what changes them, and -inf where a row does not see the key."""
     first_key = n * s.shape[1]
-    diagonal = view.row + view.alibi_shift
     if modifiers.cap_scale is not None:
         s = capped(s, modifiers.cap_scale)
     if config.SCORE_FUNCTION is not None:
@@ -158,7 +157,7 @@ def modify_scores(s, n, kind, bits, tables, modifiers, view, MAY_CUT: gl.constex
     if modifiers.bias is not None:
         s = add_bias(s, tables.bias, LOG2_E / modifiers.scale_log2)
     if modifiers.slope is not None:
-        s = lowered_by_distance(s, diagonal, first_key, modifiers.slope)
+        s = lowered_by_distance(s, view.row + view.near_shift, first_key, modifiers.slope)
     if modifiers.mask is not None:
         s = hide_by_mask(s, tables.mask)
     if config.TILE_Q > 0:

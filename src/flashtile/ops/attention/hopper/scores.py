@@ -22,10 +22,10 @@ class ScoreUnits(NamedTuple):
 
 
 @gluon.jit
-def load_slope(side, numbers, sequence, head, scale_log2, seen):
-    """ALiBi's slope of one head of one sequence, in the units of scores; 0 where `seen` says that nothing is there."""
+def load_slope(side, numbers, sequence, head, seen):
+    """ALiBi's slope of one head of one sequence; 0 where `seen` says that nothing is there."""
     place = side.alibi_slopes + sequence * numbers.stride_alibi_batch + head
-    return gl.load(place, mask=seen, other=0.0) * (LOG2_E / scale_log2)
+    return gl.load(place, mask=seen, other=0.0)
 
 
 @gluon.jit
@@ -35,6 +35,21 @@ def distance_shift(seq_q, seq_k, origin):
     if origin.diagonal is not None:
         shift += origin.diagonal
     return shift
+
+
+@gluon.jit
+def near_shift(shift, first, keys, ROWS: gl.constexpr):
+    """`distance_shift` as it is, or where all `keys` lie on one side of `ROWS` queries from `first` on, moved until one
+    of these is at no distance from the nearest key. Distances of all keys are then less by the same number, so weights
+    stay the same, and scores are small numbers, which float32 holds exactly enough."""
+    return gl.minimum(gl.maximum(first + shift, 1 - ROWS), gl.maximum(keys - 1, 0)) - first
+
+
+@gluon.jit
+def raised_to_near(statistic, slope, shift, near, SIGN: gl.constexpr):
+    """A row statistic of scores (natural logarithm) as one of scores with the `near_shift` for `shift`, for SIGN 1; for
+    -1 the other way round. One operation, which rounds once."""
+    return gl.fma(gl.abs(shift - near).to(gl.float32), SIGN * slope, statistic)
 
 
 @gluon.jit

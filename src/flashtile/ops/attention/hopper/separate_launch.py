@@ -109,7 +109,7 @@ class ApartPlan(NamedTuple):
         statistics, masked_dout = scratch.statistics, scratch.masked_dout
         self.begin.launch(
             out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse), statistics, None, None, scratch.counter,
-            masked_dout, pointers.sinks, pointer(sink_sums), pointers.cu_seqlens_q, None,
+            masked_dout, pointers.sinks, pointer(sink_sums), pointers.cu_seqlens_q, None, *pointers,
         )  # fmt: skip
         addresses = {
             "q": q.data_ptr(),

@@ -33,6 +33,7 @@ from flashtile.ops.attention.triton.scores import (
     Modifiers,
     ScoreFunction,
     TableColumns,
+    apart_from_near,
     dropout_matrix,
     function_gradient,
     kept_weights,
@@ -40,7 +41,7 @@ from flashtile.ops.attention.triton.scores import (
     load_alibi,
     load_line,
     load_table,
-    raised_to_near,
+    moved_near,
     sees_sink_alone,
     slope_gradients,
     tile_scores,
@@ -121,8 +122,11 @@ def attention_dq_kernel(
     alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k)
     dout_tile = load_rows(dout_base, dout_strides, 0, rows_left, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
     out_tile = load_rows(out_base, out_strides, 0, rows_left, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
+    apart = None
+    if alibi is not None:
+        apart = apart_from_near(first + row, alibi, keys)
     lse, delta, hidden = statistics_of_rows(
-        rows, statistics, first + row, seq_q, out_tile, dout_tile, side, head, alibi, keys,
+        rows, statistics, first + row < seq_q, out_tile, dout_tile, side, head, alibi, apart,
         HIDES_ROWS=rows.quiet is not None,
     )  # fmt: skip
     if rows.quiet is not None:
@@ -160,13 +164,13 @@ def attention_dq_kernel(
 
 @triton.jit
 def statistics_of_rows(
-    rows, places, row, seq_q, out_tile, dout_tile, side, head, alibi, keys, HIDES_ROWS: tl.constexpr
+    rows, places, inside, out_tile, dout_tile, side, head, alibi, apart, HIDES_ROWS: tl.constexpr
 ):  # fmt: skip
-    """lse in units of log2 and delta of some rows, `[M]`, and which of them see no key. `places`: of rows in lse. With
-    `alibi` the lse is that of scores relative to the nearest of `keys`. `HIDES_ROWS`: rows may see no key. Stores lse
-    and delta for the kernels that follow (`rows.statistics`), with sinks and a dlse also a third number, the delta of
-    the sinks, and with ALiBi a fourth, the lse that is returned."""
-    inside = row < seq_q
+    """lse in units of log2 and delta of some rows, `[M]`, and which of them see no key. `places`: of rows in lse,
+    `inside`: those that exist. With `alibi` the lse is that of scores whose distances are less by `apart`.
+    `HIDES_ROWS`: rows may see no key. Stores for the kernels that follow (`rows.statistics`) the lse that the forward
+    returned and delta, with sinks and a dlse also a third number, the delta of the sinks, and with ALiBi a fourth, the
+    lse that is returned here."""
     natural_lse = tl.load(rows.lse + places, mask=inside, other=float("-inf"))
     # In units of log2; +inf for rows that saw no key, so that their p is 0.
     lse = tl.where(natural_lse == float("-inf"), float("inf"), natural_lse * LOG2_E)
@@ -191,7 +195,7 @@ def statistics_of_rows(
         pair = tl.arange(0, 2)[None, :]
         tl.store(rows.statistics + 4 * places[:, None] + pair, tl.join(lse, delta), mask=inside[:, None])
     if alibi is not None:
-        lse = tl.where(lse == float("inf"), lse, raised_to_near(natural_lse, row, alibi, keys, 1) * LOG2_E)
+        lse = tl.where(lse == float("inf"), lse, tl.fma(apart, alibi.slope, natural_lse) * LOG2_E)
         if rows.statistics is not None:
             tl.store(rows.statistics + 4 * places + 3, lse, mask=inside)
     return lse, delta, hidden
@@ -250,7 +254,7 @@ def _sum_dq(
             dprobs = tl.where(kept, dprobs * modifiers.numbers.dropout.scale, 0.0)
         dscores = probs * (dprobs - delta[:, None])
         if SUMS_SLOPES:
-            slope_sums += slope_gradients(dscores, row, column, modifiers)
+            slope_sums += slope_gradients(dscores, row, column, modifiers.alibi)
         if SCORE_DERIVATIVE is not None:
             # Rows past the end, too, whose weights may be NaN.
             hidden = (probs == 0.0) | (lse == float("inf"))[:, None]
@@ -481,10 +485,13 @@ def attention_short_backward_kernel(
         dout_tile = load_rows(dout_base, dout_strides, 0, rows_q, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
         out_tile = load_rows(out_base, out_strides, 0, rows_q, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
         statistics = row_statistics_offset(sequence, head, heads, 0, rows_q, False) + row
-        # Scores as they are, not relative to the nearest key: keys of one tile are far from no query but in a part of a
-        # larger call, and the numbers that it takes would spill.
+        alibi = load_alibi(side, numbers, sequence, head, batch, rows_q, rows_k)
+        apart = None
+        if alibi is not None:
+            # In a part of a larger call all keys may be far. The nearest one of each row would take registers.
+            alibi, apart = moved_near(alibi, keys, BLOCK_M)
         lse, delta, hidden = statistics_of_rows(
-            rows, statistics, row, rows_q, out_tile, dout_tile, side, head, None, keys, HIDES_ROWS
+            rows, statistics, row < rows_q, out_tile, dout_tile, side, head, alibi, apart, HIDES_ROWS
         )
         if HIDES_ROWS:
             lse = tl.where(hidden, float("inf"), lse)
@@ -492,7 +499,6 @@ def attention_short_backward_kernel(
 
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         dprobs = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
-        alibi = load_alibi(side, numbers, sequence, head, batch, rows_q, rows_k)
         matrix = dropout_matrix(numbers.origin, sequence, head, heads)
         modifiers = Modifiers(side, numbers, columns, softcap, None, sequence, head, alibi, None, matrix)
         scores, tanh = tile_scores(
@@ -518,7 +524,7 @@ def attention_short_backward_kernel(
         store_rows(dv_base, dv_strides, 0, rows_k, tl.where(valid, dv, 0.0), shape.HEAD_DIM_V, BLOCK_N, BLOCK_E)
         dscores = probs * (dprobs - delta[:, None])
         if rows.slope_sums is not None:
-            slope_sums = slope_gradients(dscores, row, column, modifiers)
+            slope_sums = slope_gradients(dscores, row, column, alibi, apart)
             if HIDES_ROWS:
                 slope_sums = tl.where(hidden, 0.0, slope_sums)
             tl.store(rows.slope_sums + statistics, slope_sums, mask=row < rows_q)

@@ -130,17 +130,19 @@ def attention_dbias_kernel(
             )  # fmt: skip
             row = first + tl.arange(0, BLOCK_M)
             statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED) + row
+            # lse, with ALiBi that of scores relative to the nearest key, or delta.
+            which = 3 - 2 * second if side.alibi_slopes is not None else second
             if WHOLE:
-                statistic = tl.load(statistics_ptr + 4 * statistics + second)
+                statistic = tl.load(statistics_ptr + 4 * statistics + which)
             else:
-                statistic = tl.load(statistics_ptr + 4 * statistics + second, mask=row < seq_q, other=0.0)
+                statistic = tl.load(statistics_ptr + 4 * statistics + which, mask=row < seq_q, other=0.0)
             # Not inside of the branches: the compiler cannot fetch ahead for a product that is used there alone.
             product *= tl.where(second == 0, scale, numbers.dropout.scale)
             if second == 0:
                 function = ScoreFunction(captured, captured_sizes, None)
                 alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k)
                 columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
-                modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, None, None)
+                modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, keys, None)
                 scores, _tanh = tile_scores(
                     product, 1.0, first, start, modifiers, kind, constants, True, q_ptr.dtype.element_ty == tl.float32,
                     TRANSPOSED=False, SCORE_FUNCTION=SCORE_FUNCTION, BRANCHES=False, bias_tile=bias_tile,

@@ -239,7 +239,7 @@ def attention_column_sums_kernel(
         blocks = load_line(side, numbers, sequence, head, first // constants.TILE_K)
         visited = TileRanges(0, visited.full_begin, visited.full_end, blocks.entries * constants.TILE_Q)
     columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
-    modifiers = Modifiers(side, numbers, columns, softcap, None, sequence, head, alibi, None, None)
+    modifiers = Modifiers(side, numbers, columns, softcap, None, sequence, head, alibi, keys, None)
     sums = _sum_weights(
         q_base, k_base, q_strides, k_strides, lse_base, visited, first, keys, shift, seq_q, window, scale,
         modifiers, blocks, constants, shape,
@@ -275,6 +275,8 @@ def _sum_weights(
             start, kind = listed_tile(blocks, step, constants.TILE_Q, BLOCK_M)
         row = start + tl.arange(0, BLOCK_M)
         lse = tl.load(lse_base + row, mask=row < seq_q, other=float("-inf"))
+        if modifiers.alibi is not None:
+            lse = raised_to_near(lse, row, modifiers.alibi, keys, 1)
         # In units of log2; +inf for rows that saw nothing, so that their weights are 0.
         lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
         if CHUNK:

@@ -267,8 +267,21 @@ def near_diagonal(row, alibi, keys):
 def raised_to_near(statistic, row, alibi, keys, SIGN: tl.constexpr):
     """A row statistic of scores (natural logarithm) as one of scores relative to `near_diagonal`, for SIGN 1; for -1
     the other way round. One operation, which rounds once."""
-    apart = tl.abs(row + alibi.diagonal - near_diagonal(row, alibi, keys)).to(tl.float32)
-    return tl.fma(apart, SIGN * alibi.slope, statistic)
+    return tl.fma(apart_from_near(row, alibi, keys), SIGN * alibi.slope, statistic)
+
+
+@triton.jit
+def apart_from_near(row, alibi, keys):
+    """By how much `near_diagonal` differs from the keys at no distance."""
+    return tl.abs(row + alibi.diagonal - near_diagonal(row, alibi, keys)).to(tl.float32)
+
+
+@triton.jit
+def moved_near(alibi, keys, ROWS: tl.constexpr):
+    """`Alibi` of the first `ROWS` queries, moved until one of them is at no distance from the nearest key if all keys
+    lie on one side of them, and by how much."""
+    diagonal = tl.minimum(tl.maximum(alibi.diagonal, 1 - ROWS), tl.maximum(keys - 1, 0))
+    return Alibi(alibi.slope, diagonal), tl.abs(alibi.diagonal - diagonal).to(tl.float32)
 
 
 @triton.jit
@@ -282,9 +295,13 @@ def alibi_distance(diagonal, column, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def slope_gradients(dscores, row, column, modifiers):
-    """What a tile `[M, N]` adds to minus the gradient of the slope, by rows `[M]`."""
-    return tl.sum(dscores * alibi_distance(row + modifiers.alibi.diagonal, column, TRANSPOSED=False), 1)
+def slope_gradients(dscores, row, column, alibi, apart=None):
+    """What a tile `[M, N]` adds to minus the gradient of the slope, by rows `[M]`. `apart`: what `moved_near` took off
+    the distances."""
+    distance = alibi_distance(row + alibi.diagonal, column, TRANSPOSED=False)
+    if apart is not None:
+        distance += apart
+    return tl.sum(dscores * distance, 1)
 
 
 # Sinks
