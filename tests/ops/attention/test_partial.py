@@ -386,3 +386,20 @@ def test_distances_of_a_part_are_for_kernels_that_know_where_it_lies():
         side, spec = _described(q, q, q, AttentionPart(128, 0, 256, 256), None, None, taken)
         for phase in ("forward", "backward"):
             assert select.BACKENDS.choose(hopper_call(phase, q, q, q, side, spec)).backend == "hopper"
+
+
+@pytest.mark.interpreter
+def test_weights_of_far_keys_are_those_of_near_ones_where_one_tile_has_all() -> None:
+    """An ALiBi part 15,000 keys away, with an lse that float32 holds exactly: not a bit is another one."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, size, 1, 16, generator=generator).half() for size in (20, 24, 24, 20))
+    slopes = torch.full((1,), 4.0, requires_grad=True)
+
+    def gradients(first_query: int) -> list[Tensor]:
+        part, apart = AttentionPart(first_query, 0, 20_000, 20_000), 4 * (first_query - 24.0)
+        lse = torch.full((1, 1, 20), 2.0) - 4 * torch.arange(20) - apart
+        grads = attention_backward(dout, q, k, v, dout, lse, part, alibi_slopes=slopes, backend="triton")
+        return [grads.q, grads.k, grads.v]
+
+    near, far = gradients(30), gradients(15_030)
+    assert all(torch.equal(one, other) and one.any() for one, other in zip(near, far))
