@@ -28,7 +28,7 @@ class Names(NamedTuple):
     """The names of a module of another library.
 
     Attributes:
-        homes: the modules of `flashtile.compat` that have them; each is found in the first that has it.
+        homes: modules that have them, by full name or by that in `flashtile.compat`; the first that has one counts.
         prefix: what they begin with there.
         arguments: name -> arguments, as one writes them; of a class those of its constructor, and "Class.method".
     """
@@ -46,7 +46,7 @@ class Names(NamedTuple):
         """What each name stands for."""
         found: dict[str, Any] = {}
         for home in reversed(self.homes):
-            found |= vars(importlib.import_module(f"flashtile.compat.{home}"))
+            found |= vars(importlib.import_module(home if "." in home else f"flashtile.compat.{home}"))
         return {name: found[self.prefix + name] for name in self.public}
 
     def takes(self, body: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import flashtile
 from flashtile.compat import calls, flash_attn_1
 from flashtile.compat.arguments import refuse
-from flashtile.compat.cross_entropy import cross_entropy_of_lse
+from flashtile.compat.losses import cross_entropy_of_lse
 from flashtile.compat.norms import fused_norm
 from flashtile.compat.rows import locate_rows
 from flashtile.compat.signatures import EXTENSIONS

@@ -120,7 +120,7 @@ def _spec(fullname: str, served: Served, below: str, portions: list[str]) -> Mod
     """The spec of a module; its file is that of the names in it."""
     package = any(module.startswith("" if below == "." else f"{below}.") for module in served.modules if module != ".")
     names = served.modules.get(below)
-    home = "__init__" if names is None else names.homes[0].replace(".", "/")
+    home = "__init__" if names is None else names.homes[0]
     spec = ModuleSpec(fullname, _Loader(served, below), origin=str(_HERE / f"{home}.py"), is_package=package)
     spec.has_location = True
     if package:

@@ -1,4 +1,4 @@
-"""flash_attn 1.0.9 (2023): its functions, and its modules where they are not those of version 2.
+"""flash_attn 1.0.9 (2023): its functions; `modules_1` has its modules, `extensions_1` its extensions.
 
 The functions of attention are calls of `flashtile.attention_varlen`. What the arguments mean, for all of them:
 
@@ -28,14 +28,13 @@ from torch import Tensor, nn
 import flashtile
 from flashtile import modules
 from flashtile.compat import calls
-from flashtile.compat.arguments import refuse, refuse_given
+from flashtile.compat.arguments import refuse_given
 from flashtile.compat.calls import Given, Output, taken_apart
 from flashtile.compat.padding import kept_rows
 from flashtile.compat.rows import locate_rows
 from flashtile.compat.signatures import VERSION_1
 
 _INTERFACE = VERSION_1.modules["flash_attn_interface"]
-_BLOCKSPARSE = VERSION_1.modules["flash_blocksparse_attention"]
 #: Rows of lse and of the weights are padded to a multiple of the first, keys to one of the second.
 PROBS_MULTIPLE = (16, 64)
 
@@ -243,59 +242,7 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, 
     return modules.unpad_input(hidden_states, kept_rows(attention_mask))[:4]
 
 
-# flash_attn.flash_attention
-
-FlashMHA = modules.FlashMHA
-
-
-class FlashAttention(nn.Module):
-    """Attention of packed queries, keys and values.
-
-    Args:
-        softmax_scale: factor on the scores; default `1/sqrt(head_dim)`.
-        attention_dropout: probability that an attention weight is dropped, in training.
-    """
-
-    def __init__(self, softmax_scale: float | None = None, attention_dropout: float = 0.0) -> None:
-        super().__init__()
-        self.softmax_scale = softmax_scale
-        self.dropout_p = attention_dropout
-
-    @VERSION_1.modules["flash_attention"].takes
-    def forward(
-        self, qkv: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, max_s: int | None,
-        need_weights: bool, causal: bool,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        """Attention of qkv to itself.
-
-        Args:
-            qkv: `[batch, seq, 3, heads, head_dim]`, or with cu_seqlens `[total, 3, heads, head_dim]`.
-            key_padding_mask: bool `[batch, seq]`, True = keep; rows that are not kept give 0.
-            causal: no token sees later ones.
-            cu_seqlens: `[batch + 1]`, with max_s, the longest sequence.
-            need_weights: must be False.
-
-        Returns:
-            The output, of the shape of q, and None in the place of weights.
-        """
-        if need_weights:
-            refuse("need_weights", "False", True, "attention weights are never in memory as a whole")
-        options = {"causal": causal, "softmax_scale": self.softmax_scale}
-        options["dropout_p"] = self.dropout_p if self.training else 0.0
-        if cu_seqlens is not None:
-            if key_padding_mask is not None or max_s is None:
-                raise ValueError(
-                    "cu_seqlens: expected max_s beside it and no key_padding_mask; packed sequences have no padding"
-                )
-            return flash_attn_unpadded_qkvpacked_func(qkv, cu_seqlens, max_s, **options), None
-        if key_padding_mask is None:
-            return calls.computed(*taken_apart({"qkv": qkv, **options})[:5]), None
-        rows, indices, cu_seqlens, longest = unpad_input(qkv, key_padding_mask)
-        out = flash_attn_unpadded_qkvpacked_func(rows, cu_seqlens, longest, **options)
-        return modules.pad_input(out, indices, qkv.shape[0], qkv.shape[1]), None
-
-
-# flash_attn.flash_blocksparse_attn_interface and flash_blocksparse_attention
+# flash_attn.flash_blocksparse_attn_interface
 
 
 def convert_blockmask(blockmask: Tensor, causal: bool) -> Tensor:
@@ -334,59 +281,6 @@ def flash_blocksparse_attn_func(blockmask: Tensor, convert_mask: bool, **given: 
     """`flashtile.modules.flash_blocksparse_attn_func`; without convert_mask, `blockmask` is what `convert_blockmask`
     makes of a layout."""
     return modules.flash_blocksparse_attn_func(blockmask=blockmask if convert_mask else layout_of(blockmask), **given)
-
-
-class FlashBlocksparseAttention(modules.FlashBlocksparseAttention):
-    """`flashtile.modules.FlashBlocksparseAttention` with the arguments of flash_attn 1.
-
-    Args:
-        sparsity_config: as there.
-        softmax_temp: factor on the scores; default `1/sqrt(head_dim)`.
-        attention_dropout: probability that an attention weight is dropped, in training.
-        max_seq_length: the longest sequence.
-        device, dtype: there are no parameters; the mask goes where qkv is.
-    """
-
-    @_BLOCKSPARSE.takes
-    def __init__(self, sparsity_config: Any, softmax_temp: float | None, max_seq_length: int, **given: Any) -> None:
-        super().__init__(sparsity_config, softmax_temp, given["attention_dropout"])
-        self.max_seq_length = max_seq_length
-
-    @_BLOCKSPARSE.takes
-    def forward(self, qkv: Tensor, attn_mask: Tensor | None, key_padding_mask: Any, **given: Any) -> Any:
-        """As there. attn_mask must be None; a key_padding_mask may be an object with a `bool_matrix`; convert_mask says
-        in which form the mask is kept, and changes nothing here."""
-        refuse_given("what is visible is said by sparsity_config, and padding by key_padding_mask", attn_mask=attn_mask)
-        del given["convert_mask"]
-        longest = given["max_s"] if given["cu_seqlens"] is not None else qkv.shape[1]
-        if longest is not None and longest > self.max_seq_length:
-            refuse("max_seq_length", f"at least {longest}, the sequence of the call", self.max_seq_length, "raise it")
-        return super().forward(qkv, getattr(key_padding_mask, "bool_matrix", key_padding_mask), **given)
-
-
-class FlashBlocksparseMHA(modules.FlashBlocksparseMHA):
-    """`flashtile.modules.FlashBlocksparseMHA` around `FlashBlocksparseAttention`; arguments as there."""
-
-    @_BLOCKSPARSE.takes
-    def __init__(self, sparsity_config: Any, max_seq_length: int, **given: Any) -> None:
-        super().__init__(sparsity_config=sparsity_config, **given)
-        self.embed_dim = given["embed_dim"]
-        self.inner_attn = FlashBlocksparseAttention(
-            sparsity_config, attention_dropout=given["attention_dropout"], max_seq_length=max_seq_length
-        )
-
-    @_BLOCKSPARSE.takes
-    def forward(self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Any, need_weights: bool, **same: Any):
-        """Attention of x `[batch, seq, embed_dim]` to itself.
-
-        `x_ignored_` and `x_ignored_1_` stand where other modules have keys and values: they must be x, or None.
-        """
-        for name, given in same.items():
-            if given is not None and given is not x:
-                refuse(name, "x or None", given, "this is self-attention")
-        qkv = self.Wqkv(x).unflatten(-1, (3, self.num_heads, -1))
-        out, _ = self.inner_attn(qkv, attn_mask, key_padding_mask, self.causal, need_weights=need_weights)
-        return self.out_proj(out.flatten(2)), None
 
 
 # flash_attn.fused_softmax

@@ -112,7 +112,7 @@ flash_attn_triton = padding
     flash_attn_kvpacked_func: q, kv, {_BIAS}
     flash_attn_qkvpacked_func: qkv, {_BIAS}
     _flash_attn_forward: q, k, v, {_BIAS}
-ops.fused_dense = flash_attn.ops.fused_dense
+ops.fused_dense = dense
     fused_dense_func: x, weight, bias=None, return_residual=False, process_group=None, sequence_parallel=True
     FusedDense: in_features, out_features, bias=True, return_residual=False, {_PLACE}
     FusedDense.forward: self, x, process_group=None
@@ -120,14 +120,14 @@ ops.fused_dense = flash_attn.ops.fused_dense
         return_residual=False, checkpoint_lvl=0, heuristic=0, process_group=None, sequence_parallel=True
     FusedMLP: {_FUSED_MLP}
     FusedMLP.forward: self, x, process_group=None
-ops.layer_norm = flash_attn.ops.layer_norm
+ops.layer_norm = norms, flashtile.modules
     layer_norm: x, weight, bias, epsilon
     dropout_add_layer_norm: {_DROPOUT_ADD}, rowscale=None, layerscale=None, {_PRENORM}
     dropout_add_layer_norm_subset: {_DROPOUT_ADD}, {_SUBSET}, {_PRENORM}
     dropout_add_layer_norm_parallel_residual: {_PARALLEL}, {_PRENORM}
     DropoutAddLayerNorm: {_DROPOUT_ADD_MODULE}
     DropoutAddLayerNorm.forward: self, x0, residual=None
-ops.rms_norm = flash_attn.ops.rms_norm
+ops.rms_norm = norms, flashtile.modules
     rms_norm: x, weight, epsilon
     dropout_add_rms_norm: {_DROPOUT_ADD}, rowscale=None, layerscale=None, {_PRENORM}
     dropout_add_rms_norm_subset: {_DROPOUT_ADD}, {_SUBSET}, {_PRENORM}
@@ -136,21 +136,21 @@ ops.rms_norm = flash_attn.ops.rms_norm
     RMSNorm.forward: self, x
     DropoutAddRMSNorm: {_DROPOUT_ADD_MODULE}
     DropoutAddRMSNorm.forward: self, x0, residual=None
-ops.triton.linear = flash_attn.ops.triton.linear
+ops.triton.linear = dense
     triton_linear_act: x, weight, bias=None, activation='id', save_act_input=False
     triton_dgrad_act: grad_output, weight, activation='id', act_input=None
-ops.triton.mlp = flash_attn.ops.triton.mlp
+ops.triton.mlp = dense
     fused_dense_sqrelu_dense_function: x, weight1, bias1, weight2, bias2, checkpoint_lvl=0
     FusedDenseSqreluDense: {_MLP}, bias1=True, bias2=True, checkpoint_lvl=0, {_PLACE}
     FusedDenseSqreluDense.forward: self, x
-modules.embedding = flash_attn.modules.embedding
+modules.embedding = embedding
     GPT2Embeddings: embed_dim, vocab_size, max_position_embeddings, padding_idx=None, word_embed_proj_dim=None, {_PLACE}
     GPT2Embeddings.forward: self, input_ids, position_ids=None
     BertEmbeddings: embed_dim, vocab_size, max_position_embeddings, type_vocab_size, padding_idx=None, {_PLACE}
     BertEmbeddings.forward: self, input_ids, position_ids=None, token_type_ids=None
     VocabParallelEmbedding: num_embeddings, *args, process_group=None, padding_idx=None, **kwargs
     ColumnParallelEmbedding: num_embeddings, embedding_dim, *args, process_group=None, **kwargs
-layers.patch_embed = flash_attn.layers.patch_embed
+layers.patch_embed = embedding
     PatchEmbed: img_size=224, patch_size=16, in_chans=3, embed_dim=768, norm_layer=None, flatten=True, bias=True,
         fused_bias_fc=False
     PatchEmbed.forward: self, x
@@ -210,7 +210,7 @@ bert_padding = padding
     {_INDICES}
     unpad_input: hidden_states, attention_mask, unused_mask=None
     unpad_input_for_concatenated_sequences: hidden_states, attention_mask_in_length
-layers.rotary = flash_attn.layers.rotary
+layers.rotary = rotary
     {_TURNS}
     apply_rotary_emb: x, cos, sin, {_ROTARY}
     apply_rotary_emb_func: x, cos, sin, {_ROTARY}
@@ -218,10 +218,10 @@ layers.rotary = flash_attn.layers.rotary
     apply_rotary_emb_kv_: kv, cos, sin, interleaved=False, seqlen_offsets=0
     RotaryEmbedding: dim, base=10000.0, interleaved=False, scale_base=None, device=None
     RotaryEmbedding.forward: self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None
-ops.triton.rotary = flash_attn.ops.triton.rotary
+ops.triton.rotary = rotary
     apply_rotary: x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False,
         conjugate=False
-ops.triton.layer_norm = flash_attn.ops.triton.layer_norm
+ops.triton.layer_norm = triton_norms
     layer_norm_fn: {_NORM}, residual_in_fp32=False, zero_centered_weight=False, is_rms_norm=False, {_NORM_END}
     rms_norm_fn: {_NORM}, residual_in_fp32=False, zero_centered_weight=False, {_NORM_END}
     layer_norm_ref: {_NORM_REF}
@@ -230,30 +230,30 @@ ops.triton.layer_norm = flash_attn.ops.triton.layer_norm
         prenorm=False, residual_in_fp32=False, is_rms_norm=False
     RMSNorm: hidden_size, eps=1e-05, dropout_p=0.0, zero_centered_weight=False, {_PLACE}
     RMSNorm.forward: self, x, residual=None, prenorm=False, residual_in_fp32=False
-ops.triton.cross_entropy = flash_attn.ops.triton.cross_entropy
+ops.triton.cross_entropy = losses
     cross_entropy_loss: logits, labels, precomputed_lse=None, label_smoothing=0.0, logit_scale=1.0,
         lse_square_scale=0.0, ignore_index=-100, inplace_backward=False, process_group=None
-losses.cross_entropy = flash_attn.losses.cross_entropy
+losses.cross_entropy = losses
     CrossEntropyLoss: ignore_index=-100, reduction='mean', label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0,
         inplace_backward=False, process_group=None, return_z_loss=False
     CrossEntropyLoss.forward: self, input, target, precomputed_lse=None
-ops.activations = flash_attn.ops.activations
+ops.activations = activations
     {_ACTIVATIONS}
     swiglu_fwd: x, y
     swiglu_bwd: x, y, g
     SwiGLUFunction.forward: ctx, x, y
     swiglu: *args, **kwargs
-modules.mha = flash_attn.modules.mha
+modules.mha = mha, flashtile.modules
     {_ATTENTION_MODULES}
     FlashSelfAttention: {_INNER}, window_size=(-1, -1), alibi_slopes=None, deterministic=False
     FlashCrossAttention: {_INNER}, alibi_slopes=None, window_size=(-1, -1), deterministic=False
     MHA: embed_dim, num_heads, num_heads_kv=None, {_MHA}, use_alibi=False, window_size=(-1, -1), {_MHA_END}
     MHA.allocate_inference_cache: self, batch_size, max_seqlen, dtype=None
     get_alibi_slopes: nheads
-modules.mlp = flash_attn.modules.mlp
+modules.mlp = dense, flashtile.modules
     {_PERCEPTRONS}
     GatedMlp: {_MLP}, activation=sigmoid, bias1=True, bias2=True, multiple_of=128, return_residual=False, {_PLACE}
-modules.block = flash_attn.modules.block
+modules.block = block
     {_BLOCKS}
 """),
 )
@@ -277,7 +277,7 @@ flash_attn_interface = flash_attn_1
         generator=None
     _flash_attn_backward: dout, q, k, v, out, softmax_lse, dq, dk, dv, {_LENGTHS}, dropout_p, softmax_scale, causal,
         rng_state=None, num_splits=0, generator=None
-flash_attention = flash_attn_1
+flash_attention = modules_1, flashtile.modules
     FlashAttention: softmax_scale=None, attention_dropout=0.0
     FlashAttention.forward: self, qkv, key_padding_mask=None, causal=False, cu_seqlens=None, max_s=None,
         need_weights=False
@@ -287,7 +287,7 @@ flash_blocksparse_attn_interface = flash_attn_1
     convert_blockmask: blockmask, causal
     flash_blocksparse_attn_func: qkv, cu_seqlens, blockmask, dropout_p, max_s, softmax_scale=None, causal=False,
         return_attn_probs=False, convert_mask=True
-flash_blocksparse_attention = flash_attn_1
+flash_blocksparse_attention = modules_1
     FlashBlocksparseAttention: sparsity_config, softmax_temp=None, attention_dropout=0.0, max_seq_length=2048, {_PLACE}
     FlashBlocksparseAttention.forward: self, qkv, attn_mask=None, key_padding_mask=None, causal=False, cu_seqlens=None,
         max_s=None, need_weights=False, convert_mask=True
@@ -301,31 +301,31 @@ fused_softmax = flash_attn_1
 bert_padding = flash_attn_1, padding
     {_INDICES}
     unpad_input: hidden_states, attention_mask
-layers.rotary = flash_attn_v1.layers.rotary
+layers.rotary = modules_1, rotary
     {_TURNS}
     apply_rotary_emb_func: x, cos, sin, interleaved=False, inplace=False
     apply_rotary_emb_qkv_: qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False
     RotaryEmbedding: dim, base=10000.0, interleaved=False, scale_base=None, pos_idx_in_fp32=True, device=None
     RotaryEmbedding.forward: self, qkv, seqlen_offset=0
-losses.cross_entropy = flash_attn_v1.losses.cross_entropy
+losses.cross_entropy = modules_1
     CrossEntropyLoss: {_V1_LOSS}
     CrossEntropyLoss.forward: self, input, target
     CrossEntropyLossApex: {_V1_LOSS}
-losses.cross_entropy_apex = flash_attn_v1.losses.cross_entropy
+losses.cross_entropy_apex = modules_1
     CrossEntropyLoss: {_V1_LOSS}
     CrossEntropyLossApex: {_V1_LOSS}
-ops.activations = flash_attn.ops.activations
+ops.activations = activations
     {_ACTIVATIONS}
-modules.mha = flash_attn_v1.modules.mha
+modules.mha = modules_1, mha
     {_ATTENTION_MODULES}
     FlashSelfAttention: {_INNER}, triton=False
     FlashCrossAttention: {_INNER}, triton=False
     MHA: embed_dim, num_heads, {_MHA}, {_MHA_END}
     MHA.allocate_inference_cache: self, batch_size, max_seqlen, dtype=None, fused_ft_kernel=True
-modules.mlp = flash_attn_v1.modules.mlp
+modules.mlp = modules_1, dense, flashtile.modules
     {_PERCEPTRONS}
     GatedMlp: {_MLP}, activation=sigmoid, bias1=True, bias2=True, multiple_of=256, return_residual=False, {_PLACE}
-modules.block = flash_attn_v1.modules.block
+modules.block = modules_1
     {_BLOCKS}
 """),
 )
@@ -341,7 +341,7 @@ VERSION_3 = Served(
     "3.0.0b1",
     ("3.0.0b1", *_FIRST_COMMITTED),
     tables(f"""
-. = flash_attn_3.flash_attn_interface
+. = flash_attn_3
     flash_attn_func: q, k, v, {_V3}
     flash_attn_varlen_func: q, k, v, {_LENGTHS}, seqused_q=None, seqused_k=None, {_V3}
     flash_attn_qkvpacked_func: qkv, softmax_scale=None, causal=False, {_FACTORS}, window_size=(-1, -1),
@@ -386,11 +386,11 @@ VERSION_4 = Served(
     # its private `_arch` is left out.
     ("4.0.0b36", "a list of the signatures of flash_attn.cute at that version", "2026-11-28"),
     tables(f"""
-. = flash_attn_4.cute.interface
+. = flash_attn_4
     {_V4_INTERFACE}
-interface = flash_attn_4.cute.interface
+interface = flash_attn_4
     {_V4_INTERFACE}
-block_sparsity = flash_attn_4.cute.block_sparsity
+block_sparsity = block_sparsity
     BlockSparseTensorsTorch: mask_block_cnt, mask_block_idx, full_block_cnt=None, full_block_idx=None, block_size=None
 """),
 )

@@ -26,12 +26,11 @@ from torch import Tensor
 
 from flashtile.compat.arguments import refuse, refuse_given
 from flashtile.compat.attend import attend
+from flashtile.compat.block_sparsity import BlockSparseTensorsTorch, block_mask_of
 from flashtile.compat.calls import Call, Packed, as_dense, equal_lengths
 from flashtile.compat.combine import combine
 from flashtile.compat.functions import Problem, check_derivative, score_function
 from flashtile.compat.rows import check_pages, gathered_keys
-
-from .block_sparsity import BlockSparseTensorsTorch, block_mask_of
 
 _NOT_SERVED = {
     "qv": "concatenate it with q, and v with k, for flashtile.attention, or call FlashAttention-3's function",

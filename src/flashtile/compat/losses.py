@@ -1,12 +1,69 @@
-"""Cross-entropy from a log-sum-exp that the caller has already: `precomputed_lse` of flash_attn."""
+"""flash_attn.losses.cross_entropy and ops.triton.cross_entropy over `flashtile.cross_entropy`.
+
+With a log-sum-exp that the caller has already, `precomputed_lse`, the loss is one of PyTorch operations.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import flashtile
+from flashtile import modules
+from flashtile.compat.arguments import refuse
+from flashtile.compat.signatures import VERSION_2
+
+_LOSSES, _TRITON = VERSION_2.modules["losses.cross_entropy"], VERSION_2.modules["ops.triton.cross_entropy"]
 #: Elements of logits that the backward makes wide at a time.
 _CHUNK = 1 << 24
+
+
+@_TRITON.takes
+def cross_entropy_loss(logits: Tensor, labels: Tensor, precomputed_lse: Tensor | None, **given: Any) -> Any:
+    """Cross-entropy of each row, and the part of lse² in it.
+
+    Args:
+        logits: `[rows, classes]`, of all classes or with process_group of a part.
+        labels: integers `[rows]`.
+        precomputed_lse: `[rows]`, the log-sum-exp of `logit_scale · logits`, where the caller has it. Not with
+            process_group.
+        label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward, process_group: as
+            `flashtile.cross_entropy`.
+
+    Returns:
+        losses and z_losses, float32 `[rows]`; the former contain the latter. Only the former are differentiable.
+    """
+    if precomputed_lse is None:
+        return flashtile.cross_entropy(logits, labels, reduction="none", return_z_loss=True, **given)
+    if given.pop("process_group") is not None:
+        refuse("precomputed_lse", "None with process_group", precomputed_lse, "each process makes its own part then")
+    return cross_entropy_of_lse(logits, labels, precomputed_lse, **given)
+
+
+class CrossEntropyLoss(modules.CrossEntropyLoss):
+    """`flashtile.modules.CrossEntropyLoss` with flash_attn's order of arguments, and `precomputed_lse` in a call."""
+
+    @_LOSSES.takes
+    def __init__(self, reduction: str, **given: Any) -> None:
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+        super().__init__(reduction=reduction, **given)
+
+    @_LOSSES.takes
+    def forward(self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None) -> Any:
+        """The loss of `input` `[rows, classes]` against `target` `[rows]`, or (loss, z_loss)."""
+        if precomputed_lse is None:
+            return super().forward(input, target)
+        options = self.options()
+        del options["class_weights"], options["softcap"]  # flash_attn has none
+        reduction, return_z_loss = options.pop("reduction"), options.pop("return_z_loss")
+        results = cross_entropy_loss(input, target, precomputed_lse, **options)
+        if reduction != "none":
+            counted = (target != options["ignore_index"]).sum() if reduction == "mean" else 1
+            results = [each.sum() / counted for each in results]
+        return tuple(results) if return_z_loss else results[0]
 
 
 def cross_entropy_of_lse(

@@ -1,0 +1,163 @@
+"""flash_attn.ops.fused_dense, ops.triton.linear and ops.triton.mlp over `flashtile.fused_dense` and `fused_mlp`.
+
+Layers that processes share (`process_group`) are those of flashtile.distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import flashtile
+from flashtile import modules
+from flashtile.compat.activations import gelu_bwd, gelu_fwd, sqrelu_bwd, sqrelu_fwd
+from flashtile.compat.arguments import refuse, refuse_given
+from flashtile.compat.signatures import VERSION_2
+
+_DENSE, _LINEAR, _MLP = (VERSION_2.modules[f"ops.{name}"] for name in ("fused_dense", "triton.linear", "triton.mlp"))
+_ONE_DEVICE = "these layers compute on one device"
+#: The activations of flash_attn in the words of flashtile.
+_ACTIVATIONS = {"gelu_approx": "gelu_tanh", "relu": "relu", "sqrelu": "squared_relu"}
+#: Those of ops.triton.linear, and the gradient of the argument from (gradient of the result, argument).
+_WITH_GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Any], Tensor]]] = {
+    "id": (lambda x: x, lambda g, x: g),
+    "gelu": (F.gelu, lambda g, x: torch.ops.aten.gelu_backward(g, x)),
+    "gelu_approx": (gelu_fwd, gelu_bwd),
+    "squared_relu": (sqrelu_fwd, sqrelu_bwd),
+}
+
+
+def _chosen(activation: str, known: dict[str, Any]) -> Any:
+    if activation not in known:
+        raise ValueError(f"activation: expected one of {', '.join(map(repr, known))}, got {activation!r}")
+    return known[activation]
+
+
+@_DENSE.takes
+def fused_dense_func(
+    x: Tensor, weight: Tensor, bias: Tensor | None, return_residual: bool, process_group: Any, **_: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A linear layer, `x weightᵀ + bias`; with return_residual also x. `sequence_parallel` belongs to process_group."""
+    refuse_given(_ONE_DEVICE, process_group=process_group)
+    return flashtile.fused_dense(x, weight, bias, return_residual=return_residual)
+
+
+class FusedDense(modules.FusedDense):
+    """`flashtile.modules.FusedDense`: a linear layer."""
+
+    @_DENSE.takes
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+
+    @_DENSE.takes
+    def forward(self, x: Tensor, process_group: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """`[..., in_features] -> [..., out_features]`; with return_residual also x."""
+        refuse_given(_ONE_DEVICE, process_group=process_group)
+        return super().forward(x)
+
+
+@_DENSE.takes
+def fused_mlp_func(
+    save_pre_act: bool, activation: str, checkpoint_lvl: int, return_residual: bool, process_group: Any, heuristic: int,
+    sequence_parallel: bool, **tensors: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Linear layer, activation, linear layer.
+
+    Args:
+        x: `[..., in]`; weight1 `[hidden, in]`, weight2 `[out, hidden]`, and their biases.
+        activation: "gelu_approx", "relu" or "sqrelu".
+        save_pre_act: False says that there will be no backward; a gradient must not be wanted then.
+        return_residual: also return x.
+        checkpoint_lvl: what is kept for the backward, 0 to 2; see `flashtile.fused_mlp`.
+        heuristic: chose among matrix products of one library; PyTorch's own are used, and nothing depends on it.
+        sequence_parallel: belongs to process_group, which must be None.
+    """
+    refuse_given(_ONE_DEVICE, process_group=process_group)
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values())
+    if not save_pre_act and wanted:
+        refuse("save_pre_act", "True where a gradient is wanted", False, "call it under torch.no_grad()")
+    options: dict[str, Any] = {"activation": _chosen(activation, _ACTIVATIONS), "return_residual": return_residual}
+    return flashtile.fused_mlp(**tensors, **options, checkpoint_level=checkpoint_lvl)
+
+
+class FusedMLP(modules.FusedMlp):
+    """`flashtile.modules.FusedMlp`: linear layer, activation, linear layer.
+
+    Args:
+        activation, heuristic: as `fused_mlp_func`.
+        checkpoint_lvl: `checkpoint_level` there; the others have the same names.
+    """
+
+    @_DENSE.takes
+    def __init__(self, activation: str, checkpoint_lvl: int, heuristic: int | str, **given: Any) -> None:
+        super().__init__(activation=_chosen(activation, _ACTIVATIONS), checkpoint_level=checkpoint_lvl, **given)
+        self.heuristic = heuristic
+
+    @_DENSE.takes
+    def forward(self, x: Tensor, process_group: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """`[..., in_features] -> [..., out_features]`; with return_residual also x."""
+        refuse_given(_ONE_DEVICE, process_group=process_group)
+        return super().forward(x)
+
+
+@_LINEAR.takes
+@torch.no_grad()
+def triton_linear_act(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_act_input: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`act(x weightᵀ + bias)`, which autograd does not record; with save_act_input also the argument of the activation.
+
+    Args:
+        x: `[..., in]`.
+        weight: `[out, in]` in x's dtype.
+        bias: `[out]`, or None for 0.
+        activation: "id", "gelu", "gelu_approx" (the tanh approximation) or "squared_relu".
+    """
+    function, _ = _chosen(activation, _WITH_GRADIENTS)
+    before = flashtile.fused_dense(x, weight, bias)
+    out = function(before)
+    return (out, before) if save_act_input else out
+
+
+@_LINEAR.takes
+@torch.no_grad()
+def triton_dgrad_act(grad_output: Tensor, weight: Tensor, activation: str, act_input: Tensor | None) -> Tensor:
+    """`(grad_output weight) · act'(act_input)`: the gradient of what the activation before a linear layer was taken of.
+
+    Args:
+        grad_output: `[..., out]`.
+        weight: `[out, in]`.
+        activation: as `triton_linear_act`.
+        act_input: `[..., in]`; not needed with "id".
+    """
+    _, gradient = _chosen(activation, _WITH_GRADIENTS)
+    if act_input is None and activation != "id":
+        remedy = "it is what triton_linear_act returns with save_act_input=True"
+        refuse("act_input", f"a tensor beside activation {activation!r}", None, remedy)
+    return gradient(grad_output @ weight, act_input)
+
+
+@_MLP.takes
+def fused_dense_sqrelu_dense_function(checkpoint_lvl: int, **tensors: Any) -> Any:
+    """`relu(x weight1ᵀ + bias1)² weight2ᵀ + bias2`.
+
+    Args:
+        x: `[..., in]`; weight1 `[hidden, in]`, weight2 `[out, hidden]`, and their biases.
+        checkpoint_lvl: what is kept for the backward, 0 to 2; see `flashtile.fused_mlp`.
+    """
+    return flashtile.fused_mlp(**tensors, activation="squared_relu", checkpoint_level=checkpoint_lvl)
+
+
+class FusedDenseSqreluDense(modules.FusedMlp):
+    """`flashtile.modules.FusedMlp` with the square of ReLU; `bias1` and `bias2` must be True."""
+
+    @_MLP.takes
+    def __init__(self, bias1: bool, bias2: bool, checkpoint_lvl: int, **given: Any) -> None:
+        for name, bias in (("bias1", bias1), ("bias2", bias2)):
+            if not bias:
+                refuse(name, "True", bias, "flashtile.modules.FusedMlp also has layers without biases")
+        super().__init__(activation="squared_relu", checkpoint_level=checkpoint_lvl, **given)

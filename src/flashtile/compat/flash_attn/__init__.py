@@ -1,1 +1,0 @@
-"""The names of flash_attn 2 that have files of their own."""

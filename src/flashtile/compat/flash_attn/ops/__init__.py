@@ -1,1 +1,0 @@
-"""Operations of flash_attn beside attention."""

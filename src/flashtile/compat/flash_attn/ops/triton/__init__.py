@@ -1,1 +1,0 @@
-"""Those that flash_attn has in Triton."""

@@ -1,1 +1,0 @@
-"""Layers of flash_attn 1: rotary position embedding, patches of images."""

@@ -1,1 +1,0 @@
-"""Losses of flash_attn 1."""
