@@ -31,8 +31,8 @@ from flashtile.ops.layer_norm import spec as norms
 from flashtile.ops.layer_norm.triton import launch as layer_norm
 from flashtile.ops.rotary.spec import RotarySpec, Rotation
 from flashtile.ops.rotary.triton import launch as rotary
-from flashtile.ops.softmax.spec import SoftmaxSpec
-from flashtile.ops.softmax.triton import launch as softmax
+from flashtile.ops.softmax import kernels as softmax
+from flashtile.ops.softmax.spec import SoftmaxGradient, SoftmaxInputs, SoftmaxSpec
 
 pytestmark = pytest.mark.unpoisoned
 
@@ -222,9 +222,9 @@ def test_attention_over_a_cache(paged: bool, launched: list[str]) -> None:
 
 def test_softmax(launched: list[str]) -> None:
     x, mask = _meta(8, 32, 2**14, 2**14), _meta(8, 1, 2**14, 2**14, dtype=torch.bool, strides=(2**33, 1, 2**32, 1))
-    out = softmax.forward(x, mask.expand(x.shape), SoftmaxSpec(1.0, True))
-    softmax.backward(x, out, SoftmaxSpec(1.0, True))
-    softmax.forward(_meta(1, 1, 2**31 - 2**16, 3), None, SoftmaxSpec(1.0, False))
+    out = softmax.forward(SoftmaxInputs(x, mask.expand(x.shape)), SoftmaxSpec(1.0, True))
+    softmax.backward(SoftmaxGradient(x, out), SoftmaxSpec(1.0, True))
+    softmax.forward(SoftmaxInputs(_meta(1, 1, 2**31 - 2**16, 3), None), SoftmaxSpec(1.0, False))
     assert launched == ["softmax_forward_kernel", "softmax_backward_kernel", "softmax_forward_kernel"]
 
 
@@ -305,7 +305,9 @@ def test_more_rows_than_kernels_count_are_refused(launched: list[str]) -> None:
     table = _meta(1, 2**26, dtype=torch.int32)
     call = CacheCall(short, _meta(2, 16, 1, 64), _meta(2, 16, 1, 64), block_table=table)
     _refused(kv_cache.forward, call, CacheSpec(4, 1.0), match="block_table: " + most)
-    _refused(softmax.forward, _meta(2, 1, rows // 2, 1), None, SoftmaxSpec(1.0, False), match="x: " + most)
+    _refused(
+        softmax.forward, SoftmaxInputs(_meta(2, 1, rows // 2, 1), None), SoftmaxSpec(1.0, False), match="x: " + most
+    )
     spec = norms.NormSpec(True, 1e-5, 0.0, 1.0, False, _BF16, rows)
     _refused(layer_norm.forward, norms.Operands(_meta(rows, 1)), spec, match="x0: " + most)
     angles = _meta(4, 1)

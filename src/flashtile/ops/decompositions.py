@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from flashtile.ops.attention import reference as attention
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.common.operators import OPERATORS, Operator, packed
 from flashtile.ops.cross_entropy import reference as cross_entropy
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec
 from flashtile.ops.dense import reference as dense
@@ -18,8 +20,6 @@ from flashtile.ops.layer_norm import reference as layer_norm
 from flashtile.ops.layer_norm.spec import NormSpec, Operands
 from flashtile.ops.rotary import reference as rotary
 from flashtile.ops.rotary.spec import RotarySpec, Rotation
-from flashtile.ops.softmax import reference as softmax
-from flashtile.ops.softmax.spec import SoftmaxSpec
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -35,15 +35,20 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         A new dict: operator overload -> function with its arguments.
     """
     ops = torch.ops.flashtile
-    return {
+    made = {each.overload: functools.partial(_decomposed, each) for each in OPERATORS.values() if each.decomposition}
+    return made | {
         ops.attention_forward.default: _attention,
         ops.layer_norm_forward.default: _layer_norm,
         ops.rotary.default: _rotary,
-        ops.softmax_forward.default: _softmax,
         ops.dense_activate.default: _activate,
         ops.dense_column_sum.default: _column_sum,
         ops.cross_entropy_forward.default: _cross_entropy,
     }
+
+
+def _decomposed(made: Operator, *flat: Any) -> Any:
+    assert made.decomposition is not None
+    return packed(made.decomposition(*made.nested(flat)))
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -73,10 +78,6 @@ def _layer_norm(*arguments: Any) -> list[Tensor]:
 def _rotary(*arguments: Any) -> Tensor:
     rotation = Rotation(*arguments[: len(Rotation._fields)])
     return rotary.rotate(rotation, RotarySpec(*arguments[len(Rotation._fields) : -1]))
-
-
-def _softmax(x: Tensor, mask: Tensor | None, scale: float, causal: bool, backend: str) -> Tensor:
-    return softmax.forward(x, mask, SoftmaxSpec(scale, causal))
 
 
 def _activate(pre: Tensor, activation: Any, gated: bool, backend: str) -> Tensor:

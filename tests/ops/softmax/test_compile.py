@@ -19,9 +19,8 @@ if devices.interpreting():
 from checked_code import check_code
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.launch import KernelSource, Plan
+from flashtile.ops.softmax import kernels
 from flashtile.ops.softmax.spec import SoftmaxSpec
-from flashtile.ops.softmax.triton import launch
-from flashtile.ops.softmax.triton.configs import row_config
 from machine_code import Binary, call_on, check_fit, once_in_families, sass
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -41,8 +40,8 @@ class Call(NamedTuple):
 def plan(kernel: str, device: devices.DeviceFacts, call: Call) -> Plan:
     """The plan of a call."""
     strides = (call.rows * call.width, 0, call.width, 1) if call.mask and kernel == "forward" else None
-    with mock.patch.object(launch, "device_facts", return_value=device):
-        return launch._plan.__wrapped__(
+    with mock.patch.object(kernels, "device_facts", return_value=device):
+        return kernels._plan.__wrapped__(
             kernel, call.dtype, (8, 16, call.rows, call.width), strides, 0, 0, SoftmaxSpec(0.1, call.causal),
             torch.device("cuda", 0),
         )  # fmt: skip
@@ -101,7 +100,7 @@ def test_programs(rows: int, width: int, programs: int) -> None:
 @pytest.mark.parametrize("width", [1, 17, 1024, 2049, 8192, 16385])
 def test_cuts_are_sound(width: int, arch: str) -> None:
     device = devices.KNOWN_DEVICES[arch]
-    config = row_config(width, device)
+    config = kernels.row_config(width, device)
     assert config.num_warps * device.warp_size <= 1024
     assert 8 <= config.rows * config.block_n // (config.num_warps * device.warp_size) <= 32
 
@@ -110,8 +109,8 @@ def merge_plan(step: str, dtype: torch.dtype, width: int, device: devices.Device
     """The plan of a merge of aligned tensors `[2, 100, 3, width]`, in memory for a multiple of 16 columns."""
     shape, memory, statistics = (2, 100, 3, width), (2, 100, 3, -(-width // 16) * 16), (2, 3, 100)
     strides = (*(contiguous_strides(memory),) * 2, *(contiguous_strides(statistics),) * 2)
-    with mock.patch.object(launch, "device_facts", return_value=device):
-        return launch._merge_plan.__wrapped__(step, dtype, shape, strides, 0, torch.device("cuda", 0))
+    with mock.patch.object(kernels, "device_facts", return_value=device):
+        return kernels._merge_plan.__wrapped__(step, dtype, shape, strides, 0, torch.device("cuda", 0))
 
 
 def _merges() -> list[Any]:

@@ -195,21 +195,26 @@ def _reference_unsupported_reason(call: AnyCall) -> str | None:
     return None
 
 
+#: Operations whose Triton kernels are a folder, and whose reference is a file of its own.
+_IN_FOLDERS = {"cross_entropy", "dense", "kv_cache", "layer_norm", "rotary"}
+
+
 @functools.cache
 def standard_backends(operation: str) -> Backends[StandardCall]:
-    """The backends `flashtile.ops.<operation>.{triton.launch, cpu, reference}`.
+    """The backends `flashtile.ops.<operation>.{kernels, cpu, spec}`; the last has the reference.
 
-    `implementation(requested, device_type, dtype)` of the result is the module that serves a call.
+    `implementation(requested, device, dtype)` of the result is the module that serves a call.
     """
 
-    def call(requested: str, device_type: str, dtype: torch.dtype) -> StandardCall:
+    def call(requested: str, device: torch.device, dtype: torch.dtype) -> StandardCall:
         missing, interpreting = devices.triton_missing(), devices.interpreting()
-        return StandardCall(operation, requested, device_type, dtype, missing, interpreting)
+        return StandardCall(operation, requested, device.type, dtype, missing, interpreting)
 
     package = f"flashtile.ops.{operation}"
+    kernels, reference = ("triton.launch", "reference") if operation in _IN_FOLDERS else ("kernels", "spec")
     backends = (
-        Backend("triton", f"{package}.triton.launch", triton_unsupported_reason),
+        Backend("triton", f"{package}.{kernels}", triton_unsupported_reason),
         Backend("cpu", f"{package}.cpu", cpu_unsupported_reason),
-        Backend("reference", f"{package}.reference", _reference_unsupported_reason),
+        Backend("reference", f"{package}.{reference}", _reference_unsupported_reason),
     )
     return Backends(operation, call, backends)

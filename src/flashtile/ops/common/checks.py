@@ -39,10 +39,11 @@ def read_on_request(tensor: Tensor) -> bool:
 
 def check_tensors(**tensors: Tensor) -> None:
     """Checks that arguments are tensors, and neither nested nor sparse: those have no strides."""
+    compiling = torch.compiler.is_compiling()  # a compiled backward may not read a layout
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; use torch.as_tensor(...)")
-        if torch.compiler.is_compiling():  # a compiled backward may not read a layout
+        if compiling:
             continue
         if tensor.is_nested:
             raise TypeError(

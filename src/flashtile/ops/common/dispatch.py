@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,11 @@ except ImportError:
     _TensorGuards = None
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+# Asked on each call, and by short names.
+_tracing, _modes = torch._C._get_tracing_state, torch._C._len_torch_dispatch_stack
+_transforms, _profiling = torch._C._are_functorch_transforms_active, torch.autograd._profiler_enabled
+_compiling, _recording = torch.compiler.is_compiling, torch.is_grad_enabled
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _WRITES_GRAPHS_OUT = TorchVersion(torch.__version__) < "2.13"
 
 
@@ -30,19 +35,21 @@ def unobserved(*tensors: Tensor | None) -> bool:
     Args:
         tensors: all tensors of the call, on one device; the first is not None.
     """
-    if torch.compiler.is_compiling():
+    if _compiling():
         return False
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg()):
             return False
     first = tensors[0]
     assert first is not None
-    return (first.is_cuda or first.is_cpu) and not _intercepted()
+    if _tracing() is not None:
+        return not _intercepted()
+    return (first.is_cuda or first.is_cpu) and not (_modes() or _transforms() or _profiling())
 
 
 def undisturbed() -> bool:
     """Whether PyTorch would only pass on a call of `plain` tensors, and differentiates nothing forwards."""
-    return not torch.compiler.is_compiling() and forward_ad._current_level < 0 and not _intercepted()
+    return not _compiling() and forward_ad._current_level < 0 and not _intercepted()
 
 
 def plain(*tensors: Tensor) -> bool:
@@ -73,14 +80,10 @@ def _looks(tensor: Tensor) -> tuple:
 
 def _intercepted() -> bool:
     """Whether something intercepts, records or traces what the dispatcher is given."""
-    if torch._C._get_tracing_state() is not None:
+    if _tracing() is not None:
         _refuse_onnx("an operator of flashtile")
         return True
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd._profiler_enabled()
-    )
+    return _modes() > 0 or _transforms() or _profiling()
 
 
 def _refuse_onnx(name: str) -> None:
@@ -101,17 +104,26 @@ def _refuse_onnx(name: str) -> None:
 def batched(*gradients: Tensor | None) -> bool:
     """Whether gradients stand for several each, as with `torch.autograd.grad(is_grads_batched=True)`: PyTorch's own
     operations, none of them in place, compute with such, and no dispatch mode or transform tells of them."""
-    if torch.compiler.is_compiling():
+    if _compiling():
         return False
     for gradient in gradients:  # noqa: SIM110, a generator takes longer
-        if gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient):
+        if gradient is not None and _is_batched(gradient):
             return True
+    return False
+
+
+def recorded(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether autograd records a call of tensors."""
+    if _recording():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
     return False
 
 
 def transformed() -> bool:
     """Whether a `torch.func` transform or forward-mode differentiation is active."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return _transforms() or forward_ad._current_level >= 0
 
 
 def register_fake(name: str, fake: Callable[..., Any], library: torch.library.Library) -> None:

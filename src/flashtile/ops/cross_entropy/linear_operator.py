@@ -150,7 +150,7 @@ def _multiplied(found: LinearGradients, factor: Tensor, operands: LinearOperands
     dtype = compute_dtype(operands.x.dtype)
     if not dispatch.unobserved(factor, *(t for t in found if t is not None)):
         return linear.finish(LinearGradients(*(None if t is None else t.to(dtype) * factor for t in found)), operands)
-    module = _BACKENDS.implementation(backend, operands.x.device.type, operands.x.dtype)
+    module = _BACKENDS.implementation(backend, operands.x.device, operands.x.dtype)
     for gradient in found:
         if gradient is not None:
             module.multiply(gradient, factor)
@@ -158,7 +158,7 @@ def _multiplied(found: LinearGradients, factor: Tensor, operands: LinearOperands
 
 
 def _forward(operands: LinearOperands, spec: CrossEntropySpec, wanted: Wanted, backend: str) -> LinearResults:
-    module = _BACKENDS.implementation(backend, operands.x.device.type, operands.x.dtype)
+    module = _BACKENDS.implementation(backend, operands.x.device, operands.x.dtype)
     with _plain(operands.x):
         return linear.forward(module, _contiguous(operands), spec, wanted)
 
@@ -172,7 +172,7 @@ def _backward(
     wanted: Wanted,
     backend: str,
 ) -> LinearGradients:
-    module = _BACKENDS.implementation(backend, operands.x.device.type, operands.x.dtype)
+    module = _BACKENDS.implementation(backend, operands.x.device, operands.x.dtype)
     with _plain(operands.x):
         found = linear.backward(module, dloss, scale, _contiguous(operands), normaliser, spec, wanted)
     return linear.finish(found, operands)

@@ -155,7 +155,7 @@ def _run_inplace_backward(
 
 
 def _forward(logits: Tensor, labels: Tensor, weights: Tensor | None, spec: CrossEntropySpec, backend: str) -> Results:
-    module = _BACKENDS.implementation(backend, logits.device.type, logits.dtype)
+    module = _BACKENDS.implementation(backend, logits.device, logits.dtype)
     return parallel.forward(module, logits, labels.contiguous(), spec, weights)
 
 
@@ -170,7 +170,7 @@ def _backward(
     backend: str,
     inplace: bool,
 ) -> Tensor:
-    module = _BACKENDS.implementation(backend, logits.device.type, logits.dtype)
+    module = _BACKENDS.implementation(backend, logits.device, logits.dtype)
     return module.backward(dloss, scale, logits, labels.contiguous(), normaliser, spec, inplace, weights)
 
 

@@ -336,4 +336,4 @@ def _check_backend(x: Tensor, backend: str) -> None:
     A graph that is being traced meets the same choice in its operators.
     """
     if (x.is_cuda or x.is_cpu) and not torch.compiler.is_compiling():
-        _BACKENDS.implementation(backend, x.device.type, x.dtype)
+        _BACKENDS.implementation(backend, x.device, x.dtype)

@@ -275,7 +275,7 @@ def _weight_gradient(dout: Tensor, x: Tensor, main_grad: Tensor | None) -> Tenso
 
 
 def _module(x: Tensor, backend: str) -> Any:
-    return _BACKENDS.implementation(backend, x.device.type, x.dtype)
+    return _BACKENDS.implementation(backend, x.device, x.dtype)
 
 
 def _activate_implementation(pre, activation, gated, backend):

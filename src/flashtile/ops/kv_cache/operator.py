@@ -48,7 +48,7 @@ def run_with_cache(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tens
 
 def forward_of_steps(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, backend: str) -> Forward | None:
     """What serves steps of one query like one that was served, where the backend decides once for those."""
-    module = _BACKENDS.implementation(backend, q.device.type, q.dtype)
+    module = _BACKENDS.implementation(backend, q.device, q.dtype)
     prepare = None if watch.watching() else getattr(module, "prepare_steps", None)
     return None if prepare is None else prepare(q, k_cache, v_cache, scale)
 
@@ -62,7 +62,7 @@ def _forward(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Te
     dtype = q.dtype
     if call.rotary_cos is not None and call.rotary_cos.dtype is torch.float64:
         dtype = torch.float64
-    module = _BACKENDS.implementation(backend, q.device.type, dtype)
+    module = _BACKENDS.implementation(backend, q.device, dtype)
     others = [None if tensor is None else _last_contiguous(tensor) for tensor in call[1:]]
     readable = CacheCall(_last_contiguous(q), *others)  # type: ignore[arg-type]
     if call.alibi_slopes is not None:

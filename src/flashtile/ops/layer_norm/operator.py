@@ -156,14 +156,14 @@ class _DifferentiableBackward(torch.autograd.Function):
 def _forward(operands: Operands, spec: NormSpec, backend: str) -> Normalised:
     checks.check_values(operands, spec)
     dtype = spec.sum_dtype
-    module = _BACKENDS.implementation(backend, operands.x0.device.type, dtype)
+    module = _BACKENDS.implementation(backend, operands.x0.device, dtype)
     return module.forward(Operands(*map(_rows_contiguous, operands)), spec)
 
 
 def _backward(
     dz: Tensor, dz1: Tensor | None, dx: Tensor | None, saved: Saved, spec: NormSpec, wanted: Wanted, backend: str
 ) -> Gradients:
-    module = _BACKENDS.implementation(backend, dz.device.type, spec.sum_dtype)
+    module = _BACKENDS.implementation(backend, dz.device, spec.sum_dtype)
     dz, dz1, dx = map(_rows_contiguous, (dz, dz1, dx))
     return module.backward(dz, dz1, dx, Saved(*map(_rows_contiguous, saved)), spec, wanted)
 

@@ -87,7 +87,7 @@ def _forward(rotation: Rotation, spec: RotarySpec, inplace: bool, backend: str) 
     checks.check_values(rotation, spec)
     x = rotation.x
     dtype = torch.float64 if torch.float64 in (x.dtype, rotation.cos.dtype) else x.dtype
-    module = _BACKENDS.implementation(backend, x.device.type, dtype)
+    module = _BACKENDS.implementation(backend, x.device, dtype)
     rotation = Rotation(*map(_last_contiguous, rotation))
     rotated = module.forward(rotation, spec, inplace)
     if inplace and not x.is_inference():

@@ -1,4 +1,4 @@
-"""The public softmax functions: what a user calls. They check, and hand on to the operator."""
+"""The public softmax functions, which check a call, and its operators."""
 
 from __future__ import annotations
 
@@ -10,12 +10,50 @@ from torch import Tensor
 
 from flashtile.ops.common import checks, dtensor
 from flashtile.ops.common.backends import standard_backends
+from flashtile.ops.common.operators import differentiable, operator
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.sizes import broadcasts
-from flashtile.ops.softmax.operator import run_softmax
-from flashtile.ops.softmax.spec import MAX_COLUMNS, SoftmaxSpec
+from flashtile.ops.softmax import spec as reference
+from flashtile.ops.softmax.spec import MAX_COLUMNS, SoftmaxGradient, SoftmaxInputs, SoftmaxSpec
 
 _BACKENDS = standard_backends("softmax")
+
+
+def _run_forward(inputs: SoftmaxInputs, spec: SoftmaxSpec, backend: str) -> Tensor:
+    x, mask = inputs
+    module = _BACKENDS.implementation(backend, x.device, x.dtype)
+    return module.forward(inputs if x.is_contiguous() else SoftmaxInputs(x.contiguous(), mask), spec)
+
+
+def _run_backward(given: SoftmaxGradient, spec: SoftmaxSpec, backend: str) -> Tensor:
+    dout, out = given
+    module = _BACKENDS.implementation(backend, out.device, out.dtype)
+    if not (dout.is_contiguous() and out.is_contiguous()):
+        given = SoftmaxGradient(dout.contiguous(), out.contiguous())
+    return module.backward(given, spec)
+
+
+_softmax = differentiable(
+    operator(
+        "softmax_forward",
+        SoftmaxInputs,
+        (SoftmaxSpec,),
+        Tensor,
+        run=_run_forward,
+        fake=lambda inputs, spec: inputs.x.new_empty(inputs.x.shape),
+        decomposition=reference.forward,
+    ),
+    operator(
+        "softmax_backward",
+        SoftmaxGradient,
+        (SoftmaxSpec,),
+        Tensor,
+        run=_run_backward,
+        fake=lambda given, spec: given.out.new_empty(given.out.shape),
+    ),
+    reference,
+    save=lambda inputs, out, spec, ctx: ((out,), ()),
+)
 
 
 def scaled_masked_softmax(
@@ -42,7 +80,11 @@ def scaled_masked_softmax(
     """
     if other_names:
         refuse_other_names(scaled_masked_softmax, other_names)
-    _check("x", x, 4, backend)
+    _check(x, backend)
+    if x.dim() != 4:
+        raise ValueError(
+            f"x: expected shape (batch, heads, seq_q, seq_k), got {tuple(x.shape)}; reshape it, or unsqueeze it"
+        )
     if mask is not None:
         mask = _expanded(mask, x)
     if dtensor.present(x, mask):
@@ -50,7 +92,7 @@ def scaled_masked_softmax(
             lambda _, x, mask: scaled_masked_softmax(x, mask, scale, backend=backend),
             {"x": (x, "*."), "mask": (mask, "*.")}, "*.",
         )  # fmt: skip
-    return run_softmax(x, mask, SoftmaxSpec(_scale(scale, x.dtype), False), backend)
+    return _softmax(SoftmaxInputs(x, mask), SoftmaxSpec(_scale(scale, x.dtype), False), backend)
 
 
 def scaled_causal_softmax(x: Tensor, scale: float = 1.0, *, backend: str = "auto", **other_names: NoReturn) -> Tensor:
@@ -76,26 +118,23 @@ def scaled_causal_softmax(x: Tensor, scale: float = 1.0, *, backend: str = "auto
     """
     if other_names:
         refuse_other_names(scaled_causal_softmax, other_names)
-    _check("x", x, None, backend)
+    _check(x, backend)
     if dtensor.present(x):
         return dtensor.call(lambda _, x: scaled_causal_softmax(x, scale, backend=backend), {"x": (x, "*..")}, "*..")
     seq_q, seq_k = x.shape[-2:]
     matrices = x if x.dim() == 4 else x.reshape(1, math.prod(x.shape[:-2]), seq_q, seq_k)
-    return run_softmax(matrices, None, SoftmaxSpec(_scale(scale, x.dtype), True), backend).view(x.shape)
+    spec = SoftmaxSpec(_scale(scale, x.dtype), True)
+    return _softmax(SoftmaxInputs(matrices, None), spec, backend).view(x.shape)
 
 
-def _check(name: str, x: Tensor, dimensions: int | None, backend: str) -> None:
+def _check(x: Tensor, backend: str) -> None:
     _BACKENDS.check(backend)
-    checks.check_tensors(**{name: x})
-    checks.check_float_dtype(name, x.dtype)
-    if dimensions is not None and x.dim() != dimensions:
-        raise ValueError(
-            f"{name}: expected shape (batch, heads, seq_q, seq_k), got {tuple(x.shape)}; reshape it, or unsqueeze it"
-        )
+    checks.check_tensors(x=x)
+    checks.check_float_dtype("x", x.dtype)
     if x.dim() < 2:
-        raise ValueError(f"{name}: expected shape (..., seq_q, seq_k), got {tuple(x.shape)}; unsqueeze it")
+        raise ValueError(f"x: expected shape (..., seq_q, seq_k), got {tuple(x.shape)}; unsqueeze it")
     if x.shape[-1] > MAX_COLUMNS:
-        raise ValueError(f"{name}: expected a last dimension of at most {MAX_COLUMNS}, got {x.shape[-1]}")
+        raise ValueError(f"x: expected a last dimension of at most {MAX_COLUMNS}, got {x.shape[-1]}")
 
 
 def _expanded(mask: Tensor, x: Tensor) -> Tensor:

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flashtile.ops.softmax.spec import SoftmaxSpec, compute_dtype
-
-#: Elements of a block of rows: its temporaries together fit the second-level cache of a core.
-_BLOCK = 1 << 17
+from flashtile.ops.common.rows import compute_dtype, row_blocks
+from flashtile.ops.softmax.spec import SoftmaxGradient, SoftmaxInputs, SoftmaxSpec
 
 
-def forward(x: Tensor, mask: Tensor | None, spec: SoftmaxSpec) -> Tensor:
-    """The softmax of x `[batch, heads, seq_q, seq_k]`; mask of its shape, True = masked out."""
+def forward(inputs: SoftmaxInputs, spec: SoftmaxSpec) -> Tensor:
+    """The softmax, in the dtype of x."""
+    x, mask = inputs
     out, dtype = torch.empty_like(x, memory_format=torch.contiguous_format), compute_dtype(x.dtype)
     for batch, head, rows in _blocks(x):
         scores = x[batch, head, rows] * spec.scale if x.dtype is dtype else x[batch, head, rows].to(dtype) * spec.scale
@@ -34,8 +33,9 @@ def forward(x: Tensor, mask: Tensor | None, spec: SoftmaxSpec) -> Tensor:
     return out
 
 
-def backward(dout: Tensor, out: Tensor, spec: SoftmaxSpec) -> Tensor:
-    """The gradient of x from that of the softmax and the softmax itself."""
+def backward(given: SoftmaxGradient, spec: SoftmaxSpec) -> Tensor:
+    """The gradient of x."""
+    dout, out = given
     dx, dtype = torch.empty_like(out), compute_dtype(out.dtype)
     for batch, head, rows in _blocks(out):
         visible = _visible(out, rows) if spec.causal else out.shape[3]
@@ -60,11 +60,10 @@ def _right_of(diagonal: int, scores: Tensor) -> Tensor:
 
 def _blocks(x: Tensor) -> Iterator[tuple[int, int, slice]]:
     batch, heads, seq_q, seq_k = x.shape
-    step = max(1, _BLOCK // max(seq_k, 1))
     for entry in range(batch):
         for head in range(heads):
-            for first in range(0, seq_q, step):
-                yield entry, head, slice(first, min(first + step, seq_q))
+            for rows in row_blocks(seq_q, seq_k):
+                yield entry, head, rows
 
 
 def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor, first: bool) -> None:

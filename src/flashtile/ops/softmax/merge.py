@@ -27,8 +27,8 @@ from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.checks import check_device, check_float_dtype, check_tensors, raise_not_bool
 from flashtile.ops.common.logsumexp import logsumexp
 from flashtile.ops.common.memory import check_writable, share_memory
+from flashtile.ops.common.rows import compute_dtype
 from flashtile.ops.common.sizes import differ, known
-from flashtile.ops.softmax.spec import compute_dtype
 
 _BACKENDS = standard_backends("softmax")
 
@@ -224,7 +224,7 @@ def merge_attention_(
                 "tensors that share memory; make each with torch.empty"
             )
     out, lse = out.resolve_neg(), lse.resolve_neg()
-    module = _BACKENDS.implementation(backend, acc.device.type, acc.dtype)
+    module = _BACKENDS.implementation(backend, acc.device, acc.dtype)
     with torch.no_grad():
         module.merge_part(acc, row_max, row_sum, out, lse, first)
 
@@ -252,7 +252,7 @@ def finish_attention(
     check_float_dtype("dtype", dtype)
     _check_merge(acc, row_max, row_sum, compute_dtype(dtype), {})
     acc, row_max, row_sum = acc.resolve_neg(), row_max.resolve_neg(), row_sum.resolve_neg()
-    module = _BACKENDS.implementation(backend, acc.device.type, acc.dtype)
+    module = _BACKENDS.implementation(backend, acc.device, acc.dtype)
     with torch.no_grad():
         return module.merge_finish(acc, row_max, row_sum, dtype)
 

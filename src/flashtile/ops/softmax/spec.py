@@ -1,4 +1,4 @@
-"""What a softmax call means, apart from the numbers in its tensors.
+"""What a softmax call means: its scalars and tensors, and the eager reference, written to be read and not to be fast.
 
 Over the last dimension of x `[batch, heads, seq_q, seq_k]`, in float32 (float64 for float64)::
 
@@ -14,6 +14,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+from flashtile.ops.common.rows import compute_dtype
 
 #: Longest row that any backend takes.
 MAX_COLUMNS = 2**30
@@ -31,5 +34,64 @@ class SoftmaxSpec(NamedTuple):
     causal: bool
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
+class SoftmaxInputs(NamedTuple):
+    """The tensors of a call: x `[batch, heads, seq_q, seq_k]`, and a bool mask of its shape, True = masked out."""
+
+    x: Tensor
+    mask: Tensor | None
+
+
+class SoftmaxGradient(NamedTuple):
+    """The tensors of a backward: the gradient of the softmax, and the softmax."""
+
+    dout: Tensor
+    out: Tensor
+
+
+def forward(inputs: SoftmaxInputs, spec: SoftmaxSpec) -> Tensor:
+    """The softmax, in the dtype of x."""
+    x, mask = inputs
+    seq_q, seq_k = x.shape[-2:]
+    scores = x.to(compute_dtype(x.dtype)) * spec.scale
+    if not seq_k:
+        return scores.to(x.dtype)
+    if mask is not None:
+        scores = scores.masked_fill(mask, float("-inf"))
+    if spec.causal:
+        row, column = torch.arange(seq_q, device=x.device)[:, None], torch.arange(seq_k, device=x.device)
+        scores = scores.masked_fill(column > row + seq_k - seq_q, float("-inf"))
+    blind = (scores == float("-inf")).all(dim=-1, keepdim=True)
+    return torch.softmax(scores.masked_fill(blind, 0), dim=-1).masked_fill(blind, 0).to(x.dtype)
+
+
+def backward(given: SoftmaxGradient, spec: SoftmaxSpec) -> Tensor:
+    """The gradient of x."""
+    dout, out = given
+    p, dp = (t.to(compute_dtype(out.dtype)) for t in (out, dout))
+    # Where p is 0, no gradient passes, whatever comes from above.
+    product = torch.where(p == 0, 0, p * dp)
+    return ((product - p * product.sum(dim=-1, keepdim=True)) * spec.scale).to(out.dtype)
+
+
+def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor, first: bool) -> None:
+    """Joins a part to a running merge, in place: see `flashtile.merge_attention_`."""
+    if first:
+        for tensor, value in ((acc, 0.0), (row_max, float("-inf")), (row_sum, 0.0)):
+            tensor.fill_(value)
+    largest = torch.maximum(row_max, lse)
+    # While a row has seen nothing, the difference is taken against 0: -inf - -inf would be NaN.
+    against = torch.where(largest == float("-inf"), 0.0, largest)
+    decay, weight = torch.exp(row_max - against), torch.exp(lse - against)
+    row_sum.copy_(decay * row_sum + weight)
+    row_max.copy_(largest)
+    of_rows = [factor.transpose(-1, -2).unsqueeze(-1) for factor in (decay, weight)]  # [batch, rows, heads, 1]
+    acc.copy_(of_rows[0] * acc + of_rows[1] * out.to(acc.dtype))
+
+
+def merge_finish(acc: Tensor, row_max: Tensor, row_sum: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The result of a running merge: see `flashtile.finish_attention`."""
+    blind = row_sum == 0
+    total = torch.where(blind, 1.0, row_sum)
+    # As torch.logsumexp: a row with an infinite score has an infinite lse, though its weights are NaN.
+    lse = torch.where(blind | (row_max == float("inf")), row_max, row_max + total.log())
+    return (acc / total.transpose(-1, -2).unsqueeze(-1)).to(dtype), lse

@@ -1,0 +1,240 @@
+"""Operators of PyTorch, made from what a call is: NamedTuples of tensors and of scalars.
+
+An operation writes its formulas: for each backend `forward(tensors, spec)` and `backward(tensors, spec)`, and what they
+return, without contents. `operator` makes the rest that PyTorch asks for: schema, fake, implementations for CPU and
+CUDA, the short way past the dispatcher, FLOPs, and the entry in `flashtile.decompositions`. `differentiable` joins a
+forward and a backward operator under an `autograd.Function`, with `torch.func` transforms and derivatives of the
+backward through the reference. docs/adding_an_operation.md has an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.common import dispatch
+from flashtile.ops.common.flops import register_flops
+
+#: What a field of a NamedTuple is in a schema. Sizes may be symbolic.
+_SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    bool: "bool",
+    int: "SymInt",
+    float: "float",
+    str: "str",
+    torch.dtype: "ScalarType",
+}
+
+_LIBRARY = torch.library.Library("flashtile", "FRAGMENT")
+
+
+class Operator(NamedTuple):
+    """An operator `flashtile::<name>`.
+
+    Attributes:
+        call: calls it with `(tensors, *scalars, backend)`.
+        tensors: NamedTuple of its tensors.
+        scalars: NamedTuples of its scalars.
+        results: `Tensor`; a NamedTuple of tensors, some of them None; or None: what it writes to is returned.
+        present: of `(tensors, *scalars)`, which fields of `results` there are; None = all.
+        overload: PyTorch's object for it.
+        decomposition: of `(tensors, *scalars)`, the same in PyTorch's operations.
+    """
+
+    call: Callable[..., Any]
+    tensors: type
+    scalars: tuple[type, ...]
+    results: type | None
+    present: Callable[..., Sequence[bool]] | None
+    overload: torch._ops.OpOverload
+    decomposition: Callable[..., Any] | None
+
+    def nested(self, flat: Sequence[Any]) -> list[Any]:
+        """The NamedTuples of tensors and scalars, from the flat arguments of the operator."""
+        return _nested((self.tensors, *self.scalars), flat)
+
+    def unpacked(self, flat: Sequence[Tensor], *arguments: Any) -> Any:
+        """The NamedTuple of results, from the tensors that are present, or the first of them."""
+        assert self.results is not None
+        rest, fields = iter(flat), self.results._fields  # type: ignore[attr-defined]
+        present = [True] * len(fields) if self.present is None else self.present(*arguments)
+        return self.results(*[next(rest, None) if there else None for there in present])
+
+
+#: All operators that were made here, by name.
+OPERATORS: dict[str, Operator] = {}
+
+
+def operator(
+    name: str,
+    tensors: type,
+    scalars: tuple[type, ...],
+    results: type | None,
+    *,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    present: Callable[..., Sequence[bool]] | None = None,
+    writes: str = "",
+    decomposition: Callable[..., Any] | None = None,
+    flops: Callable[..., int] | None = None,
+) -> Operator:
+    """Defines the operator `flashtile::<name>`. Its schema has the fields of the NamedTuples, and `backend`.
+
+    Args:
+        name: of the operator.
+        tensors: NamedTuple of its tensors; the first is never None, and all lie on one device.
+        scalars: NamedTuples of bool, int, float, str and torch.dtype.
+        results: see `Operator`.
+        run: computes it, from `(tensors, *scalars, backend)`. Autograd records nothing of it.
+        fake: of `(tensors, *scalars)`, empty tensors like the results.
+        present: see `Operator`; `fake` may make tensors that are not present.
+        writes: the tensor that it writes to, if results is None.
+        decomposition: see `Operator`.
+        flops: of `(tensors, *scalars)`, the number of floating-point operations of its matrix products.
+    """
+    kinds = (tensors, *scalars)
+    returned = "()" if results is None else "Tensor" if results is Tensor else "Tensor[]"
+    _LIBRARY.define(f"{name}({', '.join(_fields(kinds, writes))}, str backend) -> {returned}")
+    overload = getattr(torch.ops.flashtile, name).default
+
+    def call(given: Any, *rest: Any) -> Any:
+        return run(given, *rest) if dispatch.unobserved(*given) else observed(given, *rest)
+
+    def call_of_one(given: Any, spec: Any, backend: str) -> Any:
+        return run(given, spec, backend) if dispatch.unobserved(*given) else observed(given, spec, backend)
+
+    def observed(given: Any, *rest: Any) -> Any:
+        flat = overload(*given, *[each for group in rest[:-1] for each in group], rest[-1])
+        if results is Tensor:
+            return flat
+        return getattr(given, writes) if writes else made.unpacked(flat, given, *rest[:-1])
+
+    def implementation(*flat: Any) -> Any:
+        with torch.no_grad():
+            found = run(*_nested(kinds, flat), flat[-1])
+        return None if writes else packed(found)
+
+    def traced(*flat: Any) -> Any:
+        if writes:
+            return None
+        arguments = _nested(kinds, flat)
+        found = fake(*arguments)
+        there = None if present is None else present(*arguments)
+        return packed(found if there is None else [t for t, wanted in zip(found, there, strict=True) if wanted])
+
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, implementation, device)
+    # Autograd is recorded above the operators, and never inside.
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    dispatch.register_fake(f"flashtile::{name}", traced, _LIBRARY)
+    if flops is not None:
+        register_flops(name, lambda *flat, **_: flops(*_nested(kinds, flat)))
+    made = OPERATORS[name] = Operator(
+        call_of_one if len(scalars) == 1 else call, tensors, scalars, results, present, overload, decomposition
+    )
+    return made
+
+
+def differentiable(
+    forward: Operator,
+    backward: Operator,
+    reference: Any,
+    save: Callable[..., tuple[Sequence[Tensor | None], tuple[Any, ...]]],
+    *,
+    outputs: int = 1,
+    complete: Callable[..., Any] | None = None,
+    gradients: Callable[..., Sequence[Tensor | None]] | None = None,
+) -> Callable[..., Any]:
+    """A function `(inputs, spec, backend)` that calls a forward operator, and whose derivative is a backward operator.
+
+    The reference computes, in PyTorch's operations, what those cannot: calls under `torch.func` transforms or in
+    forward mode, derivatives of the backward, and gradients that come several at a time.
+
+    Args:
+        forward: with one NamedTuple of scalars, the spec.
+        backward: its tensors are the gradients of the outputs, and after these what is saved.
+        reference: module with `forward(inputs, spec)` and `backward(tensors, *scalars)`, both differentiable.
+        save: of `(inputs, results, spec, ctx)`, the tensors that the backward reads, and the scalars that it takes
+            besides the spec. What is saved must be an input or an output, or the reference must make it anew.
+        outputs: how many of the results, the first ones, are differentiable; the function returns None for the others.
+        complete: of the backward's `(tensors, *scalars)`, the same with zeros for gradients that are None and must not
+            be.
+        gradients: of `(what the backward found, *scalars)`, the gradients of the first inputs; others have none.
+            Without it, what the backward found is the gradient of the first.
+    """
+    inputs_type, (spec_type,), gradient_type = forward.tensors, forward.scalars, backward.tensors
+    tensors = len(inputs_type._fields)  # type: ignore[attr-defined]
+    call, call_backward, single = forward.call, backward.call, forward.results is Tensor
+
+    def record(ctx: Any, *flat: Any) -> Any:
+        inputs, spec, backend = flat[-3:]
+        if type(spec) is not spec_type:
+            inputs, spec = inputs_type(*flat[:tensors]), spec_type(*flat[tensors:-1])
+        found = call(inputs, spec, backend)
+        saved, more = save(inputs, found, spec, ctx)
+        ctx.save_for_backward(*saved)
+        ctx.call = (spec, *more), backend, (None,) * (len(flat) - 1)
+        if single:
+            return found
+        ctx.set_materialize_grads(False)
+        ctx.present = [t is not None for t in found[:outputs]]
+        return tuple(t for t in found[:outputs] if t is not None)
+
+    def differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        scalars, backend, nothing = ctx.call
+        if not single:
+            rest = iter(upstream)
+            upstream = tuple(next(rest) if there else None for there in ctx.present)
+        given = gradient_type(*upstream, *ctx.saved_tensors)
+        if complete is not None:
+            given = complete(given, *scalars)
+        if dispatch.batched(*upstream) or (torch.is_grad_enabled() and not torch.compiler.is_compiling()):
+            found = reference.backward(given, *scalars)
+        else:
+            found = call_backward(given, *scalars, backend)
+        if gradients is None:
+            return (found, *nothing)
+        of_inputs = gradients(found, *scalars)
+        return *of_inputs, *nothing[len(of_inputs) - 1 :]
+
+    name = "".join(word.capitalize() for word in forward.overload._opname.split("_")[:-1])
+    members = {"forward": staticmethod(record), "backward": staticmethod(differentiate)}
+    recorded: Any = type(name, (torch.autograd.Function,), members)
+
+    def run(inputs: Any, spec: Any, backend: str) -> Any:
+        if dispatch.transformed():
+            dispatch.refuse_named_backend(backend)
+            return reference.forward(inputs, spec)
+        if not dispatch.recorded(inputs):
+            return call(inputs, spec, backend)
+        if torch.compiler.is_compiling():
+            flat = recorded.apply(*dispatch.distinct(inputs), *spec, backend)
+        else:
+            flat = recorded.apply(*inputs, inputs, spec, backend)
+        return flat if single else forward.unpacked(flat, inputs, spec)
+
+    return run
+
+
+def _fields(kinds: Sequence[type], written: str) -> list[str]:
+    """The arguments of a schema."""
+    hints = [each for kind in kinds for each in get_type_hints(kind).items()]
+    return [f"{'Tensor(a!)' if name == written else _SCHEMA_TYPES[hint]} {name}" for name, hint in hints]
+
+
+def _nested(kinds: Sequence[type], flat: Sequence[Any]) -> list[Any]:
+    found, first = [], 0
+    for kind in kinds:
+        last = first + len(kind._fields)  # type: ignore[attr-defined]
+        found.append(kind(*flat[first:last]))
+        first = last
+    return found
+
+
+def packed(found: Any) -> Any:
+    """What an operator returns."""
+    return found if isinstance(found, Tensor) else [t for t in found if t is not None]

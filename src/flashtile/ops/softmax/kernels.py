@@ -1,0 +1,406 @@
+"""The backend for GPUs: the softmax kernels, how they are cut, and their launches.
+
+Shapes: M = ROWS rows of a tile, N = BLOCK_N columns of a tile; x, out, dout and dx are matrices `[rows, WIDTH]`, where
+row r is query `r % seq_q`. The mask has strides of its own. Only what is visible is read, all is written. See
+`ops/softmax/spec.py` for the formulas.
+
+A merge joins a partial result of attention to a running one in one pass over memory: M rows of a tile, D = BLOCK_D
+columns; acc and out `[batch, rows, heads, WIDTH]`, row_max, row_sum and lse `[batch, heads, rows]`. See
+`ops/softmax/merge.py` for its formulas.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashtile._backends.alignment import power_of_two_factor
+from flashtile._backends.allocate import contiguous
+from flashtile._backends.devices import DeviceFacts, device_facts
+from flashtile._backends.launch import (
+    Plan,
+    constants_of,
+    float32,
+    int32,
+    make_plan,
+    plan_cache,
+    pointer,
+    pointer_to,
+    strides_of,
+)
+from flashtile.ops.common.checks import check_programs, check_rows
+from flashtile.ops.common.row_tiles import RowTile, row_tile
+from flashtile.ops.softmax.spec import SoftmaxGradient, SoftmaxInputs, SoftmaxSpec
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def visible_ends(row, seq_q, WIDTH: tl.constexpr, CAUSAL: tl.constexpr):
+    """How many keys each row `[M]` may see."""
+    if CAUSAL:
+        return tl.maximum(tl.minimum(row % seq_q + (WIDTH - seq_q) + 1, WIDTH), 0)
+    else:
+        return row * 0 + WIDTH
+
+
+@triton.jit
+def readable(row, columns, ends, rows, WIDTH: tl.constexpr, CAUSAL: tl.constexpr):
+    """Which elements of a tile to read: bool `[M, N]`. Up to 15 more than are visible, so that vectors stay whole."""
+    inside = (row < rows)[:, None] & (columns < WIDTH)[None, :]
+    if CAUSAL:
+        inside = inside & (columns[None, :] < ((ends + 15) // 16 * 16)[:, None])
+    return inside
+
+
+@triton.jit
+def load_scores(
+    x_ptr, mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, row, columns, ends, rows, heads, seq_q,
+    scale, MASK_COLUMNS: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """A tile of scores: float32 `[M, N]`, -inf where nothing is visible."""
+    inside = readable(row, columns, ends, rows, WIDTH, CAUSAL)
+    visible = inside & (columns[None, :] < ends[:, None])
+    if HAS_MASK:
+        matrix, query = row // seq_q, (row % seq_q).to(tl.int64)
+        batch, head = (matrix // heads).to(tl.int64), (matrix % heads).to(tl.int64)
+        mask_rows = batch * stride_mask_batch + head * stride_mask_head + query * stride_mask_row
+        offsets = mask_rows[:, None] + columns[None, :].to(tl.int64) * MASK_COLUMNS
+        visible = visible & (tl.load(mask_ptr + offsets, mask=inside, other=1) == 0)
+    x = tl.load(x_ptr + row.to(tl.int64)[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
+    return tl.where(visible, x.to(tl.float32) * scale, float("-inf"))
+
+
+@triton.jit
+def exponentials(scores, row_max):
+    """exp of scores `[M, N]` against their maximum `[M]`; 0 in a row that sees nothing. Units of log2 are for the
+    difference alone: in these the largest numbers would be infinite."""
+    return tl.exp2((scores - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None]) * LOG2_E)
+
+
+@triton.jit
+def store_rows(pointer, value, row, columns, rows, WIDTH: tl.constexpr):
+    offsets = row.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    inside = (row < rows)[:, None] & (columns < WIDTH)[None, :]
+    tl.store(pointer + offsets, value.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def softmax_forward_kernel(
+    x_ptr, mask_ptr, out_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, rows, heads,
+    seq_q, scale, MASK_COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [M]
+    ends = visible_ends(row, seq_q, WIDTH, CAUSAL)
+    if BLOCK_N >= WIDTH:
+        columns = tl.arange(0, BLOCK_N)
+        scores = load_scores(
+            x_ptr, mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, row, columns,
+            ends, rows, heads, seq_q, scale, MASK_COLUMNS, WIDTH, CAUSAL, HAS_MASK,
+        )  # fmt: skip
+        p = exponentials(scores, tl.max(scores, axis=1))
+        row_sum = tl.sum(p, axis=1)
+        p = p * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
+        store_rows(out_ptr, p, row, columns, rows, WIDTH)
+    else:
+        # Longer rows: maximum and sum of each place of a tile, put together at the end; then a second reading.
+        place_max = tl.full([ROWS, BLOCK_N], float("-inf"), tl.float32)
+        place_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
+        last = tl.max(ends, axis=0)
+        for first in range(0, last, BLOCK_N):
+            columns = first + tl.arange(0, BLOCK_N)
+            scores = load_scores(
+                x_ptr, mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, row, columns,
+                ends, rows, heads, seq_q, scale, MASK_COLUMNS, WIDTH, CAUSAL, HAS_MASK,
+            )  # fmt: skip
+            larger = tl.maximum(place_max, scores)
+            against = tl.where(larger == float("-inf"), 0.0, larger)
+            place_sum = place_sum * tl.exp2((place_max - against) * LOG2_E) + tl.exp2((scores - against) * LOG2_E)
+            place_max = larger
+        row_max = tl.max(place_max, axis=1)
+        row_sum = tl.sum(place_sum * exponentials(place_max, row_max), axis=1)
+        factor = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
+        for first in range(0, WIDTH, BLOCK_N):
+            columns = first + tl.arange(0, BLOCK_N)
+            scores = load_scores(
+                x_ptr, mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, row, columns,
+                ends, rows, heads, seq_q, scale, MASK_COLUMNS, WIDTH, CAUSAL, HAS_MASK,
+            )  # fmt: skip
+            store_rows(out_ptr, exponentials(scores, row_max) * factor[:, None], row, columns, rows, WIDTH)
+
+
+@triton.jit
+def load_product(
+    dout_ptr, out_ptr, row, columns, ends, rows, WIDTH: tl.constexpr, CAUSAL: tl.constexpr
+):  # fmt: skip
+    """p and p · dout of a tile, float32 `[M, N]`. Where p is 0 no gradient passes, whatever comes from above."""
+    offsets = row.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    inside = readable(row, columns, ends, rows, WIDTH, CAUSAL)
+    p = tl.load(out_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    return p, tl.where(p == 0.0, 0.0, p * dout)
+
+
+@triton.jit
+def softmax_backward_kernel(
+    dout_ptr, out_ptr, dx_ptr, rows, seq_q, scale, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [M]
+    ends = visible_ends(row, seq_q, WIDTH, CAUSAL)
+    if BLOCK_N >= WIDTH:
+        columns = tl.arange(0, BLOCK_N)
+        p, product = load_product(dout_ptr, out_ptr, row, columns, ends, rows, WIDTH, CAUSAL)
+        dx = (product - p * tl.sum(product, axis=1)[:, None]) * scale
+        store_rows(dx_ptr, dx, row, columns, rows, WIDTH)
+    else:
+        place_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
+        for first in range(0, tl.max(ends, axis=0), BLOCK_N):
+            _, product = load_product(dout_ptr, out_ptr, row, first + tl.arange(0, BLOCK_N), ends, rows, WIDTH, CAUSAL)
+            place_sum += product
+        total = tl.sum(place_sum, axis=1)
+        for first in range(0, WIDTH, BLOCK_N):
+            columns = first + tl.arange(0, BLOCK_N)
+            p, product = load_product(dout_ptr, out_ptr, row, columns, ends, rows, WIDTH, CAUSAL)
+            store_rows(dx_ptr, (product - p * total[:, None]) * scale, row, columns, rows, WIDTH)
+
+
+@triton.jit
+def _place(rows, heads, ROWS: tl.constexpr):
+    """Batch entry, head and rows `[M]` of a program. Heads are the fastest, as in memory."""
+    program = tl.program_id(0)
+    tiles = tl.cdiv(rows, ROWS)
+    row = program // heads % tiles * ROWS + tl.arange(0, ROWS)
+    return (program // heads // tiles).to(tl.int64), (program % heads).to(tl.int64), row
+
+
+@triton.jit
+def merge_part_kernel(
+    acc_ptr, max_ptr, sum_ptr, out_ptr, lse_ptr,
+    stride_acc_batch, stride_acc_row, stride_acc_head, stride_out_batch, stride_out_row, stride_out_head,
+    stride_max_batch, stride_max_head, stride_lse_batch, stride_lse_head, rows, heads,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """row_sum has the strides of row_max. FIRST: there is nothing to join yet."""
+    batch, head, row = _place(rows, heads, ROWS)
+    column = tl.arange(0, BLOCK_D)
+    inside = row < rows
+    statistics = batch * stride_max_batch + head * stride_max_head + row
+    lse = tl.load(lse_ptr + batch * stride_lse_batch + head * stride_lse_head + row, mask=inside, other=0.0)
+    mask = inside[:, None] & (column < WIDTH)[None, :]
+    wide = row.to(tl.int64)[:, None]
+    acc_pointers = acc_ptr + batch * stride_acc_batch + head * stride_acc_head + wide * stride_acc_row + column[None, :]
+    out_pointers = out_ptr + batch * stride_out_batch + head * stride_out_head + wide * stride_out_row + column[None, :]
+    if FIRST:
+        tl.store(max_ptr + statistics, lse, mask=inside)
+        tl.store(sum_ptr + statistics, tl.where(lse == float("-inf"), 0.0, 1.0), mask=inside)
+        tl.store(acc_pointers, tl.load(out_pointers, mask=mask, other=0.0).to(tl.float32), mask=mask)
+        return
+    row_max = tl.load(max_ptr + statistics, mask=inside, other=0.0)
+    row_sum = tl.load(sum_ptr + statistics, mask=inside, other=0.0)
+    largest = tl.maximum(row_max, lse)
+    # While a row has seen nothing, the difference is taken against 0: -inf - -inf would be NaN.
+    against = tl.where(largest == float("-inf"), 0.0, largest)
+    decay = tl.exp2((row_max - against) * LOG2_E)  # [M]
+    weight = tl.exp2((lse - against) * LOG2_E)
+    # Several threads hold the same row: all of them have read it before one writes.
+    tl.debug_barrier()
+    tl.store(max_ptr + statistics, largest, mask=inside)
+    tl.store(sum_ptr + statistics, row_sum * decay + weight, mask=inside)
+    acc = tl.load(acc_pointers, mask=mask, other=0.0)  # [M, D]
+    out = tl.load(out_pointers, mask=mask, other=0.0).to(tl.float32)
+    tl.store(acc_pointers, acc * decay[:, None] + out * weight[:, None], mask=mask)
+
+
+@triton.jit
+def merge_finish_kernel(
+    acc_ptr, max_ptr, sum_ptr, out_ptr, lse_ptr,
+    stride_acc_batch, stride_acc_row, stride_acc_head, stride_max_batch, stride_max_head, rows, heads,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out and lse are contiguous."""
+    batch, head, row = _place(rows, heads, ROWS)
+    column = tl.arange(0, BLOCK_D)
+    inside = row < rows
+    statistics = batch * stride_max_batch + head * stride_max_head + row
+    row_max = tl.load(max_ptr + statistics, mask=inside, other=0.0)
+    row_sum = tl.load(sum_ptr + statistics, mask=inside, other=1.0)
+    total = tl.where(row_sum == 0.0, 1.0, row_sum)
+    # As torch.logsumexp: a row with an infinite score has an infinite lse, though its weights are NaN.
+    infinite = (row_sum == 0.0) | (row_max == float("inf"))
+    tl.store(
+        lse_ptr + (batch * heads + head) * rows + row, tl.where(infinite, row_max, row_max + tl.log(total)), inside
+    )
+    mask = inside[:, None] & (column < WIDTH)[None, :]
+    wide = row.to(tl.int64)[:, None]
+    acc_pointers = acc_ptr + batch * stride_acc_batch + head * stride_acc_head + wide * stride_acc_row + column[None, :]
+    acc = tl.load(acc_pointers, mask=mask, other=0.0)  # [M, D]
+    out_pointers = out_ptr + ((batch * rows + wide) * heads + head) * WIDTH + column[None, :]
+    tl.store(out_pointers, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+# --- how the kernels are cut, and their launches ---------------------------------------------------------------------
+
+#: (widest row in columns, its cut). Rows that are shorter than those of the first line share its tile. A program holds
+#: whole rows in float32, and a thread should have from 8 to 32 of their elements, which is one to four loads of 16
+#: bytes of a 16-bit tensor.
+_ROWS = (
+    (2048, RowTile(rows=1, block_n=2048, num_warps=4)),  # 16 elements to a thread
+    (4096, RowTile(rows=1, block_n=4096, num_warps=8)),  # the same
+    # 32 elements: the exchange of maximum and sum costs less among fewer warps
+    (8192, RowTile(rows=1, block_n=8192, num_warps=8)),
+    (16384, RowTile(rows=1, block_n=16384, num_warps=16)),  # the same; 64 would spill
+    (sys.maxsize, RowTile(rows=1, block_n=4096, num_warps=8)),  # looped
+)
+
+
+def row_config(width: int, device: DeviceFacts) -> RowTile:
+    return row_tile(_ROWS, width, device)
+
+
+def forward(inputs: SoftmaxInputs, spec: SoftmaxSpec) -> Tensor:
+    """Runs the forward kernel on a contiguous x; a mask has any strides."""
+    x, mask = inputs
+    if mask is not None:
+        mask = mask.view(torch.uint8)
+    plan = _plan(
+        "forward",
+        x.dtype,
+        x.shape,
+        None if mask is None else mask.stride(),
+        x.data_ptr() & 15,
+        0 if mask is None else mask.data_ptr() & 15,
+        spec,
+        x.device,
+    )
+    (out,) = plan.allocate()
+    plan.launch(pointer(x), pointer(mask), pointer(out))
+    return out
+
+
+def backward(given: SoftmaxGradient, spec: SoftmaxSpec) -> Tensor:
+    """Runs the backward kernel on contiguous tensors."""
+    dout, out = given
+    addresses = dout.data_ptr() | out.data_ptr()
+    plan = _plan("backward", out.dtype, out.shape, None, addresses & 15, 0, spec, out.device)
+    (dx,) = plan.allocate()
+    plan.launch(pointer(dout), pointer(out), pointer(dx))
+    return dx
+
+
+@plan_cache
+def _plan(
+    kernel: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    mask_strides: tuple[int, ...] | None,
+    misalignment: int,
+    mask_misalignment: int,
+    spec: SoftmaxSpec,
+    device: torch.device,
+) -> Plan:
+    batch, heads, seq_q, seq_k = shape
+    rows = batch * heads * seq_q
+    check_rows("x", rows)
+    config = row_config(max(seq_k, 1), device_facts(device))
+    *of_rows, of_columns = mask_strides or (0, 0, 0, 0)
+    mask_multiple = power_of_two_factor(mask_misalignment, *of_rows)
+    tensor = pointer_to(dtype, power_of_two_factor(misalignment))
+    parameters = {
+        **dict.fromkeys(("x_ptr", "out_ptr", "dout_ptr", "dx_ptr"), tensor),
+        "mask_ptr": pointer_to(torch.uint8, mask_multiple),
+        **strides_of("mask", dict(zip(("batch", "head", "row"), of_rows)), mask_multiple),
+        "rows": int32(rows),
+        "heads": int32(max(heads, 1)),
+        "seq_q": int32(seq_q),
+        "scale": float32(spec.scale),
+    }
+    constants = {
+        "MASK_COLUMNS": of_columns,
+        "WIDTH": seq_k,
+        **constants_of(config),
+        "CAUSAL": spec.causal,
+        "HAS_MASK": mask_strides is not None,
+    }
+    programs = -(-rows // config.rows) if seq_k else 0
+    outputs = (contiguous(shape, dtype),)
+    function = {"forward": softmax_forward_kernel, "backward": softmax_backward_kernel}[kernel]
+    return make_plan(function, parameters, constants, programs, device, *config.compiled, outputs)
+
+
+#: Elements of a tile of the merge: 32 for each thread of 4 warps, eight loads of 16 bytes of float32.
+_MERGED_ELEMENTS, _MERGE_WARPS = 4096, 4
+
+
+def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor, first: bool) -> None:
+    """Runs the kernel that joins a part to a running merge, in place."""
+    _merge("first" if first else "next", acc, row_max, row_sum, out, lse)
+
+
+def merge_finish(acc: Tensor, row_max: Tensor, row_sum: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Runs the kernel that makes the result of a running merge."""
+    out = torch.empty(acc.shape, dtype=dtype, device=acc.device)
+    lse = torch.empty(row_max.shape, dtype=row_max.dtype, device=acc.device)
+    _merge("finish", acc, row_max, row_sum, out, lse)
+    return out, lse
+
+
+def _merge(step: str, acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor) -> None:
+    """`step`: "first" or "next" for a part that joins, "finish" for the result."""
+    plan = _merge_plan(
+        step,
+        out.dtype,
+        acc.shape,
+        (acc.stride(), out.stride(), row_max.stride(), lse.stride()),
+        (acc.data_ptr() | out.data_ptr()) & 15,
+        acc.device,
+    )
+    plan.launch(*map(pointer, (acc, row_max, row_sum, out, lse)))
+
+
+@plan_cache
+def _merge_plan(
+    step: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[tuple[int, ...], ...],
+    misalignment: int,
+    device: torch.device,
+) -> Plan:
+    """`dtype` of out, `shape` of acc, `strides` of acc, out, row_max and lse."""
+    batch, rows, heads, width = shape
+    check_rows("acc", rows)
+    tile_rows, columns = merge_tile(width)
+    programs = batch * heads * -(-rows // tile_rows) if width else 0
+    check_programs("acc", programs)
+    acc_strides, out_strides, row_strides, lse_strides = strides
+    # A result goes to contiguous memory.
+    of_columns = acc_strides[:3] if step == "finish" else (*acc_strides[:3], *out_strides[:3])
+    tensors, multiple = power_of_two_factor(misalignment), power_of_two_factor(*of_columns)
+    dimensions = "batch", "row", "head"
+    parameters = {
+        "acc_ptr": pointer_to(torch.float32, tensors),
+        "out_ptr": pointer_to(dtype, tensors),
+        **dict.fromkeys(("max_ptr", "sum_ptr", "lse_ptr"), pointer_to(torch.float32)),
+        **strides_of("acc", dict(zip(dimensions, acc_strides)), multiple),
+        **strides_of("out", dict(zip(dimensions, out_strides)), multiple),
+        **strides_of("max", dict(zip(("batch", "head"), row_strides))),
+        **strides_of("lse", dict(zip(("batch", "head"), lse_strides))),
+        "rows": int32(rows),
+        "heads": int32(heads),
+    }
+    constants = {"WIDTH": width, "ROWS": tile_rows, "BLOCK_D": columns, "FIRST": step == "first"}
+    kernel = merge_finish_kernel if step == "finish" else merge_part_kernel
+    num_warps = max(1, _MERGE_WARPS * 32 // device_facts(device).warp_size)
+    return make_plan(kernel, parameters, constants, programs, device, num_warps)
+
+
+def merge_tile(width: int) -> tuple[int, int]:
+    """Rows and columns of a tile."""
+    columns = max(16, 1 << (width - 1).bit_length())
+    return max(1, _MERGED_ELEMENTS // columns), columns
