@@ -183,6 +183,7 @@ OPTIONAL = {
     "jinja2": {"bench"},
     "numpy": set(),
     "transformers": {"bench", "integrations"},
+    "diffusers": {"integrations"},
 }
 
 

@@ -44,7 +44,7 @@ PACKAGES = {
     "prefix_trees": "Prefix trees",
 }
 #: Packages within packages that have a page with them, where what they need is installed.
-NESTED = {"integrations": ("transformers",)}
+NESTED = {"integrations": ("transformers", "diffusers")}
 #: Packages whose names are not public, or have other pages.
 _OTHERS = {"bench", "cli", "ops"}
 #: Operations whose page has another title than their name.

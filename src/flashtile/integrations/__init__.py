@@ -1,6 +1,7 @@
 """flashtile inside other libraries: PyTorch's own attention function, transformers, exported models.
 
-`flashtile.integrations.transformers` needs transformers, and is imported by its own name.
+`flashtile.integrations.transformers` and `flashtile.integrations.diffusers` need those packages, and are imported by
+their own names.
 """
 
 from flashtile.integrations import export
