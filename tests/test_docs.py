@@ -251,13 +251,13 @@ def test_ratios_of_training_with_dropout_are_those_of_the_records():
 
 
 def test_training_evidence_is_that_of_the_records():
-    lines = (ROOT / "docs/training_evidence.md").read_text("utf-8").splitlines()
+    """Every record is named, and every row of a table is one of a record."""
+    text = (ROOT / "docs/training_evidence.md").read_text("utf-8")
     records = sorted((ROOT / "benchmarks/results").glob("h?00-training-*.json"))
-    assert len(records) >= 10
-    for record in records:
-        assert record.name in "".join(lines), record.name
-        for line in summary(json.loads(record.read_text("utf-8"))["rows"]).splitlines():
-            assert line in lines, (record.name, line)
+    assert len(records) >= 10 and not [record.name for record in records if record.name not in text]
+    found = {line for record in records for line in summary(json.loads(record.read_text("utf-8"))["rows"]).splitlines()}
+    rows = re.findall(r"^\| (?:gpt2|bert|listops|pathfinder).*$", text, re.MULTILINE)
+    assert len(rows) > 30 and not [row for row in rows if row not in found]
 
 
 def test_breakdown_is_that_of_the_record():
