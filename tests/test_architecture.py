@@ -52,6 +52,7 @@ WITHIN_OPERATION = {
         "select",
         "sharded",
         "spec",
+        "tables",
     },
     "pages": set(),
     "canonical": {

@@ -29,8 +29,8 @@ from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton import launch as kv_cache
 from flashtile.ops.layer_norm import spec as norms
 from flashtile.ops.layer_norm.triton import launch as layer_norm
+from flashtile.ops.rotary import kernels as rotary
 from flashtile.ops.rotary.spec import RotarySpec, Rotation
-from flashtile.ops.rotary.triton import launch as rotary
 from flashtile.ops.softmax import kernels as softmax
 from flashtile.ops.softmax.spec import SoftmaxGradient, SoftmaxInputs, SoftmaxSpec
 

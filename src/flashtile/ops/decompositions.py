@@ -18,8 +18,6 @@ from flashtile.ops.dense import reference as dense
 from flashtile.ops.dense.spec import ActivationSpec
 from flashtile.ops.layer_norm import reference as layer_norm
 from flashtile.ops.layer_norm.spec import NormSpec, Operands
-from flashtile.ops.rotary import reference as rotary
-from flashtile.ops.rotary.spec import RotarySpec, Rotation
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -39,7 +37,6 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return made | {
         ops.attention_forward.default: _attention,
         ops.layer_norm_forward.default: _layer_norm,
-        ops.rotary.default: _rotary,
         ops.dense_activate.default: _activate,
         ops.dense_column_sum.default: _column_sum,
         ops.cross_entropy_forward.default: _cross_entropy,
@@ -73,11 +70,6 @@ def _layer_norm(*arguments: Any) -> list[Tensor]:
     _refuse_dropout(operands.dropout_seed)
     results = layer_norm.forward(operands, NormSpec(*arguments[len(Operands._fields) : -1]))
     return [tensor for tensor in results if tensor is not None]
-
-
-def _rotary(*arguments: Any) -> Tensor:
-    rotation = Rotation(*arguments[: len(Rotation._fields)])
-    return rotary.rotate(rotation, RotarySpec(*arguments[len(Rotation._fields) : -1]))
 
 
 def _activate(pre: Tensor, activation: Any, gated: bool, backend: str) -> Tensor:

@@ -18,9 +18,8 @@ if devices.interpreting():
 from checked_code import check_code
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.launch import KernelSource, Plan
+from flashtile.ops.rotary import kernels
 from flashtile.ops.rotary.spec import RotarySpec
-from flashtile.ops.rotary.triton import launch
-from flashtile.ops.rotary.triton.configs import rotary_config
 from machine_code import Binary, call_on, check_fit, once_in_families, sass
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -45,8 +44,8 @@ class Call(NamedTuple):
 
 def plan(device: devices.DeviceFacts, call: Call) -> Plan:
     """The plan of a call."""
-    with mock.patch.object(launch, "device_facts", return_value=device):
-        return launch._plan.__wrapped__(
+    with mock.patch.object(kernels, "device_facts", return_value=device):
+        return kernels._plan.__wrapped__(
             call.dtype, call.table_dtype, call.shape, contiguous_strides(call.shape), (8192, call.half),
             (call.half,) * 2 + ((call.half,) * 2 if call.heads_q < call.heads_rotated else (0, 0)), call.offsets_dtype,
             None if call.sequences is None else (torch.int32, call.sequences), call.of_rows, 0, call.inplace,
@@ -128,6 +127,6 @@ def test_programs(shape: tuple[int, ...], half: int, inplace: bool, programs: in
 @pytest.mark.parametrize("half", [0, 1, 16, 40, 64, 128, 256, 1000])
 @pytest.mark.parametrize("heads", [1, 3, 32, 100])
 def test_cuts_are_sound(heads: int, half: int) -> None:
-    config = rotary_config(heads, 2 * half + 3, half, _HOPPER)
+    config = kernels.rotary_config(heads, 2 * half + 3, half, _HOPPER)
     assert config.block_s * config.block_h * config.block_half <= 1024
     assert config.block_half >= half and config.block_rest >= 3

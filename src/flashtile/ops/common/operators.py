@@ -76,7 +76,7 @@ def operator(
     results: type | None,
     *,
     run: Callable[..., Any],
-    fake: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
     present: Callable[..., Sequence[bool]] | None = None,
     writes: str = "",
     decomposition: Callable[..., Any] | None = None,
@@ -90,7 +90,7 @@ def operator(
         scalars: NamedTuples of bool, int, float, str and torch.dtype.
         results: see `Operator`.
         run: computes it, from `(tensors, *scalars, backend)`. Autograd records nothing of it.
-        fake: of `(tensors, *scalars)`, empty tensors like the results.
+        fake: of `(tensors, *scalars)`, empty tensors like the results; None: there are no results.
         present: see `Operator`; `fake` may make tensors that are not present.
         writes: the tensor that it writes to, if results is None.
         decomposition: see `Operator`.
@@ -119,7 +119,7 @@ def operator(
         return None if writes else packed(found)
 
     def traced(*flat: Any) -> Any:
-        if writes:
+        if fake is None:
             return None
         arguments = _nested(kinds, flat)
         found = fake(*arguments)

@@ -1,4 +1,4 @@
-"""The public rotary functions: what a user calls. They check, build the spec, and hand on to the operator."""
+"""The public rotary functions, which check a call, and its operators."""
 
 from __future__ import annotations
 
@@ -6,17 +6,31 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
-from flashtile.ops.common import dtensor
+from flashtile.ops.common import dispatch, dtensor
 from flashtile.ops.common.backends import standard_backends
+from flashtile.ops.common.checks import (
+    INDEX_DTYPES,
+    check_device,
+    check_float_dtype,
+    check_lengths,
+    check_tensors,
+    raise_not_bool,
+    readable,
+)
+from flashtile.ops.common.memory import check_writable
+from flashtile.ops.common.operators import operator
 from flashtile.ops.common.other_names import refuse_other_names
-from flashtile.ops.common.sizes import known
-from flashtile.ops.rotary import checks
-from flashtile.ops.rotary.operator import run_rotary
-from flashtile.ops.rotary.spec import RotarySpec, Rotation
+from flashtile.ops.common.rows import last_contiguous
+from flashtile.ops.common.sizes import differ, known
+from flashtile.ops.rotary import spec as reference
+from flashtile.ops.rotary import tables
+from flashtile.ops.rotary.spec import RotarySpec, Rotation, positions
 
 _BACKENDS = standard_backends("rotary")
+_TENSORS = len(Rotation._fields)
 
 _DENSE = ("batch", "seq", "heads", "head_dim")
 _PACKED = ("total", "heads", "head_dim")
@@ -78,17 +92,15 @@ def apply_rotary(
     if other_names:
         refuse_other_names(apply_rotary, other_names)
     layout = _layout(cu_seqlens, position_ids)
-    checks.check_input("x", x, layout)
+    _check_input("x", x, layout)
     if dtensor.present(x, cos, sin):
         call = partial(
             apply_rotary, interleaved=interleaved, max_seqlen=max_seqlen, conjugate=conjugate, backend=backend
         )
         return _sharded(call, x, "bsh.", inplace, seqlen_offsets, (cos, sin, None, None), cu_seqlens, position_ids)
     heads = x.shape[-2]
-    return _rotate(
-        "x", x, (cos, sin, None, None), heads, heads, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen,
-        position_ids, conjugate, backend,
-    )  # fmt: skip
+    where, flags = (seqlen_offsets, cu_seqlens, max_seqlen, position_ids), (interleaved, inplace, conjugate)
+    return _rotate("x", x, (cos, sin, None, None), heads, heads, flags, where, backend)
 
 
 def apply_rotary_qkv(
@@ -134,18 +146,18 @@ def apply_rotary_qkv(
     """
     if other_names:
         refuse_other_names(apply_rotary_qkv, other_names)
-    checks.check_tensors(qkv=qkv)
+    check_tensors(qkv=qkv)
     layout = _layout(cu_seqlens, position_ids)
     rows = len(layout) - 2
     apart = qkv.dim() == rows + 3 and qkv.shape[rows] == 3
     if not apart:
-        checks.check_input("qkv", qkv, (*layout[:-2], "heads_q + 2 heads_kv", "head_dim"))
+        _check_input("qkv", qkv, (*layout[:-2], "heads_q + 2 heads_kv", "head_dim"))
     if dtensor.present(qkv, cos, sin, cos_k, sin_k):
         call = partial(
             apply_rotary_qkv, interleaved=interleaved, num_heads_q=num_heads_q, max_seqlen=max_seqlen, backend=backend
         )
-        letters, tables = "bs.h." if apart else "bs..", (cos, sin, cos_k, sin_k)
-        return _sharded(call, qkv, letters, inplace, seqlen_offsets, tables, cu_seqlens, position_ids)
+        letters, angles = "bs.h." if apart else "bs..", (cos, sin, cos_k, sin_k)
+        return _sharded(call, qkv, letters, inplace, seqlen_offsets, angles, cu_seqlens, position_ids)
     if apart:
         if num_heads_q not in (None, qkv.shape[-2]):
             raise ValueError(
@@ -154,14 +166,12 @@ def apply_rotary_qkv(
             )
         heads_q, heads_rotated, flat = qkv.shape[-2], 2 * qkv.shape[-2], _merge_heads("qkv", qkv, inplace)
     else:
-        heads_q, heads_rotated = checks.check_heads(num_heads_q, qkv.shape[-2])
+        heads_q, heads_rotated = _check_heads(num_heads_q, qkv.shape[-2])
         flat = qkv
     if cos_k is None and sin_k is None:
         heads_q = heads_rotated
-    rotated = _rotate(
-        "qkv", flat, (cos, sin, cos_k, sin_k), heads_q, heads_rotated, interleaved, inplace, seqlen_offsets, cu_seqlens,
-        max_seqlen, position_ids, False, backend,
-    )  # fmt: skip
+    where, flags = (seqlen_offsets, cu_seqlens, max_seqlen, position_ids), (interleaved, inplace, False)
+    rotated = _rotate("qkv", flat, (cos, sin, cos_k, sin_k), heads_q, heads_rotated, flags, where, backend)
     return qkv if inplace else rotated.view(qkv.shape)
 
 
@@ -203,17 +213,15 @@ def apply_rotary_kv(
     if other_names:
         refuse_other_names(apply_rotary_kv, other_names)
     layout = (*_layout(cu_seqlens, position_ids)[:-2], "2", "heads", "head_dim")
-    checks.check_input("kv", kv, layout)
+    _check_input("kv", kv, layout)
     if kv.shape[-3] != 2:
         raise ValueError(f"kv: expected [{', '.join(layout)}], got shape {tuple(kv.shape)}; stack k and v")
     if dtensor.present(kv, cos, sin):
         call = partial(apply_rotary_kv, interleaved=interleaved, max_seqlen=max_seqlen, backend=backend)
         return _sharded(call, kv, "bs.h.", inplace, seqlen_offsets, (cos, sin, None, None), cu_seqlens, position_ids)
     heads, flat = kv.shape[-2], _merge_heads("kv", kv, inplace)
-    rotated = _rotate(
-        "kv", flat, (cos, sin, None, None), heads, heads, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen,
-        position_ids, False, backend,
-    )  # fmt: skip
+    where, flags = (seqlen_offsets, cu_seqlens, max_seqlen, position_ids), (interleaved, inplace, False)
+    rotated = _rotate("kv", flat, (cos, sin, None, None), heads, heads, flags, where, backend)
     return kv if inplace else rotated.view(kv.shape)
 
 
@@ -229,18 +237,18 @@ def _sharded(
     letters: str,
     inplace: bool,
     seqlen_offsets: int | Tensor,
-    tables: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    angles: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     cu_seqlens: Tensor | None,
     position_ids: Tensor | None,
 ) -> Tensor:
     """A call with DTensors. Rows are sharded only if each has its position. `letters`: the dimensions of dense x."""
-    checks.raise_not_bool(inplace=inplace)
+    raise_not_bool(inplace=inplace)
     packed = _layout(cu_seqlens, position_ids) is _PACKED
     letters = letters[packed:]
     if position_ids is None:
         letters = letters.replace("s", ".")
     operands: dict[str, tuple[Tensor | None, str]] = {
-        name: (table, "..") for name, table in zip(("cos", "sin", "cos_k", "sin_k"), tables)
+        name: (table, "..") for name, table in zip(("cos", "sin", "cos_k", "sin_k"), angles)
     }
     operands["seqlen_offsets"] = seqlen_offsets if isinstance(seqlen_offsets, Tensor) else None, "." if packed else "b"
     operands |= {"cu_seqlens": (cu_seqlens, "."), "position_ids": (position_ids, "bs"[packed:])}
@@ -255,7 +263,7 @@ def _sharded(
 
 def _merge_heads(name: str, packed: Tensor, inplace: bool) -> Tensor:
     """`[..., parts, heads, head_dim]` as `[..., parts · heads, head_dim]`."""
-    checks.raise_not_bool(inplace=inplace)
+    raise_not_bool(inplace=inplace)
     if inplace and packed.shape[-3] > 1 and packed.stride(-3) != packed.shape[-2] * packed.stride(-2):
         raise ValueError(
             f"{name}: expected heads that follow one another in memory for inplace=True, got strides "
@@ -267,28 +275,25 @@ def _merge_heads(name: str, packed: Tensor, inplace: bool) -> Tensor:
 def _rotate(
     name: str,
     x: Tensor,
-    tables: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    angles: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     heads_q: int,
     heads_rotated: int,
-    interleaved: bool,
-    inplace: bool,
-    seqlen_offsets: int | Tensor,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-    position_ids: Tensor | None,
-    conjugate: bool,
+    flags: tuple[bool, bool, bool],
+    where: tuple[int | Tensor, Tensor | None, int | None, Tensor | None],
     backend: str,
 ) -> Tensor:
+    """`flags`: interleaved, inplace and conjugate; `where`: seqlen_offsets, cu_seqlens, max_seqlen and position_ids."""
     _BACKENDS.check(backend)
-    checks.raise_not_bool(interleaved=interleaved, inplace=inplace, conjugate=conjugate)
+    (interleaved, inplace, conjugate), (seqlen_offsets, cu_seqlens, max_seqlen, position_ids) = flags, where
+    raise_not_bool(interleaved=interleaved, inplace=inplace, conjugate=conjugate)
     if inplace:
-        checks.check_inplace(name, x)
-    cos, sin, cos_k, sin_k = tables
-    checks.check_tables(name, x, cos, sin)
+        check_writable(name, x, "leave inplace out")
+    cos, sin, cos_k, sin_k = angles
+    tables.check_tables(name, x, cos, sin)
     if (cos_k is None) is not (sin_k is None):
         raise ValueError("cos_k, sin_k: expected both or neither, got one; pass the pair of tables of the keys")
     if cos_k is not None and sin_k is not None:
-        checks.check_tables(name, x, cos_k, sin_k, "_k")
+        tables.check_tables(name, x, cos_k, sin_k, "_k")
         if cos_k.shape != cos.shape or cos_k.dtype is not cos.dtype:
             raise ValueError(
                 f"cos_k: expected the shape and dtype of cos, {tuple(cos.shape)} {cos.dtype}, "
@@ -296,13 +301,198 @@ def _rotate(
             )
     offset, offsets = 0, None
     if position_ids is None:
-        batch = x.shape[0] if cu_seqlens is None else checks.check_sequences(cu_seqlens, x.device, name)
-        offset, offsets = checks.resolve_offsets(seqlen_offsets, batch, x.device, name)
-        checks.check_max_seqlen(max_seqlen)
+        batch = x.shape[0] if cu_seqlens is None else _check_sequences(cu_seqlens, x.device, name)
+        offset, offsets = _resolve_offsets(seqlen_offsets, batch, x.device, name)
+        _check_max_seqlen(max_seqlen)
         longest = x.shape[1] if cu_seqlens is None else max_seqlen
         if longest is not None and not known(x.numel() == 0):
-            checks.check_table_length(cos, longest, offset, "make the table longer")
+            tables.check_table_length(cos, longest, offset, "make the table longer")
     else:
-        checks.check_positions(position_ids, name, x, seqlen_offsets, cu_seqlens, max_seqlen)
+        _check_positions(position_ids, name, x, seqlen_offsets, cu_seqlens, max_seqlen)
     spec = RotarySpec(interleaved, conjugate, heads_q, heads_rotated, offset)
-    return run_rotary(Rotation(x, cos, sin, cos_k, sin_k, offsets, cu_seqlens, position_ids), spec, inplace, backend)
+    return _run(Rotation(x, cos, sin, cos_k, sin_k, offsets, cu_seqlens, position_ids), spec, inplace, backend)
+
+
+def _check_input(name: str, x: Tensor, layout: tuple[str, ...]) -> None:
+    check_tensors(**{name: x})
+    check_float_dtype(name, x.dtype)
+    if x.dim() != len(layout):
+        raise ValueError(
+            f"{name}: expected {len(layout)} dimensions [{', '.join(layout)}], got shape {tuple(x.shape)}; "
+            "packed sequences go with cu_seqlens, a dense batch without"
+        )
+
+
+def _check_heads(num_heads_q: int | None, heads: int) -> tuple[int, int]:
+    """Heads of q, and of q and k together, of packed `[..., heads_q + 2 heads_kv, head_dim]`."""
+    if isinstance(num_heads_q, bool) or not isinstance(num_heads_q, (int, torch.SymInt)):
+        raise TypeError(
+            f"num_heads_q: expected an int for qkv of 4 dimensions, got {num_heads_q!r}; it says which heads are q's"
+        )
+    if not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
+        raise ValueError(
+            f"num_heads_q: expected a number that leaves an even number of the {heads} heads for k and v, "
+            f"got {num_heads_q}"
+        )
+    return num_heads_q, num_heads_q + (heads - num_heads_q) // 2
+
+
+def _resolve_offsets(offsets: int | Tensor, batch: int, device: torch.device, of: str) -> tuple[int, Tensor | None]:
+    """The offset of all sequences, and those of each."""
+    if isinstance(offsets, Tensor):
+        check_lengths("seqlen_offsets", offsets, batch, device, "one offset for each sequence", of)
+        return 0, offsets
+    if isinstance(offsets, bool) or not isinstance(offsets, (int, torch.SymInt)):
+        raise TypeError(f"seqlen_offsets: expected an int or an integer tensor, got {offsets!r}")
+    if known(offsets < 0):
+        raise ValueError(f"seqlen_offsets: expected at least 0, got {offsets}; it is the position of the first row")
+    return offsets, None
+
+
+def _check_max_seqlen(max_seqlen: int | None) -> None:
+    if max_seqlen is None:
+        return
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
+        raise TypeError(f"max_seqlen: expected an int, got {max_seqlen!r}; leave it out if it is not known")
+    if known(max_seqlen < 0):
+        raise ValueError(f"max_seqlen: expected at least 0, got {max_seqlen}; it is the longest sequence")
+
+
+def _check_positions(
+    position_ids: Tensor,
+    name: str,
+    x: Tensor,
+    offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+) -> None:
+    """Checks type, shape and device of a position for each row, and that nothing else says where rows are."""
+    check_tensors(position_ids=position_ids)
+    if position_ids.dtype not in INDEX_DTYPES:
+        raise TypeError(f"position_ids: expected dtype int32 or int64, got {position_ids.dtype}; cast it")
+    check_device("position_ids", position_ids, x.device, name)
+    others = (("seqlen_offsets", offsets if isinstance(offsets, Tensor) or not known(offsets == 0) else None),)
+    for other, given in (*others, ("cu_seqlens", cu_seqlens), ("max_seqlen", max_seqlen)):
+        if given is not None:
+            raise ValueError(f"{other}: expected none beside position_ids, got a value; add it to position_ids")
+    rows = tuple(x.shape[:-2])
+    found = tuple(position_ids.shape)
+    alike = len(found) == len(rows) == 2 and known(found[0] == 1)
+    if differ(found[alike:], rows[alike:]):
+        also = f" or {(1, rows[1])}" if len(rows) == 2 else ""
+        raise ValueError(
+            f"position_ids: expected shape {rows}{also}, a position for each row of {name}, got {found}; reshape it"
+        )
+
+
+def _check_sequences(cu_seqlens: Tensor, device: torch.device, of: str) -> int:
+    """Checks cumulative lengths; returns the number of sequences."""
+    check_tensors(cu_seqlens=cu_seqlens)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: expected shape (batch + 1,), got {tuple(cu_seqlens.shape)}")
+    check_lengths("cu_seqlens", cu_seqlens, cu_seqlens.shape[0], device, "batch + 1 cumulative lengths", of)
+    return cu_seqlens.shape[0] - 1
+
+
+def _check_values(rotation: Rotation, spec: RotarySpec) -> None:
+    """Checks positions against the table: always on a CPU, on a GPU with FLASHTILE_CHECK_VALUES=1."""
+    offsets, cu_seqlens, position_ids = rotation.offsets, rotation.cu_seqlens, rotation.position_ids
+    given = next((each for each in (position_ids, cu_seqlens, offsets) if each is not None), None)
+    if given is None or not readable(given) or not rotation.x.numel():
+        return
+    if cu_seqlens is not None:
+        _check_cumulative(cu_seqlens, rotation.x.shape[0])
+        if cu_seqlens.shape[0] == 1:
+            return
+    if offsets is not None and offsets.numel() and int(offsets.min()) < 0:
+        raise ValueError(f"seqlen_offsets: expected offsets of at least 0, got {int(offsets.min())}")
+    if position_ids is not None and int(position_ids.min()) < 0:
+        raise ValueError(f"position_ids: expected positions of at least 0, got {int(position_ids.min())}")
+    farthest = int(positions(rotation, spec).max())
+    if farthest >= rotation.cos.shape[0]:
+        raise ValueError(
+            f"cos: expected at least {farthest + 1} positions, the farthest that a row has, got "
+            f"{rotation.cos.shape[0]}; make the table longer"
+        )
+
+
+def _check_cumulative(cu_seqlens: Tensor, total: int) -> None:
+    if int(cu_seqlens[0]) != 0:
+        raise ValueError(f"cu_seqlens: expected to start at 0, got {int(cu_seqlens[0])}; prepend 0")
+    if (cu_seqlens.diff() < 0).any():
+        raise ValueError("cu_seqlens: expected cumulative lengths that never decrease, got some that do; sort them")
+    if int(cu_seqlens[-1]) > total:
+        raise ValueError(
+            f"cu_seqlens: expected its last value to be at most the rows of x, {total}, got {int(cu_seqlens[-1])}"
+        )
+
+
+# --- operators -------------------------------------------------------------------------------------------------------
+
+
+def _run_on_backend(rotation: Rotation, spec: RotarySpec, backend: str, inplace: bool = False) -> Tensor:
+    _check_values(rotation, spec)
+    x = rotation.x
+    dtype = torch.float64 if torch.float64 in (x.dtype, rotation.cos.dtype) else x.dtype
+    module = _BACKENDS.implementation(backend, x.device, dtype)
+    rotated = module.forward(Rotation(*map(last_contiguous, rotation)), spec, inplace)
+    if inplace and not x.is_inference():
+        # Kernels write past PyTorch's back: an earlier operation that keeps x for its gradient must learn of it.
+        torch.autograd.graph.increment_version(x)
+    # In-place on a last dimension that is not contiguous: what was rotated is a copy.
+    return x.copy_(rotated) if inplace and rotated is not x else rotated
+
+
+_rotary = operator(
+    "rotary",
+    Rotation,
+    (RotarySpec,),
+    Tensor,
+    run=_run_on_backend,
+    fake=lambda rotation, spec: rotation.x.new_empty(rotation.x.shape),
+    decomposition=reference.rotate,
+).call
+_rotary_inplace = operator(
+    "rotary_", Rotation, (RotarySpec,), None, run=partial(_run_on_backend, inplace=True), writes="x"
+).call
+
+
+def _run(rotation: Rotation, spec: RotarySpec, inplace: bool, backend: str) -> Tensor:
+    """Runs the operator, recorded by autograd where a gradient is wanted. Returns the rotated x."""
+    x = rotation.x
+    if dispatch.transformed():
+        dispatch.refuse_named_backend(backend)
+        rotated = reference.rotate(rotation, spec)
+        return x.copy_(rotated) if inplace else rotated
+    recorded = torch.is_grad_enabled() and x.requires_grad
+    if inplace and (torch.compiler.is_exporting() or (recorded and torch.compiler.is_compiling())):
+        # The compiler turns the copy into a write to x, and knows its derivative. What is exported may have to run
+        # without flashtile, and only the operator that writes nothing in place is one of PyTorch's others.
+        return x.copy_(_run(rotation, spec, False, backend))
+    if recorded:
+        return _Rotary.apply(*rotation, *spec, inplace, backend)
+    return (_rotary_inplace if inplace else _rotary)(rotation, spec, backend)
+
+
+class _Rotary(torch.autograd.Function):
+    """The rotation recorded for a backward, which is the rotation the other way, recorded in its turn."""
+
+    @staticmethod
+    def forward(ctx, *flat):
+        rotation, spec = Rotation(*flat[:_TENSORS]), RotarySpec(*flat[_TENSORS:-2])
+        inplace, backend = flat[-2:]
+        ctx.save_for_backward(*rotation[1:])
+        ctx.scalars = spec._replace(conjugate=not spec.conjugate), backend
+        if inplace:
+            ctx.mark_dirty(rotation.x)
+        return (_rotary_inplace if inplace else _rotary)(rotation, spec, backend)
+
+    @staticmethod
+    def backward(ctx, dout):
+        back, backend = ctx.scalars
+        rotation = Rotation(dout, *ctx.saved_tensors)
+        if dispatch.batched(dout):
+            dx = torch.ops.flashtile.rotary(*rotation, *back, backend)  # PyTorch calls it for one after another
+        else:
+            dx = _run(rotation, back, False, backend)
+        return dx, *(None,) * (_TENSORS + len(back) + 1)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.ops.rotary.spec import RotarySpec, Rotation, compute_dtype, positions
-
-#: Elements of a block of rows: its temporaries together fit the second-level cache of a core.
-_BLOCK = 1 << 17
+from flashtile.ops.common.rows import compute_dtype, row_blocks
+from flashtile.ops.rotary.spec import RotarySpec, Rotation, positions
 
 
 def forward(rotation: Rotation, spec: RotarySpec, inplace: bool) -> Tensor:
@@ -51,10 +49,9 @@ def _rotate(
     a, b = (_pairs(source, half, spec.interleaved, part) for part in range(2))
     out_a, out_b = (_pairs(target, half, spec.interleaved, part) for part in range(2))
     rows = source.shape[-3]
-    step = max(1, _BLOCK * rows // source.numel())
-    for first in range(0, rows, step):
-        block = (..., slice(first, first + step), slice(None), slice(None))
-        cos_block, sin_block = _angles(cos, sin, _some(where, first, step), dtype)
+    for some in row_blocks(rows, source.numel() // rows):
+        block = (..., some, slice(None), slice(None))
+        cos_block, sin_block = _angles(cos, sin, _some(where, some), dtype)
         if source.dtype is dtype and not inplace:
             torch.mul(a[block], cos_block, out=out_a[block]).addcmul_(b[block], sin_block, value=-sign)
             torch.mul(b[block], cos_block, out=out_b[block]).addcmul_(a[block], sin_block, value=sign)
@@ -65,11 +62,11 @@ def _rotate(
         out_b[block] = turned
 
 
-def _some(where: slice | Tensor, first: int, count: int) -> slice | Tensor:
+def _some(where: slice | Tensor, rows: slice) -> slice | Tensor:
     """The positions of some rows."""
     if isinstance(where, slice):
-        return slice(where.start + first, min(where.start + first + count, where.stop))
-    return where[..., first : first + count]
+        return slice(where.start + rows.start, where.start + rows.stop)
+    return where[..., rows]
 
 
 def _pairs(x: Tensor, half: int, interleaved: bool, part: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tables of cosines and sines: frequencies, their scaling to longer contexts, and the decay of xPos."""
+"""Tables of cosines and sines: frequencies, their scaling to longer contexts, the decay of xPos, and checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flashtile.ops.common.checks import as_float, check_count, check_float_dtype, finite_float
+from flashtile.ops.common.checks import (
+    as_float,
+    check_count,
+    check_device,
+    check_float_dtype,
+    check_tensors,
+    finite_float,
+)
+from flashtile.ops.common.sizes import exceeds
+from flashtile.ops.common.table_checks import check_table_pair
 
 
 @dataclass(frozen=True)
@@ -199,3 +208,25 @@ def xpos_scale(positions: int, dim: int, scale_base: float, *, device: torch.dev
     step = (torch.arange(0, dim, 2, dtype=torch.float32, device=device) + 0.4 * dim) / (1.4 * dim)
     power = (torch.arange(positions, dtype=torch.float32, device=device) - positions // 2) / scale_base
     return step ** power[:, None]
+
+
+def check_tables(name: str, x: Tensor, cos: Tensor, sin: Tensor, suffix: str = "") -> None:
+    """Checks a pair of tables against x `[..., head_dim]`, whose name is given."""
+    cos_name, sin_name = f"cos{suffix}", f"sin{suffix}"
+    check_tensors(**{cos_name: cos, sin_name: sin})
+    for table_name, table in ((cos_name, cos), (sin_name, sin)):
+        check_float_dtype(table_name, table.dtype)
+        check_device(table_name, table, x.device, name)
+        if table.requires_grad:
+            raise ValueError(
+                f"{table_name}: expected a table that wants no gradient, got one with requires_grad=True; detach it"
+            )
+    check_table_pair(cos_name, cos, sin_name, sin, name, x.shape[-1])
+
+
+def check_table_length(cos: Tensor, rows: int, offset: int, remedy: str) -> None:
+    if exceeds(rows + offset, cos.shape[0]):
+        raise ValueError(
+            f"cos: expected at least {rows + offset} positions, {rows} rows from position {offset} on, "
+            f"got {cos.shape[0]}; {remedy}"
+        )
