@@ -72,7 +72,10 @@ def start(jobs: dict[str, Any], ranks: int, folder: Path, device: str = "cpu") -
 def forking() -> multiprocessing.context.ForkServerContext:
     """Processes that are forked from one which has imported what all need: that takes longer than most jobs do."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "triton", "flashtile.distributed", "flashtile.testing"])
+    of_torch = ["torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"]
+    context.set_forkserver_preload(
+        [*of_torch, "torch.distributed.tensor.parallel", "triton", "flashtile.distributed", "flashtile.testing"]
+    )
     return context
 
 

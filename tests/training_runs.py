@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import os
 import shutil
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,22 +38,29 @@ class Run:
         processes: how many; one is alone, as without torchrun.
         arguments: its command line.
         goes_on: of another run's folder and its own, where it goes on with that run from the last but one checkpoint.
+        program: the script, a module in `examples`.
     """
 
     processes: int
     arguments: list[str]
     goes_on: tuple[Path, Path] | None = None
+    program: str = "train_gpt"
 
 
 def launch(runs: Sequence[Run], folder: Path) -> list[list[str]]:
     """Runs by processes that stay for all of them, with the environment that torchrun gives: starting them, importing
     and compiling are most of a short run's time. Returns for each run what went wrong in it, nothing where all went
-    well."""
+    well. `printed` says what the first process of a run wrote."""
     forking()
     processes = max(run.processes for run in runs)
     mp.start_processes(_run_all, (runs, [_free_port() for _ in runs], folder), processes, start_method="forkserver")
     found = [torch.load(folder / f"ends{rank}.pt") for rank in range(processes)]
     return [[end for end in ends if end] for ends in zip(*found)]
+
+
+def printed(folder: Path, run: int) -> str:
+    """What the first process of a run wrote; `folder` and the place of the run as in `launch`."""
+    return (folder / f"printed{run}.txt").read_text("utf-8")
 
 
 def _free_port() -> int:
@@ -60,23 +70,24 @@ def _free_port() -> int:
 
 
 def _run_all(rank: int, runs: Sequence[Run], ports: Sequence[int], folder: Path) -> None:
-    import train_gpt
-
     torch.set_num_threads(1)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     ends = []
-    for run, port in zip(runs, ports):
-        end = ""
+    for number, (run, port) in enumerate(zip(runs, ports)):
+        end, output = "", io.StringIO()
         if rank < run.processes:
             _take_place(rank, run.processes, port)
             if run.goes_on is not None and not rank:
                 without_the_last_checkpoint(*run.goes_on)
             try:
-                status = train_gpt.main(run.arguments)
+                with redirect_stdout(output):
+                    status = importlib.import_module(run.program).main(run.arguments)
                 end = f"process {rank} ended with {status}" if status else ""
             except Exception:
                 end = traceback.format_exc()
             torch.compiler.reset()
+        if not rank:
+            (folder / f"printed{number}.txt").write_text(output.getvalue(), "utf-8")
         ends.append(end)
     torch.save(ends, folder / f"ends{rank}.pt")
 
