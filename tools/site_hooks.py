@@ -61,6 +61,7 @@ GUIDES = {
     "compat": "migrating",
     "learn": "how_it_works",
     "modules": "models",
+    "prefix_trees": "training",
     "testing": "contract",
 }
 #: A parameter that catches other libraries' names for arguments, in a signature: no call has it.
