@@ -12,6 +12,8 @@ from torch import Tensor
 
 import flashtile
 from covering import combined_cases
+from flashtile.ops.kv_cache.rows import indexable, quantized
+from flashtile.ops.kv_cache.spec import EIGHT_BITS
 from flashtile.testing import Size, assert_close
 
 
@@ -19,9 +21,10 @@ from flashtile.testing import Size, assert_close
 class CacheCase:
     """One call. `capacity` is that of a sequence, in a paged call rounded up to whole pages.
 
-    `lengths`: rows in the cache before the call, an int for all sequences; None = the cache is full. `queries`: of each
-    sequence, and last of none, in a packed call; `new`: likewise the new rows, where they are others. `arguments` are
-    keyword arguments that are no tensors.
+    `cache_dtype`: of 8-bit caches, whose `factors` are "one", or of "heads", "pages" (or entries) or "rows". `lengths`:
+    rows in the cache before the call, an int for all sequences; None = the cache is full. `queries`: of each sequence,
+    and last of none, in a packed call; `new`: likewise the new rows, where they are others. `arguments` are keyword
+    arguments that are no tensors.
     """
 
     batch: int = 2
@@ -36,6 +39,8 @@ class CacheCase:
     head_dim: int = 16
     head_dim_v: int = 16
     dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    factors: str | None = None
     length_dtype: torch.dtype = torch.int32
     page_size: int | None = None
     entries: tuple[int, ...] | None = None
@@ -73,8 +78,14 @@ class CacheInputs:
             name: value.to(wide) if wide and isinstance(value, Tensor) and value.is_floating_point() else value
             for name, value in self.tensors.items()
         }
-        parts = (self.q, self.k_cache, self.v_cache, self.k, self.v)
-        return CacheInputs(*(None if t is None else t.detach().clone().to(dtype) for t in parts), tensors)
+        parts = [
+            None if t is None else t.detach().clone().to(t.dtype if t.dtype in EIGHT_BITS else dtype)
+            for t in (self.q, self.k_cache, self.v_cache, self.k, self.v)
+        ]
+        for name in ("descale_k", "descale_v"):
+            if name in tensors:
+                tensors[name] = self.tensors[name].clone()  # float32, and written
+        return CacheInputs(*parts, tensors)  # type: ignore[arg-type]
 
     def call(self, **arguments: Any) -> Any:
         parts = (self.q, self.k_cache, self.v_cache, self.k, self.v)
@@ -115,7 +126,19 @@ def make_inputs(case: CacheCase, device: torch.device | str = "cpu", seed: int =
         tensors["sinks"] = normal(case.heads, dtype=wide)
     k_cache = normal(outer, rows, case.heads_kv, case.head_dim)
     v_cache = normal(outer, rows, case.heads_kv, case.head_dim_v)
-    _poison(case, tensors, k_cache, v_cache)
+    factors: list[Tensor] = []
+    if case.factors is not None:
+        shape = {"one": 0, "heads": 1, "pages": 2, "rows": 3}[case.factors]
+        sizes = ((), (case.heads_kv,), (outer, case.heads_kv), (outer, rows, case.heads_kv))[shape]
+        largest = 4 / EIGHT_BITS[case.cache_dtype or torch.int8]
+        factors = [(0.7 + torch.rand(sizes, generator=generator)) * largest for _ in range(2)]
+    if case.cache_dtype is not None:
+        k_cache, v_cache = (
+            quantized(cache, factor, case.cache_dtype)
+            for cache, factor in zip((k_cache, v_cache), _expanded(factors, k_cache))
+        )
+    _poison(case, tensors, k_cache, v_cache, factors)
+    tensors |= dict(zip(("descale_k", "descale_v"), factors))
     rows_q, rows_new = (case.batch, case.seq_q), (case.batch, case.seq_new)
     if case.queries is not None:
         rows_q, rows_new = (sum(case.queries),), (sum(case.new or case.queries),)
@@ -138,8 +161,16 @@ def _starts(counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.tensor([0, *accumulate(counts[:-1])], dtype=dtype)
 
 
-def _poison(case: CacheCase, tensors: dict[str, Any], *caches: Tensor) -> None:
-    """NaN in all rows that no query sees."""
+def _expanded(factors: list[Tensor], cache: Tensor) -> list[Tensor | None]:
+    """Factors of both caches for each of their rows."""
+    if not factors:
+        return [None, None]
+    return [(f[:, None] if f.dim() == 2 else f).expand(cache.shape[:-1]) for f in factors]
+
+
+def _poison(case: CacheCase, tensors: dict[str, Any], k_cache: Tensor, v_cache: Tensor, factors: list[Tensor]) -> None:
+    """NaN in all rows that no query sees, and in factors of their own: int8 has no NaN."""
+    caches = (k_cache, v_cache)
     window_left, _ = case.arguments.get("window") or (None, None)
     used = torch.zeros(caches[0].shape[:2], dtype=torch.bool)
     for sequence in range(case.batch):
@@ -153,15 +184,22 @@ def _poison(case: CacheCase, tensors: dict[str, Any], *caches: Tensor) -> None:
             used[tensors["block_table"][sequence].long()[row // case.page_size], row % case.page_size] = True
         else:
             used[sequence if case.entries is None else case.entries[sequence], row] = True
+    for factor in factors:
+        if factor.dim() == 3:
+            factor[~used] = float("nan")
     for cache in caches:
-        cache[~used] = float("nan")
+        if cache.dtype is not torch.int8:
+            indexable(cache)[~used] = torch.tensor(float("nan")).to(cache.dtype).view(indexable(cache).dtype)
 
 
 def run(case: CacheCase, inputs: CacheInputs, backend: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """out, lse and both caches after a call on copies of the inputs."""
     mine = inputs.cast(dtype or case.dtype)
     out, lse = mine.call(**case.arguments, return_lse=True, backend=backend)
-    return {"out": out, "lse": lse, "k_cache": mine.k_cache, "v_cache": mine.v_cache}
+    written = {"k_cache": mine.k_cache, "v_cache": mine.v_cache}
+    if case.factors == "rows":
+        written |= {name: mine.tensors[name] for name in ("descale_k", "descale_v")}
+    return {"out": out, "lse": lse} | written
 
 
 def check(case: CacheCase, backend: str, device: torch.device | str = "cpu", seed: int = 0) -> dict[str, Tensor]:
@@ -171,9 +209,13 @@ def check(case: CacheCase, backend: str, device: torch.device | str = "cpu", see
     oracle = run(case, inputs, "reference", torch.float64)
     eager = run(case, inputs, "reference")
     for name, value in actual.items():
+        if value.dtype in EIGHT_BITS:
+            # Rounded once from the same numbers: the same bits.
+            assert torch.equal(indexable(value), indexable(eager[name])), f"{case}: {name}"
+            continue
         assert_close(f"{case}: {name}", value, oracle[name], eager[name], _cancelled(case) if name == "lse" else Size())
     for name in ("k_cache", "v_cache"):
-        given = getattr(inputs, name)
+        given, actual[name], eager[name] = map(indexable, (getattr(inputs, name), actual[name], eager[name]))
         kept = (eager[name] == given) | given.isnan() & eager[name].isnan()
         assert torch.equal(actual[name][kept].nan_to_num(), given[kept].nan_to_num()), f"{case}: {name} overwritten"
     return actual
@@ -298,6 +340,27 @@ EDGES = {
     "packed_without_sequences": replace(BASE, batch=0, queries=(3,), lengths=(), sinks=True),
     "packed_without_queries": replace(BASE, queries=(0, 0, 0), new=(2, 1, 0), seq_new=0),
     "packed_splits": replace(BASE, queries=(1, 40, 0), capacity=400, lengths=(399, 130), arguments={"num_splits": 3}),
+    "int8": replace(BASE, dtype=torch.float16, cache_dtype=torch.int8, factors="one", seq_new=2, rotary_dim=8),
+    "int8_heads": replace(
+        BASE, cache_dtype=torch.int8, factors="heads", seq_new=3, heads=6, arguments={"softcap": 2.0}
+    ),
+    "int8_pages": replace(BASE, cache_dtype=torch.int8, factors="pages", page_size=8, seq_new=1),
+    "int8_rows": replace(BASE, dtype=torch.float16, cache_dtype=torch.int8, factors="rows", seq_new=3, rotary_dim=16),
+    "fp8": replace(BASE, dtype=torch.float16, cache_dtype=torch.float8_e4m3fn, seq_new=2),
+    "fp8_entries": replace(BASE, cache_dtype=torch.float8_e5m2, factors="pages", entries=(3, 1), seq_new=2),
+    "fp8_rows": replace(
+        BASE,
+        cache_dtype=torch.float8_e4m3fn,
+        factors="rows",
+        page_size=16,
+        queries=(4, 1, 1),
+        seq_new=0,
+        heads=4,
+        rotary_dim=10,
+        arguments={"rotary_interleaved": True, "window": (11, 0), "num_splits": 3},
+    ),
+    "fp8_reading": replace(BASE, cache_dtype=torch.float8_e4m3fn, factors="rows", page_size=16, queries=(4, 1, 1)),
+    "fp8_head_dim_300": replace(BASE, cache_dtype=torch.float8_e4m3fn, factors="rows", head_dim=300, head_dim_v=20),
     "fp16": replace(BASE, dtype=torch.float16, heads=4, seq_new=2, rotary_dim=16),
 }
 

@@ -50,6 +50,8 @@ class Call(NamedTuple):
     misalignment: int = 0
     allow_tf32: bool = False
     odd_rows: bool = False  # strides of the rows of q and of the new keys and values are 1
+    cache_dtype: torch.dtype | None = None
+    factors: tuple[int, int, int] | None = None  # strides of those of an 8-bit cache
     total_q: int | None = None  # queries of a packed call, whose sequences have up to seq_q
 
 
@@ -86,10 +88,12 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
             None if new is None else tuple(map(form, new)),
             None if new is None else ((65536, call.half), call.half, call.half, call.table_dtype),
             (*call.index_dtypes[:3], None if table is None else torch.int32, *starts), table,
-            call.slope_dims, call.sinks, call.batch if packed else None, (call.misalignment, 0), spec, call.allow_tf32,
+            call.slope_dims, call.sinks, call.batch if packed else None, call.cache_dtype or call.dtype,
+            (call.factors, call.factors), (call.misalignment, 0), spec, call.allow_tf32,
         )  # fmt: skip
 
 
+_OF_ROWS = Call().spec._replace(factors_of_rows=True)
 _CALLS = {
     "decode": Call(),
     "decode_paged_16": Call(page_size=16),
@@ -113,6 +117,14 @@ _CALLS = {
     "packed_decode": Call(batch=64, total_q=64, page_size=16),
     "packed_chunks": Call(seq_q=512, total_q=1100, page_size=16),
     "packed_one_row_pages": Call(seq_q=512, total_q=1100, page_size=1),
+    "fp8": Call(cache_dtype=torch.float8_e4m3fn, factors=(0, 0, 1), page_size=16),
+    "fp8_chunk": Call(cache_dtype=torch.float8_e4m3fn, factors=(0, 0, 1), seq_q=64, seq_new=64),
+    "fp8_head_256": Call(cache_dtype=torch.float8_e4m3fn, factors=(0, 0, 1), head_dim=256, head_dim_v=256),
+    "int8_rows": Call(cache_dtype=torch.int8, factors=(128, 8, 1), page_size=16, spec=_OF_ROWS),
+    "int8_rows_packed": Call(
+        cache_dtype=torch.int8, factors=(128, 8, 1), page_size=16, spec=_OF_ROWS, seq_q=512, total_q=1100
+    ),
+    "e5m2_pages": Call(cache_dtype=torch.float8_e5m2, factors=(8, 0, 1), page_size=128),
     "entries": Call(index_dtypes=(None, torch.int64, torch.int32, None), seq_new=None),
 }  # fmt: skip
 
@@ -185,11 +197,25 @@ def _check_copies(binary: Binary, tiles: int) -> None:
     assert binary.shared_memory >= tiles
 
 
-@pytest.mark.parametrize("name", ["decode", "decode_paged_16", "decode_paged_256", "head_64", "head_256", "head_512"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decode",
+        "decode_paged_16",
+        "decode_paged_256",
+        "head_64",
+        "head_256",
+        "head_512",
+        "fp8",
+        "int8_rows",
+        "fp8_chunk",
+    ],
+)
 def test_as_many_programs_as_are_counted_on_fit_a_multiprocessor(name: str) -> None:
     call = _CALLS[name]
     rows = call.seq_q * call.heads // call.heads_kv
-    tile_key = TileKey(call.dtype, call.head_dim, call.head_dim_v, rows)
+    eight_bits = call.cache_dtype is not None
+    tile_key = TileKey(call.dtype, call.head_dim, call.head_dim_v, rows, eight_bits=eight_bits)
     source = plan_of(call).split.attend.source
     cut = source.constants["BLOCK_M"], source.constants["BLOCK_N"], source.num_warps, source.num_stages
     resident = resident_programs(_HOPPER, AttendTiles(*cut, source.constants["CHUNK"]), tile_key)

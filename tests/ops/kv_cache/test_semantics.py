@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.ops.kv_cache.spec import EIGHT_BITS
 from flashtile.testing import assert_same
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -187,6 +188,55 @@ def test_packed_attention_reads_keys_from_pages(backend: str) -> None:
         flashtile.attention_varlen(q.requires_grad_(), *pages, starts_q, starts_k, block_table=table)
 
 
+_FACTORS = {"one": (), "heads": (2,), "entries": (2, 2), "rows": (2, 20, 2)}
+
+
+@both_backends
+@pytest.mark.parametrize("kind", _FACTORS)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+def test_caches_of_8_bits_stand_for_themselves_times_factors(dtype: torch.dtype, kind: str, backend: str) -> None:
+    """The new rows are rounded to them, and attention is that over the widened cache."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, heads, 16, generator=generator) for heads in (4, 2, 2))
+    caches = [(torch.randn(2, 20, 2, 16, generator=generator) * 20).to(dtype) for _ in range(2)]
+    factors = [(0.5 + torch.rand(_FACTORS[kind], generator=generator)) / 20 for _ in range(2)]
+    out = flashtile.attention_with_kv_cache(
+        q, *caches, k, v, cache_lengths=torch.tensor([7, 4]), descale_k=factors[0], descale_v=factors[1],
+        backend=backend,
+    )  # fmt: skip
+    wide = []
+    for cache, factor, new in zip(caches, factors, (k, v), strict=True):
+        each = (factor[:, None] if factor.dim() == 2 else factor).expand(2, 20, 2)[..., None]
+        wide.append(cache.float() * each)
+        rows = torch.stack([wide[-1][0, 7:10], wide[-1][1, 4:7]])
+        step = torch.stack([each[0, 7:10], each[1, 4:7]])
+        largest = step * EIGHT_BITS[dtype]
+        if kind == "rows":
+            assert_same(largest[..., 0], new.abs().amax(-1))
+        if dtype is not torch.int8:
+            step = new.abs() * torch.finfo(dtype).eps
+        wrong = rows - new.clamp(-largest, largest)
+        assert (wrong.abs() <= 0.501 * step + 1e-5).all(), "rounded to the nearest"
+    for b, total in enumerate((10, 7)):
+        alone = flashtile.attention(q[b, None], *(w[b, None, :total] for w in wide), causal=True, backend="reference")
+        assert_same(out[b], alone[0])
+
+
+@both_backends
+def test_8_bits_cut_off_what_is_too_large(backend: str) -> None:
+    k = torch.tensor([1e6, -1e6, 0.3, 0.0]).expand(1, 1, 1, 4)
+    for dtype, largest in EIGHT_BITS.items():
+        caches = torch.zeros(2, 1, 4, 1, 4).to(dtype).unbind()
+        flashtile.attention_with_kv_cache(k, *caches, k, k, cache_lengths=0, backend=backend)
+        assert caches[0][0, 0, 0, :2].float().tolist() == [largest, -largest]
+        factors = torch.full((2, 1, 4, 1), float("nan")).unbind()
+        flashtile.attention_with_kv_cache(
+            k, *caches, k, 0 * k, cache_lengths=0, descale_k=factors[0], descale_v=factors[1], backend=backend
+        )
+        assert factors[1][0, 0, 0] == 1, "zeros are zeros with any factor"
+        assert (factors[0][0, 0, 0] - 1e6 / largest).abs() < 1e-6 * 1e6 / largest and factors[0][0, 1:].isnan().all()
+
+
 @both_backends
 def test_new_rows_go_to_their_places_and_nowhere_else(backend: str) -> None:
     k_cache, v_cache = normal(3, 20, 2, 8), normal(3, 20, 2, 8, seed=1)
@@ -287,6 +337,7 @@ _OTHER_STRIDES = _LINE[312:].as_strided((2, 20, 2, 8), (320, 8, 160, 1))
 _COS, _SIN = flashtile.rotary_tables(24, 8)
 _ROTARY = {**_APPEND, "rotary_cos": _COS, "rotary_sin": _SIN}
 _FULL = torch.tensor([3, 20])
+_INT8 = {"k_cache": _CACHE.to(torch.int8), "v_cache": _CACHE.to(torch.int8)}
 _STARTS = torch.tensor([0, 3, 4])
 _PACKED = {"q": torch.randn(5, 4, 8), "cu_seqlens_q": _STARTS}
 _NEW_ROWS = {"k": torch.randn(5, 2, 8), "v": torch.randn(5, 2, 8), "cache_lengths": 3, **_CACHES}
@@ -405,6 +456,37 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
         ValueError,
         {**_PACKED, **_NEW_ROWS, "cu_seqlens_new": _STARTS * 2},
         "cu_seqlens_new: expected its last value to be at most the packed total, 5, got 8",
+    ),
+    "factors-16-bits": (
+        ValueError,
+        {"descale_k": torch.ones(())},
+        "descale_k: expected None beside caches of torch.flo",
+    ),
+    "factors-dtype": (
+        TypeError,
+        {**_INT8, "descale_k": torch.ones(()).half()},
+        "descale_k: expected dtype float32, got",
+    ),
+    "factors-shape": (
+        ValueError,
+        {**_INT8, "descale_v": torch.ones(4)},
+        "descale_v: expected shape [], [heads_kv], [entries or pages, heads_kv] or [entries or pages, rows, heads_kv]",
+    ),
+    "factors-of-rows": (
+        ValueError,
+        {**_INT8, "descale_v": torch.ones(2, 20, 2)},
+        "descale_k, descale_v: expected factors of rows for both caches or for none, got them for one",
+    ),
+    "factors-zero": (ValueError, {**_INT8, "descale_k": torch.zeros(2)}, "descale_k: expected positive finite factors"),
+    "factors-nan": (
+        ValueError,
+        {**_INT8, "descale_v": torch.tensor(float("nan"))},
+        "descale_v: expected positive fini",
+    ),
+    "caches-of-two-dtypes": (
+        TypeError,
+        {**_INT8, "v_cache": _CACHE},
+        "v_cache: expected the dtype of k_cache, torch.int8, got torch.float32",
     ),
     "not-packed": (ValueError, {"max_seqlen_q": 2}, "max_seqlen_q: expected None without cu_seqlens_q, got 2"),
     "sin-missing": (ValueError, {**_APPEND, "rotary_cos": _COS}, "rotary_sin: expected a table beside rotary_cos"),

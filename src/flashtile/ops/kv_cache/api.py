@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         cu_seqlens_q: Tensor | None
         cu_seqlens_new: Tensor | None
         max_seqlen_q: int | None
+        descale_k: Tensor | None
+        descale_v: Tensor | None
         num_splits: int | None
         backend: str
 
@@ -106,6 +108,8 @@ def attention_with_kv_cache(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_new: Tensor | None = None,
     max_seqlen_q: int | None = None,
+    descale_k: Tensor | None = None,
+    descale_v: Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -114,7 +118,7 @@ def attention_with_kv_cache(
     """One step of generation: appends new keys and values to a cache in place, and attends to everything in it.
 
     For inference only: nothing is recorded for a backward. Under `torch.autocast` nothing is cast: all tensors must
-    have the dtype of the cache, which is written in place. Lengths and tables may stay on the GPU, because nothing
+    have the dtype of q, the caches too unless they have 8 bits. Lengths and tables may stay on the GPU, because nothing
     waits for them, so a call can be captured in a CUDA graph and replayed with other lengths. A sequence has the rows
     from `cache_left_padding` to `cache_lengths + seq_new` of its part of the cache, and its last query lies at its last
     row.
@@ -125,7 +129,8 @@ def attention_with_kv_cache(
     Args:
         q: `[batch, seq_q, heads_q, head_dim]`, with cu_seqlens_q `[total_q, heads_q, head_dim]`; float16, bfloat16,
             float32, or float64 (CPU and reference only).
-        k_cache: `[batch, capacity, heads_kv, head_dim]` in q's dtype, contiguous in the last dimension. With
+        k_cache: `[batch, capacity, heads_kv, head_dim]` in q's dtype, or in 8 bits as float8_e4m3fn, float8_e5m2 or
+            int8; contiguous in the last dimension. With
             block_table, pages `[pages, page_size, heads_kv, head_dim]` of any size. `heads_q % heads_kv == 0`.
         v_cache: the same with head_dim_v; head_dim and head_dim_v are each 1 to 512. Where rows are appended, both
             caches have memory of their own: neither is expanded, and they do not overlap.
@@ -158,6 +163,12 @@ def attention_with_kv_cache(
             belong to no sequence: `out = 0` and `lse = -inf`.
         cu_seqlens_new: the same for k and v; default `cu_seqlens_q`.
         max_seqlen_q: upper bound of the queries of a sequence. Optional; it helps to choose tiles.
+        descale_k: factors of a k_cache of 8 bits, float32: its numbers stand for themselves times `[]` one for all,
+            `[heads_kv]` one for each head, `[entries or pages, heads_kv]` also for each entry or page, or `[entries or
+            pages, rows, heads_kv]` for each row of it. New rows are divided by their factor, cut off at the largest
+            number of the dtype, and rounded. In the last case the call finds the factors of new rows, and writes them.
+            None for 1.
+        descale_v: the same for v_cache.
         num_splits: into how many parts, up to 128, a GPU splits the rows of a sequence, to compute them in parallel.
             None chooses it from the sizes. It changes only the rounding of the result. The CPU does not use it.
         return_lse: also return the log-sum-exp of each row's scores.
@@ -186,7 +197,7 @@ def attention_with_kv_cache(
     key = None
     if (
         k is v is cache_batch_indices is cache_left_padding is block_table is rotary_cos is rotary_sin is alibi_slopes
-        is sinks is cu_seqlens_q is None
+        is sinks is cu_seqlens_q is descale_k is descale_v is None
         and window is None
         and softcap is None
         and num_splits is None
@@ -212,13 +223,17 @@ def attention_with_kv_cache(
     if torch.is_grad_enabled():
         checks.check_no_gradient(
             q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-            alibi_slopes=alibi_slopes, sinks=sinks,
+            alibi_slopes=alibi_slopes, sinks=sinks, descale_k=descale_k, descale_v=descale_v,
         )  # fmt: skip
     capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
     # How many rows each sequence of a packed call has, the host does not know.
     seq_new = None if k is None else 0 if packed else k.shape[1]
     length, lengths = checks.resolve_lengths(cache_lengths, q, batch, capacity, seq_new)
     left, right = checks.resolve_window(causal, window)
+    factors: list[Tensor | None] = [None, None]
+    of_rows = False
+    if not descale_k is descale_v is None:
+        factors, of_rows = checks.resolve_factors({"descale_k": descale_k, "descale_v": descale_v}, k_cache)
     positions = None
     if lengths is None and rotary_cos is not None and not (packed or known(batch == 0)):
         positions = length + max(seq_new or 0, q.shape[1] if (left, right) != (None, None) else min(1, q.shape[1]))
@@ -234,6 +249,7 @@ def attention_with_kv_cache(
         rotary_interleaved,
         checks.resolve_splits(num_splits),
         0 if not packed else q.shape[0] if max_seqlen_q is None else max_seqlen_q,
+        of_rows,
     )
     call = CacheCall(
         q, k_cache, v_cache, k, v, lengths, cache_batch_indices, cache_left_padding, block_table, rotary_cos,
@@ -242,6 +258,7 @@ def attention_with_kv_cache(
         None if sinks is None else checks.resolve_sinks(sinks, heads, q),
         cu_seqlens_q,
         cu_seqlens_q if cu_seqlens_new is None and k is not None else cu_seqlens_new,
+        *factors,
     )  # fmt: skip
     out, lse = run_with_cache(call, spec, backend)
     if key is not None:

@@ -27,16 +27,8 @@ from flashtile.ops.common.score_checks import (
 from flashtile.ops.common.sizes import differ
 from flashtile.ops.common.split_keys.configs import MAX_SPLITS
 from flashtile.ops.common.table_checks import check_table_pair
-from flashtile.ops.kv_cache.spec import (
-    MAX_HEAD_DIM,
-    CacheCall,
-    CacheSpec,
-    lengths_before,
-    new_counts,
-    numbered,
-    places,
-    query_counts,
-)
+from flashtile.ops.kv_cache.rows import lengths_before, new_counts, numbered, places, query_counts
+from flashtile.ops.kv_cache.spec import EIGHT_BITS, MAX_HEAD_DIM, CacheCall, CacheSpec
 
 __all__ = [
     "check_appended",
@@ -51,6 +43,7 @@ __all__ = [
     "check_values",
     "raise_not_bool",
     "resolve_alibi_slopes",
+    "resolve_factors",
     "resolve_lengths",
     "resolve_scale",
     "resolve_sinks",
@@ -85,12 +78,18 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool, packe
             raise ValueError(
                 f"{name}: expected 4 dimensions [{first}, {second}, heads_kv, head_dim], got shape {tuple(cache.shape)}"
             )
-        _check_like("q", q, name, cache)
+        if cache.dtype not in EIGHT_BITS:
+            _check_like("q", q, name, cache)
+        check_device(name, cache, q.device)
         if cache.shape[-1] > 1 and cache.stride(-1) != 1:
             raise ValueError(
                 f"{name}: expected a last dimension that is contiguous, got strides {cache.stride()}; keep the cache "
                 "as [..., heads_kv, head_dim], a copy at every call would cost more than the attention"
             )
+    if k_cache.dtype is not v_cache.dtype:
+        raise TypeError(
+            f"v_cache: expected the dtype of k_cache, {k_cache.dtype}, got {v_cache.dtype}; use one for both"
+        )
     if differ(k_cache.shape[:-1], v_cache.shape[:-1]):
         raise ValueError(
             f"v_cache: expected the {first}, {second}, heads_kv of k_cache, {tuple(k_cache.shape[:-1])}, got "
@@ -113,7 +112,8 @@ def _agree(q: Tensor, k_cache: Tensor, v_cache: Tensor, packed: bool) -> bool:
     *of_rows, head_dim_v = v_cache.shape
     return (
         q.dtype in FLOAT_DTYPES
-        and q.dtype is k_cache.dtype is v_cache.dtype
+        and (q.dtype is k_cache.dtype or k_cache.dtype in EIGHT_BITS)
+        and k_cache.dtype is v_cache.dtype
         and q.device == k_cache.device == v_cache.device
         and k_cache.stride(3) == v_cache.stride(3) == 1
         and of_rows == [entries, rows, heads_kv]
@@ -200,6 +200,41 @@ def check_appended(
         check_own_numbers(name, cache, _REMEDY)
     if k is not None and v is not None and differ(k.shape[:-2], v.shape[:-2]):
         raise ValueError(f"v: expected as many new rows as k has, {k.shape[-3]}, got {v.shape[-3]}")
+
+
+def resolve_factors(descales: dict[str, Tensor | None], k_cache: Tensor) -> tuple[list[Tensor | None], bool]:
+    """Factors of an 8-bit cache as `[entries or pages, rows, heads_kv]`, and whether each row has its own."""
+    outer, rows, heads, _ = k_cache.shape
+    kinds = {0: (), 1: (heads,), 2: (outer, heads), 3: (outer, rows, heads)}
+    expanded: list[Tensor | None] = []
+    for name, descale in descales.items():
+        if descale is None:
+            expanded.append(None)
+            continue
+        check_tensors(**{name: descale})
+        if k_cache.dtype not in EIGHT_BITS:
+            raise ValueError(
+                f"{name}: expected None beside caches of {k_cache.dtype}, got a tensor; factors belong to caches of "
+                "float8_e4m3fn, float8_e5m2 or int8"
+            )
+        if descale.dtype is not torch.float32:
+            raise TypeError(f"{name}: expected dtype float32, got {descale.dtype}; cast it")
+        check_device(name, descale, k_cache.device, "k_cache")
+        if descale.dim() > 3 or differ(descale.shape, kinds[descale.dim()]):
+            raise ValueError(
+                f"{name}: expected shape [], [heads_kv], [entries or pages, heads_kv] or [entries or pages, rows, "
+                f"heads_kv] with the sizes of k_cache, {(outer, rows, heads)}, got {tuple(descale.shape)}"
+            )
+        expanded.append(
+            descale[:, None].expand(outer, rows, heads) if descale.dim() == 2 else descale.expand(outer, rows, heads)
+        )
+    of_rows = [descale is not None and descale.dim() == 3 for descale in descales.values()]
+    if any(of_rows) and not all(of_rows):
+        raise ValueError(
+            "descale_k, descale_v: expected factors of rows for both caches or for none, got them for one; the call "
+            "finds and writes those of new rows"
+        )
+    return expanded, any(of_rows)
 
 
 def check_places(
@@ -335,9 +370,13 @@ def check_no_gradient(**tensors: Tensor | None) -> None:
             )
 
 
-def check_destinations(k_cache: Tensor, v_cache: Tensor) -> None:
+def check_destinations(call: CacheCall, spec: CacheSpec) -> None:
     """Checks that what is written to the caches has a place of its own, for each of their rows and for both of them."""
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+    k_cache, v_cache = call.k_cache, call.v_cache
+    written = {"k_cache": k_cache, "v_cache": v_cache}
+    if spec.factors_of_rows:
+        written |= {"descale_k": call.descale_k, "descale_v": call.descale_v}  # type: ignore[dict-item]
+    for name, cache in written.items():
         check_writable(name, cache, _REMEDY)
     if share_memory(k_cache, v_cache):
         raise ValueError(
@@ -373,6 +412,13 @@ def check_values(call: CacheCall, spec: CacheSpec) -> None:
         )
     if call.cache_batch_indices is not None:
         _check_range("cache_batch_indices", "entries", call.cache_batch_indices, call.k_cache.shape[0])
+    for name, descale in (("descale_k", call.descale_k), ("descale_v", call.descale_v)):
+        # Those of pages and rows that nobody uses may be anything.
+        if descale is not None and descale.stride(0) == 0 and not ((descale > 0) & descale.isfinite()).all():
+            raise ValueError(
+                f"{name}: expected positive finite factors, got {descale.min().item()} to {descale.max().item()}; "
+                "signs belong into the cache"
+            )
     if call.block_table is not None and total:
         used = torch.arange(call.block_table.shape[1], device=call.q.device) * call.k_cache.shape[1]
         ends = lengths_before(call, spec) + torch.tensor(new, device=call.q.device)

@@ -2,6 +2,7 @@
 
 Neighbouring sequences that have the same rows of a cache without pages are one call of it. Others are a call each,
 because their diagonals end at different rows. Keys and values are read where they are, unless pages are out of order.
+Those of 8 bits are widened first, the rows in use of a sequence at a time.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.api import forward_of_checked, forward_of_unmasked
-from flashtile.ops.kv_cache.spec import (
-    CacheCall,
-    CacheSpec,
+from flashtile.ops.kv_cache.rows import (
+    indexable,
     lengths_before,
-    lse_dtype,
     new_counts,
     numbered,
     packed_rows,
     places,
     query_counts,
+    store,
+    widened,
 )
+from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype
 from flashtile.ops.rotary.api import apply_rotary
 
 
@@ -108,8 +110,7 @@ def _append(call: CacheCall, spec: CacheSpec, before: Tensor) -> None:
     row = before[sequence] + number
     k, v = (packed_rows(rows, call.cu_seqlens_new)[: row.shape[0]] for rows in (call.k, call.v))
     where = places(call, sequence, row)
-    call.k_cache[where] = _rotated(k, call, spec, row)
-    call.v_cache[where] = v
+    store(call, spec, where, _rotated(k, call, spec, row), v)
 
 
 def _rotated_queries(call: CacheCall, spec: CacheSpec, before: Tensor) -> Tensor:
@@ -139,15 +140,15 @@ def _pieces(call: CacheCall, spec: CacheSpec, counts: list[int] | None = None) -
     everywhere = call.block_table is call.cache_batch_indices is call.cache_left_padding is None
     if everywhere and one_count and len(set(ends)) == 1:
         # The commonest call: it need not be searched for runs of alike sequences.
-        yield _Piece(slice(0, batch), call.k_cache[:, : ends[0]], call.v_cache[:, : ends[0]])
+        yield _piece(call, slice(0, batch), [tensor[:, : ends[0]] for tensor in _caches(call)])
         return
     left = [0] * batch if call.cache_left_padding is None else call.cache_left_padding.tolist()
     spans = [(min(first, end), end) for first, end in zip(left, ends)]
     if call.block_table is not None:
         for sequence, (start, end) in enumerate(spans):
             pages = call.block_table[sequence, : -(-end // call.k_cache.shape[1])]
-            keys, values = _in_order(pages, call.k_cache, call.v_cache)
-            yield _Piece(slice(sequence, sequence + 1), keys[:, start:end], values[:, start:end])
+            in_order = [rows[:, start:end] for rows in _in_order(pages, *_caches(call))]
+            yield _piece(call, slice(sequence, sequence + 1), in_order)
         return
     entries = range(batch) if call.cache_batch_indices is None else call.cache_batch_indices.tolist()
     # Neighbours in the batch that are neighbours in the cache have the same difference of both numbers.
@@ -156,7 +157,22 @@ def _pieces(call: CacheCall, spec: CacheSpec, counts: list[int] | None = None) -
         first, *others = members
         sequences = slice(first, first + 1 + len(others))
         where = slice(sequences.start + shift, sequences.stop + shift), slice(start, end)
-        yield _Piece(sequences, call.k_cache[where], call.v_cache[where])
+        yield _piece(call, sequences, [tensor[where] for tensor in _caches(call)])
+
+
+def _caches(call: CacheCall) -> tuple[Tensor, ...]:
+    """Both caches, and the factors of those that have some."""
+    factors = (each for each in (call.descale_k, call.descale_v) if each is not None)
+    return call.k_cache, call.v_cache, *factors
+
+
+def _piece(call: CacheCall, sequences: slice, parts: list[Tensor]) -> _Piece:
+    """`parts`: those of `_caches`."""
+    keys, values, *factors = parts
+    descale_k = None if call.descale_k is None else factors[0]
+    descale_v = None if call.descale_v is None else factors[-1]
+    dtype = call.q.dtype
+    return _Piece(sequences, widened(keys, descale_k, dtype), widened(values, descale_v, dtype))
 
 
 def _in_order(pages: Tensor, *caches: Tensor) -> Iterator[Tensor]:
@@ -165,5 +181,5 @@ def _in_order(pages: Tensor, *caches: Tensor) -> Iterator[Tensor]:
     first, count = numbers[0] if numbers else 0, len(numbers)
     in_one_piece = numbers == list(range(first, first + count))
     for cache in caches:
-        chosen = cache[first : first + count] if in_one_piece else cache.index_select(0, pages)
-        yield chosen.flatten(0, 1)[None]
+        chosen = cache[first : first + count] if in_one_piece else indexable(cache).index_select(0, pages)
+        yield chosen.view(cache.dtype).flatten(0, 1)[None]

@@ -14,20 +14,26 @@ from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.flops import product_flops, register_flops, values_on_host
 from flashtile.ops.kv_cache import checks
 from flashtile.ops.kv_cache.calls import Forward
-from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype, new_counts, query_counts
+from flashtile.ops.kv_cache.rows import new_counts, query_counts
+from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype
 
 _BACKENDS = standard_backends("kv_cache")
 
 _REST = (
     "Tensor? k, Tensor? v, Tensor? cache_lengths, Tensor? cache_batch_indices, Tensor? cache_left_padding, "
     "Tensor? block_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_new, SymInt length, float scale, int? window_left, int? window_right, "
-    "float softcap, bool interleaved, int num_splits, SymInt max_seqlen_q, str backend"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_new, {}, SymInt length, float scale, int? window_left, "
+    "int? window_right, float softcap, bool interleaved, int num_splits, SymInt max_seqlen_q, bool factors_of_rows, "
+    "str backend"
 )
 _library = torch.library.Library("flashtile", "FRAGMENT")
-_library.define(f"attention_cached(Tensor q, Tensor k_cache, Tensor v_cache, {_REST}) -> (Tensor out, Tensor lse)")
+_READ, _WRITTEN = "Tensor? descale_k, Tensor? descale_v", "Tensor(c!)? descale_k, Tensor(d!)? descale_v"
 _library.define(
-    f"attention_cached_(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {_REST}) -> (Tensor out, Tensor lse)"
+    f"attention_cached(Tensor q, Tensor k_cache, Tensor v_cache, {_REST.format(_READ)}) -> (Tensor out, Tensor lse)"
+)
+_library.define(
+    "attention_cached_(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    f"{_REST.format(_WRITTEN)}) -> (Tensor out, Tensor lse)"
 )
 _op, _appending_op = torch.ops.flashtile.attention_cached.default, torch.ops.flashtile.attention_cached_.default
 
@@ -48,6 +54,8 @@ def run_with_cache(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tens
 
 def forward_of_steps(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, backend: str) -> Forward | None:
     """What serves steps of one query like one that was served, where the backend decides once for those."""
+    if k_cache.dtype is not q.dtype:
+        return None
     module = _BACKENDS.implementation(backend, q.device, q.dtype)
     prepare = None if watch.watching() else getattr(module, "prepare_steps", None)
     return None if prepare is None else prepare(q, k_cache, v_cache, scale)
@@ -57,21 +65,22 @@ def _forward(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Te
     """Runs the backend that serves the call."""
     checks.check_values(call, spec)
     if call.k is not None and call.k.numel():
-        checks.check_destinations(call.k_cache, call.v_cache)
+        checks.check_destinations(call, spec)
     q = call.q
     dtype = q.dtype
     if call.rotary_cos is not None and call.rotary_cos.dtype is torch.float64:
         dtype = torch.float64
     module = _BACKENDS.implementation(backend, q.device, dtype)
-    others = [None if tensor is None else _last_contiguous(tensor) for tensor in call[1:]]
-    readable = CacheCall(_last_contiguous(q), *others)  # type: ignore[arg-type]
+    others = [None if tensor is None else _last_contiguous(tensor) for tensor in call[1:-2]]
+    readable = CacheCall(_last_contiguous(q), *others, *call[-2:])  # type: ignore[arg-type]
     if call.alibi_slopes is not None:
         # Kernels read them element after element: those of one sequence that all share are copied.
         readable = readable._replace(alibi_slopes=call.alibi_slopes.contiguous())
     out, lse = module.forward(readable, spec)
     if call.k is not None:
-        for cache in (call.k_cache, call.v_cache):
-            if not cache.is_inference():
+        factors = (call.descale_k, call.descale_v) if spec.factors_of_rows else ()
+        for cache in (call.k_cache, call.v_cache, *factors):
+            if cache is not None and not cache.is_inference():
                 # Kernels write past PyTorch's back: what keeps a cache for a gradient must learn of it.
                 torch.autograd.graph.increment_version(cache)
     return out, lse

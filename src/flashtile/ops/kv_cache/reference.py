@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.api import attention
-from flashtile.ops.kv_cache.spec import (
-    CacheCall,
-    CacheSpec,
+from flashtile.ops.kv_cache.rows import (
+    gathered,
     lengths_before,
-    lse_dtype,
     new_counts,
     packed_rows,
     places,
     query_counts,
     results_of,
+    store,
 )
+from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype
 from flashtile.ops.rotary.api import apply_rotary
 
 
@@ -43,8 +43,8 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
         slopes = call.alibi_slopes
         result, result_lse = attention(
             _rotated_queries(call, spec, q[queries], before[sequence])[None],
-            call.k_cache[where][None],
-            call.v_cache[where][None],
+            gathered(call.k_cache, call.descale_k, where, q.dtype)[None],
+            gathered(call.v_cache, call.descale_v, where, q.dtype)[None],
             window=(spec.window_left, spec.window_right),
             scale=spec.scale,
             softcap=spec.softcap,
@@ -70,8 +70,7 @@ def _append(call: CacheCall, spec: CacheSpec, sequence: int, before: int, new: s
     k, v = (packed_rows(rows, call.cu_seqlens_new)[new] for rows in (call.k, call.v))
     row = torch.arange(before, before + k.shape[0], device=k.device)
     where = places(call, torch.full_like(row, sequence), row)
-    call.k_cache[where] = _rotated(k, call, spec, before)
-    call.v_cache[where] = v
+    store(call, spec, where, _rotated(k, call, spec, before), v)
 
 
 def _rotated_queries(call: CacheCall, spec: CacheSpec, q: Tensor, before: int) -> Tensor:

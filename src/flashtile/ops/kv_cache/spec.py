@@ -12,6 +12,10 @@ any, go to the rows from `length[b]` on, and the sequence is `seq_new` longer be
 
     left <= j < total  and  diagonal - window_left <= j <= diagonal + window_right        diagonal = i + total - seq_q
 
+The numbers of a cache of 8 bits stand for themselves times a factor: `k_cache · descale_k`, `v_cache · descale_v`. New
+rows are divided by it, and rounded. Where each row and head has a factor, the call finds those of new rows: the largest
+magnitude of the row's head becomes the largest number of the dtype.
+
 Scores are those of `flashtile.attention`, with the distances of ALiBi counted from that diagonal.
 """
 
@@ -24,6 +28,8 @@ from torch import Tensor
 
 #: Largest head dimension (of q/k, and separately of v) that any backend takes.
 MAX_HEAD_DIM = 512
+#: The dtypes of caches in 8 bits, and their largest numbers.
+EIGHT_BITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 
 
 class CacheSpec(NamedTuple):
@@ -38,6 +44,7 @@ class CacheSpec(NamedTuple):
         interleaved: which elements of a head are a pair of the rotation.
         num_splits: parts of the keys that are computed side by side on a GPU; 0 = chosen from the sizes.
         max_seqlen_q: queries of a sequence at most, of a packed call.
+        factors_of_rows: each row and head of an 8-bit cache has a factor, and the call writes those of new rows.
     """
 
     length: int
@@ -48,6 +55,7 @@ class CacheSpec(NamedTuple):
     interleaved: bool = False
     num_splits: int = 0
     max_seqlen_q: int = 0
+    factors_of_rows: bool = False
 
     @property
     def banded(self) -> bool:
@@ -73,6 +81,8 @@ class CacheCall(NamedTuple):
         sinks: `[heads_q]`, in the dtype of lse.
         cu_seqlens_q: `[batch + 1]` integers, where the queries of each sequence begin in a packed call.
         cu_seqlens_new: the same for k and v; None without them.
+        descale_k, descale_v: `[entries or pages, rows, heads_kv]` float32 of any strides, factors of 8-bit caches; None
+            for 1.
     """
 
     q: Tensor
@@ -90,6 +100,8 @@ class CacheCall(NamedTuple):
     sinks: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_new: Tensor | None = None
+    descale_k: Tensor | None = None
+    descale_v: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -105,58 +117,3 @@ class CacheCall(NamedTuple):
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def lengths_before(call: CacheCall, spec: CacheSpec) -> Tensor:
-    """Rows of each sequence before anything is appended: `[batch]` int64."""
-    if call.cache_lengths is not None:
-        return call.cache_lengths.long()
-    return torch.full((call.batch,), spec.length, device=call.q.device)
-
-
-def query_counts(call: CacheCall) -> list[int]:
-    """Queries of each sequence. Like all that follow, for backends and checks that read values on the host."""
-    return _counts(call.q, call.cu_seqlens_q, call)
-
-
-def new_counts(call: CacheCall) -> list[int]:
-    """Rows that are appended to each sequence."""
-    return _counts(call.k, call.cu_seqlens_new, call)
-
-
-def _counts(rows: Tensor | None, cu_seqlens: Tensor | None, call: CacheCall) -> list[int]:
-    if cu_seqlens is not None:
-        return cu_seqlens.diff().tolist()
-    return [0 if rows is None else rows.shape[1]] * call.batch
-
-
-def numbered(counts: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The sequence that each row belongs to, and its number there, of rows that are packed: int64 `[sum of counts]`."""
-    of_sequences = torch.tensor(counts, dtype=torch.int64, device=device)
-    sequence = torch.repeat_interleave(of_sequences)
-    first = of_sequences.cumsum(0) - of_sequences
-    return sequence, torch.arange(sequence.shape[0], device=device) - first[sequence]
-
-
-def packed_rows(rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Rows of all sequences one after another, `[total, heads, head_dim]`."""
-    return rows.flatten(0, 1) if cu_seqlens is None else rows
-
-
-def places(call: CacheCall, sequence: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Where rows of sequences lie in the cache: int64 (entry or page, row in it) of the shape of both arguments."""
-    if call.block_table is not None:
-        page_size = call.k_cache.shape[1]
-        return call.block_table[sequence, row // page_size].long(), row % page_size
-    if call.cache_batch_indices is not None:
-        return call.cache_batch_indices[sequence].long(), row
-    return sequence, row
-
-
-def results_of(call: CacheCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) as the call returns them, from those of all queries one after another: `[total_q, heads_q,
-    head_dim_v]` and `[heads_q, total_q]`."""
-    if call.cu_seqlens_q is not None:
-        return out, lse
-    batch, seq_q, heads, _ = call.q.shape
-    return out.view(batch, seq_q, heads, out.shape[-1]), lse.view(heads, batch, seq_q).transpose(0, 1).contiguous()

@@ -20,6 +20,7 @@ from flashtile.ops.common.split_keys.rows import (
     packed_rows,
     sequence_lengths,
     sequence_of,
+    tile_factors,
     tile_pages,
     tile_pointers,
 )
@@ -32,14 +33,15 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def attend_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, lse_ptr,
-    sequences, slopes_ptr, sinks_ptr, length,
-    q_strides, k_strides, v_strides, stride_table, stride_slopes,
+    sequences, slopes_ptr, sinks_ptr, descales, length,
+    q_strides, k_strides, v_strides, k_descale_strides, v_descale_strides, stride_table, stride_slopes,
     batch, heads_kv, seq_q, total_q, seq_new, capacity, splits, window, diagonal, slope_diagonal, scale, softcap,
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`sequences`: `Sequences`. `q_strides`: `RowStrides`, of k and v `CacheStrides`. `window`: a `Window`.
+    """`sequences`: `Sequences`. `descales`: `Descales`. `q_strides`: `RowStrides`, of k, v and their
+    factors `CacheStrides`; those of factors without `row` where all rows of a head share one. `window`: a `Window`.
     `length`: of all sequences, where no tensor has them. `PAGE_SIZE`: 0 without pages. `CHUNK`: columns of the head
     in one product, 0 for all of them. `PARTIAL`: out and lse are those of a split, float32 `[splits, batch, seq_q,
     heads_q, head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the results themselves.
@@ -122,14 +124,30 @@ def attend_kernel(
     k_base = k_cache_ptr + tl.cast(outer, tl.int64) * k_strides.outer + head_kv.to(tl.int64) * k_strides.head
     v_base = v_cache_ptr + tl.cast(outer, tl.int64) * v_strides.outer + head_kv.to(tl.int64) * v_strides.head
 
+    k_factors = None
+    if descales.k is not None:
+        k_factors = descales.k + head_kv.to(tl.int64) * k_descale_strides.head
+        if k_descale_strides.row is None:
+            scale *= tl.load(k_factors)
+        else:
+            k_factors += tl.cast(outer, tl.int64) * k_descale_strides.outer
+    v_factors = None
+    if descales.v is not None:
+        v_factors = descales.v + head_kv.to(tl.int64) * v_descale_strides.head
+        if v_descale_strides.row is not None:
+            v_factors += tl.cast(outer, tl.int64) * v_descale_strides.outer
+
     acc, row_max, row_sum = visit_tiles(
-        q_rows, there, query, k_base, v_base, table, k_strides, v_strides, first_tile, last_tile,
+        q_rows, there, query, k_base, v_base, table, k_strides, v_strides,
+        k_factors, v_factors, k_descale_strides, v_descale_strides, first_tile, last_tile,
         begin, full_begin, full_end, end, shift, window, scale, softcap, slope, slope_diagonal, sink,
         PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK, PRECISION,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
     nothing = row_sum == 0.0
+    if (descales.v is not None) and (v_descale_strides.row is None):
+        acc *= tl.load(v_factors)
     acc *= (1.0 / tl.where(nothing, 1.0, row_sum))[:, None]
     lse = tl.where(nothing, float("-inf"), row_max + tl.log2(tl.where(nothing, 1.0, row_sum)))
     written = there
@@ -172,7 +190,8 @@ def visible_ranges(first_query, last_query, shift, left, total, window):
 
 @triton.jit
 def visit_tiles(
-    q_rows, there, query, k_base, v_base, table, k_strides, v_strides, first_tile, last_tile,
+    q_rows, there, query, k_base, v_base, table, k_strides, v_strides,
+    k_factors, v_factors, k_descale_strides, v_descale_strides, first_tile, last_tile,
     begin, full_begin, full_end, end, shift, window, scale, softcap, slope, slope_diagonal, sink,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
@@ -181,9 +200,11 @@ def visit_tiles(
     """The online softmax over some key tiles. Returns acc `[M, E]`, row_max (in units of log2) and row_sum `[M]`.
 
     Of keys and values only the rows that some query of the tile sees are loaded, from `begin` to `end`. The others may
-    hold NaN, which a weight of 0 would not remove.
+    hold NaN, which a weight of 0 would not remove. Those of 8 bits are widened to the dtype of q; factors of their rows
+    go into the scores and the weights.
     """
-    PRECISE: tl.constexpr = q_rows.dtype.element_ty == tl.float32
+    DTYPE: tl.constexpr = q_rows.dtype.element_ty
+    PRECISE: tl.constexpr = DTYPE == tl.float32
     V_WITH_K: tl.constexpr = swizzles_differ(CHUNK if CHUNK else BLOCK_D, BLOCK_E)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
@@ -206,15 +227,17 @@ def visit_tiles(
         k_rows = tile_pointers(k_base, page, start, k_strides, PAGE_SIZE, BLOCK_N)  # [N, 1]
         v_rows = tile_pointers(v_base, page, start, v_strides, PAGE_SIZE, BLOCK_N)
         if not CHUNK:
-            k_tile = tl.load(k_rows + column, mask=valid[:, None] & (column < HEAD_DIM), other=0.0)  # [N, D]
+            k_tile = tl.load(k_rows + column, mask=valid[:, None] & (column < HEAD_DIM), other=0.0).to(DTYPE)  # [N, D]
         if V_WITH_K:
-            v_tile = tl.load(v_rows + column_v, mask=valid[:, None] & (column_v < HEAD_DIM_V), other=0.0)  # [N, E]
+            v_tile = tl.load(v_rows + column_v, mask=valid[:, None] & (column_v < HEAD_DIM_V), other=0.0).to(DTYPE)
         if CHUNK:
             products = products_by_chunks(
                 q_rows, there, k_rows, valid, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION
             )
         else:
             products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
+        if (k_factors is not None) and (k_descale_strides.row is not None):
+            products *= tile_factors(k_factors, page, start, k_descale_strides, valid, PAGE_SIZE, BLOCK_N)
         if softcap is not None:
             scores = tanh(products * (scale / softcap), PRECISE) * (softcap * LOG2_E)
         else:
@@ -240,9 +263,11 @@ def visit_tiles(
         alpha = tl.exp2(row_max - finite_max)
         row_sum = row_sum * alpha + tl.sum(probs, 1)
         row_max = new_max
+        if (v_factors is not None) and (v_descale_strides.row is not None):
+            probs *= tile_factors(v_factors, page, start, v_descale_strides, valid, PAGE_SIZE, BLOCK_N)
         if not V_WITH_K:
-            v_tile = tl.load(v_rows + column_v, mask=valid[:, None] & (column_v < HEAD_DIM_V), other=0.0)  # [N, E]
-        acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+            v_tile = tl.load(v_rows + column_v, mask=valid[:, None] & (column_v < HEAD_DIM_V), other=0.0).to(DTYPE)
+        acc = tl.dot(probs.to(DTYPE), v_tile, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum
 
 
@@ -256,7 +281,7 @@ def products_by_chunks(
     for first in range(0, BLOCK_D, CHUNK):
         column = (first + tl.arange(0, CHUNK))[None, :]
         q_chunk = tl.load(q_rows[:, None] + column, mask=there[:, None] & (column < HEAD_DIM), other=0.0)
-        k_chunk = tl.load(k_rows + column, mask=valid[:, None] & (column < HEAD_DIM), other=0.0)
+        k_chunk = tl.load(k_rows + column, mask=valid[:, None] & (column < HEAD_DIM), other=0.0).to(q_chunk.dtype)
         products = tl.dot(q_chunk, tl.trans(k_chunk), products, input_precision=PRECISION)
     return products
 

@@ -52,6 +52,7 @@ class TileKey(NamedTuple):
         rows: queries of a sequence times the query heads of a key/value head.
         page_size: rows of a page; 0 without pages.
         whole_words: rows begin at multiples of 4 bytes, so that they can be copied past the registers.
+        eight_bits: k and v have 8 bits, and are widened to `dtype`.
     """
 
     dtype: torch.dtype
@@ -60,6 +61,7 @@ class TileKey(NamedTuple):
     rows: int
     page_size: int = 0
     whole_words: bool = True
+    eight_bits: bool = False
 
 
 class CombineCut(NamedTuple):
@@ -164,15 +166,16 @@ def shared_memory(device: DeviceFacts, tiles: AttendTiles, tile_key: TileKey) ->
     """Estimate of the shared memory of a program, in bytes; tests compile the rows and hold it to the limit."""
     width, width_v = tile_width(tile_key.head_dim), tile_width(tile_key.head_dim_v)
     itemsize = tile_key.dtype.itemsize
+    of_cache = 1 if tile_key.eight_bits else itemsize
     if tiles.chunk:
-        elements = tiles.chunk * (tiles.block_m + tiles.block_n) + tiles.block_n * width_v
+        queries, keys = tiles.chunk * tiles.block_m, tiles.block_n * (tiles.chunk + width_v)
     else:
         # From 64 rows on Hopper and sm_100 multiply asynchronously, and hold the tiles of one more stage.
         asynchronous = tiles.block_m >= 64 and 90 <= device.capability < 120
         buffers = max(1, tiles.num_stages - (not asynchronous))
-        elements = tiles.block_m * width + tiles.block_n * (width + width_v) * buffers
+        queries, keys = tiles.block_m * width, tiles.block_n * (width + width_v) * buffers
     # Beside the tiles: scores on their way to the next product, and reductions.
-    return itemsize * elements + max(4 * tiles.block_m * tiles.block_n, 2048)
+    return itemsize * queries + of_cache * keys + max(4 * tiles.block_m * tiles.block_n, 2048)
 
 
 def _fit(device: DeviceFacts, tiles: AttendTiles, tile_key: TileKey) -> AttendTiles:
@@ -190,9 +193,10 @@ def _fit(device: DeviceFacts, tiles: AttendTiles, tile_key: TileKey) -> AttendTi
 
 
 def resident_programs(device: DeviceFacts, tiles: AttendTiles, tile_key: TileKey) -> int:
-    """Programs that a multiprocessor holds at once, by shared memory and warps."""
+    """Programs that a multiprocessor holds at once, by shared memory and warps, of which some that widen 8 bits have
+    no registers."""
     by_memory = device.shared_memory // shared_memory(device, tiles, tile_key)
-    return max(1, min(by_memory, 16 // tiles.num_warps))
+    return max(1, min(by_memory, (12 if tile_key.eight_bits else 16) // tiles.num_warps))
 
 
 def choose_splits(programs: int, key_tiles: int, slots: int) -> int:

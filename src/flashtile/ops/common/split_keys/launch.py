@@ -20,6 +20,7 @@ def attend(
     slopes: Tensor | None,
     sinks: Tensor | None,
     length: int,
+    descales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """Attends to the splits, and puts their parts together where there are several.
 
@@ -27,13 +28,15 @@ def attend(
         tensors: q, k and v.
         indices: pointers to lengths, entries, left padding, table, and starts of queries and of new rows.
         length: of all sequences, where no tensor has them.
+        descales: factors of k and v of 8 bits, `[outer, rows, heads_kv]`.
 
     Returns:
         out `[batch, seq_q, heads_q, head_dim_v]` and lse `[batch, heads_q, seq_q]`; packed `[total_q, heads_q,
         head_dim_v]` and `[heads_q, total_q]`.
     """
     out, lse = written = plan.attend.allocate()
-    plan.attend.launch(*map(pointer, (*tensors, *written)), *indices, pointer(slopes), pointer(sinks), length)
+    others = map(pointer, (slopes, sinks, *descales))
+    plan.attend.launch(*map(pointer, (*tensors, *written)), *indices, *others, length)
     if plan.combine is not None:
         out, lse = plan.combine.allocate()
         plan.combine.launch(*map(pointer, (*written, out, lse)))

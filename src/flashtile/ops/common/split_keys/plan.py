@@ -34,7 +34,7 @@ from flashtile.ops.common.split_keys.configs import (
     splits_of,
     tile_width,
 )
-from flashtile.ops.common.split_keys.rows import CacheStrides, RowStrides, Sequences, Window
+from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, RowStrides, Sequences, Window
 
 #: Bytes that a copy past the registers moves at least.
 _ASYNCHRONOUS = 4
@@ -63,6 +63,8 @@ class SplitCall(NamedTuple):
         softcap: 0 = none.
         slope_dims: dimensions of ALiBi's slopes; 0 without.
         num_splits: 0 = to be chosen.
+        cache_dtype: of k and v; None for that of q.
+        descale_strides: of the factors of k and v, `[outer, rows, heads_kv]`; None without.
     """
 
     dtype: torch.dtype
@@ -86,6 +88,12 @@ class SplitCall(NamedTuple):
     slope_dims: int = 0
     sinks: bool = False
     num_splits: int = 0
+    cache_dtype: torch.dtype | None = None
+    descale_strides: tuple[_Shape | None, _Shape | None] = (None, None)
+
+    @property
+    def cache_itemsize(self) -> int:
+        return (self.cache_dtype or self.dtype).itemsize
 
 
 class SplitPlan(NamedTuple):
@@ -104,8 +112,10 @@ def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
     check_rows("q", seq_q, MAX_POSITIONS)
     check_rows("q with all heads that share keys", max(group_rows, heads // heads_kv * (call.total_q or 0)))
     pointer_multiple, stride_multiple = _multiples(call)
-    whole_words = min(pointer_multiple, stride_multiple * call.dtype.itemsize) >= _ASYNCHRONOUS
-    tile_key = TileKey(call.dtype, head_dim, head_dim_v, group_rows, call.page_size, whole_words)
+    whole_words = min(pointer_multiple, stride_multiple * call.cache_itemsize) >= _ASYNCHRONOUS
+    tile_key = TileKey(
+        call.dtype, head_dim, head_dim_v, group_rows, call.page_size, whole_words, call.cache_itemsize == 1
+    )
     tiles = choose_tiles(facts, tile_key)
     row_tiles, launched = _row_tiles(call, tiles)
     splits = splits_of(
@@ -143,16 +153,20 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
     pointers, multiple = _multiples(call)
     partial, statistic = splits > 1, pointer_to(torch.float32)
     parameters = {
-        **dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr"), pointer_to(call.dtype, pointers)),
+        "q_ptr": pointer_to(call.dtype, pointers),
+        **dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), pointer_to(call.cache_dtype or call.dtype, pointers)),
         "out_ptr": pointer_to(torch.float32 if partial else call.dtype, 16),
         "lse_ptr": statistic,
         "sequences": Sequences(*map(pointer_to, call.index_dtypes)),
         "slopes_ptr": pointer_to(torch.float32 if call.slope_dims else None),
         "sinks_ptr": pointer_to(torch.float32 if call.sinks else None),
+        "descales": Descales(*(pointer_to(None if of is None else torch.float32) for of in call.descale_strides)),
         "length": Parameter("i32", 1, GIVEN),
         "q_strides": RowStrides(*(int64(stride, multiple) for stride in q_strides)),
         "k_strides": _cache_strides(k_strides, multiple),
         "v_strides": _cache_strides(v_strides, multiple),
+        "k_descale_strides": _factor_strides(call.descale_strides[0]),
+        "v_descale_strides": _factor_strides(call.descale_strides[1]),
         "stride_table": int64(call.stride_table),
         "stride_slopes": int32(None if not call.slope_dims else heads if call.slope_dims == 2 else 0),
         "batch": int32(batch),
@@ -188,6 +202,13 @@ def _cache_strides(strides: _Shape, multiple: int) -> CacheStrides:
     """The stride of rows is a constant."""
     outer, row, head = strides
     return CacheStrides(int64(outer, multiple), row, int64(head, multiple))
+
+
+def _factor_strides(strides: _Shape | None) -> CacheStrides:
+    """Without one of rows where these and their pages share a factor."""
+    outer, row, head = strides or (0, 0, 0)
+    shared = outer == row == 0
+    return CacheStrides(int64(None if shared else outer), None if shared else row, int64(head if strides else None))
 
 
 def _combine(call: SplitCall, splits: int, device: torch.device) -> Plan:

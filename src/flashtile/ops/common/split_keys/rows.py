@@ -44,6 +44,13 @@ class CacheStrides(NamedTuple):
     head: Any
 
 
+class Descales(NamedTuple):
+    """Pointers to the factors of k and v of 8 bits, float32; None for 1."""
+
+    k: Any
+    v: Any
+
+
 class Window(NamedTuple):
     """Keys visible on each side of the diagonal; None: all."""
 
@@ -129,3 +136,10 @@ def tile_pointers(base, page, start, strides, PAGE_SIZE: tl.constexpr, BLOCK_N: 
     if strides.row * ROWS >= 2**31:
         row = row.to(tl.int64)
     return base + tl.cast(first, tl.int64) * strides.row + row * strides.row
+
+
+@triton.jit
+def tile_factors(base, page, start, strides, valid, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Factors `[1, N]` of the rows from `start` on, in products with them. `strides`: `CacheStrides` of the factors."""
+    pointers = tile_pointers(base, page, start, strides, PAGE_SIZE, BLOCK_N)
+    return tl.trans(tl.load(pointers, mask=valid[:, None], other=0.0))

@@ -14,18 +14,20 @@ from flashtile.ops.common.split_keys.rows import packed_rows, sequence_lengths, 
 
 @triton.jit
 def append_kernel(
-    q_ptr, rotated_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, sequences, length,
-    q_strides, k_strides, v_strides, k_cache_strides, v_cache_strides, stride_cos, stride_sin, stride_table,
+    q_ptr, rotated_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, sequences, descales, length,
+    q_strides, k_strides, v_strides, k_cache_strides, v_cache_strides, k_descale_strides, v_descale_strides,
+    stride_cos, stride_sin, stride_table,
     batch, heads_q, heads_kv, seq_q, seq_new, capacity, positions,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_E: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BANDED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BANDED: tl.constexpr, FACTORS_OF_ROWS: tl.constexpr,
 ):  # fmt: skip
     """`sequences`: `Sequences`. `q_strides`, and those of k and v: `RowStrides`; those of the caches: `CacheStrides`.
 
     A program has one row: the first `seq_new` programs of a sequence one of its rows of k and v, and then, where they
     rotate, `seq_q` programs one of q. Of packed sequences these are the rows of all of them. Queries are written to
-    `rotated`, contiguous. `BANDED`: each query has a position of its own, else all have the first."""
+    `rotated`, contiguous. `BANDED`: each query has a position of its own, else all have the first.
+    `descales`: `Descales`, with `CacheStrides`; those of new rows are written if FACTORS_OF_ROWS."""
     program = tl.program_id(0)
     if sequences.starts is None:
         programs = seq_new
@@ -67,17 +69,24 @@ def append_kernel(
             if sequences.starts is None:
                 k_row += wide * k_strides.batch
                 v_row += wide * v_strides.batch
-            turn_row(
+            k_factors, v_factors = descales.k, descales.v
+            if k_factors is not None:
+                k_factors += k_place * k_descale_strides.outer + inner * k_descale_strides.row
+            if v_factors is not None:
+                v_factors += v_place * v_descale_strides.outer + inner * v_descale_strides.row
+            put_row(
                 k_row, k_strides.head,
                 k_cache_ptr + k_place * k_cache_strides.outer + inner * k_cache_strides.row, k_cache_strides.head,
-                heads_kv,
+                heads_kv, k_factors, k_descale_strides.head,
                 cos_ptr, sin_ptr, stride_cos, stride_sin, place, positions,
-                HEAD_DIM, HALF, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED,
+                HEAD_DIM, HALF, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED, FACTORS_OF_ROWS,
             )  # fmt: skip
-            copy_heads(
+            put_row(
                 v_row, v_strides.head,
                 v_cache_ptr + v_place * v_cache_strides.outer + inner * v_cache_strides.row, v_cache_strides.head,
-                heads_kv, 0, HEAD_DIM_V, BLOCK_H, BLOCK_E,
+                heads_kv, v_factors, v_descale_strides.head,
+                None, None, 0, 0, place, positions,
+                HEAD_DIM_V, 0, BLOCK_H, 1, BLOCK_E, INTERLEAVED, FACTORS_OF_ROWS,
             )  # fmt: skip
     elif HALF:
         position = before
@@ -88,57 +97,95 @@ def append_kernel(
             source += wide * q_strides.batch
         else:
             source += first_q.to(tl.int64) * q_strides.row
-        turn_row(
+        put_row(
             q_ptr + source, q_strides.head,
-            rotated_ptr + (first_q + row).to(tl.int64) * heads_q * HEAD_DIM, HEAD_DIM, heads_q,
+            rotated_ptr + (first_q + row).to(tl.int64) * heads_q * HEAD_DIM, HEAD_DIM, heads_q, None, 0,
             cos_ptr, sin_ptr, stride_cos, stride_sin, position, positions,
-            HEAD_DIM, HALF, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED,
+            HEAD_DIM, HALF, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED, False,
         )  # fmt: skip
 
 
+@triton.constexpr_function
+def largest_number(dtype):
+    """Of a dtype of 8 bits; 0 for wider ones."""
+    return {tl.float8e4nv: 448.0, tl.float8e5: 57344.0, tl.int8: 127.0}.get(dtype, 0.0)
+
+
 @triton.jit
-def turn_row(
-    source, stride_source, target, stride_target, heads, cos_ptr, sin_ptr, stride_cos, stride_sin, position, positions,
+def put_row(
+    source, stride_source, target, stride_target, heads, factors, stride_factors,
+    cos_ptr, sin_ptr, stride_cos, stride_sin, position, positions,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr, FACTORS_OF_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Turns all heads of a row by the angles of a position; outside of the table it is only copied."""
+    """Copies all heads of a row, the first `2 * HALF` columns turned by the angles of a position; a position outside of
+    the table turns nothing. Into 8 bits each head is divided by its factor, which is found here if FACTORS_OF_ROWS."""
+    SOURCE: tl.constexpr = source.dtype.element_ty
+    LIMIT: tl.constexpr = largest_number(target.dtype.element_ty)
     if HALF:
         pair = tl.arange(0, BLOCK_HALF)[None, :]
         known = (pair < HALF) & (position >= 0) & (position < positions)
         place = position.to(tl.int64)
         cos = tl.load(cos_ptr + place * stride_cos + pair, mask=known, other=1.0).to(tl.float32)  # [1, N]
         sin = tl.load(sin_ptr + place * stride_sin + pair, mask=known, other=0.0).to(tl.float32)
-        for first in range(0, heads, BLOCK_H):
-            head = (first + tl.arange(0, BLOCK_H))[:, None]
-            sources = source + head.to(tl.int64) * stride_source
-            targets = target + head.to(tl.int64) * stride_target
+    for first in range(0, heads, BLOCK_H):
+        head = (first + tl.arange(0, BLOCK_H))[:, None]
+        sources = source + head.to(tl.int64) * stride_source
+        targets = target + head.to(tl.int64) * stride_target
+        largest = tl.zeros((BLOCK_H, 1), tl.float32)
+        # Rows are rounded to their own dtype first, as if they had been turned before the call.
+        if HALF:
             if INTERLEAVED:
-                column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-                there = (head < heads) & (column < 2 * HALF)
-                both = tl.load(sources + column, mask=there, other=0.0).to(tl.float32)
+                both_columns = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+                turns = (head < heads) & (both_columns < 2 * HALF)
+                both = tl.load(sources + both_columns, mask=turns, other=0.0).to(tl.float32)
                 a, b = tl.split(tl.reshape(both, (BLOCK_H, BLOCK_HALF, 2)))
                 turned = tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (BLOCK_H, 2 * BLOCK_HALF))
-                tl.store(targets + column, turned.to(target.dtype.element_ty), mask=there)
+                turned = turned.to(SOURCE)
+                if FACTORS_OF_ROWS:
+                    largest = tl.maximum(largest, tl.max(tl.abs(turned.to(tl.float32)), 1, keep_dims=True))
             else:
-                there = (head < heads) & (pair < HALF)
-                a = tl.load(sources + pair, mask=there, other=0.0).to(tl.float32)
-                b = tl.load(sources + HALF + pair, mask=there, other=0.0).to(tl.float32)
-                tl.store(targets + pair, (a * cos - b * sin).to(target.dtype.element_ty), mask=there)
-                tl.store(targets + HALF + pair, (a * sin + b * cos).to(target.dtype.element_ty), mask=there)
-    if 2 * HALF < HEAD_DIM:
-        copy_heads(source, stride_source, target, stride_target, heads, 2 * HALF, HEAD_DIM, BLOCK_H, BLOCK_REST)
+                turns = (head < heads) & (pair < HALF)
+                a = tl.load(sources + pair, mask=turns, other=0.0).to(tl.float32)
+                b = tl.load(sources + HALF + pair, mask=turns, other=0.0).to(tl.float32)
+                turned_a = (a * cos - b * sin).to(SOURCE)
+                turned_b = (a * sin + b * cos).to(SOURCE)
+                if FACTORS_OF_ROWS:
+                    of_pairs = tl.maximum(tl.abs(turned_a.to(tl.float32)), tl.abs(turned_b.to(tl.float32)))
+                    largest = tl.maximum(largest, tl.max(of_pairs, 1, keep_dims=True))
+        if 2 * HALF < HEAD_DIM:
+            rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+            copied = (head < heads) & (rest < HEAD_DIM)
+            values = tl.load(sources + rest, mask=copied, other=0.0)
+            if FACTORS_OF_ROWS:
+                largest = tl.maximum(largest, tl.max(tl.abs(values.to(tl.float32)), 1, keep_dims=True))
+        factor = None
+        if factors is not None:
+            of_heads = factors + head.to(tl.int64) * stride_factors
+            if FACTORS_OF_ROWS:
+                factor = tl.where(largest == 0.0, 1.0, tl.maximum(tl.div_rn(largest, LIMIT), 2.0**-100))
+                tl.store(of_heads, factor, mask=head < heads)
+            else:
+                factor = tl.load(of_heads, mask=head < heads, other=1.0)
+        if HALF:
+            if INTERLEAVED:
+                put(targets + both_columns, turned, factor, turns, LIMIT)
+            else:
+                put(targets + pair, turned_a, factor, turns, LIMIT)
+                put(targets + HALF + pair, turned_b, factor, turns, LIMIT)
+        if 2 * HALF < HEAD_DIM:
+            put(targets + rest, values, factor, copied, LIMIT)
 
 
 @triton.jit
-def copy_heads(
-    source, stride_source, target, stride_target, heads, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Copies columns from FIRST to LAST of all heads of a row."""
-    column = FIRST + tl.arange(0, BLOCK)[None, :]
-    for first in range(0, heads, BLOCK_H):
-        head = (first + tl.arange(0, BLOCK_H))[:, None]
-        there = (head < heads) & (column < LAST)
-        values = tl.load(source + head.to(tl.int64) * stride_source + column, mask=there)
-        tl.store(target + head.to(tl.int64) * stride_target + column, values, mask=there)
+def put(pointers, values, factor, mask, LIMIT: tl.constexpr):
+    """Stores values; into 8 bits divided by the factor, cut off at the largest number, and rounded to the nearest."""
+    DTYPE: tl.constexpr = pointers.dtype.element_ty
+    if LIMIT > 0:
+        values = values.to(tl.float32)
+        if factor is not None:
+            values = tl.div_rn(values, factor)
+        values = tl.clamp(values, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        if DTYPE == tl.int8:
+            values = (values + 12582912.0) - 12582912.0  # 1.5 · 2²³: nothing but a whole number is left
+    tl.store(pointers, values.to(DTYPE), mask=mask)

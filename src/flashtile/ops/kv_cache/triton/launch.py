@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile._backends.devices import interpreting
+from flashtile._backends.devices import device_facts, interpreting
 from flashtile._backends.launch import pointer
 from flashtile.ops.common.split_keys.launch import attend
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
@@ -23,9 +23,11 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
             "backend: 'triton' cannot serve this call: Triton's interpreter multiplies bfloat16 wrongly; use float16 "
             "or float32 there"
         )
+    _check_eight_bits(call)
     q = call.q
     if not call.batch and call.cu_seqlens_q is not None:
         return _results_of_nobody(call)
+    descales = call.descale_k, call.descale_v
     tables = call[5:9]  # lengths, entries, left padding, table
     indices = tuple(map(pointer, (*tables, call.cu_seqlens_q, call.cu_seqlens_new)))
     plan = plan_for(call, spec)
@@ -34,9 +36,10 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
         tensors = (q, rotated, call.k, call.v, call.k_cache, call.v_cache, call.rotary_cos, call.rotary_sin)
         if rotated is None:
             tensors = (*tensors[:6], None, None)
-        plan.append.launch(*map(pointer, tensors), *indices, spec.length)
+        plan.append.launch(*map(pointer, tensors), *indices, *map(pointer, descales), spec.length)
         q = q if rotated is None else rotated
-    return attend(plan.split, (q, call.k_cache, call.v_cache), indices, call.alibi_slopes, call.sinks, spec.length)
+    tensors = q, call.k_cache, call.v_cache
+    return attend(plan.split, tensors, indices, call.alibi_slopes, call.sinks, spec.length, descales)
 
 
 def _results_of_nobody(call: CacheCall) -> tuple[Tensor, Tensor]:
@@ -44,3 +47,19 @@ def _results_of_nobody(call: CacheCall) -> tuple[Tensor, Tensor]:
     total_q, heads, _ = call.q.shape
     out = call.q.new_zeros(total_q, heads, call.v_cache.shape[-1])
     return out, call.q.new_full((heads, total_q), float("-inf"), dtype=torch.float32)
+
+
+def _check_eight_bits(call: CacheCall) -> None:
+    """Raises where Triton cannot read or write the caches."""
+    dtype, facts = call.k_cache.dtype, device_facts(call.q.device)
+    if interpreting() and call.k is not None and dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        raise ValueError(
+            f"backend: 'triton' cannot serve this call: Triton's interpreter rounds to {dtype} wrongly; append to "
+            "caches of int8 there"
+        )
+    unknown = (facts.is_cuda and facts.capability < 89) or facts.arch in ("gfx942", "gfx1100")
+    if dtype is torch.float8_e4m3fn and unknown and not interpreting():
+        raise ValueError(
+            f"k_cache: expected float8_e5m2 or int8 on {facts.arch}, whose Triton has no float8_e4m3fn, got it; make "
+            "the caches in one of those"
+        )

@@ -23,7 +23,7 @@ from flashtile._backends.launch import (
 )
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 from flashtile.ops.common.split_keys.plan import SplitCall, SplitPlan, split_plan, visible_rows
-from flashtile.ops.common.split_keys.rows import CacheStrides, RowStrides, Sequences
+from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, RowStrides, Sequences
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton.append import append_kernel
 from flashtile.ops.kv_cache.triton.configs import append_cut
@@ -45,7 +45,9 @@ class CachePlan(NamedTuple):
 
 
 def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
-    q, k_cache, v_cache, k, v, lengths, entries, left, table, cos, sin, slopes, sinks, starts, new_starts = call
+    q, k_cache, v_cache, k, v, lengths, entries, left, table, cos, sin, slopes, sinks, starts, new_starts, *factors = (
+        call
+    )
     addresses = q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
     table_addresses = 0
     if k is not None and v is not None:
@@ -63,6 +65,8 @@ def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
         0 if slopes is None else slopes.dim(),
         sinks is not None,
         None if starts is None else call.batch,
+        k_cache.dtype,
+        (None if factors[0] is None else factors[0].stride(), None if factors[1] is None else factors[1].stride()),
         (addresses & 15, table_addresses & 15),
         spec._replace(length=0),
         torch._C._get_cublas_allow_tf32(),
@@ -81,6 +85,8 @@ def _plan(
     slope_dims: int,
     has_sinks: bool,
     sequences: int | None,
+    cache_dtype: torch.dtype,
+    descale_strides: tuple[_Shape | None, _Shape | None],
     misalignments: tuple[int, int],
     spec: CacheSpec,
     allow_tf32: bool,
@@ -110,6 +116,8 @@ def _plan(
             dtype,
             batch,
             sequences is not None,
+            cache_dtype,
+            descale_strides,
             forms,
             new_forms,
             angles,
@@ -144,6 +152,8 @@ def _plan(
         slope_dims=slope_dims,
         sinks=has_sinks,
         num_splits=spec.num_splits,
+        cache_dtype=cache_dtype,
+        descale_strides=descale_strides,
     )
     return CachePlan(append, split_plan(split_call, device))
 
@@ -158,6 +168,8 @@ def _append(
     dtype: torch.dtype,
     batch: int,
     packed: bool,
+    cache_dtype: torch.dtype,
+    descale_strides: tuple[_Shape | None, _Shape | None],
     forms: tuple[tuple[_Shape, _Shape], ...],
     new_forms: tuple[tuple[_Shape, _Shape], ...],
     angles: tuple[tuple[int, int], int, int, torch.dtype] | None,
@@ -180,17 +192,20 @@ def _append(
     tokens = seq_new + (seq_q if half else 0)
     cut = append_cut(max(heads, heads_kv) if half else heads_kv, head_dim, head_dim_v, half, device_facts(device))
     apart = power_of_two_factor(*(stride for of_tensor in strides.values() for stride in of_tensor))
+    aligned = power_of_two_factor(misalignments[0])
     itemsize = table_dtype.itemsize
     tables = power_of_two_factor(misalignments[1], *(stride * itemsize for stride in angle_strides))
     stride_cos, stride_sin = (int64(stride, max(1, tables // itemsize)) for stride in angle_strides)
     parameters = {
-        **dict.fromkeys((f"{name}_ptr" for name in tensors), pointer_to(dtype, power_of_two_factor(misalignments[0]))),
+        **{f"{name}_ptr": pointer_to(cache_dtype if "cache" in name else dtype, aligned) for name in tensors},
         "rotated_ptr": pointer_to(dtype if half else None, 16),
         **dict.fromkeys(("cos_ptr", "sin_ptr"), pointer_to(table_dtype if half else None, tables)),
         "sequences": Sequences(*map(pointer_to, index_dtypes)),
+        "descales": Descales(*(pointer_to(None if each is None else torch.float32) for each in descale_strides)),
         "length": Parameter("i32", 1, GIVEN),
         **{f"{of}_strides": RowStrides(*_apart(strides[of], apart)) for of in ("q", "k", "v")},
         **{f"{of}_strides": CacheStrides(*_apart(strides[of], apart)) for of in ("k_cache", "v_cache")},
+        **{f"{of}_descale_strides": _factor_strides(each) for of, each in zip("kv", descale_strides)},
         "stride_cos": stride_cos,
         "stride_sin": stride_sin,
         "stride_table": int64(stride_table),
@@ -210,10 +225,15 @@ def _append(
         "PAGE_SIZE": page_size,
         "INTERLEAVED": spec.interleaved,
         "BANDED": spec.banded,
+        "FACTORS_OF_ROWS": spec.factors_of_rows,
     }
     rotated = contiguous(q_form[0][packed:], dtype) if half else None
     programs = tokens if packed else batch * tokens
     return make_plan(append_kernel, parameters, constants, programs, device, cut.num_warps, outputs=(rotated,))
+
+
+def _factor_strides(strides: _Shape | None) -> CacheStrides:
+    return CacheStrides(*map(int64, strides or (None, None, None)))
 
 
 def _apart(strides: _Shape, multiple: int) -> list[Parameter]:

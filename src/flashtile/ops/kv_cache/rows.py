@@ -1,0 +1,110 @@
+"""Rows of packed sequences and of caches, for backends and checks that read values on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.kv_cache.spec import EIGHT_BITS, CacheCall, CacheSpec
+
+#: The smallest factor that a row is given, so that quotients by it stay finite.
+_SMALLEST_FACTOR = 2.0**-100
+
+
+def lengths_before(call: CacheCall, spec: CacheSpec) -> Tensor:
+    """Rows of each sequence before anything is appended: `[batch]` int64."""
+    if call.cache_lengths is not None:
+        return call.cache_lengths.long()
+    return torch.full((call.batch,), spec.length, device=call.q.device)
+
+
+def query_counts(call: CacheCall) -> list[int]:
+    """Queries of each sequence."""
+    return _counts(call.q, call.cu_seqlens_q, call)
+
+
+def new_counts(call: CacheCall) -> list[int]:
+    """Rows that are appended to each sequence."""
+    return _counts(call.k, call.cu_seqlens_new, call)
+
+
+def _counts(rows: Tensor | None, cu_seqlens: Tensor | None, call: CacheCall) -> list[int]:
+    if cu_seqlens is not None:
+        return cu_seqlens.diff().tolist()
+    return [0 if rows is None else rows.shape[1]] * call.batch
+
+
+def numbered(counts: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The sequence that each row belongs to, and its number there, of rows that are packed: int64 `[sum of counts]`."""
+    of_sequences = torch.tensor(counts, dtype=torch.int64, device=device)
+    sequence = torch.repeat_interleave(of_sequences)
+    first = of_sequences.cumsum(0) - of_sequences
+    return sequence, torch.arange(sequence.shape[0], device=device) - first[sequence]
+
+
+def packed_rows(rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Rows of all sequences one after another, `[total, heads, head_dim]`."""
+    return rows.flatten(0, 1) if cu_seqlens is None else rows
+
+
+def places(call: CacheCall, sequence: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """Where rows of sequences lie in the cache: int64 (entry or page, row in it) of the shape of both arguments."""
+    if call.block_table is not None:
+        page_size = call.k_cache.shape[1]
+        return call.block_table[sequence, row // page_size].long(), row % page_size
+    if call.cache_batch_indices is not None:
+        return call.cache_batch_indices[sequence].long(), row
+    return sequence, row
+
+
+def quantized(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Rows `[..., heads, head_dim]` in 8 bits, divided by the factors `[..., heads]`."""
+    limit = EIGHT_BITS[dtype]
+    x = x if x.dtype is torch.float64 else x.float()
+    scaled = (x if descale is None else x / descale[..., None]).clamp(-limit, limit)
+    return (scaled.round() if dtype is torch.int8 else scaled).to(dtype)
+
+
+def widened(rows: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What rows `[..., heads, head_dim]` of a cache stand for, in the dtype of q."""
+    if rows.dtype is dtype:
+        return rows
+    wide = rows.to(torch.float64 if dtype is torch.float64 else torch.float32)
+    return (wide if descale is None else wide * descale[..., None]).to(dtype)
+
+
+def factors_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A factor for each row and head of `[..., heads, head_dim]`, float32 `[..., heads]`."""
+    largest = x.abs().amax(-1).float()
+    factors = (largest / EIGHT_BITS[dtype]).clamp(min=_SMALLEST_FACTOR)
+    return factors.masked_fill(largest == 0, 1.0)
+
+
+def indexable(cache: Tensor) -> Tensor:
+    """The same memory in a dtype that PyTorch indexes everywhere."""
+    return cache.view(torch.uint8) if cache.dtype in EIGHT_BITS else cache
+
+
+def store(call: CacheCall, spec: CacheSpec, where: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> None:
+    """Writes rotated new rows `[rows, heads, head_dim]` to their places."""
+    for new, cache, descale in ((k, call.k_cache, call.descale_k), (v, call.v_cache, call.descale_v)):
+        if cache.dtype in EIGHT_BITS:
+            if spec.factors_of_rows and descale is not None:
+                descale[where] = factors_of(new, cache.dtype)
+            new = quantized(new, None if descale is None else descale[where], cache.dtype).view(torch.uint8)
+        indexable(cache)[where] = new
+
+
+def gathered(cache: Tensor, descale: Tensor | None, where: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """Rows of a cache, widened: `[rows, heads, head_dim]`."""
+    rows = indexable(cache)[where].view(cache.dtype)
+    return widened(rows, None if descale is None else descale[where], dtype)
+
+
+def results_of(call: CacheCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) as the call returns them, from those of all queries one after another: `[total_q, heads_q,
+    head_dim_v]` and `[heads_q, total_q]`."""
+    if call.cu_seqlens_q is not None:
+        return out, lse
+    batch, seq_q, heads, _ = call.q.shape
+    return out.view(batch, seq_q, heads, out.shape[-1]), lse.view(heads, batch, seq_q).transpose(0, 1).contiguous()
