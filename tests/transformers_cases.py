@@ -81,11 +81,19 @@ LANGUAGE = {
     "gpt-neox": Tiny("GPTNeoXConfig", "AutoModelForCausalLM", {
         "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "intermediate_size": 48, "max_position_embeddings": 64, "hidden_dropout": 0.0}),
-    # Heads of 16 columns, those of the values of 12.
+    # Heads of 192 columns, those of the values of 128.
     "deepseek-v3": Tiny("DeepseekV3Config", "AutoModelForCausalLM", {
-        **decoder(num_key_value_heads=4), "moe_intermediate_size": 16, "n_shared_experts": 1, "n_routed_experts": 4,
-        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 1}),
+        **decoder(num_key_value_heads=4, head_dim=64), "moe_intermediate_size": 16, "n_shared_experts": 1,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "first_k_dense_replace": 1}),
+    # Heads of 256 columns in windows, and of 512; the last layers take the keys of those before.
+    "gemma4": Tiny("Gemma4TextConfig", "AutoModelForCausalLM", decoder(
+        sliding_window=5, head_dim=256, global_head_dim=512, hidden_size_per_layer_input=8, num_hidden_layers=4,
+        vocab_size_per_layer_input=VOCABULARY, num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2)),
+    "llama4": Tiny("Llama4TextConfig", "AutoModelForCausalLM", decoder(
+        attention_chunk_size=4, num_local_experts=2, intermediate_size_mlp=48, pad_token_id=0)),
 }  # fmt: skip
 OTHERS = {
     "bert": Tiny("BertConfig", "AutoModelForMaskedLM", {
