@@ -14,8 +14,6 @@ from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.common.operators import OPERATORS, Operator, packed
 from flashtile.ops.cross_entropy import reference as cross_entropy
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec
-from flashtile.ops.dense import reference as dense
-from flashtile.ops.dense.spec import ActivationSpec
 from flashtile.ops.layer_norm import reference as layer_norm
 from flashtile.ops.layer_norm.spec import NormSpec, Operands
 
@@ -37,8 +35,6 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return made | {
         ops.attention_forward.default: _attention,
         ops.layer_norm_forward.default: _layer_norm,
-        ops.dense_activate.default: _activate,
-        ops.dense_column_sum.default: _column_sum,
         ops.cross_entropy_forward.default: _cross_entropy,
     }
 
@@ -70,14 +66,6 @@ def _layer_norm(*arguments: Any) -> list[Tensor]:
     _refuse_dropout(operands.dropout_seed)
     results = layer_norm.forward(operands, NormSpec(*arguments[len(Operands._fields) : -1]))
     return [tensor for tensor in results if tensor is not None]
-
-
-def _activate(pre: Tensor, activation: Any, gated: bool, backend: str) -> Tensor:
-    return dense.activate(pre, ActivationSpec(activation, gated))
-
-
-def _column_sum(x: Tensor, backend: str) -> Tensor:
-    return dense.column_sum(x)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None, *rest: Any) -> list[Tensor]:

@@ -21,9 +21,8 @@ if devices.interpreting():
 
 from checked_code import check_code
 from flashtile._backends.launch import KernelSource, Plan
+from flashtile.ops.dense import kernels
 from flashtile.ops.dense.spec import ACTIVATIONS, ActivationSpec
-from flashtile.ops.dense.triton import launch
-from flashtile.ops.dense.triton.configs import activate_config, backward_config
 from machine_code import Binary, call_on, check_fit, once_in_families, sass, sharing_a_multiprocessor
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -50,15 +49,15 @@ def plan(kernel: str, device: devices.DeviceFacts, call: Call) -> Plan:
 
 
 def activate_plan(device: devices.DeviceFacts, call: Call) -> Plan:
-    return _planned(launch._activate_plan, device, *_where(call), ActivationSpec(call.activation, call.gated))
+    return _planned(kernels._activate_plan, device, *_where(call), ActivationSpec(call.activation, call.gated))
 
 
-def sum_plan(kernel: str, device: devices.DeviceFacts, call: Call) -> launch.SumPlan:
+def sum_plan(kernel: str, device: devices.DeviceFacts, call: Call) -> kernels.SumPlan:
     """The plans of what may sum columns."""
     flags = (ActivationSpec(call.activation, call.gated), call.wants_bias, call.wants_hidden)
     if kernel == "column_sum":
-        flags = (launch._COLUMN_SUM, True, False)
-    return _planned(launch._backward_plan, device, kernel, *_where(call), *flags)
+        flags = (kernels._COLUMN_SUM, True, False)
+    return _planned(kernels._backward_plan, device, kernel, *_where(call), *flags)
 
 
 def _where(call: Call) -> tuple[torch.dtype, int, int, int]:
@@ -67,8 +66,8 @@ def _where(call: Call) -> tuple[torch.dtype, int, int, int]:
 
 def _planned(make: Any, device: devices.DeviceFacts, *arguments: Any) -> Any:
     with (
-        mock.patch.object(launch, "device_facts", return_value=device),
-        mock.patch.object(launch, "multiprocessors", return_value=132),
+        mock.patch.object(kernels, "device_facts", return_value=device),
+        mock.patch.object(kernels, "multiprocessors", return_value=132),
     ):
         return make.__wrapped__(*arguments, torch.device("cuda", 0))
 
@@ -170,8 +169,10 @@ def test_partial_sums_are_few(rows: int, width: int, splits: int, programs: int)
 @pytest.mark.parametrize("width", [1, 17, 255, 257, 1024, 16385])
 def test_cuts_are_sound(width: int, arch: str) -> None:
     device = devices.KNOWN_DEVICES[arch]
-    configs = [activate_config(width, device)]
-    configs += [backward_config(width, gated, size, device) for gated in (False, True) for size in (2, 4, 6, 12)]
+    configs = [kernels.activate_config(width, device)]
+    configs += [
+        kernels.backward_config(width, gated, size, device) for gated in (False, True) for size in (2, 4, 6, 12)
+    ]
     for config in configs:
         assert config.num_warps * device.warp_size <= 1024
         assert config.block_n & (config.block_n - 1) == 0 and config.rows & (config.rows - 1) == 0

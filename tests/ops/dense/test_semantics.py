@@ -278,7 +278,7 @@ def test_opcheck(backend: str) -> None:
         torch.library.opcheck(ops.dense_activate_backward.default, (dhidden, pre, "gelu", True, *flags, backend))
     torch.library.opcheck(ops.dense_activate_backward.default, (pre, pre, "relu", False, True, False, backend))
     torch.library.opcheck(ops.dense_column_sum.default, (pre, backend))
-    torch.library.opcheck(ops.dense_accumulate.default, (normal(5, 10), dhidden, pre))
+    torch.library.opcheck(ops.dense_accumulate.default, (normal(5, 10), dhidden, pre, backend))
 
 
 @which_function

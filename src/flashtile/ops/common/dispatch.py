@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -181,3 +181,30 @@ def autograd_in_operator() -> Iterator[None]:
         excluded = excluded.remove(key)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
         yield
+
+
+def autocast(operands: Iterable[Tensor | None]) -> list[Any]:
+    """Operands as `torch.autocast` gives them to a linear layer, the first being its input; it leaves float64 alone."""
+    tensors: list[Any] = list(operands)
+    x = tensors[0]
+    kind = x.device.type
+    if not ((x.is_cuda or x.is_cpu) and torch.is_autocast_enabled(kind)):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return [t.to(dtype) if _castable(t, x.device) else t for t in tensors]
+
+
+def _castable(tensor: object, device: torch.device) -> bool:
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.device == device
+        and tensor.is_floating_point()
+        and tensor.dtype is not torch.float64
+    )
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager:
+    """Casts nothing: gradients keep the dtypes of the forward, wherever the backward is called."""
+    if (tensor.is_cuda or tensor.is_cpu) and torch.is_autocast_enabled(tensor.device.type):
+        return torch.autocast(tensor.device.type, enabled=False)
+    return nullcontext()

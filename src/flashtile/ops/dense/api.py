@@ -1,19 +1,20 @@
-"""The public linear layers: what a user calls. They check, flatten to rows, and hand on to the operators."""
+"""The public linear layers: what a user calls. They check, flatten to rows, and hand on to `layers`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import dtensor
+from flashtile.ops.common import dispatch, dtensor
 from flashtile.ops.common.backends import standard_backends
+from flashtile.ops.common.checks import check_choice, check_device, check_float_dtype, check_tensors, raise_not_bool
 from flashtile.ops.common.other_names import refuse_other_names
-from flashtile.ops.dense import checks
-from flashtile.ops.dense.operator import MlpOperands, run_dense, run_mlp, run_weight_gradient
+from flashtile.ops.common.sizes import differ
+from flashtile.ops.dense.layers import MlpOperands, run_dense, run_mlp, run_weight_gradient
+from flashtile.ops.dense.spec import ACTIVATIONS, ActivationSpec
 
 _BACKENDS = standard_backends("dense")
 
@@ -106,16 +107,16 @@ def fused_dense(
     if other_names:
         refuse_other_names(fused_dense, other_names)
     _BACKENDS.check(backend)
-    checks.raise_not_bool(return_residual=return_residual)
-    checks.check_input("x", x)
+    raise_not_bool(return_residual=return_residual)
+    _check_input("x", x)
     given = x
-    x, weight, bias = _cast((x, weight, bias))
-    checks.check_weight("weight", weight, x, x.shape[-1])
-    checks.check_bias("bias", bias, x, weight)
-    checks.check_main_grad("main_grad", main_grad, weight.shape, x)
-    checks.check_accumulates("main_grad", main_grad, weight)
+    x, weight, bias = dispatch.autocast((x, weight, bias))
+    _check_weight("weight", weight, x, x.shape[-1])
+    _check_bias("bias", bias, x, weight)
+    _check_main_grad("main_grad", main_grad, weight.shape, x)
+    _check_accumulates("main_grad", main_grad, weight)
     if dtensor.present(x, weight, bias, main_grad):
-        checks.check_no_main_grad(main_grad=main_grad)
+        _check_no_main_grad(main_grad=main_grad)
         out = dtensor.call(
             lambda division, x, weight, bias: fused_dense(x, weight, division.once("i", bias), backend=backend),
             {"x": (x, "*i"), "weight": (weight, "oi"), "bias": (bias, "o")}, "*o", ("weight", "bias"),
@@ -224,22 +225,22 @@ def fused_mlp(
     if other_names:
         refuse_other_names(fused_mlp, other_names)
     _BACKENDS.check(backend)
-    checks.raise_not_bool(return_residual=return_residual)
-    spec = checks.resolve_activation(activation, gated)
-    level = checks.resolve_checkpoint_level(checkpoint_level)
-    checks.check_input("x", x)
+    raise_not_bool(return_residual=return_residual)
+    spec = _resolve_activation(activation, gated)
+    level = _resolve_checkpoint_level(checkpoint_level)
+    _check_input("x", x)
     given = x
-    x, weight1, bias1, weight2, bias2 = _cast((x, weight1, bias1, weight2, bias2))
-    checks.check_weight("weight1", weight1, x, x.shape[-1])
-    checks.check_bias("bias1", bias1, x, weight1)
-    checks.check_weight("weight2", weight2, x)
-    checks.check_mlp_shapes(weight1, weight2, spec)
-    checks.check_bias("bias2", bias2, x, weight2)
+    x, weight1, bias1, weight2, bias2 = dispatch.autocast((x, weight1, bias1, weight2, bias2))
+    _check_weight("weight1", weight1, x, x.shape[-1])
+    _check_bias("bias1", bias1, x, weight1)
+    _check_weight("weight2", weight2, x)
+    _check_mlp_shapes(weight1, weight2, spec)
+    _check_bias("bias2", bias2, x, weight2)
     for name, main_grad, weight in (("main_grad1", main_grad1, weight1), ("main_grad2", main_grad2, weight2)):
-        checks.check_main_grad(name, main_grad, weight.shape, x)
-        checks.check_accumulates(name, main_grad, weight)
+        _check_main_grad(name, main_grad, weight.shape, x)
+        _check_accumulates(name, main_grad, weight)
     if dtensor.present(x, weight1, bias1, weight2, bias2, main_grad1, main_grad2):
-        checks.check_no_main_grad(main_grad1=main_grad1, main_grad2=main_grad2)
+        _check_no_main_grad(main_grad1=main_grad1, main_grad2=main_grad2)
         hidden = "." if gated else "h"  # a shard of weight1 has the values of some features and the gates of others
         out = dtensor.call(
             lambda division, x, weight1, bias1, weight2, bias2: fused_mlp(
@@ -285,13 +286,13 @@ def linear_bias_wgrad(
         TypeError, ValueError: as `fused_dense`.
     """
     _BACKENDS.check(backend)
-    checks.raise_not_bool(bias=bias)
-    checks.check_input("x", x)
-    checks.check_dout(dout, x)
-    checks.check_no_gradient(x=x, dout=dout)
-    checks.check_main_grad("main_grad", main_grad, (dout.shape[-1], x.shape[-1]), x)
+    raise_not_bool(bias=bias)
+    _check_input("x", x)
+    _check_dout(dout, x)
+    _check_no_gradient(x=x, dout=dout)
+    _check_main_grad("main_grad", main_grad, (dout.shape[-1], x.shape[-1]), x)
     if dtensor.present(x, dout, main_grad):
-        checks.check_no_main_grad(main_grad=main_grad)
+        _check_no_main_grad(main_grad=main_grad)
         return dtensor.call(
             lambda _, x, dout: linear_bias_wgrad(x, dout, bias=bias, backend=backend),
             {"x": (x, "*i"), "dout": (dout, "*o")}, ("oi", "o"), complete="io",
@@ -310,26 +311,6 @@ def _shaped(out: Tensor, x: Tensor) -> Tensor:
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
 
-def _cast(operands: Iterable[Tensor | None]) -> list[Any]:
-    """The operands as `torch.autocast` wants them, where it is active; it leaves float64 alone."""
-    tensors: list[Any] = list(operands)
-    x = tensors[0]
-    kind = x.device.type
-    if not ((x.is_cuda or x.is_cpu) and torch.is_autocast_enabled(kind)):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return [t.to(dtype) if _castable(t, x.device) else t for t in tensors]
-
-
-def _castable(tensor: object, device: torch.device) -> bool:
-    return (
-        isinstance(tensor, Tensor)
-        and tensor.device == device
-        and tensor.is_floating_point()
-        and tensor.dtype is not torch.float64
-    )
-
-
 def _check_backend(x: Tensor, backend: str) -> None:
     """Raises where a backend cannot serve the call, also where the call has nothing for it to do.
 
@@ -337,3 +318,121 @@ def _check_backend(x: Tensor, backend: str) -> None:
     """
     if (x.is_cuda or x.is_cpu) and not torch.compiler.is_compiling():
         _BACKENDS.implementation(backend, x.device, x.dtype)
+
+
+def _check_input(name: str, x: Tensor) -> None:
+    check_tensors(**{name: x})
+    check_float_dtype(name, x.dtype)
+    if x.dim() < 1:
+        raise ValueError(f"{name}: expected shape (..., features), got {tuple(x.shape)}; give it a last dimension")
+
+
+def _check_weight(name: str, weight: Tensor, x: Tensor, columns: int | None = None) -> None:
+    """Checks a matrix; `columns` is the last dimension of x where it multiplies x."""
+    check_tensors(**{name: weight})
+    if weight.dim() != 2 or columns not in (None, weight.shape[1]):
+        wanted = "(rows, columns)" if columns is None else f"(rows, {columns}), the last dimension of x its second"
+        raise ValueError(f"{name}: expected shape {wanted}, got {tuple(weight.shape)}; transpose or reshape it")
+    _check_like(name, weight, x)
+
+
+def _check_bias(name: str, bias: Tensor | None, x: Tensor, weight: Tensor) -> None:
+    """Checks a vector over the rows of a weight."""
+    if bias is None:
+        return
+    check_tensors(**{name: bias})
+    if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"{name}: expected shape ({weight.shape[0]},), one for each row of its weight, got {tuple(bias.shape)}"
+        )
+    _check_like(name, bias, x)
+
+
+def _check_like(name: str, tensor: Tensor, x: Tensor) -> None:
+    if tensor.device != x.device:
+        check_device(name, tensor, x.device, "x")
+    if tensor.dtype is not x.dtype:
+        raise TypeError(
+            f"{name}: expected the dtype of x, {x.dtype}, got {tensor.dtype}; cast one of them, or use torch.autocast"
+        )
+
+
+def _check_mlp_shapes(weight1: Tensor, weight2: Tensor, spec: ActivationSpec) -> None:
+    """Checks that the layers fit together; both weights are matrices."""
+    rows = weight1.shape[0]
+    if spec.gated and rows % 2:
+        raise ValueError(f"weight1: expected an even number of rows with gated=True, values and then gates, got {rows}")
+    if weight2.shape[1] != spec.width(rows):
+        raise ValueError(
+            f"weight2: expected {spec.width(rows)} columns, the hidden features of weight1 "
+            f"{tuple(weight1.shape)} with gated={spec.gated}, got shape {tuple(weight2.shape)}"
+        )
+
+
+def _check_main_grad(name: str, main_grad: Tensor | None, shape: tuple[int, ...], x: Tensor) -> None:
+    """Checks a buffer that takes the gradient of a weight of `shape`, in products of x's dtype."""
+    if main_grad is None:
+        return
+    check_tensors(**{name: main_grad})
+    check_device(name, main_grad, x.device, "x")
+    if main_grad.shape != shape:
+        raise ValueError(f"{name}: expected the shape of its weight, {tuple(shape)}, got {tuple(main_grad.shape)}")
+    if main_grad.dtype is not x.dtype and (main_grad.dtype is not torch.float32 or x.dtype is torch.float64):
+        raise TypeError(
+            f"{name}: expected the dtype of the products, {x.dtype}, or float32 for narrower ones, got "
+            f"{main_grad.dtype}; make the buffer in one of these"
+        )
+    if main_grad.requires_grad:
+        raise ValueError(
+            f"{name}: expected a buffer that wants no gradient, got one with requires_grad=True; detach it"
+        )
+
+
+def _check_dout(dout: Tensor, x: Tensor) -> None:
+    _check_input("dout", dout)
+    check_device("dout", dout, x.device, "x")
+    if differ(dout.shape[:-1], x.shape[:-1]):
+        raise ValueError(f"dout: expected the rows of x, shape {(*x.shape[:-1], 'features')}, got {tuple(dout.shape)}")
+    if dout.dtype is not x.dtype:
+        raise TypeError(f"dout: expected the dtype of x, {x.dtype}, got {dout.dtype}; cast one of them")
+
+
+def _check_accumulates(name: str, main_grad: Tensor | None, weight: Tensor) -> None:
+    """Checks that a backward would add to a buffer."""
+    if main_grad is not None and torch.is_grad_enabled() and not weight.requires_grad:
+        raise ValueError(
+            f"{name}: expected None for a weight that wants no gradient, got a tensor; leave it out, or set "
+            "requires_grad on the weight"
+        )
+
+
+def _check_no_main_grad(**buffers: Tensor | None) -> None:
+    """Checks that there is no buffer for gradients beside DTensors, whose shards of a batch would have to be summed."""
+    for name, buffer in buffers.items():
+        if buffer is not None:
+            raise ValueError(f"{name}: expected None with DTensors, got a tensor; take the gradient from weight.grad")
+
+
+def _check_no_gradient(**tensors: Tensor) -> None:
+    """Checks that nothing asks for a derivative of what has none."""
+    for name, tensor in tensors.items():
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise ValueError(
+                f"{name}: expected a tensor that wants no gradient, got one with requires_grad=True; detach it, or "
+                "call under torch.no_grad()"
+            )
+
+
+def _resolve_activation(activation: str, gated: bool) -> ActivationSpec:
+    check_choice("activation", activation, tuple(ACTIVATIONS))
+    raise_not_bool(gated=gated)
+    return ActivationSpec(activation, gated)
+
+
+def _resolve_checkpoint_level(level: int) -> int:
+    if not isinstance(level, int) or isinstance(level, bool) or level not in (0, 1, 2):
+        raise ValueError(
+            f"checkpoint_level: expected 0 (keep all), 1 (make the activation again) or 2 (the first product too), "
+            f"got {level!r}"
+        )
+    return level

@@ -6,15 +6,20 @@ Arithmetic and sums are float32 (float64 for float64) and rounded where they are
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from flashtile.ops.dense.spec import ACTIVATIONS, ActivationGradients, ActivationSpec, compute_dtype
-
-#: Elements of a block of rows: its temporaries together fit the second-level cache of a core.
-_BLOCK = 1 << 17
+from flashtile.ops.common.rows import compute_dtype, row_blocks
+from flashtile.ops.dense.spec import (
+    ACTIVATIONS,
+    Activated,
+    ActivationGradients,
+    ActivationSpec,
+    ActivationUpstream,
+    Wanted,
+)
 
 _aten = torch.ops.aten
 
@@ -33,11 +38,12 @@ _DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def activate(pre: Tensor, spec: ActivationSpec) -> Tensor:
-    """hidden `[R, F]` of pre `[R, F]`, gated `[R, 2F]`."""
+def activate(given: Activated, spec: ActivationSpec) -> Tensor:
+    """hidden `[R, F]`."""
+    (pre,) = given
     hidden = pre.new_empty(pre.shape[0], spec.width(pre.shape[1]))
     function, dtype = ACTIVATIONS[spec.activation], compute_dtype(pre.dtype)
-    for rows in _blocks(pre):
+    for rows in row_blocks(*pre.shape):
         block = pre[rows].to(dtype)
         if spec.gated:
             value, gate = block.chunk(2, dim=1)
@@ -47,14 +53,13 @@ def activate(pre: Tensor, spec: ActivationSpec) -> Tensor:
     return hidden
 
 
-def activate_backward(
-    dhidden: Tensor, pre: Tensor, spec: ActivationSpec, wants_bias: bool, wants_hidden: bool
-) -> ActivationGradients:
+def activate_backward(given: ActivationUpstream, spec: ActivationSpec, wanted: Wanted) -> ActivationGradients:
     """See `spec.ActivationGradients`."""
+    (dhidden, pre), (wants_bias, wants_hidden) = given, wanted
     dtype = compute_dtype(pre.dtype)
     dpre, hidden = torch.empty_like(pre), torch.empty_like(dhidden) if wants_hidden else None
     dbias = pre.new_zeros(pre.shape[1], dtype=dtype) if wants_bias else None
-    for rows in _blocks(pre):
+    for rows in row_blocks(*pre.shape):
         gradient, activated = _differentiate(dhidden[rows].to(dtype), pre[rows].to(dtype), spec, wants_hidden)
         dpre[rows] = gradient
         if dbias is not None:
@@ -82,8 +87,3 @@ def _differentiate(
 def column_sum(x: Tensor) -> Tensor:
     """The sum over rows of x `[R, N]`, in its dtype; PyTorch adds up in float32."""
     return x.sum(dim=0)
-
-
-def _blocks(x: Tensor) -> Iterator[slice]:
-    rows = max(1, _BLOCK // max(x.shape[1], 1))
-    return (slice(first, first + rows) for first in range(0, x.shape[0], rows))

@@ -1,4 +1,5 @@
-"""What a perceptron call means, apart from the numbers in its tensors.
+"""What a perceptron call means: its scalars and tensors, and the eager reference, written to be read and not to be
+fast.
 
 With `R` rows of `K` columns, `F` hidden and `N` output columns::
 
@@ -14,12 +15,15 @@ With `R` rows of `K` columns, `F` hidden and `N` output columns::
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from flashtile.ops.common.rows import compute_dtype
 
 
 def _squared_relu(x: Tensor) -> Tensor:
@@ -52,6 +56,26 @@ class ActivationSpec(NamedTuple):
         return columns // 2 if self.gated else columns
 
 
+class Wanted(NamedTuple):
+    """What a backward pass between the products makes besides dpre: its sum over rows, and hidden."""
+
+    wants_bias: bool
+    wants_hidden: bool
+
+
+class Activated(NamedTuple):
+    """What is activated: `[R, F]`, gated `[R, 2F]`."""
+
+    pre: Tensor
+
+
+class ActivationUpstream(NamedTuple):
+    """What the backward of an activation reads: the gradient of hidden `[R, F]`, and pre."""
+
+    dhidden: Tensor
+    pre: Tensor
+
+
 class ActivationGradients(NamedTuple):
     """Results of a backward pass between the products.
 
@@ -66,5 +90,64 @@ class ActivationGradients(NamedTuple):
     hidden: Tensor | None
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
+def mlp(
+    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, spec: ActivationSpec
+) -> Tensor:
+    """out `[R, N]`; shapes as in `spec`."""
+    return F.linear(activate(Activated(F.linear(x, weight1, bias1)), spec), weight2, bias2)
+
+
+def activate(given: Activated, spec: ActivationSpec) -> Tensor:
+    """hidden `[R, F]` in the dtype of pre."""
+    (pre,) = given
+    value, factor = _value_and_factor(pre.to(compute_dtype(pre.dtype)), spec)
+    return (factor if value is None else value * factor).to(pre.dtype)
+
+
+def activate_backward(given: ActivationUpstream, spec: ActivationSpec, wanted: Wanted) -> ActivationGradients:
+    """The gradient of pre, its sum over rows, and hidden once more."""
+    dhidden, pre = given
+    x, upstream = (t.to(compute_dtype(pre.dtype)) for t in (pre, dhidden))
+    value, factor = _value_and_factor(x, spec)
+    if value is None:
+        dpre = _derivative(upstream, x, spec.activation)
+    else:
+        gate = x.chunk(2, dim=-1)[1]
+        dpre = torch.cat((upstream * factor, _derivative(upstream * value, gate, spec.activation)), dim=-1)
+    return ActivationGradients(
+        dpre.to(pre.dtype),
+        dpre.sum(dim=0).to(pre.dtype) if wanted.wants_bias else None,
+        activate(Activated(pre), spec) if wanted.wants_hidden else None,
+    )
+
+
+def column_sum(x: Tensor) -> Tensor:
+    """The sum over rows of x `[R, N]`, in its dtype."""
+    return x.to(compute_dtype(x.dtype)).sum(dim=0).to(x.dtype)
+
+
+def _value_and_factor(x: Tensor, spec: ActivationSpec) -> tuple[Tensor | None, Tensor]:
+    """What is gated, or None, and the activation."""
+    function = ACTIVATIONS[spec.activation]
+    if not spec.gated:
+        return None, function(x)
+    value, gate = x.chunk(2, dim=-1)
+    return value, function(gate)
+
+
+def _derivative(upstream: Tensor, x: Tensor, activation: str) -> Tensor:
+    """The gradient of x from that of its activation. Where relu is 0 no gradient passes, whatever it is."""
+    if activation == "relu":
+        return torch.where(x <= 0, 0, upstream)
+    if activation == "squared_relu":
+        return torch.where(x <= 0, 0, 2 * upstream * x)
+    if activation == "silu":
+        s = torch.sigmoid(x)
+        return upstream * (s + x * s * (1 - s))
+    if activation == "gelu_tanh":
+        slope = math.sqrt(2 / math.pi)
+        t = torch.tanh(slope * (x + 0.044715 * x**3))
+        return upstream * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope * (1 + 3 * 0.044715 * x * x))
+    assert activation == "gelu"
+    density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return upstream * (0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * density)

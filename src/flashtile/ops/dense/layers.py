@@ -1,38 +1,27 @@
-"""The operators: torch.library schemas, fakes and implementations, and the only autograd code of linear layers.
+"""Linear layer and perceptron as autograd records them, the operators between their matrix products, and the products.
 
-Operators are what lies between the matrix products. The products themselves are PyTorch's, and stay visible to what
-reads a graph or counts FLOPs.
+The products are PyTorch's own on every device (cuBLAS on an NVIDIA GPU), each in one place, and stay visible to what
+reads a graph or counts FLOPs. A bias joins its product in cuBLAS's epilogue, and so does what is added to an input's
+gradient; both cost no pass over memory and are rounded once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from flashtile.ops.common import dispatch
 from flashtile.ops.common.backends import standard_backends
-from flashtile.ops.common.flops import product_flops, register_flops
-from flashtile.ops.dense import products, reference
-from flashtile.ops.dense.spec import ActivationGradients, ActivationSpec
+from flashtile.ops.common.flops import product_flops
+from flashtile.ops.common.operators import operator
+from flashtile.ops.common.rows import compute_dtype
+from flashtile.ops.dense import spec as reference
+from flashtile.ops.dense.spec import Activated, ActivationGradients, ActivationSpec, ActivationUpstream, Wanted
 
 _BACKENDS = standard_backends("dense")
-
-_library = torch.library.Library("flashtile", "FRAGMENT")
-_library.define("dense_activate(Tensor pre, str activation, bool gated, str backend) -> Tensor")
-_library.define(
-    "dense_activate_backward(Tensor dhidden, Tensor pre, str activation, bool gated, bool wants_bias, "
-    "bool wants_hidden, str backend) -> Tensor[]"
-)
-_library.define("dense_column_sum(Tensor x, str backend) -> Tensor")
-_library.define("dense_accumulate(Tensor(a!) main_grad, Tensor dout, Tensor x) -> ()")
-_activate_op = torch.ops.flashtile.dense_activate.default
-_activate_backward_op = torch.ops.flashtile.dense_activate_backward.default
-_column_sum_op = torch.ops.flashtile.dense_column_sum.default
-_accumulate_op = torch.ops.flashtile.dense_accumulate.default
 
 #: In the place of a backend: PyTorch's operations, which autograd records, for derivatives of the backward.
 _RECORDED = "recorded"
@@ -54,12 +43,12 @@ def run_dense(
     """(out, x), recorded by autograd where a gradient is wanted; x `[R, K]` takes its gradient in the backward."""
     if dispatch.transformed():
         _refuse_under_transforms(backend, main_grad)
-    elif torch.is_grad_enabled() and _wants_gradient((x, weight, bias)):
+    elif dispatch.recorded((x, weight, bias)):
         if torch.compiler.is_compiling():
             x, weight, bias, main_grad = dispatch.distinct((x, weight, bias, main_grad))  # type: ignore[assignment]
         results = _Dense.apply(x, weight, bias, main_grad, return_residual, backend)
         return results if return_residual else (results, x)
-    return products.linear(x, weight, bias), x
+    return F.linear(x, weight, bias), x
 
 
 def run_mlp(
@@ -75,21 +64,14 @@ def run_mlp(
     if dispatch.transformed():
         _refuse_under_transforms(backend, *main_grads)
         return reference.mlp(x, weight1, bias1, weight2, bias2, spec), x
-    if torch.is_grad_enabled() and _wants_gradient(operands):
+    if dispatch.recorded(operands):
         tensors: Any = (*operands, *main_grads)
         if torch.compiler.is_compiling():
             tensors = dispatch.distinct(tensors)
         results = _Mlp.apply(*tensors, *spec, checkpoint_level, return_residual, backend)
         return results if return_residual else (results, x)
-    hidden = _activate(products.linear(x, weight1, bias1), spec, backend)
-    return products.linear(hidden, weight2, bias2), x
-
-
-def _wants_gradient(tensors: Iterable[Tensor | None]) -> bool:
-    for tensor in tensors:  # noqa: SIM110 - a generator takes twice the time
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
+    hidden = _activate(F.linear(x, weight1, bias1), spec, backend)
+    return F.linear(hidden, weight2, bias2), x
 
 
 def _refuse_under_transforms(backend: str, *main_grads: Tensor | None) -> None:
@@ -122,7 +104,7 @@ class _Dense(torch.autograd.Function):
         ctx.main_grad = main_grad
         ctx.scalars = wants_x, wants_weight, wants_bias, backend
         ctx.set_materialize_grads(False)
-        out = products.linear(x, weight, bias)
+        out = F.linear(x, weight, bias)
         return (out, x) if return_residual else out
 
     @staticmethod
@@ -132,9 +114,9 @@ class _Dense(torch.autograd.Function):
             return dresidual, None, None, None, None, None
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, backend = ctx.scalars
-        with _without_autocast(dout):
+        with dispatch.without_autocast(dout):
             dout, backend = dout.contiguous(), _backward_backend(backend, dout, ctx.main_grad)
-            dx = products.input_gradient(dout, weight, dresidual) if wants_x else None
+            dx = _input_gradient(dout, weight, dresidual) if wants_x else None
             dweight = _weight_gradient(dout, x, ctx.main_grad) if wants_weight else None
             dbias = _column_sum(dout, backend) if wants_bias else None
         return dx, dweight, dbias, None, None, None
@@ -148,7 +130,7 @@ class _Mlp(torch.autograd.Function):
         x, weight1, bias1, weight2, bias2, *main_grads = arguments[:7]
         activation, gated, checkpoint_level, return_residual, backend = arguments[7:]
         spec = ActivationSpec(activation, gated)
-        pre = products.linear(x, weight1, bias1)
+        pre = F.linear(x, weight1, bias1)
         hidden = _activate(pre, spec, backend)
         wanted = MlpOperands(*ctx.needs_input_grad[:5])
         keeps_pre, keeps_hidden = checkpoint_level < 2, checkpoint_level < 1 and wanted.weight2
@@ -157,7 +139,7 @@ class _Mlp(torch.autograd.Function):
         ctx.main_grads = tuple(main_grads)
         ctx.scalars = wanted, spec, backend
         ctx.set_materialize_grads(False)
-        out = products.linear(hidden, weight2, bias2)
+        out = F.linear(hidden, weight2, bias2)
         return (out, x) if return_residual else out
 
     @staticmethod
@@ -167,15 +149,9 @@ class _Mlp(torch.autograd.Function):
             return dresidual, *(None,) * 11
         wanted, spec, backend = ctx.scalars
         backend = _backward_backend(backend, dout, *ctx.main_grads)
-        with _without_autocast(dout):
+        with dispatch.without_autocast(dout):
             grads = _mlp_backward(
-                dout.contiguous(),
-                dresidual,
-                ctx.saved_tensors,
-                ctx.main_grads,
-                spec,
-                wanted,
-                backend,
+                dout.contiguous(), dresidual, ctx.saved_tensors, ctx.main_grads, spec, wanted, backend
             )
         return *grads, *(None,) * 7
 
@@ -195,18 +171,18 @@ def _mlp_backward(
         pre = hidden = None  # what was saved of them does not lead back to the operands
     wants_pre, wants_hidden = wanted.x or wanted.weight1 or wanted.bias1, wanted.weight2 and hidden is None
     if pre is None and (wants_pre or wants_hidden):
-        pre = products.linear(x, weight1, bias1)
+        pre = F.linear(x, weight1, bias1)
     dpre: Any = None
     dbias1 = None
     if wants_pre:
-        dhidden = products.input_gradient(dout, weight2)
+        dhidden = _input_gradient(dout, weight2)
         dpre, dbias1, made = _activate_backward(dhidden, pre, spec, wanted.bias1, wants_hidden, backend)
         del dhidden
         hidden = made if wants_hidden else hidden
     elif wants_hidden:
         hidden = _activate(pre, spec, backend)
     return (
-        products.input_gradient(dpre, weight1, dresidual) if wanted.x else None,
+        _input_gradient(dpre, weight1, dresidual) if wanted.x else None,
         _weight_gradient(dpre, x, main_grads[0]) if wanted.weight1 else None,
         dbias1,
         _weight_gradient(dout, hidden, main_grads[1]) if wanted.weight2 else None,
@@ -226,106 +202,117 @@ def _backward_backend(backend: str, dout: Tensor, *main_grads: Tensor | None) ->
     return _RECORDED
 
 
-def _without_autocast(tensor: Tensor) -> AbstractContextManager:
-    """Gradients keep the dtypes of the forward, wherever the backward is called."""
-    if (tensor.is_cuda or tensor.is_cpu) and torch.is_autocast_enabled(tensor.device.type):
-        return torch.autocast(tensor.device.type, enabled=False)
-    return nullcontext()
-
-
-# --- the steps between the products ---------------------------------------------------------------------------------
+# --- the steps between the products, and the products -----------------------------------------------------------------
 
 
 def _activate(pre: Tensor, spec: ActivationSpec, backend: str) -> Tensor:
-    if backend == _RECORDED:
-        return reference.activate(pre, spec)
-    if dispatch.unobserved(pre):
-        return _module(pre, backend).activate(pre, spec)
-    return _activate_op(pre, *spec, backend)
+    given = Activated(pre)
+    return reference.activate(given, spec) if backend == _RECORDED else _activate_operator(given, spec, backend)
 
 
 def _activate_backward(
     dhidden: Tensor, pre: Tensor, spec: ActivationSpec, wants_bias: bool, wants_hidden: bool, backend: str
 ) -> ActivationGradients:
+    given, wanted = ActivationUpstream(dhidden, pre), Wanted(wants_bias, wants_hidden)
     if backend == _RECORDED:
-        return reference.activate_backward(dhidden, pre, spec, wants_bias, wants_hidden)
-    if dispatch.unobserved(dhidden, pre):
-        return _module(pre, backend).activate_backward(dhidden, pre, spec, wants_bias, wants_hidden)
-    results = _activate_backward_op(dhidden, pre, *spec, wants_bias, wants_hidden, backend)
-    return ActivationGradients(results[0], results[1] if wants_bias else None, results[-1] if wants_hidden else None)
+        return reference.activate_backward(given, spec, wanted)
+    return _activate_backward_operator(given, spec, wanted, backend)
 
 
 def _column_sum(x: Tensor, backend: str) -> Tensor:
-    if backend == _RECORDED:
-        return reference.column_sum(x)
-    if dispatch.unobserved(x):
-        return _module(x, backend).column_sum(x)
-    return _column_sum_op(x, backend)
+    return reference.column_sum(x) if backend == _RECORDED else _column_sum_operator(_Summed(x), backend)
 
 
 def _weight_gradient(dout: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
-    """The weight's gradient, or None after it was added to main_grad."""
+    """`doutᵀ x`: `[R, N]`, `[R, K]` -> `[N, K]`, or None after it was added to main_grad."""
     if main_grad is None:
-        return products.weight_gradient(dout, x)
-    if dispatch.unobserved(dout, x, main_grad):
-        products.accumulate_weight_gradient(main_grad, dout, x)
-    else:
-        _accumulate_op(main_grad, dout, x)
+        return torch.mm(dout.t(), x)
+    _accumulate_operator(_Accumulated(main_grad, dout, x), "auto")
     return None
+
+
+def _input_gradient(dout: Tensor, weight: Tensor, summand: Tensor | None = None) -> Tensor:
+    """`dout weight + summand`: `[R, N]`, `[N, K]`, `[R, K]` -> `[R, K]`."""
+    return torch.mm(dout, weight) if summand is None else torch.addmm(summand, dout, weight)
+
+
+class _Summed(NamedTuple):
+    x: Tensor
+
+
+class _Accumulated(NamedTuple):
+    main_grad: Tensor
+    dout: Tensor
+    x: Tensor
 
 
 def _module(x: Tensor, backend: str) -> Any:
     return _BACKENDS.implementation(backend, x.device, x.dtype)
 
 
-def _activate_implementation(pre, activation, gated, backend):
-    with torch.no_grad():
-        return _module(pre, backend).activate(pre.contiguous(), ActivationSpec(activation, gated))
+def _run_activate(given: Activated, spec: ActivationSpec, backend: str) -> Tensor:
+    (pre,) = given
+    return _module(pre, backend).activate(given if pre.is_contiguous() else Activated(pre.contiguous()), spec)
 
 
-def _activate_backward_implementation(dhidden, pre, activation, gated, wants_bias, wants_hidden, backend):
-    spec = ActivationSpec(activation, gated)
-    with torch.no_grad():
-        results = _module(pre, backend).activate_backward(
-            dhidden.contiguous(), pre.contiguous(), spec, wants_bias, wants_hidden
-        )
-    return [tensor for tensor in results if tensor is not None]
+def _run_activate_backward(
+    given: ActivationUpstream, spec: ActivationSpec, wanted: Wanted, backend: str
+) -> ActivationGradients:
+    dhidden, pre = given
+    if not (dhidden.is_contiguous() and pre.is_contiguous()):
+        given = ActivationUpstream(dhidden.contiguous(), pre.contiguous())
+    return _module(pre, backend).activate_backward(given, spec, wanted)
 
 
-def _column_sum_implementation(x, backend):
-    with torch.no_grad():
-        return _module(x, backend).column_sum(x.contiguous())
+def _accumulate(given: _Accumulated, backend: str) -> None:
+    """`main_grad += doutᵀ x`, added up in main_grad's dtype: that of x, or float32. The same on all backends."""
+    main_grad, dout, x = given
+    if main_grad.dtype is x.dtype:
+        main_grad.addmm_(dout.t(), x)
+    elif main_grad.is_cuda:
+        torch.addmm(main_grad, dout.t(), x, out_dtype=main_grad.dtype, out=main_grad)
+    else:
+        # PyTorch has no product of narrow matrices with a wide result on a CPU.
+        dtype = compute_dtype(x.dtype)
+        main_grad.addmm_(dout.t().to(dtype), x.to(dtype))
 
 
-def _accumulate_implementation(main_grad, dout, x):
-    with torch.no_grad():
-        products.accumulate_weight_gradient(main_grad, dout, x)
-
-
-def _activate_fake(pre, activation, gated, backend):
-    return pre.new_empty(pre.shape[0], ActivationSpec(activation, gated).width(pre.shape[1]))
-
-
-def _activate_backward_fake(dhidden, pre, activation, gated, wants_bias, wants_hidden, backend):
-    results = [pre.new_empty(pre.shape)]
-    if wants_bias:
-        results.append(pre.new_empty(pre.shape[1]))
-    if wants_hidden:
-        results.append(pre.new_empty(dhidden.shape))
-    return results
-
-
-_IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
-    "dense_activate": (_activate_implementation, _activate_fake),
-    "dense_activate_backward": (_activate_backward_implementation, _activate_backward_fake),
-    "dense_column_sum": (_column_sum_implementation, lambda x, backend: x.new_empty(x.shape[1])),
-    "dense_accumulate": (_accumulate_implementation, lambda main_grad, dout, x: None),
-}
-for _name, (_implementation, _fake) in _IMPLEMENTATIONS.items():
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _implementation, _device)
-    # Autograd is recorded above the operators, by the functions here, and never inside (see the implementations).
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-    dispatch.register_fake(f"flashtile::{_name}", _fake, _library)
+_activate_operator = operator(
+    "dense_activate",
+    Activated,
+    (ActivationSpec,),
+    Tensor,
+    run=_run_activate,
+    fake=lambda given, spec: given.pre.new_empty(given.pre.shape[0], spec.width(given.pre.shape[1])),
+    decomposition=reference.activate,
+).call
+_activate_backward_operator = operator(
+    "dense_activate_backward",
+    ActivationUpstream,
+    (ActivationSpec, Wanted),
+    ActivationGradients,
+    run=_run_activate_backward,
+    fake=lambda given, spec, wanted: [
+        given.pre.new_empty(shape) for shape in (given.pre.shape, given.pre.shape[1:], given.dhidden.shape)
+    ],
+    present=lambda given, spec, wanted: (True, *wanted),
+).call
+_column_sum_operator = operator(
+    "dense_column_sum",
+    _Summed,
+    (),
+    Tensor,
+    run=lambda given, backend: _module(given.x, backend).column_sum(given.x.contiguous()),
+    fake=lambda given: given.x.new_empty(given.x.shape[1]),
+    decomposition=lambda given: reference.column_sum(given.x),
+).call
 # The other products are PyTorch's own operators.
-register_flops("dense_accumulate", lambda main_grad, dout, x, **_: product_flops(dout.shape[1], *x.shape))
+_accumulate_operator = operator(
+    "dense_accumulate",
+    _Accumulated,
+    (),
+    None,
+    run=_accumulate,
+    writes="main_grad",
+    flops=lambda given: product_flops(given.dout.shape[1], *given.x.shape),
+).call
