@@ -70,7 +70,7 @@ WITHIN_OPERATION = {
     "options": {"block_mask", "score_program"},
     "checks": {"block_mask", "rows", "spec"},
     "sdpa": {"api", "spec"},
-    "flex": {"api", "block_mask", "options", "score_tracing"},
+    "flex": {"api", "block_mask", "options", "score_tracing", "sdpa"},
     "explain": {"backend", "call", "canonical", "checks", "options", "partial", "seen_keys", "select", "spec"},
     "backend": {"spec"},
     "partial": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,29 @@ def ran_ours(function: Any, *arguments: Any) -> bool:
     with Watch() as watch:
         function(*arguments)
     return watch.ours
+
+
+def test_a_context_without_a_call_says_so() -> None:
+    """As where the name was imported before, which no other function can take from there."""
+    query = torch.randn(1, 2, 5, 8)
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for call in (lambda: attend(query), lambda: compiled(query), lambda: compiled(query)):
+            with use_flashtile_sdpa(), use_flashtile_sdpa():
+                call()
+        with use_flashtile_sdpa():
+            torch.export.export(Attends(), (query,), strict=True)
+    with pytest.raises(RuntimeError), use_flashtile_sdpa():
+        raise RuntimeError
+    with pytest.warns(UserWarning, match="imported before") as found, use_flashtile_sdpa(), use_flashtile_sdpa():
+        PYTORCHS(query, query, query)
+    assert [warning.filename for warning in found] == [__file__]
+
+
+class Attends(nn.Module):
+    def forward(self, query: Tensor) -> Tensor:
+        return attend(query)
 
 
 def test_holds_inside_and_not_outside() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +18,14 @@ class Substitute:
     Args:
         begin: called when the first context is opened. Returns what restores the place as it was before.
         put: puts a function in the place.
+        unserved: what to warn of when the last context ends and no function has set `served`; None = nothing.
     """
 
-    def __init__(self, begin: Callable[[], Callable[[], None]], put: Callable[[Route], None]) -> None:
-        self._begin, self._put = begin, put
+    def __init__(
+        self, begin: Callable[[], Callable[[], None]], put: Callable[[Route], None], unserved: str | None = None
+    ) -> None:
+        self._begin, self._put, self._unserved = begin, put, unserved
+        self.served = False
         self._lock = threading.Lock()
         #: The functions of the contexts that are open, the latest last.
         self._active: list[Route] = []
@@ -31,7 +36,7 @@ class Substitute:
         """In this context `route` stands in the place."""
         with self._lock:
             if self._restore is None:
-                self._restore = self._begin()
+                self._restore, self.served = self._begin(), False
             self._active.append(route)
             self._put(route)
         try:
@@ -44,3 +49,5 @@ class Substitute:
                 elif self._restore is not None:
                     self._restore()
                     self._restore = None
+        if self._unserved and not (self._active or self.served):
+            warnings.warn(self._unserved, stacklevel=5)

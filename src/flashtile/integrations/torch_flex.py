@@ -17,19 +17,21 @@ from flashtile.integrations.substitute import Substitute
 #: The module of transformers that has FlexAttention, and the function there through which its models call it.
 _TRANSFORMERS, _ITS_FUNCTION = "transformers.integrations.flex_attention", "compile_friendly_flex_attention"
 
-#: Modules and names whose functions stood there before the first context was opened, with these functions.
-_before: list[tuple[Any, str, Callable[..., Any]]] = []
+#: What a function does and which arguments it has.
+_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
+
+#: What serves PyTorch's function while a context is open.
+_route_now: Callable[..., Any]
 
 
 @contextmanager
 def use_flashtile_flex(*, backend: str = "auto", deterministic: bool = False) -> Iterator[None]:
-    """In this context `torch.nn.attention.flex_attention.flex_attention` is flashtile's function of this name.
+    """In this context `torch.nn.attention.flex_attention.flex_attention` calls flashtile's function of this name.
 
-    It affects all code that looks the function up there when it calls it, and the models of transformers with
-    `attn_implementation="flex_attention"` if transformers' own integration is imported before the context is entered,
-    as it is once a model has been made. It does not affect a name imported before
-    (`from torch.nn.attention.flex_attention import flex_attention`), nor what `torch.compile(flex_attention)` returned
-    before.
+    It affects all that calls the function, also by a name that was imported before
+    (`from torch.nn.attention.flex_attention import flex_attention`) and through `torch.compile`, and the models of
+    transformers with `attn_implementation="flex_attention"` if transformers' own integration is imported before the
+    context is entered, as it is once a model has been made.
 
     Calls that flashtile does not serve raise; none falls back to PyTorch. Contexts nest, and the innermost one applies.
     They hold for the whole process, not for one thread.
@@ -48,21 +50,51 @@ def use_flashtile_flex(*, backend: str = "auto", deterministic: bool = False) ->
 
 
 def _begin() -> Callable[[], None]:
-    _before.append((torch_flex, "flex_attention", torch_flex.flex_attention))
-    if module := sys.modules.get(_TRANSFORMERS):
-        _before.append((module, _ITS_FUNCTION, getattr(module, _ITS_FUNCTION)))
-    return _restore
+    """The function stays the same object, which others may have by a name of their own; it gets another code."""
+    function: Any = torch_flex.flex_attention
+    own = {name: getattr(function, name) for name in _PARTS}
+    module = sys.modules.get(_TRANSFORMERS)
+    of_transformers = getattr(module, _ITS_FUNCTION, None)
+    for name in _PARTS:
+        setattr(function, name, getattr(_call_route, name))
 
+    def restore() -> None:
+        for name, value in own.items():
+            setattr(function, name, value)
+        if of_transformers is not None:
+            setattr(module, _ITS_FUNCTION, of_transformers)
 
-def _restore() -> None:
-    for module, name, function in _before:
-        setattr(module, name, function)
-    _before.clear()
+    return restore
 
 
 def _put(route: Callable[..., Any]) -> None:
-    for module, name, _ in _before:
-        setattr(module, name, _without_training(route) if name == _ITS_FUNCTION else route)
+    global _route_now
+    _route_now = route
+    module = sys.modules.get(_TRANSFORMERS)
+    if module is not None and hasattr(module, _ITS_FUNCTION):
+        setattr(module, _ITS_FUNCTION, _without_training(route))
+
+
+def _call_route(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: Any = None,
+    enable_gqa: Any = False,
+    return_lse: Any = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """What PyTorch's function does in a context. It sees the names of PyTorch's module, so it imports this one; and it
+    has PyTorch's parameters, because `torch.compile` remembers those of a function."""
+    from flashtile.integrations import torch_flex
+
+    return torch_flex._route_now(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux
+    )
 
 
 _pytorchs_function = Substitute(_begin, _put)

@@ -24,7 +24,8 @@ def use_flashtile_sdpa(*, backend: str = "auto", deterministic: bool = False) ->
     `nn.TransformerDecoder`. The fused inference path of these modules, which has its own attention, is switched off
     meanwhile. It does not affect a name imported before
     (`from torch.nn.functional import scaled_dot_product_attention`), nor `nn.MultiheadAttention` called with
-    `need_weights=True`, which computes the weights without the function.
+    `need_weights=True`, which computes the weights without the function. A context in which no call came warns of that
+    when it ends.
 
     Calls that flashtile does not serve raise; none falls back to PyTorch. Contexts nest, and the innermost one applies.
     They hold for the whole process, not for one thread, because autograd recomputes checkpointed layers in threads of
@@ -59,6 +60,10 @@ def _route(backend: str, deterministic: bool) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        if torch.compiler.is_exporting():
+            _note_call()  # now, because an exported program sets nothing
+        else:
+            _pytorchs_function.served = True
         return flashtile.scaled_dot_product_attention(
             *(query, key, value, attn_mask, dropout_p, is_causal),
             scale=scale,
@@ -68,6 +73,11 @@ def _route(backend: str, deterministic: bool) -> Callable[..., Tensor]:
         )
 
     return scaled_dot_product_attention
+
+
+@torch.compiler.assume_constant_result
+def _note_call() -> None:
+    _pytorchs_function.served = True
 
 
 def _begin() -> Callable[[], None]:
@@ -86,4 +96,10 @@ def _put(route: Callable[..., Tensor]) -> None:
     functional.scaled_dot_product_attention = route
 
 
-_pytorchs_function = Substitute(_begin, _put)
+_pytorchs_function = Substitute(
+    _begin,
+    _put,
+    "use_flashtile_sdpa: expected a call of torch.nn.functional.scaled_dot_product_attention in the context, got none; "
+    "a name that was imported before (from torch.nn.functional import scaled_dot_product_attention) stays PyTorch's: "
+    "import it inside the context, or call it by its module",
+)

@@ -262,8 +262,32 @@ def test_a_function_that_changes_nothing_costs_nothing() -> None:
     assert "PyTorch's CPU flash attention" in answer.kernels[0].name
 
 
+def test_keys_that_all_sequences_share() -> None:
+    """As PyTorch serves them: beside a block mask."""
+    query, key, value = (tensor.requires_grad_() for tensor in inputs())
+    mask = create_block_mask(lambda b, h, q, k: q + b >= k, 2, None, SEQ, SEQ, device="cpu")
+    shared = query, key[:1], value[:1]
+    out = flashtile.flex_attention(*shared, block_mask=mask)
+    assert_same(out.detach(), torch_flex.flex_attention(*(t.detach() for t in shared), block_mask=mask))
+    expected = flashtile.flex_attention(query, *(t[:1].expand_as(t) for t in (key, value)), block_mask=mask)
+    leaves = query, key, value
+    assert_same(*(torch.autograd.grad(found.sin().sum(), leaves) for found in (out, expected)))
+
+
 def test_refusals() -> None:
     query, key, value = inputs()
+    for wrong, message in (
+        ((query, key[:1], value[:1]), "key: expected the batch size of query, 2, or 1 beside a block_mask, got 1"),
+        ((query, key, value[:1]), "value: expected the batch size and heads of key"),
+        ((query, key[:, :3], value[:, :3]), "key: expected the number of heads of query"),
+        ((query, key[..., :5], value), "key: expected the head_dim of query"),
+        ((query, key, value[:, :, :5]), "value: expected as many rows as key"),
+        ((query, key.float(), value), "key: expected the dtype of query"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            flashtile.flex_attention(*wrong)
+    with pytest.raises(ValueError, match="key: expected a number of heads that divides query's"):
+        flashtile.flex_attention(query, key[:, :3], value[:, :3], enable_gqa=True)
     with pytest.raises(ValueError, match="kernel_options: expected None"):
         flashtile.flex_attention(query, key, value, kernel_options={"BLOCK_M": 32})
     with pytest.raises(ValueError, match="return_lse, return_aux"):

@@ -19,8 +19,10 @@ from flashtile.ops.attention.api import attention
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.options import ScoreMod
 from flashtile.ops.attention.score_tracing import Surroundings
-from flashtile.ops.common.checks import check_tensors, raise_not_bool
+from flashtile.ops.attention.sdpa import check_query_key_value
+from flashtile.ops.common.checks import raise_not_bool
 from flashtile.ops.common.other_names import refuse_other_names
+from flashtile.ops.common.sizes import differ, known
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
@@ -122,8 +124,8 @@ def flex_attention(
 
     Args:
         query: `[B, H, L, E]`; dtypes as for `flashtile.attention`.
-        key: `[B, G, S, E]`.
-        value: `[B, G, S, V]`.
+        key: `[B, G, S, E]`; beside a block_mask also with a batch size of 1, which all queries share.
+        value: `[B, G, S, V]`, with key's batch size.
         score_mod: `(score, batch, head, q_index, k_index) -> score`, as for `flashtile.attention`.
         block_mask: a `torch.nn.attention.flex_attention.BlockMask` for L queries and S keys, or a
             `flashtile.BlockMask`. PyTorch's is converted at its first use, and again when its mask_mod or something
@@ -148,7 +150,7 @@ def flex_attention(
     """
     if other_names:
         refuse_other_names(flex_attention, other_names)
-    check_tensors(query=query, key=key, value=value)
+    check_query_key_value(query, key, value, eight_bits=True)
     if not (isinstance(enable_gqa, bool) and isinstance(return_lse, bool)):
         raise_not_bool(enable_gqa=enable_gqa, return_lse=return_lse)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -157,11 +159,7 @@ def flex_attention(
                 f"{name}: expected 4 dimensions [batch, heads, seq, head_dim], got shape {tuple(tensor.shape)}; insert "
                 "dimensions of size 1"
             )
-    if not enable_gqa and query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"key: expected the number of heads of query, {query.shape[1]}, got {key.shape[1]}; pass enable_gqa=True "
-            "where query heads share those of key and value"
-        )
+    query, key, value = _of_one_batch(query, key, value, block_mask is not None, enable_gqa)
     if kernel_options:
         raise ValueError(
             f"kernel_options: expected None, got {kernel_options!r}; leave it out, flashtile chooses tile sizes from "
@@ -192,8 +190,35 @@ def flex_attention(
     return out if lse is None else (out, lse)
 
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+def _of_one_batch(
+    query: Tensor, key: Tensor, value: Tensor, masked: bool, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three, whose batch sizes and heads fit together."""
+    batch, heads, *_ = query.shape
+    heads_kv = key.shape[1]
+    if differ(key.shape[:2], value.shape[:2]):
+        raise ValueError(
+            f"value: expected the batch size and heads of key, {tuple(key.shape[:2])}, got {tuple(value.shape[:2])}; "
+            "each key has one value"
+        )
+    if not enable_gqa and heads != heads_kv:
+        raise ValueError(
+            f"key: expected the number of heads of query, {heads}, got {heads_kv}; pass enable_gqa=True where query "
+            "heads share those of key and value"
+        )
+    if heads_kv and heads % heads_kv:
+        raise ValueError(
+            f"key: expected a number of heads that divides query's {heads}, got {heads_kv}; query heads share them in "
+            "groups of equal size"
+        )
+    if differ(query.shape[:1], key.shape[:1]):
+        if not (masked and known(key.shape[0] == 1)):
+            raise ValueError(
+                f"key: expected the batch size of query, {batch}, or 1 beside a block_mask, got {key.shape[0]}; expand "
+                "key and value, or repeat them"
+            )
+        key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (key, value))
+    return query, key, value
 
 
 def converted(block_mask: BlockMask | FlexBlockMask) -> BlockMask:

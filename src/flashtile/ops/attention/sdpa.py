@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.api import attention
-from flashtile.ops.attention.spec import MAX_HEAD_DIM
+from flashtile.ops.attention.spec import FP8, MAX_HEAD_DIM
 from flashtile.ops.common.checks import FLOAT_DTYPES, as_float, check_device, check_tensors, raise_not_bool
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.sizes import broadcasts, differ, known
@@ -62,7 +62,7 @@ def scaled_dot_product_attention(
     """
     if other_names:
         refuse_other_names(scaled_dot_product_attention, other_names)
-    _check(query, key, value)
+    check_query_key_value(query, key, value)
     if not (isinstance(is_causal, bool) and isinstance(enable_gqa, bool)):
         raise_not_bool(is_causal=is_causal, enable_gqa=enable_gqa)
     dropout_p = as_float("dropout_p", dropout_p, "reading it would synchronise, pass a Python float")
@@ -88,8 +88,8 @@ def scaled_dot_product_attention(
     return out if len(batch) == 1 and rank == 4 else out.reshape(shape)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """What `attention` could not say in PyTorch's names."""
+def check_query_key_value(query: Tensor, key: Tensor, value: Tensor, eight_bits: bool = False) -> None:
+    """What `attention` could not say in PyTorch's names. `eight_bits`: float8_e4m3fn is served too."""
     check_tensors(query=query, key=key, value=value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:
@@ -100,7 +100,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
         check_device(name, tensor, query.device, of="query")
         if tensor.dtype is not query.dtype and _autocast_dtype(query.device) is None:
             raise TypeError(f"{name}: expected the dtype of query, {query.dtype}, got {tensor.dtype}; cast one of them")
-        if tensor.dtype not in FLOAT_DTYPES:
+        if tensor.dtype not in FLOAT_DTYPES and not (eight_bits and tensor.dtype is FP8):
             raise TypeError(
                 f"{name}: expected dtype float16, bfloat16, float32 or float64, got {tensor.dtype}; cast it"
             )
