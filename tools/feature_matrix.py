@@ -103,7 +103,7 @@ FEATURES = (
         (_dtype(torch.float32),),
         (
             "float32 with heads of 65 to 512 columns",
-            "head_dim a multiple of 8, up to 256; head_dim of v may differ",
+            "head_dim a multiple of 8, up to 256, and another one of v",
             "head_dim up to 512",
         ),
     ),
@@ -114,7 +114,7 @@ FEATURES = (
     ),
     Feature("float64", (_dtype(torch.float64),)),
     Feature(
-        "head_dim a multiple of 8, up to 256; head_dim of v may differ",
+        "head_dim a multiple of 8, up to 256, and another one of v",
         (_heads(64, 64), _heads(192, 128), _heads(8, 256)),
     ),
     Feature("head_dim up to 256, not a multiple of 8, contiguous tensors", (_heads(20, 64), _heads(65, 64))),
@@ -225,12 +225,16 @@ def column_sums() -> list[str]:
 
 
 def table() -> str:
-    """The table in Markdown, with its notes."""
+    """The table in Markdown, a row for all features that the same backends serve, with its notes."""
     rows = [[feature.label, *cells(feature)] for feature in FEATURES]
     rows += [["float8_e4m3fn (forward only)", *eight_bits()]]
     rows += [["`attention_column_sums` (forward only)", *column_sums()]]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for label, *found in rows:
+        groups.setdefault(tuple(found), []).append(label)
+    grouped = [["; ".join(labels), *found] for found, labels in groups.items()]
     headings = ["", *(f"`{backend}`" for backend in BACKENDS.by_name)]
-    lines = ["| " + " | ".join(row) + " |" for row in (headings, ["---"] * len(headings), *rows)]
+    lines = ["| " + " | ".join(row) + " |" for row in (headings, ["---"] * len(headings), *grouped)]
     note = (
         "A backend serves a call if it serves each of its features. The mark ¹ means that the backend computes the "
         "forward, and\nanother backend the gradients."
