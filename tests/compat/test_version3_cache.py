@@ -206,7 +206,7 @@ def test_second_product(columns, ragged, device, dtype):
 @pytest.mark.parametrize("new", [0, 1])
 def test_one_query_in_chunks_needs_no_copy(new, device, dtype, monkeypatch):
     """Decoding: the first key of the last query's chunk is a left padding."""
-    monkeypatch.setattr(cache_module, "_attend_to_copies", None)
+    monkeypatch.setattr(cache_module, "_appended_and_gathered", None)
     given = inputs(dtype, [1] * 3, [new] * 3)
     q, k, v, _, caches = given
     stored = [cache.to(device) for cache in caches]

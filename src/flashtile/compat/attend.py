@@ -1,9 +1,11 @@
-"""Calls of FlashAttention-3 and FlashAttention-4, which always compute a log-sum-exp.
+"""Calls of FlashAttention-3 and 4, which always compute a log-sum-exp.
 
 Beside the arguments of version 2 they have chunks of positions, a second product in the scores, and 8-bit inputs that
-may require grad.
+may require grad. Position `i + seq_k - seq_q` of a query and position `j` of a key are cut into chunks, and a query
+sees the keys of its own chunk only. The queries of a chunk are neighbours, and so are its keys, and its last query
+lies at its last key: each chunk is a sequence of its own. So only what is visible is computed.
 
-    B batch or sequences, H query heads, Sq queries
+    B batch or sequences, N chunks of all of them, H query heads, Sq queries
 """
 
 from __future__ import annotations
@@ -12,16 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtile.compat.arguments import refuse
-from flashtile.compat.calls import (
-    Call,
-    Packed,
-    as_dense,
-    computed,
-    equal_lengths,
-    with_longest,
-    with_packed_keys,
-)
-from flashtile.compat.chunks import chunks_of
+from flashtile.compat.calls import Call, Packed, as_dense, computed, equal_lengths, with_longest, with_packed_keys
 from flashtile.compat.rows import only_used_rows
 from flashtile.compat.second_product import attend_with_second_product
 
@@ -30,16 +23,9 @@ _WIDEST = 512
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Packed | None,
-    call: Call,
-    *,
-    used: Tensor | None = None,
-    chunk: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, layout: Packed | None, call: Call, *, used: Tensor | None = None, chunk: int = 0,
     qv: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of a dense batch, or with a layout of packed sequences.
 
     Args:
@@ -48,43 +34,23 @@ def attend(
         call: the options; block_mask and score_mod go without chunks and qv. Without a scale it is
             `1/sqrt(columns of q and qv)`.
         used: `[B]`, how many queries of each packed sequence there are, or None for all. Other rows are 0 and -inf.
-        chunk: positions of a chunk, 0 for no chunks (`flashtile.compat.chunks`).
+        chunk: positions of a chunk, 0 for no chunks.
         qv: in the shape of q with the columns of v: scores are those of `q kᵀ + qv vᵀ`.
 
     Returns:
         out and lse `[B, H, Sq]`, packed `[H, total_q]`.
     """
+    if chunk < 0:
+        refuse("attention_chunk", "at least 0, which is no chunks", chunk, "it counts positions")
     if q.dtype is not torch.float8_e4m3fn:
-        return _of_used_rows(q, k, v, layout, call, used, chunk, qv)
+        return _attend(q, k, v, layout, call, used, chunk, qv)
     if qv is not None:
         refuse("qv", "None beside float8_e4m3fn inputs", qv, "pass 16-bit q, k, v and qv")
     inputs = q, k, v, *(descale for descale in call.descales if descale is not None)
     with torch.no_grad():
-        results = _of_used_rows(q, k, v, layout, call, used, chunk, None)
+        results = _attend(q, k, v, layout, call, used, chunk, None)
     recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     return _WithoutBackward.apply(*results, *inputs) if recorded else results
-
-
-def _of_used_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Packed | None,
-    call: Call,
-    used: Tensor | None,
-    chunk: int,
-    qv: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    if layout is None:
-        return _attend(q, k, v, None, call, chunk, qv)
-    k, v, packed = with_packed_keys(k, v, with_longest(layout))
-    assert packed is not None
-    layout = packed
-    if used is None:
-        return _attend(q, k, v, layout, call, chunk, qv)
-    rows = only_used_rows(q, layout.cu_seqlens_q, used)
-    qv = None if qv is None else only_used_rows(qv, layout.cu_seqlens_q, used).x
-    return rows.back(*_attend(rows.x, k, v, layout._replace(cu_seqlens_q=rows.cu_seqlens), call, chunk, qv))
 
 
 class _WithoutBackward(torch.autograd.Function):
@@ -103,20 +69,25 @@ class _WithoutBackward(torch.autograd.Function):
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Packed | None,
-    call: Call,
-    chunk: int,
+    q: Tensor, k: Tensor, v: Tensor, layout: Packed | None, call: Call, used: Tensor | None, chunk: int,
     qv: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    if chunk:
-        if chunk < 0:
-            refuse("attention_chunk", "at least 0, which is no chunks", chunk, "it counts positions")
-        if layout is None:
-            return _dense_in_chunks(q, k, v, call, chunk, qv)
-        call, layout = _in_chunks(call, layout, q.shape[0], k.shape[0], chunk)
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if layout is None and chunk and not q.shape[1] <= k.shape[1] <= chunk:
+        layout = Packed(equal_lengths(q), equal_lengths(k), q.shape[1], k.shape[1])
+        of_qv = None if qv is None else qv.flatten(0, 1)
+        results = _attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), layout, call, None, chunk, of_qv)
+        return as_dense(*results, *q.shape[:2])
+    if layout is not None:
+        k, v, layout = with_packed_keys(k, v, with_longest(layout))
+        assert layout is not None
+        if used is not None:
+            rows_of_q, ends, back = only_used_rows(q, layout.cu_seqlens_q, used)
+            of_qv = None if qv is None else only_used_rows(qv, layout.cu_seqlens_q, used)[0]
+            return back(*_attend(rows_of_q, k, v, layout._replace(cu_seqlens_q=ends), call, None, chunk, of_qv))
+        if chunk:
+            layout, sequence = _chunks(layout, (q.shape[0], k.shape[0]), chunk)
+            descales = tuple(None if one is None else one.index_select(0, sequence) for one in call.descales)
+            call = call._replace(descales=descales)
     if qv is not None:
         if qv.shape != (*q.shape[:-1], v.shape[-1]) or qv.dtype is not q.dtype:
             raise ValueError(
@@ -132,21 +103,46 @@ def _attend(
     return computed(q, k, v, layout, call, return_lse=True)
 
 
-def _dense_in_chunks(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, chunk: int, qv: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """A dense call in chunks, as a packed one of its batch entries."""
-    (batch, seq_q), seq_k = q.shape[:2], k.shape[1]
-    if seq_q <= seq_k <= chunk:
-        return _attend(q, k, v, None, call, 0, qv)
-    layout = Packed(equal_lengths(q), equal_lengths(k), seq_q, seq_k)
-    q, k, v, qv = (None if tensor is None else tensor.flatten(0, 1) for tensor in (q, k, v, qv))  # type: ignore
-    out, lse = _attend(q, k, v, layout, call, chunk, qv)
-    return as_dense(out, lse, batch, seq_q)
+def _chunks(layout: Packed, totals: tuple[int, int], chunk: int) -> tuple[Packed, Tensor]:
+    """Cuts packed sequences into chunks. Nothing waits for the GPU: N is an upper bound, and the rest are empty.
+
+    Args:
+        layout: of the sequences.
+        totals: rows of all queries, and of all keys.
+        chunk: positions of a chunk, at least 1.
+
+    Returns:
+        The layout of the chunks, and `[N]` int64, the sequence that each belongs to.
+    """
+    ends_q, ends_k, *longest = layout[:4]
+    longest_q, longest_k = (total if most is None else most for most, total in zip(longest, totals))
+    batch = ends_q.shape[0] - 1
+    lengths_q, lengths_k = ends_q.diff().long(), ends_k.diff().long()
+    shift = lengths_k - lengths_q  # position of the first query; below 0 there are chunks without keys
+    first = shift.div(chunk, rounding_mode="floor").clamp(max=0)
+    counts = -(-lengths_k).div(chunk, rounding_mode="floor") - first
+    begins = torch.nn.functional.pad(counts.cumsum(0), (1, 0))  # [B + 1], where the chunks of each sequence begin
+    # A sequence has at most max(queries, keys) / chunk + 2 of them.
+    bound = min(sum(totals) // chunk, batch * (max(longest_q, longest_k) // chunk)) + 2 * batch
+    slot = torch.arange(bound, device=ends_q.device)
+    sequence = (torch.searchsorted(begins, slot, right=True) - 1).clamp(max=max(batch - 1, 0))
+    position = (slot - begins[sequence] + first[sequence]) * chunk  # [N], where each chunk begins
+
+    def cut(ends: Tensor, position: Tensor, lengths: Tensor) -> Tensor:
+        row = ends[:-1].long()[sequence] + torch.minimum(position.clamp(min=0), lengths[sequence])
+        return torch.cat((row.to(ends.dtype), ends[-1:]))
+
+    cut_q, cut_k = cut(ends_q, position - shift[sequence], lengths_q), cut(ends_k, position, lengths_k)
+    return Packed(cut_q, cut_k, min(longest_q, chunk), min(longest_k, chunk)), sequence
 
 
-def _in_chunks(call: Call, layout: Packed, total_q: int, total_k: int, chunk: int) -> tuple[Call, Packed]:
-    """Options and layout of a packed call whose sequences are chunks."""
-    chunks = chunks_of(*layout[:4], (total_q, total_k), chunk)
-    descales = tuple(None if descale is None else descale.index_select(0, chunks.sequence) for descale in call.descales)
-    return call._replace(descales=descales), Packed(*chunks[:4])
+def chunk_begins(lengths: Tensor, left_padding: Tensor | None, chunk: int) -> Tensor:
+    """The first key that the last query of each sequence sees, `[B]`, counted as `lengths` are.
+
+    Args:
+        lengths: `[B]`, how many keys there are.
+        left_padding: `[B]`, how many keys at the beginning do not count and have no position, or None.
+    """
+    padding = torch.zeros_like(lengths) if left_padding is None else left_padding.to(lengths.dtype)
+    last = (lengths - padding - 1).clamp(min=0)
+    return padding + last - last % chunk

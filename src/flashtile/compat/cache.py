@@ -1,43 +1,41 @@
 """FlashAttention-3's call with a cache.
 
-`flashtile.attention_with_kv_cache` computes it where it has the arguments. Otherwise the new rows are written to the
-cache, the keys of all sequences are gathered into a packed copy, and attention runs over that. Nothing waits for a GPU.
+`flashtile.attention_with_kv_cache` computes it where it has the arguments. With qv, 8-bit caches, or chunks and several
+queries of a sequence, the new rows are written to the cache, the keys of all sequences are gathered into a packed copy,
+and attention runs over that. Nothing waits for a GPU.
 
-    B sequences
+    B sequences   N new rows of all of them
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import flashtile
 from flashtile.compat import calls
-from flashtile.compat.arguments import window
-from flashtile.compat.attend import attend
+from flashtile.compat.arguments import longest, window
+from flashtile.compat.attend import attend, chunk_begins
 from flashtile.compat.calls import Call, Packed, as_dense, equal_lengths
-from flashtile.compat.chunks import chunk_begins
-from flashtile.compat.rows import append, check_page_numbers, gathered_keys, rotated
-
-#: Rows of a page that flashtile's kernels read are a multiple of it.
-_PAGE_MULTIPLE = 16
+from flashtile.compat.rows import check_page_numbers, gathered_keys, locate_rows
 
 
 class Cache(NamedTuple):
-    """The caches of a call, what is appended to them, and where.
+    """The caches of a call, what is appended to them, and where; by the names of the arguments there.
 
     Attributes:
         k_cache, v_cache: `[entries, capacity, heads_kv, ...]`, or pages of a size.
         k, v: new rows `[B, seq_new, heads_kv, ...]`, packed `[total_new, heads_kv, ...]`, or None.
-        rotary_cos, rotary_sin: tables by which q and k are rotated, or None.
-        interleaved: which elements are a pair there.
-        lengths: rows before anything is appended: of all sequences, or `[B]`; None for all of the cache.
-        rotary_lengths: `[B]`, position of the first new row of each sequence; None for `lengths`.
-        entries: `[B]`, the entry of each sequence, or with page_table its row there; None for its own number.
-        left_padding: `[B]`, rows at the beginning of each sequence that do not count, or None.
-        page_table: `[B, pages of a sequence]`, with entries `[rows, pages of a sequence]`, or None.
-        cu_seqlens_new: `[B + 1]`, where k and v are packed, or None.
+        rotary_cos, rotary_sin, rotary_interleaved: tables by which q and k are rotated, or None; and which elements are
+            a pair there.
+        cache_seqlens: rows before anything is appended: of all sequences, or `[B]`; None for all of the cache.
+        rotary_seqlens: `[B]`, position of the first new row of each sequence; None for cache_seqlens.
+        cache_batch_idx: `[B]`, the entry of each sequence, or with page_table its row there; None for its own number.
+        cache_leftpad: `[B]`, rows at the beginning of each sequence that do not count, or None.
+        page_table: `[B, pages of a sequence]`, with cache_batch_idx `[rows, pages of a sequence]`, or None.
+        cu_seqlens_k_new: `[B + 1]`, where k and v are packed, or None.
     """
 
     k_cache: Tensor
@@ -46,13 +44,13 @@ class Cache(NamedTuple):
     v: Tensor | None
     rotary_cos: Tensor | None
     rotary_sin: Tensor | None
-    interleaved: bool
-    lengths: int | Tensor | None
-    rotary_lengths: Tensor | None
-    entries: Tensor | None
-    left_padding: Tensor | None
+    rotary_interleaved: bool
+    cache_seqlens: int | Tensor | None
+    rotary_seqlens: Tensor | None
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
     page_table: Tensor | None
-    cu_seqlens_new: Tensor | None
+    cu_seqlens_k_new: Tensor | None
 
     @property
     def capacity(self) -> int:
@@ -63,85 +61,114 @@ class Cache(NamedTuple):
 
 @torch.no_grad()
 def attend_with_cache(
-    q: Tensor,
-    cache: Cache,
-    call: Call,
-    *,
-    cu_seqlens_q: Tensor | None,
-    max_seqlen_q: int | None,
-    chunk: int,
-    qv: Tensor | None,
-    num_splits: int,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, cache: Cache, call: Call, *, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None, chunk: int,
+    qv: Tensor | None, num_splits: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse of one step: q `[B, seq_q, heads, head_dim]`, with cu_seqlens_q packed. Not recorded by autograd."""
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     cache = _with_selected_pages(cache, batch)
-    paged = cache.page_table is not None and cache.k_cache.shape[1] % _PAGE_MULTIPLE
-    ragged = cu_seqlens_q is not None or cache.cu_seqlens_new is not None or cache.rotary_lengths is not None
-    eight_bits = q.dtype is torch.float8_e4m3fn
-    if not (paged or ragged or eight_bits or qv is not None or (chunk and q.shape[1] != 1)):
-        left_padding = cache.left_padding
+    dense = cu_seqlens_q is None
+    copied = qv is not None or q.dtype is torch.float8_e4m3fn or (chunk != 0 and not (dense and q.shape[1] == 1))
+    ragged = not dense or cache.cu_seqlens_k_new is not None or cache.rotary_seqlens is not None
+    if not (copied or ragged):
+        left_padding = cache.cache_leftpad
         if chunk:
             new = 0 if cache.k is None else cache.k.shape[1]
             left_padding = chunk_begins(_lengths_before(cache, batch, q.device) + new, left_padding, chunk)
-        return calls.with_cache(
-            q, cache.k_cache, cache.v_cache, cache.k, cache.v, call, True, cache_lengths=cache.lengths,
-            cache_batch_indices=cache.entries, cache_left_padding=left_padding, block_table=cache.page_table,
-            rotary_cos=cache.rotary_cos, rotary_sin=cache.rotary_sin, rotary_interleaved=cache.interleaved,
-            num_splits=num_splits or None,
-        )  # type: ignore[return-value]  # fmt: skip
-    rows = None if cu_seqlens_q is not None else q.shape[1]
+        return _without_copies(q, cache._replace(cache_leftpad=left_padding), call, num_splits)
+    rows = q.shape[1]
     if cu_seqlens_q is None:
-        cu_seqlens_q, max_seqlen_q = equal_lengths(q), q.shape[1]
+        cu_seqlens_q, max_seqlen_q = equal_lengths(q), rows
         q, qv = q.flatten(0, 1), None if qv is None else qv.flatten(0, 1)
-    out, lse = _attend_to_copies(q, cu_seqlens_q, max_seqlen_q, cache, call, chunk, qv)
-    return (out, lse) if rows is None else as_dense(out, lse, batch, rows)
+    if cache.k is not None and cache.v is not None and cache.cu_seqlens_k_new is None:
+        ends = equal_lengths(cache.k)
+        cache = cache._replace(k=cache.k.flatten(0, 1), v=cache.v.flatten(0, 1), cu_seqlens_k_new=ends)
+    before, after = _checked(q, batch, cache)
+    if cache.k is not None and cache.rotary_cos is not None and (copied or cache.rotary_seqlens is not None):
+        banded = bool(call.causal) or chunk > 0 or window(call.window_size) != (None, None)
+        positions = before if cache.rotary_seqlens is None else cache.rotary_seqlens
+        q = _turned(q, cu_seqlens_q, positions, banded, cache)
+        rotated = _turned(cache.k, cache.cu_seqlens_k_new, positions, True, cache)
+        cache = cache._replace(k=rotated, rotary_cos=None, rotary_sin=None)
+    if copied:
+        k, v, ends_k = _appended_and_gathered(cache, cu_seqlens_q, before, after)
+        layout = Packed(cu_seqlens_q, ends_k.to(cu_seqlens_q.dtype), max_seqlen_q, cache.capacity)
+        out, lse = attend(q, k, v, layout, call, chunk=chunk, qv=qv)
+    else:
+        places = {"cu_seqlens_new": cache.cu_seqlens_k_new, "max_seqlen_q": longest(max_seqlen_q)}
+        out, lse = _without_copies(q, cache, call, num_splits, cu_seqlens_q=cu_seqlens_q, **places)
+    return as_dense(out, lse, batch, rows) if dense else (out, lse)
 
 
-def _attend_to_copies(
-    q: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int | None,
-    cache: Cache,
-    call: Call,
-    chunk: int,
-    qv: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The same with packed q `[total_q, heads, head_dim]`: out as it is, lse `[heads, total_q]`."""
-    batch = cu_seqlens_q.shape[0] - 1
-    cu_seqlens_new = cache.cu_seqlens_new
-    if cache.k is not None and cache.v is not None and cu_seqlens_new is None:
-        cu_seqlens_new = equal_lengths(cache.k)
-        cache = cache._replace(k=cache.k.flatten(0, 1), v=cache.v.flatten(0, 1))
-    _check(q, batch, cache, cu_seqlens_new)
-    before = _lengths_before(cache, batch, q.device)
-    new = torch.zeros_like(before) if cu_seqlens_new is None else cu_seqlens_new.diff().long()
-    table = cache.page_table
-    if table is None:  # an entry of the cache is a page
-        table = (torch.arange(batch, device=q.device) if cache.entries is None else cache.entries)[:, None]
-    if q.device.type == "cpu":
-        _check_values(cache, table, before, before + new)
-    if cache.k is not None and cache.v is not None and cu_seqlens_new is not None:
-        rows = cache.k
-        if cache.rotary_cos is not None and cache.rotary_sin is not None:
-            tables = cache.rotary_cos, cache.rotary_sin, cache.interleaved
-            positions = before if cache.rotary_lengths is None else cache.rotary_lengths
-            banded = bool(call.causal) or chunk > 0 or window(call.window_size) != (None, None)
-            rows = rotated(rows, cu_seqlens_new, positions, True, tables)
-            q = rotated(q, cu_seqlens_q, positions, banded, tables)
-        append((cache.k_cache, cache.v_cache), (rows, cache.v), table, cu_seqlens_new, before)
-    lengths = (before + new).clamp(max=cache.capacity)
-    k, v, cu_seqlens_k = gathered_keys(
-        cache.k_cache, cache.v_cache, cu_seqlens_q, cache.capacity, block_table=table, lengths=lengths,
-        left_padding=cache.left_padding,
+def _without_copies(q: Tensor, cache: Cache, call: Call, num_splits: int, **ragged: Any) -> Any:
+    return calls.with_cache(
+        q, *cache[:4], call, True, cache_lengths=cache.cache_seqlens, cache_batch_indices=cache.cache_batch_idx,
+        cache_left_padding=cache.cache_leftpad, block_table=cache.page_table, rotary_cos=cache.rotary_cos,
+        rotary_sin=cache.rotary_sin, rotary_interleaved=cache.rotary_interleaved, num_splits=num_splits or None,
+        **ragged,
     )  # fmt: skip
-    layout = Packed(cu_seqlens_q, cu_seqlens_k.to(cu_seqlens_q.dtype), max_seqlen_q, cache.capacity)
-    return attend(q, k, v, layout, call, chunk=chunk, qv=qv)
+
+
+def _pages(cache: Cache, batch: int) -> Tensor:
+    """`[B, pages of a sequence]`, where an entry of the cache is a page if there are no others."""
+    if cache.page_table is not None:
+        return cache.page_table
+    entries = cache.cache_batch_idx
+    return (torch.arange(batch, device=cache.k_cache.device) if entries is None else entries)[:, None]
+
+
+def _appended_and_gathered(
+    cache: Cache, cu_seqlens: Tensor, before: Tensor, after: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Writes packed new rows behind the `before[b]` rows of each sequence, and returns its keys and values one sequence
+    after another, with their cu_seqlens.
+
+    Rows of no sequence, and rows past the last page of one, are not written.
+    """
+    table, page_size = _pages(cache, before.shape[0]), cache.k_cache.shape[1]
+    if cache.k is not None and cache.v is not None and cache.k.shape[0] and table.numel():
+        assert cache.cu_seqlens_k_new is not None
+        sequence, within, there = locate_rows(cache.cu_seqlens_k_new, cache.k.shape[0])
+        position = before[sequence] + within
+        there = there & (position < table.shape[1] * page_size)
+        page = table[sequence, (position // page_size).clamp(max=table.shape[1] - 1)].long()
+        # The others write once more what one of these writes; where there is none of these, what is in the cache.
+        source = torch.where(there, torch.arange(cache.k.shape[0], device=page.device), there.int().argmax())
+        page, row, any_there = page[source], (position % page_size)[source], there.any()
+        page = page.clamp(min=0, max=cache.k_cache.shape[0] - 1)
+        for stored, rows in ((cache.k_cache, cache.k), (cache.v_cache, cache.v)):
+            stored, rows = (x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x for x in (stored, rows))
+            stored[page, row] = torch.where(any_there, rows[source], stored[page, row])
+    lengths = after.clamp(max=cache.capacity)
+    return gathered_keys(
+        cache.k_cache, cache.v_cache, cu_seqlens, cache.capacity, block_table=table, lengths=lengths,
+        left_padding=cache.cache_leftpad,
+    )  # fmt: skip
+
+
+def _turned(x: Tensor, cu_seqlens: Tensor | None, positions: Tensor, one_by_one: bool, cache: Cache) -> Tensor:
+    """Packed rows `[N, heads, head_dim]`, rotated by positions that begin at `positions[b]`, `[B]`: rows of a sequence
+    have one position after another with one_by_one, else all the first."""
+    cos, sin = cache.rotary_cos, cache.rotary_sin
+    assert cos is not None and sin is not None and cu_seqlens is not None
+    wide, interleaved, eight_bits = x, cache.rotary_interleaved, x.dtype is torch.float8_e4m3fn
+    if eight_bits:  # tables are in the dtype that the rows had before they were rounded
+        wide, cos, sin = x.float(), cos.float(), sin.float()
+    if one_by_one:
+        turned = flashtile.apply_rotary(wide, cos, sin, interleaved, seqlen_offsets=positions, cu_seqlens=cu_seqlens)
+    else:
+        sequence, _, _ = locate_rows(cu_seqlens, x.shape[0])
+        offsets = positions[sequence] if positions.shape[0] else positions.new_zeros(x.shape[0])
+        turned = flashtile.apply_rotary(wide[:, None], cos, sin, interleaved, seqlen_offsets=offsets)[:, 0]
+    if eight_bits:
+        limit = torch.finfo(x.dtype).max
+        turned = turned.clamp(-limit, limit)  # what lies past it would be NaN
+    return turned.to(x.dtype)
 
 
 def _with_selected_pages(cache: Cache, batch: int) -> Cache:
-    """The same with the row of each sequence in its place of the page table, where `entries` selects rows."""
-    table, entries = cache.page_table, cache.entries
+    """The same with the row of each sequence in its place of the page table, where cache_batch_idx selects rows."""
+    table, entries = cache.page_table, cache.cache_batch_idx
     if table is None or entries is None:
         return cache
     if entries.shape != (batch,) or entries.is_floating_point() or entries.device != table.device:
@@ -155,19 +182,20 @@ def _with_selected_pages(cache: Cache, batch: int) -> Cache:
             f"cache_batch_idx: expected rows of page_table, from 0 to {rows - 1}, got {int(entries.min())} to "
             f"{int(entries.max())}"
         )
-    return cache._replace(page_table=table.index_select(0, entries), entries=None)
+    return cache._replace(page_table=table.index_select(0, entries), cache_batch_idx=None)
 
 
 def _lengths_before(cache: Cache, batch: int, device: torch.device) -> Tensor:
     """Rows of each sequence before anything is appended, `[B]` int64."""
-    if isinstance(cache.lengths, Tensor):
-        return cache.lengths.long()
-    return torch.full((batch,), cache.capacity if cache.lengths is None else cache.lengths, device=device)
+    if isinstance(cache.cache_seqlens, Tensor):
+        return cache.cache_seqlens.long()
+    return torch.full((batch,), cache.capacity if cache.cache_seqlens is None else cache.cache_seqlens, device=device)
 
 
-def _check(q: Tensor, batch: int, cache: Cache, cu_seqlens_new: Tensor | None) -> None:
-    """What must fit before anything is written; k and v are packed."""
-    for name, tensor in (("k_cache", cache.k_cache), ("v_cache", cache.v_cache), ("k", cache.k), ("v", cache.v)):
+def _checked(q: Tensor, batch: int, cache: Cache) -> tuple[Tensor, Tensor]:
+    """Rows of each sequence before and after new ones are appended, `[B]`, once all fits; k and v are packed. Lengths
+    and pages are read on a CPU only."""
+    for name, tensor in zip(("k_cache", "v_cache", "k", "v"), cache[:4]):
         if tensor is not None and (tensor.dtype is not q.dtype or tensor.device != q.device):
             raise ValueError(
                 f"{name}: expected the dtype and device of q, {q.dtype} on {q.device}, got {tensor.dtype} on "
@@ -185,31 +213,26 @@ def _check(q: Tensor, batch: int, cache: Cache, cu_seqlens_new: Tensor | None) -
             raise ValueError(
                 f"{name}: expected heads and columns of {name}_cache, {list(of.shape[2:])}, got {list(rows.shape[1:])}"
             )
-    if cache.k is not None and cache.lengths is None:
+    if cache.k is not None and cache.cache_seqlens is None:
         raise ValueError("cache_seqlens: expected an int or a tensor beside k and v, got None, which is a full cache")
     if cache.k is None and cache.rotary_cos is not None:
         raise ValueError("rotary_cos: expected None without new k and v, got a table; rotate q before the call")
-    places: dict[str, tuple[object, int]] = {
-        "cache_seqlens": (cache.lengths, 0), "rotary_seqlens": (cache.rotary_lengths, 0),
-        "cache_batch_idx": (cache.entries, 0), "cache_leftpad": (cache.left_padding, 0),
-        "page_table": (cache.page_table, 0), "cu_seqlens_k_new": (cu_seqlens_new, 1),
-    }  # fmt: skip
-    for name, (given, more) in places.items():
+    for name in Cache._fields[7:]:
+        given, more = getattr(cache, name), name == "cu_seqlens_k_new"
         if isinstance(given, Tensor) and (given.shape[:1] != (batch + more,) or given.is_floating_point()):
             raise ValueError(
                 f"{name}: expected integers {'[batch + 1]' if more else '[batch, ...]'} with the batch of q, {batch}, "
                 f"got {given.dtype} {list(given.shape)}"
             )
-
-
-def _check_values(cache: Cache, table: Tensor, before: Tensor, after: Tensor) -> None:
-    """Lengths and pages, on a CPU."""
-    if not before.numel():
-        return
+    before, ends = _lengths_before(cache, batch, q.device), cache.cu_seqlens_k_new
+    after = before if ends is None else before + ends.diff().long()
+    if q.device.type != "cpu" or not batch:
+        return before, after
     if int(before.min()) < 0 or int(after.max()) > cache.capacity:
         raise ValueError(
             f"cache_seqlens: expected from 0 to {cache.capacity} rows with the new ones, got {int(before.min())} to "
             f"{int(after.max())}; make the cache or the page table longer"
         )
     name = "cache_batch_idx" if cache.page_table is None else "page_table"
-    check_page_numbers(cache.k_cache.shape[0], cache.k_cache.shape[1], table, after, name)
+    check_page_numbers(cache.k_cache.shape[0], cache.k_cache.shape[1], _pages(cache, batch), after, name)
+    return before, after

@@ -1,7 +1,7 @@
 """FlashAttention-3's `flash_attn_interface` over flashtile: attention dense, packed and with a cache.
 
 Shapes, softmax_scale, causal, window_size, softcap and deterministic mean what they mean in flash_attn 2
-(`flashtile.compat.flash_attn.flash_attn_interface`). v may have another head_dim than q and k. The other arguments:
+(`flashtile.compat.flash_attn_2`). v may have another head_dim than q and k. The other arguments:
 
 - `qv`, in the shape of q with the columns of v: scores are those of `q kᵀ + qv vᵀ`, and softmax_scale is by default
   `1/sqrt(columns of q and qv)`. It is differentiable. flashtile's kernels compute up to 512 columns together. With
@@ -18,153 +18,79 @@ Shapes, softmax_scale, causal, window_size, softcap and deterministic mean what 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.compat.arguments import refuse_given, unpacked
+import flashtile
+from flashtile.compat.arguments import refuse_given
 from flashtile.compat.attend import attend
 from flashtile.compat.cache import Cache, attend_with_cache
-from flashtile.compat.calls import Call, Packed
-from flashtile.compat.combine import combine
+from flashtile.compat.calls import Call, Output, call_of, taken_apart
+from flashtile.compat.rows import locate_rows
+from flashtile.compat.signatures import VERSION_3
 
-Output = Tensor | tuple[Tensor, Tensor]
+_INTERFACE = VERSION_3.modules["."]
 
 
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Output:
+def _with_factors(q: Tensor, call: Call, rest: dict[str, Any]) -> Call:
+    """The options of a call with the factors of 8-bit inputs, taken out of the other arguments."""
+    descales = {name: rest.pop(name) for name in ("q_descale", "k_descale", "v_descale")}
+    if q.dtype is not torch.float8_e4m3fn:
+        refuse_given("factors belong to float8_e4m3fn inputs, multiply others by them", **descales)
+    return call._replace(descales=tuple(descales.values()))
+
+
+def _attend(given: dict[str, Any]) -> Output:
+    q, k, v, layout, call, rest = taken_apart(given)
+    call = _with_factors(q, call, rest)
+    used, qv = rest.get("seqused_q"), rest.get("qv")
+    out, lse = attend(q, k, v, layout, call, used=used, chunk=rest["attention_chunk"], qv=qv)
+    return (out, lse) if rest["return_attn_probs"] else out
+
+
+@_INTERFACE.takes
+def flash_attn_func(**given: Any) -> Output:
     """Attention of a dense batch: q `[batch, seq_q, heads, head_dim]`, k and v `[batch, seq_k, heads_kv, ...]`."""
-    descales = _factors(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    call = _call(softmax_scale, causal, window_size, softcap, deterministic, descales)
-    out, lse = attend(q, k, v, None, call, chunk=attention_chunk, qv=qv)
-    return (out, lse) if return_attn_probs else out
+    return _attend(given)
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    num_heads_q: int | None = None,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Output:
+@_INTERFACE.takes
+def flash_attn_qkvpacked_func(qkv: Tensor, num_heads_q: int | None, **given: Any) -> Output:
     """As `flash_attn_func`, with qkv `[batch, seq, 3, heads, head_dim]`, or with num_heads_q
     `[batch, seq, heads_q + 2 heads_kv, head_dim]`."""
-    descales = _factors(qkv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if qkv.dim() == 5:
-        q, k, v = unpacked("qkv", qkv, 3, "batch, seq")
-    else:
-        if num_heads_q is None or qkv.dim() != 4 or (rest := qkv.shape[2] - num_heads_q) < 2 or rest % 2:
-            raise ValueError(
-                "qkv: expected shape [batch, seq, 3, heads, head_dim], or [batch, seq, heads_q + 2 heads_kv, head_dim] "
-                f"with num_heads_q, got {list(qkv.shape)} and {num_heads_q}; stack q, k and v along the heads"
-            )
-        q, k, v = qkv.split((num_heads_q, rest // 2, rest // 2), dim=2)
-    call = _call(softmax_scale, causal, window_size, softcap, deterministic, descales)
-    out, lse = attend(q, k, v, None, call, chunk=attention_chunk)
-    return (out, lse) if return_attn_probs else out
+        return _attend(given | {"qkv": qkv})
+    if num_heads_q is None or qkv.dim() != 4 or (rest := qkv.shape[2] - num_heads_q) < 2 or rest % 2:
+        raise ValueError(
+            "qkv: expected shape [batch, seq, 3, heads, head_dim], or [batch, seq, heads_q + 2 heads_kv, head_dim] "
+            f"with num_heads_q, got {list(qkv.shape)} and {num_heads_q}; stack q, k and v along the heads"
+        )
+    return _attend(given | dict(zip("qkv", qkv.split((num_heads_q, rest // 2, rest // 2), dim=2))))
 
 
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Output:
+@_INTERFACE.takes
+def flash_attn_varlen_func(**given: Any) -> Output:
     """Attention of packed sequences: q `[total_q, heads, head_dim]`, k and v `[total_k, heads_kv, ...]`.
 
     `seqused_q` and `seqused_k`, int32 `[batch]`, are how many rows of each sequence there are; default all. Rows of the
     result past seqused_q are 0, and their lse is -inf. With either, the rows are copied first.
     """
-    descales = _factors(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    call = _call(softmax_scale, causal, window_size, softcap, deterministic, descales)
-    layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k)
-    out, lse = attend(q, k, v, layout, call, used=seqused_q, chunk=attention_chunk, qv=qv)
-    return (out, lse) if return_attn_probs else out
+    return _attend(given)
 
 
+@_INTERFACE.takes
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    qv: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    rotary_seqlens: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: Any = None,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    return_softmax_lse: bool = False,
-) -> Output:
+    q: Tensor, qv: Tensor | None, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None, attention_chunk: int,
+    num_splits: int, return_softmax_lse: bool, rotary_interleaved: bool, **given: Any,
+) -> Output:  # fmt: skip
     """One step of decoding: out, or (out, lse). Arguments as in flash_attn 2, where they are there.
 
     New rows are written to the caches in place, and nothing is recorded for a backward. By
-    `flashtile.attention_with_kv_cache` where that has the arguments. With `cu_seqlens_q`, `cu_seqlens_k_new`,
-    `rotary_seqlens`, `qv`, 8-bit caches, pages of no multiple of 16 rows, or `attention_chunk` and several queries of a
-    sequence, the keys are gathered into a packed copy first, and `num_splits` is not used.
+    `flashtile.attention_with_kv_cache` where that has the arguments. With `qv`, 8-bit caches, or `attention_chunk` and
+    several queries of a sequence, the keys are gathered into a packed copy first, and `num_splits` is not used.
 
     Args:
         page_table: int32 `[batch, pages]`: the caches are pages `[pages, page_size, heads_kv, head_dim]` of any size.
@@ -177,65 +103,62 @@ def flash_attn_with_kvcache(
         rotary_seqlens: `[batch]`, the position of the first new row of each sequence; default cache_seqlens.
         attention_chunk: positions count from cache_leftpad on.
     """
-    cache = Cache(
-        k_cache, v_cache, k, v, rotary_cos, rotary_sin, bool(rotary_interleaved), cache_seqlens, rotary_seqlens,
-        cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new,
-    )  # fmt: skip
-    descales = _factors(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    call = _call(softmax_scale, causal, window_size, softcap, False, descales)
+    call, rest = call_of(given)
+    call = _with_factors(q, call, rest)
+    places = {name: rest[name] for name in Cache._fields if name in rest}
     out, lse = attend_with_cache(
-        q, cache, call, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, chunk=attention_chunk, qv=qv,
-        num_splits=num_splits,
+        q, Cache(rotary_interleaved=bool(rotary_interleaved), **places), call, cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q, chunk=attention_chunk, qv=qv, num_splits=num_splits,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
 
 
-def flash_attn_combine(
-    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """Attention over disjoint keys, put together: `flashtile.compat.combine.combine`."""
-    return combine(out_partial, lse_partial, out, out_dtype)
+@_INTERFACE.takes
+def flash_attn_combine(**given: Any) -> tuple[Tensor, Tensor]:
+    """Attention over disjoint keys, put together: `combine`."""
+    return combine(**given)
 
 
-def get_scheduler_metadata(
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    headdim: int,
-    cache_seqlens: Tensor,
-    qkv_dtype: torch.dtype = torch.bfloat16,
-    headdim_v: int | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_size: int | None = None,
-    max_seqlen_k_new: int = 0,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    has_softcap: bool = False,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-) -> Tensor:
+@_INTERFACE.takes
+def get_scheduler_metadata(cache_seqlens: Tensor, **given: Any) -> Tensor:
     """What `scheduler_metadata` takes: an empty tensor, because the kernels read the lengths by themselves."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 
-def _call(
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    deterministic: bool,
-    descales: tuple[Tensor | None, ...] = (None, None, None),
-) -> Call:
-    return Call(0.0, softmax_scale, causal, window_size, softcap, None, deterministic, descales)
+def combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dtype: torch.dtype | None,
+    cu_seqlens: Tensor | None = None, seqused: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Puts together attention over disjoint keys, by `flashtile.logsumexp_merge`.
 
+    Args:
+        out_partial: float32 `[parts, batch, seq, heads, head_dim]`, packed `[parts, total, heads, head_dim]`.
+        lse_partial: float32 `[parts, batch, seq, heads]`, packed `[parts, total, heads]`.
+        out: a buffer for the result.
+        out_dtype: of the result; default that of out_partial.
+        cu_seqlens: `[batch + 1]` of packed rows; read only beside seqused.
+        seqused: `[batch]`, how many rows of each sequence there are. Other rows are 0, or as they are in `out`, and
+            their lse is -inf.
 
-def _factors(q: Tensor, **descales: Tensor | None) -> tuple[Tensor | None, ...]:
-    if q.dtype is not torch.float8_e4m3fn:
-        refuse_given("factors belong to float8_e4m3fn inputs, multiply others by them", **descales)
-    return tuple(descales.values())
+    Returns:
+        out `[batch, seq, heads, head_dim]` and lse `[batch, seq, heads]`, packed `[total, ...]`.
+    """
+    merged, lse = flashtile.logsumexp_merge(out_partial.unbind(0), lse_partial.transpose(-1, -2).unbind(0))
+    lse = lse.transpose(-1, -2)
+    merged = merged.to(out_partial.dtype if out_dtype is None else out_dtype)
+    if out is not None and (out.shape != merged.shape or (out_dtype is not None and out.dtype is not out_dtype)):
+        raise ValueError(
+            f"out: expected {merged.dtype} {list(merged.shape)}, got {out.dtype} {list(out.shape)}; the result is "
+            "written to it"
+        )
+    if seqused is not None:
+        if merged.dim() == 4:
+            there = torch.arange(merged.shape[1], device=merged.device) < seqused[:, None]
+        elif cu_seqlens is None:
+            raise ValueError("cu_seqlens: expected [batch + 1] beside seqused of packed rows, got None; pass them")
+        else:
+            sequence, within, inside = locate_rows(cu_seqlens, merged.shape[0])
+            there = inside & (within < seqused[sequence])
+        lse = lse.masked_fill(~there[..., None], -math.inf)
+        merged = torch.where(there[..., None, None], merged, 0 if out is None else out.to(merged.dtype))
+    return merged if out is None else out.copy_(merged), lse

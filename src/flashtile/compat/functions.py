@@ -18,6 +18,22 @@ _POINTS = 64  #: at which a derivative is compared
 _TOLERANCE = 2e-3
 
 
+class SeqlenInfo(NamedTuple):
+    """The lengths of one sequence, which are read from a tensor only where a function asks."""
+
+    lengths_q: int | Tensor
+    lengths_k: int | Tensor
+    batch: Any
+
+    @property
+    def seqlen_q(self) -> Any:
+        return self.lengths_q if isinstance(self.lengths_q, int) else self.lengths_q[self.batch]
+
+    @property
+    def seqlen_k(self) -> Any:
+        return self.lengths_k if isinstance(self.lengths_k, int) else self.lengths_k[self.batch]
+
+
 class Problem(NamedTuple):
     """What functions are told beside a score and its place.
 
@@ -38,33 +54,19 @@ class Problem(NamedTuple):
     aux_scalars: tuple[Any, ...] | None
     device: torch.device
 
-
-class SeqlenInfo(NamedTuple):
-    """The lengths of one sequence."""
-
-    lengths: tuple[int | Tensor, int | Tensor]
-    batch: Any
-
-    @property
-    def seqlen_q(self) -> Any:
-        return self.lengths[0] if isinstance(self.lengths[0], int) else self.lengths[0][self.batch]
-
-    @property
-    def seqlen_k(self) -> Any:
-        return self.lengths[1] if isinstance(self.lengths[1], int) else self.lengths[1][self.batch]
+    def told(self, batch: Any) -> dict[str, Any]:
+        """The further arguments of functions."""
+        told = {"seqlen_info": SeqlenInfo(self.lengths_q, self.lengths_k, batch), "aux_tensors": self.aux_tensors}
+        return told if self.aux_scalars is None else told | {"aux_scalars": self.aux_scalars}
 
 
 def score_function(score_mod: Callable[..., Any], problem: Problem) -> Callable[..., Tensor]:
     """The same for `flashtile.attention(score_mod=)`."""
     check_language("score_mod", score_mod)
-    lengths, tensors, scalars = (problem.lengths_q, problem.lengths_k), problem.aux_tensors or (), problem.aux_scalars
-    more = {} if scalars is None else {"aux_scalars": scalars}
+    problem = problem._replace(aux_tensors=problem.aux_tensors or ())  # type: ignore[arg-type]
 
     def function(score: Any, batch: Any, head: Any, q_index: Any, k_index: Any) -> Any:
-        info = SeqlenInfo(lengths, batch)
-        return score_mod(
-            score, batch, head, q_idx=q_index, kv_idx=k_index, seqlen_info=info, aux_tensors=tensors, **more
-        )
+        return score_mod(score, batch, head, q_idx=q_index, kv_idx=k_index, **problem.told(batch))
 
     return function
 
@@ -72,12 +74,9 @@ def score_function(score_mod: Callable[..., Any], problem: Problem) -> Callable[
 def mask_function(mask_mod: Callable[..., Any], problem: Problem) -> Callable[..., Tensor]:
     """The same for `flashtile.BlockMask.from_predicate`."""
     check_language("mask_mod", mask_mod)
-    lengths, more = (problem.lengths_q, problem.lengths_k), [problem.aux_tensors]
-    if problem.aux_scalars is not None:
-        more.append(problem.aux_scalars)  # type: ignore[arg-type]
 
     def predicate(batch: Any, head: Any, q_index: Any, k_index: Any) -> Any:
-        return mask_mod(batch, head, q_index, k_index, SeqlenInfo(lengths, batch), *more)
+        return mask_mod(batch, head, q_index, k_index, *problem.told(batch).values())
 
     return predicate
 
@@ -88,18 +87,14 @@ def check_derivative(function: Callable[..., Tensor], score_mod_bwd: Callable[..
     `score_mod_bwd(grad, score, batch, head, q_idx=, ...)` returns the gradient of the score. flashtile computes with
     its own, so another one would be ignored.
     """
-    sizes = problem[:4]
-    if not all(sizes):
+    check_language("score_mod_bwd", score_mod_bwd)
+    if not all(problem[:4]):
         return
     generator = torch.Generator("cpu").manual_seed(0)
-    places = [torch.randint(size, (_POINTS,), generator=generator, device="cpu").to(problem.device) for size in sizes]
-    scores, upstream = (torch.randn(_POINTS, generator=generator, device="cpu").to(problem.device) for _ in range(2))
-
-    def theirs(score: Any, *place: Any, **options: Any) -> Any:
-        return score_mod_bwd(upstream, score, *place, **options)
-
-    backward = score_function(theirs, problem)
-    check_language("score_mod_bwd", score_mod_bwd)
+    places = [torch.randint(size, (_POINTS,), generator=generator, device="cpu") for size in problem[:4]]
+    scores, upstream = (torch.randn(_POINTS, generator=generator, device="cpu") for _ in range(2))
+    scores, upstream, *places = (tensor.to(problem.device) for tensor in (scores, upstream, *places))
+    backward = score_function(lambda score, *place, **told: score_mod_bwd(upstream, score, *place, **told), problem)
     with torch.enable_grad():
         result = function(scores.requires_grad_(), *places)
         own = torch.zeros_like(scores)
@@ -122,12 +117,10 @@ def check_language(name: str, function: Callable[..., Any]) -> None:
     for part in (function, inspect.unwrap(function)):
         space = getattr(part, "__globals__", {})
         used = [space.get(found) for found in getattr(getattr(part, "__code__", None), "co_names", ())]
-        names = [space.get("__name__"), type(part).__module__]
-        names += [
-            getattr(value, "__name__", "") if inspect.ismodule(value) else getattr(value, "__module__", "")
-            for value in used
-        ]
-        if any(str(found).split(".")[0] == "cutlass" for found in names):
+        modules = [value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", "") for value in used]
+        if "cutlass" in (
+            str(found).split(".")[0] for found in (space.get("__name__"), type(part).__module__, *modules)
+        ):
             raise ValueError(
                 f"{name}: expected a Python function of PyTorch operations, got one written in CuTe, which only CuTe "
                 "compiles; write it with the same arguments and PyTorch operations, without cute.jit"

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flashtile.compat.arguments import Window, window
+from flashtile.compat.arguments import window
 from flashtile.compat.calls import Call, Packed
+from flashtile.compat.rows import locate_rows
 
 #: Scores that are in memory at a time.
 _SCORES = 1 << 25
@@ -42,25 +43,18 @@ def attend_with_second_product(
     out, lse = _attend(
         _taken(q, rows_q), _taken(k, rows_k), _taken(v, rows_k), _taken(qv, rows_q), rows_k < k.shape[0], call
     )
-    place = _places(layout.cu_seqlens_q, longest_q, q.shape[0])
-    out, lse = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
-    return _taken(out, place), _taken(lse, place, -math.inf).t().contiguous()
+    sequence, within, there = locate_rows(layout.cu_seqlens_q, q.shape[0])
+    place = (sequence + 1) * longest_q - layout.cu_seqlens_q.diff()[sequence] + within
+    place = torch.where(there, place, rows_q.numel())
+    return _taken(out.flatten(0, 1), place), _taken(
+        lse.transpose(1, 2).flatten(0, 1), place, -math.inf
+    ).t().contiguous()
 
 
 def _aligned_rows(cu_seqlens: Tensor, longest: int, total: int) -> Tensor:
     """The rows of each sequence, its last one in the last place, so that all diagonals are one."""
-    place = torch.arange(longest, device=cu_seqlens.device)
-    row = cu_seqlens[1:, None] - longest + place
+    row = cu_seqlens[1:, None] - longest + torch.arange(longest, device=cu_seqlens.device)
     return torch.where(row >= cu_seqlens[:-1, None], row, total).long()
-
-
-def _places(cu_seqlens: Tensor, longest: int, total: int) -> Tensor:
-    """What `_aligned_rows` undoes: where each of `[total]` rows is in `[B · longest]`, past the end for no sequence."""
-    batch = cu_seqlens.shape[0] - 1
-    row = torch.arange(total, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens.to(row.dtype), row, right=True) - 1
-    last = cu_seqlens[(sequence + 1).clamp(max=batch)]
-    return torch.where(sequence < batch, (sequence + 1) * longest - (last - row), batch * longest)
 
 
 def _taken(x: Tensor, rows: Tensor, otherwise: float = 0.0) -> Tensor:
@@ -71,59 +65,48 @@ def _taken(x: Tensor, rows: Tensor, otherwise: float = 0.0) -> Tensor:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, qv: Tensor, there: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
     """Dense, the last query at the last key. `there`: bool `[B, Sk]`, which keys there are."""
-    batch, seq_q, heads, _ = q.shape
+    (batch, seq_q, heads, _), seq_k = q.shape, k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, values = (x.to(wide).transpose(1, 2) for x in (k, v))  # [B, G, Sk, ...]
-    rows = max(_SCORES // max(batch * heads * k.shape[1], 1), 1)
+    count = max(_SCORES // max(batch * heads * seq_k, 1), 1)
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, qv))
-    parts = []
-    for first in range(0, seq_q, rows):
-        part = slice(first, min(first + rows, seq_q))
-        visible = _visible(torch.arange(part.start, part.stop, device=q.device), seq_q, k.shape[1], there, call)
-        inputs = q[:, part].to(wide), qv[:, part].to(wide), keys, values, visible, call
+    left, right = window(call.window_size)
+    right = 0 if call.causal else right
+    parts = [(v.new_zeros(batch, 0, heads, v.shape[-1], dtype=wide), v.new_zeros(batch, heads, 0, dtype=wide))]
+    for first in range(0, seq_q, count):
+        row = torch.arange(first, min(first + count, seq_q), device=q.device)
+        distance = torch.arange(seq_k, device=q.device) - seq_k - (row[:, None] - seq_q)
+        visible = torch.ones_like(distance, dtype=torch.bool)
+        visible = visible if left is None else visible & (distance >= -left)
+        visible = visible if right is None else visible & (distance <= right)
+        visible = visible if there is None else visible & there[:, None, None, None]
+        few = slice(first, first + count)
+        inputs = q[:, few].to(wide), qv[:, few].to(wide), keys, values, visible, call
         parts.append(checkpoint(_part, *inputs, use_reentrant=False) if recorded else _part(*inputs))
-    if not parts:
-        return v.new_zeros(batch, 0, heads, v.shape[-1]), v.new_zeros(batch, heads, 0, dtype=wide)
     outs, lses = zip(*parts)
     return torch.cat(outs, 1).to(q.dtype), torch.cat(lses, 2)
 
 
-def _visible(rows: Tensor, seq_q: int, seq_k: int, there: Tensor | None, call: Call) -> Tensor:
-    """bool, broadcasts to `[B, 1, 1, R, Sk]`."""
-    left, right = _band(call)
-    distance = torch.arange(seq_k, device=rows.device) - seq_k - (rows[:, None] - seq_q)
-    visible = torch.ones_like(distance, dtype=torch.bool)
-    if left is not None:
-        visible = visible & (distance >= -left)
-    if right is not None:
-        visible = visible & (distance <= right)
-    return visible if there is None else visible & there[:, None, None, None]
-
-
-def _band(call: Call) -> Window:
-    left, right = window(call.window_size)
-    return left, 0 if call.causal else right
-
-
 def _part(q: Tensor, qv: Tensor, keys: Tensor, values: Tensor, visible: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Some rows: q `[B, R, H, D]`, qv `[B, R, H, Dv]`, keys `[B, G, Sk, D]`, values `[B, G, Sk, Dv]`, all float32.
+    """Some rows: q `[B, R, H, D]`, qv `[B, R, H, Dv]`, keys `[B, G, Sk, D]`, values `[B, G, Sk, Dv]`, all float32;
+    visible broadcasts to `[B, 1, 1, R, Sk]`.
 
     Returns:
         out `[B, R, H, Dv]` and lse `[B, H, R]`.
     """
-    heads, groups, rows = q.shape[2], keys.shape[1], q.shape[1]
+    rows, heads = q.shape[1:3]
+    shape = heads // keys.shape[1], rows
 
     def by_group(x: Tensor) -> Tensor:  # [B, G, H / G · R, ...]
-        return x.transpose(1, 2).unflatten(1, (groups, heads // groups)).flatten(2, 3)
+        return x.transpose(1, 2).unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
 
-    scores = by_group(q) @ keys.transpose(2, 3) + by_group(qv) @ values.transpose(2, 3)
     assert call.softmax_scale is not None
-    scores = scores.unflatten(2, (heads // groups, rows)) * call.softmax_scale  # [B, G, H / G, R, Sk]
+    scores = by_group(q) @ keys.transpose(2, 3) + by_group(qv) @ values.transpose(2, 3)
+    scores = scores.unflatten(2, shape) * call.softmax_scale  # [B, G, H / G, R, Sk]
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     blind = ~visible.any(-1, keepdim=True)
     scores = scores.masked_fill(~visible, -math.inf).masked_fill(blind, 0)
     lse = scores.logsumexp(-1).masked_fill(blind.squeeze(-1), -math.inf)
-    weights = scores.softmax(-1).masked_fill(blind, 0)
-    out = (weights.flatten(2, 3) @ values).unflatten(2, (heads // groups, rows))
+    out = (scores.softmax(-1).masked_fill(blind, 0).flatten(2, 3) @ values).unflatten(2, shape)
     return out.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2)
