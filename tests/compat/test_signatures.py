@@ -36,20 +36,20 @@ def test_arguments(module):
         assert value.__doc__ or rest or "*args" in arguments, name
 
 
-def test_a_table_is_read_line_by_line():
+def test_a_table_is_read():
     text = """
-a.b = home, second: prefix_
-    first: x, y=1,
-        z=(2, 3)
+a.b = home, second
+    first(x, y=1,
+        z=(2, 3)); Second.forward(self, x)
+    first(x, z=(2, 3))
 
-    Second.forward: self, x
-. = other
-    none:
+. = other: prefix_
+    none()
 """
-    expected = {"first": "x, y=1, z=(2, 3)", "Second.forward": "self, x"}
+    expected = {"first": "x, z=(2, 3)", "Second.forward": "self, x"}
     assert tables(text) == {
-        "a.b": Names(("home", "second"), "prefix_", expected),
-        ".": Names(("other",), "", {"none": ""}),
+        "a.b": Names(("home", "second"), "", expected),
+        ".": Names(("other",), "prefix_", {"none": ""}),
     }
     assert tables(text)["a.b"].public == ["first", "Second"]
 

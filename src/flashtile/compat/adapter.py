@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from torch.nn import functional as F
 
 #: What the defaults in tables are written with.
 _WORDS = {"torch": torch, "LayerNorm": nn.LayerNorm, "Dropout": nn.Dropout, "gelu": F.gelu, "sigmoid": F.sigmoid}
+#: `name(arguments)`, where arguments may have one pair of parentheses in another.
+_ENTRY = re.compile(r"([\w.]+)\(((?:[^()]|\([^()]*\))*)\)")
 
 
 class Names(NamedTuple):
@@ -59,21 +62,14 @@ def tables(text: str) -> dict[str, Names]:
     """The modules of a text.
 
     A line without indentation is `module = home`, or `module = home, second home`, or `module = home: prefix`; "." is
-    the module that the others are in. Four spaces stand before `name: arguments`, and more before a line that goes on.
+    the module that the others are in. `name(arguments)` of the module follow, indented; of two alike the last counts.
     """
-    modules: dict[str, Names] = {}
-    name = ""
-    for line in filter(str.strip, text.splitlines()):
-        if not line.startswith(" "):
-            module, _, homes = line.partition(" = ")
-            homes, _, prefix = homes.partition(": ")
-            arguments: dict[str, str] = {}
-            modules[module] = Names(tuple(homes.split(", ")), prefix, arguments)
-        elif line.startswith("     "):
-            arguments[name] += f" {line.strip()}"
-        else:
-            name, _, first = line.strip().partition(":")
-            arguments[name] = first.strip()
+    modules = {}
+    for part in re.split(r"^(?=\S)", text.strip(), flags=re.MULTILINE)[1:]:
+        header, _, entries = part.partition("\n")
+        module, homes, prefix = (re.split(" = |: ", header) + [""])[:3]
+        arguments = {name: " ".join(given.split()) for name, given in _ENTRY.findall(entries)}
+        modules[module] = Names(tuple(homes.split(", ")), prefix, arguments)
     return modules
 
 
@@ -82,11 +78,10 @@ def adapted(arguments: str, body: Callable[..., Any]) -> Callable[..., Any]:
     if body.__name__ == "__init__":
         arguments = f"self, {arguments}"
     parsed = ast.parse(f"def f({arguments}): ...").body[0].args  # type: ignore[attr-defined]
-    names = [argument.arg for argument in parsed.args]
-    handed = [name if name in ("self", "ctx") else f"{name}={name}" for name in names]
+    handed = [name if name in ("self", "ctx") else f"{name}={name}" for name in (one.arg for one in parsed.args)]
     handed += [] if parsed.kwarg is None else [f"**{parsed.kwarg.arg}"]
-    space: dict[str, Any] = {**_WORDS, "__name__": body.__module__}
     # The body is a closure, because torch.compile looks for globals in the module of that name.
+    space: dict[str, Any] = {**_WORDS, "__name__": body.__module__}
     source = f"    def {body.__name__}({arguments}):\n        return _body({', '.join(handed)})\n"
     exec(f"def around(_body):\n{source}    return {body.__name__}", space)
     made = space["around"](body)
