@@ -56,11 +56,10 @@ a.b = home, second
 
 def test_a_body_takes_what_it_uses_by_name():
     def body(first, **rest):
-        """What it does."""
         return first, rest
 
-    made = adapted("first, second=torch.float16, third=(1, None), **others", body)
+    made = adapted("name", "first, second=torch.float16, third=(1, None), **others", body)
     assert made(5, third=6, more=7) == (5, {"second": torch.float16, "third": 6, "more": 7})
-    assert made.__doc__ == "What it does." and made.__qualname__ == body.__qualname__
-    with pytest.raises(TypeError, match=r"body\(\) missing 1 required positional argument: 'first'"):
+    assert made.__qualname__ == made.__name__ == "name"
+    with pytest.raises(TypeError, match=r"name\(\) missing 1 required positional argument: 'first'"):
         made()

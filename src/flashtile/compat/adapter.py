@@ -55,7 +55,14 @@ class Names(NamedTuple):
     def takes(self, body: Callable[..., Any]) -> Callable[..., Any]:
         """A function or method with the arguments of its name in the table, which calls body with all of them by name;
         `self` and `ctx` are given by place."""
-        return adapted(self.arguments[body.__qualname__.removesuffix(".__init__").removeprefix(self.prefix)], body)
+        name = body.__qualname__.removesuffix(".__init__")
+        return self.made(name, body, body.__doc__)
+
+    def made(self, name: str, body: Callable[..., Any], doc: str | None) -> Callable[..., Any]:
+        """The same of a body that serves several names."""
+        made = adapted(name, self.arguments[name.removeprefix(self.prefix)], body)
+        made.__module__, made.__doc__ = f"flashtile.compat.{self.homes[0]}", doc
+        return made
 
 
 def tables(text: str) -> dict[str, Names]:
@@ -73,17 +80,19 @@ def tables(text: str) -> dict[str, Names]:
     return modules
 
 
-def adapted(arguments: str, body: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that `Names.takes` makes, for any arguments."""
-    if body.__name__ == "__init__":
-        arguments = f"self, {arguments}"
+def adapted(name: str, arguments: str, body: Callable[..., Any]) -> Callable[..., Any]:
+    """A function or method with these arguments that calls body with them, as `Names.takes` tells."""
+    own = name.rpartition(".")[2]
+    if own == "__init__" or own[:1].isupper():  # a constructor
+        own, arguments = "__init__", f"self, {arguments}"
     parsed = ast.parse(f"def f({arguments}): ...").body[0].args  # type: ignore[attr-defined]
-    handed = [name if name in ("self", "ctx") else f"{name}={name}" for name in (one.arg for one in parsed.args)]
+    given = [one.arg for one in parsed.args]
+    handed = [each if each in ("self", "ctx") else f"{each}={each}" for each in given]
     handed += [] if parsed.kwarg is None else [f"**{parsed.kwarg.arg}"]
-    # The body is a closure, because torch.compile looks for globals in the module of that name.
-    space: dict[str, Any] = {**_WORDS, "__name__": body.__module__}
-    source = f"    def {body.__name__}({arguments}):\n        return _body({', '.join(handed)})\n"
-    exec(f"def around(_body):\n{source}    return {body.__name__}", space)
+    # The body is a closure, because torch.compile looks for globals in a module.
+    space: dict[str, Any] = {**_WORDS}
+    source = f"    def {own}({arguments}):\n        return _body({', '.join(handed)})\n"
+    exec(f"def around(_body):\n{source}    return {own}", space)
     made = space["around"](body)
-    made.__qualname__, made.__doc__ = body.__qualname__, body.__doc__
+    made.__qualname__ = name
     return made

@@ -108,7 +108,7 @@ def taken_apart(given: dict[str, Any], **fixed: Any) -> Given:
     return Given(q, k, v, layout, call, rest)
 
 
-def attend(given: dict[str, Any]) -> Output:
+def attend(**given: Any) -> Output:
     """flash_attn 2's functions: out, or with return_attn_probs out, lse `[B, H, Sq]`, packed `[H, total_q]`, and the
     weights (`weights`), which are empty without dropout."""
     q, k, v, layout, call, rest = taken_apart(given)

@@ -39,7 +39,7 @@ _INTERFACE = VERSION_1.modules["flash_attn_interface"]
 PROBS_MULTIPLE = (16, 64)
 
 
-def attend(given: dict[str, Any]) -> Output:
+def attend(**given: Any) -> Output:
     """out; with return_attn_probs out, lse and the weights in their own layout."""
     apart = taken_apart(given, top_left=True)
     return_weights = apart.rest["return_attn_probs"]
@@ -57,28 +57,23 @@ def _attend(apart: Given, return_weights: bool, seed: Tensor | None) -> tuple[Te
     return out, padded_lse(lse, layout.cu_seqlens_q, layout.max_seqlen_q), made
 
 
-@_INTERFACE.takes
-def flash_attn_unpadded_func(**given: Any) -> Output:
-    """Attention of packed sequences: out, or (out, lse, S_dmask)."""
-    return attend(given)
-
-
-@_INTERFACE.takes
-def flash_attn_unpadded_kvpacked_func(**given: Any) -> Output:
-    """As `flash_attn_unpadded_func`, with kv `[total_k, 2, heads_kv, head_dim]`."""
-    return attend(given)
-
-
-@_INTERFACE.takes
-def flash_attn_unpadded_qkvpacked_func(**given: Any) -> Output:
-    """As `flash_attn_unpadded_func`, with qkv `[total, 3, heads, head_dim]`."""
-    return attend(given)
+flash_attn_unpadded_func = _INTERFACE.made(
+    "flash_attn_unpadded_func", attend, "Attention of packed sequences: out, or (out, lse, S_dmask)."
+)
+flash_attn_unpadded_kvpacked_func = _INTERFACE.made(
+    "flash_attn_unpadded_kvpacked_func", attend, "As `flash_attn_unpadded_func`, with kv `[total_k, 2, heads_kv, ...]`."
+)
+flash_attn_unpadded_qkvpacked_func = _INTERFACE.made(
+    "flash_attn_unpadded_qkvpacked_func",
+    attend,
+    "As `flash_attn_unpadded_func`, with qkv `[total, 3, heads, ...]`.",
+)
 
 
 @_INTERFACE.takes
 def flash_attn_func(max_s: int, **given: Any) -> Output:
     """`flash_attn_unpadded_qkvpacked_func` with the arguments of earlier versions."""
-    return attend(given | {"max_seqlen": max_s})
+    return attend(max_seqlen=max_s, **given)
 
 
 @_INTERFACE.takes

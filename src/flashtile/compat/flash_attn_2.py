@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from flashtile.compat import calls
-from flashtile.compat.adapter import adapted
 from flashtile.compat.arguments import refuse
 from flashtile.compat.calls import Given, Output, attend, taken_apart
 from flashtile.compat.rows import locate_rows
@@ -37,44 +36,30 @@ from flashtile.compat.signatures import VERSION_2
 _INTERFACE = VERSION_2.modules["flash_attn_interface"]
 
 
-@_INTERFACE.takes
-def flash_attn_func(**given: Any) -> Output:
-    """Attention of a dense batch: out, or (out, lse, S_dmask)."""
-    return attend(given)
-
-
-@_INTERFACE.takes
-def flash_attn_kvpacked_func(**given: Any) -> Output:
-    """As `flash_attn_func`, with kv `[batch, seq_k, 2, heads_kv, head_dim]`."""
-    return attend(given)
-
-
-@_INTERFACE.takes
-def flash_attn_qkvpacked_func(**given: Any) -> Output:
-    """As `flash_attn_func`, with qkv `[batch, seq, 3, heads, head_dim]`."""
-    return attend(given)
-
-
-@_INTERFACE.takes
-def flash_attn_varlen_func(**given: Any) -> Output:
+flash_attn_func = _INTERFACE.made("flash_attn_func", attend, "Attention of a dense batch: out, or (out, lse, S_dmask).")
+flash_attn_kvpacked_func = _INTERFACE.made(
+    "flash_attn_kvpacked_func", attend, "As `flash_attn_func`, with kv `[batch, seq_k, 2, heads_kv, head_dim]`."
+)
+flash_attn_qkvpacked_func = _INTERFACE.made(
+    "flash_attn_qkvpacked_func", attend, "As `flash_attn_func`, with qkv `[batch, seq, 3, heads, head_dim]`."
+)
+flash_attn_varlen_func = _INTERFACE.made(
+    "flash_attn_varlen_func",
+    attend,
     """Attention of packed sequences: out, or (out, lse, S_dmask).
 
     With `block_table`, int32 `[batch, pages of a sequence]`, k and v are pages `[pages, page_size, heads_kv, head_dim]`
     and `cu_seqlens_k` tells the lengths. They are gathered into a packed copy first.
-    """
-    return attend(given)
-
-
-@_INTERFACE.takes
-def flash_attn_varlen_kvpacked_func(**given: Any) -> Output:
-    """As `flash_attn_varlen_func`, with kv `[total_k, 2, heads_kv, head_dim]`."""
-    return attend(given)
-
-
-@_INTERFACE.takes
-def flash_attn_varlen_qkvpacked_func(**given: Any) -> Output:
-    """As `flash_attn_varlen_func`, with qkv `[total, 3, heads, head_dim]`."""
-    return attend(given)
+    """,
+)
+flash_attn_varlen_kvpacked_func = _INTERFACE.made(
+    "flash_attn_varlen_kvpacked_func",
+    attend,
+    "As `flash_attn_varlen_func`, with kv `[total_k, 2, heads_kv, ...]`.",
+)
+flash_attn_varlen_qkvpacked_func = _INTERFACE.made(
+    "flash_attn_varlen_qkvpacked_func", attend, "As `flash_attn_varlen_func`, with qkv `[total, 3, heads, ...]`."
+)
 
 
 @_INTERFACE.takes
@@ -86,7 +71,7 @@ def flash_attn_with_kvcache(return_softmax_lse: bool, num_splits: int, **given: 
 
     Args:
         cache_seqlens, cache_batch_idx, cache_leftpad: `cache_lengths`, `cache_batch_indices` and `cache_left_padding`.
-        block_table: int32 `[batch, pages]`; the caches are then pages of any multiple of 16 rows.
+        block_table: int32 `[batch, pages]`; the caches are then pages of any size.
         num_splits: 0 chooses by the sizes.
         return_softmax_lse: also return lse, float32 `[batch, heads, seq_q]`.
     """
@@ -204,8 +189,8 @@ def _forward(ctx: Any, **given: Any) -> Output:
 
 
 def _class(name: str, doc: str) -> type[torch.autograd.Function]:
-    forward = adapted(_INTERFACE.arguments[f"{name}.forward"], _forward)
-    return type(name, (_Recorded,), {"__doc__": doc, "__module__": __name__, "forward": staticmethod(forward)})
+    forward = staticmethod(_INTERFACE.made(f"{name}.forward", _forward, doc))
+    return type(name, (_Recorded,), {"__doc__": doc, "__module__": __name__, "forward": forward})
 
 
 FlashAttnFunc = _class("FlashAttnFunc", "Attention of a dense batch; `flash_attn_func`.")

@@ -43,7 +43,7 @@ def _with_factors(q: Tensor, call: Call, rest: dict[str, Any]) -> Call:
     return call._replace(descales=tuple(descales.values()))
 
 
-def _attend(given: dict[str, Any]) -> Output:
+def _attend(**given: Any) -> Output:
     q, k, v, layout, call, rest = taken_apart(given)
     call = _with_factors(q, call, rest)
     used, qv = rest.get("seqused_q"), rest.get("qv")
@@ -51,10 +51,20 @@ def _attend(given: dict[str, Any]) -> Output:
     return (out, lse) if rest["return_attn_probs"] else out
 
 
-@_INTERFACE.takes
-def flash_attn_func(**given: Any) -> Output:
-    """Attention of a dense batch: q `[batch, seq_q, heads, head_dim]`, k and v `[batch, seq_k, heads_kv, ...]`."""
-    return _attend(given)
+flash_attn_func = _INTERFACE.made(
+    "flash_attn_func",
+    _attend,
+    "Attention of a dense batch: q `[batch, seq_q, heads, head_dim]`, k and v `[batch, seq_k, heads_kv, ...]`.",
+)
+flash_attn_varlen_func = _INTERFACE.made(
+    "flash_attn_varlen_func",
+    _attend,
+    """Attention of packed sequences: q `[total_q, heads, head_dim]`, k and v `[total_k, heads_kv, ...]`.
+
+    `seqused_q` and `seqused_k`, int32 `[batch]`, are how many rows of each sequence there are; default all. Rows of the
+    result past seqused_q are 0, and their lse is -inf. With either, the rows are copied first.
+    """,
+)
 
 
 @_INTERFACE.takes
@@ -62,23 +72,14 @@ def flash_attn_qkvpacked_func(qkv: Tensor, num_heads_q: int | None, **given: Any
     """As `flash_attn_func`, with qkv `[batch, seq, 3, heads, head_dim]`, or with num_heads_q
     `[batch, seq, heads_q + 2 heads_kv, head_dim]`."""
     if qkv.dim() == 5:
-        return _attend(given | {"qkv": qkv})
+        return _attend(qkv=qkv, **given)
     if num_heads_q is None or qkv.dim() != 4 or (rest := qkv.shape[2] - num_heads_q) < 2 or rest % 2:
         raise ValueError(
             "qkv: expected shape [batch, seq, 3, heads, head_dim], or [batch, seq, heads_q + 2 heads_kv, head_dim] "
             f"with num_heads_q, got {list(qkv.shape)} and {num_heads_q}; stack q, k and v along the heads"
         )
-    return _attend(given | dict(zip("qkv", qkv.split((num_heads_q, rest // 2, rest // 2), dim=2))))
-
-
-@_INTERFACE.takes
-def flash_attn_varlen_func(**given: Any) -> Output:
-    """Attention of packed sequences: q `[total_q, heads, head_dim]`, k and v `[total_k, heads_kv, ...]`.
-
-    `seqused_q` and `seqused_k`, int32 `[batch]`, are how many rows of each sequence there are; default all. Rows of the
-    result past seqused_q are 0, and their lse is -inf. With either, the rows are copied first.
-    """
-    return _attend(given)
+    q, k, v = qkv.split((num_heads_q, rest // 2, rest // 2), dim=2)
+    return _attend(q=q, k=k, v=v, **given)
 
 
 @_INTERFACE.takes
@@ -111,12 +112,6 @@ def flash_attn_with_kvcache(
         max_seqlen_q=max_seqlen_q, chunk=attention_chunk, qv=qv, num_splits=num_splits,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
-
-
-@_INTERFACE.takes
-def flash_attn_combine(**given: Any) -> tuple[Tensor, Tensor]:
-    """Attention over disjoint keys, put together: `combine`."""
-    return combine(**given)
 
 
 @_INTERFACE.takes
@@ -162,3 +157,6 @@ def combine(
         lse = lse.masked_fill(~there[..., None], -math.inf)
         merged = torch.where(there[..., None, None], merged, 0 if out is None else out.to(merged.dtype))
     return merged if out is None else out.copy_(merged), lse
+
+
+flash_attn_combine = _INTERFACE.made("flash_attn_combine", combine, combine.__doc__)

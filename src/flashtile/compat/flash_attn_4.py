@@ -163,7 +163,7 @@ def _known_longest(name: str, longest: int | None, rest: dict[str, Any]) -> int:
 
 def _with_functions(call: Call, rest: dict[str, Any], sizes: Any, device: torch.device) -> Call:
     """The same call with functions and blocks as flashtile takes them; `sizes` are the first fields of a `Problem`."""
-    problem = Problem(*sizes, aux_tensors=rest["aux_tensors"], aux_scalars=rest["aux_scalars"], device=device)
+    problem = Problem._make((*sizes, rest["aux_tensors"], rest["aux_scalars"], device))
     score_mod, backward = rest["score_mod"], rest["score_mod_bwd"]
     function = None if score_mod is None else score_function(score_mod, problem)
     if backward is not None:

@@ -180,16 +180,16 @@ class GatedMlp(modules.GatedMlp):
         super().__init__(**given)
 
 
-@_ROTARY.takes
-def apply_rotary_emb_func(**given: Any) -> Tensor:
-    """Rotates x `[batch, seq, heads, head_dim]` by tables `[seq, rotary_dim / 2]`."""
-    return rotary.apply_rotary_emb(**given)
-
-
-@_ROTARY.takes
-def apply_rotary_emb_qkv_(**given: Any) -> Tensor:
-    """Rotates queries and keys of qkv `[batch, seq, 3, heads, head_dim]` in place."""
-    return rotary.apply_rotary_emb_qkv_(**given)
+apply_rotary_emb_func = _ROTARY.made(
+    "apply_rotary_emb_func",
+    rotary.apply_rotary_emb,
+    "Rotates x `[batch, seq, heads, head_dim]` by tables `[seq, rotary_dim / 2]`.",
+)
+apply_rotary_emb_qkv_ = _ROTARY.made(
+    "apply_rotary_emb_qkv_",
+    rotary.apply_rotary_emb_qkv_,
+    "Rotates queries and keys of qkv `[batch, seq, 3, heads, head_dim]` in place.",
+)
 
 
 class RotaryEmbedding(modules.RotaryEmbedding):

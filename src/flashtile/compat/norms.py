@@ -6,6 +6,7 @@ Shapes are told there. Dropout masks are uint8, 1 = kept.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import modules
+from flashtile.compat.adapter import Names
 from flashtile.compat.signatures import VERSION_2
 
 _LAYER, _RMS = VERSION_2.modules["ops.layer_norm"], VERSION_2.modules["ops.rms_norm"]
@@ -34,45 +36,6 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return flashtile.rms_norm(x, weight, None, epsilon)
 
 
-@_LAYER.takes
-def dropout_add_layer_norm(**given: Any) -> Results:
-    """z of `x = dropout(x0 · rowscale · layerscale) + residual`, or (z, x with prenorm, mask of dropout)."""
-    return _normed(False, given)
-
-
-@_RMS.takes
-def dropout_add_rms_norm(**given: Any) -> Results:
-    """As `dropout_add_layer_norm`."""
-    return _normed(True, given)
-
-
-@_LAYER.takes
-def dropout_add_layer_norm_subset(**given: Any) -> Results:
-    """The same with x0 for some rows of x only, and z of some rows; both are `[..., *x0.shape[1:]]`."""
-    return _normed_subset(False, given)
-
-
-@_RMS.takes
-def dropout_add_rms_norm_subset(**given: Any) -> Results:
-    """As `dropout_add_layer_norm_subset`."""
-    return _normed_subset(True, given)
-
-
-@_LAYER.takes
-def dropout_add_layer_norm_parallel_residual(**given: Any) -> Results:
-    """Both norms of `x = dropout(x0) + dropout(x1) + residual`: (z0, z1, x with prenorm, two masks).
-
-    z1 is None without weight1.
-    """
-    return _normed_twice(False, **given)
-
-
-@_RMS.takes
-def dropout_add_rms_norm_parallel_residual(**given: Any) -> Results:
-    """As `dropout_add_layer_norm_parallel_residual`."""
-    return _normed_twice(True, **given)
-
-
 class RMSNorm(modules.RMSNorm):
     """`flashtile.rms_norm` with a weight.
 
@@ -91,8 +54,8 @@ class RMSNorm(modules.RMSNorm):
         return super().forward(x)
 
 
-def _normed(rms: bool, given: dict[str, Any]) -> Results:
-    """Results of flashtile's function, with masks of bytes."""
+def _normed(rms: bool, **given: Any) -> Results:
+    """z of `x = dropout(x0 · rowscale · layerscale) + residual`, or (z, x with prenorm, mask of dropout)."""
     results = fused_norm(rms)(**given)
     masks = 0 if not given["return_dropout_mask"] else 1 if given.get("x1") is None else 2
     if not masks:
@@ -100,8 +63,9 @@ def _normed(rms: bool, given: dict[str, Any]) -> Results:
     return *results[:-masks], *(mask.to(torch.uint8) for mask in results[-masks:])
 
 
-def _normed_subset(rms: bool, given: dict[str, Any]) -> Results:
-    results, x0 = _normed(rms, given), given["x0"]
+def _normed_subset(rms: bool, **given: Any) -> Results:
+    """The same with x0 for some rows of x only, and z of some rows; both are `[..., *x0.shape[1:]]`."""
+    results, x0 = _normed(rms, **given), given["x0"]
     if isinstance(results, Tensor):
         return _like_x0("z", results, x0)
     names = ("z", "x" if given["prenorm"] else "mask", "mask")
@@ -120,11 +84,28 @@ def _like_x0(name: str, result: Tensor, x0: Tensor) -> Tensor:
     return result.reshape(rows // max(together, 1), *inner)
 
 
-def _normed_twice(rms: bool, weight0: Tensor, bias0: Tensor | None, **given: Any) -> tuple[Tensor | None, ...]:
-    results = _normed(rms, {"weight": weight0, "bias": bias0, **given})
+def _normed_twice(rms: bool, weight0: Tensor, bias0: Tensor | None, **given: Any) -> Results:
+    """Both norms of `x = dropout(x0) + dropout(x1) + residual`: (z0, z1, x with prenorm, two masks).
+
+    z1 is None without weight1.
+    """
+    results = _normed(rms, weight=weight0, bias=bias0, **given)
     results = results if isinstance(results, tuple) else (results,)
     if given["weight1"] is None:
         results = (results[0], None, *results[1:])
     if given["return_dropout_mask"] and given["x1"] is None:
         results = (*results, torch.ones_like(given["x0"], dtype=torch.uint8))
     return results
+
+
+def _named(names: Names, name: str, rms: bool, body: Callable[..., Results]) -> Callable[..., Any]:
+    return names.made(name, partial(body, rms), body.__doc__)
+
+
+_PARALLEL = "parallel_residual"
+dropout_add_layer_norm = _named(_LAYER, "dropout_add_layer_norm", False, _normed)
+dropout_add_layer_norm_subset = _named(_LAYER, "dropout_add_layer_norm_subset", False, _normed_subset)
+dropout_add_layer_norm_parallel_residual = _named(_LAYER, f"dropout_add_layer_norm_{_PARALLEL}", False, _normed_twice)
+dropout_add_rms_norm = _named(_RMS, "dropout_add_rms_norm", True, _normed)
+dropout_add_rms_norm_subset = _named(_RMS, "dropout_add_rms_norm_subset", True, _normed_subset)
+dropout_add_rms_norm_parallel_residual = _named(_RMS, f"dropout_add_rms_norm_{_PARALLEL}", True, _normed_twice)

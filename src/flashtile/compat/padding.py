@@ -88,29 +88,22 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     return modules.pad_input(hidden_states, indices, batch, seqlen)
 
 
-@_TRITON.takes
-def flash_attn_func(**given: Any) -> Tensor:
+def _attend(bias: Tensor | None, **given: Any) -> Tensor:
     """Attention of a dense batch; `flashtile.attention` with `align="top_left"`.
 
     Args:
-        q: `[batch, seq_q, heads, head_dim]`; k and v `[batch, seq_k, heads, head_dim]`.
+        q: `[batch, seq_q, heads, head_dim]`; k and v `[batch, seq_k, heads, head_dim]`; or kv `[batch, seq_k, 2, ...]`,
+            or qkv `[batch, seq, 3, ...]`.
         bias: broadcasts to `[batch, heads, seq_q, seq_k]`, in q's dtype or float32; differentiable.
         causal: no key right of the diagonal is visible, which begins at the first key.
         softmax_scale: factor on the scores; default `1/sqrt(head_dim)`.
     """
-    return computed(*taken_apart(given, top_left=True)[:5], bias=given["bias"])
+    return computed(*taken_apart(given, top_left=True)[:5], bias=bias)
 
 
-@_TRITON.takes
-def flash_attn_kvpacked_func(**given: Any) -> Tensor:
-    """As `flash_attn_func`, with kv `[batch, seq_k, 2, heads, head_dim]`."""
-    return computed(*taken_apart(given, top_left=True)[:5], bias=given["bias"])
-
-
-@_TRITON.takes
-def flash_attn_qkvpacked_func(**given: Any) -> Tensor:
-    """As `flash_attn_func`, with qkv `[batch, seq, 3, heads, head_dim]`."""
-    return computed(*taken_apart(given, top_left=True)[:5], bias=given["bias"])
+flash_attn_func = _TRITON.made("flash_attn_func", _attend, _attend.__doc__)
+flash_attn_kvpacked_func = _TRITON.made("flash_attn_kvpacked_func", _attend, _attend.__doc__)
+flash_attn_qkvpacked_func = _TRITON.made("flash_attn_qkvpacked_func", _attend, _attend.__doc__)
 
 
 @_TRITON.takes

@@ -159,12 +159,7 @@ _NORM = (
 )
 _NORM_END = "return_dropout_mask=False, out_dtype=None, out=None, residual_out=None"
 _NORM_REF = f"{_NORM}, zero_centered_weight=False, dropout_mask=None, dropout_mask1=None, upcast=False"
-VERSION_2 = Served(
-    2,
-    "flash_attn",
-    "2.8.3",
-    ("2.8.3", *_FIRST_COMMITTED),
-    tables(f"""{_BOTH}
+_MODULES_2 = f"""{_BOTH}
 . = flash_attn_2
     {_V2_FUNCTIONS}
 flash_attn_interface = flash_attn_2
@@ -226,17 +221,12 @@ modules.mlp = dense, flashtile.modules
     GatedMlp({_MLP}, activation=sigmoid, bias1=True, bias2=True, multiple_of=128, return_residual=False, {_PLACE})
 modules.block = block
     {_BLOCKS}
-"""),
-)
+"""
+VERSION_2 = Served(2, "flash_attn", "2.8.3", ("2.8.3", *_FIRST_COMMITTED), tables(_MODULES_2))
 
 _V1 = "dropout_p, softmax_scale=None, causal=False, return_attn_probs=False, deterministic=False"
 _V1_LOSS = "ignore_index=-100, reduction='mean', label_smoothing=0.0, inplace_backward=False, process_group=None"
-VERSION_1 = Served(
-    1,
-    "flash_attn",
-    "1.0.9",
-    ("1.0.9", *_FIRST_COMMITTED),
-    tables(f"""{_BOTH}
+_MODULES_1 = f"""{_BOTH}
 flash_attn_interface = flash_attn_1
     flash_attn_unpadded_func(q, k, v, {_LENGTHS}, {_V1}); flash_attn_unpadded_kvpacked_func(q, kv, {_LENGTHS}, {_V1})
     flash_attn_unpadded_qkvpacked_func(qkv, cu_seqlens, max_seqlen, {_V1})
@@ -293,20 +283,15 @@ modules.mlp = modules_1, dense, flashtile.modules
     GatedMlp({_MLP}, activation=sigmoid, bias1=True, bias2=True, multiple_of=256, return_residual=False, {_PLACE})
 modules.block = modules_1
     {_BLOCKS}
-"""),
-)
+"""
+VERSION_1 = Served(1, "flash_attn", "1.0.9", ("1.0.9", *_FIRST_COMMITTED), tables(_MODULES_1))
 
 _FACTORS = "q_descale=None, k_descale=None, v_descale=None"
 _V3 = (
     f"softmax_scale=None, causal=False, qv=None, {_FACTORS}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
     "num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False"
 )
-VERSION_3 = Served(
-    3,
-    "flash_attn_3",
-    "3.0.0b1",
-    ("3.0.0b1", *_FIRST_COMMITTED),
-    tables(f"""
+_MODULES_3 = f"""
 . = flash_attn_3
     flash_attn_func(q, k, v, {_V3}); flash_attn_varlen_func(q, k, v, {_LENGTHS}, seqused_q=None, seqused_k=None, {_V3})
     flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, {_FACTORS}, window_size=(-1, -1),
@@ -321,8 +306,8 @@ VERSION_3 = Served(
         cache_seqlens, qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
         cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0,
         has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0)
-"""),
-)
+"""
+VERSION_3 = Served(3, "flash_attn_3", "3.0.0b1", ("3.0.0b1", *_FIRST_COMMITTED), tables(_MODULES_3))
 
 _V4 = (
     "softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, "
@@ -343,22 +328,18 @@ _V4_INTERFACE = f"""
         cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, leftpad_k=None,
         seqlen_k_per_split=None)
 """
-VERSION_4 = Served(
-    4,
-    "flash_attn_4",
-    "4.0.0",
-    # get_scheduler_metadata was read in a public annotated copy of flash_attn/cute/interface.py that names no release;
-    # its private `_arch` is left out.
-    ("4.0.0b36", "a list of the signatures of flash_attn.cute at that version", "2026-11-28"),
-    tables(f"""
+_MODULES_4 = f"""
 . = flash_attn_4
     {_V4_INTERFACE}
 interface = flash_attn_4
     {_V4_INTERFACE}
 block_sparsity = block_sparsity
     BlockSparseTensorsTorch(mask_block_cnt, mask_block_idx, full_block_cnt=None, full_block_idx=None, block_size=None)
-"""),
-)
+"""
+# get_scheduler_metadata was read in a public annotated copy of flash_attn/cute/interface.py that names no release; its
+# private `_arch` is left out.
+_READ_4 = "4.0.0b36", "a list of the signatures of flash_attn.cute at that version", "2026-11-28"
+VERSION_4 = Served(4, "flash_attn_4", "4.0.0", _READ_4, tables(_MODULES_4))
 
 _PARAMETERS = (
     "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale, zero_tensors, is_causal"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,25 +76,14 @@ def _written(name: str, result: Tensor, buffer: Tensor | None) -> Tensor:
     return buffer.copy_(result)
 
 
-@_TRITON.takes
-def layer_norm_ref(**given: Any) -> Results:
-    """The formula of `layer_norm_fn` in PyTorch operations, in x's dtype, or with upcast in float32.
-
-    The masks are those of dropout, True = kept; without them PyTorch draws its own.
-    """
-    return _by_formula(False, **given)
-
-
-@_TRITON.takes
-def rms_norm_ref(**given: Any) -> Results:
-    """The formula of `rms_norm_fn`, as `layer_norm_ref`."""
-    return _by_formula(True, **given)
-
-
 def _by_formula(
     rms: bool, x: Tensor, eps: float, dropout_p: float, prenorm: bool, zero_centered_weight: bool,
     dropout_mask: Tensor | None, dropout_mask1: Tensor | None, upcast: bool, **given: Tensor | None,
 ) -> Results:  # fmt: skip
+    """The formula of `layer_norm_fn` and `rms_norm_fn` in PyTorch operations, in x's dtype, or with upcast in float32.
+
+    The masks are those of dropout, True = kept; without them PyTorch draws its own.
+    """
     if given["x1"] is not None and given["rowscale"] is not None:
         raise ValueError("rowscale: expected None with x1, got a tensor; scale x before")
     if upcast:
@@ -119,6 +109,10 @@ def _by_formula(
     pairs = [(given["weight"], given["bias"]), (given["weight1"], given["bias1"])]
     outputs = [normed(weight, bias) for weight, bias in pairs if weight is not None] + [total] * prenorm
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+layer_norm_ref = _TRITON.made("layer_norm_ref", partial(_by_formula, False), _by_formula.__doc__)
+rms_norm_ref = _TRITON.made("rms_norm_ref", partial(_by_formula, True), _by_formula.__doc__)
 
 
 @_TRITON.takes
