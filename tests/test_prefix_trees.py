@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from flashtile.models import GPT, GPTConfig, plain_attention
 from flashtile.modules import MHA
@@ -28,15 +31,15 @@ def drawn(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(61, (length,), generator=generator).tolist() for length in lengths]
 
 
-def two_groups() -> PrefixTree:
+def two_groups(**where: Any) -> PrefixTree:
     """Prompts with several completions, one of them empty, and more tokens than the context of the models."""
     prompt, other, *completions = drawn(11, 3, 7, 0, 12, 2, 9)
-    return PrefixTree.from_completions([(prompt, completions[:3]), (other, completions[3:])])
+    return PrefixTree.from_completions([(prompt, completions[:3]), (other, completions[3:])], **where)
 
 
-def deep() -> PrefixTree:
+def deep(**where: Any) -> PrefixTree:
     a, b, c, d = drawn(5, 4, 6, 3)
-    return PrefixTree.from_sequences([a + b + c, a + d, a + b, a + b + d, c])
+    return PrefixTree.from_sequences([a + b + c, a + d, a + b, a + b + d, c], **where)
 
 
 # --- what trees hold ------------------------------------------------------------------------------------------------
@@ -117,7 +120,7 @@ def weighted(log_probs: list[Tensor]) -> Tensor:
     """A loss that weighs every token of every sequence otherwise."""
     generator = torch.Generator().manual_seed(5)
     weights = [torch.rand(each.shape, generator=generator, dtype=torch.float64) for each in log_probs]
-    return -torch.stack([(weight.to(each.dtype) * each).sum() for weight, each in zip(weights, log_probs)]).sum()
+    return -torch.stack([(weight.to(each) * each).sum() for weight, each in zip(weights, log_probs)]).sum()
 
 
 def of_model(model: GPT, loss: Tensor, log_probs: list[Tensor]) -> dict[str, Tensor]:
@@ -136,25 +139,56 @@ def one_by_one(model: GPT, tree: PrefixTree) -> dict[str, Tensor]:
     return of_model(model, weighted(log_probs), log_probs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("config", "make"), [(GPT2, two_groups), (LLAMA, deep)], ids=["gpt2", "llama"])
-def test_losses_and_gradients_are_those_of_single_sequences(config, make, dtype) -> None:
+def make_model(config: GPTConfig, dtype: torch.dtype) -> GPT:
     torch.manual_seed(0)
-    tree = make()
     model = GPT(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(6)  # so that attention is far from even
-    model = model.to(dtype)
+    return model.to(dtype)
+
+
+def over_tree(model: GPT, tree: PrefixTree) -> list[Tensor]:
     hidden = model.hidden(tree.tokens[None], positions=tree.positions, block_mask=tree.block_mask())
-    log_probs = tree.unpack(tree.linear_log_probs(hidden, model.output_weight))
+    return tree.unpack(tree.linear_log_probs(hidden, model.output_weight))
+
+
+def check(config: GPTConfig, make: Callable[..., PrefixTree], dtype: torch.dtype, device: str = "cpu") -> None:
+    model = make_model(config, dtype)
+    eager, oracle = one_by_one(model, make()), one_by_one(copy.deepcopy(model).double(), make())
+    log_probs = over_tree(model.to(device), make(device=device))
     actual = of_model(model, weighted(log_probs), log_probs)
-    eager, oracle = one_by_one(model, tree), one_by_one(copy.deepcopy(model).double(), tree)
     largest = max(size(value).typical for name, value in oracle.items() if name != "log_probs")
     for name, value in actual.items():
         # The gradient of a bias of keys is 0: what each query adds cancels.
-        assert_close(name, value, oracle[name], eager[name], Size() if name == "log_probs" else Size(largest, largest))
+        lost = Size() if name == "log_probs" else Size(largest, largest)
+        assert_close(name, value.cpu(), oracle[name], eager[name], lost)
+
+
+MODELS = pytest.mark.parametrize(("config", "make"), [(GPT2, two_groups), (LLAMA, deep)], ids=["gpt2", "llama"])
+
+
+@MODELS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_losses_and_gradients_are_those_of_single_sequences(config, make, dtype) -> None:
+    check(config, make, dtype)
+
+
+@pytest.mark.gpu
+@MODELS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_losses_and_gradients_on_a_gpu(config, make, dtype) -> None:
+    check(config, make, dtype, "cuda")
+
+
+def test_a_step_compiles_in_one_graph_for_all_trees() -> None:
+    model, graphs = make_model(replace(LLAMA, layers=1), torch.float32), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(over_tree, fullgraph=True, backend=graphs, dynamic=True)
+    for lengths in ((7, 3), (2, 11), (5, 9)):
+        tree = PrefixTree.from_completions([(drawn(12)[0], drawn(*lengths))])
+        expected = over_tree(model, tree)  # which makes the mask
+        assert_same(compiled(model, tree), expected)
 
 
 def test_what_trees_exclude_in_models_is_named() -> None:

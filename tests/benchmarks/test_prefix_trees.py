@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks import prefix_trees
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_record_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,3 +22,10 @@ def test_a_record_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (batch["impl"], tree["impl"]) == ("flashtile-padded-batch", "flashtile-prefix-tree")
     assert tree["error"] < 1e-4 and batch["ms"] > 0 and tree["saved_mib"] < batch["saved_mib"]
     assert "4 completions of a prompt of 64 tokens" in capsys.readouterr().out
+
+
+def test_the_numbers_of_the_guide_are_those_of_the_record() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/cpu-prefix-trees.json").read_text("utf-8"))["rows"]
+    guide = (ROOT / "docs/training.md").read_text("utf-8").partition("## Prefix trees")[2]
+    numbers = [f"{row[key]:,.0f}" for row in rows for key in ("ms", "saved_mib")]
+    assert len(numbers) == 8 and set(numbers) <= set(re.findall(r"[\d,]*\d", guide))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import transformers_cases
+from flashtile.prefix_trees import PrefixTree
 from flashtile.testing import assert_close, assert_same
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
@@ -49,16 +50,39 @@ def lora_results(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def test_gradients_of_lora(example: Any) -> None:
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["kept", "recomputed"])
+def test_gradients_of_lora(checkpoints: bool, example: Any) -> None:
     module = example("peft_lora", "peft")
     batch = importlib.import_module("tiny_llama").make_batch(["one text.", "another, longer text."])
-    actual = lora_results(module.make_lora(), batch)
+    model = module.make_lora()
+    if checkpoints:
+        model.train().gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    actual = lora_results(model, batch)
     eager = lora_results(module.make_lora("eager"), batch)
     with transformers_cases.Float64():
         oracle = lora_results(module.make_lora("eager").double(), batch)
     assert len(actual) == 16 and all(value.abs().sum() > 0 for value in actual.values())
     for name, value in actual.items():
         assert_close(name, value, oracle[name], eager[name])
+
+
+def test_lora_over_prefix_trees(example: Any) -> None:
+    from flashtile.integrations.transformers import prefix_tree_inputs
+
+    model = example("peft_lora", "peft").make_lora()
+    tokens = importlib.import_module("tiny_llama").make_tokenizer()(["a prompt = one", "a prompt = two."])["input_ids"]
+    tree = PrefixTree.from_sequences(tokens)
+    assert tree.tokens.shape[0] < sum(tree.lengths)
+    together = tree.unpack(tree.log_probs(model(**prefix_tree_inputs(model, tree)).logits))
+    sum(each.sum() for each in together).backward()
+    found = [p.grad.clone() for p in model.parameters() if p.requires_grad]
+    model.zero_grad()
+    alone = [PrefixTree.from_sequences([each]) for each in tokens]
+    single = [each.log_probs(model(each.tokens[None]).logits) for each in alone]
+    sum(each.sum() for each in single).backward()
+    assert_same(together, single)
+    assert_same(found, [p.grad for p in model.parameters() if p.requires_grad])
 
 
 def test_grpo_over_prefix_trees_is_grpo(example: Any, tmp_path: Path) -> None:
