@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -24,8 +24,19 @@ from torch.distributed.tensor.parallel import (
 
 import flashtile
 from distributed_models import CONFIGS, tokens
+from flashtile.distributed import context_parallel_attention
 from flashtile.models import GPT, BertConfig, BertForPreTraining
-from flashtile.modules import MHA, CrossEntropyLoss, FusedDense, FusedMlp, GatedMlp, LayerNorm, RMSNorm
+from flashtile.modules import (
+    MHA,
+    Block,
+    CrossEntropyLoss,
+    FusedDense,
+    FusedMlp,
+    GatedMlp,
+    LayerNorm,
+    ParallelBlock,
+    RMSNorm,
+)
 
 #: A function, and each of its tensors with the dimension along which each dimension of the mesh shards it: None for
 #: none, "sum" for a part of a sum.
@@ -55,6 +66,7 @@ def attention_cases() -> Iterator[tuple[str, Case]]:
     yield "batch and heads", (attend, in_both)
     yield "redistributed", (attend, [(q, (2, 0)), (k, (2, N)), (v, (N, "sum"))])
     yield "sequence", (attend, [(q, (1, 2)), (k, (1, "sum")), (v, (1, N))])
+    yield "odd batch", (attend, [(t[:3], (0, N)) for t in (q, k, v)])
     yield "one key head", (attend, [(q, (2, 2)), (k[:, :, :1], (N, N)), (v[:, :, :1], (N, N))])
     learned = [(drawn(1, H, S, S), (N, N)), (drawn(H), (0, N))]
     yield "bias, sinks", (lambda q, k, v, bias, sinks: attend(q, k, v, bias=bias, sinks=sinks), [*in_both, *learned])
@@ -220,6 +232,27 @@ def plans(mesh: DeviceMesh) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     return found
 
 
+def replicated_modules(mesh: DeviceMesh) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    """Modules with parameters on all ranks, and activations that are shards of the batch."""
+    torch.manual_seed(4)
+    rotated = partial(MHA, num_heads=4, num_heads_kv=2, causal=True, rotary_emb_dim=4)
+    made = {
+        "block": Block(16, rotated, partial(FusedMlp, gated=True, activation="silu"), norm_cls=RMSNorm),
+        "parallel block": ParallelBlock(16, partial(MHA, num_heads=2, use_alibi=True), FusedMlp, tied_norm=True),
+    }
+    found = {}
+    for name, whole in made.items():
+        whole = whole.double()
+        model, x = distribute_module(copy.deepcopy(whole), mesh), drawn(2, S, 16)
+        grads = []
+        for module, given in ((model, distribute_tensor(x, mesh, [Shard(0)])), (whole, x)):
+            outs = [out for out in module(given) if out is not None]
+            sum(out.square().sum() for out in outs).backward()
+            grads.append([full(out.detach()) for out in outs] + [full(p.grad) for p in module.parameters()])
+        found[name] = grads[0], grads[1]
+    return found
+
+
 def as_plain_or_same(labels: Tensor, logits: Tensor) -> Tensor:
     return labels if not isinstance(logits, DTensor) else distribute_tensor(labels, logits.device_mesh, [Replicate()])
 
@@ -297,6 +330,29 @@ def fully_sharded(mesh: DeviceMesh) -> dict[str, tuple[list[Tensor], list[Tensor
     return found
 
 
+def parts_of_divided(line: DeviceMesh) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    """The same of a head alone, over replicas of shards, and with tensor parallelism inside."""
+    mesh = init_device_mesh("cpu", (2, line.size() // 2), mesh_dim_names=("data", "tensor"))
+    data, tensor = mesh["data"], mesh["tensor"]
+    torch.manual_seed(5)
+    batches = [(drawn(S, 8), torch.randint(V, (S,))) for _ in range(2)]
+    x, labels = batches[data.get_local_rank()]
+    found = {}
+    for name, around in (("replicas", mesh), ("tensor parallel", data)):
+        model = Head().double()
+        whole = copy.deepcopy(model)
+        for batch in batches:
+            (whole(*batch) / 2).backward()
+        if around is data:
+            parallelize_module(model, tensor, {"head": ColwiseParallel(), "body": SequenceParallel()})
+            x = distribute_tensor(x, tensor, [Replicate()])
+        for part in (model.head, model):
+            fully_shard(part, mesh=around)
+        model(x, labels).backward()
+        found[name] = [full(p.grad) for p in model.parameters()], [p.grad for p in whole.parameters()]
+    return found
+
+
 def refused(mesh: DeviceMesh) -> list[str]:
     x = distribute_tensor(drawn(2, 4, 8), mesh, [Replicate()])
     other = distribute_tensor(drawn(8), init_device_mesh("cpu", (1, mesh.size())), [Replicate(), Replicate()])
@@ -312,6 +368,7 @@ def refused(mesh: DeviceMesh) -> list[str]:
         lambda: flashtile.finish_attention(q, lse, lse, torch.float64),
         lambda: flashtile.attention_with_kv_cache(q, q, q),
         lambda: flashtile.attention_backward(q, q, q, q, q, lse),
+        lambda: context_parallel_attention(q, q, q, mesh=mesh),
         lambda: gated(torch.zeros(2, 8)),
     )
     found = []
@@ -340,7 +397,9 @@ def drawn_seeds(mesh: DeviceMesh) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-ALL = {"calls": calls}
+#: What four ranks do, and two.
+FOUR = {"calls": calls, "parts": parts_of_divided}
 JOBS = {
-    **ALL, "plans": plans, "fully sharded": fully_sharded, "refused": refused, "seeds": drawn_seeds,
+    "calls": calls, "plans": plans, "modules": replicated_modules, "fully sharded": fully_sharded, "refused": refused,
+    "seeds": drawn_seeds,
 }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distributed_processes import start
-from distributed_tensors import ALL, JOBS
+from distributed_tensors import FOUR, JOBS
 from flashtile.testing import assert_same
 
 
@@ -14,12 +14,14 @@ def results(tmp_path_factory):
     return start(JOBS, 2, tmp_path_factory.mktemp("ranks"))
 
 
-def test_calls_over_four_ranks_are_those_of_one(tmp_path):
+def test_results_and_gradients_over_four_ranks_are_those_of_one_process(tmp_path):
     """A mesh of two dimensions."""
-    check([of_rank["calls"] for of_rank in start(ALL, 4, tmp_path)])
+    results = start(FOUR, 4, tmp_path)
+    for job in FOUR:
+        check([of_rank[job] for of_rank in results])
 
 
-@pytest.mark.parametrize("job", ["calls", "plans", "fully sharded"])
+@pytest.mark.parametrize("job", ["calls", "plans", "modules", "fully sharded"])
 def test_results_and_gradients_are_those_of_one_process(job, results):
     check([of_rank[job] for of_rank in results])
 
@@ -47,6 +49,7 @@ def test_what_cannot_be_sharded_is_refused(results):
         "acc, row_max, row_sum: expected plain tensors, got DTensors",
         "flashtile.attention_cached.default does not have a sharding strategy registered",
         "flashtile.attention_backward.default does not have a sharding strategy registered",
+        "q: expected a plain tensor of this rank, got a DTensor",
         "fc1: expected all 256 values and gates, got 128",
     )
     for of_rank in results:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import flashtile
 
@@ -33,6 +34,10 @@ def check_tensors(tensors: dict[str, Tensor | None], packed: bool) -> None:
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; use torch.as_tensor(...)")
+        if isinstance(tensor, DTensor):
+            raise TypeError(
+                f"{name}: expected a plain tensor of this rank, got a DTensor; pass what its to_local() returns"
+            )
         if shard and tensor.dim() != dims:
             layout = "[tokens, heads, head_dim]" if packed else "[batch, seq, heads, head_dim]"
             raise ValueError(

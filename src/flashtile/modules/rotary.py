@@ -118,9 +118,10 @@ class RotaryEmbedding(nn.Module):
         self, positions: int, device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         # Those on the meta device have no values, in a model that was made there and got its parameters later.
-        frequencies = (
-            self._first_frequencies(device) if self.inv_freq.is_meta else self.inv_freq.to(device, torch.float32)
-        )
+        frequencies = self._first_frequencies(device) if self.inv_freq.is_meta else self.inv_freq
+        if hasattr(frequencies, "full_tensor"):  # a DTensor, where distribute_module has replicated the buffers
+            frequencies = frequencies.full_tensor()
+        frequencies = frequencies.to(device, torch.float32)
         angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequencies)
         cos, sin = angles.cos(), angles.sin()
         if self.scaling is not None:

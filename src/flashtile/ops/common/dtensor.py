@@ -92,7 +92,9 @@ def call(
     """Calls a function on this rank's shards.
 
     If no operand is a DTensor except parameters, the other tensors are this rank's own data, as under FSDP. The
-    parameters are then complete, their gradients are the mean over the ranks, and the results are plain tensors.
+    parameters are then gathered, their gradients are the mean over the ranks, and the results are plain tensors. A
+    parameter on a mesh with more dimensions than the activations have (FSDP around tensor parallelism) is gathered over
+    those in the same way.
 
     Args:
         function: gets the `Division` and this rank's part of each operand, in their order; returns a tensor, or a tuple
@@ -111,18 +113,18 @@ def call(
     sharded = [name for name, tensor in tensors.items() if present(tensor)]
     if set(sharded) <= set(parameters):
         return function(Division(), *(_whole(t) if name in sharded else t for name, t in tensors.items()))
-    mesh = tensors[sharded[0]].device_mesh
+    first = next(name for name in sharded if name not in parameters)
+    mesh = tensors[first].device_mesh
     for name, tensor in tensors.items():
-        if name in sharded and tensor.device_mesh != mesh:
-            raise ValueError(
-                f"{name}: expected a DTensor on the mesh of {sharded[0]}, {mesh}, got {tensor.device_mesh}"
-            )
-        if name not in sharded and tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        if name in sharded:
+            if tensor.device_mesh != mesh:
+                tensors[name] = _onto(mesh, first, name, tensor)
+        elif tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise TypeError(
-                f"{name}: expected a DTensor beside {sharded[0]}, got a plain tensor that wants a gradient, of which "
-                "each rank would have a part; use torch.distributed.tensor.distribute_tensor or distribute_module"
+                f"{name}: expected a DTensor beside {first}, got a plain tensor that wants a gradient, of which each "
+                "rank would have a part; use torch.distributed.tensor.distribute_tensor or distribute_module"
             )
-    shaped = [(tensor, _expanded(letters, tensor)) for tensor, letters in operands.values()]
+    shaped = [(tensors[name], _expanded(letters, tensors[name])) for name, (_, letters) in operands.items()]
     division = Division(mesh, _letters(mesh, shaped, complete))
     found = function(division, *(_part(tensor, letters, division, complete) for tensor, letters in shaped))
     if isinstance(results, str):
@@ -226,8 +228,34 @@ def _whole(parameter: Any) -> Tensor:
     """All of a parameter for this rank's own data; its gradient is the mean over the ranks, as under FSDP."""
     from torch.distributed.tensor import Partial
 
-    ranks = parameter.device_mesh.size()
-    whole = parameter.full_tensor(grad_placements=[Partial()] * parameter.device_mesh.ndim)
-    if whole.requires_grad:
-        whole.register_hook(lambda grad: grad / ranks)
-    return whole
+    mesh = parameter.device_mesh
+    return _mean_gradient(parameter.full_tensor(grad_placements=[Partial()] * mesh.ndim), mesh.size())
+
+
+def _onto(mesh: DeviceMesh, first: str, name: str, parameter: Any) -> DTensor:
+    """A parameter on the mesh of the activations, gathered over the other dimensions of its own.
+
+    Raises:
+        ValueError: its mesh has other dimensions.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    own, kept = parameter.device_mesh, mesh.mesh_dim_names or ()
+    names = own.mesh_dim_names or ()
+    if not kept or not set(kept) <= set(names) or own[kept] != mesh:
+        raise ValueError(
+            f"{name}: expected a DTensor on the mesh of {first}, {mesh}, or on one that contains it, got {own}; "
+            "redistribute one of them"
+        )
+    placements = [placed if dim in kept else Replicate() for dim, placed in zip(names, parameter.placements)]
+    gradients = [placed if dim in kept else Partial() for dim, placed in zip(names, placements)]
+    part = parameter.redistribute(placements=placements).to_local(grad_placements=gradients)
+    part = _mean_gradient(part, own.size() // mesh.size())
+    return DTensor.from_local(part, mesh, [placements[names.index(dim)] for dim in kept], run_check=False)
+
+
+def _mean_gradient(tensor: Tensor, ranks: int) -> Tensor:
+    """The tensor, whose gradient is divided by the number of ranks before their gradients are added up."""
+    if tensor.requires_grad:
+        tensor.register_hook(lambda grad: grad / ranks)
+    return tensor
