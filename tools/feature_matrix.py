@@ -234,7 +234,8 @@ def table() -> str:
         groups.setdefault(tuple(found), []).append(label)
     grouped = [["; ".join(labels), *found] for found, labels in groups.items()]
     headings = ["", *(f"`{backend}`" for backend in BACKENDS.by_name)]
-    lines = ["| " + " | ".join(row) + " |" for row in (headings, ["---"] * len(headings), *grouped)]
+    head, *lines = ["| " + " | ".join(row) + " |" for row in (headings, *grouped)]
+    lines = [head, "|" + "---|" * len(headings), *lines]
     note = (
         "A backend serves a call if it serves each of its features. The mark ¹ means that the backend computes the "
         "forward, and\nanother backend the gradients."

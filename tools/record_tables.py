@@ -499,9 +499,8 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
 
 
 def markdown(table: list[list[str]]) -> str:
-    heading, *rows = table
-    lines = [heading, ["---"] * len(heading), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    lines = [f"| {' | '.join(row)} |" for row in table]
+    return "\n".join([lines[0], "|" + "---|" * len(table[0]), *lines[1:]]) + "\n"
 
 
 def with_tables(text: str) -> str:
