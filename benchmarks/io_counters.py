@@ -28,9 +28,9 @@ import torch
 
 import flashtile
 from flashtile import io_model
-from flashtile.bench.cases import DTYPES
+from flashtile.bench.base import DTYPES
+from flashtile.bench.breakdown import causal_mask, standard_attention
 from flashtile.bench.record import Record, make_record, write_record
-from flashtile.bench.standard import causal_mask, standard_attention
 from flashtile.bench.timing import EventTimer
 
 #: Key in a record -> metric.

@@ -20,8 +20,7 @@ from torch import Tensor
 
 import flashtile
 from benchmarks.evidence.measure import Recorder, command_of, make_row
-from flashtile.bench.memory import step_facts
-from flashtile.bench.timing import Uncaptured, make_timer, typical
+from flashtile.bench.timing import Uncaptured, make_timer, step_facts, typical
 from flashtile.models import GPT, GPTConfig
 from flashtile.prefix_trees import PrefixTree
 from flashtile.testing import assert_same

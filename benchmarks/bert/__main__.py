@@ -18,9 +18,9 @@ import torch
 from benchmarks.bert.problem import IMPLEMENTATIONS, MODELS, BertProblem, make_case, select
 from benchmarks.evidence.measure import Recorder, command_of
 from benchmarks.evidence.text import load_text
-from flashtile.bench.errors import ChoiceError
 from flashtile.bench.runner import run_case, side_stream
-from flashtile.bench.training.cases import check_dropout
+from flashtile.bench.start import ChoiceError
+from flashtile.bench.training_steps import check_dropout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             with side_stream(device):
                 problem = partial(_problem, batch)
-                found = run_case(case, select(given.impl), device, given.seconds, problem)
+                found = run_case(case, select(given.impl), device, problem, given.seconds)
             recorder.add([{**row, "text": text.name, "text_sha256": text.sha256} for row in found])
             for row in found:
                 speed = row.get("why") or f"{row['ms']:.1f} ms, {row['tokens_per_s']:.0f} tokens/s"

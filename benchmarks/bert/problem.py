@@ -6,16 +6,15 @@ float64. What rounding may do to them, its eager model under autocast says. Ther
 bfloat16, so ours is held to an eager model whose norms give bfloat16 as well.
 
 With dropout this check is made without it. Then the weights are set back, and what training with dropout does to the
-whole batch is compared with transformers' eager model in `flashtile.bench.training.dropout`.
+whole batch is compared with transformers' eager model in `flashtile.bench.training_steps`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +22,9 @@ from torch import Tensor, nn
 
 from benchmarks.bert.batches import IGNORED, Batch, make_batch
 from benchmarks.evidence.text import Text
-from flashtile.bench.training import dropout
-from flashtile.bench.training.cases import PHASE
-from flashtile.bench.training.problem import judge_losses, peak_tflops
-from flashtile.bench.training.steps import Steps
-from flashtile.bench.verify import Verdict
+from flashtile.bench.base import AnyCase, Implementation, Problem, Verdict
+from flashtile.bench.training import judge_losses, peak_tflops
+from flashtile.bench.training_steps import PHASE, Steps, judge_dropout, sample_reference
 from flashtile.models import BertConfig, BertForPreTraining, to_hugging_face
 
 #: Sequences that the eager model takes at once where it trains with dropout: it keeps S×S matrices of each head.
@@ -43,7 +40,7 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class BertCase:
+class BertCase(AnyCase):
     """Steps of a model on B sequences, padded to S tokens."""
 
     model: str
@@ -52,6 +49,8 @@ class BertCase:
     dtype: str
     lengths: tuple[int, ...] = ()
     dropout_p: float = 0.0
+
+    op: ClassVar[str] = "bert-step"
 
     @property
     def name(self) -> str:
@@ -71,7 +70,7 @@ class BertCase:
         names = ("model", "B", "S", "dtype", *(["dropout_p"] if self.dropout_p else []))
         return {**{name: getattr(self, name) for name in names}, "lengths": list(self.lengths)}
 
-    def flops(self) -> float:
+    def flops(self, phase: str) -> float:
         """Operations of the model on the tokens that are there: two for each weight of a product, attention's
         S² of each sequence; a backward twice that. Padding is no work of the model."""
         config = self.config
@@ -151,25 +150,16 @@ def _narrow_eager(config: BertConfig, state: dict[str, Tensor]) -> Model:
     return model
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """One way to train: its name in records, what makes the model, and the package that it needs."""
-
-    name: str
-    build: Callable[[BertConfig, dict[str, Tensor]], Model]
-    package: str | None = "transformers"
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-
+_TRANSFORMERS = ("transformers", "transformers")
 IMPLEMENTATIONS = {
     each.name: each
     for each in (
-        Implementation("flashtile", _flashtile, None),
-        Implementation("flashtile-compile", _compiled(_flashtile), None),
-        Implementation("transformers-eager", _transformers("eager")),
-        Implementation("transformers-sdpa", _transformers("sdpa")),
-        Implementation("transformers-flashtile", _transformers("flashtile")),
-        Implementation("transformers-compile", _compiled(_transformers("sdpa"))),
+        Implementation("flashtile", build=_flashtile),
+        Implementation("flashtile-compile", build=_compiled(_flashtile)),
+        Implementation("transformers-eager", build=_transformers("eager"), package=_TRANSFORMERS),
+        Implementation("transformers-sdpa", build=_transformers("sdpa"), package=_TRANSFORMERS),
+        Implementation("transformers-flashtile", build=_transformers("flashtile"), package=_TRANSFORMERS),
+        Implementation("transformers-compile", build=_compiled(_transformers("sdpa")), package=_TRANSFORMERS),
     )
 }
 
@@ -219,22 +209,22 @@ class Training(Steps[Batch]):
         self._model.train(mode)
 
 
-class BertProblem:
+class BertProblem(Problem):
     """A case on a device.
 
     Raises:
         ValueError: transformers, whose model is the oracle, is not installed.
     """
 
-    op = "bert-step"
-    phases: tuple[str, ...] = (PHASE,)
+    phases = (PHASE,)
 
     def __init__(self, case: BertCase, batch: Batch, device: torch.device) -> None:
         if importlib.util.find_spec("transformers") is None:
             raise ValueError(
                 "transformers: expected it to be installed, its model is what all are checked by; install it"
             )
-        self._case, self._batch, self._device = case, batch.to(device), device
+        super().__init__(case, device)
+        self._batch = batch.to(device)
         self._autocast = case.dtype == "bf16"
         torch.manual_seed(0)
         with device:  # where random weights take the least time
@@ -246,37 +236,31 @@ class BertProblem:
         self._eager = {False: theirs, True: self._trained(_narrow_eager) if self._autocast else theirs}
         self._dropped = self._sampled() if case.dropout_p else None
 
-    def offers(self, implementation: Implementation) -> bool:
-        return True
-
-    def unsupported(self, implementation: Implementation, phase: str) -> str | None:
-        return None
-
     def bind(self, implementation: Implementation) -> Training:
-        model = self._built(implementation.build, self._case)
-        return Training(model, self._batch, self._autocast, drops=bool(self._case.dropout_p))
+        model = self._built(implementation.build, self.case)
+        return Training(model, self._batch, self._autocast, drops=bool(self.case.dropout_p))
 
     def _built(self, build: Callable[[BertConfig, dict[str, Tensor]], Model], case: BertCase) -> Model:
-        with self._device:
+        with self.device:
             return build(case.config, self._state)
 
     def judge(self, bound: Training, phase: str, results: dict[str, Tensor]) -> Verdict:
         verdict = judge_losses(results, self._exact, self._eager[bound.ours], self._autocast)
         if self._dropped is None or verdict.why is not None:
             return verdict
-        return replace(verdict, why=dropout.judge(results, self._dropped).why)
+        return verdict._replace(why=judge_dropout(results, self._dropped).why)
 
     def speed(self, phase: str, ms: float) -> dict[str, Any]:
         """Tokens that are no padding each second, and the share of the GPU's peak that the model's products reach."""
-        tflops, peak = self._case.flops() / ms / 1e9, peak_tflops(self._device)
-        tokens_per_s = sum(self._case.lengths) / ms * 1e3
+        tflops, peak = self.case.flops(phase) / ms / 1e9, peak_tflops(self.device)
+        tokens_per_s = sum(self.case.lengths) / ms * 1e3
         return {"tflops": tflops, "gbps": None, "tokens_per_s": tokens_per_s, "mfu": peak and tflops / peak}
 
     def _trained(
         self, build: Callable[[BertConfig, dict[str, Tensor]], Model], dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
         """The first losses of a model without dropout; in float32 as autocast has it."""
-        model = self._built(build, replace(self._case, dropout_p=0.0)).to(dtype)
+        model = self._built(build, replace(self.case, dropout_p=0.0)).to(dtype)
         some = self._batch.shortest_and_longest()
         return Training(model, some, self._autocast and dtype is torch.float32).results(PHASE)
 
@@ -284,10 +268,10 @@ class BertProblem:
         """What dropout does in transformers' eager model."""
 
         def make() -> Training:
-            model = self._built(_transformers("eager"), self._case)
+            model = self._built(_transformers("eager"), self.case)
             return Training(model, self._batch, self._autocast, drops=True, size=_EAGER_BATCH)
 
-        return dropout.sample_reference(make, self._batch)
+        return sample_reference(make, self._batch)
 
 
 def make_case(

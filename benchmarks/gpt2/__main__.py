@@ -19,8 +19,7 @@ from benchmarks.evidence.budget import Budget
 from benchmarks.evidence.measure import Recorder, command_of
 from benchmarks.evidence.text import load_text
 from benchmarks.gpt2.curves import differences, train_curves
-from flashtile.bench.training.cases import MODELS, TrainCase
-from flashtile.bench.training.implementations import IMPLEMENTATIONS
+from flashtile.bench.training import IMPLEMENTATIONS, MODELS, TrainCase
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

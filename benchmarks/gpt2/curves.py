@@ -15,9 +15,8 @@ import torch
 from benchmarks.evidence.budget import Budget
 from benchmarks.evidence.measure import Stopwatch, make_row
 from benchmarks.evidence.text import Text, batch_of
-from flashtile.bench.training.cases import TrainCase, make_weights
-from flashtile.bench.training.implementations import Implementation
-from flashtile.bench.training.problem import Training, peak_tflops
+from flashtile.bench.base import Implementation
+from flashtile.bench.training import TrainCase, Training, make_weights, peak_tflops
 
 OP = "train-curve"
 _WARM_UP_STEPS, _TIMED_STEPS = 3, 5

@@ -9,8 +9,12 @@ import torch
 
 from flashtile.bench import ahead
 from flashtile.bench.ahead import call_once, compile_ahead
+from flashtile.bench.base import Implementation
 from flashtile.bench.cases import Case
-from flashtile.bench.implementations import Implementation, build_flashtile
+from flashtile.bench.companion_cases import Copy, RMSNorm
+from flashtile.bench.companions import IMPLEMENTATIONS as COMPANIONS
+from flashtile.bench.companions import Way
+from flashtile.bench.implementations import build_flashtile
 
 CPU = torch.device("cpu")
 CASES = [Case(1, seq, 1, 1, head_dim, head_dim, dtype="fp32") for head_dim in (8, 16) for seq in (5, 6)]
@@ -35,7 +39,8 @@ def seen(monkeypatch):
 
     known = [Implementation("noted", ("cpu",), build), Implementation("failing", ("cpu",), fail)]
     known.append(Implementation("ready", ("cpu",), build, compiles=False))
-    monkeypatch.setattr(ahead, "IMPLEMENTATIONS", known)
+    benchmark = replace(ahead.BENCHMARKS["attention"], implementations=known)
+    monkeypatch.setitem(ahead.BENCHMARKS, "attention", benchmark)
     monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", raising=False)
     yield known, calls
     os.environ.pop("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", None)
@@ -43,7 +48,7 @@ def seen(monkeypatch):
 
 def test_every_case_is_called_where_something_is_compiled(seen):
     known, calls = seen
-    compile_ahead(CASES, known, CPU, 2, ThreadPoolExecutor)
+    compile_ahead("attention", CASES, known, CPU, 2, ThreadPoolExecutor)
     assert sorted(set(calls)) == sorted((case.D, case.S) for case in CASES) and len(calls) == 2 * len(CASES)
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
 
@@ -54,8 +59,25 @@ def test_cases_of_the_same_kernels_do_not_follow_one_another():
     assert ahead._alike_apart([CASES[0], CASES[1], causal]) == [CASES[0], causal, CASES[1]]
 
 
+def test_every_phase_of_a_companion_is_called_once(monkeypatch):
+    calls = []
+
+    def eager(case, others):
+        def function(x, weight):
+            calls.append((case.columns, x.requires_grad and torch.is_grad_enabled()))
+            return case.formula((x, weight), others)
+
+        return Way(function)
+
+    monkeypatch.setattr(RMSNorm, "eager", eager)
+    cases = [RMSNorm("fp32", 3, 8), RMSNorm("fp32", 3, 16), Copy("fp32", 1)]
+    chosen = [each for each in COMPANIONS if each.name == "eager"]
+    compile_ahead("companions", cases, chosen, CPU, 2, ThreadPoolExecutor)
+    assert sorted(calls) == [(8, False), (8, True), (16, False), (16, True)]
+
+
 def test_a_failure_is_left_to_the_measuring_process(seen):
-    call_once(CASES[0], "failing", "cpu")
+    call_once("attention", CASES[0], "failing", "cpu")
 
 
 def test_processes_do_not_start_compilers_of_their_own():

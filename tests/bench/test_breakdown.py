@@ -7,13 +7,11 @@ import torch
 
 from command_line import invoke
 from flashtile.bench import breakdown, runner
-from flashtile.bench.breakdown import FUSED, Steps, breakdown_tables, draw_breakdown, run_breakdown
+from flashtile.bench.breakdown import Steps, causal_mask, draw_breakdown, run_breakdown, scores
 from flashtile.bench.cases import Case
-from flashtile.bench.compare import comparison_tables
-from flashtile.bench.errors import ChoiceError
-from flashtile.bench.html import figures
-from flashtile.bench.outcome import report_of
-from flashtile.bench.standard import causal_mask, scores
+from flashtile.bench.html import charts
+from flashtile.bench.report import FUSED, breakdown_tables, comparison_tables, report_of
+from flashtile.bench.start import ChoiceError
 from flashtile.testing import assert_same
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -94,8 +92,8 @@ def test_steps_are_compared_with_themselves():
 
 
 def test_the_page_draws_it():
-    (chart,) = figures.breakdowns(rows_by_hand())
-    assert chart.bars["standard"] == [("mask", 1.0), ("softmax", 3.0)]
+    (chart,) = charts.breakdowns(rows_by_hand())
+    assert chart.cases == {"mask": {"standard": 1.0}, "softmax": {"standard": 3.0}, FUSED: {"flashtile-cpu": 2.0}}
 
 
 @pytest.mark.parametrize(

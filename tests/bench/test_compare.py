@@ -9,10 +9,11 @@ import torch
 
 import flashtile
 from command_line import invoke
-from flashtile.bench import against, commands, outcome, runner
+from flashtile.bench import against, commands, runner
 from flashtile.bench.cases import Case
-from flashtile.bench.compare import comparison_tables, differences, read_record
-from flashtile.bench.errors import ChoiceError
+from flashtile.bench.record import read_record
+from flashtile.bench.report import comparison_tables, differences, report_of
+from flashtile.bench.start import ChoiceError
 
 CASE = Case(1, 512, 4, 4, 64, 64).record()
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ def test_what_differs_between_two_machines_is_named():
     here = {"machine": {"cpu": "a", "cpu_cores": 2}, "versions": {"torch": "2"}, "rows": []}
     there = {"machine": {"cpu": "b", "cpu_cores": 2}, "versions": {"torch": "1", "liger": None}, "rows": []}
     assert differences(here, there) == ["cpu: b there, a here", "torch: 1 there, 2 here"]
-    report = outcome.report_of({**here, "rows": [row(1.0)]}, there)
+    report = report_of({**here, "rows": [row(1.0)]}, there)
     assert report.notes[-1].startswith("the earlier record has a time for none")
 
 
@@ -108,7 +109,7 @@ def repository(tmp_path, monkeypatch):
 
 def test_two_commits_run_in_turns_with_the_same_arguments(repository, tmp_path):
     seen = []
-    report = outcome.compare_with_commit(
+    report = against.compare_with_commit(
         "attention", {"cases": ["a,b"], "quick": True}, "HEAD~1", tmp_path / "both.json", lambda *run: seen.append(run)
     )
     assert [tree for tree, *_ in seen] == ["HEAD~1", "here", "here", "HEAD~1", "HEAD~1", "here"]

@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashtile.bench import flex, functions
+from flashtile.bench import functions, implementations
+from flashtile.bench.ahead import first_calls
+from flashtile.bench.base import Implementation
 from flashtile.bench.cases import Case, make_inputs
-from flashtile.bench.first_call import first_calls
-from flashtile.bench.implementations import IMPLEMENTATIONS, Implementation, build_flashtile
-from flashtile.bench.problem import AttentionProblem
+from flashtile.bench.implementations import IMPLEMENTATIONS, build_flashtile
+from flashtile.bench.oracle import AttentionProblem, Oracle
 from flashtile.bench.report import speed_tables
 from flashtile.bench.runner import run_case, side_stream
 from flashtile.bench.tables import cases_of, tables
-from flashtile.bench.verify import Oracle
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -54,14 +54,14 @@ def test_masks_show_what_the_oracle_is_told(name, seq):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_ours_are_right(case):
-    for row in run_case(case, named("flashtile-cpu", "flashtile-builtin", "sdpa-flash"), CPU, seconds=0):
+    for row in run_case(case, named("flashtile-cpu", "flashtile-builtin", "sdpa-flash"), CPU, AttentionProblem, 0):
         expected = {"flashtile-builtin": "flashtile has no argument for it", "sdpa-flash": "measured without functions"}
         assert row["ms"] is not None or row["why"] == expected[row["impl"]], row
         assert row["ms"] is None or row["impl"] != "sdpa-flash"
 
 
 def test_the_same_by_an_argument_where_there_is_one():
-    rows = [row for case in CASES for row in run_case(case, named("flashtile-builtin"), CPU, seconds=0)]
+    rows = [row for case in CASES for row in run_case(case, named("flashtile-builtin"), CPU, AttentionProblem, 0)]
     found = {row["case"]["function"] for row in rows if row["ms"] is not None}
     assert found == {"alibi", "softcap", "documents", "window"}
     (builtin,) = named("flashtile-builtin")
@@ -76,7 +76,8 @@ def test_flex_computes_the_case(case):
     tensors = [t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)]
     tensors += inputs.tables if functions.learns(case.function) else ()
     torch.compiler.reset()
-    attend = torch.compile(flex.only_compiled(flex.flex_of(case, inputs)), backend="aot_eager", fullgraph=True)
+    flex = implementations.only_compiled(implementations.flex_of(case, inputs))
+    attend = torch.compile(flex, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         out = attend(*tensors).transpose(1, 2)
     assert Oracle(case, inputs).judge("fwd", {"out": out}).why is None
@@ -93,7 +94,7 @@ def test_a_wrong_gradient_of_a_table_is_found(name):
 
         return wrong
 
-    forward, backward = run_case(case_of(name), [Implementation("wrong", ("cpu",), build)], CPU, seconds=0)
+    forward, backward = run_case(case_of(name), [Implementation("wrong", ("cpu",), build)], CPU, AttentionProblem, 0)
     assert forward["ms"] is not None and backward["ms"] is None
     assert f"dtable{0 if name == 'relative' else 1}" in backward["why"]
 
@@ -107,7 +108,7 @@ def test_a_mask_with_one_pair_too_many_is_found():
         bias = torch.zeros(1, 1, case.S, case.S).masked_fill(~mask, -torch.inf)
         return lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
-    rows = run_case(case, [Implementation("wrong", ("cpu",), build, heads_first=True)], CPU, seconds=0)
+    rows = run_case(case, [Implementation("wrong", ("cpu",), build, heads_first=True)], CPU, AttentionProblem, 0)
     assert all(row["ms"] is None and "wrong result" in row["why"] for row in rows)
 
 
@@ -115,7 +116,7 @@ def test_first_calls_are_measured_in_processes_of_their_own(monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "before")
     ours, case = named("flashtile-cpu"), case_of("softcap")
     with first_calls([case], ours, CPU, jobs=1) as problem:
-        rows = run_case(case, ours, CPU, 0, problem)
+        rows = run_case(case, ours, CPU, problem, 0)
     assert [row["impl"] for row in rows if "first_call_ms" in row] == ["flashtile-cpu"]
     assert 0 < rows[0]["first_call_ms"] < 300_000
     titles = [table.title for table in speed_tables(rows)]
@@ -125,8 +126,8 @@ def test_first_calls_are_measured_in_processes_of_their_own(monkeypatch):
 
 def test_no_first_calls_without_functions_or_processes():
     ours, alibi = named("flashtile-cpu"), case_of("alibi")
-    for cases, implementations, jobs in (([alibi], ours, 0), ([Case(1, 16, 2, 2, 8, 8)], ours, 2), ([alibi], [], 2)):
-        with first_calls(cases, implementations, CPU, jobs) as problem:
+    for cases, chosen, jobs in (([alibi], ours, 0), ([Case(1, 16, 2, 2, 8, 8)], ours, 2), ([alibi], [], 2)):
+        with first_calls(cases, chosen, CPU, jobs) as problem:
             assert problem is AttentionProblem
 
 
@@ -137,6 +138,6 @@ def test_on_a_gpu(case):
     """What FlexAttention computes otherwise may be found wrong or refused; of ours nothing may be."""
     case = replace(case, S=1024, D=64, Dv=64, dtype="bf16")
     with side_stream(CUDA):
-        rows = run_case(case, named("flashtile-triton", "flashtile-builtin", "flex"), CUDA, seconds=0)
+        rows = run_case(case, named("flashtile-triton", "flashtile-builtin", "flex"), CUDA, AttentionProblem, 0)
     for row in rows:
         assert row["ms"] is not None or (row["impl"] != "flashtile-triton" and row["why"]), row

@@ -6,20 +6,22 @@ import torch
 from flashtile.bench import implementations as attention
 from flashtile.bench import runner
 from flashtile.bench.cases import Case
-from flashtile.bench.companions.case import Random
-from flashtile.bench.companions.implementations import IMPLEMENTATIONS
-from flashtile.bench.companions.losses import CrossEntropy, LinearCrossEntropy
-from flashtile.bench.companions.mlp import FusedDense, FusedMLP
-from flashtile.bench.companions.movement import Copy
-from flashtile.bench.companions.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
-from flashtile.bench.companions.oracle import evaluate
-from flashtile.bench.companions.problem import CompanionProblem
-from flashtile.bench.companions.rotary import Rotary
-from flashtile.bench.companions.softmax import CausalSoftmax, MaskedSoftmax
-from flashtile.bench.problem import AttentionProblem
-from flashtile.bench.training.cases import TrainCase
-from flashtile.bench.training.implementations import IMPLEMENTATIONS as TRAININGS
-from flashtile.bench.training.problem import TrainProblem
+from flashtile.bench.companion_cases import (
+    CausalSoftmax,
+    Copy,
+    CrossEntropy,
+    DropoutAddLayerNorm,
+    DropoutAddRMSNorm,
+    LayerNorm,
+    MaskedSoftmax,
+    RMSNorm,
+    Rotary,
+)
+from flashtile.bench.companion_products import FusedDense, FusedMLP, LinearCrossEntropy
+from flashtile.bench.companions import IMPLEMENTATIONS, CompanionProblem, Random, evaluate
+from flashtile.bench.oracle import AttentionProblem
+from flashtile.bench.training import IMPLEMENTATIONS as TRAININGS
+from flashtile.bench.training import TrainCase, TrainProblem
 from flashtile.testing import assert_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
@@ -52,7 +54,7 @@ MASKED = [
 
 def run(case, implementations, problem):
     with runner.side_stream(CUDA):
-        return runner.run_case(case, implementations, CUDA, seconds=0.01, problem=problem)
+        return runner.run_case(case, implementations, CUDA, problem, 0.01)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

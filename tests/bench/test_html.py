@@ -13,14 +13,11 @@ from filelock import FileLock
 
 from browser import CHROMIUM, open_browser
 from flashtile.bench.cases import Case
-from flashtile.bench.companions.norms import LayerNorm
-from flashtile.bench.errors import ChoiceError
-from flashtile.bench.html import words
-from flashtile.bench.html.charts import DotChart, LineChart, Series
-from flashtile.bench.html.drawing import draw
-from flashtile.bench.html.figures import Named, in_order, sections, styles
-from flashtile.bench.html.headline import headline_of
-from flashtile.bench.html.report import write_report
+from flashtile.bench.companion_cases import LayerNorm
+from flashtile.bench.html import verdict_of, words, write_report
+from flashtile.bench.html.charts import Named, in_order, sections, styles
+from flashtile.bench.html.drawing import DotChart, LineChart, Series, draw
+from flashtile.bench.start import ChoiceError
 
 RECORDS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
 HTML, SVG = "{http://www.w3.org/1999/xhtml}", "{http://www.w3.org/2000/svg}"
@@ -129,11 +126,15 @@ def test_the_page_is_whole_and_needs_nothing_from_elsewhere(whole):
 
 
 @_draws_all_records
-def test_the_page_opens_with_the_main_result_and_is_small(whole):
+def test_the_page_opens_with_the_verdict_and_four_charts_and_is_small(whole):
     assert whole.stat().st_size <= 1_500_000
-    sections = parsed(whole).findall(f"{HTML}body/{HTML}main/{HTML}section")
-    first, *others = sections
-    assert first.find(f"{HTML}details[@class='fold']") is None and others
+    first, read, *others = parsed(whole).findall(f"{HTML}body/{HTML}main/{HTML}section")
+    assert first.find(f"{HTML}h2").text == "Verdict" and len(list(first.iter(f"{SVG}svg"))) == 4
+    said = words_in(first)
+    for machine in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "AMD EPYC (2 cores)"):
+        assert f"On {machine} flashtile is faster than the fastest other implementation in" in said
+    assert "cuDNN through PyTorch" in said and "sdpa-cudnn" not in said
+    assert "How to read it" in words_in(read)
     assert all([child.tag for child in section] == [f"{HTML}details"] for section in others)
 
 
@@ -146,23 +147,15 @@ def test_the_page_suits_dark_rooms(whole):
 
 
 @_draws_all_records
-def test_the_page_says_what_was_measured_on_what_and_how_to_read_it(whole):
+def test_the_page_says_what_was_measured_on_what(whole):
     body = parsed(whole).find(f"{HTML}body")
     introduction = words_in(body.find(f"{HTML}header"))
-    for said in ("attention", "decoding", "training", "NVIDIA H200", "AMD EPYC (2 cores)", "PyTorch", "How to read it"):
+    for said in ("attention", "decoding", "training", "NVIDIA H200", "AMD EPYC (2 cores)", "PyTorch"):
         assert said in introduction, said
     names = words_in(body.find(f".//{HTML}section[@id='names-of-implementations']"))
-    assert "fa4 FlashAttention-4" in names and "flashtile-hopper flashtile's kernels for Hopper GPUs" in names
-
-
-@_draws_all_records
-def test_the_main_result_of_the_gpu_comes_first(whole):
-    first, second, *_ = parsed(whole).iter(f"{HTML}section")
-    assert first.find(f"{HTML}h2").text == "Main result: attention on NVIDIA H100 80GB HBM3"
-    said = words_in(first)
-    assert "flashtile-auto is" in said and "times as fast as the fastest peer" in said and "fa4" in said
-    assert len(list(first.iter(f"{SVG}svg"))) == 2, "forward and backward"
-    machines = [heading.text.strip() for heading in second.iter(f"{HTML}h3")]
+    assert "FlashAttention-4 fa4" in names and "flashtile, kernels for Hopper flashtile-hopper" in names
+    speeds = body.find(f".//{HTML}section[@id='attention--speed']")
+    machines = [heading.text.strip() for heading in speeds.iter(f"{HTML}h3")]
     assert machines[0] == "NVIDIA H100 80GB HBM3" and machines[-1].endswith("(2 cores)")
 
 
@@ -226,7 +219,7 @@ def browser(tmp_path_factory):
 @_draws_all_records
 def test_in_a_browser_nothing_overflows_and_no_request_leaves_the_page(whole, browser):
     """One test, because the page of all records takes longer to draw than to look at."""
-    for width, dark in ((1366, False), (390, True)):
+    for width, dark in ((1280, False), (390, True)):
         browser.open(whole, width, dark=dark)
         assert browser.evaluate("document.documentElement.clientWidth") == width
         assert browser.evaluate(_OVERFLOWS) == []
@@ -252,7 +245,7 @@ def test_lengths_make_lines_in_order():
     first, second = charts_of(LINES[::-1], "Attention: speed")
     assert {first.title, second.title} == {"Forward", "Backward"}
     headings, lines = first.table()
-    assert headings == ("sequence length (tokens)", "peer", "flashtile-triton")
+    assert headings == ("sequence length (tokens)", "peer", "flashtile, portable kernels")
     assert lines[0] == ("512", *(f"{4 / (ms * 512):.3g}" for ms in (2.0, 1.0)))
     for series in first.series:
         assert [x for x, _ in series.points] == [512, 1024, 2048]
@@ -309,7 +302,7 @@ def test_points_lie_under_the_roof_of_a_known_machine():
     assert chart.title == "Forward"
     case, bytes_moved = Case.from_record(length(512)), 4 * 2 * 512 * 4 * 64 * 2 + 2 * 4 * 512 * 4
     _, lines = chart.table()
-    assert lines[0][0] == "flashtile-triton, head_dim 64: 512 tokens"
+    assert lines[0][0] == "flashtile, portable kernels, head_dim 64: 512 tokens"
     assert lines[0][1] == f"{case.flops('fwd') / bytes_moved:.0f}"
     for rows, gpu in ((LINES, "NVIDIA H100 PCIe"), ([one for one in LINES if one["impl"] == "peer"], "NVIDIA H200")):
         assert "Roofline" not in [section.title for section in sections([named(rows, gpu=gpu)])]
@@ -348,7 +341,7 @@ def test_training_by_length_losses_and_accuracy():
         for impl in ("flashtile", "plain")
     ]
     (chart,) = charts_of(rows, "Training: losses")
-    assert chart.title == "Training on text" and chart.table()[0] == ("step", "flashtile", "plain")
+    assert chart.title == "Training on text" and chart.table()[0][:2] == ("step", "flashtile in a whole model")
     assert chart.table()[1] == [("1,200", "594", "594")]
     broken = row("flashtile", {}, 1.0, op="train-curve", curve=[None])
     assert "Training: losses" not in [section.title for section in sections([named([broken])])]
@@ -362,31 +355,48 @@ def test_traffic_and_breakdown():
     io = row("standard", {"B": 1}, 2.0, op="attention-io", predicted=parts, counted={**parts, "bytes_read": 5e9})
     uncounted = {**io, "impl": "flashtile", "counted": None}
     (chart,) = charts_of([io, uncounted], "Predicted and counted traffic")
-    assert chart.table()[1] == [("standard", "4", "6"), ("flashtile", "4", "–")]
+    assert chart.table()[1] == [
+        ("attention step by step", "4", "6"),
+        ("flashtile in a whole model", "4", "–"),
+    ]
     steps = [
         row("standard", {"B": 1}, ms, op="attention-breakdown", step=name) for name, ms in (("mask", 1.0), ("pv", 3))
     ]
-    (stacked,) = charts_of(steps, "Where the time goes")
-    assert stacked.title == "Forward"
-    assert stacked.table()[1] == [("standard", "mask", "1"), ("standard", "pv", "3")]
+    (found,) = charts_of(steps, "Where the time goes")
+    assert found.title == "Forward" and found.table()[1] == [("mask", "1"), ("pv", "3")]
 
 
 def test_what_has_no_time_is_left_out():
     rows = [{**one, "ms": None, "why": "it broke"} for one in LINES]
-    assert not sections([named(rows)]) and headline_of([named(rows)]) is None
+    assert not sections([named(rows)]) and verdict_of([named(rows)]) is None
 
 
-def test_the_headline_says_how_many_times_as_fast_and_in_how_many_cases():
+def test_the_verdict_says_how_many_times_as_fast_and_in_how_many_comparisons():
     slow = {("flashtile-triton", "bwd"): 4.0}
-    found = headline_of([named([{**one, "ms": one["ms"] * slow.get((one["impl"], one["phase"]), 1)} for one in LINES])])
-    assert found.sentences[0] == (
-        "Forward: flashtile-triton is 2.00 times as fast as the fastest peer of each case (geometric mean; 2.00 to "
-        "2.00), and faster in all 3 cases."
+    rows = [{**one, "ms": one["ms"] * slow.get((one["impl"], one["phase"]), 1)} for one in LINES]
+    slower = [{**one, "impl": "flashtile-hopper", "ms": 9 * one["ms"]} for one in LINES if one["impl"] != "peer"]
+    found = verdict_of([named([*rows, *slower])])
+    assert found.sentences == (
+        "On NVIDIA H200 flashtile is faster than the fastest other implementation in 3 of 6 comparisons, 1.00 times as "
+        "fast in the geometric mean (0.50 to 2.00).",
     )
-    assert "faster in 0 of 3 cases" in found.sentences[1]
-    assert found.lines[0] == ("peer", "forward", "2.00", "2.00", "2.00", "3")
-    assert found.lines[1] == ("peer", "backward", "0.50", "0.50", "0.50", "3")
-    assert [chart.title for chart in found.charts] == ["Forward", "Backward"]
+    assert found.lines[0] == ("Attention: plain", "forward", "NVIDIA H200", "2.00", "2.00", "2.00", "3", "peer")
+    assert found.lines[1][3:] == ("0.50", "0.50", "0.50", "3", "peer")
+    titles = [chart.title for chart in found.charts]
+    assert titles[:2] == ["Attention, forward", "Attention, backward"] and len(titles) == 4
+    assert titles[2] == "Forward on NVIDIA H200: head_dim 64, full, bfloat16"
+
+
+def test_the_verdict_is_of_every_kind_and_machine():
+    window = [{**one, "case": length(512, causal=True, window=(7, 0))} for one in LINES if one["case"]["S"] == 512]
+    decode = [row(impl, {"S": 1}, ms, op="decode") for impl, ms in (("flashtile-triton", 3.0), ("peer", 2.0))]
+    cpu = Named({"machine": {"cpu": "c"}, "rows": LINES}, Path("cpu.json"))
+    found = verdict_of([named([*LINES, *window, *decode]), cpu])
+    kinds = ["Attention: plain, portable kernels", "Attention: window, portable kernels", "Decoding"]
+    assert list(dict.fromkeys(line[0] for line in found.lines)) == kinds
+    assert found.sentences[0].endswith("In the mean it is slower in: Decoding (0.67).") and len(found.sentences) == 2
+    *_, rest = [chart for chart in found.charts if isinstance(chart, DotChart)]
+    assert rest.cases == {"Decoding, forward": {"NVIDIA H200": pytest.approx(2 / 3)}}
 
 
 def test_gpus_come_first_and_of_them_the_most_comparisons():

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from flashtile.bench import flex, masks
+from flashtile.bench import implementations, masks
 from flashtile.bench.cases import Case, make_inputs
 from flashtile.bench.implementations import IMPLEMENTATIONS
+from flashtile.bench.oracle import AttentionProblem, Oracle
 from flashtile.bench.runner import run_case
-from flashtile.bench.verify import Oracle
 
 CPU = torch.device("cpu")
 TILES = Case(2, 96, 4, 2, 16, 8, dtype="fp32", mask="tiles16:0.4")
@@ -23,7 +23,7 @@ FLEX = [
 
 @pytest.mark.parametrize("density", [0.05, 0.25, 0.5])
 def test_layout_has_the_diagonal_and_the_density(density):
-    layout = masks.tile_layout(16384, masks.random_tiles(density))
+    layout = masks.tile_layout(16384, f"tiles128:{density:g}")
     assert layout.shape == (128, 128) and layout.diagonal().all()
     assert int(layout.sum()) == masks.visible_tiles(128, density) == round(density * 128**2)
     assert not torch.equal(layout, layout.T)
@@ -51,7 +51,7 @@ def test_documents_see_themselves(causal):
 
 
 def test_documents_are_those_of_the_packed_table():
-    assert masks.document_lengths(masks.documents(), 65536) == tuple(masks.long_tailed_lengths())
+    assert masks.document_lengths("documents768", 65536) == tuple(masks.long_tailed_lengths())
     assert masks.document_lengths(None, 64) is masks.document_lengths("tiles16:0.5", 64) is None
 
 
@@ -78,7 +78,8 @@ def test_flex_computes_the_case(case):
     tensors = [t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)]
     tensors += [] if inputs.bias is None else [inputs.bias]
     torch.compiler.reset()
-    attend = torch.compile(flex.only_compiled(flex.flex_of(case, inputs)), backend="aot_eager", fullgraph=True)
+    flex = implementations.only_compiled(implementations.flex_of(case, inputs))
+    attend = torch.compile(flex, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         out = attend(*tensors).transpose(1, 2)
     assert Oracle(case, inputs).judge("fwd", {"out": out}).why is None
@@ -87,6 +88,6 @@ def test_flex_computes_the_case(case):
 def test_flex_that_is_not_compiled_gets_no_speed():
     (implementation,) = [each for each in IMPLEMENTATIONS if each.name == "flex"]
     with torch.compiler.set_stance("force_eager"):
-        rows = run_case(FLEX[0], [implementation], CPU)
+        rows = run_case(FLEX[0], [implementation], CPU, AttentionProblem)
     assert [row["ms"] for row in rows] == [None, None]
     assert all("fell back to eager execution" in row["why"] for row in rows)

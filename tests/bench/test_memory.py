@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from flashtile.bench.bound import Bound
 from flashtile.bench.cases import Case, make_inputs
 from flashtile.bench.implementations import IMPLEMENTATIONS
-from flashtile.bench.memory import peak_facts
+from flashtile.bench.oracle import Bound
+from flashtile.bench.timing import peak_facts
 
 CASE = Case(1, 1024, 4, 4, 64, 64, dtype="fp16")
 

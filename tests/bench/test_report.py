@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from flashtile.bench.cases import Case, packed_case
-from flashtile.bench.report import case_name, host_table, mean_tables, reasons, speed_tables
-from flashtile.bench.summary import geometric_mean, peers, ratios_to_best, ratios_to_peer
+from flashtile.bench.record import geometric_mean, peers, ratios_to_best, ratios_to_peer
+from flashtile.bench.registry import case_name
+from flashtile.bench.report import host_table, mean_tables, reasons, speed_tables
 from flashtile.bench.tables import tables
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -90,7 +91,7 @@ def test_means_are_those_of_each_of_our_implementations_phases_and_tables():
 
 def test_a_packed_case_is_named():
     packed = packed_case([3, 9], heads=4, head_dim=64, causal=False).record()
-    assert case_name({"case": packed}) == "b2-h4-d64-full-packed12-bf16"
+    assert case_name({"op": "attention", "case": packed}) == "b2-h4-d64-full-packed12-bf16"
 
 
 @pytest.mark.parametrize("path", sorted(RECORDS.glob("*attention*.json")), ids=lambda path: path.stem)

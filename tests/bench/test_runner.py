@@ -10,23 +10,20 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.bench import host_time, implementations, runner, verify
+from flashtile.bench import implementations, oracle, runner
+from flashtile.bench.base import Implementation, select_implementations
 from flashtile.bench.cases import Case, make_inputs, packed_case
-from flashtile.bench.commands import bench_attention, bench_host_time, command_line
-from flashtile.bench.host_time import run_host_time
+from flashtile.bench.commands import command_line, measure
 from flashtile.bench.implementations import (
     IMPLEMENTATIONS,
-    Implementation,
     build_flashtile,
     hopper_limits,
-    select_implementations,
     torch_varlen_options,
 )
-from flashtile.bench.problem import AttentionProblem
+from flashtile.bench.oracle import AttentionProblem, Oracle
 from flashtile.bench.record import commit, make_record, write_record
-from flashtile.bench.runner import run_case, run_cases
+from flashtile.bench.runner import run_cases, run_host_time
 from flashtile.bench.timing import CpuTimer, typical
-from flashtile.bench.verify import Oracle
 from flashtile.testing import assert_same
 
 CPU = torch.device("cpu")
@@ -60,8 +57,8 @@ SCORED = [case for case in VARIANTS if case.changes_scores]
 @pytest.fixture(autouse=True)
 def short_measuring(monkeypatch):
     monkeypatch.setitem(runner._SECONDS, "cpu", 0.01)
-    monkeypatch.setitem(host_time._ROUNDS, "cpu", 2)
-    monkeypatch.setattr(host_time, "_CALLS", 2)
+    monkeypatch.setitem(runner._HOST_ROUNDS, "cpu", 2)
+    monkeypatch.setattr(runner, "_HOST_CALLS", 2)
 
 
 def reference(name="flashtile-reference", change=lambda out: out, **options):
@@ -72,6 +69,10 @@ def reference(name="flashtile-reference", change=lambda out: out, **options):
         return lambda *tensors: change(attend(*tensors))
 
     return Implementation(name, ("cpu",), build, **options)
+
+
+def run_case(case, chosen, device):
+    return runner.run_case(case, chosen, device, AttentionProblem)
 
 
 def peer(name):
@@ -162,7 +163,12 @@ def test_peers_on_a_cpu_agree_with_the_oracle_or_say_why(case):
 
 
 def test_flashtile_on_a_cpu_is_right():
-    for row in run_cases([SMALL, VARIANTS[4], PACKED, *SCORED], select_implementations(["flashtile-cpu"], CPU), CPU):
+    for row in run_cases(
+        [SMALL, VARIANTS[4], PACKED, *SCORED],
+        select_implementations(IMPLEMENTATIONS, ["flashtile-cpu"], CPU),
+        CPU,
+        AttentionProblem,
+    ):
         assert row["ms"] is not None, row
 
 
@@ -178,53 +184,53 @@ def test_oracle_is_the_same_in_blocks_of_queries(case, monkeypatch):
     tensors = {name: tensor.double() for name, tensor in named.items() if tensor is not None}
     if case.lengths is not None:
         tensors = {name: tensor.unsqueeze(0) for name, tensor in tensors.items()}
-    whole = verify._reference(case, tensors, inputs.dropout_seed, inputs.mask)
-    monkeypatch.setitem(verify._SCORES, "cpu", case.B * case.H * case.keys * 20)
-    blocks = verify._reference(case, tensors, inputs.dropout_seed, inputs.mask)
+    whole = oracle._reference(case, tensors, inputs.dropout_seed, inputs.mask)
+    monkeypatch.setitem(oracle._SCORES, "cpu", case.B * case.H * case.keys * 20)
+    blocks = oracle._reference(case, tensors, inputs.dropout_seed, inputs.mask)
     for name, expected in whole.items():
         assert_same(blocks[name], expected, name)
 
 
 def test_oracle_looks_at_fewer_heads_when_they_are_large(monkeypatch):
-    monkeypatch.setitem(verify._SCORES, "cpu", 1)
+    monkeypatch.setitem(oracle._SCORES, "cpu", 1)
     case = Case(2, 32, 8, 4, 8, 8, dtype="fp32")
-    assert verify._choose_heads(case, CPU).tolist() == [0, 7]
-    oracle = Oracle(case, inputs := make_inputs(case, CPU))
+    assert oracle._choose_heads(case, CPU).tolist() == [0, 7]
+    judging = Oracle(case, inputs := make_inputs(case, CPU))
     out = flashtile.attention(inputs.q, inputs.k, inputs.v, backend="reference")
-    assert oracle.judge("fwd", {"out": out}).why is None
+    assert judging.judge("fwd", {"out": out}).why is None
     out[-1, -1, -1, -1] += 1
-    assert oracle.judge("fwd", {"out": out}).why is not None
+    assert judging.judge("fwd", {"out": out}).why is not None
 
 
 def test_oracle_finds_one_wrong_sequence_of_a_packed_batch():
-    oracle = Oracle(PACKED, inputs := make_inputs(PACKED, CPU))
+    judging = Oracle(PACKED, inputs := make_inputs(PACKED, CPU))
     out = build_flashtile("reference")(PACKED, inputs)(inputs.q, inputs.k, inputs.v)
-    assert oracle.judge("fwd", {"out": out}).why is None
+    assert judging.judge("fwd", {"out": out}).why is None
     out[48] *= 1.1  # the only row of the second sequence
-    assert oracle.judge("fwd", {"out": out}).why is not None
+    assert judging.judge("fwd", {"out": out}).why is not None
 
 
 def test_oracle_checks_heads_with_a_bias_in_every_batch_entry(monkeypatch):
-    monkeypatch.setitem(verify._SCORES, "cpu", 1)
+    monkeypatch.setitem(oracle._SCORES, "cpu", 1)
     case = Case(3, 32, 8, 4, 8, 8, dtype="fp32", bias="1HSS")
-    assert verify._choose_heads(case, CPU).tolist() == [0, 3]
-    oracle = Oracle(case, inputs := make_inputs(case, CPU))
+    assert oracle._choose_heads(case, CPU).tolist() == [0, 3]
+    judging = Oracle(case, inputs := make_inputs(case, CPU))
     out = build_flashtile("reference")(case, inputs)(inputs.q, inputs.k, inputs.v, inputs.bias)
-    assert oracle.judge("fwd", {"out": out}).why is None
+    assert judging.judge("fwd", {"out": out}).why is None
     out[1, -1, -1, -1] += 1
-    assert oracle.judge("fwd", {"out": out}).why is not None
+    assert judging.judge("fwd", {"out": out}).why is not None
 
 
 def test_oracle_counts_the_work_of_documents_one_by_one(monkeypatch):
     case = Case(2, 96, 4, 2, 8, 8, mask="documents20")
-    monkeypatch.setitem(verify._SCORES, "cpu", 6 * sum(seq**2 for seq in case.segments))
-    assert verify._choose_heads(case, CPU).tolist() == [0, 2, 3]
+    monkeypatch.setitem(oracle._SCORES, "cpu", 6 * sum(seq**2 for seq in case.segments))
+    assert oracle._choose_heads(case, CPU).tolist() == [0, 2, 3]
 
 
 def test_oracle_counts_the_work_of_a_packed_batch_by_sequence(monkeypatch):
     case = packed_case([48, 16], heads=8, head_dim=16, causal=False)
-    monkeypatch.setitem(verify._SCORES, "cpu", 3 * (48**2 + 16**2))
-    assert verify._choose_heads(case, CPU).tolist() == [0, 4, 7]
+    monkeypatch.setitem(oracle._SCORES, "cpu", 3 * (48**2 + 16**2))
+    assert oracle._choose_heads(case, CPU).tolist() == [0, 4, 7]
 
 
 def test_a_large_plain_computation_is_refused_before_it_starts():
@@ -233,10 +239,12 @@ def test_a_large_plain_computation_is_refused_before_it_starts():
 
 
 def test_selecting_implementations():
-    names = [implementation.name for implementation in select_implementations([], torch.device("cuda"))]
+    names = [
+        implementation.name for implementation in select_implementations(IMPLEMENTATIONS, [], torch.device("cuda"))
+    ]
     assert names[:2] == ["flashtile-hopper", "flashtile-triton"] and {"fa4", "torch-varlen"} <= set(names)
     with pytest.raises(ValueError, match="--impl: no fa4 on cpu; there are: flashtile-cpu"):
-        select_implementations(["fa4"], CPU)
+        select_implementations(IMPLEMENTATIONS, ["fa4"], CPU)
 
 
 @pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-cudnn", "sdpa-math", "flex"])
@@ -397,9 +405,9 @@ def test_implementations_take_turns_to_and_fro(monkeypatch):
     entries = []
     for name in "ab":
         entry = runner.Prepared(reference(name))
-        entry.timers = {phase: Recorder(name + phase) for phase in runner.PHASES}
+        entry.timers = {phase: Recorder(name + phase) for phase in AttentionProblem.phases}
         entries.append(entry)
-    runner._sample_in_turns(entries, 4.0)
+    runner._sample_in_turns(entries, 4.0, AttentionProblem.phases)
     labels = ["afwd", "bfwd", "abwd", "bbwd", "bfwd", "afwd", "bbwd", "abwd"]
     assert order == [(label, 2.0) for label in labels]
 
@@ -424,12 +432,11 @@ def test_perf_counter_timer_takes_at_least_one_sample():
 def test_record_has_the_documented_form(tmp_path):
     output = tmp_path / "results" / "record.json"
     seen = []
-    record = bench_attention(
-        ["d64-causal-s1024-fp32"],
-        ["sdpa-flash"],
-        quick=True,
-        output=output,
-        on_case=lambda index, total, case, rows: seen.append((index, total, case.name, rows and len(rows))),
+    record = measure(
+        "attention",
+        {"cases": ["d64-causal-s1024-fp32"], "impl": ["sdpa-flash"], "quick": True},
+        output,
+        lambda index, total, case, rows: seen.append((index, total, case.name, rows and len(rows))),
     )
     assert seen == [(0, 1, "d64-causal-s1024-fp32", None), (0, 1, "d64-causal-s1024-fp32", 2)]
     assert json.loads(output.read_text()) == record
@@ -444,11 +451,11 @@ def test_host_time_has_three_phases_and_reports_failures():
     def fail(out):
         raise RuntimeError("no")
 
-    rows = run_host_time([reference(), reference("failing", change=fail)], CPU)
+    rows = run_host_time(SMALL, [reference(), reference("failing", change=fail)], CPU, AttentionProblem)
     assert [row["phase"] for row in rows] == ["fwd-nograd", "fwd", "fwd+bwd"] * 2
     assert all(row["ms"] > 0 for row in rows[:3])
     assert all(row["ms"] is None and row["why"] == "RuntimeError: no" for row in rows[3:])
-    assert bench_host_time(["sdpa-flash"])["rows"][0]["op"] == "attention-host"
+    assert measure("host-time", {"impl": ["sdpa-flash"]})["rows"][0]["op"] == "attention-host"
 
 
 def test_command_line_leaves_the_output_out(monkeypatch):

@@ -5,16 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flashtile.bench.base import select_cases
 from flashtile.bench.cases import Case
-from flashtile.bench.random_shapes import common_cases, odd_cases
-from flashtile.bench.report import case_name
+from flashtile.bench.registry import case_name
 from flashtile.bench.tables import (
     cases_of,
+    common_cases,
     cpu_cases,
     cpu_feature_cases,
     cpu_grouped_cases,
     cuda_cases,
-    select_cases,
+    odd_cases,
     table_of,
     tables,
 )

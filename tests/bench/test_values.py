@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flashtile.bench.base import select_implementations
 from flashtile.bench.cases import Case, make_inputs
-from flashtile.bench.implementations import select_implementations
-from flashtile.bench.problem import AttentionProblem
+from flashtile.bench.implementations import IMPLEMENTATIONS
+from flashtile.bench.oracle import AttentionProblem
 from flashtile.bench.runner import run_case
 from flashtile.bench.tables import value_cases
 from flashtile.bench.values import BATCH, MADE, NORMAL, activations, layer_of, trained
@@ -53,7 +54,7 @@ def test_only_the_forward_of_other_values_is_measured() -> None:
 
 def test_a_case_with_other_values_is_measured_and_named() -> None:
     case = Case(**{**_CASE.record(), "values": "q-times-8"})
-    rows = run_case(case, select_implementations(["flashtile-cpu"], CPU), CPU, seconds=0.01)
+    rows = run_case(case, select_implementations(IMPLEMENTATIONS, ["flashtile-cpu"], CPU), CPU, AttentionProblem, 0.01)
     assert [(row["phase"], row["case"]["values"]) for row in rows] == [("fwd", "q-times-8")]
     assert rows[0]["ms"] is not None and "q-times-8" in case.name
     assert Case.from_record(rows[0]["case"]) == case

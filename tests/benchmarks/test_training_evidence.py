@@ -145,12 +145,12 @@ def _frozen(config, state):
 
 
 def test_bert_that_sees_its_padding_gets_no_speed(case):
-    (row,) = _run(case, bert.Implementation("blind", _blind, None))
+    (row,) = _run(case, bert.Implementation("blind", build=_blind))
     assert row["ms"] is None and row["why"].startswith("wrong result: token_loss: ")
 
 
 def test_bert_that_does_not_learn_gets_no_speed(case):
-    (row,) = _run(case, bert.Implementation("frozen", _frozen, None))
+    (row,) = _run(case, bert.Implementation("frozen", build=_frozen))
     assert row["ms"] is None and row["why"].startswith("wrong result: token_loss_after: ")
 
 
@@ -162,7 +162,7 @@ def test_under_autocast_right_and_wrong_are_far_apart(case, tmp_path, monkeypatc
     (tmp_path / "long.txt").write_text("\n\n".join(words))
     case = bert.make_case("bert-small", 4, 64, "bf16", load_text(tmp_path / "long.txt"), seed=0)
     right = bert.select(["flashtile", "transformers-sdpa", "transformers-flashtile"])
-    wrong = [bert.Implementation("blind", _blind, None), bert.Implementation("frozen", _frozen, None)]
+    wrong = [bert.Implementation("blind", build=_blind), bert.Implementation("frozen", build=_frozen)]
     rows = _run(case, *right, *wrong)
     reasons = _reasons(rows[: len(right)])
     assert not reasons, "\n".join(reasons)
@@ -191,7 +191,7 @@ def test_flops_are_those_of_the_tokens_that_are_there(case):
     lengths = case[0].lengths
     products = 2 * (4 + 8) * 32**2 + 32**2 + 128 * 32  # weights of two layers, and of the head
     attention = sum(2 * 2 * 2 * length**2 * 32 for length in lengths)
-    assert case[0].flops() == 3 * (2 * products * sum(lengths) + attention)
+    assert case[0].flops("") == 3 * (2 * products * sum(lengths) + attention)
 
 
 def test_bert_script_writes_a_record(text, tmp_path, capsys):

@@ -17,10 +17,9 @@ from rich.console import Console
 
 import flashtile.cli
 from command_line import invoke
-from flashtile.bench import against, commands, host_time, runner
-from flashtile.bench.companions.tables import OPERATIONS
-from flashtile.bench.outcome import report_of
-from flashtile.bench.report import Table
+from flashtile.bench import against, commands, runner
+from flashtile.bench.companion_products import OPERATIONS
+from flashtile.bench.report import Table, report_of
 from flashtile.cli import doctor, warmup
 from flashtile.cli.console import print_table, print_text
 from flashtile.cli.demo import plan
@@ -44,8 +43,8 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machi
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     monkeypatch.setitem(runner._SECONDS, "cpu", 0.01)
-    monkeypatch.setitem(host_time._ROUNDS, "cpu", 1)
-    monkeypatch.setattr(host_time, "_CALLS", 1)
+    monkeypatch.setitem(runner._HOST_ROUNDS, "cpu", 1)
+    monkeypatch.setattr(runner, "_HOST_CALLS", 1)
 
 
 @pytest.mark.parametrize("command", [(), ("demo",), ("doctor",), ("explain",), ("warmup",), ("bench",)], ids=str)

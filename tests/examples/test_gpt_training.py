@@ -16,7 +16,7 @@ import torch
 import flashtile
 import train_gpt
 from flashtile import testing
-from flashtile.bench.training.cases import TrainCase
+from flashtile.bench.training import TrainCase
 from flashtile.models import GPT
 from gpt_training import data
 from gpt_training.learner import MODELS, Learner, learning_rate, model_config

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashtile import io_model
-from flashtile.bench.standard import causal_mask, standard_attention
+from flashtile.bench.breakdown import causal_mask, standard_attention
 from flashtile.testing import assert_same
 
 #: What changes no memory.

@@ -12,21 +12,54 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import flashtile
 from flashtile.bench import commands
-from flashtile.bench.compare import Key, key_of
-from flashtile.bench.errors import ChoiceError
-from flashtile.bench.record import Record, Row
-from flashtile.bench.report import Table
+from flashtile.bench.record import Key, Record, Row, key_of, require_writable, write_record
+from flashtile.bench.report import Report, Table, comparison_tables, reasons
+from flashtile.bench.start import ChoiceError
 
 ROUNDS = 3
 
 #: Called with what is about to run, and the number of runs before it.
 OnRun = Callable[[str, int], None]
+
+
+def compare_with_commit(
+    command: str,
+    options: Mapping[str, Any],
+    ref: str,
+    output: Path | None,
+    on_run: Callable[[str, int, int], None],
+) -> Report:
+    """Runs a command in this tree and in that of a commit, in turns.
+
+    Args:
+        command: as in `commands.measure`.
+        options: likewise.
+        ref: the commit.
+        output: file for a record of both; the names of the commit's implementations end in `@` and its number.
+        on_run: called with the tree, the number of runs before, and that of all.
+
+    Raises:
+        ChoiceError: `output` cannot be written, or as `measure_against`.
+    """
+    if options.get("plot") is not None:
+        raise ChoiceError("--plot and --against: expected one of them, got both; plot this tree in a run of its own")
+    require_writable(output)
+    arguments = commands.as_arguments(command, options, commands.default_device())
+    total = 2 * ROUNDS
+    here, there = measure_against(ref, arguments, lambda tree, runs: on_run(tree, runs, total))
+    if output is not None:
+        write_record(join(here, there), output)
+    tables = comparison_tables(here["rows"], there["rows"], f"This tree beside {ref} ({there['commit']})")
+    notes = [f"no speed: {line}" for line in reasons(here["rows"])]
+    notes += [f"no speed in {ref}: {line}" for line in reasons(there["rows"])]
+    return Report([*tables, spread_table(here, there)], notes)
 
 
 def measure_against(ref: str, arguments: Sequence[str], on_run: OnRun, rounds: int = ROUNDS) -> tuple[Record, Record]:

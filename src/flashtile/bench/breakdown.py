@@ -1,4 +1,5 @@
-"""Where standard attention spends its time: each of its steps alone, beside one fused call.
+"""Standard attention, the computation that `flashtile.io_model.standard` models, and where it spends its time: each of
+its steps alone, beside one fused call.
 
 Shapes: N matrices (batch × heads), S sequence, D head_dim. Steps are the operations that PyTorch runs for
 `standard_attention` and its gradients, each on tensors that are there already.
@@ -16,18 +17,15 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.bench.base import device_memory, select_implementations
 from flashtile.bench.cases import Case
-from flashtile.bench.errors import ChoiceError, how_to_install
-from flashtile.bench.implementations import device_memory, select_implementations
-from flashtile.bench.problem import AttentionProblem
+from flashtile.bench.implementations import IMPLEMENTATIONS
+from flashtile.bench.oracle import AttentionProblem
 from flashtile.bench.record import Row, require_writable
-from flashtile.bench.report import Table
+from flashtile.bench.report import BREAKDOWN, FUSED
 from flashtile.bench.runner import run_cases, side_stream
-from flashtile.bench.standard import causal_mask, scores
+from flashtile.bench.start import ChoiceError, how_to_install
 from flashtile.bench.timing import make_timer
-
-OP = "attention-breakdown"
-FUSED = "one call"
 
 _ROUNDS = 5
 _SECONDS = {"cuda": 0.2, "cpu": 0.4}
@@ -36,6 +34,36 @@ _PHASES = {"fwd": "forward", "bwd": "backward"}
 _MATRICES = 7
 
 _aten = torch.ops.aten
+
+
+def standard_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0) -> Tensor:
+    """`dropout(softmax(q kᵀ / sqrt(D) + mask)) v`, in the dtype of the inputs, every step a kernel of its own.
+
+    Args:
+        q, k, v: `[N, S, D]`.
+        mask: `[S, S]`, 0 where visible and -inf where not; None where all is visible.
+        dropout_p: probability that a weight is dropped.
+
+    Returns:
+        out `[N, S, D]`.
+    """
+    weights = scores(q, k, mask).softmax(dim=-1)
+    if dropout_p:
+        # What `torch.nn.functional.dropout` runs on a GPU; on a CPU that would be several steps.
+        weights, _ = torch.native_dropout(weights, dropout_p, True)
+    return torch.bmm(weights, v)
+
+
+def scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """`[N, S, S]`: the scale is part of the product, the mask is added in place."""
+    empty = q.new_empty(q.shape[0], q.shape[1], k.shape[1])
+    found = torch.baddbmm(empty, q, k.transpose(1, 2), beta=0, alpha=1 / math.sqrt(q.shape[-1]))
+    return found if mask is None else found.add_(mask)
+
+
+def causal_mask(seq: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`[S, S]`: -inf right of the diagonal, 0 elsewhere."""
+    return torch.full((seq, seq), float("-inf"), dtype=dtype, device=device).triu(1)
 
 
 def default_case(device: torch.device) -> Case:
@@ -141,7 +169,7 @@ def run_breakdown(
         ChoiceError: the case has something else, is no call of ours, or its matrices do not fit the device's memory.
     """
     seconds = _SECONDS[device.type] if seconds is None else seconds
-    chosen = select_implementations(list(impl), device)
+    chosen = select_implementations(IMPLEMENTATIONS, impl, device)
     _check_memory(case, device)
     _check_call(case, device)
     with side_stream(device):
@@ -153,7 +181,7 @@ def run_breakdown(
         ]
         del steps
     ours = chosen if impl else [implementation for implementation in chosen if implementation.ours]
-    for found in run_cases([case], ours, device, seconds=seconds, problem=AttentionProblem):
+    for found in run_cases([case], ours, device, AttentionProblem, seconds):
         kept = {key: found[key] for key in ("ms", "why", "timer", "error") if key in found}
         rows.append(_row(case, found["impl"], found["phase"], FUSED, **kept))
     return rows
@@ -161,10 +189,7 @@ def run_breakdown(
 
 def _check_call(case: Case, device: torch.device) -> None:
     """Asks about the call instead of making it: steps have no checks of their own."""
-    q, k, v = (
-        torch.empty(case.B, case.S, heads, columns, dtype=case.torch_dtype, device="meta")
-        for heads, columns in ((case.H, case.D), (case.Hkv, case.D), (case.Hkv, case.Dv))
-    )
+    q, k, v = (torch.empty(shape, dtype=case.torch_dtype, device="meta") for shape in case.shapes())
     try:
         flashtile.explain(q, k, v, causal=case.causal, dropout_p=case.dropout_p, device=device)
     except ValueError as error:
@@ -193,26 +218,7 @@ def _times(calls: dict[str, Callable[[], Any]], device: torch.device, seconds: f
 
 def _row(case: Case, impl: str, phase: str, step: str, **found: Any) -> Row:
     nothing = {"tflops": None, "gbps": None, "error": None}
-    return {"op": OP, "phase": phase, "impl": impl, "case": case.record(), "step": step, **nothing, **found}
-
-
-def breakdown_tables(rows: Sequence[Row]) -> list[Table]:
-    """For each phase: the time of each step, its share, and the sum beside one call."""
-    tables = []
-    for phase, words in _PHASES.items():
-        of_phase = [row for row in rows if row["phase"] == phase and row["ms"] is not None]
-        steps = [row for row in of_phase if row["step"] != FUSED]
-        total = sum(row["ms"] for row in steps)
-        lines = [[row["step"], f"{row['ms']:.4g}", f"{row['ms'] / total:.0%}"] for row in steps]
-        if steps:
-            lines.append(["standard, all steps", f"{total:.4g}", "100%"])
-        for row in of_phase:
-            if row["step"] == FUSED:
-                share = f"{row['ms'] / total:.0%}" if steps else "–"
-                lines.append([f"{row['impl']}, one call", f"{row['ms']:.4g}", share])
-        if lines:
-            tables.append(Table(f"Where the {words} spends its time", ["step", "ms", "share of standard"], lines))
-    return tables
+    return {"op": BREAKDOWN, "phase": phase, "impl": impl, "case": case.record(), "step": step, **nothing, **found}
 
 
 def check_picture(path: Path) -> Any:

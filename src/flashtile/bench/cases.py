@@ -7,42 +7,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from flashtile import BlockMask
 from flashtile.bench import functions, masks
-from flashtile.bench.errors import ChoiceError
+from flashtile.bench.base import AnyCase
 from flashtile.bench.values import NORMAL, activations, changed, layer_of
-
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 #: The backward recomputes the scores and makes four more products of the size of the forward's two.
 _BACKWARD_FLOPS = 2.5
 
 
-_Named = TypeVar("_Named")
-
-
-def select_named(option: str, names: Sequence[str], known: Mapping[str, _Named], place: str) -> list[_Named]:
-    """What an option names, each once.
-
-    Raises:
-        ChoiceError: a name is unknown in this place.
-    """
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ChoiceError(f"{option}: no {', '.join(unknown)} on {place}; there are: {', '.join(known)}")
-    return [known[name] for name in dict.fromkeys(names)]
-
-
 @dataclass(frozen=True)
-class Case:
+class Case(AnyCase):
     """One attention call. Field names are the keys of `case` in a record.
 
     With `lengths` the batch is packed: B sequences of these lengths, the longest of them S. `mask` names a mask of
@@ -51,6 +34,8 @@ class Case:
     number of queries. `function` names a function of scores or a mask of `functions.py`; such a mask is all that is
     visible, and `causal` says whether it is.
     """
+
+    op: ClassVar[str] = "attention"
 
     B: int
     S: int
@@ -97,35 +82,24 @@ class Case:
             "other values are for plain calls"
         )
 
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Case:
-        """The case of a record's row; keys that an older record does not have take their defaults."""
-        window, lengths = record.get("window"), record.get("lengths")
-        tuples = {
-            "window": None if window is None else tuple(window),
-            "lengths": None if lengths is None else tuple(lengths),
-        }
-        return cls(**{**record, **tuples})
-
     @property
     def name(self) -> str:
-        """A readable identifier, such as `d64-causal-s2048-bf16`, that `--cases` patterns match."""
-        head_dim = f"d{self.D}" if self.D == self.Dv else f"d{self.D}:{self.Dv}"
-        window = "" if self.window is None else "-w" + ":".join("inf" if n is None else str(n) for n in self.window)
-        group = "" if self.H == self.Hkv else f"-g{self.H // self.Hkv}"
-        dropout = f"-p{self.dropout_p}" if self.dropout_p else ""
-        scores = "" if self.mask is None else f"-{self.mask}"
-        scores += "" if self.softcap is None else f"-cap{self.softcap:g}"
-        scores += "" if self.bias is None else f"-bias{self.bias}"
-        scores += "" if self.function is None else f"-{self.function}"
-        scores += "" if self.values == NORMAL else f"-{self.values}"
-        seq = f"s{self.S}" if self.lengths is None else f"packed{self.tokens}"
-        seq += "" if self.Sk is None else f":{self.Sk}"
-        return f"{head_dim}-{'causal' if self.causal else 'full'}{window}{group}{dropout}{scores}-{seq}-{self.dtype}"
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        """Such as `d64-causal-s2048-bf16`."""
+        parts = [
+            f"d{self.D}" if self.D == self.Dv else f"d{self.D}:{self.Dv}",
+            "causal" if self.causal else "full",
+            self.window and "w" + ":".join("inf" if n is None else str(n) for n in self.window),
+            self.H != self.Hkv and f"g{self.H // self.Hkv}",
+            self.dropout_p and f"p{self.dropout_p}",
+            self.mask,
+            self.softcap is not None and f"cap{self.softcap:g}",
+            self.bias and f"bias{self.bias}",
+            self.function,
+            self.values != NORMAL and self.values,
+            (f"s{self.S}" if self.lengths is None else f"packed{self.tokens}") + (f":{self.Sk}" if self.Sk else ""),
+            self.dtype,
+        ]
+        return "-".join(str(part) for part in parts if part)
 
     @property
     def keys(self) -> int:
@@ -164,24 +138,20 @@ class Case:
         return None if self.bias is None else (self.B if self.bias[0] == "B" else 1, self.H, self.S, self.S)
 
     def record(self) -> dict[str, Any]:
-        """The `case` object of a record: the same for every implementation."""
-        lists = {
-            "window": None if self.window is None else list(self.window),
-            "lengths": None if self.lengths is None else list(self.lengths),
-        }
-        record = {**asdict(self), **lists}
+        record = super().record()
         if self.function is None:
             del record["function"]  # so that cases without one compare with those of earlier records
         return record
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `flashtile.attention`, without tensors and masks."""
-        return {
-            "causal": self.causal,
-            "window": self.window,
-            "dropout_p": self.dropout_p,
-            "softcap": self.softcap,
-        }
+        return {name: getattr(self, name) for name in ("causal", "window", "dropout_p", "softcap")}
+
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of q, k and v in flashtile's layout."""
+        rows = (self.B, self.S) if self.lengths is None else (self.tokens,)
+        key_rows = rows if self.Sk is None else (self.B, self.Sk)
+        return (*rows, self.H, self.D), (*key_rows, self.Hkv, self.D), (*key_rows, self.Hkv, self.Dv)
 
     def visible_pairs(self) -> float:
         """(query, key) pairs of one head, over the batch, that count as work."""
@@ -253,17 +223,13 @@ class Inputs:
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     """Random normal inputs, drawn on the device, or what `case.values` makes of them."""
     generator = torch.Generator(device).manual_seed(seed)
-    rows = (case.B, case.S) if case.lengths is None else (case.tokens,)
-    key_rows = rows if case.Sk is None else (case.B, case.Sk)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
 
     layer = layer_of(case.values)
     if layer is None:
-        q = normal(*rows, case.H, case.D)
-        k, v = normal(*key_rows, case.Hkv, case.D), normal(*key_rows, case.Hkv, case.Dv)
-        q, k, v = changed(case.values, q, k, v)
+        q, k, v = changed(case.values, *(normal(*shape) for shape in case.shapes()))
     else:
         q, k, v = (tensor.to(case.torch_dtype) for tensor in activations(device)[layer])
     dropout_seed = torch.tensor([1234567 + seed, 89], device=device) if case.dropout_p else None
@@ -271,7 +237,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         q=q,
         k=k,
         v=v,
-        dout=normal(*rows, case.H, case.Dv),
+        dout=normal(*case.shapes()[0][:-1], case.Dv),
         dropout_seed=dropout_seed,
         cu_seqlens=None if case.lengths is None else cumulative(case.lengths, device),
         bias=None if case.bias_shape is None else normal(*case.bias_shape),

@@ -67,11 +67,7 @@ def _relative_tables(heads: int, seq: int, generator: torch.Generator) -> tuple[
 
 def _relative(tables: Tables, seq: int) -> ScoreMod:
     (table,) = tables
-
-    def relative(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
-        return score + table[head, q_index - k_index + (seq - 1)]
-
-    return relative
+    return lambda score, batch, head, q_index, k_index: score + table[head, q_index - k_index + (seq - 1)]
 
 
 def alibi_slopes(heads: int, device: torch.device) -> Tensor:
@@ -81,18 +77,11 @@ def alibi_slopes(heads: int, device: torch.device) -> Tensor:
 
 def _alibi(tables: Tables, seq: int) -> ScoreMod:
     (slopes,) = tables
-
-    def alibi(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
-        return score - slopes[head] * torch.abs(q_index - k_index)
-
-    return alibi
+    return lambda score, batch, head, q_index, k_index: score - slopes[head] * torch.abs(q_index - k_index)
 
 
 def _softcap(tables: Tables, seq: int) -> ScoreMod:
-    def capped(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
-        return SOFTCAP * torch.tanh(score / SOFTCAP)
-
-    return capped
+    return lambda score, batch, head, q_index, k_index: SOFTCAP * torch.tanh(score / SOFTCAP)
 
 
 def _wave_tables(heads: int, seq: int, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -122,13 +111,12 @@ def document_lengths(seq: int) -> tuple[int, ...]:
     return tuple(long_tailed_lengths(seq, min(768, seq // 8)))
 
 
-def _documents_visible(seq: int, device: torch.device) -> Visible:
-    document = torch.repeat_interleave(torch.tensor(document_lengths(seq), device=device)).int()
-
-    def visible(q_index: Tensor, k_index: Tensor) -> Tensor:
-        return (k_index <= q_index) & (document[q_index] == document[k_index])
-
-    return visible
+def visible_in_documents(lengths: Sequence[int], device: torch.device, causal: bool = True) -> Visible:
+    """Each token the tokens of its own document; causal, those before it alone."""
+    document = torch.repeat_interleave(torch.tensor(lengths, device=device)).int()
+    if not causal:
+        return lambda q_index, k_index: document[q_index] == document[k_index]
+    return lambda q_index, k_index: (k_index <= q_index) & (document[q_index] == document[k_index])
 
 
 def window_left(seq: int) -> int:
@@ -138,20 +126,12 @@ def window_left(seq: int) -> int:
 
 def _window_visible(seq: int, device: torch.device) -> Visible:
     left = window_left(seq)
-
-    def visible(q_index: Tensor, k_index: Tensor) -> Tensor:
-        return (k_index <= q_index) & (q_index - k_index <= left)
-
-    return visible
+    return lambda q_index, k_index: (k_index <= q_index) & (q_index - k_index <= left)
 
 
 def _prefix_visible(seq: int, device: torch.device) -> Visible:
     prefix = seq // 4
-
-    def visible(q_index: Tensor, k_index: Tensor) -> Tensor:
-        return (k_index <= q_index) | (k_index < prefix)
-
-    return visible
+    return lambda q_index, k_index: (k_index <= q_index) | (k_index < prefix)
 
 
 def _dilated_left(seq: int) -> int:
@@ -212,10 +192,7 @@ def _tree_visible(seq: int, device: torch.device) -> Visible:
             last[parents[segment]] = max(last[parents[segment]], last[segment])
     end = torch.repeat_interleave(torch.tensor(last, device=device), torch.tensor(lengths, device=device)).int()
 
-    def visible(q_index: Tensor, k_index: Tensor) -> Tensor:
-        return (k_index <= q_index) & (q_index < end[k_index])
-
-    return visible
+    return lambda q_index, k_index: (k_index <= q_index) & (q_index < end[k_index])
 
 
 def _tree_pairs(seq: int) -> int:
@@ -226,7 +203,7 @@ def _tree_pairs(seq: int) -> int:
 MASKS = {
     "documents": MaskFunction(
         lambda seq, device: patterns.documents(lengths=document_lengths(seq), causal=True, device=device),
-        _documents_visible,
+        lambda seq, device: visible_in_documents(document_lengths(seq), device),
         lambda seq: sum(n * (n + 1) // 2 for n in document_lengths(seq)),
         causal=True,
         parts=document_lengths,

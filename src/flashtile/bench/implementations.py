@@ -5,13 +5,9 @@ Each gets inputs in the layout it calls its own, contiguous, so that none pays f
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import os
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +15,21 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashtile
+from flashtile import BlockMask, patterns
 from flashtile.bench import functions
-from flashtile.bench.cases import Case, Inputs, cumulative, make_block_mask, make_mask_tensor, select_named
-from flashtile.bench.flex import build_flex, visible_in_band
+from flashtile.bench.base import Implementation, device_memory
+from flashtile.bench.cases import Case, Inputs, cumulative, make_block_mask, make_mask_tensor
+from flashtile.bench.functions import ScoreMod, Visible
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 #: `(q, k, v) -> out`; in a case with a bias `(q, k, v, bias) -> out`, and with the tables of a function behind v where
 #: it learns them.
 Attention = Callable[..., Tensor]
 
+#: The package of FlashAttention-4.
+FA4 = ("flash_attn.cute", "flash_attn.cute")
 #: torch.compile makes new FlexAttention kernels for every shape; of what others have too, these lengths are enough.
 _FLEX_LENGTHS = (2048, 8192, 16384)
 #: sdpa's memory-efficient kernel is slower than its others where those serve a case and there are more keys than this.
@@ -35,37 +38,6 @@ _FEW_KEYS = 256
 _FLASH_HEAD_DIM = 256
 #: Share of a device's memory that the N×N matrices of the plain computation may take.
 _PLAIN_MEMORY_SHARE = 0.4
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """One way to compute attention.
-
-    Attributes:
-        name: as it stands in records.
-        devices: device types it is measured on.
-        build: makes the function for a case.
-        unsupported: why it cannot run a case on a device, or None.
-        heads_first: its layout is `[B, H, S, D]` instead of `[B, S, H, D]`. Not for packed batches.
-        context: what must be entered around its calls.
-        default: measured when no `--impl` is given.
-        own_dropout: it draws bits of dropout of its own, so no other implementation drops the same weights.
-        compiles: it compiles kernels when it is called first.
-    """
-
-    name: str
-    devices: tuple[str, ...]
-    build: Callable[[Case, Inputs], Attention]
-    unsupported: Callable[[Case, torch.device], str | None] = lambda case, device: None
-    heads_first: bool = False
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    default: bool = True
-    own_dropout: bool = False
-    compiles: bool = True
-
-    @property
-    def ours(self) -> bool:
-        return self.name.startswith("flashtile")
 
 
 def build_flashtile(backend: str) -> Callable[[Case, Inputs], Attention]:
@@ -241,43 +213,30 @@ def hopper_limits(case: Case, device: torch.device) -> str | None:
     """Why flashtile's kernels for Hopper would not serve a case, in flashtile's own words."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return "its kernels are for sm_90"
-    rows = (case.B, case.S) if case.lengths is None else (case.tokens,)
-    key_rows = rows if case.Sk is None else (case.B, case.Sk)
-    shapes = ((*rows, case.H, case.D), (*key_rows, case.Hkv, case.D), (*key_rows, case.Hkv, case.Dv))
-    q, k, v = (torch.empty(shape, dtype=case.torch_dtype, device="meta") for shape in shapes)
-    packed: dict[str, Any] = {}
+    q, k, v = (torch.empty(shape, dtype=case.torch_dtype, device="meta") for shape in case.shapes())
+    arguments = case.arguments()
     if case.lengths is not None:
         cu_seqlens = torch.empty(case.B + 1, dtype=torch.int32, device="meta")
-        packed = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": case.S, "max_seqlen_k": case.S}
-    arguments = {**case.arguments(), **packed}
+        arguments |= {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": case.S, "max_seqlen_k": case.S}
     block_mask, mask = make_block_mask(case, device), make_mask_tensor(case, device)
     arguments |= _mask_arguments(block_mask and block_mask.to("meta"), None if mask is None else mask.to("meta"))
     if case.function in functions.SCORES:
-        arguments["score_mod"] = _score_mod_on_meta(case)
+        tables = functions.tables(case.function, case.H, case.S, torch.Generator())
+        meta = [table.to("meta").requires_grad_(functions.learns(case.function)) for table in tables]
+        arguments["score_mod"] = functions.SCORES[case.function].make(meta, case.S)
     if case.bias_shape is not None:
         arguments["bias"] = torch.empty(case.bias_shape, dtype=case.torch_dtype, device="meta")
     answer = flashtile.explain(q, k, v, **arguments, backend="hopper", device=device)
     return answer.reason if answer.backend is None else None
 
 
-def _score_mod_on_meta(case: Case) -> functions.ScoreMod:
-    assert case.function is not None
-    tables = functions.tables(case.function, case.H, case.S, torch.Generator())
-    meta = [table.to("meta").requires_grad_(functions.learns(case.function)) for table in tables]
-    return functions.SCORES[case.function].make(meta, case.S)
-
-
 def _torch_varlen_limits(case: Case, device: torch.device) -> str | None:
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return "torch.nn.attention.varlen is not in this PyTorch"
     if case.lengths is None:
         return "takes packed batches only"
     return "measured without windows" if case.window is not None else _no_dropout(case, device)
 
 
-def _fa4_missing(case: Case, device: torch.device) -> str | None:
-    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
-        return "flash_attn.cute is not installed"
+def _fa4_limits(case: Case, device: torch.device) -> str | None:
     if not (case.mask is case.bias is case.function is None):
         return "measured without masks and biases, which it takes as functions in a language of its own"
     return _no_dropout(case, device)
@@ -292,13 +251,112 @@ def _plain_limits(case: Case, device: torch.device) -> str | None:
     return _sdpa_limits(case, device)
 
 
-def device_memory(device: torch.device) -> int | None:
-    """Bytes of memory of a device; None where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    if not hasattr(os, "sysconf"):  # Windows
+def build_flex(case: Case, inputs: Inputs) -> Callable[..., Tensor]:
+    """The compiled function `(q, k, v) -> out`, with a bias or with the tables of a function behind v.
+
+    `fullgraph` makes an error of what torch.compile does not trace, and of its limit on recompilations.
+    """
+    torch.compiler.reset()  # each case compiles its own kernels; the limit on recompilations counts them together
+    return torch.compile(only_compiled(flex_of(case, inputs)), dynamic=False, fullgraph=True)
+
+
+def only_compiled(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same, but an error where it is not compiled: FlexAttention then computes the whole matrix in silence."""
+
+    def compiled(*tensors: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            raise RuntimeError("fell back to eager execution, whose time would be another's")
+        return attend(*tensors)
+
+    return compiled
+
+
+def flex_of(case: Case, inputs: Inputs) -> Callable[..., Tensor]:
+    """The function, to be compiled."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    lists, grouped = _block_mask(case, inputs), case.H != case.Hkv
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+        if case.function in functions.SCORES:
+            score_mod: ScoreMod | None = functions.SCORES[case.function].make(more or inputs.tables, case.S)
+        else:
+            score_mod = _score_mod(case, more[0] if more else None)
+        return flex_attention(q, k, v, score_mod=score_mod, block_mask=lists, enable_gqa=grouped)
+
+    return attend
+
+
+def _score_mod(case: Case, bias: Tensor | None) -> ScoreMod | None:
+    softcap, shared = case.softcap, case.bias == "1HSS"
+    if softcap is None and bias is None:
         return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if bias is not None:
+            score = score + bias[0 if shared else batch, head, row, column]
+        return score
+
+    return score_mod
+
+
+def _block_mask(case: Case, inputs: Inputs) -> FlexBlockMask | None:
+    """Our lists of blocks, which are FlexAttention's, with its usual functions for the elements of partial blocks."""
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+    device = inputs.q.device
+    if inputs.block_mask is None and not case.causal and case.window is None:
+        return None
+    lists = (inputs.block_mask or _band(case, device)).to_flex()
+    if case.mask is not None and case.segments is None:
+        return lists  # all of its tiles are full
+    visible = _visible(case, device)
+
+    def mask_mod(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return visible(row, column)
+
+    blocks = (lists.kv_num_blocks, lists.kv_indices, lists.full_kv_num_blocks, lists.full_kv_indices)
+    seq_lengths = (case.S, case.S)
+    return FlexBlockMask.from_kv_blocks(*blocks, lists.BLOCK_SIZE, mask_mod, seq_lengths)
+
+
+def _visible(case: Case, device: torch.device) -> Visible:
+    if case.function in functions.MASKS:
+        return functions.visible(case.function, case.S, device)
+    if case.segments is None:
+        return visible_in_band(case)
+    return functions.visible_in_documents(case.segments, device, case.causal)
+
+
+def _band(case: Case, device: torch.device) -> BlockMask:
+    left, right = case.window or (None, None)
+    return patterns.sliding_window(case.S, None, left, 0 if case.causal else right, device=device)
+
+
+def visible_in_band(case: Case) -> Visible:
+    """Whether a query sees a key by causal and window; made of no more comparisons than the case needs."""
+    left, right = case.window or (None, None)
+    keys_left = case.S if left is None else left
+    keys_right = 0 if case.causal else case.S if right is None else right
+
+    def visible(row: Tensor, column: Tensor) -> Tensor:
+        seen = column <= row + keys_right
+        return seen if left is None else seen & (column >= row - keys_left)
+
+    return visible
+
+
+def _sdpa(
+    name: str, limits: Callable[[Case, torch.device], str | None], devices: tuple[str, ...] = ("cuda",), **more: Any
+) -> Implementation:
+    """PyTorch's function with one of its backends."""
+    backend = getattr(SDPBackend, "MATH" if name == "math" else f"{name.upper()}_ATTENTION")
+    return Implementation(
+        f"sdpa-{name}", devices, _build_sdpa, limits, heads_first=True, context=lambda: sdpa_kernel(backend),
+        own_dropout=True, compiles=False, **more,
+    )  # fmt: skip
 
 
 IMPLEMENTATIONS = (
@@ -307,60 +365,13 @@ IMPLEMENTATIONS = (
     Implementation("flashtile-auto", ("cuda",), build_flashtile("auto"), default=False),
     Implementation("flashtile-cpu", ("cpu",), build_flashtile("cpu")),
     Implementation("flashtile-builtin", ("cuda", "cpu"), _build_builtin, _no_builtin, default=False),
-    Implementation(
-        "sdpa-flash",
-        ("cuda", "cpu"),
-        _build_sdpa,
-        _no_mask_kernel,
-        heads_first=True,
-        context=lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-        own_dropout=True,
-        compiles=False,
-    ),
-    Implementation(
-        "sdpa-cudnn",
-        ("cuda",),
-        _build_sdpa,
-        _cudnn_limits,
-        heads_first=True,
-        context=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
-        own_dropout=True,
-        compiles=False,
-    ),
-    Implementation(
-        "sdpa-efficient",
-        ("cuda",),
-        _build_sdpa,
-        _efficient_limits,
-        heads_first=True,
-        context=lambda: sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION),
-        own_dropout=True,
-        compiles=False,
-    ),
-    Implementation(
-        "sdpa-math",
-        ("cuda", "cpu"),
-        _build_sdpa,
-        _plain_limits,
-        heads_first=True,
-        context=lambda: sdpa_kernel(SDPBackend.MATH),
-        own_dropout=True,
-        compiles=False,
-        default=False,
-    ),
+    _sdpa("flash", _no_mask_kernel, ("cuda", "cpu")),
+    _sdpa("cudnn", _cudnn_limits),
+    _sdpa("efficient", _efficient_limits),
+    _sdpa("math", _plain_limits, ("cuda", "cpu"), default=False),
     Implementation("flex", ("cuda",), build_flex, _flex_limits, heads_first=True),
-    Implementation("fa4", ("cuda",), _build_fa4, _fa4_missing),
-    Implementation("torch-varlen", ("cuda",), _build_torch_varlen, _torch_varlen_limits),
+    Implementation("fa4", ("cuda",), _build_fa4, _fa4_limits, FA4),
+    Implementation(
+        "torch-varlen", ("cuda",), _build_torch_varlen, _torch_varlen_limits, ("torch.nn.attention.varlen",) * 2
+    ),
 )
-
-
-def select_implementations(names: list[str], device: torch.device) -> list[Implementation]:
-    """The named implementations, or all defaults of a device.
-
-    Raises:
-        ChoiceError: a name is unknown, or not for this device.
-    """
-    here = [implementation for implementation in IMPLEMENTATIONS if device.type in implementation.devices]
-    if not names:
-        return [implementation for implementation in here if implementation.default]
-    return select_named("--impl", names, {implementation.name: implementation for implementation in here}, device.type)

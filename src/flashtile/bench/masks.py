@@ -34,11 +34,6 @@ def long_tailed_lengths(total: int = 65536, median: int = 768) -> list[int]:
     return lengths
 
 
-def documents(median: int = 768) -> str:
-    """The name of a mask of documents."""
-    return f"{_DOCUMENTS}{median}"
-
-
 def document_lengths(mask: str | None, seq: int) -> tuple[int, ...] | None:
     """Lengths of the documents that a mask keeps apart; None for another mask, or none."""
     if mask is None or not mask.startswith(_DOCUMENTS):
@@ -49,11 +44,6 @@ def document_lengths(mask: str | None, seq: int) -> tuple[int, ...] | None:
 def padded_lengths(batch: int, keys: int) -> list[int]:
     """How many keys each batch entry has under the mask of padding: all of them, down to a little more than half."""
     return [keys - keys * entry // (2 * batch) for entry in range(batch)]
-
-
-def random_pairs(density: float) -> str:
-    """The name of a mask of random pairs."""
-    return f"{_RANDOM}{density:g}"
 
 
 def is_tensor(mask: str) -> bool:
@@ -80,11 +70,6 @@ def mask_tensor(mask: str, batch: int, queries: int, keys: int, device: torch.de
     drawn = torch.rand(queries, keys, generator=generator, device=device) < float(mask.removeprefix(_RANDOM))
     drawn[:, 0] = True
     return drawn[None, None]
-
-
-def random_tiles(density: float, tile: int = 128) -> str:
-    """The name of a mask of random tiles."""
-    return f"{_TILES}{tile}:{density:g}"
 
 
 def parse_tiles(mask: str) -> tuple[int, float]:

@@ -1,4 +1,5 @@
-"""Records: what was measured, on what, with what. benchmarks/results/README.md describes the format.
+"""Records: what was measured, on what, with what, and the ratios of their rows. benchmarks/results/README.md describes
+the format.
 
 A row's `timer` says how it was timed: "cuda-graph", "cuda-events", "perf-counter" or "thread-time".
 """
@@ -8,18 +9,20 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import flashtile
-from flashtile.bench.errors import ChoiceError
-from flashtile.bench.implementations import device_memory
+from flashtile.bench.base import device_memory, is_ours
+from flashtile.bench.start import ChoiceError
 
 _PEER_PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "liger-kernel", "quack-kernels", "transformers")
 
@@ -37,9 +40,18 @@ FACTS = {
     "system": "system",
 }
 
+#: What every row has, with the type of its value.
+_OF_EVERY_ROW: dict[str, type | tuple[type, ...]] = {
+    "op": str, "phase": str, "impl": str, "case": dict, "ms": (int, float, type(None)),
+}  # fmt: skip
+#: What rows measure: speeds divide by it, and pictures take its logarithm.
+_MEASURED = ("ms", "tflops", "gbps", "tokens_per_s", "peak_mib", "memory_mib")
+
 #: A file holds a record, and a record has a row for each measurement.
 Record = dict[str, Any]
 Row = dict[str, Any]
+#: Case, implementation, phase, and the step of a breakdown.
+Key = tuple[str, str, str, str]
 
 
 def make_record(device: torch.device, command: str, rows: Sequence[Row]) -> Record:
@@ -58,6 +70,51 @@ def write_record(record: Record, path: Path) -> None:
     rows = ",\n".join("    " + json.dumps(row, allow_nan=False) for row in record["rows"])
     opening = json.dumps(head, indent=2, allow_nan=False).removesuffix("\n}")
     write_whole(path, f'{opening},\n  "rows": [\n{rows}\n  ]\n}}\n')
+
+
+def read_record(path: Path) -> Record:
+    """A record from its file.
+
+    Raises:
+        ChoiceError: there is no such file, or it is no record.
+    """
+    try:
+        record = json.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ChoiceError(f"record: {path} cannot be read: {why}") from None
+    except json.JSONDecodeError as error:
+        raise ChoiceError(f"record: {path} is no JSON file: {error}") from None
+    if not isinstance(record, dict) or not isinstance(record.get("rows"), list):
+        raise ChoiceError(f"record: expected an object with a list of rows in {path}; `flashtile bench -o` writes one")
+    for number, row in enumerate(record["rows"], 1):
+        if not _is_row(row):
+            raise ChoiceError(
+                f"record: expected rows with {', '.join(_OF_EVERY_ROW)} in {path}, got row {number}: {str(row)[:80]}; "
+                "`flashtile bench -o` writes such"
+            )
+        if wrong := _wrong_measure(row):
+            raise ChoiceError(
+                f"record: expected times above 0 and finite speeds and sizes in {path}, got {wrong} in row {number}; "
+                "take the row out, or write null for what was not measured"
+            )
+    return record
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, dict) and all(isinstance(row.get(name, ...), of) for name, of in _OF_EVERY_ROW.items())
+
+
+def _wrong_measure(row: Row) -> str | None:
+    """The first of a row's measured values that is none, as text."""
+    for name in _MEASURED:
+        value = row.get(name)
+        if value is None:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value < 0 or (value == 0 and name == "ms"):
+            return f"{name} {value!r}"
+    return None
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -179,3 +236,61 @@ def _output(command: list[str]) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast ours is as a peer in one case; above 1 ours is the faster."""
+
+    ours: str
+    op: str
+    phase: str
+    case: dict[str, Any]
+    peer: str
+    value: float
+
+
+def case_key(row: Row) -> str:
+    """Cases are the same when their operations and `case` objects are."""
+    return json.dumps([row["op"], row["case"]], sort_keys=True)
+
+
+def ratios_to_best(rows: Iterable[Row]) -> list[Ratio]:
+    """One ratio for each of our rows with a speed, against the fastest peer with a speed; none without a peer."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row["ms"] is not None:
+            groups.setdefault((case_key(row), row["phase"]), []).append(row)
+    found = []
+    for group in groups.values():
+        peers = [row for row in group if not is_ours(row["impl"])]
+        if not peers:
+            continue
+        best = min(peers, key=lambda row: row["ms"])
+        found += [
+            Ratio(row["impl"], row["op"], row["phase"], row["case"], best["impl"], best["ms"] / row["ms"])
+            for row in group
+            if is_ours(row["impl"])
+        ]
+    return found
+
+
+def ratios_to_peer(rows: Sequence[Row], peer: str) -> list[Ratio]:
+    """The same against one peer, in the cases that it ran."""
+    return ratios_to_best([row for row in rows if is_ours(row["impl"]) or row["impl"] == peer])
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """The mean for ratios; NaN for none."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def peers(rows: Iterable[Row]) -> list[str]:
+    """Peers with at least one speed, in the order of the rows."""
+    return list(dict.fromkeys(row["impl"] for row in rows if row["ms"] is not None and not is_ours(row["impl"])))
+
+
+def key_of(row: Row) -> Key:
+    """What a row measured: the same in two records."""
+    return case_key(row), row["impl"], row["phase"], row.get("step", "")

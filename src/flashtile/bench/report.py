@@ -1,4 +1,4 @@
-"""Tables of a record, as plain data, which `flashtile bench` draws."""
+"""Tables of a record, as plain data, which `flashtile bench` draws and the page shows."""
 
 from __future__ import annotations
 
@@ -6,17 +6,27 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from flashtile.bench.base import is_ours
 from flashtile.bench.cases import Case
-from flashtile.bench.companions.movement import Copy
-from flashtile.bench.companions.tables import OPERATIONS, case_of
-from flashtile.bench.decode import cases as decoding
-from flashtile.bench.record import Row
-from flashtile.bench.summary import Ratio, case_key, geometric_mean, is_ours, peers, ratios_to_best, ratios_to_peer
+from flashtile.bench.record import (
+    Ratio,
+    Record,
+    Row,
+    case_key,
+    geometric_mean,
+    key_of,
+    peers,
+    ratios_to_best,
+    ratios_to_peer,
+)  # fmt: skip
+from flashtile.bench.registry import benchmark_of, case_name, case_of
 from flashtile.bench.tables import table_of
-from flashtile.bench.training import cases as training
 
 #: What a speed is given in -> its key in a row.
 _SPEEDS = {"TFLOP/s": "tflops", "GB/s": "gbps", "tokens/s": "tokens_per_s"}
+#: The operation of the steps of standard attention, and the step that stands for all of another implementation.
+BREAKDOWN, FUSED = "attention-breakdown", "one call"
+_PHASES = {"fwd": "forward", "bwd": "backward"}
 
 
 @dataclass(frozen=True)
@@ -35,19 +45,6 @@ class Table:
     keys: int = 1
 
 
-def case_name(row: Row) -> str:
-    """The name of a row's case; of attention with its batch and heads."""
-    if row.get("op") in OPERATIONS:
-        return case_of(row["op"], row["case"]).name
-    if row.get("op") == training.OP:
-        return training.TrainCase(**row["case"]).name
-    if row.get("op") == decoding.OP:
-        return decoding.DecodeCase(**row["case"]).name
-    case = Case.from_record(row["case"])
-    heads = f"h{case.H}" if case.H == case.Hkv else f"h{case.H}:{case.Hkv}"
-    return f"b{case.B}-{heads}-{case.name}"
-
-
 def speed_tables(rows: Sequence[Row]) -> list[Table]:
     """Speeds of every implementation, and ours as a multiple of the best peer, a table for each phase.
 
@@ -58,8 +55,8 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
     """
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((_kind(row["op"]), row["phase"], _unit(row)), []).append(row)
-    copies = [row for row in rows if row["op"] == Copy.op and row["ms"] is not None]
+        groups.setdefault((benchmark_of(row["op"]).title, row["phase"], _unit(row)), []).append(row)
+    copies = [row for row in rows if row["op"] == "copy" and row["ms"] is not None]
     found = [
         _speed_table(f"{kind} {phase}", unit, of_group, copies) for (kind, phase, unit), of_group in groups.items()
     ]
@@ -76,12 +73,6 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
             _figures("The model's FLOPs as a share of the GPU's peak", shares, lambda row: f"{row['mfu']:.1%}")
         )
     return found
-
-
-def _kind(op: str) -> str:
-    """The benchmark that an operation's rows belong to."""
-    named = {training.OP: "Training", decoding.OP: "Decoding"}
-    return named.get(op, "Companions" if op in OPERATIONS else "Attention")
 
 
 def host_table(rows: Sequence[Row]) -> Table:
@@ -102,7 +93,7 @@ def mean_tables(rows: Sequence[Row]) -> list[Table]:
     """
     by_table: dict[str, list[Row]] = {}
     for row in rows:
-        attention = _kind(row["op"]) == "Attention"
+        attention = benchmark_of(row["op"]).title == "Attention"
         name = f"{table_of(Case.from_record(row['case']))} table" if attention else row["op"]
         by_table.setdefault(name, []).append(row)
     found = [_mean_table(name, of_table) for name, of_table in by_table.items()]
@@ -130,7 +121,7 @@ def _mean_cells(ratios: Sequence[Ratio]) -> list[str]:
         *(f"{f:.2f}" for f in figures),
         str(len(values)),
         lowest.peer,
-        case_name({"op": lowest.op, "case": lowest.case}),
+        case_name(vars(lowest)),
     ]
 
 
@@ -150,7 +141,7 @@ def _speed_table(title: str, unit: str, rows: list[Row], copies: list[Row]) -> T
     impls = list(dict.fromkeys(row["impl"] for row in rows))
     ours = [impl for impl in impls if is_ours(impl)]
     beside_copy = ours if unit == "GB/s" and copies else []
-    ratios = {(case_key({"op": ratio.op, "case": ratio.case}), ratio.ours): ratio for ratio in ratios_to_best(rows)}
+    ratios = {(case_key(vars(ratio)), ratio.ours): ratio for ratio in ratios_to_best(rows)}
     lines = []
     for key in dict.fromkeys(map(case_key, rows)):
         of_case = {row["impl"]: row for row in rows if case_key(row) == key}
@@ -163,14 +154,9 @@ def _speed_table(title: str, unit: str, rows: list[Row], copies: list[Row]) -> T
 
 
 def _unit(row: Row) -> str:
-    """The unit of a speed. For an operation it is the unit of what bounds it."""
-    if row["op"] == training.OP:
-        return "tokens/s"
-    if row["op"] == decoding.OP:
-        return "GB/s"
-    if row["op"] not in OPERATIONS:
-        return "TFLOP/s"
-    return "GB/s" if case_of(row["op"], row["case"]).flops(row["phase"]) is None else "TFLOP/s"
+    """The unit of a speed. For a companion operation it is the unit of what bounds it."""
+    unit = benchmark_of(row["op"]).unit
+    return unit or ("GB/s" if case_of(row).flops(row["phase"]) is None else "TFLOP/s")
 
 
 def _speed(row: Row | None, unit: str) -> str:
@@ -220,3 +206,103 @@ def _microseconds(row: Row) -> str:
 
 def _phases(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["phase"] for row in rows))
+
+
+def comparison_tables(rows: Sequence[Row], earlier: Sequence[Row], title: str) -> list[Table]:
+    """Times there and here, and how many times as fast here is, for what both measured; then geometric means.
+
+    Args:
+        rows: of this run.
+        earlier: of the other.
+        title: of the first table.
+    """
+    before = {key_of(row): row for row in earlier if row.get("ms") is not None}
+    common = [(before[key_of(row)], row) for row in rows if row.get("ms") is not None and key_of(row) in before]
+    lines = [
+        [
+            case_name(row),
+            row["impl"],
+            _step(row),
+            f"{old['ms']:.4g}",
+            f"{row['ms']:.4g}",
+            f"{old['ms'] / row['ms']:.3f}",
+        ]
+        for old, row in common
+    ]
+    return [
+        Table(title, ["case", "implementation", "phase", "ms there", "ms here", "speed here / there"], lines, keys=3),
+        _means(common),
+    ]
+
+
+def differences(record: Record, earlier: Record) -> list[str]:
+    """A line for each fact of machine and versions in which two records differ, and for which times may differ."""
+    found = []
+    for part in ("machine", "versions"):
+        here, there = record.get(part) or {}, earlier.get(part) or {}
+        for name in dict.fromkeys((*there, *here)):
+            if here.get(name) != there.get(name):
+                found.append(f"{name}: {there.get(name)} there, {here.get(name)} here")
+    return found
+
+
+def _means(common: Sequence[tuple[Row, Row]]) -> Table:
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for old, row in common:
+        ratios.setdefault((row["impl"], _step(row)), []).append(old["ms"] / row["ms"])
+    lines = [
+        [impl, phase, f"{geometric_mean(of):.3f}", f"{min(of):.3f}", f"{max(of):.3f}", str(len(of))]
+        for (impl, phase), of in ratios.items()
+    ]
+    headings = ["implementation", "phase", "geometric mean", "lowest", "highest", "cases"]
+    return Table("Speed here over there", headings, lines, keys=2)
+
+
+def _step(row: Row) -> str:
+    return f"{row['phase']}, {row['step']}" if "step" in row else row["phase"]
+
+
+def breakdown_tables(rows: Sequence[Row]) -> list[Table]:
+    """For each phase: the time of each step, its share, and the sum beside one call."""
+    tables = []
+    for phase, words in _PHASES.items():
+        of_phase = [row for row in rows if row["phase"] == phase and row["ms"] is not None]
+        steps = [row for row in of_phase if row["step"] != FUSED]
+        total = sum(row["ms"] for row in steps)
+        lines = [[row["step"], f"{row['ms']:.4g}", f"{row['ms'] / total:.0%}"] for row in steps]
+        if steps:
+            lines.append(["standard, all steps", f"{total:.4g}", "100%"])
+        for row in of_phase:
+            if row["step"] == FUSED:
+                share = f"{row['ms'] / total:.0%}" if steps else "–"
+                lines.append([f"{row['impl']}, one call", f"{row['ms']:.4g}", share])
+        if lines:
+            tables.append(Table(f"Where the {words} spends its time", ["step", "ms", "share of standard"], lines))
+    return tables
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tables, and lines that follow them."""
+
+    tables: list[Table]
+    notes: list[str]
+
+
+def report_of(record: Record, earlier: Record | None = None) -> Report:
+    """A record's speeds, means and what could not run; with `earlier` also how these speeds differ from that one's."""
+    rows = record["rows"]
+    if rows and rows[0]["op"].endswith("-host"):
+        tables = [host_table(rows)]
+    elif rows and rows[0]["op"] == BREAKDOWN:
+        tables = breakdown_tables(rows)
+    else:
+        tables = [*speed_tables(rows), *mean_tables(rows)]
+    notes = [f"no speed: {line}" for line in reasons(rows)]
+    if earlier is not None:
+        compared = comparison_tables(rows, earlier["rows"], "Beside the earlier record")
+        tables += [table for table in compared if table.lines]
+        notes += [f"not alike: {line}" for line in differences(record, earlier)]
+        if not compared[0].lines:
+            notes.append("the earlier record has a time for none of these cases and implementations")
+    return Report(tables, notes)

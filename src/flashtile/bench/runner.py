@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -13,11 +14,9 @@ from typing import Any
 
 import torch
 
-from flashtile.bench.problem import AnyBound, AnyCase, AnyImplementation, AttentionProblem, Problem
+from flashtile.bench.base import Implementation
 from flashtile.bench.record import Row
 from flashtile.bench.timing import Timer, make_timer, typical
-
-PHASES = AttentionProblem.phases
 
 #: Implementations take turns this often, so that a GPU whose clock moves slows all of them alike.
 _ROUNDS = 6
@@ -26,13 +25,16 @@ _LEAST_SAMPLES = 3
 #: Time for the samples of one phase of one implementation, over all rounds.
 _SECONDS = {"cuda": 0.15, "cpu": 0.3}
 
+#: Makes the problem of a case on a device: a `base.Problem`, or what has its methods.
+ProblemOf = Callable[[Any, torch.device], Any]
+
 
 @dataclass
 class Prepared:
     """An implementation with its own copy of a case's tensors, called once and judged."""
 
-    implementation: AnyImplementation
-    bound: AnyBound | None = None
+    implementation: Any
+    bound: Any = None
     errors: dict[str, float] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -53,27 +55,19 @@ class Prepared:
 
 def run_cases(
     cases: Sequence[Any],
-    implementations: Sequence[AnyImplementation],
+    implementations: Sequence[Implementation],
     device: torch.device,
-    on_case: Callable[[int, Any, list[Row] | None], None] = lambda index, case, rows: None,
+    problem: ProblemOf,
     seconds: float | None = None,
-    problem: Callable[[Any, torch.device], Problem] = AttentionProblem,
+    on_case: Callable[[int, Any, list[Row] | None], None] = lambda index, case, rows: None,
 ) -> list[Row]:
-    """Measures all cases.
-
-    Args:
-        cases: what is measured.
-        implementations: in which ways.
-        device: where.
-        on_case: called with the index and the case, before it is measured with None, and afterwards with its rows.
-        seconds: time for the samples of one phase of one implementation; None for the device's default.
-        problem: makes the tensors of a case; which operation's cases they are.
-    """
+    """Measures all cases. `on_case` is called with the index and the case, before it is measured with None, and
+    afterwards with its rows; the rest is as `run_case` has it."""
     rows: list[Row] = []
     with side_stream(device):
         for index, case in enumerate(cases):
             on_case(index, case, None)
-            case_rows = run_case(case, implementations, device, seconds, problem)
+            case_rows = run_case(case, implementations, device, problem, seconds)
             rows += case_rows
             on_case(index, case, case_rows)
     return rows
@@ -81,35 +75,43 @@ def run_cases(
 
 def run_case(
     case: Any,
-    implementations: Iterable[AnyImplementation],
+    implementations: Iterable[Any],
     device: torch.device,
+    problem: ProblemOf,
     seconds: float | None = None,
-    problem: Callable[[Any, torch.device], Problem] = AttentionProblem,
 ) -> list[Row]:
-    """The rows of one case: for each implementation and phase a speed, or the reason why there is none."""
-    seconds = _SECONDS[device.type] if seconds is None else seconds
+    """The rows of one case: for each implementation and phase a speed, or the reason why there is none.
+
+    Args:
+        case: what is measured.
+        implementations: in which ways.
+        device: where.
+        problem: makes the tensors of a case.
+        seconds: time for the samples of one phase of one implementation; None for the device's default.
+    """
     rows = _measure(case, problem(case, device), implementations, device, seconds)
-    _free(device)
+    gc.collect()  # graphs and tensors of a case are gone before the next one allocates
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
     return rows
 
 
 def _measure(
-    case: AnyCase,
-    problem: Problem,
-    implementations: Iterable[AnyImplementation],
-    device: torch.device,
-    seconds: float,
+    case: Any, problem: Any, implementations: Iterable[Any], device: torch.device, seconds: float | None
 ) -> list[Row]:
-    entries = [
-        _prepare(implementation, problem) for implementation in implementations if problem.offers(implementation)
-    ]
+    entries = [_prepare(each, problem) for each in implementations if problem.offers(each)]
     for entry in entries:
-        _make_timers(entry, problem.phases, device)
-    _sample_in_turns(entries, seconds, problem.phases)
+        for phase in problem.phases:
+            if phase not in entry.why and entry.bound is not None:
+                with entry.implementation.context():
+                    entry.facts[phase] = entry.bound.facts(phase)
+                    entry.timers[phase] = make_timer(entry.bound.calls[phase], device)
+    _sample_in_turns(entries, _SECONDS[device.type] if seconds is None else seconds, problem.phases)
     return [_row(entry, problem, case, phase) for entry in entries for phase in problem.phases]
 
 
-def _sample_in_turns(entries: list[Prepared], seconds: float, phases: Sequence[str] = PHASES) -> None:
+def _sample_in_turns(entries: list[Prepared], seconds: float, phases: Sequence[str]) -> None:
     """Samples of one phase from each implementation in turn, to and fro, so that none always follows the same one."""
     for turn in range(_ROUNDS):
         for phase in phases:
@@ -122,7 +124,7 @@ def side_stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def _prepare(implementation: AnyImplementation, problem: Problem) -> Prepared:
+def _prepare(implementation: Any, problem: Any) -> Prepared:
     entry = Prepared(implementation)
     reasons = {phase: problem.unsupported(implementation, phase) for phase in problem.phases}
     entry.why = {phase: reason for phase, reason in reasons.items() if reason is not None}
@@ -145,35 +147,17 @@ def _prepare(implementation: AnyImplementation, problem: Problem) -> Prepared:
     return entry
 
 
-def _make_timers(entry: Prepared, phases: Sequence[str], device: torch.device) -> None:
-    for phase in phases:
-        if phase not in entry.why and entry.bound is not None:
-            with entry.implementation.context():
-                entry.facts[phase] = entry.bound.facts(phase)
-                entry.timers[phase] = make_timer(entry.bound.calls[phase], device)
-
-
-def _row(entry: Prepared, problem: Problem, case: AnyCase, phase: str) -> Row:
+def _row(entry: Prepared, problem: Any, case: Any, phase: str) -> Row:
+    error = entry.errors.get(phase)
     row: Row = {
-        "op": problem.op,
-        "phase": phase,
-        "impl": entry.implementation.name,
-        "case": case.record(),
-        "ms": None,
-        "tflops": None,
-        "gbps": None,
-        "error": _finite(entry.errors.get(phase)),
-    }
+        "op": problem.op, "phase": phase, "impl": entry.implementation.name, "case": case.record(), "ms": None,
+        "tflops": None, "gbps": None, "error": error if error is not None and math.isfinite(error) else None,
+    }  # fmt: skip
     if phase in entry.why:
         return {**row, "why": entry.why[phase]}
-    ms = typical(entry.samples[phase], entry.timers[phase].kind)
-    speed = {"ms": ms, **problem.speed(phase, ms), **entry.facts[phase]}
-    return {**row, **speed, "timer": entry.timers[phase].kind}
-
-
-def _finite(value: float | None) -> float | None:
-    """JSON has no infinity."""
-    return value if value is not None and math.isfinite(value) else None
+    kind = entry.timers[phase].kind
+    ms = typical(entry.samples[phase], kind)
+    return {**row, "ms": ms, **problem.speed(phase, ms), **entry.facts[phase], "timer": kind}
 
 
 def describe(error: Exception) -> str:
@@ -182,9 +166,51 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def _free(device: torch.device) -> None:
-    """Graphs and tensors of a case are gone before the next one allocates."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+#: Phases of host time, calls between two synchronisations, and how often they are made.
+HOST_PHASES = ("fwd-nograd", "fwd", "fwd+bwd")
+_HOST_CALLS = 20
+_HOST_ROUNDS = {"cuda": 60, "cpu": 10}
+
+
+def run_host_time(
+    case: Any, implementations: Iterable[Implementation], device: torch.device, problem: ProblemOf
+) -> list[Row]:
+    """The host's own time for one call, what a program pays for each small call, whatever the GPU does: rows whose op
+    ends in "-host", with `ms` per call.
+
+    Calls are enqueued back to back on an idle device, few enough between two synchronisations that its queue never
+    fills and makes the host wait. On a CPU the computation is part of the call, and so of the figure.
+    """
+    rows: list[Row] = []
+    with side_stream(device):
+        prepared = problem(case, device)
+        for each in implementations:
+            times: dict[str, float] = {}
+            reason = prepared.unsupported(each, "fwd")
+            if reason is None:
+                try:
+                    with each.context():
+                        bound = prepared.bind(each)
+                        calls = bound.forward_without_grad, bound.forward, bound.forward_backward
+                        times = {phase: _host_ms(call, device) for phase, call in zip(HOST_PHASES, calls, strict=True)}
+                except Exception as error:  # a fact about this implementation, for the record
+                    reason = describe(error)
+            row = {"op": f"{prepared.op}-host", "phase": "", "impl": each.name, "case": case.record()}
+            more = {"tflops": None, "gbps": None, "error": None, **({} if reason is None else {"why": reason})}
+            rows += [{**row, "phase": phase, "ms": times.get(phase), **more} for phase in HOST_PHASES]
+    return rows
+
+
+def _host_ms(call: Callable[[], Any], device: torch.device) -> float:
+    """Median over rounds of the time to enqueue one call."""
+    for _ in range(5):
+        call()
+    samples = []
+    for _ in range(_HOST_ROUNDS[device.type]):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(_HOST_CALLS):
+            call()
+        samples.append((time.perf_counter() - start) / _HOST_CALLS * 1e3)
+    return statistics.median(samples)

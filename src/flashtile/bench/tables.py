@@ -9,22 +9,19 @@ masks and all else that changes scores), "shapes" (head sizes, lengths and windo
 
 from __future__ import annotations
 
-import fnmatch
 import functools
+import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from flashtile.bench.base import select_named
 from flashtile.bench.cases import Case, packed_case
-from flashtile.bench.errors import ChoiceError
-from flashtile.bench.masks import PADDING, documents, long_tailed_lengths, random_pairs, random_tiles
-from flashtile.bench.problem import AnyCase
-from flashtile.bench.random_shapes import common_cases, odd_cases
+from flashtile.bench.masks import PADDING, long_tailed_lengths
 from flashtile.bench.values import BATCH, MADE, MODEL, NORMAL, trained
-
-_AnyCase = TypeVar("_AnyCase", bound=AnyCase)
 
 DEFAULT = "default"
 ALL = "all"
@@ -85,7 +82,7 @@ def cpu_grouped_cases() -> list[Case]:
 
 def cpu_feature_cases() -> list[Case]:
     """What changes or hides scores, with 8 heads of 64, and windows of Swin."""
-    changes: list[dict[str, Any]] = [{"mask": PADDING}, {"mask": random_pairs(0.5)}, {"bias": "1HSS"}]
+    changes: list[dict[str, Any]] = [{"mask": PADDING}, {"mask": "random0.5"}, {"bias": "1HSS"}]
     return [
         case
         for dtype in ("fp32", "bf16")
@@ -128,7 +125,7 @@ def varlen_cases() -> list[Case]:
 def mask_cases() -> list[Case]:
     """Block-sparse beside dense, narrow windows, biases, documents beside the same packed, and a soft cap."""
     head_dims = (64, 128)
-    names = [None, *(random_tiles(density) for density in (0.05, 0.1, 0.25, 0.5))]
+    names = [None, *(f"tiles128:{density:g}" for density in (0.05, 0.1, 0.25, 0.5))]
     tiles = [_sixteen_heads(1, 16384, head_dim, mask=name) for head_dim in head_dims for name in names]
     windows = [
         _sixteen_heads(1, seq, 64, causal=True, window=(visible - 1, 0))
@@ -140,7 +137,7 @@ def mask_cases() -> list[Case]:
         case
         for head_dim in head_dims
         for case in (
-            _sixteen_heads(1, 65536, head_dim, causal=True, mask=documents()),
+            _sixteen_heads(1, 65536, head_dim, causal=True, mask="documents768"),
             packed_case(long_tailed_lengths(), 16, head_dim, causal=True),
         )
     ]
@@ -176,7 +173,7 @@ def feature_cases() -> list[Case]:
     hidden = [
         Case(batch, seq, heads, heads, 64, 64, mask=mask)
         for batch, seq, heads in sizes
-        for mask in (PADDING, random_pairs(0.5))
+        for mask in (PADDING, "random0.5")
     ]
     plain = [replace(case, dropout_p=0.0, bias=None, mask=None) for case in (*with_dropout, *biases, *hidden)]
     return [*with_dropout, *biases, *hidden, *dict.fromkeys(plain)]
@@ -270,6 +267,102 @@ def _sixteen_heads(batch: int, seq: int, head_dim: int, **more: Any) -> Case:
     return Case(batch, seq, 16, 16, head_dim, head_dim, **more)
 
 
+# Shapes that nobody chose: drawn at random, the same in every run. A table of chosen shapes says little of the others,
+# and a kernel can be tuned to it. Lengths and numbers of tokens are drawn evenly on a scale of logarithms.
+
+#: FLOPs of a forward at most, so that a case takes some 10 ms.
+_MOST_FLOPS = 6e12
+
+#: Bytes of q at most, in 16 bits.
+_MOST_BYTES = 2**29
+
+#: Sequences of a batch at most, and of a packed one.
+_MOST_SEQUENCES, _MOST_PACKED = 512, 200
+
+#: Sizes of heads and their numbers; the commonest ones more than once.
+_HEAD_DIMS = (32, 40, 48, 56, 64, 64, 64, 72, 80, 88, 96, 112, 120, 128, 128, 128, 144, 160, 176, 192, 208, 240, 256)
+_HEADS = (4, 6, 8, 12, 16, 20, 24, 32, 40)
+_COMMON_HEADS = (8, 12, 16, 32, 32)
+
+#: Kinds of calls, by what they have beside q, k and v. More than half have nothing.
+_KINDS = (*("plain",) * 6, "window", "cross", "packed", "dropout")
+
+
+def common_cases(count: int = 40, seed: int = 5) -> list[Case]:
+    """Heads of 64 and 128 in bfloat16, with and without a causal mask, grouped and not, of 128 to 32,768 tokens."""
+    draw = random.Random(seed)
+    cases: list[Case] = []
+    while len(cases) < count:
+        head_dim = draw.choice((64, 128))
+        seq = _logarithmic(draw, 7, 15)
+        if draw.random() < 0.4:
+            seq = seq // 128 * 128
+        batch = max(1, round(2 ** draw.uniform(11, 15) / seq))
+        heads, group = draw.choice(_COMMON_HEADS), draw.choice((1, 1, 4, 8))
+        if heads % group:
+            continue
+        causal = draw.random() < 0.6
+        if _flops(batch, seq, seq, heads, head_dim) <= _MOST_FLOPS:
+            cases.append(Case(batch, seq, heads, heads // group, head_dim, head_dim, causal=causal))
+    return cases
+
+
+def odd_cases(count: int = 60, seed: int = 1) -> list[Case]:
+    """Heads of 32 to 256 in both 16-bit dtypes, of 64 to 23,000 tokens; some with a window, other keys than queries,
+    packed sequences or dropout."""
+    draw = random.Random(seed)
+    cases: list[Case] = []
+    while len(cases) < count:
+        head_dim = draw.choice(_HEAD_DIMS)
+        seq = _odd_length(draw)
+        batch = max(1, round(2 ** draw.uniform(11, 15.5) / seq))
+        if batch > _MOST_SEQUENCES:
+            continue
+        heads = draw.choice(_HEADS)
+        if 2 * seq * batch * heads * head_dim > _MOST_BYTES:
+            continue
+        group = draw.choice((1, 1, 1, 2, 4, 8))
+        if heads % group:
+            continue
+        causal = draw.random() < 0.55
+        kind = draw.choice(_KINDS)
+        more: dict[str, Any] = {"dtype": "bf16" if draw.random() < 0.75 else "fp16"}
+        keys = seq
+        if kind == "window":
+            more["window"] = (_logarithmic(draw, 5, 11), 0)
+        elif kind == "cross":
+            more["Sk"] = keys = _logarithmic(draw, 4, 12)
+        elif kind == "dropout":
+            more["dropout_p"] = 0.1
+        if kind == "packed":
+            sequences = range(min(batch, _MOST_PACKED))
+            more["lengths"] = tuple(max(8, int(seq * draw.uniform(0.2, 1))) for _ in sequences)
+            batch, seq = len(sequences), max(more["lengths"])
+        elif _flops(batch, seq, keys, heads, head_dim) > _MOST_FLOPS:
+            continue
+        more["causal"] = causal and kind not in ("window", "cross")
+        cases.append(Case(batch, seq, heads, heads // group, head_dim, head_dim, **more))
+    return cases
+
+
+def _odd_length(draw: random.Random) -> int:
+    """A length of which three in ten are powers of two, as many multiples of 8, and the others any."""
+    seq = _logarithmic(draw, 6, 14.5)
+    if draw.random() >= 0.6:
+        return seq
+    return max(64, 1 << round(math.log2(seq))) if draw.random() < 0.5 else seq // 8 * 8
+
+
+def _logarithmic(draw: random.Random, least: float, most: float) -> int:
+    """A number from 2**least to 2**most whose logarithm is drawn evenly."""
+    return int(2 ** draw.uniform(least, most))
+
+
+def _flops(batch: int, queries: int, keys: int, heads: int, head_dim: int) -> int:
+    """FLOPs of a forward without a mask."""
+    return 4 * batch * heads * queries * keys * head_dim
+
+
 def tables(device: torch.device) -> dict[str, list[Case]]:
     """Name -> cases of a device's tables, the default one first."""
     if device.type != "cuda":
@@ -314,13 +407,10 @@ def cases_of(device: torch.device, names: Sequence[str] = (), quick: bool = Fals
         ChoiceError: there is no table of a name.
     """
     known = tables(device)
-    unknown = [name for name in names if name not in (*known, ALL)]
-    if unknown:
-        there_are = ", ".join((*known, ALL))
-        raise ChoiceError(f"--table: no {', '.join(unknown)} on {device.type}; there are: {there_are}")
-    chosen = list(known) if ALL in names else list(dict.fromkeys(names)) or [DEFAULT]
-    cases = (case for name in chosen for case in (_few(known[name], device) if quick else known[name]))
-    return list(dict.fromkeys(cases))
+    chosen = select_named("--table", names or [DEFAULT], {**known, ALL: []}, device.type)
+    if ALL in names:
+        chosen = list(known.values())
+    return list(dict.fromkeys(case for cases in chosen for case in (_few(cases, device) if quick else cases)))
 
 
 def _few(cases: list[Case], device: torch.device) -> list[Case]:
@@ -337,22 +427,3 @@ def _kind(case: Case) -> tuple[Any, ...]:
     """What a case has of all that not every case has."""
     parts = case.window, case.lengths, case.mask, case.softcap, case.bias, case.Sk
     return *(part is not None for part in parts), case.function
-
-
-def select_cases(cases: list[_AnyCase], patterns: list[str]) -> list[_AnyCase]:
-    """The cases whose name matches one of the shell patterns (`d64-causal-*`); a bare word matches anywhere.
-
-    Raises:
-        ChoiceError: a pattern matches no case.
-    """
-    if not patterns:
-        return cases
-    chosen: list[_AnyCase] = []
-    for pattern in patterns:
-        glob = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
-        found = [case for case in cases if fnmatch.fnmatch(case.name, glob)]
-        if not found:
-            names = ", ".join(case.name for case in cases)
-            raise ChoiceError(f"--cases: {pattern!r} matches no case; there are: {names}")
-        chosen += [case for case in found if case not in chosen]
-    return chosen

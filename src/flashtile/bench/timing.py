@@ -1,4 +1,4 @@
-"""Timers: how long one call takes, on a GPU or on a CPU.
+"""Timers: how long one call takes, on a GPU or on a CPU; the memory that it takes, and where its time goes.
 
 A GPU call that is short beside what the host needs to launch it is captured into a CUDA graph and replayed, so that
 the GPU is what is measured; longer ones are timed between CUDA events. On a CPU the clock is `time.perf_counter`, or
@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 #: A graph holds as many calls as fill this time, in ms, at least one.
 _GRAPH_MS = 1.0
@@ -23,6 +24,15 @@ _WARM_UP_CALLS = 3
 _ESTIMATE_CALLS = 5
 #: Calls longer than this, in ms, need no warming up, and two of them are enough for an estimate.
 _LONG_MS = 20.0
+
+Span = tuple[float, float]
+
+#: What kernels are for, by parts of their names; the first that fits. All others are "other": copies, sums, divisions.
+_KINDS = {
+    "transfers": ("nccl",),
+    "attention": ("attention_", "flash", "fmha"),
+    "merging": ("merge_part", "merge_finish"),
+}
 
 
 class Timer(Protocol):
@@ -136,3 +146,114 @@ class GraphTimer:
 
     def sample(self, seconds: float) -> list[float]:
         return [ms / self._calls for ms in self._events.sample(seconds)]
+
+
+def peak_facts(call: Callable[[], Iterable[Tensor]], inputs: Sequence[Tensor]) -> dict[str, Any]:
+    """`peak_mib` of a row, in MiB: the largest amount that a call takes on a GPU beside its inputs and results; nothing
+    elsewhere.
+
+    Args:
+        call: returns its results, gradients for example; those in the memory of an input are no results.
+        inputs: tensors that are there before.
+    """
+    device = inputs[0].device
+    if device.type != "cuda":
+        return {}
+    results, peak = _called(call, device)
+    given = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    own = {(storage := t.untyped_storage()).data_ptr(): storage.nbytes() for t in results}
+    kept = sum(size for pointer, size in own.items() if pointer not in given)
+    return {"peak_mib": round((peak - kept) / 2**20, 1)}
+
+
+def step_facts(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """`peak_mib` of a training step, in MiB: the largest amount that it takes on a GPU beside what was there; nothing
+    elsewhere."""
+    return {"peak_mib": _called(step, device)[1] / 2**20} if device.type == "cuda" else {}
+
+
+def _called(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
+    """What a call returns, and the bytes by which memory grew at most."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    results = call()
+    torch.cuda.synchronize(device)
+    return results, torch.cuda.max_memory_allocated(device) - before
+
+
+def profile_calls(function: Callable[[], Any], calls: int) -> dict[str, float | None]:
+    """Milliseconds of one call, of several that the host enqueues without waiting, as a training does.
+
+    Returns:
+        `attention`, `transfers`, `merging`, `other`: in which such kernels ran on this GPU, a transfer's wait for the
+        other side included; `idle`: in which none did; `host`: until the host had enqueued the call; `hidden`: the
+        share of the transfers' time in which this GPU computed, None where nothing travels.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        function()
+    host = (time.perf_counter() - begin) / calls
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(calls):
+            function()
+        torch.cuda.synchronize()
+    kernels = [event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    found = summary(((event.name, (event.time_range.start, event.time_range.end)) for event in kernels), calls)
+    return found | {"host": host * 1e3}
+
+
+def summary(kernels: Iterable[tuple[str, Span]], calls: int) -> dict[str, float | None]:
+    """As `profile_calls` returns it, from names of kernels and their times in microseconds."""
+    spans: dict[str, list[Span]] = {kind: [] for kind in (*_KINDS, "other")}
+    for name, span in kernels:
+        spans[kind_of(name)].append(span)
+    everything = [span for of_kind in spans.values() for span in of_kind]
+    if not everything:
+        return {}
+    whole = max(end for _, end in everything) - min(start for start, _ in everything)
+    computing = [span for kind, of_kind in spans.items() if kind != "transfers" for span in of_kind]
+    milliseconds: dict[str, float | None] = {kind: _length(found) / calls / 1e3 for kind, found in spans.items()}
+    idle = (whole - _length(everything)) / calls / 1e3
+    return milliseconds | {"idle": idle, "hidden": covered(spans["transfers"], computing)}
+
+
+def kind_of(name: str) -> str:
+    lower = name.lower()
+    return next((kind for kind, parts in _KINDS.items() if any(part in lower for part in parts)), "other")
+
+
+def covered(spans: list[Span], by: list[Span]) -> float | None:
+    """The share of the length of some spans that others cover."""
+    total = _length(spans)
+    if not total:
+        return None
+    both = 0.0
+    for start, end in _union(spans):
+        both += sum(max(0.0, min(end, stop) - max(start, begin)) for begin, stop in _union(by))
+    return both / total
+
+
+def _length(spans: list[Span]) -> float:
+    return sum(end - start for start, end in _union(spans))
+
+
+def _union(spans: list[Span]) -> list[Span]:
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def describe_profile(found: dict[str, float | None]) -> str:
+    """A summary in words."""
+    share = found.get("hidden")
+    times = "  ".join(f"{kind} {value:.3f}" for kind, value in found.items() if kind != "hidden" and value is not None)
+    return f"{times} ms" + ("" if share is None else f"  hidden {share:.2f}")

@@ -6,8 +6,7 @@ import importlib.util
 import os
 import sys
 
-from flashtile.bench.before_torch import silence_numpy_warning
-from flashtile.bench.errors import how_to_install
+from flashtile.bench.start import how_to_install, silence_numpy_warning
 
 
 def main(*command: str) -> None:

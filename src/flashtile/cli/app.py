@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import flashtile
-from flashtile.bench.before_torch import wait_without_spinning
+from flashtile.bench.start import wait_without_spinning
 from flashtile.cli.bench_app import bench
 from flashtile.cli.console import make_console, print_json, print_table, print_text, run_command
 
@@ -221,7 +221,7 @@ def report(
     """Draw benchmark records as one page of HTML that needs no network."""
 
     def work() -> bool:
-        from flashtile.bench.html.report import write_report
+        from flashtile.bench.html import write_report
 
         console = make_console()
         written = write_report(records, output)

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flashtile.bench import commands
+from flashtile.bench.against import compare_with_commit
+from flashtile.bench.base import AnyCase
 from flashtile.bench.commands import OnCase, describe_progress
-from flashtile.bench.compare import read_record
-from flashtile.bench.outcome import Report, compare_with_commit, report_of
-from flashtile.bench.problem import AnyCase
-from flashtile.bench.record import Row
+from flashtile.bench.record import Row, read_record
+from flashtile.bench.report import Report, report_of
 from flashtile.cli.console import make_console, print_table, print_text
 from flashtile.cli.errors import UserError
 
@@ -26,7 +26,7 @@ _RESULTS = ("/ best", "here / there")
 
 def describe(command: str) -> str:
     """The cases and implementations of a command."""
-    return commands.DESCRIPTIONS[command](commands.default_device())
+    return commands.describe(command, commands.default_device())
 
 
 def measure(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperOption
 
-from flashtile.bench.before_torch import wait_without_spinning
+from flashtile.bench.start import wait_without_spinning
 from flashtile.cli.console import make_console, run_command
 
 bench = typer.Typer(
@@ -199,10 +199,10 @@ def bench_distributed(
     """
 
     def work() -> bool:
-        from flashtile.bench.distributed import launch
+        from flashtile.bench import distributed
 
         names = [part for name in impl or () for part in name.split(",") if part]
-        launch.bench_distributed(
+        distributed.bench_distributed(
             output,
             gpus=gpus,
             quick=quick,

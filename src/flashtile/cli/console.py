@@ -15,7 +15,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from flashtile.bench.errors import ChoiceError
+from flashtile.bench.start import ChoiceError
 from flashtile.cli.errors import CommandError
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ import torch
 import flashtile
 from flashtile import testing
 from flashtile.bench.commands import default_device
-from flashtile.bench.errors import how_to_install
 from flashtile.bench.record import FACTS, machine, versions
 from flashtile.bench.report import Table
+from flashtile.bench.start import how_to_install
 from flashtile.testing.kernel_checks import KernelCheck, kernel_checks
 
 _CPU = torch.device("cpu")

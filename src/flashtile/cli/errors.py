@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from flashtile.bench.errors import how_to_install
+from flashtile.bench.start import how_to_install
 
 
 class CommandError(Exception):

@@ -12,7 +12,7 @@ import torch
 
 import flashtile
 from flashtile import io_model, patterns
-from flashtile.bench.cases import DTYPES
+from flashtile.bench.base import DTYPES
 from flashtile.bench.report import Table
 from flashtile.cli.errors import UserError
 from flashtile.io_model.text import comparison_lines

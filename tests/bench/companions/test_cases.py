@@ -5,19 +5,23 @@ import json
 import pytest
 import torch
 
-from flashtile.bench.companions import oracle
-from flashtile.bench.companions.case import Random
-from flashtile.bench.companions.implementations import select_implementations
-from flashtile.bench.companions.losses import CrossEntropy, LinearCrossEntropy
-from flashtile.bench.companions.mlp import FusedDense, FusedMLP
-from flashtile.bench.companions.movement import Copy
-from flashtile.bench.companions.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
-from flashtile.bench.companions.oracle import evaluate
-from flashtile.bench.companions.rotary import Rotary
-from flashtile.bench.companions.softmax import CausalSoftmax, MaskedSoftmax
-from flashtile.bench.companions.tables import OPERATIONS, case_of, cases_of
-from flashtile.bench.errors import ChoiceError
-from flashtile.bench.tables import select_cases
+from flashtile.bench import companions
+from flashtile.bench.base import select_cases, select_implementations
+from flashtile.bench.companion_cases import (
+    CausalSoftmax,
+    Copy,
+    CrossEntropy,
+    DropoutAddLayerNorm,
+    DropoutAddRMSNorm,
+    LayerNorm,
+    MaskedSoftmax,
+    RMSNorm,
+    Rotary,
+)
+from flashtile.bench.companion_products import OPERATIONS, FusedDense, FusedMLP, LinearCrossEntropy, cases_of
+from flashtile.bench.companions import IMPLEMENTATIONS, Random, evaluate
+from flashtile.bench.registry import case_of
+from flashtile.bench.start import ChoiceError
 from flashtile.testing import assert_same
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -75,7 +79,7 @@ def test_names_tell_cases_apart():
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_case_comes_back_from_its_record(case):
-    assert case_of(case.op, json.loads(json.dumps(case.record()))) == case
+    assert case_of({"op": case.op, "case": json.loads(json.dumps(case.record()))}) == case
 
 
 def test_every_operation_has_cases_everywhere():
@@ -89,8 +93,8 @@ def test_choosing():
     with pytest.raises(ChoiceError, match="--op: no attention on cpu; there are: copy, layer_norm"):
         cases_of(CPU, ["attention"])
     with pytest.raises(ChoiceError, match="--impl: no liger on cpu; there are: flashtile-cpu, eager, compile"):
-        select_implementations(["liger"], CPU)
-    assert [i.name for i in select_implementations([], CUDA)][-2:] == ["liger", "quack"]
+        select_implementations(IMPLEMENTATIONS, ["liger"], CPU)
+    assert [i.name for i in select_implementations(IMPLEMENTATIONS, [], CUDA)][-2:] == ["liger", "quack"]
 
 
 def test_inputs_are_reproducible():
@@ -107,7 +111,7 @@ def test_formula_is_the_same_by_rows(case, monkeypatch):
     inputs = case.make_inputs(Random(CPU, case.torch_dtype))
     whole = evaluate(case, inputs, inputs.others, torch.float64)
     rows = next(t.shape[0] for name, t in inputs.leaves.items() if name in case.rowwise)
-    monkeypatch.setitem(oracle._ELEMENTS, "cpu", case.width() * max(1, rows // 3))
+    monkeypatch.setitem(companions._ELEMENTS, "cpu", case.width() * max(1, rows // 3))
     parts = evaluate(case, inputs, inputs.others, torch.float64)
     assert whole.keys() == parts.keys() >= set(case.outputs)
     for name, expected in whole.items():

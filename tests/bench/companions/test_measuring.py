@@ -11,20 +11,22 @@ import torch
 import torch.nn.functional as F
 
 from command_line import invoke
-from flashtile.bench import runner
-from flashtile.bench.commands import bench_companions, describe_companions
-from flashtile.bench.companions import oracle, tables
-from flashtile.bench.companions.bound import Bound
-from flashtile.bench.companions.case import Random, Way
-from flashtile.bench.companions.implementations import IMPLEMENTATIONS, Implementation
-from flashtile.bench.companions.losses import CrossEntropy, LinearCrossEntropy
-from flashtile.bench.companions.mlp import FusedDense, FusedMLP
-from flashtile.bench.companions.movement import Copy
-from flashtile.bench.companions.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
-from flashtile.bench.companions.oracle import evaluate
-from flashtile.bench.companions.problem import CompanionProblem
-from flashtile.bench.companions.rotary import Rotary
-from flashtile.bench.companions.softmax import CausalSoftmax, MaskedSoftmax
+from flashtile.bench import companion_products, companions, runner
+from flashtile.bench.base import Implementation
+from flashtile.bench.commands import describe, measure
+from flashtile.bench.companion_cases import (
+    CausalSoftmax,
+    Copy,
+    CrossEntropy,
+    DropoutAddLayerNorm,
+    DropoutAddRMSNorm,
+    LayerNorm,
+    MaskedSoftmax,
+    RMSNorm,
+    Rotary,
+)
+from flashtile.bench.companion_products import FusedDense, FusedMLP, LinearCrossEntropy
+from flashtile.bench.companions import IMPLEMENTATIONS, Bound, CompanionProblem, Random, Way, evaluate
 
 CPU = torch.device("cpu")
 BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}
@@ -52,7 +54,7 @@ def short_measuring(monkeypatch):
 
 
 def run(case, *names):
-    return runner.run_case(case, [BY_NAME[name] for name in names], CPU, problem=CompanionProblem)
+    return runner.run_case(case, [BY_NAME[name] for name in names], CPU, CompanionProblem)
 
 
 def run_with(case, way, monkeypatch):
@@ -111,7 +113,7 @@ def test_dropout_bits_are_read_off_where_gradients_cancel(kind):
     results = bound.results("bwd")
     found = case.with_bits_of(results, inputs)["keep"]
     assert (found & (results["dx"] == 0)).any() and not found.all()
-    assert oracle.Oracle(case, inputs).judge(results, own_bits=True).why is None
+    assert companions.Oracle(case, inputs).judge(results, own_bits=True).why is None
 
 
 @pytest.mark.parametrize("dropped", [0.0, 0.6])
@@ -140,10 +142,10 @@ def test_dropout_that_does_not_scale_is_found(monkeypatch):
 
 @pytest.mark.parametrize("name", ["out", "dx", "dweight"])
 def test_one_wrong_element_is_found_where_the_check_goes_by_pieces(name, monkeypatch):
-    monkeypatch.setitem(oracle._ELEMENTS, "cpu", 33 * 2)
+    monkeypatch.setitem(companions._ELEMENTS, "cpu", 33 * 2)
     case = RMSNorm("bf16", 7, 33)
     inputs = case.make_inputs(Random(CPU, torch.bfloat16))
-    judge = oracle.Oracle(case, inputs).judge
+    judge = companions.Oracle(case, inputs).judge
     results = evaluate(case, inputs, inputs.others)
     assert judge(results, own_bits=False).why is None
     results[name][(-1,) * results[name].dim()] *= 1.5
@@ -188,10 +190,10 @@ class _Rotated(torch.autograd.Function):
 
 def test_missing_packages_and_failures_are_reasons(monkeypatch):
     case = LayerNorm("fp32", 7, 33)
-    missing = Implementation("liger", ("cpu",), ("no_such_package", "no-such-package"))
+    missing = Implementation("liger", ("cpu",), package=("no_such_package", "no-such-package"))
     failing = Implementation("quack", ("cpu",))
     monkeypatch.setattr(LayerNorm, "peers", lambda self: {"liger": _unreachable, "quack": _unreachable})
-    rows = runner.run_case(case, [missing, failing], CPU, problem=CompanionProblem)
+    rows = runner.run_case(case, [missing, failing], CPU, CompanionProblem)
     assert [row["why"] for row in rows] == ["no-such-package is not installed"] * 2 + ["RuntimeError: unreachable"] * 2
 
 
@@ -200,8 +202,8 @@ def _unreachable(others):
 
 
 def test_no_row_where_an_implementation_has_no_such_operation():
-    elsewhere = Implementation("quack", ("cpu",), ("no_such_package", "no-such-package"))
-    assert runner.run_case(CausalSoftmax("fp32", 1, 1, 4), [elsewhere], CPU, problem=CompanionProblem) == []
+    elsewhere = Implementation("quack", ("cpu",), package=("no_such_package", "no-such-package"))
+    assert runner.run_case(CausalSoftmax("fp32", 1, 1, 4), [elsewhere], CPU, CompanionProblem) == []
 
 
 def test_results_are_those_of_fresh_inputs():
@@ -333,7 +335,7 @@ def _assert_right(peer, *kinds):
     rows = []
     for case in (case for case in TINY if isinstance(case, kinds)):
         case = replace(case, dtype="fp32", **({"H": 4} if isinstance(case, Rotary) else {}))
-        rows += runner.run_case(case, [Implementation(peer, ("cpu",))], CPU, problem=CompanionProblem)
+        rows += runner.run_case(case, [Implementation(peer, ("cpu",))], CPU, CompanionProblem)
     wrong = [row for row in rows if row["ms"] is None and row["why"] != "computes its gradient in the forward"]
     assert rows and not wrong, wrong
     return rows
@@ -345,16 +347,10 @@ def _rotate_half(x):
 
 
 def test_command_writes_a_record_of_the_documented_form(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "_cpu_cases", lambda: TINY)
+    monkeypatch.setattr(companion_products, "_cpu_cases", lambda: TINY)
     output, seen = tmp_path / "record.json", []
-    record = bench_companions(
-        ["copy,rms_norm"],
-        [],
-        ["eager"],
-        output,
-        lambda *given: seen.append((*given[:2], given[3] is None)),
-        seconds=0.0,
-    )
+    options = {"op": ["copy,rms_norm"], "impl": ["eager"], "seconds": 0.0}
+    record = measure("companions", options, output, lambda *given: seen.append((*given[:2], given[3] is None)))
     assert seen == [(0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False)]
     assert json.loads(output.read_text()) == record
     assert [(row["op"], row["phase"]) for row in record["rows"]] == [
@@ -367,12 +363,12 @@ def test_command_writes_a_record_of_the_documented_form(tmp_path, monkeypatch):
 
 
 def test_choices_are_listed():
-    text = describe_companions(torch.device("cuda"))
+    text = describe("companions", torch.device("cuda"))
     assert "cases of rotary:\n  rotary-4x4096x32x128-bf16" in text and text.endswith("liger\n  quack")
 
 
 def test_the_command_measures_and_reports_mistakes(monkeypatch):
-    monkeypatch.setattr(tables, "_cpu_cases", lambda: TINY)
+    monkeypatch.setattr(companion_products, "_cpu_cases", lambda: TINY)
     done = invoke("bench", "companions", "--op", "rms_norm", "--impl", "eager", "flashtile-cpu", "--seconds", 0)
     assert done.exit_code == 0, done.output
     assert "Companions bwd: GB/s" in done.stdout and "Our speed over the peers': rms_norm" in done.stdout

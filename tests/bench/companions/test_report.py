@@ -1,7 +1,6 @@
 """Tables of companion records, from rows written by hand."""
 
-from flashtile.bench.companions.movement import Copy
-from flashtile.bench.companions.norms import LayerNorm, RMSNorm
+from flashtile.bench.companion_cases import Copy, LayerNorm, RMSNorm
 from flashtile.bench.report import mean_tables, reasons, speed_tables
 
 SMALL, LARGE = LayerNorm("bf16", 16, 1024), LayerNorm("bf16", 16, 4096)

@@ -9,13 +9,21 @@ import torch
 import flashtile
 from command_line import invoke
 from flashtile.bench import runner
-from flashtile.bench.commands import as_arguments, bench_decode, ours
-from flashtile.bench.companions.movement import Copy
-from flashtile.bench.decode.cases import DecodeCase, decode_cases, make_inputs, quick_cases
-from flashtile.bench.decode.implementations import IMPLEMENTATIONS, Implementation, select_implementations
-from flashtile.bench.decode.problem import DecodeProblem, problem_of
-from flashtile.bench.errors import ChoiceError
-from flashtile.bench.report import case_name, mean_tables, reasons, speed_tables
+from flashtile.bench.base import Implementation, select_implementations
+from flashtile.bench.commands import as_arguments, measure, ours
+from flashtile.bench.companion_cases import Copy
+from flashtile.bench.decode import (
+    IMPLEMENTATIONS,
+    DecodeCase,
+    DecodeProblem,
+    decode_cases,
+    make_inputs,
+    problem_of,
+    quick_cases,
+)
+from flashtile.bench.registry import case_name
+from flashtile.bench.report import mean_tables, reasons, speed_tables
+from flashtile.bench.start import ChoiceError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = DecodeCase(3, 48, 4, 2, 16, 24, dtype="fp32")
@@ -37,7 +45,7 @@ def short_measuring(monkeypatch):
 
 
 def run(case, *chosen):
-    return runner.run_case(case, chosen, CPU, problem=problem_of)
+    return runner.run_case(case, chosen, CPU, problem_of)
 
 
 def test_bytes_are_those_of_the_cache():
@@ -80,7 +88,7 @@ def test_pytorchs_own_is_right_and_measured_on_a_cache_in_one_piece():
 
 
 def changed(change):
-    def build(inputs):
+    def build(case, inputs):
         return lambda: change(inputs)
 
     return Implementation("changed", ("cpu",), build)
@@ -147,15 +155,15 @@ def test_peers_on_a_cpu_are_right(impl, case):
 @needs_no_gpu
 def test_choices_are_checked():
     with pytest.raises(ChoiceError, match="--impl: no fast on cpu"):
-        bench_decode(impl=["fast"])
+        measure("decode", {"impl": ["fast"]})
     with pytest.raises(ChoiceError):
-        bench_decode(cases=["decode-b999*"])
+        measure("decode", {"cases": ["decode-b999*"]})
 
 
 def test_arguments_and_our_implementations():
     assert ours("decode", CPU) == ["flashtile-cpu"] and ours("decode", CUDA) == ["flashtile-triton"]
     assert as_arguments("decode", {"impl": [], "quick": True}, CPU) == ["decode", "--impl", "flashtile-cpu", "--quick"]
-    assert [each.name for each in select_implementations([], CUDA)][-1] == "fa4"
+    assert [each.name for each in select_implementations(IMPLEMENTATIONS, [], CUDA)][-1] == "fa4"
 
 
 @pytest.mark.gpu
@@ -164,6 +172,6 @@ def test_gpu_results_are_right(change):
     case = DecodeCase(2, 4096, **change)
     chosen = [each for each in IMPLEMENTATIONS if each.name in ("flashtile-triton", "sdpa-flash")]
     with runner.side_stream(CUDA):
-        rows = runner.run_case(case, chosen, CUDA, 0.01, problem_of)
+        rows = runner.run_case(case, chosen, CUDA, problem_of, 0.01)
     assert rows[0]["ms"] is not None, rows[0]
     assert rows[0]["timer"] == "cuda-graph"

@@ -8,10 +8,9 @@ import shlex
 import pytest
 import torch
 
-from flashtile.bench.distributed.cases import PHASES, cases_of
-from flashtile.bench.distributed.launch import bench_distributed
-from flashtile.bench.distributed.profile import covered, line, summary
-from flashtile.bench.errors import ChoiceError
+from flashtile.bench.distributed import PHASES, bench_distributed, cases_of
+from flashtile.bench.start import ChoiceError
+from flashtile.bench.timing import covered, describe_profile, summary
 
 
 @pytest.mark.slow
@@ -76,10 +75,10 @@ def test_a_record_that_cannot_be_written_is_refused_at_once(tmp_path):
 def test_the_command_is_the_module_and_passes_its_options_on(tmp_path, monkeypatch):
     pytest.importorskip("typer")
     from command_line import invoke
-    from flashtile.bench.distributed import launch
+    from flashtile.bench import distributed
 
     seen = []
-    monkeypatch.setattr(launch, "bench_distributed", lambda output, **options: seen.append((output, options)))
+    monkeypatch.setattr(distributed, "bench_distributed", lambda output, **options: seen.append((output, options)))
     given = shlex.split(
         "--gpus 2 --quick --lengths 64 128 --mask causal --impl a b,c --seconds 0.5 --profile --limit 9"
     )
@@ -106,5 +105,5 @@ def test_a_profile_says_what_is_hidden():
     found = summary(kernels, 1)
     assert found == {"attention": 3, "transfers": 4, "merging": 1, "other": 1, "idle": 1, "hidden": 0.75}
     assert summary(kernels, 2)["attention"] == 1.5
-    assert line(found).endswith("idle 1.000 ms  hidden 0.75")
+    assert describe_profile(found).endswith("idle 1.000 ms  hidden 0.75")
     assert summary([], 1) == {}

@@ -11,13 +11,21 @@ from benchmarks.bert import __main__ as bert_script
 from benchmarks.bert import problem as bert
 from benchmarks.bert.batches import IGNORED, Batch
 from flashtile.bench import runner
-from flashtile.bench.commands import as_arguments, bench_train
-from flashtile.bench.errors import ChoiceError
+from flashtile.bench import training_steps as dropout
+from flashtile.bench.base import Implementation
+from flashtile.bench.commands import as_arguments, measure
 from flashtile.bench.report import speed_tables
-from flashtile.bench.training import dropout
-from flashtile.bench.training.cases import TrainCase, cases_of, make_tokens, make_weights
-from flashtile.bench.training.implementations import IMPLEMENTATIONS, Implementation, build_plain
-from flashtile.bench.training.problem import Training, TrainProblem
+from flashtile.bench.start import ChoiceError
+from flashtile.bench.training import (
+    IMPLEMENTATIONS,
+    TrainCase,
+    Training,
+    TrainProblem,
+    build_plain,
+    cases_of,
+    make_tokens,
+    make_weights,
+)
 from flashtile.models import Bert, BertForPreTraining
 from flashtile.modules import Block
 
@@ -34,7 +42,7 @@ def short_measuring(monkeypatch):
 
 
 def run(case, *chosen):
-    return runner.run_case(case, chosen, CPU, problem=TrainProblem)
+    return runner.run_case(case, chosen, CPU, TrainProblem)
 
 
 def keep_one_place(model, place):
@@ -102,7 +110,7 @@ def bert_case():
 
 
 def run_bert(case, batch, *chosen):
-    return runner.run_case(case, chosen, CPU, problem=lambda case, device: bert.BertProblem(case, batch, device))
+    return runner.run_case(case, chosen, CPU, lambda case, device: bert.BertProblem(case, batch, device))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -128,7 +136,9 @@ def test_right_dropout_of_bert_gets_a_speed():
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.05, 0.2])
 def test_another_probability_gets_no_speed(dropout_p):
-    other = Implementation("other", lambda case, weights: build_plain(replace(case, dropout_p=dropout_p), weights))
+    other = Implementation(
+        "other", build=lambda case, weights: build_plain(replace(case, dropout_p=dropout_p), weights)
+    )
     (row,) = run(CASE, other)
     assert row["ms"] is None and row["why"].startswith("wrong dropout: dropout_fall: mean")
 
@@ -146,7 +156,7 @@ def test_gradients_of_what_was_not_dropped_get_no_speed():
 
         return replace(model, loss=loss)
 
-    (row,) = run(CASE, Implementation("other", build))
+    (row,) = run(CASE, Implementation("other", build=build))
     assert row["ms"] is None and row["why"].startswith("wrong dropout: dropout_fall: mean")
     assert "dropout_rise" not in row["why"]
 
@@ -158,7 +168,7 @@ def test_bert_that_drops_nothing_gets_no_speed():
     def build(config, state):
         return bert._flashtile(replace(config, dropout=0.0, attention_dropout=0.0), state)
 
-    (row,) = run_bert(case, batch, bert.Implementation("other", build, None))
+    (row,) = run_bert(case, batch, Implementation("other", build=build))
     assert row["ms"] is None and row["why"].startswith("wrong dropout: dropout_spread: mean 0.000e+00")
 
 
@@ -167,7 +177,7 @@ def test_wrong_training_without_dropout_is_found_first():
         model = build_plain(case, weights)
         return replace(model, logits=lambda tokens: 1.01 * model.logits(tokens))
 
-    (row,) = run(CASE, Implementation("other", build))
+    (row,) = run(CASE, Implementation("other", build=build))
     assert row["ms"] is None and row["why"].startswith("wrong result: token_loss")
 
 
@@ -191,15 +201,15 @@ def test_what_is_compiled_is_compiled_for_training_alone():
         model = BY_NAME["flashtile"].build(case, weights)
         return replace(model, loss=torch.compile(model.loss, backend=backend, fullgraph=True, dynamic=False))
 
-    (row,) = run(CASE, Implementation("other", build))
+    (row,) = run(CASE, Implementation("other", build=build))
     assert row["ms"] is not None, row
     assert len(graphs) == 1
 
 
 def test_samples_that_are_not_finite_are_wrong():
     reference = {"dropout_rise": torch.tensor([0.0, 1.0, 2.0])}
-    assert dropout.judge(reference, reference).why is None
-    verdict = dropout.judge({"dropout_rise": torch.tensor([0.0, 1.0, float("nan")])}, reference)
+    assert dropout.judge_dropout(reference, reference).why is None
+    verdict = dropout.judge_dropout({"dropout_rise": torch.tensor([0.0, 1.0, float("nan")])}, reference)
     assert verdict.why is not None and verdict.error == float("inf")
 
 
@@ -210,7 +220,9 @@ def test_cases_and_records_say_the_dropout(tmp_path):
     arguments = as_arguments("train", {"model": ["gpt2-small"], "dropout": 0.1}, CUDA)
     assert arguments[1:5] == ["--model", "gpt2-small", "--dropout", "0.1"]
     output = tmp_path / "record.json"
-    record = bench_train(["gpt2-tiny"], ["plain"], output, batch=1, dropout=0.1, seconds=0.0)
+    record = measure(
+        "train", {"model": ["gpt2-tiny"], "impl": ["plain"], "batch": 1, "dropout": 0.1, "seconds": 0.0}, output
+    )
     assert json.loads(output.read_text()) == record
     assert speed_tables(record["rows"])[0].lines[0][0] == "gpt2-tiny-b1-s64-p0.1-fp32"
 

@@ -8,19 +8,26 @@ import pytest
 import torch
 
 from flashtile.bench import runner
-from flashtile.bench.commands import as_arguments, bench_train
-from flashtile.bench.errors import ChoiceError
+from flashtile.bench import training as problem
+from flashtile.bench.base import Implementation, select_implementations
+from flashtile.bench.commands import as_arguments, measure
 from flashtile.bench.report import mean_tables, reasons, speed_tables
-from flashtile.bench.training import problem
-from flashtile.bench.training.cases import MODELS, TrainCase, cases_of, make_tokens, make_weights, weight_shapes
-from flashtile.bench.training.implementations import (
+from flashtile.bench.start import ChoiceError
+from flashtile.bench.training import (
     IMPLEMENTATIONS,
-    Implementation,
+    MODELS,
+    TrainCase,
+    Training,
+    TrainProblem,
     build_plain,
-    select_implementations,
+    cases_of,
+    judge_losses,
+    make_tokens,
+    make_weights,
+    peak_tflops,
     token_losses,
+    weight_shapes,
 )
-from flashtile.bench.training.problem import Training, TrainProblem, judge_losses, peak_tflops
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = TrainCase("gpt2-tiny", 3, 8, "fp32")
@@ -34,7 +41,7 @@ def short_measuring(monkeypatch):
 
 
 def run(case, *chosen):
-    return runner.run_case(case, chosen, CPU, problem=TrainProblem)
+    return runner.run_case(case, chosen, CPU, TrainProblem)
 
 
 def test_flops_count_the_models_products():
@@ -88,7 +95,7 @@ def changed(**changes):
         model = build_plain(case, weights)
         return replace(model, **{name: change(model) for name, change in changes.items()})
 
-    return Implementation("changed", build)
+    return Implementation("changed", build=build)
 
 
 def test_wrong_logits_get_no_speed():
@@ -119,7 +126,7 @@ def test_another_number_of_parameters_is_a_reason():
 
 
 def test_missing_packages_are_reasons():
-    (row,) = run(CASE, Implementation("elsewhere", build_plain, "no_such_package"))
+    (row,) = run(CASE, Implementation("elsewhere", build=build_plain, package=("no_such_package",) * 2))
     assert row["why"] == "no_such_package is not installed"
 
 
@@ -143,7 +150,7 @@ def test_peaks_are_known_by_name(monkeypatch):
 def test_choosing():
     assert [case.name for case in cases_of(CUDA, ["gpt2-medium"], 4)] == ["gpt2-medium-b4-s1024-bf16"]
     assert [case.model for case in cases_of(CUDA, [], None)] == ["gpt2-small", "gpt2-medium"]
-    assert [each.name for each in select_implementations([], CUDA)] == [
+    assert [each.name for each in select_implementations(IMPLEMENTATIONS, [], CUDA)] == [
         "flashtile", "flashtile-fused-loss", "flashtile-compile",
         "transformers-eager", "transformers-sdpa", "transformers-compile",
     ]  # fmt: skip
@@ -196,7 +203,7 @@ def test_what_has_no_memory_for_a_whole_sequence_is_a_reason(monkeypatch):
 
 def test_command_writes_a_record_of_the_documented_form(tmp_path):
     output = tmp_path / "record.json"
-    record = bench_train(["gpt2-tiny"], ["plain"], output, batch=1, seconds=0.0)
+    record = measure("train", {"model": ["gpt2-tiny"], "impl": ["plain"], "batch": 1, "seconds": 0.0}, output)
     assert json.loads(output.read_text()) == record
     (row,) = record["rows"]
     assert set(row) == {

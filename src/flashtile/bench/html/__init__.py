@@ -1,1 +1,292 @@
-"""Records as one page of HTML that needs nothing beside itself: `flashtile report`."""
+"""Records as one page of HTML that needs nothing beside itself: `flashtile report`.
+
+A verdict comes first: where flashtile is faster than the fastest other implementation and where it is not, on each
+machine, for a user's own record as for those of the project. All else is folded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flashtile.bench.base import is_ours
+from flashtile.bench.html.charts import (
+    Named,
+    Section,
+    attention_rows,
+    families_of,
+    in_order,
+    lines_and_dots,
+    ratios,
+    sections,
+    styles,
+)  # fmt: skip
+from flashtile.bench.html.drawing import DARK, LIGHT, Chart, DotChart, LineChart, draw, shared_styles
+from flashtile.bench.html.words import (
+    OPERATIONS,
+    common_facets,
+    full_name,
+    implementation_of,
+    kind_of,
+    listed,
+    phase_of,
+    unknown_keys,
+)
+from flashtile.bench.record import (
+    FACTS,
+    Ratio,
+    geometric_mean,
+    ratios_to_best,
+    read_record,
+    require_writable,
+    write_whole,
+)  # fmt: skip
+from flashtile.bench.start import how_to_install
+
+_NO_PICTURES = f"The page has tables only. Pictures need matplotlib: {how_to_install('plots')}."
+_TITLE, _NAMES, _RECORDS = "flashtile: measured", "Names of implementations", "Records"
+#: Charts beside the verdict.
+_CHARTS = 4
+#: The most columns of a table: a narrow screen shows each cell with its heading.
+_COLUMNS = 24
+
+
+@dataclass(frozen=True)
+class Written:
+    """The number of charts on a page, how many of them are pictures rather than tables, and notes for its reader."""
+
+    charts: int
+    pictures: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who is faster where, on which machine.
+
+    Attributes:
+        sentences: the result in words, one for each machine.
+        headings, lines: means, for each machine, kind of call and phase.
+        charts: the same as pictures, and speeds by length where there is room.
+    """
+
+    sentences: tuple[str, ...]
+    headings: tuple[str, ...]
+    lines: tuple[tuple[str, ...], ...]
+    charts: tuple[Chart, ...]
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A ratio with where it was measured."""
+
+    machine: str
+    kind: str
+    phase: str
+    ratio: Ratio
+
+
+def verdict_of(records: Sequence[Named]) -> Verdict | None:
+    """The verdict of all comparisons in some records, our fastest against the fastest other of each case; None where
+    nothing was compared."""
+    found = [one for named in records for one in _compared(named)]
+    if not found:
+        return None
+    machines = list(dict.fromkeys(one.machine for one in found))
+    sentences = tuple(_sentence(machine, [one for one in found if one.machine == machine]) for machine in machines)
+    groups: dict[tuple[str, str, str], list[Ratio]] = {}
+    for one in found:
+        groups.setdefault((one.kind, one.phase, one.machine), []).append(one.ratio)
+    lines = [_line(*place, of_group) for place, of_group in sorted(groups.items(), key=lambda group: group[0][:1])]
+    headings = ("kind of call", "phase", "machine", "mean", "lowest", "highest", "cases", "lowest against")
+    charts = [*_overview(groups), *_by_length(records)][:_CHARTS]
+    return Verdict(sentences, headings, tuple(lines), tuple(charts))
+
+
+def _compared(named: Named) -> list[_Compared]:
+    """The best ratio of each case and phase of a record."""
+    best: dict[tuple[str, str], Ratio] = {}
+    for ratio in ratios_to_best(named.rows):
+        key = str(ratio.case), ratio.op + ratio.phase
+        if key not in best or ratio.value > best[key].value:
+            best[key] = ratio
+    portable = {row["impl"] for row in named.rows if is_ours(row["impl"])} == {"flashtile-triton"}
+    found = []
+    for ratio in best.values():
+        kind = kind_of(ratio.op, ratio.case, bool(named.facts.get("gpu")))
+        if portable and ratio.op == "attention":
+            kind += ", portable kernels"
+        found.append(_Compared(named.machine, kind, ratio.phase, ratio))
+    return found
+
+
+def _sentence(machine: str, found: Sequence[_Compared]) -> str:
+    values = [one.ratio.value for one in found]
+    faster = sum(value > 1 for value in values)
+    cases = f"{faster:,} of {len(values):,} comparisons" if faster < len(values) else f"all {faster:,} comparisons"
+    kinds: dict[str, list[float]] = {}
+    for one in found:
+        kinds.setdefault(one.kind, []).append(one.ratio.value)
+    means = sorted((geometric_mean(of_kind), kind) for kind, of_kind in kinds.items())
+    slower = [f"{kind} ({mean:.2f})" for mean, kind in means if mean < 1]
+    return (
+        f"On {machine} flashtile is faster than the fastest other implementation in {cases}, "
+        f"{geometric_mean(values):.2f} times as fast in the geometric mean ({min(values):.2f} to {max(values):.2f})."
+        + (f" In the mean it is slower in: {listed(slower)}." if slower else "")
+    )
+
+
+def _line(kind: str, phase: str, machine: str, ratios: Sequence[Ratio]) -> tuple[str, ...]:
+    values = [ratio.value for ratio in ratios]
+    figures = (f"{value:.2f}" for value in (geometric_mean(values), min(values), max(values)))
+    lowest = min(ratios, key=lambda ratio: ratio.value)
+    return kind, phase_of(phase), machine, *figures, str(len(values)), full_name(lowest.peer)
+
+
+def _overview(groups: dict[tuple[str, str, str], list[Ratio]]) -> list[Chart]:
+    """Mean ratios with a dot for each machine: attention forward, attention backward, and the rest by phase."""
+    charts: dict[str, dict[str, dict[str, float]]] = {}
+    for (kind, phase, machine), found in groups.items():
+        attention = kind.startswith("Attention: ")
+        title = f"Attention, {phase_of(phase)}" if attention else "Norms, losses, layers, decoding and training"
+        case = kind.removeprefix("Attention: ") if attention else f"{kind}, {phase_of(phase)}"
+        charts.setdefault(title, {}).setdefault(case, {})[machine] = geometric_mean(ratio.value for ratio in found)
+    unit = "times the speed of the fastest other"
+    return [DotChart(title, cases, unit, logarithmic=True, level=1.0) for title, cases in charts.items()]
+
+
+def _by_length(records: Sequence[Named]) -> list[Chart]:
+    """Speed, then ratio to the best peer, by length, of the kind of call that most programs make: causal, heads of 128;
+    else one with many lengths. Of the first record that has such."""
+    for named in records:
+        families = [one for one in families_of(attention_rows(named))[0] if ratios_to_best(one.rows)]
+        if families:
+            best = max(families, key=lambda one: (_likeness(one.case), len(one.rows))).case
+            rows = [row for one in families if one.case == best for row in one.rows]
+            said = f" on {named.machine}: {', '.join(common_facets([best]).values())}"
+            charts = [*lines_and_dots(rows, "tflops", "TFLOP/s"), *ratios(rows)]
+            return [replace(chart, title=chart.title + said) for chart in charts if isinstance(chart, LineChart)]
+    return []
+
+
+def _likeness(case: dict[str, Any]) -> tuple[bool, ...]:
+    shared = case.get("Hkv", case.get("H")) != case.get("H")
+    return not case.get("window"), bool(case.get("causal")), case.get("D") == 128 and not shared
+
+
+def write_report(paths: Sequence[Path], output: Path) -> Written:
+    """Writes the page of some records.
+
+    Args:
+        paths: JSON files, as benchmark commands write them.
+        output: HTML file; its folder is made where there is none.
+
+    Raises:
+        ChoiceError: a file is no record, or the page cannot be written.
+    """
+    records = in_order([Named(read_record(path), path) for path in paths])
+    verdict, found = verdict_of(records), sections(records)
+    notes = [note for named in records for note in _unknown(named)]
+    require_writable(output)
+    pictures: dict[int, str] = {}
+    first = () if verdict is None else verdict.charts
+    charts = [*first, *(chart for section in found for group in section.groups for chart in group.charts)]
+    if importlib.util.find_spec("matplotlib") is None:
+        notes.append(_NO_PICTURES)
+    else:
+        colours = styles(records)
+        pictures = {id(chart): draw(chart, colours, number) for number, chart in enumerate(charts)}
+    shown, classes = shared_styles(pictures)
+    write_whole(output, _page(records, verdict, found, charts, shown, classes, notes))
+    return Written(len(charts), len(pictures), tuple(notes))
+
+
+def _page(
+    records: Sequence[Named],
+    verdict: Verdict | None,
+    found: Sequence[Section],
+    charts: Sequence[Chart],
+    pictures: dict[int, str],
+    classes: str,
+    notes: Sequence[str],
+) -> str:
+    """The whole page, valid as HTML and well-formed as XML. A chart without a picture is shown as its table."""
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("flashtile.bench", "html"), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters |= {"anchor": _anchor}
+    tables = [chart.table()[0] for chart in charts] + ([] if verdict is None else [verdict.headings])
+    columns = {headings: f"t{number}" for number, headings in enumerate(dict.fromkeys(map(tuple, tables)))}
+    light, dark = (" ".join(f"--c{i}: {colour};" for i, colour in enumerate(colours)) for colours in (LIGHT, DARK))
+    names = dict.fromkeys(row["impl"] for named in records for row in named.rows)
+    return environment.get_template("report.html.jinja").render(
+        title=_TITLE,
+        light=light,
+        dark=dark,
+        columns=range(1, _COLUMNS + 1),
+        classes=Markup("\n".join([classes, *(_column_names(*column) for column in columns.items())])),
+        class_of=lambda headings: columns[tuple(headings)],
+        introduction=_introduction(records, found),
+        notes=notes,
+        contents=[*(["Verdict"] if verdict else []), *(section.title for section in found), _NAMES, _RECORDS],
+        verdict=verdict,
+        names=_NAMES,
+        glossary=sorted((implementation_of(name), name) for name in names if implementation_of(name)),
+        sections=found,
+        picture_of=lambda chart: Markup(pictures.get(id(chart), "")),
+        records=[(named, _facts(named)) for named in records],
+    )
+
+
+def _introduction(records: Sequence[Named], found: Sequence[Section]) -> str:
+    """What was measured, and on what."""
+    topics = list(dict.fromkeys(section.topic for section in found))
+    machines = list(dict.fromkeys(named.machine for named in records))
+    versions = sorted({str((named.record.get("versions") or {}).get("torch")) for named in records} - {"None"})
+    torch = f" with PyTorch {listed(versions)}" if versions else ""
+    return (
+        f"Benchmarks of flashtile and of other implementations: {listed(topics) or 'nothing'}, measured on "
+        f"{listed(machines)}{torch}."
+    )
+
+
+def _facts(named: Named) -> list[tuple[str, str]]:
+    number, dirty, _ = str(named.record.get("commit") or "unknown").partition("-dirty")
+    facts: dict[str, Any] = {"commit": number[:12] + dirty}
+    facts |= {label: named.facts.get(name) for name, label in FACTS.items()}
+    facts |= named.record.get("versions") or {}
+    return [(name, str(value)) for name, value in facts.items() if value is not None]
+
+
+def _anchor(title: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in title.lower())
+
+
+def _column_names(headings: Sequence[str], name: str) -> str:
+    """A rule with the headings of a table, which a narrow screen shows beside each cell."""
+    texts = (re.sub(r'[\\"\n;<&]', lambda found: f"\\{ord(found[0]):x} ", heading) for heading in headings)
+    rules = " ".join(f'--h{place}:"{text}";' for place, text in enumerate(texts, 1))
+    return f".{name} {{ {rules} }}"
+
+
+def _unknown(named: Named) -> list[str]:
+    """A line for each kind of thing in a record that this version does not know, and shows as it stands."""
+    counts: dict[tuple[str, str], int] = {}
+    rows = named.record["rows"]
+    found = [(f"unknown operation {row['op']!r} in", "") for row in rows if row["op"] not in OPERATIONS]
+    for row in rows:
+        found += [(f"unknown key {key!r} in the case of", f" of {row['op']!r}") for key in unknown_keys(row["case"])]
+    for each in found:
+        counts[each] = counts.get(each, 0) + 1
+    return [
+        f"{named.path.name}: {what} {'1 row' if count == 1 else f'{count} rows'}{of}; it is shown unchanged. Another "
+        "version of flashtile may have written it"
+        for (what, of), count in counts.items()
+    ]

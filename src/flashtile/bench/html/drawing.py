@@ -1,4 +1,5 @@
-"""Pictures of charts, drawn by matplotlib as SVG that stands in a page: its colours and its text are the page's."""
+"""Charts as plain data, each also as a table of its figures, and their pictures: matplotlib's SVG, in a page's own
+colours and text."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ import math
 import re
 import textwrap
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashtile.bench.html.charts import Chart, DotChart, LineChart, RooflineChart, StackedChart
-from flashtile.bench.summary import is_ours
+from flashtile.bench.base import is_ours
+from flashtile.bench.html.words import full_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,6 +74,96 @@ _SETTINGS: dict[str, Any] = {
     "ytick.labelcolor": _SOFT,
 }
 Styles = Mapping[str, int]
+#: Numbers beside an axis of ratios: of a wide range, and of a narrow one.
+_FAR, _NEAR = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50), (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 2)
+
+Headings = Sequence[str]
+Lines = Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named list of points (x, y); `names` says what each point is, where its place does not."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LineChart:
+    """Lines over lengths, on a logarithmic axis with base 2, or over steps; points under a roof.
+
+    Attributes:
+        title: what it shows.
+        series: the lines.
+        x_label, unit: of the axes.
+        logarithmic: the axis of values is.
+        level: a horizontal line to compare with.
+        steps: lines over steps, on a linear axis; too many for marks, and the table has the last alone.
+        roof: points of a line over single points, which are not joined; both axes are logarithmic.
+    """
+
+    title: str
+    series: tuple[Series, ...]
+    x_label: str
+    unit: str
+    logarithmic: bool = False
+    level: float | None = None
+    steps: bool = False
+    roof: tuple[tuple[float, float], ...] = ()
+
+    def table(self) -> tuple[Headings, Lines]:
+        if self.roof:
+            (low, at_low), (_, peak) = self.roof[0], self.roof[-1]
+            return ("kernel and case", "FLOP/byte", self.unit, "of the roof"), [
+                (f"{one.name}: {name}", figure(x), figure(y), f"{y / min(peak, at_low / low * x):.0%}")
+                for one in self.series
+                for (x, y), name in zip(one.points, one.names, strict=True)
+            ]
+        places = sorted({x for one in self.series for x, _ in one.points})
+        by_name = {full_name(one.name): dict(one.points) for one in self.series}
+        lines = [
+            (f"{x:,.0f}", *(figure(values.get(x)) for values in by_name.values()))
+            for x in (places[-1:] if self.steps else places)
+        ]
+        return (self.x_label, *by_name), lines
+
+
+@dataclass(frozen=True)
+class DotChart:
+    """For each case a line with a dot for each implementation.
+
+    Attributes:
+        title: what it shows.
+        cases: name of a case -> implementation -> value.
+        unit: of the axis of values.
+        logarithmic: that axis is.
+        level: a vertical line to compare with.
+    """
+
+    title: str
+    cases: Mapping[str, Mapping[str, float]]
+    unit: str
+    logarithmic: bool = False
+    level: float | None = None
+
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(name for of_case in self.cases.values() for name in of_case))
+
+    def table(self) -> tuple[Headings, Lines]:
+        names = self.names()
+        lines = [(case, *(figure(found.get(name)) for name in names)) for case, found in self.cases.items()]
+        return ("case", *map(full_name, names)), lines
+
+
+Chart = LineChart | DotChart
+
+
+def figure(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def draw(chart: Chart, styles: Styles, number: int) -> str:
@@ -88,8 +180,8 @@ def draw(chart: Chart, styles: Styles, number: int) -> str:
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
         axes = figure.subplots()
-        drawing: Callable[..., Iterable[str]] = _DRAWINGS[type(chart)]
-        names = list(drawing(figure, axes, chart, _Style(styles)))
+        draw_chart: Any = _draw_dots if isinstance(chart, DotChart) else _draw_lines
+        names = draw_chart(figure, axes, chart, _Style(styles))
         _legend_all(axes)
         columns = 1 if max(map(len, names)) > 24 else 2 if max(map(len, names)) > 12 else 3
         rows = math.ceil(len(names) / columns)
@@ -124,27 +216,33 @@ class _Style:
 
 
 def _draw_lines(figure: Figure, axes: Axes, chart: LineChart, style: _Style) -> list[str]:
+    marks: dict[str, Any] = {"marker": "None"} if chart.steps else {"markersize": 6, **_EDGE}
+    joined = {"linestyle": "None"} if chart.roof else {"linewidth": 1.6, "clip_on": False}
     for one in chart.series:
-        marks = {"marker": "None"} if chart.steps else {"markersize": 6, **_EDGE}
-        axes.plot(*zip(*one.points), label=one.name, clip_on=False, linewidth=1.6, **{**style.of(one.name), **marks})
+        axes.plot(*zip(*one.points), label=full_name(one.name), **{**style.of(one.name), **marks, **joined})
+    points = [point for one in chart.series for point in (*one.points, *chart.roof)]
     if chart.level is not None:
         axes.axhline(chart.level, color=_SOFT, linestyle="--", linewidth=1.2)
-    if not chart.steps:
-        lengths = sorted({x for one in chart.series for x, _ in one.points})
+    if chart.roof:
+        axes.plot(*zip(*chart.roof), color=_INK, linewidth=1.6)
+        axes.set_xscale("log")
+        _write_decades(axes.xaxis, [x for x, _ in points])
+    elif not chart.steps:
+        lengths = sorted({x for x, _ in points})
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, list(map(_length, lengths)))
-    if chart.logarithmic:
+    if chart.logarithmic or chart.roof:
         axes.set_yscale("log")
-        _write_decades(axes.yaxis, [y for one in chart.series for _, y in one.points])
+        _write_decades(axes.yaxis, [y for _, y in points])
     else:
         _write_numbers(axes.yaxis)
         if not chart.steps:
             axes.set_ylim(bottom=0)
     axes.minorticks_off()
     axes.set_xlabel(chart.x_label)
-    axes.set_ylabel(chart.y_label)
+    axes.set_ylabel(chart.unit)
     axes.grid(True)
-    return [one.name for one in chart.series]
+    return [full_name(one.name) for one in chart.series]
 
 
 def _write_numbers(axis: Axis) -> None:
@@ -175,12 +273,20 @@ def _draw_dots(figure: Figure, axes: Axes, chart: DotChart, style: _Style) -> li
         places.append(y)
         y += _DOTS / 2
     for name in chart.names():
-        found = [(values[name], place) for values, place in zip(chart.cases.values(), places) if name in values]
+        points = [(values[name], place) for values, place in zip(chart.cases.values(), places) if name in values]
         options = {"linestyle": "None", "clip_on": False, "markersize": 7, **_EDGE}
-        axes.plot(*zip(*found), label=name, **options, **style.of(name))
+        axes.plot(*zip(*points), label=full_name(name), **options, **style.of(name))
+    found = [value for values in chart.cases.values() for value in values.values()]
     if chart.logarithmic:
         axes.set_xscale("log")
-        _write_decades(axes.xaxis, [value for values in chart.cases.values() for value in values.values()])
+    if chart.level is not None:
+        axes.axvline(chart.level, color=_SOFT, linestyle="--", linewidth=1.2)
+        low, high = min(chart.level, *found) / 1.1, max(chart.level, *found) * 1.1
+        marks = [mark for mark in (_FAR if high > 3 * low else _NEAR) if low <= mark <= high]
+        axes.set_xlim(low, high)
+        axes.set_xticks(marks, [f"{mark:g}" for mark in marks])
+    elif chart.logarithmic:
+        _write_decades(axes.xaxis, found)
     else:
         axes.set_xlim(left=0)
         _write_numbers(axes.xaxis)
@@ -188,57 +294,10 @@ def _draw_dots(figure: Figure, axes: Axes, chart: DotChart, style: _Style) -> li
     axes.set_ylim(y, 0)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel(chart.label)
+    axes.set_xlabel(chart.unit)
     axes.grid(True, axis="x")
     figure.set_figheight(y + 0.6)
-    return chart.names()
-
-
-def _draw_stacks(figure: Figure, axes: Axes, chart: StackedChart, style: _Style) -> list[str]:
-    ends = dict.fromkeys(chart.bars, 0.0)
-    for name in chart.names():
-        lengths = [sum(length for part, length in parts if part == name) for parts in chart.bars.values()]
-        colour = style.of(name)["color"]
-        axes.barh(
-            range(len(ends)), lengths, left=list(ends.values()), height=0.5, color=colour, edgecolor=_BOX, label=name
-        )
-        ends = {bar: end + length for (bar, end), length in zip(ends.items(), lengths, strict=True)}
-    axes.set_yticks(range(len(chart.bars)), [bar.replace("-", "-\n", 1) for bar in chart.bars])
-    axes.invert_yaxis()
-    axes.set_xlabel(chart.label)
-    _write_numbers(axes.xaxis)
-    axes.grid(True, axis="x")
-    figure.set_figheight(0.8 + 0.5 * len(chart.bars))
-    return chart.names()
-
-
-def _draw_roofline(figure: Figure, axes: Axes, chart: RooflineChart, style: _Style) -> list[str]:
-    ridge = chart.peak / chart.bandwidth
-    points = [point for one in chart.series for point in one.points]
-    low, high = min([ridge / 10, *(x / 1.3 for x, _ in points)]), max([ridge * 4, *(x * 1.3 for x, _ in points)])
-    roof = [(low, chart.bandwidth * low), (ridge, chart.peak), (high, chart.peak)]
-    axes.plot([x for x, _ in roof], [y / 1e12 for _, y in roof], color=_INK, linewidth=1.6)
-    for one in chart.series:
-        x, y = zip(*one.points)
-        dots = {"linestyle": "None", "markersize": 6, **_EDGE}
-        axes.plot(x, [value / 1e12 for value in y], label=one.name, **dots, **style.of(one.name))
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    _write_decades(axes.xaxis, [low, high])
-    _write_decades(axes.yaxis, [*(y / 1e12 for _, y in (*points, *roof))])
-    axes.minorticks_off()
-    axes.set_xlabel("FLOP for each byte of device memory")
-    axes.set_ylabel("TFLOP/s")
-    axes.grid(True)
-    return [one.name for one in chart.series]
-
-
-_DRAWINGS: dict[type, Callable[..., Iterable[str]]] = {
-    LineChart: _draw_lines,
-    DotChart: _draw_dots,
-    StackedChart: _draw_stacks,
-    RooflineChart: _draw_roofline,
-}
+    return list(map(full_name, chart.names()))
 
 
 def _length(value: float) -> str:

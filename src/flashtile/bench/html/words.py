@@ -192,44 +192,57 @@ PHASES = {
     "fwd+bwd+step": "training step",
     "train": "training",
 }
-#: Beginnings of the names of implementations -> what they are; the longest that fits counts.
+#: Beginnings of the names of implementations -> what they are called; the longest that fits counts.
 IMPLEMENTATIONS = {
-    "flashtile": "flashtile, in a whole model",
-    "flashtile-hopper": "flashtile's kernels for Hopper GPUs",
-    "flashtile-triton": "flashtile's portable kernels",
+    "flashtile": "flashtile in a whole model",
+    "flashtile-auto": "flashtile",
+    "flashtile-hopper": "flashtile, kernels for Hopper",
+    "flashtile-triton": "flashtile, portable kernels",
     "flashtile-cpu": "flashtile on a CPU",
-    "flashtile-builtin": "flashtile, by an argument instead of a function",
-    "flashtile-compile": "flashtile in a model under torch.compile",
-    "flashtile-fused-loss": "flashtile in a model, its last layer computed with the loss",
+    "flashtile-builtin": "flashtile, by an argument",
+    "flashtile-compile": "flashtile under torch.compile",
+    "flashtile-fused-loss": "flashtile, last layer with the loss",
     "flashtile-packed": "flashtile on packed sequences",
-    "flashtile-padded-batch": "flashtile, the prompt repeated for each completion",
+    "flashtile-padded-batch": "flashtile, the prompt repeated",
     "flashtile-prefix-tree": "flashtile, the prompt computed once",
     "flashtile-one-gpu": "flashtile on one GPU",
-    "flashtile-ring": "flashtile, keys and values passed around the GPUs",
-    "flashtile-all_gather": "flashtile, keys and values gathered on each GPU",
-    "flashtile-all_to_all": "flashtile, heads divided over the GPUs",
+    "flashtile-ring": "flashtile, a ring of GPUs",
+    "flashtile-all_gather": "flashtile, keys gathered on each GPU",
+    "flashtile-all_to_all": "flashtile, heads over the GPUs",
     "block-sparse": "flashtile with a block mask",
-    "matmul": "products and softmax of whole rows of scores, in PyTorch operations",
-    "sdpa": "PyTorch's scaled_dot_product_attention",
-    "sdpa-flash": "PyTorch's scaled_dot_product_attention, its FlashAttention backend",
-    "sdpa-cudnn": "PyTorch's scaled_dot_product_attention, its cuDNN backend",
-    "sdpa-efficient": "PyTorch's scaled_dot_product_attention, its memory-efficient backend",
-    "sdpa-gathered": "PyTorch's scaled_dot_product_attention on rows gathered from pages",
-    "sdpa-math": "PyTorch's scaled_dot_product_attention, its plain backend",
+    "matmul": "products and softmax in PyTorch",
+    "sdpa": "PyTorch's attention",
+    "sdpa-flash": "FlashAttention-2 through PyTorch",
+    "sdpa-cudnn": "cuDNN through PyTorch",
+    "sdpa-efficient": "memory-efficient kernel through PyTorch",
+    "sdpa-gathered": "PyTorch's attention, pages gathered",
+    "sdpa-math": "plain attention through PyTorch",
     "fa4": "FlashAttention-4",
-    "flex": "PyTorch's FlexAttention",
-    "torch-varlen": "PyTorch's varlen_attn",
-    "torch-cp": "PyTorch's context parallelism",
-    "plain": "attention with all of its scores in memory",
-    "standard": "attention step by step, with all of its scores in memory",
+    "flex": "FlexAttention of PyTorch",
+    "torch-varlen": "varlen_attn of PyTorch",
+    "torch-cp-allgather": "context parallelism of PyTorch, all-gather",
+    "torch-cp-alltoall": "context parallelism of PyTorch, all-to-all",
+    "plain": "attention with all scores in memory",
+    "standard": "attention step by step",
     "eager": "PyTorch's own functions",
-    "compile": "the same formula through torch.compile",
+    "compile": "torch.compile",
     "liger": "Liger Kernel",
     "quack": "QuACK",
-    "transformers-eager": "Hugging Face transformers, eager attention",
-    "transformers-sdpa": "Hugging Face transformers, PyTorch's scaled_dot_product_attention",
-    "transformers-compile": "Hugging Face transformers under torch.compile",
-    "transformers-flashtile": "Hugging Face transformers with flashtile's attention",
+    "transformers-eager": "transformers, eager attention",
+    "transformers-sdpa": "transformers, PyTorch's attention",
+    "transformers-compile": "transformers under torch.compile",
+    "transformers-flashtile": "transformers with flashtile",
+}
+#: Keys of a case of attention -> what kind of call one that has it is; the first counts.
+_KINDS = {
+    "function": "score and mask functions",
+    "lengths": "packed sequences",
+    "bias": "bias",
+    "mask": "mask",
+    "softcap": "soft cap",
+    "dropout_p": "dropout",
+    "window": "window",
+    "Sk": "other keys than queries",
 }
 
 
@@ -247,9 +260,30 @@ def operation_of(op: str) -> str:
 
 
 def implementation_of(name: str) -> str | None:
-    """What an implementation is; None of one that is not known."""
-    found = [known for known in IMPLEMENTATIONS if name == known or name.startswith(f"{known}-")]
-    return IMPLEMENTATIONS[max(found, key=len)] if found else None
+    """The full name of an implementation, that of another commit with it; None of one that is not known."""
+    plain, _, commit = name.partition("@")
+    found = [known for known in IMPLEMENTATIONS if plain == known or plain.startswith(f"{known}-")]
+    if not found:
+        return None
+    best = max(found, key=len)
+    return IMPLEMENTATIONS[best] + plain.removeprefix(best).replace("-", ", ", 1) + (f" at {commit}" if commit else "")
+
+
+def full_name(name: str) -> str:
+    """The full name of an implementation, or the name as it stands."""
+    return implementation_of(name) or name
+
+
+def kind_of(op: str, case: Case, on_gpu: bool) -> str:
+    """What kind of call a row measured, in words: of attention by what it has, else the operation."""
+    if op != "attention":
+        return operation_of(op)
+    kind = next((words for key, words in _KINDS.items() if case.get(key)), None)
+    if kind is None and case.get("Hkv") != case.get("H"):
+        kind = "fewer key/value heads"
+    if kind is None and on_gpu and case.get("dtype") == "fp32":
+        kind = "float32"
+    return f"Attention: {kind or 'plain'}"
 
 
 def unknown_keys(case: Case) -> list[str]:

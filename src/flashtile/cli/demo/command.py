@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flashtile.bench.errors import how_to_install
+from flashtile.bench.start import how_to_install
 from flashtile.cli.console import print_table, print_text
 from flashtile.cli.demo.isolation import run_piece
 from flashtile.cli.demo.plan import Plan

@@ -1,4 +1,4 @@
-"""Checks an implementation's output and gradients against an fp64 oracle, before its speed may be reported.
+"""An attention case with its tensors: implementations bound to them, and the fp64 oracle that judges their results.
 
 The oracle is `flashtile.attention(backend="reference")` in float64, and the tolerance is the project's one policy
 (`flashtile.testing`). Whole heads are checked, with every query and key of theirs, because a gradient of k or v
@@ -12,8 +12,9 @@ Queries go through in blocks, so that no fp64 matrix grows past `_SCORES`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -21,10 +22,12 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile import testing
-from flashtile.bench import functions
-from flashtile.bench.cases import Case, Inputs
+from flashtile.bench import base, functions
+from flashtile.bench.base import Implementation, Verdict, judge, spread
+from flashtile.bench.cases import Case, Inputs, make_inputs
 from flashtile.bench.masks import tile_rows
+from flashtile.bench.timing import Uncaptured, peak_facts
+from flashtile.bench.values import NORMAL
 
 #: Elements of one fp64 score matrix that the check may hold at once.
 _SCORES = {"cuda": 2**27, "cpu": 2**23}
@@ -32,17 +35,92 @@ _SCORES = {"cuda": 2**27, "cpu": 2**23}
 TENSORS = {"fwd": ("out",), "bwd": ("out", "dq", "dk", "dv", "dbias", "dtable0", "dtable1")}
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Judgement of one phase.
+class Bound(base.Bound):
+    """Calls of one implementation in one case, without arguments. Making one runs the forward that `backward` goes
+    through.
 
-    Attributes:
-        error: largest absolute difference from the oracle, over the phase's tensors.
-        why: what is wrong, or None when every tensor is within the tolerance.
+    PyTorch keeps the seed of a forward outside a graph on the host, where a captured backward cannot read it.
     """
 
-    error: float
-    why: str | None
+    def __init__(
+        self, implementation: Implementation, case: Case, inputs: Inputs, first_call_ms: float | None = None
+    ) -> None:
+        self.implementation = implementation
+        self._own_dropout = implementation.own_dropout and case.dropout_p > 0
+        self._first_call = {} if first_call_ms is None else {"first_call_ms": first_call_ms}
+        self._function = implementation.build(case, inputs)
+        more = {} if inputs.bias is None else {"dbias": inputs.bias}  # heads come first in every layout
+        if functions.learns(case.function):
+            more |= {f"dtable{number}": table for number, table in enumerate(inputs.tables)}
+        self._more = tuple(more)
+        own = [*map(self.change_layout, (inputs.q, inputs.k, inputs.v)), *more.values()]
+        self._leaves = [t.clone(memory_format=torch.contiguous_format).requires_grad_() for t in own]
+        self._out = self.forward()
+        # In the strides of the output, so that no implementation has to rearrange it first.
+        self._dout = torch.empty_like(self._out, requires_grad=False).copy_(self.change_layout(inputs.dout))
+
+    def change_layout(self, tensor: Tensor) -> Tensor:
+        """From flashtile's layout to the implementation's, and back."""
+        return tensor.transpose(1, 2) if self.implementation.heads_first else tensor
+
+    def forward(self) -> Tensor:
+        """A forward as in training: what the backward needs is kept."""
+        return self._function(*self._leaves)
+
+    def forward_without_grad(self) -> Tensor:
+        with torch.no_grad():
+            return self.forward()
+
+    def backward(self) -> tuple[Tensor, ...]:
+        """The backward alone."""
+        return torch.autograd.grad(self._out, self._leaves, self._dout, retain_graph=True)
+
+    def forward_backward(self) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self.forward(), self._leaves, self._dout)
+
+    @property
+    def calls(self) -> Mapping[str, Callable[[], Any]]:
+        return {"fwd": self.forward, "bwd": Uncaptured(self.backward) if self._own_dropout else self.backward}
+
+    def results(self, phase: str) -> dict[str, Tensor]:
+        if phase == "fwd":
+            return {"out": self.change_layout(self.forward())}
+        dq, dk, dv, *more = self.backward()
+        tensors = (*map(self.change_layout, (self._out, dq, dk, dv)), *more)
+        return dict(zip(("out", "dq", "dk", "dv", *self._more), tensors, strict=True))
+
+    def facts(self, phase: str) -> dict[str, Any]:
+        """For a backward on a GPU: the memory that it and its forward take in addition to inputs and gradients. For a
+        forward: the time of the first call in a new process, where it was measured."""
+        return peak_facts(self.forward_backward, self._leaves) if phase == "bwd" else self._first_call
+
+
+class AttentionProblem(base.Problem):
+    """One attention call and its gradients."""
+
+    def __init__(self, case: Case, device: torch.device, first_calls: Mapping[str, float] | None = None) -> None:
+        """`first_calls`: for implementations, the milliseconds of a first call in a new process."""
+        super().__init__(case, device)
+        self._first_calls = first_calls or {}
+        if case.values != NORMAL:
+            self.phases = ("fwd",)  # a backward reads finished statistics: its time depends on no values
+        self._inputs = make_inputs(case, device)
+        self._oracle = functools.cache(lambda case: Oracle(case, self._inputs))
+
+    def bind(self, implementation: Implementation) -> Bound:
+        return Bound(implementation, self.case, self._inputs, self._first_calls.get(implementation.name))
+
+    def judge(self, bound: Bound, phase: str, results: dict[str, Tensor]) -> Verdict:
+        """An implementation that drops weights by bits of its own is judged by what it computes without dropout."""
+        if not (self.case.dropout_p and bound.implementation.own_dropout):
+            return self._oracle(self.case).judge(phase, results)
+        without = replace(self.case, dropout_p=0.0)
+        with bound.implementation.context():
+            whole = Bound(bound.implementation, without, self._inputs).results(phase)
+        verdict = self._oracle(without).judge(phase, whole)
+        if all(torch.equal(results[name], tensor) for name, tensor in whole.items()):
+            return Verdict(verdict.error, "wrong result: nothing is dropped")
+        return verdict
 
 
 class Oracle:
@@ -56,22 +134,12 @@ class Oracle:
         picked = {name: self._pick(name, tensor) for name, tensor in tensors.items() if tensor is not None}
         exact = {name: tensor.double() for name, tensor in picked.items()}
         mask = self._pick_mask(inputs.mask)
-        self._exact = _reference(case, exact, inputs.dropout_seed, mask)
-        self._eager = _reference(case, picked, inputs.dropout_seed, mask)
+        self._exact, self._eager = (_reference(case, t, inputs.dropout_seed, mask) for t in (exact, picked))
 
     def judge(self, phase: str, results: dict[str, Tensor]) -> Verdict:
         """Compares the tensors of phase "fwd" or "bwd", in flashtile's layout."""
-        worst, wrong = 0.0, []
-        for name in TENSORS[phase]:
-            if name not in self._exact:
-                continue
-            found, exact = self._pick(name, results[name]), self._exact[name]
-            try:
-                testing.assert_close(name, found, exact, self._eager[name])
-            except AssertionError as error:
-                wrong.append(str(error))
-            worst = max(worst, testing.error(found, exact) if bool(found.isfinite().all()) else float("inf"))
-        return Verdict(worst, "wrong result: " + "; ".join(wrong) if wrong else None)
+        names = [name for name in TENSORS[phase] if name in self._exact]
+        return judge((name, self._pick(name, results[name]), self._exact[name], self._eager[name]) for name in names)
 
     def _pick(self, name: str, tensor: Tensor) -> Tensor:
         """The chosen key/value heads of a tensor, or the query heads that read them: `[n, S or tokens, heads, D]`.
@@ -110,8 +178,7 @@ def _choose_heads(case: Case, device: torch.device) -> Tensor:
     affordable = max(2, _SCORES[device.type] // (pairs * (case.H // case.Hkv)))
     if case.dropout_p:
         return torch.arange(min(affordable, case.Hkv), device=device)
-    total = batch * case.Hkv
-    return torch.linspace(0, total - 1, min(affordable, total), device=device).round().long()
+    return spread(affordable, batch * case.Hkv, device)
 
 
 def _reference(

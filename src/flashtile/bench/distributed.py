@@ -1,28 +1,255 @@
-"""One process of the benchmark: checks and times implementations with the others, and tells rank 0."""
+"""The benchmark of context-parallel attention: our strategies and PyTorch's own, beside one GPU, in one run.
+
+It starts a process for each GPU. They check and time implementations together, and rank 0 writes the record.
+"""
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before torch is imported: help needs none
+    from flashtile.cli import main
+
+    main("bench", "distributed")
+
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flashtile
-from flashtile.bench.distributed.cases import OP, PHASES, ParallelCase
-from flashtile.bench.distributed.implementations import BASELINE, IMPLEMENTATIONS, gradients_in_layout
-from flashtile.bench.distributed.profile import line, profile
-from flashtile.bench.record import make_record, write_record
-from flashtile.distributed import shard_sequence
+from flashtile.bench.base import AnyCase, select_named
+from flashtile.bench.commands import check_seconds, command_line
+from flashtile.bench.record import make_record, require_writable, write_record
+from flashtile.bench.start import ChoiceError
+from flashtile.bench.timing import describe_profile, profile_calls
+from flashtile.distributed import context_parallel_attention, shard_sequence
 from flashtile.testing import assert_close
+
+PHASES = ("fwd", "fwd+bwd")
+#: Multiples of what any layout cuts, small enough for a float64 oracle.
+_CHECKED = 512
+
+
+@dataclass(frozen=True)
+class ParallelCase(AnyCase):
+    """Attention over S tokens on `gpus` GPUs. Field names are the keys of `case` in a record."""
+
+    B: int
+    S: int
+    H: int
+    Hkv: int
+    D: int
+    causal: bool
+    dtype: str
+    gpus: int
+
+    op: ClassVar[str] = "context-parallel"
+
+    @property
+    def name(self) -> str:
+        return f"s{self.S}-{'causal' if self.causal else 'full'}-h{self.H}:{self.Hkv}-d{self.D}-{self.gpus}gpus"
+
+    def flops(self, phase: str) -> float:
+        """The operations of all GPUs together."""
+        forward = 4.0 * self.B * self.H * self.S**2 * self.D / (2 if self.causal else 1)
+        return forward * (1 if phase == "fwd" else 3.5)
+
+    @property
+    def checked(self) -> ParallelCase:
+        """The same over few tokens, whose results are judged before a speed counts."""
+        return replace(self, S=min(self.S, _CHECKED * self.gpus))
+
+    def tensors(self, device: torch.device, seed: int = 0) -> tuple[Tensor, ...]:
+        """q, k, v and dout of the whole sequence, the same on every rank."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(heads: int) -> Tensor:
+            return torch.randn(
+                self.B, self.S, heads, self.D, generator=generator, device=device, dtype=self.torch_dtype
+            )
+
+        return normal(self.H), normal(self.Hkv), normal(self.Hkv), normal(self.H)
+
+
+def cases_of(device: str, gpus: int, quick: bool = False) -> list[ParallelCase]:
+    """32 query and 8 key/value heads of 128 columns, causal and full, 32k to 512k tokens in all."""
+    if device == "cpu":
+        return [ParallelCase(1, 64 * gpus, 4, 2, 16, True, "fp32", gpus)]
+    lengths = (2**15, 2**17) if quick else (2**15, 2**17, 2**18, 2**19)
+    # The longest without a mask would take most of the time that the others take together.
+    chosen = [(length, causal) for length in lengths for causal in (True, False) if causal or length < 2**19]
+    return [ParallelCase(1, length, 32, 8, 128, causal, "bf16", gpus) for length, causal in chosen]
+
+
+LayoutKind = Literal["zigzag", "contiguous"]
+Strategy = Literal["ring", "all_to_all", "all_gather", "ring_all_to_all"]
+
+
+class Share(NamedTuple):
+    """What an implementation computes with on one rank.
+
+    Attributes:
+        leaves: q, k and v of this rank, which want gradients, in flashtile's layout.
+        dout: of this rank.
+        forward: computes the output of the leaves.
+        layout: how the sequence is cut.
+    """
+
+    leaves: tuple[Tensor, ...]
+    dout: Tensor
+    forward: Callable[[], Tensor]
+    layout: LayoutKind
+
+
+#: Makes the share of a case on a mesh, from the tensors of the whole sequence, and holds it open.
+Way = Callable[[ParallelCase, DeviceMesh, tuple[Tensor, ...]], Any]
+
+
+@contextmanager
+def one_gpu(case: ParallelCase, mesh: DeviceMesh, whole: tuple[Tensor, ...]) -> Iterator[Share]:
+    """All of the work on this GPU alone."""
+    q, k, v = (t.requires_grad_() for t in whole[:3])
+    yield Share((q, k, v), whole[3], lambda: flashtile.attention(q, k, v, causal=case.causal), "contiguous")
+
+
+def ours(strategy: Strategy) -> Way:
+    @contextmanager
+    def make(case: ParallelCase, mesh: DeviceMesh, whole: tuple[Tensor, ...]) -> Iterator[Share]:
+        q, k, v, dout = (shard_sequence(t, mesh) for t in whole)
+        leaves = tuple(t.requires_grad_() for t in (q, k, v))
+
+        def forward() -> Tensor:
+            return context_parallel_attention(q, k, v, mesh=mesh, strategy=strategy, causal=case.causal)
+
+        yield Share(leaves, dout, forward, "zigzag")
+
+    return make
+
+
+def torch_context_parallel(rotation: str) -> Way:
+    """`torch.distributed.tensor.experimental.context_parallel` around `scaled_dot_product_attention`, which it makes a
+    ring. It is balanced like ours under a causal mask, and cuts runs without one."""
+
+    @contextmanager
+    def make(case: ParallelCase, mesh: DeviceMesh, whole: tuple[Tensor, ...]) -> Iterator[Share]:
+        from torch.distributed.tensor.experimental import _attention as experimental
+        from torch.distributed.tensor.experimental import context_parallel
+
+        experimental.set_rotate_method(rotation)
+        experimental._cp_options.enable_load_balance = case.causal
+        layout: LayoutKind = "zigzag" if case.causal else "contiguous"
+        dout = shard_sequence(whole[3], mesh, layout=layout)
+        # It shards its buffers in place, in PyTorch's layout.
+        q, k, v = (t.transpose(1, 2).contiguous() for t in whole[:3])
+        repeats = case.H // case.Hkv
+        if repeats > 1:  # its ring does not know grouped heads
+            k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
+        buffers = [q, k, v]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(buffers)):
+            for tensor in buffers:
+                tensor.requires_grad_()
+
+            def forward() -> Tensor:
+                return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal).transpose(1, 2)
+
+            yield Share((q, k, v), dout, forward, layout)
+
+    return make
+
+
+#: In the order in which they are measured; the first is what efficiencies refer to.
+IMPLEMENTATIONS: dict[str, Way] = {
+    "flashtile-one-gpu": one_gpu,
+    "flashtile-ring": ours("ring"),
+    "flashtile-all_to_all": ours("all_to_all"),
+    "flashtile-all_gather": ours("all_gather"),
+    "torch-cp-allgather": torch_context_parallel("allgather"),
+    "torch-cp-alltoall": torch_context_parallel("alltoall"),
+}
+BASELINE = "flashtile-one-gpu"
+
+
+def gradients_in_layout(name: str, case: ParallelCase, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v as of flashtile's tensors."""
+    if not name.startswith("torch-"):
+        return grads
+    dq, dk, dv = (g.transpose(1, 2) for g in grads)
+    groups = (case.Hkv, case.H // case.Hkv)
+    return dq, *(g.unflatten(2, groups).float().sum(3).to(g.dtype) for g in (dk, dv))
+
+
+#: Values of `mask` -> whether a case of it is causal.
+MASKS: dict[str, tuple[bool, ...]] = {"both": (True, False), "causal": (True,), "full": (False,)}
+
+
+def bench_distributed(
+    output: Path,
+    *,
+    gpus: int | None = None,
+    quick: bool = False,
+    lengths: Sequence[int] = (),
+    mask: str = "both",
+    impl: Sequence[str] = (),
+    seconds: float = 0.25,
+    profile: bool = False,
+    limit: float = 240.0,
+) -> None:
+    """Measures context parallelism; rank 0 prints a line for each row and writes the record after each case.
+
+    Args:
+        output: file for the record.
+        gpus: number of processes, one for each GPU; None for all GPUs, or two processes on a CPU.
+        quick: only the shorter of the table's lengths.
+        lengths: the lengths to measure; all of the table when empty.
+        mask: "both", "causal" or "full".
+        impl: names of implementations; all when empty. The baseline, one GPU alone, is always measured.
+        seconds: time for the samples of each phase.
+        profile: adds where the time of each implementation goes.
+        limit: seconds after which nothing new is started.
+
+    Raises:
+        ChoiceError: there are not as many GPUs, an option matches nothing, or `output` cannot be written.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and gpus is not None and gpus > torch.cuda.device_count():
+        raise ChoiceError(f"--gpus: expected at most {torch.cuda.device_count()}, the GPUs of this machine, got {gpus}")
+    check_seconds(seconds)
+    count = gpus or (torch.cuda.device_count() if device == "cuda" else 2)
+    cases = _chosen(cases_of(device, count, quick), lengths, mask)
+    select_named("--impl", impl, IMPLEMENTATIONS, device)
+    names = list(dict.fromkeys([BASELINE, *(impl or IMPLEMENTATIONS)]))
+    require_writable(output)
+    if device == "cpu":
+        print(f"no GPU is here: one case of {cases[0].S} tokens tries the code, and its speeds say nothing of GPUs")
+    end = time.time() + limit
+    with tempfile.TemporaryDirectory() as folder:
+        shared = (cases, names, device, f"{folder}/store", str(output), command_line(), seconds, end, profile)
+        mp.spawn(_run, shared, nprocs=count)
+
+
+def _chosen(cases: Sequence[ParallelCase], lengths: Sequence[int], mask: str) -> list[ParallelCase]:
+    """The cases of some lengths and masks."""
+    (causal,) = select_named("--mask", [mask], MASKS, "this benchmark")
+    known = sorted({case.S for case in cases})
+    unknown = sorted(set(lengths) - set(known))
+    if unknown:
+        raise ChoiceError(
+            f"--lengths: expected some of the table's, {', '.join(map(str, known))}, got {', '.join(map(str, unknown))}"
+        )
+    return [case for case in cases if case.causal in causal and (not lengths or case.S in lengths)]
+
 
 _GRADIENTS = ("dq", "dk", "dv")
 #: A profile is of so many calls at most, and of about so many milliseconds; there is none of a call that takes longer.
@@ -32,7 +259,7 @@ _PROFILED_CALLS, _PROFILED_MS = 8, 200.0
 _LONG, _COMPILED = 0.5, 2**15
 
 
-def run(
+def _run(
     rank: int, cases: Sequence[ParallelCase], names: Sequence[str], device: str, store: str, output: str,
     command: str, seconds: float, end: float, profiled: bool,
 ) -> None:  # fmt: skip
@@ -105,7 +332,7 @@ def _rows(
             ms = times.get(phase)
             rows.append(
                 {
-                    "op": OP, "phase": phase, "impl": name, "case": case.record(), "ms": ms,
+                    "op": case.op, "phase": phase, "impl": name, "case": case.record(), "ms": ms,
                     "tflops": None if ms is None else case.flops(phase) / ms / 1e9, "gbps": None, "error": error,
                     "timer": "cuda-events" if where.type == "cuda" else "perf-counter",
                     "efficiency": _efficiency(name, case, ms, alone.get(phase)), **facts.get(phase, {}),
@@ -165,8 +392,8 @@ def _checked(name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.devic
     """The largest error over few tokens; then it runs once over as many as take the kernels that are measured."""
     worst = _error(name, case.checked, mesh, where)
     short = replace(case, S=min(case.S, _COMPILED))
-    with IMPLEMENTATIONS[name](short, mesh, short.tensors(where)) as problem:
-        torch.autograd.grad(problem.forward(), problem.leaves, problem.dout)
+    with IMPLEMENTATIONS[name](short, mesh, short.tensors(where)) as share:
+        torch.autograd.grad(share.forward(), share.leaves, share.dout)
     return worst
 
 
@@ -178,11 +405,11 @@ def _error(name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device)
         tensors = [t.detach().to(dtype).requires_grad_() for t in whole[:3]]
         out = flashtile.attention(*tensors, causal=case.causal, backend="reference")
         results.append((out.detach(), *torch.autograd.grad(out, tensors, whole[3].to(dtype))))
-    with IMPLEMENTATIONS[name](case, mesh, tuple(t.detach().clone() for t in whole)) as problem:
-        out = problem.forward()
-        grads = torch.autograd.grad(out, problem.leaves, problem.dout)
+    with IMPLEMENTATIONS[name](case, mesh, tuple(t.detach().clone() for t in whole)) as share:
+        out = share.forward()
+        grads = torch.autograd.grad(out, share.leaves, share.dout)
         found = (out.detach(), *gradients_in_layout(name, case, grads))
-        layout = problem.layout
+        layout = share.layout
     worst = 0.0
     for label, value, oracle, eager in zip(("out", *_GRADIENTS), found, *results):
         if name != BASELINE:
@@ -199,14 +426,14 @@ def _measure(
     one GPU every rank does by itself, so that a failure there leaves nobody waiting."""
     times: dict[str, float] = {}
     facts: dict[str, dict[str, Any]] = {}
-    with IMPLEMENTATIONS[name](case, mesh, case.tensors(where)) as problem:
+    with IMPLEMENTATIONS[name](case, mesh, case.tensors(where)) as share:
 
         def both() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(problem.forward(), problem.leaves, problem.dout)
+            return torch.autograd.grad(share.forward(), share.leaves, share.dout)
 
         def forward() -> Tensor:
             with torch.no_grad():
-                return problem.forward()
+                return share.forward()
 
         group = None if name == BASELINE else dist.group.WORLD
         for phase, function in zip(PHASES, (forward, both)):
@@ -220,7 +447,7 @@ def _measure(
                 facts[phase]["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
                 calls = min(_PROFILED_CALLS, int(_PROFILED_MS / max(times[phase], 1e-3)))
                 if profiled and calls and group is not None:
-                    facts[phase]["profile"] = profile(function, calls)
+                    facts[phase]["profile"] = profile_calls(function, calls)
     return times, facts
 
 
@@ -272,4 +499,4 @@ def _line(row: dict[str, Any]) -> str:
         return f"{head} no speed: {row.get('why')}"
     share = "" if row["efficiency"] is None else f"  efficiency {row['efficiency']:.3f}"
     shown = f"{head} {row['ms']:10.3f} ms {row['tflops']:8.1f} TFLOP/s{share}"
-    return f"{shown}\n{'':17}{line(row['profile'])}" if row.get("profile") else shown
+    return f"{shown}\n{'':17}{describe_profile(row['profile'])}" if row.get("profile") else shown

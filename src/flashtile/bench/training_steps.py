@@ -1,8 +1,21 @@
-"""Steps of a model and its optimizer, and the first losses, by which they are judged."""
+"""Steps of a model and its optimizer, the first losses, by which they are judged, and what dropout does to them.
+
+Implementations draw different bits, so no two have the same losses. Three quantities are the same up to their scatter
+over the bits:
+
+- `dropout_spread`: half the mean square by which the losses of tokens differ between two forwards. It tells how much is
+  dropped.
+- `dropout_rise`: how much higher the mean loss is than without dropout, by the function that is timed.
+- `dropout_fall`: how much lower the losses without dropout are after some steps with it. It tells that gradients are
+  those of what was dropped, and that the optimizer used them.
+
+The scatter of each is measured on a reference, whose training is repeated with other bits.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, TypeVar
@@ -10,16 +23,30 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from flashtile.bench.memory import step_facts
-from flashtile.bench.training import dropout
-from flashtile.bench.training.cases import PHASE
+from flashtile.bench import base
+from flashtile.bench.base import Verdict
+from flashtile.bench.start import ChoiceError
+from flashtile.bench.timing import step_facts
 
+PHASE = "fwd+bwd+step"
 _CHECKED_STEPS = 2
+#: Of dropout: steps, and trainings of the reference.
+_STEPS = 2
+#: Trainings of the reference.
+_REFERENCES = 8
+#: Pairs of forwards and single losses of what is judged, and of each of these trainings.
+_SAMPLES, _REFERENCE_SAMPLES = (4, 12), (1, 2)
+#: Standard errors by which means may differ. The errors come from eight samples or more: by chance alone, one mean in
+#: ten thousand is further away.
+_STANDARD_ERRORS = 8.0
+#: Factor by which the scatter of the timed function's losses may differ. For twelve of them and sixteen of the
+#: reference chance exceeds it in one of a hundred thousand.
+_SCATTER = 4.0
 
 Batch = TypeVar("Batch")
 
 
-class Steps(ABC, Generic[Batch]):
+class Steps(base.Bound, Generic[Batch]):
     """A model, its optimizer, and a batch.
 
     Args:
@@ -60,7 +87,6 @@ class Steps(ABC, Generic[Batch]):
 
     @property
     def calls(self) -> Mapping[str, Callable[[], Any]]:
-        """What is timed."""
         return {PHASE: self.step}
 
     def step(self, batch: Batch | None = None) -> Tensor:
@@ -115,8 +141,8 @@ class Steps(ABC, Generic[Batch]):
         return found
 
     def samples(self, batch: Batch) -> dict[str, Tensor]:
-        """What dropout does to a batch (`flashtile.bench.training.dropout`); nothing without dropout. Takes steps."""
-        return dropout.sample(self, batch) if self._drops else {}
+        """What dropout does to a batch (see above); nothing without dropout. Takes steps."""
+        return sample(self, batch) if self._drops else {}
 
     def _losses_of_steps(self, batch: Batch) -> dict[str, Tensor]:
         before = self.token_losses(batch)
@@ -143,3 +169,65 @@ class Steps(ABC, Generic[Batch]):
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast_on)
+
+
+def check_dropout(dropout_p: float) -> None:
+    """Refuses what is no probability below 1."""
+    if not 0 <= dropout_p < 1:
+        raise ChoiceError(f"--dropout: expected a probability in [0, 1), got {dropout_p}; 0.1 is GPT-2's and BERT's")
+
+
+def sample(
+    training: Steps[Batch], batch: Batch, seed: int = 0, samples: tuple[int, int] = _SAMPLES
+) -> dict[str, Tensor]:
+    """Samples `[n]` of each quantity. Takes steps, and seeds torch's generators."""
+    torch.manual_seed(seed)
+    pairs, losses = samples
+    with training.without_dropout():
+        before, still = training.token_losses(batch), training.loss(batch)
+    differences = (training.token_losses(batch) - training.token_losses(batch) for _ in range(pairs))
+    spread = torch.stack([difference.square().mean() / 2 for difference in differences])
+    rise = torch.stack([training.loss(batch) for _ in range(losses)]) - still
+    for _ in range(_STEPS):
+        training.step(batch)
+    with training.without_dropout():
+        fall = (before - training.token_losses(batch)).mean()
+    return {"dropout_spread": spread, "dropout_rise": rise, "dropout_fall": fall[None]}
+
+
+def sample_reference(make: Callable[[], Steps[Batch]], batch: Batch) -> dict[str, Tensor]:
+    """The samples of several trainings, each from what `make` makes."""
+    found = [sample(make(), batch, seed, _REFERENCE_SAMPLES) for seed in range(1, 1 + _REFERENCES)]
+    return {name: torch.cat([each[name] for each in found]) for name in found[0]}
+
+
+def judge_dropout(results: dict[str, Tensor], reference: dict[str, Tensor]) -> Verdict:
+    """Whether samples are like those of the reference.
+
+    Args:
+        results: samples by name, and possibly other results.
+        reference: samples by name.
+
+    Returns:
+        The largest difference of two means, and what is wrong.
+    """
+    worst, wrong = 0.0, []
+    for name, expected in reference.items():
+        found = results[name]
+        scatter = float(expected.std())
+        difference = abs(float(found.mean()) - float(expected.mean()))
+        allowed = _STANDARD_ERRORS * scatter * math.sqrt(1 / len(found) + 1 / len(expected))
+        worst = max(worst, difference if math.isfinite(difference) else math.inf)
+        if not difference <= allowed:
+            wrong.append(
+                f"{name}: mean {float(found.mean()):.3e}, expected {float(expected.mean()):.3e} with at most "
+                f"{allowed:.1e} between them"
+            )
+    # A function that drops nothing has losses without scatter, whose mean may be right by chance.
+    scatter, expected_scatter = (float(each["dropout_rise"].std()) for each in (results, reference))
+    if not expected_scatter / _SCATTER <= scatter <= expected_scatter * _SCATTER:
+        wrong.append(
+            f"dropout_rise: standard deviation {scatter:.3e}, expected {expected_scatter:.3e} within a factor of "
+            f"{_SCATTER:g}"
+        )
+    return Verdict(worst, "wrong dropout: " + "; ".join(wrong) if wrong else None)

@@ -1,4 +1,4 @@
-"""What commands of flashtile set before torch is imported, for this process and for those that it starts."""
+"""What commands need before torch is imported: the error of the benchmarks, and settings of the process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ import warnings
 _NO_NUMPY = "Failed to initialize NumPy"
 
 
+class ChoiceError(ValueError):
+    """A table, a case or an implementation was asked for that is not there."""
+
+
+def how_to_install(extra: str) -> str:
+    """How an extra of flashtile is installed. It is on no package index: whoever takes the name there is another."""
+    return f'in a checkout of flashtile, pip install ".[{extra}]"'
+
+
 def silence_numpy_warning() -> None:
-    """Hides a warning of torch that says nothing to users of flashtile."""
+    """Hides a warning of torch that says nothing to users of flashtile, here and in processes started from here."""
     warnings.filterwarnings("ignore", _NO_NUMPY, UserWarning)
     others = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join([*([others] if others else []), f"ignore:{_NO_NUMPY}:UserWarning"])

@@ -1,0 +1,240 @@
+"""What all benchmarks have: cases, implementations, and the problem of a case, to which implementations are bound and
+by which their results are judged."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from flashtile import testing
+from flashtile.bench.start import ChoiceError
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+_Named = TypeVar("_Named")
+_Case = TypeVar("_Case", bound="AnyCase")
+
+
+class AnyCase:
+    """One call. Cases are frozen dataclasses, whose fields are the keys of `case` in a record.
+
+    Attributes of the class:
+        op: name of the operation in records.
+    """
+
+    op: ClassVar[str]
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """A readable identifier, that `--cases` patterns match."""
+        raise NotImplementedError
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @classmethod
+    def from_record(cls: type[_Case], record: Mapping[str, Any]) -> _Case:
+        """The case of a record's row; keys that an older record does not have take their defaults."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
+
+    def record(self) -> dict[str, Any]:
+        """The `case` object of a record: the same for every implementation."""
+        fields = asdict(self)  # type: ignore[call-overload]
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+    def flops(self, phase: str) -> float | None:
+        """Floating-point operations of a phase; None where bytes are what counts."""
+        return None
+
+    def bytes(self, phase: str) -> int:
+        """Bytes that must move at least: every input read once, every output written once."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute the cases of a benchmark.
+
+    Attributes:
+        name: as it stands in records.
+        devices: device types it is measured on.
+        build: from a case and its tensors, what computes it.
+        unsupported: why it cannot run a case on a device, or None.
+        package: the module that must be installed, and its name in a registry; None where nothing must be.
+        heads_first: its layout is `[B, H, S, D]` instead of `[B, S, H, D]`. Not for packed batches.
+        context: what must be entered around its calls.
+        default: measured when no `--impl` is given.
+        own_dropout: it draws bits of dropout of its own, so no other implementation drops the same weights.
+        compiles: it compiles kernels when it is called first.
+    """
+
+    name: str
+    devices: tuple[str, ...] = ("cuda", "cpu")
+    build: Callable[..., Any] = lambda *given: None
+    unsupported: Callable[[Any, torch.device], str | None] = lambda case, device: None
+    package: tuple[str, str] | None = None
+    heads_first: bool = False
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    default: bool = True
+    own_dropout: bool = False
+    compiles: bool = True
+
+    @property
+    def ours(self) -> bool:
+        return is_ours(self.name)
+
+    def missing(self) -> str | None:
+        """Why it cannot run at all, or None."""
+        if self.package is None:
+            return None
+        parts = self.package[0].split(".")
+        names = (".".join(parts[: length + 1]) for length in range(len(parts)))
+        return None if all(map(importlib.util.find_spec, names)) else f"{self.package[1]} is not installed"
+
+    def reason(self, case: Any, device: torch.device) -> str | None:
+        """Why it cannot run a case here, or None."""
+        return self.missing() or self.unsupported(case, device)
+
+
+class Verdict(NamedTuple):
+    """Judgement of one phase: the largest absolute difference from the oracle, and what is wrong, or None."""
+
+    error: float
+    why: str | None
+
+
+def judge(tensors: Iterable[tuple[str, Tensor, Tensor, Tensor]]) -> Verdict:
+    """Holds results to the project's one tolerance policy.
+
+    Args:
+        tensors: name, what was found, the exact result, and the one of the eager computation in the result's dtype.
+            A name may come several times, with its parts.
+    """
+    worst, wrong = 0.0, dict[str, str]()
+    for name, found, exact, eager in tensors:
+        if found.shape != exact.shape:
+            wrong.setdefault(name, f"{name}: shape {found.shape}, expected {exact.shape}")
+            continue
+        worst = max(worst, testing.error(found, exact) if bool(found.isfinite().all()) else float("inf"))
+        try:
+            testing.assert_close(name, found, exact, eager)
+        except AssertionError as error:
+            wrong.setdefault(name, str(error))
+    return Verdict(worst, "wrong result: " + "; ".join(wrong.values()) if wrong else None)
+
+
+class Bound(ABC):
+    """An implementation with its own copy of a case's tensors."""
+
+    @property
+    @abstractmethod
+    def calls(self) -> Mapping[str, Callable[[], Any]]:
+        """For each phase what is timed."""
+
+    @abstractmethod
+    def results(self, phase: str) -> dict[str, Tensor]:
+        """Runs a phase once; the tensors that are judged, by name."""
+
+    def facts(self, phase: str) -> dict[str, Any]:
+        """Further keys of the row of a phase."""
+        return {}
+
+
+class Problem(ABC):
+    """A case on a device."""
+
+    phases: tuple[str, ...] = ("fwd", "bwd")
+
+    def __init__(self, case: Any, device: torch.device) -> None:
+        self.case, self.device, self.op = case, device, case.op
+
+    def offers(self, implementation: Implementation) -> bool:
+        """Whether there is a row for an implementation at all."""
+        return True
+
+    def unsupported(self, implementation: Implementation, phase: str) -> str | None:
+        """Why an implementation cannot run a phase here, or None."""
+        return implementation.reason(self.case, self.device)
+
+    @abstractmethod
+    def bind(self, implementation: Implementation) -> Any:
+        """An implementation with its own copy of the tensors, a `Bound`."""
+
+    @abstractmethod
+    def judge(self, bound: Any, phase: str, results: dict[str, Tensor]) -> Verdict:
+        """Whether the results of a phase are right."""
+
+    def speed(self, phase: str, ms: float) -> dict[str, Any]:
+        """What a row says of a speed beside the time, `tflops` and `gbps` among it."""
+        flops = self.case.flops(phase)
+        return {"tflops": None if flops is None else flops / ms / 1e9, "gbps": self.case.bytes(phase) / ms / 1e6}
+
+
+def is_ours(impl: str) -> bool:
+    return impl.startswith("flashtile")
+
+
+def select_named(option: str, names: Iterable[str], known: Mapping[str, _Named], place: str) -> list[_Named]:
+    """What an option names, each once.
+
+    Raises:
+        ChoiceError: a name is unknown in this place.
+    """
+    chosen = dict.fromkeys(names)
+    if unknown := [name for name in chosen if name not in known]:
+        raise ChoiceError(f"{option}: no {', '.join(unknown)} on {place}; there are: {', '.join(known)}")
+    return [known[name] for name in chosen]
+
+
+def select_implementations(
+    implementations: Iterable[Implementation], names: Sequence[str], device: torch.device
+) -> list[Implementation]:
+    """Those named, or all defaults of a device.
+
+    Raises:
+        ChoiceError: a name is unknown, or not for this device.
+    """
+    here = {each.name: each for each in implementations if device.type in each.devices}
+    return select_named("--impl", names or [each.name for each in here.values() if each.default], here, device.type)
+
+
+def select_cases(cases: Sequence[_Case], patterns: Sequence[str]) -> list[_Case]:
+    """The cases whose name matches one of the shell patterns (`d64-causal-*`); a bare word matches anywhere.
+
+    Raises:
+        ChoiceError: a pattern matches no case.
+    """
+    chosen = [] if patterns else list(cases)
+    for pattern in patterns:
+        glob = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
+        found = [case for case in cases if fnmatch.fnmatch(case.name, glob)]
+        if not found:
+            names = ", ".join(case.name for case in cases)
+            raise ChoiceError(f"--cases: {pattern!r} matches no case; there are: {names}")
+        chosen += [case for case in found if case not in chosen]
+    return chosen
+
+
+def spread(count: int, total: int, device: torch.device) -> Tensor:
+    """`count` indices of `total`, evenly spaced, the first and the last among them; at least two of two or more."""
+    return torch.linspace(0, total - 1, min(max(2, count), total), device=device).round().long()
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of memory of a device; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if not hasattr(os, "sysconf"):  # Windows
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

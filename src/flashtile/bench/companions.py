@@ -1,0 +1,351 @@
+"""Benchmarks of the operations beside attention: what a case of one is, ways to compute it, and the problem of a case.
+
+The formula, in ordinary PyTorch functions, serves three times: as the implementations `eager` and `compile`, in float64
+as the oracle, and in the dtype of the inputs as what the tolerance policy compares with. It runs on as many rows at a
+time as fit into memory. What has no row of its own, such as the gradient of a weight, is added up over them in float64.
+Comparisons go by pieces too, each of which must be within the tolerance.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from flashtile.bench import base
+from flashtile.bench.base import AnyCase, Implementation, Verdict, judge
+from flashtile.bench.timing import peak_facts
+
+Tensors = list[Tensor]
+#: Leaves in the order of `Inputs.leaves` -> the output, or outputs.
+Function = Callable[..., Any]
+
+
+@dataclass
+class Inputs:
+    """Tensors of a case.
+
+    Attributes:
+        leaves: what takes a gradient, by name.
+        others: what takes none: labels, masks, tables.
+        upstream: gradients of the outputs, in their order.
+    """
+
+    leaves: dict[str, Tensor]
+    others: dict[str, Tensor]
+    upstream: Tensors
+
+
+def _same(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an implementation computes a case, in the layout it calls its own.
+
+    Attributes:
+        function: own leaves -> its outputs.
+        own_leaves: from the case's leaves.
+        own_upstream: from the gradients of the case's outputs.
+        outputs: from its outputs to the case's.
+        gradients: from the gradients of its leaves to those of the case's.
+        own_bits: drops elements by random bits of its own, which must be read off its results.
+    """
+
+    function: Function
+    own_leaves: Callable[[Tensors], Tensors] = _same
+    own_upstream: Callable[[Tensors], Tensors] = _same
+    outputs: Callable[[Tensors], Tensors] = _same
+    gradients: Callable[[Tensors], Tensors] = _same
+    own_bits: bool = False
+
+
+#: Makes a way from `Inputs.others`.
+Build = Callable[[dict[str, Tensor]], Way]
+
+_BACKENDS = {"flashtile-triton": "triton", "flashtile-cpu": "cpu"}
+
+
+class Random:
+    """Random tensors of a case, drawn on the device."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+        self.device, self.dtype = device, dtype
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        # In the dtype itself: the largest inputs would take twice their memory in float32.
+        drawn = torch.randn(shape, generator=self._generator, device=self.device, dtype=self.dtype)
+        return drawn if scale == 1.0 else drawn.mul_(scale)
+
+    def labels(self, rows: int, classes: int) -> Tensor:
+        return torch.randint(classes, (rows,), generator=self._generator, device=self.device)
+
+    def booleans(self, *shape: int, probability: float) -> Tensor:
+        return torch.rand(shape, generator=self._generator, device=self.device) < probability
+
+
+@dataclass(frozen=True)
+class Companion(AnyCase, ABC):
+    """One call of a companion operation. Field names are the keys of `case` in a record.
+
+    Attributes of the class:
+        phases: what is measured.
+        outputs: names of what the formula returns.
+        rowwise: names of leaves, others and outputs that have a row (first dimension) for each row of the problem. The
+            other leaves belong to all rows, and the other outputs are means over them.
+    """
+
+    dtype: str
+
+    phases: ClassVar[tuple[str, ...]] = ("fwd", "bwd")
+    outputs: ClassVar[tuple[str, ...]] = ("out",)
+    rowwise: ClassVar[frozenset[str]] = frozenset(("x", "out"))
+
+    @property
+    def name(self) -> str:
+        """Such as `layer_norm-16384x4096-bf16`."""
+        return "-".join([self.op, *self.sizes(), self.dtype])
+
+    @abstractmethod
+    def sizes(self) -> Sequence[str]:
+        """The parts of the name between operation and dtype."""
+
+    @abstractmethod
+    def width(self) -> int:
+        """Elements of the widest matrix of the formula, for each row of the problem."""
+
+    @abstractmethod
+    def make_inputs(self, random: Random) -> Inputs:
+        """Its tensors."""
+
+    @abstractmethod
+    def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """The outputs in plain PyTorch, in the dtype of the leaves, for any number of rows."""
+
+    def ways(self) -> dict[str, Build]:
+        """Name of an implementation that has the operation -> how it computes it; peers are imported there."""
+        ours = {name: functools.partial(self.flashtile, backend) for name, backend in _BACKENDS.items()}
+        return {**ours, "eager": self.eager, "compile": self._compiled, **self.peers()}
+
+    def flashtile(self, backend: str, others: dict[str, Tensor]) -> Way:
+        """Ours; every operation that names us among its `ways` has it."""
+        raise AssertionError(f"{self.op} is no operation of flashtile")
+
+    def eager(self, others: dict[str, Tensor]) -> Way:
+        """The formula as PyTorch runs it."""
+        return Way(lambda *leaves: self.formula(leaves, others))
+
+    def peers(self) -> dict[str, Build]:
+        """The packages that have the operation."""
+        return {}
+
+    def lacks(self, implementation: str, phase: str) -> str | None:
+        """Why an implementation that has the operation cannot run one of its phases, or None."""
+        return None
+
+    def _compiled(self, others: dict[str, Tensor]) -> Way:
+        """The same formula through `torch.compile`, for these sizes alone."""
+        torch.compiler.reset()  # the limit on recompilations counts those of all cases together
+        way = self.eager(others)
+        return replace(way, function=torch.compile(way.function, dynamic=False, fullgraph=True))
+
+    def with_bits_of(self, results: dict[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
+        """`others` with the random bits of an implementation that draws its own, read off its results.
+
+        Raises:
+            AssertionError: they cannot be such bits.
+        """
+        raise AssertionError(f"{self.op} draws no random bits")
+
+
+IMPLEMENTATIONS = (
+    Implementation("flashtile-triton", ("cuda",)),
+    Implementation("flashtile-cpu", ("cpu",)),
+    Implementation("eager"),
+    Implementation("compile"),
+    Implementation("liger", ("cuda",), package=("liger_kernel", "liger-kernel")),
+    Implementation("quack", ("cuda",), package=("quack", "quack-kernels")),
+)
+
+
+class Bound(base.Bound):
+    """Calls of one implementation in one case, without arguments."""
+
+    def __init__(self, way: Way, case: Companion, inputs: Inputs) -> None:
+        self.way = way
+        self._case, self._inputs = case, inputs
+        self._leaves = [own.clone().requires_grad_() for own in self._own_leaves()]
+        # Some peers look at whether a leaf wants a gradient even where autograd is off. Writing to `data`, unlike to
+        # `detach()`, leaves a graph that was kept for the backward valid.
+        self._constants = [leaf.data for leaf in self._leaves]
+        self._outputs: Tensors = []
+        self._upstream: Tensors = []
+
+    @property
+    def calls(self) -> Mapping[str, Callable[[], Any]]:
+        return {"fwd": self.forward, "bwd": self.backward, "fwd+bwd": self.forward_backward}
+
+    def forward(self) -> Tensors:
+        """A forward that keeps nothing for a backward."""
+        with torch.no_grad():
+            return _as_list(self.way.function(*self._constants))
+
+    def backward(self) -> tuple[Tensor, ...]:
+        """The backward alone."""
+        return torch.autograd.grad(self._outputs, self._leaves, self._upstream, retain_graph=True)
+
+    def forward_backward(self) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(_as_list(self.way.function(*self._leaves)), self._leaves, self._upstream)
+
+    def results(self, phase: str) -> dict[str, Tensor]:
+        """Runs a phase once on fresh copies of the inputs; outputs, and after a backward gradients (`d` + name)."""
+        self._refresh()
+        if phase == "fwd":
+            return self._named_outputs(self.forward())
+        outputs = _as_list(self.way.function(*self._leaves))
+        upstream = zip(outputs, self.way.own_upstream(self._inputs.upstream), strict=True)
+        # In the strides of the outputs, so that no implementation has to rearrange them first.
+        self._upstream = [torch.empty_like(out, requires_grad=False).copy_(d) for out, d in upstream]
+        results = self._named_outputs([out.detach().clone() for out in outputs])
+        if phase == "bwd":
+            self._outputs = outputs  # the graph that every backward alone goes through
+        gradients = torch.autograd.grad(outputs, self._leaves, self._upstream, retain_graph=phase == "bwd")
+        names = [f"d{name}" for name in self._inputs.leaves]
+        return results | dict(zip(names, self.way.gradients(list(gradients)), strict=True))
+
+    def facts(self, phase: str) -> dict[str, Any]:
+        """For forward and backward together on a GPU: the memory that they take in addition to inputs and gradients."""
+        return peak_facts(self.forward_backward, self._leaves) if phase == "fwd+bwd" else {}
+
+    def _own_leaves(self) -> Tensors:
+        return self.way.own_leaves(list(self._inputs.leaves.values()))
+
+    def _refresh(self) -> None:
+        """Peers that work in place have written over what they were given."""
+        for constant, source in zip(self._constants, self._own_leaves(), strict=True):
+            constant.copy_(source)
+
+    def _named_outputs(self, outputs: Tensors) -> dict[str, Tensor]:
+        return dict(zip(self._case.outputs, self.way.outputs(outputs), strict=True))
+
+
+def _as_list(outputs: Any) -> Tensors:
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+
+class CompanionProblem(base.Problem):
+    """A case on a device. How implementations call the operation is with its cases (`Companion.ways`)."""
+
+    def __init__(self, case: Companion, device: torch.device) -> None:
+        super().__init__(case, device)
+        self.phases, self._ways = case.phases, case.ways()
+        self._inputs = case.make_inputs(Random(device, case.torch_dtype))
+
+    @functools.cached_property
+    def _oracle(self) -> Oracle:
+        return Oracle(self.case, self._inputs)
+
+    def offers(self, implementation: Implementation) -> bool:
+        return implementation.name in self._ways
+
+    def unsupported(self, implementation: Implementation, phase: str) -> str | None:
+        return super().unsupported(implementation, phase) or self.case.lacks(implementation.name, phase)
+
+    def bind(self, implementation: Implementation) -> Bound:
+        return Bound(self._ways[implementation.name](self._inputs.others), self.case, self._inputs)
+
+    def judge(self, bound: Bound, phase: str, results: dict[str, Tensor]) -> Verdict:
+        return self._oracle.judge(results, bound.way.own_bits)
+
+
+#: Elements of one float64 matrix that the check may hold at once, beside the results themselves.
+_ELEMENTS = {"cuda": 2**28, "cpu": 2**22}
+
+
+class Oracle:
+    """Judges the results of a case."""
+
+    def __init__(self, case: Companion, inputs: Inputs) -> None:
+        self._case, self._inputs = case, inputs
+        self._expected = self._evaluate(inputs.others)
+
+    def judge(self, results: dict[str, Tensor], own_bits: bool) -> Verdict:
+        """Compares outputs, and gradients where there are any.
+
+        Args:
+            results: tensors by name; read in the dtype of the formula's result.
+            own_bits: the implementation dropped elements by random bits of its own.
+        """
+        expected = self._expected
+        if own_bits:
+            try:
+                expected = self._evaluate(self._case.with_bits_of(results, self._inputs))
+            except AssertionError as error:
+                return Verdict(float("inf"), f"wrong result: {error}")
+        exact, eager = expected
+        return judge(
+            (name, *parts) for name, found in results.items() for parts in _pieces(found, exact[name], eager[name])
+        )
+
+    def _evaluate(self, others: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return evaluate(self._case, self._inputs, others, torch.float64), evaluate(self._case, self._inputs, others)
+
+
+def evaluate(
+    case: Companion, inputs: Inputs, others: dict[str, Tensor], dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Outputs and gradients of the formula, in the dtype of the inputs or in another one."""
+    first = next(t for name, t in inputs.leaves.items() if name in case.rowwise)
+    # A power of two: the share of some rows in a mean over all is then exact in any dtype, where the rows are one too.
+    step = 1 << max(1, _ELEMENTS[first.device.type] // case.width()).bit_length() - 1
+    by_rows: dict[str, list[Tensor]] = {}
+    sums: dict[str, Tensor] = {}
+    for start in range(0, first.shape[0], step):
+        for name, part in _evaluate_rows(case, inputs, others, slice(start, start + step), dtype).items():
+            if name in case.rowwise or name.removeprefix("d") in case.rowwise:
+                by_rows.setdefault(name, []).append(part)
+            else:
+                sums[name] = sums[name] + part.double() if name in sums else part.double()
+    added = {name: value.to(dtype or case.torch_dtype) for name, value in sums.items()}
+    return {name: torch.cat(parts) for name, parts in by_rows.items()} | added
+
+
+def _evaluate_rows(
+    case: Companion, inputs: Inputs, others: dict[str, Tensor], rows: slice, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """The same for some rows; means over all rows count with the share of these."""
+
+    def pick(name: str, tensor: Tensor) -> Tensor:
+        part = tensor[rows] if name in case.rowwise else tensor
+        return part.to(dtype) if dtype is not None and part.is_floating_point() else part
+
+    leaves = {name: pick(name, leaf).clone().requires_grad_() for name, leaf in inputs.leaves.items()}
+    picked = {name: pick(name, tensor) for name, tensor in others.items()}
+    outputs = dict(zip(case.outputs, case.formula(list(leaves.values()), picked), strict=True))
+    total = next(t.shape[0] for name, t in inputs.leaves.items() if name in case.rowwise)
+    share = next(t.shape[0] for name, t in leaves.items() if name in case.rowwise) / total
+    shares = {name: 1.0 if name in case.rowwise else share for name in outputs}
+    results = {name: out.detach() * shares[name] for name, out in outputs.items()}
+    if not inputs.upstream:
+        return results
+    upstream = [pick(name, d) * shares[name] for name, d in zip(outputs, inputs.upstream, strict=True)]
+    gradients = torch.autograd.grad(list(outputs.values()), list(leaves.values()), upstream)
+    return results | {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+
+
+def _pieces(found: Tensor, exact: Tensor, eager: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """What was found in the dtype of the formula's, beside the two others, some rows at a time."""
+    if not found.dim() or found.shape != exact.shape:
+        yield found.to(eager.dtype), exact, eager
+        return
+    step = max(1, _ELEMENTS[found.device.type] // max(1, found[0].numel() if len(found) else 1))
+    for start in range(0, len(found), step):
+        rows = slice(start, start + step)
+        yield found[rows].to(eager.dtype), exact[rows], eager[rows]

@@ -1,1 +1,0 @@
-"""The benchmark of decoding: one new token of each sequence attends to a cache of keys and values."""

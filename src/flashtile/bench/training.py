@@ -1,0 +1,484 @@
+"""The benchmark of whole training steps: flashtile's GPT beside that of transformers, from the same weights.
+
+A step is forward, backward and AdamW, on float32 weights; "bf16" is `torch.autocast`.
+
+The losses of every token, before the first step and after some steps on the same batch, must be those of the plain
+formula trained in float64, within the tolerance policy: before, they tell that the forward is right, after, that the
+gradients and the optimizer's use of them are. Longer contexts are checked in the first tokens of each sequence,
+because that formula holds all scores in float64; what is timed are steps on whole sequences.
+
+With dropout this check is made without it. Then the weights are set back, and what training with dropout does is
+compared with the plain formula in `training_steps.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flashtile.bench import base
+from flashtile.bench.base import AnyCase, Implementation, Verdict, judge, select_named
+from flashtile.bench.training_steps import PHASE, Steps, check_dropout, judge_dropout, sample_reference
+from flashtile.bench.values import help_text_tokens
+
+#: Standard deviation of the weights at the start, as in GPT-2.
+_INITIAL_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a GPT-2. The vocabulary is rounded up to a multiple of 64, as is usual where one is trained."""
+
+    layers: int
+    heads: int
+    width: int
+    vocabulary: int = 50304
+
+
+MODELS = {
+    "gpt2-small": Sizes(12, 12, 768),
+    "gpt2-medium": Sizes(24, 16, 1024),
+    "gpt2-tiny": Sizes(2, 2, 64, vocabulary=256),
+}
+
+
+@dataclass(frozen=True)
+class TrainCase(AnyCase):
+    """Training steps of a model on B sequences of S tokens. Field names are the keys of `case` in a record.
+
+    With `steps` the model has been trained for so many steps before, on Python's help texts byte by byte, and goes on
+    with them. Else weights and tokens are random, so that scores are small.
+
+    `dropout_p` is GPT-2's three dropouts: of embeddings, of attention weights, and of what is added to the residual
+    stream.
+    """
+
+    model: str
+    B: int
+    S: int
+    dtype: str = "bf16"
+    steps: int = 0
+    dropout_p: float = 0.0
+
+    op: ClassVar[str] = "train-step"
+
+    @property
+    def name(self) -> str:
+        """Such as `gpt2-small-b16-s1024-bf16`."""
+        after = f"-after{self.steps}" if self.steps else ""
+        dropout = f"-p{self.dropout_p}" if self.dropout_p else ""
+        return f"{self.model}-b{self.B}-s{self.S}{after}{dropout}-{self.dtype}"
+
+    @property
+    def sizes(self) -> Sizes:
+        return MODELS[self.model]
+
+    @property
+    def tokens(self) -> int:
+        return self.B * self.S
+
+    def record(self) -> dict[str, Any]:
+        """The `case` object of a record: the same for every implementation. Without dropout it has no such key, as
+        in records that are older than dropout."""
+        return {name: value for name, value in super().record().items() if name != "dropout_p" or value}
+
+    def flops(self, phase: str) -> float:
+        """Operations of the model: two for each weight of a product and token, and attention's half of S²; a backward
+        twice that.
+
+        What an implementation computes again is no work of the model.
+        """
+        sizes = self.sizes
+        weights = 12 * sizes.layers * sizes.width**2 + sizes.vocabulary * sizes.width
+        attention = 2 * sizes.layers * self.S * sizes.width
+        return 3.0 * self.tokens * (2 * weights + attention)
+
+
+def training_cases(device: torch.device, batch: int | None = None) -> list[TrainCase]:
+    """Cases of a device, with another batch size where one is given."""
+    cases = [TrainCase("gpt2-tiny", 2, 64, "fp32")]
+    if device.type == "cuda":
+        cases = [TrainCase("gpt2-small", 16, 1024), TrainCase("gpt2-medium", 8, 1024)]
+    return cases if batch is None else [replace(case, B=batch) for case in cases]
+
+
+def cases_of(
+    device: torch.device,
+    models: Sequence[str],
+    batch: int | None,
+    contexts: Sequence[int] = (),
+    steps: int = 0,
+    dropout_p: float = 0.0,
+) -> list[TrainCase]:
+    """The cases of the named models, of all when none is named.
+
+    Args:
+        contexts: lengths of the sequences; the case's own when empty. Where no batch is given, a step has as many
+            tokens as that case, and at least one sequence.
+        steps: of training before what is measured, without dropout.
+        dropout_p: probability of each dropout in what is measured.
+
+    Raises:
+        ChoiceError: there is no such model on this device, or `dropout_p` is no probability below 1.
+    """
+    check_dropout(dropout_p)
+    known = {case.model: case for case in training_cases(device, batch)}
+    chosen = select_named("--model", models or list(known), known, device.type)
+    chosen = [_with_context(case, context, batch) for context in contexts for case in chosen] or chosen
+    return [replace(case, steps=steps, dropout_p=dropout_p) for case in chosen]
+
+
+def _with_context(case: TrainCase, context: int, batch: int | None) -> TrainCase:
+    return replace(case, S=context, B=batch or max(1, case.tokens // context))
+
+
+def make_weights(case: TrainCase, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+    """Random weights as transformers names and lays them out: matrices are `[in, out]`; the head is tied."""
+    generator = torch.Generator(device).manual_seed(seed)
+    weights = {}
+    for name, shape in weight_shapes(case.sizes, case.S):
+        if len(shape) == 2:
+            # Each block adds two terms to the residual stream: scaled so that its variance does not grow with depth.
+            std = _INITIAL_STD / (math.sqrt(2 * case.sizes.layers) if name.endswith("c_proj.weight") else 1.0)
+            weights[name] = torch.randn(shape, generator=generator, device=device).mul_(std)
+        else:
+            norm = ".ln_" in name and name.endswith("weight")
+            weights[name] = torch.full(shape, float(norm), device=device)
+    return weights
+
+
+def make_tokens(case: TrainCase, device: torch.device, seed: int = 0) -> Tensor:
+    """Tokens `[B, S + 1]`: inputs, and a place further the labels. Random ones, or bytes of text where there is a
+    training before."""
+    if case.steps:
+        return help_text_tokens(case.B, case.S, torch.Generator().manual_seed(seed)).to(device)
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randint(case.sizes.vocabulary, (case.B, case.S + 1), generator=generator, device=device)
+
+
+def weight_shapes(sizes: Sizes, context: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the weights of a model."""
+    width = sizes.width
+    yield "transformer.wte.weight", (sizes.vocabulary, width)
+    yield "transformer.wpe.weight", (context, width)
+    layers = {"attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width)}
+    layers |= {"mlp.c_fc": (width, 4 * width), "mlp.c_proj": (4 * width, width)}
+    for layer in range(sizes.layers):
+        for norm in ("ln_1", "ln_2"):
+            yield f"transformer.h.{layer}.{norm}.weight", (width,)
+            yield f"transformer.h.{layer}.{norm}.bias", (width,)
+        for name, shape in layers.items():
+            yield f"transformer.h.{layer}.{name}.weight", shape
+            yield f"transformer.h.{layer}.{name}.bias", shape[1:]
+    yield "transformer.ln_f.weight", (width,)
+    yield "transformer.ln_f.bias", (width,)
+
+
+_NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model made from given weights.
+
+    Attributes:
+        parameters: what is trained.
+        logits: tokens `[B, S]` -> `[B, S, V]`.
+        loss: tokens `[B, S + 1]` -> the mean cross-entropy of each given those before it.
+        train: called with False, it ends dropout, and with True it begins it again.
+    """
+
+    parameters: list[Tensor]
+    logits: Callable[[Tensor], Tensor]
+    loss: Callable[[Tensor], Tensor]
+    train: Callable[[bool], Any]
+
+
+def build_plain(case: TrainCase, weights: dict[str, Tensor]) -> Model:
+    """The formula in ordinary PyTorch functions."""
+    model = _Plain(case, weights)
+    return Model(list(model.weights.values()), model, _loss_of(model), model.train)
+
+
+class _Plain(nn.Module):
+    def __init__(self, case: TrainCase, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.case = case
+        self.weights = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return plain_logits(self.case, self.weights, tokens, self.case.dropout_p if self.training else 0.0)
+
+
+def plain_logits(case: TrainCase, weights: dict[str, Tensor], tokens: Tensor, dropout_p: float) -> Tensor:
+    """GPT-2's forward: tokens `[B, S]` -> logits `[B, S, V]`."""
+    width = case.sizes.width
+
+    def dropped(x: Tensor) -> Tensor:
+        return F.dropout(x, dropout_p) if dropout_p else x
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (width,), weights[f"{name}.weight"], weights[f"{name}.bias"], _NORM_EPS)
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, weights[f"{name}.weight"].T, weights[f"{name}.bias"])
+
+    embedding = weights["transformer.wte.weight"]
+    stream = dropped(F.embedding(tokens, embedding) + weights["transformer.wpe.weight"][: tokens.shape[1]])  # [B, S, W]
+    for layer in range(case.sizes.layers):
+        block = f"transformer.h.{layer}"
+        qkv = linear(f"{block}.attn.c_attn", norm(f"{block}.ln_1", stream))  # [B, S, 3 W]
+        q, k, v = qkv.unflatten(-1, (3, case.sizes.heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, H, S, D]
+        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)  # [B, H, S, D]
+        stream = stream + dropped(linear(f"{block}.attn.c_proj", attended.transpose(1, 2).flatten(2)))
+        inner = F.gelu(linear(f"{block}.mlp.c_fc", norm(f"{block}.ln_2", stream)), approximate="tanh")
+        stream = stream + dropped(linear(f"{block}.mlp.c_proj", inner))
+    return F.linear(norm("transformer.ln_f", stream), embedding)
+
+
+def token_losses(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Cross-entropy of each label `[B, S]`, in float32 (float64 for float64)."""
+    wide = logits if logits.dtype is torch.float64 else logits.float()
+    return F.cross_entropy(wide.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(logits.shape[:2])
+
+
+def _loss_of(logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda tokens: token_losses(logits(tokens[:, :-1]), tokens).mean()
+
+
+def _build_flashtile(fused_loss: bool, compiled: bool = False) -> Callable[[TrainCase, dict[str, Tensor]], Model]:
+    def build(case: TrainCase, weights: dict[str, Tensor]) -> Model:
+        from flashtile.models import GPT, GPTConfig, from_hugging_face
+
+        sizes = case.sizes
+        config = GPTConfig(
+            context=case.S,
+            layers=sizes.layers,
+            heads=sizes.heads,
+            width=sizes.width,
+            vocabulary=sizes.vocabulary,
+            norm_eps=_NORM_EPS,
+            embedding_dropout=case.dropout_p,
+            attention_dropout=case.dropout_p,
+            residual_dropout=case.dropout_p,
+            fused_loss=fused_loss,
+        )
+        model = GPT(config, device=next(iter(weights.values())).device)
+        model.load_state_dict(from_hugging_face(weights, config))
+        loss = _compiled(model.loss) if compiled else model.loss
+        return Model(list(model.parameters()), model, loss, model.train)
+
+    return build
+
+
+def _compiled(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """By torch.compile, for one shape, with nothing left of what was compiled before."""
+    torch.compiler.reset()
+    return torch.compile(loss, dynamic=False)
+
+
+def _build_transformers(attention: str, compiled: bool = False) -> Callable[[TrainCase, dict[str, Tensor]], Model]:
+    def build(case: TrainCase, weights: dict[str, Tensor]) -> Model:
+        from transformers import AutoModelForCausalLM, GPT2Config
+
+        if attention == "flashtile":
+            from flashtile.integrations.transformers import register
+
+            register()
+        sizes = case.sizes
+        config = GPT2Config(
+            vocab_size=sizes.vocabulary,
+            n_positions=case.S,
+            n_embd=sizes.width,
+            n_layer=sizes.layers,
+            n_head=sizes.heads,
+            layer_norm_epsilon=_NORM_EPS,
+            activation_function="gelu_pytorch_tanh",  # GPT-2's own formula, in one kernel instead of eight
+            embd_pdrop=case.dropout_p,
+            attn_pdrop=case.dropout_p,
+            resid_pdrop=case.dropout_p,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        model.to(next(iter(weights.values())).device, torch.float32)
+        # Not strict: some versions have constants in their state. That every weight is in its place, the losses tell.
+        model.load_state_dict({**weights, "lm_head.weight": weights["transformer.wte.weight"]}, strict=False)
+        model.train()
+
+        def logits(tokens: Tensor) -> Tensor:
+            return model(input_ids=tokens).logits
+
+        loss = _loss_of(logits)
+        return Model(list(model.parameters()), logits, _compiled(loss) if compiled else loss, model.train)
+
+    return build
+
+
+_TRANSFORMERS = ("transformers", "transformers")
+_BOTH = ("cuda", "cpu")
+IMPLEMENTATIONS = (
+    Implementation("flashtile", _BOTH, _build_flashtile(fused_loss=False)),
+    Implementation("flashtile-fused-loss", _BOTH, _build_flashtile(fused_loss=True)),
+    Implementation("flashtile-compile", _BOTH, _build_flashtile(fused_loss=False, compiled=True)),
+    Implementation("transformers-eager", _BOTH, _build_transformers("eager"), package=_TRANSFORMERS),
+    Implementation("transformers-sdpa", _BOTH, _build_transformers("sdpa"), package=_TRANSFORMERS),
+    Implementation("transformers-compile", _BOTH, _build_transformers("sdpa", compiled=True), package=_TRANSFORMERS),
+    Implementation(
+        "transformers-flashtile", _BOTH, _build_transformers("flashtile"), package=_TRANSFORMERS, default=False
+    ),
+    Implementation("plain", _BOTH, build_plain, default=False),
+)
+
+
+#: Tokens of each sequence that are checked.
+_CHECKED_TOKENS = 1024
+#: Sequences that the oracle takes at once; it has the S×S matrices of attention in float64.
+_ORACLE_BATCH = 2
+_OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
+
+#: Part of a GPU's name -> its dense bfloat16 products in TFLOP/s, by the data sheets of the vendor.
+_PEAK_TFLOPS = {"H200": 989.4, "GH200": 989.4, "H100 PCIe": 756.0, "H100": 989.4, "A100": 312.0}
+
+
+class Training(Steps[Tensor]):
+    """Steps on tokens `[B, S + 1]`.
+
+    Args:
+        model: what is trained.
+        tokens: the batch.
+        autocast: products are bfloat16.
+        batch: sequences whose gradients are made at once; None = all.
+        drops: the model has dropout.
+    """
+
+    def __init__(
+        self, model: Model, tokens: Tensor, autocast: bool, batch: int | None = None, drops: bool = False
+    ) -> None:
+        super().__init__(model.parameters, tokens, _OPTIONS, autocast, drops)
+        self._model, self._size = model, batch or len(tokens)
+
+    def results(self, phase: str) -> dict[str, Tensor]:
+        """Takes the first steps: losses of tokens before and after `[B, S]`, those of the steps, and samples of what
+        dropout does."""
+        checked = checked_tokens(self._batch)
+        found = self.first_losses(checked) | self.samples(checked)
+        if checked.shape != self._batch.shape:
+            self.step()  # what a whole sequence has no memory for fails here, where a reason is made of it
+        return found
+
+    def _parts(self, batch: Tensor) -> Sequence[Tensor]:
+        return batch.split(self._size)
+
+    def _share(self, part: Tensor, batch: Tensor) -> float:
+        return len(part) / len(batch)
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        return self._model.loss(batch)
+
+    def _token_losses(self, batch: Tensor) -> Tensor:
+        return token_losses(self._model.logits(batch[:, :-1]), batch)
+
+    def _train(self, mode: bool) -> None:
+        self._model.train(mode)
+
+
+class TrainProblem(base.Problem):
+    """A case on a device."""
+
+    phases = (PHASE,)
+
+    def __init__(self, case: TrainCase, device: torch.device) -> None:
+        super().__init__(case, device)
+        self._tokens, self._autocast = make_tokens(case, device), case.dtype == "bf16"
+        self._weights = trained_weights(case, device) if case.steps else make_weights(case, device)
+        self._exact, self._eager = self._trained(torch.float64), self._trained(torch.float32)
+        self._dropped = self._sampled() if case.dropout_p else None
+
+    def bind(self, implementation: Implementation) -> Training:
+        model = implementation.build(self.case, self._weights)
+        found, expected = (sum(t.numel() for t in group) for group in (model.parameters, self._weights.values()))
+        if found != expected:
+            raise ValueError(f"{implementation.name} has {found} parameters, expected {expected}")
+        return Training(model, self._tokens, self._autocast, drops=bool(self.case.dropout_p))
+
+    def judge(self, bound: Training, phase: str, results: dict[str, Tensor]) -> Verdict:
+        verdict = judge_losses(results, self._exact, self._eager, self._autocast)
+        if self._dropped is None or verdict.why is not None:
+            return verdict
+        return verdict._replace(why=judge_dropout(results, self._dropped).why)
+
+    def speed(self, phase: str, ms: float) -> dict[str, Any]:
+        """Tokens each second, and where the GPU's peak is known, the share of it that the model's products reach."""
+        tflops, peak = self.case.flops(phase) / ms / 1e9, peak_tflops(self.device)
+        tokens_per_s = self.case.tokens / ms * 1e3
+        return {"tflops": tflops, "gbps": None, "tokens_per_s": tokens_per_s, "mfu": peak and tflops / peak}
+
+    def _trained(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The first losses of the plain formula without dropout; in float32 as autocast has it."""
+        weights = {name: weight.to(dtype) for name, weight in self._weights.items()}
+        model = build_plain(replace(self.case, dropout_p=0.0), weights)
+        autocast = self._autocast and dtype is torch.float32
+        checked = checked_tokens(self._tokens)  # alone: of a whole sequence it would hold all scores
+        return Training(model, checked, autocast, _ORACLE_BATCH).results(PHASE)
+
+    def _sampled(self) -> dict[str, Tensor]:
+        """What dropout does in the plain formula."""
+        checked = checked_tokens(self._tokens)
+
+        def make() -> Training:
+            model = build_plain(self.case, self._weights)
+            return Training(model, checked, self._autocast, _ORACLE_BATCH, drops=True)
+
+        return sample_reference(make, checked)
+
+
+def checked_tokens(tokens: Tensor) -> Tensor:
+    """Those inputs and labels of each sequence that are checked."""
+    return tokens[:, : _CHECKED_TOKENS + 1]
+
+
+def trained_weights(case: TrainCase, device: torch.device) -> dict[str, Tensor]:
+    """The weights after the steps that a case has behind it, of the plain formula without dropout, a new batch in
+    each."""
+    weights = make_weights(case, device)
+    model = build_plain(replace(case, dropout_p=0.0), weights)
+    training = Training(model, make_tokens(case, device), case.dtype == "bf16")
+    for step in range(case.steps):
+        training.step(make_tokens(case, device, seed=1 + step))
+    return {name: parameter.detach() for name, parameter in zip(weights, model.parameters, strict=True)}
+
+
+def judge_losses(
+    results: dict[str, Tensor], exact: dict[str, Tensor], eager: dict[str, Tensor], autocast: bool
+) -> Verdict:
+    """Whether losses of a training are those of the one in float64, as the eager one's are.
+
+    Args:
+        results: by name; "loss" are those of steps, the others those of tokens. Names that `eager` lacks are left out.
+        exact: of the training in float64.
+        eager: of the plain one, in the dtype of what is judged.
+        autocast: products are bfloat16.
+    """
+    parts = [(name, results[name], exact[name], expected) for name, expected in eager.items()]
+    verdict = judge(parts)
+    if not autocast:
+        return verdict
+    # A mean over thousands of tokens has lost most of their rounding, by chance more of it here than there.
+    rounded = [(n, f.bfloat16(), x, e.bfloat16()) if n == "loss" else (n, f, x, e) for n, f, x, e in parts]
+    return verdict._replace(why=judge(rounded).why)
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Peak rate of bfloat16 products on a known GPU; None on another device."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_TFLOPS.items() if part in name), None)

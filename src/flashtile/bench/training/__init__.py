@@ -1,1 +1,0 @@
-"""The benchmark of whole training steps: flashtile's GPT beside that of transformers, from the same weights."""
