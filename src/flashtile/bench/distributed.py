@@ -32,6 +32,7 @@ import flashtile
 from flashtile.bench.base import AnyCase, select_named
 from flashtile.bench.commands import check_seconds, command_line
 from flashtile.bench.record import make_record, require_writable, write_record
+from flashtile.bench.runner import describe
 from flashtile.bench.start import ChoiceError
 from flashtile.bench.timing import describe_profile, profile_calls
 from flashtile.distributed import context_parallel_attention, shard_sequence
@@ -208,16 +209,7 @@ def bench_distributed(
 ) -> None:
     """Measures context parallelism; rank 0 prints a line for each row and writes the record after each case.
 
-    Args:
-        output: file for the record.
-        gpus: number of processes, one for each GPU; None for all GPUs, or two processes on a CPU.
-        quick: only the shorter of the table's lengths.
-        lengths: the lengths to measure; all of the table when empty.
-        mask: "both", "causal" or "full".
-        impl: names of implementations; all when empty. The baseline, one GPU alone, is always measured.
-        seconds: time for the samples of each phase.
-        profile: adds where the time of each implementation goes.
-        limit: seconds after which nothing new is started.
+    The options are those of the command line. The baseline, one GPU alone, is always measured.
 
     Raises:
         ChoiceError: there are not as many GPUs, an option matches nothing, or `output` cannot be written.
@@ -317,7 +309,7 @@ def _rows(
         if key not in checked:
             checked[key] = _agreed(partial(_checked, name, case, mesh, where))
         error, why = checked[key]
-        if why is None and not _all_agree(time.time() < end):
+        if why is None and not _agree(time.time() < end):
             why = "no time was left"
         times: dict[str, float] = {}
         facts: dict[str, dict[str, Any]] = {}
@@ -328,6 +320,7 @@ def _rows(
             times, facts = _of_each(times, facts)
         if name == BASELINE:
             alone = times
+        gpus = 1 if name == BASELINE else case.gpus
         for phase in PHASES:
             ms = times.get(phase)
             rows.append(
@@ -335,7 +328,8 @@ def _rows(
                     "op": case.op, "phase": phase, "impl": name, "case": case.record(), "ms": ms,
                     "tflops": None if ms is None else case.flops(phase) / ms / 1e9, "gbps": None, "error": error,
                     "timer": "cuda-events" if where.type == "cuda" else "perf-counter",
-                    "efficiency": _efficiency(name, case, ms, alone.get(phase)), **facts.get(phase, {}),
+                    # One GPU's time for all of the work over all GPUs' time.
+                    "efficiency": alone[phase] / (ms * gpus) if ms and phase in alone else None, **facts.get(phase, {}),
                 }
                 | ({} if why is None else {"why": why})
             )  # fmt: skip
@@ -353,21 +347,14 @@ def _of_each(
     return {phase: statistics.fmean(each) for phase, each in of_phase.items()}, facts
 
 
-def _efficiency(name: str, case: ParallelCase, ms: float | None, alone: float | None) -> float | None:
-    """One GPU's time for all of the work over all GPUs' time."""
-    if ms is None or alone is None:
-        return None
-    return alone / (ms * (1 if name == BASELINE else case.gpus))
-
-
 def _agreed(action: Callable[[], Any]) -> tuple[Any, str | None]:
     """What an action gave here, and why it failed on any rank."""
     found, why = None, None
     try:
         found = action()
     except Exception as error:
-        why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    written = torch.zeros(1200, dtype=torch.uint8, device="cpu")  # 300 letters have at most so many bytes
+        why = describe(error)
+    written = torch.zeros(1200, dtype=torch.uint8, device="cpu")  # 200 letters and a name have at most so many bytes
     letters = (why or "").encode()
     written[: len(letters)] = torch.tensor(list(letters), dtype=torch.uint8, device="cpu")
     reasons = [bytes(each.tolist()).rstrip(b"\0").decode() for each in _gathered(written)]
@@ -382,10 +369,11 @@ def _gathered(tensor: Tensor) -> list[Tensor]:
     return found
 
 
-def _all_agree(here: bool) -> bool:
-    answer = torch.tensor(int(here), device="cpu")
-    dist.all_reduce(answer, dist.ReduceOp.MIN)
-    return bool(answer)
+def _agree(value: float, reduction: Any = dist.ReduceOp.MIN) -> float:
+    """The least number of all ranks, or what another reduction makes of them."""
+    number = torch.tensor(value, dtype=torch.float64, device="cpu")
+    dist.all_reduce(number, reduction)
+    return float(number)
 
 
 def _checked(name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device) -> float:
@@ -442,7 +430,7 @@ def _measure(
                 torch.cuda.reset_peak_memory_stats()
                 held = torch.cuda.memory_allocated()
             ms = _median(function, where, seconds, group)
-            times[phase] = ms if group is None else _slowest(ms)
+            times[phase] = ms if group is None else _agree(ms, dist.ReduceOp.MAX)
             if where.type == "cuda":
                 facts[phase]["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
                 calls = min(_PROFILED_CALLS, int(_PROFILED_MS / max(times[phase], 1e-3)))
@@ -451,26 +439,18 @@ def _measure(
     return times, facts
 
 
-def _slowest(ms: float) -> float:
-    tensor = torch.tensor(ms, dtype=torch.float64, device="cpu")
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return float(tensor)
-
-
 def _median(function: Callable[[], Any], where: torch.device, seconds: float, group: dist.ProcessGroup | None) -> float:
     """Median milliseconds of some calls, as many as fit; all ranks make as many. Kernels are compiled by now."""
     first = _samples(function, where, 1)[0]
-    calls = torch.tensor(0 if first > _LONG * 1e3 else max(1, min(20, int(seconds * 1e3 / first))), device="cpu")
-    if group is not None:
-        dist.all_reduce(calls, dist.ReduceOp.MIN)
-    if not calls:
+    short = first <= _LONG * 1e3
+    if not (short if group is None else _agree(short)):
         return first
     first = _samples(function, where, 1)[0]
-    calls = torch.tensor(max(1, min(20, int(seconds * 1e3 / first))), device="cpu")
+    calls = max(1, min(20, int(seconds * 1e3 / first)))
     if group is not None:
-        dist.all_reduce(calls, dist.ReduceOp.MIN)
+        calls = int(_agree(calls))
         dist.barrier()
-    return statistics.median(_samples(function, where, int(calls)))
+    return statistics.median(_samples(function, where, calls))
 
 
 def _samples(function: Callable[[], Any], where: torch.device, calls: int) -> list[float]:
