@@ -33,7 +33,8 @@ class PrefixTree:
 
     A loss of `of_sequences` and its gradients are those of the sequences computed one by one, because a token depends
     on the tokens before it in its own sequence alone. Create a tree with `from_completions`, `from_sequences`, or from
-    its segments. It is immutable. Its layout is made on the host, so nothing waits for a GPU except `block_mask`, once.
+    its segments. It is immutable. Its layout is made on the host: give it tokens that are there, so that only
+    `block_mask` waits for a GPU, once.
 
     Args:
         segments: tokens of each segment of the tree, which follow one another in the packed row. A segment may be

@@ -12,6 +12,7 @@ from torch import Tensor
 import flashtile
 from diffusers_cases import JOBS, MODELS, STRATEGIES, attention_dispatch, build, diffusers, drawn, mask_of_keys, qkv
 from distributed_processes import start
+from flashtile.integrations import use_flashtile_sdpa
 from flashtile.integrations.diffusers import register
 from flashtile.testing import Size, assert_close, assert_same, size
 from missing_packages import run_without
@@ -49,6 +50,29 @@ def dispatched(backend: str, tensors: list[Tensor], options: dict[str, Any]) -> 
     *leaves, dout = (t.detach().requires_grad_() for t in tensors)
     out = attention_dispatch.dispatch_attention_fn(*leaves, **options, backend=backend)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def test_a_unet_without_the_dispatcher_runs_within_the_context_of_sdpa() -> None:
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=8, block_out_channels=(32,), layers_per_block=1, cross_attention_dim=16, attention_head_dim=2,
+        norm_num_groups=8, **blocks,
+    )  # fmt: skip
+    inputs = (drawn(2, 4, 8, 8), torch.tensor([5]), drawn(2, 77, 16))
+
+    def results() -> list[Tensor]:
+        unet.zero_grad()
+        out = unet(*inputs).sample
+        out.square().sum().backward()
+        return [out.detach(), *(p.grad.clone() for p in unet.parameters() if p.grad is not None)]
+
+    expected = results()
+    with use_flashtile_sdpa(backend="cpu"):
+        actual = results()
+    largest = max(size(value).typical for value in expected[1:])
+    assert len(actual) == len(expected) > 10
+    assert_same(actual, expected, cancelled=Size(largest, largest))
 
 
 MASKS = {
