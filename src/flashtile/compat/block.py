@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from flashtile import modules
 from flashtile.compat import norms, triton_norms
@@ -21,11 +22,7 @@ Make = Callable[[int], nn.Module]
 
 
 class DropPath(nn.Module):
-    """Drops whole batch entries of a branch, in training.
-
-    Args:
-        p: the probability; the others are scaled by 1/(1 - p).
-    """
+    """Drops whole batch entries of a branch, in training, with a probability p; the others are scaled by 1/(1 - p)."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -33,18 +30,11 @@ class DropPath(nn.Module):
             raise ValueError(f"drop_path: expected a probability from 0 to 1, got {p}")
         self.p = p
 
-    def scale(self, hidden: Tensor) -> Tensor | None:
-        """A factor for each row of `[batch, ..., dim]`, `[batch, ...]`; None where nothing is dropped."""
-        if not self.p or not self.training:
-            return None
-        kept = torch.empty(hidden.shape[0], *(1,) * (hidden.dim() - 2), device=hidden.device).bernoulli_(1 - self.p)
-        factor = kept / (1 - self.p) if self.p < 1 else kept
-        return factor.to(hidden.dtype).expand(hidden.shape[:-1])
-
     def forward(self, hidden: Tensor) -> Tensor:
         """`[batch, ..., dim]` without those that are dropped."""
-        scale = self.scale(hidden)
-        return hidden if scale is None else hidden * scale.unsqueeze(-1)
+        if not self.p or not self.training:
+            return hidden
+        return hidden * F.dropout(hidden.new_ones(hidden.shape[0], *(1,) * (hidden.dim() - 1)), self.p)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -86,24 +76,16 @@ class _Block(nn.Module):
 
 
 class Block(_Block):
-    """A mixer and an MLP, each with dropout, residual addition and norm.
-
-    Pre-norm blocks begin with dropout, addition and norm, and return hidden states and residual; post-norm blocks end
-    with them.
+    """`flashtile.modules.Block` with what else flash_attn's has; arguments that are not listed here are those there.
 
     Args:
-        dim: of the hidden states.
-        mixer_cls: makes the mixer of dim; default `MHA` with heads of 64.
-        mlp_cls: makes the MLP of dim; default `Mlp` with four times dim. `nn.Identity` for none, and no second norm.
-        norm_cls: makes a norm of dim.
+        mixer_cls: default `MHA` with heads of 64.
+        mlp_cls: default `Mlp` with four times dim. `nn.Identity` for none, and no second norm.
+        norm_cls: makes a norm of any class.
         dropout_cls: makes a dropout of its probability.
-        prenorm: pre-norm, else post-norm.
-        resid_dropout1, resid_dropout2: probabilities of the dropouts.
         drop_path1, drop_path2: probabilities that a branch is dropped for a whole batch entry, in training.
         fused_dropout_add_ln: the norm's result has the dtype of the hidden states, else that of its weight. Either is
             computed in one pass where the norm is a layer norm or RMS norm and the dropout is PyTorch's.
-        return_residual: mixer and MLP return their input beside their output; post-norm only.
-        residual_in_fp32: the residual is float32; pre-norm only.
         sequence_parallel, mark_shared_params: the norms' parameters get the attribute `_sequence_parallel`,
             `_shared_params`.
     """
@@ -229,38 +211,36 @@ def add_norm(
         residual_in_fp32: the sum is float32 where there is no residual to say so.
         dtype: of the norms' results.
     """
-    first, last = norms[0], norms[-1]
+    first, last, fusible = norms[0], norms[-1], _fusible(norms)
     dropout_p = {dropout.p if dropout.training else 0.0 for dropout in dropouts if computes_only(dropout, nn.Dropout)}
-    fused = all(computes_only(dropout, nn.Dropout) for dropout in dropouts) and len(dropout_p) == 1 > max(dropout_p)
-    if not fused:  # one probability of PyTorch's dropout is left to the fused norm
+    left = fusible and all(computes_only(dropout, nn.Dropout) for dropout in dropouts) and len(dropout_p) == 1
+    if not left or max(dropout_p) == 1 or (drop_path is not None and drop_path.p and drop_path.training):
+        # else one probability of PyTorch's dropout is left to the fused norm
         branches, dropout_p = [dropout(branch) for branch, dropout in zip(branches, dropouts)], {0.0}
-    scale = None if drop_path is None else drop_path.scale(branches[0])
-    if not _fusible(norms):
-        total = residual
-        for branch, dropout in zip(branches, dropouts):
-            branch = dropout(branch) if fused else branch
-            branch = branch if scale is None else branch * scale.unsqueeze(-1)
-            total = branch if total is None else branch + total
-        assert total is not None
+        branches = branches if drop_path is None else [drop_path(branch) for branch in branches]
+    if not fusible:
+        total = branches[0] if residual is None else branches[0] + residual
+        total = total + branches[1] if len(branches) == 2 else total
         in_fp32 = residual_in_fp32 and total.dtype is not torch.float64
         return [norm(total.to(dtype)) for norm in norms], total.float() if in_fp32 else total
     eps = torch.finfo(torch.promote_types(branches[0].dtype, torch.float32)).eps if first.eps is None else first.eps
     second = {} if len(norms) == 1 else {"weight1": last.weight, "bias1": getattr(last, "bias", None)}
     *normed, total = triton_norms.layer_norm_fn(
         branches[0], first.weight, getattr(first, "bias", None), residual, branches[1] if len(branches) == 2 else None,
-        **second, eps=eps, dropout_p=dropout_p.pop(), rowscale=scale, prenorm=True, residual_in_fp32=residual_in_fp32,
+        **second, eps=eps, dropout_p=dropout_p.pop(), prenorm=True, residual_in_fp32=residual_in_fp32,
         is_rms_norm=isinstance(first, _RMS_NORMS), out_dtype=dtype,
     )  # fmt: skip
     return normed, total
 
 
 def _fusible(norms: Sequence[Any]) -> bool:
-    """Whether flashtile has these norms: layer norms, or RMS norms, of the last dimension with one epsilon."""
-    return all(_is_plain(norm) for norm in norms) and len({(isinstance(n, _RMS_NORMS), n.eps) for n in norms}) == 1
-
-
-def _is_plain(norm: Any) -> bool:
-    """Whether the weight and bias of a norm over the last dimension say all that it computes."""
-    extra = isinstance(norm, triton_norms.RMSNorm) and (norm.drop is not None or norm.zero_centered_weight)
-    known = computes_only(norm, nn.LayerNorm, modules.LayerNorm, triton_norms.RMSNorm, *_RMS_NORMS) and not extra
-    return known and norm.weight is not None and norm.weight.dim() == 1
+    """Whether flashtile has these norms: layer norms, or RMS norms, whose weights and biases of the last dimension say
+    all that they compute, with one epsilon."""
+    for norm in norms:
+        if isinstance(norm, triton_norms.RMSNorm) and (norm.drop is not None or norm.zero_centered_weight):
+            return False
+        if not computes_only(norm, nn.LayerNorm, modules.LayerNorm, triton_norms.RMSNorm, *_RMS_NORMS):
+            return False
+        if norm.weight is None or norm.weight.dim() != 1:
+            return False
+    return len({(isinstance(norm, _RMS_NORMS), norm.eps) for norm in norms}) == 1

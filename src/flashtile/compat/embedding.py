@@ -23,8 +23,7 @@ class GPT2Embeddings(nn.Module):
 
     Args:
         embed_dim: of the result.
-        vocab_size: number of tokens.
-        max_position_embeddings: number of positions; 0 or less for no embedding of positions.
+        vocab_size, max_position_embeddings: numbers of tokens and positions; 0 or less for no embedding of positions.
         padding_idx: a token whose embedding is 0 and is not learned.
         word_embed_proj_dim: tokens are embedded in so many dimensions and projected to embed_dim; None for embed_dim.
         device, dtype: of the parameters.
@@ -58,11 +57,8 @@ class GPT2Embeddings(nn.Module):
 
 
 class BertEmbeddings(GPT2Embeddings):
-    """Embeddings of tokens, positions and segments, added up; arguments as `GPT2Embeddings`.
-
-    Args:
-        type_vocab_size: number of segments; 0 or less for no embedding of segments.
-    """
+    """Embeddings of tokens, positions and segments, added up; arguments as `GPT2Embeddings`, and `type_vocab_size`, the
+    number of segments; 0 or less for no embedding of segments."""
 
     @_EMBEDDINGS.takes
     def __init__(self, embed_dim: int, type_vocab_size: int, **given: Any) -> None:
@@ -82,17 +78,6 @@ class BertEmbeddings(GPT2Embeddings):
         return embeddings
 
 
-class VocabParallelEmbedding(nn.Embedding):
-    """`torch.nn.Embedding`; `process_group` must be None."""
-
-    def __init__(
-        self, num_embeddings: int, *args: Any, process_group: Any = None, padding_idx: int | None = None, **kwargs: Any
-    ) -> None:
-        refuse_given(_ONE_DEVICE, process_group=process_group)
-        super().__init__(num_embeddings, *args, **kwargs, padding_idx=padding_idx)  # type: ignore[misc]
-        self.process_group = process_group
-
-
 class ColumnParallelEmbedding(nn.Embedding):
     """`torch.nn.Embedding`; `process_group` must be None."""
 
@@ -102,6 +87,15 @@ class ColumnParallelEmbedding(nn.Embedding):
         refuse_given(_ONE_DEVICE, process_group=process_group)
         super().__init__(num_embeddings, embedding_dim, *args, **kwargs)
         self.process_group = process_group
+
+
+class VocabParallelEmbedding(ColumnParallelEmbedding):
+    """`torch.nn.Embedding`; `process_group` must be None."""
+
+    def __init__(
+        self, num_embeddings: int, *args: Any, process_group: Any = None, padding_idx: int | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(num_embeddings, *args, process_group=process_group, padding_idx=padding_idx, **kwargs)
 
 
 class PatchEmbed(nn.Module):

@@ -14,18 +14,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import flashtile
 from flashtile.compat import calls, flash_attn_1
+from flashtile.compat.activations import gelu_bwd, gelu_fwd
 from flashtile.compat.arguments import refuse
 from flashtile.compat.losses import cross_entropy_of_lse
 from flashtile.compat.norms import fused_norm
-from flashtile.compat.rows import locate_rows
 from flashtile.compat.signatures import EXTENSIONS
 
 _ATTENTION, _DENSE = EXTENSIONS["flash_attn_cuda"], EXTENSIONS["fused_dense_lib"]
@@ -36,6 +36,7 @@ _TILE = (16, 256)
 _NO_LABEL = -(1 << 62)
 
 Results = list[Tensor | None]
+Gradients = tuple[Tensor | None, ...]
 
 
 # flash_attn_cuda
@@ -69,24 +70,20 @@ def attention_fwd_block(return_softmax: bool, **given: Any) -> list[Tensor]:
     if return_softmax:
         refuse("return_softmax", "False", True, "attention weights are never in memory as a whole")
     out, lse = _attend_to_blocks(**given)
-    longest = given["max_seqlen_q"]
-    past = torch.arange(longest, device=lse.device) >= given["cu_seqlens_q"].diff()[:, None, None]
-    lse = F.pad(lse.masked_fill(past, float("-inf")), (0, -longest % _TILE[0]), value=float("-inf"))
-    return [out, lse]
+    return [out, flash_attn_1.padded_lse(lse, given["cu_seqlens_q"], given["max_seqlen_q"])]
 
 
 @_ATTENTION.takes
+@torch.enable_grad()
 def attention_bwd_block(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    **given: Any,
-) -> list[Tensor]:  # fmt: skip
+    dout: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, **given: Any
+) -> list[Tensor]:
     """The gradients of `fwd_block`, written to dq, dk and dv: these and `rowsum(dout · out)`.
 
     The forward is computed once more. With dropout, `gen` or torch's generator must be as it was before the forward.
     """
-    with torch.enable_grad():
-        q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
-        gradients = torch.autograd.grad(_attend_to_blocks(q, k, v, **given)[0], leaves, dout)
+    leaves = [given.pop(name).detach().requires_grad_() for name in ("q", "k", "v")]
+    gradients = torch.autograd.grad(_attend_to_blocks(**dict(zip("qkv", leaves)), **given)[0], leaves, dout)
     with torch.no_grad():
         calls.write_gradients(gradients, dq, dk, dv)
         sums = calls.row_sums(dout, out)
@@ -94,30 +91,16 @@ def attention_bwd_block(
 
 
 def _attend_to_blocks(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, blockmask: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, p_dropout: float, softmax_scale: float, is_causal: bool, gen: torch.Generator | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out `[total_q, heads, head_dim]` and lse `[batch, heads, max_seqlen_q]`, by a dense call of padded sequences."""
-    tiles = -(-max_seqlen_q // _TILE[0]), -(-max_seqlen_k // _TILE[1])
-    layout = flash_attn_1.layout_of(blockmask)[: tiles[0], : tiles[1]]
-    out, lse = flashtile.attention(
-        _padded_rows(q, cu_seqlens_q, max_seqlen_q), _padded_rows(k, cu_seqlens_k, max_seqlen_k),
-        _padded_rows(v, cu_seqlens_k, max_seqlen_k), causal=bool(is_causal), align="top_left", scale=softmax_scale,
-        dropout_p=p_dropout, dropout_seed=calls.drawn_seed(q, p_dropout, gen), key_lengths=cu_seqlens_k.diff(),
-        block_mask=flashtile.BlockMask.from_layout(layout, _TILE, max_seqlen_q, max_seqlen_k), return_lse=True,
-    )  # fmt: skip
-    sequence, within, there = locate_rows(cu_seqlens_q, q.shape[0])
-    if not out.numel():
-        return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse
-    return out[sequence, within.clamp(max=max_seqlen_q - 1)].masked_fill(~there[:, None, None], 0), lse
-
-
-def _padded_rows(x: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    """Packed rows as `[B, longest, ...]`; what lies past a sequence's end may be anything finite or not."""
-    if not x.shape[0]:
-        return x.new_zeros(cu_seqlens.shape[0] - 1, longest, *x.shape[1:])
-    rows = cu_seqlens[:-1, None] + torch.arange(longest, device=x.device)
-    return x[rows.clamp(max=x.shape[0] - 1)]
+    blockmask: Tensor, p_dropout: float, is_causal: bool, gen: torch.Generator | None, **given: Any
+) -> tuple[Tensor, Tensor]:
+    """out `[total_q, heads, head_dim]` and lse `[heads, total_q]`."""
+    q, k, v, layout, call, _ = calls.taken_apart(given, dropout_p=p_dropout, causal=is_causal, top_left=True)
+    assert layout is not None
+    sizes = given["max_seqlen_q"], given["max_seqlen_k"]
+    tiles = [-(-size // of) for size, of in zip(sizes, _TILE)]
+    mask = flashtile.BlockMask.from_layout(flash_attn_1.layout_of(blockmask)[: tiles[0], : tiles[1]], _TILE, *sizes)
+    seed = calls.drawn_seed(q, p_dropout, gen)
+    return calls.computed(q, k, v, layout, call, block_mask=mask, dropout_seed=seed, return_lse=True)
 
 
 # fused_dense_lib
@@ -126,9 +109,7 @@ def _padded_rows(x: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
 @torch.no_grad()
 def linear_bias_forward(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """`input weightᵀ + bias`."""
-    out = flashtile.fused_dense(input, weight, bias)
-    assert isinstance(out, Tensor)
-    return out
+    return flashtile.fused_dense(input, weight, bias)
 
 
 @torch.no_grad()
@@ -138,15 +119,13 @@ def linear_bias_wgrad(input: Tensor, d_output: Tensor, has_d_bias: bool = True) 
 
 
 @torch.no_grad()
-def linear_bias_backward(input: Tensor, weight: Tensor, d_output: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def linear_bias_backward(input: Tensor, weight: Tensor, d_output: Tensor) -> Gradients:
     """The gradients of input, weight and bias."""
     return d_output @ weight, *linear_bias_wgrad(input, d_output)
 
 
 @torch.no_grad()
-def linear_bias_residual_backward(
-    input: Tensor, weight: Tensor, d_output: Tensor, d_input: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def linear_bias_residual_backward(input: Tensor, weight: Tensor, d_output: Tensor, d_input: Tensor) -> Gradients:
     """As `linear_bias_backward`; the gradient of input is added to d_input, in place."""
     return d_input.addmm_(d_output, weight), *linear_bias_wgrad(input, d_output)
 
@@ -155,8 +134,7 @@ def linear_bias_residual_backward(
 def linear_gelu_forward(save_gelu_in: bool, heuristic: int, **layer: Tensor) -> list[Tensor]:
     """`gelu(input weightᵀ + bias)` by the tanh formula, and with save_gelu_in what it was taken of."""
     before = linear_bias_forward(**layer)
-    out = F.gelu(before, approximate="tanh")
-    return [out, before] if save_gelu_in else [out]
+    return [gelu_fwd(before), before] if save_gelu_in else [gelu_fwd(before)]
 
 
 @_DENSE.takes
@@ -171,46 +149,39 @@ def linear_act_forward(is_gelu: bool, save_pre_act: bool, heuristic: int, **laye
 
 @_DENSE.takes
 @torch.no_grad()
-def linear_gelu_linear_backward(
-    input: Tensor, gelu_in: Tensor, output1: Tensor, weight1: Tensor, weight2: Tensor, d_output2: Tensor, heuristic: int
-) -> tuple[Tensor | None, ...]:
-    """The gradients of input, weight1, bias1, weight2 and bias2 of a perceptron."""
-    before, _ = bias_act_linear_dgrad_bgrad(weight2, d_output2, gelu_in, True, heuristic)
-    return *linear_bias_backward(input, weight1, before), *linear_bias_wgrad(output1, d_output2)
-
-
-@_DENSE.takes
-@torch.no_grad()
-def linear_residual_gelu_linear_backward(
-    input: Tensor, gelu_in: Tensor, output1: Tensor, weight1: Tensor, weight2: Tensor, d_output2: Tensor,
-    d_input: Tensor, heuristic: int,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """As `linear_gelu_linear_backward`; the gradient of input is added to d_input, in place."""
-    before, _ = bias_act_linear_dgrad_bgrad(weight2, d_output2, gelu_in, True, heuristic)
-    of_first = linear_bias_residual_backward(input, weight1, before, d_input)
-    return *of_first, *linear_bias_wgrad(output1, d_output2)
-
-
-@_DENSE.takes
-@torch.no_grad()
 def bias_act_linear_dgrad_bgrad(
     weight: Tensor, d_output: Tensor, pre_act: Tensor, is_gelu: bool, heuristic: int
 ) -> tuple[Tensor, Tensor]:
     """The gradients of what the activation was taken of, and of the bias before it."""
     if not is_gelu:
         refuse("is_gelu", "True", False, "use flashtile.fused_mlp with activation='relu'")
-    before = torch.ops.aten.gelu_backward(d_output @ weight, pre_act, approximate="tanh")
-    return before, before.sum(0, dtype=torch.promote_types(before.dtype, torch.float32)).to(before.dtype)
+    before = gelu_bwd(d_output @ weight, pre_act)
+    return before, _wide(before).sum(0).to(before.dtype)
+
+
+@torch.no_grad()
+def _perceptron_backward(
+    input: Tensor, gelu_in: Tensor, output1: Tensor, weight1: Tensor, weight2: Tensor, d_output2: Tensor,
+    heuristic: int, d_input: Tensor | None = None,
+) -> Gradients:  # fmt: skip
+    """The gradients of input, weight1, bias1, weight2 and bias2 of a perceptron; that of input is added to d_input, in
+    place, where it is given."""
+    before, of_second = gelu_bwd(d_output2 @ weight2, gelu_in), linear_bias_wgrad(output1, d_output2)
+    if d_input is None:
+        return *linear_bias_backward(input, weight1, before), *of_second
+    return *linear_bias_residual_backward(input, weight1, before, d_input), *of_second
+
+
+_doc = _perceptron_backward.__doc__
+linear_gelu_linear_backward = _DENSE.made("linear_gelu_linear_backward", _perceptron_backward, _doc)
+linear_residual_gelu_linear_backward = _DENSE.made("linear_residual_gelu_linear_backward", _perceptron_backward, _doc)
 
 
 # dropout_layer_norm
 
 
 @_NORMS.takes
-@torch.no_grad()
-def dropout_add_ln_fwd(
-    input: Tensor, dropout_p: float, epsilon: float, gen: torch.Generator | None, is_rms_norm: bool, **given: Any
-) -> Results:
+def dropout_add_ln_fwd(**given: Any) -> Results:
     """z, x, mask, mu and rsigma::
 
         x = dropout(input · rowscale · rowscale_const · colscale) + residual        z = norm(x)
@@ -219,25 +190,18 @@ def dropout_add_ln_fwd(
         x0_subset, z_subset: as `x0_subset` and `out_subset` of `flashtile.dropout_add_layer_norm`, with z_numrows rows.
         gen: draws the dropout seed; None for torch's own generator.
     """
-    z, x, *mask = fused_norm(is_rms_norm)(
-        input, given["residual"], given["gamma"], given["beta"], dropout_p, epsilon, given["rowscale"],
-        given["colscale"], True, given["residual_in_fp32"], dropout_p > 0, x0_subset=given["x0_subset"],
-        out_subset=given["z_subset"], rowscale_const=given["rowscale_const"], out_numrows=given["z_numrows"],
-        dropout_seed=calls.drawn_seed(input, dropout_p, gen),
+    a = SimpleNamespace(**given)
+    z, x, *mask, mu, rsigma = _forward(
+        a, a.input, a.gamma, a.beta, rowscale=a.rowscale, layerscale=a.colscale, x0_subset=a.x0_subset,
+        out_subset=a.z_subset, rowscale_const=a.rowscale_const, out_numrows=a.z_numrows,
     )  # fmt: skip
-    changed = any(given[name] is not None for name in ("residual", "rowscale", "colscale", "x0_subset"))
-    same = not (changed or dropout_p or given["rowscale_const"] != 1.0) and x.dtype is input.dtype
-    mask = [kept.to(torch.uint8) for kept in mask] or [None]
-    return [z, None if same else x, *mask, *_statistics(x, epsilon, is_rms_norm)]
+    changed = any(one is not None for one in (a.rowscale, a.colscale, a.x0_subset)) or a.rowscale_const != 1.0
+    return [z, x if changed else _unless_same(x, a.input, a), *(mask or [None]), mu, rsigma]
 
 
 @_NORMS.takes
 @torch.no_grad()
-def dropout_add_ln_bwd(
-    dz: Tensor, dx: Tensor | None, x: Tensor, x0: Tensor | None, dmask: Tensor | None, rowscale: Tensor | None,
-    colscale: Tensor | None, x0_subset: Tensor | None, z_subset: Tensor | None, dropout_p: float,
-    rowscale_const: float, x0_numrows: int, has_residual: bool, **norm: Any,
-) -> Results:  # fmt: skip
+def dropout_add_ln_bwd(**given: Any) -> Results:
     """The gradients of x0, residual, gamma and beta, two None, and with colscale its gradient and None.
 
     Args:
@@ -245,88 +209,86 @@ def dropout_add_ln_bwd(
         x0: needed beside colscale.
         x0_numrows: rows of x0, beside x0_subset.
     """
-    if z_subset is not None:  # for each number `i` row `i - 1` of dz, 0 where `i` is 0
-        of_z = torch.cat((dz.new_zeros(1, dz.shape[1]), dz)).index_select(0, z_subset)
-    else:
-        of_z = dz
-    total, dgamma, dbeta = _norm_gradient(of_z, x, **norm)
-    total = total if dx is None else total + dx
-    dresidual = total.to(x.dtype) if has_residual else None
-    if x0_subset is not None:  # the other way: each row goes to row `i - 1`, or nowhere
-        total = total.new_zeros(x0_numrows + 1, total.shape[1]).index_copy(0, x0_subset.long(), total)[1:]
-    of_x0 = _kept(total, dmask, dropout_p) * rowscale_const
-    if rowscale is not None:
-        of_x0 = of_x0 * rowscale[:, None]
-    if colscale is None:
-        return [of_x0.to(dz.dtype), dresidual, dgamma, dbeta, None, None]
-    if x0 is None:
+    a = SimpleNamespace(**given)
+    dz = a.dz
+    if a.z_subset is not None:  # for each number `i` row `i - 1` of dz, 0 where `i` is 0
+        dz = torch.cat((dz.new_zeros(1, dz.shape[1]), dz)).index_select(0, a.z_subset)
+    total, dgamma, dbeta = _norm_gradient(a, dz, a.gamma)
+    total = total if a.dx is None else total + a.dx
+    dresidual = total.to(a.x.dtype) if a.has_residual else None
+    if a.x0_subset is not None:  # the other way: each row goes to row `i - 1`, or nowhere
+        total = total.new_zeros(a.x0_numrows + 1, total.shape[1]).index_copy(0, a.x0_subset.long(), total)[1:]
+    of_x0 = _kept(total, a.dmask, a.dropout_p) * a.rowscale_const
+    of_x0 = of_x0 if a.rowscale is None else of_x0 * a.rowscale[:, None]
+    if a.colscale is None:
+        return [of_x0.to(a.dz.dtype), dresidual, dgamma, dbeta, None, None]
+    if a.x0 is None:
         raise ValueError("x0: expected a tensor beside colscale, got None; its gradient is a sum over x0")
-    dcolscale = (of_x0 * x0).sum(0).to(colscale.dtype)
-    return [(of_x0 * colscale).to(dz.dtype), dresidual, dgamma, dbeta, None, None, dcolscale, None]
+    dcolscale = (of_x0 * a.x0).sum(0).to(a.colscale.dtype)
+    return [(of_x0 * a.colscale).to(a.dz.dtype), dresidual, dgamma, dbeta, None, None, dcolscale, None]
 
 
 @_NORMS.takes
-@torch.no_grad()
-def dropout_add_ln_parallel_residual_fwd(
-    input0: Tensor, input1: Tensor | None, residual: Tensor | None, gamma0: Tensor, beta0: Tensor | None,
-    gamma1: Tensor | None, beta1: Tensor | None, dropout_p: float, epsilon: float, gen: torch.Generator | None,
-    residual_in_fp32: bool, is_rms_norm: bool,
-) -> Results:  # fmt: skip
+def dropout_add_ln_parallel_residual_fwd(**given: Any) -> Results:
     """z0, z1, x, two masks, mu and rsigma of `x = dropout(input0) + dropout(input1) + residual`."""
-    z0, *rest = fused_norm(is_rms_norm)(
-        input0, residual, gamma0, beta0, dropout_p, epsilon, None, None, True, residual_in_fp32, dropout_p > 0,
-        x1=input1, weight1=gamma1, bias1=beta1, dropout_seed=calls.drawn_seed(input0, dropout_p, gen),
-    )  # fmt: skip
-    z1 = None if gamma1 is None else rest.pop(0)
-    x, *kept = rest
-    masks = [mask.to(torch.uint8) for mask in kept] + [None] * (2 - len(kept))
-    same = residual is None and input1 is None and not dropout_p and x.dtype is input0.dtype
-    return [z0, z1, None if same else x, *masks, *_statistics(x, epsilon, is_rms_norm)]
+    a = SimpleNamespace(**given)
+    z0, *rest = _forward(a, a.input0, a.gamma0, a.beta0, x1=a.input1, weight1=a.gamma1, bias1=a.beta1)
+    z1 = None if a.gamma1 is None else rest.pop(0)
+    x, *masks, mu, rsigma = rest
+    masks += [None] * (2 - len(masks))
+    return [z0, z1, x if a.input1 is not None else _unless_same(x, a.input0, a), *masks, mu, rsigma]
 
 
 @_NORMS.takes
 @torch.no_grad()
-def dropout_add_ln_parallel_residual_bwd(
-    dz0: Tensor, dz1: Tensor | None, dx: Tensor | None, x: Tensor, dmask0: Tensor | None, dmask1: Tensor | None,
-    gamma0: Tensor, gamma1: Tensor | None, dropout_p: float, has_x1: bool, has_residual: bool, **norm: Any,
-) -> Results:  # fmt: skip
+def dropout_add_ln_parallel_residual_bwd(**given: Any) -> Results:
     """The gradients of x0, x1, residual, gamma0, beta0, gamma1 and beta1, and four None."""
-    total, dgamma0, dbeta0 = _norm_gradient(dz0, x, gamma=gamma0, **norm)
+    a = SimpleNamespace(**given)
+    total, dgamma0, dbeta0 = _norm_gradient(a, a.dz0, a.gamma0)
     dgamma1 = dbeta1 = None
-    if gamma1 is not None and dz1 is not None:
-        second, dgamma1, dbeta1 = _norm_gradient(dz1, x, gamma=gamma1, **norm)
+    if a.gamma1 is not None and a.dz1 is not None:
+        second, dgamma1, dbeta1 = _norm_gradient(a, a.dz1, a.gamma1)
         total = total + second
-    total = total if dx is None else total + dx
-    dx0 = _kept(total, dmask0, dropout_p).to(dz0.dtype)
-    dx1 = _kept(total, dmask1, dropout_p).to(dz0.dtype) if has_x1 else None
-    dresidual = total.to(x.dtype) if has_residual else None
+    total = total if a.dx is None else total + a.dx
+    dx0 = _kept(total, a.dmask0, a.dropout_p).to(a.dz0.dtype)
+    dx1 = _kept(total, a.dmask1, a.dropout_p).to(a.dz0.dtype) if a.has_x1 else None
+    dresidual = total.to(a.x.dtype) if a.has_residual else None
     return [dx0, dx1, dresidual, dgamma0, dbeta0, dgamma1, dbeta1, None, None, None, None]
 
 
-def _statistics(x: Tensor, epsilon: float, rms: bool) -> tuple[Tensor, Tensor]:
-    wide = _wide(x)
-    if rms:
-        return wide.new_zeros(x.shape[0]), (wide.square().mean(-1) + epsilon).rsqrt()
-    variance, mean = torch.var_mean(wide, -1, correction=0)
-    return mean, (variance + epsilon).rsqrt()
+@torch.no_grad()
+def _forward(a: SimpleNamespace, x0: Tensor, weight: Tensor, bias: Tensor | None, **more: Any) -> list[Any]:
+    """What flashtile returns with the sum and masks of bytes, mu and rsigma."""
+    z, *rest = fused_norm(a.is_rms_norm)(
+        x0, a.residual, weight, bias, a.dropout_p, a.epsilon, prenorm=True, residual_in_fp32=a.residual_in_fp32,
+        return_dropout_mask=a.dropout_p > 0, dropout_seed=calls.drawn_seed(x0, a.dropout_p, a.gen), **more,
+    )  # fmt: skip
+    rest = [one.to(torch.uint8) if one.dtype is torch.bool else one for one in rest]
+    x = _wide(rest[0] if more.get("weight1") is None else rest[1])
+    if a.is_rms_norm:
+        return [z, *rest, x.new_zeros(x.shape[0]), (x.square().mean(-1) + a.epsilon).rsqrt()]
+    variance, mean = torch.var_mean(x, -1, correction=0)
+    return [z, *rest, mean, (variance + a.epsilon).rsqrt()]
 
 
-def _norm_gradient(
-    dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: Tensor, is_rms_norm: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _unless_same(x: Tensor, x0: Tensor, a: SimpleNamespace) -> Tensor | None:
+    """The sum, None where it is the input."""
+    return x if a.residual is not None or a.dropout_p or x.dtype is not x0.dtype else None
+
+
+def _norm_gradient(a: SimpleNamespace, dz: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, in float32, and of weight and bias::
 
     dx = rsigma · (w - mean(w) - n · mean(w · n))        w = dz · gamma        n = (x - mu) · rsigma
 
     where an RMS norm has no `mean(w)`.
     """
-    normed = (_wide(x) - mu[:, None]) * rsigma[:, None]
+    normed = (_wide(a.x) - a.mu[:, None]) * a.rsigma[:, None]
     weighted = _wide(dz) * gamma
     inner = weighted - normed * (weighted * normed).mean(-1, keepdim=True)
-    if not is_rms_norm:
-        inner = inner - weighted.mean(-1, keepdim=True)
+    inner = inner if a.is_rms_norm else inner - weighted.mean(-1, keepdim=True)
     dgamma, dbeta = (_wide(dz) * normed).sum(0), _wide(dz).sum(0)
-    return inner * rsigma[:, None], dgamma.to(gamma.dtype), dbeta.to(gamma.dtype)
+    return inner * a.rsigma[:, None], dgamma.to(gamma.dtype), dbeta.to(gamma.dtype)
 
 
 def _kept(gradient: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
