@@ -21,7 +21,7 @@ from compat_cases import (
     packed_by_definition,
     served,
 )
-from flashtile.compat import second_product
+from flashtile.compat import attend as attend_module
 from flashtile.testing import assert_close, assert_same
 
 flash_attn_combine = served(3).flash_attn_combine
@@ -253,7 +253,7 @@ def test_second_product(columns, name, device, dtype):
 def test_second_product_a_few_rows_at_a_time(monkeypatch):
     q, k, v, qv = (normal(2, *shape).float() for shape in ((9, 4, 40), (14, 2, 40), (14, 2, 480), (9, 4, 480)))
     expected = flash_attn_func(q, k, v, qv=qv, causal=True)
-    monkeypatch.setattr(second_product, "_SCORES", 2 * 4 * 14 * 2)
+    monkeypatch.setattr(attend_module, "_SCORES", 2 * 4 * 14 * 2)
     assert_same(flash_attn_func(q, k, v, qv=qv, causal=True), expected)
     used = torch.tensor([2, 7], dtype=torch.int32)
     ends, ends_k = cumulative([9, 9]), cumulative([14, 14])

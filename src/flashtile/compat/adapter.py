@@ -32,7 +32,7 @@ class Names(NamedTuple):
 
     Attributes:
         homes: modules that have them, by full name or by that in `flashtile.compat`; the first that has one counts.
-        prefix: what they begin with there.
+        prefix: what they begin with there, where there are others of the same name.
         arguments: name -> arguments, as one writes them; of a class those of its constructor, and "Class.method".
     """
 
@@ -50,7 +50,8 @@ class Names(NamedTuple):
         found: dict[str, Any] = {}
         for home in reversed(self.homes):
             found |= vars(importlib.import_module(home if "." in home else f"flashtile.compat.{home}"))
-        return {name: found[self.prefix + name] for name in self.public}
+        own = {name.removeprefix(self.prefix): value for name, value in found.items() if name.startswith(self.prefix)}
+        return {name: (own if name in own else found)[name] for name in self.public}
 
     def takes(self, body: Callable[..., Any]) -> Callable[..., Any]:
         """A function or method with the arguments of its name in the table, which calls body with all of them by name;

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flashtile import modules
-from flashtile.compat import norms, triton_norms
+from flashtile.compat import norms as flash_norms
 from flashtile.compat.mha import MHA
 from flashtile.compat.signatures import VERSION_2
 from flashtile.modules.layers import computes_only
 
 _BLOCK = VERSION_2.modules["modules.block"]
-_RMS_NORMS = nn.RMSNorm, modules.RMSNorm, norms.RMSNorm
+_RMS_NORMS = nn.RMSNorm, modules.RMSNorm, flash_norms.RMSNorm
 Make = Callable[[int], nn.Module]
 
 
@@ -225,7 +225,7 @@ def add_norm(
         return [norm(total.to(dtype)) for norm in norms], total.float() if in_fp32 else total
     eps = torch.finfo(torch.promote_types(branches[0].dtype, torch.float32)).eps if first.eps is None else first.eps
     second = {} if len(norms) == 1 else {"weight1": last.weight, "bias1": getattr(last, "bias", None)}
-    *normed, total = triton_norms.layer_norm_fn(
+    *normed, total = flash_norms.layer_norm_fn(
         branches[0], first.weight, getattr(first, "bias", None), residual, branches[1] if len(branches) == 2 else None,
         **second, eps=eps, dropout_p=dropout_p.pop(), prenorm=True, residual_in_fp32=residual_in_fp32,
         is_rms_norm=isinstance(first, _RMS_NORMS), out_dtype=dtype,
@@ -237,9 +237,9 @@ def _fusible(norms: Sequence[Any]) -> bool:
     """Whether flashtile has these norms: layer norms, or RMS norms, whose weights and biases of the last dimension say
     all that they compute, with one epsilon."""
     for norm in norms:
-        if isinstance(norm, triton_norms.RMSNorm) and (norm.drop is not None or norm.zero_centered_weight):
+        if isinstance(norm, flash_norms.TritonRMSNorm) and (norm.drop is not None or norm.zero_centered_weight):
             return False
-        if not computes_only(norm, nn.LayerNorm, modules.LayerNorm, triton_norms.RMSNorm, *_RMS_NORMS):
+        if not computes_only(norm, nn.LayerNorm, modules.LayerNorm, flash_norms.TritonRMSNorm, *_RMS_NORMS):
             return False
         if norm.weight is None or norm.weight.dim() != 1:
             return False

@@ -16,9 +16,8 @@ from torch import Tensor
 
 import flashtile
 from flashtile.compat import calls
-from flashtile.compat.arguments import longest, window
 from flashtile.compat.attend import attend, chunk_begins
-from flashtile.compat.calls import Call, Packed, as_dense, equal_lengths
+from flashtile.compat.calls import Call, Packed, as_dense, equal_lengths, longest, window
 from flashtile.compat.rows import check_page_numbers, gathered_keys, locate_rows
 
 

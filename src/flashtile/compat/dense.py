@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import flashtile
 from flashtile import modules
 from flashtile.compat.activations import gelu_bwd, gelu_fwd, sqrelu_bwd, sqrelu_fwd
-from flashtile.compat.arguments import refuse, refuse_given
+from flashtile.compat.calls import refuse, refuse_given
 from flashtile.compat.signatures import VERSION_2
 
 _DENSE, _LINEAR, _MLP = (VERSION_2.modules[f"ops.{name}"] for name in ("fused_dense", "triton.linear", "triton.mlp"))

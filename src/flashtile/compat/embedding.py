@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flashtile import modules
-from flashtile.compat.arguments import refuse_given
+from flashtile.compat.calls import refuse_given
 from flashtile.compat.signatures import VERSION_2
 
 _EMBEDDINGS, _PATCHES = VERSION_2.modules["modules.embedding"], VERSION_2.modules["layers.patch_embed"]

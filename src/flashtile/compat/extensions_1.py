@@ -23,7 +23,7 @@ from torch import Tensor
 import flashtile
 from flashtile.compat import calls, flash_attn_1
 from flashtile.compat.activations import gelu_bwd, gelu_fwd
-from flashtile.compat.arguments import refuse
+from flashtile.compat.calls import refuse
 from flashtile.compat.losses import cross_entropy_of_lse
 from flashtile.compat.norms import fused_norm
 from flashtile.compat.signatures import EXTENSIONS

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 import flashtile
 from flashtile import modules
 from flashtile.compat import calls
-from flashtile.compat.arguments import refuse_given
-from flashtile.compat.calls import Given, Output, taken_apart
+from flashtile.compat.calls import Given, Output, refuse_given, taken_apart
 from flashtile.compat.padding import kept_rows
 from flashtile.compat.rows import locate_rows
 from flashtile.compat.signatures import VERSION_1

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from flashtile.compat import calls
-from flashtile.compat.arguments import refuse
-from flashtile.compat.calls import Given, Output, attend, taken_apart
+from flashtile.compat.calls import Given, Output, attend, refuse, taken_apart
 from flashtile.compat.rows import locate_rows
 from flashtile.compat.signatures import VERSION_2
 

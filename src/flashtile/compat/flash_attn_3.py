@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.compat.arguments import refuse_given
 from flashtile.compat.attend import attend
 from flashtile.compat.cache import Cache, attend_with_cache
-from flashtile.compat.calls import Call, Output, call_of, taken_apart
+from flashtile.compat.calls import Call, Output, call_of, refuse_given, taken_apart
 from flashtile.compat.rows import locate_rows
 from flashtile.compat.signatures import VERSION_3
 

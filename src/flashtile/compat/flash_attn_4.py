@@ -4,7 +4,7 @@ Shapes, softmax_scale, causal, softcap and deterministic mean what they mean in 
 
 - `window_size`: (left, right) number of keys visible on each side of the diagonal, None = unlimited.
 - `learnable_sink`: `[heads]`, a logit beside those of the keys in each row's softmax. It is differentiable.
-- `block_sparse_tensors`: the blocks of scores that are computed (`flashtile.compat.block_sparsity`);
+- `block_sparse_tensors`: the blocks of scores that are computed (`flashtile.compat.functions`);
   `block_sparse_tensors_bwd` the same by keys, which is compared. The values are read on the host.
 - `score_mod`, `mask_mod`, `aux_tensors`, `aux_scalars`: functions with the arguments that they have there, in PyTorch
   operations (`flashtile.compat.functions`). Functions in CuTe raise. `score_mod_bwd` is compared with the derivative of
@@ -23,12 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.compat.arguments import refuse, refuse_given
 from flashtile.compat.attend import attend
-from flashtile.compat.block_sparsity import block_mask_of
-from flashtile.compat.calls import Call, Packed, as_dense, call_of, equal_lengths
+from flashtile.compat.calls import Call, Packed, as_dense, call_of, equal_lengths, refuse, refuse_given
 from flashtile.compat.flash_attn_3 import combine
-from flashtile.compat.functions import Problem, check_derivative, score_function
+from flashtile.compat.functions import Problem, block_mask_of, check_derivative, score_function
 from flashtile.compat.rows import check_pages, gathered_keys
 from flashtile.compat.signatures import VERSION_4
 

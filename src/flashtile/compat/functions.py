@@ -1,4 +1,4 @@
-"""FlashAttention-4's functions of scores and of positions, as flashtile takes them.
+"""FlashAttention-4's functions of scores and of positions, and its lists of blocks, as flashtile takes them.
 
 There `score_mod(score, batch, head, q_idx=, kv_idx=, seqlen_info=, aux_tensors=)` and `mask_mod(batch, head, q_idx,
 kv_idx, seqlen_info, aux_tensors)` are written in CuTe. Here they are plain Python functions of PyTorch operations. With
@@ -8,14 +8,19 @@ aux_scalars, these are one more argument. `seqlen_info` has `seqlen_q` and `seql
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import flashtile
+
 _POINTS = 64  #: at which a derivative is compared
 _TOLERANCE = 2e-3
+#: Sizes of a block that are tried where the lists come without: of queries, and of keys.
+_BLOCKS_Q, _BLOCK_K = (128, 256), 128
 
 
 class SeqlenInfo(NamedTuple):
@@ -125,3 +130,146 @@ def check_language(name: str, function: Callable[..., Any]) -> None:
                 f"{name}: expected a Python function of PyTorch operations, got one written in CuTe, which only CuTe "
                 "compiles; write it with the same arguments and PyTorch operations, without cute.jit"
             )
+
+
+class BlockSparseTensorsTorch(NamedTuple):
+    """For each block of queries, which blocks of keys are computed; every tensor is int32.
+
+    Attributes:
+        mask_block_cnt: `[batch | 1, heads | 1, blocks_q]`, how many there are, or None for none.
+        mask_block_idx: `[batch | 1, heads | 1, blocks_q, blocks_k]`, their numbers; what lies past the count is not
+            read. A `mask_mod` says what is visible in these. Without one all of it is, as in the full ones.
+        full_block_cnt: likewise those in which everything is visible, or None for none.
+        full_block_idx: their numbers.
+        block_size: (queries, keys) of a block; None for (128 or 256, 128), which the shapes tell.
+    """
+
+    mask_block_cnt: Tensor | None
+    mask_block_idx: Tensor | None
+    full_block_cnt: Tensor | None = None
+    full_block_idx: Tensor | None = None
+    block_size: tuple[int, int] | None = None
+
+
+class Layouts(NamedTuple):
+    """The lists as bool `[batch | 1, heads | 1, blocks_q, blocks_k]`, None for no list, and the size of a block."""
+
+    partial: Tensor | None
+    full: Tensor | None
+    size: tuple[int, int]
+
+    @property
+    def visible(self) -> Tensor:
+        """Which blocks are computed."""
+        found = [layout for layout in self[:2] if layout is not None]
+        return found[0] if len(found) == 1 else found[0] | found[1]
+
+
+def block_mask_of(
+    blocks: BlockSparseTensorsTorch | None,
+    backward: BlockSparseTensorsTorch | None,
+    mask_mod: Callable[..., Any] | None,
+    problem: Problem,
+) -> flashtile.BlockMask | None:
+    """What blocks, or a function, or both show, as flashtile takes it. Reads values on the host: it waits for a GPU.
+
+    Args:
+        blocks: the function says what is visible in its mask blocks; without a function all of it is.
+        backward: the same blocks by their keys: `[batch | 1, heads | 1, blocks_k]` and `[..., blocks_k, blocks_q]`.
+            flashtile makes such lists itself, so these are compared.
+    """
+    seq_q, seq_k = problem.seq_q, problem.seq_k
+    if blocks is None:
+        if backward is not None:
+            raise ValueError(
+                "block_sparse_tensors_bwd: expected None without block_sparse_tensors, got lists; pass those of the "
+                "forward, from which flashtile makes the others"
+            )
+        if mask_mod is None:
+            return None
+        return flashtile.BlockMask.from_predicate(mask_function(mask_mod, problem), *problem[:4], device=problem.device)
+    layouts = _layouts(blocks, seq_q, seq_k)
+    if backward is not None:
+        _check_backward(layouts, backward, seq_q, seq_k, mask_mod is not None)
+    if mask_mod is None or layouts.partial is None:
+        return flashtile.BlockMask.from_layout(layouts.visible, layouts.size, seq_q, seq_k)
+    visible = mask_function(mask_mod, problem)
+    size, sizes = layouts.size, problem[:2]
+    partial = layouts.partial.expand(*sizes, -1, -1)
+    full = None if layouts.full is None else layouts.full.expand(*sizes, -1, -1)
+
+    def predicate(batch: Any, head: Any, q_index: Any, k_index: Any) -> Any:
+        block = batch, head, q_index // size[0], k_index // size[1]
+        shown = partial[block] & visible(batch, head, q_index, k_index)
+        return shown if full is None else shown | full[block]
+
+    return flashtile.BlockMask.from_predicate(predicate, *problem[:4], device=problem.device)
+
+
+def _layouts(blocks: BlockSparseTensorsTorch, seq_q: int, seq_k: int) -> Layouts:
+    lists = {
+        "mask_block": (blocks.mask_block_cnt, blocks.mask_block_idx),
+        "full_block": (blocks.full_block_cnt, blocks.full_block_idx),
+    }
+    found = {
+        name: _listed(name, count, index, -(-seq_k // _BLOCK_K))
+        for name, (count, index) in lists.items() if count is not None
+    }  # fmt: skip
+    if not found:
+        raise ValueError("mask_block_cnt, full_block_cnt: expected at least one, got None; leave the lists out")
+    size, given = blocks.block_size, next(iter(found.values()))
+    if size is None:
+        rows = [rows for rows in _BLOCKS_Q if -(-seq_q // rows) == given.shape[2]]
+        size = (rows[0] if rows else _BLOCKS_Q[0], _BLOCK_K)
+    tiles = -(-seq_q // size[0]), -(-seq_k // size[1])
+    for layout in found.values():
+        if layout.shape[2] != tiles[0] or layout.shape[3] < tiles[1] or layout[..., tiles[1] :].any():
+            raise ValueError(
+                f"block_size: expected blocks of {size} for {seq_q} queries and {seq_k} keys, {list(tiles)} of them, "
+                f"got lists of {list(layout.shape[2:])}; pass the block_size that they were made for"
+            )
+    cut = {name: layout[..., : tiles[1]] for name, layout in found.items()}
+    return Layouts(cut.get("mask_block"), cut.get("full_block"), size)
+
+
+def _check_backward(
+    forward: Layouts, blocks: BlockSparseTensorsTorch, seq_q: int, seq_k: int, has_function: bool
+) -> None:
+    """Whether lists by keys name the blocks of the forward: with a function each kind of them, else all of them."""
+    size = forward.size if blocks.block_size is None else blocks.block_size
+    by_keys = blocks._replace(block_size=(size[1], size[0]))
+    other = _layouts(by_keys, seq_k, seq_q)
+    device = forward.visible.device
+    rows = torch.arange(0, seq_q, math.gcd(size[0], forward.size[0]), device=device)
+    columns = torch.arange(0, seq_k, math.gcd(size[1], forward.size[1]), device=device)
+
+    def shown(layout: Tensor | None, size: tuple[int, int]) -> Tensor:
+        if layout is None:
+            return torch.zeros(1, 1, len(rows), len(columns), dtype=torch.bool, device=device)
+        return layout[:, :, rows // size[0]][..., columns // size[1]]
+
+    def turned(layout: Tensor | None) -> Tensor | None:
+        return None if layout is None else layout.transpose(2, 3)
+
+    pairs = [(forward.visible, other.visible)]
+    if has_function:
+        pairs = [(forward.partial, other.partial), (forward.full, other.full)]  # type: ignore[list-item]
+    if any((shown(mine, forward.size) != shown(turned(given), size)).any() for mine, given in pairs):
+        raise ValueError(
+            "block_sparse_tensors_bwd: expected the blocks of block_sparse_tensors, by their keys, got others; leave "
+            "it out, and flashtile makes these lists"
+        )
+
+
+def _listed(name: str, count: Tensor, index: Tensor | None, columns: int) -> Tensor:
+    """Which blocks are in a list: bool `[batch, heads, blocks_q, at least columns]`."""
+    if index is None or count.dim() != 3 or index.dim() != 4 or index.shape[:3] != count.shape:
+        raise ValueError(
+            f"{name}_cnt, {name}_idx: expected [batch, heads, blocks_q] and [batch, heads, blocks_q, blocks_k], got "
+            f"{list(count.shape)} and {None if index is None else list(index.shape)}"
+        )
+    columns = max(index.shape[3], columns)
+    there = torch.arange(index.shape[3], device=index.device) < count[..., None]
+    number = torch.where(there, index, columns).long().clamp(max=columns)
+    layout = torch.zeros(*index.shape[:3], columns + 1, dtype=torch.bool, device=index.device)
+    return layout.scatter(3, number, True)[..., :columns]

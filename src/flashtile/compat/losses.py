@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import modules
-from flashtile.compat.arguments import refuse
+from flashtile.compat.calls import refuse
 from flashtile.compat.signatures import VERSION_2
 
 _LOSSES, _TRITON = VERSION_2.modules["losses.cross_entropy"], VERSION_2.modules["ops.triton.cross_entropy"]

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile import modules
-from flashtile.compat.arguments import refuse, window
+from flashtile.compat.calls import refuse, window
 from flashtile.compat.signatures import VERSION_2
 
 _MHA = VERSION_2.modules["modules.mha"]

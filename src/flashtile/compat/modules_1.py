@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flashtile import modules
 from flashtile.compat import block, calls, mha, rotary
-from flashtile.compat.arguments import refuse, refuse_given
+from flashtile.compat.calls import refuse, refuse_given
 from flashtile.compat.flash_attn_1 import flash_attn_unpadded_qkvpacked_func, unpad_input
 from flashtile.compat.signatures import VERSION_1
 

@@ -1,4 +1,4 @@
-"""flash_attn.ops.layer_norm and rms_norm over `flashtile.dropout_add_layer_norm` and `dropout_add_rms_norm`.
+"""flash_attn.ops.layer_norm, rms_norm, triton.layer_norm over flashtile's `dropout_add_layer_norm`, `…_rms_norm`.
 
 Shapes are told there. Dropout masks are uint8, 1 = kept.
 """
@@ -10,14 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import flashtile
 from flashtile import modules
 from flashtile.compat.adapter import Names
 from flashtile.compat.signatures import VERSION_2
 
-_LAYER, _RMS = VERSION_2.modules["ops.layer_norm"], VERSION_2.modules["ops.rms_norm"]
+_LAYER, _RMS, _TRITON = (VERSION_2.modules[f"ops.{name}"] for name in ("layer_norm", "rms_norm", "triton.layer_norm"))
 Results = Tensor | tuple[Tensor | None, ...]
 
 
@@ -109,3 +110,154 @@ dropout_add_layer_norm_parallel_residual = _named(_LAYER, f"dropout_add_layer_no
 dropout_add_rms_norm = _named(_RMS, "dropout_add_rms_norm", True, _normed)
 dropout_add_rms_norm_subset = _named(_RMS, "dropout_add_rms_norm_subset", True, _normed_subset)
 dropout_add_rms_norm_parallel_residual = _named(_RMS, f"dropout_add_rms_norm_{_PARALLEL}", True, _normed_twice)
+
+
+# ops.triton.layer_norm
+
+
+@_TRITON.takes
+def layer_norm_fn(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, x1: Tensor | None, eps: float,
+    residual_in_fp32: bool, is_rms_norm: bool, return_dropout_mask: bool, out_dtype: torch.dtype | None,
+    out: Tensor | None, residual_out: Tensor | None, **given: Any,
+) -> Results:  # fmt: skip
+    """Layer norm (or RMS norm) of `dropout(x · rowscale) + dropout(x1) + residual`.
+
+    Args:
+        x: `[..., hidden]`; other shapes as in `flashtile.dropout_add_layer_norm`.
+        out_dtype: of the result, default that of x.
+        out: a buffer that the result is written to, and that is returned.
+        residual_out: likewise for the sum.
+
+    Returns:
+        y; where more is asked for (y, y1 with weight1, sum with prenorm, dropout masks of x and of x1). A mask is None
+        without dropout, or without x1.
+    """
+    sum_dtype = x.dtype if not residual_in_fp32 or x.dtype is torch.float64 else torch.float32
+    sum_dtype = sum_dtype if residual is None else residual.dtype
+    # A result wider than x is computed from a wider x: it is then rounded once.
+    wide = x.dtype if out_dtype is None else torch.promote_types(x.dtype, out_dtype)
+    results = fused_norm(is_rms_norm)(
+        x.to(wide), residual, weight, bias, epsilon=eps, residual_in_fp32=residual_in_fp32,
+        return_dropout_mask=return_dropout_mask and given["dropout_p"] > 0, x1=None if x1 is None else x1.to(wide),
+        **given,
+    )  # fmt: skip
+    results = list(results) if isinstance(results, tuple) else [results]
+    normed, prenorm = 1 if given["weight1"] is None else 2, given["prenorm"]
+    for index in range(normed):
+        results[index] = results[index].to(out_dtype or x.dtype)
+    results[0] = _written("out", results[0], out)
+    if prenorm:
+        results[normed] = _written("residual_out", results[normed].to(sum_dtype), residual_out)
+    elif residual_out is not None:
+        raise ValueError("residual_out: expected None with prenorm=False, got a tensor; there is no sum to write to it")
+    if return_dropout_mask:
+        results += [None] * (normed + prenorm + 2 - len(results))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+@_TRITON.takes
+def rms_norm_fn(**given: Any) -> Results:
+    """As `layer_norm_fn` with `is_rms_norm=True`."""
+    return layer_norm_fn(is_rms_norm=True, **given)
+
+
+def _written(name: str, result: Tensor, buffer: Tensor | None) -> Tensor:
+    """The result, in a buffer where there is one."""
+    if buffer is None:
+        return result
+    if buffer.shape != result.shape or buffer.dtype is not result.dtype:
+        raise ValueError(
+            f"{name}: expected {result.dtype} {list(result.shape)}, got {buffer.dtype} {list(buffer.shape)}; the "
+            "result is written to it"
+        )
+    return buffer.copy_(result)
+
+
+def _by_formula(
+    rms: bool, x: Tensor, eps: float, dropout_p: float, prenorm: bool, zero_centered_weight: bool,
+    dropout_mask: Tensor | None, dropout_mask1: Tensor | None, upcast: bool, **given: Tensor | None,
+) -> Results:  # fmt: skip
+    """The formula of `layer_norm_fn` and `rms_norm_fn` in PyTorch operations, in x's dtype, or with upcast in float32.
+
+    The masks are those of dropout, True = kept; without them PyTorch draws its own.
+    """
+    if given["x1"] is not None and given["rowscale"] is not None:
+        raise ValueError("rowscale: expected None with x1, got a tensor; scale x before")
+    if upcast:
+        given = {name: None if tensor is None else tensor.float() for name, tensor in given.items()}
+
+    def dropped(x: Tensor, kept: Tensor | None) -> Tensor:
+        if not dropout_p or kept is None:
+            return F.dropout(x, dropout_p)
+        return x.masked_fill(~kept, 0) / (1 - dropout_p)
+
+    def normed(weight: Tensor, bias: Tensor | None) -> Tensor:
+        weight = weight + 1 if zero_centered_weight else weight
+        if not rms:
+            return F.layer_norm(total.to(weight.dtype), weight.shape, weight, bias, eps).to(x.dtype)
+        scaled = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps) * weight
+        return (scaled if bias is None else scaled + bias).to(x.dtype)
+
+    total = x.float() if upcast else x
+    rowscale, x1, residual = given["rowscale"], given["x1"], given["residual"]
+    total = dropped(total if rowscale is None else total * rowscale.unsqueeze(-1), dropout_mask)
+    total = total if x1 is None else total + dropped(x1, dropout_mask1)
+    total = total if residual is None else (total + residual).to(total.dtype)
+    pairs = [(given["weight"], given["bias"]), (given["weight1"], given["bias1"])]
+    outputs = [normed(weight, bias) for weight, bias in pairs if weight is not None] + [total] * prenorm
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+layer_norm_ref = _TRITON.made("layer_norm_ref", partial(_by_formula, False), _by_formula.__doc__)
+rms_norm_ref = _TRITON.made("rms_norm_ref", partial(_by_formula, True), _by_formula.__doc__)
+
+
+@_TRITON.takes
+def layer_norm_linear_fn(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None, linear_weight: Tensor,
+    linear_bias: Tensor | None, eps: float, prenorm: bool, is_rms_norm: bool, residual_in_fp32: bool,
+) -> Results:  # fmt: skip
+    """A norm of `x + residual` and a linear layer, `[..., hidden] -> [..., out]`; with prenorm also the sum.
+
+    The linear layer runs in the dtype of x, or in that of `torch.autocast`.
+    """
+    normed, total = fused_norm(is_rms_norm)(
+        x, residual, norm_weight, norm_bias, 0.0, eps, prenorm=True, residual_in_fp32=residual_in_fp32
+    )
+    bias = None if linear_bias is None else linear_bias.to(normed.dtype)
+    out = flashtile.fused_dense(normed, linear_weight.to(normed.dtype), bias)
+    return (out, total) if prenorm else out
+
+
+class TritonRMSNorm(modules.RMSNorm):
+    """RMS norm after dropout and addition; dropout in training only.
+
+    Args:
+        hidden_size: the last dimension of the input.
+        eps: added to the mean square.
+        dropout_p: probability that an element of x is dropped.
+        zero_centered_weight: the factor is `1 + weight`.
+        device, dtype: of the weight.
+    """
+
+    @_TRITON.takes
+    def __init__(
+        self, hidden_size: int, eps: float, dropout_p: float, zero_centered_weight: bool, **place: Any
+    ) -> None:
+        self.zero_centered_weight = zero_centered_weight
+        super().__init__(hidden_size, eps, **place)
+        self.drop = nn.Dropout(dropout_p) if dropout_p > 0 else None
+
+    def reset_parameters(self) -> None:
+        assert self.weight is not None
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
+
+    @_TRITON.takes
+    def forward(self, x: Tensor, **given: Any) -> Results:
+        """The norm of `dropout(x) + residual`, `[..., hidden]`; with prenorm also the sum."""
+        dropout_p = self.drop.p if self.drop is not None and self.training else 0.0
+        return rms_norm_fn(
+            x, self.weight, None, eps=self.eps, dropout_p=dropout_p, zero_centered_weight=self.zero_centered_weight,
+            **given,
+        )  # fmt: skip

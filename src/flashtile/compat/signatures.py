@@ -192,7 +192,7 @@ layers.rotary = rotary
 ops.triton.rotary = rotary
     apply_rotary(x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False,
         conjugate=False)
-ops.triton.layer_norm = triton_norms
+ops.triton.layer_norm = norms: Triton
     layer_norm_fn({_NORM}, residual_in_fp32=False, zero_centered_weight=False, is_rms_norm=False, {_NORM_END})
     rms_norm_fn({_NORM}, residual_in_fp32=False, zero_centered_weight=False, {_NORM_END}); layer_norm_ref({_NORM_REF})
     rms_norm_ref({_NORM_REF})
@@ -333,7 +333,7 @@ _MODULES_4 = f"""
     {_V4_INTERFACE}
 interface = flash_attn_4
     {_V4_INTERFACE}
-block_sparsity = block_sparsity
+block_sparsity = functions
     BlockSparseTensorsTorch(mask_block_cnt, mask_block_idx, full_block_cnt=None, full_block_idx=None, block_size=None)
 """
 # get_scheduler_metadata was read in a public annotated copy of flash_attn/cute/interface.py that names no release; its
