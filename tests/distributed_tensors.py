@@ -37,6 +37,7 @@ from flashtile.modules import (
     ParallelBlock,
     RMSNorm,
 )
+from public_calls import CALLS
 
 #: A function, and each of its tensors with the dimension along which each dimension of the mesh shards it: None for
 #: none, "sum" for a part of a sum.
@@ -232,6 +233,28 @@ def plans(mesh: DeviceMesh) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     return found
 
 
+def public_calls(mesh: DeviceMesh) -> dict[str, Any]:
+    """Every public function of tensors, with shards of their first dimension: what it returns, or None if it raises."""
+    found = {}
+    for name, call in CALLS.items():
+        if not call.shapes:
+            continue
+        leaves = call.leaves(2)
+        torch.manual_seed(6)
+        expected = call.results(*(leaf.clone() for leaf in leaves))
+        placements = [Shard(0) if shape[0] == -1 else Replicate() for shape in call.shapes]
+        shards = [distribute_tensor(leaf.clone(), mesh, [placed]) for leaf, placed in zip(leaves, placements)]
+        torch.manual_seed(6)
+        try:
+            results = call.results(*shards)
+        except (NotImplementedError, RuntimeError, TypeError):
+            found[name] = None
+            continue
+        assert all(isinstance(result, DTensor) for result in results), name
+        found[name] = [result.full_tensor() for result in results], expected
+    return found
+
+
 def replicated_modules(mesh: DeviceMesh) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     """Modules with parameters on all ranks, and activations that are shards of the batch."""
     torch.manual_seed(4)
@@ -400,6 +423,6 @@ def drawn_seeds(mesh: DeviceMesh) -> list[tuple[Tensor, Tensor]]:
 #: What four ranks do, and two.
 FOUR = {"calls": calls, "parts": parts_of_divided}
 JOBS = {
-    "calls": calls, "plans": plans, "modules": replicated_modules, "fully sharded": fully_sharded, "refused": refused,
-    "seeds": drawn_seeds,
+    "calls": calls, "public": public_calls, "plans": plans, "modules": replicated_modules,
+    "fully sharded": fully_sharded, "refused": refused, "seeds": drawn_seeds,
 }  # fmt: skip

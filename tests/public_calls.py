@@ -53,7 +53,8 @@ def _lengths(x: Tensor) -> Tensor:
 
 def _cumulative(x: Tensor) -> Tensor:
     """Cumulative lengths of packed tokens: half of them, an empty sequence, and the rest."""
-    return x.new_full((4,), x.shape[0], dtype=torch.int32) * torch.tensor([0, 1, 1, 2], device=_CPU) // 2
+    tokens = torch.full((4,), x.shape[0], dtype=torch.int32, device=_CPU)
+    return tokens * torch.tensor([0, 1, 1, 2], device=_CPU) // 2
 
 
 def shown(queries: int = SEQ, keys: int = SEQ) -> Tensor:

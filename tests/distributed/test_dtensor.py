@@ -33,6 +33,17 @@ def check(parts):
             assert_same(found, expected, name)
 
 
+def test_public_functions_return_what_one_process_gets_or_raise(results):
+    """Caches, running results, and functions that look at the numbers."""
+    raise_ = {"attention_with_kv_cache", "attention_backward", "attention_column_sums", "attention_probs"}
+    for of_rank in results:
+        found = of_rank["public"]
+        assert not isinstance(found, str), found
+        refused = {name for name, results in found.items() if results is None}
+        assert {name.partition(":")[0] for name in refused} == {*raise_, "merge_attention_"}
+        check([{name: results for name, results in found.items() if results is not None}])
+
+
 def test_ranks_drop_the_same_elements(results):
     for of_rank in results:
         assert not isinstance(of_rank["seeds"], str), of_rank["seeds"]
