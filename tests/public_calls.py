@@ -310,9 +310,7 @@ CALLS: dict[str, PublicCall] = {
     "logsumexp_merge": PublicCall(
         lambda out, lse: flashtile.logsumexp_merge([out, out], [lse, lse]), (_QKV[0], (-1, HEADS, SEQ))
     ),
-    "merge_attention_": PublicCall(
-        lambda o, s: _merged(o.detach(), s.detach()), (_QKV[0], (-1, HEADS, SEQ)), of_values=True
-    ),
+    "merge_attention_": PublicCall(lambda o, s: _merged(o.detach(), s.detach()), (_QKV[0], (-1, HEADS, SEQ))),
     "apply_rotary": PublicCall(lambda x: flashtile.apply_rotary(x, *_tables()), _QKV[:1]),
     "apply_rotary: offsets": PublicCall(
         lambda x: flashtile.apply_rotary(x, *_tables(), seqlen_offsets=_lengths(x), interleaved=True), _QKV[:1]

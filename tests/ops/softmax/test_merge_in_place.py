@@ -154,3 +154,19 @@ def test_a_running_result_that_shares_memory_is_refused() -> None:
         flashtile.merge_attention_(acc, row_max, row_max, out, lse)
     with pytest.raises(ValueError, match="acc: expected memory of its own for each element"):
         flashtile.merge_attention_(acc[:1].expand_as(acc), row_max, row_max.clone(), out, lse)
+
+
+def test_one_graph() -> None:
+    """Slices of a larger running result are merged, and nothing else of it is written."""
+
+    def merged(state: list[torch.Tensor], *parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        running = state[0][:, 2:39], state[1][..., 2:39], state[2][..., 2:39]
+        for place in range(0, len(parts), 2):
+            flashtile.merge_attention_(*running, parts[place], parts[place + 1], first=place == 0)
+        return flashtile.finish_attention(*running, torch.float16)
+
+    parts = [tensor for part in _parts(torch.float32, 16) for tensor in part]
+    states = [[torch.full(shape, 7.0) for shape in ((2, 40, 3, 16), (2, 3, 40), (2, 3, 40))] for _ in range(2)]
+    compiled = torch.compile(merged, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(states[0], *parts), merged(states[1], *parts))
+    assert_same(states[0], states[1])

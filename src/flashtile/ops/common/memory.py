@@ -41,7 +41,9 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether an element of each, of one dtype, have the same address."""
+    """Whether an element of each, of one dtype, have the same address. Under torch.compile there are none."""
+    if torch.compiler.is_compiling():
+        return False
     start, other_start = one.data_ptr(), other.data_ptr()
     if one.is_contiguous() and other.is_contiguous():
         return start < other_start + other.nbytes and other_start < start + one.nbytes

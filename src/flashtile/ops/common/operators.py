@@ -92,13 +92,13 @@ def operator(
         run: computes it, from `(tensors, *scalars, backend)`. Autograd records nothing of it.
         fake: of `(tensors, *scalars)`, empty tensors like the results; None: there are no results.
         present: see `Operator`; `fake` may make tensors that are not present.
-        writes: the tensor that it writes to, if results is None.
+        writes: the tensors that it writes to, with spaces between, if results is None; the first is returned.
         decomposition: see `Operator`.
         flops: of `(tensors, *scalars)`, the number of floating-point operations of its matrix products.
     """
-    kinds = (tensors, *scalars)
+    kinds, written = (tensors, *scalars), writes.split()
     returned = "()" if results is None else "Tensor" if results is Tensor else "Tensor[]"
-    _LIBRARY.define(f"{name}({', '.join(_fields(kinds, writes))}, str backend) -> {returned}")
+    _LIBRARY.define(f"{name}({', '.join(_fields(kinds, written))}, str backend) -> {returned}")
     overload = getattr(torch.ops.flashtile, name).default
 
     def call(given: Any, *rest: Any) -> Any:
@@ -111,12 +111,12 @@ def operator(
         flat = overload(*given, *[each for group in rest[:-1] for each in group], rest[-1])
         if results is Tensor:
             return flat
-        return getattr(given, writes) if writes else made.unpacked(flat, given, *rest[:-1])
+        return getattr(given, written[0]) if written else made.unpacked(flat, given, *rest[:-1])
 
     def implementation(*flat: Any) -> Any:
         with torch.no_grad():
             found = run(*_nested(kinds, flat), flat[-1])
-        return None if writes else packed(found)
+        return None if written else packed(found)
 
     def traced(*flat: Any) -> Any:
         if fake is None:
@@ -220,10 +220,11 @@ def differentiable(
     return run
 
 
-def _fields(kinds: Sequence[type], written: str) -> list[str]:
+def _fields(kinds: Sequence[type], written: Sequence[str]) -> list[str]:
     """The arguments of a schema."""
     hints = [each for kind in kinds for each in get_type_hints(kind).items()]
-    return [f"{'Tensor(a!)' if name == written else _SCHEMA_TYPES[hint]} {name}" for name, hint in hints]
+    types = {name: f"Tensor({letter}!)" for name, letter in zip(written, "abc", strict=False)}
+    return [f"{types.get(name) or _SCHEMA_TYPES[hint]} {name}" for name, hint in hints]
 
 
 def _nested(kinds: Sequence[type], flat: Sequence[Any]) -> list[Any]:

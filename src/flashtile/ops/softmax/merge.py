@@ -27,10 +27,68 @@ from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.checks import check_device, check_float_dtype, check_tensors, raise_not_bool
 from flashtile.ops.common.logsumexp import logsumexp
 from flashtile.ops.common.memory import check_writable, share_memory
+from flashtile.ops.common.operators import operator
 from flashtile.ops.common.rows import compute_dtype
 from flashtile.ops.common.sizes import differ, known
+from flashtile.ops.softmax import spec as reference
 
 _BACKENDS = standard_backends("softmax")
+
+
+class Merge(NamedTuple):
+    """A running merge: see `merge_attention_`."""
+
+    acc: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+
+
+class MergedPart(NamedTuple):
+    """A running merge, and the part that joins it."""
+
+    acc: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class IsFirst(NamedTuple):
+    first: bool
+
+
+class OutputType(NamedTuple):
+    dtype: torch.dtype
+
+
+class Merged(NamedTuple):
+    """The result of a merge."""
+
+    out: Tensor
+    lse: Tensor
+
+
+def _run_part(part: MergedPart, spec: IsFirst, backend: str) -> None:
+    _BACKENDS.implementation(backend, part.acc.device, part.acc.dtype).merge_part(*part, spec.first)
+
+
+def _run_finish(merge: Merge, spec: OutputType, backend: str) -> Merged:
+    module = _BACKENDS.implementation(backend, merge.acc.device, merge.acc.dtype)
+    return Merged(*(found.contiguous() for found in module.merge_finish(*merge, spec.dtype)))
+
+
+_merge_part = operator("merge_attention_", MergedPart, (IsFirst,), None, run=_run_part, writes="acc row_max row_sum")
+_merge_finish = operator(
+    "finish_attention",
+    Merge,
+    (OutputType,),
+    Merged,
+    run=_run_finish,
+    fake=lambda merge, spec: Merged(
+        merge.acc.new_empty(merge.acc.shape, dtype=spec.dtype), merge.row_max.new_empty(merge.row_max.shape)
+    ),
+    decomposition=lambda merge, spec: Merged(*reference.merge_finish(*merge, spec.dtype)),
+)
 
 
 class OnlineSoftmax(NamedTuple):
@@ -209,7 +267,7 @@ def merge_attention_(
     raise_not_bool(first=first)
     check_tensors(acc=acc, row_max=row_max, row_sum=row_sum, out=out, lse=lse)
     _check_merge(acc, row_max, row_sum, compute_dtype(out.dtype), {"lse": lse})
-    if out.shape != acc.shape or out.stride(-1) != 1:
+    if differ(out.shape, acc.shape) or out.stride(-1) != 1:
         raise ValueError(
             f"out: expected the shape of acc, {tuple(acc.shape)}, the last dimension contiguous, got "
             f"{tuple(out.shape)} with strides {out.stride()}; use out.contiguous()"
@@ -223,10 +281,10 @@ def merge_attention_(
                 f"{name}, {other_name}: expected memory of its own for each of them, because both are written, got "
                 "tensors that share memory; make each with torch.empty"
             )
-    out, lse = out.resolve_neg(), lse.resolve_neg()
-    module = _BACKENDS.implementation(backend, acc.device, acc.dtype)
     with torch.no_grad():
-        module.merge_part(acc, row_max, row_sum, out, lse, first)
+        _merge_part.call(
+            MergedPart(acc, row_max, row_sum, out.resolve_neg(), lse.resolve_neg()), IsFirst(first), backend
+        )
 
 
 def finish_attention(
@@ -251,10 +309,10 @@ def finish_attention(
     check_tensors(acc=acc, row_max=row_max, row_sum=row_sum)
     check_float_dtype("dtype", dtype)
     _check_merge(acc, row_max, row_sum, compute_dtype(dtype), {})
-    acc, row_max, row_sum = acc.resolve_neg(), row_max.resolve_neg(), row_sum.resolve_neg()
-    module = _BACKENDS.implementation(backend, acc.device, acc.dtype)
+    merge = Merge(acc.resolve_neg(), row_max.resolve_neg(), row_sum.resolve_neg())
     with torch.no_grad():
-        return module.merge_finish(acc, row_max, row_sum, dtype)
+        found = _merge_finish.call(merge, OutputType(dtype), backend)
+    return found.out, found.lse
 
 
 def _check_merge(acc: Tensor, row_max: Tensor, row_sum: Tensor, dtype: torch.dtype, more: dict[str, Tensor]) -> None:
@@ -268,7 +326,11 @@ def _check_merge(acc: Tensor, row_max: Tensor, row_sum: Tensor, dtype: torch.dty
         )
     expected = acc.shape[0], acc.shape[2], acc.shape[1]
     for name, tensor in {"row_max": row_max, "row_sum": row_sum, **more}.items():
-        if tensor.shape != expected or tensor.dtype is not acc.dtype or (tensor.stride(-1) != 1 and expected[2] > 1):
+        if (
+            differ(tensor.shape, expected)
+            or tensor.dtype is not acc.dtype
+            or (tensor.stride(-1) != 1 and expected[2] > 1)
+        ):
             raise ValueError(
                 f"{name}: expected {acc.dtype} {tuple(expected)}, rows side by side, got {tensor.dtype} "
                 f"{tuple(tensor.shape)} with strides {tensor.stride()}"
