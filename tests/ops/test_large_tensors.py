@@ -21,8 +21,8 @@ from flashtile.ops.attention.hopper import launch as hopper
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Wanted
 from flashtile.ops.attention.split import launch as split
 from flashtile.ops.attention.triton import launch as triton
+from flashtile.ops.cross_entropy import kernels as cross_entropy
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec
-from flashtile.ops.cross_entropy.triton import launch as cross_entropy
 from flashtile.ops.dense import kernels as dense
 from flashtile.ops.dense.spec import Activated, ActivationSpec, ActivationUpstream
 from flashtile.ops.dense.spec import Wanted as ActivationWanted

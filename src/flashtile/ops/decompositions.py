@@ -12,8 +12,6 @@ from torch import Tensor
 from flashtile.ops.attention import reference as attention
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.common.operators import OPERATORS, Operator, packed
-from flashtile.ops.cross_entropy import reference as cross_entropy
-from flashtile.ops.cross_entropy.spec import CrossEntropySpec
 from flashtile.ops.layer_norm import reference as layer_norm
 from flashtile.ops.layer_norm.spec import NormSpec, Operands
 
@@ -35,7 +33,6 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return made | {
         ops.attention_forward.default: _attention,
         ops.layer_norm_forward.default: _layer_norm,
-        ops.cross_entropy_forward.default: _cross_entropy,
     }
 
 
@@ -66,13 +63,6 @@ def _layer_norm(*arguments: Any) -> list[Tensor]:
     _refuse_dropout(operands.dropout_seed)
     results = layer_norm.forward(operands, NormSpec(*arguments[len(Operands._fields) : -1]))
     return [tensor for tensor in results if tensor is not None]
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None, *rest: Any) -> list[Tensor]:
-    spec = CrossEntropySpec(*rest[:-1])
-    if spec.group:
-        raise ValueError("process_group: expected None in a graph of PyTorch's operations, got one; export without it")
-    return [tensor for tensor in cross_entropy.forward(logits, labels, spec, weights) if tensor is not None]
 
 
 def _refuse_dropout(dropout_seed: Tensor | None) -> None:

@@ -18,9 +18,8 @@ if devices.interpreting():
 
 from checked_code import check_code
 from flashtile._backends.launch import KernelSource, Plan
+from flashtile.ops.cross_entropy import kernels
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec
-from flashtile.ops.cross_entropy.triton import launch
-from flashtile.ops.cross_entropy.triton.configs import tile_config
 from machine_code import Binary, call_on, check_fit, once_in_families, sass
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -48,7 +47,7 @@ class Call(NamedTuple):
 def forward_plan(device: devices.DeviceFacts, call: Call) -> Plan:
     """The plan of a forward call."""
     return _planned(
-        launch._forward_plan, device, call.dtype, call.label_dtype, (call.rows, call.width), call.width + call.padding,
+        kernels._forward_plan, device, call.dtype, call.label_dtype, (call.rows, call.width), call.width + call.padding,
         call.misalignment, call.partial, call.weighted, call.spec(),
     )  # fmt: skip
 
@@ -58,13 +57,13 @@ def backward_plan(device: devices.DeviceFacts, call: Call) -> Plan:
     vector = 16 // call.dtype.itemsize
     strides = (call.width + call.padding, call.width + call.padding % vector)
     return _planned(
-        launch._backward_plan, device, call.dtype, call.label_dtype, (call.rows, call.width), 0, strides,
+        kernels._backward_plan, device, call.dtype, call.label_dtype, (call.rows, call.width), 0, strides,
         (call.misalignment, 0), True, call.weighted, call.spec(),
     )  # fmt: skip
 
 
 def _planned(plan: Any, device: devices.DeviceFacts, *arguments: Any) -> Plan:
-    with mock.patch.object(launch, "device_facts", return_value=device):
+    with mock.patch.object(kernels, "device_facts", return_value=device):
         return plan.__wrapped__(*arguments, torch.device("cuda", 0))
 
 
@@ -133,13 +132,13 @@ def test_gradients_at_another_distance_from_a_vector() -> None:
 def test_reduction_compiles(label_dtype: torch.dtype, mean: bool) -> None:
     spec = Call().spec()._replace(reduction="mean" if mean else "sum", z_loss=True)
     for weighted in (False, True):
-        plan = _planned(launch._reduce_plan, _HOPPER, label_dtype, 4096, weighted, spec)
+        plan = _planned(kernels._reduce_plan, _HOPPER, label_dtype, 4096, weighted, spec)
         check_code(plan.source, "sm_90", check_fit, _HOPPER.shared_memory)
 
 
 @pytest.mark.parametrize("dtype", [_FP16, _BF16, _FP32], ids=str)
 def test_multiplication_is_in_whole_vectors(dtype: torch.dtype) -> None:
-    plan = _planned(launch._multiply_plan, _HOPPER, dtype, 2**20)
+    plan = _planned(kernels._multiply_plan, _HOPPER, dtype, 2**20)
     check_code(plan.source, "sm_90", _check_moves)
 
 
@@ -171,7 +170,7 @@ def test_programs(width: int, rows: int, programs: int) -> None:
 def test_cuts_are_sound(width: int, itemsize: int, arch: str) -> None:
     device = devices.KNOWN_DEVICES[arch]
     for vector in (1, 16 // itemsize):
-        config = tile_config(width, itemsize, vector, device)
+        config = kernels.tile_config(width, itemsize, vector, device)
         threads = config.num_warps * device.warp_size
         assert config.block_n & (config.block_n - 1) == 0 and config.block_n % vector == 0
         assert threads <= 1024 and config.block_n * itemsize <= 64 * threads

@@ -1,22 +1,52 @@
-"""The public cross-entropy functions: what a user calls. They check, flatten to rows, build the spec, and hand on."""
+"""The public cross-entropy functions, which check a call, and the operators of `cross_entropy`."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import dtensor
+from flashtile.ops.common import dispatch, dtensor
 from flashtile.ops.common.backends import standard_backends
+from flashtile.ops.common.checks import (
+    INDEX_DTYPES,
+    check_device,
+    check_float_dtype,
+    check_tensors,
+    raise_not_bool,
+    read_on_request,
+)
+from flashtile.ops.common.memory import check_own_numbers
+from flashtile.ops.common.operators import operator
 from flashtile.ops.common.other_names import refuse_other_names
-from flashtile.ops.cross_entropy import checks
-from flashtile.ops.cross_entropy.linear import LinearOperands
-from flashtile.ops.cross_entropy.linear_operator import run_linear_cross_entropy
-from flashtile.ops.cross_entropy.operator import run_cross_entropy
-from flashtile.ops.cross_entropy.sharded import run_sharded
+from flashtile.ops.common.rows import compute_dtype
+from flashtile.ops.common.sizes import differ
+from flashtile.ops.cross_entropy import spec as reference
+from flashtile.ops.cross_entropy.linear import (
+    LinearOperands,
+    check_linear,
+    check_vocabulary,
+    refuse_second_order,
+    refuse_transformed,
+    run_linear_cross_entropy,
+)
+from flashtile.ops.cross_entropy.spec import (
+    CrossEntropySpec,
+    LossInputs,
+    LossUpstream,
+    Results,
+    forward_on_group,
+    gradient_strides,
+    make_spec,
+    resolve_class_weights,
+    result_shapes,
+    results_present,
+    weight_sum,
+)
 
 _BACKENDS = standard_backends("cross_entropy")
 
@@ -45,20 +75,20 @@ if TYPE_CHECKING:
 
 @overload
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, return_z_loss: Literal[False] = False, **options: Unpack[LogitsOptions]
-) -> Tensor: ...
+    logits: Tensor, labels: Tensor, *, return_z_loss: Literal[False] = False, **options: Unpack[LogitsOptions],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, return_z_loss: Literal[True], **options: Unpack[LogitsOptions]
-) -> tuple[Tensor, Tensor]: ...
+    logits: Tensor, labels: Tensor, *, return_z_loss: Literal[True], **options: Unpack[LogitsOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, return_z_loss: bool = False, **options: Unpack[LogitsOptions]
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    logits: Tensor, labels: Tensor, *, return_z_loss: bool = False, **options: Unpack[LogitsOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def cross_entropy(
@@ -130,67 +160,44 @@ def cross_entropy(
     if other_names:
         refuse_other_names(cross_entropy, other_names)
     _BACKENDS.check(backend)
-    checks.check_logits(logits)
-    checks.check_labels(labels, logits.shape[:-1], logits.device, "logits")
-    checks.raise_not_bool(inplace_backward=inplace_backward)
+    _check_logits(logits)
+    _check_labels(labels, logits.shape[:-1], logits.device, "logits")
+    raise_not_bool(inplace_backward=inplace_backward)
     columns = logits.shape[-1]
-    spec = checks.make_spec(
-        columns,
-        logits.dtype,
-        label_smoothing,
-        logit_scale,
-        lse_square_scale,
-        ignore_index,
-        reduction,
-        return_z_loss,
-        process_group,
-        softcap,
-    )
+    spec = make_spec(
+        columns, logits.dtype, label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction, return_z_loss,
+        process_group, softcap,
+    )  # fmt: skip
     if dtensor.present(logits, labels, class_weights):
         tensors = {"logits": (logits, "*v"), "labels": (labels, "*"), "class_weights": (class_weights, ".")}
-        return run_sharded(partial(cross_entropy, inplace_backward=inplace_backward, backend=backend), tensors, spec)
-    checks.check_label_values(labels, spec)
+        return _run_sharded(partial(cross_entropy, inplace_backward=inplace_backward, backend=backend), tensors, spec)
+    _check_label_values(labels, spec)
     if inplace_backward:
-        checks.check_inplace(logits)
-    weights = checks.resolve_class_weights(class_weights, logits.dtype, logits.device, spec.vocabulary)
-    loss, z_loss = run_cross_entropy(_rows(logits), labels.reshape(-1), weights, spec, inplace_backward, backend)
+        _check_inplace(logits)
+    weights = resolve_class_weights(class_weights, logits.dtype, logits.device, spec.vocabulary)
+    loss, z_loss = _run(LossInputs(_rows(logits), labels.reshape(-1), weights), spec, inplace_backward, backend)
     return _shaped(loss, z_loss, labels, reduction)
 
 
 @overload
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    *,
-    return_z_loss: Literal[False] = False,
+    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, return_z_loss: Literal[False] = False,
     **options: Unpack[LossOptions],
-) -> Tensor: ...
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    *,
-    return_z_loss: Literal[True],
+    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, return_z_loss: Literal[True],
     **options: Unpack[LossOptions],
-) -> tuple[Tensor, Tensor]: ...
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    *,
-    return_z_loss: bool = False,
+    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, return_z_loss: bool = False,
     **options: Unpack[LossOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def linear_cross_entropy(
@@ -247,42 +254,25 @@ def linear_cross_entropy(
     if other_names:
         refuse_other_names(linear_cross_entropy, other_names)
     _BACKENDS.check(backend)
-    checks.check_tensors(x=x, weight=weight)
-    x, weight, bias = _autocast(x, weight, bias)
-    checks.check_linear(x, weight, bias)
-    checks.check_labels(labels, x.shape[:-1], x.device, "x")
-    spec = checks.make_spec(
-        weight.shape[0],
-        x.dtype,
-        label_smoothing,
-        logit_scale,
-        lse_square_scale,
-        ignore_index,
-        reduction,
-        return_z_loss,
-        process_group,
-        softcap,
-    )
+    check_tensors(x=x, weight=weight)
+    x, weight, bias = dispatch.autocast((x, weight, bias))
+    check_linear(x, weight, bias)
+    _check_labels(labels, x.shape[:-1], x.device, "x")
+    spec = make_spec(
+        weight.shape[0], x.dtype, label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction,
+        return_z_loss, process_group, softcap,
+    )  # fmt: skip
     if dtensor.present(x, weight, labels, bias, class_weights):
         tensors = {
             "x": (x, "*."), "weight": (weight, "v."), "labels": (labels, "*"), "bias": (bias, "v"),
             "class_weights": (class_weights, "."),
         }  # fmt: skip
-        return run_sharded(partial(linear_cross_entropy, backend=backend), tensors, spec)
-    checks.check_label_values(labels, spec)
-    weights = checks.resolve_class_weights(class_weights, x.dtype, x.device, spec.vocabulary)
+        return _run_sharded(partial(linear_cross_entropy, backend=backend), tensors, spec)
+    _check_label_values(labels, spec)
+    weights = resolve_class_weights(class_weights, x.dtype, x.device, spec.vocabulary)
     operands = LinearOperands(x.reshape(labels.numel(), x.shape[-1]), weight, bias, labels.reshape(-1), weights)
     loss, z_loss = run_linear_cross_entropy(operands, spec, backend)
     return _shaped(loss, z_loss, labels, reduction)
-
-
-def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands as `torch.autocast` gives them to a linear layer; it leaves float64 alone."""
-    kind = x.device.type
-    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _shaped(loss: Tensor, z_loss: Tensor | None, labels: Tensor, reduction: str) -> Tensor | tuple[Tensor, Tensor]:
@@ -296,3 +286,204 @@ def _rows(tensor: Tensor) -> Tensor:
     """`[..., columns]` as a matrix of contiguous rows."""
     matrix = tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _run_sharded(
+    function: Callable[..., Any], operands: Mapping[str, tuple[Any, str]], spec: CrossEntropySpec
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A loss with DTensors. `function`: a public function, without the options that `spec` says."""
+    if spec.group:
+        raise ValueError(
+            "process_group: expected None with DTensors, whose placements say it, got a group; leave it out"
+        )
+    options = {
+        "label_smoothing": spec.label_smoothing, "logit_scale": spec.logit_scale, "ignore_index": spec.ignore_index,
+        "lse_square_scale": spec.lse_square_scale, "softcap": spec.softcap, "return_z_loss": spec.z_loss,
+    }  # fmt: skip
+
+    def call(division: dtensor.Division, *parts: Any) -> tuple[Any, ...]:
+        given = dict(zip(operands, parts))
+        # Rows of shards count differently many, so the mean is taken at the end.
+        later = division.mesh is not None and spec.reduction == "mean"
+        reduction = "sum" if later else spec.reduction
+        found = function(**given, **options, reduction=reduction, process_group=division.group("v"))
+        losses = found if isinstance(found, tuple) else (found,)
+        if not later:
+            return losses
+        labels, dtype = given["labels"], losses[0].dtype
+        weights = resolve_class_weights(given["class_weights"], dtype, labels.device, spec.vocabulary)
+        return *losses, weight_sum(labels, weights, spec).to(dtype)
+
+    of_rows = "*" if spec.reduction == "none" else ""
+    losses = dtensor.call(call, operands, of_rows, ("weight", "bias", "class_weights"), complete="v")
+    if spec.reduction == "mean" and dtensor.present(losses[0]):
+        *losses, count = (dtensor.replicated(each) for each in losses)
+        losses = [each / count for each in losses]
+    return tuple(losses) if spec.z_loss else losses[0]
+
+
+def _check_logits(logits: Tensor) -> None:
+    check_tensors(logits=logits)
+    check_float_dtype("logits", logits.dtype)
+    if logits.dim() < 1:
+        raise ValueError(f"logits: expected shape (..., vocabulary), got {tuple(logits.shape)}; unsqueeze them")
+    check_vocabulary("logits", "last dimension", logits.shape[-1])
+
+
+def _check_labels(labels: Tensor, shape: tuple[int, ...], device: torch.device, of: str) -> None:
+    """Checks type, shape and device of the labels, not their values."""
+    check_tensors(labels=labels)
+    if labels.dtype not in INDEX_DTYPES:
+        raise TypeError(f"labels: expected dtype int64 or int32, got {labels.dtype}; they are class numbers, cast them")
+    if differ(labels.shape, shape):
+        raise ValueError(
+            f"labels: expected the shape of {of} without its last dimension, {tuple(shape)}, got {tuple(labels.shape)}"
+        )
+    check_device("labels", labels, device, of)
+
+
+def _check_label_values(labels: Tensor, spec: CrossEntropySpec) -> None:
+    """Where `FLASHTILE_CHECK_VALUES=1` asks for it, checks that each label is one. A compiled graph cannot."""
+    if torch.compiler.is_compiling() or not read_on_request(labels):
+        return
+    wrong = (labels != spec.ignore_index) & ((labels < 0) | (labels >= spec.vocabulary))
+    if wrong.any():
+        places = wrong.nonzero()
+        first = tuple(places[0].tolist())
+        raise ValueError(
+            f"labels: expected numbers from 0 to {spec.vocabulary - 1}, or ignore_index={spec.ignore_index}, got "
+            f"{labels[first].item()} at {first} and {len(places) - 1} more that are neither"
+        )
+
+
+def _check_inplace(logits: Tensor) -> None:
+    """Checks that the gradient of logits `[..., vocabulary]` can be written to their memory."""
+    check_own_numbers("logits", logits, "use inplace_backward=False")
+    try:
+        rows = logits.view(-1, logits.shape[-1])
+    except RuntimeError:
+        rows = None
+    apart = rows is not None and (rows.shape[0] <= 1 or rows.stride(0) >= rows.shape[1])
+    if not apart or logits.stride(-1) != 1:
+        raise ValueError(
+            "inplace_backward: expected logits whose rows lie at one distance, contiguous in themselves, got shape "
+            f"{tuple(logits.shape)} with strides {logits.stride()}, which a call has to copy; pass contiguous logits "
+            "(shift the labels instead of cutting off a position), or use inplace_backward=False"
+        )
+
+
+# --- operators and autograd ------------------------------------------------------------------------------------------
+
+
+def _run(inputs: LossInputs, spec: CrossEntropySpec, inplace: bool, backend: str) -> tuple[Tensor, Tensor | None]:
+    """Runs the operator, recorded by autograd where a gradient is wanted. Returns loss and z_loss."""
+    if dispatch.transformed():
+        # Under torch.func transforms and forward-mode differentiation, PyTorch's own operations compute the call.
+        dispatch.refuse_named_backend(backend)
+        refuse_transformed(spec, inplace)
+        results = _reference_forward(inputs, spec)
+    elif torch.is_grad_enabled() and inputs.logits.requires_grad:
+        loss, *z_loss = _CrossEntropy.apply(*inputs, *spec, inplace, backend)
+        return loss, z_loss[0] if z_loss else None
+    else:
+        results = _forward(inputs, spec, backend)
+    return results.loss, results.z_loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The forward pass recorded for a backward. Returns the loss, and z_loss where it is asked for."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, weights, *arguments):
+        inputs, spec = LossInputs(logits, labels, weights), CrossEntropySpec(*arguments[:-2])
+        inplace, backend = arguments[-2:]
+        results = _forward(inputs, spec, backend)
+        ctx.save_for_backward(*inputs, results.normaliser, results.scale)
+        ctx.scalars = spec, inplace, backend
+        ctx.spent = False
+        if results.z_loss is None:
+            return (results.loss,)
+        ctx.mark_non_differentiable(results.z_loss)
+        return results.loss, results.z_loss
+
+    @staticmethod
+    def backward(ctx, dloss, *rest):
+        spec, inplace, backend = ctx.scalars
+        compiling = torch.compiler.is_compiling()
+        if inplace and ctx.spent:
+            raise RuntimeError(
+                "inplace_backward: expected one backward, got a second one: the first has written over the logits; "
+                "use inplace_backward=False"
+            )
+        logits, labels, weights, normaliser, scale = ctx.saved_tensors
+        if dispatch.batched(dloss):
+            dlogits = reference.backward(dloss, scale, logits, labels, normaliser, spec, weights=weights)
+        elif torch.is_grad_enabled() and not compiling:
+            refuse_second_order(spec, inplace)
+            dlogits = reference.differentiable_backward(dloss, logits, labels, spec, weights)
+        elif not inplace:
+            dlogits = _backward(LossUpstream(dloss, scale, logits, labels, weights, normaliser), spec, backend)
+        else:
+            ctx.spent = not compiling
+            given = LossUpstream(dloss, scale, logits.detach(), labels, weights, normaliser)
+            dlogits = _inplace_backward(given, spec, backend)
+        return dlogits, None, None, *(None,) * (len(spec) + 2)
+
+
+def _run_forward(inputs: LossInputs, spec: CrossEntropySpec, backend: str) -> Results:
+    logits, labels, weights = inputs
+    module = _BACKENDS.implementation(backend, logits.device, logits.dtype)
+    return forward_on_group(module, logits, labels.contiguous(), spec, weights)
+
+
+def _run_backward(given: LossUpstream, spec: CrossEntropySpec, backend: str, inplace: bool = False) -> Tensor:
+    dloss, scale, logits, labels, weights, normaliser = given
+    module = _BACKENDS.implementation(backend, logits.device, logits.dtype)
+    dlogits = module.backward(dloss, scale, logits, labels.contiguous(), normaliser, spec, inplace, weights)
+    if inplace:
+        # Whoever saved the logits too, and reads them after this, hears of it from autograd.
+        torch.autograd.graph.increment_version(logits)
+        return logits
+    strides = gradient_strides(logits)
+    return dlogits if dlogits.stride() == strides else logits.new_empty_strided(logits.shape, strides).copy_(dlogits)
+
+
+def _reference_forward(inputs: LossInputs, spec: CrossEntropySpec) -> Results:
+    return reference.forward(inputs.logits, inputs.labels, spec, inputs.class_weights)
+
+
+def _decomposed(inputs: LossInputs, spec: CrossEntropySpec) -> Results:
+    if spec.group:
+        raise ValueError("process_group: expected None in a graph of PyTorch's operations, got one; export without it")
+    return _reference_forward(inputs, spec)
+
+
+_forward = operator(
+    "cross_entropy_forward",
+    LossInputs,
+    (CrossEntropySpec,),
+    Results,
+    run=_run_forward,
+    fake=lambda inputs, spec: [
+        inputs.logits.new_empty(shape, dtype=compute_dtype(inputs.logits.dtype))
+        for shape in result_shapes(inputs.logits.shape[0], spec)
+    ],
+    present=lambda inputs, spec: results_present(spec),
+    decomposition=_decomposed,
+).call
+_backward = operator(
+    "cross_entropy_backward",
+    LossUpstream,
+    (CrossEntropySpec,),
+    Tensor,
+    run=_run_backward,
+    fake=lambda given, spec: given.logits.new_empty_strided(given.logits.shape, gradient_strides(given.logits)),
+).call
+_inplace_backward = operator(
+    "cross_entropy_backward_",
+    LossUpstream,
+    (CrossEntropySpec,),
+    None,
+    run=partial(_run_backward, inplace=True),
+    writes="logits",
+).call

@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.ops.cross_entropy import losses
-from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, Statistics, compute_dtype, gradient_strides
-
-#: Elements of a block of rows for each thread: its temporaries together fit the second-level cache of a core.
-_BLOCK = 1 << 17
+from flashtile.ops.common.rows import BLOCK, compute_dtype, row_blocks
+from flashtile.ops.cross_entropy import spec as formulas
+from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, Statistics, gradient_strides
 
 
 def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Results:
     """The losses of logits `[rows, columns]`. `weights`: class weights and their sum."""
-    return losses.losses(read(logits, labels, spec, weights), labels, spec, weights)
+    return formulas.losses(read(logits, labels, spec, weights), labels, spec, weights)
 
 
 def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Statistics:
@@ -27,13 +25,13 @@ def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor
     column, here = _columns(labels, logits, spec)
     for rows, scratch in _blocks(logits):
         block = _scores(logits[rows], scratch, spec)
-        pivot[rows], zero = losses.pivot_of(block, spec, 1)
+        pivot[rows], zero = formulas.pivot_of(block, spec, 1)
         torch.gather(block, 1, column[rows], out=target[rows, None])
         torch.sub(block, zero[:, None], out=scratch)
         if spec.label_smoothing and weights is None:
             torch.sum(scratch, 1, out=total[rows])
         elif spec.label_smoothing and weights is not None:
-            torch.mv(scratch, losses.weights_here(weights, logits.shape[1], spec), out=total[rows])
+            torch.mv(scratch, formulas.weights_here(weights, logits.shape[1], spec), out=total[rows])
         torch.sum(_exponentials(scratch, spec), 1, out=exp_sum[rows])
     counts = labels != spec.ignore_index
     normaliser = torch.stack((pivot.where(counts, 0), exp_sum.where(counts, 1)), 1)
@@ -54,18 +52,18 @@ def backward(
     dlogits = logits
     if not inplace:
         dlogits = torch.empty_strided(logits.shape, gradient_strides(logits), dtype=logits.dtype, device="cpu")
-    factors = losses.factors(dloss.expand_as(labels), scale, labels, normaliser, spec)
+    factors = formulas.factors(dloss.expand_as(labels), scale, labels, normaliser, spec)
     pivot = normaliser[:, 0]
-    of_exponentials = losses.factors_of_exponentials(normaliser, labels, spec, weights)
+    of_exponentials = formulas.factors_of_exponentials(normaliser, labels, spec, weights)
     column, here = _columns(labels, logits, spec)
-    of_target = -losses.shares(labels, weights, spec)[0] * here.to(pivot.dtype)
+    of_target = -formulas.shares(labels, weights, spec)[0] * here.to(pivot.dtype)
     of_all: Any = spec.label_smoothing / spec.vocabulary
     if weights is not None:
-        of_all = of_all * losses.weights_here(weights, logits.shape[1], spec)
+        of_all = of_all * formulas.weights_here(weights, logits.shape[1], spec)
     ignored = labels == spec.ignore_index
     for rows, wanted in _blocks(logits):
         block = _scores(logits[rows], wanted, spec)
-        slope = losses.cap_slope(block, spec) if spec.softcap else None
+        slope = formulas.cap_slope(block, spec) if spec.softcap else None
         torch.sub(block, pivot[rows, None], out=wanted)
         _exponentials(wanted, spec).mul_(of_exponentials[rows, None])
         if spec.label_smoothing:
@@ -101,16 +99,16 @@ def _columns(labels: Tensor, logits: Tensor, spec: CrossEntropySpec) -> tuple[Te
 def multiply(gradient: Tensor, factor: Tensor) -> None:
     """Multiplies a contiguous gradient by a scalar, in place, in float32 whatever its dtype."""
     flat, dtype = gradient.view(-1), compute_dtype(gradient.dtype)
-    for first in range(0, flat.numel(), _BLOCK):
-        block = flat[first : first + _BLOCK]
+    for first in range(0, flat.numel(), BLOCK):
+        block = flat[first : first + BLOCK]
         block.copy_(block.to(dtype) * factor)
 
 
 def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Rows that are computed together, and memory `[rows, columns]` for them in the dtype that computes."""
-    rows, columns = logits.shape
-    step = max(1, _BLOCK * torch.get_num_threads() // columns)
-    scratch = torch.empty(min(step, rows), columns, dtype=compute_dtype(logits.dtype), device="cpu")
-    for first in range(0, rows, step):
-        last = min(first + step, rows)
-        yield slice(first, last), scratch[: last - first]
+    scratch = None
+    count, columns = logits.shape
+    for rows in row_blocks(count, columns, BLOCK * torch.get_num_threads()):
+        if scratch is None:  # as large as the first block, of which none is larger
+            scratch = torch.empty(rows.stop, columns, dtype=compute_dtype(logits.dtype), device="cpu")
+        yield rows, scratch[: rows.stop - rows.start]

@@ -1,4 +1,5 @@
-"""What a cross-entropy call means, apart from the numbers in its tensors.
+"""What a cross-entropy call means: its scalars and tensors, the formulas from what was read of rows to losses and
+gradients, and the eager reference, written to be read and not to be fast.
 
 For a row of logits `[vocabulary]` and its label y, in float32 (float64 for float64)::
 
@@ -27,10 +28,28 @@ The mean is the sum over the rows that are not ignored, over their number, or ov
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from flashtile.ops.common.checks import (
+    as_float,
+    check_choice,
+    check_device,
+    check_tensors,
+    finite_float,
+    raise_not_bool,
+)
+from flashtile.ops.common.rows import compute_dtype
+from flashtile.ops.common.score_checks import resolve_softcap
+from flashtile.ops.common.sizes import differ
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 #: Longest row that any backend takes.
 MAX_COLUMNS = 2**30
@@ -70,6 +89,27 @@ class CrossEntropySpec(NamedTuple):
         return 1.0 if self.softcap else self.logit_scale
 
 
+class LossInputs(NamedTuple):
+    """The tensors of a call: logits `[rows, columns]`, labels `[rows]`, and None or the class weights and their sum,
+    `[vocabulary + 1]`."""
+
+    logits: Tensor
+    labels: Tensor
+    class_weights: Tensor | None
+
+
+class LossUpstream(NamedTuple):
+    """The tensors of a backward: the gradient of the loss, a factor on it or None, those of the call, and what its
+    forward gave."""
+
+    dloss: Tensor
+    scale: Tensor | None
+    logits: Tensor
+    labels: Tensor
+    class_weights: Tensor | None
+    normaliser: Tensor
+
+
 class Results(NamedTuple):
     """What a forward pass gives.
 
@@ -84,6 +124,17 @@ class Results(NamedTuple):
     z_loss: Tensor | None
     normaliser: Tensor
     scale: Tensor | None
+
+
+def results_present(spec: CrossEntropySpec) -> tuple[bool, ...]:
+    """Which fields of `Results` there are."""
+    return True, spec.z_loss, True, spec.reduction == "mean"
+
+
+def result_shapes(rows: int, spec: CrossEntropySpec) -> tuple[tuple[int, ...], ...]:
+    """The shapes of `Results`."""
+    of_losses = (rows,) if spec.reduction == "none" else ()
+    return of_losses, of_losses, (rows, 2), ()
 
 
 class Statistics(NamedTuple):
@@ -102,8 +153,84 @@ class Statistics(NamedTuple):
     total: Tensor
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
+def make_spec(
+    columns: int,
+    dtype: torch.dtype,
+    label_smoothing: float,
+    logit_scale: float,
+    lse_square_scale: float,
+    ignore_index: int,
+    reduction: str,
+    return_z_loss: bool,
+    process_group: ProcessGroup | None,
+    softcap: float | None,
+) -> CrossEntropySpec:
+    """Checks the scalars of a call; `columns` are those of this process, `dtype` that of its logits."""
+    label_smoothing = as_float("label_smoothing", label_smoothing)
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(
+            f"label_smoothing: expected a share from 0 to 1, got {label_smoothing}; 0.1 spreads a tenth of the target"
+        )
+    undefined = "the loss is not defined with it"
+    why_not_tensor = "reading it would synchronise, multiply the logits by it instead"
+    logit_scale = finite_float("logit_scale", logit_scale, undefined, why_not_tensor, dtype)
+    lse_square_scale = finite_float("lse_square_scale", lse_square_scale, undefined, dtype=dtype)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index: expected an int, got {ignore_index!r}; use int(...)")
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index: expected an integer of 64 bits, as labels are, got {ignore_index}; pass -100")
+    check_choice("reduction", reduction, REDUCTIONS)
+    raise_not_bool(return_z_loss=return_z_loss)
+    first, vocabulary, group = 0, columns, ""
+    if process_group is not None:
+        first, vocabulary, group = _share(process_group, columns)
+    return CrossEntropySpec(
+        label_smoothing,
+        logit_scale,
+        lse_square_scale,
+        ignore_index,
+        reduction,
+        return_z_loss,
+        first,
+        vocabulary,
+        group,
+        resolve_softcap(softcap, logit_scale, dtype),
+    )
+
+
+def _share(process_group: ProcessGroup, columns: int) -> tuple[int, int, str]:
+    """First column of this process, columns of all, and the name of a group of processes."""
+    if not (torch.distributed.is_available() and isinstance(process_group, torch.distributed.ProcessGroup)):
+        raise TypeError(
+            f"process_group: expected a torch.distributed.ProcessGroup, got {type(process_group).__name__}; "
+            "use torch.distributed.new_group(...), or group.WORLD"
+        )
+    return process_group.rank() * columns, process_group.size() * columns, process_group.group_name
+
+
+def resolve_class_weights(
+    class_weights: Tensor | None, dtype: torch.dtype, device: torch.device, vocabulary: int
+) -> Tensor | None:
+    """Class weights of the vocabulary of all processes and their sum, `[vocabulary + 1]`, in the dtype that computes;
+    None for none. `dtype` and `device` of the logits."""
+    if class_weights is None:
+        return None
+    check_tensors(class_weights=class_weights)
+    wide = compute_dtype(dtype)
+    if class_weights.dtype not in (dtype, wide):
+        raise TypeError(f"class_weights: expected dtype {wide} or {dtype}, got {class_weights.dtype}; cast it")
+    check_device("class_weights", class_weights, device, "the logits")
+    if differ(tuple(class_weights.shape), (vocabulary,)):
+        raise ValueError(
+            f"class_weights: expected shape ({vocabulary},), a weight for each class of the whole vocabulary, got "
+            f"{tuple(class_weights.shape)}"
+        )
+    if class_weights.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "class_weights: expected a tensor that wants no gradient, got one with requires_grad=True; detach it"
+        )
+    class_weights = class_weights.to(wide)
+    return torch.cat((class_weights, class_weights.sum(dim=0, keepdim=True)))
 
 
 def gradient_strides(logits: Tensor) -> tuple[int, int]:
@@ -114,3 +241,256 @@ def gradient_strides(logits: Tensor) -> tuple[int, int]:
     """
     columns, vector = logits.shape[1], 16 // logits.element_size()
     return columns + (logits.stride(0) - columns) % vector, 1
+
+
+# --- from what was read of rows to losses and gradients, in PyTorch operations ---------------------------------------
+
+
+def capped(logits: Tensor, spec: CrossEntropySpec) -> Tensor:
+    """The scores under a soft cap; without one, the logits as they are."""
+    return spec.softcap * (logits * (spec.logit_scale / spec.softcap)).tanh() if spec.softcap else logits
+
+
+def cap_slope(scores: Tensor, spec: CrossEntropySpec) -> Tensor:
+    """The derivative of the soft cap, by the scores under it."""
+    return 1 - (scores / spec.softcap).square()
+
+
+def weights_here(weights: Tensor, columns: int, spec: CrossEntropySpec) -> Tensor:
+    """The class weights of the columns that are here."""
+    return weights[spec.first : spec.first + columns]
+
+
+def weights_of_labels(labels: Tensor, weights: Tensor, spec: CrossEntropySpec) -> Tensor:
+    """The class weight of each label, `[rows]`; 0 where it does not count, or is outside of the vocabulary."""
+    there = (labels >= 0) & (labels < spec.vocabulary) & (labels != spec.ignore_index)
+    return weights[labels.where(there, 0).long()].where(there, 0)
+
+
+def shares(labels: Tensor, weights: Tensor | None, spec: CrossEntropySpec) -> tuple[Any, Any]:
+    """The factors that the loss of a row has on the score of its label, and on lse."""
+    if weights is None:
+        return 1 - spec.label_smoothing, 1.0
+    of_label = (1 - spec.label_smoothing) * weights_of_labels(labels, weights, spec)
+    return of_label, of_label + spec.label_smoothing / spec.vocabulary * weights[-1]
+
+
+def statistics(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Statistics:
+    """Statistics of rows of logits `[rows, columns]`, in the dtype that computes; differentiable.
+
+    `weights`, here and below: `[vocabulary + 1]`, the class weights and their sum; None for none.
+    """
+    logits = capped(logits, spec)
+    pivot, zero = pivot_of(logits.detach(), spec, 1)
+    differences = logits - zero[:, None]
+    exp_sum = (differences * spec.factor).exp().sum(dim=1)
+    column = labels.to(torch.int64) - spec.first
+    here = (column >= 0) & (column < logits.shape[1])
+    target = logits.gather(1, column.where(here, 0)[:, None])[:, 0].where(here, 0)
+    total = torch.zeros_like(target)
+    if spec.label_smoothing:
+        weighted = differences if weights is None else differences * weights_here(weights, logits.shape[1], spec)
+        total = weighted.sum(dim=1)
+    counts = labels != spec.ignore_index
+    normaliser = torch.stack((pivot.where(counts, 0), exp_sum.where(counts, 1)), 1)
+    return Statistics(normaliser, target.where(counts, 0), total.where(counts, 0))
+
+
+def pivot_of(logits: Tensor, spec: CrossEntropySpec, dim: int) -> tuple[Tensor, Tensor]:
+    """The logits of the largest scores, and from which number differences are taken: the same, but 0 where all scores
+    are -inf."""
+    pivot, lowest = (logits.amax(dim), -math.inf) if spec.factor >= 0 else (logits.amin(dim), math.inf)
+    return pivot, pivot.masked_fill(pivot == lowest, 0)
+
+
+def merge(parts: Statistics, spec: CrossEntropySpec, weights: Tensor | None = None) -> Statistics:
+    """Puts together the statistics of disjoint columns, equally many in each part: `[parts, ...]` in each field."""
+    pivots, exp_sums = parts.normaliser.unbind(-1)
+    pivot, zero = pivot_of(pivots, spec, 0)
+    differences = pivots - zero
+    exp_sum = (exp_sums * (differences * spec.factor).exp()).sum(dim=0)
+    columns: Any = spec.vocabulary // len(pivots)
+    if weights is not None:
+        columns = weights[:-1].view(len(pivots), columns).sum(dim=1, keepdim=True)
+    total = (parts.total + columns * differences).sum(dim=0)
+    return Statistics(torch.stack((pivot, exp_sum), 1), parts.target.sum(dim=0), total)
+
+
+def losses(found: Statistics, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Results:
+    """The losses of rows, reduced as the spec says."""
+    counts = labels != spec.ignore_index
+    pivot, exp_sum = found.normaliser.unbind(1)
+    log_sum = exp_sum.log()
+    lse = pivot * spec.factor + log_sum
+    of_label, of_lse = shares(labels, weights, spec)
+    z_loss = spec.lse_square_scale * lse * lse  # in this order: a square may be infinite, and 0 · inf NaN
+    loss = of_lse * log_sum - of_label * spec.factor * (found.target - pivot) + z_loss
+    if spec.label_smoothing:
+        loss = loss - spec.label_smoothing * spec.factor / spec.vocabulary * found.total
+    sound = _sound(labels, spec, loss.dtype)
+    loss, z_loss = ((t * sound).where(counts, 0) for t in (loss, z_loss))
+    scale = None
+    if spec.reduction != "none":
+        loss, z_loss = loss.sum(), z_loss.sum()
+    if spec.reduction == "mean":
+        scale = mean_scale(labels, spec, loss.dtype, weights)
+        loss, z_loss = loss * scale, z_loss * scale
+    return Results(loss, z_loss if spec.z_loss else None, found.normaliser, scale)
+
+
+def _sound(labels: Tensor, spec: CrossEntropySpec, dtype: torch.dtype) -> Tensor:
+    """A factor `[rows]`: NaN where the label is outside of the vocabulary and counts, else 1."""
+    outside = ((labels < 0) | (labels >= spec.vocabulary)) & (labels != spec.ignore_index)
+    return torch.ones_like(labels, dtype=dtype).masked_fill(outside, float("nan"))
+
+
+def mean_scale(labels: Tensor, spec: CrossEntropySpec, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
+    """1 / `weight_sum`."""
+    return weight_sum(labels, weights, spec).to(dtype).reciprocal()
+
+
+def weight_sum(labels: Tensor, weights: Tensor | None, spec: CrossEntropySpec) -> Tensor:
+    """The number of rows that count, or the sum of their class weights, a scalar on the device."""
+    counts = labels != spec.ignore_index if weights is None else weights_of_labels(labels, weights, spec)
+    return counts.sum()
+
+
+def factors(dloss: Tensor, scale: Tensor | None, labels: Tensor, normaliser: Tensor, spec: CrossEntropySpec) -> Tensor:
+    """A factor of the gradient of each row, `[rows]`; arguments as of `gradient`."""
+    g = (dloss if scale is None else dloss * scale).expand_as(labels)
+    return g * spec.logit_scale * _sound(labels, spec, normaliser.dtype)
+
+
+def factors_of_exponentials(
+    normaliser: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None
+) -> Tensor:
+    """A factor that the gradient has on the exponentials of each row's differences, `[rows]`."""
+    pivot, exp_sum = normaliser.unbind(1)
+    lse = pivot * spec.factor + exp_sum.log()
+    _, of_lse = shares(labels, weights, spec)
+    return (of_lse + 2 * spec.lse_square_scale * lse) / exp_sum
+
+
+def gradient(
+    dloss: Tensor,
+    scale: Tensor | None,
+    logits: Tensor,
+    labels: Tensor,
+    normaliser: Tensor,
+    spec: CrossEntropySpec,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The gradient of rows of logits `[rows, columns]`, in the dtype that computes; differentiable.
+
+    Args:
+        dloss: gradient of the loss, a scalar or `[rows]`.
+        scale: a factor on it, a scalar or None.
+        logits: in the dtype that computes.
+        labels: `[rows]`.
+        normaliser: `[rows, 2]`, over all columns.
+        spec: of the call.
+        weights: class weights and their sum.
+    """
+    counts = (labels != spec.ignore_index)[:, None]
+    g = factors(dloss, scale, labels, normaliser, spec)[:, None]
+    scores, columns = capped(logits, spec), logits.shape[1]
+    exponentials = ((scores - normaliser[:, :1]) * spec.factor).exp()
+    of_all = spec.label_smoothing / spec.vocabulary * (1 if weights is None else weights_here(weights, columns, spec))
+    wanted = exponentials * factors_of_exponentials(normaliser, labels, spec, weights)[:, None] - of_all
+    is_label = torch.arange(spec.first, spec.first + columns, device=logits.device) == labels[:, None]
+    of_label, _ = shares(labels, weights, spec)
+    wanted = wanted - (of_label if weights is None else of_label[:, None]) * is_label.to(wanted.dtype)
+    wanted = wanted * cap_slope(scores, spec) if spec.softcap else wanted
+    return (g * wanted).where(counts, 0)
+
+
+# --- the reference ---------------------------------------------------------------------------------------------------
+
+
+def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Results:
+    """The losses of logits `[rows, columns]`; differentiable. `weights`: class weights and their sum."""
+    return losses(read(logits, labels, spec, weights), labels, spec, weights)
+
+
+def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Statistics:
+    """The statistics of the columns that are here."""
+    logits = _counted(logits, labels, spec)
+    return statistics(logits.to(compute_dtype(logits.dtype)), labels, spec, weights)
+
+
+def backward(
+    dloss: Tensor,
+    scale: Tensor | None,
+    logits: Tensor,
+    labels: Tensor,
+    normaliser: Tensor,
+    spec: CrossEntropySpec,
+    inplace: bool = False,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The gradient of the logits from that of the loss, in their dtype; in their memory where asked for."""
+    wide = logits.to(compute_dtype(logits.dtype))
+    dlogits = gradient(dloss, scale, wide, labels, normaliser, spec, weights).to(logits.dtype)
+    return logits.copy_(dlogits) if inplace else dlogits
+
+
+def multiply(gradient: Tensor, factor: Tensor) -> None:
+    """Multiplies a gradient by a scalar, in place."""
+    gradient.copy_(gradient.to(compute_dtype(gradient.dtype)) * factor)
+
+
+def differentiable_backward(
+    dloss: Tensor, logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None
+) -> Tensor:
+    """The gradient of the logits as a function of `dloss` and of the logits alone, for the second derivative."""
+    logits = _counted(logits, labels, spec)
+    found = forward(logits, labels, spec, weights)
+    return backward(dloss, found.scale, logits, labels, found.normaliser, spec, weights=weights)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    class_weights: Tensor | None,
+    spec: CrossEntropySpec,
+) -> Results:
+    """The losses of the logits `x · weightᵀ + bias`, which are held as a whole; differentiable."""
+    return forward(torch.nn.functional.linear(_counted(x, labels, spec), weight, bias), labels, spec, class_weights)
+
+
+def _counted(rows: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Tensor:
+    """Rows with 0 for those that are ignored: what these hold, be it NaN, reaches no derivative."""
+    return rows.masked_fill((labels == spec.ignore_index)[:, None], 0)
+
+
+# --- rows whose columns are spread over processes ---------------------------------------------------------------------
+
+
+def forward_on_group(
+    module: ModuleType, logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None
+) -> Results:
+    """The losses of whole rows, by a backend's module, from the columns `[rows, columns]` that are here.
+    `weights`: `[vocabulary + 1]`, the class weights and their sum, or None."""
+    if not spec.group:
+        return module.forward(logits, labels, spec, weights)
+    group = _group(spec)
+    found = module.read(logits, labels, spec, weights)
+    here = torch.column_stack(found)
+    everywhere = here.new_empty(group.size() * len(here), here.shape[1])
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
+    gather(everywhere, here, group=group)
+    of_processes = everywhere.view(group.size(), *here.shape)
+    parts = Statistics(of_processes[..., :2], of_processes[..., 2], of_processes[..., 3])
+    return losses(merge(parts, spec, weights), labels, spec, weights)
+
+
+def add_up(tensor: Tensor | None, spec: CrossEntropySpec) -> None:
+    """Adds a tensor over processes, in place; each then has the sum."""
+    if tensor is not None and spec.group:
+        dist.all_reduce(tensor, group=_group(spec))
+
+
+def _group(spec: CrossEntropySpec) -> Any:
+    return dist.distributed_c10d._resolve_process_group(cast(Any, spec.group))

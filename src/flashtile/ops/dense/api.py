@@ -40,35 +40,23 @@ if TYPE_CHECKING:
 
 @overload
 def fused_dense(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    return_residual: Literal[False] = False,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, return_residual: Literal[False] = False,
     **options: Unpack[LayerOptions],
-) -> Tensor: ...
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def fused_dense(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    return_residual: Literal[True],
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, return_residual: Literal[True],
     **options: Unpack[LayerOptions],
-) -> tuple[Tensor, Tensor]: ...
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def fused_dense(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    return_residual: bool = False,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, return_residual: bool = False,
     **options: Unpack[LayerOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def fused_dense(
@@ -134,41 +122,23 @@ def fused_dense(
 
 @overload
 def fused_mlp(
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    *,
-    return_residual: Literal[False] = False,
-    **options: Unpack[MlpOptions],
-) -> Tensor: ...
+    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, *,
+    return_residual: Literal[False] = False, **options: Unpack[MlpOptions],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def fused_mlp(
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    *,
-    return_residual: Literal[True],
-    **options: Unpack[MlpOptions],
-) -> tuple[Tensor, Tensor]: ...
+    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, *,
+    return_residual: Literal[True], **options: Unpack[MlpOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def fused_mlp(
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    *,
-    return_residual: bool = False,
-    **options: Unpack[MlpOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, *,
+    return_residual: bool = False, **options: Unpack[MlpOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def fused_mlp(

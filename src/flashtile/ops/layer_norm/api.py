@@ -97,59 +97,29 @@ def rms_norm(
 
 @overload
 def dropout_add_layer_norm(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    dropout_p: float = 0.0,
-    epsilon: float = 1e-5,
-    rowscale: Tensor | None = None,
-    layerscale: Tensor | None = None,
-    prenorm: Literal[False] = False,
-    residual_in_fp32: bool = False,
-    return_dropout_mask: Literal[False] = False,
-    *,
-    weight1: None = None,
-    **options: Unpack[NormOptions],
-) -> Tensor: ...
+    x0: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, dropout_p: float = 0.0,
+    epsilon: float = 1e-5, rowscale: Tensor | None = None, layerscale: Tensor | None = None,
+    prenorm: Literal[False] = False, residual_in_fp32: bool = False, return_dropout_mask: Literal[False] = False, *,
+    weight1: None = None, **options: Unpack[NormOptions],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def dropout_add_layer_norm(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    dropout_p: float = 0.0,
-    epsilon: float = 1e-5,
-    rowscale: Tensor | None = None,
-    layerscale: Tensor | None = None,
-    *,
-    prenorm: Literal[True],
-    residual_in_fp32: bool = False,
-    return_dropout_mask: bool = False,
-    weight1: Tensor | None = None,
+    x0: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, dropout_p: float = 0.0,
+    epsilon: float = 1e-5, rowscale: Tensor | None = None, layerscale: Tensor | None = None, *, prenorm: Literal[True],
+    residual_in_fp32: bool = False, return_dropout_mask: bool = False, weight1: Tensor | None = None,
     **options: Unpack[NormOptions],
-) -> tuple[Tensor, ...]: ...
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
 @overload
 def dropout_add_layer_norm(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    dropout_p: float = 0.0,
-    epsilon: float = 1e-5,
-    rowscale: Tensor | None = None,
-    layerscale: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    return_dropout_mask: bool = False,
-    *,
-    weight1: Tensor | None = None,
+    x0: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, dropout_p: float = 0.0,
+    epsilon: float = 1e-5, rowscale: Tensor | None = None, layerscale: Tensor | None = None, prenorm: bool = False,
+    residual_in_fp32: bool = False, return_dropout_mask: bool = False, *, weight1: Tensor | None = None,
     **options: Unpack[NormOptions],
-) -> Tensor | tuple[Tensor, ...]: ...
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
 
 def dropout_add_layer_norm(
@@ -235,59 +205,29 @@ def dropout_add_layer_norm(
 
 @overload
 def dropout_add_rms_norm(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    epsilon: float = 1e-5,
-    rowscale: Tensor | None = None,
-    layerscale: Tensor | None = None,
-    prenorm: Literal[False] = False,
-    residual_in_fp32: bool = False,
-    return_dropout_mask: Literal[False] = False,
-    *,
-    weight1: None = None,
-    **options: Unpack[NormOptions],
-) -> Tensor: ...
+    x0: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None = None, dropout_p: float = 0.0,
+    epsilon: float = 1e-5, rowscale: Tensor | None = None, layerscale: Tensor | None = None,
+    prenorm: Literal[False] = False, residual_in_fp32: bool = False, return_dropout_mask: Literal[False] = False, *,
+    weight1: None = None, **options: Unpack[NormOptions],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def dropout_add_rms_norm(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    epsilon: float = 1e-5,
-    rowscale: Tensor | None = None,
-    layerscale: Tensor | None = None,
-    *,
-    prenorm: Literal[True],
-    residual_in_fp32: bool = False,
-    return_dropout_mask: bool = False,
-    weight1: Tensor | None = None,
+    x0: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None = None, dropout_p: float = 0.0,
+    epsilon: float = 1e-5, rowscale: Tensor | None = None, layerscale: Tensor | None = None, *, prenorm: Literal[True],
+    residual_in_fp32: bool = False, return_dropout_mask: bool = False, weight1: Tensor | None = None,
     **options: Unpack[NormOptions],
-) -> tuple[Tensor, ...]: ...
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
 @overload
 def dropout_add_rms_norm(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    epsilon: float = 1e-5,
-    rowscale: Tensor | None = None,
-    layerscale: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    return_dropout_mask: bool = False,
-    *,
-    weight1: Tensor | None = None,
+    x0: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None = None, dropout_p: float = 0.0,
+    epsilon: float = 1e-5, rowscale: Tensor | None = None, layerscale: Tensor | None = None, prenorm: bool = False,
+    residual_in_fp32: bool = False, return_dropout_mask: bool = False, *, weight1: Tensor | None = None,
     **options: Unpack[NormOptions],
-) -> Tensor | tuple[Tensor, ...]: ...
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
 
 def dropout_add_rms_norm(
