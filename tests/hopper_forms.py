@@ -10,7 +10,7 @@ import torch
 
 import flashtile
 from flashtile._backends.devices import KNOWN_DEVICES
-from flashtile.bench import functions as bench_functions
+from flashtile.bench import masks as bench_functions
 from flashtile.ops.attention.call import AuxFacts, TensorFacts
 from flashtile.ops.attention.hopper.backward_configs import backward_config_of
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, function_of_call

@@ -9,7 +9,7 @@ import torch
 
 import flashtile
 from command_line import invoke
-from flashtile.bench import against, commands, runner
+from flashtile.bench import commands, runner
 from flashtile.bench.cases import Case
 from flashtile.bench.record import read_record
 from flashtile.bench.report import comparison_tables, differences, report_of
@@ -109,7 +109,7 @@ def repository(tmp_path, monkeypatch):
 
 def test_two_commits_run_in_turns_with_the_same_arguments(repository, tmp_path):
     seen = []
-    report = against.compare_with_commit(
+    report = commands.compare_with_commit(
         "attention", {"cases": ["a,b"], "quick": True}, "HEAD~1", tmp_path / "both.json", lambda *run: seen.append(run)
     )
     assert [tree for tree, *_ in seen] == ["HEAD~1", "here", "here", "HEAD~1", "HEAD~1", "here"]
@@ -125,7 +125,7 @@ def test_two_commits_run_in_turns_with_the_same_arguments(repository, tmp_path):
 
 def test_the_tree_that_is_worked_on_counts_as_it_is(repository):
     (repository / "ms.txt").write_text("1.0")
-    here, there = against.measure_against("HEAD", ["attention"], lambda *run: None, rounds=1)
+    here, there = commands.measure_against("HEAD", ["attention"], lambda *run: None, rounds=1)
     assert (here["rows"][0]["ms"], there["rows"][0]["ms"]) == (1.0, 2.0)
 
 
@@ -138,20 +138,20 @@ def test_the_tree_that_is_worked_on_counts_as_it_is(repository):
 )
 def test_what_cannot_be_compared_is_named(repository, ref, arguments, message):
     with pytest.raises(ChoiceError, match=message):
-        against.measure_against(ref, arguments, lambda *run: None, rounds=1)
+        commands.measure_against(ref, arguments, lambda *run: None, rounds=1)
 
 
 def test_outside_a_checkout_there_is_nothing_to_compare_with(tmp_path, monkeypatch):
     monkeypatch.setattr(flashtile, "__file__", str(tmp_path / "__init__.py"))
     with pytest.raises(ChoiceError, match="expected flashtile to run from a git checkout"):
-        against.checkout()
+        commands.checkout()
 
 
 def test_the_median_of_rounds_and_its_speed():
     records = [{"commit": "c", "rows": [row(ms, gbps=12 / ms)]} for ms in (1.0, 3.0, 2.0)]
-    (merged,) = against.merge(records)["rows"]
+    (merged,) = commands.merge(records)["rows"]
     assert merged["ms"] == 2.0 and merged["gbps"] == pytest.approx(6.0) and merged["round_ms"] == [1.0, 3.0, 2.0]
-    broken = against.merge([*records, {"commit": "c", "rows": [row(None, why="it broke")]}])["rows"][0]
+    broken = commands.merge([*records, {"commit": "c", "rows": [row(None, why="it broke")]}])["rows"][0]
     assert broken["ms"] is None and broken["why"] == "it broke"
 
 
@@ -169,4 +169,4 @@ def test_flashtile_runs_from_this_checkout():
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         pytest.skip("the tests run outside a git checkout")
-    assert against.checkout() == root
+    assert commands.checkout() == root

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashtile.bench import functions, implementations
+from flashtile.bench import implementations, masks
 from flashtile.bench.ahead import first_calls
 from flashtile.bench.base import Implementation
 from flashtile.bench.cases import Case, make_inputs
@@ -20,11 +20,11 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def case_of(name: str) -> Case:
-    causal = functions.MASKS[name].causal if name in functions.MASKS else name != "relative"
+    causal = masks.MASKS[name].causal if name in masks.MASKS else name != "relative"
     return Case(1, 128, 2, 2, 16, 16, causal=causal, dtype="fp32", function=name)
 
 
-CASES = [case_of(name) for name in (*functions.SCORES, *functions.MASKS)]
+CASES = [case_of(name) for name in (*masks.SCORES, *masks.MASKS)]
 
 
 def named(*names: str) -> list[Implementation]:
@@ -40,11 +40,11 @@ def test_the_table_has_every_function_at_two_head_sizes():
 
 
 @pytest.mark.parametrize("seq", [128, 2048])
-@pytest.mark.parametrize("name", functions.MASKS)
+@pytest.mark.parametrize("name", masks.MASKS)
 def test_masks_show_what_the_oracle_is_told(name, seq):
-    dense = functions.MASKS[name].pattern(seq, CPU).to_dense()[0, 0]
-    assert torch.equal(functions.shown(name, seq, range(20, 90), range(seq), CPU), dense[20:90])
-    assert torch.equal(functions.shown(name, seq, range(seq), range(10, 100), CPU), dense[:, 10:100])
+    dense = masks.MASKS[name].pattern(seq, CPU).to_dense()[0, 0]
+    assert torch.equal(masks.shown(name, seq, range(20, 90), range(seq), CPU), dense[20:90])
+    assert torch.equal(masks.shown(name, seq, range(seq), range(10, 100), CPU), dense[:, 10:100])
     case = replace(case_of(name), S=seq)
     assert int(dense.sum()) == case.visible_pairs() and not (case.causal and dense.triu(1).any())
     if case.segments is not None:
@@ -74,7 +74,7 @@ def test_flex_computes_the_case(case):
     """Traced in one piece, as for its kernels, which a CPU has not for the backward."""
     inputs = make_inputs(case, CPU)
     tensors = [t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)]
-    tensors += inputs.tables if functions.learns(case.function) else ()
+    tensors += inputs.tables if masks.learns(case.function) else ()
     torch.compiler.reset()
     flex = implementations.only_compiled(implementations.flex_of(case, inputs))
     attend = torch.compile(flex, backend="aot_eager", fullgraph=True)
@@ -103,7 +103,7 @@ def test_a_mask_with_one_pair_too_many_is_found():
     case = case_of("prefix-lm")
 
     def build(case, inputs):
-        mask = functions.shown(case.function, case.S, range(case.S), range(case.S), CPU)
+        mask = masks.shown(case.function, case.S, range(case.S), range(case.S), CPU)
         mask[40, 100] = True
         bias = torch.zeros(1, 1, case.S, case.S).masked_fill(~mask, -torch.inf)
         return lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)

@@ -396,7 +396,7 @@ def test_the_verdict_is_of_every_kind_and_machine():
     assert list(dict.fromkeys(line[0] for line in found.lines)) == kinds
     assert found.sentences[0].endswith("In the mean it is slower in: Decoding (0.67).") and len(found.sentences) == 2
     *_, rest = [chart for chart in found.charts if isinstance(chart, DotChart)]
-    assert rest.cases == {"Decoding, forward": {"NVIDIA H200": pytest.approx(2 / 3)}}
+    assert rest.cases == {"Decoding": {"NVIDIA H200": pytest.approx(2 / 3)}}
 
 
 def test_gpus_come_first_and_of_them_the_most_comparisons():

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import flashtile.cli
 from command_line import invoke
-from flashtile.bench import against, commands, runner
+from flashtile.bench import commands, runner
 from flashtile.bench.companion_products import OPERATIONS
 from flashtile.bench.report import Table, report_of
 from flashtile.cli import doctor, warmup
@@ -500,7 +500,7 @@ def test_a_record_that_a_full_disk_does_not_take_is_said(tmp_path, monkeypatch):
 
 def test_what_cannot_be_written_is_said_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "make_record", None)
-    monkeypatch.setattr(against, "measure_against", None)
+    monkeypatch.setattr(commands, "measure_against", None)
     record = tmp_path / "record.json"
     record.write_text('{"rows": []}')
     for arguments in (

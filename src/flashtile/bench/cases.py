@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile import BlockMask
-from flashtile.bench import functions, masks
+from flashtile.bench import masks
 from flashtile.bench.base import AnyCase
 from flashtile.bench.values import NORMAL, activations, changed, layer_of
 
@@ -31,7 +31,7 @@ class Case(AnyCase):
     With `lengths` the batch is packed: B sequences of these lengths, the longest of them S. `mask` names a mask of
     `masks.py`; that of documents is causal where the case is. `bias` is the shape of one that wants its gradient,
     `1HSS` or `BHSS`. `values` names what the tensors hold (`values.py`). `Sk` is the number of keys if it is not S, the
-    number of queries. `function` names a function of scores or a mask of `functions.py`; such a mask is all that is
+    number of queries. `function` names a function of scores or a mask of `masks.py`; such a mask is all that is
     visible, and `causal` says whether it is.
     """
 
@@ -74,10 +74,10 @@ class Case(AnyCase):
             assert self.B == 1 and self.H == self.Hkv and self.lengths is None, "the check picks heads of one sequence"
             others = self.mask, self.bias, self.softcap, self.window, self.Sk
             assert all(part is None for part in others) and not self.dropout_p, "a function stands alone"
-            if self.function in functions.MASKS:
-                assert self.causal == functions.MASKS[self.function].causal
+            if self.function in masks.MASKS:
+                assert self.causal == masks.MASKS[self.function].causal
             else:
-                assert self.function in functions.SCORES
+                assert self.function in masks.SCORES
         assert self.values == NORMAL or (self.lengths is None and self.H == self.Hkv and self.Sk is None), (
             "other values are for plain calls"
         )
@@ -128,8 +128,8 @@ class Case(AnyCase):
     @property
     def segments(self) -> tuple[int, ...] | None:
         """Lengths of the parts that do not see each other: of a packed batch, or of each batch entry's documents."""
-        if self.function in functions.MASKS:
-            parts = functions.MASKS[self.function].parts
+        if self.function in masks.MASKS:
+            parts = masks.MASKS[self.function].parts
             return None if parts is None else parts(self.S)
         return masks.document_lengths(self.mask, self.S) if self.lengths is None else self.lengths
 
@@ -155,8 +155,8 @@ class Case(AnyCase):
 
     def visible_pairs(self) -> float:
         """(query, key) pairs of one head, over the batch, that count as work."""
-        if self.function in functions.MASKS:
-            return functions.MASKS[self.function].pairs(self.S)
+        if self.function in masks.MASKS:
+            return masks.MASKS[self.function].pairs(self.S)
         entries, sequences = (self.B if self.lengths is None else 1), self.segments
         if self.mask is not None and self.has_mask_tensor:
             return masks.visible_in_tensor(self.mask, self.B, self.S, self.keys)
@@ -243,14 +243,14 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         bias=None if case.bias_shape is None else normal(*case.bias_shape),
         block_mask=make_block_mask(case, device),
         mask=make_mask_tensor(case, device),
-        tables=functions.tables(case.function, case.H, case.S, generator),
+        tables=masks.tables(case.function, case.H, case.S, generator),
     )
 
 
 def make_block_mask(case: Case, device: torch.device) -> BlockMask | None:
     """A case's mask if it is a block mask."""
     if case.mask is None:
-        return functions.block_mask(case.function, case.S, device)
+        return masks.pattern_of(case.function, case.S, device)
     return None if case.has_mask_tensor else masks.block_mask(case.mask, case.S, case.causal, device)
 
 

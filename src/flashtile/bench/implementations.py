@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashtile
-from flashtile import BlockMask, patterns
-from flashtile.bench import functions
+from flashtile import patterns
+from flashtile.bench import masks
 from flashtile.bench.base import Implementation, device_memory
 from flashtile.bench.cases import Case, Inputs, cumulative, make_block_mask, make_mask_tensor
-from flashtile.bench.functions import ScoreMod, Visible
+from flashtile.bench.masks import ScoreMod, Visible
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -44,8 +44,11 @@ def build_flashtile(backend: str) -> Callable[[Case, Inputs], Attention]:
     def build(case: Case, inputs: Inputs) -> Attention:
         arguments = {**case.arguments(), "dropout_seed": inputs.dropout_seed, "backend": backend}
         cu_seqlens = inputs.cu_seqlens
-        if case.function in functions.SCORES:
-            return _with_score_mod(case, inputs, arguments)
+        if case.function in masks.SCORES:
+            make = masks.SCORES[case.function].make  # it reads the tables that it is given, or those of the inputs
+            return lambda q, k, v, *tables: flashtile.attention(
+                q, k, v, score_mod=make(tables or inputs.tables, case.S), **arguments
+            )
         if cu_seqlens is None:
             arguments |= _mask_arguments(inputs.block_mask, inputs.mask)
             return lambda q, k, v, bias=None: flashtile.attention(q, k, v, bias=bias, **arguments)
@@ -55,31 +58,19 @@ def build_flashtile(backend: str) -> Callable[[Case, Inputs], Attention]:
     return build
 
 
-def _with_score_mod(case: Case, inputs: Inputs, arguments: dict[str, Any]) -> Attention:
-    """A call with the case's function, which reads the tables that it is given, or those of the inputs."""
-    assert case.function is not None
-    make = functions.SCORES[case.function].make
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *tables: Tensor) -> Tensor:
-        return flashtile.attention(q, k, v, score_mod=make(tables or inputs.tables, case.S), **arguments)
-
-    return attend
-
-
 def _build_builtin(case: Case, inputs: Inputs) -> Attention:
     """The case by an argument of flashtile instead of a function."""
     if case.function == "documents":
-        lengths = functions.document_lengths(case.S)
+        lengths = masks.packed_lengths(case.S)
         cu_seqlens, longest = cumulative(lengths, inputs.q.device), max(lengths)
         packed: dict[str, Any] = {"causal": True, "max_seqlen_q": longest, "max_seqlen_k": longest}
         return lambda q, k, v: flashtile.attention_varlen(q[0], k[0], v[0], cu_seqlens, **packed)[None]
-    arguments: dict[str, Any] = {"causal": case.causal}
-    if case.function == "alibi":
-        arguments["alibi_slopes"] = inputs.tables[0]
-    elif case.function == "softcap":
-        arguments["softcap"] = functions.SOFTCAP
-    else:
-        arguments["window"] = (functions.window_left(case.S), 0)
+    name, value = {
+        "alibi": ("alibi_slopes", inputs.tables and inputs.tables[0]),
+        "softcap": ("softcap", masks.SOFTCAP),
+        "window": ("window", (masks.window_left(case.S), 0)),
+    }[case.function or ""]
+    arguments: dict[str, Any] = {name: value, "causal": case.causal}
     return lambda q, k, v: flashtile.attention(q, k, v, **arguments)
 
 
@@ -98,22 +89,16 @@ def _mask_arguments(block_mask: flashtile.BlockMask | None, mask: Tensor | None)
 
 
 def _build_sdpa(case: Case, inputs: Inputs) -> Attention:
-    grouped = case.H != case.Hkv
     mask = inputs.mask
     if inputs.block_mask is not None:
         mask = inputs.block_mask.to_dense()
     elif case.window is not None:
         row = torch.arange(case.S, device=inputs.q.device)
         mask = visible_in_band(case)(row[:, None], row[None, :])
-    causal = case.causal and mask is None
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        added = mask if bias is None else bias
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=added, dropout_p=case.dropout_p, is_causal=causal, enable_gqa=grouped
-        )
-
-    return attend
+    options: dict[str, Any] = {"dropout_p": case.dropout_p, "is_causal": case.causal and mask is None}
+    options["enable_gqa"] = case.H != case.Hkv
+    attend: Callable[..., Tensor] = F.scaled_dot_product_attention
+    return lambda q, k, v, bias=None: attend(q, k, v, attn_mask=mask if bias is None else bias, **options)
 
 
 def _build_fa4(case: Case, inputs: Inputs) -> Attention:
@@ -124,13 +109,9 @@ def _build_fa4(case: Case, inputs: Inputs) -> Attention:
         mask["softcap"] = case.softcap
     if inputs.cu_seqlens is None:
         return lambda q, k, v: flash_attn_func(q, k, v, **mask)[0]
-    lengths = {
-        "cu_seqlens_q": inputs.cu_seqlens,
-        "cu_seqlens_k": inputs.cu_seqlens,
-        "max_seqlen_q": case.S,
-        "max_seqlen_k": case.S,
-    }
-    return lambda q, k, v: flash_attn_varlen_func(q, k, v, **lengths, **mask)[0]
+    mask |= {f"cu_seqlens_{side}": inputs.cu_seqlens for side in "qk"}
+    mask |= {f"max_seqlen_{side}": case.S for side in "qk"}
+    return lambda q, k, v: flash_attn_varlen_func(q, k, v, **mask)[0]
 
 
 def _build_torch_varlen(case: Case, inputs: Inputs) -> Attention:
@@ -178,11 +159,9 @@ def _sdpa_limits(case: Case, device: torch.device) -> str | None:
 def _no_mask_kernel(case: Case, device: torch.device) -> str | None:
     if case.bias is not None:
         return "has no gradient of a bias"
-    if case.function is not None:
-        return "measured without functions"
-    for what in ("window", "mask"):
-        if getattr(case, what) is not None and device.type == "cuda":
-            return f"sdpa has no argument for a {what}, so a {what} of this kernel cannot be reached through it"
+    hides = next((what for what in ("window", "mask") if getattr(case, what) is not None), None)
+    if case.function is None and hides and device.type == "cuda":
+        return f"sdpa has no argument for a {hides}, so a {hides} of this kernel cannot be reached through it"
     return _sdpa_limits(case, device)
 
 
@@ -220,10 +199,10 @@ def hopper_limits(case: Case, device: torch.device) -> str | None:
         arguments |= {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": case.S, "max_seqlen_k": case.S}
     block_mask, mask = make_block_mask(case, device), make_mask_tensor(case, device)
     arguments |= _mask_arguments(block_mask and block_mask.to("meta"), None if mask is None else mask.to("meta"))
-    if case.function in functions.SCORES:
-        tables = functions.tables(case.function, case.H, case.S, torch.Generator())
-        meta = [table.to("meta").requires_grad_(functions.learns(case.function)) for table in tables]
-        arguments["score_mod"] = functions.SCORES[case.function].make(meta, case.S)
+    if case.function in masks.SCORES:
+        tables = masks.tables(case.function, case.H, case.S, torch.Generator())
+        meta = [table.to("meta").requires_grad_(masks.learns(case.function)) for table in tables]
+        arguments["score_mod"] = masks.SCORES[case.function].make(meta, case.S)
     if case.bias_shape is not None:
         arguments["bias"] = torch.empty(case.bias_shape, dtype=case.torch_dtype, device="meta")
     answer = flashtile.explain(q, k, v, **arguments, backend="hopper", device=device)
@@ -278,8 +257,8 @@ def flex_of(case: Case, inputs: Inputs) -> Callable[..., Tensor]:
     lists, grouped = _block_mask(case, inputs), case.H != case.Hkv
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
-        if case.function in functions.SCORES:
-            score_mod: ScoreMod | None = functions.SCORES[case.function].make(more or inputs.tables, case.S)
+        if case.function in masks.SCORES:
+            score_mod: ScoreMod | None = masks.SCORES[case.function].make(more or inputs.tables, case.S)
         else:
             score_mod = _score_mod(case, more[0] if more else None)
         return flex_attention(q, k, v, score_mod=score_mod, block_mask=lists, enable_gqa=grouped)
@@ -289,17 +268,13 @@ def flex_of(case: Case, inputs: Inputs) -> Callable[..., Tensor]:
 
 def _score_mod(case: Case, bias: Tensor | None) -> ScoreMod | None:
     softcap, shared = case.softcap, case.bias == "1HSS"
-    if softcap is None and bias is None:
-        return None
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
-        if bias is not None:
-            score = score + bias[0 if shared else batch, head, row, column]
-        return score
+        return score if bias is None else score + bias[0 if shared else batch, head, row, column]
 
-    return score_mod
+    return None if softcap is None and bias is None else score_mod
 
 
 def _block_mask(case: Case, inputs: Inputs) -> FlexBlockMask | None:
@@ -309,30 +284,21 @@ def _block_mask(case: Case, inputs: Inputs) -> FlexBlockMask | None:
     device = inputs.q.device
     if inputs.block_mask is None and not case.causal and case.window is None:
         return None
-    lists = (inputs.block_mask or _band(case, device)).to_flex()
+    left, right = case.window or (None, None)
+    band = patterns.sliding_window(case.S, None, left, 0 if case.causal else right, device=device)
+    lists = (inputs.block_mask or band).to_flex()
     if case.mask is not None and case.segments is None:
         return lists  # all of its tiles are full
-    visible = _visible(case, device)
-
-    def mask_mod(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return visible(row, column)
-
+    if case.function in masks.MASKS:
+        visible = masks.visible(case.function, case.S, device)
+    elif case.segments is None:
+        visible = visible_in_band(case)
+    else:
+        visible = masks.visible_in_documents(case.segments, device, case.causal)
     blocks = (lists.kv_num_blocks, lists.kv_indices, lists.full_kv_num_blocks, lists.full_kv_indices)
-    seq_lengths = (case.S, case.S)
-    return FlexBlockMask.from_kv_blocks(*blocks, lists.BLOCK_SIZE, mask_mod, seq_lengths)
-
-
-def _visible(case: Case, device: torch.device) -> Visible:
-    if case.function in functions.MASKS:
-        return functions.visible(case.function, case.S, device)
-    if case.segments is None:
-        return visible_in_band(case)
-    return functions.visible_in_documents(case.segments, device, case.causal)
-
-
-def _band(case: Case, device: torch.device) -> BlockMask:
-    left, right = case.window or (None, None)
-    return patterns.sliding_window(case.S, None, left, 0 if case.causal else right, device=device)
+    return FlexBlockMask.from_kv_blocks(
+        *blocks, lists.BLOCK_SIZE, lambda batch, head, row, column: visible(row, column), (case.S, case.S)
+    )
 
 
 def visible_in_band(case: Case) -> Visible:

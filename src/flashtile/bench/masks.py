@@ -1,9 +1,14 @@
-"""The masks that cases name: which pairs they show, and how many, as layout, as lengths and as a `BlockMask`.
+"""The masks and functions that cases name: what they show, how many pairs, and how scores change.
 
-`tiles128:0.1` shows random tiles of 128 queries and 128 keys, about a tenth of them. `documents768` shows each token
-the tokens of its own document; their lengths have the median 768 and a long tail. These two are block masks. The others
-are tensors of booleans: `padding` hides the last keys of each batch entry, up to half of them, and `random0.5` shows
-half of all pairs.
+`mask` of a case: `tiles128:0.1` shows random tiles of 128 queries and 128 keys, about a tenth of them. `documents768`
+shows each token the tokens of its own document; their lengths have the median 768 and a long tail. These two are block
+masks. The others are tensors of booleans: `padding` hides the last keys of each batch entry, up to half of them, and
+`random0.5` shows half of all pairs.
+
+`function` of a case: scores and masks as users write them, for flashtile and for FlexAttention alike. A score function
+is the same Python function for both. A mask is a pattern of flashtile and, for FlexAttention and for the oracle, the
+function of the indices that a user writes. Sizes follow the length of the sequence, so that short cases have every part
+of a mask too.
 """
 
 from __future__ import annotations
@@ -11,15 +16,24 @@ from __future__ import annotations
 import functools
 import math
 import random
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile import BlockMask, patterns
 
-_DOCUMENTS = "documents"
-_TILES = "tiles"
-_RANDOM = "random"
+#: `(score, batch, head, q_index, k_index) -> score`.
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+#: `(q_index, k_index) -> visible`.
+Visible = Callable[[Tensor, Tensor], Tensor]
+Tables = Sequence[Tensor]
+
+SOFTCAP = 30.0
+_DILATION = 4
+_ANSWERS = 8
 #: The mask of keys that pad short sequences.
 PADDING = "padding"
 
@@ -36,9 +50,9 @@ def long_tailed_lengths(total: int = 65536, median: int = 768) -> list[int]:
 
 def document_lengths(mask: str | None, seq: int) -> tuple[int, ...] | None:
     """Lengths of the documents that a mask keeps apart; None for another mask, or none."""
-    if mask is None or not mask.startswith(_DOCUMENTS):
+    if mask is None or not mask.startswith("documents"):
         return None
-    return tuple(long_tailed_lengths(seq, int(mask.removeprefix(_DOCUMENTS))))
+    return tuple(long_tailed_lengths(seq, int(mask.removeprefix("documents"))))
 
 
 def padded_lengths(batch: int, keys: int) -> list[int]:
@@ -48,14 +62,14 @@ def padded_lengths(batch: int, keys: int) -> list[int]:
 
 def is_tensor(mask: str) -> bool:
     """Whether a mask is a tensor of booleans, not a block mask."""
-    return mask == PADDING or mask.startswith(_RANDOM)
+    return mask == PADDING or mask.startswith("random")
 
 
 def visible_in_tensor(mask: str, batch: int, queries: int, keys: int) -> int:
     """Pairs that a tensor shows over the batch; of random pairs, how many are expected."""
     if mask == PADDING:
         return queries * sum(padded_lengths(batch, keys))
-    return round(batch * queries * keys * float(mask.removeprefix(_RANDOM)))
+    return round(batch * queries * keys * float(mask.removeprefix("random")))
 
 
 def mask_tensor(mask: str, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
@@ -67,14 +81,14 @@ def mask_tensor(mask: str, batch: int, queries: int, keys: int, device: torch.de
         lengths = torch.tensor(padded_lengths(batch, keys), device=device)
         return (torch.arange(keys, device=device) < lengths[:, None])[:, None, None]
     generator = torch.Generator(device).manual_seed(0)
-    drawn = torch.rand(queries, keys, generator=generator, device=device) < float(mask.removeprefix(_RANDOM))
+    drawn = torch.rand(queries, keys, generator=generator, device=device) < float(mask.removeprefix("random"))
     drawn[:, 0] = True
     return drawn[None, None]
 
 
 def parse_tiles(mask: str) -> tuple[int, float]:
     """Tile and density of a mask of random tiles."""
-    tile, _, density = mask.removeprefix(_TILES).partition(":")
+    tile, _, density = mask.removeprefix("tiles").partition(":")
     return int(tile), float(density)
 
 
@@ -113,3 +127,244 @@ def block_mask(mask: str, seq: int, causal: bool, device: torch.device) -> Block
         return patterns.documents(lengths=lengths, causal=causal, device=device)
     tile, _ = parse_tiles(mask)
     return BlockMask.from_layout(tile_layout(seq, mask).to(device), (tile, tile), seq, seq)
+
+
+class ScoreFunction(NamedTuple):
+    """A function of scores.
+
+    Attributes:
+        tables: from heads, seq and a generator, the tensors that it reads, float32 with heads first.
+        make: the function that reads such tensors; the second argument is seq.
+        learned: the gradients of the tables are part of the backward.
+    """
+
+    tables: Callable[[int, int, torch.Generator], tuple[Tensor, ...]]
+    make: Callable[[Tables, int], ScoreMod]
+    learned: bool = False
+
+
+class MaskFunction(NamedTuple):
+    """A function of the indices. All take seq, and a device where they make tensors.
+
+    Attributes:
+        pattern: flashtile's mask.
+        visible: the function that a user of FlexAttention writes.
+        pairs: how many pairs are visible.
+        causal: no query sees a later key.
+        parts: lengths of the parts that do not see each other.
+    """
+
+    pattern: Callable[[int, torch.device], BlockMask]
+    visible: Callable[[int, torch.device], Visible]
+    pairs: Callable[[int], int]
+    causal: bool
+    parts: Callable[[int], tuple[int, ...]] | None = None
+
+
+def _relative_tables(heads: int, seq: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+    return (torch.randn(heads, 2 * seq - 1, generator=generator, device=generator.device),)
+
+
+def _relative(tables: Tables, seq: int) -> ScoreMod:
+    (table,) = tables
+    return lambda score, batch, head, q_index, k_index: score + table[head, q_index - k_index + (seq - 1)]
+
+
+def alibi_slopes(heads: int, device: torch.device) -> Tensor:
+    """`[heads]`: 2 to the powers of -8 / heads, -16 / heads, and so on to -8."""
+    return torch.exp2(-8.0 / heads * torch.arange(1, heads + 1, device=device))
+
+
+def _alibi(tables: Tables, seq: int) -> ScoreMod:
+    (slopes,) = tables
+    return lambda score, batch, head, q_index, k_index: score - slopes[head] * torch.abs(q_index - k_index)
+
+
+def _softcap(tables: Tables, seq: int) -> ScoreMod:
+    return lambda score, batch, head, q_index, k_index: SOFTCAP * torch.tanh(score / SOFTCAP)
+
+
+def _wave_tables(heads: int, seq: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+    frequency = torch.rand(heads, generator=generator, device=generator.device)
+    return frequency, torch.randn(heads, seq, generator=generator, device=generator.device)
+
+
+def _waves(tables: Tables, seq: int) -> ScoreMod:
+    frequency, gain = tables
+
+    def waves(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+        return score + gain[head, k_index] * torch.sin(frequency[head] * (q_index - k_index))
+
+    return waves
+
+
+SCORES = {
+    "relative": ScoreFunction(_relative_tables, _relative, learned=True),
+    "alibi": ScoreFunction(lambda heads, seq, generator: (alibi_slopes(heads, generator.device),), _alibi),
+    "softcap": ScoreFunction(lambda heads, seq, generator: (), _softcap),
+    "waves": ScoreFunction(_wave_tables, _waves, learned=True),
+}
+
+
+def packed_lengths(seq: int) -> tuple[int, ...]:
+    """Long-tailed, in 65,536 tokens those of a packed batch."""
+    return tuple(long_tailed_lengths(seq, min(768, seq // 8)))
+
+
+def visible_in_documents(lengths: Sequence[int], device: torch.device, causal: bool = True) -> Visible:
+    """Each token the tokens of its own document; causal, those before it alone."""
+    document = torch.repeat_interleave(torch.tensor(lengths, device=device)).int()
+    if not causal:
+        return lambda q_index, k_index: document[q_index] == document[k_index]
+    return lambda q_index, k_index: (k_index <= q_index) & (document[q_index] == document[k_index])
+
+
+def window_left(seq: int) -> int:
+    """Keys before the query: 1,024 keys in all of 8,192 tokens."""
+    return seq // 8 - 1
+
+
+def _window_visible(seq: int, device: torch.device) -> Visible:
+    left = window_left(seq)
+    return lambda q_index, k_index: (k_index <= q_index) & (q_index - k_index <= left)
+
+
+def _prefix_visible(seq: int, device: torch.device) -> Visible:
+    prefix = seq // 4
+    return lambda q_index, k_index: (k_index <= q_index) | (k_index < prefix)
+
+
+def _dilated_left(seq: int) -> int:
+    """Visible keys before the query: 512 of 8,192 tokens."""
+    return seq // 16
+
+
+def _dilated_visible(seq: int, device: torch.device) -> Visible:
+    reach = _dilated_left(seq) * _DILATION
+
+    def visible(q_index: Tensor, k_index: Tensor) -> Tensor:
+        back = q_index - k_index
+        return (back >= 0) & (back <= reach) & (back % _DILATION == 0)
+
+    return visible
+
+
+def picture(seq: int) -> tuple[int, int, int]:
+    """Height and width of the picture, and the odd size of the window: 64, 128 and 13 of 8,192 tokens."""
+    width = 2 ** ((seq.bit_length()) // 2)
+    height = seq // width
+    assert height * width == seq, "a picture has a power of two of tokens"
+    return height, width, min(13, height - 1 | 1)
+
+
+def _neighborhood_visible(seq: int, device: torch.device) -> Visible:
+    height, width, kernel = picture(seq)
+    reach = kernel // 2
+
+    def visible(q_index: Tensor, k_index: Tensor) -> Tensor:
+        middle_row = (q_index // width).clamp(reach, height - 1 - reach)
+        middle_column = (q_index % width).clamp(reach, width - 1 - reach)
+        near_row = torch.abs(k_index // width - middle_row) <= reach
+        return near_row & (torch.abs(k_index % width - middle_column) <= reach)
+
+    return visible
+
+
+def tree_segments(seq: int) -> tuple[list[int], list[int]]:
+    """Lengths and parents: prompts with eight answers each, of 8,192 tokens together, or of all if those are fewer."""
+    group = min(seq, 8192)
+    prompt, answer = group // 4, group * 3 // (4 * _ANSWERS)
+    assert seq % group == 0 and prompt + _ANSWERS * answer == group, "trees are of one size"
+    lengths, parents = [], []
+    for number in range(seq // group):
+        root = number * (1 + _ANSWERS)
+        lengths += [prompt] + [answer] * _ANSWERS
+        parents += [-1] + [root] * _ANSWERS
+    return lengths, parents
+
+
+def _tree_visible(seq: int, device: torch.device) -> Visible:
+    """Where children stand right behind their parent, a token is seen up to the end of the last segment below it."""
+    lengths, parents = tree_segments(seq)
+    last = list(accumulate(lengths))
+    for segment in range(len(parents) - 1, -1, -1):
+        if parents[segment] >= 0:
+            last[parents[segment]] = max(last[parents[segment]], last[segment])
+    end = torch.repeat_interleave(torch.tensor(last, device=device), torch.tensor(lengths, device=device)).int()
+
+    return lambda q_index, k_index: (k_index <= q_index) & (q_index < end[k_index])
+
+
+def _tree_pairs(seq: int) -> int:
+    lengths, parents = tree_segments(seq)
+    return sum(n * (n + 1) // 2 + (n * lengths[parent] if parent >= 0 else 0) for n, parent in zip(lengths, parents))
+
+
+MASKS = {
+    "documents": MaskFunction(
+        lambda seq, device: patterns.documents(lengths=packed_lengths(seq), causal=True, device=device),
+        lambda seq, device: visible_in_documents(packed_lengths(seq), device),
+        lambda seq: sum(n * (n + 1) // 2 for n in packed_lengths(seq)),
+        causal=True,
+        parts=packed_lengths,
+    ),
+    "window": MaskFunction(
+        lambda seq, device: patterns.sliding_window(seq, left=window_left(seq), right=0, device=device),
+        _window_visible,
+        lambda seq: sum(min(row, window_left(seq)) + 1 for row in range(seq)),
+        causal=True,
+    ),
+    "prefix-lm": MaskFunction(
+        lambda seq, device: patterns.prefix_lm(seq, seq // 4, device=device),
+        _prefix_visible,
+        lambda seq: sum(max(row + 1, seq // 4) for row in range(seq)),
+        causal=False,
+    ),
+    "dilated": MaskFunction(
+        lambda seq, device: patterns.dilated(seq, _dilated_left(seq), 0, _DILATION, device=device),
+        _dilated_visible,
+        lambda seq: sum(min(row // _DILATION, _dilated_left(seq)) + 1 for row in range(seq)),
+        causal=True,
+    ),
+    "neighborhood": MaskFunction(
+        lambda seq, device: patterns.neighborhood(picture(seq)[:2], picture(seq)[2], device=device),
+        _neighborhood_visible,
+        lambda seq: seq * picture(seq)[2] ** 2,
+        causal=False,
+    ),
+    "tree": MaskFunction(
+        lambda seq, device: patterns.tree(*tree_segments(seq), device=device),
+        _tree_visible,
+        _tree_pairs,
+        causal=True,
+        parts=lambda seq: (min(seq, 8192),) * (seq // min(seq, 8192)),
+    ),
+}
+
+
+@functools.lru_cache(maxsize=2)
+def pattern_of(name: str | None, seq: int, device: torch.device) -> BlockMask | None:
+    """The mask as flashtile takes it; None for a function of scores, and without a function."""
+    return MASKS[name].pattern(seq, device) if name in MASKS else None
+
+
+@functools.lru_cache(maxsize=2)
+def visible(name: str, seq: int, device: torch.device) -> Visible:
+    """The mask as a function of the indices."""
+    return MASKS[name].visible(seq, device)
+
+
+def tables(name: str | None, heads: int, seq: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """The tensors that the function of scores reads; none without one."""
+    return SCORES[name].tables(heads, seq, generator) if name in SCORES else ()
+
+
+def learns(name: str | None) -> bool:
+    """Whether the backward has gradients of the tables."""
+    return name in SCORES and SCORES[name].learned
+
+
+def shown(name: str, seq: int, rows: range, keys: range, device: torch.device) -> Tensor:
+    """What some queries see of some keys: bool `[rows, keys]`, from the function of the indices."""
+    q_index = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    return visible(name, seq, device)(q_index, torch.arange(keys.start, keys.stop, device=device)[None, :])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.bench import base, functions
+from flashtile.bench import base, masks
 from flashtile.bench.base import Implementation, Verdict, judge, spread
 from flashtile.bench.cases import Case, Inputs, make_inputs
 from flashtile.bench.masks import tile_rows
@@ -50,7 +50,7 @@ class Bound(base.Bound):
         self._first_call = {} if first_call_ms is None else {"first_call_ms": first_call_ms}
         self._function = implementation.build(case, inputs)
         more = {} if inputs.bias is None else {"dbias": inputs.bias}  # heads come first in every layout
-        if functions.learns(case.function):
+        if masks.learns(case.function):
             more |= {f"dtable{number}": table for number, table in enumerate(inputs.tables)}
         self._more = tuple(more)
         own = [*map(self.change_layout, (inputs.q, inputs.k, inputs.v)), *more.values()]
@@ -205,7 +205,7 @@ def _reference_in_blocks(
 ) -> dict[str, Tensor]:
     """The same for `[n, S, heads, D]`, by blocks of queries. `start`: where this part of the sequence starts."""
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
-    tables, learns = [name for name in tensors if name.startswith("table")], functions.learns(case.function)
+    tables, learns = [name for name in tensors if name.startswith("table")], masks.learns(case.function)
     found = {name: torch.zeros_like(tensors[name[1:]]) for name in ("dq", "dbias") if name[1:] in tensors}
     summed = ("k", "v", *(tables if learns else ()))
     sums = {name: torch.zeros(tensors[name].shape, dtype=torch.float64, device=q.device) for name in summed}
@@ -218,7 +218,7 @@ def _reference_in_blocks(
         read = [tensors[name].clone().requires_grad_(learns) for name in tables]
         shown = _shown(case, rows, keys, mask, q.device, start)
         arguments: dict[str, Any] = {**leaves, **case.arguments(), "mask": shown}
-        if case.function in functions.SCORES:
+        if case.function in masks.SCORES:
             arguments["score_mod"] = _of_chosen_heads(case, read, rows.start)
         out = flashtile.attention(**arguments, dropout_seed=dropout_seed, backend="reference")
         wanted = [*leaves.values(), *(read if learns else ())]
@@ -235,10 +235,10 @@ def _reference_in_blocks(
     return {"out": torch.cat(outs, 1), **found, **of_sums}
 
 
-def _of_chosen_heads(case: Case, tables: list[Tensor], first_row: int) -> functions.ScoreMod:
+def _of_chosen_heads(case: Case, tables: list[Tensor], first_row: int) -> masks.ScoreMod:
     """The case's function for a block of queries: the chosen heads, to which the tables belong, are batch entries."""
     assert case.function is not None
-    whole = functions.SCORES[case.function].make(tables, case.S)
+    whole = masks.SCORES[case.function].make(tables, case.S)
     return lambda score, batch, head, q_index, k_index: whole(score, head, batch, q_index + first_row, k_index)
 
 
@@ -267,9 +267,9 @@ def _shown(
     are computed one by one instead."""
     if mask is not None:
         return mask if mask.shape[2] == 1 else mask[:, :, rows]
-    if case.function in functions.MASKS:
+    if case.function in masks.MASKS:
         q_index, k_index = (range(start + part.start, start + part.stop) for part in (rows, keys))
-        return functions.shown(case.function, case.S, q_index, k_index, device)[None, None]
+        return masks.shown(case.function, case.S, q_index, k_index, device)[None, None]
     if case.mask is None or not case.mask_shows_tiles:
         return None
     return tile_rows(case.S, case.mask, range(rows.start, rows.stop), device)[None, None]

@@ -23,195 +23,163 @@ from flashtile.bench.cases import Case, packed_case
 from flashtile.bench.masks import PADDING, long_tailed_lengths
 from flashtile.bench.values import BATCH, MADE, MODEL, NORMAL, trained
 
-DEFAULT = "default"
-ALL = "all"
+DEFAULT, ALL = "default", "all"
+_BOTH = (False, True)
+
+
+def _case(batch: int, seq: int, heads: int, head_dim: int, **more: Any) -> Case:
+    """As many key/value heads as query heads, all of one size."""
+    return Case(batch, seq, heads, heads, head_dim, head_dim, **more)
+
+
+def _wide(seq: int, head_dim: int, **more: Any) -> Case:
+    """16,384 tokens and a model width of 2048, as published attention benchmarks use."""
+    return _case(16384 // seq, seq, 2048 // head_dim, head_dim, **more)
+
+
+def _of_size(head_dim: int, seq: int, causal: bool) -> Case:
+    """16,384 tokens of 16 heads, or 8 wide ones."""
+    return _case(16384 // seq, seq, 16 if head_dim < 128 else 8, head_dim, causal=causal)
 
 
 def cuda_cases() -> list[Case]:
-    """16,384 tokens and a model width of 2048 in every case, bf16, as published attention benchmarks use."""
-    return [
-        Case(16384 // seq, seq, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim, causal=causal)
-        for head_dim in (64, 128, 256)
-        for causal in (False, True)
-        for seq in (512, 1024, 2048, 4096, 8192, 16384)
-    ]
+    lengths = (512, 1024, 2048, 4096, 8192, 16384)
+    return [_wide(seq, dim, causal=causal) for dim in (64, 128, 256) for causal in _BOTH for seq in lengths]
 
 
 def value_cases() -> list[Case]:
     """Every kind of values in two sequences of 8,192 tokens, and what a trained model's layers compute at 4,096."""
     made = [
-        Case(2, 8192, heads, heads, head_dim, head_dim, causal=causal, dtype=dtype, values=values)
+        _case(2, 8192, heads, head_dim, causal=causal, dtype=dtype, values=values)
         for dtype in ("bf16", "fp16")
         for head_dim, heads in ((64, 16), (128, 16), (256, 8))
-        for causal in (False, True)
+        for causal in _BOTH
         for values in MADE
     ]
-    shape = (BATCH, MODEL.context, MODEL.heads, MODEL.heads, MODEL.head_dim, MODEL.head_dim)
-    layers = [
-        Case(*shape, causal=True, dtype=dtype, values=values)
-        for dtype in ("bf16", "fp16")
-        for values in (NORMAL, *map(trained, range(MODEL.layers)))
-    ]
-    return [*made, *layers]
+    layer = _case(BATCH, MODEL.context, MODEL.heads, MODEL.head_dim, causal=True)
+    names = (NORMAL, *map(trained, range(MODEL.layers)))
+    return [*made, *(replace(layer, dtype=dtype, values=name) for dtype in ("bf16", "fp16") for name in names)]
 
 
 def cpu_cases() -> list[Case]:
     """Four heads of 64, 1k to 8k tokens, both dtypes, and one case each for a window and for dropout."""
     plain = [
-        Case(1, seq, 4, 4, 64, 64, causal=causal, dtype=dtype)
+        _case(1, seq, 4, 64, causal=causal, dtype=dtype)
         for dtype in ("fp32", "bf16")
-        for causal in (False, True)
+        for causal in _BOTH
         for seq in (1024, 2048, 4096, 8192)
     ]
-    window = Case(1, 4096, 4, 4, 64, 64, causal=True, window=(256, 0), dtype="fp32")
-    dropout = Case(1, 2048, 4, 4, 64, 64, causal=True, dropout_p=0.1, dtype="fp32")
-    return [*plain, window, dropout]
+    window = _case(1, 4096, 4, 64, causal=True, window=(256, 0), dtype="fp32")
+    return [*plain, window, _case(1, 2048, 4, 64, causal=True, dropout_p=0.1, dtype="fp32")]
 
 
 def cpu_grouped_cases() -> list[Case]:
     """A prompt of 1,024 tokens with 32 query and 8 key/value heads of 128; short sequences in a batch; one key/value
     head for all."""
     sizes = (1, 1024, 32, 8, 128, 128), (4, 256, 16, 4, 64, 64), (1, 1024, 8, 1, 64, 64)
-    return [
-        Case(*size, causal=causal, dtype=dtype)
-        for size in sizes
-        for dtype in ("fp32", "bf16")
-        for causal in (False, True)
-    ]
+    kinds = [(dtype, causal) for dtype in ("fp32", "bf16") for causal in _BOTH]
+    return [Case(*size, causal=causal, dtype=dtype) for size in sizes for dtype, causal in kinds]
 
 
 def cpu_feature_cases() -> list[Case]:
     """What changes or hides scores, with 8 heads of 64, and windows of Swin."""
-    changes: list[dict[str, Any]] = [{"mask": PADDING}, {"mask": "random0.5"}, {"bias": "1HSS"}]
-    return [
-        case
-        for dtype in ("fp32", "bf16")
-        for case in (
-            *(Case(2, 512, 8, 8, 64, 64, dtype=dtype, **change) for change in changes),
-            Case(1, 2048, 8, 8, 64, 64, causal=True, window=(255, 0), dtype=dtype),
-            Case(1, 1024, 16, 4, 64, 64, causal=True, window=(127, 0), dtype=dtype),
-            Case(64, 49, 4, 4, 32, 32, bias="1HSS", dtype=dtype),
-        )
-    ]
+    changes: tuple[dict[str, Any], ...] = ({"mask": PADDING}, {"mask": "random0.5"}, {"bias": "1HSS"})
+    cases = (
+        *(_case(2, 512, 8, 64, **change) for change in changes),
+        _case(1, 2048, 8, 64, causal=True, window=(255, 0)),
+        Case(1, 1024, 16, 4, 64, 64, causal=True, window=(127, 0)),
+        _case(64, 49, 4, 32, bias="1HSS"),
+    )
+    return [replace(case, dtype=dtype) for dtype in ("fp32", "bf16") for case in cases]
 
 
 def grouped_cases() -> list[Case]:
     """64 query heads and 8 key/value heads of 128, batch 2."""
-    return [
-        Case(2, seq, 64, 8, 128, 128, causal=causal)
-        for causal in (False, True)
-        for seq in (2048, 4096, 8192, 16384, 32768)
-    ]
+    lengths = (2048, 4096, 8192, 16384, 32768)
+    return [Case(2, seq, 64, 8, 128, 128, causal=causal) for causal in _BOTH for seq in lengths]
 
 
 def mla_cases() -> list[Case]:
     """128 heads of 192 for q and k and of 128 for v, as multi-head latent attention has them in training."""
-    return [Case(1, 8192, 128, 128, 192, 128, causal=causal) for causal in (False, True)]
+    return [Case(1, 8192, 128, 128, 192, 128, causal=causal) for causal in _BOTH]
 
 
 def window_cases() -> list[Case]:
     """128 keys visible, the query's own among them."""
-    return [Case(1, 8192, 128, 128, 64, 64, causal=True, window=(127, 0))]
+    return [_case(1, 8192, 128, 64, causal=True, window=(127, 0))]
 
 
 def varlen_cases() -> list[Case]:
     """One packed batch of 65,536 tokens, with heads × head_dim = 2048 as in the default table."""
     lengths = long_tailed_lengths()
-    return [
-        packed_case(lengths, 2048 // head_dim, head_dim, causal) for head_dim in (64, 128) for causal in (False, True)
-    ]
+    return [packed_case(lengths, 2048 // dim, dim, causal) for dim in (64, 128) for causal in _BOTH]
 
 
 def mask_cases() -> list[Case]:
     """Block-sparse beside dense, narrow windows, biases, documents beside the same packed, and a soft cap."""
-    head_dims = (64, 128)
-    names = [None, *(f"tiles128:{density:g}" for density in (0.05, 0.1, 0.25, 0.5))]
-    tiles = [_sixteen_heads(1, 16384, head_dim, mask=name) for head_dim in head_dims for name in names]
-    windows = [
-        _sixteen_heads(1, seq, 64, causal=True, window=(visible - 1, 0))
-        for visible in (128, 1024, 4096)
-        for seq in (8192, 16384, 32768, 65536)
+    names = (None, *(f"tiles128:{density:g}" for density in (0.05, 0.1, 0.25, 0.5)))
+    lengths = (8192, 16384, 32768, 65536)
+    cases = [_case(1, 16384, 16, head_dim, mask=name) for head_dim in (64, 128) for name in names]
+    cases += [
+        _case(1, seq, 16, 64, causal=True, window=(visible - 1, 0)) for visible in (128, 1024, 4096) for seq in lengths
     ]
-    biases = [_sixteen_heads(4, seq, head_dim, bias="1HSS") for head_dim in head_dims for seq in (2048, 4096)]
-    packed = [
-        case
-        for head_dim in head_dims
-        for case in (
-            _sixteen_heads(1, 65536, head_dim, causal=True, mask="documents768"),
-            packed_case(long_tailed_lengths(), 16, head_dim, causal=True),
-        )
-    ]
-    return [*tiles, *windows, *biases, *packed, _sixteen_heads(4, 4096, 128, causal=True, softcap=30.0)]
+    cases += [_case(4, seq, 16, head_dim, bias="1HSS") for head_dim in (64, 128) for seq in (2048, 4096)]
+    for head_dim in (64, 128):
+        cases.append(_case(1, 65536, 16, head_dim, causal=True, mask="documents768"))
+        cases.append(packed_case(long_tailed_lengths(), 16, head_dim, causal=True))
+    return [*cases, _case(4, 4096, 16, 128, causal=True, softcap=30.0)]
 
 
 def feature_cases() -> list[Case]:
     """Dropout, biases and masks in the shapes of models that have them, each beside the same call without."""
     with_dropout = [
-        Case(8, 1024, 12, 12, 64, 64, causal=True, dropout_p=0.1),  # GPT-2
-        Case(16, 512, 16, 16, 64, 64, dropout_p=0.1),  # BERT-large
-        *(
-            Case(16384 // seq, seq, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim, dropout_p=0.1)
-            for head_dim in (32, 64, 128, 256)
-            for seq in (1024, 4096)
-        ),
-        Case(4, 4096, 16, 16, 96, 96, dropout_p=0.1),
-        *(
-            Case(1, 16384, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim, dropout_p=0.1)
-            for head_dim in (64, 128)
-        ),
+        _case(8, 1024, 12, 64, causal=True),  # GPT-2
+        _case(16, 512, 16, 64),  # BERT-large
+        *(_wide(seq, head_dim) for head_dim in (32, 64, 128, 256) for seq in (1024, 4096)),
+        _case(4, 4096, 16, 96),
+        *(_wide(16384, head_dim) for head_dim in (64, 128)),
     ]
     biases = [
-        Case(16, 512, 16, 16, 64, 64, bias="1HSS"),  # T5
-        Case(2, 1536, 16, 16, 64, 64, bias="BHSS"),  # of pairs
-        Case(64, 768, 4, 4, 32, 32, bias="1HSS"),  # triangle attention
-        Case(4096, 49, 6, 6, 32, 32, bias="1HSS"),  # windows of Swin
-        Case(4, 2048, 16, 16, 96, 96, bias="1HSS"),
-        Case(4, 2048, 8, 8, 256, 256, bias="1HSS"),
-        Case(1, 8192, 8, 8, 64, 64, bias="1HSS"),
+        _case(16, 512, 16, 64, bias="1HSS"),  # T5
+        _case(2, 1536, 16, 64, bias="BHSS"),  # of pairs
+        _case(64, 768, 4, 32, bias="1HSS"),  # triangle attention
+        _case(4096, 49, 6, 32, bias="1HSS"),  # windows of Swin
+        _case(4, 2048, 16, 96, bias="1HSS"),
+        _case(4, 2048, 8, 256, bias="1HSS"),
+        _case(1, 8192, 8, 64, bias="1HSS"),
     ]
     sizes = (8, 2048, 32), (2, 12288, 8)
-    hidden = [
-        Case(batch, seq, heads, heads, 64, 64, mask=mask)
-        for batch, seq, heads in sizes
-        for mask in (PADDING, "random0.5")
-    ]
-    plain = [replace(case, dropout_p=0.0, bias=None, mask=None) for case in (*with_dropout, *biases, *hidden)]
-    return [*with_dropout, *biases, *hidden, *dict.fromkeys(plain)]
+    hidden = [_case(*size, 64, mask=mask) for size in sizes for mask in (PADDING, "random0.5")]
+    dropped = [replace(case, dropout_p=0.1) for case in with_dropout]
+    plain = [replace(case, bias=None, mask=None) for case in (*with_dropout, *biases, *hidden)]
+    return [*dropped, *biases, *hidden, *dict.fromkeys(plain)]
 
 
 def shape_cases() -> list[Case]:
-    """Shapes of models that the other tables do not have. What few implementations serve comes last."""
-    between = [
-        *(_of_size(head_dim, 4096, causal) for head_dim in _BETWEEN for causal in (False, True)),
-        *(Case(16, 729, 16, 16, head_dim, head_dim) for head_dim in (72, 80)),  # SigLIP and ViT
-        *(
-            _of_size(head_dim, 1024, causal)
-            for head_dim, causal in ((80, False), (96, True), (192, False), (256, True))
-        ),
-        *(_of_size(head_dim, 16384, causal) for head_dim, causal in ((80, True), (96, False), (224, True))),
-    ]
-    windows = [
+    """Shapes of models that the other tables do not have, among them sizes of heads between the powers of two. What few
+    implementations serve comes last."""
+    few = ((80, 1024, False), (96, 1024, True), (192, 1024, False), (256, 1024, True))
+    long = ((80, 16384, True), (96, 16384, False), (224, 16384, True))
+    return [
+        *(_of_size(dim, 4096, causal) for dim in (72, 80, 96, 104, 112, 160, 192, 224, 256) for causal in _BOTH),
+        *(_case(16, 729, 16, head_dim) for head_dim in (72, 80)),  # SigLIP and ViT
+        *(_of_size(*size) for size in (*few, *long)),
         Case(1, 32768, 16, 2, 128, 128, causal=True, window=(4096, 0)),
         Case(1, 16384, 32, 8, 128, 128, causal=True, window=(1024, 0)),
         Case(1, 16384, 32, 4, 128, 128, causal=True, window=(1024, 0)),
         Case(2, 8192, 64, 8, 64, 64, causal=True, window=(127, 0)),
-    ]
-    lengths = [
-        Case(1, 32768, 16, 16, 128, 128, causal=True),
-        Case(128, 128, 16, 16, 128, 128, causal=True),
-        Case(128, 128, 32, 32, 64, 64),
+        _case(1, 32768, 16, 128, causal=True),
+        _case(128, 128, 16, 128, causal=True),
+        _case(128, 128, 32, 64),
         Case(1, 1000, 32, 8, 128, 128, causal=True),
-        Case(64, 128, 12, 12, 64, 64, causal=True),
-        Case(64, 197, 12, 12, 64, 64),  # ViT
-        Case(4, 4096, 10, 10, 64, 64, Sk=77),  # cross attention of images on text
-        Case(4096, 49, 6, 6, 32, 32),  # windows of Swin
+        _case(64, 128, 12, 64, causal=True),
+        _case(64, 197, 12, 64),  # ViT
+        _case(4, 4096, 10, 64, Sk=77),  # cross attention of images on text
+        _case(4096, 49, 6, 32),  # windows of Swin
+        *(_case(4, seq, 4, 512, causal=causal) for seq in (1024, 4096) for causal in _BOTH),
+        _case(4, 1024, 4, 320),
+        _case(4, 4096, 4, 320, causal=True),
     ]
-    wide = [
-        *(Case(4, seq, 4, 4, 512, 512, causal=causal) for seq in (1024, 4096) for causal in (False, True)),
-        Case(4, 1024, 4, 4, 320, 320),
-        Case(4, 4096, 4, 4, 320, 320, causal=True),
-    ]
-    return [*between, *windows, *lengths, *wide]
 
 
 def float32_cases() -> list[Case]:
@@ -227,63 +195,31 @@ def float32_cases() -> list[Case]:
         (1, 16384, 8, 128, True),
         *((1, tokens, 1, 512, False) for tokens in (1024, 4096, 16384)),
     ]
-    return [
-        Case(batch, seq, heads, heads, head_dim, head_dim, causal=causal, dtype="fp32")
-        for batch, seq, heads, head_dim, causal in shapes
-    ]
-
-
-#: Sizes of heads between the powers of two, and the widest that the kernels for Hopper serve.
-_BETWEEN = (72, 80, 96, 104, 112, 160, 192, 224, 256)
-
-
-def _of_size(head_dim: int, seq: int, causal: bool) -> Case:
-    """16,384 tokens of 16 heads, or 8 wide ones."""
-    heads = 16 if head_dim < 128 else 8
-    return Case(16384 // seq, seq, heads, heads, head_dim, head_dim, causal=causal)
+    return [_case(*size, causal=causal, dtype="fp32") for *size, causal in shapes]
 
 
 def function_cases() -> list[Case]:
     """Scores and masks as functions, each with 16 heads in one sequence; documents and trees are packed ones."""
+    full = ("relative", "prefix-lm", "neighborhood")
+    lengths = {"relative": 4096, "waves": 4096, "documents": 65536, "tree": 65536}
+    names = ("relative", "alibi", "softcap", "waves", "documents", "window", "prefix-lm", "dilated", "neighborhood")
     return [
-        _sixteen_heads(1, seq, head_dim, causal=causal, function=name)
+        _case(1, lengths.get(name, 8192), 16, head_dim, causal=name not in full, function=name)
         for head_dim in (128, 64)
-        for name, seq, causal in (
-            ("relative", 4096, False),
-            ("alibi", 8192, True),
-            ("softcap", 8192, True),
-            ("waves", 4096, True),
-            ("documents", 65536, True),
-            ("window", 8192, True),
-            ("prefix-lm", 8192, False),
-            ("dilated", 8192, True),
-            ("neighborhood", 8192, False),
-            ("tree", 65536, True),
-        )
+        for name in (*names, "tree")
     ]
-
-
-def _sixteen_heads(batch: int, seq: int, head_dim: int, **more: Any) -> Case:
-    return Case(batch, seq, 16, 16, head_dim, head_dim, **more)
 
 
 # Shapes that nobody chose: drawn at random, the same in every run. A table of chosen shapes says little of the others,
 # and a kernel can be tuned to it. Lengths and numbers of tokens are drawn evenly on a scale of logarithms.
 
-#: FLOPs of a forward at most, so that a case takes some 10 ms.
-_MOST_FLOPS = 6e12
-
-#: Bytes of q at most, in 16 bits.
-_MOST_BYTES = 2**29
-
+#: FLOPs of a forward at most, so that a case takes some 10 ms; bytes of q at most, in 16 bits.
+_MOST_FLOPS, _MOST_BYTES = 6e12, 2**29
 #: Sequences of a batch at most, and of a packed one.
 _MOST_SEQUENCES, _MOST_PACKED = 512, 200
-
 #: Sizes of heads and their numbers; the commonest ones more than once.
 _HEAD_DIMS = (32, 40, 48, 56, 64, 64, 64, 72, 80, 88, 96, 112, 120, 128, 128, 128, 144, 160, 176, 192, 208, 240, 256)
-_HEADS = (4, 6, 8, 12, 16, 20, 24, 32, 40)
-_COMMON_HEADS = (8, 12, 16, 32, 32)
-
+_HEADS, _COMMON_HEADS = (4, 6, 8, 12, 16, 20, 24, 32, 40), (8, 12, 16, 32, 32)
 #: Kinds of calls, by what they have beside q, k and v. More than half have nothing.
 _KINDS = (*("plain",) * 6, "window", "cross", "packed", "dropout")
 
@@ -368,20 +304,11 @@ def tables(device: torch.device) -> dict[str, list[Case]]:
     if device.type != "cuda":
         return {DEFAULT: cpu_cases(), "grouped": cpu_grouped_cases(), "features": cpu_feature_cases()}
     return {
-        DEFAULT: cuda_cases(),
-        "values": value_cases(),
-        "grouped": grouped_cases(),
-        "mla": mla_cases(),
-        "window": window_cases(),
-        "varlen": varlen_cases(),
-        "masks": mask_cases(),
-        "features": feature_cases(),
-        "shapes": shape_cases(),
-        "float32": float32_cases(),
-        "functions": function_cases(),
-        "random": common_cases(),
-        "random-odd": odd_cases(),
-    }
+        DEFAULT: cuda_cases(), "values": value_cases(), "grouped": grouped_cases(), "mla": mla_cases(),
+        "window": window_cases(), "varlen": varlen_cases(), "masks": mask_cases(), "features": feature_cases(),
+        "shapes": shape_cases(), "float32": float32_cases(), "functions": function_cases(),
+        "random": common_cases(), "random-odd": odd_cases(),
+    }  # fmt: skip
 
 
 def table_of(case: Case) -> str:

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flashtile.bench import commands
-from flashtile.bench.against import compare_with_commit
 from flashtile.bench.base import AnyCase
-from flashtile.bench.commands import OnCase, describe_progress
+from flashtile.bench.commands import OnCase, compare_with_commit, describe_progress
 from flashtile.bench.record import Row, read_record
 from flashtile.bench.report import Report, report_of
 from flashtile.cli.console import make_console, print_table, print_text

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flashtile.bench.base import is_ours
+from flashtile.bench.companion_products import OPERATIONS as COMPANIONS
 from flashtile.bench.html.charts import (
     Named,
     Section,
@@ -45,10 +46,13 @@ from flashtile.bench.record import (
     require_writable,
     write_whole,
 )  # fmt: skip
+from flashtile.bench.report import BREAKDOWN
 from flashtile.bench.start import how_to_install
 
 _NO_PICTURES = f"The page has tables only. Pictures need matplotlib: {how_to_install('plots')}."
 _TITLE, _NAMES, _RECORDS = "flashtile: measured", "Names of implementations", "Records"
+#: Operations whose rows do not compare calls.
+_NO_COMPARISON = (BREAKDOWN, "attention-io", "attention-tiles")
 #: Charts beside the verdict.
 _CHARTS = 4
 #: The most columns of a table: a narrow screen shows each cell with its heading.
@@ -103,14 +107,14 @@ def verdict_of(records: Sequence[Named]) -> Verdict | None:
         groups.setdefault((one.kind, one.phase, one.machine), []).append(one.ratio)
     lines = [_line(*place, of_group) for place, of_group in sorted(groups.items(), key=lambda group: group[0][:1])]
     headings = ("kind of call", "phase", "machine", "mean", "lowest", "highest", "cases", "lowest against")
-    charts = [*_overview(groups), *_by_length(records)][:_CHARTS]
+    charts = [*_overview(found), *_by_length(records)][:_CHARTS]
     return Verdict(sentences, headings, tuple(lines), tuple(charts))
 
 
 def _compared(named: Named) -> list[_Compared]:
     """The best ratio of each case and phase of a record."""
     best: dict[tuple[str, str], Ratio] = {}
-    for ratio in ratios_to_best(named.rows):
+    for ratio in ratios_to_best(row for row in named.rows if row["op"] not in _NO_COMPARISON):
         key = str(ratio.case), ratio.op + ratio.phase
         if key not in best or ratio.value > best[key].value:
             best[key] = ratio
@@ -132,7 +136,7 @@ def _sentence(machine: str, found: Sequence[_Compared]) -> str:
     for one in found:
         kinds.setdefault(one.kind, []).append(one.ratio.value)
     means = sorted((geometric_mean(of_kind), kind) for kind, of_kind in kinds.items())
-    slower = [f"{kind} ({mean:.2f})" for mean, kind in means if mean < 1]
+    slower = [f"{kind} ({mean:.2f})" for mean, kind in means if mean < 0.995]
     return (
         f"On {machine} flashtile is faster than the fastest other implementation in {cases}, "
         f"{geometric_mean(values):.2f} times as fast in the geometric mean ({min(values):.2f} to {max(values):.2f})."
@@ -147,16 +151,22 @@ def _line(kind: str, phase: str, machine: str, ratios: Sequence[Ratio]) -> tuple
     return kind, phase_of(phase), machine, *figures, str(len(values)), full_name(lowest.peer)
 
 
-def _overview(groups: dict[tuple[str, str, str], list[Ratio]]) -> list[Chart]:
-    """Mean ratios with a dot for each machine: attention forward, attention backward, and the rest by phase."""
-    charts: dict[str, dict[str, dict[str, float]]] = {}
-    for (kind, phase, machine), found in groups.items():
-        attention = kind.startswith("Attention: ")
-        title = f"Attention, {phase_of(phase)}" if attention else "Norms, losses, layers, decoding and training"
-        case = kind.removeprefix("Attention: ") if attention else f"{kind}, {phase_of(phase)}"
-        charts.setdefault(title, {}).setdefault(case, {})[machine] = geometric_mean(ratio.value for ratio in found)
+def _overview(found: Sequence[_Compared]) -> list[Chart]:
+    """Mean ratios with a dot for each machine: attention forward and backward, the companions, and all else."""
+    charts: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for one in found:
+        title, case = "Decoding, training and others", one.kind
+        if one.ratio.op == "attention" and one.phase in ("fwd", "bwd"):
+            title, case = f"Attention, {phase_of(one.phase)}", one.kind.removeprefix("Attention: ")
+        elif one.ratio.op in COMPANIONS:
+            title = "Norms, rotary embedding, softmax, losses and layers"
+        charts.setdefault(title, {}).setdefault(case, {}).setdefault(one.machine, []).append(one.ratio.value)
     unit = "times the speed of the fastest other"
-    return [DotChart(title, cases, unit, logarithmic=True, level=1.0) for title, cases in charts.items()]
+    return [
+        DotChart(title, {case: {machine: geometric_mean(values) for machine, values in by_machine.items()}
+                         for case, by_machine in cases.items()}, unit, logarithmic=True, level=1.0)
+        for title, cases in charts.items()
+    ]  # fmt: skip
 
 
 def _by_length(records: Sequence[Named]) -> list[Chart]:

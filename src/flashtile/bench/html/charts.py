@@ -82,7 +82,8 @@ def in_order(records: Sequence[Named]) -> list[Named]:
 
 
 def styles(records: Sequence[Named]) -> dict[str, int]:
-    """Colour and mark of each implementation: the same all over the page, no two in one record alike, ours first."""
+    """Colour and mark of each machine, and of each implementation: the same all over the page, no two in one record
+    alike, ours first."""
     together: dict[str, set[str]] = {}
     for named in records:
         names = {row["impl"] for row in named.record["rows"]}
@@ -92,7 +93,8 @@ def styles(records: Sequence[Named]) -> dict[str, int]:
     for name in sorted(together, key=lambda name: not is_ours(name)):
         taken = {index.get(other) for other in together[name]}
         index[name] = next(i for i in range(len(together)) if i not in taken)
-    return index
+    machines = list(dict.fromkeys(named.machine for named in records))
+    return {**{machine: machines.index(machine) for machine in machines}, **index}
 
 
 Rows = Sequence[Row]
@@ -146,14 +148,11 @@ class Family:
 def families_of(rows: Rows) -> tuple[list[Family], list[Row]]:
     """Families with enough lengths for lines, and the rows of no such family."""
     found: dict[str, list[Row]] = {}
-    rest = []
     for row in rows:
-        if isinstance(row["case"].get("S"), int) and not row["case"].get("lengths"):
-            kind = [row["op"], row["phase"], _without_length(row["case"])]
-            found.setdefault(json.dumps(kind, sort_keys=True), []).append(row)
-        else:
-            rest.append(row)
-    families = []
+        long = isinstance(row["case"].get("S"), int) and not row["case"].get("lengths")
+        kind = [row["op"], row["phase"], _without_length(row["case"])] if long else None
+        found.setdefault(json.dumps(kind, sort_keys=True), []).append(row)
+    families, rest = [], found.pop("null", [])
     for members in found.values():
         if len({row["case"]["S"] for row in members}) < _LEAST_LENGTHS:
             rest += members
