@@ -5,9 +5,14 @@ GELU is its tanh approximation everywhere here. Results have the dtype of their 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from flashtile.compat.signatures import VERSION_2
 
 
 def gelu_fwd(x: Tensor) -> Tensor:
@@ -29,38 +34,6 @@ def bias_gelu_back(g: Tensor, y: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of y and bias from that of `bias_gelu`."""
     dy = gelu_bwd(g, y + bias.to(y.dtype))
     return dy, dy.sum_to_size(bias.shape).to(bias.dtype)
-
-
-class GeLUFunction(torch.autograd.Function):
-    """`bias_gelu`, which keeps its arguments and not their sum."""
-
-    @staticmethod
-    def forward(ctx, input: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(input, bias)
-        return bias_gelu(input, bias)
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        return bias_gelu_back(grad_output, *ctx.saved_tensors)
-
-
-bias_gelu_impl = GeLUFunction.apply
-
-
-class FastGeLUFunction(torch.autograd.Function):
-    """`gelu_fwd`, recorded by autograd."""
-
-    @staticmethod
-    def forward(ctx, input: Tensor) -> Tensor:
-        ctx.save_for_backward(input)
-        return gelu_fwd(input)
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor) -> Tensor:
-        return gelu_bwd(grad_output, *ctx.saved_tensors)
-
-
-fast_gelu_impl = FastGeLUFunction.apply
 
 
 def relu_bwd(g: Tensor, x: Tensor) -> Tensor:
@@ -91,22 +64,26 @@ def swiglu_bwd(x: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return dx.to(x.dtype), (dout * wide * gate).to(y.dtype)
 
 
-class SwiGLUFunction(torch.autograd.Function):
-    """`swiglu_fwd`, which keeps its arguments and not the gate."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(x, y)
-        return swiglu_fwd(x, y)
-
-    @staticmethod
-    def backward(ctx, dout: Tensor) -> tuple[Tensor, Tensor]:
-        x, y = ctx.saved_tensors
-        return swiglu_bwd(x, y, dout)
-
-
-swiglu = SwiGLUFunction.apply
-
-
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _recorded(name: str, function: Callable[..., Tensor], gradient: Callable[..., Any]) -> Any:
+    """An autograd class of a function that keeps its arguments; `gradient` takes that of the result before them."""
+
+    def forward(ctx: Any, **given: Tensor) -> Tensor:
+        ctx.save_for_backward(*given.values())
+        return function(*given.values())
+
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return gradient(grad_output, *ctx.saved_tensors)
+
+    own = VERSION_2.modules["ops.activations"].made(f"{name}.forward", forward, function.__doc__)
+    methods = {"forward": staticmethod(own), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), {"__doc__": function.__doc__, "__module__": __name__, **methods})
+
+
+GeLUFunction = _recorded("GeLUFunction", bias_gelu, bias_gelu_back)
+FastGeLUFunction = _recorded("FastGeLUFunction", gelu_fwd, gelu_bwd)
+SwiGLUFunction = _recorded("SwiGLUFunction", swiglu_fwd, lambda g, x, y: swiglu_bwd(x, y, g))
+bias_gelu_impl, fast_gelu_impl, swiglu = GeLUFunction.apply, FastGeLUFunction.apply, SwiGLUFunction.apply

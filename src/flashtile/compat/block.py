@@ -202,14 +202,8 @@ def add_norm(
 ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
     """The norms of `Σ drop_path(dropout(branch)) + residual`, in a dtype, and the sum: fused where flashtile has them.
 
-    Args:
-        norms: one or two modules.
-        branches: one or two, `[batch, ..., dim]`.
-        residual: of their shape, or None for 0.
-        dropouts: one for each branch.
-        drop_path: of a single branch.
-        residual_in_fp32: the sum is float32 where there is no residual to say so.
-        dtype: of the norms' results.
+    There are one or two norms, and one or two branches `[batch, ..., dim]`, each with its dropout; drop_path is that of
+    a single branch. With residual_in_fp32 the sum is float32 where there is no residual to say so.
     """
     first, last, fusible = norms[0], norms[-1], _fusible(norms)
     dropout_p = {dropout.p if dropout.training else 0.0 for dropout in dropouts if computes_only(dropout, nn.Dropout)}

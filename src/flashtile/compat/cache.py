@@ -22,20 +22,7 @@ from flashtile.compat.rows import check_page_numbers, gathered_keys, locate_rows
 
 
 class Cache(NamedTuple):
-    """The caches of a call, what is appended to them, and where; by the names of the arguments there.
-
-    Attributes:
-        k_cache, v_cache: `[entries, capacity, heads_kv, ...]`, or pages of a size.
-        k, v: new rows `[B, seq_new, heads_kv, ...]`, packed `[total_new, heads_kv, ...]`, or None.
-        rotary_cos, rotary_sin, rotary_interleaved: tables by which q and k are rotated, or None; and which elements are
-            a pair there.
-        cache_seqlens: rows before anything is appended: of all sequences, or `[B]`; None for all of the cache.
-        rotary_seqlens: `[B]`, position of the first new row of each sequence; None for cache_seqlens.
-        cache_batch_idx: `[B]`, the entry of each sequence, or with page_table its row there; None for its own number.
-        cache_leftpad: `[B]`, rows at the beginning of each sequence that do not count, or None.
-        page_table: `[B, pages of a sequence]`, with cache_batch_idx `[rows, pages of a sequence]`, or None.
-        cu_seqlens_k_new: `[B + 1]`, where k and v are packed, or None.
-    """
+    """The caches of a call, what is appended to them, and where: arguments of `flash_attn_with_kvcache`, by name."""
 
     k_cache: Tensor
     v_cache: Tensor

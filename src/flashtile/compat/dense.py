@@ -85,12 +85,8 @@ def fused_mlp_func(
 
 
 class FusedMLP(modules.FusedMlp):
-    """`flashtile.modules.FusedMlp`: linear layer, activation, linear layer.
-
-    Args:
-        activation, heuristic: as `fused_mlp_func`.
-        checkpoint_lvl: `checkpoint_level` there; the others have the same names.
-    """
+    """`flashtile.modules.FusedMlp`: linear layer, activation, linear layer. `activation` and `heuristic` are those of
+    `fused_mlp_func`, and `checkpoint_lvl` is `checkpoint_level` there."""
 
     @_DENSE.takes
     def __init__(self, activation: str, checkpoint_lvl: int, heuristic: int | str, **given: Any) -> None:
@@ -111,11 +107,8 @@ def triton_linear_act(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`act(x weightᵀ + bias)`, which autograd does not record; with save_act_input also the argument of the activation.
 
-    Args:
-        x: `[..., in]`.
-        weight: `[out, in]` in x's dtype.
-        bias: `[out]`, or None for 0.
-        activation: "id", "gelu", "gelu_approx" (the tanh approximation) or "squared_relu".
+    x is `[..., in]`, weight `[out, in]` in x's dtype, bias `[out]` or None for 0, and activation "id", "gelu",
+    "gelu_approx" (the tanh approximation) or "squared_relu".
     """
     function, _ = _chosen(activation, _WITH_GRADIENTS)
     before = flashtile.fused_dense(x, weight, bias)
@@ -128,11 +121,8 @@ def triton_linear_act(
 def triton_dgrad_act(grad_output: Tensor, weight: Tensor, activation: str, act_input: Tensor | None) -> Tensor:
     """`(grad_output weight) · act'(act_input)`: the gradient of what the activation before a linear layer was taken of.
 
-    Args:
-        grad_output: `[..., out]`.
-        weight: `[out, in]`.
-        activation: as `triton_linear_act`.
-        act_input: `[..., in]`; not needed with "id".
+    grad_output is `[..., out]`, weight `[out, in]`, activation as in `triton_linear_act`, and act_input `[..., in]`,
+    which "id" does not need.
     """
     _, gradient = _chosen(activation, _WITH_GRADIENTS)
     if act_input is None and activation != "id":
@@ -145,9 +135,7 @@ def triton_dgrad_act(grad_output: Tensor, weight: Tensor, activation: str, act_i
 def fused_dense_sqrelu_dense_function(checkpoint_lvl: int, **tensors: Any) -> Any:
     """`relu(x weight1ᵀ + bias1)² weight2ᵀ + bias2`.
 
-    Args:
-        x: `[..., in]`; weight1 `[hidden, in]`, weight2 `[out, hidden]`, and their biases.
-        checkpoint_lvl: what is kept for the backward, 0 to 2; see `flashtile.fused_mlp`.
+    Shapes and checkpoint_lvl are those of `fused_mlp_func`.
     """
     return flashtile.fused_mlp(**tensors, activation="squared_relu", checkpoint_level=checkpoint_lvl)
 

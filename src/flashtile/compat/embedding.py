@@ -102,14 +102,11 @@ class PatchEmbed(nn.Module):
     """Cuts images into patches and projects each by a linear layer, `proj`, and a norm, `norm`.
 
     Args:
-        img_size: height and width of the images, an int for squares.
-        patch_size: of the patches, likewise; divides img_size.
-        in_chans: channels of the images.
-        embed_dim: of the result.
+        img_size, patch_size: height and width of images and patches, an int for squares; the latter divide the former.
+        in_chans, embed_dim: channels of the images, and of the result.
         norm_layer: makes a norm of embed_dim; None for none.
         flatten: the patches are one dimension of the result, row after row, else two.
-        bias: the projection has a bias.
-        fused_bias_fc: the projection is a `flashtile.modules.FusedDense`.
+        bias, fused_bias_fc: the projection has a bias; it is a `flashtile.modules.FusedDense`.
     """
 
     @_PATCHES.takes

@@ -61,8 +61,7 @@ class _Loader(Loader):
     """Makes one module of a version."""
 
     def __init__(self, served: Served, below: str) -> None:
-        self._served = served
-        self._below = below
+        self._served, self._below = served, below
 
     def exec_module(self, module: ModuleType) -> None:
         names = self._served.modules.get(self._below)
@@ -70,7 +69,7 @@ class _Loader(Loader):
         vars(module).update(found, __all__=[name for name in found if not name.startswith("_")])
         module.__doc__ = f"{module.__name__} of version {self._served.version}, served by flashtile."
         if self._below == ".":
-            module.__version__ = self._served.release  # type: ignore[attr-defined]
+            vars(module)["__version__"] = self._served.release
 
 
 class Finder(DistributionFinder):
@@ -111,9 +110,6 @@ class Finder(DistributionFinder):
         for module, entry in self.installed.items():
             if wanted is None or _normalised(wanted) == _normalised(entry.served.distribution):
                 yield ServedDistribution(module, entry.served)
-
-    def invalidate_caches(self) -> None:
-        """There are none."""
 
 
 def _spec(fullname: str, served: Served, below: str, portions: list[str]) -> ModuleSpec:

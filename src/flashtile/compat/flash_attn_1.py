@@ -1,17 +1,13 @@
 """flash_attn 1.0.9 (2023): its functions; `modules_1` has its modules, `extensions_1` its extensions.
 
-The functions of attention are calls of `flashtile.attention_varlen`. What the arguments mean, for all of them:
+The functions of attention are calls of `flashtile.attention_varlen`. Their arguments mean what they mean in version 2
+(`flashtile.compat.flash_attn_2`), but:
 
-- q `[total_q, heads, head_dim]`, k and v `[total_k, heads_kv, head_dim]`, packed by `cu_seqlens`, int32 `[batch + 1]`;
-  `max_seqlen` is the longest sequence. dtypes and head sizes are those of `flashtile.attention`.
-- dropout_p: probability that an attention weight is dropped.
-- softmax_scale: factor on the scores; default `1/sqrt(head_dim)`.
+- q, k and v are packed by `cu_seqlens`, int32 `[batch + 1]`; `max_seqlen` is the longest sequence.
 - causal: no key right of the diagonal is visible, which begins at the first key.
 - return_attn_probs: also return lse, float32 `[batch, heads, max_seqlen rounded up to 16]`, -inf past the end of a
-  sequence, and `S_dmask`, `[batch, heads, rows rounded up to 16, keys rounded up to 64]`, of elements
-  `exp(score - maximum of the row)`, negative where dropped, in the order of tensor-core fragments. That is a matrix of
-  `seq_q × seq_k`, for tests.
-- deterministic: gradients are the same in every run.
+  sequence, and `S_dmask`, `[batch, heads, rows rounded up to 16, keys rounded up to 64]`, with the elements that it has
+  there, in the order of tensor-core fragments.
 
 A row that sees no key is 0. Raised are the `TypeError` and `ValueError` of the public functions.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -152,17 +152,11 @@ class BlockSparseTensorsTorch(NamedTuple):
 
 
 class Layouts(NamedTuple):
-    """The lists as bool `[batch | 1, heads | 1, blocks_q, blocks_k]`, None for no list, and the size of a block."""
+    """The lists as bool `[batch | 1, heads | 1, blocks_q, blocks_k]`, all False where there is none; a block's size."""
 
-    partial: Tensor | None
-    full: Tensor | None
+    partial: Tensor
+    full: Tensor
     size: tuple[int, int]
-
-    @property
-    def visible(self) -> Tensor:
-        """Which blocks are computed."""
-        found = [layout for layout in self[:2] if layout is not None]
-        return found[0] if len(found) == 1 else found[0] | found[1]
 
 
 def block_mask_of(
@@ -191,26 +185,20 @@ def block_mask_of(
     layouts = _layouts(blocks, seq_q, seq_k)
     if backward is not None:
         _check_backward(layouts, backward, seq_q, seq_k, mask_mod is not None)
-    if mask_mod is None or layouts.partial is None:
-        return flashtile.BlockMask.from_layout(layouts.visible, layouts.size, seq_q, seq_k)
-    visible = mask_function(mask_mod, problem)
-    size, sizes = layouts.size, problem[:2]
-    partial = layouts.partial.expand(*sizes, -1, -1)
-    full = None if layouts.full is None else layouts.full.expand(*sizes, -1, -1)
+    if mask_mod is None or blocks.mask_block_cnt is None:
+        return flashtile.BlockMask.from_layout(layouts.partial | layouts.full, layouts.size, seq_q, seq_k)
+    visible, size = mask_function(mask_mod, problem), layouts.size
+    partial, full = (layout.expand(*problem[:2], -1, -1) for layout in layouts[:2])
 
     def predicate(batch: Any, head: Any, q_index: Any, k_index: Any) -> Any:
         block = batch, head, q_index // size[0], k_index // size[1]
-        shown = partial[block] & visible(batch, head, q_index, k_index)
-        return shown if full is None else shown | full[block]
+        return partial[block] & visible(batch, head, q_index, k_index) | full[block]
 
     return flashtile.BlockMask.from_predicate(predicate, *problem[:4], device=problem.device)
 
 
 def _layouts(blocks: BlockSparseTensorsTorch, seq_q: int, seq_k: int) -> Layouts:
-    lists = {
-        "mask_block": (blocks.mask_block_cnt, blocks.mask_block_idx),
-        "full_block": (blocks.full_block_cnt, blocks.full_block_idx),
-    }
+    lists = {"mask_block": blocks[:2], "full_block": blocks[2:4]}
     found = {
         name: _listed(name, count, index, -(-seq_k // _BLOCK_K))
         for name, (count, index) in lists.items() if count is not None
@@ -228,8 +216,9 @@ def _layouts(blocks: BlockSparseTensorsTorch, seq_q: int, seq_k: int) -> Layouts
                 f"block_size: expected blocks of {size} for {seq_q} queries and {seq_k} keys, {list(tiles)} of them, "
                 f"got lists of {list(layout.shape[2:])}; pass the block_size that they were made for"
             )
-    cut = {name: layout[..., : tiles[1]] for name, layout in found.items()}
-    return Layouts(cut.get("mask_block"), cut.get("full_block"), size)
+    none = torch.zeros(1, 1, *tiles, dtype=torch.bool, device=given.device)
+    partial, full = (found[name][..., : tiles[1]] if name in found else none for name in lists)
+    return Layouts(partial, full, size)
 
 
 def _check_backward(
@@ -237,24 +226,18 @@ def _check_backward(
 ) -> None:
     """Whether lists by keys name the blocks of the forward: with a function each kind of them, else all of them."""
     size = forward.size if blocks.block_size is None else blocks.block_size
-    by_keys = blocks._replace(block_size=(size[1], size[0]))
-    other = _layouts(by_keys, seq_k, seq_q)
-    device = forward.visible.device
-    rows = torch.arange(0, seq_q, math.gcd(size[0], forward.size[0]), device=device)
-    columns = torch.arange(0, seq_k, math.gcd(size[1], forward.size[1]), device=device)
+    other = _layouts(blocks._replace(block_size=(size[1], size[0])), seq_k, seq_q)
+    rows, columns = (
+        torch.arange(0, length, math.gcd(*sizes), device=forward.full.device)
+        for length, sizes in zip((seq_q, seq_k), zip(size, forward.size))
+    )
 
-    def shown(layout: Tensor | None, size: tuple[int, int]) -> Tensor:
-        if layout is None:
-            return torch.zeros(1, 1, len(rows), len(columns), dtype=torch.bool, device=device)
-        return layout[:, :, rows // size[0]][..., columns // size[1]]
+    def shown(layouts: Sequence[Tensor], size: tuple[int, int]) -> list[Tensor]:
+        layouts = layouts if has_function else [layouts[0] | layouts[1]]
+        return [layout[:, :, rows // size[0]][..., columns // size[1]] for layout in layouts]
 
-    def turned(layout: Tensor | None) -> Tensor | None:
-        return None if layout is None else layout.transpose(2, 3)
-
-    pairs = [(forward.visible, other.visible)]
-    if has_function:
-        pairs = [(forward.partial, other.partial), (forward.full, other.full)]  # type: ignore[list-item]
-    if any((shown(mine, forward.size) != shown(turned(given), size)).any() for mine, given in pairs):
+    mine, given = shown(forward[:2], forward.size), shown([layout.transpose(2, 3) for layout in other[:2]], size)
+    if any((one != two).any() for one, two in zip(mine, given)):
         raise ValueError(
             "block_sparse_tensors_bwd: expected the blocks of block_sparse_tensors, by their keys, got others; leave "
             "it out, and flashtile makes these lists"

@@ -67,23 +67,10 @@ class CrossEntropyLoss(modules.CrossEntropyLoss):
 
 
 def cross_entropy_of_lse(
-    logits: Tensor,
-    labels: Tensor,
-    lse: Tensor,
-    label_smoothing: float,
-    logit_scale: float,
-    lse_square_scale: float,
-    ignore_index: int,
-    inplace_backward: bool,
-) -> tuple[Tensor, Tensor]:
-    """Losses and their part of lse², float32 `[rows]` (float64 for float64), differentiable in the logits.
-
-    Args:
-        logits: `[rows, classes]`.
-        labels: integers `[rows]`.
-        lse: `[rows]`, the log-sum-exp of `logit_scale · logits`.
-        label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward: as `flashtile.cross_entropy`.
-    """
+    logits: Tensor, labels: Tensor, lse: Tensor, label_smoothing: float, logit_scale: float, lse_square_scale: float,
+    ignore_index: int, inplace_backward: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`cross_entropy_loss` from a log-sum-exp: losses and their part of lse², float32 (float64 for float64)."""
     if logits.dim() != 2 or labels.shape != logits.shape[:1] or lse.shape != labels.shape:
         raise ValueError(
             f"precomputed_lse: expected logits [rows, classes], labels and lse [rows], got {list(logits.shape)}, "

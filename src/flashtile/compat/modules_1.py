@@ -64,15 +64,8 @@ class FlashAttention(nn.Module):
 
 
 class FlashBlocksparseAttention(modules.FlashBlocksparseAttention):
-    """`flashtile.modules.FlashBlocksparseAttention` with the arguments of flash_attn 1.
-
-    Args:
-        sparsity_config: as there.
-        softmax_temp: factor on the scores; default `1/sqrt(head_dim)`.
-        attention_dropout: probability that an attention weight is dropped, in training.
-        max_seq_length: the longest sequence.
-        device, dtype: there are no parameters; the mask goes where qkv is.
-    """
+    """`flashtile.modules.FlashBlocksparseAttention`, where `softmax_temp` is `softmax_scale`, for sequences of at most
+    max_seq_length. There are no parameters; the mask goes where qkv is, whatever `device` and `dtype` are."""
 
     @_BLOCKSPARSE.takes
     def __init__(self, sparsity_config: Any, softmax_temp: float | None, max_seq_length: int, **given: Any) -> None:
@@ -119,6 +112,10 @@ class FlashBlocksparseMHA(modules.FlashBlocksparseMHA):
 class _TopLeft:
     """The diagonal of attention begins at the first key."""
 
+    def __init__(self, triton: bool, **given: Any) -> None:
+        super().__init__(**given)
+        self.triton = triton
+
     def options(self, q: Tensor, causal: bool | None = None) -> dict[str, Any]:
         return super().options(q, causal) | {"align": "top_left"}  # type: ignore[misc]
 
@@ -126,19 +123,13 @@ class _TopLeft:
 class FlashSelfAttention(_TopLeft, modules.FlashSelfAttention):
     """`flashtile.modules.FlashSelfAttention`; the diagonal begins at the first key. `triton` chose another kernel."""
 
-    @_MHA.takes
-    def __init__(self, triton: bool, **given: Any) -> None:
-        super().__init__(**given)
-        self.triton = triton
+    __init__ = _MHA.made("FlashSelfAttention", _TopLeft.__init__, None)
 
 
 class FlashCrossAttention(_TopLeft, modules.FlashCrossAttention):
     """`flashtile.modules.FlashCrossAttention`; the diagonal begins at the first key. `triton` chose another kernel."""
 
-    @_MHA.takes
-    def __init__(self, triton: bool, **given: Any) -> None:
-        super().__init__(**given)
-        self.triton = triton
+    __init__ = _MHA.made("FlashCrossAttention", _TopLeft.__init__, None)
 
 
 class MHA(mha.MHA):
