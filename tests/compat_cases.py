@@ -30,6 +30,10 @@ PLACES = [
     *(pytest.param("cuda", dtype, marks=pytest.mark.gpu, id=f"cuda-{str(dtype)[6:]}")
       for dtype in (torch.float16, torch.bfloat16)),
 ]  # fmt: skip
+#: Where a call is tried whose arithmetic is flashtile's own: each function has tests of its dtypes at its own door.
+CALLS = [
+    pytest.param("cpu", torch.float32, id="cpu"), pytest.param("cuda", torch.float16, marks=pytest.mark.gpu, id="cuda"),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

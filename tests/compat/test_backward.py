@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compat_cases import PLACES, Meaning, attention_by_definition, cumulative, normal, packed_by_definition, served
+from compat_cases import CALLS, Meaning, attention_by_definition, cumulative, normal, packed_by_definition, served
 from flashtile.testing import assert_close
 
 interface = served(2, "flash_attn_interface")
 interface_v1 = served(1, "flash_attn_interface")
 
-places = pytest.mark.parametrize(("device", "dtype"), PLACES)
+places = pytest.mark.parametrize(("device", "dtype"), CALLS)
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0])
 #: scale, causal, left, right, softcap, slopes, and what they mean.
 CALLS = {

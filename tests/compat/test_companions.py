@@ -7,7 +7,7 @@ import torch
 import torch._dynamo
 from torch.nn import functional as F
 
-from compat_cases import PLACES, check_against, normal, served
+from compat_cases import CALLS, PLACES, check_against, normal, served
 from flashtile.testing import assert_close, assert_same
 
 bert_padding = served(2, "bert_padding")
@@ -24,7 +24,8 @@ rotary_v1 = served(1, "layers.rotary")
 CrossEntropyLossV1 = served(1, "losses.cross_entropy").CrossEntropyLoss
 CrossEntropyLossApex = served(1, "losses.cross_entropy_apex").CrossEntropyLossApex
 
-places = pytest.mark.parametrize(("device", "dtype"), PLACES)
+places = pytest.mark.parametrize(("device", "dtype"), CALLS)
+every_dtype = pytest.mark.parametrize(("device", "dtype"), PLACES)
 MASK = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]])
 
 
@@ -59,7 +60,7 @@ def test_concatenated_sequences():
     assert cu_seqlens.tolist() == [0, 2, 5, 6] and cu_seqlens.dtype is torch.int32 and longest == 3
 
 
-@places
+@every_dtype
 def test_rows_by_number(device, dtype):
     index = torch.tensor([4, 0, 2], device=device)
     check_against(
@@ -274,7 +275,7 @@ def test_norm_references_are_the_functions(parallel, rms):
         reference(x, weight, bias, x1=x1, rowscale=x[:, 0])
 
 
-@places
+@every_dtype
 def test_norm_dtypes_and_buffers(device, dtype):
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     x, weight = normal(5, 12).to(device, dtype), normal(12).to(device, dtype)
@@ -417,7 +418,7 @@ def losses(logits, labels, smoothing=0.0, scale=1.0, z=0.0):
 LABELS = torch.tensor([3, 0, -100, 10, 7])
 
 
-@places
+@every_dtype
 @pytest.mark.parametrize("given", [False, True], ids=["lse-made", "lse-given"])
 @pytest.mark.parametrize(
     "options", [{}, {"label_smoothing": 0.1, "logit_scale": 0.7, "lse_square_scale": 1e-2}], ids=str
@@ -493,8 +494,7 @@ def test_a_given_lse_needs_one_process():
 # Linear layers
 
 
-@pytest.mark.parametrize("name", ["gelu_approx", "relu", "sqrelu"])
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize(("name", "level"), [("gelu_approx", 0), ("relu", 1), ("sqrelu", 2)])
 def test_perceptron(level, name):
     activation = {
         "gelu_approx": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "sqrelu": lambda x: F.relu(x).square(),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -11,6 +9,7 @@ from torch.nn import functional as F
 import flashtile
 import flashtile.compat
 from compat_cases import (
+    CALLS,
     PLACES,
     Meaning,
     attention_by_definition,
@@ -20,7 +19,6 @@ from compat_cases import (
     packed_by_definition,
     served,
 )
-from flashtile.compat.signatures import EXTENSIONS
 from flashtile.testing import assert_close, assert_same
 
 dropout_layer_norm = extension("dropout_layer_norm")
@@ -34,7 +32,8 @@ convert_blockmask = served(1, "flash_blocksparse_attn_interface").convert_blockm
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 devices = pytest.mark.parametrize("device", DEVICES)
-places = pytest.mark.parametrize(("device", "dtype"), PLACES)
+places = pytest.mark.parametrize(("device", "dtype"), CALLS)
+every_dtype = pytest.mark.parametrize(("device", "dtype"), PLACES)
 
 
 def perceptron(device):
@@ -241,7 +240,7 @@ def norm_call(rms, subset, scaled, dropout_p, device, dtype):
     return leaves, (rowscale, colscale, takes, gives), constant, definition
 
 
-@places
+@every_dtype
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 @pytest.mark.parametrize(
     ("subset", "scaled", "dropout_p"),
@@ -346,14 +345,3 @@ def test_norms_of_parallel_branches(dropout_p, second, rms, device):
 
 def test_every_number_of_rows_is_served():
     assert scaled_masked_softmax_cuda.get_batch_per_block(33, 77, 3, 5) == 1
-
-
-@pytest.mark.parametrize("name", EXTENSIONS)
-def test_served_by_their_own_names(name):
-    flashtile.compat.install(name)
-    try:
-        assert importlib.import_module(name).__name__ == name
-    finally:
-        flashtile.compat.uninstall(name)
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module(name)

@@ -13,6 +13,7 @@ import pytest
 import flashtile.compat
 from compat_cases import run_python
 from flashtile.compat.__main__ import main
+from flashtile.compat.signatures import SERVED
 
 #: Distributions with modules of the name: one as if the real one were installed, one that only adds to it.
 REAL = {
@@ -97,6 +98,21 @@ def test_names_and_metadata(version, release, name):
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("flash_attn")
     flashtile.compat.uninstall("flash_attn")
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_every_name_is_served(name):
+    served = SERVED[name][0]
+    flashtile.compat.install(name)
+    try:
+        module = importlib.import_module(name)
+        assert module.__name__ == name and module.__version__ == metadata.version(served.distribution) == served.release
+        for own, value in served.modules["."].found().items():
+            assert getattr(module, own) is value
+        assert flashtile.compat.installed() == {name: served.version}
+    finally:
+        flashtile.compat.uninstall(name)
+    assert name not in sys.modules
 
 
 def test_another_version_needs_override():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compat_cases import PLACES, Meaning, attention_by_definition, normal, served
+from compat_cases import CALLS, Meaning, attention_by_definition, normal, served
 from flashtile.testing import assert_close, assert_same
 
 flash_attn_with_kvcache = served(2).flash_attn_with_kvcache
 apply_rotary_emb_torch = served(2, "layers.rotary").apply_rotary_emb_torch
 
-places = pytest.mark.parametrize(("device", "dtype"), PLACES)
+places = pytest.mark.parametrize(("device", "dtype"), CALLS)
 LENGTHS, CAPACITY, NEW = [5, 0, 17], 24, 3
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0])
 OPTIONS = {
@@ -72,8 +72,7 @@ def on(device, options):
 
 @places
 @options_and_meaning
-@pytest.mark.parametrize("rotary_dim", [0, 8, 16])
-@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("rotary_dim", "interleaved"), [(0, True), (8, True), (16, False)])
 def test_appends_and_rotates(interleaved, rotary_dim, options, meaning, device, dtype):
     q, k, v, k_cache, v_cache = (t.to(device) for t in inputs(dtype))
     rotary = tables(rotary_dim) if rotary_dim else None

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from compat_cases import PLACES, check_against, normal, served
+from compat_cases import CALLS, PLACES, check_against, normal, served
 from flashtile.testing import assert_close, assert_same
 
 PatchEmbed = served(2, "layers.patch_embed").PatchEmbed
@@ -21,7 +21,8 @@ triton_linear_act = served(2, "ops.triton.linear").triton_linear_act
 FusedDenseSqreluDense = served(2, "ops.triton.mlp").FusedDenseSqreluDense
 fused_dense_sqrelu_dense_function = served(2, "ops.triton.mlp").fused_dense_sqrelu_dense_function
 
-places = pytest.mark.parametrize(("device", "dtype"), PLACES)
+places = pytest.mark.parametrize(("device", "dtype"), CALLS)
+every_dtype = pytest.mark.parametrize(("device", "dtype"), PLACES)
 
 
 def gelu_tanh(x):
@@ -36,7 +37,7 @@ RECORDED = {
 }
 
 
-@places
+@every_dtype
 @pytest.mark.parametrize("name", RECORDED)
 def test_activations(name, device, dtype):
     definition, shapes = RECORDED[name]
@@ -52,7 +53,7 @@ GRADIENTS = {
 }
 
 
-@places
+@every_dtype
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_of_activations(name, device, dtype):
     x, dout = (normal(5, 8, seed=seed).to(device, dtype) for seed in range(2))

@@ -287,10 +287,10 @@ class Scale(nn.Module):
         return x.tanh() * self.weight
 
 
-def blocks(norm_cls, module=block, **options):
+def blocks(norm_cls, **options):
     torch.manual_seed(0)
     mixer = partial(nn.Linear, out_features=16)
-    made = module.Block(16, mixer, partial(nn.Linear, out_features=16), norm_cls, **options)
+    made = block.Block(16, mixer, partial(nn.Linear, out_features=16), norm_cls, **options)
     for name, parameter in made.named_parameters():
         nn.init.normal_(parameter) if "norm" in name else None
     return made
@@ -387,11 +387,10 @@ def test_subsets_of_tokens():
     assert_same(residual, whole_residual[:, :2])
 
 
-@pytest.mark.parametrize("module", [block, block_v1])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("norm_cls", NORMS, ids=NORM_NAMES)
-def test_parallel_blocks(norm_cls, tied, module):
-    made = module.ParallelBlock(
+def test_parallel_blocks(norm_cls, tied):
+    made = block.ParallelBlock(
         16, partial(nn.Linear, out_features=16), partial(nn.Linear, out_features=16), norm_cls, tied_norm=tied
     )
     x1, x2, residual = (normal(2, 5, 16, seed=seed).float() for seed in range(3))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compat_cases import (
+    CALLS,
     PLACES,
     Meaning,
     attention_by_definition,
@@ -41,7 +42,8 @@ flash_blocksparse_attn_func = served(1, "flash_blocksparse_attn_interface").flas
 scaled_masked_softmax = served(1, "fused_softmax").scaled_masked_softmax
 scaled_upper_triang_masked_softmax = served(1, "fused_softmax").scaled_upper_triang_masked_softmax
 
-places = pytest.mark.parametrize(("device", "dtype"), PLACES)
+places = pytest.mark.parametrize(("device", "dtype"), CALLS)
+every_dtype = pytest.mark.parametrize(("device", "dtype"), PLACES)
 OPTIONS = {
     "plain": ({}, Meaning(top_left=True)),
     "causal": ({"causal": True, "deterministic": True}, Meaning(causal=True, top_left=True)),
@@ -153,7 +155,7 @@ def softmax_from(S_dmask, scores):
     return logical.abs() * factor.nan_to_num(0)[..., None], logical >= 0
 
 
-@places
+@every_dtype
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("p", [0.0, 0.25])
 def test_weights(p, causal, device, dtype):

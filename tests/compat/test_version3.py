@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata as metadata
-import sys
-
 import pytest
 import torch
 
 import flashtile.compat
 from compat_cases import (
+    CALLS,
     PLACES,
     Meaning,
     attention_by_definition,
@@ -31,7 +28,8 @@ flash_attn_varlen_func = served(3).flash_attn_varlen_func
 flash_attn_with_kvcache = served(3).flash_attn_with_kvcache
 get_scheduler_metadata = served(3).get_scheduler_metadata
 
-places = pytest.mark.parametrize(("device", "dtype"), PLACES)
+places = pytest.mark.parametrize(("device", "dtype"), CALLS)
+every_dtype = pytest.mark.parametrize(("device", "dtype"), PLACES)
 OPTIONS = {
     "plain": ({}, Meaning()),
     "causal": ({"causal": True, "num_splits": 4, "pack_gqa": True, "sm_margin": 8}, Meaning(causal=True)),
@@ -223,7 +221,7 @@ def with_second_product(definition):
     return with_qv
 
 
-@places
+@every_dtype
 @pytest.mark.parametrize("name", ["causal", "window", "chunk and window"])
 @pytest.mark.parametrize("columns", [(16, 24), (40, 480)], ids=["narrow", "wide"])
 def test_second_product(columns, name, device, dtype):
@@ -340,15 +338,3 @@ def test_what_is_refused(arguments, message):
         flash_attn_with_kvcache(X, X, X, **arguments)
     with pytest.raises(ValueError, match="qkv: expected shape"):
         flash_attn_qkvpacked_func(X)
-
-
-def test_served_under_its_own_name():
-    flashtile.compat.install("flash_attn_interface")
-    try:
-        module = importlib.import_module("flash_attn_interface")
-        assert module.flash_attn_func is flash_attn_func
-        assert metadata.version("flash-attn-3") == "3.0.0b1"
-        assert flashtile.compat.installed() == {"flash_attn_interface": 3}
-    finally:
-        flashtile.compat.uninstall("flash_attn_interface")
-    assert "flash_attn_interface" not in sys.modules

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import flashtile
-from compat_cases import PLACES, Meaning, attention_by_definition, check_8_bits, cumulative, normal, served
+from compat_cases import CALLS, Meaning, attention_by_definition, check_8_bits, cumulative, normal, served
 from flashtile.compat import cache as cache_module
 from flashtile.testing import assert_close, assert_same
 
 apply_rotary_emb_torch = served(2, "layers.rotary").apply_rotary_emb_torch
 flash_attn_with_kvcache = served(3).flash_attn_with_kvcache
 
-places = pytest.mark.parametrize(("device", "dtype"), PLACES)
+places = pytest.mark.parametrize(("device", "dtype"), CALLS)
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 #: Rows in the cache, queries and new rows of each sequence, where these are ragged.
 LENGTHS, QUERIES, NEW, CAPACITY = [5, 0, 17], [2, 5, 1], [3, 1, 2], 24

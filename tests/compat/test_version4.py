@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from compat_cases import PLACES, Meaning, check_against, cumulative, normal, scores_by_definition, served
+from compat_cases import CALLS, Meaning, check_against, cumulative, normal, scores_by_definition, served
 from flashtile.testing import assert_close, assert_same
 
 flash_attn_combine = served(4).flash_attn_combine
@@ -16,7 +16,7 @@ flash_attn_varlen_func = served(4).flash_attn_varlen_func
 get_scheduler_metadata = served(4).get_scheduler_metadata
 BlockSparseTensorsTorch = served(4, "block_sparsity").BlockSparseTensorsTorch
 
-places = pytest.mark.parametrize(("device", "dtype"), PLACES)
+places = pytest.mark.parametrize(("device", "dtype"), CALLS)
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 OPTIONS = {
     "plain": ({}, Meaning()),
