@@ -48,6 +48,7 @@ class CacheCase:
     rotary_dim: int | None = None
     alibi: bool = False
     sinks: bool = False
+    tree: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def queries_of(self, sequence: int) -> int:
@@ -146,6 +147,8 @@ def make_inputs(case: CacheCase, device: torch.device | str = "cpu", seed: int =
         tensors["max_seqlen_q"] = max(case.queries[:-1], default=0)
         if case.new is not None:
             tensors["cu_seqlens_new"] = _starts(case.new, case.length_dtype)
+    if case.tree:
+        tensors["tree_mask"] = _tree(case, tensors, generator)
     k = v = None
     if case.seq_new is not None:
         k = normal(*rows_new, case.heads_kv, case.head_dim)
@@ -154,6 +157,15 @@ def make_inputs(case: CacheCase, device: torch.device | str = "cpu", seed: int =
     parts = (None if t is None else t.to(device) for t in (q, k_cache, v_cache, k, v))
     tensors = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in tensors.items()}
     return CacheInputs(*parts, tensors)
+
+
+def _tree(case: CacheCase, tensors: dict[str, Any], generator: torch.Generator) -> Tensor:
+    """Each query continues an earlier one of its sequence, or begins again."""
+    counts = (case.seq_q,) * case.batch if case.queries is None else case.queries
+    parents = [torch.rand(count, generator=generator).mul(torch.arange(count) + 1).int() - 1 for count in counts]
+    if case.queries is None:
+        return flashtile.patterns.tree_mask(torch.stack(parents))
+    return flashtile.patterns.tree_mask(torch.cat(parents), tensors["cu_seqlens_q"], max(case.queries))
 
 
 def _starts(counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -340,6 +352,14 @@ EDGES = {
     "packed_without_sequences": replace(BASE, batch=0, queries=(3,), lengths=(), sinks=True),
     "packed_without_queries": replace(BASE, queries=(0, 0, 0), new=(2, 1, 0), seq_new=0),
     "packed_splits": replace(BASE, queries=(1, 40, 0), capacity=400, lengths=(399, 130), arguments={"num_splits": 3}),
+    "tree": replace(BASE, seq_q=9, seq_new=9, tree=True, heads=4),
+    "tree_packed": replace(
+        BASE, queries=(7, 1, 0), page_size=16, seq_new=0, tree=True, sinks=True, arguments={"softcap": 2.0}
+    ),
+    "tree_splits": replace(
+        BASE, seq_q=40, seq_new=40, lengths=(350, 0), capacity=400, tree=True, arguments={"num_splits": 3}
+    ),
+    "tree_reading": replace(BASE, seq_q=5, lengths=(37, 3), left=(9, 0), entries=(3, 1), tree=True),
     "int8": replace(BASE, dtype=torch.float16, cache_dtype=torch.int8, factors="one", seq_new=2, rotary_dim=8),
     "int8_heads": replace(
         BASE, cache_dtype=torch.int8, factors="heads", seq_new=3, heads=6, arguments={"softcap": 2.0}

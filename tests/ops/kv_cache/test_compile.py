@@ -52,6 +52,7 @@ class Call(NamedTuple):
     odd_rows: bool = False  # strides of the rows of q and of the new keys and values are 1
     cache_dtype: torch.dtype | None = None
     factors: tuple[int, int, int] | None = None  # strides of those of an 8-bit cache
+    tree: tuple[int, int] | None = None  # strides of the tree
     total_q: int | None = None  # queries of a packed call, whose sequences have up to seq_q
 
 
@@ -72,6 +73,7 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
     if call.seq_new is not None:
         new = tuple((*new_rows, *shape[2:]) for shape in (k, v))
     starts = (torch.int32, None if new is None else torch.int32) if packed else (None, None)
+    tree_dtype = None if call.tree is None else torch.uint8
     spec = call.spec._replace(max_seqlen_q=call.seq_q) if packed else call.spec
 
     def form(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -87,9 +89,9 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
             call.dtype, torch.device("cuda", 0), tuple(map(form, (q, k, v))),
             None if new is None else tuple(map(form, new)),
             None if new is None else ((65536, call.half), call.half, call.half, call.table_dtype),
-            (*call.index_dtypes[:3], None if table is None else torch.int32, *starts), table,
+            (*call.index_dtypes[:3], None if table is None else torch.int32, *starts, tree_dtype), table,
             call.slope_dims, call.sinks, call.batch if packed else None, call.cache_dtype or call.dtype,
-            (call.factors, call.factors), (call.misalignment, 0), spec, call.allow_tf32,
+            (call.factors, call.factors), call.tree, (call.misalignment, 0), spec, call.allow_tf32,
         )  # fmt: skip
 
 
@@ -125,6 +127,7 @@ _CALLS = {
         cache_dtype=torch.int8, factors=(128, 8, 1), page_size=16, spec=_OF_ROWS, seq_q=512, total_q=1100
     ),
     "e5m2_pages": Call(cache_dtype=torch.float8_e5m2, factors=(8, 0, 1), page_size=128),
+    "tree": Call(seq_q=16, seq_new=16, tree=(256, 16), half=0, spec=CacheSpec(0, 0.1)),
     "entries": Call(index_dtypes=(None, torch.int64, torch.int32, None), seq_new=None),
 }  # fmt: skip
 

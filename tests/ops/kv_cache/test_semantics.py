@@ -188,6 +188,24 @@ def test_packed_attention_reads_keys_from_pages(backend: str) -> None:
         flashtile.attention_varlen(q.requires_grad_(), *pages, starts_q, starts_k, block_table=table)
 
 
+@both_backends
+def test_a_tree_is_verified_in_one_call(backend: str) -> None:
+    """Each token gets what it gets at the end of its own path from the root, alone."""
+    parents = torch.tensor([-1, 0, 0, 1, 2, 2, -1])
+    q, k, v = (normal(1, 20, heads, 8, seed=seed) for seed, heads in enumerate((4, 2, 2)))
+    out = flashtile.attention_with_kv_cache(
+        q[:, 13:], k.clone(), v.clone(), k[:, 13:], v[:, 13:], cache_lengths=13,
+        tree_mask=flashtile.patterns.tree_mask(parents), backend=backend,
+    )  # fmt: skip
+    for token in range(7):
+        path = [token]
+        while parents[path[0]] >= 0:
+            path.insert(0, int(parents[path[0]]))
+        rows = [*range(13), *(13 + number for number in path)]
+        alone = flashtile.attention(q[:, 13 + token, None], k[:, rows], v[:, rows], backend="reference")
+        assert_same(out[:, token, None], alone)
+
+
 _FACTORS = {"one": (), "heads": (2,), "entries": (2, 2), "rows": (2, 20, 2)}
 
 
@@ -337,6 +355,7 @@ _OTHER_STRIDES = _LINE[312:].as_strided((2, 20, 2, 8), (320, 8, 160, 1))
 _COS, _SIN = flashtile.rotary_tables(24, 8)
 _ROTARY = {**_APPEND, "rotary_cos": _COS, "rotary_sin": _SIN}
 _FULL = torch.tensor([3, 20])
+_TRUE = torch.ones(5, 3, dtype=torch.bool)
 _INT8 = {"k_cache": _CACHE.to(torch.int8), "v_cache": _CACHE.to(torch.int8)}
 _STARTS = torch.tensor([0, 3, 4])
 _PACKED = {"q": torch.randn(5, 4, 8), "cu_seqlens_q": _STARTS}
@@ -488,6 +507,19 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
         {**_INT8, "v_cache": _CACHE},
         "v_cache: expected the dtype of k_cache, torch.int8, got torch.float32",
     ),
+    "tree-dtype": (TypeError, {"tree_mask": torch.ones(1, 1)}, "tree_mask: expected dtype bool, got torch.float32; fl"),
+    "tree-shape": (
+        ValueError,
+        {"tree_mask": _TRUE[:2, :2]},
+        "tree_mask: expected shape [seq_q, seq_q] = [1, 1], or on",
+    ),
+    "tree-packed": (
+        ValueError,
+        {**_PACKED, "tree_mask": _TRUE},
+        "tree_mask: expected shape [total_q, at least max_seqlen_q] = [5, 5 or more], got (5, 3); pass max_seqlen_q",
+    ),
+    "tree-window": (ValueError, {"tree_mask": _TRUE[:1, :1], "window": (3, 0)}, "window: expected None beside tree_ma"),
+    "tree-causal": (ValueError, {"tree_mask": _TRUE[:1, :1], "causal": False}, "causal: expected True beside tree_mas"),
     "not-packed": (ValueError, {"max_seqlen_q": 2}, "max_seqlen_q: expected None without cu_seqlens_q, got 2"),
     "sin-missing": (ValueError, {**_APPEND, "rotary_cos": _COS}, "rotary_sin: expected a table beside rotary_cos"),
     "rotary-alone": (ValueError, {"rotary_cos": _COS, "rotary_sin": _SIN}, "rotary_cos: expected None without new k"),

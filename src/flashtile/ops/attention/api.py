@@ -392,10 +392,11 @@ def forward_of_checked(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     backend: str,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) for operations that have checked and resolved these arguments of `attention`, within an operator of
     their own: without checks, autocast and autograd, which cost as much host time as a small call."""
-    side = SideInputs(None, None, q.shape[1], k.shape[1], None, None, None, None, alibi_slopes, sinks)
+    side = SideInputs(None, None, q.shape[1], k.shape[1], None, None, None, mask, alibi_slopes, sinks)
     scale = representable_scale(scale, q.dtype)
     return run_unrecorded(q, k, v, side, AttentionSpec(scale, *window, softcap=softcap), backend)
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         max_seqlen_q: int | None
         descale_k: Tensor | None
         descale_v: Tensor | None
+        tree_mask: Tensor | None
         num_splits: int | None
         backend: str
 
@@ -110,6 +111,7 @@ def attention_with_kv_cache(
     max_seqlen_q: int | None = None,
     descale_k: Tensor | None = None,
     descale_v: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -169,6 +171,11 @@ def attention_with_kv_cache(
             number of the dtype, and rounded. In the last case the call finds the factors of new rows, and writes them.
             None for 1.
         descale_v: the same for v_cache.
+        tree_mask: bool, which of the last seq_q rows of its sequence a query sees, as the new tokens of a tree that are
+            verified together: `[seq_q, seq_q]` or `[batch, seq_q, seq_q]`; with cu_seqlens_q `[total_q, m]`, where m is
+            at least max_seqlen_q. All rows before those are visible. In place of the causal mask: without window and
+            alibi_slopes, and q and k are rotated before the call. `flashtile.patterns.tree_mask` makes it from the
+            parents of the tokens.
         num_splits: into how many parts, up to 128, a GPU splits the rows of a sequence, to compute them in parallel.
             None chooses it from the sizes. It changes only the rounding of the result. The CPU does not use it.
         return_lse: also return the log-sum-exp of each row's scores.
@@ -197,7 +204,7 @@ def attention_with_kv_cache(
     key = None
     if (
         k is v is cache_batch_indices is cache_left_padding is block_table is rotary_cos is rotary_sin is alibi_slopes
-        is sinks is cu_seqlens_q is descale_k is descale_v is None
+        is sinks is cu_seqlens_q is descale_k is descale_v is tree_mask is None
         and window is None
         and softcap is None
         and num_splits is None
@@ -230,6 +237,11 @@ def attention_with_kv_cache(
     seq_new = None if k is None else 0 if packed else k.shape[1]
     length, lengths = checks.resolve_lengths(cache_lengths, q, batch, capacity, seq_new)
     left, right = checks.resolve_window(causal, window)
+    longest = 0 if not packed else q.shape[0] if max_seqlen_q is None else max_seqlen_q
+    if tree_mask is not None:
+        refused = {"window": window, "alibi_slopes": alibi_slopes, "rotary_cos": rotary_cos}
+        tree_mask = checks.resolve_tree(tree_mask, q, batch, longest if packed else None, causal, refused)
+        right = None
     factors: list[Tensor | None] = [None, None]
     of_rows = False
     if not descale_k is descale_v is None:
@@ -248,7 +260,7 @@ def attention_with_kv_cache(
         checks.resolve_softcap(softcap, scale, q.dtype),
         rotary_interleaved,
         checks.resolve_splits(num_splits),
-        0 if not packed else q.shape[0] if max_seqlen_q is None else max_seqlen_q,
+        longest,
         of_rows,
     )
     call = CacheCall(
@@ -259,6 +271,7 @@ def attention_with_kv_cache(
         cu_seqlens_q,
         cu_seqlens_q if cu_seqlens_new is None and k is not None else cu_seqlens_new,
         *factors,
+        tree_mask,
     )  # fmt: skip
     out, lse = run_with_cache(call, spec, backend)
     if key is not None:

@@ -24,7 +24,7 @@ from flashtile.ops.common.score_checks import (
     resolve_softcap,
     resolve_window,
 )
-from flashtile.ops.common.sizes import differ
+from flashtile.ops.common.sizes import differ, exceeds
 from flashtile.ops.common.split_keys.configs import MAX_SPLITS
 from flashtile.ops.common.table_checks import check_table_pair
 from flashtile.ops.kv_cache.rows import lengths_before, new_counts, numbered, places, query_counts
@@ -49,6 +49,7 @@ __all__ = [
     "resolve_sinks",
     "resolve_softcap",
     "resolve_splits",
+    "resolve_tree",
     "resolve_window",
 ]
 
@@ -284,6 +285,40 @@ def _check_block_table(q: Tensor, batch: int, k_cache: Tensor, block_table: Tens
             "k_cache: expected pages of at least one row beside block_table, [pages, page_size, heads_kv, head_dim], "
             f"got {tuple(k_cache.shape)}"
         )
+
+
+def resolve_tree(
+    tree_mask: Tensor, q: Tensor, batch: int, longest: int | None, causal: bool, refused: dict[str, object]
+) -> Tensor:
+    """A tree as `[batch, seq_q, seq_q]`. `longest`: of packed sequences, whose tree is `[total_q, ...]`; else None."""
+    check_tensors(tree_mask=tree_mask)
+    if tree_mask.dtype is not torch.bool:
+        raise TypeError(
+            f"tree_mask: expected dtype bool, got {tree_mask.dtype}; flashtile.patterns.tree_mask makes it from parents"
+        )
+    check_device("tree_mask", tree_mask, q.device)
+    if not causal:
+        raise ValueError("causal: expected True beside tree_mask, which stands for the causal mask, got False")
+    for name, value in refused.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: expected None beside tree_mask, got {type(value).__name__}; rows of a tree do not lie at the "
+                "positions of their tokens"
+            )
+    if longest is not None:
+        if tree_mask.dim() != 2 or differ(tree_mask.shape[:1], q.shape[:1]) or exceeds(longest, tree_mask.shape[1]):
+            raise ValueError(
+                f"tree_mask: expected shape [total_q, at least max_seqlen_q] = [{q.shape[0]}, {longest} or more], got "
+                f"{tuple(tree_mask.shape)}; pass max_seqlen_q"
+            )
+        return tree_mask
+    seq_q = q.shape[1]
+    if tree_mask.dim() not in (2, 3) or differ(tree_mask.shape, (batch, seq_q, seq_q)[-tree_mask.dim() :]):
+        raise ValueError(
+            f"tree_mask: expected shape [seq_q, seq_q] = [{seq_q}, {seq_q}], or one for each of the {batch} sequences, "
+            f"got {tuple(tree_mask.shape)}"
+        )
+    return tree_mask.expand(batch, seq_q, seq_q)
 
 
 def resolve_lengths(

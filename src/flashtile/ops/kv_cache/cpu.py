@@ -24,6 +24,7 @@ from flashtile.ops.kv_cache.rows import (
     places,
     query_counts,
     store,
+    visible_in_tree,
     widened,
 )
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype
@@ -52,7 +53,11 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
         q = _rotated_queries(call, spec, before)
     if call.cu_seqlens_q is not None:
         return _packed(q, call, spec)
-    results = [_attend(q[piece.sequences], piece, call, spec) for piece in _pieces(call, spec)]
+    tree = call.tree_mask
+    results = [
+        _attend(q[piece.sequences], piece, call, spec, None if tree is None else tree[piece.sequences])
+        for piece in _pieces(call, spec)
+    ]
     if len(results) == 1:
         return results[0]
     if not results:
@@ -73,13 +78,15 @@ def _packed(q: Tensor, call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor
         rows = slice(first, first := first + sequences * seq_q)
         if seq_q:
             queries = q[rows].view(sequences, seq_q, heads, head_dim)
-            result, result_lse = _attend(queries, piece, call, spec)
+            tree = None if call.tree_mask is None else call.tree_mask[rows, :seq_q].unflatten(0, (sequences, seq_q))
+            result, result_lse = _attend(queries, piece, call, spec, tree)
             out[rows] = result.flatten(0, 1)
             lse[:, rows] = result_lse.transpose(0, 1).flatten(1)
     return out, lse
 
 
-def _attend(q: Tensor, piece: _Piece, call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, piece: _Piece, call: CacheCall, spec: CacheSpec, tree: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`tree`: `[sequences, seq_q, seq_q]`, or None."""
     slopes = call.alibi_slopes
     return forward_of_checked(
         q,
@@ -91,6 +98,7 @@ def _attend(q: Tensor, piece: _Piece, call: CacheCall, spec: CacheSpec) -> tuple
         slopes[piece.sequences] if slopes is not None and slopes.dim() == 2 else slopes,
         call.sinks,
         "cpu",
+        None if tree is None else visible_in_tree(tree, piece.keys.shape[1])[:, None],
     )
 
 

@@ -22,9 +22,9 @@ _BACKENDS = standard_backends("kv_cache")
 _REST = (
     "Tensor? k, Tensor? v, Tensor? cache_lengths, Tensor? cache_batch_indices, Tensor? cache_left_padding, "
     "Tensor? block_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_new, {}, SymInt length, float scale, int? window_left, "
-    "int? window_right, float softcap, bool interleaved, int num_splits, SymInt max_seqlen_q, bool factors_of_rows, "
-    "str backend"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_new, {}, Tensor? tree_mask, SymInt length, float scale, "
+    "int? window_left, int? window_right, float softcap, bool interleaved, int num_splits, SymInt max_seqlen_q, "
+    "bool factors_of_rows, str backend"
 )
 _library = torch.library.Library("flashtile", "FRAGMENT")
 _READ, _WRITTEN = "Tensor? descale_k, Tensor? descale_v", "Tensor(c!)? descale_k, Tensor(d!)? descale_v"
@@ -71,8 +71,11 @@ def _forward(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Te
     if call.rotary_cos is not None and call.rotary_cos.dtype is torch.float64:
         dtype = torch.float64
     module = _BACKENDS.implementation(backend, q.device, dtype)
-    others = [None if tensor is None else _last_contiguous(tensor) for tensor in call[1:-2]]
-    readable = CacheCall(_last_contiguous(q), *others, *call[-2:])  # type: ignore[arg-type]
+    others = (None if tensor is None else _last_contiguous(tensor) for tensor in call)
+    # Factors are written, and may have any strides.
+    readable = CacheCall(*others)._replace(  # type: ignore[arg-type]
+        descale_k=call.descale_k, descale_v=call.descale_v
+    )
     if call.alibi_slopes is not None:
         # Kernels read them element after element: those of one sequence that all share are copied.
         readable = readable._replace(alibi_slopes=call.alibi_slopes.contiguous())

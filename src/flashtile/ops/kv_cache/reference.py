@@ -21,6 +21,7 @@ from flashtile.ops.kv_cache.rows import (
     query_counts,
     results_of,
     store,
+    visible_in_tree,
 )
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype
 from flashtile.ops.rotary.api import apply_rotary
@@ -40,7 +41,10 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
         total = before[sequence] + new[sequence]
         row = torch.arange(min(left[sequence], total), total, device=q.device)
         where = places(call, torch.full_like(row, sequence), row)
-        slopes = call.alibi_slopes
+        slopes, mask = call.alibi_slopes, None
+        if call.tree_mask is not None:
+            tree = call.tree_mask[queries] if call.cu_seqlens_q is not None else call.tree_mask[sequence]
+            mask = visible_in_tree(tree[:, : q[queries].shape[0]], row.shape[0])
         result, result_lse = attention(
             _rotated_queries(call, spec, q[queries], before[sequence])[None],
             gathered(call.k_cache, call.descale_k, where, q.dtype)[None],
@@ -50,6 +54,7 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
             softcap=spec.softcap,
             alibi_slopes=slopes[sequence] if slopes is not None and slopes.dim() == 2 else slopes,
             sinks=call.sinks,
+            mask=mask,
             return_lse=True,
             backend="reference",
         )

@@ -101,6 +101,14 @@ def gathered(cache: Tensor, descale: Tensor | None, where: tuple[Tensor, Tensor]
     return widened(rows, None if descale is None else descale[where], dtype)
 
 
+def visible_in_tree(tree: Tensor, keys: int) -> Tensor:
+    """What a tree shows, `[..., seq_q, keys]`, of the last `keys` rows. `tree`: `[..., seq_q, seq_q]`."""
+    seq_q = tree.shape[-1]
+    if keys <= seq_q:
+        return tree[..., seq_q - keys :]
+    return torch.cat([tree.new_ones(*tree.shape[:-1], keys - seq_q), tree], dim=-1)
+
+
 def results_of(call: CacheCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) as the call returns them, from those of all queries one after another: `[total_q, heads_q,
     head_dim_v]` and `[heads_q, total_q]`."""

@@ -12,6 +12,9 @@ any, go to the rows from `length[b]` on, and the sequence is `seq_new` longer be
 
     left <= j < total  and  diagonal - window_left <= j <= diagonal + window_right        diagonal = i + total - seq_q
 
+With a tree, query `i` sees all rows before the last `seq_q`, and of these, `j = total - seq_q + m`, those where
+`tree[b, i, m]` is true.
+
 The numbers of a cache of 8 bits stand for themselves times a factor: `k_cache · descale_k`, `v_cache · descale_v`. New
 rows are divided by it, and rounded. Where each row and head has a factor, the call finds those of new rows: the largest
 magnitude of the row's head becomes the largest number of the dtype.
@@ -83,6 +86,8 @@ class CacheCall(NamedTuple):
         cu_seqlens_new: the same for k and v; None without them.
         descale_k, descale_v: `[entries or pages, rows, heads_kv]` float32 of any strides, factors of 8-bit caches; None
             for 1.
+        tree_mask: bool `[batch, seq_q, seq_q]`, packed `[total_q, max_seqlen_q or more]`: which of the last rows of its
+            sequence a query sees.
     """
 
     q: Tensor
@@ -102,6 +107,7 @@ class CacheCall(NamedTuple):
     cu_seqlens_new: Tensor | None = None
     descale_k: Tensor | None = None
     descale_v: Tensor | None = None
+    tree_mask: Tensor | None = None
 
     @property
     def batch(self) -> int:

@@ -68,7 +68,7 @@ def split_call(
         seq_k,
         spec.scale,
         allow_tf32,
-        (lengths_dtype, *[None] * 5),
+        (lengths_dtype, *[None] * 6),
         window_left=spec.window_left,
         window_right=spec.window_right,
         diagonal=0 if spec.top_left else bottom_right,

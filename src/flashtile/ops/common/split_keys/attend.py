@@ -34,14 +34,15 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def attend_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, lse_ptr,
     sequences, slopes_ptr, sinks_ptr, descales, length,
-    q_strides, k_strides, v_strides, k_descale_strides, v_descale_strides, stride_table, stride_slopes,
+    q_strides, k_strides, v_strides, k_descale_strides, v_descale_strides, table_strides,
     batch, heads_kv, seq_q, total_q, seq_new, capacity, splits, window, diagonal, slope_diagonal, scale, softcap,
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`sequences`: `Sequences`. `descales`: `Descales`. `q_strides`: `RowStrides`, of k, v and their
-    factors `CacheStrides`; those of factors without `row` where all rows of a head share one. `window`: a `Window`.
+    factors `CacheStrides`; those of factors without `row` where all rows of a head share one. `table_strides`:
+    `TableStrides`. `window`: a `Window`.
     `length`: of all sequences, where no tensor has them. `PAGE_SIZE`: 0 without pages. `CHUNK`: columns of the head
     in one product, 0 for all of them. `PARTIAL`: out and lse are those of a split, float32 `[splits, batch, seq_q,
     heads_q, head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the results themselves.
@@ -102,9 +103,15 @@ def attend_kernel(
     there = row < rows
     query = row // GROUP
     head = head_kv * GROUP + row % GROUP
+    tree_rows = None
+    if sequences.tree is not None:
+        full_end = tl.minimum(full_end, shift)
+        tree_rows = sequences.tree + (first_token + query).to(tl.int64) * table_strides.tree_query
+        if sequences.starts is None:
+            tree_rows += sequence.to(tl.int64) * table_strides.tree
     slope = None
     if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + sequence * stride_slopes + head, mask=there, other=0.0) * LOG2_E
+        slope = tl.load(slopes_ptr + sequence * table_strides.slopes + head, mask=there, other=0.0) * LOG2_E
     sink = None
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=there & (split == 0), other=float("-inf")) * LOG2_E
@@ -117,7 +124,7 @@ def attend_kernel(
     table = None
     outer = sequence
     if sequences.table is not None:
-        table = sequences.table + sequence.to(tl.int64) * stride_table
+        table = sequences.table + sequence.to(tl.int64) * table_strides.table
         outer = 0
     elif sequences.entries is not None:
         outer = tl.load(sequences.entries + sequence)
@@ -140,7 +147,7 @@ def attend_kernel(
     acc, row_max, row_sum = visit_tiles(
         q_rows, there, query, k_base, v_base, table, k_strides, v_strides,
         k_factors, v_factors, k_descale_strides, v_descale_strides, first_tile, last_tile,
-        begin, full_begin, full_end, end, shift, window, scale, softcap, slope, slope_diagonal, sink,
+        begin, full_begin, full_end, end, shift, window, tree_rows, scale, softcap, slope, slope_diagonal, sink,
         PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK, PRECISION,
     )  # fmt: skip
 
@@ -192,7 +199,7 @@ def visible_ranges(first_query, last_query, shift, left, total, window):
 def visit_tiles(
     q_rows, there, query, k_base, v_base, table, k_strides, v_strides,
     k_factors, v_factors, k_descale_strides, v_descale_strides, first_tile, last_tile,
-    begin, full_begin, full_end, end, shift, window, scale, softcap, slope, slope_diagonal, sink,
+    begin, full_begin, full_end, end, shift, window, tree_rows, scale, softcap, slope, slope_diagonal, sink,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -255,6 +262,10 @@ def visit_tiles(
                 visible &= key[None, :] >= diagonal - window.left
             if window.right is not None:
                 visible &= key[None, :] <= diagonal + window.right
+            if tree_rows is not None:
+                last = (key - shift)[None, :]
+                shown = tl.load(tree_rows[:, None] + last, mask=there[:, None] & valid[None, :] & (last >= 0), other=1)
+                visible &= shown != 0
             scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         # While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN.

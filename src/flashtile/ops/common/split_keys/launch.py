@@ -9,8 +9,8 @@ from torch import Tensor
 from flashtile._backends.launch import pointer
 from flashtile.ops.common.split_keys.plan import SplitPlan
 
-#: No lengths, entries, left padding, table, and starts of queries and of new rows.
-NO_INDICES = (pointer(None),) * 6
+#: No `rows.Sequences`.
+NO_INDICES = (pointer(None),) * 7
 
 
 def attend(
@@ -26,7 +26,7 @@ def attend(
 
     Args:
         tensors: q, k and v.
-        indices: pointers to lengths, entries, left padding, table, and starts of queries and of new rows.
+        indices: pointers, those of `rows.Sequences`.
         length: of all sequences, where no tensor has them.
         descales: factors of k and v of 8 bits, `[outer, rows, heads_kv]`.
 

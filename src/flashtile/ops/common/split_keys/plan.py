@@ -34,7 +34,7 @@ from flashtile.ops.common.split_keys.configs import (
     splits_of,
     tile_width,
 )
-from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, RowStrides, Sequences, Window
+from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, RowStrides, Sequences, TableStrides, Window
 
 #: Bytes that a copy past the registers moves at least.
 _ASYNCHRONOUS = 4
@@ -50,9 +50,9 @@ class SplitCall(NamedTuple):
         strides: those of q, k and v without the last, used ones: (batch or outer, row, head).
         misalignment: of the addresses of q, k and v, modulo 16.
         capacity: rows that a sequence of keys can have.
-        index_dtypes: of lengths, entries, left padding, table, and starts of queries and of new rows; None for one that
-            there is not.
+        index_dtypes: of what `rows.Sequences` has; None for one that there is not.
         page_size, stride_table: of a cache in pages, else 0.
+        tree_strides: of the tree, between sequences and between queries.
         total_q: queries of all sequences, where they are packed: seq_q is that of the longest then. None else.
         seq_new: rows that a length does not count, without starts of new rows.
         window_left, window_right: keys visible on each side of the diagonal; None = all.
@@ -74,7 +74,7 @@ class SplitCall(NamedTuple):
     capacity: int
     scale: float
     allow_tf32: bool
-    index_dtypes: tuple[torch.dtype | None, ...] = (None,) * 6
+    index_dtypes: tuple[torch.dtype | None, ...] = (None,) * 7
     page_size: int = 0
     stride_table: int = 0
     total_q: int | None = None
@@ -89,7 +89,8 @@ class SplitCall(NamedTuple):
     sinks: bool = False
     num_splits: int = 0
     cache_dtype: torch.dtype | None = None
-    descale_strides: tuple[_Shape | None, _Shape | None] = (None, None)
+    descale_strides: tuple[_Shape | None, ...] = (None, None)
+    tree_strides: tuple[int, int] | None = None
 
     @property
     def cache_itemsize(self) -> int:
@@ -167,8 +168,11 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "v_strides": _cache_strides(v_strides, multiple),
         "k_descale_strides": _factor_strides(call.descale_strides[0]),
         "v_descale_strides": _factor_strides(call.descale_strides[1]),
-        "stride_table": int64(call.stride_table),
-        "stride_slopes": int32(None if not call.slope_dims else heads if call.slope_dims == 2 else 0),
+        "table_strides": TableStrides(
+            int64(call.stride_table),
+            int32(None if not call.slope_dims else heads if call.slope_dims == 2 else 0),
+            *map(int64, call.tree_strides or (None, None)),
+        ),
         "batch": int32(batch),
         "heads_kv": int32(heads_kv),
         "seq_q": int32(None if packed else seq_q),

@@ -18,6 +18,7 @@ class Sequences(NamedTuple):
         table: pages, `[batch, max_pages]`.
         starts: `[batch + 1]`, where the queries begin, if they are packed.
         new_starts: likewise of the rows that are appended.
+        tree: `[batch, seq_q, seq_q]`, packed `[total_q, ...]`: which of the last rows a query sees, other than 0.
     """
 
     lengths: Any
@@ -26,6 +27,17 @@ class Sequences(NamedTuple):
     table: Any
     starts: Any
     new_starts: Any
+    tree: Any
+
+
+class TableStrides(NamedTuple):
+    """Elements from one sequence to the next in the table of pages, in slopes and in the tree, and from one query to
+    the next in the tree."""
+
+    table: Any
+    slopes: Any
+    tree: Any
+    tree_query: Any
 
 
 class RowStrides(NamedTuple):

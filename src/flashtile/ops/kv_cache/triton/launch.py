@@ -29,7 +29,7 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
         return _results_of_nobody(call)
     descales = call.descale_k, call.descale_v
     tables = call[5:9]  # lengths, entries, left padding, table
-    indices = tuple(map(pointer, (*tables, call.cu_seqlens_q, call.cu_seqlens_new)))
+    indices = tuple(map(pointer, (*tables, call.cu_seqlens_q, call.cu_seqlens_new, call.tree_mask)))
     plan = plan_for(call, spec)
     if plan.append is not None:
         (rotated,) = plan.append.allocate()

@@ -45,28 +45,29 @@ class CachePlan(NamedTuple):
 
 
 def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
-    q, k_cache, v_cache, k, v, lengths, entries, left, table, cos, sin, slopes, sinks, starts, new_starts, *factors = (
-        call
-    )
+    q, k_cache, v_cache, k, v = call[:5]
+    cos, sin, table, tree = call.rotary_cos, call.rotary_sin, call.block_table, call.tree_mask
     addresses = q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
     table_addresses = 0
     if k is not None and v is not None:
         addresses |= k.data_ptr() | v.data_ptr()
     if cos is not None and sin is not None:
         table_addresses = cos.data_ptr() | sin.data_ptr()
+    indices = (*call[5:9], call.cu_seqlens_q, call.cu_seqlens_new)
     return _plan(
         q.dtype,
         q.device,
         tuple((t.shape, t.stride()) for t in (q, k_cache, v_cache)),
         None if k is None or v is None else ((k.shape, k.stride()), (v.shape, v.stride())),
         None if cos is None or sin is None else (tuple(cos.shape), cos.stride(0), sin.stride(0), cos.dtype),
-        tuple(None if t is None else t.dtype for t in (lengths, entries, left, table, starts, new_starts)),
+        (*(None if t is None else t.dtype for t in indices), None if tree is None else torch.uint8),
         None if table is None else (table.shape, table.stride()),
-        0 if slopes is None else slopes.dim(),
-        sinks is not None,
-        None if starts is None else call.batch,
+        0 if call.alibi_slopes is None else call.alibi_slopes.dim(),
+        call.sinks is not None,
+        None if call.cu_seqlens_q is None else call.batch,
         k_cache.dtype,
-        (None if factors[0] is None else factors[0].stride(), None if factors[1] is None else factors[1].stride()),
+        tuple(None if t is None else t.stride() for t in (call.descale_k, call.descale_v)),
+        None if tree is None else (0, *tree.stride())[-3:-1],
         (addresses & 15, table_addresses & 15),
         spec._replace(length=0),
         torch._C._get_cublas_allow_tf32(),
@@ -86,7 +87,8 @@ def _plan(
     has_sinks: bool,
     sequences: int | None,
     cache_dtype: torch.dtype,
-    descale_strides: tuple[_Shape | None, _Shape | None],
+    descale_strides: tuple[_Shape | None, ...],
+    tree_strides: tuple[int, int] | None,
     misalignments: tuple[int, int],
     spec: CacheSpec,
     allow_tf32: bool,
@@ -154,6 +156,7 @@ def _plan(
         num_splits=spec.num_splits,
         cache_dtype=cache_dtype,
         descale_strides=descale_strides,
+        tree_strides=tree_strides,
     )
     return CachePlan(append, split_plan(split_call, device))
 
@@ -169,7 +172,7 @@ def _append(
     batch: int,
     packed: bool,
     cache_dtype: torch.dtype,
-    descale_strides: tuple[_Shape | None, _Shape | None],
+    descale_strides: tuple[_Shape | None, ...],
     forms: tuple[tuple[_Shape, _Shape], ...],
     new_forms: tuple[tuple[_Shape, _Shape], ...],
     angles: tuple[tuple[int, int], int, int, torch.dtype] | None,
