@@ -31,6 +31,8 @@ MAX_LINES_OF_KERNELS = 800
 MAX_PARAMETERS = 40
 #: Files of attention whose code names a modifier, at most (docs/adding_a_feature.md has the number).
 MAX_FILES_OF_A_MODIFIER = 30
+#: The parts of an operation whose functions are public.
+FRONTS = {"api", "merge"}
 #: Parts of attention that hand on all side inputs alike.
 PASS_ON = {"arguments", "calls", "repeated", "column_sums", "inspection", "operator"}
 #: What each part of an operation's folder may import from that folder. `operator` reaches the implementations through
@@ -51,10 +53,12 @@ WITHIN_OPERATION = {
         "repeated",
         "select",
         "sharded",
+        "shared",
         "spec",
         "tables",
     },
     "pages": set(),
+    "shared": {"operator", "rows", "spec"},
     "rows": {"spec"},
     "canonical": {
         "block_mask",
@@ -270,7 +274,7 @@ def _forbidden_within_operation(module: list[str], name: list[str]) -> str:
     if operation == COMMON:
         return "what operations share knows none of them"
     if len(name) < 4 or name[2] != operation:
-        return "" if len(name) > 3 and name[3] == "api" else "another operation is used through its api"
+        return "" if len(name) > 3 and name[3] in FRONTS else "another operation is used through its api"
     if part not in WITHIN_OPERATION:
         return f"say in WITHIN_OPERATION what {part!r} may import"
     if part == "select" and name[4:5] == ["backend"]:

@@ -206,6 +206,39 @@ def test_a_tree_is_verified_in_one_call(backend: str) -> None:
         assert_same(out[:, token, None], alone)
 
 
+@both_backends
+@pytest.mark.parametrize("layout", ["dense", "entries", "pages", "packed", "int8", "tree"])
+def test_shared_rows_are_read_once(layout: str, backend: str) -> None:
+    """The result is that of a call without them; of the other sequences' first rows nothing is read."""
+    q, k, v = normal(3, 2, 4, 8), normal(3, 24, 2, 8, seed=1), normal(3, 24, 2, 8, seed=2)
+    new = normal(2, 3, 2, 2, 8, seed=3)
+    k[1:, :9], v[1:, :9] = k[:1, :9], v[:1, :9]
+    options: dict[str, Any] = {"cache_lengths": torch.tensor([9, 20, 14]), "backend": backend, "return_lse": True}
+    if layout == "entries":
+        options["cache_batch_indices"] = torch.tensor([2, 0, 1])
+    if layout == "pages":
+        k, v = k.view(24, 3, 2, 8), v.view(24, 3, 2, 8)
+        options["block_table"] = torch.arange(24).view(3, 8)
+    if layout == "packed":
+        q, new = normal(7, 4, 8), normal(2, 7, 2, 8, seed=3)
+        options |= {"cu_seqlens_q": torch.tensor([0, 1, 1, 6]), "sinks": normal(4)}
+    if layout == "int8":
+        k, v = (k * 40).to(torch.int8), (v * 40).to(torch.int8)
+        options |= {"descale_k": torch.full((3, 2), 0.025), "descale_v": torch.full((3, 2), 0.025)}
+    if layout == "tree":
+        options["tree_mask"] = torch.eye(2, dtype=torch.bool)
+    expected = flashtile.attention_with_kv_cache(q, k.clone(), v.clone(), *new, **options)
+    if layout in ("dense", "tree", "packed"):
+        k[1:, :9], v[1:, :9] = float("nan"), float("nan")
+    if layout == "pages":
+        options["block_table"][1:, :3] = 0  # of sequence 0
+    out, lse = flashtile.attention_with_kv_cache(q, k, v, *new, shared_rows=9, **options)
+    assert_same(out, expected[0])
+    assert_same(lse, expected[1])
+    with pytest.raises(ValueError, match="shared_rows: expected at most 9, the rows before the first new row"):
+        flashtile.attention_with_kv_cache(q, k, v, *new, shared_rows=10, **options)
+
+
 _FACTORS = {"one": (), "heads": (2,), "entries": (2, 2), "rows": (2, 20, 2)}
 
 
@@ -520,6 +553,13 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     ),
     "tree-window": (ValueError, {"tree_mask": _TRUE[:1, :1], "window": (3, 0)}, "window: expected None beside tree_ma"),
     "tree-causal": (ValueError, {"tree_mask": _TRUE[:1, :1], "causal": False}, "causal: expected True beside tree_mas"),
+    "shared-type": (TypeError, {"shared_rows": 2.0}, "shared_rows: expected an int or None, got 2.0"),
+    "shared-many": (ValueError, {"shared_rows": 21}, "shared_rows: expected from 0 to 20, the rows of a sequence, got"),
+    "shared-window": (
+        ValueError,
+        {"shared_rows": 2, "window": (3, 0)},
+        "window: expected None beside shared_rows, got",
+    ),
     "not-packed": (ValueError, {"max_seqlen_q": 2}, "max_seqlen_q: expected None without cu_seqlens_q, got 2"),
     "sin-missing": (ValueError, {**_APPEND, "rotary_cos": _COS}, "rotary_sin: expected a table beside rotary_cos"),
     "rotary-alone": (ValueError, {"rotary_cos": _COS, "rotary_sin": _SIN}, "rotary_cos: expected None without new k"),

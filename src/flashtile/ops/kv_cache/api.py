@@ -12,6 +12,7 @@ from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.sizes import known
 from flashtile.ops.kv_cache import calls, checks
 from flashtile.ops.kv_cache.operator import forward_of_steps, run_with_cache
+from flashtile.ops.kv_cache.shared import resolve_shared_rows, run_with_shared_rows
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 
 _BACKENDS = standard_backends("kv_cache")
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         descale_k: Tensor | None
         descale_v: Tensor | None
         tree_mask: Tensor | None
+        shared_rows: int | None
         num_splits: int | None
         backend: str
 
@@ -112,6 +114,7 @@ def attention_with_kv_cache(
     descale_k: Tensor | None = None,
     descale_v: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    shared_rows: int | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -176,6 +179,9 @@ def attention_with_kv_cache(
             at least max_seqlen_q. All rows before those are visible. In place of the causal mask: without window and
             alibi_slopes, and q and k are rotated before the call. `flashtile.patterns.tree_mask` makes it from the
             parents of the tokens.
+        shared_rows: so many first rows are the same for all sequences, as a common prompt in the same pages. They are
+            read once, where sequence 0 has them, and the results are merged by their lse. All new rows and all queries
+            come after them. Without window, alibi_slopes and left padding; q and k are rotated before the call.
         num_splits: into how many parts, up to 128, a GPU splits the rows of a sequence, to compute them in parallel.
             None chooses it from the sizes. It changes only the rounding of the result. The CPU does not use it.
         return_lse: also return the log-sum-exp of each row's scores.
@@ -204,7 +210,7 @@ def attention_with_kv_cache(
     key = None
     if (
         k is v is cache_batch_indices is cache_left_padding is block_table is rotary_cos is rotary_sin is alibi_slopes
-        is sinks is cu_seqlens_q is descale_k is descale_v is tree_mask is None
+        is sinks is cu_seqlens_q is descale_k is descale_v is tree_mask is shared_rows is None
         and window is None
         and softcap is None
         and num_splits is None
@@ -273,7 +279,15 @@ def attention_with_kv_cache(
         *factors,
         tree_mask,
     )  # fmt: skip
-    out, lse = run_with_cache(call, spec, backend)
+    if shared_rows is None:
+        out, lse = run_with_cache(call, spec, backend)
+    else:
+        refused = {
+            "window": window, "alibi_slopes": alibi_slopes, "rotary_cos": rotary_cos,
+            "cache_left_padding": cache_left_padding,
+        }  # fmt: skip
+        shared = resolve_shared_rows(shared_rows, capacity, refused)
+        out, lse = run_with_shared_rows(call, spec, shared, backend)
     if key is not None:
         calls.remember(key, q, k_cache, v_cache, forward_of_steps(q, k_cache, v_cache, spec.scale, backend))
     return (out, lse) if return_lse else out
