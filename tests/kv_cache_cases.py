@@ -164,8 +164,8 @@ def _tree(case: CacheCase, tensors: dict[str, Any], generator: torch.Generator) 
     counts = (case.seq_q,) * case.batch if case.queries is None else case.queries
     parents = [torch.rand(count, generator=generator).mul(torch.arange(count) + 1).int() - 1 for count in counts]
     if case.queries is None:
-        return flashtile.patterns.tree_mask(torch.stack(parents))
-    return flashtile.patterns.tree_mask(torch.cat(parents), tensors["cu_seqlens_q"], max(case.queries))
+        return flashtile.tree_mask(torch.stack(parents))
+    return flashtile.tree_mask(torch.cat(parents), tensors["cu_seqlens_q"], max(case.queries))
 
 
 def _starts(counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -233,6 +233,7 @@ CALLS: dict[str, PublicCall] = {
         lambda q, pages, new: _paged_packed(q.detach(), pages.detach(), new.detach()),
         ((-1, HEADS, DIM), (6, 5, HEADS, DIM), (-1, HEADS, DIM)),
     ),
+    "tree_mask": PublicCall(lambda: flashtile.tree_mask(torch.tensor([-1, 0, 0, 2], device=_CPU)), of_values=True),
     "attention_part": PublicCall(
         lambda q, k, v: flashtile.attention_part(
             q.detach(), k.detach(), v.detach(), flashtile.AttentionPart(0, 0, 2 * SEQ, SEQ), causal=True

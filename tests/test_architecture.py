@@ -59,6 +59,7 @@ WITHIN_OPERATION = {
     },
     "pages": set(),
     "shared": {"operator", "rows", "spec"},
+    "trees": set(),
     "rows": {"spec"},
     "canonical": {
         "block_mask",

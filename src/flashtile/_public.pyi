@@ -75,6 +75,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "scaled_masked_softmax",
     "trace_score_mod",
+    "tree_mask",
     "xpos_scale",
 ]
 
@@ -738,6 +739,7 @@ def attention_with_kv_cache(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+def tree_mask(parents: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor: ...
 @overload
 def dropout_add_layer_norm(
     x0: Tensor,

@@ -195,7 +195,7 @@ def test_a_tree_is_verified_in_one_call(backend: str) -> None:
     q, k, v = (normal(1, 20, heads, 8, seed=seed) for seed, heads in enumerate((4, 2, 2)))
     out = flashtile.attention_with_kv_cache(
         q[:, 13:], k.clone(), v.clone(), k[:, 13:], v[:, 13:], cache_lengths=13,
-        tree_mask=flashtile.patterns.tree_mask(parents), backend=backend,
+        tree_mask=flashtile.tree_mask(parents), backend=backend,
     )  # fmt: skip
     for token in range(7):
         path = [token]

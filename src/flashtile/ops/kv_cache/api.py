@@ -177,7 +177,7 @@ def attention_with_kv_cache(
         tree_mask: bool, which of the last seq_q rows of its sequence a query sees, as the new tokens of a tree that are
             verified together: `[seq_q, seq_q]` or `[batch, seq_q, seq_q]`; with cu_seqlens_q `[total_q, m]`, where m is
             at least max_seqlen_q. All rows before those are visible. In place of the causal mask: without window and
-            alibi_slopes, and q and k are rotated before the call. `flashtile.patterns.tree_mask` makes it from the
+            alibi_slopes, and q and k are rotated before the call. `flashtile.tree_mask` makes it from the
             parents of the tokens.
         shared_rows: so many first rows are the same for all sequences, as a common prompt in the same pages. They are
             read once, where sequence 0 has them, and the results are merged by their lse. All new rows and all queries
@@ -210,7 +210,8 @@ def attention_with_kv_cache(
     key = None
     if (
         k is v is cache_batch_indices is cache_left_padding is block_table is rotary_cos is rotary_sin is alibi_slopes
-        is sinks is cu_seqlens_q is descale_k is descale_v is tree_mask is shared_rows is None
+        is sinks is cu_seqlens_q is descale_k is descale_v is tree_mask is None
+        and shared_rows is None
         and window is None
         and softcap is None
         and num_splits is None
@@ -227,7 +228,7 @@ def attention_with_kv_cache(
     batch, heads, head_dim = q.shape[0], *q.shape[-2:]
     if cu_seqlens_q is not None:
         batch = checks.check_packed(q, k, cu_seqlens_q, cu_seqlens_new, max_seqlen_q)
-    elif not cu_seqlens_new is max_seqlen_q is None:
+    elif cu_seqlens_new is not None or max_seqlen_q is not None:
         checks.check_not_packed(cu_seqlens_new=cu_seqlens_new, max_seqlen_q=max_seqlen_q)
     if k is not None or v is not None:
         checks.check_appended(q, k_cache, v_cache, k, v, packed, packed and cu_seqlens_new is None)
@@ -276,7 +277,8 @@ def attention_with_kv_cache(
         None if sinks is None else checks.resolve_sinks(sinks, heads, q),
         cu_seqlens_q,
         cu_seqlens_q if cu_seqlens_new is None and k is not None else cu_seqlens_new,
-        *factors,
+        factors[0],
+        factors[1],
         tree_mask,
     )  # fmt: skip
     if shared_rows is None:

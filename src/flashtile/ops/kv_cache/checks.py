@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -288,13 +290,13 @@ def _check_block_table(q: Tensor, batch: int, k_cache: Tensor, block_table: Tens
 
 
 def resolve_tree(
-    tree_mask: Tensor, q: Tensor, batch: int, longest: int | None, causal: bool, refused: dict[str, object]
+    tree_mask: Tensor, q: Tensor, batch: int, longest: int | None, causal: bool, refused: Mapping[str, object]
 ) -> Tensor:
     """A tree as `[batch, seq_q, seq_q]`. `longest`: of packed sequences, whose tree is `[total_q, ...]`; else None."""
     check_tensors(tree_mask=tree_mask)
     if tree_mask.dtype is not torch.bool:
         raise TypeError(
-            f"tree_mask: expected dtype bool, got {tree_mask.dtype}; flashtile.patterns.tree_mask makes it from parents"
+            f"tree_mask: expected dtype bool, got {tree_mask.dtype}; flashtile.tree_mask makes it from parents"
         )
     check_device("tree_mask", tree_mask, q.device)
     if not causal:
@@ -456,8 +458,8 @@ def check_values(call: CacheCall, spec: CacheSpec) -> None:
             )
     if call.block_table is not None and total:
         used = torch.arange(call.block_table.shape[1], device=call.q.device) * call.k_cache.shape[1]
-        ends = lengths_before(call, spec) + torch.tensor(new, device=call.q.device)
-        pages = call.block_table[used < ends[:, None]]
+        totals = lengths_before(call, spec) + torch.tensor(new, device=call.q.device)
+        pages = call.block_table[used < totals[:, None]]
         if pages.numel():
             _check_range("block_table", "pages", pages, call.k_cache.shape[0])
     if call.k is not None and call.batch > 1:

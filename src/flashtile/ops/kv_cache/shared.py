@@ -6,6 +6,9 @@ behind it. Every query stands behind the prefix, so it sees all of that.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,7 +19,7 @@ from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.softmax.merge import finish_attention, merge_attention_
 
 
-def resolve_shared_rows(shared_rows: int, capacity: int, refused: dict[str, object]) -> int:
+def resolve_shared_rows(shared_rows: int, capacity: int, refused: Mapping[str, object]) -> int:
     """The number of common rows. `refused`: arguments that a call with such rows does not take."""
     if isinstance(shared_rows, bool) or not isinstance(shared_rows, int):
         raise TypeError(f"shared_rows: expected an int or None, got {shared_rows!r}; it is the same for all sequences")
@@ -58,7 +61,8 @@ def run_with_shared_rows(call: CacheCall, spec: CacheSpec, shared: int, backend:
 
 def _of_prefix(call: CacheCall, spec: CacheSpec, shared: int) -> tuple[CacheCall, CacheSpec]:
     """The call in which all queries attend to the prefix, where sequence 0 has it."""
-    q, starts, caches = call.q, call.cu_seqlens_q, {}
+    q, starts = call.q, call.cu_seqlens_q
+    caches: dict[str, Any] = {}
     if starts is not None:
         starts = starts[:: call.batch]  # the first and the last
     else:
@@ -71,9 +75,11 @@ def _of_prefix(call: CacheCall, spec: CacheSpec, shared: int) -> tuple[CacheCall
     prefix = CacheCall(q, call.k_cache, call.v_cache, cu_seqlens_q=starts)._replace(
         descale_k=call.descale_k, descale_v=call.descale_v
     )
-    prefix = prefix._replace(**caches, **{name: None if table is None else table[:1] for name, table in tables.items()})
+    caches |= {name: None if table is None else table[:1] for name, table in tables.items()}
     longest = q.shape[0] if starts is not None else 0
-    return prefix, spec._replace(length=shared, window_left=None, window_right=None, max_seqlen_q=longest)
+    return prefix._replace(**caches), spec._replace(
+        length=shared, window_left=None, window_right=None, max_seqlen_q=longest
+    )
 
 
 def _check_values(call: CacheCall, spec: CacheSpec, shared: int) -> None:

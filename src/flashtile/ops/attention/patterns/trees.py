@@ -12,8 +12,6 @@ from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.mask_sources import resolved_device, stored_tile
 from flashtile.ops.attention.patterns.packing import TILE, Device, check_count, extremes, made
 from flashtile.ops.attention.tile_lists import Bounds, Tiles
-from flashtile.ops.common.checks import INDEX_DTYPES, check_tensors, readable
-from flashtile.ops.common.packed import check_cu_seqlens, check_max_seqlen
 
 
 def tree(
@@ -102,56 +100,6 @@ def tree_positions(lengths: Sequence[int], parents: Sequence[int], *, device: De
         ends.append(start + length)
         parts.append(torch.arange(start, start + length, device=resolved_device(device)))
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=resolved_device(device))
-
-
-def tree_mask(parents: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-    """Which tokens of a tree each of its tokens sees: itself and those above it, up to the root.
-
-    For the tokens that speculative decoding proposes: `tree_mask` of `flashtile.attention_with_kv_cache`. Nothing waits
-    for a GPU.
-
-    Args:
-        parents: int32 or int64 `[seq]` or `[batch, seq]`: for each token the number of the one that it continues, or -1
-            if it continues the sequence itself. A token stands after its parent.
-        cu_seqlens: `[batch + 1]`: parents are packed, `[total]`, and count from the start of their sequence.
-        max_seqlen: tokens of a packed sequence at most; default `total`.
-
-    Returns:
-        bool `[seq, seq]`, `[batch, seq, seq]`, or packed `[total, max_seqlen]`.
-
-    Raises:
-        TypeError, ValueError: a dtype or shape is wrong; on a CPU also if a token does not stand after its parent.
-    """
-    check_tensors(parents=parents)
-    if parents.dtype not in INDEX_DTYPES:
-        raise TypeError(f"parents: expected dtype int32 or int64, got {parents.dtype}; cast it")
-    packed, device = cu_seqlens is not None, parents.device
-    if parents.dim() not in ((1,) if packed else (1, 2)):
-        raise ValueError(
-            f"parents: expected {'[total] beside cu_seqlens' if packed else '[seq] or [batch, seq]'}, got shape "
-            f"{tuple(parents.shape)}"
-        )
-    tokens = torch.arange(parents.numel(), device=device)
-    if cu_seqlens is not None:
-        check_cu_seqlens("cu_seqlens", cu_seqlens, device)
-        check_max_seqlen("max_seqlen", max_seqlen)
-        width = parents.numel() if max_seqlen is None else max_seqlen
-        sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
-        first = cu_seqlens.long()[sequence]
-    else:
-        width = parents.shape[-1]
-        first = tokens - tokens % max(width, 1)
-    number = tokens - first
-    above = parents.flatten().long()
-    if readable(parents) and bool(((above >= number) | (above < -1)).any()):
-        raise ValueError("parents: expected the number of an earlier token, or -1, got another one; sort the tokens")
-    # By doubling: what a token sees in so many steps, it and what its ancestor sees; a token behind all sees nothing.
-    shown = torch.zeros(tokens.shape[0] + 1, width, dtype=torch.bool, device=device)
-    shown[:-1] = number[:, None] == torch.arange(width, device=device)
-    ancestor = torch.cat([torch.where(above < 0, tokens.shape[0], first + above), tokens.new_tensor([tokens.shape[0]])])
-    for _ in range(max(width - 1, 0).bit_length()):
-        shown, ancestor = shown | shown[ancestor], ancestor[ancestor]
-    return shown[:-1] if packed else shown[:-1].view(*parents.shape, width)
 
 
 class _Ends(NamedTuple):

@@ -236,7 +236,8 @@ def _combine(call: SplitCall, splits: int, device: torch.device) -> Plan:
 def _results(call: SplitCall, parts: _Shape = (), dtype: torch.dtype | None = None) -> tuple[Layout, Layout]:
     """out and lse; `parts` and `dtype` where they are those of each split."""
     batch, seq_q, heads, _, _, head_dim_v = call.shape
-    rows, of_lse = (batch, seq_q), (batch, heads, seq_q)
+    rows: _Shape = (batch, seq_q)
+    of_lse: _Shape = (batch, heads, seq_q)
     if call.total_q is not None:
         rows, of_lse = (call.total_q,), (heads, call.total_q)
     out = contiguous((*parts, *rows, heads, head_dim_v), dtype or call.dtype)

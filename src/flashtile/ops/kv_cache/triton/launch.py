@@ -38,8 +38,8 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
             tensors = (*tensors[:6], None, None)
         plan.append.launch(*map(pointer, tensors), *indices, *map(pointer, descales), spec.length)
         q = q if rotated is None else rotated
-    tensors = q, call.k_cache, call.v_cache
-    return attend(plan.split, tensors, indices, call.alibi_slopes, call.sinks, spec.length, descales)
+    attended = q, call.k_cache, call.v_cache
+    return attend(plan.split, attended, indices, call.alibi_slopes, call.sinks, spec.length, descales)
 
 
 def _results_of_nobody(call: CacheCall) -> tuple[Tensor, Tensor]:

@@ -98,7 +98,7 @@ def _plan(
     if sequences is not None:
         # As one long sequence, whose rows the kernels find by where the packed ones begin.
         forms = (_as_one(forms[0]), *forms[1:])
-        new_forms = None if new_forms is None else tuple(map(_as_one, new_forms))  # type: ignore[assignment]
+        new_forms = None if new_forms is None else tuple(map(_as_one, new_forms))
     q_shape, _, v_shape = (shape for shape, _ in forms)
     strides = [used_strides(shape[:-1], stride) for shape, stride in forms]
     batch, seq_q, heads, head_dim = q_shape
