@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 import transformers_cases
+from distributed_processes import start
 from flashtile.prefix_trees import PrefixTree
 from flashtile.testing import assert_close, assert_same
+from torchtitan_cases import train_both
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
 registered = transformers_cases.registered
@@ -106,3 +108,16 @@ def test_grpo_over_prefix_trees_is_grpo(example: Any, tmp_path: Path) -> None:
     assert_same(found[1], found[0])
     rewards = module.main(steps=3)
     assert len(rewards) == 3
+
+
+@pytest.mark.slow
+def test_torchtitan_over_shards(tmp_path: Path) -> None:
+    """The losses are those of torchtitan's attention at each step, and training goes where PyTorch's gradients lead."""
+    pytest.importorskip("torchtitan")
+    for of_rank in start({"train": train_both}, 2, tmp_path):
+        assert not isinstance(of_rank["train"], str), of_rank["train"]
+        losses, own = of_rank["train"]["flashtile"]
+        plain, _ = of_rank["train"]["plain"]
+        assert_same(torch.tensor(losses), torch.tensor(own))
+        assert_same(torch.tensor(losses), torch.tensor(plain))
+        assert losses[-1] < losses[0] - 0.1
