@@ -24,7 +24,8 @@ from torch.distributed.tensor.parallel import (
 
 import flashtile
 from distributed_models import CONFIGS, tokens
-from flashtile.distributed import context_parallel_attention
+from distributed_models import model as of_seed
+from flashtile.distributed import context_parallel_attention, row_orders, tensor_parallel_plan, vocabulary_loss
 from flashtile.models import GPT, BertConfig, BertForPreTraining
 from flashtile.modules import (
     MHA,
@@ -376,6 +377,41 @@ def parts_of_divided(line: DeviceMesh) -> dict[str, tuple[list[Tensor], list[Ten
     return found
 
 
+class OfPlan(nn.Module):
+    """The loss of a model that `tensor_parallel_plan` divides."""
+
+    def __init__(self, model: GPT, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.model, self.mesh = model, mesh
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return vocabulary_loss(self.model, self.model.hidden(batch[:, :-1]), batch[:, 1:], self.mesh)
+
+
+def plan_in_parts(line: DeviceMesh) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    """The same of a model whose layers `tensor_parallel_plan` divides, each wrapped alone."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+    mesh = init_device_mesh("cpu", (2, line.size() // 2), mesh_dim_names=("data", "tensor"))
+    data, tensor = mesh["data"], mesh["tensor"]
+    found = {}
+    for name, fused, shards in (("gpt2", False, True), ("llama", True, True), ("neox", True, False)):
+        config = replace(CONFIGS[name], fused_loss=fused)
+        whole, model = of_seed(config), of_seed(config)
+        batches = [(tokens(config)[:, :9] + step) % config.vocabulary for step in range(2)]
+        for batch in batches:
+            (whole.loss(batch) / 2).backward()
+        parallelize_module(model, tensor, tensor_parallel_plan(model, sequence_parallel=shards))
+        divided = OfPlan(model, tensor)
+        for part in (*leaves(divided), divided):
+            fully_shard(part, mesh=data)
+        divided(batches[data.get_local_rank()]).backward()
+        orders = row_orders(model)
+        grads = {key: full(p.grad) for key, p in model.named_parameters()}
+        ordered = [grad[orders[key].argsort()] if key in orders else grad for key, grad in grads.items()]
+        found[name] = ordered, [p.grad for p in whole.parameters()]
+    return found
+
+
 def refused(mesh: DeviceMesh) -> list[str]:
     x = distribute_tensor(drawn(2, 4, 8), mesh, [Replicate()])
     other = distribute_tensor(drawn(8), init_device_mesh("cpu", (1, mesh.size())), [Replicate(), Replicate()])
@@ -421,7 +457,7 @@ def drawn_seeds(mesh: DeviceMesh) -> list[tuple[Tensor, Tensor]]:
 
 
 #: What four ranks do, and two.
-FOUR = {"calls": calls, "parts": parts_of_divided}
+FOUR = {"calls": calls, "parts": parts_of_divided, "plan": plan_in_parts}
 JOBS = {
     "calls": calls, "public": public_calls, "plans": plans, "modules": replicated_modules,
     "fully sharded": fully_sharded, "refused": refused, "seeds": drawn_seeds,

@@ -69,32 +69,6 @@ class _Gather(torch.autograd.Function):
         return _Scatter.apply(grad, ctx.group), None
 
 
-class _Collect(torch.autograd.Function):
-    """Shards of tokens to all tokens, for what gives the same gradient on all ranks: each keeps its tokens' part."""
-
-    @staticmethod
-    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(tensor, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _Share.apply(grad, ctx.group), None
-
-
-class _Share(torch.autograd.Function):
-    """This rank's shard of tokens that are the same on all ranks."""
-
-    @staticmethod
-    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.chunk(group.size(), dim=_TOKENS)[group.rank()].contiguous()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _Collect.apply(grad, ctx.group), None
-
-
 class _Scatter(torch.autograd.Function):
     """The sum of the ranks' parts, of which each keeps a shard of the tokens."""
 
@@ -155,11 +129,6 @@ def _check_has_tokens(tensor: Tensor) -> None:
             f"x: expected shape (..., tokens, features) with sequence_parallel=True, got {tuple(tensor.shape)}; it is "
             "the tokens that are cut"
         )
-
-
-def collect(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """All tokens of shards, for what gives the same gradient on all ranks."""
-    return _Collect.apply(tensor, mesh.get_group())
 
 
 def of_shards(parameter: Tensor, mesh: DeviceMesh) -> Tensor:

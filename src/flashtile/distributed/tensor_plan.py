@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 import flashtile
@@ -17,7 +18,6 @@ from flashtile.distributed.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
     check_plain,
-    collect,
     enter,
     heads_divide,
     interleaved,
@@ -27,6 +27,7 @@ from flashtile.distributed.tensor_parallel import (
 from flashtile.models import GPT
 from flashtile.modules import MHA, Block, FusedMlp, GatedMlp, Mlp, ParallelBlock
 from flashtile.modules.attention import InnerAttention
+from flashtile.modules.layers import is_hooked
 
 
 class AttentionParallel(ParallelStyle):
@@ -98,7 +99,10 @@ class MlpParallel(ParallelStyle):
 
 
 def _fused_forward(module: FusedMlp, x: Tensor) -> Tensor:
-    """The forward of a `FusedMlp` whose layers are cut: it takes their weights, not their forward."""
+    """The forward of a `FusedMlp` whose layers are cut: it takes their weights, not their forward, unless that has
+    hooks."""
+    if is_hooked(module.fc1) or is_hooked(module.fc2):
+        return cast(Tensor, module._called(x))
     fc1, fc2 = cast(ColumnParallelLinear, module.fc1), cast(RowParallelLinear, module.fc2)
     part = flashtile.fused_mlp(
         enter(x, fc1.mesh, fc1.sequence_parallel),
@@ -249,12 +253,13 @@ def vocabulary_loss(model: GPT, hidden: Tensor, labels: Tensor, mesh: DeviceMesh
             f"model: expected a GPT that tensor_parallel_plan has divided, got {got}; divide it by parallelize_module, "
             "or call the loss of the whole model"
         )
-    weight = local(model.output_weight)
-    group, shards = mesh.get_group(), model.token.sequence_parallel
+    shards = model.token.sequence_parallel
+    part = DTensor.from_local(hidden, mesh, [Shard(hidden.dim() - 2) if shards else Replicate()], run_check=False)
+    whole = part.redistribute(placements=[Replicate()])
     if model.config.fused_loss:
-        hidden = collect(hidden, mesh) if shards else hidden
-        found = flashtile.linear_cross_entropy(hidden, weight, labels, process_group=group, **options)
+        found = flashtile.linear_cross_entropy(whole, model.output_weight, labels, **options)
     else:
-        logits = F.linear(enter(hidden, mesh, shards), weight)
-        found = flashtile.cross_entropy(logits, labels, process_group=group, **options)
-    return cast(torch.Tensor, found)
+        found = flashtile.cross_entropy(flashtile.fused_dense(whole, model.output_weight), labels, **options)
+    if isinstance(found, tuple):
+        return tuple(loss.to_local() for loss in cast(Any, found))
+    return cast(DTensor, found).to_local()

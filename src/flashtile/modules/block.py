@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -304,10 +305,13 @@ def _called(norm: nn.Module, total: Tensor, dtype: torch.dtype) -> Tensor:
 
     Where ranks share the tokens, or the parameters are narrower than the sum, the call gets other parameters.
     """
-    given = dict(norm.named_parameters())
+    given, shared = dict(norm.named_parameters()), getattr(norm, "shared", None)
     wide = total.dtype
     for parameter in given.values():
         wide = torch.promote_types(wide, parameter.dtype)
+    if shared is not None and any(type(parameter) is not nn.Parameter for parameter in given.values()):
+        with _sharing(norm, shared):
+            return norm(total.to(wide)).to(dtype)
     others = {name: cast(Tensor, _read(norm, name)) if name in ("weight", "bias") else given[name] for name in given}
     for name, other in others.items():
         if type(other) in (Tensor, nn.Parameter):  # a sharded one is left to the hooks that gather it
@@ -315,6 +319,27 @@ def _called(norm: nn.Module, total: Tensor, dtype: torch.dtype) -> Tensor:
     if all(others[name] is parameter for name, parameter in given.items()):
         return norm(total.to(wide)).to(dtype)
     return torch.func.functional_call(norm, others, total.to(wide)).to(dtype)
+
+
+@contextmanager
+def _sharing(norm: nn.Module, shared: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Lets the norm's forward read its parameters through `shared`, once FSDP's hook has gathered them."""
+    kept: dict[str, Any] = {}
+
+    def exchange(module: nn.Module, _: Any) -> None:
+        kept.update((name, own) for name, own in module._parameters.items() if name in ("weight", "bias"))
+        others: Any = {name: own if own is None else shared(own) for name, own in kept.items()}
+        module._parameters.update(others)
+
+    def restore(module: nn.Module, *_: Any) -> None:
+        module._parameters.update(kept)
+
+    hooks = norm.register_forward_pre_hook(exchange), norm.register_forward_hook(restore, prepend=True)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _fused(
