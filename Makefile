@@ -2,6 +2,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
+TWINE ?= twine==7.0.0
 WORKERS ?= 2
 
 VENV := .venv
@@ -61,8 +62,13 @@ docs: $(STAMP) ## the site of the documents, in site/; it needs no server and no
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "==> site/index.html"
 
-dist: $(STAMP) ## wheel and sdist, in dist/; the same bytes for the same commit
+dist: $(BIN)/twine ## wheel and sdist, in dist/, checked; the same bytes for the same commit
+	@rm -rf dist
 	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m hatchling build
+	@$(BIN)/twine check --strict dist/*
+
+$(BIN)/twine: | $(STAMP)
+	@$(BIN)/pip install --disable-pip-version-check "$(TWINE)"
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) site .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -5,6 +5,7 @@ from __future__ import annotations
 import compileall
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -13,18 +14,21 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
 import flashtile
+from flashtile.testing import assert_same
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(flashtile.__file__).parent
 #: What importing flashtile may take beyond importing torch, as a part of that. It takes 0.11 to 0.13, and Triton would
 #: add 0.14.
 MOST_OF_TORCH = 0.15
-_BUILT = ("src", "tests", "docs", "decisions", "examples", "benchmarks", "tools")
-_FILES = ("LICENSE", "Makefile", "mkdocs.yml", ".gitignore", "pyproject.toml", "requirements-dev.txt")
+_BUILT = ("src", "tests", "docs", "decisions", "examples", "benchmarks", "packaging", "tools")
+_FILES = ("CITATION.cff", "LICENSE", "Makefile", "mkdocs.yml", ".gitignore", "pyproject.toml", "requirements-dev.txt")
 
 
 def _build(checkout: Path, epoch: int) -> dict[str, Path]:
@@ -52,13 +56,8 @@ def builds(tmp_path_factory) -> list[dict[str, Path]]:
         checkout = tmp_path_factory.mktemp(name)
         for folder in _BUILT if name == "one" else reversed(_BUILT):
             shutil.copytree(ROOT / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__"))
-        for file in [
-            *ROOT.glob("*.md"),
-            *(ROOT / part for part in ("LICENSE", "Makefile", "mkdocs.yml", ".gitignore")),
-        ]:
+        for file in (*ROOT.glob("*.md"), *(ROOT / part for part in _FILES)):
             shutil.copy(file, checkout)
-        for part in ("pyproject.toml", "requirements-dev.txt"):
-            shutil.copy(ROOT / part, checkout)
         for path in checkout.rglob("*"):
             os.utime(path, (touched, touched))
         found.append(_build(checkout, 1_750_000_000))
@@ -90,15 +89,113 @@ def test_an_index_shows_a_readme_without_dead_links(builds):
     with zipfile.ZipFile(builds[0]["-py3-none-any.whl"]) as wheel:
         metadata = wheel.read(f"flashtile-{flashtile.__version__}.dist-info/METADATA").decode()
     assert "Fast, exact attention" in metadata and not local.search(metadata)
-    spec = importlib.util.spec_from_file_location("package_metadata", ROOT / "tools" / "package_metadata.py")
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
+    hook = _module(ROOT / "tools" / "package_metadata.py")
     readme, place = (ROOT / "README.md").read_text("utf-8"), "https://example.org/flashtile"
     assert local.search(readme), "the test is void"
     text = hook.readme_for_index(readme, place)
     assert not local.search(text) and f"]({place}/raw/HEAD/docs/images/attention_speed.svg)" in text
     assert f"]({place}/blob/HEAD/docs/which_one.md#not-yet)" in text
     assert all(address.startswith(place) for address in hook.addresses(place).values())
+
+
+def _module(path: Path, name: str = "") -> ModuleType:
+    """A module by its file."""
+    spec = importlib.util.spec_from_file_location(name or path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_an_index_takes_the_files(builds):
+    """What twine and an index check, without a network: the metadata are whole, and the same in both files."""
+    with zipfile.ZipFile(builds[0]["-py3-none-any.whl"]) as wheel:
+        folder = f"flashtile-{flashtile.__version__}.dist-info"
+        metadata = wheel.read(f"{folder}/METADATA")
+        assert wheel.read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    with tarfile.open(builds[0][".tar.gz"]) as sdist:
+        of_sdist = sdist.extractfile(f"flashtile-{flashtile.__version__}/PKG-INFO").read()
+    assert metadata == of_sdist
+    found = pytest.importorskip("packaging.metadata").Metadata.from_email(metadata)  # raises for all that is wrong
+    assert (found.metadata_version, found.description_content_type) == ("2.4", "text/markdown")
+    assert (found.license_expression, found.license_files) == ("BSD-3-Clause", ["LICENSE"])
+    assert set(found.classifiers) <= pytest.importorskip("trove_classifiers").classifiers
+    check = pytest.importorskip("twine.commands.check")
+    assert not check.check([str(path) for path in builds[0].values()], strict=True)
+
+
+def test_a_version_gets_into_all_files(tmp_path):
+    tool = _module(ROOT / "tools" / "set_version.py")
+    (tmp_path / "src" / "flashtile").mkdir(parents=True)
+    for name in ("CHANGELOG.md", "CITATION.cff", "src/flashtile/__init__.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    date = "2030-01-31"
+    tool.set_version(tmp_path, flashtile.__version__, date)
+    versions = _versions((tmp_path / "CHANGELOG.md").read_text("utf-8"))
+    assert versions[0] == (flashtile.__version__, date) and len(versions) >= 2
+    with pytest.raises(SystemExit, match="expected"):
+        tool.set_version(tmp_path, versions[1][0], date)
+    tool.set_version(tmp_path, "99.0.0", "unreleased")
+    assert '__version__ = "99.0.0"' in (tmp_path / "src/flashtile/__init__.py").read_text("utf-8")
+    assert _versions((tmp_path / "CHANGELOG.md").read_text("utf-8")) == [("99.0.0", "unreleased"), *versions]
+    tool.set_version(tmp_path, "99.0.0", "2031-01-31")
+    citation = (tmp_path / "CITATION.cff").read_text("utf-8")
+    assert "\nversion: 99.0.0\ndate-released: 2031-01-31\nkeywords:" in citation
+
+
+def test_the_citation_is_of_a_version_in_the_changelog():
+    citation = pytest.importorskip("yaml").safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert {"cff-version", "message", "title", "authors", "version", "license"} <= citation.keys()
+    assert citation["version"] in [v for v, _ in _versions((ROOT / "CHANGELOG.md").read_text("utf-8"))]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory) -> Path:
+    """A repository of the kernels hub."""
+    folder = tmp_path_factory.mktemp("hub")
+    _module(ROOT / "tools" / "kernels_repository.py").write(folder, 3)
+    return folder
+
+
+def test_a_kernel_of_the_hub_works_beside_another_version(hub):
+    """Loaded as the kernels package does, under the name in its metadata; nothing of it is the installed flashtile."""
+    variant = hub / "build" / "torch-cpu"
+    name = json.loads((variant / "metadata.json").read_text("utf-8"))["id"]
+    kernel = _module(variant / "__init__.py", name)
+    q = torch.randn(1, 9, 2, 16, requires_grad=True)
+    out, ours = (module.attention(q, q, q, alibi_slopes=torch.ones(2)) for module in (kernel, flashtile))
+    assert torch.equal(out, ours)
+    out.sum().backward()
+    assert kernel.modules.MHA(16, 2)(torch.randn(1, 4, 16)).shape == (1, 4, 16)
+    found = {own: vars(module) for own, module in list(sys.modules.items()) if own.partition(".")[0] == name}
+    assert len(found) > 50
+    for own, values in found.items():
+        foreign = [
+            key for key, value in values.items() if str(getattr(value, "__module__", "")).startswith("flashtile")
+        ]
+        assert not foreign, own
+
+
+def test_a_layer_of_the_hub_takes_the_place_of_another(hub):
+    kernels = pytest.importorskip("kernels")
+
+    @kernels.use_kernel_forward_from_hub("RMSNorm")
+    class Norm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.variance_epsilon = torch.nn.Parameter(torch.rand(32)), 1e-6
+
+        def forward(self, hidden_states):
+            return torch.nn.functional.rms_norm(hidden_states, (32,), self.weight, self.variance_epsilon)
+
+    repository = kernels.LocalLayerRepository(hub, layer_name="RMSNorm")
+    norm, x = Norm(), torch.randn(4, 32)
+    expected = norm(x)
+    with kernels.use_kernel_mapping({"RMSNorm": {"cpu": repository}}, inherit_mapping=False):
+        found = kernels.kernelize(norm, mode=kernels.Mode.TRAINING, device="cpu", use_fallback=False)(x)
+    assert_same(found, expected)
+    found.sum().backward()
+    assert norm.weight.grad is not None
 
 
 def test_what_is_installed_by_name_is_never_flashtile():
