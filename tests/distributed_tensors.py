@@ -44,21 +44,19 @@ from public_calls import CALLS
 #: none, "sum" for a part of a sum.
 Case = tuple[Callable[..., Any], list[tuple[Tensor, tuple[int | str | None, int | str | None]]]]
 
-B, S, H, G, D, V = 4, 6, 8, 4, 4, 12
+B, S, H, G, D, V = 4, 6, 8, 4, 8, 12
 N = None
-SEED = torch.tensor([3, 7])
 
 
 def drawn(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64)
+    """On the default device; a GPU's kernels have no float64."""
+    return torch.randn(shape, dtype=torch.float32 if torch.get_default_device().type == "cuda" else torch.float64)
 
 
-def cases() -> Iterator[tuple[str, Case]]:
+def cases(device: str) -> list[tuple[str, Case]]:
     """Calls with shards of every dimension that can be one, and of some that cannot; on a line, the first counts."""
-    yield from attention_cases()
-    yield from row_cases()
-    yield from loss_cases()
-    yield from layer_cases()
+    with torch.device(device):
+        return [*attention_cases(), *row_cases(), *loss_cases(), *layer_cases()]
 
 
 def attention_cases() -> Iterator[tuple[str, Case]]:
@@ -72,7 +70,7 @@ def attention_cases() -> Iterator[tuple[str, Case]]:
     yield "one key head", (attend, [(q, (2, 2)), (k[:, :, :1], (N, N)), (v[:, :, :1], (N, N))])
     learned = [(drawn(1, H, S, S), (N, N)), (drawn(H), (0, N))]
     yield "bias, sinks", (lambda q, k, v, bias, sinks: attend(q, k, v, bias=bias, sinks=sinks), [*in_both, *learned])
-    yield "attention dropout", (partial(attend, dropout_p=0.5, dropout_seed=SEED), in_both)
+    yield "attention dropout", (partial(attend, dropout_p=0.5, dropout_seed=torch.tensor([3, 7])), in_both)
     yield (
         "score function",
         (
@@ -85,7 +83,7 @@ def attention_cases() -> Iterator[tuple[str, Case]]:
     yield "packed", (partial(flashtile.attention_varlen, cu_seqlens_q=offsets, causal=True, return_lse=True), packed)
     transposed = [(t.transpose(1, 2), (1, 0)) for t in (q, k, v)]
     yield "sdpa", (partial(flashtile.scaled_dot_product_attention, is_causal=True, enable_gqa=True), transposed)
-    cos, sin = drawn(S, 2), drawn(S, 2)
+    cos, sin = drawn(S, 2).float(), drawn(S, 2).float()
     yield "rotary, heads", (lambda x: flashtile.apply_rotary(x, cos, sin), [(q, (2, 0))])
     yield "rotary, sequence", (lambda x: flashtile.apply_rotary(x, cos, sin), [(q, (1, 0))])
     places = torch.arange(S).flip(0)[None]
@@ -118,7 +116,7 @@ def row_cases() -> Iterator[tuple[str, Case]]:
             [(x, ("sum", 0)), (more, (1, 0)), (weight, (N, N)), (bias, (N, N))],
         ),
     )
-    dropping = {"dropout_p": 0.5, "dropout_seed": SEED, "prenorm": True, "return_dropout_mask": True}
+    dropping = {"dropout_p": 0.5, "dropout_seed": torch.tensor([3, 7]), "prenorm": True, "return_dropout_mask": True}
     yield (
         "dropout norm",
         (
@@ -183,17 +181,18 @@ def as_dtensor(tensor: Tensor, mesh: DeviceMesh, along: Sequence[int | str | Non
 
 def calls(line: DeviceMesh) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     """Results and gradients with DTensors, put together, and those of one process."""
-    mesh = line if line.size() == 2 else init_device_mesh("cpu", (2, line.size() // 2))
+    device = line.device_type
+    mesh = line if line.size() == 2 else init_device_mesh(device, (2, line.size() // 2))
     torch.manual_seed(1)
     found = {}
-    for name, (function, tensors) in cases():
+    for name, (function, tensors) in cases(device):
         upstream: list[Tensor] = []
         expected = derived(function, [tensor.clone().requires_grad_() for tensor, _ in tensors], upstream)
         shards = [as_dtensor(tensor, mesh, along) for tensor, along in tensors]
         given = [distribute_tensor(grad, mesh, [Replicate()] * mesh.ndim) for grad in upstream]
         results = derived(function, shards, given)
         assert all(isinstance(result, DTensor) for result in results), name
-        found[name] = [result.full_tensor() for result in results], expected
+        found[name] = [result.full_tensor().cpu() for result in results], [result.cpu() for result in expected]
     return found
 
 

@@ -9,7 +9,8 @@ import torch
 
 from distributed_compilation import compile_ahead
 from distributed_processes import Parallel, start, together
-from flashtile.testing import AttentionCase, assert_close, make_inputs
+from distributed_tensors import calls
+from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs
 from flashtile.testing import run as run_alone
 from flashtile.testing.cases import cancelled_sizes
 from flashtile.testing.tolerance import Size
@@ -93,3 +94,12 @@ def test_gpus_get_what_one_gets(ranks, name, results, expected):
     oracle, eager, cancelled = expected(job)
     for key, value in together(job, parts).items():
         assert_close(f"{job.case}: {key}", value, oracle[key], eager[key], cancelled.get(key, Size()))
+
+
+def test_dtensors_over_gpus_are_those_of_one(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    for of_rank in start({"calls": calls}, 2, tmp_path, "cuda"):
+        assert not isinstance(of_rank["calls"], str), of_rank["calls"]
+        for name, (found, expected) in of_rank["calls"].items():
+            assert_same(found, expected, name)
