@@ -19,6 +19,8 @@ from flashtile.compat.rows import check_pages, gathered_keys
 Window = tuple[int | None, int | None]
 #: out, and what else was asked for.
 Output = Tensor | tuple[Tensor, ...]
+#: Arguments of flashtile that few calls have.
+_RARE = "align", "sinks", "block_mask", "score_mod", "descale_q", "descale_k", "descale_v"
 #: Rows and columns of the weights that are returned are padded to multiples of it.
 _MULTIPLE = (128, 128)
 
@@ -42,6 +44,9 @@ class Call(NamedTuple):
     block_mask: flashtile.BlockMask | None = None
     score_mod: Callable[..., Tensor] | None = None
     top_left: bool = False
+
+
+_OPTIONS = frozenset(Call._fields)
 
 
 class Packed(NamedTuple):
@@ -77,11 +82,12 @@ class Given(NamedTuple):
 
 def call_of(given: dict[str, Any], **fixed: Any) -> tuple[Call, dict[str, Any]]:
     """The options among arguments, and the other arguments."""
-    rest = dict(given)
+    rest: dict[str, Any] = {}
+    for name, value in given.items():
+        (fixed if name in _OPTIONS else rest)[name] = value
     if "window_size_left" in rest:
         fixed["window_size"] = rest.pop("window_size_left"), rest.pop("window_size_right")
-    options = {name: rest.pop(name) for name in Call._fields if name in rest}
-    return Call(**options, **fixed), rest
+    return Call(**fixed), rest
 
 
 def taken_apart(given: dict[str, Any], **fixed: Any) -> Given:
@@ -299,10 +305,7 @@ def options_of(q: Tensor, call: Call) -> dict[str, Any]:
     slopes = call.alibi_slopes
     if slopes is not None and slopes.dtype is torch.float32 and q.dtype is torch.float64:
         slopes = slopes.double()  # slopes are float32 whatever q is
-    rare: dict[str, Any] = {name: getattr(call, name) for name in ("sinks", "block_mask", "score_mod")}
-    rare |= dict(zip(("descale_q", "descale_k", "descale_v"), call.descales))
-    rare["align"] = "top_left" if call.top_left else None
-    return {
+    options: dict[str, Any] = {
         "causal": bool(call.causal),
         "window": window(call.window_size),
         "scale": call.softmax_scale,
@@ -310,8 +313,12 @@ def options_of(q: Tensor, call: Call) -> dict[str, Any]:
         "softcap": call.softcap,
         "alibi_slopes": slopes,
         "deterministic": bool(call.deterministic),
-        **{name: given for name, given in rare.items() if given is not None},
     }
+    align = "top_left" if call.top_left else None
+    for name, given in zip(_RARE, (align, call.sinks, call.block_mask, call.score_mod, *call.descales)):
+        if given is not None:
+            options[name] = given
+    return options
 
 
 def window(window_size: Any) -> Window:
