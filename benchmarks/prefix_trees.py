@@ -63,7 +63,7 @@ def of_batch(problem: Problem) -> list[Tensor]:
 def of_tree(problem: Problem) -> list[Tensor]:
     """The same, from a prefix tree, which is made anew in each step."""
     tree = PrefixTree.from_completions([(problem.prompt, problem.completions)], device=problem.prompt.device)
-    hidden = problem.model.hidden(tree.tokens[None], positions=tree.positions, block_mask=tree.block_mask())
+    hidden = problem.model.hidden(tree.tokens[None], position_ids=tree.positions[None], block_mask=tree.block_mask())
     log_probs = tree.unpack(tree.linear_log_probs(hidden, problem.model.output_weight))
     return [each[len(problem.prompt) :] for each in log_probs]
 

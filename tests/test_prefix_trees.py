@@ -150,7 +150,7 @@ def make_model(config: GPTConfig, dtype: torch.dtype) -> GPT:
 
 
 def over_tree(model: GPT, tree: PrefixTree) -> list[Tensor]:
-    hidden = model.hidden(tree.tokens[None], positions=tree.positions, block_mask=tree.block_mask())
+    hidden = model.hidden(tree.tokens[None], position_ids=tree.positions[None], block_mask=tree.block_mask())
     return tree.unpack(tree.linear_log_probs(hidden, model.output_weight))
 
 
@@ -188,7 +188,7 @@ def test_one_graph_serves_all_trees() -> None:
     model(torch.zeros(1, 40, dtype=torch.int64))  # makes rotary tables that are long enough
     for lengths in ((2, 11, 5), (7, 3)):
         tree = PrefixTree.from_completions([(drawn(12)[0], drawn(*lengths))])
-        arguments = {"positions": tree.positions, "block_mask": tree.block_mask()}
+        arguments = {"position_ids": tree.positions[None], "block_mask": tree.block_mask()}
         expected = model.hidden(tree.tokens[None], **arguments)
         assert_same(compiled(tree.tokens[None], **arguments), expected)
     assert graphs.frame_count == 1
@@ -196,15 +196,15 @@ def test_one_graph_serves_all_trees() -> None:
 
 def test_what_trees_exclude_in_models_is_named() -> None:
     tree = deep()
-    arguments = {"positions": tree.positions, "block_mask": tree.block_mask()}
+    arguments = {"position_ids": tree.positions[None], "block_mask": tree.block_mask()}
     for config, attention, message in (
-        (replace(GPT2, window=4), None, "positions: expected None with a window"),
-        (GPT2, plain_attention, "positions, block_mask: expected None with _Exchanged as attention"),
+        (replace(GPT2, window=4), None, "position_ids: expected None with a window"),
+        (GPT2, plain_attention, "position_ids, block_mask: expected None with _Exchanged as attention"),
     ):
         with pytest.raises(ValueError, match=message):
             GPT(config, attention)(tree.tokens[None], **arguments)
     model = GPT(GPT2)
     with pytest.raises(ValueError, match="expected None except for dense self-attention without a cache"):
         model(tree.tokens[None], model.new_cache(1, 40), **arguments)
-    with pytest.raises(ValueError, match=r"positions: expected int64 \[seq\], \(2,\), got torch.int64 \(3,\)"):
-        MHA(32, 4, causal=True)(torch.zeros(1, 2, 32), positions=torch.arange(3))
+    with pytest.raises(ValueError, match="position_ids: expected"):
+        MHA(32, 4, causal=True, rotary_emb_dim=8)(torch.zeros(1, 2, 32), position_ids=torch.arange(3)[None])

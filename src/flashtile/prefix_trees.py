@@ -27,7 +27,7 @@ class PrefixTree:
     ::
 
         tree = PrefixTree.from_completions([(prompt, [first, second, third])])
-        hidden = model.hidden(tree.tokens[None], positions=tree.positions, block_mask=tree.block_mask())
+        hidden = model.hidden(tree.tokens[None], position_ids=tree.positions[None], block_mask=tree.block_mask())
         log_probs = tree.linear_log_probs(hidden, model.output_weight)    # one for each packed token
         of_sequences = tree.unpack(log_probs)                             # one tensor for each sequence
 

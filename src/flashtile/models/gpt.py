@@ -106,48 +106,49 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         cache: Sequence[KVCache] | None = None,
-        positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
         block_mask: BlockMask | None = None,
     ) -> Tensor:
         """Logits of the next token.
 
         Args:
-            tokens: int64 `[B, S]`, S at most the context unless positions are given.
+            tokens: int64 `[B, S]`, S at most the context unless position_ids are given.
             cache: from `new_cache`: the tokens follow those in the cache, and are appended to it.
-            positions: int64 `[S]`, at least 0 and less than both S and the context, for rows that are no single
-                sequence, such as those of a `flashtile.prefix_trees.PrefixTree`. None = tokens follow one another.
+            position_ids: int32 or int64 `[B, S]` or `[1, S]`, less than both S and the context, for rows that are no
+                single sequence, such as that of a `flashtile.prefix_trees.PrefixTree`; None = tokens follow one
+                another.
             block_mask: which tokens see which; no token sees a later one in any case.
 
         Returns:
             `[B, S, V]`.
         """
         self._check_whole("logits", _OF_PARTS)
-        return self._logits(self.hidden(tokens, cache, positions, block_mask))
+        return self._logits(self.hidden(tokens, cache, position_ids, block_mask))
 
     def hidden(
         self,
         tokens: Tensor,
         cache: Sequence[KVCache] | None = None,
-        positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
         block_mask: BlockMask | None = None,
     ) -> Tensor:
         """The output of the last norm, from which the logits are computed: `[B, S, W]`. Arguments as for `forward`."""
         check_tokens(tokens)
-        if self.numbered is not None and (positions is not None or block_mask is not None):
+        if self.numbered is not None and (position_ids is not None or block_mask is not None):
             raise ValueError(
-                "positions, block_mask: expected None with a model that takes shards of sequences, got a value"
+                "position_ids, block_mask: expected None with a model that takes shards of sequences, got a value"
             )
         before = 0 if cache is None else cache[0].length
         end = before + tokens.shape[1]
-        if end > self.config.context and positions is None:
+        if end > self.config.context and position_ids is None:
             raise ValueError(f"tokens: expected at most {self.config.context} in a row (the context), got {end}")
-        numbers = positions if self.numbered is None else self.numbered(tokens.shape[1], tokens.device)
+        numbers = position_ids if self.numbered is None else self.numbered(tokens.shape[1], tokens.device)
         hidden = self.token(tokens)  # [B, S, W]
         if self.position is not None:
             if numbers is None:
                 numbers = torch.arange(before, end, device=tokens.device)
             hidden = hidden + self.position(numbers)
-        options: dict[str, Any] = {"cache": cache, "positions": positions, "block_mask": block_mask}
+        options: dict[str, Any] = {"cache": cache, "position_ids": position_ids, "block_mask": block_mask}
         options = {name: value for name, value in options.items() if value is not None}
         branch = residual = None
         for block in self.blocks:

@@ -181,7 +181,7 @@ class MHA(nn.Module):
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_k: int | None = None,
         cache: KVCache | Sequence[KVCache] | None = None,
-        positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
         block_mask: BlockMask | None = None,
         **other_names: NoReturn,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -200,9 +200,9 @@ class MHA(nn.Module):
             cache: x follows the tokens in the cache, and is appended to it. With layer_idx, a sequence of the caches of
                 all layers. Only for causal self-attention of dense x, because all sequences of a cache have the same
                 length.
-            positions: int64 `[seq]`, at least 0 and less than seq: positions for the rotary embedding, the same for all
-                sequences; None = tokens follow one another. Only for dense self-attention without a cache.
-            block_mask: which tokens see which, as well as causal and window_size; only as positions.
+            position_ids: int32 or int64 `[batch, seq]` or `[1, seq]`, less than seq: positions for rotary embedding,
+                if there is one; None = tokens follow one another. Only for dense self-attention without a cache.
+            block_mask: which tokens see which, as well as causal and window_size; only as position_ids.
 
         Returns:
             A tensor of the shape of x; with return_residual a pair of it and x.
@@ -213,12 +213,12 @@ class MHA(nn.Module):
         """
         if other_names:
             refuse_other_names(self, MHA.forward, other_names)
-        if positions is None and block_mask is None:
+        if position_ids is None and block_mask is None:
             out = self._output(x, x_kv, key_padding_mask, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, cache)
         else:
             others = (x_kv, key_padding_mask, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, cache)
-            self._check_tree(x, positions, block_mask, any(other is not None for other in others))
-            out = self._attend(x, None, None, None, None, None, positions, block_mask)
+            self._check_tree(x, position_ids, block_mask, any(other is not None for other in others))
+            out = self._attend(x, None, None, None, None, None, position_ids, block_mask)
         return (out, x) if self.return_residual else out
 
     def _output(
@@ -254,13 +254,13 @@ class MHA(nn.Module):
         max_seqlen: int | None,
         cu_seqlens_k: Tensor | None,
         max_seqlen_k: int | None,
-        positions: Tensor | None = None,
+        position_ids: Tensor | None = None,
         block_mask: BlockMask | None = None,
     ) -> Tensor:
         if x_kv is None:
             cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
             longest = None if cu_seqlens is None else max_seqlen
-            q, k, v = self._project(x, longest, 0, cu_seqlens, max_seqlen, positions)
+            q, k, v = self._project(x, longest, 0, cu_seqlens, max_seqlen, position_ids)
         else:
             q = self._heads(self.Wq(x), self.num_heads)
             k, v = self._heads(self.Wkv(x_kv), 2 * self.num_heads_kv).chunk(2, dim=-2)
@@ -294,23 +294,21 @@ class MHA(nn.Module):
         offset: int = 0,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-        rows: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of x with their positions in them, views of one tensor: `[..., heads, head_dim]`.
 
         Rotary tables have so many `positions`, and x begins at `offset`. None: as many as there are tokens, which is
-        enough for a packed batch of unknown lengths too. `rows`: the row of the tables for each token.
+        enough for a packed batch of unknown lengths too.
         """
         qkv = self._heads(self.Wqkv(x), self.num_heads + 2 * self.num_heads_kv)
         if self.rotary_emb is not None:
             # Positions are counted in the projection: if ranks share the tokens of x, it has the tokens of all.
             positions = qkv.shape[-3] if positions is None else positions
-            cos, sin, cos_k, sin_k = self.rotary_emb.tables(positions, x.device)
-            if rows is not None:  # there are no tables of xPos then
-                cos, sin = cos[rows], sin[rows]
+            tables = self.rotary_emb.tables(positions, x.device)
             style = self.rotary_emb.interleaved, _output_is_ours(self.Wqkv)
             qkv = flashtile.apply_rotary_qkv(
-                qkv, cos, sin, cos_k, sin_k, *style, offset, self.num_heads, cu_seqlens, max_seqlen
+                qkv, *tables, *style, offset, self.num_heads, cu_seqlens, max_seqlen, position_ids=position_ids
             )  # fmt: skip
         q, k, v = qkv.split([self.num_heads, self.num_heads_kv, self.num_heads_kv], dim=-2)
         return q, k, v
@@ -378,25 +376,20 @@ class MHA(nn.Module):
                 "taking keys out would move the diagonal, pack both inputs with cu_seqlens instead"
             )
 
-    def _check_tree(self, x: Tensor, positions: Tensor | None, block_mask: BlockMask | None, others: bool) -> None:
-        """Checks what may come with positions or block_mask."""
+    def _check_tree(self, x: Tensor, position_ids: Tensor | None, block_mask: BlockMask | None, others: bool) -> None:
+        """Checks what may come with position_ids or block_mask."""
         if others or self.cross_attn:
             raise ValueError(
-                "positions, block_mask: expected None except for dense self-attention without a cache, got a value"
+                "position_ids, block_mask: expected None except for dense self-attention without a cache, got a value"
             )
         if not isinstance(self.inner_attn, InnerAttention):
             other = type(self.inner_attn).__name__
-            raise ValueError(f"positions, block_mask: expected None with {other} as attention, got a value")
+            raise ValueError(f"position_ids, block_mask: expected None with {other} as attention, got a value")
         self._check_inputs(x, None, None, None, None, None)
-        if positions is None:
-            return
-        if positions.dtype is not torch.int64 or differ(positions.shape, x.shape[1:2]):
-            found = f"{positions.dtype} {tuple(positions.shape)}"
-            raise ValueError(f"positions: expected int64 [seq], ({x.shape[1]},), got {found}")
         left, right = self.inner_attn.window
         xpos = self.rotary_emb is not None and self.rotary_emb.scale_base is not None
-        if left is not None or right or self.use_alibi or xpos:
-            raise ValueError("positions: expected None with a window, ALiBi or xPos, got a tensor; these count rows")
+        if position_ids is not None and (left is not None or right or self.use_alibi or xpos):
+            raise ValueError("position_ids: expected None with a window, ALiBi or xPos, got a tensor; these count rows")
 
     def _check_cache(self, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
         if self.cross_attn or not self.causal:
