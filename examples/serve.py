@@ -1,0 +1,360 @@
+"""A small server: continuous batching over a paged cache, with chunks of prompts, shared prefixes and speculation.
+
+python examples/serve.py [--model gpt | llama] [--cache float8_e4m3fn | float8_e5m2 | int8] [--no-draft]
+
+Requests of different lengths share each step of the model. A step has a chunk of a prompt for some requests, and the
+newest tokens for others: one token, or with a draft model the tokens that it proposed. All of them are one packed row,
+and one call of `flashtile.attention_with_kv_cache` for each layer. Requests that begin with the same tokens share the
+pages of these. At the end every request is generated again, alone, and must give the same tokens.
+
+The models are small and have random weights: flashtile's GPT, or transformers' Llama. The draft model is the first
+layer of the target, whose other layers change little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import flashtile
+from flashtile.models import GPT, GPTConfig
+from flashtile.modules import MHA
+
+VOCABULARY = 97
+PAGE = 8
+
+
+class Step(NamedTuple):
+    """What attention has to know of the packed row of a step; all of it lies on the device.
+
+    Attributes:
+        starts: int32 `[requests + 1]`, where the tokens of each request begin.
+        lengths: int32 `[requests]`, tokens of each that are in the cache already.
+        table: int32 `[requests, pages of the longest]`.
+        longest: tokens of a request in the step at most.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    table: Tensor
+    longest: int
+
+
+class Cache:
+    """Pages of all layers of one model."""
+
+    def __init__(self, layers: int, pages: int, heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
+        shape = (layers, pages, PAGE, heads, head_dim)
+        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        # A factor for each row and head of a cache of 8 bits, written with the row.
+        eight_bits = dtype.itemsize == 1
+        self.factors = [torch.ones(shape[:-1], device=device) for _ in range(2)] if eight_bits else None
+        self.step: Step | None = None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Appends the new rows `[total, heads_kv, head_dim]`, and attends. Returns `[total, heads, head_dim]`."""
+        assert self.step is not None
+        if self.factors is not None:
+            options |= {"descale_k": self.factors[0][layer], "descale_v": self.factors[1][layer]}
+        return flashtile.attention_with_kv_cache(
+            q, self.k[layer], self.v[layer], k, v, cache_lengths=self.step.lengths, block_table=self.step.table,
+            cu_seqlens_q=self.step.starts, max_seqlen_q=self.step.longest, **options,
+        )  # fmt: skip
+
+
+class CachedAttention(nn.Module):
+    """In the place of a GPT's inner attention: rotates, appends and attends. All rows are one, `[1, total]`."""
+
+    def __init__(self, cache: Cache, layer: int, tables: tuple[Tensor, Tensor]) -> None:
+        super().__init__()
+        self.cache, self.layer, self.tables = cache, layer, tables
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+        cos, sin = self.tables
+        return self.cache.attend(self.layer, q[0], k[0], v[0], rotary_cos=cos, rotary_sin=sin)[None]
+
+
+class Runner:
+    """A model, its cache, and its logits `[1, total, vocabulary]` for tokens and positions `[1, total]`."""
+
+    def __init__(self, model: nn.Module, logits: Callable[[Tensor, Tensor], Tensor], cache: Cache) -> None:
+        self.model, self.logits, self.cache = model, logits, cache
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                first = ".0." in name
+                if not first and name.endswith(("out_proj.weight", "fc2.weight", "o_proj.weight", "down_proj.weight")):
+                    weight *= 0.1
+
+    @torch.inference_mode()
+    def run(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor:
+        """The most probable next token after each of the packed tokens: `[total]`."""
+        self.cache.step = step
+        return self.logits(tokens[None], positions[None])[0].argmax(dim=-1)
+
+
+def gpt(layers: int, pages: int, dtype: torch.dtype, cache_dtype: torch.dtype, device: str, seed: int) -> Runner:
+    torch.manual_seed(seed)
+    config = GPTConfig(
+        context=512, layers=layers, heads=4, heads_kv=2, width=64, vocabulary=VOCABULARY, positions="rotary",
+        norm="rms", initial_std=0.2,
+    )  # fmt: skip
+    model = GPT(config, device=device, dtype=dtype).eval()
+    cache = Cache(layers, pages, 2, config.head_dim, cache_dtype, device)
+    tables = flashtile.rotary_tables(config.context, config.head_dim, device=device)
+    mixers = [module for module in model.modules() if isinstance(module, MHA)]
+    for layer, mixer in enumerate(mixers):
+        mixer.rotary_emb = None  # the call rotates by the rows of the cache
+        mixer.inner_attn = CachedAttention(cache, layer, tables)
+    return Runner(model, lambda tokens, _: model(tokens), cache)
+
+
+def llama(layers: int, pages: int, dtype: torch.dtype, cache_dtype: torch.dtype, device: str, seed: int) -> Runner:
+    """The same through transformers, which rotates by the positions that it is given."""
+    from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2,
+    )  # fmt: skip
+    cache = Cache(layers, pages, 2, 16, cache_dtype, device)
+
+    def attend(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        packed = (rows[0].transpose(0, 1) for rows in (q, k, v))  # from [1, heads, total, head_dim]
+        return cache.attend(module.layer_idx, *packed, scale=scaling)[None], None
+
+    name = f"paged-server-{id(cache)}"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, lambda *_, **__: None)
+    model = LlamaForCausalLM._from_config(config, attn_implementation=name).to(device, dtype).eval()
+    return Runner(model, lambda ids, positions: model(ids, position_ids=positions, use_cache=False).logits, cache)
+
+
+@dataclass
+class Request:
+    """A prompt, what was generated, and how much of both is in the cache."""
+
+    tokens: list[int]
+    new_tokens: int
+    prompt: int = field(init=False)
+    cached: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
+
+    @property
+    def done(self) -> bool:
+        return len(self.tokens) - self.prompt >= self.new_tokens
+
+
+class Pages:
+    """Which pages are free, how many requests use each, and which hold known beginnings."""
+
+    def __init__(self, pages: int) -> None:
+        self.free = deque(range(pages))
+        self.users = [0] * pages
+        self.known: dict[tuple[int, ...], int] = {}
+        self.shared = 0
+
+    def share(self, request: Request) -> None:
+        """Gives a request the pages of its beginning that another one has filled. The last token must be computed."""
+        for end in range(PAGE, len(request.tokens), PAGE):
+            page = self.known.get(tuple(request.tokens[:end]))
+            if page is None:
+                return
+            self.users[page] += 1
+            request.pages.append(page)
+            request.cached = end
+            self.shared += 1
+
+    def grow(self, request: Request, rows: int) -> bool:
+        """Makes room for so many rows; False if there are too few pages."""
+        missing = -(-rows // PAGE) - len(request.pages)
+        if missing > len(self.free):
+            return False
+        for _ in range(missing):
+            page = self.free.popleft()
+            self.users[page] += 1
+            request.pages.append(page)
+        return True
+
+    def remember(self, request: Request) -> None:
+        """Lets others share the full pages of a prompt."""
+        for end in range(PAGE, min(request.cached, request.prompt) + 1, PAGE):
+            self.known.setdefault(tuple(request.tokens[:end]), request.pages[end // PAGE - 1])
+
+    def release(self, request: Request) -> None:
+        for page in request.pages:
+            self.users[page] -= 1
+            if not self.users[page]:
+                self.free.append(page)
+        self.known = {tokens: page for tokens, page in self.known.items() if self.users[page]}
+        request.pages = []
+
+
+class Server:
+    """Runs requests together.
+
+    Args:
+        target: the model whose tokens are wanted.
+        draft: a smaller model that proposes them, or None. Its cache has the same pages.
+        pages: pages of the caches.
+        budget: tokens of a step at most.
+        proposals: tokens that the draft model proposes in a step.
+    """
+
+    def __init__(self, target: Runner, draft: Runner | None, pages: int, budget: int = 48, proposals: int = 3) -> None:
+        self.target, self.draft, self.budget, self.proposals = target, draft, budget, proposals
+        self.pages = Pages(pages)
+        self.device = target.cache.k.device
+        self.steps = self.accepted = self.proposed = 0
+
+    def serve(self, requests: Sequence[Request]) -> None:
+        waiting, running = deque(requests), list[Request]()
+        while waiting or running:
+            parts = [(request, self._next(request)) for request in running]
+            budget = self.budget - sum(len(tokens) for _, tokens in parts)
+            while waiting and budget > 0:
+                request = waiting[0]
+                if not request.pages:
+                    self.pages.share(request)
+                if not self.pages.grow(request, len(request.tokens) + request.new_tokens + self.proposals):
+                    break
+                chunk = request.tokens[request.cached : request.cached + budget]
+                budget -= len(chunk)
+                parts.append((request, chunk))
+                if request.cached + len(chunk) < len(request.tokens):
+                    break  # the rest of this prompt comes first in the next step
+                running.append(waiting.popleft())
+            if not parts:
+                raise RuntimeError("too few pages for a single request")
+            self._step(parts)
+            for request in [request for request in running if request.done]:
+                del request.tokens[request.prompt + request.new_tokens :]
+                running.remove(request)
+                self.pages.release(request)
+
+    def _next(self, request: Request) -> list[int]:
+        """The newest token of a request, and what the draft model proposes behind it."""
+        return request.tokens[-1:] + [-1] * (self.proposals if self.draft is not None else 0)
+
+    def _step(self, parts: list[tuple[Request, list[int]]]) -> None:
+        """One step of the model for chunks of prompts and newest tokens."""
+        self._propose([(request, tokens) for request, tokens in parts if -1 in tokens])
+        if self.draft is not None:
+            self._run(self.draft, parts)  # the draft model's cache has the same rows
+        following = self._run(self.target, parts)
+        for (request, tokens), after in zip(parts, following):
+            end = request.cached + len(tokens)
+            if end < len(request.tokens):
+                request.cached = end  # a chunk, behind which the prompt goes on
+            elif end == len(request.tokens):
+                request.cached = end
+                request.tokens.append(after[-1])
+            else:
+                self._accept(request, tokens, after)
+            self.pages.remember(request)
+        self.steps += 1
+
+    def _accept(self, request: Request, tokens: list[int], after: list[int]) -> None:
+        """Keeps the proposals that are the target's own tokens, and its token behind them. Other rows are forgotten."""
+        right = 0
+        while right + 1 < len(tokens) and tokens[right + 1] == after[right]:
+            right += 1
+        request.tokens += after[: right + 1]
+        request.cached += right + 1
+        self.proposed += len(tokens) - 1
+        self.accepted += right
+
+    def _propose(self, parts: list[tuple[Request, list[int]]]) -> None:
+        """Fills in the proposals of the draft model, one for each request at a time."""
+        for number in range(self.proposals if parts else 0):
+            assert self.draft is not None
+            following = self._run(self.draft, [(request, tokens[: number + 1]) for request, tokens in parts])
+            for (_, tokens), after in zip(parts, following):
+                tokens[number + 1] = after[-1]
+
+    def _run(self, runner: Runner, parts: list[tuple[Request, list[int]]]) -> list[list[int]]:
+        """The next token after each token of all parts."""
+        counts = [len(tokens) for _, tokens in parts]
+        lengths = [request.cached for request, _ in parts]
+        positions = [length + place for length, count in zip(lengths, counts) for place in range(count)]
+        most = max(len(request.pages) for request, _ in parts)
+        table = [request.pages + [0] * (most - len(request.pages)) for request, _ in parts]
+        step = Step(*map(self._int32, ([0, *torch.tensor(counts).cumsum(0).tolist()], lengths, table)), max(counts))
+        tokens = torch.tensor([token for _, tokens in parts for token in tokens], device=self.device)
+        flat = runner.run(tokens, torch.tensor(positions, device=self.device), step)
+        return [part.tolist() for part in flat.split(counts)]
+
+    def _int32(self, values: list[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+
+def requests_of(seed: int, count: int) -> list[Request]:
+    """Prompts of different lengths, of which half begin with the same tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(least: int, most: int) -> list[int]:
+        length = int(torch.randint(least, most, (), generator=generator))
+        return torch.randint(VOCABULARY, (length,), generator=generator).tolist()
+
+    common = draw(20, 21)
+    return [
+        Request((common if number % 2 else []) + draw(3, 60), int(torch.randint(5, 25, (), generator=generator)))
+        for number in range(count)
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("gpt", "llama"), default="gpt")
+    parser.add_argument(
+        "--cache", choices=("float8_e4m3fn", "float8_e5m2", "int8"), help="8 bits; default: the model's"
+    )
+    parser.add_argument("--draft", action=argparse.BooleanOptionalAction, default=True, help="a smaller model proposes")
+    parser.add_argument("--requests", type=int, default=10)
+    options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    cache_dtype = dtype if options.cache is None else getattr(torch, options.cache)
+    build, pages = {"gpt": gpt, "llama": llama}[options.model], 64
+
+    def server() -> Server:
+        target = build(3, pages, dtype, cache_dtype, device, seed=0)
+        draft = None
+        if options.draft:
+            draft = build(1, pages, dtype, cache_dtype, device, seed=0)
+            draft.model.load_state_dict(target.model.state_dict(), strict=False)
+        return Server(target, draft, pages)
+
+    together, batch = server(), requests_of(1, options.requests)
+    start = time.perf_counter()
+    together.serve(batch)
+    seconds = time.perf_counter() - start
+    made = sum(request.new_tokens for request in batch)
+    print(
+        f"{len(batch)} requests, {made} new tokens in {together.steps} steps: {made / seconds:.0f} tokens/s on {device}"
+    )
+    print(f"{together.pages.shared} pages of shared beginnings", end="")
+    print(f", {together.accepted} of {together.proposed} proposals accepted" if options.draft else "")
+    for request, alone in zip(batch, requests_of(1, options.requests)):
+        single = Server(build(3, pages, dtype, cache_dtype, device, seed=0), None, pages, budget=10**6)
+        single.serve([alone])
+        same = sum(one == other for one, other in zip(request.tokens, alone.tokens))
+        # In bfloat16 two tokens may be equally probable but for rounding, which differs with the shapes of a step.
+        assert request.tokens == alone.tokens or (dtype is torch.bfloat16 and same >= request.prompt), "not the same"
+    print("every request has the tokens that it gets alone")
+
+
+if __name__ == "__main__":
+    main()

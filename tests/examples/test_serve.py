@@ -1,0 +1,43 @@
+"""The small server: its requests get the tokens of the model alone, however steps are made up."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+import serve
+from flashtile.models import GPT, GPTConfig
+
+_NO_TRANSFORMERS = pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs transformers")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--cache", "int8", "--no-draft"],
+        pytest.param(["--model", "llama", "--cache", "float8_e4m3fn"], marks=_NO_TRANSFORMERS),
+    ],
+    ids=" ".join,
+)
+def test_requests_together_are_requests_alone(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    serve.main([*arguments, "--requests", "5"])
+    assert "every request has the tokens that it gets alone" in capsys.readouterr().out
+
+
+def test_tokens_are_those_of_generate() -> None:
+    """With few pages, so that requests wait for those of others, and chunks that cut prompts anywhere."""
+    target = serve.gpt(2, 30, torch.float32, torch.float32, "cpu", seed=0)
+    config = target.model.config
+    assert isinstance(config, GPTConfig)
+    plain = GPT(config).eval()
+    plain.load_state_dict(target.model.state_dict())
+    requests = serve.requests_of(2, 6)
+    server = serve.Server(target, None, 30, budget=7)
+    server.serve(requests)
+    assert server.pages.shared and len(server.pages.free) == 30 and not server.pages.known
+    for request, again in zip(requests, serve.requests_of(2, 6), strict=True):
+        expected = plain.generate(torch.tensor([again.tokens]), again.new_tokens)
+        assert request.tokens == expected[0].tolist()
