@@ -4,7 +4,7 @@
 
 Prints, for each norm, width and pass, the cuts from fast to slow, with GB/s (inputs read once and outputs written once)
 and what part of the copy's GB/s that is. The cut of the table is marked. A person copies the winner, with its reason,
-into `flashtile/ops/layer_norm/triton/configs.py`; nothing is tuned on a user's machine. A cut must give the results of
+into `flashtile/ops/layer_norm/kernels.py`; nothing is tuned on a user's machine. A cut must give the results of
 the table's before its time counts. The backward is both kernels, as a user runs it.
 """
 
@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from flashtile._backends.devices import device_facts
 from flashtile.bench.timing import make_timer
 from flashtile.ops.common.row_tiles import RowTile
-from flashtile.ops.layer_norm.spec import NormSpec, Operands, Saved, Wanted
-from flashtile.ops.layer_norm.triton import launch
+from flashtile.ops.layer_norm import kernels
+from flashtile.ops.layer_norm.spec import NormSpec, Operands, Upstream, Wanted
 
 SECONDS = 0.2
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -66,21 +66,21 @@ class Problem:
         self.operands = Operands(make(rows, width), residual, weight=make(width), bias=bias, dropout_seed=seed)
         sum_dtype = residual_dtype if arguments.residual else dtype
         self.spec = NormSpec(rms, 1e-5, arguments.dropout, 1.0, False, sum_dtype, rows)
-        results = launch.forward(self.operands, self.spec)
+        results = kernels.forward(self.operands, self.spec)
         x = self.operands.x0 if results.x is None else results.x
-        self.saved = Saved(x, None, results.mean, results.rstd, *self.operands[3:])
-        self.wanted = Wanted(rows, arguments.residual, False, True)
-        self.dz, self.dx = make(rows, width), torch.randn_like(x) if arguments.residual else None
+        saved = (x, None, results.mean, results.rstd, *self.operands[3:])
+        dz, dx = make(rows, width), torch.randn_like(x) if arguments.residual else None
+        self.given, self.wanted = Upstream(dz, None, dx, *saved), Wanted(rows, arguments.residual, False, True)
 
     def forward(self) -> tuple[Tensor | None, ...]:
-        return launch.forward(self.operands, self.spec)
+        return kernels.forward(self.operands, self.spec)
 
     def backward(self) -> tuple[Tensor | None, ...]:
-        return launch.backward(self.dz, None, self.dx, self.saved, self.spec, self.wanted)
+        return kernels.backward(self.given, self.spec, self.wanted)
 
     def bytes(self, phase: str) -> int:
         """Bytes of all that must be read and written once."""
-        read = (self.operands.x0, self.operands.residual) if phase == "forward" else (self.dz, self.dx, self.saved.x)
+        read = (self.operands.x0, self.operands.residual) if phase == "forward" else (self.given.dz, self.given.dx, self.given.x)
         return sum(t.nbytes for t in (*read, *getattr(self, phase)()) if t is not None)
 
     def peers(self, phase: str) -> dict[str, Callable[[], Any]]:
@@ -101,7 +101,7 @@ class Problem:
                 calls[name] = lambda function=function: function(x.detach(), weight.detach(), bias)
             else:
                 z = function(x, weight, bias)
-                calls[name] = lambda z=z: torch.autograd.grad(z, leaves, self.dz, retain_graph=True)
+                calls[name] = lambda z=z: torch.autograd.grad(z, leaves, self.given.dz, retain_graph=True)
         return calls
 
 
@@ -113,26 +113,26 @@ def milliseconds(call: Callable[[], Any]) -> float:
 def with_cut(phase: str, config: RowTile, call: Callable[[], Any]) -> Any:
     """Runs a call with a cut in the place of the table's."""
     name = f"{phase}_config"
-    from_table = getattr(launch, name)
-    setattr(launch, name, lambda *_: config)
-    getattr(launch, f"_{phase}_plan").cache_clear()
+    from_table = getattr(kernels, name)
+    setattr(kernels, name, lambda *_: config)
+    getattr(kernels, f"_{phase}_plan").cache_clear()
     try:
         return call()
     finally:
-        setattr(launch, name, from_table)
-        getattr(launch, f"_{phase}_plan").cache_clear()
+        setattr(kernels, name, from_table)
+        getattr(kernels, f"_{phase}_plan").cache_clear()
 
 
 def table_cut(phase: str, problem: Problem) -> RowTile:
     """The cut that a call takes by itself."""
     seen = []
-    from_table = getattr(launch, f"{phase}_config")
-    setattr(launch, f"{phase}_config", lambda *given: seen.append(from_table(*given)) or seen[-1])
-    getattr(launch, f"_{phase}_plan").cache_clear()
+    from_table = getattr(kernels, f"{phase}_config")
+    setattr(kernels, f"{phase}_config", lambda *given: seen.append(from_table(*given)) or seen[-1])
+    getattr(kernels, f"_{phase}_plan").cache_clear()
     try:
         getattr(problem, phase)()
     finally:
-        setattr(launch, f"{phase}_config", from_table)
+        setattr(kernels, f"{phase}_config", from_table)
     return seen[0]
 
 

@@ -28,8 +28,8 @@ from flashtile.ops.dense.spec import Activated, ActivationSpec, ActivationUpstre
 from flashtile.ops.dense.spec import Wanted as ActivationWanted
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton import launch as kv_cache
+from flashtile.ops.layer_norm import kernels as layer_norm
 from flashtile.ops.layer_norm import spec as norms
-from flashtile.ops.layer_norm.triton import launch as layer_norm
 from flashtile.ops.rotary import kernels as rotary
 from flashtile.ops.rotary.spec import RotarySpec, Rotation
 from flashtile.ops.softmax import kernels as softmax
@@ -248,8 +248,8 @@ def test_norms(rows: int, width: int, launched: list[str]) -> None:
     seed, residual = _meta(2, dtype=torch.int64), _meta(rows, width, dtype=torch.float32, strides=(2**33, 1))
     operands = norms.Operands(x, residual, x, weight, weight, dropout_seed=seed)
     z, _, total, mean, rstd = layer_norm.forward(operands, spec)
-    saved = norms.Saved(total, None, mean, rstd, weight, weight, None, None, None, None, None, None, seed)
-    layer_norm.backward(z, None, residual, saved, spec, norms.Wanted(rows, True, True, True))
+    saved = (total, None, mean, rstd, weight, weight, None, None, None, None, None, None, seed)
+    layer_norm.backward(norms.Upstream(z, None, residual, *saved), spec, norms.Wanted(rows, True, True, True))
     assert len(launched) == 3
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from flashtile.ops.attention import reference as attention
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.common.operators import OPERATORS, Operator, packed
-from flashtile.ops.layer_norm import reference as layer_norm
-from flashtile.ops.layer_norm.spec import NormSpec, Operands
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -28,12 +26,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     Returns:
         A new dict: operator overload -> function with its arguments.
     """
-    ops = torch.ops.flashtile
     made = {each.overload: functools.partial(_decomposed, each) for each in OPERATORS.values() if each.decomposition}
-    return made | {
-        ops.attention_forward.default: _attention,
-        ops.layer_norm_forward.default: _layer_norm,
-    }
+    return {torch.ops.flashtile.attention_forward.default: _attention, **made}
 
 
 def _decomposed(made: Operator, *flat: Any) -> Any:
@@ -53,21 +47,10 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...
             "cu_seqlens_q: expected None in a graph of PyTorch's operations, which does not know where sequences end; "
             "export the model with a padded batch"
         )
-    _refuse_dropout(side.dropout_seed)
-    results = attention.forward(q, k, v, side, spec)
-    return results if spec.returns_max_scores else (*results, results[1].new_empty(0))
-
-
-def _layer_norm(*arguments: Any) -> list[Tensor]:
-    operands = Operands(*arguments[: len(Operands._fields)])
-    _refuse_dropout(operands.dropout_seed)
-    results = layer_norm.forward(operands, NormSpec(*arguments[len(Operands._fields) : -1]))
-    return [tensor for tensor in results if tensor is not None]
-
-
-def _refuse_dropout(dropout_seed: Tensor | None) -> None:
-    if dropout_seed is not None:
+    if side.dropout_seed is not None:
         raise ValueError(
             "dropout_p: expected 0 in a graph of PyTorch's operations, which draw other bits; call model.eval() before "
             "it is exported"
         )
+    results = attention.forward(q, k, v, side, spec)
+    return results if spec.returns_max_scores else (*results, results[1].new_empty(0))

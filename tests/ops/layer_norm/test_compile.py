@@ -22,10 +22,8 @@ if devices.interpreting():
 
 from checked_code import check_code
 from flashtile._backends.launch import KernelSource, Plan
-from flashtile.ops.layer_norm.spec import MAX_COLUMNS, NormSpec, Operands, Saved
-from flashtile.ops.layer_norm.triton import launch
-from flashtile.ops.layer_norm.triton.backward import norm_backward_looped_kernel
-from flashtile.ops.layer_norm.triton.configs import backward_config, forward_config
+from flashtile.ops.layer_norm import kernels
+from flashtile.ops.layer_norm.spec import MAX_COLUMNS, NormSpec, Operands, Upstream
 from machine_code import (
     Binary,
     binary_of,
@@ -73,9 +71,12 @@ class Call(NamedTuple):
             "x": self.sum_dtype,
         }
         found |= {"x0_subset": torch.int32, "out_subset": torch.int64, "dropout_seed": torch.int64}
-        found |= {"mean": _FP32, "rstd": _FP32}
+        found |= {"mean": _FP32, "rstd": _FP32, "dz": self.dtype, "dz1": self.dtype, "dx": self.sum_dtype}
         always = {"x", "rstd"} | (set() if self.rms else {"mean"})
         always |= {"dropout_seed"} if self.dropout_p else set()
+        always |= {"dz"} | {
+            given for given, tensor in (("dz1", "weight1"), ("dx", "residual")) if tensor in self.tensors
+        }
         always |= {"x0"} if "residual" in fields or "layerscale" in self.tensors else set()
         return {name: found[name] if name in always or name in self.tensors else None for name in fields}
 
@@ -86,20 +87,20 @@ def forward_plan(device: devices.DeviceFacts, call: Call) -> Plan:
     modified = bool(call.dropout_p) or {"rowscale", "layerscale", "x0_subset", "x1", "residual"} & set(call.tensors)
     strides = (call.width, call.width if "x1" in call.tensors else 0, call.width if "residual" in call.tensors else 0)
     return _planned(
-        launch._forward_plan, device, tuple(dtypes.values()), call.rows, call.width, strides, call.misalignment,
+        kernels._forward_plan, device, tuple(dtypes.values()), call.rows, call.width, strides, call.misalignment,
         bool(modified or call.dtype is not call.sum_dtype), call.spec(),
     )  # fmt: skip
 
 
-def backward_plan(device: devices.DeviceFacts, call: Call) -> launch.BackwardPlan:
+def backward_plan(device: devices.DeviceFacts, call: Call) -> kernels.BackwardPlan:
     """The plans of a backward call with a gradient of x from above where there is a residual."""
-    dtypes = call.dtypes(Saved._fields)
+    dtypes = call.dtypes(Upstream._fields)
     residual = "residual" in call.tensors
     own = bool(call.dropout_p) or call.dtype is not call.sum_dtype or "layerscale" in call.tensors
     parameters = (dtypes[name] is not None for name in ("weight", "bias", "weight1", "bias1", "layerscale"))
     present = (residual or not own, own, own and "x1" in call.tensors, *parameters)
     return _planned(
-        launch._backward_plan, device, (call.dtype, call.sum_dtype if residual else None, *dtypes.values()), present,
+        kernels._backward_plan, device, tuple(dtypes.values()), present,
         call.rows, call.width, (call.width, 0, call.width if residual else 0, call.width, call.width),
         call.misalignment, call.rows, call.spec(),
     )  # fmt: skip
@@ -107,8 +108,8 @@ def backward_plan(device: devices.DeviceFacts, call: Call) -> launch.BackwardPla
 
 def _planned(plan: Any, device: devices.DeviceFacts, *arguments: Any) -> Any:
     with (
-        mock.patch.object(launch, "device_facts", return_value=device),
-        mock.patch.object(launch, "multiprocessors", return_value=132),
+        mock.patch.object(kernels, "device_facts", return_value=device),
+        mock.patch.object(kernels, "multiprocessors", return_value=132),
     ):
         return plan.__wrapped__(*arguments, torch.device("cuda", 0))
 
@@ -212,7 +213,7 @@ def test_dropout_bits_are_made_where_they_are_used() -> None:
 def test_long_rows_with_dropout_are_held_whole_where_sums_are_few() -> None:
     def looped(width: int, *more: str) -> bool:
         call = Call(width, tensors=("weight", "bias", "residual", *more), dropout_p=0.1)
-        return backward_plan(_HOPPER, call).main.source.function is norm_backward_looped_kernel
+        return backward_plan(_HOPPER, call).main.source.function is kernels.norm_backward_looped_kernel
 
     assert not looped(8192) and not looped(8192, "layerscale")
     assert looped(8192, "weight1", "bias1") and looped(8193)
@@ -261,9 +262,9 @@ def test_backward_programs_stay(rows: int, programs: int) -> None:
 @pytest.mark.parametrize("width", [1, 16, 17, 100, 1024, 1025, 2048, 4097, 8192, 8193, 16385, MAX_COLUMNS])
 def test_cuts_are_sound(width: int, arch: str) -> None:
     device = devices.KNOWN_DEVICES[arch]
-    configs = [forward_config(width, device)]
+    configs = [kernels.forward_config(width, device)]
     configs += [
-        backward_config(width, sums, size, dropout, device)
+        kernels.backward_config(width, sums, size, dropout, device)
         for sums in range(6) for size in (4, 6, 12, 20) for dropout in (False, True)
     ]  # fmt: skip
     for config in configs:

@@ -196,7 +196,7 @@ def _reference_unsupported_reason(call: AnyCall) -> str | None:
 
 
 #: Operations whose Triton kernels are a folder, and whose reference is a file of its own.
-_IN_FOLDERS = {"kv_cache", "layer_norm"}
+_IN_FOLDERS = {"kv_cache"}
 
 
 @functools.cache

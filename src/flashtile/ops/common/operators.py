@@ -161,8 +161,8 @@ def differentiable(
         save: of `(inputs, results, spec, ctx)`, the tensors that the backward reads, and the scalars that it takes
             besides the spec. What is saved must be an input or an output, or the reference must make it anew.
         outputs: how many of the results, the first ones, are differentiable; the function returns None for the others.
-        complete: of the backward's `(tensors, *scalars)`, the same with zeros for gradients that are None and must not
-            be.
+        complete: of the backward's `(tensors, ctx, *scalars)`, the same with zeros for gradients that are None and must
+            not be.
         gradients: of `(what the backward found, *scalars)`, the gradients of the first inputs; others have none.
             Without it, what the backward found is the gradient of the first.
     """
@@ -191,7 +191,7 @@ def differentiable(
             upstream = tuple(next(rest) if there else None for there in ctx.present)
         given = gradient_type(*upstream, *ctx.saved_tensors)
         if complete is not None:
-            given = complete(given, *scalars)
+            given = complete(given, ctx, *scalars)
         if dispatch.batched(*upstream) or (torch.is_grad_enabled() and not torch.compiler.is_compiling()):
             found = reference.backward(given, *scalars)
         else:

@@ -1,8 +1,7 @@
-"""The public norms: what a user calls. They check, flatten to rows, build the spec, and hand on to the operator."""
+"""The public norms, which check a call and flatten it to rows, and their operators."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 import torch
@@ -10,11 +9,23 @@ from torch import Tensor
 
 from flashtile.ops.common import dtensor
 from flashtile.ops.common.backends import standard_backends
+from flashtile.ops.common.checks import raise_not_bool, resolve_dropout
+from flashtile.ops.common.operators import differentiable, operator
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.philox import draw_dropout_seed, keep_rows
+from flashtile.ops.common.rows import compute_dtype, last_contiguous
 from flashtile.ops.layer_norm import checks
-from flashtile.ops.layer_norm.operator import run_norm
-from flashtile.ops.layer_norm.spec import NormSpec, Operands
+from flashtile.ops.layer_norm import spec as reference
+from flashtile.ops.layer_norm.spec import (
+    Gradients,
+    Normalised,
+    NormSpec,
+    Operands,
+    Upstream,
+    Wanted,
+    present_gradients,
+    present_results,
+)
 
 _BACKENDS = standard_backends("layer_norm")
 
@@ -278,7 +289,7 @@ def _plain(
     checks.check_parameter("weight", weight, x, "x")
     checks.check_parameter("bias", bias, x, "x")
     _BACKENDS.check(backend)
-    checks.raise_not_bool(zero_centered_weight=zero_centered)
+    raise_not_bool(zero_centered_weight=zero_centered)
     if dtensor.present(x, weight, bias):
         return dtensor.call(
             lambda _, x, weight, bias: _plain(x, weight, bias, eps, rms, zero_centered, backend),
@@ -286,7 +297,7 @@ def _plain(
         )  # fmt: skip
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     spec = NormSpec(rms, checks.resolve_epsilon("eps", eps), 0.0, 1.0, zero_centered, x.dtype, rows.shape[0])
-    z, _, _ = run_norm(Operands(rows, weight=weight, bias=bias), spec, backend)
+    z = _norm(Operands(rows, weight=weight, bias=bias), spec, backend).z
     return z if x.dim() == 2 else z.view(x.shape)
 
 
@@ -304,15 +315,15 @@ def _dropout_add_norm(
     backend: str,
 ) -> Tensor | tuple[Tensor, ...]:
     _BACKENDS.check(backend)
-    checks.raise_not_bool(
+    raise_not_bool(
         zero_centered_weight=zero_centered,
         residual_in_fp32=residual_in_fp32,
         prenorm=prenorm,
         return_dropout_mask=return_dropout_mask,
     )
     rowscale_const = checks.resolve_rowscale_const(rowscale_const, operands.x0)
-    shape = _check_operands(operands, rowscale_const)
-    dropout_p = checks.resolve_dropout(dropout_p, operands.dropout_seed, operands.x0.device, "elements", "x0")
+    shape = checks.check_operands(operands, rowscale_const)
+    dropout_p = resolve_dropout(dropout_p, operands.dropout_seed, operands.x0.device, "elements", "x0")
     if not dropout_p:
         operands = operands._replace(dropout_seed=None)
     elif operands.dropout_seed is None:
@@ -330,13 +341,13 @@ def _dropout_add_norm(
         _sum_dtype(operands, residual_in_fp32),
         checks.resolve_out_rows(operands.out_subset, out_numrows, flat.rows),
     )
-    z, z1, x = run_norm(flat, spec, backend)
+    z, z1, x, _, _ = _norm(flat, spec, backend)
     out_shape = shape if operands.out_subset is None else z.shape
     results = [z.view(out_shape)]
     if z1 is not None:
         results.append(z1.view(out_shape))
     if prenorm:
-        results.append(x.view(shape))
+        results.append((flat.x0 if x is None else x).view(shape))
     if return_dropout_mask:
         results += _masks(operands, flat, dropout_p)
     return results[0] if len(results) == 1 else tuple(results)
@@ -359,34 +370,6 @@ def _sharded(operands: Operands, *arguments: Any) -> Any:
         for name, tensor in operands._asdict().items()
     }
     return dtensor.call(function, given, "*.", ("weight", "bias", "weight1", "bias1", "layerscale"))
-
-
-def _check_operands(operands: Operands, rowscale_const: float) -> torch.Size:
-    """Checks the tensors; returns the shape of x."""
-    x0 = operands.x0
-    checks.check_input("x0", x0)
-    shape = x0.shape
-    if operands.x0_subset is not None:
-        checks.check_subset("x0_subset", operands.x0_subset, x0.device)
-        shape = torch.Size((*operands.x0_subset.shape, x0.shape[-1]))
-    if operands.out_subset is not None:
-        checks.check_subset("out_subset", operands.out_subset, x0.device)
-        checks.check_rows("out_subset", operands.out_subset, math.prod(shape[:-1]))
-    checks.check_summand("residual", operands.residual, x0, shape, same_dtype=False)
-    checks.check_summand("x1", operands.x1, x0, shape, same_dtype=True)
-    if operands.x1 is not None:
-        checks.check_parallel(
-            rowscale=operands.rowscale,
-            layerscale=operands.layerscale,
-            x0_subset=operands.x0_subset,
-            rowscale_const=None if rowscale_const == 1.0 else rowscale_const,
-        )
-    for name in ("weight", "bias", "weight1", "bias1", "layerscale"):
-        checks.check_parameter(name, getattr(operands, name), x0, "x0")
-    if operands.bias1 is not None and operands.weight1 is None:
-        raise ValueError("bias1: expected None without weight1, got a tensor; give weight1 for a second output")
-    checks.check_rowscale(operands.rowscale, x0)
-    return shape
 
 
 def _flatten(operands: Operands) -> Operands:
@@ -413,7 +396,102 @@ def _masks(operands: Operands, flat: Operands, dropout_p: float) -> list[Tensor]
     if flat.dropout_seed is None:
         return [torch.ones_like(tensor, dtype=torch.bool) for tensor in tensors]
     rows, columns = flat.x0.shape
+    bits = (keep_rows(flat.dropout_seed, dropout_p, stream, rows, columns) for stream in range(len(tensors)))
+    return [kept.view(tensor.shape) for kept, tensor in zip(bits, tensors)]
+
+
+# --- operators -------------------------------------------------------------------------------------------------------
+
+
+def _run_forward(operands: Operands, spec: NormSpec, backend: str) -> Normalised:
+    checks.check_values(operands, spec)
+    module = _BACKENDS.implementation(backend, operands.x0.device, spec.sum_dtype)
+    return module.forward(Operands(*map(last_contiguous, operands)), spec)
+
+
+def _run_backward(given: Upstream, spec: NormSpec, wanted: Wanted, backend: str) -> Gradients:
+    module = _BACKENDS.implementation(backend, given.dz.device, spec.sum_dtype)
+    return module.backward(Upstream(*map(last_contiguous, given)), spec, wanted)
+
+
+def _fake_forward(operands: Operands, spec: NormSpec) -> list[Tensor]:
+    x0, rows, columns = operands.x0, operands.rows, operands.x0.shape[1]
+    statistics = compute_dtype(spec.sum_dtype)
+    outputs = [x0.new_empty(spec.out_rows, columns) for _ in ("z", "z1")]
+    x = x0.new_empty(rows, columns, dtype=spec.sum_dtype)
+    return [*outputs, x, *(x0.new_empty(rows, dtype=statistics) for _ in ("mean", "rstd"))]
+
+
+def _fake_backward(given: Upstream, spec: NormSpec, wanted: Wanted) -> list[Tensor | None]:
+    (rows, columns), dz = given.x.shape, given.dz
+    parameters = (given.weight, given.bias, given.weight1, given.bias1, given.layerscale)
     return [
-        keep_rows(flat.dropout_seed, dropout_p, stream, rows, columns).view(tensor.shape)
-        for stream, tensor in enumerate(tensors)
+        dz.new_empty(rows, columns, dtype=spec.sum_dtype),
+        dz.new_empty(wanted.x0_rows, columns),
+        dz.new_empty(rows, columns),
+        *(None if parameter is None else parameter.new_empty(columns) for parameter in parameters),
     ]
+
+
+def _decomposed(operands: Operands, spec: NormSpec) -> Normalised:
+    if operands.dropout_seed is not None:
+        raise ValueError(
+            "dropout_p: expected 0 in a graph of PyTorch's operations, which draw other bits; call model.eval() before "
+            "it is exported"
+        )
+    return reference.forward(operands, spec)
+
+
+def _save(operands: Operands, results: Normalised, spec: NormSpec, ctx: Any) -> Any:
+    x = operands.x0 if results.x is None else results.x
+    x0 = None if operands.layerscale is None else operands.x0
+    weights = any(ctx.needs_input_grad[3 : len(operands)])
+    wanted = Wanted(operands.x0.shape[0], operands.residual is not None, operands.x1 is not None, weights)
+    ctx.dtype = operands.x0.dtype
+    return (x, x0, results.mean, results.rstd, *operands[3:]), (wanted,)
+
+
+def _complete(given: Upstream, ctx: Any, spec: NormSpec, wanted: Wanted) -> Upstream:
+    """Zeros for the gradient of z, or of z1, if only others are differentiated."""
+    if given.dz is None:
+        given = given._replace(dz=given.x.new_zeros(spec.out_rows, given.x.shape[1], dtype=ctx.dtype))
+    if given.dz1 is None and given.weight1 is not None:
+        given = given._replace(dz1=torch.zeros_like(given.dz))
+    return given
+
+
+def _input_gradients(found: Gradients, spec: NormSpec, wanted: Wanted) -> tuple[Tensor | None, ...]:
+    """The gradients in the order of `Operands`. Summands that nothing changed on the way share that of the sum."""
+    dx, dx0, dx1, *of_weights, dlayerscale = found
+    own = dx0 is not None
+    dresidual = dx if wanted.residual else None
+    dx1 = dx if wanted.x1 and not own else dx1
+    return dx0 if own else dx, dresidual, dx1, *of_weights, None, dlayerscale
+
+
+_norm = differentiable(
+    operator(
+        "layer_norm_forward",
+        Operands,
+        (NormSpec,),
+        Normalised,
+        run=_run_forward,
+        fake=_fake_forward,
+        present=present_results,
+        decomposition=_decomposed,
+    ),
+    operator(
+        "layer_norm_backward",
+        Upstream,
+        (NormSpec, Wanted),
+        Gradients,
+        run=_run_backward,
+        fake=_fake_backward,
+        present=present_gradients,
+    ),
+    reference,
+    _save,
+    outputs=3,
+    complete=_complete,
+    gradients=_input_gradients,
+)

@@ -9,35 +9,15 @@ from torch import Tensor
 
 from flashtile.ops.common.checks import (
     as_float,
-    check_choice,
     check_device,
     check_float_dtype,
     check_lengths,
     check_tensors,
     finite_float,
-    raise_not_bool,
     readable,
-    resolve_dropout,
 )
 from flashtile.ops.common.sizes import differ, known
 from flashtile.ops.layer_norm.spec import MAX_COLUMNS, NormSpec, Operands
-
-__all__ = [
-    "check_choice",
-    "check_input",
-    "check_parallel",
-    "check_parameter",
-    "check_rows",
-    "check_rowscale",
-    "check_subset",
-    "check_summand",
-    "check_values",
-    "raise_not_bool",
-    "resolve_dropout",
-    "resolve_epsilon",
-    "resolve_out_rows",
-    "resolve_rowscale_const",
-]
 
 
 def check_input(name: str, x: Tensor) -> None:
@@ -143,6 +123,34 @@ def resolve_epsilon(name: str, epsilon: float) -> float:
 def resolve_rowscale_const(rowscale_const: float, x0: Tensor) -> float:
     check_tensors(x0=x0)
     return finite_float("rowscale_const", rowscale_const, "1.0 changes nothing", dtype=x0.dtype)
+
+
+def check_operands(operands: Operands, rowscale_const: float) -> torch.Size:
+    """Checks the tensors; returns the shape of x."""
+    x0 = operands.x0
+    check_input("x0", x0)
+    shape = x0.shape
+    if operands.x0_subset is not None:
+        check_subset("x0_subset", operands.x0_subset, x0.device)
+        shape = torch.Size((*operands.x0_subset.shape, x0.shape[-1]))
+    if operands.out_subset is not None:
+        check_subset("out_subset", operands.out_subset, x0.device)
+        check_rows("out_subset", operands.out_subset, math.prod(shape[:-1]))
+    check_summand("residual", operands.residual, x0, shape, same_dtype=False)
+    check_summand("x1", operands.x1, x0, shape, same_dtype=True)
+    if operands.x1 is not None:
+        check_parallel(
+            rowscale=operands.rowscale,
+            layerscale=operands.layerscale,
+            x0_subset=operands.x0_subset,
+            rowscale_const=None if rowscale_const == 1.0 else rowscale_const,
+        )
+    for name in ("weight", "bias", "weight1", "bias1", "layerscale"):
+        check_parameter(name, getattr(operands, name), x0, "x0")
+    if operands.bias1 is not None and operands.weight1 is None:
+        raise ValueError("bias1: expected None without weight1, got a tensor; give weight1 for a second output")
+    check_rowscale(operands.rowscale, x0)
+    return shape
 
 
 def check_values(operands: Operands, spec: NormSpec) -> None:

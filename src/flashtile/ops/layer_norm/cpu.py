@@ -5,27 +5,22 @@ Sums and gradients are float32 (float64 for float64) and rounded where they are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from flashtile.ops.common.philox import keep_rows
+from flashtile.ops.common.rows import compute_dtype, row_blocks
 from flashtile.ops.layer_norm.spec import (
     Gradients,
     Normalised,
     NormSpec,
     Operands,
-    Saved,
+    Upstream,
     Wanted,
     is_modified,
     makes_sum,
     present_gradients,
-    statistics_dtype,
 )
-
-#: Elements of a block of rows: its temporaries together fit the second-level cache of a core.
-_BLOCK = 1 << 17
 
 
 def forward(operands: Operands, spec: NormSpec) -> Normalised:
@@ -41,25 +36,23 @@ def forward(operands: Operands, spec: NormSpec) -> Normalised:
     return Normalised(_put(z.to(operands.x0.dtype), operands.out_subset, spec.out_rows), z1, x, mean, rstd)
 
 
-def backward(
-    dz: Tensor, dz1: Tensor | None, dx: Tensor | None, saved: Saved, spec: NormSpec, wanted: Wanted
-) -> Gradients:
+def backward(given: Upstream, spec: NormSpec, wanted: Wanted) -> Gradients:
     """See `spec.Gradients`."""
-    present = present_gradients(dz, saved, spec, wanted)
-    gradient, dweight, dbias = _norm_backward(dz, saved.weight, saved.bias, saved, spec, wanted)
+    present, (dz, dz1, dx, *_) = present_gradients(given, spec, wanted), given
+    gradient, dweight, dbias = _norm_backward(dz, given.weight, given.bias, given, spec, wanted)
     dweight1 = dbias1 = None
     if dz1 is not None:
-        of_second, dweight1, dbias1 = _norm_backward(dz1, saved.weight1, saved.bias1, saved, spec, wanted)
+        of_second, dweight1, dbias1 = _norm_backward(dz1, given.weight1, given.bias1, given, spec, wanted)
         gradient += of_second
     if dx is not None:
         gradient += dx
     dsum = gradient.to(spec.sum_dtype) if present[0] else None
-    dx1 = _dropped(gradient, 1, saved, spec).to(dz.dtype) if present[2] else None
+    dx1 = _dropped(gradient, 1, given, spec).to(dz.dtype) if present[2] else None
     dx0 = dlayerscale = None
     if present[1]:
         # Where dsum is the same memory, it must not change.
         dx0, dlayerscale = _x0_gradients(
-            gradient.clone() if dsum is gradient else gradient, dz.dtype, saved, spec, wanted
+            gradient.clone() if dsum is gradient else gradient, dz.dtype, given, spec, wanted
         )
     return Gradients(dsum, dx0, dx1, dweight, dbias, dweight1, dbias1, dlayerscale)
 
@@ -69,7 +62,7 @@ def _add(operands: Operands, spec: NormSpec) -> Tensor:
     x0, residual, x1 = operands.x0, operands.residual, operands.x1
     if not is_modified(operands, spec) and x1 is None:
         return x0.to(spec.sum_dtype) if residual is None else torch.add(x0, residual).to(spec.sum_dtype)
-    x = x0.to(statistics_dtype(x0.dtype), copy=True)
+    x = x0.to(compute_dtype(x0.dtype), copy=True)
     if operands.rowscale is not None:
         x *= operands.rowscale[:, None]
     if operands.layerscale is not None:
@@ -99,7 +92,7 @@ def _parameters(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec
 ) -> tuple[Tensor | None, Tensor | None]:
     """Weight and bias as PyTorch's kernels take them. Parameters in float32 make those keep float32 statistics."""
-    dtype = statistics_dtype(x.dtype)
+    dtype = compute_dtype(x.dtype)
     if weight is not None:
         weight = weight.to(dtype) + 1 if spec.zero_centered else weight.to(dtype)
     elif x.dtype is not dtype:
@@ -108,8 +101,8 @@ def _parameters(
 
 
 def _rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor | None, Tensor]:
-    z, rstd = torch.empty_like(x), x.new_empty(x.shape[0], dtype=statistics_dtype(x.dtype))
-    for rows in _blocks(x):
+    z, rstd = torch.empty_like(x), x.new_empty(x.shape[0], dtype=compute_dtype(x.dtype))
+    for rows in row_blocks(*x.shape):
         block = x[rows].to(rstd.dtype)
         squares = torch.linalg.vector_norm(block, dim=1).square_().div_(x.shape[1])
         rstd[rows] = squares.add_(spec.epsilon).rsqrt_()
@@ -123,16 +116,16 @@ def _rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) 
 
 
 def _norm_backward(
-    dz: Tensor, weight: Tensor | None, bias: Tensor | None, saved: Saved, spec: NormSpec, wanted: Wanted
+    dz: Tensor, weight: Tensor | None, bias: Tensor | None, given: Upstream, spec: NormSpec, wanted: Wanted
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of the norm of x for one output: x's in float32, weight's and bias's in their dtypes."""
-    x, dz = saved.x, _pick(dz, saved.out_subset)
+    x, dz = given.x, _pick(dz, given.out_subset)
     of_weight, of_bias = (wanted.weights and parameter is not None for parameter in (weight, bias))
     full_weight, _ = _parameters(x, weight, bias, spec)
     if spec.rms:
-        dx, dweight, dbias = _rms_backward(dz, x, saved.rstd, full_weight, of_weight, of_bias)
+        dx, dweight, dbias = _rms_backward(dz, x, given.rstd, full_weight, of_weight, of_bias)
     else:
-        dx, dweight, dbias = _layer_backward(dz, saved, full_weight, of_weight, of_bias)
+        dx, dweight, dbias = _layer_backward(dz, given, full_weight, of_weight, of_bias)
     return (
         dx,
         dweight.to(weight.dtype) if of_weight and weight is not None else None,
@@ -141,10 +134,10 @@ def _norm_backward(
 
 
 def _layer_backward(
-    dz: Tensor, saved: Saved, weight: Tensor | None, of_weight: bool, of_bias: bool
+    dz: Tensor, given: Upstream, weight: Tensor | None, of_weight: bool, of_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PyTorch's own, in float32: given narrow tensors, it would add up the parameters' gradients in their dtype."""
-    x, mean, rstd = saved.x, saved.mean, saved.rstd
+    x, mean, rstd = given.x, given.mean, given.rstd
     assert mean is not None
     if weight is None and of_bias:
         weight = rstd.new_ones(x.shape[1])
@@ -166,7 +159,7 @@ def _layer_backward(
         return dx, dweight, dbias
     dx = torch.empty_like(x, dtype=rstd.dtype)
     dweight, dbias = (x.new_zeros(x.shape[1], dtype=rstd.dtype) for _ in range(2))
-    for rows in _blocks(x):
+    for rows in row_blocks(*x.shape):
         dx[rows], of_block, of_block_bias = differentiate(rows)
         if of_weight:
             dweight += of_block
@@ -180,7 +173,7 @@ def _rms_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(x, dtype=rstd.dtype)
     dweight, dbias = (x.new_zeros(x.shape[1], dtype=rstd.dtype) for _ in range(2))
-    for rows in _blocks(x):
+    for rows in row_blocks(*x.shape):
         upstream = dz[rows].to(rstd.dtype)
         xhat = x[rows].to(rstd.dtype) * rstd[rows, None]
         if of_bias:
@@ -195,25 +188,25 @@ def _rms_backward(
 
 
 def _x0_gradients(
-    gradient: Tensor, dtype: torch.dtype, saved: Saved, spec: NormSpec, wanted: Wanted
+    gradient: Tensor, dtype: torch.dtype, given: Upstream, spec: NormSpec, wanted: Wanted
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of x0 and of layerscale, from that of the sum, which is overwritten."""
     dx0 = gradient
     if spec.rowscale_const != 1.0:
         dx0 *= spec.rowscale_const
-    dx0 = _put(dx0, saved.x0_subset, wanted.x0_rows)
-    if saved.rowscale is not None:
-        dx0 *= saved.rowscale[:, None]
-    dx0 = _dropped(dx0, 0, saved, spec)
+    dx0 = _put(dx0, given.x0_subset, wanted.x0_rows)
+    if given.rowscale is not None:
+        dx0 *= given.rowscale[:, None]
+    dx0 = _dropped(dx0, 0, given, spec)
     dlayerscale = None
-    if saved.layerscale is not None:
-        if wanted.weights and saved.x0 is not None:
-            dlayerscale = torch.linalg.vecdot(dx0, saved.x0.to(dx0.dtype), dim=0).to(saved.layerscale.dtype)
-        dx0 *= saved.layerscale
+    if given.layerscale is not None:
+        if wanted.weights and given.x0 is not None:
+            dlayerscale = torch.linalg.vecdot(dx0, given.x0.to(dx0.dtype), dim=0).to(given.layerscale.dtype)
+        dx0 *= given.layerscale
     return dx0.to(dtype), dlayerscale
 
 
-def _dropped(x: Tensor, stream: int, tensors: Operands | Saved, spec: NormSpec) -> Tensor:
+def _dropped(x: Tensor, stream: int, tensors: Operands | Upstream, spec: NormSpec) -> Tensor:
     """x without what dropout drops, and the rest scaled; x itself without dropout."""
     if tensors.dropout_seed is None:
         return x
@@ -239,8 +232,3 @@ def _put(matrix: Tensor, subset: Tensor | None, rows: int) -> Tensor:
     present = subset.nonzero().view(-1)
     placed[subset[present].long() - 1] = matrix[present]
     return placed
-
-
-def _blocks(x: Tensor) -> Iterator[slice]:
-    rows = max(1, _BLOCK // x.shape[1])
-    return (slice(first, first + rows) for first in range(0, x.shape[0], rows))

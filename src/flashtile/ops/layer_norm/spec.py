@@ -1,4 +1,5 @@
-"""What a normalisation call means, apart from the numbers in its tensors.
+"""What a normalisation call means: its scalars and tensors, and the eager reference, written to be read and not to be
+fast.
 
 One operation covers layer norm and RMS norm, alone or after dropout and addition. With `R` rows of `N` columns::
 
@@ -17,6 +18,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from flashtile.ops.common.philox import keep_rows
+from flashtile.ops.common.rows import compute_dtype
 
 #: Longest row that any backend takes.
 MAX_COLUMNS = 65536
@@ -78,9 +82,13 @@ class Operands(NamedTuple):
         return (self.x0 if self.x0_subset is None else self.x0_subset).shape[0]
 
 
-class Saved(NamedTuple):
-    """The tensors that a backward pass reads; shapes as in `Operands`, x0 only where there is a layerscale."""
+class Upstream(NamedTuple):
+    """The tensors that a backward pass reads: the gradients of z, z1 and x, and what the forward saved. Shapes are as
+    in `Operands`; there is an x0 only with a layerscale."""
 
+    dz: Tensor
+    dz1: Tensor | None
+    dx: Tensor | None
     x: Tensor
     x0: Tensor | None
     mean: Tensor | None
@@ -135,7 +143,7 @@ class Gradients(NamedTuple):
     dlayerscale: Tensor | None = None
 
 
-def is_modified(tensors: Operands | Saved, spec: NormSpec) -> bool:
+def is_modified(tensors: Operands | Upstream, spec: NormSpec) -> bool:
     """Whether x0 reaches the sum other than as it is."""
     return (
         tensors.dropout_seed is not None
@@ -156,13 +164,121 @@ def makes_sum(operands: Operands, spec: NormSpec) -> bool:
     )
 
 
-def present_gradients(dz: Tensor, saved: Saved, spec: NormSpec, wanted: Wanted) -> tuple[bool, ...]:
+def present_results(operands: Operands, spec: NormSpec) -> tuple[bool, ...]:
+    """Which fields of `Normalised` a forward pass fills."""
+    return True, operands.weight1 is not None, makes_sum(operands, spec), not spec.rms, True
+
+
+def present_gradients(given: Upstream, spec: NormSpec, wanted: Wanted) -> tuple[bool, ...]:
     """Which fields of `Gradients` a backward pass fills."""
-    own = is_modified(saved, spec) or dz.dtype is not spec.sum_dtype
-    parameters = (saved.weight, saved.bias, saved.weight1, saved.bias1, saved.layerscale)
+    own = is_modified(given, spec) or given.dz.dtype is not spec.sum_dtype
+    parameters = (given.weight, given.bias, given.weight1, given.bias1, given.layerscale)
     of_parameters = (wanted.weights and parameter is not None for parameter in parameters)
     return (wanted.residual or not own, own, own and wanted.x1, *of_parameters)
 
 
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
+# --- the reference: differentiable to any order by autograd, and rounded where PyTorch rounds ------------------------
+
+
+def forward(operands: Operands, spec: NormSpec) -> Normalised:
+    """z, x and statistics. Shapes as in `Operands`."""
+    x = add(operands, spec) if makes_sum(operands, spec) else None
+    xhat, mean, rstd = normalise(operands.x0 if x is None else x, spec)
+    z = output(xhat, operands.weight, operands.bias, operands, spec)
+    z1 = None if operands.weight1 is None else output(xhat, operands.weight1, operands.bias1, operands, spec)
+    return Normalised(z, z1, x, mean, rstd)
+
+
+def add(operands: Operands, spec: NormSpec) -> Tensor:
+    """x `[R, N]`: scales, dropout and sum."""
+    x = operands.x0
+    if operands.rowscale is not None:
+        x = x * operands.rowscale[:, None]
+    if spec.rowscale_const != 1.0:
+        x = x * spec.rowscale_const
+    if operands.layerscale is not None:
+        x = x * operands.layerscale
+    x = pick(_dropped(x, 0, operands, spec), operands.x0_subset)
+    if operands.x1 is not None:
+        x = x + _dropped(operands.x1, 1, operands, spec)
+    if operands.residual is not None:
+        x = x + operands.residual
+    return x.to(spec.sum_dtype)
+
+
+def normalise(x: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor | None, Tensor]:
+    """xhat `[R, N]`, mean and rstd `[R]` in float32."""
+    xhat, mean = x.to(compute_dtype(x.dtype)), None
+    if not spec.rms:
+        mean = xhat.mean(dim=-1)
+        xhat = xhat - mean[:, None]
+    rstd = torch.rsqrt(xhat.square().mean(dim=-1) + spec.epsilon)
+    return xhat * rstd[:, None], mean, rstd
+
+
+def output(xhat: Tensor, weight: Tensor | None, bias: Tensor | None, operands: Operands, spec: NormSpec) -> Tensor:
+    """z `[out_rows, N]` in x0's dtype."""
+    z = xhat
+    if weight is not None:
+        z = z * _effective(weight, spec, z.dtype)
+    if bias is not None:
+        z = z + bias.to(z.dtype)
+    return put(z.to(operands.x0.dtype), operands.out_subset, spec.out_rows)
+
+
+def backward(given: Upstream, spec: NormSpec, wanted: Wanted) -> Gradients:
+    """Gradients of the sum, of what was summed, and of the parameters; `mean` and `rstd` are made anew."""
+    present, (dz, dz1, dx, *_) = present_gradients(given, spec, wanted), given
+    xhat, _, rstd = normalise(given.x, spec)
+    upstream = [pick(d.to(xhat.dtype), given.out_subset) for d in (dz, dz1) if d is not None]
+    weights = [None if w is None else _effective(w, spec, xhat.dtype) for w in (given.weight, given.weight1)]
+    dxhat = torch.stack([d if w is None else d * w for d, w in zip(upstream, weights)]).sum(dim=0)
+    along = xhat * (dxhat * xhat).mean(dim=-1, keepdim=True)
+    gradient = dxhat - along if spec.rms else dxhat - along - dxhat.mean(dim=-1, keepdim=True)
+    gradient = gradient * rstd[:, None]
+    if dx is not None:
+        gradient = gradient + dx.to(gradient.dtype)
+
+    into_x0 = put(gradient, given.x0_subset, wanted.x0_rows) * spec.rowscale_const
+    if given.rowscale is not None:
+        into_x0 = into_x0 * given.rowscale[:, None]
+    into_x0 = _dropped(into_x0, 0, given, spec)  # the gradient of layerscale · x0
+    values = (
+        gradient.to(spec.sum_dtype),
+        (into_x0 if given.layerscale is None else into_x0 * given.layerscale).to(dz.dtype),
+        _dropped(gradient, 1, given, spec).to(dz.dtype),
+        _sum(upstream[0] * xhat, given.weight),
+        _sum(upstream[0], given.bias),
+        _sum(upstream[-1] * xhat, given.weight1),
+        _sum(upstream[-1], given.bias1),
+        None if given.x0 is None else _sum(into_x0 * given.x0, given.layerscale),
+    )
+    return Gradients(*(value if there else None for value, there in zip(values, present, strict=True)))
+
+
+def pick(matrix: Tensor, subset: Tensor | None) -> Tensor:
+    """Rows of a matrix by number from 1; 0 is a row of zeros."""
+    if subset is None:
+        return matrix
+    return torch.cat((matrix.new_zeros(1, matrix.shape[1]), matrix)).index_select(0, subset.long())
+
+
+def put(matrix: Tensor, subset: Tensor | None, rows: int) -> Tensor:
+    """The inverse of `pick`: each row at its number from 1, those of number 0 nowhere, and zeros elsewhere."""
+    if subset is None:
+        return matrix
+    return matrix.new_zeros(rows + 1, matrix.shape[1]).index_copy(0, subset.long(), matrix)[1:].clone()
+
+
+def _dropped(x: Tensor, stream: int, tensors: Operands | Upstream, spec: NormSpec) -> Tensor:
+    if tensors.dropout_seed is None:
+        return x
+    return x * keep_rows(tensors.dropout_seed, spec.dropout_p, stream, x.shape[0], x.shape[1]) / (1 - spec.dropout_p)
+
+
+def _effective(weight: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype) + 1 if spec.zero_centered else weight.to(dtype)
+
+
+def _sum(rows: Tensor, parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else rows.sum(dim=0).to(parameter.dtype)

@@ -1,0 +1,785 @@
+"""The backend for GPUs: the kernels of the norms, how they are cut, and their launches.
+
+Shapes: M = ROWS rows of a tile, N = BLOCK_N columns of a tile, R = `rows` rows of x, WIDTH columns of a row, P
+programs. See `ops/layer_norm/spec.py` for the formulas. Every tensor but x0, x1, residual, dz, dz1, dx and x is
+contiguous. In the backward, with `dxhat = dz · weight + dz1 · weight1`::
+
+    dsum = rstd · (dxhat - mean(dxhat) - xhat · mean(dxhat · xhat)) + dx      RMS norm: without mean(dxhat)
+    dx0  = dsum · factor          dlayerscale = Σ dsum · x0 · factor / layerscale
+    dweight = Σ dz · xhat         dbias = Σ dz                                Σ over rows
+
+Programs stay and walk over rows in steps of P, so that each keeps its part of the Σ. Row M of the partial sums
+`[sums, P, WIDTH]` belongs to one program: no atomics, and the same result in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashtile._backends.alignment import power_of_two_factor
+from flashtile._backends.allocate import Layout, contiguous
+from flashtile._backends.devices import DeviceFacts, device_facts, multiprocessors
+from flashtile._backends.launch import (
+    Parameter,
+    Plan,
+    constants_of,
+    float32,
+    int32,
+    int64,
+    make_plan,
+    plan_cache,
+    pointer,
+    pointer_to,
+)
+from flashtile.ops.common.checks import check_rows
+from flashtile.ops.common.philox import keep_threshold
+from flashtile.ops.common.row_tiles import RowTile, row_tile
+from flashtile.ops.common.triton.partial_sums import reduce_partial
+from flashtile.ops.common.triton.philox import kept_in_rows, load_seed
+from flashtile.ops.layer_norm.spec import (
+    Gradients,
+    Normalised,
+    NormSpec,
+    Operands,
+    Upstream,
+    Wanted,
+    makes_sum,
+    present_gradients,
+)
+
+# --- what the kernels share: addresses of rows, the sum that is normalised, statistics, parameters --------------------
+
+
+@triton.jit
+def tile_mask(row, columns, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Which elements of a tile exist: bool `[M, N]`. A tile of one row is never past the last."""
+    inside = (columns < WIDTH)[None, :]
+    if ROWS > 1:
+        inside = inside & (row < rows)[:, None]
+    return inside
+
+
+@triton.jit
+def load_parameter(pointer, columns, WIDTH: tl.constexpr, default, ADD: tl.constexpr):
+    """A vector over columns as float32 `[1, N]`, plus ADD; `default` where there is none."""
+    if pointer is not None:
+        # A matrix of one row, like the tiles of long rows, so that its elements lie in the same threads as theirs.
+        value = tl.load(pointer + columns[None, :], mask=(columns < WIDTH)[None, :], other=0.0).to(tl.float32) + ADD
+    else:
+        value = tl.full([1, columns.shape[0]], default, tl.float32)
+    return value
+
+
+@triton.jit
+def source_rows(subset_ptr, row, rows):
+    """The rows of x0 (or of z) behind rows of x `[M]`: int64, below 0 where there is none. Without a subset those past
+    the last row are past the last of x0, too."""
+    if subset_ptr is not None:
+        return tl.load(subset_ptr + row, mask=row < rows, other=0).to(tl.int64) - 1
+    else:
+        return row.to(tl.int64)
+
+
+@triton.jit
+def branch_factor(
+    rowscale_ptr, layerscale_ptr, seed, offset, source, exists, columns, first_column, threshold, scale, stream,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """What an element of x0 (stream 0) or x1 (stream 1) is multiplied by on its way into the sum: `[M, N]` or less.
+    `exists` `[M]`: rows of the tile that are there."""
+    factor = tl.full([ROWS, 1], 1.0, tl.float32) * scale
+    if rowscale_ptr is not None:
+        factor *= tl.load(rowscale_ptr + source, mask=exists & (source >= 0), other=0.0).to(tl.float32)[:, None]
+    if layerscale_ptr is not None:
+        factor = factor * load_parameter(layerscale_ptr, columns, WIDTH, 1.0, 0.0)
+    if DROPOUT:
+        kept = kept_in_rows(seed, offset, stream, source.to(tl.int32), first_column, threshold, ROWS, BLOCK_N)
+        factor = tl.where(kept, factor, 0.0)
+    return factor
+
+
+@triton.jit
+def load_sum(
+    x0_ptr, x1_ptr, residual_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset, x_ptr,
+    stride_x0, stride_x1, stride_residual, row, columns, first_column, rows, threshold, scale_x0, scale_x1,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """A tile of x `[M, N]` in float32, rounded to x's dtype and stored where it is not x0; 0 outside.
+
+    Alone and in short rows, x0 is read past the L2 cache (1,024 columns on an H200: 17.3 µs against 18.4); in longer
+    rows and beside other summands that costs 5 %.
+    """
+    POLICY: tl.constexpr = "" if x1_ptr is not None or residual_ptr is not None or WIDTH > 2048 else "evict_first"
+    inside = tile_mask(row, columns, rows, WIDTH, ROWS)
+    source = source_rows(x0_subset_ptr, row, rows)
+    there = inside
+    if x0_subset_ptr is not None:
+        there = inside & (source >= 0)[:, None]
+    x = tl.load(x0_ptr + source[:, None] * stride_x0 + columns[None, :], mask=there, other=0.0, eviction_policy=POLICY)
+    x = x.to(tl.float32)
+    if SCALED:
+        x *= branch_factor(
+            rowscale_ptr, layerscale_ptr, seed, offset, source, row < rows, columns, first_column, threshold, scale_x0,
+            0, WIDTH, ROWS, BLOCK_N, DROPOUT,
+        )  # fmt: skip
+    if x1_ptr is not None:
+        offsets = row.to(tl.int64)[:, None] * stride_x1 + columns[None, :]
+        x1 = tl.load(x1_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        if DROPOUT:
+            x1 *= branch_factor(
+                None, None, seed, offset, row.to(tl.int64), row < rows, columns, first_column,
+                threshold, scale_x1, 1, WIDTH, ROWS, BLOCK_N, DROPOUT,
+            )  # fmt: skip
+        x += x1
+    if residual_ptr is not None:
+        offsets = row.to(tl.int64)[:, None] * stride_residual + columns[None, :]
+        x += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    if x_ptr is not None:
+        rounded = x.to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + row.to(tl.int64)[:, None] * WIDTH + columns[None, :], rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    return x
+
+
+@triton.jit
+def store_outputs(
+    xhat, weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, out_subset_ptr, z_ptr, z1_ptr, row, columns, rows,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, WEIGHT_ADD: tl.constexpr,
+):  # fmt: skip
+    """z and z1 of a tile of xhat `[M, N]`."""
+    inside = tile_mask(row, columns, rows, WIDTH, ROWS)
+    target = source_rows(out_subset_ptr, row, rows)
+    if out_subset_ptr is not None:
+        inside = inside & (target >= 0)[:, None]
+    offsets = target[:, None] * WIDTH + columns[None, :]
+    z = xhat * load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
+    z += load_parameter(bias_ptr, columns, WIDTH, 0.0, 0.0)
+    tl.store(z_ptr + offsets, z.to(z_ptr.dtype.element_ty), mask=inside)
+    if weight1_ptr is not None:
+        z1 = xhat * load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
+        z1 += load_parameter(bias1_ptr, columns, WIDTH, 0.0, 0.0)
+        tl.store(z1_ptr + offsets, z1.to(z1_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, RMS: tl.constexpr):
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    if not RMS:
+        tl.store(mean_ptr + row, mean, mask=row < rows)
+
+
+# --- forward ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def norm_forward_kernel(
+    x0_ptr, x1_ptr, residual_ptr, weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, rowscale_ptr, layerscale_ptr,
+    x0_subset_ptr, out_subset_ptr, seed_ptr, z_ptr, z1_ptr, x_ptr, mean_ptr, rstd_ptr,
+    stride_x0, stride_x1, stride_residual, rows, threshold, scale_x0, scale_x1, epsilon,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr,
+    RMS: tl.constexpr, WEIGHT_ADD: tl.constexpr,
+):  # fmt: skip
+    """Rows that registers hold: each is read once, M rows to a program."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [M]
+    columns = tl.arange(0, BLOCK_N)  # [N]
+    seed, offset = load_seed(seed_ptr, DROPOUT)
+    x = load_sum(
+        x0_ptr, x1_ptr, residual_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset, x_ptr,
+        stride_x0, stride_x1, stride_residual, row, columns, 0, rows, threshold, scale_x0, scale_x1,
+        WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT,
+    )  # fmt: skip
+    # The mean is taken off before squaring: E[x²] - E[x]² would lose a small variance on a large mean.
+    mean = row.to(tl.float32) * 0.0
+    if not RMS:
+        mean = tl.sum(x, axis=1) / WIDTH  # [M]
+        x = x - mean[:, None]
+        if BLOCK_N > WIDTH:
+            x = tl.where((columns < WIDTH)[None, :], x, 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + epsilon)  # [M]
+    store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, RMS)
+    store_outputs(
+        x * rstd[:, None], weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, out_subset_ptr, z_ptr, z1_ptr, row, columns,
+        rows, WIDTH, ROWS, WEIGHT_ADD,
+    )  # fmt: skip
+
+
+@triton.jit
+def norm_forward_looped_kernel(
+    x0_ptr, x1_ptr, residual_ptr, weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, rowscale_ptr, layerscale_ptr,
+    x0_subset_ptr, out_subset_ptr, seed_ptr, z_ptr, z1_ptr, x_ptr, mean_ptr, rstd_ptr,
+    stride_x0, stride_x1, stride_residual, rows, threshold, scale_x0, scale_x1, epsilon,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr,
+    RMS: tl.constexpr, WEIGHT_ADD: tl.constexpr,
+):  # fmt: skip
+    """Longer rows: N columns at a time, first for the statistics, then, out of the L2 cache, for the outputs.
+
+    Each of the N places of a tile keeps the running mean and sum of squares of what passes it (Welford 1962); they are
+    put together once, at the end (Chan, Golub, LeVeque 1979).
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [M]
+    seed, offset = load_seed(seed_ptr, DROPOUT)
+    place_mean = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    place_squares = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for first in range(0, WIDTH, BLOCK_N):
+        columns = first + tl.arange(0, BLOCK_N)
+        x = load_sum(
+            x0_ptr, x1_ptr, residual_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset, x_ptr,
+            stride_x0, stride_x1, stride_residual, row, columns, first, rows, threshold, scale_x0, scale_x1,
+            WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT,
+        )  # fmt: skip
+        if RMS:
+            place_squares += x * x
+        else:
+            inside = (columns < WIDTH)[None, :]
+            change = tl.where(inside, x - place_mean, 0.0)
+            place_mean += change * (1.0 / (first // BLOCK_N + 1))
+            place_squares += tl.where(inside, change * (x - place_mean), 0.0)
+
+    mean = row.to(tl.float32) * 0.0
+    if RMS:
+        rstd = tl.rsqrt(tl.sum(place_squares, axis=1) / WIDTH + epsilon)
+    else:
+        # How many elements passed each place: all have WIDTH // N, and the first WIDTH % N one more.
+        more = tl.where(tl.arange(0, BLOCK_N) < WIDTH % BLOCK_N, 1.0, 0.0)
+        passed = (WIDTH // BLOCK_N + more)[None, :]
+        mean = tl.sum(place_mean * passed, axis=1) / WIDTH
+        apart = place_mean - mean[:, None]
+        rstd = tl.rsqrt(tl.sum(place_squares + apart * apart * passed, axis=1) / WIDTH + epsilon)
+    store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, RMS)
+
+    if x_ptr is not None:
+        tl.debug_barrier()  # x is read back, maybe by other threads than those that stored it
+        again_ptr, stride_again = x_ptr, WIDTH
+    else:
+        again_ptr, stride_again = x0_ptr, stride_x0
+    for first in range(0, WIDTH, BLOCK_N):
+        columns = first + tl.arange(0, BLOCK_N)
+        offsets = row.to(tl.int64)[:, None] * stride_again + columns[None, :]
+        inside = tile_mask(row, columns, rows, WIDTH, ROWS)
+        x = tl.load(again_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        store_outputs(
+            (x - mean[:, None]) * rstd[:, None], weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, out_subset_ptr, z_ptr,
+            z1_ptr, row, columns, rows, WIDTH, ROWS, WEIGHT_ADD,
+        )  # fmt: skip
+
+
+# --- backward: gradients of rows, with partial sums of the parameters' gradients; and their sum -----------------------
+
+
+@triton.jit
+def _add_pairs(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def load_upstream(
+    dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean, rstd, row, columns,
+    rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, RMS: tl.constexpr,
+):  # fmt: skip
+    """dz, dz1, xhat and dxhat of a tile, float32 `[M, N]`, 0 outside."""
+    inside = tile_mask(row, columns, rows, WIDTH, ROWS)
+    target = source_rows(out_subset_ptr, row, rows)
+    there = inside
+    if out_subset_ptr is not None:
+        there = inside & (target >= 0)[:, None]
+    x_offsets = row.to(tl.int64)[:, None] * stride_x + columns[None, :]
+    x = tl.load(x_ptr + x_offsets, mask=inside, other=0.0).to(tl.float32)
+    dz = tl.load(dz_ptr + target[:, None] * stride_dz + columns[None, :], mask=there, other=0.0).to(tl.float32)
+    dz1 = dz
+    dxhat = dz * weight
+    if dz1_ptr is not None:
+        dz1 = tl.load(dz1_ptr + target[:, None] * stride_dz1 + columns[None, :], mask=there, other=0.0).to(tl.float32)
+        dxhat += dz1 * weight1
+    if RMS:
+        xhat = x * rstd[:, None]
+    else:
+        # Where dz is 0 (outside), xhat need not be.
+        xhat = (x - mean[:, None]) * rstd[:, None]
+    return dz, dz1, xhat, dxhat
+
+
+@triton.jit
+def store_gradients(
+    dsum, dx_ptr, dsum_ptr, dx0_ptr, dx1_ptr, x0_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset,
+    stride_dx, stride_x0, row, columns, first_column, rows, threshold, scale_x0, scale_x1,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr,
+    SUMS_LAYERSCALE: tl.constexpr,
+):  # fmt: skip
+    """Adds dx to the gradient of the norm, stores the gradients of the summands; returns layerscale's `[M, N]`."""
+    inside = tile_mask(row, columns, rows, WIDTH, ROWS)
+    offsets = row.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    if dx_ptr is not None:
+        dx_offsets = row.to(tl.int64)[:, None] * stride_dx + columns[None, :]
+        dsum += tl.load(dx_ptr + dx_offsets, mask=inside, other=0.0).to(tl.float32)
+    if dsum_ptr is not None:
+        tl.store(dsum_ptr + offsets, dsum.to(dsum_ptr.dtype.element_ty), mask=inside)
+    if dx1_ptr is not None:
+        dx1 = dsum
+        if DROPOUT:
+            dx1 = dsum * branch_factor(
+                None, None, seed, offset, row.to(tl.int64), row < rows, columns, first_column,
+                threshold, scale_x1, 1, WIDTH, ROWS, BLOCK_N, DROPOUT,
+            )  # fmt: skip
+        tl.store(dx1_ptr + offsets, dx1.to(dx1_ptr.dtype.element_ty), mask=inside)
+    dlayerscale = dsum
+    if dx0_ptr is not None:
+        source = source_rows(x0_subset_ptr, row, rows)
+        there = inside
+        if x0_subset_ptr is not None:
+            there = inside & (source >= 0)[:, None]
+        dx0 = dsum
+        if SCALED:
+            dx0 = dsum * branch_factor(
+                rowscale_ptr, None, seed, offset, source, row < rows, columns, first_column, threshold,
+                scale_x0, 0, WIDTH, ROWS, BLOCK_N, DROPOUT,
+            )  # fmt: skip
+        if SUMS_LAYERSCALE:
+            x0 = tl.load(x0_ptr + source[:, None] * stride_x0 + columns[None, :], mask=there, other=0.0)
+            dlayerscale = dx0 * x0.to(tl.float32)
+        if layerscale_ptr is not None:
+            dx0 *= load_parameter(layerscale_ptr, columns, WIDTH, 1.0, 0.0)
+        x0_offsets = source[:, None] * WIDTH + columns[None, :]
+        tl.store(dx0_ptr + x0_offsets, dx0.to(dx0_ptr.dtype.element_ty), mask=there)
+    return dlayerscale
+
+
+@triton.jit
+def load_row_statistics(mean_ptr, rstd_ptr, row, rows, RMS: tl.constexpr):
+    """mean and rstd `[M]`, 0 past the last row."""
+    rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+    mean = rstd
+    if not RMS:
+        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+    return mean, rstd
+
+
+@triton.jit
+def norm_backward_kernel(
+    dz_ptr, dz1_ptr, dx_ptr, x_ptr, x0_ptr, mean_ptr, rstd_ptr, weight_ptr, weight1_ptr, rowscale_ptr, layerscale_ptr,
+    x0_subset_ptr, out_subset_ptr, seed_ptr, dsum_ptr, dx0_ptr, dx1_ptr, partial_ptr,
+    stride_dz, stride_dz1, stride_dx, stride_x, stride_x0, rows, threshold, scale_x0, scale_x1,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr,
+    DROPOUT: tl.constexpr, RMS: tl.constexpr,
+    WEIGHT_ADD: tl.constexpr, SUMS_WEIGHT: tl.constexpr, SUMS_BIAS: tl.constexpr, SUMS_WEIGHT1: tl.constexpr,
+    SUMS_BIAS1: tl.constexpr, SUMS_LAYERSCALE: tl.constexpr,
+):  # fmt: skip
+    """Rows that registers hold: each is read once, and so are the next ones while it is worked on."""
+    columns = tl.arange(0, BLOCK_N)  # [N]
+    weight = load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
+    weight1 = load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
+    nothing = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    dweight, dbias, dweight1, dbias1, dlayerscale = nothing, nothing, nothing, nothing, nothing
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS)  # [M]
+        mean, rstd = load_row_statistics(mean_ptr, rstd_ptr, row, rows, RMS)
+        dz, dz1, xhat, dxhat = load_upstream(
+            dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean, rstd, row,
+            columns, rows, WIDTH, ROWS, RMS,
+        )  # fmt: skip
+        # Both sums in one exchange between warps.
+        along, constant = tl.reduce((dxhat * xhat, dxhat), 1, _add_pairs)  # [M]
+        dsum = dxhat - xhat * (along / WIDTH)[:, None]
+        if not RMS:
+            dsum -= (constant / WIDTH)[:, None]
+        # Again for each tile: the keys that Philox makes of the seed would stay in registers, which the sums need.
+        seed, offset = load_seed(seed_ptr, DROPOUT)
+        of_layerscale = store_gradients(
+            dsum * rstd[:, None], dx_ptr, dsum_ptr, dx0_ptr, dx1_ptr, x0_ptr, rowscale_ptr, layerscale_ptr,
+            x0_subset_ptr, seed, offset, stride_dx, stride_x0, row, columns, 0, rows, threshold, scale_x0, scale_x1,
+            WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT, SUMS_LAYERSCALE,
+        )  # fmt: skip
+        if SUMS_WEIGHT:
+            dweight += dz * xhat
+        if SUMS_BIAS:
+            dbias += dz
+        if SUMS_WEIGHT1:
+            dweight1 += dz1 * xhat
+        if SUMS_BIAS1:
+            dbias1 += dz1
+        if SUMS_LAYERSCALE:
+            dlayerscale += of_layerscale
+
+    plane = tl.num_programs(0).to(tl.int64) * WIDTH
+    partial_ptr += tl.program_id(0).to(tl.int64) * WIDTH
+    partial_ptr = _store_partial(partial_ptr, dweight, columns, plane, WIDTH, SUMS_WEIGHT)
+    partial_ptr = _store_partial(partial_ptr, dbias, columns, plane, WIDTH, SUMS_BIAS)
+    partial_ptr = _store_partial(partial_ptr, dweight1, columns, plane, WIDTH, SUMS_WEIGHT1)
+    partial_ptr = _store_partial(partial_ptr, dbias1, columns, plane, WIDTH, SUMS_BIAS1)
+    _store_partial(partial_ptr, dlayerscale, columns, plane, WIDTH, SUMS_LAYERSCALE)
+
+
+@triton.jit
+def _store_partial(partial_ptr, tile, columns, plane, WIDTH: tl.constexpr, PRESENT: tl.constexpr):
+    """Stores the sum over rows of a tile `[M, N]`; returns where the next one goes."""
+    if PRESENT:
+        tl.store(partial_ptr + columns, tl.sum(tile, axis=0), mask=columns < WIDTH)
+        partial_ptr += plane
+    return partial_ptr
+
+
+@triton.jit
+def norm_backward_looped_kernel(
+    dz_ptr, dz1_ptr, dx_ptr, x_ptr, x0_ptr, mean_ptr, rstd_ptr, weight_ptr, weight1_ptr, rowscale_ptr, layerscale_ptr,
+    x0_subset_ptr, out_subset_ptr, seed_ptr, dsum_ptr, dx0_ptr, dx1_ptr, partial_ptr,
+    stride_dz, stride_dz1, stride_dx, stride_x, stride_x0, rows, threshold, scale_x0, scale_x1,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr,
+    DROPOUT: tl.constexpr, RMS: tl.constexpr,
+    WEIGHT_ADD: tl.constexpr, SUMS_WEIGHT: tl.constexpr, SUMS_BIAS: tl.constexpr, SUMS_WEIGHT1: tl.constexpr,
+    SUMS_BIAS1: tl.constexpr, SUMS_LAYERSCALE: tl.constexpr,
+):  # fmt: skip
+    """Longer rows: M rows at a time, N columns at a time, first for the two means, then, out of the L2 cache, for the
+    gradients. The program's partial sums are in memory, and M rows share each reading and writing of them."""
+    plane = tl.num_programs(0).to(tl.int64) * WIDTH
+    partial_ptr += tl.program_id(0).to(tl.int64) * WIDTH
+    seed, offset = load_seed(seed_ptr, DROPOUT)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)  # [M]
+        started = tile >= tl.num_programs(0)
+        mean, rstd = load_row_statistics(mean_ptr, rstd_ptr, row, rows, RMS)
+        along_place = tl.zeros([ROWS, BLOCK_N], tl.float32)
+        constant_place = tl.zeros([ROWS, BLOCK_N], tl.float32)
+        for first in tl.range(0, WIDTH, BLOCK_N, num_stages=STAGES):
+            columns = first + tl.arange(0, BLOCK_N)
+            weight = load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
+            weight1 = load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
+            dz, dz1, xhat, dxhat = load_upstream(
+                dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean, rstd,
+                row, columns, rows, WIDTH, ROWS, RMS,
+            )  # fmt: skip
+            along_place += dxhat * xhat
+            constant_place += dxhat
+        along, constant = tl.reduce((along_place, constant_place), 1, _add_pairs)  # [M]
+        tl.debug_barrier()  # partial sums are read back, maybe by other threads than those that stored them
+        for first in tl.range(0, WIDTH, BLOCK_N, num_stages=STAGES):
+            columns = first + tl.arange(0, BLOCK_N)
+            weight = load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
+            weight1 = load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
+            dz, dz1, xhat, dxhat = load_upstream(
+                dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean, rstd,
+                row, columns, rows, WIDTH, ROWS, RMS,
+            )  # fmt: skip
+            dsum = dxhat - xhat * (along / WIDTH)[:, None]
+            if not RMS:
+                dsum -= (constant / WIDTH)[:, None]
+            of_layerscale = store_gradients(
+                dsum * rstd[:, None], dx_ptr, dsum_ptr, dx0_ptr, dx1_ptr, x0_ptr, rowscale_ptr, layerscale_ptr,
+                x0_subset_ptr, seed, offset, stride_dx, stride_x0, row, columns, first, rows, threshold, scale_x0,
+                scale_x1, WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT, SUMS_LAYERSCALE,
+            )  # fmt: skip
+            sums_ptr = _add_partial(partial_ptr, dz * xhat, columns, plane, started, WIDTH, SUMS_WEIGHT)
+            sums_ptr = _add_partial(sums_ptr, dz, columns, plane, started, WIDTH, SUMS_BIAS)
+            sums_ptr = _add_partial(sums_ptr, dz1 * xhat, columns, plane, started, WIDTH, SUMS_WEIGHT1)
+            sums_ptr = _add_partial(sums_ptr, dz1, columns, plane, started, WIDTH, SUMS_BIAS1)
+            _add_partial(sums_ptr, of_layerscale, columns, plane, started, WIDTH, SUMS_LAYERSCALE)
+
+
+@triton.jit
+def _add_partial(partial_ptr, tile, columns, plane, started, WIDTH: tl.constexpr, PRESENT: tl.constexpr):
+    """Adds the sum over rows of a tile `[M, N]` to partial sums, or starts them; returns where the next one goes."""
+    if PRESENT:
+        # A matrix of one row, like those of the parameters, so that its elements lie in the threads of their columns.
+        places = partial_ptr + columns[None, :]
+        inside = (columns < WIDTH)[None, :]
+        before = tl.load(places, mask=inside & started, other=0.0)
+        tl.store(places, before + tl.sum(tile, axis=0, keep_dims=True), mask=inside)
+        partial_ptr += plane
+    return partial_ptr
+
+
+@triton.jit
+def norm_reduce_kernel(
+    partial_ptr, dweight_ptr, dbias_ptr, dweight1_ptr, dbias1_ptr, dlayerscale_ptr, programs,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SUMS_WEIGHT: tl.constexpr, SUMS_BIAS: tl.constexpr,
+    SUMS_WEIGHT1: tl.constexpr, SUMS_BIAS1: tl.constexpr, SUMS_LAYERSCALE: tl.constexpr,
+):  # fmt: skip
+    """Adds the partial sums of all programs, in their order, N columns to a program."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    partial_ptr = reduce_partial(partial_ptr, dweight_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_WEIGHT)
+    partial_ptr = reduce_partial(partial_ptr, dbias_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_BIAS)
+    partial_ptr = reduce_partial(partial_ptr, dweight1_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_WEIGHT1)
+    partial_ptr = reduce_partial(partial_ptr, dbias1_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_BIAS1)
+    reduce_partial(partial_ptr, dlayerscale_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_LAYERSCALE)
+
+
+# --- how the kernels are cut ------------------------------------------------------------------------------------------
+
+#: (widest row in columns, its cut). Rows that are shorter than those of the first line share its tile. A program holds
+#: whole rows in float32, and a thread should have from 8 to 32 of their elements, which is one to four loads of 16
+#: bytes of a 16-bit tensor. Fewer leave too little in flight, more spill.
+_FORWARD = (
+    (2048, RowTile(rows=1, block_n=2048, num_warps=4)),  # 16 elements to a thread, 16 programs to a multiprocessor
+    (4096, RowTile(rows=1, block_n=4096, num_warps=8)),  # the same
+    # 32 elements: the exchange of the two sums costs less among fewer warps
+    (8192, RowTile(rows=1, block_n=8192, num_warps=8)),
+    (16384, RowTile(rows=1, block_n=16384, num_warps=16)),  # the same; 64 would spill
+    (65536, RowTile(rows=1, block_n=4096, num_warps=8)),  # looped
+)
+
+#: The same with sums over rows: each takes as many registers as the tile itself, and the tile is in them several
+#: times. 16 elements to a thread take 128 registers, and programs of 16 warps together fill the register file.
+_BACKWARD = (
+    (2048, RowTile(rows=1, block_n=2048, num_warps=4, num_stages=3, programs_per_multiprocessor=4)),
+    (4096, RowTile(rows=1, block_n=4096, num_warps=8, num_stages=3, programs_per_multiprocessor=2)),
+    (8192, RowTile(rows=1, block_n=8192, num_warps=16, num_stages=3, programs_per_multiprocessor=1)),
+    # looped; four rows share the traffic of the partial sums
+    (65536, RowTile(rows=4, block_n=1024, num_warps=8, num_stages=3, programs_per_multiprocessor=2)),
+)
+
+#: Much in registers (more than two sums, dropout, or a float32 stream with a gradient from above): half as many.
+#: In a loop a warp has 256 columns of all rows of the tile, so that their sums need no exchange between warps.
+_BACKWARD_HEAVY = (
+    (1024, RowTile(rows=1, block_n=1024, num_warps=4, num_stages=3, programs_per_multiprocessor=4)),
+    (2048, RowTile(rows=1, block_n=2048, num_warps=8, num_stages=3, programs_per_multiprocessor=2)),
+    (4096, RowTile(rows=1, block_n=4096, num_warps=16, num_stages=3, programs_per_multiprocessor=1)),
+    (65536, RowTile(rows=2, block_n=2048, num_warps=8, num_stages=3, programs_per_multiprocessor=2)),
+)
+
+#: With up to three sums longer rows are better held too: they spill a little, but are read and met at barriers once.
+_HEAVY_WHOLE = RowTile(rows=1, block_n=8192, num_warps=16, num_stages=3, programs_per_multiprocessor=1)
+
+#: The sum of the partial sums: 16 elements to a thread, and as many programs as columns allow.
+REDUCE = RowTile(rows=64, block_n=32, num_warps=4)
+
+
+def forward_config(width: int, device: DeviceFacts) -> RowTile:
+    return row_tile(_FORWARD, width, device)
+
+
+def backward_config(width: int, sums: int, bytes_per_column: int, dropout: bool, device: DeviceFacts) -> RowTile:
+    """The cut of the backward kernel.
+
+    Args:
+        width: columns of a row.
+        sums: how many sums over rows the kernel keeps.
+        bytes_per_column: of all that it loads for one element.
+        dropout: whether it makes dropout bits.
+        device: facts.
+    """
+    table: tuple[tuple[int, RowTile], ...] = (
+        _BACKWARD_HEAVY if sums > 2 or bytes_per_column > 8 or dropout else _BACKWARD
+    )
+    if table is _BACKWARD_HEAVY and sums <= 3:
+        table = (*table[:-1], (8192, _HEAVY_WHOLE), table[-1])
+    config = row_tile(table, width, device)
+    # Tiles in flight wait in shared memory, those of all programs on a multiprocessor together, in a loop with partial
+    # sums and parameters of their columns. Beside them warps exchange sums of rows and what lies in other threads.
+    tile, looped = config.rows * config.block_n, config.looped(width)
+    in_flight = tile * bytes_per_column + (4 * config.block_n * (sums + (sums + 1) // 2) if looped else 0)
+    room = device.shared_memory // config.programs_per_multiprocessor - (4 * tile if looped else 4096)
+    return config._replace(num_stages=max(1, min(config.num_stages, 1 + room // in_flight)))
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
+
+#: Inputs whose gradients are sums over rows.
+_SUMMED = ("weight", "bias", "weight1", "bias1", "layerscale")
+
+
+class BackwardPlan(NamedTuple):
+    """The launches of a backward.
+
+    Attributes:
+        main: its programs each store partial sums of columns.
+        reduce: adds these up; None where there are none.
+    """
+
+    main: Plan
+    reduce: Plan | None
+
+
+def forward(operands: Operands, spec: NormSpec) -> Normalised:
+    """Runs the forward kernel. Operands as the operator gives them: rows contiguous in themselves."""
+    x0, residual, x1, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, seed = operands
+    rows, width, device = operands.rows, x0.shape[1], x0.device
+    sums = makes_sum(operands, spec)
+    plan = _forward_plan(
+        _dtypes(operands), rows, width, _row_strides(x0, x1, residual), _misalignment(operands), sums, spec, device
+    )
+    z, z1, x, mean, rstd = plan.allocate()
+    if out_subset is not None:
+        _fill_with_zeros(z, z1)
+    tensors = (x0, x1, residual, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, seed)
+    plan.launch(*map(pointer, (*tensors, z, z1, x, mean, rstd)))
+    return Normalised(z, z1, x, mean, rstd)
+
+
+def backward(given: Upstream, spec: NormSpec, wanted: Wanted) -> Gradients:
+    """Runs the backward kernel, and where there are gradients of parameters, the one that adds their parts."""
+    dz, dz1, dx, x, x0, mean, rstd, weight, _, weight1, _, rowscale, layerscale, x0_subset, out_subset, seed = given
+    (rows, width), device = x.shape, x.device
+    main, reduce = _backward_plan(
+        _dtypes(given),
+        present_gradients(given, spec, wanted),
+        rows,
+        width,
+        _row_strides(dz, dz1, dx, x, x0),
+        _misalignment(given),
+        wanted.x0_rows,
+        spec,
+        device,
+    )
+    dsum, dx0, dx1, partial = main.allocate()
+    if x0_subset is not None:
+        _fill_with_zeros(dx0)
+    tensors = (dz, dz1, dx, x, x0, mean, rstd, weight, weight1, rowscale, layerscale, x0_subset, out_subset, seed)
+    main.launch(*map(pointer, (*tensors, dsum, dx0, dx1, partial)))
+    if reduce is None:
+        return Gradients(dsum, dx0, dx1)
+    sums = reduce.allocate()
+    if main.programs:
+        reduce.launch(*map(pointer, (partial, *sums)))
+    else:
+        _fill_with_zeros(*sums)
+    return Gradients(dsum, dx0, dx1, *sums)
+
+
+def _fill_with_zeros(*tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.zero_()
+
+
+def _dtypes(tensors: Sequence[Tensor | None]) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if t is None else t.dtype for t in tensors)
+
+
+def _row_strides(*matrices: Tensor | None) -> tuple[int, ...]:
+    return tuple(0 if t is None else t.stride(0) for t in matrices)
+
+
+def _misalignment(tensors: Sequence[Tensor | None]) -> int:
+    """Addresses modulo 16, put together: 0 where all are multiples of 16."""
+    addresses = 0
+    for tensor in tensors:
+        if tensor is not None:
+            addresses |= tensor.data_ptr()
+    return addresses & 15
+
+
+@plan_cache
+def _forward_plan(
+    dtypes: tuple[torch.dtype | None, ...],
+    rows: int,
+    width: int,
+    strides: tuple[int, ...],
+    misalignment: int,
+    sums: bool,
+    spec: NormSpec,
+    device: torch.device,
+) -> Plan:
+    """`dtypes` of the operands; `strides` of the rows of x0, x1 and residual."""
+    check_rows("x0", rows)
+    names = dict(zip(Operands._fields, dtypes))
+    config = forward_config(width, device_facts(device))
+    tensors = names | {
+        "z": names["x0"],
+        "z1": names["weight1"] and names["x0"],
+        "x": spec.sum_dtype if sums else None,
+        "mean": None if spec.rms else torch.float32,
+        "rstd": torch.float32,
+    }
+    parameters = {
+        **_parameters(tensors, dict(zip(("x0", "x1", "residual"), strides)), misalignment, rows, spec),
+        "epsilon": float32(spec.epsilon),
+    }
+    constants = _constants(names, width, spec, config)
+    kernels = norm_forward_kernel, norm_forward_looped_kernel
+    programs = -(-rows // config.rows)
+    out = spec.out_rows, width
+    outputs = _outputs(tensors, {"z": out, "z1": out, "x": (rows, width), "mean": (rows,), "rstd": (rows,)})
+    return make_plan(kernels[config.looped(width)], parameters, constants, programs, device, *config.compiled, outputs)
+
+
+@plan_cache
+def _backward_plan(
+    dtypes: tuple[torch.dtype | None, ...],
+    present: tuple[bool, ...],
+    rows: int,
+    width: int,
+    strides: tuple[int, ...],
+    misalignment: int,
+    x0_rows: int,
+    spec: NormSpec,
+    device: torch.device,
+) -> BackwardPlan:
+    """`dtypes` of `Upstream`; `strides` of the rows of dz, dz1, dx, x and x0."""
+    names = dict(zip(Upstream._fields, dtypes))
+    stores_dsum, stores_dx0, stores_dx1, *sums = present
+    dz_dtype, sum_dtype = names["dz"], names["x"]
+    assert dz_dtype is not None and sum_dtype is not None
+    tensors = names | {
+        "dsum": sum_dtype if stores_dsum else None,
+        "dx0": dz_dtype if stores_dx0 else None,
+        "dx1": dz_dtype if stores_dx1 else None,
+        "partial": torch.float32,
+    }
+    loaded = [dtype for dtype in map(tensors.get, ("dz", "dz1", "dx", "x", "x0")) if dtype is not None]
+    bytes_per_column = sum(dtype.itemsize for dtype in loaded)
+    config = backward_config(width, sum(sums), bytes_per_column, spec.dropout_p > 0, device_facts(device))
+    summed = {f"SUMS_{name.upper()}": there for name, there in zip(_SUMMED, sums, strict=True)}
+    constants = {**_constants(names, width, spec, config), **summed, "STAGES": config.num_stages}
+    parameters = _parameters(tensors, dict(zip(("dz", "dz1", "dx", "x", "x0"), strides)), misalignment, rows, spec)
+    programs = min(-(-rows // config.rows), multiprocessors(device) * config.programs_per_multiprocessor)
+    kernels = norm_backward_kernel, norm_backward_looped_kernel
+    matrices = {"dsum": (rows, width), "dx0": (x0_rows, width), "dx1": (rows, width)}
+    outputs = _outputs(tensors, {**matrices, "partial": (sum(sums), programs, width)})
+    main = make_plan(kernels[config.looped(width)], parameters, constants, programs, device, *config.compiled, outputs)
+    if not any(sums):
+        return BackwardPlan(main, None)
+    totals = {f"d{name}": names[name] if there else None for name, there in zip(_SUMMED, sums, strict=True)}
+    parameters = {f"{name}_ptr": pointer_to(dtype or torch.float32, 16) for name, dtype in totals.items()}
+    parameters |= {"partial_ptr": pointer_to(torch.float32, 16), "programs": int32(programs)}
+    constants = {**summed, "WIDTH": width, **constants_of(REDUCE)}
+    strips, outputs = -(-width // REDUCE.block_n), _outputs(totals, dict.fromkeys(totals, (width,)))
+    kernel = norm_reduce_kernel
+    return BackwardPlan(main, make_plan(kernel, parameters, constants, strips, device, *REDUCE.compiled, outputs))
+
+
+def _outputs(
+    dtypes: Mapping[str, torch.dtype | None], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Layout | None, ...]:
+    """The layouts of contiguous tensors; `dtypes` has None for one that is not written."""
+    of_each = ((shape, dtypes[name]) for name, shape in shapes.items())
+    return tuple(None if dtype is None else contiguous(shape, dtype) for shape, dtype in of_each)
+
+
+def _parameters(
+    tensors: Mapping[str, torch.dtype | None], strides: Mapping[str, int], misalignment: int, rows: int, spec: NormSpec
+) -> dict[str, Parameter]:
+    """The parameters that forward and backward share. `tensors`: the dtype of each by name; None for one that is not
+    there. `strides`: of their rows."""
+    pointers, apart = power_of_two_factor(misalignment), power_of_two_factor(*strides.values())
+    keep_scale = 1 / (1 - spec.dropout_p)
+    return {
+        **{f"{name}_ptr": pointer_to(dtype, pointers) for name, dtype in tensors.items()},
+        "seed_ptr": pointer_to(tensors["dropout_seed"], pointers),
+        **{f"stride_{name}": int64(stride, apart) for name, stride in strides.items()},
+        "rows": int32(rows),
+        "threshold": int32(keep_threshold(spec.dropout_p)),
+        "scale_x0": float32(spec.rowscale_const * keep_scale),
+        "scale_x1": float32(keep_scale),
+    }
+
+
+def _constants(names: Mapping[str, torch.dtype | None], width: int, spec: NormSpec, config: RowTile) -> dict[str, Any]:
+    """The constants that forward and backward share. `names`: dtypes of the tensors of a call, by name."""
+    return {
+        "WIDTH": width,
+        **constants_of(config),
+        "SCALED": _scales(names, spec),
+        "DROPOUT": spec.dropout_p > 0,
+        "RMS": spec.rms,
+        "WEIGHT_ADD": float(spec.zero_centered),
+    }
+
+
+def _scales(names: Mapping[str, torch.dtype | None], spec: NormSpec) -> bool:
+    """Whether x0 is multiplied on its way into the sum."""
+    factors = any(names[name] is not None for name in ("rowscale", "layerscale"))
+    return factors or spec.dropout_p > 0 or spec.rowscale_const != 1.0
