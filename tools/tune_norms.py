@@ -80,7 +80,8 @@ class Problem:
 
     def bytes(self, phase: str) -> int:
         """Bytes of all that must be read and written once."""
-        read = (self.operands.x0, self.operands.residual) if phase == "forward" else (self.given.dz, self.given.dx, self.given.x)
+        given = self.given
+        read = (self.operands.x0, self.operands.residual) if phase == "forward" else (given.dz, given.dx, given.x)
         return sum(t.nbytes for t in (*read, *getattr(self, phase)()) if t is not None)
 
     def peers(self, phase: str) -> dict[str, Callable[[], Any]]:
