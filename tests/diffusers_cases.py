@@ -84,11 +84,13 @@ STRATEGIES = {
     "ring anything": {"ring_degree": 2, "ring_anything": True},
     "ulysses anything": {"ulysses_degree": 2, "ulysses_anything": True},
 }
+#: On four processes.
+BOTH = {"ring_degree": 2, "ulysses_degree": 2}
 SEQ, HEADS, DIM = 12, 4, 64
 
 
 def parallel_config(strategy: str, mesh: DeviceMesh) -> Any:
-    given = diffusers.ContextParallelConfig(**STRATEGIES[strategy])
+    given = diffusers.ContextParallelConfig(**STRATEGIES.get(strategy, BOTH))
     config = diffusers.ParallelConfig(context_parallel_config=given)
     square = init_device_mesh(mesh.device_type, given.mesh_shape, mesh_dim_names=given.mesh_dim_names)
     config.setup(mesh.get_rank(), mesh.size(), torch.device("cpu"), mesh=square)
@@ -110,10 +112,10 @@ def over_shards(mesh: DeviceMesh) -> dict[str, Any]:
     register()
 
     def shard(tensor: Tensor) -> Tensor:
-        return tensor.chunk(2, dim=1)[mesh.get_rank()].contiguous()
+        return tensor.chunk(mesh.size(), dim=1)[mesh.get_rank()].contiguous()
 
     found: dict[str, Any] = {}
-    for strategy in STRATEGIES:
+    for strategy in STRATEGIES if mesh.size() == 2 else ["both"]:
         config = parallel_config(strategy, mesh)
         for masked in (False, True):
             q, k, v, dout = map(shard, qkv())
@@ -129,8 +131,9 @@ def over_shards(mesh: DeviceMesh) -> dict[str, Any]:
                 continue
             found[name] = [out.detach(), *(torch.autograd.grad(out, leaves, dout) if out.requires_grad else ())]
     with torch.autocast("cpu", torch.bfloat16):
+        strategy = "ring" if mesh.size() == 2 else "both"
         found["autocast"] = attention_dispatch.dispatch_attention_fn(
-            *map(shard, qkv()[:3]), backend="flashtile", parallel_config=parallel_config("ring", mesh)
+            *map(shard, qkv()[:3]), backend="flashtile", parallel_config=parallel_config(strategy, mesh)
         )
     return found
 

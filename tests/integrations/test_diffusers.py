@@ -173,6 +173,13 @@ def test_attention_over_shards(strategy: str, masked: bool, results: list[dict[s
     assert_same(found, expected[: len(found)])
 
 
+@pytest.mark.slow
+def test_ring_and_ulysses_together(tmp_path: Path) -> None:
+    parts = [of_rank["attention"]["both"] for of_rank in start({"attention": JOBS["attention"]}, 4, tmp_path)]
+    found = [torch.cat(shards, dim=1) for shards in zip(*parts, strict=True)]
+    assert_same(found, dispatched("native", qkv(), {}))
+
+
 def test_autocast_over_shards(results: list[dict[str, Any]]) -> None:
     found = torch.cat([of_rank["attention"]["autocast"] for of_rank in results], dim=1)
     assert_same(found, flashtile.attention(*(t.bfloat16() for t in qkv()[:3])))
