@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import flashtile
+from far_alibi import check as check_far_alibi
 from flashtile.testing import Size, assert_close
 
 
@@ -66,3 +67,10 @@ def test_interpreted(more: str) -> None:
 @pytest.mark.parametrize("more", ["", "sinks", "bias"])
 def test_gpu(more: str) -> None:
     check("triton", "cuda", more)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_far_keys_have_the_weights_of_near_ones(backend: str, head_dim: int) -> None:
+    check_far_alibi(backend, head_dim, "cuda")

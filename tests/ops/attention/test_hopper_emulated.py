@@ -18,6 +18,7 @@ import torch
 
 import flashtile
 from attention_cases import COMBINED, parameters, score_mod_combined
+from far_alibi import check as check_far_alibi
 from flashtile._backends import devices
 from flashtile.ops.attention import repeated, select
 from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
@@ -510,37 +511,10 @@ def test_slopes_that_learn_have_the_same_bits_in_any_order_of_events(hopper: Cal
     assert all(torch.equal(first[name], again[name]) for name in names)
 
 
-def _with_slopes(backend: str, dtype: torch.dtype, head_dim: int, seq_k: int) -> dict[str, torch.Tensor]:
-    """70 queries, whose keys of `seq_k` end after 40. lse and the largest scores as if they ended with the others."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"q": (1, 70, 1, head_dim), "k": (1, 40, 1, head_dim), "v": (1, 40, 1, head_dim)}
-    leaves = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    dout = torch.randn(shapes["q"], generator=generator).to(dtype)
-    for name in "kv":
-        leaves[name] = torch.nn.functional.pad(leaves[name], (0, 0, 0, 0, 0, seq_k - 40))
-    leaves = {name: leaf.to(dtype).requires_grad_() for name, leaf in leaves.items()}
-    apart, wide = 4.0 * (seq_k - 110), torch.promote_types(dtype, torch.float32)
-    slopes, sinks = torch.full((1,), 4.0, dtype=wide), torch.full((1,), -apart, dtype=wide)
-    out, *statistics = flashtile.attention(
-        **leaves, alibi_slopes=slopes, sinks=sinks, key_lengths=torch.tensor([40]), return_lse=True,
-        return_max_scores=True, backend=backend,
-    )  # fmt: skip
-    grads = torch.autograd.grad(out, list(leaves.values()), dout)
-    found = {f"d{name}": grad[:, :70] for name, grad in zip(leaves, grads)}
-    return found | {"out": out, "lse": statistics[0] + apart, "max_scores": statistics[1] + apart}
-
-
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_far_keys_have_the_weights_of_near_ones(hopper: Callable, head_dim: int) -> None:
-    """Scores near -60,000 are differences of small numbers, and only what is added to lse for it is rounded."""
     hopper()
-    near, far = (_with_slopes("hopper", torch.float16, head_dim, seq_k) for seq_k in (110, 15_110))
-    eager, oracle = (_with_slopes("reference", dtype, head_dim, 110) for dtype in (torch.float16, torch.float64))
-    for name in ("lse", "max_scores"):
-        assert (far.pop(name) - near[name]).abs().max() <= 2.0**-8  # the distance of float32 there
-    assert torch.equal(far["out"], near["out"])
-    for name, value in far.items():
-        assert_close(name, value, oracle[name], eager[name])
+    check_far_alibi("hopper", head_dim)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
