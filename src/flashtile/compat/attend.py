@@ -118,12 +118,9 @@ def _attend(
 
 
 def _chunks(layout: Packed, totals: tuple[int, int], chunk: int) -> tuple[Packed, Tensor]:
-    """Cuts packed sequences into chunks. Nothing waits for the GPU: N is an upper bound, and the rest are empty.
+    """Cuts packed sequences, of so many rows of queries and of keys, into chunks of so many positions.
 
-    Args:
-        layout: of the sequences.
-        totals: rows of all queries, and of all keys.
-        chunk: positions of a chunk, at least 1.
+    Nothing waits for the GPU: N is an upper bound, and the rest are empty.
 
     Returns:
         The layout of the chunks, and `[N]` int64, the sequence that each belongs to.
@@ -170,11 +167,7 @@ def _with_second_product(
     PyTorch's operations compute a few rows at a time, and again in a backward: the memory is that of a few rows of
     scores.
 
-    Args:
-        q: `[B, Sq, H, D]`, packed `[total_q, H, D]`; k `[B, Sk, G, D]` and v `[B, Sk, G, Dv]`, or packed.
-        qv: as q, with Dv columns.
-        layout: where packed sequences lie, one after another, or None.
-        call: scale, causal, window and soft cap count; the others have their defaults.
+    Of the options scale, causal, window and soft cap count; the others have their defaults.
     """
     if layout is None:
         return _scored(q, k, v, qv, None, call)

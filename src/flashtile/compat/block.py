@@ -110,17 +110,8 @@ class Block(_Block):
     def forward(
         self, hidden_states: Tensor, residual: Tensor | None, mixer_subset: Any, mixer_kwargs: dict[str, Any] | None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """One block.
-
-        Args:
-            hidden_states: `[batch, seq, dim]`.
-            residual: likewise, None in the first block; pre-norm only.
-            mixer_subset: an index of tokens that go on; the mixer must know it.
-            mixer_kwargs: further arguments of the mixer.
-
-        Returns:
-            Pre-norm hidden states and residual; post-norm hidden states.
-        """
+        """One block, as `flashtile.modules.Block.forward`; hidden_states and residual are `[batch, seq, dim]`, and
+        mixer_subset is an index of tokens that go on, which the mixer must know."""
         kwargs = dict(mixer_kwargs or {})
         if mixer_subset is not None:
             kwargs["mixer_subset"] = mixer_subset
@@ -176,17 +167,8 @@ class ParallelBlock(_Block):
         self, hidden_states1: Tensor, hidden_states2: Tensor | None, residual: Tensor | None,
         mixer_kwargs: dict[str, Any] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """One block.
-
-        Args:
-            hidden_states1: `[batch, seq, dim]`, of the mixer before; of the first block the embeddings.
-            hidden_states2: likewise, of the MLP before; None in the first block.
-            residual: likewise, None in the first block.
-            mixer_kwargs: further arguments of the mixer.
-
-        Returns:
-            The same three of the next block.
-        """
+        """One block, as `flashtile.modules.ParallelBlock.forward`: hidden states of mixer and MLP, and the residual,
+        each `[batch, seq, dim]`, and the same three of the next block."""
         both = [self.norm1] if self.tied_norm else [self.norm1, self.norm2]
         branches, dropouts = [hidden_states1], [self.dropout1]
         if hidden_states2 is not None:

@@ -71,10 +71,8 @@ def fused_mlp_func(
         x: `[..., in]`; weight1 `[hidden, in]`, weight2 `[out, hidden]`, and their biases.
         activation: "gelu_approx", "relu" or "sqrelu".
         save_pre_act: False says that there will be no backward; a gradient must not be wanted then.
-        return_residual: also return x.
         checkpoint_lvl: what is kept for the backward, 0 to 2; see `flashtile.fused_mlp`.
-        heuristic: chose among matrix products of one library; PyTorch's own are used, and nothing depends on it.
-        sequence_parallel: belongs to process_group, which must be None.
+        heuristic, sequence_parallel: nothing depends on them here; process_group must be None.
     """
     refuse_given(_ONE_DEVICE, process_group=process_group)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values())

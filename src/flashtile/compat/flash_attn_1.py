@@ -220,15 +220,7 @@ class _Shift(torch.autograd.Function):
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Takes the rows that a mask keeps out of a padded batch. Waits for the GPU once.
-
-    Args:
-        hidden_states: `[batch, seqlen, ...]`.
-        attention_mask: bool or integers `[batch, seqlen]`, not 0 = valid.
-
-    Returns:
-        The rows `[total, ...]`, their indices int64 `[total]`, cu_seqlens int32 `[batch + 1]`, the longest sequence.
-    """
+    """`unpad_input` of version 2 without its last argument and its last result."""
     return modules.unpad_input(hidden_states, kept_rows(attention_mask))[:4]
 
 

@@ -24,13 +24,9 @@ _CHUNK = 1 << 24
 def cross_entropy_loss(logits: Tensor, labels: Tensor, precomputed_lse: Tensor | None, **given: Any) -> Any:
     """Cross-entropy of each row, and the part of lse² in it.
 
-    Args:
-        logits: `[rows, classes]`, of all classes or with process_group of a part.
-        labels: integers `[rows]`.
-        precomputed_lse: `[rows]`, the log-sum-exp of `logit_scale · logits`, where the caller has it. Not with
-            process_group.
-        label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward, process_group: as
-            `flashtile.cross_entropy`.
+    logits are `[rows, classes]`, labels integers `[rows]`, and precomputed_lse `[rows]` is the log-sum-exp of
+    `logit_scale · logits`, where the caller has it, not with process_group. The others are arguments of
+    `flashtile.cross_entropy`.
 
     Returns:
         losses and z_losses, float32 `[rows]`; the former contain the latter. Only the former are differentiable.

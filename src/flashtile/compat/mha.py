@@ -154,20 +154,16 @@ class MHA(modules.MHA):
         self, x: Tensor, x_kv: Tensor | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None,
         max_seqlen: int | None, mixer_subset: Any, inference_params: Any, **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """Attention of x to itself, or with cross_attn to x_kv.
+        """Attention of x to itself, or with cross_attn to x_kv; shapes and results as `flashtile.modules.MHA.forward`.
 
         Args:
-            x: `[batch, seq, embed_dim]`; with cu_seqlens `[total, embed_dim]`.
-            x_kv: `[batch, seq_k, embed_dim]`, with cross_attn; default x.
-            key_padding_mask: bool `[batch, seq_k]`, True = keep; without use_flash_attn.
-            cu_seqlens: `[batch + 1]`, with max_seqlen; with use_flash_attn, without rotary embedding and dwconv.
+            x_kv: with cross_attn; default x.
+            key_padding_mask: bool `[batch, seq_k]`, True = keep; without use_flash_attn. All rows of x have a result.
+            cu_seqlens: with max_seqlen and use_flash_attn, without rotary embedding and dwconv.
             mixer_subset: an index of tokens whose queries are wanted, with cross_attn.
             inference_params: an object with `key_value_memory_dict`, `max_batch_size`, `max_seqlen`, `seqlen_offset`,
                 `batch_size_offset` and `lengths_per_sample`: x follows the tokens in the cache.
             kwargs: further arguments of the attention module: causal, and of packed keys cu_seqlens_k, max_seqlen_k.
-
-        Returns:
-            Of the shape of x; with return_residual the pair of it and x.
         """
         self._check_given(x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params)
         if self.use_flash_attn:

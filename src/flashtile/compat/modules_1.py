@@ -4,62 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from flashtile import modules
-from flashtile.compat import block, calls, mha, rotary
+from flashtile.compat import block, mha, rotary
 from flashtile.compat.calls import refuse, refuse_given
-from flashtile.compat.flash_attn_1 import flash_attn_unpadded_qkvpacked_func, unpad_input
+from flashtile.compat.flash_attn_1 import unpad_input
 from flashtile.compat.signatures import VERSION_1
 
 _BLOCKSPARSE, _MHA = VERSION_1.modules["flash_blocksparse_attention"], VERSION_1.modules["modules.mha"]
 _ROTARY, _LOSSES = VERSION_1.modules["layers.rotary"], VERSION_1.modules["losses.cross_entropy"]
 
 
-class FlashAttention(nn.Module):
-    """Attention of packed queries, keys and values.
-
-    Args:
-        softmax_scale: factor on the scores; default `1/sqrt(head_dim)`.
-        attention_dropout: probability that an attention weight is dropped, in training.
-    """
+class FlashAttention(modules.FlashSelfAttention):
+    """Attention of packed queries, keys and values: `flashtile.modules.FlashSelfAttention` with padding masks."""
 
     def __init__(self, softmax_scale: float | None = None, attention_dropout: float = 0.0) -> None:
-        super().__init__()
-        self.softmax_scale = softmax_scale
-        self.dropout_p = attention_dropout
+        super().__init__(softmax_scale=softmax_scale, attention_dropout=attention_dropout)
 
     @VERSION_1.modules["flash_attention"].takes
     def forward(
-        self, qkv: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, max_s: int | None,
-        need_weights: bool, causal: bool,
+        self, qkv: Tensor, key_padding_mask: Tensor | None, causal: bool, cu_seqlens: Tensor | None, max_s: int | None,
+        need_weights: bool,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """Attention of qkv to itself.
+        """Attention of qkv to itself, and None in the place of weights, so that need_weights must be False.
 
-        Args:
-            qkv: `[batch, seq, 3, heads, head_dim]`, or with cu_seqlens `[total, 3, heads, head_dim]`.
-            key_padding_mask: bool `[batch, seq]`, True = keep; rows that are not kept give 0.
-            causal: no token sees later ones.
-            cu_seqlens: `[batch + 1]`, with max_s, the longest sequence.
-            need_weights: must be False.
-
-        Returns:
-            The output, of the shape of q, and None in the place of weights.
+        qkv is `[batch, seq, 3, heads, head_dim]`, or with cu_seqlens `[batch + 1]` and max_s, the longest sequence,
+        `[total, 3, heads, head_dim]`. key_padding_mask is bool `[batch, seq]`, True = keep; other rows give 0.
         """
         if need_weights:
             refuse("need_weights", "False", True, "attention weights are never in memory as a whole")
-        options = {"causal": causal, "softmax_scale": self.softmax_scale}
-        options["dropout_p"] = self.dropout_p if self.training else 0.0
-        if cu_seqlens is not None:
-            if key_padding_mask is not None or max_s is None:
-                raise ValueError(
-                    "cu_seqlens: expected max_s beside it and no key_padding_mask; packed sequences have no padding"
-                )
-            return flash_attn_unpadded_qkvpacked_func(qkv, cu_seqlens, max_s, **options), None
+        if cu_seqlens is not None and (key_padding_mask is not None or max_s is None):
+            raise ValueError(
+                "cu_seqlens: expected max_s beside it and no key_padding_mask; packed sequences have no padding"
+            )
         if key_padding_mask is None:
-            return calls.computed(*calls.taken_apart({"qkv": qkv, **options})[:5]), None
-        rows, indices, cu_seqlens, longest = unpad_input(qkv, key_padding_mask)
-        out = flash_attn_unpadded_qkvpacked_func(rows, cu_seqlens, longest, **options)
+            return super().forward(qkv, causal, cu_seqlens, max_s if cu_seqlens is not None else None), None
+        rows, indices, ends, longest = unpad_input(qkv, key_padding_mask)
+        out = super().forward(rows, causal, ends, longest)
         return modules.pad_input(out, indices, qkv.shape[0], qkv.shape[1]), None
 
 

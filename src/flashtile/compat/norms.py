@@ -38,13 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 class RMSNorm(modules.RMSNorm):
-    """`flashtile.rms_norm` with a weight.
-
-    Args:
-        hidden_size: the last dimension of the input.
-        eps: added to the mean square.
-        device, dtype: of the weight.
-    """
+    """`flashtile.modules.RMSNorm` of the last dimension, hidden_size."""
 
     @_RMS.takes
     def __init__(self, hidden_size: int, eps: float, **place: Any) -> None:
@@ -99,17 +93,16 @@ def _normed_twice(rms: bool, weight0: Tensor, bias0: Tensor | None, **given: Any
     return results
 
 
-def _named(names: Names, name: str, rms: bool, body: Callable[..., Results]) -> Callable[..., Any]:
-    return names.made(name, partial(body, rms), body.__doc__)
+def _named(names: Names, name: str, body: Callable[..., Results]) -> Callable[..., Any]:
+    return names.made(name, partial(body, names is _RMS), body.__doc__)
 
 
-_PARALLEL = "parallel_residual"
-dropout_add_layer_norm = _named(_LAYER, "dropout_add_layer_norm", False, _normed)
-dropout_add_layer_norm_subset = _named(_LAYER, "dropout_add_layer_norm_subset", False, _normed_subset)
-dropout_add_layer_norm_parallel_residual = _named(_LAYER, f"dropout_add_layer_norm_{_PARALLEL}", False, _normed_twice)
-dropout_add_rms_norm = _named(_RMS, "dropout_add_rms_norm", True, _normed)
-dropout_add_rms_norm_subset = _named(_RMS, "dropout_add_rms_norm_subset", True, _normed_subset)
-dropout_add_rms_norm_parallel_residual = _named(_RMS, f"dropout_add_rms_norm_{_PARALLEL}", True, _normed_twice)
+dropout_add_layer_norm = _named(_LAYER, "dropout_add_layer_norm", _normed)
+dropout_add_rms_norm = _named(_RMS, "dropout_add_rms_norm", _normed)
+dropout_add_layer_norm_subset = _named(_LAYER, "dropout_add_layer_norm_subset", _normed_subset)
+dropout_add_rms_norm_subset = _named(_RMS, "dropout_add_rms_norm_subset", _normed_subset)
+dropout_add_layer_norm_parallel_residual = _named(_LAYER, "dropout_add_layer_norm_parallel_residual", _normed_twice)
+dropout_add_rms_norm_parallel_residual = _named(_RMS, "dropout_add_rms_norm_parallel_residual", _normed_twice)
 
 
 # ops.triton.layer_norm
@@ -231,15 +224,8 @@ def layer_norm_linear_fn(
 
 
 class TritonRMSNorm(modules.RMSNorm):
-    """RMS norm after dropout and addition; dropout in training only.
-
-    Args:
-        hidden_size: the last dimension of the input.
-        eps: added to the mean square.
-        dropout_p: probability that an element of x is dropped.
-        zero_centered_weight: the factor is `1 + weight`.
-        device, dtype: of the weight.
-    """
+    """RMS norm of the last dimension, hidden_size, after dropout (in training only) and addition; with
+    zero_centered_weight the factor is `1 + weight`."""
 
     @_TRITON.takes
     def __init__(
