@@ -162,12 +162,15 @@ def test_convolution(heads_kv):
     later = x.clone()
     later[:, 5:] = 0
     assert torch.equal(module(later)[:, :5], module(x)[:, :5]), "no token sees later ones"
+    doubled = copy.deepcopy(module)
     with torch.no_grad():
         for name in convs:
             conv = getattr(module, name)
-            conv.weight.zero_()[..., 2] = 1
+            conv.weight.zero_()[..., 2] = 2
             conv.bias.zero_()
-    assert_same(module(x), by_definition(module, x, meaning=Meaning(causal=True)))
+        for parameter in doubled.Wqkv.parameters():
+            parameter *= 2
+    assert_same(module(x), by_definition(doubled, x, meaning=Meaning(causal=True)))
 
 
 @devices

@@ -284,14 +284,19 @@ def backward(
 def write_gradients(gradients: Sequence[Tensor], dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
     """Copies gradients to buffers, where there are any."""
     for name, gradient, buffer in zip(("dq", "dk", "dv"), gradients, (dq, dk, dv)):
-        if buffer is None:
-            continue
-        if buffer.shape != gradient.shape or buffer.dtype is not gradient.dtype:
-            raise ValueError(
-                f"{name}: expected {gradient.dtype} {list(gradient.shape)}, got {buffer.dtype} {list(buffer.shape)}; "
-                "the gradient is written to it"
-            )
-        buffer.copy_(gradient)
+        written(name, gradient, buffer)
+
+
+def written(name: str, result: Tensor, buffer: Tensor | None) -> Tensor:
+    """A result, in a buffer where there is one."""
+    if buffer is None:
+        return result
+    if buffer.shape != result.shape or buffer.dtype is not result.dtype:
+        raise ValueError(
+            f"{name}: expected {result.dtype} {list(result.shape)}, got {buffer.dtype} {list(buffer.shape)}; the "
+            "result is written to it"
+        )
+    return buffer.copy_(result)
 
 
 def row_sums(dout: Tensor, out: Tensor) -> Tensor:

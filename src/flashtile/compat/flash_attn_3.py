@@ -27,7 +27,7 @@ from torch import Tensor
 import flashtile
 from flashtile.compat.attend import attend
 from flashtile.compat.cache import Cache, attend_with_cache
-from flashtile.compat.calls import Call, Output, call_of, refuse_given, taken_apart
+from flashtile.compat.calls import Call, Output, call_of, refuse_given, taken_apart, written
 from flashtile.compat.rows import locate_rows
 from flashtile.compat.signatures import VERSION_3
 
@@ -139,12 +139,9 @@ def combine(
     """
     merged, lse = flashtile.logsumexp_merge(out_partial.unbind(0), lse_partial.transpose(-1, -2).unbind(0))
     lse = lse.transpose(-1, -2)
-    merged = merged.to(out_partial.dtype if out_dtype is None else out_dtype)
-    if out is not None and (out.shape != merged.shape or (out_dtype is not None and out.dtype is not out_dtype)):
-        raise ValueError(
-            f"out: expected {merged.dtype} {list(merged.shape)}, got {out.dtype} {list(out.shape)}; the result is "
-            "written to it"
-        )
+    if out_dtype is None:
+        out_dtype = out_partial.dtype if out is None else out.dtype
+    merged = merged.to(out_dtype)
     if seqused is not None:
         if merged.dim() == 4:
             there = torch.arange(merged.shape[1], device=merged.device) < seqused[:, None]
@@ -154,8 +151,8 @@ def combine(
             sequence, within, inside = locate_rows(cu_seqlens, merged.shape[0])
             there = inside & (within < seqused[sequence])
         lse = lse.masked_fill(~there[..., None], -math.inf)
-        merged = torch.where(there[..., None, None], merged, 0 if out is None else out.to(merged.dtype))
-    return merged if out is None else out.copy_(merged), lse
+        merged = torch.where(there[..., None, None], merged, 0 if out is None else out)
+    return written("out", merged, out), lse
 
 
 flash_attn_combine = _INTERFACE.made("flash_attn_combine", combine, combine.__doc__)

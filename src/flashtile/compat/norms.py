@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import flashtile
 from flashtile import modules
 from flashtile.compat.adapter import Names
+from flashtile.compat.calls import written
 from flashtile.compat.signatures import VERSION_2
 
 _LAYER, _RMS, _TRITON = (VERSION_2.modules[f"ops.{name}"] for name in ("layer_norm", "rms_norm", "triton.layer_norm"))
@@ -139,9 +140,9 @@ def layer_norm_fn(
     normed, prenorm = 1 if given["weight1"] is None else 2, given["prenorm"]
     for index in range(normed):
         results[index] = results[index].to(out_dtype or x.dtype)
-    results[0] = _written("out", results[0], out)
+    results[0] = written("out", results[0], out)
     if prenorm:
-        results[normed] = _written("residual_out", results[normed].to(sum_dtype), residual_out)
+        results[normed] = written("residual_out", results[normed].to(sum_dtype), residual_out)
     elif residual_out is not None:
         raise ValueError("residual_out: expected None with prenorm=False, got a tensor; there is no sum to write to it")
     if return_dropout_mask:
@@ -153,18 +154,6 @@ def layer_norm_fn(
 def rms_norm_fn(**given: Any) -> Results:
     """As `layer_norm_fn` with `is_rms_norm=True`."""
     return layer_norm_fn(is_rms_norm=True, **given)
-
-
-def _written(name: str, result: Tensor, buffer: Tensor | None) -> Tensor:
-    """The result, in a buffer where there is one."""
-    if buffer is None:
-        return result
-    if buffer.shape != result.shape or buffer.dtype is not result.dtype:
-        raise ValueError(
-            f"{name}: expected {result.dtype} {list(result.shape)}, got {buffer.dtype} {list(buffer.shape)}; the "
-            "result is written to it"
-        )
-    return buffer.copy_(result)
 
 
 def _by_formula(
