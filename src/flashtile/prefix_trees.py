@@ -104,7 +104,7 @@ class PrefixTree:
         """A tree from whole sequences, which share all tokens that they have in common at their beginning.
 
         Args:
-            sequences: tokens of each sequence. Equal sequences become one.
+            sequences: tokens of each sequence. Equal sequences share all their tokens.
             device: device of the tensors.
         """
         parts = [_tokens(f"sequences[{index}]", sequence) for index, sequence in enumerate(sequences)]
@@ -126,7 +126,15 @@ class PrefixTree:
 
         Returns:
             A mask of shape `(1, 1, T, T)`.
+
+        Raises:
+            TypeError: left is no int.
+            ValueError: left is negative.
         """
+        if left is not None and (isinstance(left, bool) or not isinstance(left, int)):
+            raise TypeError(f"left: expected an int or None, got {left!r}; it is a number of tokens")
+        if left is not None and left < 0:
+            raise ValueError(f"left: expected at least 0, got {left}; with 0 a token sees itself alone")
         if left not in self._masks:
             mask = patterns.tree(self._sizes, self._parents, device=self.device)
             if left is not None:

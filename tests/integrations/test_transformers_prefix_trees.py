@@ -13,7 +13,7 @@ from torch import Tensor
 import transformers_cases
 from flashtile.integrations.transformers import prefix_tree_inputs
 from flashtile.prefix_trees import PrefixTree
-from flashtile.testing import Size, assert_close, size
+from flashtile.testing import Size, assert_close, assert_same, size
 from transformers_cases import ALL, LANGUAGE, READERS, VOCABULARY, Float64, Tiny, build, decoder, transformers
 
 registered = transformers_cases.registered
@@ -72,6 +72,13 @@ def test_losses_and_gradients_are_those_of_single_sequences(name: str, dtype: to
     assert actual.keys() == oracle.keys()
     for key, value in actual.items():
         assert_close(key, value, oracle[key], expected[key], Size(largest, largest) if key[:2] == "d " else Size())
+
+
+def test_the_logits_need_not_be_in_memory() -> None:
+    tree, model = make_tree(), build(LANGUAGE["llama"], "flashtile")
+    inputs = prefix_tree_inputs(model, tree)
+    hidden = model.model(**inputs).last_hidden_state
+    assert_same(tree.linear_log_probs(hidden, model.lm_head.weight), tree.log_probs(model(**inputs).logits))
 
 
 @pytest.mark.parametrize(
