@@ -113,7 +113,7 @@ def test_values_of_other_shapes_are_refused() -> None:
         tree.unpack(torch.zeros(3))
     with pytest.raises(ValueError, match="left: expected at least 0, got -1"):
         tree.block_mask(left=-1)
-    with pytest.raises(TypeError, match="left: expected an int or None, got 1.5"):
+    with pytest.raises(TypeError, match="left: expected an int or None"):
         tree.block_mask(left=1.5)  # type: ignore[arg-type]
 
 
