@@ -164,14 +164,15 @@ def _table(text: str, first_column: str) -> list[list[str]]:
 
 
 def test_backends_are_in_the_order_in_which_they_are_tried():
-    written = [backend.strip("`") for backend, *_ in _table(WHICH_ONE, "backend")[1:]]
-    assert written == list(BACKENDS.by_name)
+    guide = (ROOT / "docs/attention.md").read_text("utf-8").partition("## Choosing a backend")[2]
+    assert re.findall(r"^\d\. `(\w+)`", guide, re.MULTILINE) == [
+        name for name in BACKENDS.by_name if name != "reference"
+    ]
 
 
 def test_devices_are_those_of_the_code():
-    for document in ("docs/install.md", "docs/which_one.md"):
-        text = (ROOT / document).read_text("utf-8")
-        assert set(re.findall(r"\b(?:sm_\d+|gfx\d+)", text)) == set(KNOWN_DEVICES), document
+    text = (ROOT / "docs/install.md").read_text("utf-8")
+    assert set(re.findall(r"\b(?:sm_\d+|gfx\d+)", text)) == set(KNOWN_DEVICES)
 
 
 _SPEC = importlib.util.spec_from_file_location("record_tables", ROOT / "tools" / "record_tables.py")
@@ -244,10 +245,6 @@ def test_ratios_of_training_with_dropout_are_those_of_the_records():
     words = " ".join(FIGURES.split())
     assert f"flashtile is {both} times as fast as sdpa, and {both_compiled} times where both are compiled" in words
     assert f"with dropout 0.1, GPT-2 and BERT {both_compiled} times as fast" in " ".join(README.split())
-    evidence = " ".join((ROOT / "docs/training_evidence.md").read_text("utf-8").split())
-    for faster, of_compiled in zip(eager, compiled, strict=True):
-        assert f"flashtile's model is {faster} times as fast as" in evidence
-        assert f"and {of_compiled} times where both are compiled" in evidence
 
 
 def test_training_evidence_is_that_of_the_records():

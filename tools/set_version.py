@@ -1,4 +1,4 @@
-"""Writes a version into the files that have one, and its date: the first step of a release (docs/releasing.md).
+"""Writes a version into the files that have one, and its date: the first step of a release (CONTRIBUTING.md).
 
 python tools/set_version.py 0.3.0                     # work on 0.3.0 begins: an empty section of the changelog
 python tools/set_version.py 0.3.0 --date 2027-01-31   # 0.3.0 is released
