@@ -87,7 +87,9 @@ _merge_finish = operator(
     fake=lambda merge, spec: Merged(
         merge.acc.new_empty(merge.acc.shape, dtype=spec.dtype), merge.row_max.new_empty(merge.row_max.shape)
     ),
-    decomposition=lambda merge, spec: Merged(*reference.merge_finish(*merge, spec.dtype)),
+    decomposition=lambda merge, spec: Merged(
+        *reference.merge_finish(merge.acc, merge.row_max, merge.row_sum, spec.dtype)
+    ),
 )
 
 
