@@ -4,17 +4,27 @@ the tests of that code."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import flashtile
 from flashtile._backends.devices import KNOWN_DEVICES
+from flashtile._backends.launch import KernelSource
 from flashtile.bench import masks as bench_functions
+from flashtile.ops.attention import call as description
 from flashtile.ops.attention.call import AuxFacts, TensorFacts
+from flashtile.ops.attention.gpu.reductions import BiasWork
 from flashtile.ops.attention.hopper.backward_configs import backward_config_of
-from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, function_of_call
-from flashtile.ops.attention.hopper.parameters import side_of_call
+from flashtile.ops.attention.hopper.backward_kernels import (
+    begin_kernel,
+    bias_gradient_kernel,
+    end_kernel,
+    lse_unit,
+    main_kernel,
+)
+from flashtile.ops.attention.hopper.backward_tiles import Loops
+from flashtile.ops.attention.hopper.schedule import NO_LOOPS, BackwardSchedule
 from flashtile.ops.attention.spec import Origin, Wanted
 from machine_code import Call, aux_of, described_call
 
@@ -203,6 +213,56 @@ FUNCTION_FORMS = {
 _ALIBI = aux_of(alibi=1)
 
 
+class BackwardForm(NamedTuple):
+    """A call of a backward, and how its work is divided, that for the gradient of a bias in so many parts."""
+
+    call: description.Call
+    schedule: BackwardSchedule
+    bias_parts: int = 1
+
+    def but(self, **changes: Any) -> BackwardForm:
+        """With another dtype, other loops by their names in small letters, or other decisions."""
+        call, schedule, parts = self
+        for name, value in changes.items():
+            if name.upper() in Loops._fields:
+                schedule = schedule._replace(loops=schedule.loops._replace(**{name.upper(): value}))
+            elif name == "dtype":
+                tensors = {of: getattr(call, of)._replace(dtype=value) for of in ("q", "k", "v", "dout")}
+                call = call._replace(**tensors)
+            elif name in ("top_left", "deterministic"):
+                call = call._replace(spec=call.spec._replace(**{name: value}))
+            elif name == "sinks":
+                call = call._replace(aux=call.aux._replace(sinks=TensorFacts(torch.float32, (call.heads,), (1,))))
+            elif name == "wide_strides":
+                call = call._replace(dout=call.dout._replace(strides=(2**35, *call.dout.strides[1:])))
+            elif name == "bias_shared_by_heads":
+                bias = call.aux.bias
+                bias = bias._replace(shape=(bias.shape[0], 1, *bias.shape[2:]))
+                call = call._replace(aux=call.aux._replace(bias=bias))
+            elif name == "divides_queries":
+                schedule = schedule._replace(shares=2, parts=2)
+            elif name == "lone_tiles":
+                schedule = schedule._replace(lone_tiles=value)
+            elif name == "bias_in_parts":
+                parts = 2
+            elif name == "stores_dq":
+                schedule = schedule._replace(config=schedule.config._replace(sums_by_tma=True))
+            else:
+                call = call._replace(**{name: value})
+        return BackwardForm(call, schedule, parts)
+
+    def source(self, kernel: str) -> KernelSource:
+        """The specialisation of a kernel: "begin", "main", "end" or "bias"."""
+        call, schedule, parts = self
+        if kernel == "begin":
+            portable = call.aux.bias is not None and not schedule.config.bias_stored
+            tile, tiles, unit = schedule.config.block_m, schedule.query_tiles, lse_unit(call, schedule)
+            return begin_kernel(call, tile, tiles, unit=unit, schedule=schedule, row_statistics=portable).source
+        if kernel == "bias":
+            return bias_gradient_kernel(call, schedule, BiasWork(1, parts, parts)).source
+        return (main_kernel if kernel == "main" else end_kernel)(call, schedule).source
+
+
 def _backward(
     head_dim: int,
     head_dim_v: int,
@@ -217,12 +277,14 @@ def _backward(
     stored_bias: bool = False,
     score_mod: Callable[..., Any] | None = None,
     covered: bool = False,
-) -> BackwardVariant:
+) -> BackwardForm:
     side = side or aux_of()
-    masked = packed or block_tile is not None or side not in (aux_of(), _ALIBI)
+    rows = 4096 if covered else 4095
     shape = Call(
         head_dim,
         head_dim_v,
+        seq_q=rows,
+        seq_k=rows,
         batch=1 if stored_bias else 2,
         window_left=127 if left else None,
         window_right=0 if right else None,
@@ -237,21 +299,12 @@ def _backward(
     own = {name: given for name, given in side._asdict().items() if name in _OF_SCORES}
     wanted = Wanted(bias=stored_bias, alibi_slopes=slope_sums)
     call = call._replace(aux=call.aux._replace(**own), wanted=wanted)
-    return BackwardVariant(
-        torch.bfloat16, head_dim, head_dim_v, backward_config_of(call), packed, left, right, False, False, ordered,
-        side_of_call(call, covered=False, by_column=True), softcap,
-        has_empty_rows=masked, row_statistics=side.bias is not None and not stored_bias, slope_sums=slope_sums,
-        function=function_of_call(call, covered), reverses_lines=ordered and right and block_tile is None,
-    )  # fmt: skip
+    loops = NO_LOOPS._replace(MASKS=True, REVERSES_LINES=ordered and right and block_tile is None)
+    return BackwardForm(call, BackwardSchedule(backward_config_of(call), loops, query_tiles=64, key_tiles=32))
 
 
 #: What `_backward` takes of the side inputs that it is given; the rest follows from its other arguments.
 _OF_SCORES = ("key_lengths", "dropout_seed", "bias", "mask", "alibi_slopes")
-
-
-def _with_stores(variant: BackwardVariant, **changes: Any) -> BackwardVariant:
-    """The variant where TMA stores dq, which nobody adds to."""
-    return variant._replace(config=variant.config._replace(sums_by_tma=True), **changes)
 
 
 #: Each row of the backward's table, plain and with all features: packed, a window, dq in order.
@@ -260,34 +313,32 @@ BACKWARD_FORMS = {
     "64-packed-window-ordered": _backward(64, 64, True, True, True),
     "32": _backward(32, 32, False, False, False),
     "32-packed-window-ordered": _backward(32, 32, True, True, True),
-    "32-uncut-fp16": _backward(32, 32, False, False, False, right=False)._replace(masks=False, dtype=torch.float16),
+    "32-uncut-fp16": _backward(32, 32, False, False, False, right=False).but(masks=False, dtype=torch.float16),
     "32x64": _backward(32, 64, False, False, False),
     "64x32-ordered": _backward(64, 32, False, False, True),
-    "32x64-single-tile": _backward(32, 64, False, False, False, right=False)._replace(single_key_tile=True),
+    "32x64-single-tile": _backward(32, 64, False, False, False, right=False).but(single_key_tile=True),
     "128": _backward(128, 128, False, False, False),
-    "128-long": _backward(128, 128, False, False, False)._replace(masks_last=True),
-    "128-turns": _backward(128, 128, False, False, False)._replace(masks_last=True, reverses_walks=True),
-    "128-turns-fp16": _backward(128, 128, False, False, False)._replace(
+    "128-long": _backward(128, 128, False, False, False).but(masks_last=True),
+    "128-turns": _backward(128, 128, False, False, False).but(masks_last=True, reverses_walks=True),
+    "128-turns-fp16": _backward(128, 128, False, False, False).but(
         masks_last=True, reverses_walks=True, dtype=torch.float16
     ),
-    "64-meets": _backward(64, 64, False, False, False, right=False)._replace(masks=False, shares_progress=True),
-    "128-meets": _backward(128, 128, False, False, False, right=False)._replace(masks=False, shares_progress=True),
-    "128-meets-fp16": _backward(128, 128, False, False, False, right=False)._replace(
+    "64-meets": _backward(64, 64, False, False, False, right=False).but(masks=False, shares_progress=True),
+    "128-meets": _backward(128, 128, False, False, False, right=False).but(masks=False, shares_progress=True),
+    "128-meets-fp16": _backward(128, 128, False, False, False, right=False).but(
         masks=False, shares_progress=True, dtype=torch.float16
     ),
-    "256-meets": _backward(256, 256, False, False, False, right=False)._replace(masks=False, shares_progress=True),
-    "128-meets-alibi": _backward(128, 128, False, False, False, right=False, side=_ALIBI)._replace(
-        shares_progress=True
-    ),
-    "64-turns": _backward(64, 64, False, False, False)._replace(reverses_walks=True),
-    "128-long-grouped-ordered": _backward(128, 128, False, False, True)._replace(masks_last=True, reverses_lines=False),
+    "256-meets": _backward(256, 256, False, False, False, right=False).but(masks=False, shares_progress=True),
+    "128-meets-alibi": _backward(128, 128, False, False, False, right=False, side=_ALIBI).but(shares_progress=True),
+    "64-turns": _backward(64, 64, False, False, False).but(reverses_walks=True),
+    "128-long-grouped-ordered": _backward(128, 128, False, False, True).but(masks_last=True, reverses_lines=False),
     **{
         f"{name}-ordered": _backward(*heads, False, False, True)
         for name, heads in (("64", (64, 64)), ("128", (128, 128)), ("192x128", (192, 128)), ("256", (256, 256)))
     },
-    "128-ordered-fp16": _backward(128, 128, False, False, True)._replace(dtype=torch.float16),
+    "128-ordered-fp16": _backward(128, 128, False, False, True).but(dtype=torch.float16),
     **{
-        f"{width}-uncut-ordered": _backward(width, width, False, False, True, right=False)._replace(masks=False)
+        f"{width}-uncut-ordered": _backward(width, width, False, False, True, right=False).but(masks=False)
         for width in (64, 128, 256)
     },
     "128-packed-window-ordered": _backward(128, 128, True, True, True),
@@ -297,30 +348,28 @@ BACKWARD_FORMS = {
     "64-window": _backward(64, 64, False, True, False),
     "128-window": _backward(128, 128, False, True, False),
     **{
-        f"{width}-window-rotated": _backward(width, width, False, True, False)._replace(rotates_walks=True)
+        f"{width}-window-rotated": _backward(width, width, False, True, False).but(rotates_walks=True)
         for width in (64, 128, 256)
     },
-    "128-window-rotated-fp16": _backward(128, 128, False, True, False)._replace(
+    "128-window-rotated-fp16": _backward(128, 128, False, True, False).but(rotates_walks=True, dtype=torch.float16),
+    "128-packed-window-rotated-fp16": _backward(128, 128, True, True, False).but(
         rotates_walks=True, dtype=torch.float16
     ),
-    "128-packed-window-rotated-fp16": _backward(128, 128, True, True, False)._replace(
-        rotates_walks=True, dtype=torch.float16
-    ),
-    "192x128-window-rotated": _backward(192, 128, False, True, False)._replace(rotates_walks=True),
+    "192x128-window-rotated": _backward(192, 128, False, True, False).but(rotates_walks=True),
     **{
-        f"{name}-uncut": _backward(*heads, False, False, False, right=False)._replace(masks=False)
+        f"{name}-uncut": _backward(*heads, False, False, False, right=False).but(masks=False)
         for name, heads in (("64", (64, 64)), ("128", (128, 128)), ("192x128", (192, 128)), ("256", (256, 256)))
     },
-    "128-uncut-fp16": _backward(128, 128, False, False, False, right=False)._replace(masks=False, dtype=torch.float16),
+    "128-uncut-fp16": _backward(128, 128, False, False, False, right=False).but(masks=False, dtype=torch.float16),
     "192x128-packed-window-ordered": _backward(192, 128, True, True, True),
     **{f"{width}": _backward(width, width, False, False, False) for width in (80, 96, 160, 192)},
     **{f"{width}-packed-window-ordered": _backward(width, width, True, True, True) for width in (80, 96, 160)},
     **{
-        f"{name}-uncut": _backward(*heads, False, False, False, right=False)._replace(masks=False)
+        f"{name}-uncut": _backward(*heads, False, False, False, right=False).but(masks=False)
         for name, heads in (("80", (80, 80)), ("96", (96, 96)), ("96x80", (96, 80)), ("64x96", (64, 96)))
     },
     **{
-        f"{width}-long-fp16": _backward(width, width, False, False, False)._replace(
+        f"{width}-long-fp16": _backward(width, width, False, False, False).but(
             masks_last=True, reverses_walks=True, dtype=torch.float16
         )
         for width in (80, 96)
@@ -332,85 +381,80 @@ BACKWARD_FORMS = {
         for name, changes in (("softcap", {"softcap": True}), ("alibi", {"side": _ALIBI}))
     },
     **{
-        f"{width}-fp16": _backward(width, width, False, False, False)._replace(dtype=torch.float16)
+        f"{width}-fp16": _backward(width, width, False, False, False).but(dtype=torch.float16)
         for width in (64, 128, 256)
     },
     **{
-        f"{width}-single-tile": _backward(width, width, False, False, False, right=False)._replace(single_key_tile=True)
+        f"{width}-single-tile": _backward(width, width, False, False, False, right=False).but(single_key_tile=True)
         for width in (64, 80, 96, 128)
     },
+    **{f"{width}-lone": _backward(width, width, False, False, False).but(lone_tiles=1) for width in (32, 80, 96)},
     **{
-        f"{width}-lone": _backward(width, width, False, False, False)._replace(lone_tiles=True)
-        for width in (32, 80, 96)
-    },
-    **{
-        f"{width}-whole": _backward(width, width, False, False, False)._replace(whole_lines=True)
+        f"{width}-whole": _backward(width, width, False, False, False).but(whole_lines=True)
         for width in (32, 64, 80, 96, 128)
     },
     **{
-        f"{width}-whole-uncut": _backward(width, width, False, False, False, right=False)._replace(
+        f"{width}-whole-uncut": _backward(width, width, False, False, False, right=False).but(
             whole_lines=True, masks=False
         )
         for width in (64, 96, 128)
     },
     **{
-        f"{name}-single-tile": _with_stores(_backward(*heads, False, False, False, right=False), single_key_tile=True)
+        f"{name}-single-tile": _backward(*heads, False, False, False, right=False).but(
+            stores_dq=True, single_key_tile=True
+        )
         for name, heads in (("160", (160, 160)), ("192x128", (192, 128)), ("256", (256, 256)))
     },
     **{
-        f"{name}-single-tile-causal-fp16": _with_stores(
-            _backward(*heads, False, False, False), single_key_tile=True, dtype=torch.float16
+        f"{name}-single-tile-causal-fp16": _backward(*heads, False, False, False).but(
+            stores_dq=True, single_key_tile=True, dtype=torch.float16
         )
         for name, heads in (("160", (160, 160)), ("192x128", (192, 128)))
     },
-    "192x128-ordered-fp16": _backward(192, 128, False, False, True)._replace(dtype=torch.float16),
-    "192x128-window-rotated-fp16": _backward(192, 128, False, True, False)._replace(
-        rotates_walks=True, dtype=torch.float16
+    "192x128-ordered-fp16": _backward(192, 128, False, False, True).but(dtype=torch.float16),
+    "192x128-window-rotated-fp16": _backward(192, 128, False, True, False).but(rotates_walks=True, dtype=torch.float16),
+    "192-whole": _backward(192, 192, False, False, False).but(stores_dq=True, whole_lines=True),
+    "256-whole": _backward(256, 256, False, False, False).but(stores_dq=True, whole_lines=True),
+    "256-whole-uncut-fp16": _backward(256, 256, False, False, False, right=False).but(
+        stores_dq=True, whole_lines=True, masks=False, dtype=torch.float16
     ),
-    "192-whole": _with_stores(_backward(192, 192, False, False, False), whole_lines=True),
-    "256-whole": _with_stores(_backward(256, 256, False, False, False), whole_lines=True),
-    "256-whole-uncut-fp16": _with_stores(
-        _backward(256, 256, False, False, False, right=False), whole_lines=True, masks=False, dtype=torch.float16
-    ),
-    "256-whole-softcap": _with_stores(_backward(256, 256, False, False, False, softcap=True), whole_lines=True),
-    "64-whole-window": _backward(64, 64, False, True, False)._replace(whole_lines=True),
-    "64-whole-fp16": _backward(64, 64, False, False, False)._replace(whole_lines=True, dtype=torch.float16),
-    "128-whole-window-fp16": _backward(128, 128, False, True, False)._replace(whole_lines=True, dtype=torch.float16),
-    "64-whole-softcap": _backward(64, 64, False, False, False, softcap=True)._replace(whole_lines=True),
-    "128-whole-softcap": _backward(128, 128, False, False, False, softcap=True)._replace(whole_lines=True),
+    "256-whole-softcap": _backward(256, 256, False, False, False, softcap=True).but(stores_dq=True, whole_lines=True),
+    "64-whole-window": _backward(64, 64, False, True, False).but(whole_lines=True),
+    "64-whole-fp16": _backward(64, 64, False, False, False).but(whole_lines=True, dtype=torch.float16),
+    "128-whole-window-fp16": _backward(128, 128, False, True, False).but(whole_lines=True, dtype=torch.float16),
+    "64-whole-softcap": _backward(64, 64, False, False, False, softcap=True).but(whole_lines=True),
+    "128-whole-softcap": _backward(128, 128, False, False, False, softcap=True).but(whole_lines=True),
     **{
-        f"{name}-packed-uncut": _backward(*heads, True, False, False, right=False)._replace(masks=False)
+        f"{name}-packed-uncut": _backward(*heads, True, False, False, right=False).but(masks=False)
         for name, heads in (("64", (64, 64)), ("96", (96, 96)), ("128", (128, 128)), ("192x128", (192, 128)))
     },
-    "128-packed-uncut-ordered-fp16": _backward(128, 128, True, False, True, right=False)._replace(
+    "128-packed-uncut-ordered-fp16": _backward(128, 128, True, False, True, right=False).but(
         masks=False, dtype=torch.float16
     ),
-    "64-lone-rotated": _backward(64, 64, False, False, False)._replace(lone_tiles=True, rotates_walks=True),
-    "64-lone-fp16": _backward(64, 64, False, False, False)._replace(lone_tiles=True, dtype=torch.float16),
-    "128-lone": _backward(128, 128, False, False, False)._replace(lone_tiles=True, top_left=True),
-    "128-lone-rotated-fp16": _backward(128, 128, False, False, False)._replace(
-        lone_tiles=True, rotates_walks=True, dtype=torch.float16
+    "64-lone-rotated": _backward(64, 64, False, False, False).but(lone_tiles=1, rotates_walks=True),
+    "64-lone-fp16": _backward(64, 64, False, False, False).but(lone_tiles=1, dtype=torch.float16),
+    "128-lone": _backward(128, 128, False, False, False).but(lone_tiles=1, top_left=True),
+    "128-lone-rotated-fp16": _backward(128, 128, False, False, False).but(
+        lone_tiles=1, rotates_walks=True, dtype=torch.float16
     ),
-    "64x128-lone": _backward(64, 128, False, False, False)._replace(lone_tiles=True),
-    "64-single-tile-in-parts": _backward(64, 64, False, False, False, right=False)._replace(
+    "64x128-lone": _backward(64, 128, False, False, False).but(lone_tiles=1),
+    "64-single-tile-in-parts": _backward(64, 64, False, False, False, right=False).but(
         single_key_tile=True, divides_queries=True
     ),
-    "128-in-parts-fp16": _backward(128, 128, False, False, False, right=False)._replace(
+    "128-in-parts-fp16": _backward(128, 128, False, False, False, right=False).but(
         masks_last=True, divides_queries=True, dtype=torch.float16
     ),
-    "256-in-parts-ordered": _backward(256, 256, False, False, True, right=False)._replace(divides_queries=True),
-    "128-single-tile-fp16": _backward(128, 128, False, False, False)._replace(
+    "256-in-parts-ordered": _backward(256, 256, False, False, True, right=False).but(divides_queries=True),
+    "128-single-tile-fp16": _backward(128, 128, False, False, False).but(
         single_key_tile=True, masks_last=True, dtype=torch.float16
     ),
-    "64x96-single-tile-fp16": _backward(64, 96, False, False, False)._replace(
-        single_key_tile=True, dtype=torch.float16
-    ),
-    "256-single-tile-ordered": _backward(256, 256, False, False, True)._replace(single_key_tile=True, ordered=False),
-    "128-fp16-packed": _backward(128, 128, True, False, False)._replace(dtype=torch.float16),
-    "128-long-fp16": _backward(128, 128, False, False, False)._replace(masks_last=True, dtype=torch.float16),
-    "64-wide-strides": _backward(64, 64, False, False, False)._replace(wide_strides=True),
-    "64-sinks": _backward(64, 64, False, False, False)._replace(sinks=True, has_dlse=True),
-    "64-packed-sinks": _backward(64, 64, True, False, False)._replace(sinks=True, has_dlse=True),
+    "64x96-single-tile-fp16": _backward(64, 96, False, False, False).but(single_key_tile=True, dtype=torch.float16),
+    "256-single-tile-ordered": _backward(256, 256, False, False, True).but(single_key_tile=True, deterministic=False),
+    "128-fp16-packed": _backward(128, 128, True, False, False).but(dtype=torch.float16),
+    "128-long-fp16": _backward(128, 128, False, False, False).but(masks_last=True, dtype=torch.float16),
+    "64-wide-strides": _backward(64, 64, False, False, False).but(wide_strides=True),
+    "64-sinks": _backward(64, 64, False, False, False).but(sinks=True, has_dlse=True),
+    "64-packed-sinks": _backward(64, 64, True, False, False).but(sinks=True, has_dlse=True),
     "64-blocks": _backward(64, 64, False, False, False, block_tile=(128, 128)),
     "128-blocks-ordered": _backward(128, 128, False, False, True, block_tile=(128, 256)),
     "64-small-blocks": _backward(64, 64, False, False, False, block_tile=(64, 64)),
@@ -419,7 +463,7 @@ BACKWARD_FORMS = {
     "192x128-small-blocks": _backward(192, 128, False, False, False, right=False, block_tile=(64, 64)),
     "64-packed-blocks": _backward(64, 64, True, False, False, block_tile=(128, 128)),
     "128-packed-blocks": _backward(128, 128, True, False, False, block_tile=(128, 128)),
-    "128-packed-blocks-ordered-fp16": _backward(128, 128, True, True, True, block_tile=(256, 256))._replace(
+    "128-packed-blocks-ordered-fp16": _backward(128, 128, True, True, True, block_tile=(256, 256)).but(
         dtype=torch.float16
     ),
     "192x128-packed-blocks": _backward(192, 128, True, False, False, right=False, block_tile=(128, 128)),
@@ -453,7 +497,7 @@ BACKWARD_FEATURE_FORMS = {
     "128-bias": _backward(128, 128, False, False, False, right=False, side=aux_of(bias=_BIAS)),
     "128-bias-fp16-lengths-slopes": _backward(
         128, 128, False, True, False, side=aux_of(bias=_BIAS, alibi=1, key_lengths_dtype=torch.int32)
-    )._replace(dtype=torch.float16),
+    ).but(dtype=torch.float16),
     "128-packed-bias-ordered": _backward(128, 128, True, False, True, side=aux_of(bias=_BIAS)),
     "128-unaligned-bias": _backward(128, 128, False, False, False, side=aux_of(bias=_UNALIGNED_BIAS)),
     **{
@@ -465,38 +509,38 @@ BACKWARD_FEATURE_FORMS = {
     ),
     "64-key-lengths-ordered": _backward(64, 64, False, True, True, side=_LENGTHS),
     **{
-        f"{width}-key-lengths-uncut": _backward(width, width, False, False, False, right=False, side=_LENGTHS)._replace(
+        f"{width}-key-lengths-uncut": _backward(width, width, False, False, False, right=False, side=_LENGTHS).but(
             masks=False
         )
         for width in (64, 128)
     },
-    "128-whole-dropout": _backward(128, 128, False, False, False, side=_DROPOUT)._replace(whole_lines=True),
-    "256-whole-dropout": _with_stores(_backward(256, 256, False, False, False, side=_DROPOUT), whole_lines=True),
+    "128-whole-dropout": _backward(128, 128, False, False, False, side=_DROPOUT).but(whole_lines=True),
+    "256-whole-dropout": _backward(256, 256, False, False, False, side=_DROPOUT).but(stores_dq=True, whole_lines=True),
     "64-whole-stored-bias": _backward(
         64, 64, False, False, False, right=False, side=aux_of(bias=_BIAS), stored_bias=True
-    )._replace(whole_lines=True),
-    "64-whole-learned-slopes": _backward(64, 64, False, False, False, side=_ALIBI, slope_sums=True)._replace(
+    ).but(whole_lines=True),
+    "64-whole-learned-slopes": _backward(64, 64, False, False, False, side=_ALIBI, slope_sums=True).but(
         whole_lines=True
     ),
-    "128-key-lengths-fp16": _backward(128, 128, False, False, False, side=_LENGTHS)._replace(dtype=torch.float16),
+    "128-key-lengths-fp16": _backward(128, 128, False, False, False, side=_LENGTHS).but(dtype=torch.float16),
     "128-packed-dropout-softcap": _backward(128, 128, True, False, False, softcap=True, side=_DROPOUT),
     "128-blocks-dropout": _backward(128, 128, False, False, False, block_tile=(128, 128), side=_DROPOUT),
     **{
         f"{width}-single-tile-bias-and-dropout": _backward(
             width, width, False, False, False, right=False, side=aux_of(bias=_BIAS, dropout=True)
-        )._replace(single_key_tile=True)
+        ).but(single_key_tile=True)
         for width in (64, 128)
     },
     **{
         f"{name}-learned-slopes": _backward(*heads, False, False, False, side=_ALIBI, slope_sums=True)
         for name, heads in (("64", (64, 64)), ("96", (96, 96)), ("128", (128, 128)), ("192x128", (192, 128)))
     },
-    "128-packed-learned-slopes-fp16": _backward(128, 128, True, False, False, side=_ALIBI, slope_sums=True)._replace(
+    "128-packed-learned-slopes-fp16": _backward(128, 128, True, False, False, side=_ALIBI, slope_sums=True).but(
         dtype=torch.float16
     ),
-    "128-full-learned-slopes": _backward(
-        128, 128, False, False, False, right=False, side=_ALIBI, slope_sums=True
-    )._replace(masks=False),
+    "128-full-learned-slopes": _backward(128, 128, False, False, False, right=False, side=_ALIBI, slope_sums=True).but(
+        masks=False
+    ),
     "64-packed-blocks-learned-slopes-ordered": _backward(
         64, 64, True, False, True, block_tile=(128, 128), side=_ALIBI_AND_PADDING, slope_sums=True
     ),
@@ -523,7 +567,7 @@ BACKWARD_FEATURE_FORMS = {
 #: The backward with functions of scores: some have derivatives, and these are handed on apart or with the weights.
 BACKWARD_FUNCTION_FORMS = {
     "64-alibi-function": _backward(64, 64, False, False, False, score_mod=_ALIBI_FUNCTION, covered=True),
-    "64-capped-fp16-function": _backward(64, 64, False, False, False, score_mod=_CAPPED)._replace(dtype=torch.float16),
+    "64-capped-fp16-function": _backward(64, 64, False, False, False, score_mod=_CAPPED).but(dtype=torch.float16),
     "64-waves-dropout-function": _backward(64, 64, False, False, False, score_mod=_WAVES, side=_DROPOUT),
     "128-relative-function": _backward(128, 128, False, False, False, score_mod=_RELATIVE, covered=True),
     "128-relative-packed-ordered-function": _backward(128, 128, True, True, True, score_mod=_RELATIVE),
@@ -539,20 +583,20 @@ BACKWARD_FUNCTION_FORMS = {
 }  # fmt: skip
 #: The gradient of a bias that scores share: each cut, and what changes its code.
 BIAS_GRADIENT_FORMS = {
-    "32-parts": _backward(32, 32, False, False, False, right=False, side=aux_of(bias=_BIAS))._replace(
+    "32-parts": _backward(32, 32, False, False, False, right=False, side=aux_of(bias=_BIAS)).but(
         masks=False, bias_in_parts=True
     ),
-    "24x32-window-shared": _backward(24, 32, False, True, False, side=aux_of(bias=_BIAS))._replace(
+    "24x32-window-shared": _backward(24, 32, False, True, False, side=aux_of(bias=_BIAS)).but(
         bias_shared_by_heads=True
     ),
     "64-causal": _backward(64, 64, False, False, False, side=aux_of(bias=_BIAS)),
-    "96-parts": _backward(96, 96, False, False, False, right=False, side=aux_of(bias=_BIAS))._replace(
+    "96-parts": _backward(96, 96, False, False, False, right=False, side=aux_of(bias=_BIAS)).but(
         masks=False, bias_in_parts=True
     ),
     "64-padding-dropout-fp16": _backward(
         64, 64, False, False, False, right=False, side=aux_of(bias=_BIAS, mask=_PADDING_MASK, dropout=True)
-    )._replace(masks=False, dtype=torch.float16),
-    "128-slopes-window-shared": _backward(128, 128, False, True, False, side=aux_of(bias=_BIAS, alibi=2))._replace(
+    ).but(masks=False, dtype=torch.float16),
+    "128-slopes-window-shared": _backward(128, 128, False, True, False, side=aux_of(bias=_BIAS, alibi=2)).but(
         bias_shared_by_heads=True
     ),
     "192x128-key-lengths": _backward(
@@ -560,19 +604,17 @@ BIAS_GRADIENT_FORMS = {
     ),
     "256-softcap": _backward(256, 256, False, False, False, softcap=True, right=False, side=aux_of(bias=_BIAS)),
     "256-mask": _backward(256, 256, False, False, False, side=aux_of(bias=_BIAS, mask=_DENSE_MASK)),
-    "64-packed": _backward(64, 64, True, False, False, right=False, side=aux_of(bias=_BIAS))._replace(
-        bias_in_parts=True
-    ),
+    "64-packed": _backward(64, 64, True, False, False, right=False, side=aux_of(bias=_BIAS)).but(bias_in_parts=True),
     "32-packed-window-shared-lengths": _backward(
         32, 32, True, True, False, side=aux_of(bias=_BIAS, alibi=1, key_lengths_dtype=torch.int32)
-    )._replace(bias_shared_by_heads=True),
-    "128-packed-fp16": _backward(128, 128, True, False, False, side=aux_of(bias=_BIAS))._replace(dtype=torch.float16),
+    ).but(bias_shared_by_heads=True),
+    "128-packed-fp16": _backward(128, 128, True, False, False, side=aux_of(bias=_BIAS)).but(dtype=torch.float16),
     "64-blocks": _backward(
         64, 64, False, False, False, right=False, block_tile=(128, 128), side=aux_of(bias=_BIAS)
-    )._replace(masks=False),
+    ).but(masks=False),
     "64-small-blocks": _backward(
         64, 64, False, False, False, right=False, block_tile=(64, 64), side=aux_of(bias=_BIAS)
-    )._replace(masks=False),
+    ).but(masks=False),
     "256-causal-small-blocks-mask": _backward(
         256, 256, False, False, False, block_tile=(64, 64), side=aux_of(bias=_BIAS, mask=_DENSE_MASK)
     ),
@@ -581,13 +623,13 @@ BIAS_GRADIENT_FORMS = {
     ),
     "256-packed-blocks-shared": _backward(
         256, 256, True, False, False, block_tile=(128, 128), side=aux_of(bias=_BIAS)
-    )._replace(bias_shared_by_heads=True),
-    "64-waves-function": _backward(64, 64, False, False, False, score_mod=_WAVES, side=aux_of(bias=_BIAS))._replace(
+    ).but(bias_shared_by_heads=True),
+    "64-waves-function": _backward(64, 64, False, False, False, score_mod=_WAVES, side=aux_of(bias=_BIAS)).but(
         masks=False
     ),
     "128-capped-function-fp16": _backward(
         128, 128, False, False, False, score_mod=_CAPPED, side=aux_of(bias=_BIAS)
-    )._replace(dtype=torch.float16),
+    ).but(dtype=torch.float16),
     "256-relative-packed-blocks-function": _backward(
         256, 256, True, False, False, score_mod=_RELATIVE, block_tile=(128, 128), side=aux_of(bias=_BIAS)
     ),

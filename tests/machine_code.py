@@ -31,7 +31,6 @@ from flashtile.ops.attention.call import AuxFacts, Phase, TensorFacts
 from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.hopper.backward_launch import plan_backward
 from flashtile.ops.attention.hopper.configs import HopperConfig, config_of
-from flashtile.ops.attention.hopper.launch import plan_float32_forward
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Origin, Wanted, out_dtype
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.configs import Kernel
@@ -218,7 +217,8 @@ def passed_by(plan: Plan) -> dict[str, Any]:
 
 def shares_of(plan: Any) -> int:
     """In how many parts the kernels of a plan store dk and dv."""
-    return 1 if plan.sum_of_shares is None else passed_by(plan.sum_of_shares)["shares"]
+    total = plan.pipeline.plans.get("shares") if hasattr(plan, "pipeline") else plan.sum_of_shares
+    return 1 if total is None else passed_by(total)["shares"]
 
 
 def differing(sources: Mapping[Case, Any]) -> list[Case]:
@@ -439,17 +439,16 @@ def hopper_plan(call: Call) -> hopper_launch.ForwardPlan:
 
 def float32_forward_sources(call: Call) -> dict[str, KernelSource]:
     """The kernels of a forward of float32 on Hopper."""
-    plan = plan_float32_forward(hopper_call(call))
-    return {"parts": plan.splits[0].source, "forward": plan.kernel.source}
+    plan = hopper_plan(call)
+    return {"parts": plan.pipeline.plans["parts_q"].source, "forward": plan.kernel.source}
 
 
 def apart_backward_sources(call: Call) -> dict[str, KernelSource]:
     """The kernels of a backward on Hopper whose gradients have one each, by what they compute: of wide heads, or of
     float32."""
-    plan = plan_backward(hopper_call(call, "backward"))
-    parts = {"parts": plan.splits[0].source} if plan.splits else {}
-    gradients = {name: getattr(plan, name).plan.source for name in ("dv", "dk", "dq")}
-    return {"begin": plan.begin.source, **parts, **gradients}
+    plans = plan_backward(hopper_call(call, "backward")).pipeline.plans
+    names = {"begin": "begin", "parts": "parts_q", "dv": "dv", "dk": "dk", "dq": "dq"}
+    return {name: plans[of].source for name, of in names.items() if of in plans}
 
 
 class Binary(NamedTuple):

@@ -27,7 +27,6 @@ import remembered_checks
 from checked_code import COMPILER, check_code, check_key, code_key
 from content import UnknownContentError, content_of
 from flashtile._backends.launch import KernelSource, Parameter, pointer_to, specialise
-from flashtile.ops.attention.hopper.backward_source import backward_source
 from hopper_forms import BACKWARD_FORMS, FORMS
 from machine_code import Call, call_source, hopper_plan
 from remembered_checks import Memory, drawn, read_table, renewed, write_table
@@ -236,7 +235,7 @@ def test_constants_of_nested_parameters_are_in_the_key() -> None:
 
 
 def test_each_form_has_its_own_key() -> None:
-    sources = [backward_source("main", of) for of in BACKWARD_FORMS.values()]
+    sources = [of.source("main") for of in BACKWARD_FORMS.values()]
     different = [source for number, source in enumerate(sources) if source not in sources[:number]]
     assert len({code_key(source, "sm_90") for source in sources}) == len(different)
 

@@ -20,7 +20,6 @@ from attention_cases import SCORE_MOD_PAIRS
 from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile._backends.launch import KernelSource
-from flashtile.ops.attention.hopper.backward_source import backward_source
 from hopper_forms import (
     BACKWARD_FEATURE_FORMS,
     BACKWARD_FORMS,
@@ -75,12 +74,12 @@ def main() -> int:
     problems = sum(report(f"forward {name}", hopper_plan(call).kernel.source) for name, call in forms.items())
     # A loop of their own for cut steps only those versions have whose ptxas makes no product wait for it.
     every = BACKWARD_FORMS | BACKWARD_FEATURE_FORMS | BACKWARD_FUNCTION_FORMS
-    backward = {name: of for name, of in every.items() if SUMS_PASS_LOOPS or not of.masks_last}
-    for name, variant in backward.items():
-        for kernel in ("begin", "main") if variant.single_key_tile else ("begin", "main", "end"):
-            problems += report(f"backward {name} {kernel}", backward_source(kernel, variant), name in SERIALISED)
-    for name, variant in BIAS_GRADIENT_FORMS.items():
-        problems += report(f"gradient of a bias {name}", backward_source("bias", variant), False)
+    backward = {name: of for name, of in every.items() if SUMS_PASS_LOOPS or not of.schedule.loops.MASKS_LAST}
+    for name, of in backward.items():
+        for kernel in ("begin", "main") if of.schedule.loops.SINGLE_KEY_TILE else ("begin", "main", "end"):
+            problems += report(f"backward {name} {kernel}", of.source(kernel), name in SERIALISED)
+    for name, of in BIAS_GRADIENT_FORMS.items():
+        problems += report(f"gradient of a bias {name}", of.source("bias"))
     for name, call in WIDE_BACKWARD_FORMS.items():
         for kernel, source in apart_backward_sources(call).items():
             problems += report(f"wide backward {name} {kernel}", source)

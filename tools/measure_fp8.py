@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flashtile
 from flashtile.ops.attention.hopper import configs, launch
 from flashtile.ops.attention.hopper.configs import HopperConfig
-from flashtile.ops.attention.hopper.convert import make_widening, widen
+from flashtile.ops.attention.hopper.convert import widen_kernel
 
 TOKENS, COLUMNS, TURNS, SECONDS_OF_A_TURN = 16384, 2048, 6, 0.015
 CUTS = {
@@ -111,7 +111,8 @@ def speed_of(columns: tuple[int, int], rows: int, causal: bool) -> str:
     def run(*tensors: Tensor, **factors: Tensor) -> Tensor:
         return flashtile.attention(*tensors, **factors, causal=causal, backend="hopper")
 
-    widening = make_widening(eight[2].shape, eight[2].stride(), eight[2].device)
+    values, wide = eight[2], torch.empty_like(eight[2], dtype=torch.bfloat16)
+    widening = widen_kernel(tuple(values.shape), values.stride()).plan(values.device)
     transposed = [x.transpose(1, 2) for x in qkv]
 
     def run_cudnn() -> Tensor:
@@ -123,7 +124,7 @@ def speed_of(columns: tuple[int, int], rows: int, causal: bool) -> str:
         "8-bit as shipped": (None, lambda: run(*eight, **factors)),
         "cuDNN bfloat16": (None, run_cudnn),
         **{name: (config, lambda: run(*eight, **factors)) for name, config in CUTS[columns].items()},
-        "widening": (None, lambda: widen(eight[2], widening)),
+        "widening": (None, lambda: widening.launch(values.data_ptr(), wide.data_ptr())),
         "PyTorch's": (None, lambda: eight[2].to(torch.bfloat16)),
     }
     work = 2 * batch * heads * rows**2 * sum(columns) / (2 if causal else 1) / 1e9

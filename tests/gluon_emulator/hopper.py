@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from backend_calls import HOPPER
-from flashtile._backends.launch import KernelSource, Parameter, Plan, make_plan
-from flashtile._backends.tma import TensorLayout
+from flashtile._backends.launch import ABSENT, KernelSource, Parameter, Plan
+from flashtile._backends.pipeline import Pipeline
+from flashtile._backends.tma import TmaTensor
 from flashtile.ops.attention import hopper as package
 from flashtile.ops.attention import reference
 from flashtile.ops.attention.call import describe_backward, describe_call
@@ -56,15 +57,12 @@ class EmulatedHopper:
         self.modules = _copies()
         machine = HOPPER._replace(multiprocessors=multiprocessors)
         changes = {
-            "make_plan": lambda *described, **cut: self._emulated(make_plan(*described, **cut)),
-            "chunks_maker": _describe_chunks,
-            "descriptor_parameter": lambda dtype, box, swizzled=True: Parameter("constexpr" if box is None else _DESC),
+            "Pipeline": lambda *described, **more: self._emulated(_EmulatedPipeline(*described, **more)),
+            "TmaTensor": _EmulatedTensor,
             "describe_call": functools.partial(describe_call, machine=machine),
             "describe_backward": lambda *given: describe_backward(*given)._replace(machine=machine),
             "_counter": lambda device: self._counter,
             "backward_bias": _bias_gradient,
-            "sum_of_parts": _sum_of_parts,
-            "sum_of_shares": self._sum_of_shares,
         }
         for module in self.modules.values():
             for name in changes.keys() & vars(module).keys():
@@ -85,18 +83,19 @@ class EmulatedHopper:
         with self._memory:
             return function(*arguments)
 
-    def _emulated(self, plan: Plan) -> Plan:
-        if plan.programs:
-            plan.launch = lambda *given: self._launch(plan.source, plan.programs, *given, *plan.scalars)
-        return plan
+    def _emulated(self, pipeline: Pipeline) -> Pipeline:
+        for name, plan in pipeline.plans.items():
+            if name in _PORTABLE:
+                plan.launch = functools.partial(self._note, plan.source.function.__name__)
+            elif plan.programs:
+                plan.launch = functools.partial(self._launch_plan, plan)
+        return pipeline
 
-    def _sum_of_shares(self, plan: Plan | None, *parts: Tensor) -> tuple[Tensor, ...]:
-        """In the place of a portable kernel."""
-        if plan is None:
-            return parts
-        self.launched.append(plan.source.function.__name__)
-        heads = plan.outputs[0].shape[-2]
-        return tuple(part.unflatten(-2, (heads, -1)).sum(-2) for part in parts)
+    def _note(self, name: str, *given: Any) -> None:
+        self.launched.append(name)
+
+    def _launch_plan(self, plan: Plan, *given: Any) -> None:
+        self._launch(plan.source, plan.programs, *given, *plan.scalars)
 
     def _launch(self, source: KernelSource, programs: int, *arguments: Any) -> None:
         function, names = source.function, source.names
@@ -130,20 +129,42 @@ def _parameter(name: str, of: str, multiple: int, argument: Any) -> Any:
     return as_value(argument, BY_SIGNATURE[of])
 
 
-def _describe_chunks(
-    dtype: torch.dtype, boxes: tuple[tuple[int, ...] | None, ...], layout: TensorLayout, swizzled: bool = True
-) -> Callable[[int], tuple]:
-    def make(address: int) -> tuple:
-        return tuple(
-            None
-            if box is None
-            else Descriptor(
-                dtype_of(dtype), list(box), layout.shape, layout.strides, address, nan_outside=layout.nan_outside
-            )
-            for box in boxes
-        )
+class _EmulatedTensor(TmaTensor):
+    """What TMA moves on the emulated machine."""
 
-    return make
+    @property
+    def parameter(self) -> Parameter:
+        return ABSENT if self.box is None else Parameter(_DESC)
+
+    def maker(self) -> Callable[[int], tuple]:
+        box, layout = self.box, self.layout
+        if box is None or layout is None:
+            return lambda address: (None,)
+        described = dtype_of(self.dtype), list(box), layout.shape, layout.strides
+        return lambda address: (Descriptor(*described, address, nan_outside=layout.nan_outside),)
+
+
+#: The portable kernels of a pipeline, whose language this is not.
+_PORTABLE = ("shares", "bias_sum")
+
+
+class _EmulatedPipeline(Pipeline):
+    """With PyTorch's sums in the place of the portable kernels, which come last."""
+
+    def __init__(self, *described: Any, **more: Any) -> None:
+        super().__init__(*described, **more)
+        self.run = functools.partial(self._run, self.run)
+
+    def _run(self, run: Callable[..., list[Any]], *given: Any) -> list[Any]:
+        made = run(*given)
+        by_name = dict(zip(self.outputs, made))
+        if "shares" in self.kernels:
+            for name in ("dk", "dv"):
+                heads = by_name[name].shape[-2]
+                by_name[name].copy_(by_name[f"{name}_shares"].unflatten(-2, (heads, -1)).sum(-2))
+        if "bias_sum" in self.kernels:
+            by_name["dbias"].copy_(by_name["bias_parts"].sum(0))
+        return made
 
 
 def _bias_gradient(
@@ -163,11 +184,6 @@ def _bias_gradient(
         upstream = dout.double(), dlse.masked_fill(~seen, 0)
         gradients = reference.backward(*upstream, *wide, out, lse, exact, spec, Wanted(bias=True))
     return gradients.bias.to(side.bias.dtype)
-
-
-def _sum_of_parts(plan: Plan | None, parts: Tensor) -> Tensor:
-    """In the place of another portable kernel."""
-    return parts.squeeze(0) if plan is None else parts.sum(0).to(plan.outputs[0].dtype)
 
 
 def _copies() -> dict[str, ModuleType]:

@@ -87,28 +87,40 @@ def descriptor_maker(
     return functools.lru_cache(maxsize=64)(functools.partial(make, dtype, box, layout, swizzled))
 
 
-def chunks_maker(
-    dtype: torch.dtype, boxes: tuple[tuple[int, ...] | None, ...], layout: TensorLayout | None, swizzled: bool = True
-) -> Callable[[int], tuple]:
-    """The same for the chunks of columns in which a tensor is moved, each by a descriptor of its own; None in the place
-    of one that there is not. `layout`: None if there is none at all."""
-    makers = [
-        None if box is None or layout is None else descriptor_maker(dtype, box, layout, swizzled) for box in boxes
-    ]
+class TmaTensor(NamedTuple):
+    """A tensor as TMA moves it, through a descriptor that a kernel takes.
 
-    @functools.lru_cache(maxsize=64)
-    def make(address: int) -> tuple:
-        return tuple(part for maker in makers for part in ((None,) if maker is None else maker(address)))
+    Attributes:
+        buffer: its name in a pipeline.
+        box: what one copy moves; None: this specialisation has no such descriptor.
+        layout: None for a specialisation that is not launched.
+        swizzled: it is an operand of matrix products.
+    """
 
-    return make
+    buffer: str
+    dtype: torch.dtype
+    box: tuple[int, ...] | None
+    layout: TensorLayout | None
+    swizzled: bool = True
+
+    @property
+    def parameter(self) -> Parameter:
+        return descriptor_parameter(self.dtype, self.box, self.swizzled)
+
+    def maker(self) -> Callable[[int], tuple]:
+        """What makes the descriptor from an address."""
+        if self.box is None or self.layout is None:
+            return lambda address: (None,)
+        return descriptor_maker(self.dtype, self.box, self.layout, self.swizzled)
 
 
-def joined(makers: Sequence[Callable[[int], tuple]]) -> Callable[..., tuple]:
-    """A function from the addresses of several tensors to all that their makers make."""
+def joined(makers: Sequence[tuple[Callable[[int], tuple], int | None]]) -> Callable[..., tuple]:
+    """A function from the addresses of several tensors to all that makers make, each of the address whose number
+    stands beside it, or of none."""
 
     @functools.lru_cache(maxsize=64)
     def make(*addresses: int) -> tuple:
-        return tuple(part for maker, address in zip(makers, addresses, strict=True) for part in maker(address))
+        return tuple(part for maker, number in makers for part in maker(0 if number is None else addresses[number]))
 
     return make
 

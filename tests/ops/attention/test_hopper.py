@@ -24,7 +24,7 @@ from checked_code import check_code
 from flashtile import BlockMask, patterns
 from flashtile._backends import alignment, tma
 from flashtile._backends import launch as backend_launch
-from flashtile._backends.allocate import contiguous_strides
+from flashtile._backends.allocate import Layout, contiguous_strides
 from flashtile._backends.launch import KernelSource, pointer
 from flashtile.ops.attention import call as description
 from flashtile.ops.attention import operator, select
@@ -35,17 +35,14 @@ from flashtile.ops.attention.hopper import (
     backward_launch,
     backward_pieces,
     backward_tiles,
-    backward_variant,
     blocks,
     configs,
     launch,
     pieces,
-    turns,
+    schedule,
 )
 from flashtile.ops.attention.hopper.backend import unsupported_reason
-from flashtile.ops.attention.hopper.backward_source import backward_source
-from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
-from flashtile.ops.attention.hopper.convert import make_widening
+from flashtile.ops.attention.hopper.convert import widen_kernel
 from flashtile.ops.attention.hopper.separate_configs import (
     choose_float32_forward_config,
     choose_float32_wide_config,
@@ -74,6 +71,7 @@ from hopper_forms import (
     SCORE_FORMS,
     SERIALISED,
     WIDE_BACKWARD_FORMS,
+    BackwardForm,
 )
 from machine_code import (
     Binary,
@@ -660,7 +658,7 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
     else:
         inputs = BackwardInputs(q, None, q, k, k, q, q)
         plan = backward_launch.plan_backward(description.describe_backward(inputs, side, spec, Wanted()))
-        given = passed_by(plan.main)
+        given = passed_by(plan.pipeline.plans["main"])
         parts = (mask.column_offsets, mask.rows, mask.row_kinds, mask.column_bits)
     blocks = {name: given[f"problem.numbers.blocks.{name}"] for name in BlockNumbers._fields}
     of_parts = [blocks[name] for name in ("offsets", "tiles", "kinds", "bits", "order")]
@@ -698,10 +696,10 @@ def test_masked_steps_have_a_loop_of_their_own_in_long_walks(
         call = (rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
         return _main_constants(*call, **changes)["loops.MASKS_LAST"]
 
-    monkeypatch.setattr(backward_variant, "SUMS_PASS_LOOPS", True)
+    monkeypatch.setattr(schedule, "SUMS_PASS_LOOPS", True)
     assert chosen() is masks_last
     assert not chosen(alibi=2)
-    monkeypatch.setattr(backward_variant, "SUMS_PASS_LOOPS", False)
+    monkeypatch.setattr(schedule, "SUMS_PASS_LOOPS", False)
     assert not chosen()
 
 
@@ -767,13 +765,13 @@ def test_thread_blocks_take_whole_lines_whose_sums_stay_in_the_cache(
     for deterministic in (False, True):
         of = AttentionSpec(0.1, deterministic=deterministic, **spec)
         plan = _main_plan(rows, keys, heads, heads_kv, head_dim, of, monkeypatch, batch)
-        constants = plan.main.source.constants
-        assert constants["loops.WHOLE_LINES"] is whole and (plan.end is None) is whole
-        assert ("semaphores" in plan.scratch.parts) is (deterministic and not whole)
+        constants = plan.pipeline.plans["main"].source.constants
+        assert constants["loops.WHOLE_LINES"] is whole and ("end" not in plan.pipeline.plans) is whole
+        assert ("semaphores" in plan.pipeline.scratch.parts) is (deterministic and not whole)
         if whole:
-            assert plan.main.programs == min(batch * heads_kv, 132)
-            kept = plan.main.programs * heads // heads_kv * -(-rows // 128) * 128 * head_dim
-            assert plan.scratch.parts.get("sums", (0, 0))[1] <= kept
+            assert plan.pipeline.plans["main"].programs == min(batch * heads_kv, 132)
+            kept = plan.pipeline.plans["main"].programs * heads // heads_kv * -(-rows // 128) * 128 * head_dim
+            assert plan.pipeline.scratch.parts.get("sums", (0, 0))[1] <= kept
 
 
 @pytest.mark.parametrize(
@@ -835,10 +833,10 @@ def test_walks_beyond_the_cache_begin_where_others_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     plan = _main_plan(rows, 8192, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
-    for kernel in (plan.begin, plan.main):
+    for kernel in map(plan.pipeline.plans.get, ("begin", "main")):
         constants = kernel.source.constants
         assert constants.get("SHARES_PROGRESS", constants.get("loops.SHARES_PROGRESS")) is shares_progress
-    assert plan.scratch.parts["counter"][1] >= (1 + 64 * heads_kv if shares_progress else 1)  # 64 sequences
+    assert plan.pipeline.scratch.parts["counter"][1] >= (1 + 64 * heads_kv if shares_progress else 1)  # 64 sequences
 
 
 @pytest.mark.parametrize(
@@ -866,10 +864,12 @@ def test_few_walks_are_divided(
 ) -> None:  # fmt: skip
     plan = _main_plan(rows, rows, heads, heads_kv, 128, AttentionSpec(0.1, **spec), monkeypatch, batch)
     assert shares_of(plan) == shares
-    given = [passed_by(plan.main)[f"problem.{name}"] for name in ("batch", "heads_kv", "group", "shares")]
+    given = [
+        passed_by(plan.pipeline.plans["main"])[f"problem.{name}"] for name in ("batch", "heads_kv", "group", "shares")
+    ]
     assert given == [batch, heads_kv * shares, heads // heads_kv // shares, shares]
-    assert plan.main.programs == min(132, batch * heads_kv * shares * -(-rows // 128))
-    dq, *parts = plan.outputs
+    assert plan.pipeline.plans["main"].programs == min(132, batch * heads_kv * shares * -(-rows // 128))
+    dq, *parts = gradients_of(plan)
     assert dq.shape == (batch, rows, heads, 128)
     assert all(part.shape == (batch, rows, heads_kv * shares, 128) for part in parts)
 
@@ -891,7 +891,7 @@ def test_few_walks_over_many_queries_are_in_parts(
     parts: int | None, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     plan = _main_plan(rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch, 4)
-    given = passed_by(plan.main)
+    given = passed_by(plan.pipeline.plans["main"])
     assert (shares_of(plan), given.get("problem.parts")) == (shares, parts)
     assert given["problem.heads_kv"] == heads_kv * shares
 
@@ -910,8 +910,12 @@ def _main_constants(
     monkeypatch: pytest.MonkeyPatch, **changes: int,
 ) -> dict[str, Any]:  # fmt: skip
     """What a backward compiles for its main kernel, if the heads that share keys are not divided."""
-    monkeypatch.setattr(backward_launch, "shares_in_cache", lambda variant, group, shares, *_: shares)
-    return _main_plan(rows, keys, heads, heads_kv, head_dim, spec, monkeypatch, **changes).main.source.constants
+    monkeypatch.setattr(schedule, "shares_in_cache", lambda call, schedule, shares, steps: shares)
+    return (
+        _main_plan(rows, keys, heads, heads_kv, head_dim, spec, monkeypatch, **changes)
+        .pipeline.plans["main"]
+        .source.constants
+    )
 
 
 def _main_plan(
@@ -924,7 +928,13 @@ def _main_plan(
     aux = aux_of(max_seqlens=(rows, keys), **changes)
     device = torch.device("cuda", 0)
     call = description.Call("auto", "backward", spec, q, k, k, aux, HOPPER, device, same_lengths=True, dout=q)
-    return backward_launch._plan(call)
+    return backward_launch.plan_backward.__wrapped__(call)
+
+
+def gradients_of(plan: backward_launch.BackwardPlan) -> list[Layout]:
+    """Layouts of dq, dk and dv as the main kernel stores them."""
+    outputs = plan.pipeline.outputs
+    return [outputs.get(f"{name}_shares") or outputs[name] for name in ("dq", "dk", "dv")]
 
 
 #: What the kernels' arithmetic uses of Gluon, for Python's numbers.
@@ -985,7 +995,7 @@ def test_order_of_uneven_tiles(
 @pytest.mark.parametrize("tiles", [1, 4, 8, 11, 12, 16, 24, 32, 40, 64, 256])
 def test_which_walks_take_two_rounds(tiles: int, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the kernel lets lines take turns: no group of them is more than two rounds, and none before the last less."""
-    predicted = turns.take_two_rounds(tiles, lines, 132)
+    predicted = schedule.take_two_rounds(tiles, lines, 132)
     *others, last = _turns(tiles, lines, 8, monkeypatch)
     assert predicted is (last[1] * tiles <= 264 and all(132 < many * tiles <= 264 for _, many in others))
 
@@ -994,7 +1004,7 @@ def test_which_walks_take_two_rounds(tiles: int, lines: int, monkeypatch: pytest
 @pytest.mark.parametrize("lines", [1, 3, 8, 9, 24, 200])
 @pytest.mark.parametrize("tiles", [1, 4, 11, 16, 40, 144, 256])
 def test_tiles_before_the_last_lines(tiles: int, lines: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    predicted = turns.tiles_before_last(tiles, lines, group)
+    predicted = schedule.tiles_before_last(tiles, lines, group)
     first_line, _ = _turns(tiles, lines, group, monkeypatch)[-1]
     assert predicted == first_line * tiles
 
@@ -1046,7 +1056,7 @@ def test_heads_that_share_keys_are_divided_for_the_cache(
 ) -> None:  # fmt: skip
     spec = {"causal": {"window_right": 0}, "window": {"window_left": 1024, "window_right": 0}, "full": {}}[band]
     plan = _main_plan(rows, rows, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch, batch)
-    _, dk, dv = plan.outputs
+    _, dk, dv = gradients_of(plan)
     assert dk.shape[-2] == dv.shape[-2] == heads_kv * shares
 
 
@@ -1441,8 +1451,8 @@ _COMPILED_FORWARD = with_news(
     {form: hopper_config(call) for form, call in _EVERY_FORWARD.items()},
 )
 _COMPILED_BACKWARD = with_news(
-    {form: backward_source("main", variant) for form, variant in _EVERY_BACKWARD.items()},
-    {form: variant.config for form, variant in _EVERY_BACKWARD.items()},
+    {form: of.source("main") for form, of in _EVERY_BACKWARD.items()},
+    {form: of.schedule.config for form, of in _EVERY_BACKWARD.items()},
 )
 
 
@@ -1628,8 +1638,7 @@ def _check_8_bit_scores(binary: Binary, block_n: int) -> None:
 @pytest.mark.parametrize("head_dim_v", [8, 96, 256])
 def test_widened_values_are_written_16_bytes_at_a_time(head_dim_v: int) -> None:
     shape = torch.Size((2, 100, 4, head_dim_v))
-    plan = make_widening(shape, contiguous_strides(shape), torch.device("cuda", 0))
-    check_code(plan.source, "sm_90", _check_widening)
+    check_code(widen_kernel(shape, contiguous_strides(shape)).source, "sm_90", _check_widening)
 
 
 def _check_widening(binary: Binary) -> None:
@@ -1643,19 +1652,19 @@ def _check_widening(binary: Binary) -> None:
 _BACKWARD_SPILLS = 248
 
 
-def _backward_forms(forms: dict[str, BackwardVariant]) -> list[str]:
+def _backward_forms(forms: dict[str, BackwardForm]) -> list[str]:
     """Those that are compiled."""
     return [form for form in _COMPILED_BACKWARD if form in forms]
 
 
 @pytest.mark.parametrize("form", _backward_forms(BACKWARD_FORMS))
 def test_machine_code_of_the_backward(form: str) -> None:
-    variant = BACKWARD_FORMS[form]
-    config, heads = variant.config, (variant.head_dim, variant.head_dim_v)
+    of = BACKWARD_FORMS[form]
+    config, heads = of.schedule.config, of.call.head_dims
     memory = backward_configs.backward_shared_memory(config, *heads)
     assert memory <= _LIMIT
     limits = _Limits(memory, _BACKWARD_SPILLS)
-    source = backward_source("main", variant)
+    source = of.source("main")
     check_code(source, "sm_90", _check_backward, limits, form in SERIALISED)
 
 
@@ -1673,20 +1682,20 @@ _MANY_FEATURES = ("256-all", "256-softcap-learned-slopes", "256-softcap-learned-
 
 @pytest.mark.parametrize("form", _backward_forms(BACKWARD_FEATURE_FORMS | BACKWARD_FUNCTION_FORMS))
 def test_machine_code_of_features_of_the_backward(form: str) -> None:
-    variant = (BACKWARD_FEATURE_FORMS | BACKWARD_FUNCTION_FORMS)[form]
-    heads = (variant.head_dim, variant.head_dim_v)
-    memory = backward_configs.backward_shared_memory(variant.config, *heads, variant.score_change.DERIVATIVES_APART)
+    of = (BACKWARD_FEATURE_FORMS | BACKWARD_FUNCTION_FORMS)[form]
+    config, heads = of.schedule.config, of.call.head_dims
+    memory = backward_configs.backward_shared_memory(config, *heads, backward_configs.derivatives_apart_of(of.call))
     assert memory <= _LIMIT
-    many = variant.has_function or form in _MANY_FEATURES
+    many = of.call.spec.score_program is not None or form in _MANY_FEATURES
     wide = _SPILLS_OF_ALL_FEATURES if many else _SPILLS_OF_WIDE_FEATURES
     limits = _Limits(memory, wide if max(heads) > 128 else _BACKWARD_SPILLS)
-    assert not (variant.side.has("dropout_seed") and variant.config.statistics_multiplied)
+    assert not (of.call.aux.dropout_seed and config.statistics_multiplied)
     additions = None
-    if variant.slope_sums and variant.config.sums_by_tma:
+    if of.call.learns_slopes and config.sums_by_tma:
         # A thread adds for two keys in each step, and no other additions are its own.
-        owners = 1 if variant.config.split_roles else 2
-        additions = 2 * owners * variant.config.parts
-    source = backward_source("main", variant)
+        owners = 1 if config.split_roles else 2
+        additions = 2 * owners * config.parts
+    source = of.source("main")
     check_code(source, "sm_90", _check_backward_features, limits, additions)
 
 
@@ -1863,13 +1872,12 @@ _SPILLS_OF_BIAS_GRADIENTS = {2: 192, 1: 16}
 
 @pytest.mark.parametrize("form", BIAS_GRADIENT_FORMS)
 def test_machine_code_of_the_gradient_of_a_bias(form: str) -> None:
-    variant = BIAS_GRADIENT_FORMS[form]
-    heads = variant.head_dim, variant.head_dim_v
-    cut = variant.bias_gradient_cut
+    of = BIAS_GRADIENT_FORMS[form]
+    cut, heads = backward_configs.bias_config_of(of.call), of.call.head_dims
     memory = backward_configs.bias_shared_memory(cut, *heads)
     assert memory <= _LIMIT
     limits = _Limits(memory, _SPILLS_OF_BIAS_GRADIENTS[cut.query_tiles])
-    check_code(backward_source("bias", variant), "sm_90", _check_bias_gradient, limits)
+    check_code(of.source("bias"), "sm_90", _check_bias_gradient, limits)
 
 
 def _check_bias_gradient(binary: Binary, limits: _Limits) -> None:
@@ -1883,9 +1891,9 @@ def _of_first_and_last_kernel() -> list[tuple[str, str]]:
     """Neither multiplies matrices, so what changes their code adds up: each change is compiled once."""
     sources = {
         kernel: {
-            form: backward_source(kernel, of)
+            form: of.source(kernel)
             for form, of in _EVERY_BACKWARD.items()
-            if kernel == "begin" or not of.single_key_tile
+            if kernel == "begin" or not of.schedule.loops.SINGLE_KEY_TILE
         }
         for kernel in ("begin", "end")
     }
@@ -1894,7 +1902,7 @@ def _of_first_and_last_kernel() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("kernel, form", _of_first_and_last_kernel())
 def test_first_and_last_kernel_of_the_backward_spill_nothing(kernel: str, form: str) -> None:
-    source = backward_source(kernel, _EVERY_BACKWARD[form])
+    source = _EVERY_BACKWARD[form].source(kernel)
     check_code(source, "sm_90", _check_nothing_is_spilled)
 
 
@@ -1905,7 +1913,7 @@ def _check_nothing_is_spilled(binary: Binary) -> None:
 @pytest.mark.parametrize("sinks", [False, True])
 def test_the_first_kernel_weighs_sinks_where_there_are_some(sinks: bool) -> None:
     """Nothing else in it takes an exponential. A branch on a parameter that is None by mistake would be left out."""
-    source = backward_source("begin", BACKWARD_FORMS["64"]._replace(sinks=sinks))
+    source = (BACKWARD_FORMS["64"].but(sinks=True) if sinks else BACKWARD_FORMS["64"]).source("begin")
     check_code(source, "sm_90", _check_exponentials, sinks)
 
 
@@ -1918,9 +1926,9 @@ def test_what_a_kernel_does_not_take_states_nothing(monkeypatch: pytest.MonkeyPa
     stated = []
     monkeypatch.setattr(backend_launch, "_gluon_source", lambda: lambda *_, attrs, **__: stated.extend(attrs))
     monkeypatch.setattr(backend_launch.triton, "compile", lambda *_, **__: None)
-    source = backward_source("main", BACKWARD_FORMS["64"])
+    source = BACKWARD_FORMS["64"].source("main")
     backend_launch.compile_kernel(source, _SM_90)
-    backend_launch.compile_kernel(backward_source("end", BACKWARD_FORMS["64"]), _SM_90)
+    backend_launch.compile_kernel(BACKWARD_FORMS["64"].source("end"), _SM_90)
     sums = source.function.arg_names.index("sums_ptr")
     assert "constexpr" in source.types and stated == [(sums,), (0,), (1,)]  # the last two are the pointers of `end`
 
@@ -2140,11 +2148,9 @@ def test_descriptors_are_encoded_as_the_kernel_expects(form: str, monkeypatch: p
 
     monkeypatch.setattr(tma.triton.runtime.driver, "_active", SimpleNamespace(utils=Utils))
     plan = hopper_plan(_EVERY_FORWARD[form])
-    *of_heads, of_bias = plan.makers
-    types = plan.kernel.source.types
-    for make, tail in zip(of_heads, types[1 : 2 * len(of_heads) : 2], strict=True):
-        assert make(4096)[0] == "descriptor" and (make(4096)[-1] is None) == (tail == "constexpr")
-    assert (of_bias(4096)[0] is None) == (types[2 * len(of_heads)] == "constexpr")
+    described = dict(zip(plan.kernel.source.names, plan.kernel.source.types))
+    for name, moved in plan.pipeline.kernels["forward"].moved.items():
+        assert (moved.maker()(4096)[0] is None) == (described[name] == "constexpr")
     monkeypatch.undo()
     check_code(plan.kernel.source, "sm_90", _check_descriptors, [(how[1], how[2], list(how[4])) for how in told])
 

@@ -54,9 +54,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
 
 
 def _defines(module: ModuleType, name: str) -> bool:
-    return module.__name__.rpartition(".")[2] in ("configs", "backward_variant", "backward_configs") and name in vars(
-        module
-    )
+    return module.__name__.rpartition(".")[2] in ("configs", "schedule", "backward_configs") and name in vars(module)
 
 
 _MASKS = {

@@ -16,7 +16,8 @@ from attention_cases import BASE, EDGES, PAIRS, parameters
 from flashtile import BlockMask, patterns
 from flashtile._backends.launch import clear_plans
 from flashtile.ops.attention.gpu import schedule
-from flashtile.ops.attention.hopper import backward_variant, configs
+from flashtile.ops.attention.hopper import configs
+from flashtile.ops.attention.hopper import schedule as hopper_schedule
 from flashtile.testing import AttentionCase, Size, assert_close, assert_same, check, make_inputs, run, with_arguments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
@@ -590,7 +591,7 @@ def test_walks_that_begin_where_others_are(
     head_dim: int, seq_q: int, seq_k: int, heads_kv: int, changes: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the L2 cache would not hold what a walk reads."""
-    monkeypatch.setattr(backward_variant, "WALK_BEYOND_CACHE", 512)
+    monkeypatch.setattr(hopper_schedule, "WALK_BEYOND_CACHE", 512)
     sizes = {"batch": 8, "heads": 4, "heads_kv": heads_kv, "seq_q": seq_q, "seq_k": seq_k}
     check(replace(_LARGE, **sizes, head_dim=head_dim, head_dim_v=head_dim, **changes), "hopper", "cuda")
 

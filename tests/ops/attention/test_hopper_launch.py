@@ -4,7 +4,6 @@ cuTensorMapEncodeTiled)."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from types import SimpleNamespace
@@ -227,7 +226,7 @@ def test_a_forward_of_float32_passes_what_its_kernels_declare(launched: dict[str
     out, lse = launch.forward(q, k, v, side, spec)
     arguments = launched["attention_float32_forward_kernel"].arguments
     assert arguments["out_ptr"] == out.data_ptr() and arguments["lse_ptr"] == lse.data_ptr()
-    assert arguments["sinks_ptr"] == (0 if side.sinks is None else side.sinks.data_ptr())
+    assert arguments["sinks_ptr"] == (None if side.sinks is None else side.sinks.data_ptr())
     # The last tensor that is split is v.
     split = launched["attention_parts_kernel"].arguments
     assert split["numbers_ptr"] == v.data_ptr() and split["parts_ptr"] == arguments["v_desc"].address
@@ -376,7 +375,7 @@ def test_a_backward_of_wide_heads_passes_what_its_kernels_declare(
         assert of_dv["dout_desc"].is_of(dout) and of_dq["own_values_desc"].is_of(dout)
     _check_scratch(launched["attention_begin_kernel"], dout)
     assert of_dv["statistics_ptr"] == of_dq["statistics_ptr"] == begin["statistics_ptr"]
-    sequences = 0 if side.cu_seqlens_q is None else side.cu_seqlens_q.data_ptr()
+    sequences = None if side.cu_seqlens_q is None else side.cu_seqlens_q.data_ptr()
     assert begin["cu_seqlens_q_ptr"] == of_dv["problem.side.cu_seqlens_q"] == sequences
 
 
@@ -411,7 +410,7 @@ class _AllocatedError(Exception):
 
 @pytest.mark.parametrize("module", [launch, backward_launch], ids=["forward", "backward"])
 def test_a_copy_of_lists_lives_when_outputs_are_allocated(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise an output may lie where the kernel reads the lists."""
+    """Otherwise an output may lie where the kernel reads the lists: a run begins with the outputs."""
     copies = []
 
     def with_aligned_lists(side: SideInputs) -> SideInputs:
@@ -419,16 +418,14 @@ def test_a_copy_of_lists_lives_when_outputs_are_allocated(module: Any, monkeypat
         copies.append(weakref.ref(side.block_lists))
         return side
 
-    def allocate() -> None:
+    def run(*given: Any) -> None:
         assert copies[0]() is not None and copies[0]() is not lists
         raise _AllocatedError
 
     aligned_lists = module.with_aligned_lists
-    kernel = SimpleNamespace(programs=1, allocate=allocate)
-    run = functools.partial(backward_launch.BackwardPlan.run, SimpleNamespace(allocate=allocate, stored_bias=None))
-    plan = SimpleNamespace(kernel=kernel, widening=None, run=run)
+    plan = SimpleNamespace(kernel=SimpleNamespace(programs=1), run=run, runner=lambda: run)
     monkeypatch.setattr(module, "with_aligned_lists", with_aligned_lists)
-    monkeypatch.setattr(module, "plan_forward" if module is launch else "_plan_for", lambda *_: plan)
+    monkeypatch.setattr(module, "plan_forward" if module is launch else "plan_backward", lambda *_: plan)
     lists = torch.zeros(9, dtype=torch.int32)[1:]
     assert lists.data_ptr() % 16
     q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)

@@ -212,6 +212,16 @@ class Call(NamedTuple):
         return self.k.shape[-2]
 
     @property
+    def lines(self) -> int:
+        """(batch, head) pairs of queries; of a packed call the heads."""
+        return self.heads if self.packed else self.batch * self.heads
+
+    @property
+    def lines_kv(self) -> int:
+        """The same of keys."""
+        return self.heads_kv if self.packed else self.batch * self.heads_kv
+
+    @property
     def group(self) -> int:
         """Query heads that share a key/value head."""
         return self.heads // self.heads_kv

@@ -167,6 +167,11 @@ def aux_pointers(aux: tuple[Any, ...]) -> tuple[SidePointers, tuple[Any, ...]]:
     return SidePointers._make(addresses[:count]), (*addresses[count:],) or NO_CAPTURED
 
 
+def captured_buffers(call: Call) -> tuple[str, ...]:
+    """The names of what `aux_pointers` gives for the tensors that a score function reads, as buffers of a pipeline."""
+    return tuple(f"tensor{number}" for number in range(len(call.aux.captured))) or ("no_captured",)
+
+
 def side_pointers(side: SideInputs) -> tuple[SidePointers, tuple[Any, ...]]:
     """The same of side inputs."""
     return aux_pointers(() if plain_side(side) else side_tensors(side))

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flashtile._backends.allocate import Layout, contiguous
-from flashtile._backends.launch import Plan, int32, int64, make_plan, pointer, pointer_to
+from flashtile._backends.launch import int32, int64, pointer_to
+from flashtile._backends.pipeline import Kernel
 from flashtile.ops.attention.call import Call, TensorFacts
 from flashtile.ops.attention.spec import SideInputs
 from flashtile.ops.common.checks import check_programs
@@ -70,11 +71,8 @@ def attention_bias_parts_kernel(parts_ptr, sum_ptr, size, parts, PARTS: tl.const
 _AT_ONCE = 2048
 
 
-def plan_of_shares(dk: Layout, dv: Layout, shares: int, device: torch.device) -> Plan | None:
-    """The launch that adds up dk and dv, `[..., heads_kv · shares, head_dim]` in lines that lie one after another; None
-    where there is one share."""
-    if shares == 1:
-        return None
+def shares_kernel(dk: Layout, dv: Layout, shares: int) -> Kernel:
+    """Adds up "dk_shares" and "dv_shares", `[..., heads_kv · shares, head_dim]` in lines that lie one after another."""
     (head_dim, head_dim_v), heads = (dk.shape[-1], dv.shape[-1]), dk.shape[-2] // shares
     width, width_v = triton.next_power_of_2(head_dim), triton.next_power_of_2(head_dim_v)
     together = max(_AT_ONCE // max(width, width_v), 1)
@@ -97,17 +95,12 @@ def plan_of_shares(dk: Layout, dv: Layout, shares: int, device: torch.device) ->
         "D": width,
         "E": width_v,
     }
-    outputs = tuple(contiguous((*of.shape[:-2], heads, of.shape[-1]), of.dtype) for of in (dk, dv))
-    return make_plan(attention_shares_kernel, parameters, constants, 2 * tiles, device, num_warps=4, outputs=outputs)
+    return Kernel(attention_shares_kernel, parameters, constants, 2 * tiles)
 
 
-def sum_of_shares(plan: Plan | None, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-    """dk and dv `[..., heads_kv, head_dim]`."""
-    if plan is None:
-        return dk, dv
-    total, total_v = plan.allocate()
-    plan.launch(*map(pointer, (dk, dv, total, total_v)))
-    return total, total_v
+def without_shares(of: Layout, shares: int) -> Layout:
+    """The layout of dk or dv, from that of its shares."""
+    return contiguous((*of.shape[:-2], of.shape[-2] // shares, of.shape[-1]), of.dtype)
 
 
 #: Programs that fill any GPU.
@@ -188,10 +181,8 @@ def cut_work(bias: TensorFacts, call: Call, block: tuple[int, int]) -> BiasWork:
 _AT_ONCE_OF_PARTS, _PARTS_AT_ONCE = 1024, 32
 
 
-def plan_of_sum(parts: int, bias: TensorFacts, device: torch.device) -> Plan | None:
-    """The launch that adds up so many parts of the gradient of a bias; None where there is one."""
-    if parts == 1:
-        return None
+def bias_sum_kernel(parts: int, bias: TensorFacts) -> Kernel:
+    """Adds up "bias_parts", so many parts of the gradient of a bias, float32 `[parts, *shape]`, into "dbias"."""
     together = min(_PARTS_AT_ONCE, triton.next_power_of_2(parts))
     block, size = _AT_ONCE_OF_PARTS // together, math.prod(bias.shape)
     parameters = {
@@ -201,18 +192,8 @@ def plan_of_sum(parts: int, bias: TensorFacts, device: torch.device) -> Plan | N
         "parts": int32(parts),
     }
     constants = {"PARTS": together, "BLOCK": block}
-    programs, outputs = -(-size // block), (contiguous(bias.shape, bias.dtype),)
-    return make_plan(attention_bias_parts_kernel, parameters, constants, programs, device, num_warps=4, outputs=outputs)
-
-
-def sum_of_parts(plan: Plan | None, parts: Tensor) -> Tensor:
-    """The gradient of a bias, from its parts `[parts, *shape]`. A single one has the bias's dtype already."""
-    if plan is None:
-        return parts.squeeze(0)
-    total: Tensor
-    (total,) = plan.allocate()
-    plan.launch(pointer(parts), pointer(total))
-    return total
+    buffers = {"parts_ptr": "bias_parts", "sum_ptr": "dbias"}
+    return Kernel(attention_bias_parts_kernel, parameters, constants, -(-size // block), buffers)
 
 
 def slope_gradient(slope_sums: Tensor, side: SideInputs, cu_seqlens: Tensor | None) -> Tensor:

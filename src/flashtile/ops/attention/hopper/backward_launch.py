@@ -1,4 +1,4 @@
-"""Host side of the Hopper backward: outputs, buffers, descriptors and the three launches, like `launch`."""
+"""Host side of the Hopper backward: its pipeline, and the gradients of side inputs that follow from what it returns."""
 
 from __future__ import annotations
 
@@ -9,141 +9,97 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.alignment import aligned, batch_row_head
-from flashtile._backends.allocate import Layout, Scratch, allocator, contiguous_strides, empty
+from flashtile._backends.alignment import aligned
+from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import Plan, plan_cache, pointer
+from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.attention.arguments import Aux, Scalars, saved_side, side_tensors
 from flashtile.ops.attention.call import Call, describe_backward
-from flashtile.ops.attention.gpu.parameters import aux_pointers, clipped_window, contiguous_on_16_bytes, positive_scale
-from flashtile.ops.attention.gpu.reductions import plan_of_shares, slope_gradient, sum_of_shares
-from flashtile.ops.attention.gpu.schedule import longest_walk, parts_of_walks, shares_of_heads
-from flashtile.ops.attention.hopper.backward_configs import (
-    backward_config_of,
-    ends_of_dq,
-    padded_strides,
-    serves_bias_gradient,
+from flashtile.ops.attention.gpu.parameters import (
+    SidePointers,
+    aux_pointers,
+    captured_buffers,
+    contiguous_on_16_bytes,
+    positive_scale,
 )
-from flashtile.ops.attention.hopper.backward_descriptors import buffers, describer, dtype_of
-from flashtile.ops.attention.hopper.backward_source import backward_plan
-from flashtile.ops.attention.hopper.backward_variant import (
-    BackwardVariant,
-    function_of_call,
-    lone_query_tiles,
-    may_divide_queries,
-    shares_in_cache,
-    with_loops,
-)
-from flashtile.ops.attention.hopper.bias_gradient_launch import (
-    BiasGradientPlan,
-    plan_bias_gradient,
-    run_bias_gradient,
+from flashtile.ops.attention.gpu.reductions import bias_sum_kernel, shares_kernel, slope_gradient, without_shares
+from flashtile.ops.attention.hopper.backward_configs import padded_strides, serves_bias_gradient
+from flashtile.ops.attention.hopper.backward_kernels import (
+    begin_kernel,
+    bias_gradient_kernel,
+    cut_bias_work,
+    end_kernel,
+    gradient_layouts,
+    lse_unit,
+    main_kernel,
+    scratch_shapes,
+    sink_sums,
 )
 from flashtile.ops.attention.hopper.configs import moves_by_tma
-from flashtile.ops.attention.hopper.parameters import (
-    LOG2_E,
-    by_whole_rows,
-    ends_by_rows,
-    is_covered,
-    row_strides,
-    score_units,
-    side_of_call,
-    whole_sizes,
-    with_aligned_lists,
-)
-from flashtile.ops.attention.hopper.separate_configs import KEYS_OF_DV, float32_keys_of_dv, is_wide, serves_float32
-from flashtile.ops.attention.hopper.separate_launch import (
-    ApartPlan,
-    plan_apart,
-    plan_float32_backward,
-    plan_wide_backward,
-    sink_gradient,
-    sink_sums_layout,
-)
-from flashtile.ops.attention.hopper.turns import tiles_done_before_last
+from flashtile.ops.attention.hopper.parameters import by_whole_rows, ends_by_rows, with_aligned_lists
+from flashtile.ops.attention.hopper.schedule import BackwardSchedule
+from flashtile.ops.attention.hopper.separate_configs import has_separate_kernels
+from flashtile.ops.attention.hopper.separate_launch import separate_pipeline
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton.launch import backward_bias
 from flashtile.ops.attention.triton.plan import plan_for
 
+#: The buffers that a run is given, before the side inputs.
+_GIVEN = ("q", "k", "v", "out", "dout", "lse", "dlse", *SidePointers._fields)
+
 
 class BackwardPlan(NamedTuple):
-    """The three launches, and that of the gradient of a bias.
+    """The launches of a backward.
 
     Attributes:
-        end: None unless thread blocks add dq up together.
-        describe: makes all descriptors of the main kernel, from the addresses of `backward_descriptors.MOVED`.
-        outputs: dq, dk, dv; of these in parts, side by side like heads, where query heads or their queries have shares.
-        allocate: makes them, the buffer of `scratch`, and beside sinks the parts of their gradient.
-        scratch: sums: of dq, unless a sequence has a single key tile. statistics: of each query. masked_dout: the dout
-            without rows that may see no key. counter: of tiles that were taken, and where walks meet. semaphores: where
-            dq is added up in order.
-        sum_of_shares: of dk and dv in parts; else None.
-        bias: of the gradient of a bias that scores share; None where nobody wants that, or the portable kernel computes
-            it.
-        stored_bias: the main kernel stores the gradient of a bias, in this layout; else None. `fills_bias`: all of it.
+        pipeline: its first outputs are dq, dk and dv.
+        more: its other outputs from which gradients of side inputs follow, among "dbias", "slope_sums", "sink_sums"
+            and "row_statistics".
+        portable_bias: the launches of the portable kernel that computes the gradient of a bias from row_statistics.
     """
 
-    begin: Plan
-    main: Plan
-    end: Plan | None
-    describe: Callable[..., tuple]
-    outputs: tuple[Layout, Layout, Layout]
-    allocate: Callable[[], list[Tensor]]
-    scratch: Scratch
-    sum_of_shares: Plan | None
-    bias: BiasGradientPlan | None
-    stored_bias: Layout | None
-    fills_bias: bool
+    pipeline: Pipeline
+    more: tuple[str, ...] = ()
+    portable_bias: tuple[Plan, ...] = ()
+
+    @property
+    def launches(self) -> tuple[Plan, ...]:
+        return self.pipeline.launches + self.portable_bias
 
     def run(self, inputs: BackwardInputs, aux: Aux, scalars: Scalars) -> Gradients:
         """Enqueues the kernels. Gradients that are not wanted are None."""
         dout, dlse, q, k, v, out, lse = inputs
-        max_seqlens, spec, wanted = scalars
-        pointers, captured = aux_pointers(aux)
-        row_statistics = slope_sums = dbias = dslopes = dsinks = None
-        if wanted.bias:
-            if self.stored_bias is not None:
-                dbias = empty(*self.stored_bias, q.device)
-                if not self.fills_bias:
-                    dbias.zero_()
-            elif self.bias is None:
-                row_statistics = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
-        if wanted.alibi_slopes:
-            slope_sums = torch.zeros(*lse.shape[:-1], k.shape[-3], dtype=torch.float32, device=k.device)
-        dq, dk, dv, buffer, sink_sums = self.allocate()
-        scratch = self.scratch.addresses(buffer.data_ptr())
-        statistics, sums, counter = scratch.statistics, scratch.sums, scratch.counter
-        masked_dout, semaphores = scratch.masked_dout, scratch.semaphores
-        self.begin.launch(
-            out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse), statistics,
-            None if self.end is None else sums, semaphores, counter, masked_dout, pointers.sinks,
-            pointer(sink_sums), pointers.cu_seqlens_q, pointer(row_statistics),
-            *pointers,
+        side, captured = aux_pointers(aux)
+        made = self.pipeline.run(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse),
+            *side, *captured,
         )  # fmt: skip
-        descriptors = self.describe(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), masked_dout or dout.data_ptr(), statistics, sums or statistics,
-            dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), pointers.bias, pointer(dbias),
-        )  # fmt: skip
-        self.main.launch(*descriptors, sums, semaphores, counter, *pointers, pointer(slope_sums), *captured)
-        if self.end is not None:
-            self.end.launch(sums, dq.data_ptr(), pointers.cu_seqlens_q)
-        dk, dv = sum_of_shares(self.sum_of_shares, dk, dv)
-        if wanted.bias and self.bias is not None:
-            dbias = run_bias_gradient(
-                self.bias, (q.data_ptr(), k.data_ptr(), v.data_ptr(), masked_dout or dout.data_ptr(), statistics),
-                pointers, captured,
-            )  # fmt: skip
-        elif row_statistics is not None:
-            read = dout if masked_dout is None else self._masked_dout(buffer, dout)
-            dbias = backward_bias(read, inputs, row_statistics, saved_side(aux, max_seqlens), spec)
-        if slope_sums is not None:
-            side = saved_side(aux, max_seqlens)
-            dslopes = slope_gradient(slope_sums, side, side.cu_seqlens_k)
-        if wanted.sinks:
-            dsinks = sink_gradient(sink_sums)
-        return Gradients(dq, dk, dv, dbias, dslopes, dsinks, (None,) * len(wanted.captured))
+        dq, dk, dv, *_ = made
+        captured_gradients = (None,) * len(scalars[2].captured)
+        if not self.more:
+            return Gradients(dq, dk, dv, captured=captured_gradients)
+        return Gradients(dq, dk, dv, *self._of_sides(made, inputs, aux, scalars), captured_gradients)
 
-    def _masked_dout(self, buffer: Tensor, dout: Tensor) -> Tensor:
-        return self.scratch.part(buffer, "masked_dout").view(dout.dtype)[: dout.numel()].view(dout.shape)
+    def _of_sides(
+        self, made: list[Tensor], inputs: BackwardInputs, aux: Aux, scalars: Scalars
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the bias, of the slopes and of the sinks. `made`: as of `Pipeline.run`."""
+        max_seqlens, spec, wanted = scalars
+        found, dslopes = dict(zip(self.pipeline.outputs, made)), None
+        dbias = found.get("dbias")
+        if "row_statistics" in found:
+            dout, masked = inputs.dout, self.pipeline.scratch_part(made, "masked_dout")
+            read = dout if masked is None else masked.view(dout.dtype)[: dout.numel()].view(dout.shape)
+            dbias = backward_bias(read, inputs, found["row_statistics"], saved_side(aux, max_seqlens), spec)
+        if "slope_sums" in found:
+            side = saved_side(aux, max_seqlens)
+            dslopes = slope_gradient(found["slope_sums"], side, side.cu_seqlens_k)
+        return dbias, dslopes, _sink_gradient(found["sink_sums"]) if wanted.sinks else None
+
+
+def _sink_gradient(sums: Tensor) -> Tensor:
+    """The gradient of the sinks, from its parts."""
+    return sums.sum((0, -1) if sums.dim() == 3 else -1).neg_()
 
 
 def backward(
@@ -173,7 +129,7 @@ def backward(
     side = with_aligned_lists(side)
     inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
     scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, wanted
-    grads = _plan_for(inputs, side, spec, wanted).run(inputs, side_tensors(side), scalars)
+    grads = plan_backward(describe_backward(inputs, side, spec, wanted)).run(inputs, side_tensors(side), scalars)
     return grads if sign == 1 else grads._replace(q=grads.q.mul_(sign))
 
 
@@ -188,7 +144,7 @@ def prepare_backward(
     if not ends_by_rows(k, v, side):
         return None
     scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, wanted
-    run = _plan_for(inputs, side, spec, wanted).run
+    run = plan_backward(describe_backward(inputs, side, spec, wanted)).run
     return lambda inputs, aux: run(inputs, aux, scalars)
 
 
@@ -199,30 +155,7 @@ def backward_plans(
     if spec.scale <= 0 or not (q.numel() and k.numel() and v.numel()):
         return ()
     inputs = BackwardInputs(dout, None, q, k, v, dout, dout)
-    plan = _plan_for(inputs, side, spec, wanted)
-    if isinstance(plan, ApartPlan):
-        return plan.launches
-    of_bias: tuple[Plan, ...] = ()
-    if wanted.bias and plan.stored_bias is None:
-        call = describe_backward(inputs, side, spec, wanted)
-        of_bias = (plan.bias or plan_for("dbias", call)).launches
-    return tuple(each for each in (plan.main, plan.begin, plan.end, plan.sum_of_shares, *of_bias) if each is not None)
-
-
-def _plan_for(
-    inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted
-) -> BackwardPlan | ApartPlan:
-    return plan_backward(describe_backward(inputs, side, spec, wanted))
-
-
-@plan_cache
-def plan_backward(call: Call) -> BackwardPlan | ApartPlan:
-    """The plan of a call. Wide heads, and float32, have a kernel for each gradient."""
-    if call.dtype is not torch.float32 and is_wide(*call.head_dims):
-        return plan_apart(plan_wide_backward, KEYS_OF_DV, call)
-    if serves_float32(call.dtype, *call.head_dims):
-        return plan_apart(plan_float32_backward, float32_keys_of_dv(*call.head_dims), call)
-    return _plan(call)
+    return plan_backward(describe_backward(inputs, side, spec, wanted)).launches
 
 
 def _gradients_without_keys(
@@ -249,129 +182,92 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _plan(call: Call) -> BackwardPlan:
-    """Everything that can be decided before the tensors' contents are known."""
+@plan_cache
+def plan_backward(call: Call) -> BackwardPlan:
+    """Everything that can be decided before the tensors' contents are known. Wide heads, and float32, have a kernel for
+    each gradient."""
     call.check_sizes()
-    spec, aux, dtype, packed = call.spec, call.aux, call.dtype, call.packed
-    head_dim, head_dim_v = call.head_dims
-    batch, rows_q, rows_k, heads, heads_kv = call.batch, call.rows_q, call.rows_k, call.heads, call.heads_kv
-    wanted, programs, has_empty_rows = call.wanted, call.multiprocessors, call.may_hide_rows
-    config, single, whole = ends_of_dq(backward_config_of(call), call)
-    whole_rows, whole_keys = whole_sizes(call)
-    covered = is_covered(call, config.block_m, config.block_n)
-    group = call.group
-    query_tiles, key_tiles = call.tiles(whole_rows, config.block_m), call.tiles(whole_keys, config.block_n)
-    lines, lines_kv = (heads, heads_kv) if packed else (batch * heads, batch * heads_kv)
-    ordered = spec.deterministic and not (single or whole)
-    lone = 0 if single or whole else lone_query_tiles(call, config)
-    variant = BackwardVariant(
-        dtype,
-        head_dim,
-        head_dim_v,
-        config,
-        packed,
-        spec.window_left is not None,
-        spec.window_right is not None,
-        spec.banded and spec.top_left,
-        call.has_dlse,
-        ordered,
-        side_of_call(call, covered=covered, by_column=True),
-        spec.softcap > 0,
-        single_key_tile=single,
-        whole_lines=whole,
-        lone_tiles=lone > 0,
-        slope_sums=wanted.alibi_slopes,
-        function=function_of_call(call, covered),
-    )
-    tiles = query_tiles * lines
-    blocks = spec.block_shape is not None
-    uneven = variant.bounded or blocks or (variant.has_right and not variant.has_left)
-    steps = longest_walk(query_tiles, spec, config.block_m, config.block_n)
-
-    def walks_done(shares: int) -> float:
-        # Here nobody knows the lengths of packed sequences, and with a block mask lines are in another order.
-        listed = packed or blocks
-        return 0 if listed else tiles_done_before_last(key_tiles, lines_kv * shares, group // shares, programs)
-
-    shares = shares_of_heads(group, key_tiles * lines_kv, steps, uneven, programs, walks_done)
-    shares = shares_in_cache(variant, group, shares, key_tiles, lines_kv, steps, programs)
-    group //= shares
-    parts = 1
-    if may_divide_queries(call, group):
-        parts = parts_of_walks(key_tiles * lines_kv * shares, query_tiles, group, programs)
-    shares *= parts
-    assert call.dout is not None
-    strides_dout = batch_row_head(call.out_shape, call.dout.strides)
-    wide = max(strides_dout) >= 2**31
-    looping = with_loops(variant, group, rows_q, rows_k)._replace(divides_queries=parts > 1)
-    sums_bias = wanted.bias and serves_bias_gradient(config, moves_by_tma(aux.bias, dtype))
-    begins = variant._replace(
-        has_empty_rows=has_empty_rows, wide_strides=wide, sinks=aux.sinks is not None,
-        shares_progress=looping.shares_progress,
-        row_statistics=wanted.bias and not (sums_bias or config.bias_stored),
+    if has_separate_kernels(call.dtype, *call.head_dims):
+        return _make_plan(call, *separate_pipeline(call))
+    schedule = BackwardSchedule.from_call(call)
+    config, bias, wanted = schedule.config, call.aux.bias, call.wanted.bias and call.aux.bias is not None
+    sums_bias = wanted and serves_bias_gradient(config, moves_by_tma(bias, call.dtype))
+    portable = wanted and not (sums_bias or config.bias_stored)
+    gradients = gradient_layouts(call, schedule.shares)
+    begin = begin_kernel(
+        call, config.block_m, schedule.query_tiles,
+        unit=lse_unit(call, schedule), schedule=schedule, row_statistics=portable,
     )  # fmt: skip
-    window_left, window_right = clipped_window(spec)
-    numbers = {
-        "batch": batch,
-        "heads": heads,
-        "heads_kv": heads_kv * shares,
-        "group": group,
-        "shares": shares,
-        "parts": parts,
-        "rows_q": rows_q,
-        "rows_k": rows_k,
-        "query_tiles": query_tiles,
-        "lone_tiles": lone,
-        "key_tiles": key_tiles,
-        "window_left": window_left,
-        "window_right": window_right,
-        "scale": spec.scale,
-        "lse_unit": -1 / (spec.scale * LOG2_E),
-        **score_units(spec)._asdict(),
-        **dict(zip(("stride_dout_batch", "stride_dout_row", "stride_dout_head"), strides_dout)),
-        "k_rows_apart": None if packed else row_strides(call.k.shape, call.k.strides)[1],
-        "v_rows_apart": None if packed else row_strides(call.v.shape, call.v.strides)[1],
+    kernels = {"begin": begin, "main": main_kernel(call, schedule)}
+    if schedule.adds_up:
+        kernels["end"] = end_kernel(call, schedule)
+    dbias = parts = None
+    if config.bias_stored and bias is not None:
+        dbias = Layout(bias.shape, padded_strides(bias.shape), bias.dtype)
+    elif sums_bias and bias is not None:
+        work = cut_bias_work(call)
+        kernels["bias"] = bias_gradient_kernel(call, schedule, work)
+        dbias = contiguous(bias.shape, bias.dtype)
+        if work.parts > 1:
+            kernels["bias_sum"] = bias_sum_kernel(work.parts, bias)
+            parts = contiguous((work.parts, *bias.shape), torch.float32)
+    # The main kernel stores the gradients of the scores that it computes.
+    all_stored = not (call.spec.banded or call.aux.key_lengths is not None or call.spec.block_shape is not None)
+    zeroed = ("slope_sums",) if all_stored or not config.bias_stored else ("slope_sums", "dbias")
+    sizes = {name: math.prod(shape) for name, shape in scratch_shapes(call, schedule).items()}
+    if config.statistics_multiplied:
+        sizes["statistics"] //= 2  # in 16 bits
+    sizes |= {
+        "counter": 1 + (call.lines if schedule.loops.SHARES_PROGRESS else 0),
+        "semaphores": begin.programs if schedule.is_ordered(call) else 0,
     }
-    all_tiles = key_tiles * lines_kv * shares
-    main_programs = min(lines_kv * shares if whole else all_tiles, programs) if config.producer else all_tiles
-    summed = tiles if variant.adds_up else main_programs * group * query_tiles if whole else 0
-    begin = backward_plan("begin", begins, numbers, tiles, call.device)
-    main = backward_plan("main", looping, numbers, main_programs, call.device)
-    end = backward_plan("end", variant, numbers, tiles, call.device) if variant.adds_up else None
-    written = (call.q.shape, *((*of.shape[:-2], heads_kv * shares, of.shape[-1]) for of in (call.k, call.v)))
-    dq, dk, dv = (Layout(tuple(shape), padded_strides(shape), dtype) for shape in written)
-    sums, statistics = (
-        math.prod(shape) * dtype_of(name, variant).itemsize // 4
-        for name, shape in buffers(variant, tiles, summed).items()
+    row_statistics = contiguous((*call.lse_shape, 4), torch.float32) if portable else None
+    plan = _make_plan(
+        call, kernels, gradients, schedule.shares, sizes, {"bias_parts": parts}, dbias, row_statistics, zeroed
     )
-    masked_dout, strides_read = 0, call.dout.strides
-    if has_empty_rows:
-        # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read it.
-        masked_dout = math.prod(call.out_shape) * dtype.itemsize // 4
-        strides_read = contiguous_strides(call.out_shape)
-    stored_bias = None
-    if config.bias_stored and aux.bias is not None:
-        stored_bias = Layout(aux.bias.shape, padded_strides(aux.bias.shape), aux.bias.dtype)
-    bias = None
-    if sums_bias:
-        bias = plan_bias_gradient(call, variant, numbers, strides_read, (dq, dk, dv), tiles)
-    scratch = Scratch(
-        sums=sums,
-        statistics=statistics,
-        masked_dout=masked_dout,
-        counter=1 + (lines if looping.shares_progress else 0),
-        semaphores=tiles if ordered else 0,
+    return plan._replace(portable_bias=plan_for("dbias", call).launches if portable else ())
+
+
+def _make_plan(
+    call: Call,
+    kernels: dict[str, Kernel],
+    gradients: dict[str, Layout],
+    shares: int,
+    scratch: dict[str, int],
+    more: dict[str, Layout | None],
+    dbias: Layout | None = None,
+    row_statistics: Layout | None = None,
+    zeroed: tuple[str, ...] = (),
+) -> BackwardPlan:
+    """The plan of some kernels, and of that which adds up the shares of dk and dv.
+
+    Args:
+        gradients: dq, and dk and dv in shares.
+        scratch: in numbers of 32 bits, without masked_dout.
+        more: what kernels leave for one another beside these.
+    """
+    outputs = dict(gradients)
+    if shares > 1:
+        kernels = {**kernels, "shares": shares_kernel(gradients["dk"], gradients["dv"], shares)}
+        more = {**more, "dk_shares": gradients["dk"], "dv_shares": gradients["dv"]}
+        outputs |= {name: without_shares(gradients[name], shares) for name in ("dk", "dv")}
+    slope_sums = None
+    if call.learns_slopes:
+        slope_sums = contiguous((*call.lse_shape[:-1], call.rows_k), torch.float32)
+    # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read the masked dout.
+    masked_dout = math.prod(call.out_shape) * call.dtype.itemsize // 4 if call.may_hide_rows else 0
+    from_sides = {
+        "dbias": dbias,
+        "slope_sums": slope_sums,
+        "sink_sums": sink_sums(call, kernels["begin"].programs),
+        "row_statistics": row_statistics,
+    }
+    pipeline = Pipeline(
+        call.device,
+        kernels,
+        (*_GIVEN, *captured_buffers(call)),
+        {**outputs, **from_sides, **more},
+        {"sums": 0, "statistics": 0, "masked_dout": masked_dout, "counter": 0, "semaphores": 0, **scratch},
+        zeroed,
     )
-    return BackwardPlan(
-        begin=begin,
-        main=main,
-        end=end,
-        describe=describer(variant, call, strides_read, (dq, dk, dv), tiles, summed),
-        outputs=(dq, dk, dv),
-        allocate=allocator((dq, dk, dv, scratch.layout, sink_sums_layout(call, tiles)), call.device),
-        scratch=scratch,
-        sum_of_shares=plan_of_shares(dk, dv, shares, call.device),
-        bias=bias,
-        stored_bias=stored_bias,
-        fills_bias=not (spec.banded or aux.key_lengths is not None or spec.block_shape is not None),
-    )
+    return BackwardPlan(pipeline, tuple(name for name, layout in from_sides.items() if layout is not None))

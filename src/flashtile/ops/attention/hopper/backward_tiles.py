@@ -5,7 +5,12 @@ Letters as in `pieces` and `backward`.
 
 from typing import Any, NamedTuple
 
+import torch
+
 from flashtile._backends.gluon import aggregate, gl, gluon
+from flashtile._backends.launch import float32, int32, optional, pointer_to
+from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.gpu.parameters import SideParameters, window_parameters
 from flashtile.ops.attention.hopper.backward_pieces import query_tile_ranges
 from flashtile.ops.attention.hopper.blocks import (
     TILE_HEAD,
@@ -16,6 +21,7 @@ from flashtile.ops.attention.hopper.blocks import (
     listed_line,
     read_tile_info,
 )
+from flashtile.ops.attention.hopper.parameters import key_rows_apart, score_units
 from flashtile.ops.attention.hopper.pieces import (
     PAIRS_TOGETHER,
     closing_lines,
@@ -160,6 +166,33 @@ class Problem(NamedTuple):
     k_rows_apart: Any
     v_rows_apart: Any
     numbers: Any
+
+    @staticmethod
+    def from_call(call: Call, schedule: Any, side: SideParameters, change: ScoreChange) -> Any:
+        """Describes it for a kernel. `schedule`: `schedule.BackwardSchedule`."""
+        numbers = {
+            "batch": call.batch,
+            "heads_kv": call.heads_kv * schedule.shares,
+            "group": schedule.group(call),
+            "shares": schedule.shares,
+            "parts": schedule.parts if schedule.parts > 1 else None,
+            "rows_q": call.rows_q,
+            "rows_k": call.rows_k,
+            "key_tiles": schedule.key_tiles,
+            "query_tiles": schedule.query_tiles,
+            "lone_tiles": schedule.lone_tiles or None,
+        }
+        return Problem(
+            side=side.pointers,
+            slope_sums_ptr=optional(call.learns_slopes, pointer_to(torch.float32)),
+            score_change=change,
+            window=window_parameters(call.spec),
+            scale=float32(call.spec.scale),
+            units=score_units(call.spec),
+            numbers=side.numbers,
+            **key_rows_apart(call),
+            **{name: int32(number) for name, number in numbers.items()},
+        )
 
 
 class KeyTile(NamedTuple):

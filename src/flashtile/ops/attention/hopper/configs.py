@@ -440,12 +440,7 @@ _CAUSAL_NARROW, _CAUSAL_WIDE = 4, 2
 
 def query_tiles(call: Call, queries: int) -> int:
     """Tiles of so many queries in all heads."""
-    return heads_of_all(call) * call.tiles(call.rows_q, queries)
-
-
-def heads_of_all(call: Call) -> int:
-    """Heads of all sequences; of a packed call the heads."""
-    return call.heads if call.packed else call.batch * call.heads
+    return call.lines * call.tiles(call.rows_q, queries)
 
 
 def gives_at_most(call: Call, most: int) -> bool:

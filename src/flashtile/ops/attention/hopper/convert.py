@@ -9,12 +9,12 @@ low ones of a row, then the middle and the high ones, each as wide as the kernel
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from flashtile._backends.alignment import batch_row_head
 from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.gluon import gl, gluon
-from flashtile._backends.launch import Plan, int32, make_plan, pointer_to, strides_of
+from flashtile._backends.launch import int32, pointer_to, strides_of
+from flashtile._backends.pipeline import Kernel
 from flashtile.ops.attention.hopper.pieces import pack
 from flashtile.ops.common.checks import check_programs
 
@@ -104,8 +104,9 @@ def attention_widen_kernel(
 _WIDENED_VALUES = 8192
 
 
-def make_widening(shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> Plan:
-    """The launch for values `[batch, rows_k, heads_kv, head_dim_v]`, or packed `[rows_k, heads_kv, head_dim_v]`."""
+def widen_kernel(shape: tuple[int, ...], strides: tuple[int, ...]) -> Kernel:
+    """Writes "wide_v" from values `[batch, rows_k, heads_kv, head_dim_v]`, or packed `[rows_k, heads_kv,
+    head_dim_v]`."""
     *batch, rows_k, heads_kv, head_dim_v = shape
     sequences = batch[0] if batch else 1
     rows, columns = _tile(head_dim_v)
@@ -123,14 +124,7 @@ def make_widening(shape: tuple[int, ...], strides: tuple[int, ...], device: torc
         "tiles": int32(tiles),
     }
     constants = {"HEAD_DIM_V": head_dim_v, "E": columns, "ROWS": rows}
-    outputs = (contiguous(shape, torch.bfloat16),)
-    return make_plan(attention_widen_kernel, parameters, constants, programs, device, num_warps=4, outputs=outputs)
-
-
-def widen(v: Tensor, widening: Plan) -> Tensor:
-    (wide,) = widening.allocate()
-    widening.launch(v.data_ptr(), wide.data_ptr())
-    return wide
+    return Kernel(attention_widen_kernel, parameters, constants, programs, {"out_ptr": "wide_v"})
 
 
 def _tile(head_dim_v: int) -> tuple[int, int]:
@@ -148,8 +142,8 @@ def parts_layout(shape: tuple[int, ...], width: int) -> Layout:
     return contiguous((*shape[:-1], PARTS.value * width), torch.bfloat16)
 
 
-def plan_parts(shape: tuple[int, ...], strides: tuple[int, ...], width: int, device: torch.device) -> Plan:
-    """The launch that writes the parts of a tensor."""
+def parts_kernel(numbers: str, parts: str, shape: tuple[int, ...], strides: tuple[int, ...], width: int) -> Kernel:
+    """Writes the parts of a tensor. `numbers`, `parts`: the buffers that it reads and writes."""
     batch, rows, heads, head_dim = shape
     apart = dict(zip(("batch", "row", "head"), batch_row_head(shape, strides)))
     rows_together = _SPLIT_NUMBERS >> (width - 1).bit_length()
@@ -165,4 +159,5 @@ def plan_parts(shape: tuple[int, ...], strides: tuple[int, ...], width: int, dev
         "tiles": int32(tiles),
     }
     constants = {"HEAD_DIM": head_dim, "WIDTH": width, "ROWS": rows_together}
-    return make_plan(attention_parts_kernel, parameters, constants, programs, device, num_warps=4)
+    buffers = {"numbers_ptr": numbers, "parts_ptr": parts}
+    return Kernel(attention_parts_kernel, parameters, constants, programs, buffers)

@@ -36,6 +36,10 @@ from flashtile._backends.gluon import (
     gluon,
     tma_store_wait,
 )
+from flashtile._backends.launch import int32
+from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.gpu.parameters import SideParameters, window_parameters
+from flashtile.ops.attention.gpu.score_functions import captured_parameters
 from flashtile.ops.attention.hopper.blocks import (
     FULL,
     TILE_KIND,
@@ -75,6 +79,7 @@ from flashtile.ops.attention.hopper.forward_softmax import (
     weights_by_maxima,
     weights_by_sums,
 )
+from flashtile.ops.attention.hopper.parameters import key_rows_apart, score_units
 from flashtile.ops.attention.hopper.pieces import (
     PAIRS_TOGETHER,
     WARPGROUP,
@@ -202,6 +207,28 @@ class Problem(NamedTuple):
     v_rows_apart: Any
     numbers: Any
     captured_sizes: Any
+
+    @staticmethod
+    def from_call(call: Call, side: SideParameters, tiles: int, lines: int, dynamic: bool) -> Any:
+        """Describes it for a kernel."""
+        read = captured_parameters(call.aux.captured)
+        return Problem(
+            side=side.pointers,
+            captured=read["captured"],
+            batch=int32(call.batch),
+            heads=int32(call.heads),
+            group=int32(call.group),
+            rows_q=int32(call.rows_q),
+            rows_k=int32(call.rows_k),
+            tiles=int32(tiles),
+            lines=int32(lines),
+            dynamic=int32(int(dynamic)),
+            window=window_parameters(call.spec),
+            units=score_units(call.spec),
+            numbers=side.numbers,
+            captured_sizes=read["captured_sizes"],
+            **key_rows_apart(call),
+        )
 
 
 class BlockMask(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flashtile._backends.launch import Parameter, float32, int32
 from flashtile._backends.tma import TensorLayout, packed_layout
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.parameters import SideParameters, side_parameters
@@ -14,13 +15,13 @@ LOG2_E = 1.4426950408889634
 
 
 def score_units(spec: AttentionSpec) -> ScoreUnits:
-    """As numbers; None for one that the call does not have."""
+    """Describes the units for a kernel, which have no number that the call does not have."""
     capped, changed = spec.softcap > 0, spec.score_program is not None
     scale = spec.softcap if capped else spec.scale
     return ScoreUnits(
-        scale_log2=LOG2_E if changed else scale * LOG2_E,
-        cap_scale=spec.scale / spec.softcap if capped else None,
-        function_scale=scale if changed else None,
+        scale_log2=float32(LOG2_E if changed else scale * LOG2_E),
+        cap_scale=float32(spec.scale / spec.softcap if capped else None),
+        function_scale=float32(scale if changed else None),
     )
 
 
@@ -74,6 +75,13 @@ def row_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, 
     if shape[1] == 1:
         return strides[0], 1
     return strides[1], strides[0] // strides[1] if shape[0] > 1 and strides[1] else 0
+
+
+def key_rows_apart(call: Call) -> dict[str, Parameter]:
+    """For a dense call with key lengths, rows of k and v from one batch entry to the next, as kernels take them."""
+    lengths = call.bounded and not call.packed
+    rows = {"k_rows_apart": call.k, "v_rows_apart": call.v}
+    return {name: int32(row_strides(of.shape, of.strides)[1] if lengths else None) for name, of in rows.items()}
 
 
 def bounded_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorLayout:

@@ -274,6 +274,13 @@ def is_wide_float32(head_dim: int, head_dim_v: int) -> bool:
     return max(head_dim, head_dim_v) > WIDTH
 
 
+def has_separate_kernels(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> bool:
+    """Whether a backward has a kernel for each gradient."""
+    if dtype is torch.float32:
+        return serves_float32(dtype, head_dim, head_dim_v)
+    return is_wide(head_dim, head_dim_v)
+
+
 def float32_keys_of_dv(head_dim: int, head_dim_v: int) -> int:
     """Keys of a program of dv: each of two warpgroups has 64, or both share them."""
     return CONSUMER_ROWS if is_wide_float32(head_dim, head_dim_v) else 2 * CONSUMER_ROWS

@@ -50,7 +50,7 @@ from flashtile._backends.launch import float32, int32
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.parameters import SidePointers, window_parameters
 from flashtile.ops.attention.hopper.backward_pieces import DELTA, LSE, ROWS, query_tile_ranges
-from flashtile.ops.attention.hopper.parameters import row_strides, score_units
+from flashtile.ops.attention.hopper.parameters import key_rows_apart, score_units
 from flashtile.ops.attention.hopper.pieces import (
     Chunks,
     HeadRows,
@@ -67,7 +67,7 @@ from flashtile.ops.attention.hopper.pieces import (
     tile_in_order,
     wait_products,
 )
-from flashtile.ops.attention.hopper.scores import ScoreUnits, capped
+from flashtile.ops.attention.hopper.scores import capped
 
 #: Columns of a chunk.
 CHUNK = gl.constexpr(64)
@@ -160,7 +160,6 @@ class Problem(NamedTuple):
     @staticmethod
     def from_call(call: Call, side: SidePointers, shares: int = 1, own_tiles: int = 0, statistic_tiles: int = 0) -> Any:
         """Describes it for a kernel."""
-        bounded = call.bounded and not call.packed
         numbers = {"batch": call.batch, "heads": call.heads, "heads_kv": call.heads_kv * shares, "shares": shares}
         numbers |= {"group": call.group // shares, "own_tiles": own_tiles, "statistic_tiles": statistic_tiles}
         return Problem(
@@ -169,10 +168,9 @@ class Problem(NamedTuple):
             rows_q=int32(call.rows_q),
             rows_k=int32(call.rows_k),
             window=window_parameters(call.spec),
-            units=ScoreUnits(*map(float32, score_units(call.spec))),
+            units=score_units(call.spec),
             scale=float32(call.spec.scale),
-            k_rows_apart=int32(row_strides(call.k.shape, call.k.strides)[1] if bounded else None),
-            v_rows_apart=int32(row_strides(call.v.shape, call.v.strides)[1] if bounded else None),
+            **key_rows_apart(call),
         )
 
 

@@ -15,7 +15,7 @@ from flashtile._backends.launch import Plan, pointer, pointers
 from flashtile.ops.attention.arguments import SINGLE, Aux, Scalars, saved_side, side_tensors
 from flashtile.ops.attention.call import describe_backward, describe_call
 from flashtile.ops.attention.gpu.parameters import aux_pointers, contiguous_on_16_bytes, positive_scale, side_pointers
-from flashtile.ops.attention.gpu.reductions import slope_gradient, sum_of_parts, sum_of_shares
+from flashtile.ops.attention.gpu.reductions import slope_gradient
 from flashtile.ops.attention.spec import (
     FP8,
     NOTHING_WANTED,
@@ -253,6 +253,25 @@ def _run_bias(plan: AttentionPlan, dout: Tensor, inputs: BackwardInputs, statist
     tensors = inputs.q, inputs.k, inputs.v, dout, statistics, sums
     plan.kernel.launch(*pointers(*tensors), *side, *captured)
     return sum_of_parts(plan.sum_of_parts, sums)
+
+
+def sum_of_shares(plan: Plan | None, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    """dk and dv `[..., heads_kv, head_dim]`, from their shares."""
+    if plan is None:
+        return dk, dv
+    total, total_v = plan.allocate()
+    plan.launch(*pointers(dk, dv, total, total_v))
+    return total, total_v
+
+
+def sum_of_parts(plan: Plan | None, parts: Tensor) -> Tensor:
+    """The gradient of a bias, from its parts `[parts, *shape]`. A single one has the bias's dtype already."""
+    if plan is None:
+        return parts.squeeze(0)
+    total: Tensor
+    (total,) = plan.allocate()
+    plan.launch(*pointers(parts, total))
+    return total
 
 
 def _sink_gradient(statistics: Tensor, sinks: Tensor, own_delta: bool) -> Tensor:

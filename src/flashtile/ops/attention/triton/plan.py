@@ -16,7 +16,14 @@ from flashtile._backends.allocate import Layout, contiguous, contiguous_strides
 from flashtile._backends.launch import Plan, float32, int32, int64, make_plan, plan_cache, pointer_to
 from flashtile.ops.attention.call import Call, TensorFacts
 from flashtile.ops.attention.gpu.parameters import dropout_numbers, side_parameters, stored, window_parameters
-from flashtile.ops.attention.gpu.reductions import BiasWork, cut_matrices, cut_work, plan_of_shares, plan_of_sum
+from flashtile.ops.attention.gpu.reductions import (
+    BiasWork,
+    bias_sum_kernel,
+    cut_matrices,
+    cut_work,
+    shares_kernel,
+    without_shares,
+)
 from flashtile.ops.attention.gpu.schedule import longest_walk, shares_of_heads
 from flashtile.ops.attention.gpu.score_functions import captured_parameters, score_bounds
 from flashtile.ops.attention.spec import NOTHING_WANTED, out_dtype
@@ -199,11 +206,17 @@ def _plan(kernel: Kernel, call: Call) -> AttentionPlan:
     )
     short = kernel == "short_backward"
     learned = side.bias if programs and (kernel == "dbias" or (short and call.wanted.bias)) else None
-    sum_of_parts = None if learned is None else plan_of_sum(work.parts, learned, call.device)
+    sum_of_parts = None
+    if learned is not None and work.parts > 1:
+        sums = (contiguous(learned.shape, learned.dtype),)
+        sum_of_parts = bias_sum_kernel(work.parts, learned).plan(call.device, sums)
     of_shares = None
     if programs and (short or kernel == "dkdv"):
         dk, dv = outputs[1:3] if short else outputs
-        of_shares = plan_of_shares(dk, dv, planned.written_heads // call.heads_kv, call.device)
+        stored = planned.written_heads // call.heads_kv
+        if stored > 1:
+            summed = tuple(without_shares(of, stored) for of in (dk, dv))
+            of_shares = shares_kernel(dk, dv, stored).plan(call.device, summed)
     return AttentionPlan(plan, short, waves, sum_of_parts, of_shares)
 
 

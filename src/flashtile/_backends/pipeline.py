@@ -1,0 +1,211 @@
+"""The kernels of one pass and the buffers that they share, each described once, by name.
+
+A `Kernel` describes one kernel: its function, what its parameters are, its constants, and how many thread blocks run. A
+`Pipeline` has the kernels of a pass in order, and its buffers: tensors that each run is given, outputs, and parts of
+one scratch buffer. A kernel takes a buffer through a parameter of the same name, such as `lse_ptr` or
+`problem.side.lse` for "lse"; `Kernel.buffers` names the others. Launches, compilation ahead of time and tests follow
+from this description.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile._backends.allocate import Layout, Scratch, allocator
+from flashtile._backends.devices import interpreting
+from flashtile._backends.launch import GIVEN, KernelSource, Plan, flattened, make_plan, pointer, specialise
+from flashtile._backends.tma import TmaTensor, joined
+
+#: Stands for the address of a buffer that a call does not have.
+_NOTHING = ""
+
+
+class Kernel(NamedTuple):
+    """A kernel of a pass.
+
+    Attributes:
+        function: `@triton.jit` or `@gluon.jit`.
+        parameters: by name; a `TmaTensor` for a TMA descriptor. More than the kernel takes may be here.
+        constants: by name, likewise.
+        programs: thread blocks; 0: it is not launched.
+        buffers: of parameters whose names do not tell, the buffer.
+        num_warps, num_stages, max_registers: as in `launch.KernelSource`.
+    """
+
+    function: Any
+    parameters: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    programs: int
+    buffers: Mapping[str, str] = {}
+    num_warps: int = 4
+    num_stages: int = 1
+    max_registers: int | None = None
+
+    @property
+    def moved(self) -> dict[str, TmaTensor]:
+        """The tensors that TMA moves, by parameter, in order."""
+        given = ((name, self.parameters.get(name)) for name in self.function.arg_names)
+        return {name: of for name, of in given if isinstance(of, TmaTensor)}
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The parameters as `launch.specialise` takes them."""
+        return {name: of.parameter if isinstance(of, TmaTensor) else of for name, of in self.parameters.items()}
+
+    @property
+    def source(self) -> KernelSource:
+        """Its specialisation."""
+        options = self.num_warps, self.num_stages, self.max_registers
+        return specialise(self.function, self.described, self.constants, *options)
+
+    def plan(self, device: torch.device, outputs: Sequence[Layout | None] = ()) -> Plan:
+        """Its launch. `outputs`: of a kernel that is launched by itself."""
+        return make_plan(
+            self.function, self.described, self.constants, self.programs, device, self.num_warps, self.num_stages,
+            self.max_registers, outputs,
+        )  # fmt: skip
+
+    def pointers(self) -> dict[str, str]:
+        """For each parameter behind the descriptors that every launch is given, its buffer; `_NOTHING` for one that
+        this specialisation does not have."""
+        moved = self.moved
+        names = [name for name in self.function.arg_names if name not in self.constants and name not in moved]
+        given = {
+            name: of
+            for name, of in flattened({name: self.parameters[name] for name in names}).items()
+            if of.value is GIVEN
+        }
+        return {name: _NOTHING if of.type == "constexpr" else self._buffer(name) for name, of in given.items()}
+
+    def _buffer(self, parameter: str) -> str:
+        name = parameter.rpartition(".")[2]
+        return self.buffers.get(name) or name.removesuffix("_ptr")
+
+
+class _Step(NamedTuple):
+    """A launch. `make`: makes its descriptors, from the addresses that `of_moved` picks of all; None without any.
+    `of_pointers` picks its pointers."""
+
+    plan: Plan
+    make: Callable[..., tuple] | None
+    of_moved: Callable[[tuple], tuple]
+    of_pointers: Callable[[tuple], tuple]
+
+
+#: A tensor as launches take it: its address, or itself for the interpreter.
+_POINTER: Callable[[Tensor], Any] = pointer if interpreting() else Tensor.data_ptr
+
+
+class Pipeline:
+    """The launches of a pass.
+
+    Attributes:
+        kernels: the `Kernel`s, by name.
+        plans: their launches, by name, in order.
+        outputs: layouts of what a run returns, by name.
+        scratch: the parts of the buffer that kernels leave for one another; None where they leave nothing.
+        launches: what a run launches, in order.
+        run: enqueues the kernels. It is given addresses, as `launch.pointer` has them, and returns `outputs`, and
+            behind them the scratch buffer, if there is one.
+    """
+
+    __slots__ = ("kernels", "launches", "outputs", "plans", "run", "scratch")
+
+    def __init__(
+        self,
+        device: torch.device,
+        kernels: Mapping[str, Kernel],
+        given: Sequence[str],
+        outputs: Mapping[str, Layout | None],
+        scratch: Mapping[str, int] | None = None,
+        zeroed: Collection[str] = (),
+    ) -> None:
+        """
+        Args:
+            given: names of the buffers that `run` is given, in order.
+            outputs: None for one that this call does not have.
+            scratch: parts of the scratch buffer, in numbers of 32 bits; 0 for one that this call does not have.
+            zeroed: outputs that are filled with zeros first, where they exist.
+
+        Raises:
+            TypeError: a kernel takes a buffer that the pass does not have.
+        """
+        self.kernels, self.plans = dict(kernels), {name: kernel.plan(device) for name, kernel in kernels.items()}
+        self.outputs = {name: layout for name, layout in outputs.items() if layout is not None}
+        self.scratch = None if scratch is None else Scratch(**scratch)
+        layouts = [*self.outputs.values(), *([] if self.scratch is None else [self.scratch.layout])]
+        absent = {name for name, size in (scratch or {}).items() if not size}
+        names = [*given, *self.outputs, *(scratch or {}), _NOTHING]
+        places = {name: place for place, name in enumerate(names) if name not in absent}
+        launched = {name: kernel for name, kernel in kernels.items() if kernel.programs}
+        self.launches = tuple(self.plans[name] for name in launched)
+        steps = [_step(kernel, self.plans[name], places) for name, kernel in launched.items()]
+        filled = [place for place, name in enumerate(self.outputs) if name in zeroed]
+        self.run: Callable[..., list[Tensor]] = _runner(allocator(layouts, device), filled, self.scratch, steps)
+
+    def scratch_part(self, made: Sequence[Tensor], name: str) -> Tensor | None:
+        """A part of the scratch buffer of a run, as float32; None if the pass does not have it."""
+        if self.scratch is None or name not in self.scratch.parts:
+            return None
+        return self.scratch.part(made[-1], name)
+
+
+def _runner(
+    allocate: Callable[[], list[Tensor]], zeroed: Sequence[int], scratch: Scratch | None, steps: Sequence[_Step]
+) -> Callable[..., list[Tensor]]:
+    """`Pipeline.run`. `zeroed`: places of outputs. A single launch, the commonest forward, takes no loop."""
+    if scratch is None and not zeroed and len(steps) == 1 and steps[0].make is not None:
+        plan, make, of_moved, of_pointers = steps[0]
+
+        def run_one(*given: Any) -> list[Tensor]:
+            made = allocate()
+            addresses = (*given, *map(_POINTER, made), None)
+            plan.launch(*make(*of_moved(addresses)), *of_pointers(addresses))
+            return made
+
+        return run_one
+
+    def run(*given: Any) -> list[Tensor]:
+        made = allocate()
+        for place in zeroed:
+            made[place].zero_()
+        if scratch is None:
+            addresses = (*given, *map(_POINTER, made), None)
+        else:
+            *outputs, buffer = map(_POINTER, made)
+            addresses = (*given, *outputs, *scratch.addresses(buffer), None)
+        for plan, make, of_moved, of_pointers in steps:
+            if make is None:
+                plan.launch(*of_pointers(addresses))
+            else:
+                plan.launch(*make(*of_moved(addresses)), *of_pointers(addresses))
+        return made
+
+    return run
+
+
+def _step(kernel: Kernel, plan: Plan, places: Mapping[str, int]) -> _Step:
+    pointers, moved = kernel.pointers(), kernel.moved
+    present = [of.buffer for of in moved.values() if of.box is not None]
+    unknown = {*pointers.values(), *present} - places.keys()
+    if unknown:
+        raise TypeError(
+            f"{kernel.function.__name__}: expected buffers of its pipeline, got {', '.join(sorted(unknown))}; name the "
+            "buffer of each parameter in Kernel.buffers"
+        )
+    buffers = {buffer: places[buffer] for buffer in present}
+    makers = [(of.maker(), None if of.box is None else list(buffers).index(of.buffer)) for of in moved.values()]
+    of_pointers = _picker([places[of] for of in pointers.values()])
+    return _Step(plan, joined(makers) if makers else None, _picker([*buffers.values()]), of_pointers)
+
+
+def _picker(places: Sequence[int]) -> Callable[[tuple], tuple]:
+    """A function that picks the elements at some places."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return operator.itemgetter(slice(places[0], places[0] + 1)) if places else lambda addresses: ()
