@@ -23,8 +23,7 @@ from flashtile.ops.attention.hopper.backward_kernels import (
     lse_unit,
     main_kernel,
 )
-from flashtile.ops.attention.hopper.backward_tiles import Loops
-from flashtile.ops.attention.hopper.schedule import NO_LOOPS, BackwardSchedule
+from flashtile.ops.attention.hopper.schedule import NO_LOOPS, BackwardSchedule, Loops
 from flashtile.ops.attention.spec import Origin, Wanted
 from machine_code import Call, aux_of, described_call
 

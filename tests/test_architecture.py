@@ -546,7 +546,7 @@ def test_every_test_compiles_where_the_code_is_searched_for_faults():
 
 
 def test_no_number_goes_through_shared_memory():
-    """The scalar of `gl.atomic_add` got lost there (`hopper.pieces.take_number`). So nothing may use it."""
+    """The scalar of `gl.atomic_add` got lost there (`hopper.schedule.take_number`). So nothing may use it."""
     used = []
     for path in (SOURCE / "ops" / "attention" / "hopper").glob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))

@@ -159,8 +159,8 @@ def _runner(
     allocate: Callable[[], list[Tensor]], zeroed: Sequence[int], scratch: Scratch | None, steps: Sequence[_Step]
 ) -> Callable[..., list[Tensor]]:
     """`Pipeline.run`. `zeroed`: places of outputs. A single launch, the commonest forward, takes no loop."""
-    if scratch is None and not zeroed and len(steps) == 1 and steps[0].make is not None:
-        plan, make, of_moved, of_pointers = steps[0]
+    plan, make, of_moved, of_pointers = steps[0] if len(steps) == 1 else (None, None, None, None)
+    if scratch is None and not zeroed and plan and make and of_moved and of_pointers:
 
         def run_one(*given: Any) -> list[Tensor]:
             made = allocate()

@@ -35,10 +35,9 @@ from flashtile.ops.attention.hopper import (
     backward_launch,
     backward_pieces,
     backward_tiles,
-    blocks,
     configs,
     launch,
-    pieces,
+    primitives,
     schedule,
 )
 from flashtile.ops.attention.hopper.backend import unsupported_reason
@@ -950,10 +949,10 @@ def test_order_of_the_listed_key_tiles_of_the_backward(
     tiles: int, lines: int, first: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every key tile of every line once: the first of all lines, and then those of a few lines side by side."""
-    monkeypatch.setattr(blocks, "gl", _NUMBERS)
+    monkeypatch.setattr(schedule, "gl", _NUMBERS)
     _number_lines(monkeypatch)
-    assert backward_tiles._lines_together(tiles) == together
-    order = [blocks.column_in_order.fn(number, tiles, lines, together, first) for number in range(tiles * lines)]
+    assert schedule._lines_together(tiles) == together
+    order = [schedule.column_in_order.fn(number, tiles, lines, together, first) for number in range(tiles * lines)]
     assert sorted(order) == [(tile, line) for tile in range(tiles) for line in range(lines)]
     ahead, others = order[: first * lines], order[first * lines :]
     assert all(tile < first for tile, _ in ahead)
@@ -980,15 +979,15 @@ def test_order_of_uneven_tiles(
     """Every tile of every line once: of eight lines side by side, and at the end of at least `closing`, each time from
     the last tile to the first."""
     _number_lines(monkeypatch)
-    assert closing in (1, pieces.closing_lines.fn(tiles))
+    assert closing in (1, schedule.closing_lines(tiles))
     numbers = range(tiles * lines)
-    order = [pieces.tile_in_order.fn(number, tiles, lines, 8, closing, True) for number in numbers]
+    order = [schedule.tile_in_order.fn(number, tiles, lines, 8, closing, True) for number in numbers]
     assert sorted(order) == [(tile, line) for tile in range(tiles) for line in range(lines)]
     begins = [*range(0, last, 8), last, lines]
     for begin, end in itertools.pairwise(begins):
         turn = order[begin * tiles : end * tiles]
         assert turn == [(tile, line) for tile in reversed(range(tiles)) for line in range(begin, end)]
-        assert {pieces.turn_of(line, lines, 8, closing) for line in range(begin, end)} == {(begin, end - begin)}
+        assert {schedule.turn_of(line, lines, 8, closing) for line in range(begin, end)} == {(begin, end - begin)}
 
 
 @pytest.mark.parametrize("lines", [1, 8, 9, 12, 16, 24, 32, 64, 200])
@@ -1012,8 +1011,8 @@ def test_tiles_before_the_last_lines(tiles: int, lines: int, group: int, monkeyp
 def _turns(tiles: int, lines: int, group: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The first line of each group that takes turns in the kernel, and how many they are."""
     _number_lines(monkeypatch)
-    together, closing = backward_tiles._lines_together(tiles), backward_tiles._closing_lines(tiles, group)
-    return sorted({pieces.turn_of(line, lines, together, closing) for line in range(lines)})
+    together, closing = schedule._lines_together(tiles), schedule._closing_lines(tiles, group)
+    return sorted({schedule.turn_of(line, lines, together, closing) for line in range(lines)})
 
 
 #: Batch, tokens, heads, key/value heads, head_dim, band, and into how many shares heads are divided. Microseconds on an
@@ -1098,14 +1097,12 @@ def test_key_tiles_of_a_line_visit_the_same_queries(tiles: int, lines: int, monk
     """Thread blocks that take the longest key tile that is left, of a causal square: at any time those of a line are at
     no more than two query tiles, one on the way down and one on the way up."""
     _number_lines(monkeypatch)
-    _, together = pieces.turn_of(
-        0, lines, backward_tiles._lines_together(tiles), backward_tiles._closing_lines(tiles, 1)
-    )
+    _, together = schedule.turn_of(0, lines, schedule._lines_together(tiles), schedule._closing_lines(tiles, 1))
     ends, places = [0] * (132 // together), {}
     for tile in range(tiles):  # of one line; the others have as many programs
         program = min(range(len(ends)), key=ends.__getitem__)
         steps = range(tile, tiles)
-        if not backward_tiles.reverses_walk.fn(tile, tiles, 0, lines, 1, 132):
+        if not schedule.reverses_walk.fn(tile, tiles, 0, lines, 1, 132):
             steps = steps[::-1]
         for time, step in enumerate(steps, ends[program]):
             places.setdefault(time, set()).add(step)
@@ -1132,16 +1129,16 @@ def test_key_tiles_of_a_consumer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """All that are loaded are visited or left out; what a row sees is visited; what needs no mask every row sees."""
-    monkeypatch.setattr(pieces, "gl", _NUMBERS)
-    monkeypatch.setattr(pieces, "M", 64)
-    monkeypatch.setattr(pieces, "key_tile_ranges", pieces.key_tile_ranges.fn)
+    monkeypatch.setattr(primitives, "gl", _NUMBERS)
+    monkeypatch.setattr(primitives, "M", 64)
+    monkeypatch.setattr(primitives, "key_tile_ranges", primitives.key_tile_ranges.fn)
     band = (left or 0, right or 0)
     flags = (left is not None, right is not None)
     size = 64 * consumers
     for shift, first in itertools.product({0, keys - rows}, range(0, rows, size)):
-        begin, _, _, end = pieces.key_tile_ranges(first, rows, shift, keys, *band, size, keys_of_a_tile, *flags)
+        begin, _, _, end = primitives.key_tile_ranges(first, rows, shift, keys, *band, size, keys_of_a_tile, *flags)
         for my_first in range(first, first + size, 64):
-            mine = pieces.consumer_key_tiles.fn(
+            mine = primitives.consumer_key_tiles.fn(
                 first, my_first, rows, shift, keys, *band, size, keys_of_a_tile, *flags, skips
             )
             (my_begin, full_begin, full_end, my_end), before, after = mine
@@ -1161,14 +1158,14 @@ def test_unmasked_steps_of_the_backward(
     rows: int, keys: int, left: None, right: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first ones, as many as there are: each of their queries sees all keys of the tile."""
-    for module in (backward_pieces, backward_tiles):
+    for module in (backward_pieces, schedule):
         monkeypatch.setattr(module, "gl", _NUMBERS)
     for shift, first in itertools.product({0, keys - rows}, range(0, keys, 128)):
         ranges = backward_pieces.query_tile_ranges.fn(
             first, keys, shift, rows, 0, right or 0, 128, 64, False, right is not None
         )
         begin, _, _, end = ranges
-        unmasked = backward_tiles.unmasked_tiles.fn(*ranges)
+        unmasked = schedule.unmasked_tiles.fn(*ranges)
         whole = [
             all(
                 {first, first + 127} <= set(_visible(query, keys, shift, left, right))
@@ -1273,14 +1270,11 @@ def _number_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """`work_of` for Python's numbers, with all that it calls."""
     numbers = SimpleNamespace(**vars(_NUMBERS), to_tensor=lambda x: x, num_programs=lambda axis: 132)
     _number_lines(monkeypatch)
-    for module in (backward_tiles, backward_pieces, pieces):
+    for module in (backward_tiles, backward_pieces, primitives, schedule):
         monkeypatch.setattr(module, "gl", numbers)
     monkeypatch.setattr(backward_tiles, "query_tile_ranges", backward_pieces.query_tile_ranges.fn)
     called = ("unmasked_tiles", "reverses_walk", "_lines_at_once", "reverses_line", "rotated_start", "_rotated")
-    for name in (*called, "adding_tiles"):
-        monkeypatch.setattr(backward_tiles, name, getattr(backward_tiles, name).fn)
-    for name in ("tile_in_order", "locate_tile"):
-        monkeypatch.setattr(backward_tiles, name, getattr(pieces, name).fn)
+    _call_plainly(monkeypatch, *called, "adding_tiles", "tile_in_order", "locate_tile")
 
 
 def _problem(
@@ -1312,16 +1306,20 @@ def _problem(
 
 def _number_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """What tells which lines take turns, for Python's numbers."""
-    for module in (pieces, backward_tiles):
+    for module in (primitives, backward_tiles, schedule):
         monkeypatch.setattr(module, "gl", _NUMBERS)
-    monkeypatch.setattr(pieces, "TILES_AT_THE_END", pieces.TILES_AT_THE_END.value)
-    monkeypatch.setattr(pieces, "turn_of", pieces.turn_of.fn)
-    for name in ("PAIRS_TOGETHER", "TILES_AT_ONCE", "TILES_TOGETHER"):
-        monkeypatch.setattr(backward_tiles, name, getattr(backward_tiles, name).value)
-    monkeypatch.setattr(backward_tiles, "turn_of", pieces.turn_of)
-    monkeypatch.setattr(backward_tiles, "closing_lines", pieces.closing_lines.fn)
-    for name in ("_lines_together", "_closing_lines"):
-        monkeypatch.setattr(backward_tiles, name, getattr(backward_tiles, name).fn)
+    for name in ("PAIRS_TOGETHER", "TILES_AT_ONCE", "TILES_AT_THE_END", "TILES_TOGETHER"):
+        monkeypatch.setattr(schedule, name, getattr(schedule, name).value)
+    _call_plainly(monkeypatch, "turn_of", "closing_lines", "_lines_together", "_closing_lines")
+
+
+def _call_plainly(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Functions of kernels that call one another, for Python's numbers."""
+    for name in names:
+        modules = [module for module in (schedule, backward_tiles) if hasattr(module, name)]
+        function = getattr(modules[0], name).fn
+        for module in modules:
+            monkeypatch.setattr(module, name, function)
 
 
 def _config_of_work(m: int, n: int, left: bool = False, right: bool = True, **changes: Any) -> SimpleNamespace:
@@ -1387,7 +1385,7 @@ def test_sums_of_whole_lines_begin_and_end_where_they_are_visited(
 ) -> None:
     """Key tiles of a line come one after another, from the first keys on. The line after it is whichever is next."""
     _number_work(monkeypatch)
-    monkeypatch.setattr(backward_tiles, "next_number", lambda number, counter, dynamic: 7)
+    monkeypatch.setattr(schedule, "next_number", lambda number, counter, dynamic: 7)
     config = _config_of_work(m, 128, left is not None, right is not None, WHOLE_LINES=True)
     problem = _problem(rows, keys, m, 128, heads_kv=5, batch=2, band=(left or 0, right or 0))
     visits: collections.defaultdict = collections.defaultdict(list)
@@ -1399,7 +1397,7 @@ def test_sums_of_whole_lines_begin_and_end_where_they_are_visited(
         for index in range(work.steps):
             tile = backward_tiles.step_of.fn(work, index, config).tile
             visits[tile].append((at, backward_tiles.adding_tiles(work, tile, problem, config)))
-        number = backward_tiles.next_tile_number.fn(number, None, problem, config)
+        number = schedule.next_tile_number.fn(number, None, problem, config)
     assert number == 7 * problem.key_tiles
     for seen in visits.values():
         assert {known for _, known in seen} == {(seen[0][0], seen[-1][0])}
@@ -1415,7 +1413,7 @@ def test_coordinates_of_a_packed_row(begin: int, length: int, row_stride: int) -
     """In bounds exactly inside the sequence, and the bytes that the coordinates add up to are those of the row."""
     layout = tma.packed_layout((2**30, 3, 8), (row_stride, 8, 1))
     for row in {0, 1, length - 1, length, length + 127} - {-1}:
-        place = (tma.PACKED_ROWS, begin + length, tma.PACKED_ROWS - length + row)  # as `pieces.coordinates`
+        place = (tma.PACKED_ROWS, begin + length, tma.PACKED_ROWS - length + row)  # as `primitives.coordinates`
         assert all(0 <= coordinate < 2**31 for coordinate in place)
         inside = all(coordinate < size for coordinate, size in zip(place, layout.shape))
         assert inside == (row < length)
@@ -2062,9 +2060,10 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         assert grad.shape == of.shape and alignment.aligned(grad)
     main, begin = launched["backward"], launched["begin"]
     assert ("masked_dout_ptr" in begin) == ("blocks" in name or "hidden" in name)
-    assert bool(begin["sink_sums_ptr"]) == ("sinks" in name)
+    assert ("sink_sums_ptr" in begin) == ("sinks" in name)
     begin.pop("sink_sums_ptr", None)  # a tensor of its own
-    assert begin["dout_ptr"] == dout.data_ptr() and begin["sink_logits_ptr"] == pointer(sinks)
+    assert begin["dout_ptr"] == dout.data_ptr()
+    assert begin.get("sink_logits_ptr") == (None if sinks is None else pointer(sinks))
     assert main["dout_desc"] == begin.get("masked_dout_ptr", begin["dout_ptr"])
     assert ("dout_tail_desc" in main) == bool(backward_configs.backward_chunks(dout.shape[-1])[1])
     for given, at in {"q": q, "k": k, "v": v, "dk": grads.k, "dv": grads.v}.items():
@@ -2091,8 +2090,8 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         following = min(at for of, at in begin.items() if of.endswith("_ptr") and at > begin["statistics_ptr"])
         assert following - begin["statistics_ptr"] >= 2 * rows * backward_configs.STATISTIC_COLUMNS * 2
     assert ("turns_ptr" in main) == ordered
-    lists = 0 if side.block_lists is None else side.block_lists.data_ptr()
-    assert main["problem.side.block_lists"] == lists
+    lists = None if side.block_lists is None else side.block_lists.data_ptr()
+    assert main.get("problem.side.block_lists") == lists
     order = ("sums_ptr", "statistics_ptr", "masked_dout_ptr", "counter_ptr", "turns_ptr", "sink_sums_ptr")
     buffers = [begin[of] for of in order if of in begin]
     assert buffers == sorted(buffers)

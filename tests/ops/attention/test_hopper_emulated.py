@@ -1054,14 +1054,14 @@ def _scores_at_once(module: ModuleType) -> None:
 
 #: What goes wrong -> (module, how, what the machine says).
 _FAULTS: dict[str, tuple[str, Callable[[ModuleType], None], str]] = {
-    "tiles are never released": ("pieces", _never("release"), "deadlock"),
-    "tiles are released twice": ("pieces", _twice, "more arrivals|deadlock|largest error"),
-    "no wait for tiles": ("pieces", _never("acquire"), "more arrivals|deadlock|largest error"),
-    "no wait for room": ("pieces", _never("wait_empty"), "more arrivals|deadlock|largest error"),
+    "tiles are never released": ("primitives", _never("release"), "deadlock"),
+    "tiles are released twice": ("primitives", _twice, "more arrivals|deadlock|largest error"),
+    "no wait for tiles": ("primitives", _never("acquire"), "more arrivals|deadlock|largest error"),
+    "no wait for room": ("primitives", _never("wait_empty"), "more arrivals|deadlock|largest error"),
     "scores are not waited for": ("forward_softmax", _scores_at_once, "before warpgroup_mma_wait"),
-    "out is not fenced": ("forward_epilogue", _without("fence_async_shared"), "without fence_async_shared"),
+    "out is not fenced": ("forward_softmax", _without("fence_async_shared"), "without fence_async_shared"),
     "out may not have been read yet": (
-        "forward_epilogue",
+        "forward_softmax",
         _without("tma_store_wait"),
         "largest error|memory ends while TMA",
     ),

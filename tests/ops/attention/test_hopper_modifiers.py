@@ -22,8 +22,8 @@ if devices.interpreting():
 from flashtile._backends.gluon import gl, gluon
 from flashtile._backends.launch import Parameter, pointer_to, specialise
 from flashtile.ops.attention.gpu.parameters import DropoutNumbers, TableNumbers, side_parameters
-from flashtile.ops.attention.hopper.dropout import dropout_of_head, kept_weights
-from flashtile.ops.attention.hopper.pieces import product_layout
+from flashtile.ops.attention.hopper.modifiers import dropout_of_head, kept_weights
+from flashtile.ops.attention.hopper.primitives import product_layout
 from flashtile.ops.attention.philox import keep_threshold, keep_tile
 from flashtile.ops.attention.spec import Origin
 from gluon_emulator import EmulatedHopper

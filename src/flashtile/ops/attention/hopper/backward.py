@@ -1,7 +1,7 @@
-"""Backward kernel for Hopper: dk, dv and the sums of dq. `backward_ends` has the kernels before and after it.
+"""Backward kernel for Hopper: dk, dv and the sums of dq. `backward_dq` has the kernels before and after it.
 
 A thread block stays on its multiprocessor and takes one tile of keys after another (`backward_tiles`). For each query
-tile it computes, everything transposed, with `c = scale · log2(e)` (letters as in `pieces`; N keys, M queries)::
+tile it computes, everything transposed, with `c = scale · log2(e)` (letters as in `primitives`; N keys, M queries)::
 
     sᵀ  = k qᵀ                  [N, M]
     pᵀ  = exp2(c·sᵀ - lse)      [N, M]
@@ -35,13 +35,7 @@ Reference: Dao et al., "FlashAttention" (2022), algorithm 4; Shah et al., "Flash
 
 from typing import Any, NamedTuple
 
-from flashtile._backends.gluon import (
-    fence_async_shared,
-    gl,
-    gluon,
-    tma_store_wait,
-    warpgroup_mma_wait,
-)
+from flashtile._backends.gluon import fence_async_shared, gl, gluon, tma_store_wait, warpgroup_mma_wait
 from flashtile.ops.attention.hopper.backward_dq import (
     BiasStores,
     DqStores,
@@ -70,40 +64,27 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     wait_sum,
     wide_zeros,
 )
-from flashtile.ops.attention.hopper.backward_scores import (
+from flashtile.ops.attention.hopper.backward_tiles import (
+    KernelConfig,
     add_to_slope_sums,
     derivatives_of,
     dropout_of,
     dropout_of_step,
     gradient_factors,
-    load_tables,
-    score_gradients,
-    weights_of,
-    with_dropout,
-)
-from flashtile.ops.attention.hopper.backward_tiles import (
-    KernelConfig,
     listed_step,
+    load_tables,
     receive_key_tile,
     receive_next_key_tile,
+    score_gradients,
     step_after,
     step_of,
+    weights_of,
+    with_dropout,
     work_of,
 )
-from flashtile.ops.attention.hopper.blocks import (
-    FULL,
-    BlockLists,
-    make_tile_info,
-)
-from flashtile.ops.attention.hopper.pieces import (
-    Chunks,
-    make_ring,
-    make_tile_queue,
-    matrix_layout,
-    pack,
-    slice_of,
-)
-from flashtile.ops.attention.hopper.tables import MovedBias, make_bias_tiles
+from flashtile.ops.attention.hopper.blocks import FULL, BlockLists, make_tile_info
+from flashtile.ops.attention.hopper.modifiers import MovedBias, make_bias_tiles
+from flashtile.ops.attention.hopper.primitives import Chunks, make_ring, make_tile_queue, matrix_layout, pack, slice_of
 
 
 class Descriptors(NamedTuple):

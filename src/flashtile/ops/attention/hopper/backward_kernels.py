@@ -32,7 +32,7 @@ from flashtile.ops.attention.hopper.backward_configs import (
     padded_strides,
     tile_width,
 )
-from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
+from flashtile.ops.attention.hopper.backward_dq import attention_begin_kernel, attention_end_kernel
 from flashtile.ops.attention.hopper.backward_tiles import Problem, ScoreChange
 from flashtile.ops.attention.hopper.bias_gradient import attention_bias_gradient_kernel
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
@@ -301,7 +301,7 @@ def statistics_box(schedule: BackwardSchedule) -> tuple[int, int]:
 
 
 def scratch_shapes(call: Call, schedule: BackwardSchedule) -> dict[str, tuple[int, int]]:
-    """Shapes of the sums of dq, and of the statistics (`backward_ends`)."""
+    """Shapes of the sums of dq, and of the statistics (`backward_dq`)."""
     rows = schedule.summed_tiles(call) * schedule.config.block_m * tile_width(call.head_dims[0]) // CONSUMER_ROWS
     parts, numbers = statistics_box(schedule)
     return {

@@ -1,6 +1,6 @@
 """The loads of the Hopper backward: keys, values, queries, dout and statistics. A warp does nothing else (`produce`).
 
-Letters as in `pieces` and `backward`.
+Letters as in `primitives` and `backward`.
 """
 
 from flashtile._backends.gluon import gl, gluon, mbarrier, tma_load
@@ -8,11 +8,8 @@ from flashtile.ops.attention.hopper.backward_pieces import ROWS, STATISTIC_COLUM
 from flashtile.ops.attention.hopper.backward_tiles import (
     Step,
     first_number_of,
-    first_tile_number,
-    next_tile_number,
     place_of_info,
     publish_key_tile,
-    shared_progress,
     step_of,
     steps_of_line,
     visited_tile,
@@ -28,8 +25,9 @@ from flashtile.ops.attention.hopper.blocks import (
     listed_tile,
     write_tile_info,
 )
-from flashtile.ops.attention.hopper.pieces import HeadRows, coordinates
-from flashtile.ops.attention.hopper.tables import bias_bytes, move_bias
+from flashtile.ops.attention.hopper.modifiers import bias_bytes, move_bias
+from flashtile.ops.attention.hopper.primitives import HeadRows, coordinates
+from flashtile.ops.attention.hopper.schedule import first_tile_number, next_tile_number, shared_progress
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """The vocabulary of the Hopper backward kernels: handovers between warpgroups, query tiles that see a key tile,
 statistics, products and sums, and 16-bit pairs.
 
-Letters as in `pieces` and `backward`.
+Letters as in `primitives` and `backward`.
 """
 
 from flashtile._backends.gluon import (
@@ -16,7 +16,7 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.pieces import (
+from flashtile.ops.attention.hopper.primitives import (
     WARPGROUP,
     Chunks,
     HeadRows,
@@ -303,7 +303,7 @@ def _pin_operands(WORDS):
 
 @gluon.jit
 def pin_pairs_before_product(weights):
-    """The same rounded weights, computed before everything that follows, as in `pieces.pin_before_wait`.
+    """The same rounded weights, computed before everything that follows, as in `primitives.pin_before_wait`.
 
     ptxas moves exponentials down past the start of the next product. Then it has no registers for the scores, and makes
     all products wait for one another (C7512).

@@ -1,6 +1,6 @@
 """Which key tiles a thread block of the Hopper backward takes, and which query tiles each one visits, in what order.
 
-Letters as in `pieces` and `backward`.
+Letters as in `primitives` and `backward`.
 """
 
 from typing import Any, NamedTuple
@@ -11,34 +11,55 @@ from flashtile._backends.gluon import aggregate, gl, gluon
 from flashtile._backends.launch import float32, int32, optional, pointer_to
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.parameters import SideParameters, window_parameters
-from flashtile.ops.attention.hopper.backward_pieces import query_tile_ranges
+from flashtile.ops.attention.hopper.backward_pieces import ROWS, mask_probs, query_tile_ranges
 from flashtile.ops.attention.hopper.blocks import (
+    FULL,
     TILE_HEAD,
     TILE_KIND,
     TILE_NUMBER,
-    column_in_order,
     line_entries,
     listed_line,
+    load_bits,
     read_tile_info,
+    where_visible,
+)
+from flashtile.ops.attention.hopper.modifiers import (
+    LOG2_E,
+    TableTiles,
+    add_bias,
+    capped,
+    distance_shift,
+    dropout_of_head,
+    hide_by_mask,
+    in_eights_and_distances,
+    kept_weights,
+    load_slope,
+    load_table,
+    lowered_by_distance,
+    moved_bias,
+    near_shift,
+    table_of_head,
 )
 from flashtile.ops.attention.hopper.parameters import key_rows_apart, score_units
-from flashtile.ops.attention.hopper.pieces import (
+from flashtile.ops.attention.hopper.primitives import hidden_zero, pack, publish_tile, receive_tile
+from flashtile.ops.attention.hopper.schedule import (
     PAIRS_TOGETHER,
-    closing_lines,
+    _closing_lines,
+    _lines_at_once,
+    _lines_together,
+    column_in_order,
     locate_tile,
-    next_number,
-    publish_tile,
-    receive_tile,
-    take_number,
+    next_tile_number,
+    reverses_line,
+    reverses_walk,
+    rotated_start,
+    shared_progress,
     tile_in_order,
-    turn_of,
+    unmasked_tiles,
 )
 
 #: What stands for the first key: there are no more tiles; a tile has no keys.
 _END, _EMPTY_SLOT = gl.constexpr(-1), gl.constexpr(-2)
-
-#: Key tiles that run at once, about, and key tiles whose lines take turns.
-TILES_AT_ONCE, TILES_TOGETHER = gl.constexpr(128), gl.constexpr(256)
 
 
 @aggregate
@@ -51,7 +72,7 @@ class KernelConfig:
     one key tile after another. ORDERED: key tiles add to dq in order. REVERSES_LINES: key tiles of every second group
     of lines add in the opposite order (`reverses_line`). MASKS: a band or the end of the keys may cut a tile. (A branch
     for that, even one that is never taken, keeps ptxas from mixing what is before and behind it.) MASKS_LAST: the tiles
-    that it cuts are the last steps of a key tile and have a loop of their own (`backward_variant`). REVERSES_WALKS:
+    that it cuts are the last steps of a key tile and have a loop of their own (`schedule`). REVERSES_WALKS:
     some key tiles visit their queries upwards (`reverses_walk`). SHARES_PROGRESS: key tiles begin where others of their
     line are (`shared_progress`). ROTATES_WALKS: key tiles begin at the same query tile (`rotated_start`).
     SINGLE_KEY_TILE: all keys of a sequence are one tile, and each query tile visits it, so its product is dq.
@@ -102,19 +123,6 @@ class KernelConfig:
     def __init__(self, **constants):
         for name, value in constants.items():
             setattr(self, name, gl.constexpr(value))
-
-
-class Loops(NamedTuple):
-    """Constants of the kernel that decide its loops, with the meanings of `KernelConfig`."""
-
-    MASKS: Any
-    MASKS_LAST: Any
-    REVERSES_WALKS: Any
-    REVERSES_LINES: Any
-    SHARES_PROGRESS: Any
-    ROTATES_WALKS: Any
-    SINGLE_KEY_TILE: Any
-    WHOLE_LINES: Any
 
 
 class ScoreChange(NamedTuple):
@@ -258,36 +266,6 @@ class Step(NamedTuple):
 
 
 @gluon.jit
-def first_tile_number(counter_ptr, problem, config):
-    """The number of this thread block's first key tile: that of its program id, but in order whichever tile is next.
-
-    In order, thread blocks wait for tiles with smaller numbers. Beside a kernel of another stream some thread blocks
-    begin only when others have ended. So nobody may wait for the tile of a thread block that has not begun. Thread
-    blocks that are not persistent begin in the order of their numbers.
-    """
-    number = gl.program_id(0)
-    if config.WHOLE_LINES:
-        number = number * problem.key_tiles
-    elif config.ORDERED and config.PERSISTENT:
-        number = take_number(counter_ptr)
-    return number
-
-
-@gluon.jit
-def next_tile_number(number, counter_ptr, problem, config):
-    """The number of the next key tile of a persistent thread block."""
-    if config.WHOLE_LINES:
-        following = number + 1
-        if following % problem.key_tiles == 0:
-            following = next_number(number, counter_ptr, 1) * problem.key_tiles
-    elif config.ORDERED:
-        following = take_number(counter_ptr)
-    else:
-        following = next_number(number, counter_ptr, 1)
-    return following
-
-
-@gluon.jit
 def publish_key_tile(number, count, queue, counter_ptr, problem, blocks, config):
     """Finds the first tile that has keys, from number `number` on, and publishes it as the thread block's `count`-th.
     Returns its number and the tile. A thread block that is not persistent takes its own tile even if that is empty."""
@@ -358,46 +336,6 @@ def steps_of_line(sequence, head, first_key, seq_q, problem, blocks, config):
         entry, last_entry = line_entries(blocks, sequence, head, line)
         steps = (last_entry - entry) * (config.TILE_Q // config.M)
     return entry, steps
-
-
-@gluon.jit
-def _lines_together(tiles):
-    """How many lines' key tiles take turns: enough that these are about twice as many tiles as run at once.
-
-    Together they read and add to queries, dout and sums of dq, of whole lines where a mask has gaps. That is 1 KiB for
-    each row and head at D 128, which should stay in the L2 cache. It is never one line, because the last tiles of a
-    line would leave more of the GPU idle.
-    """
-    return gl.minimum(gl.maximum(TILES_TOGETHER // tiles, 2), PAIRS_TOGETHER)
-
-
-@gluon.jit
-def _closing_lines(tiles, group):
-    """How many lines take turns at the end of a call. Where heads share keys, no more than have 8 thread blocks each at
-    work, which read the same queries, because more are too many for the L2 cache. With twice as many lines, 64 and 8
-    heads of 1,024 tokens take 7 % longer. With that many lines at 2,048 tokens they take 18 % less than with 8."""
-    closing = closing_lines(tiles)
-    return gl.where(group > 1, gl.minimum(closing, TILES_AT_ONCE // 8), closing)
-
-
-@gluon.jit
-def _lines_at_once(tiles):
-    """How many lines have all their key tiles under way at once, at least one."""
-    return gl.maximum(TILES_AT_ONCE // tiles, 1)
-
-
-@gluon.jit
-def reverses_line(line, lines, together):
-    """Whether (1 or 0) the key tiles of a line under a causal mask add from the last one on and visit queries upwards.
-
-    Key tiles that start together at their diagonals each follow the one with the next keys, and wait for it. They end
-    one after another, and the one with the last keys ends first. So the tiles of the next line start one after another,
-    and the longest, with the first keys, starts first. Going down from the last query tile, each of them follows the
-    one with the keys before, and they end together. So lines go up and down in turn, and the last lines go down. If all
-    lines went up, thread blocks would drift apart and end apart. If all went down, those that start together would
-    wait.
-    """
-    return ((lines - 1) // together - line // together) % 2
 
 
 @gluon.jit
@@ -516,58 +454,6 @@ def work_of(tile, problem, config):
 
 
 @gluon.jit
-def unmasked_tiles(begin, full_begin, full_end, end):
-    """How many query tiles, from the last one on, need no mask (ranges as of `query_tile_ranges`)."""
-    return gl.where(full_end < end, 0, gl.maximum(end - gl.maximum(full_begin, begin), 0))
-
-
-@gluon.jit
-def reverses_walk(tile, tiles, line, lines, group, programs):
-    """Whether (1 or 0) a key tile visits its queries upwards, which is every second one that a thread block takes in a
-    line.
-
-    The first ones, with the most query tiles, start together at the last query tile. Under a causal mask they end one
-    after the other. The one with the last keys ends first, and its thread block takes the longest key tile that is
-    left. So key tiles that go up from their diagonal are at the same query tile at any time, although they start one
-    after the other. They end together at the last query tile, where those of the next round start.
-    """
-    _, lines_here = turn_of(line, lines, _lines_together(tiles), _closing_lines(tiles, group))
-    of_a_round = gl.maximum(programs // lines_here, 1)
-    return tile // of_a_round % 2
-
-
-@gluon.jit
-def rotated_start(begin, end, width, config):
-    """The query tile at which a key tile in a window begins. From there it goes down to `begin`, and on from `end`.
-    `width`: of the window.
-
-    The key tiles of a line that are at work see different queries, each `KEYS` further than the one before. If each
-    went down from its own last query tile, each would be at another query tile, and visit one `KEYS` queries of all
-    heads after the key tile before it did. With many heads that share keys, the L2 cache has dropped it by then. So
-    they begin at a tile whose number is a multiple of the tiles in a window: at any time all that see a query tile are
-    at it. A model of 132 thread blocks and a cache of 35 MB has 1.4 fetches of each tile instead of 29 (16 and 2 heads,
-    32k, a window of 4,096). Equal heads go down, because what they read stays in the cache anyway.
-    """
-    period = gl.maximum((width + config.KEYS + config.M - 1) // config.M, 1)
-    start = (end - 1) // period * period
-    return gl.where(start >= begin, start, end - 1)
-
-
-@gluon.jit
-def shared_progress(counter_ptr, sequence, head_kv, problem):
-    """Where the key tiles of a line say how many query tiles, from the last one down, lie before the one that they are
-    at. It is behind the count of tiles.
-
-    Thread blocks that visit the same queries together read them once from memory. But some multiprocessors are faster,
-    and each key tile takes them further apart, until the L2 cache has dropped for one what another has read. So each
-    key tile begins where another one is. Without a mask that does not matter: behind the first query tile comes the
-    last. A model of 132 thread blocks and a cache of 35 MB has 8 fetches of each tile instead of 142 (64 and 8 heads,
-    32k).
-    """
-    return counter_ptr + 1 + sequence * problem.heads_kv + head_kv
-
-
-@gluon.jit
 def visited_tile(work, tile, config):
     """The query tile of a step that would have `tile` if the key tile went down from the last one.
 
@@ -665,3 +551,221 @@ def adding_tiles(work, tile, problem, config):
         last_key = tile * config.M + config.M - 1 + work.shift + problem.window.right
         last = gl.minimum(last_key // config.KEYS, last)
     return first, last
+
+
+@gluon.constexpr_function
+def _enlargement(dtype, sums_slopes, config):
+    """The factor by which weights are handed on larger. In float16 they lose bits below 2⁻¹⁴, which a sum over all of
+    them shows, as that of slopes, and a small derivative of a score function. Derivatives may be large, too."""
+    if dtype != gl.float16:
+        return 1.0
+    if sums_slopes:
+        return 2.0**14
+    return 2.0**6 if config.FUNCTION_DERIVATIVE and not config.DERIVATIVES_APART else 1.0
+
+
+@gluon.jit
+def modified_scores(s, key, first_query, first_key, head, tables, work, problem, config):
+    """Scores `sᵀ` with what changes them, and what `derivatives_of` takes: the tanh of the soft cap, or if
+    FUNCTION_DERIVATIVE the derivatives. `tables`: what `load_tables` returns."""
+    side = problem.side
+    units = problem.units
+    if units.cap_scale is not None:
+        s = capped(s, units.cap_scale)
+    inner = s
+    if config.SCORE_FUNCTION is not None:
+        query = first_query + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+        s, derivatives = config.SCORE_FUNCTION(
+            s * units.function_scale, work.sequence, work.first_head + head, query[None, :], key[:, None], first_query,
+            first_key, problem.score_change.captured, problem.score_change.sizes, tables.read,
+        )  # fmt: skip
+        if config.FUNCTION_DERIVATIVE:
+            if units.cap_scale is not None:
+                derivatives *= 1.0 - inner * inner
+            inner = derivatives
+    if side.bias is not None:
+        s = add_bias(s, tables.bias, LOG2_E / units.scale_log2)
+    if side.alibi_slopes is not None:
+        slope = load_slope(side, problem.numbers, work.sequence, work.first_head + head, True)
+        shift = distance_shift(work.seq_q, work.seq_k, problem.numbers.origin)
+        near = near_shift(shift, first_query // config.M * config.M, work.keys, config.M)
+        s = lowered_by_distance(s, key, first_query + near, slope * (LOG2_E / units.scale_log2))
+    if side.mask is not None:
+        s = hide_by_mask(s, tables.mask)
+    return s, inner
+
+
+@gluon.jit
+def weights_of(
+    s, lse, positions, first_key, step, kind, tables, part: gl.constexpr, work, config, problem, blocks,
+    MASK: gl.constexpr,
+):  # fmt: skip
+    """`pᵀ` `[64, QUERIES]` of part `part` of a step, and what `derivatives_of` takes. `lse` is still to be subtracted
+    from the products `s`. `kind`: of the tile in the block mask. `tables`: as `load_tables` returns them."""
+    QUERIES: gl.constexpr = config.M // config.PARTS
+    query = step.tile * config.M + part * QUERIES
+    visited = visited_tile(work, step.tile, config) * config.M + part * QUERIES
+    s, inner = modified_scores(s, positions, visited, first_key, step.head, tables, work, problem, config)
+    if config.TILE_K > 0:
+        if kind != FULL:
+            column = step.tile * config.PARTS + part
+            bits = load_bits(blocks, kind, first_key, column, QUERIES, config.TILE_K, config.TILE_Q)
+            s = where_visible(bits, s, float("-inf"))
+    p = gl.exp2(s * problem.units.scale_log2 - lse[None, :])
+    if MASK:
+        if (step.tile < work.full_begin) | (step.tile >= work.full_end):
+            p = mask_probs(p, positions, query, work, problem, config)
+    if problem.side.bias is not None or config.SCORE_FUNCTION is not None:
+        if visited + QUERIES > work.seq_q:
+            p = without_rows_past_end(p, visited, work)
+    if config.FUNCTION_DERIVATIVE:
+        inner = gl.where(p == 0.0, 0.0, inner)  # what a function says of pairs that nobody sees does not count
+    return p, inner
+
+
+@gluon.jit
+def load_tables(
+    first_key, slot, step, part: gl.constexpr, work, bias_tiles, problem, config, WHICH: gl.constexpr
+):  # fmt: skip
+    """The tiles of bias and mask that belong to `sᵀ` of part `part` of a step, whose queries lie in `slot`, and of the
+    `WHICH`-th 64 keys, and what a score function reads for them. `bias_tiles`: those that TMA brought, or None."""
+    QUERIES: gl.constexpr = config.M // config.PARTS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    side = problem.side
+    bias = 0
+    mask = 0
+    if bias_tiles is not None:
+        tile = bias_tiles.index(slot.place * (config.KEYS // ROWS) + WHICH)
+        bias = moved_bias(tile, part * QUERIES, QUERIES, s_layout, True)
+    elif side.bias is not None:
+        bias = _load_table(
+            side.bias, problem.numbers.bias, config.BIAS_COLUMN, first_key, step, part, work, config, 0.0
+        )
+    if side.mask is not None:
+        mask = _load_table(side.mask, problem.numbers.mask, config.MASK_COLUMN, first_key, step, part, work, config, 0)
+    read = 0
+    if config.SCORE_READS is not None:
+        first_query = visited_tile(work, step.tile, config) * config.M + part * QUERIES
+        query = first_query + gl.arange(0, QUERIES, gl.SliceLayout(0, s_layout))
+        key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+        read = config.SCORE_READS(
+            work.sequence, work.first_head + step.head, query[None, :], key[:, None], first_query, first_key,
+            problem.score_change.captured, problem.score_change.sizes,
+        )  # fmt: skip
+    return TableTiles(bias, mask, read)
+
+
+@gluon.jit
+def _load_table(
+    pointer, numbers, STRIDE_COLUMN: gl.constexpr, first_key, step, part: gl.constexpr, work, config,
+    OTHER: gl.constexpr,
+):  # fmt: skip
+    QUERIES: gl.constexpr = config.M // config.PARTS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    query = visited_tile(work, step.tile, config) * config.M + part * QUERIES
+    first = table_of_head(pointer, numbers, work.sequence, work.first_head + step.head)
+    return load_table(first, numbers, STRIDE_COLUMN, query, first_key, QUERIES, ROWS, s_layout, OTHER, True)
+
+
+@gluon.jit
+def dropout_of(head, work, problem):
+    """The `HeadDropout` of a head, counted from the first of the group; 0 without dropout."""
+    dropout = 0
+    if problem.side.dropout_seed is not None:
+        heads = problem.heads_kv * work.group
+        dropout = dropout_of_head(problem.side, problem.numbers, work.sequence, work.first_head + head, heads)
+    return dropout
+
+
+@gluon.jit
+def dropout_of_step(dropout, step, work, problem, config):
+    """The same of a step, from that of the step before. Its words take ten rounds of Philox, one after another, as long
+    as a product. So they are computed anew only where several heads visit the keys, and while a product is in flight.
+    Beside a score function there are no registers to keep them in."""
+    if problem.side.dropout_seed is not None:
+        if config.SCORE_FUNCTION is not None:
+            dropout = dropout_of(step.head, work, problem)
+        elif work.group > 1:
+            dropout = dropout_of(step.head, work, problem)
+    return dropout
+
+
+@gluon.jit
+def with_dropout(p, dropout, first_key, step, part: gl.constexpr, work, config, problem):
+    """The weights for dv, and what is a factor of the scores' gradients (`signed_by_dropout`). `dropout`: of the step's
+    head (`dropout_of`)."""
+    weights = p
+    if problem.side.dropout_seed is not None:
+        query = visited_tile(work, step.tile, config) * config.M + part * (config.M // config.PARTS)
+        weights, p = signed_by_dropout(p, dropout, query, first_key)
+    return weights, p
+
+
+@gluon.jit
+def without_rows_past_end(p, first_query, work):
+    """`pᵀ` `[keys, queries]`, 0 for queries past the end, to which a table may say anything."""
+    query = first_query + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))
+    return gl.where((query < work.seq_q)[None, :], p, 0.0)
+
+
+@gluon.jit
+def gradient_factors(p, inner, probs, problem, config):
+    """The factors of `dpᵀ - delta` in 16 bits: `pᵀ`, or with a soft cap or a function `pᵀ · derivatives_of(inner)`. If
+    DERIVATIVES_APART the second factor is no part of them. `probs`: the weights for dv, rounded."""
+    LARGER: gl.constexpr = _enlargement(probs.dtype, problem.slope_sums_ptr is not None, config)
+    factors = probs
+    if config.DERIVATIVES and not config.DERIVATIVES_APART:
+        factors = pack(p * derivatives_of(inner, config) * LARGER, probs.dtype)
+    elif LARGER > 1 or problem.side.dropout_seed is not None:
+        factors = pack(p * LARGER, probs.dtype)
+    return factors
+
+
+@gluon.jit
+def derivatives_of(inner, config):
+    """The derivatives of scores by products, without the scale. `inner`: as `modified_scores` returns it."""
+    if not config.FUNCTION_DERIVATIVE:
+        inner = 1.0 - inner * inner
+    return inner
+
+
+@gluon.jit
+def signed_by_dropout(p, dropout, first_query, first_key):
+    """The weights `pᵀ` that dropout keeps, which it does not scale yet, and all weights, with a minus before those that
+    it drops. So which these are takes no registers."""
+    layout: gl.constexpr = p.type.layout
+    kept = kept_weights(dropout, first_query, first_key, p.shape[1], p.shape[0], layout, True)
+    return gl.where(kept, p, 0.0), gl.where(kept, p, -p)
+
+
+@gluon.jit
+def score_gradients(factors, dp, delta, dtype: gl.constexpr, problem, config):
+    """`dsᵀ` from `dpᵀ` and the factors of `dpᵀ - delta`: weights, with a minus before those that dropout drops.
+    `dtype`: in which the factors were handed on."""
+    factors *= 1.0 / _enlargement(dtype, problem.slope_sums_ptr is not None, config)
+    if problem.side.dropout_seed is not None:
+        kept = gl.where(factors > 0.0, dp * problem.numbers.dropout.scale, 0.0)
+        ds = gl.abs(factors) * (kept - delta[None, :])
+    else:
+        ds = factors * (dp - delta[None, :])
+    return ds
+
+
+@gluon.jit
+def add_to_slope_sums(ds, positions, step, part: gl.constexpr, work, config, problem):
+    """Adds to minus the gradient of a head's slope what part `part` of a step gives to each key: the sum over queries
+    of `dsᵀ · |distance|`. Nobody else adds to these keys of this head, and a thread's additions keep their order. So
+    the sums are the same whenever the steps are."""
+    QUERIES: gl.constexpr = config.M // config.PARTS
+    query = visited_tile(work, step.tile, config) * config.M + part * QUERIES
+    diagonal = distance_shift(work.seq_q, work.seq_k, problem.numbers.origin)
+    # If a compiler saw that these are the distances of the scores, it would keep them in registers meanwhile.
+    eights, distance = in_eights_and_distances(ds, positions, query + diagonal + hidden_zero(step.tile))
+    sums = gl.sum(gl.sum(eights * gl.abs(distance), 1), 1)
+    key = gl.convert_layout(positions, sums.type.layout)
+    row = (work.first_head + step.head).to(gl.int64) * problem.rows_k
+    if config.PACKED:
+        row += work.begin_k
+    else:
+        row += (work.sequence * (problem.heads_kv * problem.group)).to(gl.int64) * problem.rows_k
+    gl.atomic_add(problem.slope_sums_ptr + row + key, sums, mask=key < work.seq_k, sem="relaxed")

@@ -37,23 +37,21 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     start_transposed,
     subtract_statistic,
 )
-from flashtile.ops.attention.hopper.backward_scores import (
+from flashtile.ops.attention.hopper.backward_tiles import (
+    KernelConfig,
+    KeyTile,
+    Step,
     dropout_of,
+    listed_step,
     load_tables,
     score_gradients,
     weights_of,
     with_dropout,
+    work_of,
 )
-from flashtile.ops.attention.hopper.backward_tiles import KernelConfig, KeyTile, Step, listed_step, work_of
-from flashtile.ops.attention.hopper.blocks import (
-    EMPTY,
-    FULL,
-    BlockLists,
-    kind_of_tile,
-    line_entries,
-    make_tile_info,
-)
-from flashtile.ops.attention.hopper.pieces import (
+from flashtile.ops.attention.hopper.blocks import EMPTY, FULL, BlockLists, kind_of_tile, line_entries, make_tile_info
+from flashtile.ops.attention.hopper.modifiers import MovedBias, bias_bytes, make_bias_tiles, move_bias
+from flashtile.ops.attention.hopper.primitives import (
     Chunks,
     Slot,
     barriers,
@@ -62,9 +60,8 @@ from flashtile.ops.attention.hopper.pieces import (
     make_tile_queue,
     publish_tile,
     receive_tile,
-    sequence_rows,
 )
-from flashtile.ops.attention.hopper.tables import MovedBias, bias_bytes, make_bias_tiles, move_bias
+from flashtile.ops.attention.hopper.schedule import sequence_rows
 
 
 class BiasTile(NamedTuple):

@@ -10,7 +10,7 @@ are TILE_Q × TILE_K, multiples of the kernels' tiles. Both are 0 where there is
 from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import gl, gluon
-from flashtile.ops.attention.hopper.pieces import M, number_places, read_number, write_number
+from flashtile.ops.attention.hopper.primitives import M, number_places, read_number, write_number
 
 #: As in `flashtile.ops.attention.tile_lists`.
 FULL = gl.constexpr(-1)
@@ -34,33 +34,6 @@ class BlockLists(NamedTuple):
 def _first_line(blocks, sequence, head):
     """The first line of a head, among the lines of all heads."""
     return sequence * blocks.numbers.stride_batch + head * blocks.numbers.stride_head
-
-
-@gluon.jit
-def longest_line_first(blocks, number, sequence, head, OWN: gl.constexpr, TILE: gl.constexpr):
-    """The tile of `OWN` rows that comes `number`-th from behind, in a head whose lines are `TILE` rows."""
-    first = blocks.lists_ptr + blocks.numbers.order + _first_line(blocks, sequence, head)
-    line = gl.load(first + number // (TILE // OWN))
-    return line * (TILE // OWN) + number % (TILE // OWN)
-
-
-@gluon.jit
-def column_in_order(number, tiles, lines, together, FIRST: gl.constexpr):
-    """The `number`-th key tile of the backward, and its line.
-
-    First the `FIRST` tiles of all lines: tokens that all others see usually stand first, and such a column, walked at
-    the end, would be waited for. Then those of `together` lines at a time: columns with gaps do not walk side by side,
-    and their queries should stay in the L2 cache.
-    """
-    others = gl.maximum(tiles - FIRST, 1)
-    number_of_others = gl.maximum(number - FIRST * lines, 0)
-    first_line = number_of_others // (together * others) * together
-    lines_here = gl.minimum(together, lines - first_line)
-    within = number_of_others % (together * others)
-    is_first = number < FIRST * lines
-    tile = gl.where(is_first, number // lines, FIRST + within // lines_here)
-    line = gl.where(is_first, number % lines, first_line + within % lines_here)
-    return tile, line
 
 
 @gluon.jit

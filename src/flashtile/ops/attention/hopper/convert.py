@@ -15,7 +15,7 @@ from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.gluon import gl, gluon
 from flashtile._backends.launch import int32, pointer_to, strides_of
 from flashtile._backends.pipeline import Kernel
-from flashtile.ops.attention.hopper.pieces import pack
+from flashtile.ops.attention.hopper.primitives import pack
 from flashtile.ops.common.checks import check_programs
 
 #: The parts of a number, in the order in which they lie in a row.

@@ -13,17 +13,10 @@ Formulas, roles and walks are those of `wide_backward`. Otherwise:
 
 from typing import Any, NamedTuple
 
-from flashtile._backends.gluon import (
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from flashtile.ops.attention.hopper.backward_pieces import DELTA, LSE, ROWS
 from flashtile.ops.attention.hopper.convert import HIGH, LOW, MIDDLE, PARTS, parts_of, without_nan
-from flashtile.ops.attention.hopper.pieces import (
+from flashtile.ops.attention.hopper.primitives import (
     Chunks,
     HeadRows,
     Slot,

@@ -1,8 +1,8 @@
 """Backward kernels for Hopper of float32: dv, and dk or dq, in products of bfloat16.
 
-Operands come and are multiplied in parts (`float32_streams`); weights and gradients of scores pass from one warpgroup
+Operands come and are multiplied in parts (`float32_forward`); weights and gradients of scores pass from one warpgroup
 to the other in float32. Formulas and walks are those of `wide_backward`, and so are the roles of dk and dq. In dv two
-warpgroups share 64 keys (`float32_shares`). Gradients are stored out of registers.
+warpgroups share 64 keys (`float32_forward`). Gradients are stored out of registers.
 """
 
 from typing import Any, NamedTuple
@@ -11,30 +11,22 @@ from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier
 from flashtile.ops.attention.hopper.backward_pieces import DELTA, LSE, ROWS
 from flashtile.ops.attention.hopper.convert import PARTS
 from flashtile.ops.attention.hopper.float32_backward import store_sums
-from flashtile.ops.attention.hopper.float32_shares import (
+from flashtile.ops.attention.hopper.float32_forward import (
     SHARERS,
-    chunks_of,
-    first_of_result,
-    load_share,
-    make_partial_scores,
-    make_rings,
-    scores_of_step,
-    staying_of,
-)
-from flashtile.ops.attention.hopper.float32_streams import (
     Loads,
     acquire_staying,
     add_products,
+    chunks_of,
+    first_of_result,
     load_operands,
+    load_share,
+    make_partial_scores,
+    make_rings,
     product_of_rows,
+    scores_of_step,
+    staying_of,
 )
-from flashtile.ops.attention.hopper.pieces import (
-    Chunks,
-    barriers,
-    make_ring,
-    matrix_layout,
-    product_layout,
-)
+from flashtile.ops.attention.hopper.primitives import Chunks, barriers, make_ring, matrix_layout, product_layout
 from flashtile.ops.attention.hopper.wide_backward import (
     CHUNK,
     Exchange,

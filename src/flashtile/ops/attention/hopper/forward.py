@@ -8,7 +8,7 @@ A thread block stays on its multiprocessor and takes one tile of query rows afte
   these rows see, `attend` is the loop over them, and `store_statistics` and `store_epilogue` write lse and out.
 
 They wait for one another only through the rings and the queue. Per key tile, with `c = scale · log2(e)` (letters as in
-`pieces`), a consumer computes an online softmax::
+`primitives`), a consumer computes an online softmax::
 
     s = q kᵀ               [M, N]
     p = exp2(c·s - r)      [M, N]
@@ -29,13 +29,7 @@ turns; Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018
 
 from typing import Any, NamedTuple
 
-from flashtile._backends.gluon import (
-    aggregate,
-    fence_async_shared,
-    gl,
-    gluon,
-    tma_store_wait,
-)
+from flashtile._backends.gluon import aggregate, fence_async_shared, gl, gluon, tma_store_wait
 from flashtile._backends.launch import int32
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.parameters import SideParameters, window_parameters
@@ -49,73 +43,79 @@ from flashtile.ops.attention.hopper.blocks import (
     listed_line,
     listed_tile,
     load_bits,
-    longest_line_first,
     make_tile_info,
     read_tile_info,
     write_tile_info,
 )
-from flashtile.ops.attention.hopper.forward_epilogue import Output, make_out_tiles, store_epilogue, store_statistics
-from flashtile.ops.attention.hopper.forward_scores import (
+from flashtile.ops.attention.hopper.forward_softmax import (
     FunctionInputs,
     HeadModifiers,
+    Output,
+    Softmax,
     cap_scale_of_head,
     drop_weights,
+    first_reference,
     forward_dropout,
+    largest_weights,
     load_table_tiles,
+    make_out_tiles,
     modify_scores,
+    query_operand,
     scale_of_head,
     score_factor,
     slope_of_head,
-)
-from flashtile.ops.attention.hopper.forward_softmax import (
-    Softmax,
-    first_reference,
-    largest_weights,
-    query_operand,
     start_scores,
     start_values,
+    store_epilogue,
+    store_statistics,
     wait_scores,
     wait_values,
     weights_by_maxima,
     weights_by_sums,
 )
+from flashtile.ops.attention.hopper.modifiers import (
+    MovedBias,
+    bias_bytes,
+    distance_shift,
+    last_shown,
+    make_bias_tiles,
+    move_bias,
+    near_shift,
+    table_of_head,
+)
 from flashtile.ops.attention.hopper.parameters import key_rows_apart, score_units
-from flashtile.ops.attention.hopper.pieces import (
-    PAIRS_TOGETHER,
+from flashtile.ops.attention.hopper.primitives import (
     WARPGROUP,
     Chunks,
     HeadRows,
     KeyTileRange,
-    LocatedTile,
     M,
     Slot,
     barriers,
-    closing_lines,
+    begin_turn,
     consumer_key_tiles,
     declare_flag,
-    finish_numbers,
+    end_turn,
     hidden_zero,
     key_tile_ranges,
-    locate_tile,
     make_ring,
     make_tile_queue,
-    next_number,
     pack,
     product_layout,
     publish_tile,
     receive_tile,
     row_maximum,
     row_sums,
-    tile_in_order,
 )
-from flashtile.ops.attention.hopper.scores import distance_shift, near_shift
-from flashtile.ops.attention.hopper.tables import (
-    MovedBias,
-    bias_bytes,
-    last_shown,
-    make_bias_tiles,
-    move_bias,
-    table_of_head,
+from flashtile.ops.attention.hopper.schedule import (
+    PAIRS_TOGETHER,
+    LocatedTile,
+    closing_lines,
+    finish_numbers,
+    locate_tile,
+    longest_line_first,
+    next_number,
+    tile_in_order,
 )
 
 
@@ -710,25 +710,6 @@ def skip_key_tiles(count, key_tiles, rings, config, WHICH: gl.constexpr):
             begin_turn(WHICH)
             end_turn(WHICH, config.CONSUMERS)
     return key_tiles
-
-
-@gluon.jit
-def begin_turn(WHICH: gl.constexpr):
-    """Waits until the consumer before this one has started its products. Every consumer has as many turns."""
-    gl.inline_asm_elementwise(_named_barrier("sync", WHICH), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def end_turn(WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
-    """The consumer after this one may start."""
-    NEXT: gl.constexpr = (WHICH + 1) % CONSUMERS
-    gl.inline_asm_elementwise(_named_barrier("arrive", NEXT), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.constexpr_function
-def _named_barrier(action, consumer):
-    """PTX of the barrier of a consumer and the one before it. Triton counts its own barriers from 0."""
-    return f"barrier.cta.{action}.aligned {8 + consumer}, 256; mov.b32 $0, 0;"
 
 
 # The loop over key tiles

@@ -1,4 +1,5 @@
-"""The consumers' arithmetic in the Hopper forward: products, and an online softmax whose references rarely move.
+"""The consumers' arithmetic in the Hopper forward: products, what changes scores, an online softmax whose references
+rarely move, and the epilogue.
 
 The reference `r` `[M]` cancels out of `o / l`. It only keeps powers of two within range, so it need not follow the
 running maximum of a row. It moves when weights would leave the range of their dtype, and then `o` and `l` are rescaled.
@@ -14,20 +15,60 @@ score is larger by 15 in log2. The loop compares the maximum of each tile before
 Whether a reference moves is decided for each row by its own scores. So the bits of a row do not depend on other rows. A
 warp that has nothing to raise does not wait for one that has.
 
-FlashAttention-4 rescales lazily too, at a threshold of 8. Letters are those of `pieces` and `forward`.
+FlashAttention-4 rescales lazily too, at a threshold of 8.
+
+What changes scores and weights is applied in this order, each an object that `modifiers` or `blocks` has:
+
+- once for a tile of queries, what belongs to its head (`consume_tile` in `forward`);
+- for each key tile, before the wait for the product: `load_table_tiles`, so that their latency passes meanwhile;
+- after the wait: `modify_scores`, and after the exponentials and row sums `drop_weights`.
+
+The epilogue stores lse, with the sink of a head where there is one, and out. Letters are those of `primitives` and
+`forward`.
 """
 
 from typing import Any, NamedTuple
 
-from flashtile._backends.gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
-from flashtile.ops.attention.hopper.forward_scores import drop_weights
-from flashtile.ops.attention.hopper.pieces import (
+from flashtile._backends.gluon import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashtile.ops.attention.hopper.blocks import FULL, where_visible
+from flashtile.ops.attention.hopper.modifiers import (
+    LEAST_UNIT,
+    LOG2_E,
+    TableTiles,
+    add_bias,
+    capped,
+    dropout_of_head,
+    hide_by_mask,
+    kept_weights,
+    load_descale,
+    load_slope,
+    load_table,
+    lowered_by_distance,
+    moved_bias,
+    raised_to_near,
+)
+from flashtile.ops.attention.hopper.primitives import (
+    LN_2,
     Chunks,
     M,
     any_above,
+    coordinates,
     join_columns,
+    mask_scores,
+    matrix,
     pack,
     pin_before_wait,
+    release,
     row_maxima,
     row_maximum,
     row_sums,
@@ -289,3 +330,303 @@ def larger(one, other, config):
     if config.MAX_SCORES:
         one = gl.maximum(one, other)
     return one
+
+
+class HeadModifiers(NamedTuple):
+    """What changes the scores of one head of one sequence.
+
+    Attributes:
+        numbers: `parameters.SideNumbers`.
+        scale_log2, cap_scale: `scores.ScoreUnits`, with the factors of 8-bit inputs.
+        slope: of ALiBi, in units of scores; None without.
+        bias, mask: pointers (`tables.table_of_head`); None without.
+        dropout: `dropout.HeadDropout`; None without.
+        function: `FunctionInputs`.
+    """
+
+    numbers: Any
+    scale_log2: Any
+    cap_scale: Any
+    slope: Any
+    bias: Any
+    mask: Any
+    dropout: Any
+    function: Any
+
+
+class FunctionInputs(NamedTuple):
+    """The inputs of a score function; without one nobody reads them. `scale`: `function_scale` of `scores.ScoreUnits`.
+    `captured`, `sizes`: addresses and sizes of the tensors; None without any."""
+
+    scale: Any
+    sequence: Any
+    head: Any
+    captured: Any
+    sizes: Any
+
+
+@gluon.jit
+def score_factor(problem, sequence, head, exists, config):
+    """The factor of the scores of a head of 8-bit inputs; None for others."""
+    factor = None
+    if config.EIGHT_BITS:
+        side = problem.side
+        descales = problem.numbers.descales
+        factor = load_descale(side.descale_q, descales.q, descales.group, sequence, head, exists)
+        factor *= load_descale(side.descale_k, descales.k, descales.group, sequence, head, exists)
+    return factor
+
+
+@gluon.jit
+def cap_scale_of_head(units, factor):
+    """The `cap_scale` of a head; None without a soft cap."""
+    cap_scale = units.cap_scale
+    if factor is not None and units.cap_scale is not None:
+        cap_scale = units.cap_scale * factor
+    return cap_scale
+
+
+@gluon.jit
+def scale_of_head(units, factor):
+    """The `scale_log2` of a head."""
+    unit = units.scale_log2
+    if factor is not None and units.cap_scale is None:
+        unit = units.scale_log2 * factor
+        unit = gl.where(gl.abs(unit) < LEAST_UNIT, LEAST_UNIT, unit)
+    return unit
+
+
+@gluon.jit
+def slope_of_head(problem, sequence, head, unit, exists):
+    """ALiBi's slope of a head, in units of its scores; None without ALiBi."""
+    slope = None
+    if problem.side.alibi_slopes is not None:
+        slope = load_slope(problem.side, problem.numbers, sequence, head, exists) * (LOG2_E / unit)
+    return slope
+
+
+@gluon.jit
+def forward_dropout(problem, sequence, head):
+    """The `HeadDropout` of a head; None without dropout."""
+    dropout = None
+    if problem.side.dropout_seed is not None:
+        dropout = dropout_of_head(problem.side, problem.numbers, sequence, head, problem.heads)
+    return dropout
+
+
+@gluon.jit
+def function_scores(s, first_key, read, function, view, config):
+    """The scores of the user's function, from scores `[M, N]` without the factor of the exponential and from its
+    reads."""
+    key = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    return config.SCORE_FUNCTION(
+        s * function.scale, function.sequence, function.head, view.row[:, None], key[None, :], view.first, first_key,
+        function.captured, function.sizes, read,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_table_tiles(n, slot, modifiers, view, rings, config, layout: gl.constexpr, WHICH: gl.constexpr):
+    """The tiles of the tables that belong to the `n`-th key tile, which lies in `slot`, in the layout of scores, and
+    what a score function reads for it."""
+    N: gl.constexpr = rings.k.ROWS
+    bias = 0
+    mask = 0
+    if rings.bias is not None:
+        bias = moved_bias(rings.bias.index(slot.place * config.CONSUMERS + WHICH), 0, M, layout, False)
+    elif modifiers.bias is not None:
+        # Past the end of the table NaN, so that too small a table is seen; rows past those of q count for nothing.
+        bias = load_table(
+            modifiers.bias, modifiers.numbers.bias, config.BIAS_COLUMN, view.first, n * N, M, N, layout, float("nan"),
+            False,
+        )  # fmt: skip
+    if modifiers.mask is not None:
+        mask = load_table(
+            modifiers.mask, modifiers.numbers.mask, config.MASK_COLUMN, view.first, n * N, M, N, layout, 0, False
+        )
+    read = 0
+    if config.SCORE_READS is not None:
+        function = modifiers.function
+        first_key = n * N
+        key = first_key + gl.arange(0, N, gl.SliceLayout(0, layout))
+        read = config.SCORE_READS(
+            function.sequence, function.head, view.row[:, None], key[None, :], view.first, first_key, function.captured,
+            function.sizes,
+        )  # fmt: skip
+    return TableTiles(bias, mask, read)
+
+
+@gluon.jit
+def modify_scores(s, n, kind, bits, tables, modifiers, view, MAY_CUT: gl.constexpr, config):
+    """Scores `[M, N]` of the `n`-th key tile with what changes them, and -inf where a row does not see the key."""
+    first_key = n * s.shape[1]
+    if modifiers.cap_scale is not None:
+        s = capped(s, modifiers.cap_scale)
+    if config.SCORE_FUNCTION is not None:
+        s = function_scores(s, first_key, tables.read, modifiers.function, view, config)
+    if modifiers.bias is not None:
+        s = add_bias(s, tables.bias, LOG2_E / modifiers.scale_log2)
+    if modifiers.slope is not None:
+        s = lowered_by_distance(s, view.row + view.near_shift, first_key, modifiers.slope)
+    if modifiers.mask is not None:
+        s = hide_by_mask(s, tables.mask)
+    if config.TILE_Q > 0:
+        if kind != FULL:
+            s = where_visible(bits, s, float("-inf"))
+    if MAY_CUT:
+        if (n < view.tiles.full_begin) | (n >= view.tiles.full_end):
+            s = mask_scores(
+                s, view.row, n * s.shape[1], view.shift, view.keys, view.window_left, view.window_right,
+                config.HAS_LEFT, config.HAS_RIGHT,
+            )  # fmt: skip
+    return s
+
+
+@gluon.jit
+def drop_weights(probs, n, modifiers, view):
+    """Weights `[M, N]` of the `n`-th key tile, 0 where dropout drops them. What is kept is not scaled here, but once
+    with the division by the row sums."""
+    if modifiers.dropout is not None:
+        N: gl.constexpr = probs.shape[1]
+        layout: gl.constexpr = probs.type.layout
+        kept = kept_weights(modifiers.dropout, view.first, n * N, M, N, layout, False)
+        probs = gl.where(kept, probs, 0.0)
+    return probs
+
+
+class Output(NamedTuple):
+    """Where results go: `tiles` in shared memory on their way out, as `Chunks`, which consumers that share one use in
+    turn (`free`), or None where out leaves through the place of the queries; `descriptors` of out; lse; and the largest
+    scores, or None."""
+
+    tiles: Any
+    free: Any
+    descriptors: Any
+    lse_ptr: Any
+    max_scores_ptr: Any
+
+
+@gluon.jit
+def make_out_tiles(descriptors, config):
+    """Room in shared memory for out on its way to device memory: for each consumer, or for one after the other."""
+    desc = descriptors.main
+    tail_desc = descriptors.tail
+    main = gl.allocate_shared_memory(desc.dtype, [config.OUT_PLACES] + desc.block_shape, desc.layout)
+    tail = main
+    if tail_desc is not None:
+        tail = gl.allocate_shared_memory(desc.dtype, [config.OUT_PLACES] + tail_desc.block_shape, tail_desc.layout)
+    return Chunks(main, tail)
+
+
+@gluon.jit
+def store_statistics(softmax, rows, view, part, problem, output, config):
+    """Stores lse, and the largest scores if they are asked for, with the first part of the values. Returns what `o` is
+    to be multiplied by."""
+    row = view.row
+    row_sum = gl.convert_layout(gl.sum(softmax.row_sum, 1), row.type.layout)
+    reference = softmax.reference
+    own = 1.0
+    side = problem.side
+    slope = None
+    if side.alibi_slopes is not None:
+        slope = load_slope(side, problem.numbers, rows.sequence, rows.head, rows.sequence < problem.batch)
+    if side.sinks is not None:
+        sink = _raised_to_near(load_sink(side.sinks, rows, problem.batch), slope, view, 1)
+        row_sum, reference, own = join_sink(row_sum, reference, sink)
+    if config.EIGHT_BITS:
+        descales = problem.numbers.descales
+        exists = rows.sequence < problem.batch
+        own *= load_descale(side.descale_v, descales.v, descales.group, rows.sequence, rows.head, exists)
+    inverse = gl.where(row_sum == 0.0, 0.0, own / row_sum)
+    if side.dropout_seed is not None:
+        inverse *= problem.numbers.dropout.scale
+    lse = gl.where(row_sum == 0.0, float("-inf"), reference * LN_2 + gl.log(row_sum))
+    lse = _raised_to_near(lse, slope, view, -1)
+    if config.PACKED:
+        offset = rows.head.to(gl.int64) * problem.rows_q + rows.begin
+    else:
+        offset = (rows.sequence.to(gl.int64) * problem.heads + rows.head) * problem.rows_q
+    stored = row < rows.length
+    if config.VALUE_PARTS > 1:
+        stored &= part == 0
+    gl.store(output.lse_ptr + offset + row, lse, mask=stored)
+    if config.MAX_SCORES:
+        largest = gl.convert_layout(gl.max(softmax.largest, 1), row.type.layout)
+        score = _raised_to_near(softmax.reference * LN_2 + gl.log(largest), slope, view, -1)
+        gl.store(output.max_scores_ptr + offset + row, score, mask=stored)
+    return inverse
+
+
+@gluon.jit
+def _raised_to_near(statistic, slope, view, SIGN: gl.constexpr):
+    """`raised_to_near` of a tile's rows; without ALiBi (`slope` is None) what it is given."""
+    if slope is not None:
+        statistic = raised_to_near(statistic, slope, view.distance_shift, view.near_shift, SIGN)
+    return statistic
+
+
+@gluon.jit
+def load_sink(sinks_ptr, rows, batch):
+    """The sink of a head. The rows past the end of a packed call (sequence number `batch`) have none."""
+    return gl.load(sinks_ptr + rows.head, mask=rows.sequence < batch, other=float("-inf"))
+
+
+@gluon.jit
+def join_sink(row_sum, reference, sink):
+    """Row sums and maxima with the sink among them, and the factor that leads from a row's old unit to the new one."""
+    sink *= LOG2_E
+    seen = gl.where(row_sum == 0.0, float("-inf"), reference)
+    top = finite(gl.maximum(seen, sink))
+    own = gl.exp2(seen - top)
+    return row_sum * own + gl.exp2(sink - top), top, own
+
+
+@gluon.jit
+def finite(m):
+    """The maximum of a row, 0 instead of -inf where it has seen nothing: a difference to -inf would be NaN."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def store_epilogue(
+    out, inverse, rows, first, column, tiles_received, rings, q_slot, output, config, WHICH: gl.constexpr
+):  # fmt: skip
+    """Divides 64 rows by their sums and starts the store, from `column` on: through the consumer's place in shared
+    memory, through the one that all share, each in its turn, or through that of its queries, which this releases. Rows
+    past the end are not written."""
+    PLACE: gl.constexpr = WHICH if config.OUT_PLACES > 1 else 0
+    SHARED: gl.constexpr = config.OUT_PLACES == 1 and config.CONSUMERS > 1
+    q = rings.q
+    v = rings.v
+    if SHARED:
+        # The consumer before this one has stored this tile; the first waits for the last one and the tile before.
+        mbarrier.wait(output.free.index(WHICH), ((tiles_received - 1) & 1) ^ (1 if WHICH == 0 else 0))
+    if config.OUT_PLACES == 0:
+        main = as_box(q.tiles.index(q_slot.place), output.descriptors.main)
+        tail = main
+        if v.TAIL > 0:
+            tail = as_box(q.tail.index(q_slot.place), output.descriptors.tail)
+    else:
+        main = output.tiles.main.index(PLACE)
+        tail = output.tiles.tail.index(PLACE)
+    out = scale_rows(out, inverse, v)
+    tma_store_wait(0)  # until the tile before has been read from there
+    matrix(main, M, v.WIDTH).store(out.main.to(main.dtype))
+    if v.TAIL > 0:
+        matrix(tail, M, v.TAIL).store(out.tail.to(main.dtype))
+    fence_async_shared()
+    tma_store(output.descriptors.main, coordinates(rows, first, column, config.PACKED), main)
+    if v.TAIL > 0:
+        tma_store(output.descriptors.tail, coordinates(rows, first, column + v.WIDTH, config.PACKED), tail)
+    if SHARED:
+        tma_store_wait(0)
+        release(output.free.index((WHICH + 1) % config.CONSUMERS))
+    if config.OUT_PLACES == 0:
+        tma_store_wait(0)
+        q.release(q_slot)
+
+
+@gluon.jit
+def as_box(tile, desc):
+    """The beginning of a tile as a place for what a descriptor moves at a time."""
+    return reinterpret(tile, desc.dtype, desc.block_shape, desc.layout)

@@ -8,7 +8,7 @@ from flashtile._backends.launch import Parameter, float32, int32
 from flashtile._backends.tma import TensorLayout, packed_layout
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.parameters import SideParameters, side_parameters
-from flashtile.ops.attention.hopper.scores import ScoreUnits
+from flashtile.ops.attention.hopper.modifiers import ScoreUnits
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 LOG2_E = 1.4426950408889634

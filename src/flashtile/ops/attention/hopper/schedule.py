@@ -1,14 +1,13 @@
-"""How the work of the Hopper backward is divided among thread blocks, and in what order they do it, for the host.
+"""Which tile a thread block of the Hopper kernels takes next, and how the backward's work is divided: host and device.
 
-A key tile visits the query tiles of the heads that share it: its *walk*. `backward_tiles` does on the GPU what is
-decided here.
+The forward takes query tiles, the backward key tiles. A key tile visits the query tiles of the heads that share it: its
+*walk*. The host chooses how walks are divided and in what order they go (`BackwardSchedule`); the device functions
+behind it compute the places of tiles. Letters as in `primitives`.
 """
 
-from __future__ import annotations
+from typing import Any, NamedTuple
 
-from typing import NamedTuple
-
-from flashtile._backends.gluon import SUMS_PASS_LOOPS
+from flashtile._backends.gluon import SUMS_PASS_LOOPS, gl, gluon
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.schedule import longest_walk, parts_of_walks, shares_of_heads
 from flashtile.ops.attention.hopper.backward_configs import (
@@ -17,10 +16,333 @@ from flashtile.ops.attention.hopper.backward_configs import (
     backward_config_of,
     ends_of_dq,
 )
-from flashtile.ops.attention.hopper.backward_tiles import TILES_AT_ONCE, TILES_TOGETHER, Loops
+from flashtile.ops.attention.hopper.blocks import _first_line
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
 from flashtile.ops.attention.hopper.parameters import is_covered, whole_sizes
-from flashtile.ops.attention.hopper.pieces import PAIRS_TOGETHER, TILES_AT_THE_END
+
+#: (batch, head) pairs whose tiles run side by side: few enough that their keys and values stay in the L2 cache.
+PAIRS_TOGETHER = gl.constexpr(8)
+
+#: Tiles that end a call, longest first: about twice as many as run at once.
+TILES_AT_THE_END = gl.constexpr(256)
+
+
+@gluon.jit
+def tile_in_order(number, tiles, lines, together, closing, UNEVEN: gl.constexpr):
+    """Which tile of which line the `number`-th is.
+
+    Where a mask makes tiles uneven, those with the most keys (the last of a line) come first, so that the short ones
+    fill up the end; those of lines that take turns together (`turn_of`), their heads fastest, so that they share keys
+    in the L2 cache.
+    """
+    if UNEVEN:
+        first_line, lines_here = turn_of(number // tiles, lines, together, closing)
+        within = number - first_line * tiles
+        tile = tiles - 1 - within // lines_here
+        line = first_line + within % lines_here
+    else:
+        tile = number % tiles
+        line = number // tiles
+    return tile, line
+
+
+@gluon.jit
+def turn_of(line, lines, together, closing):
+    """The first of the lines that take turns with `line`, and how many they are: `together`, the last ones `closing`
+    or a few more."""
+    last = gl.maximum(lines - closing, 0) // together * together
+    first = gl.minimum(line // together * together, last)
+    return first, gl.where(first < last, together, lines - last)
+
+
+@gluon.jit
+def closing_lines(tiles):
+    """How many lines of so many tiles take turns at the end of a call at least: so many that their short tiles suffice
+    to keep all programs at work until the end. A model of 132 programs, causal, is busy for 0.96 of its time with 32
+    lines of 8 tiles, and for 0.69 if 8 lines take turns; with 512 lines of 4 for 0.99 and 0.95."""
+    return gl.maximum(TILES_AT_THE_END // tiles, 1)
+
+
+@gluon.jit
+def find_sequence(cu_seqlens_ptr, slot, batch, ROWS: gl.constexpr):
+    """The sequence that a slot of a packed line belongs to: the last `b` for which `cu_seqlens[b] // ROWS + b <= slot`.
+
+    Always as many slots as a sequence has tiles, or one more; `total // ROWS + batch + 1` slots hold every tile of any
+    lengths. Rows past `cu_seqlens[batch]` are sequence number `batch`, which has no keys. By halving: a producer is
+    one warp with few registers, and after the first call the lengths are in its cache.
+    """
+    low = 0
+    high = batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        row = gl.load(cu_seqlens_ptr + middle).to(gl.int32)
+        if row // ROWS + middle <= slot:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@gluon.jit
+def sequence_rows(cu_seqlens_ptr, sequence, batch, total):
+    """First row and number of rows of a sequence of a packed call; sequence `batch` is the rest of the rows."""
+    begin = gl.load(cu_seqlens_ptr + sequence).to(gl.int32)
+    end = gl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < batch, other=total).to(gl.int32)
+    return begin, end - begin
+
+
+class LocatedTile(NamedTuple):
+    """Where a tile lies: sequence, head, its first row in the sequence (at or past the length: an empty slot), and
+    where the sequence begins and how long it is, in the tensor that the tiles divide and in the other one."""
+
+    sequence: Any
+    head: Any
+    first: Any
+    begin: Any
+    length: Any
+    other_begin: Any
+    other_length: Any
+
+
+@gluon.jit
+def locate_tile(
+    tile, line, cu_seqlens_ptr, other_cu_seqlens_ptr, batch, heads, rows, other_rows,
+    ROWS: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Where tile number `tile` of a line lies. `rows`, `other_rows`: lengths, or the totals of a packed call."""
+    if PACKED:
+        sequence = find_sequence(cu_seqlens_ptr, tile, batch, ROWS)
+        head = line
+        begin, length = sequence_rows(cu_seqlens_ptr, sequence, batch, rows)
+        first = (tile - begin // ROWS - sequence) * ROWS
+        other_begin, other_length = sequence_rows(other_cu_seqlens_ptr, sequence, batch, other_rows)
+        other_length = gl.where(sequence < batch, other_length, 0)
+    else:
+        sequence = line // heads
+        head = line % heads
+        begin = 0
+        length = rows
+        first = tile * ROWS
+        other_begin = 0
+        other_length = other_rows
+    return LocatedTile(sequence, head, first, begin, length, other_begin, other_length)
+
+
+@gluon.jit
+def take_number(counter_ptr):
+    """Adds one to a counter in device memory. Returns what it held before, a scalar. The caller must be one warp.
+
+    `gl.atomic_add` hands its scalar round through shared memory, and numbers got lost there: thread blocks ended early,
+    and nobody computed their tiles (decisions/hopper_forward.md, "Tiles that nobody computed"). None did
+    with a shuffle from the thread that took the number to the others of its warp.
+
+    The addition is relaxed: a number says who computes a tile, and nobody reads by it what another one wrote. With an
+    order of memory the producer would wait for all that it has written. `number` has a value in each thread, because
+    ptxas keeps a register that has none in memory.
+    """
+    gl.static_assert(gl.num_warps() == 1)
+    return gl.inline_asm_elementwise(
+        """{
+            .reg .pred first;
+            .reg .b32 lane, number;
+            mov.b32 number, 0;
+            mov.u32 lane, %laneid;
+            setp.eq.u32 first, lane, 0;
+            @first atom.relaxed.gpu.global.add.u32 number, [$1], 1;
+            shfl.sync.idx.b32 $0, number, 0, 31, 0xffffffff;
+        }""",
+        "=r,l",
+        [counter_ptr],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def next_number(number, counter_ptr, dynamic):
+    """The next tile of this program: whichever is next where tiles are uneven, else its share in turn."""
+    following = number + gl.num_programs(0)
+    if dynamic != 0:
+        following = gl.num_programs(0) + take_number(counter_ptr)
+    return following
+
+
+@gluon.jit
+def finish_numbers(counter_ptr, dynamic):
+    """The last program to finish leaves both counters at 0, as it found them: a launch needs no memset."""
+    if dynamic != 0:
+        finished = take_number(counter_ptr + 1)
+        if finished == gl.num_programs(0) - 1:
+            gl.store(counter_ptr, 0)
+            gl.store(counter_ptr + 1, 0)
+
+
+#: Key tiles that run at once, about, and key tiles whose lines take turns.
+TILES_AT_ONCE, TILES_TOGETHER = gl.constexpr(128), gl.constexpr(256)
+
+
+class Loops(NamedTuple):
+    """Constants of the kernel that decide its loops, with the meanings of `KernelConfig`."""
+
+    MASKS: Any
+    MASKS_LAST: Any
+    REVERSES_WALKS: Any
+    REVERSES_LINES: Any
+    SHARES_PROGRESS: Any
+    ROTATES_WALKS: Any
+    SINGLE_KEY_TILE: Any
+    WHOLE_LINES: Any
+
+
+@gluon.jit
+def first_tile_number(counter_ptr, problem, config):
+    """The number of this thread block's first key tile: that of its program id, but in order whichever tile is next.
+
+    In order, thread blocks wait for tiles with smaller numbers. Beside a kernel of another stream some thread blocks
+    begin only when others have ended. So nobody may wait for the tile of a thread block that has not begun. Thread
+    blocks that are not persistent begin in the order of their numbers.
+    """
+    number = gl.program_id(0)
+    if config.WHOLE_LINES:
+        number = number * problem.key_tiles
+    elif config.ORDERED and config.PERSISTENT:
+        number = take_number(counter_ptr)
+    return number
+
+
+@gluon.jit
+def next_tile_number(number, counter_ptr, problem, config):
+    """The number of the next key tile of a persistent thread block."""
+    if config.WHOLE_LINES:
+        following = number + 1
+        if following % problem.key_tiles == 0:
+            following = next_number(number, counter_ptr, 1) * problem.key_tiles
+    elif config.ORDERED:
+        following = take_number(counter_ptr)
+    else:
+        following = next_number(number, counter_ptr, 1)
+    return following
+
+
+@gluon.jit
+def _lines_together(tiles):
+    """How many lines' key tiles take turns: enough that these are about twice as many tiles as run at once.
+
+    Together they read and add to queries, dout and sums of dq, of whole lines where a mask has gaps. That is 1 KiB for
+    each row and head at D 128, which should stay in the L2 cache. It is never one line, because the last tiles of a
+    line would leave more of the GPU idle.
+    """
+    return gl.minimum(gl.maximum(TILES_TOGETHER // tiles, 2), PAIRS_TOGETHER)
+
+
+@gluon.jit
+def _closing_lines(tiles, group):
+    """How many lines take turns at the end of a call. Where heads share keys, no more than have 8 thread blocks each at
+    work, which read the same queries, because more are too many for the L2 cache. With twice as many lines, 64 and 8
+    heads of 1,024 tokens take 7 % longer. With that many lines at 2,048 tokens they take 18 % less than with 8."""
+    closing = closing_lines(tiles)
+    return gl.where(group > 1, gl.minimum(closing, TILES_AT_ONCE // 8), closing)
+
+
+@gluon.jit
+def _lines_at_once(tiles):
+    """How many lines have all their key tiles under way at once, at least one."""
+    return gl.maximum(TILES_AT_ONCE // tiles, 1)
+
+
+@gluon.jit
+def reverses_line(line, lines, together):
+    """Whether (1 or 0) the key tiles of a line under a causal mask add from the last one on and visit queries upwards.
+
+    Key tiles that start together at their diagonals each follow the one with the next keys, and wait for it. They end
+    one after another, and the one with the last keys ends first. So the tiles of the next line start one after another,
+    and the longest, with the first keys, starts first. Going down from the last query tile, each of them follows the
+    one with the keys before, and they end together. So lines go up and down in turn, and the last lines go down. If all
+    lines went up, thread blocks would drift apart and end apart. If all went down, those that start together would
+    wait.
+    """
+    return ((lines - 1) // together - line // together) % 2
+
+
+@gluon.jit
+def unmasked_tiles(begin, full_begin, full_end, end):
+    """How many query tiles, from the last one on, need no mask (ranges as of `query_tile_ranges`)."""
+    return gl.where(full_end < end, 0, gl.maximum(end - gl.maximum(full_begin, begin), 0))
+
+
+@gluon.jit
+def reverses_walk(tile, tiles, line, lines, group, programs):
+    """Whether (1 or 0) a key tile visits its queries upwards, which is every second one that a thread block takes in a
+    line.
+
+    The first ones, with the most query tiles, start together at the last query tile. Under a causal mask they end one
+    after the other. The one with the last keys ends first, and its thread block takes the longest key tile that is
+    left. So key tiles that go up from their diagonal are at the same query tile at any time, although they start one
+    after the other. They end together at the last query tile, where those of the next round start.
+    """
+    _, lines_here = turn_of(line, lines, _lines_together(tiles), _closing_lines(tiles, group))
+    of_a_round = gl.maximum(programs // lines_here, 1)
+    return tile // of_a_round % 2
+
+
+@gluon.jit
+def rotated_start(begin, end, width, config):
+    """The query tile at which a key tile in a window begins. From there it goes down to `begin`, and on from `end`.
+    `width`: of the window.
+
+    The key tiles of a line that are at work see different queries, each `KEYS` further than the one before. If each
+    went down from its own last query tile, each would be at another query tile, and visit one `KEYS` queries of all
+    heads after the key tile before it did. With many heads that share keys, the L2 cache has dropped it by then. So
+    they begin at a tile whose number is a multiple of the tiles in a window: at any time all that see a query tile are
+    at it. A model of 132 thread blocks and a cache of 35 MB has 1.4 fetches of each tile instead of 29 (16 and 2 heads,
+    32k, a window of 4,096). Equal heads go down, because what they read stays in the cache anyway.
+    """
+    period = gl.maximum((width + config.KEYS + config.M - 1) // config.M, 1)
+    start = (end - 1) // period * period
+    return gl.where(start >= begin, start, end - 1)
+
+
+@gluon.jit
+def shared_progress(counter_ptr, sequence, head_kv, problem):
+    """Where the key tiles of a line say how many query tiles, from the last one down, lie before the one that they are
+    at. It is behind the count of tiles.
+
+    Thread blocks that visit the same queries together read them once from memory. But some multiprocessors are faster,
+    and each key tile takes them further apart, until the L2 cache has dropped for one what another has read. So each
+    key tile begins where another one is. Without a mask that does not matter: behind the first query tile comes the
+    last. A model of 132 thread blocks and a cache of 35 MB has 8 fetches of each tile instead of 142 (64 and 8 heads,
+    32k).
+    """
+    return counter_ptr + 1 + sequence * problem.heads_kv + head_kv
+
+
+@gluon.jit
+def longest_line_first(blocks, number, sequence, head, OWN: gl.constexpr, TILE: gl.constexpr):
+    """The tile of `OWN` rows that comes `number`-th from behind, in a head whose lines are `TILE` rows."""
+    first = blocks.lists_ptr + blocks.numbers.order + _first_line(blocks, sequence, head)
+    line = gl.load(first + number // (TILE // OWN))
+    return line * (TILE // OWN) + number % (TILE // OWN)
+
+
+@gluon.jit
+def column_in_order(number, tiles, lines, together, FIRST: gl.constexpr):
+    """The `number`-th key tile of the backward, and its line.
+
+    First the `FIRST` tiles of all lines: tokens that all others see usually stand first, and such a column, walked at
+    the end, would be waited for. Then those of `together` lines at a time: columns with gaps do not walk side by side,
+    and their queries should stay in the L2 cache.
+    """
+    others = gl.maximum(tiles - FIRST, 1)
+    number_of_others = gl.maximum(number - FIRST * lines, 0)
+    first_line = number_of_others // (together * others) * together
+    lines_here = gl.minimum(together, lines - first_line)
+    within = number_of_others % (together * others)
+    is_first = number < FIRST * lines
+    tile = gl.where(is_first, number // lines, FIRST + within // lines_here)
+    line = gl.where(is_first, number % lines, first_line + within % lines_here)
+    return tile, line
+
 
 #: Queries that a key tile visits, of all heads that share its keys, or of one share (`shares_of_heads`). From so
 #: many on, thread blocks that drift apart find little of what they read and add to in the L2 cache: 1 KiB for each
@@ -73,7 +395,7 @@ class BackwardSchedule(NamedTuple):
     lone_tiles: int = 0
 
     @staticmethod
-    def from_call(call: Call) -> BackwardSchedule:
+    def from_call(call: Call) -> "BackwardSchedule":
         config, single, whole = ends_of_dq(backward_config_of(call), call)
         rows_q, rows_k = whole_sizes(call)
         query_tiles, key_tiles = call.tiles(rows_q, config.block_m), call.tiles(rows_k, config.block_n)

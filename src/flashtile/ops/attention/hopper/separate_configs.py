@@ -28,7 +28,7 @@ REGISTERS, MAX_REGISTERS = 240, 168
 #: Keys of a program of dv, 64 of each of two warpgroups.
 KEYS_OF_DV = 2 * CONSUMER_ROWS
 
-#: Queries whose statistics lie side by side: a kernel of `backward_ends` holds that many rows of 512 columns.
+#: Queries whose statistics lie side by side: a kernel of `backward_dq` holds that many rows of 512 columns.
 STATISTIC_ROWS = 16
 
 
@@ -90,10 +90,10 @@ def is_wide(head_dim: int, head_dim_v: int) -> bool:
     return max(head_dim, head_dim_v) > 4 * CONSUMER_ROWS
 
 
-#: Parts of a number, and warpgroups that share rows (`float32_shares`).
+#: Parts of a number, and warpgroups that share rows (`float32_forward`).
 PARTS, SHARERS = 3, 2
 
-#: Bytes of a tile (`float32_streams`), and of the place of scores, weights or gradients of scores.
+#: Bytes of a tile (`float32_forward`), and of the place of scores, weights or gradients of scores.
 TILE_BYTES, EXCHANGE_BYTES = 2 * CHUNK * CONSUMER_ROWS, 4 * CONSUMER_ROWS**2
 
 #: Barriers of up to 28 tiles, and what Triton passes to its partitions.

@@ -1,4 +1,4 @@
-"""Backward kernels for Hopper of heads wider than 256 columns: dv, and dk or dq. `backward_ends` has the kernel before
+"""Backward kernels for Hopper of heads wider than 256 columns: dv, and dk or dq. `backward_dq` has the kernel before
 them.
 
 dk and dv of 64 keys and 512 columns would take all registers of a multiprocessor. So each gradient has a launch of its
@@ -18,7 +18,7 @@ values* (dout or v, `E` columns) once.
 
 Everything comes in *chunks* of 64 rows and 64 columns, each with a place and barriers of its own. So a place is filled
 again as soon as its chunk has been multiplied, and heads of any width are cut alike. TMA fills in zeros past the last
-column, and past the last row that a sequence has or that its key length leaves (`pieces.coordinates`).
+column, and past the last row that a sequence has or that its key length leaves (`primitives.coordinates`).
 
 With a soft cap `c` is `softcap · log2(e)`, and `s` the tanh of products times `scale / softcap`. The weights that pass
 to the gradients of scores are then those times `1 - s²`.
@@ -50,8 +50,9 @@ from flashtile._backends.launch import float32, int32
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.parameters import SidePointers, window_parameters
 from flashtile.ops.attention.hopper.backward_pieces import DELTA, LSE, ROWS, query_tile_ranges
+from flashtile.ops.attention.hopper.modifiers import capped
 from flashtile.ops.attention.hopper.parameters import key_rows_apart, score_units
-from flashtile.ops.attention.hopper.pieces import (
+from flashtile.ops.attention.hopper.primitives import (
     Chunks,
     HeadRows,
     Slot,
@@ -59,20 +60,18 @@ from flashtile.ops.attention.hopper.pieces import (
     coordinates,
     hidden_zero,
     key_tile_ranges,
-    locate_tile,
     make_ring,
     matrix_layout,
     pack,
     product_layout,
-    tile_in_order,
     wait_products,
 )
-from flashtile.ops.attention.hopper.scores import capped
+from flashtile.ops.attention.hopper.schedule import locate_tile, tile_in_order
 
 #: Columns of a chunk.
 CHUNK = gl.constexpr(64)
 
-#: Queries whose statistics lie side by side (`backward_ends.attention_begin_kernel` with so many rows).
+#: Queries whose statistics lie side by side (`backward_dq.attention_begin_kernel` with so many rows).
 STATISTIC_ROWS = gl.constexpr(16)
 
 #: Tiles that run at once, about.
@@ -429,7 +428,7 @@ def step_after(work, step, config):
 
 @gluon.constexpr_function
 def ends_rows(config, OF_KEYS):
-    """Whether TMA ends keys (or queries) with their sequence (`pieces.coordinates`)."""
+    """Whether TMA ends keys (or queries) with their sequence (`primitives.coordinates`)."""
     return config.PACKED or (OF_KEYS and config.KEY_LENGTHS)
 
 
@@ -738,7 +737,7 @@ def load_statistic(statistics_ptr, KIND: gl.constexpr, own_first, step, work, pr
 
 @gluon.jit
 def first_statistics(head, work, problem, config):
-    """The number of the first tile of statistics of a head of a sequence (`backward_ends`)."""
+    """The number of the first tile of statistics of a head of a sequence (`backward_dq`)."""
     if config.PACKED:
         tiles_before = (work.begin_q // ROWS + work.sequence) * (ROWS // STATISTIC_ROWS)
         number = head * problem.statistic_tiles + tiles_before

@@ -1,4 +1,5 @@
-"""The vocabulary of the Hopper kernels: rings of tiles, the order of tiles, what a tile sees, and pieces of softmax.
+"""The vocabulary of the Hopper kernels: rings of tiles, what a tile sees, and steps of the
+softmax.
 
 Shapes::
 
@@ -14,15 +15,7 @@ packed sequences apart (`coordinates`).
 
 from typing import Any, NamedTuple
 
-from flashtile._backends.gluon import (
-    aggregate,
-    async_copy,
-    gl,
-    gluon,
-    mbarrier,
-    reinterpret,
-    tma_load,
-)
+from flashtile._backends.gluon import aggregate, async_copy, gl, gluon, mbarrier, reinterpret, tma_load
 
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -32,12 +25,6 @@ WARPGROUP = gl.constexpr(128)
 
 #: Rows of a packed tensor as its descriptor states them (`flashtile._backends.tma.packed_layout`).
 PACKED_ROWS = gl.constexpr(2**30)
-
-#: (batch, head) pairs whose tiles run side by side: few enough that their keys and values stay in the L2 cache.
-PAIRS_TOGETHER = gl.constexpr(8)
-
-#: Tiles that end a call, longest first: about twice as many as run at once.
-TILES_AT_THE_END = gl.constexpr(256)
 
 #: Numbers that a producer tells of a tile at most: those of a packed backward (`backward_tiles.publish_key_tile`); and
 #: of a tile of a packed call with a block mask.
@@ -275,157 +262,6 @@ def coordinates(rows, row, column, PACKED: gl.constexpr):
     else:
         place = (rows.sequence, row, rows.head, column)
     return place
-
-
-@gluon.jit
-def tile_in_order(number, tiles, lines, together, closing, UNEVEN: gl.constexpr):
-    """Which tile of which line the `number`-th is.
-
-    Where a mask makes tiles uneven, those with the most keys (the last of a line) come first, so that the short ones
-    fill up the end; those of lines that take turns together (`turn_of`), their heads fastest, so that they share keys
-    in the L2 cache.
-    """
-    if UNEVEN:
-        first_line, lines_here = turn_of(number // tiles, lines, together, closing)
-        within = number - first_line * tiles
-        tile = tiles - 1 - within // lines_here
-        line = first_line + within % lines_here
-    else:
-        tile = number % tiles
-        line = number // tiles
-    return tile, line
-
-
-@gluon.jit
-def turn_of(line, lines, together, closing):
-    """The first of the lines that take turns with `line`, and how many they are: `together`, the last ones `closing`
-    or a few more."""
-    last = gl.maximum(lines - closing, 0) // together * together
-    first = gl.minimum(line // together * together, last)
-    return first, gl.where(first < last, together, lines - last)
-
-
-@gluon.jit
-def closing_lines(tiles):
-    """How many lines of so many tiles take turns at the end of a call at least: so many that their short tiles suffice
-    to keep all programs at work until the end. A model of 132 programs, causal, is busy for 0.96 of its time with 32
-    lines of 8 tiles, and for 0.69 if 8 lines take turns; with 512 lines of 4 for 0.99 and 0.95."""
-    return gl.maximum(TILES_AT_THE_END // tiles, 1)
-
-
-@gluon.jit
-def find_sequence(cu_seqlens_ptr, slot, batch, ROWS: gl.constexpr):
-    """The sequence that a slot of a packed line belongs to: the last `b` for which `cu_seqlens[b] // ROWS + b <= slot`.
-
-    Always as many slots as a sequence has tiles, or one more; `total // ROWS + batch + 1` slots hold every tile of any
-    lengths. Rows past `cu_seqlens[batch]` are sequence number `batch`, which has no keys. By halving: a producer is
-    one warp with few registers, and after the first call the lengths are in its cache.
-    """
-    low = 0
-    high = batch
-    while low < high:
-        middle = (low + high + 1) // 2
-        row = gl.load(cu_seqlens_ptr + middle).to(gl.int32)
-        if row // ROWS + middle <= slot:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@gluon.jit
-def sequence_rows(cu_seqlens_ptr, sequence, batch, total):
-    """First row and number of rows of a sequence of a packed call; sequence `batch` is the rest of the rows."""
-    begin = gl.load(cu_seqlens_ptr + sequence).to(gl.int32)
-    end = gl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < batch, other=total).to(gl.int32)
-    return begin, end - begin
-
-
-class LocatedTile(NamedTuple):
-    """Where a tile lies: sequence, head, its first row in the sequence (at or past the length: an empty slot), and
-    where the sequence begins and how long it is, in the tensor that the tiles divide and in the other one."""
-
-    sequence: Any
-    head: Any
-    first: Any
-    begin: Any
-    length: Any
-    other_begin: Any
-    other_length: Any
-
-
-@gluon.jit
-def locate_tile(
-    tile, line, cu_seqlens_ptr, other_cu_seqlens_ptr, batch, heads, rows, other_rows,
-    ROWS: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    """Where tile number `tile` of a line lies. `rows`, `other_rows`: lengths, or the totals of a packed call."""
-    if PACKED:
-        sequence = find_sequence(cu_seqlens_ptr, tile, batch, ROWS)
-        head = line
-        begin, length = sequence_rows(cu_seqlens_ptr, sequence, batch, rows)
-        first = (tile - begin // ROWS - sequence) * ROWS
-        other_begin, other_length = sequence_rows(other_cu_seqlens_ptr, sequence, batch, other_rows)
-        other_length = gl.where(sequence < batch, other_length, 0)
-    else:
-        sequence = line // heads
-        head = line % heads
-        begin = 0
-        length = rows
-        first = tile * ROWS
-        other_begin = 0
-        other_length = other_rows
-    return LocatedTile(sequence, head, first, begin, length, other_begin, other_length)
-
-
-@gluon.jit
-def take_number(counter_ptr):
-    """Adds one to a counter in device memory. Returns what it held before, a scalar. The caller must be one warp.
-
-    `gl.atomic_add` hands its scalar round through shared memory, and numbers got lost there: thread blocks ended early,
-    and nobody computed their tiles (decisions/hopper_forward.md, "Tiles that nobody computed"). None did
-    with a shuffle from the thread that took the number to the others of its warp.
-
-    The addition is relaxed: a number says who computes a tile, and nobody reads by it what another one wrote. With an
-    order of memory the producer would wait for all that it has written. `number` has a value in each thread, because
-    ptxas keeps a register that has none in memory.
-    """
-    gl.static_assert(gl.num_warps() == 1)
-    return gl.inline_asm_elementwise(
-        """{
-            .reg .pred first;
-            .reg .b32 lane, number;
-            mov.b32 number, 0;
-            mov.u32 lane, %laneid;
-            setp.eq.u32 first, lane, 0;
-            @first atom.relaxed.gpu.global.add.u32 number, [$1], 1;
-            shfl.sync.idx.b32 $0, number, 0, 31, 0xffffffff;
-        }""",
-        "=r,l",
-        [counter_ptr],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def next_number(number, counter_ptr, dynamic):
-    """The next tile of this program: whichever is next where tiles are uneven, else its share in turn."""
-    following = number + gl.num_programs(0)
-    if dynamic != 0:
-        following = gl.num_programs(0) + take_number(counter_ptr)
-    return following
-
-
-@gluon.jit
-def finish_numbers(counter_ptr, dynamic):
-    """The last program to finish leaves both counters at 0, as it found them: a launch needs no memset."""
-    if dynamic != 0:
-        finished = take_number(counter_ptr + 1)
-        if finished == gl.num_programs(0) - 1:
-            gl.store(counter_ptr, 0)
-            gl.store(counter_ptr + 1, 0)
 
 
 @gluon.jit
@@ -733,3 +569,22 @@ def _vote_operands(count):
 @gluon.constexpr_function
 def _read_flag(which):
     return f"mov.b32 $0, flashtile_flag_{which};"
+
+
+@gluon.jit
+def begin_turn(WHICH: gl.constexpr):
+    """Waits until the consumer before this one has started its products. Every consumer has as many turns."""
+    gl.inline_asm_elementwise(_named_barrier("sync", WHICH), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def end_turn(WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The consumer after this one may start."""
+    NEXT: gl.constexpr = (WHICH + 1) % CONSUMERS
+    gl.inline_asm_elementwise(_named_barrier("arrive", NEXT), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _named_barrier(action, consumer):
+    """PTX of the barrier of a consumer and the one before it. Triton counts its own barriers from 0."""
+    return f"barrier.cta.{action}.aligned {8 + consumer}, 256; mov.b32 $0, 0;"

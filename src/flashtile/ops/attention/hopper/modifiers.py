@@ -1,0 +1,403 @@
+"""What changes scores and weights in the Hopper kernels: soft cap, ALiBi, bias, mask, dropout, factors of 8-bit inputs.
+
+What a call does not have is None when the kernel compiles.
+
+**Units.** Both kernels hold scores in units in which a factor of `scale_log2` is left to the exponential: products `q
+kᵀ`, or with a soft cap `tanh(q kᵀ · scale / softcap)`.
+
+**Tables** are a bias or a boolean mask that broadcasts to the scores. TMA brings the tiles of a bias of queries × keys
+where it can (`configs.moves_by_tma`), with the keys of a forward and the queries of a backward, whose barrier says that
+they are there. `ldmatrix` hands each thread the elements of its own scores, four times two in an instruction. Of other
+tables threads read the elements that belong to their own scores from device memory. A dimension of size 1 is not read
+over and over: without rows, a padding mask `[batch, 1, 1, seq_k]` is one vector `[N]` for all rows of a tile.
+
+**Dropout** keeps weights by the bits of `flashtile.ops.attention.philox`. One call of Philox2x32-7 gives two words, for
+the weights `(r, c)`, `(r, c+8)`, `(r+8, c)` and `(r+8, c+8)`. In the result of a product, one thread holds all four, of
+`S` as well as of `Sᵀ`. So the counters of a tile `[R, C]` are a tensor `[R/2, C/2]` in the layout in which each thread
+has the calls of its own weights, and no word moves. A call takes seven rounds of one wide multiplication and one
+exclusive or of three numbers.
+
+**8-bit inputs** (e4m3) have factors. Scores are products of 8-bit numbers, for which the tensor cores take half the
+time of 16-bit ones. Weights and values are multiplied in bfloat16: a kernel of `convert` writes the values so before
+the forward runs, each number as it is. 8-bit weights would have 3 bits after the leading one, and span so few powers of
+two that each tile needs the maximum of its rows, which takes the time that the faster product saves
+(decisions/hopper_forward.md has both).
+"""
+
+from typing import Any, NamedTuple
+
+from flashtile._backends.gluon import gl, gluon, tma_load
+from flashtile.ops.attention.hopper.primitives import matrix
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+class ScoreUnits(NamedTuple):
+    """`scale_log2`: the factor that is left to the exponential. `cap_scale`: scale / softcap; None without a cap.
+    `function_scale`: the factor that makes scores of products, or of their tanh, for a score function, behind which
+    they need no other than `log2(e)`; None without a function."""
+
+    scale_log2: Any
+    cap_scale: Any
+    function_scale: Any
+
+
+@gluon.jit
+def load_slope(side, numbers, sequence, head, seen):
+    """ALiBi's slope of one head of one sequence; 0 where `seen` says that nothing is there."""
+    place = side.alibi_slopes + sequence * numbers.stride_alibi_batch + head
+    return gl.load(place, mask=seen, other=0.0)
+
+
+@gluon.jit
+def distance_shift(seq_q, seq_k, origin):
+    """The key at no distance from query 0, as ALiBi counts. `origin`: `spec.Origin`."""
+    shift = seq_k - seq_q
+    if origin.diagonal is not None:
+        shift += origin.diagonal
+    return shift
+
+
+@gluon.jit
+def near_shift(shift, first, keys, ROWS: gl.constexpr):
+    """`distance_shift` as it is, or where all `keys` lie on one side of `ROWS` queries from `first` on, moved until one
+    of these is at no distance from the nearest key. Distances of all keys are then less by the same number, so weights
+    stay the same, and scores are small numbers, which float32 holds exactly enough."""
+    return gl.minimum(gl.maximum(first + shift, 1 - ROWS), gl.maximum(keys - 1, 0)) - first
+
+
+@gluon.jit
+def raised_to_near(statistic, slope, shift, near, SIGN: gl.constexpr):
+    """A row statistic of scores (natural logarithm) as one of scores with the `near_shift` for `shift`, for SIGN 1; for
+    -1 the other way round. One operation, which rounds once."""
+    return gl.fma(gl.abs(shift - near).to(gl.float32), SIGN * slope, statistic)
+
+
+@gluon.jit
+def capped(products, cap_scale):
+    """`tanh(products · cap_scale)`, to about 2⁻¹¹ of its value: less than 16-bit scores are rounded by. One instruction
+    of the unit for exponentials, where `1 - 2 / (1 + exp 2x)` is two."""
+    return gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [products * cap_scale], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def in_eights_and_distances(x, position, first):
+    """`x` `[R, C]` as `[R, C / 8, 8]`, and of each element `position - (first + c)`, where `position` `[R]` and `first`
+    count alike.
+
+    Columns are taken in eights: which eight is known when the kernel compiles, only the place within needs registers.
+    """
+    COLUMNS: gl.constexpr = x.shape[1]
+    eights = gl.reshape(x, [x.shape[0], COLUMNS // 8, 8])
+    layout: gl.constexpr = eights.type.layout
+    of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+    eight = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout))).to(gl.float32) * 8.0
+    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout))).to(gl.float32)
+    here = gl.convert_layout((position - first).to(gl.float32), of_row)
+    return eights, (here[:, None, None] - within[None, None, :]) - eight[None, :, None]
+
+
+@gluon.jit
+def lowered_by_distance(scores, position, first, slope):
+    """Scores `[R, C]` minus `slope · |position - (first + c)|` (`in_eights_and_distances`).
+
+    As one operation: of two, Triton 3.9 computes the second again where a mask follows, from what must then be kept.
+    """
+    eights, distance = in_eights_and_distances(scores, position, first)
+    lowered = gl.reshape(gl.fma(gl.abs(distance), -slope, eights), scores.shape)
+    return gl.convert_layout(lowered, scores.type.layout, assert_trivial=True)
+
+
+class TableTiles(NamedTuple):
+    """The tiles of bias and mask that belong to a tile of scores, and what a score function reads for it, a tuple; each
+    a placeholder where a call has nothing of the kind."""
+
+    bias: Any
+    mask: Any
+    read: Any
+
+
+class MovedBias(NamedTuple):
+    """A bias that TMA brings: its descriptor, and `parameters.TableNumbers`."""
+
+    descriptor: Any
+    numbers: Any
+
+
+@gluon.jit
+def table_of_head(pointer, numbers, sequence, head):
+    """A pointer to the first element of a head of a sequence; None where there is no table. `numbers`:
+    `parameters.TableNumbers`."""
+    first = None
+    if pointer is not None:
+        batch = gl.to_tensor(sequence).to(gl.int64) * numbers.stride_batch
+        first = pointer + (batch + gl.to_tensor(head).to(gl.int64) * numbers.stride_head)
+    return first
+
+
+@gluon.jit
+def make_bias_tiles(desc, STAGES: gl.constexpr, PARTS: gl.constexpr):
+    """Room for the tiles of a bias that TMA brings: `PARTS` in each stage of a ring of keys or queries."""
+    return gl.allocate_shared_memory(desc.dtype, [STAGES * PARTS] + desc.block_shape, desc.layout)
+
+
+@gluon.constexpr_function
+def bias_bytes(tiles, PARTS):
+    """Bytes of these tiles in a stage; 0 without any."""
+    return 0 if tiles is None else tiles.dtype.primitive_bitwidth // 8 * PARTS * tiles.shape[-2] * tiles.shape[-1]
+
+
+@gluon.jit
+def move_bias(
+    bias, tiles, place, sequence, head, query, key, barrier, PARTS: gl.constexpr, ALONG_KEYS: gl.constexpr
+):  # fmt: skip
+    """Producer: starts the loads of the tiles of stage `place` of a head's bias, from `query` and `key` on, beside each
+    other along queries or keys. Where a bias broadcasts along sequences or heads, its descriptor has one of them."""
+    sequence = gl.where(bias.numbers.stride_batch == 0, 0, sequence)
+    head = gl.where(bias.numbers.stride_head == 0, 0, head)
+    for part in gl.static_range(PARTS):
+        tma_load(bias.descriptor, (sequence, head, query, key), barrier, tiles.index(place * PARTS + part))
+        if ALONG_KEYS:
+            key += tiles.shape[-1]
+        else:
+            query += tiles.shape[-2]
+
+
+@gluon.jit
+def moved_bias(place, first_query, QUERIES: gl.constexpr, layout: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """`QUERIES` rows from `first_query` on of a tile that TMA brought, in eights as `load_table` returns them."""
+    tile = matrix(place, place.shape[-2], place.shape[-1])
+    if QUERIES < place.shape[-2]:
+        tile = tile.slice(first_query, QUERIES)
+    if TRANSPOSED:
+        tile = tile.permute([1, 0])
+    return in_eights(tile.load(layout))
+
+
+@gluon.jit
+def load_table(
+    pointer, numbers, STRIDE_COLUMN: gl.constexpr, first_query, first_key, QUERIES: gl.constexpr, KEYS: gl.constexpr,
+    layout: gl.constexpr, OTHER: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """The tile of a head's table (`table_of_head`) from `first_query` and `first_key` on, `OTHER` past its end.
+    `STRIDE_COLUMN`: 0 where columns of the table broadcast.
+
+    It belongs to scores `[QUERIES, KEYS]`, TRANSPOSED `[KEYS, QUERIES]`, in the layout of a product, and comes in
+    eights of their columns, `[rows, columns / 8, 8]` (`in_eights`), with 1 in the place of what broadcasts.
+
+    Which eight it is, is known when the kernel compiles. So a thread has an address for each of its rows, and constants
+    for what lies beside.
+    """
+    ROWS: gl.constexpr = KEYS if TRANSPOSED else QUERIES
+    COLUMNS: gl.constexpr = QUERIES if TRANSPOSED else KEYS
+    eights: gl.constexpr = in_eights(gl.zeros([ROWS, COLUMNS], gl.int32, layout)).type.layout
+    down = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, eights)))[:, None, None]
+    eight = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, eights)))[None, :, None]
+    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, eights)))[None, None, :]
+    inside = None
+    # Wide arithmetic for the tile's first element and for its rows; columns lie near each other.
+    if numbers.stride_row is not None:
+        pointer += first_query.to(gl.int64) * numbers.stride_row
+        if TRANSPOSED:
+            pointer += within.to(gl.int64) * numbers.stride_row
+            pointer += eight.to(gl.int64) * (8 * numbers.stride_row)
+        else:
+            pointer += down.to(gl.int64) * numbers.stride_row
+        if numbers.rows is not None:
+            if TRANSPOSED:
+                inside = within < numbers.rows - first_query - 8 * eight
+            else:
+                inside = down < numbers.rows - first_query
+    if STRIDE_COLUMN > 0:
+        pointer += first_key.to(gl.int64) * STRIDE_COLUMN
+        if TRANSPOSED:
+            pointer += down * STRIDE_COLUMN
+        else:
+            pointer += within * STRIDE_COLUMN
+            pointer += eight * (8 * STRIDE_COLUMN)
+        if numbers.columns is not None:
+            if TRANSPOSED:
+                before_end = down < numbers.columns - first_key
+            else:
+                before_end = within < numbers.columns - first_key - 8 * eight
+            if inside is None:
+                inside = before_end
+            else:
+                inside = inside & before_end
+    if inside is None:
+        tile = gl.load(pointer)
+    else:
+        tile = gl.load(pointer, mask=inside, other=OTHER)
+    return tile
+
+
+@gluon.jit
+def last_shown(pointer, numbers, STRIDE_COLUMN: gl.constexpr, keys):
+    """How many keys there are up to the last one that a mask shows whose rows are all alike, from its first element on.
+    By one warp, from behind, so that a mask without padding is done after the first step."""
+    STEP: gl.constexpr = 128
+    place = gl.arange(0, STEP, gl.BlockedLayout([STEP // 32], [32], [1], [0]))
+    if numbers.columns is not None:
+        keys = gl.minimum(keys, numbers.columns)
+    end = keys
+    shown = keys * 0
+    while (end > 0) & (shown == 0):
+        begin = (end - 1) // STEP * STEP
+        key = begin + place
+        found = gl.load(pointer + key.to(gl.int64) * STRIDE_COLUMN, mask=key < keys, other=0)
+        shown = gl.max(gl.where(found != 0, key + 1, 0), 0)
+        end = begin
+    return shown
+
+
+@gluon.jit
+def in_eights(x):
+    """`[R, C]` as `[R, C / 8, 8]`: each thread keeps what it holds."""
+    return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
+
+
+@gluon.jit
+def add_bias(scores, bias, unit):
+    """Scores `[R, C]` with a tile of a bias, of which a number 1 is `unit` in the units of scores."""
+    changed = gl.reshape(in_eights(scores) + bias.to(gl.float32) * unit, scores.shape)
+    return gl.convert_layout(changed, scores.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def hide_by_mask(scores, mask):
+    """Scores `[R, C]`, -inf where a tile of a mask, as bytes, is 0."""
+    changed = gl.reshape(gl.where(mask != 0, in_eights(scores), float("-inf")), scores.shape)
+    return gl.convert_layout(changed, scores.type.layout, assert_trivial=True)
+
+
+_ROUNDS, _HEAD_ROUNDS = gl.constexpr(7), gl.constexpr(10)
+_MULTIPLIER = gl.constexpr(0xD256D193)
+_MULTIPLIER_A, _MULTIPLIER_B = gl.constexpr(0xD2511F53), gl.constexpr(0xCD9E8D57)
+_WEYL_A, _WEYL_B = gl.constexpr(0x9E3779B9), gl.constexpr(0xBB67AE85)
+
+
+class HeadDropout(NamedTuple):
+    """Dropout of one head of one sequence: the key of Philox and what its counters begin with, and the number of the
+    first row and column in a larger call."""
+
+    key: Any
+    first_column: Any
+    first_row: Any
+    threshold: Any
+    row: Any
+    column: Any
+
+
+@gluon.jit
+def dropout_of_head(side, numbers, sequence, head, heads):
+    """What `kept_weights` needs to know of a head, from the side inputs (`parameters`)."""
+    seed = gl.load(side.dropout_seed)
+    offset = gl.load(side.dropout_seed + 1)
+    origin = numbers.origin
+    matrix = sequence * heads + head
+    row = 0
+    column = 0
+    if origin.matrix is not None:
+        matrix = origin.matrix + sequence * origin.heads + head
+        row = origin.row
+        column = origin.column
+    key, first_column, first_row = _head_words(
+        seed.to(gl.uint32), (seed >> 32).to(gl.uint32), matrix.to(gl.uint32), offset.to(gl.uint32)
+    )
+    return HeadDropout(key, first_column, first_row, numbers.dropout.threshold, row, column)
+
+
+@gluon.jit
+def kept_weights(
+    dropout, first_query, first_key, QUERIES: gl.constexpr, KEYS: gl.constexpr, layout: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """Which weights of a tile are kept: bool `[QUERIES, KEYS]`, TRANSPOSED `[KEYS, QUERIES]`, in the layout of a
+    product of a warpgroup. `first_query` and `first_key` are multiples of 16, also in the numbers of the larger call.
+    """
+    ROWS: gl.constexpr = KEYS if TRANSPOSED else QUERIES
+    COLUMNS: gl.constexpr = QUERIES if TRANSPOSED else KEYS
+    calls: gl.constexpr = _calls_layout(ROWS, COLUMNS)
+    down = gl.arange(0, ROWS // 2, gl.SliceLayout(1, gl.SliceLayout(2, calls)))[:, None, None]
+    # Which eight it is, is known when the kernel compiles; only the place within takes a register.
+    eight = gl.arange(0, COLUMNS // 16, gl.SliceLayout(0, gl.SliceLayout(2, calls)))[None, :, None]
+    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, calls)))[None, None, :]
+    query_group = (first_query + dropout.row) // 16 * 8
+    key_group = (first_key + dropout.column) // 16 * 8
+    # The upper half of sixteen queries has the first word, the lower one the second; keys of the first half have its
+    # lower bits, which are moved to where the comparison looks.
+    if TRANSPOSED:
+        queries = within + query_group + 8 * eight
+        upper, lower = _pair_words(dropout, queries.to(gl.uint32), (down + key_group).to(gl.uint32))
+        left, right = gl.join(upper << 16, upper), gl.join(lower << 16, lower)
+    else:
+        keys = within + key_group + 8 * eight
+        upper, lower = _pair_words(dropout, (down + query_group).to(gl.uint32), keys.to(gl.uint32))
+        left, right = gl.join(upper << 16, lower << 16), gl.join(upper, lower)
+    # (row / 16, row % 8, column / 16, column % 8, row + 8?, column + 8?) -> (rows, columns)
+    joined = gl.reshape(gl.join(left, right), [ROWS // 16, 8, COLUMNS // 16, 8, 2, 2])
+    joined = gl.reshape(gl.permute(joined, [0, 4, 1, 2, 5, 3]), [ROWS, COLUMNS])
+    words = gl.convert_layout(joined, layout, assert_trivial=True)
+    return words.to(gl.int32, bitcast=True) >= dropout.threshold
+
+
+@gluon.constexpr_function
+def _calls_layout(ROWS, COLUMNS):
+    """Calls `[ROWS / 2, COLUMNS / 16, 8]`, each with the thread that has its four weights of a product."""
+    across = [[0, 1 << bit, 0] for bit in range((COLUMNS // 16).bit_length() - 1)]
+    down = [[32 << bit, 0, 0] for bit in range((ROWS // 64).bit_length() - 1)]
+    lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    warps = [[8, 0, 0], [16, 0, 0]]
+    shape = [ROWS // 2, COLUMNS // 16, 8]
+    return gl.DistributedLinearLayout([[0, 0, 1], *across, *down], lanes, warps, [], shape)
+
+
+@gluon.jit
+def _pair_words(dropout, query_group, key_group):
+    """Philox2x32-7: the two words of each call. Counters broadcast to the calls of a tile."""
+    left = key_group ^ dropout.first_column
+    right = query_group ^ dropout.first_row
+    key = dropout.key
+    for _ in gl.static_range(_ROUNDS):
+        # Both halves of a product are one instruction this way, and two as a product and its upper half.
+        product = left.to(gl.int64) * _MULTIPLIER
+        left = (product >> 32).to(gl.uint32) ^ key ^ right
+        right = product.to(gl.uint32)
+        key += _WEYL_A
+    return left, right
+
+
+@gluon.jit
+def _head_words(seed_a, seed_b, matrix, offset):
+    """Philox4x32-10: the first three words of a head."""
+    c0 = matrix
+    c1 = matrix * 0
+    c2 = matrix * 0
+    c3 = offset
+    for _ in gl.static_range(_HEAD_ROUNDS):
+        product_a = c0.to(gl.int64) * _MULTIPLIER_A
+        product_b = c2.to(gl.int64) * _MULTIPLIER_B
+        c0 = (product_b >> 32).to(gl.uint32) ^ seed_a ^ c1
+        c2 = (product_a >> 32).to(gl.uint32) ^ seed_b ^ c3
+        c1 = product_b.to(gl.uint32)
+        c3 = product_a.to(gl.uint32)
+        seed_a += _WEYL_A
+        seed_b += _WEYL_B
+    return c0, c1, c2
+
+
+#: The smallest unit of scores: less, as factors may make it, is 0 or has few bits, and hidden scores times 0 are NaN.
+LEAST_UNIT = gl.constexpr(2.0**-126)
+
+
+@gluon.jit
+def load_descale(pointer, strides, group, sequence, head, exists):
+    """The factor of a query head, 1 where there is none. `group` query heads share one. `exists`: whether there is such
+    a sequence."""
+    factor = gl.to_tensor(1.0)
+    if pointer is not None:
+        place = sequence.to(gl.int64) * strides.batch + head // group * strides.head
+        factor = gl.load(pointer + place, mask=exists, other=1.0)
+    return factor
