@@ -511,8 +511,11 @@ def test_padding_and_packed_sequences_exclude_each_other() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, torch.float32) for name in ("llama", "mistral", "gemma2", "gpt-oss", "bert", "t5")),
-        *((name, torch.bfloat16) for name in ("llama", "mistral", "gemma2", "bert", "t5")),
+        *(
+            (name, torch.float32)
+            for name in ("llama", "mistral", "gemma2", "gpt-oss", "bert", "t5", "gemma4", "deepseek-v3")
+        ),
+        *((name, torch.bfloat16) for name in ("llama", "mistral", "gemma2", "bert", "t5", "gemma4")),
     ],
     ids=str,
 )
@@ -522,9 +525,9 @@ def test_models_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
-def test_generation_on_a_gpu(cache: str | None) -> None:
-    inputs = {key: value.cuda() for key, value in make_inputs(ALL["mistral"], "left").items()}
-    expected = generated(build(ALL["mistral"], "eager").cuda(), inputs)
-    assert torch.equal(
-        generated(build(ALL["mistral"], "flashtile").cuda(), inputs, cache_implementation=cache), expected
-    )
+@pytest.mark.parametrize("name", ["mistral", "gemma4", "deepseek-v3"])
+def test_generation_on_a_gpu(name: str, cache: str | None) -> None:
+    inputs = {key: value.cuda() for key, value in make_inputs(ALL[name], "left").items()}
+    expected = generated(build(ALL[name], "eager").cuda(), inputs)
+    actual = generated(build(ALL[name], "flashtile").cuda(), inputs, cache_implementation=cache)
+    assert torch.equal(actual, expected)
