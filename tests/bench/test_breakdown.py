@@ -1,6 +1,7 @@
 """The breakdown: its steps are those of standard attention, and what is told of their times."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,9 +92,11 @@ def test_steps_are_compared_with_themselves():
     assert {line[2] for line in means.lines} == {"2.000"}
 
 
-def test_the_page_draws_it():
-    (chart,) = charts.breakdowns(rows_by_hand())
-    assert chart.cases == {"mask": {"standard": 1.0}, "softmax": {"standard": 3.0}, FUSED: {"flashtile-cpu": 2.0}}
+def test_the_page_has_a_table_of_it():
+    record = {"rows": rows_by_hand()}
+    ((_, headings, lines),) = charts.part_of(charts.Named(record, Path("breakdown.json"))).tables
+    assert headings == ("case", "attention step by step", "flashtile on a CPU")
+    assert lines == [("mask", "1", "–"), ("softmax", "3", "–"), (FUSED, "–", "2")]
 
 
 @pytest.mark.parametrize(

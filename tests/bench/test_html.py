@@ -13,9 +13,8 @@ from filelock import FileLock
 
 from browser import CHROMIUM, open_browser
 from flashtile.bench.cases import Case
-from flashtile.bench.companion_cases import LayerNorm
 from flashtile.bench.html import verdict_of, words, write_report
-from flashtile.bench.html.charts import Named, in_order, sections, styles
+from flashtile.bench.html.charts import Named, in_order, part_of, styles
 from flashtile.bench.html.drawing import DotChart, LineChart, Series, draw
 from flashtile.bench.start import ChoiceError
 
@@ -39,9 +38,9 @@ def named(rows, name="r.json", **facts):
     return Named(record(rows, **facts), Path(name))
 
 
-def charts_of(rows, title):
-    """The charts of a section of the page of some rows."""
-    return next(section.groups[0].charts for section in sections([named(rows)]) if section.title == title)
+def charts_of(rows, words):
+    """The charts of a record of some rows that have these words in their titles."""
+    return [chart for chart in part_of(named(rows)).charts if words in chart.title]
 
 
 LINES = [
@@ -154,9 +153,8 @@ def test_the_page_says_what_was_measured_on_what(whole):
         assert said in introduction, said
     names = words_in(body.find(f".//{HTML}section[@id='names-of-implementations']"))
     assert "FlashAttention-4 fa4" in names and "flashtile, kernels for Hopper flashtile-hopper" in names
-    speeds = body.find(f".//{HTML}section[@id='attention--speed']")
-    machines = [heading.text.strip() for heading in speeds.iter(f"{HTML}h3")]
-    assert machines[0] == "NVIDIA H100 80GB HBM3" and machines[-1].endswith("(2 cores)")
+    machines = [heading.text.strip() for heading in body.iter(f"{HTML}h2")]
+    assert machines[2] == "NVIDIA H100 80GB HBM3" and machines[-2].endswith("(2 cores)")
 
 
 @_draws_all_records
@@ -177,8 +175,8 @@ def test_charts_of_a_group_have_different_titles_and_every_group_names_machine_a
     count = 0
     for section in root.iter(f"{HTML}section"):
         section = next(iter(section.findall(f"{HTML}details[@class='fold']")), section)
-        headings = [found for found in section.findall(f"{HTML}h3") if found.find(f"{HTML}a") is not None]
-        assert all(found.text.strip() and found.find(f"{HTML}a").text in files for found in headings)
+        headings = section.findall(f"{HTML}summary/{HTML}h3")
+        assert all(found.text.strip() and found.find(f"{HTML}span").text in files for found in headings)
         for grid in section.findall(f"{HTML}div"):
             titles = [found.find(f"{HTML}h4").text for found in grid.findall(f"{HTML}figure")]
             assert len(set(titles)) == len(titles), titles
@@ -242,8 +240,8 @@ def test_the_look_for_overflows_and_requests_sees_them(browser, tmp_path):
 
 
 def test_lengths_make_lines_in_order():
-    first, second = charts_of(LINES[::-1], "Attention: speed")
-    assert {first.title, second.title} == {"Forward", "Backward"}
+    first, second = charts_of(LINES[::-1], ": TFLOP/s")
+    assert {first.title, second.title} == {"Forward: TFLOP/s", "Backward: TFLOP/s"}
     headings, lines = first.table()
     assert headings == ("sequence length (tokens)", "peer", "flashtile, portable kernels")
     assert lines[0] == ("512", *(f"{4 / (ms * 512):.3g}" for ms in (2.0, 1.0)))
@@ -253,122 +251,82 @@ def test_lengths_make_lines_in_order():
 
 def test_titles_say_what_differs():
     wide = [{**one, "case": {**one["case"], "D": 128, "Dv": 128}} for one in LINES]
-    charts = charts_of([*LINES, *wide], "Attention: speed")
+    titles = {chart.title for chart in charts_of([*LINES, *wide], ": TFLOP/s")}
     phases = ("Forward", "Backward")
-    assert {chart.title for chart in charts} == {f"{phase}, head_dim {dim}" for phase in phases for dim in (64, 128)}
-    (group,) = sections([named(LINES)])[0].groups
-    assert group.common == "head_dim 64, full, bfloat16" and group.named.machine == "NVIDIA H200"
+    assert titles == {f"{phase}, head_dim {dim}: TFLOP/s" for phase in phases for dim in (64, 128)}
+    part = part_of(named(LINES))
+    assert part.common == "head_dim 64, full, bfloat16" and part.title == "Attention: plain"
 
 
 def test_ratios_are_to_the_best_peer():
     slower = [row("slow", length(seq), 9.0 * seq, phase) for seq in (512, 1024, 2048) for phase in ("fwd", "bwd")]
-    chart, _ = charts_of([*LINES, *slower], "Attention: speed over the best peer")
-    assert chart.title == "Forward" and chart.level == 1.0
+    chart, _ = charts_of([*LINES, *slower], "best peer")
+    assert chart.title == "Forward: speed over the best peer" and chart.level == 1.0
     assert [line[1] for line in chart.table()[1]] == ["2", "2", "2"]
 
 
-def test_what_has_no_lengths_stands_alone():
+def test_what_has_no_lengths_is_a_line_of_a_table():
     rows = [*LINES, row("flashtile-triton", length(4096, mask="tiles128:0.5"), 3.0)]
-    *_, chart = charts_of(rows, "Attention: speed")
-    assert chart.title == "Other cases, forward, 50% of the tiles of 128, 4,096 tokens"
-    assert list(chart.cases.values()) == [{"flashtile-triton": pytest.approx(4 / 3)}]
+    rows.append(row("new", length(4096, mask="tiles128:0.5"), 0.5))
+    ((title, headings, lines),) = part_of(named(rows)).tables
+    assert title == "Attention, forward: TFLOP/s" and headings == ("case", "flashtile, portable kernels", "new")
+    assert lines == [("50% of the tiles of 128, 4,096 tokens", "1.33", "8")]
 
 
-def test_many_cases_are_divided_by_what_they_differ_in():
-    caps = [float(cap) for cap in range(1, 9)]
-    rows = [row("a", length(64, softcap=cap, causal=causal), 1.0) for causal in (False, True) for cap in caps]
-    full, causal = charts_of(rows, "Attention: speed")
-    assert (full.title, causal.title) == ("Forward, full", "Forward, causal")
-    assert list(full.cases) == list(causal.cases) == [f"soft cap {cap:g}" for cap in caps]
-
-
-def test_memory_against_length():
-    rows = [row("plain", {"S": seq, "B": 1}, 1.0, memory_mib=seq**2) for seq in (1024, 2048, 4096)]
-    for one in rows:
-        del one["tflops"]
-    memory, time = charts_of(rows, "Attention: memory and time")
-    assert memory.title == "Forward: memory" and memory.table()[1][0] == ("1,024", "1,048,576")
-    assert time.table()[1][0] == ("1,024", "1")
-
-
-def test_memory_of_each_head_size():
-    rows = [{**one, "peak_mib": one["case"]["S"] / 4} if one["phase"] == "bwd" else one for one in LINES]
-    (chart,) = charts_of(rows, "Attention: memory and time")
+@pytest.mark.parametrize("key", ["memory_mib", "peak_mib"])
+def test_memory_against_length(key):
+    rows = [{**one, key: one["case"]["S"] / 4} if one["phase"] == "bwd" else one for one in LINES]
+    (chart,) = charts_of(rows, "memory")
     assert chart.title == "Backward: memory" and chart.table()[1][0] == ("512", "128", "128")
 
 
 def test_points_lie_under_the_roof_of_a_known_machine():
-    chart, _ = charts_of(LINES, "Roofline")
-    assert chart.title == "Forward"
+    chart, _ = charts_of(LINES, "roof")
+    assert chart.title == "Forward: under the roof"
     case, bytes_moved = Case.from_record(length(512)), 4 * 2 * 512 * 4 * 64 * 2 + 2 * 4 * 512 * 4
     _, lines = chart.table()
     assert lines[0][0] == "flashtile, portable kernels, head_dim 64: 512 tokens"
     assert lines[0][1] == f"{case.flops('fwd') / bytes_moved:.0f}"
     for rows, gpu in ((LINES, "NVIDIA H100 PCIe"), ([one for one in LINES if one["impl"] == "peer"], "NVIDIA H200")):
-        assert "Roofline" not in [section.title for section in sections([named(rows, gpu=gpu)])]
+        assert not [chart for chart in part_of(named(rows, gpu=gpu)).charts if "roof" in chart.title]
 
 
-def test_companions_by_bandwidth_or_products():
-    case = LayerNorm("bf16", 16, 1024)
-    one = row("eager", case.record(), 2.0, op="layer_norm")
-    found = {section.title: section for section in sections([named([{**one, "tflops": None}])])}
-    (chart,) = found["Norms, losses and others: bandwidth"].groups[0].charts
-    assert chart.cases == {"Layer norm": {"eager": 4.0}} and len(found) == 1
-    assert [section.title for section in sections([named([one])])] == ["Linear layers: speed"]
+@pytest.mark.parametrize(
+    "more, title, cell",
+    [
+        ({"op": "layer_norm", "tflops": None}, "Layer norm, forward: GB/s", "4"),
+        ({"op": "fused_dense"}, "Linear layer, forward: TFLOP/s", "2"),
+        ({"op": "new-op", "tflops": None, "gbps": None}, "New-op, forward: ms", "2"),
+        ({"op": "attention-host"}, "Host time, forward: µs", "2,000"),
+        ({"op": "train-step", "tokens_per_s": 5.0}, "Training step, forward: tokens/s", "5"),
+        ({"op": "lra-listops", "accuracy": 0.5}, "Long Range Arena: ListOps, forward: % right", "50"),
+        ({"op": "attention-breakdown", "step": "mask", "tflops": None, "gbps": None},
+         "Standard attention, step by step, forward: ms", "2"),
+        ({"op": "attention-io", "predicted": {"bytes_read": 3e9, "bytes_written": 1e9}, "counted": None},
+         "Traffic, forward: GB", "4"),
+    ],
+)  # fmt: skip
+def test_figures_have_the_unit_of_their_operation(more, title, cell):
+    found, _, lines = part_of(named([row("eager", {"dtype": "bf16"}, 2.0, **more)])).tables[0]
+    assert found == title and lines[0][1] == cell
 
 
-def test_other_operations_are_drawn_by_their_time():
-    rows = [row("a", {"S": 1, "flag": None}, 2.0, op="new-op"), row("a", {"S": 1}, 2.0, op="decode")]
-    (other,) = charts_of(rows, "Other measurements")
-    (decoding,) = charts_of(rows, "Decoding")
-    assert other.title == "Forward" and other.table()[1] == [("New-op", "2")]
-    assert decoding.table()[1] == [("Decoding", "4")]
-
-
-def test_training_by_length_losses_and_accuracy():
-    step = {"op": "train-step", "phase": "fwd+bwd+step"}
-    rows = [
-        row("flashtile", {"model": "m", "B": 8, "S": seq}, 1.0, **step, tokens_per_s=1e6 / seq, peak_mib=seq)
-        for seq in (1024, 4096, 16384)
-    ]
-    rows.append(row("flashtile", {"model": "other", "B": 8, "S": 64}, 1.0, **step, tokens_per_s=5.0))
-    speed, alone = charts_of(rows, "Training: speed")
-    assert speed.title == "Training step, m" and speed.table()[1][0] == ("1,024", "977")
-    assert alone.title == "Other cases, training step, other, 64 tokens" and alone.table()[1][0][1] == "5"
+def test_losses_are_lines_over_steps():
     curve = [float(i) for i in range(600)] + [None] * 10
     rows = [
         row(impl, {"model": "m", "text_sha256": "ab" * 32}, 1.0, op="train-curve", curve=curve, curve_every=2)
         for impl in ("flashtile", "plain")
     ]
-    (chart,) = charts_of(rows, "Training: losses")
-    assert chart.title == "Training on text" and chart.table()[0][:2] == ("step", "flashtile in a whole model")
+    (chart,) = charts_of(rows, "Training on text")
+    assert chart.table()[0][:2] == ("step", "flashtile in a whole model")
     assert chart.table()[1] == [("1,200", "594", "594")]
-    broken = row("flashtile", {}, 1.0, op="train-curve", curve=[None])
-    assert "Training: losses" not in [section.title for section in sections([named([broken])])]
-    rows = [row("flashtile", {"seed": seed}, 1.0, op="lra-listops", accuracy=0.5) for seed in (0, 1)]
-    (chart,) = charts_of(rows, "Training: accuracy")
-    assert chart.table()[1] == [("seed 0", "50"), ("seed 1", "50")] and len(sections([named(rows)])) == 1
-
-
-def test_traffic_and_breakdown():
-    parts = {"bytes_read": 3e9, "bytes_written": 1e9}
-    io = row("standard", {"B": 1}, 2.0, op="attention-io", predicted=parts, counted={**parts, "bytes_read": 5e9})
-    uncounted = {**io, "impl": "flashtile", "counted": None}
-    (chart,) = charts_of([io, uncounted], "Predicted and counted traffic")
-    assert chart.table()[1] == [
-        ("attention step by step", "4", "6"),
-        ("flashtile in a whole model", "4", "–"),
-    ]
-    steps = [
-        row("standard", {"B": 1}, ms, op="attention-breakdown", step=name) for name, ms in (("mask", 1.0), ("pv", 3))
-    ]
-    (found,) = charts_of(steps, "Where the time goes")
-    assert found.title == "Forward" and found.table()[1] == [("mask", "1"), ("pv", "3")]
+    assert not part_of(named([row("flashtile", {}, 1.0, op="train-curve", curve=[None])])).charts
 
 
 def test_what_has_no_time_is_left_out():
     rows = [{**one, "ms": None, "why": "it broke"} for one in LINES]
-    assert not sections([named(rows)]) and verdict_of([named(rows)]) is None
+    part = part_of(named(rows))
+    assert not part.charts and not part.tables and verdict_of([named(rows)]) is None
 
 
 def test_the_verdict_says_how_many_times_as_fast_and_in_how_many_comparisons():
@@ -384,7 +342,7 @@ def test_the_verdict_says_how_many_times_as_fast_and_in_how_many_comparisons():
     assert found.lines[1][3:] == ("0.50", "0.50", "0.50", "3", "peer")
     titles = [chart.title for chart in found.charts]
     assert titles[:2] == ["Attention, forward", "Attention, backward"] and len(titles) == 4
-    assert titles[2] == "Forward on NVIDIA H200: head_dim 64, full, bfloat16"
+    assert titles[2] == "Forward: TFLOP/s (NVIDIA H200, head_dim 64, full, bfloat16)"
 
 
 def test_the_verdict_is_of_every_kind_and_machine():
@@ -427,25 +385,6 @@ def test_cases_are_named_by_what_differs():
     assert words.labels_of([{"H": 8, "Hkv": 8}, {"H": 8, "Hkv": 2}]) == ["8 heads", "8 query heads, 2 key/value heads"]
     assert words.labels_of([{"S": 1, "text_sha256": "a"}, {"S": 1, "text_sha256": "b"}]) == ["plain", "plain (2)"]
     assert words.labels_of([{"S": 4, "lengths": [1, 2]}]) == ["2 sequences, 3 tokens"]
-
-
-@pytest.mark.parametrize(
-    "head_dims, cases, named",
-    [
-        ([64] * 12 + [128] * 5 + [*range(136, 216, 8)], [12, 5, 10], 2),  # ten that have nothing in common
-        ([*range(16, 256, 8)], [14, 14, 2], 0),
-    ],
-)
-def test_charts_of_dots_have_enough_cases_and_not_too_many(head_dims, cases, named):
-    rows = [
-        row(impl, Case(1, 128, heads, heads, width, width).record(), 1.0)
-        for heads, width in enumerate(head_dims, 1)
-        for impl in ("flashtile-triton", "peer")
-    ]
-    charts = charts_of(rows, "Attention: speed")
-    assert [len(chart.cases) for chart in charts] == cases
-    titles = [chart.title for chart in charts]
-    assert len(set(titles)) == len(titles) and sum("head_dim" in title for title in titles) == named
 
 
 def test_every_implementation_and_key_of_the_committed_records_has_words():
@@ -506,6 +445,7 @@ def test_names_in_records_are_text_for_every_part_of_the_page(name, tmp_path):
     assert write_report([path], tmp_path / "page.html").charts
     pictures = list(parsed(tmp_path / "page.html").iter(f"{SVG}svg"))
     assert pictures and all(any(name in text for text in texts(picture.iter())) for picture in pictures)
+    assert name in [words_in(found) for found in parsed(tmp_path / "page.html").iter(f"{HTML}th")]
 
 
 @pytest.mark.parametrize("key, value", [("ms", 0), ("ms", -1.0), ("tflops", float("nan")), ("gbps", "fast")])

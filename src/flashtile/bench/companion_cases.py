@@ -49,8 +49,9 @@ class Copy(Companion):
     op: ClassVar[str] = "copy"
     phases: ClassVar[tuple[str, ...]] = ("fwd",)
 
-    def sizes(self) -> Sequence[str]:
-        return (f"{self.kib // 1024}mib" if self.kib % 1024 == 0 else f"{self.kib}kib",)
+    @property
+    def size(self) -> str:
+        return f"{self.kib // 1024}mib" if self.kib % 1024 == 0 else f"{self.kib}kib"
 
     def width(self) -> int:
         return 1
@@ -78,12 +79,6 @@ class _Norm(Companion):
     columns: int
 
     rms: ClassVar[bool]
-
-    def sizes(self) -> Sequence[str]:
-        return (f"{self.rows}x{self.columns}",)
-
-    def width(self) -> int:
-        return self.columns
 
     def make_inputs(self, random: Random) -> Inputs:
         leaves = {"x": random.normal(self.rows, self.columns), **self._parameters(random)}
@@ -140,11 +135,9 @@ class _DropoutAddNorm(_Norm):
 
     dropout_p: float = 0.0
 
+    label: ClassVar[str] = "p{dropout_p}-{rows}x{columns}"
     outputs: ClassVar[tuple[str, ...]] = ("out", "sum")
     rowwise: ClassVar[frozenset[str]] = frozenset(("x", "residual", "keep", "out", "sum"))
-
-    def sizes(self) -> Sequence[str]:
-        return (f"p{self.dropout_p}", *super().sizes())
 
     def make_inputs(self, random: Random) -> Inputs:
         shape = (self.rows, self.columns)
@@ -264,9 +257,7 @@ class Rotary(Companion):
     D: int
 
     op: ClassVar[str] = "rotary"
-
-    def sizes(self) -> Sequence[str]:
-        return (f"{self.B}x{self.S}x{self.H}x{self.D}",)
+    label: ClassVar[str] = "{B}x{S}x{H}x{D}"
 
     def width(self) -> int:
         return self.S * self.H * self.D
@@ -323,9 +314,7 @@ class CausalSoftmax(Companion):
     S: int
 
     op: ClassVar[str] = "causal_softmax"
-
-    def sizes(self) -> Sequence[str]:
-        return (f"{self.B}x{self.H}x{self.S}x{self.S}",)
+    label: ClassVar[str] = "{B}x{H}x{S}x{S}"
 
     def width(self) -> int:
         return self.H * self.S**2
@@ -378,15 +367,11 @@ class CrossEntropy(Companion):
     vocabulary: int
 
     op: ClassVar[str] = "cross_entropy"
+    label: ClassVar[str] = "{rows}x{vocabulary}"
+    widest: ClassVar[str] = "vocabulary"
     phases: ClassVar[tuple[str, ...]] = ("fwd", "bwd", "fwd+bwd")
     outputs: ClassVar[tuple[str, ...]] = ("loss",)
     rowwise: ClassVar[frozenset[str]] = frozenset(("logits", "labels"))
-
-    def sizes(self) -> Sequence[str]:
-        return (f"{self.rows}x{self.vocabulary}",)
-
-    def width(self) -> int:
-        return self.vocabulary
 
     def make_inputs(self, random: Random) -> Inputs:
         leaves = {"logits": random.normal(self.rows, self.vocabulary)}

@@ -43,15 +43,11 @@ class LinearCrossEntropy(Companion):
     vocabulary: int
 
     op: ClassVar[str] = "linear_cross_entropy"
+    label: ClassVar[str] = "{tokens}x{hidden}x{vocabulary}"
+    widest: ClassVar[str] = "vocabulary"
     phases: ClassVar[tuple[str, ...]] = ("fwd+bwd",)
     outputs: ClassVar[tuple[str, ...]] = ("loss",)
     rowwise: ClassVar[frozenset[str]] = frozenset(("x", "labels"))
-
-    def sizes(self) -> Sequence[str]:
-        return (f"{self.tokens}x{self.hidden}x{self.vocabulary}",)
-
-    def width(self) -> int:
-        return self.vocabulary
 
     def make_inputs(self, random: Random) -> Inputs:
         weight = random.normal(self.vocabulary, self.hidden, scale=self.hidden**-0.5)
@@ -91,10 +87,8 @@ class FusedDense(Companion):
     features: int
 
     op: ClassVar[str] = "fused_dense"
+    label: ClassVar[str] = "{tokens}x{columns}x{features}"
     phases: ClassVar[tuple[str, ...]] = ("fwd", "fwd+bwd")
-
-    def sizes(self) -> Sequence[str]:
-        return (f"{self.tokens}x{self.columns}x{self.features}",)
 
     def width(self) -> int:
         return max(self.columns, self.features)
@@ -139,9 +133,10 @@ class FusedMLP(Companion):
     op: ClassVar[str] = "fused_mlp"
     phases: ClassVar[tuple[str, ...]] = ("fwd", "fwd+bwd")
 
-    def sizes(self) -> Sequence[str]:
+    @property
+    def size(self) -> str:
         kind = f"{self.activation}{'_gated' if self.gated else ''}"
-        return (kind, f"{self.tokens}x{self.hidden}x{self.inner}")
+        return f"{kind}-{self.tokens}x{self.hidden}x{self.inner}"
 
     def width(self) -> int:
         return self._first_layer()
@@ -236,19 +231,9 @@ def _quack_gelu(others: dict[str, Tensor]) -> Way:
 
 
 _KINDS: tuple[type[Companion], ...] = (
-    Copy,
-    LayerNorm,
-    RMSNorm,
-    DropoutAddLayerNorm,
-    DropoutAddRMSNorm,
-    Rotary,
-    CausalSoftmax,
-    MaskedSoftmax,
-    CrossEntropy,
-    LinearCrossEntropy,
-    FusedDense,
-    FusedMLP,
-)
+    Copy, LayerNorm, RMSNorm, DropoutAddLayerNorm, DropoutAddRMSNorm, Rotary, CausalSoftmax, MaskedSoftmax,
+    CrossEntropy, LinearCrossEntropy, FusedDense, FusedMLP,
+)  # fmt: skip
 OPERATIONS = {kind.op: kind for kind in _KINDS}
 
 

@@ -97,6 +97,8 @@ class Companion(AnyCase, ABC):
 
     Attributes of the class:
         phases: what is measured.
+        label: the sizes in the name.
+        widest: the field that is the width of the widest matrix of the formula.
         outputs: names of what the formula returns.
         rowwise: names of leaves, others and outputs that have a row (first dimension) for each row of the problem. The
             other leaves belong to all rows, and the other outputs are means over them.
@@ -105,21 +107,24 @@ class Companion(AnyCase, ABC):
     dtype: str
 
     phases: ClassVar[tuple[str, ...]] = ("fwd", "bwd")
+    label: ClassVar[str] = "{rows}x{columns}"
+    widest: ClassVar[str] = "columns"
     outputs: ClassVar[tuple[str, ...]] = ("out",)
     rowwise: ClassVar[frozenset[str]] = frozenset(("x", "out"))
 
     @property
     def name(self) -> str:
         """Such as `layer_norm-16384x4096-bf16`."""
-        return "-".join([self.op, *self.sizes(), self.dtype])
+        return f"{self.op}-{self.size}-{self.dtype}"
 
-    @abstractmethod
-    def sizes(self) -> Sequence[str]:
-        """The parts of the name between operation and dtype."""
+    @property
+    def size(self) -> str:
+        """The part of the name between operation and dtype."""
+        return self.label.format(**vars(self))
 
-    @abstractmethod
     def width(self) -> int:
         """Elements of the widest matrix of the formula, for each row of the problem."""
+        return getattr(self, self.widest)
 
     @abstractmethod
     def make_inputs(self, random: Random) -> Inputs:

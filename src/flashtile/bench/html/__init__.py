@@ -9,34 +9,15 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flashtile.bench.base import is_ours
 from flashtile.bench.companion_products import OPERATIONS as COMPANIONS
-from flashtile.bench.html.charts import (
-    Named,
-    Section,
-    attention_rows,
-    families_of,
-    in_order,
-    lines_and_dots,
-    ratios,
-    sections,
-    styles,
-)  # fmt: skip
-from flashtile.bench.html.drawing import DARK, LIGHT, Chart, DotChart, LineChart, draw, shared_styles
-from flashtile.bench.html.words import (
-    OPERATIONS,
-    common_facets,
-    full_name,
-    implementation_of,
-    kind_of,
-    listed,
-    phase_of,
-    unknown_keys,
-)
+from flashtile.bench.html import words
+from flashtile.bench.html.charts import Named, Part, by_length, in_order, part_of, styles
+from flashtile.bench.html.drawing import DARK, LIGHT, Chart, DotChart, draw, shared_styles
 from flashtile.bench.record import (
     FACTS,
     Ratio,
@@ -45,12 +26,13 @@ from flashtile.bench.record import (
     read_record,
     require_writable,
     write_whole,
-)  # fmt: skip
+)
+from flashtile.bench.registry import benchmark_of
 from flashtile.bench.report import BREAKDOWN
 from flashtile.bench.start import how_to_install
 
 _NO_PICTURES = f"The page has tables only. Pictures need matplotlib: {how_to_install('plots')}."
-_TITLE, _NAMES, _RECORDS = "flashtile: measured", "Names of implementations", "Records"
+_TITLE, _NAMES = "flashtile: measured", "Names of implementations"
 #: Operations whose rows do not compare calls.
 _NO_COMPARISON = (BREAKDOWN, "attention-io", "attention-tiles")
 #: Charts beside the verdict.
@@ -107,7 +89,7 @@ def verdict_of(records: Sequence[Named]) -> Verdict | None:
         groups.setdefault((one.kind, one.phase, one.machine), []).append(one.ratio)
     lines = [_line(*place, of_group) for place, of_group in sorted(groups.items(), key=lambda group: group[0][:1])]
     headings = ("kind of call", "phase", "machine", "mean", "lowest", "highest", "cases", "lowest against")
-    charts = [*_overview(found), *_by_length(records)][:_CHARTS]
+    charts = [*_overview(found), *by_length(records)][:_CHARTS]
     return Verdict(sentences, headings, tuple(lines), tuple(charts))
 
 
@@ -121,7 +103,7 @@ def _compared(named: Named) -> list[_Compared]:
     portable = {row["impl"] for row in named.rows if is_ours(row["impl"])} == {"flashtile-triton"}
     found = []
     for ratio in best.values():
-        kind = kind_of(ratio.op, ratio.case, bool(named.facts.get("gpu")))
+        kind = words.kind_of(ratio.op, ratio.case, bool(named.facts.get("gpu")))
         if portable and ratio.op == "attention":
             kind += ", portable kernels"
         found.append(_Compared(named.machine, kind, ratio.phase, ratio))
@@ -140,7 +122,7 @@ def _sentence(machine: str, found: Sequence[_Compared]) -> str:
     return (
         f"On {machine} flashtile is faster than the fastest other implementation in {cases}, "
         f"{geometric_mean(values):.2f} times as fast in the geometric mean ({min(values):.2f} to {max(values):.2f})."
-        + (f" In the mean it is slower in: {listed(slower)}." if slower else "")
+        + (f" In the mean it is slower in: {words.listed(slower)}." if slower else "")
     )
 
 
@@ -148,7 +130,7 @@ def _line(kind: str, phase: str, machine: str, ratios: Sequence[Ratio]) -> tuple
     values = [ratio.value for ratio in ratios]
     figures = (f"{value:.2f}" for value in (geometric_mean(values), min(values), max(values)))
     lowest = min(ratios, key=lambda ratio: ratio.value)
-    return kind, phase_of(phase), machine, *figures, str(len(values)), full_name(lowest.peer)
+    return kind, words.phase_of(phase), machine, *figures, str(len(values)), words.full_name(lowest.peer)
 
 
 def _overview(found: Sequence[_Compared]) -> list[Chart]:
@@ -157,7 +139,7 @@ def _overview(found: Sequence[_Compared]) -> list[Chart]:
     for one in found:
         title, case = "Decoding, training and others", one.kind
         if one.ratio.op == "attention" and one.phase in ("fwd", "bwd"):
-            title, case = f"Attention, {phase_of(one.phase)}", one.kind.removeprefix("Attention: ")
+            title, case = f"Attention, {words.phase_of(one.phase)}", one.kind.removeprefix("Attention: ")
         elif one.ratio.op in COMPANIONS:
             title = "Norms, rotary embedding, softmax, losses and layers"
         charts.setdefault(title, {}).setdefault(case, {}).setdefault(one.machine, []).append(one.ratio.value)
@@ -167,25 +149,6 @@ def _overview(found: Sequence[_Compared]) -> list[Chart]:
                          for case, by_machine in cases.items()}, unit, logarithmic=True, level=1.0)
         for title, cases in charts.items()
     ]  # fmt: skip
-
-
-def _by_length(records: Sequence[Named]) -> list[Chart]:
-    """Speed, then ratio to the best peer, by length, of the kind of call that most programs make: causal, heads of 128;
-    else one with many lengths. Of the first record that has such."""
-    for named in records:
-        families = [one for one in families_of(attention_rows(named))[0] if ratios_to_best(one.rows)]
-        if families:
-            best = max(families, key=lambda one: (_likeness(one.case), len(one.rows))).case
-            rows = [row for one in families if one.case == best for row in one.rows]
-            said = f" on {named.machine}: {', '.join(common_facets([best]).values())}"
-            charts = [*lines_and_dots(rows, "tflops", "TFLOP/s"), *ratios(rows)]
-            return [replace(chart, title=chart.title + said) for chart in charts if isinstance(chart, LineChart)]
-    return []
-
-
-def _likeness(case: dict[str, Any]) -> tuple[bool, ...]:
-    shared = case.get("Hkv", case.get("H")) != case.get("H")
-    return not case.get("window"), bool(case.get("causal")), case.get("D") == 128 and not shared
 
 
 def write_report(paths: Sequence[Path], output: Path) -> Written:
@@ -199,26 +162,25 @@ def write_report(paths: Sequence[Path], output: Path) -> Written:
         ChoiceError: a file is no record, or the page cannot be written.
     """
     records = in_order([Named(read_record(path), path) for path in paths])
-    verdict, found = verdict_of(records), sections(records)
+    verdict, parts = verdict_of(records), [part_of(named) for named in records]
     notes = [note for named in records for note in _unknown(named)]
     require_writable(output)
     pictures: dict[int, str] = {}
     first = () if verdict is None else verdict.charts
-    charts = [*first, *(chart for section in found for group in section.groups for chart in group.charts)]
+    charts = [*first, *(chart for part in parts for chart in part.charts)]
     if importlib.util.find_spec("matplotlib") is None:
         notes.append(_NO_PICTURES)
     else:
         colours = styles(records)
         pictures = {id(chart): draw(chart, colours, number) for number, chart in enumerate(charts)}
     shown, classes = shared_styles(pictures)
-    write_whole(output, _page(records, verdict, found, charts, shown, classes, notes))
+    write_whole(output, _page(parts, verdict, charts, shown, classes, notes))
     return Written(len(charts), len(pictures), tuple(notes))
 
 
 def _page(
-    records: Sequence[Named],
+    parts: Sequence[Part],
     verdict: Verdict | None,
-    found: Sequence[Section],
     charts: Sequence[Chart],
     pictures: dict[int, str],
     classes: str,
@@ -232,10 +194,11 @@ def _page(
         loader=jinja2.PackageLoader("flashtile.bench", "html"), autoescape=True, undefined=jinja2.StrictUndefined
     )
     environment.filters |= {"anchor": _anchor}
-    tables = [chart.table()[0] for chart in charts] + ([] if verdict is None else [verdict.headings])
+    tables = [chart.table()[0] for chart in charts] + [headings for part in parts for _, headings, _ in part.tables]
+    tables += [] if verdict is None else [verdict.headings]
     columns = {headings: f"t{number}" for number, headings in enumerate(dict.fromkeys(map(tuple, tables)))}
     light, dark = (" ".join(f"--c{i}: {colour};" for i, colour in enumerate(colours)) for colours in (LIGHT, DARK))
-    names = dict.fromkeys(row["impl"] for named in records for row in named.rows)
+    names = dict.fromkeys(row["impl"] for part in parts for row in part.named.rows)
     return environment.get_template("report.html.jinja").render(
         title=_TITLE,
         light=light,
@@ -243,27 +206,27 @@ def _page(
         columns=range(1, _COLUMNS + 1),
         classes=Markup("\n".join([classes, *(_column_names(*column) for column in columns.items())])),
         class_of=lambda headings: columns[tuple(headings)],
-        introduction=_introduction(records, found),
+        introduction=_introduction([part.named for part in parts]),
         notes=notes,
-        contents=[*(["Verdict"] if verdict else []), *(section.title for section in found), _NAMES, _RECORDS],
         verdict=verdict,
         names=_NAMES,
-        glossary=sorted((implementation_of(name), name) for name in names if implementation_of(name)),
-        sections=found,
+        glossary=sorted((words.implementation_of(name), name) for name in names if words.implementation_of(name)),
         picture_of=lambda chart: Markup(pictures.get(id(chart), "")),
-        records=[(named, _facts(named)) for named in records],
+        machines=list(dict.fromkeys(part.named.machine for part in parts)),
+        parts=parts,
+        facts_of=_facts,
     )
 
 
-def _introduction(records: Sequence[Named], found: Sequence[Section]) -> str:
+def _introduction(records: Sequence[Named]) -> str:
     """What was measured, and on what."""
-    topics = list(dict.fromkeys(section.topic for section in found))
+    titles = list(dict.fromkeys(benchmark_of(row["op"]).title.lower() for named in records for row in named.rows))
     machines = list(dict.fromkeys(named.machine for named in records))
     versions = sorted({str((named.record.get("versions") or {}).get("torch")) for named in records} - {"None"})
-    torch = f" with PyTorch {listed(versions)}" if versions else ""
+    torch = f" with PyTorch {words.listed(versions)}" if versions else ""
     return (
-        f"Benchmarks of flashtile and of other implementations: {listed(topics) or 'nothing'}, measured on "
-        f"{listed(machines)}{torch}."
+        f"Benchmarks of flashtile and of other implementations: {words.listed(titles) or 'nothing'}, measured on "
+        f"{words.listed(machines)}{torch}."
     )
 
 
@@ -290,9 +253,11 @@ def _unknown(named: Named) -> list[str]:
     """A line for each kind of thing in a record that this version does not know, and shows as it stands."""
     counts: dict[tuple[str, str], int] = {}
     rows = named.record["rows"]
-    found = [(f"unknown operation {row['op']!r} in", "") for row in rows if row["op"] not in OPERATIONS]
+    found = [(f"unknown operation {row['op']!r} in", "") for row in rows if row["op"] not in words.OPERATIONS]
     for row in rows:
-        found += [(f"unknown key {key!r} in the case of", f" of {row['op']!r}") for key in unknown_keys(row["case"])]
+        found += [
+            (f"unknown key {key!r} in the case of", f" of {row['op']!r}") for key in words.unknown_keys(row["case"])
+        ]
     for each in found:
         counts[each] = counts.get(each, 0) + 1
     return [

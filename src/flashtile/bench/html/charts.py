@@ -1,9 +1,9 @@
-"""Which charts records give: each kind of measurement, those of GPUs first."""
+"""What a record gives on the page: lines over lengths and steps as charts, and all else as tables."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,16 @@ from typing import Any
 from flashtile import io_model
 from flashtile.bench.base import is_ours
 from flashtile.bench.cases import Case
-from flashtile.bench.companion_products import OPERATIONS
 from flashtile.bench.html import words
-from flashtile.bench.html.drawing import Chart, DotChart, LineChart, Series
+from flashtile.bench.html.drawing import Chart, Headings, LineChart, Lines, Series, figure
 from flashtile.bench.html.words import Facets
 from flashtile.bench.record import Record, Row, case_key, ratios_to_best
-from flashtile.bench.report import BREAKDOWN
 
 _LENGTH = "sequence length (tokens)"
 #: The fewest lengths that are drawn as a line, and points of a curve of losses.
 _LEAST_LENGTHS, _POINTS = 3, 60
-#: The most cases in one chart of dots, and the fewest in one whose cases have more in common than those of the others.
-_MOST_CASES, _LEAST_CASES = 14, 4
+#: Speeds -> their keys in a row; the first that a row has is shown, else its time.
+_SPEEDS = {"tokens/s": "tokens_per_s", "TFLOP/s": "tflops", "GB/s": "gbps"}
 
 
 @dataclass(frozen=True)
@@ -52,22 +50,22 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Charts of one record, and what all of their cases have in common."""
+class Part:
+    """A record on the page.
+
+    Attributes:
+        named: the record.
+        title: what it is about.
+        common: what all of its cases have.
+        charts: its charts.
+        tables: titles, headings and lines.
+    """
 
     named: Named
+    title: str
     common: str
     charts: tuple[Chart, ...]
-
-
-@dataclass(frozen=True)
-class Section:
-    """A heading, what it is about in a word, a sentence or two on how to read it, and charts."""
-
-    title: str
-    topic: str
-    words: str
-    groups: tuple[Group, ...]
+    tables: tuple[tuple[str, Headings, Lines], ...]
 
 
 def in_order(records: Sequence[Named]) -> list[Named]:
@@ -100,39 +98,70 @@ def styles(records: Sequence[Named]) -> dict[str, int]:
 Rows = Sequence[Row]
 
 
-def sections(records: Sequence[Named]) -> list[Section]:
-    """The sections that have charts."""
-    found = []
-    for title, topic, reading, select, make in _SECTIONS:
-        groups = []
-        for named in records:
-            decodes = any(row["op"] == "decode" for row in named.rows)
-            kept = [{**row, "machine": named.machine} for row in named.rows if select(row, decodes)]
-            if kept and (charts := make(kept)):
-                groups.append(Group(named, ", ".join(_said(kept).values()), tuple(charts)))
-        if groups:
-            found.append(Section(title, topic, reading, tuple(groups)))
-    return found
+def part_of(named: Named) -> Part:
+    """All that a record holds."""
+    rows, said = named.rows, _said(named.rows)
+    attention = attention_rows(named)
+    charts: list[Chart] = [*losses([row for row in rows if row.get("curve")]), *ratios(attention), *lengths(rows)]
+    tables = []
+    by_kind: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        for unit, found in _figures(row):
+            by_kind.setdefault((row["op"], row["phase"], unit), []).append(found)
+    for (op, phase, unit), of_kind in by_kind.items():
+        _, rest = families_of(of_kind)
+        charts += speeds(of_kind, unit, unit, said)
+        if rest:
+            tables.append((f"{_title(op, phase)}: {unit}", *_table(rest, unit, said)))
+    charts += rooflines(attention, named.machine)
+    kinds = list(dict.fromkeys(words.kind_of(row["op"], row["case"], bool(named.facts.get("gpu"))) for row in rows))
+    title = words.listed(kinds if len(kinds) <= 4 else [*kinds[:3], f"{len(kinds) - 3} more"])
+    return Part(named, title, ", ".join(said.values()), tuple(charts), tuple(tables))
+
+
+def speeds(rows: Rows, key: str, unit: str, said: Facets | None = None) -> list[LineChart]:
+    """A chart of each family of some rows, with a line for each implementation."""
+    families, _ = families_of(rows)
+    several = len({row["op"] for row in rows}) > 1
+    return [
+        LineChart(
+            f"{_title(family.op if several else None, family.phase, label)}: {unit}", _series(family.rows, key),
+            _LENGTH, unit, logarithmic=unit == "ms",
+        )
+        for family, label in zip(families, labels_of_families(families, _said(rows) if said is None else said))
+    ]  # fmt: skip
 
 
 def attention_rows(named: Named) -> list[Row]:
     """Rows of `flashtile bench attention` with a speed."""
-    return [row for row in named.rows if _is_attention(row)]
+    return [row for row in named.rows if row["op"] == "attention" and row.get("tflops") is not None]
 
 
-def _is_attention(row: Row, decodes: bool = False) -> bool:
-    return row["op"] == "attention" and row.get("tflops") is not None
+def _figures(row: Row) -> Iterator[tuple[str, Row]]:
+    """Units of a row's figures, each with the row that has the figure under the unit."""
+    case = {**row["case"], **({"step": row["step"]} if "step" in row else {})}
+    if row.get("accuracy") is not None:
+        yield "% right", {**row, "% right": 100 * row["accuracy"]}
+    if row["op"] == "attention-io":
+        for name in ("predicted", "counted"):
+            if moved := row[name]:
+                impl = f"{words.full_name(row['impl'])}, {name}"
+                yield "GB", {**row, "impl": impl, "GB": (moved["bytes_read"] + moved["bytes_written"]) / 1e9}
+    elif row["op"].endswith("-host"):
+        yield "µs", {**row, "µs": row["ms"] * 1e3}
+    else:
+        unit = next((unit for unit, key in _SPEEDS.items() if row.get(key) is not None), "ms")
+        yield unit, {**row, "case": case, unit: row[_SPEEDS.get(unit, "ms")]}
 
 
-def _with_memory(row: Row, decodes: bool) -> bool:
-    return row["op"] == "attention" and (row.get("peak_mib") or row.get("memory_mib")) is not None
-
-
-def _is_other(row: Row, decodes: bool) -> bool:
-    """Operations that have no section of their own."""
-    drawn = ("attention", "attention-io", "context-parallel", BREAKDOWN, "decode", *OPERATIONS)
-    of_training = any(row.get(key) for key in ("tokens_per_s", "curve", "accuracy"))
-    return row["op"] not in drawn and not row["op"].endswith("-host") and not of_training
+def _table(rows: Rows, unit: str, said: Facets) -> tuple[Headings, Lines]:
+    """A line for each case, a column for each implementation."""
+    cases = {case_key(row): row["case"] for row in rows}
+    labels = dict(zip(cases, words.labels_of(list(cases.values()), said)))
+    impls = list(dict.fromkeys(row["impl"] for row in rows))
+    found = {(case_key(row), row["impl"]): row[unit] for row in rows}
+    lines = [(labels[key] or "all", *(figure(found.get((key, impl))) for impl in impls)) for key in cases]
+    return ("case", *map(words.full_name, impls)), lines
 
 
 @dataclass(frozen=True)
@@ -162,39 +191,23 @@ def families_of(rows: Rows) -> tuple[list[Family], list[Row]]:
     return families, rest
 
 
+def labels_of_families(families: Sequence[Family], said: Facets) -> list[str]:
+    """What is not said already of the cases of each."""
+    return words.labels_of([family.case for family in families], said) if families else []
+
+
 def _without_length(case: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in case.items() if key not in ("S", "B")}
 
 
-def titles_of(families: Sequence[Family], said: Facets) -> list[str]:
-    """A title for each family: operation where there are several, phase, and what is not said already of its cases."""
-    labels = words.labels_of([family.case for family in families], said) if families else []
-    several = len({family.op for family in families}) > 1
-    return [
-        _title(words.operation_of(family.op) if several else None, family.phase, [label] if label else [])
-        for family, label in zip(families, labels, strict=True)
-    ]
-
-
-def _title(first: str | None, phase: str, facets: Sequence[str]) -> str:
-    title = ", ".join([*([] if first is None else [first]), words.phase_of(phase), *facets])
+def _title(op: str | None, phase: str, label: str = "") -> str:
+    title = ", ".join(filter(None, (op and words.operation_of(op), words.phase_of(phase), label)))
     return title[0].upper() + title[1:]
 
 
 def _said(rows: Rows) -> Facets:
     """What stands above the charts of some rows."""
     return words.common_facets([row["case"] for row in rows])
-
-
-def lines_and_dots(rows: Rows, key: str, unit: str) -> list[Chart]:
-    """Lines for what there is at several lengths, dots for the rest."""
-    said = _said(rows)
-    families, rest = families_of([row for row in rows if row.get(key) is not None])
-    charts: list[Chart] = [
-        LineChart(title, _series(family.rows, key), _LENGTH, unit)
-        for family, title in zip(families, titles_of(families, said), strict=True)
-    ]
-    return [*charts, *dots(rest, key, unit, said=said, beside="Other cases" if charts else None)]
 
 
 def _series(rows: Rows, key: str) -> tuple[Series, ...]:
@@ -204,10 +217,10 @@ def _series(rows: Rows, key: str) -> tuple[Series, ...]:
     return tuple(Series(impl, tuple(sorted(found))) for impl, found in points.items())
 
 
-def ratios(rows: Rows) -> list[Chart]:
+def ratios(rows: Rows) -> list[LineChart]:
     """A chart for each phase and implementation of ours, with a line for each family."""
     families, _ = families_of(rows)
-    labels = words.labels_of([family.case for family in families], _said(rows)) if families else []
+    labels = labels_of_families(families, _said(rows))
     lines: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
     for family, label in zip(families, labels, strict=True):
         for ratio in ratios_to_best(family.rows):
@@ -216,7 +229,7 @@ def ratios(rows: Rows) -> list[Chart]:
     several = len({ours for _, ours in lines}) > 1
     return [
         LineChart(
-            words.phase_of(phase).capitalize() + (f", {words.full_name(ours)}" if several else ""),
+            _title(None, phase, words.full_name(ours) if several else "") + ": speed over the best peer",
             tuple(Series(name, tuple(sorted(points))) for name, points in found.items()),
             _LENGTH,
             "× the best peer",
@@ -227,16 +240,14 @@ def ratios(rows: Rows) -> list[Chart]:
 
 
 def lengths(rows: Rows) -> list[Chart]:
-    """Memory of each family; memory and time of rows that have nothing else."""
+    """Memory of each family."""
     charts: list[Chart] = []
     for key in ("peak_mib", "memory_mib"):
         families, _ = families_of([row for row in rows if row.get(key)])
-        for family, title in zip(families, titles_of(families, _said(rows)), strict=True):
-            units = {key: "MiB, without inputs and gradients"}
-            units |= {"ms": "ms"} if family.rows[0].get("tflops") is None else {}
-            for name, unit in units.items():
-                what, series = "time" if name == "ms" else "memory", _series(family.rows, name)
-                charts.append(LineChart(f"{title}: {what}", series, _LENGTH, unit, logarithmic=True))
+        for family, label in zip(families, labels_of_families(families, _said(rows))):
+            title = _title(None, family.phase, label) + ": memory"
+            unit = "MiB, without inputs and gradients"
+            charts.append(LineChart(title, _series(family.rows, key), _LENGTH, unit, logarithmic=True))
     return charts
 
 
@@ -268,31 +279,10 @@ def smooth(row: Row) -> tuple[tuple[float, float], ...]:
     return tuple(found)
 
 
-def breakdowns(rows: Rows) -> list[Chart]:
-    """Rows of `flashtile bench breakdown`: the time of each step, and of one call."""
-    by_phase: dict[str, dict[str, dict[str, float]]] = {}
-    for row in rows:
-        by_phase.setdefault(row["phase"], {}).setdefault(row["step"], {})[row["impl"]] = row["ms"]
-    return [DotChart(words.phase_of(phase).capitalize(), found, "ms") for phase, found in by_phase.items()]
-
-
-def traffic(rows: Rows) -> list[Chart]:
-    """Rows of `benchmarks/io_counters.py`."""
-    found = {
-        words.full_name(row["impl"]): {
-            name: (row[name]["bytes_read"] + row[name]["bytes_written"]) / 1e9
-            for name in ("predicted", "counted")
-            if row[name] is not None
-        }
-        for row in rows
-    }
-    return [DotChart("Forward and backward", found, "GB", logarithmic=True)]
-
-
-def rooflines(rows: Rows) -> list[Chart]:
+def rooflines(rows: Rows, machine: str) -> list[Chart]:
     """A chart for each phase and dtype, of our rows that the IO model describes; none where it does not know the
     machine. Work is that of the benchmark, visible pairs; bytes are what the kernels move, by the model."""
-    device = io_model.find_device(rows[0]["machine"])
+    device = io_model.find_device(machine)
     if device is None:
         return []
     known = [(row, found) for row in rows if is_ours(row["impl"]) and (found := _intensity(row, device)) is not None]
@@ -312,7 +302,7 @@ def rooflines(rows: Rows) -> list[Chart]:
         low, high = min(ridge / 10, *(x / 1.3 for x in xs)), max(ridge * 4, *(x * 1.3 for x in xs))
         roof = ((low, device.bandwidth * low / 1e12), (ridge, peak / 1e12), (high, peak / 1e12))
         of_dtype = f", {str(dtype).removeprefix('torch.')}" if len({dtype for _, dtype in points}) > 1 else ""
-        title, x_label = f"{words.phase_of(phase).capitalize()}{of_dtype}", "FLOP for each byte of device memory"
+        title, x_label = f"{_title(None, phase)}{of_dtype}: under the roof", "FLOP for each byte of device memory"
         charts.append(LineChart(title, tuple(series), x_label, "TFLOP/s", roof=roof))
     return charts
 
@@ -336,164 +326,20 @@ def _intensity(row: Row, device: io_model.Device) -> float | None:
         return None
 
 
-def dots(
-    rows: Rows, key: str, unit: str, *, log: bool = False, said: Facets | None = None, beside: str | None = None
-) -> list[Chart]:
-    """Charts of dots for each phase, with few enough cases that each stays readable.
-
-    Args:
-        rows: of one record.
-        key: of their values.
-        unit: of these.
-        log: the axis is logarithmic.
-        said: what stands above the charts; None for what the rows have in common.
-        beside: what their titles begin with where other charts stand beside them.
-    """
-    said = _said(rows) if said is None else said
-    rows = [row for row in rows if row.get(key) is not None]
-    several = len({row["op"] for row in rows}) > 1
-    charts: list[DotChart] = []
-    for phase in dict.fromkeys(row["phase"] for row in rows):
-        for part in parts_of([row for row in rows if row["phase"] == phase]):
-            ops = {row["op"] for row in part}
-            more = [text for facet, text in _said(part).items() if said.get(facet) != text]
-            title = _title(
-                beside or (words.operation_of(ops.pop()) if several and len(ops) == 1 else None), phase, more
-            )
-            charts.append(DotChart(title, _by_label(part, key, said), unit, logarithmic=log))
-    titles = [chart.title for chart in charts]
-    return [
-        chart if titles.count(title) == 1 else replace(chart, title=f"{title} ({titles[: place + 1].count(title)})")
-        for place, (chart, title) in enumerate(zip(charts, titles))
-    ]
+def by_length(records: Sequence[Named]) -> list[LineChart]:
+    """Speed, then ratio to the best peer, by length, of the kind of call that most programs make: causal, heads of 128;
+    else one with many lengths. Of the first record that has such."""
+    for named in records:
+        families = [one for one in families_of(attention_rows(named))[0] if ratios_to_best(one.rows)]
+        if families:
+            best = max(families, key=lambda one: (_likeness(one.case), len(one.rows))).case
+            rows = [row for one in families if one.case == best for row in one.rows]
+            said = f" ({', '.join((named.machine, *words.common_facets([best]).values()))})"
+            charts = [*speeds(rows, "tflops", "TFLOP/s"), *ratios(rows)]
+            return [replace(chart, title=chart.title + said) for chart in charts]
+    return []
 
 
-def _by_label(rows: Rows, key: str, said: Facets) -> dict[str, dict[str, float]]:
-    """Name of a case -> implementation -> value."""
-    cases = {case_key(row): row for row in reversed(rows)}
-    cases = {case: cases[case] for case in map(case_key, rows)}
-    ops = list(dict.fromkeys(row["op"] for row in rows))
-    found: dict[str, str] = {}
-    for op in ops:
-        of_op = {of_case: row["case"] for of_case, row in cases.items() if row["op"] == op}
-        labels = words.labels_of(list(of_op.values()), said if len(of_op) == 1 else None)
-        for of_case, label in zip(of_op, labels, strict=True):
-            found[of_case] = ", ".join(
-                filter(None, (words.operation_of(op) if len(ops) > 1 or not label else "", label))
-            )
-    values: dict[str, dict[str, float]] = {}
-    for row in rows:
-        values.setdefault(found[case_key(row)], {})[row["impl"]] = row[key]
-    return values
-
-
-def parts_of(rows: Rows) -> list[list[Row]]:
-    """Rows in parts with few cases each, by the first facets that divide them, else in their order. Parts of very few
-    cases are joined, in the place of the first of these."""
-    rows = list(rows)
-    if _count_cases(rows) <= _MOST_CASES:
-        return [rows]
-    facets = [{"": words.operation_of(row["op"]), **words.facets_of(row["case"])} for row in rows]
-    for key in dict.fromkeys(key for of_row in facets for key in of_row):
-        values = dict.fromkeys(of_row.get(key) for of_row in facets)
-        if 1 < len(values) <= _MOST_CASES:
-            members = ([row for row, of_row in zip(rows, facets) if of_row.get(key) == value] for value in values)
-            return _joined([part for of_value in members for part in parts_of(of_value)])
-    keys = list(dict.fromkeys(map(case_key, rows)))
-    starts = range(0, len(keys), _MOST_CASES)
-    return [[row for row in rows if case_key(row) in keys[start : start + _MOST_CASES]] for start in starts]
-
-
-def _joined(parts: Iterable[list[Row]]) -> list[list[Row]]:
-    joined: list[list[Row]] = []
-    others: list[Row] | None = None
-    for part in parts:
-        if _count_cases(part) >= _LEAST_CASES:
-            joined.append(part)
-        elif others is not None and _count_cases(others) + _count_cases(part) <= _MOST_CASES:
-            others += part
-        else:
-            others = list(part)
-            joined.append(others)
-    return joined
-
-
-def _count_cases(rows: Rows) -> int:
-    return len(set(map(case_key, rows)))
-
-
-Select = Callable[[Row, bool], bool]
-#: Title, topic, how to read it, which rows (the flag: of a record of decoding), and their charts.
-_SECTIONS: list[tuple[str, str, str, Select, Callable[[Rows], list[Chart]]]] = [
-    (
-        "Attention: speed", "attention",
-        "TFLOP/s, higher is better. Only visible pairs of query and key count as work.",
-        _is_attention, lambda rows: lines_and_dots(rows, "tflops", "TFLOP/s"),
-    ),
-    (
-        "Attention: speed over the best peer", "attention",
-        "Above 1 flashtile is faster. The best peer is the fastest other implementation of each case.",
-        _is_attention, ratios,
-    ),
-    ("Attention: memory and time", "attention", "Lower is better.", _with_memory, lengths),
-    (
-        "Attention over several GPUs", "attention over several GPUs",
-        "TFLOP/s of all GPUs together, higher is better.",
-        lambda row, _: row["op"] == "context-parallel", lambda rows: lines_and_dots(rows, "tflops", "TFLOP/s"),
-    ),
-    (
-        "Decoding", "decoding",
-        "GB/s of the key/value cache, higher is better. A copy of as much memory is shown for comparison.",
-        lambda row, decodes: decodes and row["op"] in ("decode", "copy"), lambda rows: dots(rows, "gbps", "GB/s"),
-    ),
-    (
-        "Norms, losses and others: bandwidth", "norms, rotary embedding, softmax and losses",
-        "GB/s of what must be read and written at least, higher is better. The copy shows what the memory allows.",
-        lambda row, decodes: row["op"] in OPERATIONS and row.get("tflops") is None and not decodes,
-        lambda rows: dots(rows, "gbps", "GB/s"),
-    ),
-    (
-        "Linear layers: speed", "linear layers", "TFLOP/s, higher is better.",
-        lambda row, decodes: row["op"] in OPERATIONS and row.get("tflops") is not None and not decodes,
-        lambda rows: dots(rows, "tflops", "TFLOP/s"),
-    ),
-    (
-        "Training: speed", "training", "Tokens per second, higher is better.",
-        lambda row, _: row.get("tokens_per_s") is not None,
-        lambda rows: lines_and_dots(rows, "tokens_per_s", "tokens/s"),
-    ),
-    (
-        "Training: losses", "training",
-        "Each point is the mean of some steps. Curves that lie on each other come from equal arithmetic.",
-        lambda row, _: bool(row.get("curve")), losses,
-    ),
-    (
-        "Training: accuracy", "training", "Share of held-out examples that are right, higher is better.",
-        lambda row, _: row.get("accuracy") is not None,
-        lambda rows: dots([{**row, "percent": 100 * row["accuracy"]} for row in rows], "percent", "% right"),
-    ),
-    (
-        "Where the time goes", "standard attention step by step",
-        "Standard attention step by step, and one fused call. Lower is better.",
-        lambda row, _: row["op"] == BREAKDOWN, breakdowns,
-    ),
-    (
-        "Roofline", "attention",
-        "The roof is what the GPU's data sheet allows at an intensity. Bytes are those of flashtile's IO model.",
-        _is_attention, rooflines,
-    ),
-    (
-        "Predicted and counted traffic", "memory traffic",
-        "Bytes through device memory, by the IO model and by the GPU's counters.",
-        lambda row, _: row["op"] == "attention-io", traffic,
-    ),
-    (
-        "Host time", "host time", "Microseconds of the processor for one small call, lower is better.",
-        lambda row, _: row["op"].endswith("-host"),
-        lambda rows: dots([{**row, "us": row["ms"] * 1e3} for row in rows], "us", "µs"),
-    ),
-    (
-        "Other measurements", "other operations", "Milliseconds, lower is better.", _is_other,
-        lambda rows: dots(rows, "ms", "ms", log=True),
-    ),
-]  # fmt: skip
+def _likeness(case: dict[str, Any]) -> tuple[bool, ...]:
+    shared = case.get("Hkv", case.get("H")) != case.get("H")
+    return not case.get("window"), bool(case.get("causal")), case.get("D") == 128 and not shared

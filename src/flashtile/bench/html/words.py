@@ -27,6 +27,20 @@ def _named(name: str) -> Callable[[Any, Case], str]:
     return lambda value, case: f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
 
 
+def _says(text: str) -> Callable[[Any, Case], str]:
+    return lambda value, case: text.format(value)
+
+
+def _matched(*patterns: tuple[str, str], fallback: str) -> Callable[[Any, Case], str]:
+    """The text of the first pattern that the value is, filled with the pattern's group."""
+
+    def words(value: Any, case: Case) -> str:
+        found = ((re.fullmatch(pattern, str(value)), text) for pattern, text in patterns)
+        return next((text.format(*match.groups()) for match, text in found if match), fallback.format(value))
+
+    return words
+
+
 def _length(value: Any, case: Case) -> str:
     lengths = case.get("lengths")
     if lengths:
@@ -53,99 +67,55 @@ def _window(value: Any, case: Case) -> str:
 
 
 def _mask(value: Any, case: Case) -> str:
-    tiles = re.fullmatch(r"tiles(\d+):([\d.]+)", value)
-    if tiles:
-        return f"{float(tiles[2]):.0%} of the tiles of {tiles[1]}"
-    pairs = re.fullmatch(r"random([\d.]+)", value)
-    if pairs:
-        return f"mask of {float(pairs[1]):.0%} of the pairs"
-    if value == "padding":
-        return "mask of padded keys"
-    documents = re.fullmatch(r"documents(\d+)", value)
-    return f"documents of {documents[1]} tokens (median)" if documents else f"mask {value}"
+    shown = re.fullmatch(r"(?:tiles(\d+):|random)([\d.]+)", value)
+    if shown is None:
+        return _MASKS(value, case)
+    share = f"{float(shown[2]):.0%} of the"
+    return f"{share} tiles of {shown[1]}" if shown[1] else f"mask of {share} pairs"
 
 
-def _bias(value: Any, case: Case) -> str:
-    return {"1HSS": "bias for each head", "BHSS": "bias for each sequence and head"}.get(value, f"bias {value}")
-
-
-def _function(value: Any, case: Case) -> str:
-    return {
-        "relative": "function: relative position", "alibi": "function: ALiBi", "softcap": "function: soft cap",
-        "waves": "function with torch.sin and two tables", "documents": "mask function: documents",
-        "window": "mask function: window", "prefix-lm": "mask function: prefix-LM",
-        "dilated": "mask function: dilated window", "neighborhood": "mask function: 2-D neighbourhood",
-        "tree": "mask function: tree",
-    }.get(value, f"function {value}")  # fmt: skip
-
-
-def _values(value: Any, case: Case) -> str:
-    named = {"normal": "normal values", "shifted": "q + 3 and k + 3", "growing-keys": "keys that grow"}
-    for pattern, words in (
-        (r"trained-(\d+)", "a trained model's layer {}"), (r"q-times-(\d+)", "q × {}"),
-        (r"first-key-times-(\d+)", "first key × {}"), (r"late-key-times-(\d+)", "a late key × {}"),
-    ):  # fmt: skip
-        if match := re.fullmatch(pattern, value):
-            return words.format(match[1])
-    return named.get(value) or f"{value} values"
-
-
-def _activation(value: Any, case: Case) -> str:
-    return {"gelu_tanh": "GELU (tanh)", "gelu": "GELU", "silu": "SiLU", "relu": "ReLU"}.get(value, str(value))
+_MASKS = _matched(
+    ("padding", "mask of padded keys"), (r"documents(\d+)", "documents of {} tokens (median)"), fallback="mask {}"
+)
+_BIASES = _matched(("1HSS", "bias for each head"), ("BHSS", "bias for each sequence and head"), fallback="bias {}")
+_FUNCTIONS = _matched(
+    ("relative", "function: relative position"), ("alibi", "function: ALiBi"), ("softcap", "function: soft cap"),
+    ("waves", "function with torch.sin and two tables"), ("documents", "mask function: documents"),
+    ("window", "mask function: window"), ("prefix-lm", "mask function: prefix-LM"),
+    ("dilated", "mask function: dilated window"), ("neighborhood", "mask function: 2-D neighbourhood"),
+    ("tree", "mask function: tree"), fallback="function {}",
+)  # fmt: skip
+_VALUES = _matched(
+    ("normal", "normal values"), ("shifted", "q + 3 and k + 3"), ("growing-keys", "keys that grow"),
+    (r"trained-(\d+)", "a trained model's layer {}"), (r"q-times-(\d+)", "q × {}"),
+    (r"first-key-times-(\d+)", "first key × {}"), (r"late-key-times-(\d+)", "a late key × {}"), fallback="{} values",
+)  # fmt: skip
+_ACTIVATIONS = _matched(
+    ("gelu_tanh", "GELU (tanh)"), ("gelu", "GELU"), ("silu", "SiLU"), ("relu", "ReLU"), fallback="{}"
+)
 
 
 #: A key of `case` -> its value in words, in the order in which they are said. Those with None are part of another's.
 _WORDS: dict[str, Callable[[Any, Case], str] | None] = {
-    "model": lambda value, case: str(value),
-    "task": lambda value, case: str(value),
-    "D": _head_dim,
-    "Dv": None,
+    "model": _says("{}"), "task": _says("{}"), "D": _head_dim, "Dv": None,
     "causal": lambda value, case: "causal" if value else "full",
-    "window": _window,
-    "mask": _mask,
-    "softcap": lambda value, case: f"soft cap {value:g}",
-    "bias": _bias,
-    "function": _function,
-    "dropout_p": lambda value, case: f"dropout {value:g}",
-    "rows": _count("rows"),
-    "columns": _count("columns"),
+    "window": _window, "mask": _mask, "softcap": _says("soft cap {:g}"), "bias": _BIASES, "function": _FUNCTIONS,
+    "dropout_p": _says("dropout {:g}"), "rows": _count("rows"), "columns": _count("columns"),
     "kib": lambda value, case: f"{value / 1024:,g} MiB",
-    "tokens": _count("tokens"),
-    "hidden": _named("hidden size"),
-    "inner": _named("inner size"),
-    "features": _count("features"),
-    "vocabulary": _named("vocabulary"),
-    "activation": _activation,
-    "gated": lambda value, case: "gated",
-    "prompt": lambda value, case: f"a prompt of {value:,} tokens",
-    "completions": _count("completions"),
-    "S": _length,
-    "Sk": _count("keys"),
-    "lengths": None,
+    "tokens": _count("tokens"), "hidden": _named("hidden size"), "inner": _named("inner size"),
+    "features": _count("features"), "vocabulary": _named("vocabulary"), "activation": _ACTIVATIONS,
+    "gated": _says("gated"), "prompt": _says("a prompt of {:,} tokens"), "completions": _count("completions"),
+    "S": _length, "Sk": _count("keys"), "lengths": None,
     "Sq": lambda value, case: "one query" if value == 1 else f"{value:,} queries",
-    "page": lambda value, case: f"pages of {value}",
-    "append": lambda value, case: "a row appended",
-    "gpus": _count("GPUs"),
-    "block_q": lambda value, case: f"tiles of {value} queries",
-    "block_k": _count("keys in a tile"),
+    "page": _says("pages of {}"), "append": _says("a row appended"), "gpus": _count("GPUs"),
+    "block_q": _says("tiles of {} queries"), "block_k": _count("keys in a tile"),
     "cache": lambda value, case: {"cold": "nothing compiled before", "cached": "kernels on disk"}.get(value, value),
-    "B": _named("batch"),
-    "H": _heads,
-    "Hkv": None,
-    "dtype": lambda value, case: _DTYPES.get(value, str(value)),
-    "values": _values,
-    "steps": _count("steps"),
-    "layers": _count("layers"),
-    "width": _named("width"),
-    "heads": _count("heads"),
-    "examples": _count("examples"),
-    "held_out": _count("held out"),
-    "learning_rate": lambda value, case: f"learning rate {value:g}",
-    "text": lambda value, case: str(value),
-    "text_sha256": None,
-    "made": None,
-    "seed": _named("seed"),
-}
+    "B": _named("batch"), "H": _heads, "Hkv": None, "dtype": lambda value, case: _DTYPES.get(value, str(value)),
+    "values": _VALUES, "steps": _count("steps"), "layers": _count("layers"), "width": _named("width"),
+    "heads": _count("heads"), "examples": _count("examples"), "held_out": _count("held out"),
+    "learning_rate": _says("learning rate {:g}"), "text": _says("{}"), "text_sha256": None, "made": None,
+    "seed": _named("seed"), "step": _says("{}"),
+}  # fmt: skip
 #: Facets without which most cases are told apart as well: they are said only where it needs them.
 _DETAILS = (
     "values", "B", "H", "Sq", "layers", "width", "heads", "examples", "held_out", "learning_rate", "steps", "text",
@@ -157,93 +127,51 @@ _ZERO_IS_ABSENT = ("dropout_p", "softcap")
 _NOTHING = "plain"
 
 OPERATIONS = {
-    "attention": "Attention",
-    "attention-host": "Host time",
-    "attention-breakdown": "Standard attention, step by step",
-    "attention-io": "Traffic",
-    "attention-tiles": "Attention with other tiles",
-    "attention-first-call": "First call in a new process",
-    "context-parallel": "Attention over several GPUs",
-    "decode": "Decoding",
-    "copy": "Copy",
-    "layer_norm": "Layer norm",
-    "rms_norm": "RMS norm",
-    "dropout_add_layer_norm": "Dropout, add and layer norm",
-    "dropout_add_rms_norm": "Dropout, add and RMS norm",
-    "rotary": "Rotary embedding",
-    "causal_softmax": "Causal softmax",
-    "masked_softmax": "Masked softmax",
-    "cross_entropy": "Cross-entropy",
-    "linear_cross_entropy": "Linear layer and cross-entropy",
-    "fused_dense": "Linear layer",
-    "fused_mlp": "Perceptron",
-    "train-step": "Training step",
-    "train-curve": "Training on text",
-    "prefix-trees": "Completions of one prompt",
-    "bert-step": "Training step of BERT",
-    "lra-listops": "Long Range Arena: ListOps",
+    "attention": "Attention", "attention-host": "Host time", "attention-breakdown": "Standard attention, step by step",
+    "attention-io": "Traffic", "attention-tiles": "Attention with other tiles",
+    "attention-first-call": "First call in a new process", "context-parallel": "Attention over several GPUs",
+    "decode": "Decoding", "copy": "Copy", "layer_norm": "Layer norm", "rms_norm": "RMS norm",
+    "dropout_add_layer_norm": "Dropout, add and layer norm", "dropout_add_rms_norm": "Dropout, add and RMS norm",
+    "rotary": "Rotary embedding", "causal_softmax": "Causal softmax", "masked_softmax": "Masked softmax",
+    "cross_entropy": "Cross-entropy", "linear_cross_entropy": "Linear layer and cross-entropy",
+    "fused_dense": "Linear layer", "fused_mlp": "Perceptron", "train-step": "Training step",
+    "train-curve": "Training on text", "prefix-trees": "Completions of one prompt",
+    "bert-step": "Training step of BERT", "lra-listops": "Long Range Arena: ListOps",
     "lra-pathfinder": "Long Range Arena: Pathfinder",
-}
+}  # fmt: skip
 PHASES = {
-    "fwd": "forward",
-    "bwd": "backward",
-    "fwd+bwd": "forward and backward",
-    "fwd-nograd": "forward without gradients",
-    "fwd+bwd+step": "training step",
-    "train": "training",
-}
+    "fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward", "fwd-nograd": "forward without gradients",
+    "fwd+bwd+step": "training step", "train": "training",
+}  # fmt: skip
 #: Beginnings of the names of implementations -> what they are called; the longest that fits counts.
 IMPLEMENTATIONS = {
-    "flashtile": "flashtile in a whole model",
-    "flashtile-auto": "flashtile",
-    "flashtile-hopper": "flashtile, kernels for Hopper",
-    "flashtile-triton": "flashtile, portable kernels",
-    "flashtile-cpu": "flashtile on a CPU",
-    "flashtile-builtin": "flashtile, by an argument",
+    "flashtile": "flashtile in a whole model", "flashtile-auto": "flashtile",
+    "flashtile-hopper": "flashtile, kernels for Hopper", "flashtile-triton": "flashtile, portable kernels",
+    "flashtile-cpu": "flashtile on a CPU", "flashtile-builtin": "flashtile, by an argument",
     "flashtile-compile": "flashtile under torch.compile",
-    "flashtile-fused-loss": "flashtile, last layer with the loss",
-    "flashtile-packed": "flashtile on packed sequences",
+    "flashtile-fused-loss": "flashtile, last layer with the loss", "flashtile-packed": "flashtile on packed sequences",
     "flashtile-padded-batch": "flashtile, the prompt repeated",
-    "flashtile-prefix-tree": "flashtile, the prompt computed once",
-    "flashtile-one-gpu": "flashtile on one GPU",
-    "flashtile-ring": "flashtile, a ring of GPUs",
-    "flashtile-all_gather": "flashtile, keys gathered on each GPU",
-    "flashtile-all_to_all": "flashtile, heads over the GPUs",
-    "block-sparse": "flashtile with a block mask",
-    "matmul": "products and softmax in PyTorch",
-    "sdpa": "PyTorch's attention",
-    "sdpa-flash": "FlashAttention-2 through PyTorch",
-    "sdpa-cudnn": "cuDNN through PyTorch",
+    "flashtile-prefix-tree": "flashtile, the prompt computed once", "flashtile-one-gpu": "flashtile on one GPU",
+    "flashtile-ring": "flashtile, a ring of GPUs", "flashtile-all_gather": "flashtile, keys gathered on each GPU",
+    "flashtile-all_to_all": "flashtile, heads over the GPUs", "block-sparse": "flashtile with a block mask",
+    "matmul": "products and softmax in PyTorch", "sdpa": "PyTorch's attention",
+    "sdpa-flash": "FlashAttention-2 through PyTorch", "sdpa-cudnn": "cuDNN through PyTorch",
     "sdpa-efficient": "memory-efficient kernel through PyTorch",
-    "sdpa-gathered": "PyTorch's attention, pages gathered",
-    "sdpa-math": "plain attention through PyTorch",
-    "fa4": "FlashAttention-4",
-    "flex": "FlexAttention of PyTorch",
-    "torch-varlen": "varlen_attn of PyTorch",
+    "sdpa-gathered": "PyTorch's attention, pages gathered", "sdpa-math": "plain attention through PyTorch",
+    "fa4": "FlashAttention-4", "flex": "FlexAttention of PyTorch", "torch-varlen": "varlen_attn of PyTorch",
     "torch-cp-allgather": "context parallelism of PyTorch, all-gather",
-    "torch-cp-alltoall": "context parallelism of PyTorch, all-to-all",
-    "plain": "attention with all scores in memory",
-    "standard": "attention step by step",
-    "eager": "PyTorch's own functions",
-    "compile": "torch.compile",
-    "liger": "Liger Kernel",
-    "quack": "QuACK",
-    "transformers-eager": "transformers, eager attention",
+    "torch-cp-alltoall": "context parallelism of PyTorch, all-to-all", "plain": "attention with all scores in memory",
+    "standard": "attention step by step", "eager": "PyTorch's own functions", "compile": "torch.compile",
+    "liger": "Liger Kernel", "quack": "QuACK", "transformers-eager": "transformers, eager attention",
     "transformers-sdpa": "transformers, PyTorch's attention",
     "transformers-compile": "transformers under torch.compile",
     "transformers-flashtile": "transformers with flashtile",
-}
+}  # fmt: skip
 #: Keys of a case of attention -> what kind of call one that has it is; the first counts.
 _KINDS = {
-    "function": "score and mask functions",
-    "lengths": "packed sequences",
-    "bias": "bias",
-    "mask": "mask",
-    "softcap": "soft cap",
-    "dropout_p": "dropout",
-    "window": "window",
-    "Sk": "other keys than queries",
-}
+    "function": "score and mask functions", "lengths": "packed sequences", "bias": "bias", "mask": "mask",
+    "softcap": "soft cap", "dropout_p": "dropout", "window": "window", "Sk": "other keys than queries",
+}  # fmt: skip
 
 
 def listed(words: Sequence[str]) -> str:
@@ -301,13 +229,9 @@ def facets_of(case: Case) -> Facets:
             found[key] = words(value, case)
     for key in unknown_keys(case):
         if case[key] not in (None, False):
-            found[key] = f"{key.replace('_', ' ')} {_short(case[key])}"
+            text = str(case[key])
+            found[key] = f"{key.replace('_', ' ')} {text if len(text) <= 24 else text[:23] + '…'}"
     return found
-
-
-def _short(value: Any, length: int = 24) -> str:
-    text = str(value)
-    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def common_facets(cases: Iterable[Case]) -> Facets:
@@ -341,7 +265,9 @@ def labels_of(cases: Sequence[Case], said: Facets | None = None) -> list[str]:
 
 def _different_labels(cases: Sequence[Case], more: Sequence[str]) -> list[str]:
     all_facets = [facets_of(case) for case in cases]
-    keys = [key for key in _order(all_facets) if key in more or len({f.get(key) for f in all_facets}) > 1]
+    there_are = dict.fromkeys(key for facets in all_facets for key in facets)
+    order = [*(key for key in _WORDS if key in there_are), *(key for key in there_are if key not in _WORDS)]
+    keys = [key for key in order if key in more or len({f.get(key) for f in all_facets}) > 1]
 
     def labels(kept: Sequence[str]) -> list[str]:
         return [", ".join(facets[key] for key in kept if key in facets) or _NOTHING for facets in all_facets]
@@ -351,20 +277,7 @@ def _different_labels(cases: Sequence[Case], more: Sequence[str]) -> list[str]:
         without = [kept for kept in keys if kept != key]
         if without and len(set(labels(without))) == count:
             keys = without
-    return _numbered(labels(keys))
-
-
-def _numbered(labels: Sequence[str]) -> list[str]:
-    """Cases that words do not tell apart, such as those of two seeds of a text, get a number."""
-    seen: dict[str, int] = {}
-    found = []
-    for label in labels:
-        seen[label] = seen.get(label, 0) + 1
-        found.append(label if seen[label] == 1 else f"{label} ({seen[label]})")
-    return found
-
-
-def _order(all_facets: Sequence[Facets]) -> list[str]:
-    """Known keys in their order, then others."""
-    there_are = dict.fromkeys(key for facets in all_facets for key in facets)
-    return [*(key for key in _WORDS if key in there_are), *(key for key in there_are if key not in _WORDS)]
+    # Cases that words do not tell apart, such as those of two seeds of a text, get a number.
+    found = labels(keys)
+    counts = [found[: place + 1].count(label) for place, label in enumerate(found)]
+    return [label if count == 1 else f"{label} ({count})" for label, count in zip(found, counts)]
