@@ -24,7 +24,7 @@ from flashtile.ops.attention.triton import launch as triton
 from flashtile.ops.cross_entropy import kernels as cross_entropy
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec
 from flashtile.ops.dense import kernels as dense
-from flashtile.ops.dense.spec import Activated, ActivationSpec, ActivationUpstream
+from flashtile.ops.dense.spec import Activated, ActivationSpec, ActivationUpstream, Summed
 from flashtile.ops.dense.spec import Wanted as ActivationWanted
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton import launch as kv_cache
@@ -276,7 +276,7 @@ def test_dense(rows: int, width: int, launched: list[str]) -> None:
     pre = _meta(rows, 2 * width)
     hidden = dense.activate(Activated(pre), spec)
     dense.activate_backward(ActivationUpstream(hidden, pre), spec, ActivationWanted(True, True))
-    dense.column_sum(pre)
+    dense.column_sum(Summed(pre))
     assert len(launched) == 5
 
 
@@ -317,5 +317,5 @@ def test_more_rows_than_kernels_count_are_refused(launched: list[str]) -> None:
     spec = CrossEntropySpec(0.0, 1.0, 0.0, -100, "sum", False, 0, 1, "")
     _refused(cross_entropy.forward, _meta(rows, 1), _meta(rows, dtype=torch.int64), spec, match="logits: " + most)
     _refused(dense.activate, Activated(_meta(rows, 1)), ActivationSpec("relu", False), match="x: " + most)
-    _refused(dense.column_sum, _meta(rows, 1), match="x: " + most)
+    _refused(dense.column_sum, Summed(_meta(rows, 1)), match="x: " + most)
     assert not launched

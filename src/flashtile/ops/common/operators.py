@@ -100,6 +100,8 @@ def operator(
     returned = "()" if results is None else "Tensor" if results is Tensor else "Tensor[]"
     _LIBRARY.define(f"{name}({', '.join(_fields(kinds, written))}, str backend) -> {returned}")
     overload = getattr(torch.ops.flashtile, name).default
+    if written:
+        run = _returning(run, written[0])
 
     def call(given: Any, *rest: Any) -> Any:
         return run(given, *rest) if dispatch.unobserved(*given) else observed(given, *rest)
@@ -137,6 +139,30 @@ def operator(
         call_of_one if len(scalars) == 1 else call, tensors, scalars, results, present, overload, decomposition
     )
     return made
+
+
+def _returning(run: Callable[..., Any], written: str) -> Callable[..., Any]:
+    """A function that writes to a tensor, and returns it."""
+
+    def returning(given: Any, *rest: Any) -> Tensor:
+        run(given, *rest)
+        return getattr(given, written)
+
+    return returning
+
+
+def on_backend(backends: Any, function: str) -> Callable[..., Any]:
+    """`run` of an operator that a function `(tensors, *scalars)` of each backend computes, from contiguous tensors."""
+
+    def run(given: Any, *rest: Any) -> Any:
+        module = backends.implementation(rest[-1], given[0].device, given[0].dtype)
+        for tensor in given:
+            if tensor is not None and not tensor.is_contiguous():
+                given = type(given)(*[t if t is None else t.contiguous() for t in given])
+                break
+        return getattr(module, function)(given, *rest[:-1])
+
+    return run
 
 
 def differentiable(

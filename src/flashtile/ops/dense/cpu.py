@@ -18,6 +18,7 @@ from flashtile.ops.dense.spec import (
     ActivationGradients,
     ActivationSpec,
     ActivationUpstream,
+    Summed,
     Wanted,
 )
 
@@ -84,6 +85,6 @@ def _differentiate(
     return gradient, activated.mul_(value) if wants_hidden else None
 
 
-def column_sum(x: Tensor) -> Tensor:
-    """The sum over rows of x `[R, N]`, in its dtype; PyTorch adds up in float32."""
-    return x.sum(dim=0)
+def column_sum(given: Summed) -> Tensor:
+    """The sum over rows, in the dtype of x; PyTorch adds up in float32."""
+    return given.x.sum(dim=0)

@@ -26,7 +26,7 @@ from flashtile._backends.launch import Plan, constants_of, int32, make_plan, pla
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.row_tiles import RowTile
 from flashtile.ops.common.triton.partial_sums import reduce_partial
-from flashtile.ops.dense.spec import Activated, ActivationGradients, ActivationSpec, ActivationUpstream, Wanted
+from flashtile.ops.dense.spec import Activated, ActivationGradients, ActivationSpec, ActivationUpstream, Summed, Wanted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -264,8 +264,9 @@ def activate_backward(given: ActivationUpstream, spec: ActivationSpec, wanted: W
     return ActivationGradients(dpre, None if partial is None else _reduced(partial, plan, dtype), hidden)
 
 
-def column_sum(x: Tensor) -> Tensor:
-    """The sum over rows of contiguous x `[R, N]`, in its dtype."""
+def column_sum(given: Summed) -> Tensor:
+    """The sum over rows of contiguous x, in its dtype."""
+    (x,) = given
     rows, width = x.shape
     plan = _backward_plan("column_sum", x.dtype, rows, width, x.data_ptr() & 15, _COLUMN_SUM, True, False, x.device)
     (partial,) = plan.main.allocate()

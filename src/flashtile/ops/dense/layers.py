@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from flashtile.ops.common import dispatch
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.flops import product_flops
-from flashtile.ops.common.operators import operator
+from flashtile.ops.common.operators import on_backend, operator
 from flashtile.ops.common.rows import compute_dtype
 from flashtile.ops.dense import spec as reference
-from flashtile.ops.dense.spec import Activated, ActivationGradients, ActivationSpec, ActivationUpstream, Wanted
+from flashtile.ops.dense.spec import Activated, ActivationGradients, ActivationSpec, ActivationUpstream, Summed, Wanted
 
 _BACKENDS = standard_backends("dense")
 
@@ -220,7 +220,8 @@ def _activate_backward(
 
 
 def _column_sum(x: Tensor, backend: str) -> Tensor:
-    return reference.column_sum(x) if backend == _RECORDED else _column_sum_operator(_Summed(x), backend)
+    given = Summed(x)
+    return reference.column_sum(given) if backend == _RECORDED else _column_sum_operator(given, backend)
 
 
 def _weight_gradient(dout: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
@@ -236,32 +237,10 @@ def _input_gradient(dout: Tensor, weight: Tensor, summand: Tensor | None = None)
     return torch.mm(dout, weight) if summand is None else torch.addmm(summand, dout, weight)
 
 
-class _Summed(NamedTuple):
-    x: Tensor
-
-
 class _Accumulated(NamedTuple):
     main_grad: Tensor
     dout: Tensor
     x: Tensor
-
-
-def _module(x: Tensor, backend: str) -> Any:
-    return _BACKENDS.implementation(backend, x.device, x.dtype)
-
-
-def _run_activate(given: Activated, spec: ActivationSpec, backend: str) -> Tensor:
-    (pre,) = given
-    return _module(pre, backend).activate(given if pre.is_contiguous() else Activated(pre.contiguous()), spec)
-
-
-def _run_activate_backward(
-    given: ActivationUpstream, spec: ActivationSpec, wanted: Wanted, backend: str
-) -> ActivationGradients:
-    dhidden, pre = given
-    if not (dhidden.is_contiguous() and pre.is_contiguous()):
-        given = ActivationUpstream(dhidden.contiguous(), pre.contiguous())
-    return _module(pre, backend).activate_backward(given, spec, wanted)
 
 
 def _accumulate(given: _Accumulated, backend: str) -> None:
@@ -282,7 +261,7 @@ _activate_operator = operator(
     Activated,
     (ActivationSpec,),
     Tensor,
-    run=_run_activate,
+    run=on_backend(_BACKENDS, "activate"),
     fake=lambda given, spec: given.pre.new_empty(given.pre.shape[0], spec.width(given.pre.shape[1])),
     decomposition=reference.activate,
 ).call
@@ -291,7 +270,7 @@ _activate_backward_operator = operator(
     ActivationUpstream,
     (ActivationSpec, Wanted),
     ActivationGradients,
-    run=_run_activate_backward,
+    run=on_backend(_BACKENDS, "activate_backward"),
     fake=lambda given, spec, wanted: [
         given.pre.new_empty(shape) for shape in (given.pre.shape, given.pre.shape[1:], given.dhidden.shape)
     ],
@@ -299,12 +278,12 @@ _activate_backward_operator = operator(
 ).call
 _column_sum_operator = operator(
     "dense_column_sum",
-    _Summed,
+    Summed,
     (),
     Tensor,
-    run=lambda given, backend: _module(given.x, backend).column_sum(given.x.contiguous()),
+    run=on_backend(_BACKENDS, "column_sum"),
     fake=lambda given: given.x.new_empty(given.x.shape[1]),
-    decomposition=lambda given: reference.column_sum(given.x),
+    decomposition=reference.column_sum,
 ).call
 # The other products are PyTorch's own operators.
 _accumulate_operator = operator(

@@ -69,6 +69,12 @@ class Activated(NamedTuple):
     pre: Tensor
 
 
+class Summed(NamedTuple):
+    """What is summed over its rows: `[R, N]`."""
+
+    x: Tensor
+
+
 class ActivationUpstream(NamedTuple):
     """What the backward of an activation reads: the gradient of hidden `[R, F]`, and pre."""
 
@@ -121,8 +127,9 @@ def activate_backward(given: ActivationUpstream, spec: ActivationSpec, wanted: W
     )
 
 
-def column_sum(x: Tensor) -> Tensor:
-    """The sum over rows of x `[R, N]`, in its dtype."""
+def column_sum(given: Summed) -> Tensor:
+    """The sum over rows, in the dtype of x."""
+    (x,) = given
     return x.to(compute_dtype(x.dtype)).sum(dim=0).to(x.dtype)
 
 
