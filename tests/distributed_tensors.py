@@ -255,6 +255,22 @@ def public_calls(mesh: DeviceMesh) -> dict[str, Any]:
     return found
 
 
+def compiled(mesh: DeviceMesh) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    """Calls in one graph, and each by itself: activations are DTensors, or only a parameter is."""
+    torch.manual_seed(7)
+    labels = torch.randint(V, (2, S))
+    head = distribute_tensor(drawn(V, 8), mesh, [Shard(0)])
+    found = {}
+    for name, x in (("shards", distribute_tensor(drawn(2, S, 8), mesh, [Replicate()])), ("own", drawn(2, S, 8))):
+        results, function = [], flashtile.linear_cross_entropy
+        for call in (torch.compile(function, backend="eager", fullgraph=True), function):
+            leaves = [tensor.detach().requires_grad_() for tensor in (x, head)]
+            loss = call(*leaves, labels)
+            results.append([full(each) for each in (loss.detach(), *torch.autograd.grad(loss, leaves))])
+        found[name] = results[0], results[1]
+    return found
+
+
 def replicated_modules(mesh: DeviceMesh) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     """Modules with parameters on all ranks, and activations that are shards of the batch."""
     torch.manual_seed(4)
@@ -459,5 +475,5 @@ def drawn_seeds(mesh: DeviceMesh) -> list[tuple[Tensor, Tensor]]:
 FOUR = {"calls": calls, "parts": parts_of_divided, "plan": plan_in_parts}
 JOBS = {
     "calls": calls, "public": public_calls, "plans": plans, "modules": replicated_modules,
-    "fully sharded": fully_sharded, "refused": refused, "seeds": drawn_seeds,
+    "compiled": compiled, "fully sharded": fully_sharded, "refused": refused, "seeds": drawn_seeds,
 }  # fmt: skip

@@ -21,7 +21,7 @@ def test_results_and_gradients_over_four_ranks_are_those_of_one_process(tmp_path
         check([of_rank[job] for of_rank in results])
 
 
-@pytest.mark.parametrize("job", ["calls", "plans", "modules", "fully sharded"])
+@pytest.mark.parametrize("job", ["calls", "plans", "modules", "compiled", "fully sharded"])
 def test_results_and_gradients_are_those_of_one_process(job, results):
     check([of_rank[job] for of_rank in results])
 

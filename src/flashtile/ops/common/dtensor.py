@@ -176,9 +176,8 @@ def _divides(divisor: int, letter: str, shaped: Sequence[tuple[Any, str]]) -> bo
 
 
 def _in_order(mesh: DeviceMesh, dim: int) -> bool:
-    """True if the ranks of a mesh dimension rise, as they do in its process group."""
-    ranks = mesh.mesh.movedim(dim, -1)
-    return bool((ranks.diff(dim=-1) > 0).all())
+    """True if this rank has the same number in the process group of a mesh dimension."""
+    return mesh.get_group(dim).rank() == mesh.get_local_rank(dim)
 
 
 def _placements(letters: str, division: Division, otherwise: Callable[[str], Placement]) -> list[Placement]:
@@ -229,7 +228,7 @@ def _whole(parameter: Any) -> Tensor:
     from torch.distributed.tensor import Partial
 
     mesh = parameter.device_mesh
-    return _mean_gradient(parameter.full_tensor(grad_placements=[Partial()] * mesh.ndim), mesh.size())
+    return _mean_gradient(replicated(parameter).to_local(grad_placements=[Partial()] * mesh.ndim), mesh.size())
 
 
 def _onto(mesh: DeviceMesh, first: str, name: str, parameter: Any) -> DTensor:
