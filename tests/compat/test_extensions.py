@@ -166,7 +166,7 @@ def test_attention(dropout_p, causal, device, dtype):
 def test_block_sparse_attention(dropout_p, causal, device, dtype):
     lengths = [270, 0, 7, 130]
     total, longest = sum(lengths), 270
-    layout = torch.rand(17, 2, generator=torch.Generator().manual_seed(0)) < 0.6
+    layout = torch.rand(18, 2, generator=torch.Generator().manual_seed(0)) < 0.6
     layout[3] = False  # queries that see nothing
     q, k, v = (normal(total, 2, 16, seed=seed).to(device, dtype) for seed in range(3))
     dout, ends = normal(total, 2, 16, seed=3).to(q), cumulative(lengths, device)

@@ -156,21 +156,6 @@ def test_autograd_classes_compile():
     assert_same(*results)
 
 
-def test_what_autograd_classes_refuse():
-    q = normal(1, 5, 4, 12).requires_grad_()
-    options = (0.0, None, False, (-1, -1), 0.0)
-    with pytest.raises(ValueError, match="alibi_slopes: expected slopes that require no grad"):
-        interface.FlashAttnFunc.apply(q, q, q, *options, SLOPES.clone().requires_grad_(), False, False, True)
-    pages, table = normal(2, 16, 4, 12), torch.zeros(1, 1, dtype=torch.int32)
-    cu = cumulative([5])
-    with pytest.raises(ValueError, match="block_table: expected None"):
-        interface.FlashAttnVarlenFunc.apply(q[0], pages, pages, cu, cu, 5, 5, *options, None, False, False, table, True)
-    with torch.no_grad():
-        interface.FlashAttnVarlenFunc.apply(
-            q[0], pages, pages, cu, cu, 5, 5, *options, None, False, False, table, False
-        )
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_longest_sequences_may_be_tensors(device):
     q, cu = normal(17, 4, 16).half().to(device), cumulative([5, 0, 9, 3], device)

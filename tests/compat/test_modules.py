@@ -376,6 +376,13 @@ def test_options_of_blocks():
     assert default.allocate_inference_cache(2, 7).shape == (2, 7, 2, 1, 64)
     alone = block.Block(16, partial(nn.Linear, out_features=16), nn.Identity)
     assert not hasattr(alone, "norm2") and len(alone(x.float())) == 2
+    for fused, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        made, seen = blocks(nn.LayerNorm, fused_dropout_add_ln=fused), []
+        made.mixer.register_forward_pre_hook(
+            lambda _, given, seen=seen: seen.append(given[0].dtype) or given[0].float()
+        )
+        made(x)
+        assert seen == [dtype], "that of the norm's weight, or of the hidden states"
     with pytest.raises(ValueError, match="residual_in_fp32"):
         block.Block(64, prenorm=False, residual_in_fp32=True)
 

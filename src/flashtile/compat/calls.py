@@ -264,10 +264,9 @@ def forward(
 
 
 def backward(
-    given: Given, dout: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None, dlse: Tensor | None = None
+    given: Given, dout: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v from the results of a forward, the dropout seed that it returned, and the gradients
-    of out and lse."""
+    """The gradients of q, k and v from the results of a forward, and the dropout seed that it returned."""
     q, k, v, layout, call, _ = given
     if call.dropout_p and seed is None:
         raise ValueError(
@@ -278,7 +277,7 @@ def backward(
         options["alibi_slopes"] = options["alibi_slopes"].detach()
     if layout is not None:
         options |= dict(zip(("cu_seqlens", "cu_seqlens_k", "max_seqlen", "max_seqlen_k"), layout[:4]))
-    return flashtile.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)[:3]
+    return flashtile.attention_backward(dout, q, k, v, out, lse, **options)[:3]
 
 
 def write_gradients(gradients: Sequence[Tensor], dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:

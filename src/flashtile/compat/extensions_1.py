@@ -57,7 +57,6 @@ def attention_bwd(p_dropout: float, is_causal: bool, gen: Any, zero_tensors: boo
 
 
 @_ATTENTION.takes
-@torch.no_grad()
 def attention_fwd_block(return_softmax: bool, **given: Any) -> list[Tensor]:
     """Block-sparse attention: out `[total_q, heads, head_dim]` and lse.
 
@@ -69,38 +68,29 @@ def attention_fwd_block(return_softmax: bool, **given: Any) -> list[Tensor]:
     """
     if return_softmax:
         refuse("return_softmax", "False", True, "attention weights are never in memory as a whole")
-    out, lse = _attend_to_blocks(**given)
+    apart = calls.taken_apart(_with_blocks(**given), top_left=True)
+    out, lse, *_ = calls.forward(apart, False, given["gen"])
     return [out, flash_attn_1.padded_lse(lse, given["cu_seqlens_q"], given["max_seqlen_q"])]
 
 
 @_ATTENTION.takes
-@torch.enable_grad()
-def attention_bwd_block(
-    dout: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, **given: Any
-) -> list[Tensor]:
+def attention_bwd_block(gen: torch.Generator | None, p_dropout: float, q: Tensor, **given: Any) -> list[Tensor]:
     """The gradients of `fwd_block`, written to dq, dk and dv: these and `rowsum(dout · out)`.
 
-    The forward is computed once more. With dropout, `gen` or torch's generator must be as it was before the forward.
+    With dropout, `gen` or torch's generator must be as it was before the forward.
     """
-    leaves = [given.pop(name).detach().requires_grad_() for name in ("q", "k", "v")]
-    gradients = torch.autograd.grad(_attend_to_blocks(**dict(zip("qkv", leaves)), **given)[0], leaves, dout)
-    with torch.no_grad():
-        calls.write_gradients(gradients, dq, dk, dv)
-        sums = calls.row_sums(dout, out)
-        return [dq, dk, dv, flash_attn_1.padded_lse(sums, given["cu_seqlens_q"], given["max_seqlen_q"], 0.0)]
+    seed = calls.drawn_seed(q, p_dropout, gen)
+    blocks = _with_blocks(gen=None, p_dropout=p_dropout, q=q, **given)
+    return list(flash_attn_1.backward(rng_state=seed, generator=None, **blocks))
 
 
-def _attend_to_blocks(
-    blockmask: Tensor, p_dropout: float, is_causal: bool, gen: torch.Generator | None, **given: Any
-) -> tuple[Tensor, Tensor]:
-    """out `[total_q, heads, head_dim]` and lse `[heads, total_q]`."""
-    q, k, v, layout, call, _ = calls.taken_apart(given, dropout_p=p_dropout, causal=is_causal, top_left=True)
-    assert layout is not None
+def _with_blocks(blockmask: Tensor, p_dropout: float, is_causal: bool, gen: Any, **given: Any) -> dict[str, Any]:
+    """The same arguments by the names that they have elsewhere, with a block mask of flashtile."""
     sizes = given["max_seqlen_q"], given["max_seqlen_k"]
     tiles = [-(-size // of) for size, of in zip(sizes, _TILE)]
-    mask = flashtile.BlockMask.from_layout(flash_attn_1.layout_of(blockmask)[: tiles[0], : tiles[1]], _TILE, *sizes)
-    seed = calls.drawn_seed(q, p_dropout, gen)
-    return calls.computed(q, k, v, layout, call, block_mask=mask, dropout_seed=seed, return_lse=True)
+    layout = flash_attn_1.layout_of(blockmask)[: tiles[0], : tiles[1]]
+    mask = flashtile.BlockMask.from_layout(layout, _TILE, *sizes)
+    return given | {"block_mask": mask, "dropout_p": p_dropout, "causal": is_causal}
 
 
 # fused_dense_lib

@@ -141,11 +141,7 @@ def _flash_attn_forward(
 
 
 @_INTERFACE.takes
-@torch.no_grad()
-def _flash_attn_backward(
-    dout: Tensor, q: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    rng_state: Tensor | None, num_splits: int, generator: torch.Generator | None, **given: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _flash_attn_backward(num_splits: int, **given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The backward by itself, by `flashtile.attention_backward`, written to dq, dk and dv.
 
     `num_splits` 1 asks for gradients that are the same in every run. With dropout, `rng_state` is that of the forward;
@@ -154,12 +150,21 @@ def _flash_attn_backward(
     Returns:
         dq, dk, dv and `rowsum(dout · out)`, float32 `[batch, heads, max_seqlen_q rounded up to 16]`.
     """
+    return backward(deterministic=num_splits == 1, **given)
+
+
+@torch.no_grad()
+def backward(
+    dout: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, rng_state: Tensor | None,
+    generator: torch.Generator | None, **given: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same with any options of a call."""
+    apart = taken_apart(given, top_left=True)
     if rng_state is None and generator is not None:
-        rng_state = calls.drawn_seed(q, given["dropout_p"], generator)
-    apart = taken_apart({"q": q, **given}, top_left=True, deterministic=num_splits == 1)
+        rng_state = calls.drawn_seed(apart.q, apart.call.dropout_p, generator)
     assert apart.layout is not None
     ends, longest = apart.layout.cu_seqlens_q, apart.layout.max_seqlen_q
-    gradients = calls.backward(apart, dout, out, packed_lse(softmax_lse, ends, q.shape[0]), rng_state)
+    gradients = calls.backward(apart, dout, out, packed_lse(softmax_lse, ends, apart.q.shape[0]), rng_state)
     calls.write_gradients(gradients, dq, dk, dv)
     return dq, dk, dv, padded_lse(calls.row_sums(dout, out), ends, longest, 0.0)
 
@@ -196,24 +201,8 @@ def in_fragments(weights: Tensor) -> Tensor:
 
 def shifted(x: Tensor, start: Tensor) -> Tensor:
     """The rows of x from `start` on, a number on the device, then copies of the last: `[rows, ...]`. Differentiable."""
-    return _Shift.apply(x, start)
-
-
-class _Shift(torch.autograd.Function):
-    """Row i takes row `i + start`; the gradient goes back without a sum."""
-
-    @staticmethod
-    def forward(ctx, x, start):
-        ctx.save_for_backward(start)
-        row = torch.arange(x.shape[0], device=x.device) + start
-        return x.index_select(0, row.clamp(min=0, max=max(x.shape[0] - 1, 0)))
-
-    @staticmethod
-    def backward(ctx, grad):
-        (start,) = ctx.saved_tensors
-        row = torch.arange(grad.shape[0], device=grad.device) - start
-        outside = ((row < 0) | (row >= grad.shape[0])).view(-1, *(1,) * (grad.dim() - 1))
-        return _Shift.apply(grad, -start).masked_fill(outside, 0), None
+    row = torch.arange(x.shape[0], device=x.device) + start
+    return x.index_select(0, row.clamp(min=0, max=max(x.shape[0] - 1, 0)))
 
 
 # flash_attn.bert_padding

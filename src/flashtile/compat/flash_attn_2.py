@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from flashtile.compat import calls
-from flashtile.compat.calls import Given, Output, attend, refuse, taken_apart
+from flashtile.compat.adapter import adapted
+from flashtile.compat.calls import Output, attend, taken_apart
 from flashtile.compat.rows import locate_rows
 from flashtile.compat.signatures import VERSION_2
 
@@ -145,51 +146,21 @@ def _flash_attn_varlen_backward(
     return spread.index_add_(1, ends[sequence] + within + 128 * sequence, sums * there)
 
 
-class _Recorded(torch.autograd.Function):
-    """The autograd classes behind the functions, for programs that call `apply` of one.
+def _class(name: str, doc: str) -> type:
+    """A class in the place of an autograd class, for programs that call `apply` of one: that is the function, because
+    flashtile records its own calls. It takes return_softmax and whether autograd records (`is_grad_enabled`)."""
 
-    The functions need none of them: flashtile records its own calls. Each class takes the arguments of its function in
-    their order, then whether autograd records (`is_grad_enabled`), and returns out, or with return_softmax (out, lse,
-    S_dmask). lse is differentiable; slopes of ALiBi are not, and pages of `block_table` have no gradient.
-    """
+    def run(return_softmax: bool, is_grad_enabled: bool, **given: Any) -> Output:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_grad_enabled):
+            return attend(return_attn_probs=return_softmax, **given)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, seed, slopes, *ends = ctx.saved_tensors
-        call, longest, stacked = ctx.scalars
-        given = Given(q, k, v, longest and calls.Packed(*ends, *longest), call._replace(alibi_slopes=slopes), {})
-        dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv = calls.backward(given, dout, out, lse, seed, dlse)
-        found = {"qkv": (dq, dk, dv), "kv": (dk, dv)}.get(stacked)
-        gradients = (dq, dk, dv) if found is None else ((dq,) if stacked == "kv" else ()) + (torch.stack(found, -3),)
-        return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
-
-
-def _forward(ctx: Any, **given: Any) -> Output:
-    """Runs the forward of a class, and keeps what the backward reads where an input requires grad."""
-    apart = taken_apart(given)
-    q, k, v, layout, call, rest = apart
-    recorded, slopes = rest["is_grad_enabled"] and any(ctx.needs_input_grad), call.alibi_slopes
-    if recorded and slopes is not None and slopes.requires_grad:
-        refuse("alibi_slopes", "slopes that require no grad", slopes, "the functions beside these classes learn them")
-    if recorded and layout is not None and layout.block_table is not None:
-        refuse("block_table", "None where an input requires grad", layout.block_table, "call flash_attn_varlen_func")
-    out, lse, weights, seed = calls.forward(apart, rest["return_softmax"] and call.dropout_p > 0)
-    ctx.set_materialize_grads(False)
-    if recorded:
-        ctx.save_for_backward(q, k, v, out, lse, seed, slopes, *(layout or ())[:2])
-        stacked = next((name for name in ("qkv", "kv") if name in given), "")
-        ctx.scalars = call._replace(alibi_slopes=None), layout and layout[2:4], stacked
-    if not rest["return_softmax"]:
-        return out
-    ctx.mark_non_differentiable(weights)
-    return out, lse, weights
-
-
-def _class(name: str, doc: str) -> type[torch.autograd.Function]:
-    forward = staticmethod(_INTERFACE.made(f"{name}.forward", _forward, doc))
-    return type(name, (_Recorded,), {"__doc__": doc, "__module__": __name__, "forward": forward})
+    arguments = _INTERFACE.arguments[f"{name}.forward"]
+    methods = {
+        "forward": _INTERFACE.made(f"{name}.forward", lambda ctx, **given: run(**given), doc),
+        "apply": adapted(f"{name}.apply", arguments.removeprefix("ctx, "), run),
+    }
+    static = {method: staticmethod(function) for method, function in methods.items()}
+    return type(name, (), {"__doc__": doc, "__module__": __name__, **static})
 
 
 FlashAttnFunc = _class("FlashAttnFunc", "Attention of a dense batch; `flash_attn_func`.")

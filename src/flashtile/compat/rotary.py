@@ -1,8 +1,7 @@
 """flash_attn.layers.rotary and ops.triton.rotary over `flashtile.apply_rotary`, `apply_rotary_qkv`, `apply_rotary_kv`.
 
 The functions that rotate in place also write to a leaf that wants a gradient, which PyTorch does not allow. The result
-is then another tensor with the memory of the leaf, and the gradient is that of what the leaf held before. Under
-torch.compile the result and the leaf are equal and have memory of their own.
+is then another tensor, and the gradient is that of what the leaf held before.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from flashtile import modules
 from flashtile.compat.signatures import VERSION_2
 
 _LAYERS, _TRITON = VERSION_2.modules["layers.rotary"], VERSION_2.modules["ops.triton.rotary"]
-#: Rotates a tensor by the angles, or with True as second argument back; with True as third argument in place.
-Rotate = Callable[[Tensor, bool, bool], Tensor]
 
 
 @_TRITON.takes
@@ -31,41 +28,36 @@ def apply_rotary(**given: Any) -> Tensor:
 @_LAYERS.takes
 def apply_rotary_emb(x: Tensor, inplace: bool, **given: Any) -> Tensor:
     """Rotates x `[batch, seq, heads, head_dim]`, packed `[total, heads, head_dim]`; see `flashtile.apply_rotary`."""
-
-    def rotate(x: Tensor, back: bool, inplace: bool) -> Tensor:
-        return flashtile.apply_rotary(x, inplace=inplace, conjugate=back, **given)
-
-    return rotated_in_place(x, rotate) if inplace else rotate(x, False, False)
+    return _in_place(flashtile.apply_rotary, x, **given) if inplace else flashtile.apply_rotary(x, **given)
 
 
 apply_rotary_emb_func = apply_rotary_emb
 
 
 @_LAYERS.takes
-def apply_rotary_emb_qkv_(qkv: Tensor, sin: Tensor, sin_k: Tensor | None, **given: Any) -> Tensor:
+def apply_rotary_emb_qkv_(qkv: Tensor, **given: Any) -> Tensor:
     """Rotates queries and keys of qkv in place.
 
     qkv is `[batch, seq, 3, heads, head_dim]`, or with num_heads_q `[batch, seq, heads_q + 2 heads_kv, head_dim]`.
     """
-
-    def rotate(x: Tensor, back: bool, inplace: bool) -> Tensor:
-        signed: dict[str, Any] = {
-            "sin": -sin if back else sin,
-            "sin_k": -sin_k if back and sin_k is not None else sin_k,
-        }
-        return flashtile.apply_rotary_qkv(x, inplace=inplace, **signed, **given)
-
-    return rotated_in_place(qkv, rotate)
+    return _in_place(flashtile.apply_rotary_qkv, qkv, **given)
 
 
 @_LAYERS.takes
-def apply_rotary_emb_kv_(kv: Tensor, sin: Tensor, **given: Any) -> Tensor:
+def apply_rotary_emb_kv_(kv: Tensor, **given: Any) -> Tensor:
     """Rotates the keys of kv `[batch, seq, 2, heads, head_dim]` in place."""
+    return _in_place(flashtile.apply_rotary_kv, kv, **given)
 
-    def rotate(x: Tensor, back: bool, inplace: bool) -> Tensor:
-        return flashtile.apply_rotary_kv(x, sin=-sin if back else sin, inplace=inplace, **given)
 
-    return rotated_in_place(kv, rotate)
+def _in_place(rotate: Callable[..., Tensor], x: Tensor, **given: Any) -> Tensor:
+    """x rotated in its own memory, also where x is a leaf."""
+    base = x if x._base is None else x._base
+    if not (base.is_leaf and x.requires_grad and torch.is_grad_enabled()):
+        return rotate(x, inplace=True, **given)
+    rotated = rotate(x, inplace=False, **given)
+    with torch.no_grad():
+        x.copy_(rotated)
+    return rotated
 
 
 class RotaryEmbedding(modules.RotaryEmbedding):
@@ -74,35 +66,6 @@ class RotaryEmbedding(modules.RotaryEmbedding):
     @_LAYERS.takes
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-
-
-def rotated_in_place(x: Tensor, rotate: Rotate) -> Tensor:
-    """x rotated in its own memory, also where x is a leaf."""
-    base = x if x._base is None else x._base
-    if not (base.is_leaf and x.requires_grad and torch.is_grad_enabled()):
-        return rotate(x, False, True)
-    if not torch.compiler.is_compiling():
-        return _OverLeaf.apply(x, rotate)
-    # An autograd.Function over a function that computes with sizes ends in an AssertionError of PyTorch before 2.13,
-    # once a size is dynamic.
-    rotated = rotate(x, False, False)
-    with torch.no_grad():
-        x.copy_(rotated)
-    return rotated
-
-
-class _OverLeaf(torch.autograd.Function):
-    """A rotation that overwrites its input, which autograd does not get to know."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, rotate: Rotate) -> Tensor:
-        ctx.rotate = rotate
-        return rotate(x.detach(), False, True)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor):
-        return ctx.rotate(grad, True, False), None
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
