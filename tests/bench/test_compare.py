@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import flashtile
-from command_line import invoke
-from flashtile.bench import commands, runner
+from flashtile.bench import commands
 from flashtile.bench.cases import Case
 from flashtile.bench.record import read_record
 from flashtile.bench.report import comparison_tables, differences, report_of
@@ -72,15 +71,6 @@ def test_what_is_no_record_is_refused(text, message, tmp_path):
         path.write_text(text)
     with pytest.raises(ChoiceError, match=message):
         read_record(path)
-
-
-def test_a_command_compares_with_a_record(tmp_path, monkeypatch):
-    monkeypatch.setitem(runner._SECONDS, "cpu", 0.01)
-    first = tmp_path / "first.json"
-    arguments = ("bench", "attention", "--cases", "causal-s1024-fp32", "--impl", "sdpa-flash")
-    assert invoke(*arguments, "--output", first).exit_code == 0
-    printed = invoke(*arguments, "--compare", first).stdout
-    assert "Beside the earlier record" in printed and "speed here / there" in printed and "not alike" not in printed
 
 
 def git(folder, *arguments):

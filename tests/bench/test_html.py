@@ -93,7 +93,7 @@ def whole(tmp_path_factory):
     with FileLock(folder / "report.lock"):
         if not path.exists():
             written = write_report(RECORDS, path)
-            assert written.charts > 40 and not written.notes
+            assert written.pictures > 40 and written.tables > 40 and not written.notes
     return path
 
 
@@ -442,7 +442,7 @@ def test_names_in_records_are_text_for_every_part_of_the_page(name, tmp_path):
     rows = [row(name, length(seq), 1.0) for seq in (1, 2, 4)]
     rows += [row(name, {"S": seq, name: seq}, 1.0, op=name) for seq in (1, 2)]
     path.write_text(json.dumps(record(rows)))
-    assert write_report([path], tmp_path / "page.html").charts
+    assert write_report([path], tmp_path / "page.html").pictures
     pictures = list(parsed(tmp_path / "page.html").iter(f"{SVG}svg"))
     assert pictures and all(any(name in text for text in texts(picture.iter())) for picture in pictures)
     assert name in [words_in(found) for found in parsed(tmp_path / "page.html").iter(f"{HTML}th")]

@@ -228,8 +228,7 @@ def report(
         for note in written.notes:
             print_text(console, note, "yellow")
         of = "a record" if len(records) == 1 else f"{len(records)} records"
-        kind = "charts" if written.pictures else "tables"
-        print_text(console, f"{written.charts} {kind} of {of}: {output}")
+        print_text(console, f"{written.pictures} charts and {written.tables} tables of {of}: {output}")
         return True
 
     run_command(work)

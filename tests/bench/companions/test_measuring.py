@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from command_line import invoke
 from flashtile.bench import companion_products, companions, runner
 from flashtile.bench.base import Implementation
-from flashtile.bench.commands import describe, measure
+from flashtile.bench.commands import measure
 from flashtile.bench.companion_cases import (
     CausalSoftmax,
     Copy,
@@ -360,20 +359,3 @@ def test_command_writes_a_record_of_the_documented_form(tmp_path, monkeypatch):
     ]
     for row in record["rows"]:
         assert set(row) == {"op", "phase", "impl", "case", "ms", "tflops", "gbps", "error", "timer"}
-
-
-def test_choices_are_listed():
-    text = describe("companions", torch.device("cuda"))
-    assert "cases of rotary:\n  rotary-4x4096x32x128-bf16" in text and text.endswith("liger\n  quack")
-
-
-def test_the_command_measures_and_reports_mistakes(monkeypatch):
-    monkeypatch.setattr(companion_products, "_cpu_cases", lambda: TINY)
-    done = invoke("bench", "companions", "--op", "rms_norm", "--impl", "eager", "flashtile-cpu", "--seconds", 0)
-    assert done.exit_code == 0, done.output
-    assert "Companions bwd: GB/s" in done.stdout and "Our speed over the peers': rms_norm" in done.stdout
-    assert "[1/1" in done.stderr
-    unknown = invoke("bench", "companions", "--op", "nothing")
-    assert unknown.exit_code == 2 and "there are: copy" in unknown.stderr
-    none = invoke("bench", "companions", "--jobs", 0)
-    assert none.exit_code == 2 and "'--jobs'" in none.stderr

@@ -43,10 +43,10 @@ _COLUMNS = 24
 
 @dataclass(frozen=True)
 class Written:
-    """The number of charts on a page, how many of them are pictures rather than tables, and notes for its reader."""
+    """The number of charts on a page that are pictures, that of tables, and notes for its reader."""
 
-    charts: int
     pictures: int
+    tables: int
     notes: tuple[str, ...]
 
 
@@ -175,7 +175,8 @@ def write_report(paths: Sequence[Path], output: Path) -> Written:
         pictures = {id(chart): draw(chart, colours, number) for number, chart in enumerate(charts)}
     shown, classes = shared_styles(pictures)
     write_whole(output, _page(parts, verdict, charts, shown, classes, notes))
-    return Written(len(charts), len(pictures), tuple(notes))
+    tables = len(charts) - len(pictures) + sum(len(part.tables) for part in parts)
+    return Written(len(pictures), tables, tuple(notes))
 
 
 def _page(
