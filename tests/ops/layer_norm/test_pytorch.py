@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
@@ -84,17 +82,6 @@ def test_gradgradcheck(case: str, rms: bool, backend: str) -> None:
     assert gradgradcheck(*problem(case, rms, backend), fast_mode=True)
 
 
-def test_third_derivative() -> None:
-    function, inputs = problem("residual", False, "cpu")
-    x0 = inputs[0]
-
-    def second(x0: Tensor) -> Tensor:
-        (first,) = torch.autograd.grad(function(x0, *inputs[1:])[0].sin().sum(), x0, create_graph=True)
-        return torch.autograd.grad(first.square().sum(), x0, create_graph=True)[0]
-
-    assert gradcheck(second, x0, atol=1e-4)
-
-
 @both_backends
 def test_only_some_want_a_gradient(backend: str) -> None:
     x, weight = leaf(3, 8), leaf(8, seed=1)
@@ -119,12 +106,11 @@ def op_arguments(case: str, rms: bool) -> tuple[Operands, NormSpec]:
 
 @all_cases
 @both_norms
-@both_backends
-def test_opcheck(case: str, rms: bool, backend: str) -> None:
+def test_opcheck(case: str, rms: bool) -> None:
     operands, spec = op_arguments(case, rms)
     forward, backward = torch.ops.flashtile.layer_norm_forward, torch.ops.flashtile.layer_norm_backward
-    torch.library.opcheck(forward.default, (*operands, *spec, backend))
-    z, *rest = (t.detach() for t in forward(*operands, *spec, backend))
+    torch.library.opcheck(forward.default, (*operands, *spec, "cpu"))
+    z, *rest = (t.detach() for t in forward(*operands, *spec, "cpu"))
     z1 = rest.pop(0) if operands.weight1 is not None else None
     x = operands.x0.detach() if len(rest) == 1 + (not rms) else rest.pop(0)
     mean = None if rms else rest.pop(0)
@@ -133,30 +119,7 @@ def test_opcheck(case: str, rms: bool, backend: str) -> None:
     wanted = Wanted(operands.x0.shape[0], operands.residual is not None, operands.x1 is not None, True)
     dz1 = None if z1 is None else torch.randn_like(z1)
     saved = (torch.randn_like(z), dz1, torch.randn_like(x), x, x0, mean, *rest, *others)
-    torch.library.opcheck(backward.default, (*saved, *spec, *wanted, backend))
-
-
-def test_dispatch_modes_see_the_operator() -> None:
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    with Watch():
-        results(*problem("residual", False, "cpu"))
-    assert torch.ops.flashtile.layer_norm_forward.default in seen
-    assert torch.ops.flashtile.layer_norm_backward.default in seen
-
-
-@all_cases
-def test_fake_tensors_give_shapes_without_computing(case: str) -> None:
-    function, inputs = problem(case, False, "cpu", torch.float32)
-    real = results(function, inputs)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = results(function, [mode.from_tensor(t) for t in inputs])
-    assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in real]
+    torch.library.opcheck(backward.default, (*saved, *spec, *wanted, "cpu"))
 
 
 def test_checkpointing_draws_the_same_dropout() -> None:
@@ -181,9 +144,8 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @all_cases
-@both_norms
-def test_compiled_equals_eager(case: str, rms: bool) -> None:
-    function, inputs = problem(case, rms, "cpu", torch.float32)
+def test_compiled_equals_eager(case: str) -> None:
+    function, inputs = problem(case, case == "residual", "cpu", torch.float32)
     assert_same(
         results(torch.compile(function, fullgraph=True, backend="aot_eager"), inputs), results(function, inputs)
     )
@@ -207,37 +169,8 @@ def test_one_compilation_serves_all_sizes() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_with_one_tensor_in_several_places() -> None:
-    function = lambda x, w: flashtile.dropout_add_layer_norm(x, x, w, w, x1=x, weight1=w, prenorm=True)  # noqa: E731
-    inputs = [leaf(4, 6), leaf(6, seed=1)]
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    assert_same(results(compiled, inputs), results(function, inputs))
-
-
-@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_by_the_default_compiler() -> None:
     # Nothing but the operator: what the compiler makes of others takes long to build.
     function = lambda x, w: flashtile.rms_norm(x, w)  # noqa: E731
     inputs = [leaf(4, 6), leaf(6, seed=1)]
     assert_same(results(torch.compile(function, fullgraph=True), inputs), results(function, inputs))
-
-
-# --- torch.func -----------------------------------------------------------------------------------------------------
-
-
-def test_transforms() -> None:
-    x, weight = leaf(3, 4, 6).detach(), leaf(6, seed=1).detach()
-    call = lambda x, weight: flashtile.layer_norm(x, weight)  # noqa: E731
-    assert_same(torch.func.vmap(call, (0, None))(x, weight), call(x, weight))
-    loss = lambda x, weight: call(x, weight).sin().sum()  # noqa: E731
-    by_func = torch.func.grad(loss, (0, 1))(x, weight)
-    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    assert_same(by_func, torch.autograd.grad(loss(*leaves), leaves))
-    tangents = torch.randn_like(x), torch.randn_like(weight)
-    _, along = torch.func.jvp(loss, (x, weight), tangents)
-    assert_same(along, sum((g * t).sum() for g, t in zip(by_func, tangents)))
-
-
-def test_transforms_refuse_a_named_backend() -> None:
-    with pytest.raises(ValueError, match=r"backend: expected 'auto' or 'reference' under torch.func transforms"):
-        torch.func.vmap(lambda x: flashtile.layer_norm(x, backend="cpu"))(torch.randn(3, 4))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
 import flashtile
@@ -234,31 +233,3 @@ def test_opcheck(backend: str) -> None:
     torch.library.opcheck(torch.ops.flashtile.softmax_forward.default, (x, mask, 0.7, False, backend))
     torch.library.opcheck(torch.ops.flashtile.softmax_forward.default, (x, None, 0.7, True, backend))
     torch.library.opcheck(torch.ops.flashtile.softmax_backward.default, (x, x, 0.7, True, backend))
-
-
-@pytest.mark.parametrize("which", [0, 1], ids=["masked", "causal"])
-def test_compiled_equals_eager(which: int) -> None:
-    torch._dynamo.reset()
-    function = functions("cpu")[which]
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
-    for batch in (2, 3):
-        x, dout = normal(batch, 1, 2, 3).requires_grad_(), normal(batch, 1, 2, 3, seed=1)
-        assert_same(compiled(x), function(x))
-        assert_same(torch.autograd.grad(compiled(x), x, dout), torch.autograd.grad(function(x), x, dout))
-    torch._dynamo.reset()
-
-
-def test_fake_tensors() -> None:
-    with FakeTensorMode():
-        x = torch.empty(2, 3, 4, 5, requires_grad=True)
-        flashtile.scaled_causal_softmax(x).sum().backward()
-    assert x.grad.shape == x.shape
-
-
-def test_transforms() -> None:
-    x = normal(3, 2, 1, 2, 3)
-    call = functions("auto")[0]
-    assert_same(torch.func.vmap(call)(x), torch.stack([call(one) for one in x]))
-    _, tangent = torch.func.jvp(call, (x[0],), (x[1],))
-    _, pullback = torch.func.vjp(call, x[0])
-    assert_same((tangent * x[2]).sum(), (pullback(x[2])[0] * x[1]).sum())
