@@ -35,6 +35,7 @@ _SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PRINTED = re.compile(r"^prints\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 _FILE = re.compile(r"`((?:src|tests|docs|decisions|examples|benchmarks|\.ci)/[\w./-]+)`")
+_SOURCE_FILE = re.compile(r"`(?:[\w.]+/)*(\w+\.py)`")
 _TARGET = re.compile(r"\bmake ([a-z][a-z-]*)\b")
 
 
@@ -50,6 +51,12 @@ def _snippets(text: str) -> list[tuple[int, str]]:
 def _anchors(text: str) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {"#" + re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@functools.cache
+def _source_files() -> set[str]:
+    folders = ("src", "tests", "tools", "benchmarks", "examples")
+    return {file.name for folder in folders for file in (ROOT / folder).rglob("*.py")}
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if _SNIPPET.search(path.read_text("utf-8"))], ids=_name)
@@ -86,6 +93,9 @@ def test_links_and_files_exist(path):
             assert anchor in _anchors(file.read_text("utf-8")), f"link to {target}{anchor}"
     for file in _FILE.findall(text):
         assert (ROOT / file).exists(), f"names {file}"
+    if path.parent == ROOT / "docs":  # decisions keep the names of their time
+        unknown = set(_SOURCE_FILE.findall(text)) - _source_files()
+        assert not unknown, f"names {unknown}"
 
 
 def test_the_minutes_that_the_tests_take_are_the_same_everywhere():
