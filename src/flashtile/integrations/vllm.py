@@ -1,0 +1,242 @@
+"""An attention backend of vLLM: `VLLM_ATTENTION_BACKEND=FLASHTILE`, or `--attention-backend FLASHTILE`.
+
+vLLM finds `register` by the entry point `vllm.general_plugins`. A layer of a batch, in which requests bring chunks of
+prompts, single tokens, or tokens to be verified, is one call of `flashtile.attention_with_kv_cache` on vLLM's pages.
+
+This module needs vLLM, which loads it. Nothing here chooses kernels or copies caches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.registry import register_backend
+
+import flashtile
+
+NAME = "FLASHTILE"
+
+#: vLLM's names of caches in 8 bits, and their dtypes.
+_EIGHT_BITS = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def register() -> None:
+    """Makes the backend known to vLLM by its name."""
+    register_backend(NAME, "flashtile.integrations.vllm.FlashtileBackend")
+
+
+class FlashtileBackend(AttentionBackend):
+    """What vLLM asks about flashtile before it chooses it."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *_EIGHT_BITS]
+
+    @staticmethod
+    def get_name() -> str:
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashtileImpl]:
+        return FlashtileImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashtileMetadataBuilder]:
+        return FlashtileMetadataBuilder
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return 1 <= head_size <= 512
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability.to_int() >= 75)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+
+@dataclass
+class FlashtileMetadata:
+    """A batch, for all layers.
+
+    Attributes:
+        tokens: rows of q that count; some at the end may belong to no request.
+        starts: `[requests + 1]`, where the queries of each request begin.
+        cached: int32 `[requests]`, tokens of each that are in the cache already.
+        longest: queries of a request at most.
+        pages: `[requests, max pages]`.
+        causal: whether tokens see no later ones.
+    """
+
+    tokens: int
+    starts: Tensor
+    cached: Tensor
+    longest: int
+    pages: Tensor
+    causal: bool
+
+
+class FlashtileMetadataBuilder(AttentionMetadataBuilder[FlashtileMetadata]):
+    """Makes the metadata of a batch. All that a CUDA graph reads stays where it is, so graphs serve any batch."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        most = vllm_config.scheduler_config.max_num_seqs
+        self._cached = torch.zeros(most, dtype=torch.int32, device=device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FlashtileMetadata:
+        """Nothing here waits for the GPU. vLLM passes 0 as `common_prefix_len`."""
+        common = common_attn_metadata
+        if isinstance(common.causal, Tensor):
+            raise NotImplementedError(
+                "causal: expected one value for all requests, got one for each; choose another attention backend"
+            )
+        requests = common.num_reqs
+        starts = common.query_start_loc[: requests + 1]
+        if requests > self._cached.shape[0]:
+            raise ValueError(f"num_reqs: expected at most {self._cached.shape[0]} (max_num_seqs), got {requests}")
+        cached = self._cached[:requests]
+        torch.sub(common.seq_lens[:requests], starts.diff(), out=cached)
+        cached.clamp_(min=0)  # requests that only fill up a batch have neither tokens nor a length
+        return FlashtileMetadata(
+            common.num_actual_tokens, starts, cached, common.max_query_len, common.block_table_tensor[:requests],
+            common.causal,
+        )  # fmt: skip
+
+
+class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
+    """Attention of one layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        if attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
+            raise NotImplementedError(
+                f"attn_type: expected decoder or encoder_only, got {attn_type}; choose another attention backend"
+            )
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self._sliding_window = sliding_window
+        self._options: dict[str, Any] = {"scale": self.scale, "softcap": logits_soft_cap or None}
+        self._slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
+        self._sinks = sinks
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: FlashtileMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Appends the new keys and values to the pages, and attends to all keys of each request.
+
+        Args:
+            layer: has the factors of caches in 8 bits, `_k_scale` and `_v_scale`.
+            query: `[tokens, heads, head_size]`, of a padded batch more.
+            key, value: `[tokens, kv_heads, head_size]`.
+            kv_cache: `[pages, kv_heads, page_size, 2 head_size]`, keys before values.
+            output: `[tokens, heads, head_size]`, or with heads and columns in one; is written.
+        """
+        for name, factor in (("output_scale", output_scale), ("output_block_scale", output_block_scale)):
+            if factor is not None:
+                raise NotImplementedError(f"{name}: expected None, got a tensor; the output is not quantised here")
+        if attn_metadata is None:  # vLLM measures how much memory a model needs
+            return output.fill_(0)
+        batch = attn_metadata
+        q, k, v = (rows[: batch.tokens].unflatten(-1, (-1, self.head_size)) if rows.dim() == 2 else rows[: batch.tokens]
+                   for rows in (query, key, value))  # fmt: skip
+        options = self._options | self._of_device(q)
+        if self.attn_type == AttentionType.ENCODER_ONLY:
+            out = flashtile.attention_varlen(
+                q, k, v, batch.starts, max_seqlen_q=batch.longest, max_seqlen_k=batch.longest,
+                window=self._window(False), **options,
+            )  # fmt: skip
+        else:
+            keys, values = self._caches(kv_cache)
+            if keys.dtype in _EIGHT_BITS.values():
+                options |= {"descale_k": layer._k_scale.reshape(()), "descale_v": layer._v_scale.reshape(())}
+            # A layer that reads the keys of another one brings none, and those of its tokens are there.
+            new: dict[str, Any] = {"k": k, "v": v, "cache_lengths": batch.cached}
+            if self.kv_sharing_target_layer_name is not None:
+                new = {"cache_lengths": batch.cached + batch.starts.diff()}
+            out = flashtile.attention_with_kv_cache(
+                q, keys, values, block_table=batch.pages, cu_seqlens_q=batch.starts, max_seqlen_q=batch.longest,
+                causal=batch.causal, window=self._window(batch.causal), **new, **options,
+            )  # fmt: skip
+        output[: batch.tokens].copy_(out.view(output[: batch.tokens].shape))
+        return output
+
+    def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Pages of keys and of values, `[pages, page_size, kv_heads, head_size]`: views."""
+        dtype = _EIGHT_BITS.get(self.kv_cache_dtype)
+        if dtype is not None:
+            kv_cache = kv_cache.view(dtype)
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        return keys, values
+
+    def _window(self, causal: bool) -> tuple[int, int] | None:
+        """vLLM's window counts the token itself."""
+        if self._sliding_window is None:
+            return None
+        left = self._sliding_window - 1
+        return left, 0 if causal else left
+
+    def _of_device(self, q: Tensor) -> dict[str, Any]:
+        """Slopes and sinks, on the device of q."""
+        found = {}
+        if self._slopes is not None:
+            self._slopes = self._slopes.to(q.device)
+            found["alibi_slopes"] = self._slopes
+        if self._sinks is not None:
+            found["sinks"] = self._sinks if self._sinks.dtype in (torch.float32, q.dtype) else self._sinks.float()
+        return found

@@ -1,0 +1,122 @@
+"""The backend of vLLM against vLLM's own classes: requests of all kinds in one batch, on its layout of pages."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.testing import assert_same
+
+pytest.importorskip("vllm.v1.attention.backend")
+
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from flashtile.integrations import vllm as plugin
+
+HEADS, HEADS_KV, HEAD, PAGE, PAGES = 4, 2, 16, 8, 24
+#: Tokens of each request in the batch, and before it; the last request only fills up the batch.
+COUNTS, CACHED = [9, 1, 4, 0], [0, 20, 13, 0]
+PADDED = 16
+
+
+def _metadata(causal: Any = True) -> tuple[plugin.FlashtileMetadata, Tensor]:
+    starts = torch.tensor([0, *COUNTS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    table = torch.randperm(PAGES, generator=torch.Generator().manual_seed(0)).view(4, -1).int()
+    lengths = torch.tensor(COUNTS, dtype=torch.int32) + torch.tensor(CACHED, dtype=torch.int32)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=4, num_actual_tokens=PADDED,
+        max_query_len=max(COUNTS), max_seq_len=21, block_table_tensor=table, slot_mapping=torch.empty(0), causal=causal,
+    )  # fmt: skip
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+    spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=HEADS_KV, head_size=HEAD, dtype=torch.float32)
+    builder = plugin.FlashtileBackend.get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))
+    return builder.build(0, common), table
+
+
+def _normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+_CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 6},
+    "soft_cap": {"logits_soft_cap": 3.0},
+    "sinks": {"sinks": _normal(HEADS, seed=5)},
+    "alibi": {"alibi_slopes": [0.5, 0.25, 0.1, 0.0]},
+    "fp8": {"kv_cache_dtype": "fp8"},
+    "shared_layer": {"kv_sharing_target_layer_name": "other"},
+}
+
+
+@pytest.mark.parametrize("name", _CHANGES)
+def test_a_batch_is_its_requests(name: str) -> None:
+    change = _CHANGES[name]
+    batch, table = _metadata()
+    impl = plugin.FlashtileBackend.get_impl_cls()(HEADS, HEAD, 0.3, HEADS_KV, **change)
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.03))
+    rows = _normal(PAGES, HEADS_KV, PAGE, 2 * HEAD, seed=1)
+    eight_bits = name == "fp8"
+    cache = (rows * 30).to(torch.float8_e4m3fn).view(torch.uint8) if eight_bits else rows
+    before = cache.clone()
+    q, k, v = (_normal(PADDED, heads, HEAD, seed=seed) for seed, heads in ((2, HEADS), (3, HEADS_KV), (4, HEADS_KV)))
+    output = torch.full((PADDED, HEADS * HEAD), float("nan"))
+    found = impl.forward(layer, q, k, v, cache, batch, output)
+    assert found is output
+    wide = cache.view(torch.float8_e4m3fn).float() if eight_bits else cache
+    keys, values = wide.transpose(1, 2).split(HEAD, dim=-1)
+    if eight_bits:
+        keys, values = keys * 0.02, values * 0.03
+    shared, start = name == "shared_layer", 0
+    assert torch.equal(cache, before) is shared
+    for request, (count, cached) in enumerate(zip(COUNTS, CACHED)):
+        if not count:
+            continue
+        own, total = slice(start, start + count), cached + count
+        all_k, all_v = (x[table[request].long()].flatten(0, 1)[:total] for x in (keys, values))
+        if not shared and not eight_bits:
+            assert_same(all_k[cached:], k[own])
+            assert_same(all_v[cached:], v[own])
+        expected = flashtile.attention(
+            q[own][None], all_k[None], all_v[None], causal=True, scale=0.3,
+            window=(5, 0) if name == "window" else None, softcap=change.get("logits_soft_cap"),
+            sinks=change.get("sinks"), backend="reference",
+            alibi_slopes=torch.tensor(change["alibi_slopes"]) if name == "alibi" else None,
+        )  # fmt: skip
+        assert_same(output[own].view(-1, HEADS, HEAD), expected[0])
+        start += count
+    assert not output[start:].any(), "rows of no request"
+
+
+def test_encoders_have_no_cache() -> None:
+    batch, _ = _metadata(causal=False)
+    impl = plugin.FlashtileImpl(HEADS, HEAD, 0.3, HEADS_KV, attn_type=AttentionType.ENCODER_ONLY)
+    q, k, v = (_normal(PADDED, heads, HEAD, seed=seed) for seed, heads in ((2, HEADS), (3, HEADS_KV), (4, HEADS_KV)))
+    out = impl.forward(None, q, k, v, torch.empty(0), batch, torch.empty(PADDED, HEADS, HEAD))
+    assert_same(out[:9], flashtile.attention(q[None, :9], k[None, :9], v[None, :9], scale=0.3, backend="reference")[0])
+
+
+def test_what_vllm_asks_and_does_before_serving() -> None:
+    plugin.register()
+    backend = AttentionBackendEnum[plugin.NAME].get_class()
+    assert backend is plugin.FlashtileBackend
+    capability = SimpleNamespace(to_int=lambda: 90)
+    asked = (80, torch.bfloat16, "fp8_e5m2", 16, False, True, False, False, False, capability, AttentionType.DECODER)
+    assert not backend.validate_configuration(*asked, has_sliding_window=True, use_non_causal=True)
+    reasons = backend.validate_configuration(*asked, use_batch_invariant=True)
+    assert reasons == ["batch invariance not supported"]
+    impl = plugin.FlashtileImpl(HEADS, HEAD, 0.3)
+    profiled = impl.forward(None, *[torch.empty(0)] * 4, None, torch.full((3, 4), 7.0))
+    assert not profiled.any()
+    with pytest.raises(NotImplementedError, match="output_scale: expected None"):
+        impl.forward(None, *[torch.empty(0)] * 4, None, torch.empty(3), output_scale=torch.ones(()))
+    with pytest.raises(NotImplementedError, match="attn_type: expected decoder or encoder_only"):
+        plugin.FlashtileImpl(HEADS, HEAD, 0.3, attn_type=AttentionType.ENCODER_DECODER)
+    with pytest.raises(NotImplementedError, match="causal: expected one value for all requests"):
+        _metadata(causal=torch.ones(4, dtype=torch.bool))
