@@ -43,7 +43,7 @@ def test_the_steps_are_standard_attention_and_its_gradients(causal, dropout_p):
         assert 0.6 < steps.keeps.double().mean() < 0.9
         weights = weights * steps.keeps / (1 - dropout_p)
     out = weights @ v
-    assert_same(steps.weigh(), out)
+    assert_same(steps.out, out)
     expected = torch.autograd.grad(out, (q, k, v), steps.dout)
     for found, gradient in zip((backward["dq"], backward["dk"], backward["dv"]), expected, strict=True):
         assert_same(found, gradient)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,69 +90,51 @@ class Steps:
         self.dropout_p, self.scale = case.dropout_p, 1 / math.sqrt(case.D)
         self.mask = causal_mask(case.S, case.torch_dtype, device) if case.causal else None
         self.scores = scores(self.q, self.k, None)
-        self.weights = self.softmax()
+        if self.mask is not None:
+            self.scores.add_(self.mask)  # the tensors of the run: afterwards the mask is a step of its own
+        self.weights = self.scores.softmax(dim=-1)
         self.kept: Tensor = self.weights
         self.keeps: Tensor | None = None
         if case.dropout_p:
             self.kept, self.keeps = self.dropout()
-        self.out = self.weigh()
-        self.dkept = self.of_kept()
+        self.out = torch.bmm(self.kept, self.v)
+        self.dkept = torch.bmm(self.dout, self.v.transpose(1, 2))
         self.dweights = self.of_weights() if case.dropout_p else self.dkept
         self.dscores = self.of_scores()
 
     def forward(self) -> dict[str, Callable[[], Any]]:
-        """Name of a step -> its call."""
-        steps: dict[str, Callable[[], Any]] = {"q kᵀ": self.multiply}
+        """Name of a step -> its call. The mask is added in place; what is hidden stays hidden however often it is."""
+        steps: dict[str, Callable[[], Any]] = {"q kᵀ": lambda: scores(self.q, self.k, None)}
         if self.mask is not None:
-            steps["mask"] = self.add_mask
-        steps["softmax"] = self.softmax
+            steps["mask"] = partial(self.scores.add_, self.mask)
+        steps["softmax"] = lambda: self.scores.softmax(dim=-1)
         if self.dropout_p:
             steps["dropout"] = self.dropout
-        return {**steps, "weights · v": self.weigh}
+        return {**steps, "weights · v": lambda: torch.bmm(self.kept, self.v)}
 
     def backward(self) -> dict[str, Callable[[], Any]]:
         """The same of the gradients."""
-        steps: dict[str, Callable[[], Any]] = {"dout · vᵀ": self.of_kept, "dv": self.of_v}
+        steps: dict[str, Callable[[], Any]] = {
+            "dout · vᵀ": lambda: torch.bmm(self.dout, self.v.transpose(1, 2)),
+            "dv": lambda: torch.bmm(self.kept.transpose(1, 2), self.dout),
+        }
         if self.dropout_p:
             steps["dropout, backward"] = self.of_weights
-        return {**steps, "softmax, backward": self.of_scores, "dq": self.of_q, "dk": self.of_k}
-
-    def multiply(self) -> Tensor:
-        return scores(self.q, self.k, None)
-
-    def add_mask(self) -> Tensor:
-        """In place; what is hidden stays hidden however often it is added."""
-        assert self.mask is not None
-        return self.scores.add_(self.mask)
-
-    def softmax(self) -> Tensor:
-        if self.mask is not None and not hasattr(self, "weights"):
-            self.add_mask()  # the tensors of the run: afterwards the mask is a step of its own
-        return self.scores.softmax(dim=-1)
+        return {
+            **steps,
+            "softmax, backward": self.of_scores,
+            "dq": lambda: torch.bmm(self.dscores, self.k) * self.scale,
+            "dk": lambda: torch.bmm(self.dscores.transpose(1, 2), self.q) * self.scale,
+        }
 
     def dropout(self) -> tuple[Tensor, Tensor]:
         return torch.native_dropout(self.weights, self.dropout_p, True)
-
-    def weigh(self) -> Tensor:
-        return torch.bmm(self.kept, self.v)
-
-    def of_kept(self) -> Tensor:
-        return torch.bmm(self.dout, self.v.transpose(1, 2))
-
-    def of_v(self) -> Tensor:
-        return torch.bmm(self.kept.transpose(1, 2), self.dout)
 
     def of_weights(self) -> Tensor:
         return _aten.native_dropout_backward(self.dkept, self.keeps, 1 / (1 - self.dropout_p))
 
     def of_scores(self) -> Tensor:
         return _aten._softmax_backward_data(self.dweights, self.weights, -1, self.weights.dtype)
-
-    def of_q(self) -> Tensor:
-        return torch.bmm(self.dscores, self.k) * self.scale
-
-    def of_k(self) -> Tensor:
-        return torch.bmm(self.dscores.transpose(1, 2), self.q) * self.scale
 
 
 def run_breakdown(

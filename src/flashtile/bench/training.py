@@ -130,12 +130,8 @@ def cases_of(
     check_dropout(dropout_p)
     known = {case.model: case for case in training_cases(device, batch)}
     chosen = select_named("--model", models or list(known), known, device.type)
-    chosen = [_with_context(case, context, batch) for context in contexts for case in chosen] or chosen
-    return [replace(case, steps=steps, dropout_p=dropout_p) for case in chosen]
-
-
-def _with_context(case: TrainCase, context: int, batch: int | None) -> TrainCase:
-    return replace(case, S=context, B=batch or max(1, case.tokens // context))
+    longer = [replace(c, S=seq, B=batch or max(1, c.tokens // seq)) for seq in contexts for c in chosen]
+    return [replace(case, steps=steps, dropout_p=dropout_p) for case in longer or chosen]
 
 
 def make_weights(case: TrainCase, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
@@ -165,19 +161,14 @@ def make_tokens(case: TrainCase, device: torch.device, seed: int = 0) -> Tensor:
 def weight_shapes(sizes: Sizes, context: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the weights of a model."""
     width = sizes.width
+    layers: dict[str, tuple[int, ...]] = {"ln_1": (width,), "ln_2": (width,), "attn.c_attn": (width, 3 * width)}
+    layers |= {"attn.c_proj": (width, width), "mlp.c_fc": (width, 4 * width), "mlp.c_proj": (4 * width, width)}
+    parts = {f"h.{layer}.{name}": shape for layer in range(sizes.layers) for name, shape in layers.items()}
     yield "transformer.wte.weight", (sizes.vocabulary, width)
     yield "transformer.wpe.weight", (context, width)
-    layers = {"attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width)}
-    layers |= {"mlp.c_fc": (width, 4 * width), "mlp.c_proj": (4 * width, width)}
-    for layer in range(sizes.layers):
-        for norm in ("ln_1", "ln_2"):
-            yield f"transformer.h.{layer}.{norm}.weight", (width,)
-            yield f"transformer.h.{layer}.{norm}.bias", (width,)
-        for name, shape in layers.items():
-            yield f"transformer.h.{layer}.{name}.weight", shape
-            yield f"transformer.h.{layer}.{name}.bias", shape[1:]
-    yield "transformer.ln_f.weight", (width,)
-    yield "transformer.ln_f.bias", (width,)
+    for name, shape in {**parts, "ln_f": (width,)}.items():
+        yield f"transformer.{name}.weight", shape
+        yield f"transformer.{name}.bias", shape[-1:]
 
 
 _NORM_EPS = 1e-5
@@ -202,18 +193,13 @@ class Model:
 
 def build_plain(case: TrainCase, weights: dict[str, Tensor]) -> Model:
     """The formula in ordinary PyTorch functions."""
-    model = _Plain(case, weights)
-    return Model(list(model.weights.values()), model, _loss_of(model), model.train)
+    own = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    dropout = nn.Dropout(case.dropout_p)
 
+    def logits(tokens: Tensor) -> Tensor:
+        return plain_logits(case, own, tokens, dropout.p if dropout.training else 0.0)
 
-class _Plain(nn.Module):
-    def __init__(self, case: TrainCase, weights: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.case = case
-        self.weights = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return plain_logits(self.case, self.weights, tokens, self.case.dropout_p if self.training else 0.0)
+    return Model(list(own.values()), logits, _loss_of(logits), dropout.train)
 
 
 def plain_logits(case: TrainCase, weights: dict[str, Tensor], tokens: Tensor, dropout_p: float) -> Tensor:
@@ -256,19 +242,9 @@ def _build_flashtile(fused_loss: bool, compiled: bool = False) -> Callable[[Trai
     def build(case: TrainCase, weights: dict[str, Tensor]) -> Model:
         from flashtile.models import GPT, GPTConfig, from_hugging_face
 
-        sizes = case.sizes
-        config = GPTConfig(
-            context=case.S,
-            layers=sizes.layers,
-            heads=sizes.heads,
-            width=sizes.width,
-            vocabulary=sizes.vocabulary,
-            norm_eps=_NORM_EPS,
-            embedding_dropout=case.dropout_p,
-            attention_dropout=case.dropout_p,
-            residual_dropout=case.dropout_p,
-            fused_loss=fused_loss,
-        )
+        dropped: dict[str, Any] = {f"{what}_dropout": case.dropout_p for what in ("embedding", "attention", "residual")}
+        sizes = vars(case.sizes) | {"context": case.S, "norm_eps": _NORM_EPS}
+        config = GPTConfig(**sizes, **dropped, fused_loss=fused_loss)
         model = GPT(config, device=next(iter(weights.values())).device)
         model.load_state_dict(from_hugging_face(weights, config))
         loss = _compiled(model.loss) if compiled else model.loss
@@ -292,21 +268,13 @@ def _build_transformers(attention: str, compiled: bool = False) -> Callable[[Tra
 
             register()
         sizes = case.sizes
+        dropped: dict[str, Any] = {f"{what}_pdrop": case.dropout_p for what in ("embd", "attn", "resid")}
         config = GPT2Config(
-            vocab_size=sizes.vocabulary,
-            n_positions=case.S,
-            n_embd=sizes.width,
-            n_layer=sizes.layers,
-            n_head=sizes.heads,
-            layer_norm_epsilon=_NORM_EPS,
+            vocab_size=sizes.vocabulary, n_positions=case.S, n_embd=sizes.width, n_layer=sizes.layers,
+            n_head=sizes.heads, layer_norm_epsilon=_NORM_EPS, use_cache=False, bos_token_id=None, eos_token_id=None,
             activation_function="gelu_pytorch_tanh",  # GPT-2's own formula, in one kernel instead of eight
-            embd_pdrop=case.dropout_p,
-            attn_pdrop=case.dropout_p,
-            resid_pdrop=case.dropout_p,
-            use_cache=False,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
+            **dropped,
+        )  # fmt: skip
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
         model.to(next(iter(weights.values())).device, torch.float32)
         # Not strict: some versions have constants in their state. That every weight is in its place, the losses tell.

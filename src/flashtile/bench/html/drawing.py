@@ -3,11 +3,11 @@ colours and text."""
 
 from __future__ import annotations
 
+import html
 import io
 import math
 import re
 import textwrap
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -304,87 +304,30 @@ def _length(value: float) -> str:
     return f"{value / 1024:.0f}k" if value >= 1024 and value % 1024 == 0 else f"{value:.0f}"
 
 
+#: What nobody sees: that all that is drawn lies within the axes, names of fonts, turns by nothing.
+_UNSEEN = re.compile(
+    r'<metadata>.*?</metadata>|<style.*?</style>|<clipPath.*?</clipPath>|<!--.*?-->| clip-path="[^"]*"'
+    r'|<path d="[^"]*" style="fill: none"/>|font-family: [^;"]*(?:; )?|; stroke-linecap: square'
+    r'| transform="rotate\(-0 [^"]*"| (?:width|height)="[\d.]+pt"| version="[\d.]+"| xmlns:xlink="[^"]*"',
+    re.DOTALL,
+)
+
+
 def _embedded(svg: str, title: str, number: int) -> str:
     """What matplotlib wrote, as an element of a page: with identifiers of its own, in the page's colours and width, and
     without what nobody sees, which is most of it."""
-    root = ElementTree.fromstring(svg[svg.index("<svg") :])
-    _thin_out(root, set(re.findall(r"#([\w-]+)", svg)))
-    for name in ("width", "height", "version"):
-        root.attrib.pop(name, None)
-    root.attrib |= {"role": "img", "aria-label": title}
-    text = ElementTree.tostring(root, encoding="unicode")
-    text = re.sub(r'(<path d="[^"]*)"( [^<>]*) />(?:<path d="([^"]*)"\2 />)+', _as_one_path, text)
-    names: dict[str, str] = {}
-    text = (
-        re.sub(
-            r'\b(id="|href="#|url\(#)([\w-]+)',
-            lambda found: f"{found[1]}f{number}-{names.setdefault(found[2], str(len(names)))}",
-            text,
-        )
-        .replace("xlink:href", "href")
-        .replace(" />", "/>")
-        .replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "")
-    )
+    text = re.sub(r">\s+<", "><", _UNSEEN.sub("", svg[svg.index("<svg") :]).replace("xlink:href", "href"))
+    wanted = {name: f"f{number}-{place}" for place, name in enumerate(dict.fromkeys(re.findall(r"#([\w-]+)", text)))}
+    text = re.sub(r' id="([^"]+)"', lambda found: f' id="{wanted[found[1]]}"' if found[1] in wanted else "", text)
+    text = re.sub(r'(href="#|url\(#)([\w-]+)', lambda found: found[1] + wanted[found[2]], text)
     # In tags alone: what stands between them is read.
     text = re.sub(r"\d+\.\d{2,}(?=[^<>]*>)", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), text)
-    # Matplotlib's circle has eight curves.
-    text = re.sub(r'"M0 ([\d.]+)C[^"ML]*z"', r'"M0 \1A\1 \1 0 1 1 0 -\1A\1 \1 0 1 1 0 \1z"', text)
+    text = re.sub(r'\s*([MLCQz])\s*(?=[-\d"])(?=[^<>]*/>)', r"\1", text)
+    for _ in range(3):  # groups of nothing, and what is left of those around them
+        text = re.sub(r"<g/>|<g></g>|<defs/>|<defs></defs>", "", text)
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, variable)
-    return text
-
-
-def _as_one_path(found: re.Match[str]) -> str:
-    """Paths that follow one another and differ in their places alone, such as the lines of a grid."""
-    places = re.findall(r'<path d="([^"]*)"', found[0])
-    return f'<path d="{"".join(places)}"{found[2]} />'
-
-
-_SVG = "http://www.w3.org/2000/svg"
-ElementTree.register_namespace("", _SVG)
-ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
-
-
-def _thin_out(parent: ElementTree.Element, wanted: set[str]) -> None:
-    """Takes out what draws nothing, groups that say nothing, and identifiers that nothing refers to."""
-    kept: list[ElementTree.Element] = []
-    for child in parent:
-        tag, style = child.tag.removeprefix(f"{{{_SVG}}}"), child.get("style", "")
-        if tag in ("metadata", "style") or not child.tag.startswith(f"{{{_SVG}}}") or style == "fill: none":
-            continue
-        if tag == "clipPath":  # all that is drawn lies within the axes
-            continue
-        child.attrib.pop("clip-path", None)
-        _thin_out(child, wanted)
-        if child.get("id") not in wanted:
-            child.attrib.pop("id", None)
-        marks = (
-            {mark.get("style", "") for mark in child} if {mark.tag for mark in child} == {f"{{{_SVG}}}use"} else set()
-        )
-        if len(marks) == 1:  # of one line: the colour once, and the edge is that of their shape
-            child.set("style", re.sub(r"; stroke.*", "", marks.pop()))
-            for mark in child:
-                mark.attrib.pop("style", None)
-        if style:
-            # The page's own letters, and turns by nothing.
-            child.set("style", re.sub(r"font-family: [^;]*(; )?|; stroke-linecap: square", "", style))
-        if child.get("transform", "").startswith("rotate(-0 "):
-            del child.attrib["transform"]
-        if "d" in child.attrib:
-            child.set("d", re.sub(r"\s*([MLCQz])\s*", r"\1", child.get("d", "")).strip())
-        child.tail = None
-        if child.text is not None and not child.text.strip():
-            child.text = None
-        if tag in ("g", "defs") and not child.attrib:
-            if tag == "g":
-                kept += child
-                continue
-            if not len(child):
-                continue
-        kept.append(child)
-    parent[:] = kept
-    if parent.text is not None and not parent.text.strip():
-        parent.text = None
+    return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1)
 
 
 def shared_styles(pictures: Mapping[int, str]) -> tuple[dict[int, str], str]:
