@@ -170,7 +170,7 @@ PORTABLE_BIAS_GRADIENT = {
     "triton.plan.plan_for",
 }
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
-COMMON, COMMON_ON_BACKENDS = "common", {"backends", "row_tiles", "split_keys", "watch"}
+COMMON, COMMON_ON_BACKENDS = "common", {"backends", "split_keys", "tiles", "watch"}
 #: One table of what every operation's operators are in PyTorch's own.
 GATHERED = "decompositions"
 #: Packages that stand on the public names, as a user does.

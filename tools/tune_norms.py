@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from flashtile._backends.devices import device_facts
 from flashtile.bench.timing import make_timer
-from flashtile.ops.common.row_tiles import RowTile
+from flashtile.ops.common.tiles import RowTile
 from flashtile.ops.layer_norm import kernels
 from flashtile.ops.layer_norm.spec import NormSpec, Operands, Upstream, Wanted
 

@@ -19,6 +19,7 @@ if devices.interpreting():
 from checked_code import check_code
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.launch import KernelSource, Plan
+from flashtile.ops.common.tiles import held_row_tile
 from flashtile.ops.softmax import kernels
 from flashtile.ops.softmax.spec import SoftmaxSpec
 from machine_code import Binary, call_on, check_fit, once_in_families, sass
@@ -100,7 +101,7 @@ def test_programs(rows: int, width: int, programs: int) -> None:
 @pytest.mark.parametrize("width", [1, 17, 1024, 2049, 8192, 16385])
 def test_cuts_are_sound(width: int, arch: str) -> None:
     device = devices.KNOWN_DEVICES[arch]
-    config = kernels.row_config(width, device)
+    config = held_row_tile(width, device)
     assert config.num_warps * device.warp_size <= 1024
     assert 8 <= config.rows * config.block_n // (config.num_warps * device.warp_size) <= 32
 

@@ -20,7 +20,7 @@ from flashtile.ops.attention.philox import keep_tile, positions, sequence_heads
 from flashtile.ops.attention.score_program import INPUTS, apply, parse
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, out_dtype
 from flashtile.ops.common.dispatch import autograd_in_operator
-from flashtile.ops.common.logsumexp import logsumexp
+from flashtile.ops.common.rows import logsumexp
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:

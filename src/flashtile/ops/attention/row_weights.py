@@ -22,7 +22,7 @@ from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.philox import keep_rows
 from flashtile.ops.attention.score_program import INPUTS, apply, parse
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
-from flashtile.ops.common.logsumexp import logsumexp
+from flashtile.ops.common.rows import logsumexp
 
 
 class Part(NamedTuple):

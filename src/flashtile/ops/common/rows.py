@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from flashtile.ops.common.sizes import known
 
 #: Elements of a block of rows: its temporaries together fit the second-level cache of a core.
 BLOCK = 1 << 17
@@ -25,3 +28,13 @@ def row_blocks(rows: int, columns: int, elements: int = BLOCK) -> Iterator[slice
 def last_contiguous(tensor: Any) -> Any:
     """A tensor or None, the last dimension contiguous: backends take any other strides."""
     return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def logsumexp(x: Tensor, dim: int) -> Tensor:
+    """`ln Σ exp(x)` over a dimension, which is kept. In differentiable operations that trace with
+    sizes that depend on data; PyTorch's own asks whether x is empty while it is traced."""
+    if not known(x.shape[dim] > 0):  # nothing has no largest
+        x = torch.cat((x, torch.full_like(x.sum(dim, keepdim=True), float("-inf"))), dim)
+    largest = x.detach().amax(dim, keepdim=True)
+    against = largest.masked_fill(largest.isinf(), 0)  # inf - inf would be NaN
+    return (x - against).exp().sum(dim, keepdim=True).log() + against

@@ -12,7 +12,7 @@ in every run.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -24,8 +24,8 @@ from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.devices import DeviceFacts, device_facts, multiprocessors
 from flashtile._backends.launch import Plan, constants_of, int32, make_plan, plan_cache, pointer, pointer_to
 from flashtile.ops.common.checks import check_rows
-from flashtile.ops.common.row_tiles import RowTile
-from flashtile.ops.common.triton.partial_sums import reduce_partial
+from flashtile.ops.common.tiles import REDUCE, RowTile, SumPlan
+from flashtile.ops.common.triton.functions import reduce_partial
 from flashtile.ops.dense.spec import Activated, ActivationGradients, ActivationSpec, ActivationUpstream, Summed, Wanted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -197,9 +197,6 @@ _BACKWARD = RowTile(rows=16, block_n=256, num_warps=8, num_stages=3, programs_pe
 #: With a gate there is twice as much of each element: 8 to a thread.
 _BACKWARD_GATED = RowTile(rows=8, block_n=256, num_warps=8, num_stages=3, programs_per_multiprocessor=2)
 
-#: The sum of the partial sums: 16 elements to a thread, and as many programs as columns allow.
-REDUCE = RowTile(rows=64, block_n=32, num_warps=4)
-
 
 def activate_config(width: int, device: DeviceFacts) -> RowTile:
     return _ACTIVATE.narrowed(width).on(device)
@@ -229,18 +226,6 @@ _KERNELS = {
     "reduce": reduce_kernel,
 }
 _COLUMN_SUM = ActivationSpec("none", False)
-
-
-class SumPlan(NamedTuple):
-    """The launches of what may sum columns.
-
-    Attributes:
-        main: programs that each store partial sums, if sums are wanted.
-        reduce: adds them up; None where there is nothing to add.
-    """
-
-    main: Plan
-    reduce: Plan | None
 
 
 def activate(given: Activated, spec: ActivationSpec) -> Tensor:

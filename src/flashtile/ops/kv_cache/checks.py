@@ -13,6 +13,7 @@ from flashtile.ops.common.checks import (
     check_device,
     check_float_dtype,
     check_lengths,
+    check_table_pair,
     check_tensors,
     raise_not_bool,
     readable,
@@ -28,7 +29,6 @@ from flashtile.ops.common.score_checks import (
 )
 from flashtile.ops.common.sizes import differ, exceeds
 from flashtile.ops.common.split_keys.configs import MAX_SPLITS
-from flashtile.ops.common.table_checks import check_table_pair
 from flashtile.ops.kv_cache.rows import lengths_before, new_counts, numbered, places, query_counts
 from flashtile.ops.kv_cache.spec import EIGHT_BITS, MAX_HEAD_DIM, CacheCall, CacheSpec
 

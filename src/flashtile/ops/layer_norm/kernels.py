@@ -15,7 +15,7 @@ Programs stay and walk over rows in steps of P, so that each keeps its part of t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -39,8 +39,9 @@ from flashtile._backends.launch import (
 )
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.philox import keep_threshold
-from flashtile.ops.common.row_tiles import RowTile, row_tile
-from flashtile.ops.common.triton.partial_sums import reduce_partial
+from flashtile.ops.common.tiles import REDUCE, RowTile, SumPlan, row_tile
+from flashtile.ops.common.tiles import held_row_tile as forward_config
+from flashtile.ops.common.triton.functions import reduce_partial
 from flashtile.ops.common.triton.philox import kept_in_rows, load_seed
 from flashtile.ops.layer_norm.spec import (
     Gradients,
@@ -509,20 +510,9 @@ def norm_reduce_kernel(
 
 # --- how the kernels are cut ------------------------------------------------------------------------------------------
 
-#: (widest row in columns, its cut). Rows that are shorter than those of the first line share its tile. A program holds
-#: whole rows in float32, and a thread should have from 8 to 32 of their elements, which is one to four loads of 16
-#: bytes of a 16-bit tensor. Fewer leave too little in flight, more spill.
-_FORWARD = (
-    (2048, RowTile(rows=1, block_n=2048, num_warps=4)),  # 16 elements to a thread, 16 programs to a multiprocessor
-    (4096, RowTile(rows=1, block_n=4096, num_warps=8)),  # the same
-    # 32 elements: the exchange of the two sums costs less among fewer warps
-    (8192, RowTile(rows=1, block_n=8192, num_warps=8)),
-    (16384, RowTile(rows=1, block_n=16384, num_warps=16)),  # the same; 64 would spill
-    (65536, RowTile(rows=1, block_n=4096, num_warps=8)),  # looped
-)
-
-#: The same with sums over rows: each takes as many registers as the tile itself, and the tile is in them several
-#: times. 16 elements to a thread take 128 registers, and programs of 16 warps together fill the register file.
+#: (widest row in columns, its cut), as those of the forward, with sums over rows: each takes as many registers as the
+#: tile itself, and the tile is in them several times. 16 elements to a thread take 128 registers, and programs of 16
+#: warps together fill the register file.
 _BACKWARD = (
     (2048, RowTile(rows=1, block_n=2048, num_warps=4, num_stages=3, programs_per_multiprocessor=4)),
     (4096, RowTile(rows=1, block_n=4096, num_warps=8, num_stages=3, programs_per_multiprocessor=2)),
@@ -542,13 +532,6 @@ _BACKWARD_HEAVY = (
 
 #: With up to three sums longer rows are better held too: they spill a little, but are read and met at barriers once.
 _HEAVY_WHOLE = RowTile(rows=1, block_n=8192, num_warps=16, num_stages=3, programs_per_multiprocessor=1)
-
-#: The sum of the partial sums: 16 elements to a thread, and as many programs as columns allow.
-REDUCE = RowTile(rows=64, block_n=32, num_warps=4)
-
-
-def forward_config(width: int, device: DeviceFacts) -> RowTile:
-    return row_tile(_FORWARD, width, device)
 
 
 def backward_config(width: int, sums: int, bytes_per_column: int, dropout: bool, device: DeviceFacts) -> RowTile:
@@ -579,18 +562,6 @@ def backward_config(width: int, sums: int, bytes_per_column: int, dropout: bool,
 
 #: Inputs whose gradients are sums over rows.
 _SUMMED = ("weight", "bias", "weight1", "bias1", "layerscale")
-
-
-class BackwardPlan(NamedTuple):
-    """The launches of a backward.
-
-    Attributes:
-        main: its programs each store partial sums of columns.
-        reduce: adds these up; None where there are none.
-    """
-
-    main: Plan
-    reduce: Plan | None
 
 
 def forward(operands: Operands, spec: NormSpec) -> Normalised:
@@ -707,7 +678,7 @@ def _backward_plan(
     x0_rows: int,
     spec: NormSpec,
     device: torch.device,
-) -> BackwardPlan:
+) -> SumPlan:
     """`dtypes` of `Upstream`; `strides` of the rows of dz, dz1, dx, x and x0."""
     names = dict(zip(Upstream._fields, dtypes))
     stores_dsum, stores_dx0, stores_dx1, *sums = present
@@ -731,14 +702,14 @@ def _backward_plan(
     outputs = _outputs(tensors, {**matrices, "partial": (sum(sums), programs, width)})
     main = make_plan(kernels[config.looped(width)], parameters, constants, programs, device, *config.compiled, outputs)
     if not any(sums):
-        return BackwardPlan(main, None)
+        return SumPlan(main, None)
     totals = {f"d{name}": names[name] if there else None for name, there in zip(_SUMMED, sums, strict=True)}
     parameters = {f"{name}_ptr": pointer_to(dtype or torch.float32, 16) for name, dtype in totals.items()}
     parameters |= {"partial_ptr": pointer_to(torch.float32, 16), "programs": int32(programs)}
     constants = {**summed, "WIDTH": width, **constants_of(REDUCE)}
     strips, outputs = -(-width // REDUCE.block_n), _outputs(totals, dict.fromkeys(totals, (width,)))
     kernel = norm_reduce_kernel
-    return BackwardPlan(main, make_plan(kernel, parameters, constants, strips, device, *REDUCE.compiled, outputs))
+    return SumPlan(main, make_plan(kernel, parameters, constants, strips, device, *REDUCE.compiled, outputs))
 
 
 def _outputs(

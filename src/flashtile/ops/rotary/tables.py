@@ -14,11 +14,11 @@ from flashtile.ops.common.checks import (
     check_count,
     check_device,
     check_float_dtype,
+    check_table_pair,
     check_tensors,
     finite_float,
 )
 from flashtile.ops.common.sizes import exceeds
-from flashtile.ops.common.table_checks import check_table_pair
 
 
 @dataclass(frozen=True)

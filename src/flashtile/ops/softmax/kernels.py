@@ -11,8 +11,6 @@ columns; acc and out `[batch, rows, heads, WIDTH]`, row_max, row_sum and lse `[b
 
 from __future__ import annotations
 
-import sys
-
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import contiguous
-from flashtile._backends.devices import DeviceFacts, device_facts
+from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import (
     Plan,
     constants_of,
@@ -33,7 +31,7 @@ from flashtile._backends.launch import (
     strides_of,
 )
 from flashtile.ops.common.checks import check_programs, check_rows
-from flashtile.ops.common.row_tiles import RowTile, row_tile
+from flashtile.ops.common.tiles import held_row_tile
 from flashtile.ops.softmax.spec import SoftmaxGradient, SoftmaxInputs, SoftmaxSpec
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -244,23 +242,7 @@ def merge_finish_kernel(
     tl.store(out_pointers, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-# --- how the kernels are cut, and their launches ---------------------------------------------------------------------
-
-#: (widest row in columns, its cut). Rows that are shorter than those of the first line share its tile. A program holds
-#: whole rows in float32, and a thread should have from 8 to 32 of their elements, which is one to four loads of 16
-#: bytes of a 16-bit tensor.
-_ROWS = (
-    (2048, RowTile(rows=1, block_n=2048, num_warps=4)),  # 16 elements to a thread
-    (4096, RowTile(rows=1, block_n=4096, num_warps=8)),  # the same
-    # 32 elements: the exchange of maximum and sum costs less among fewer warps
-    (8192, RowTile(rows=1, block_n=8192, num_warps=8)),
-    (16384, RowTile(rows=1, block_n=16384, num_warps=16)),  # the same; 64 would spill
-    (sys.maxsize, RowTile(rows=1, block_n=4096, num_warps=8)),  # looped
-)
-
-
-def row_config(width: int, device: DeviceFacts) -> RowTile:
-    return row_tile(_ROWS, width, device)
+# --- launches ---------------------------------------------------------------------
 
 
 def forward(inputs: SoftmaxInputs, spec: SoftmaxSpec) -> Tensor:
@@ -307,7 +289,7 @@ def _plan(
     batch, heads, seq_q, seq_k = shape
     rows = batch * heads * seq_q
     check_rows("x", rows)
-    config = row_config(max(seq_k, 1), device_facts(device))
+    config = held_row_tile(max(seq_k, 1), device_facts(device))
     *of_rows, of_columns = mask_strides or (0, 0, 0, 0)
     mask_multiple = power_of_two_factor(mask_misalignment, *of_rows)
     tensor = pointer_to(dtype, power_of_two_factor(misalignment))

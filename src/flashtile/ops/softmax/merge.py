@@ -25,10 +25,9 @@ from torch import Tensor
 from flashtile.ops.common import dtensor
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.checks import check_device, check_float_dtype, check_tensors, raise_not_bool
-from flashtile.ops.common.logsumexp import logsumexp
 from flashtile.ops.common.memory import check_writable, share_memory
 from flashtile.ops.common.operators import operator
-from flashtile.ops.common.rows import compute_dtype
+from flashtile.ops.common.rows import compute_dtype, logsumexp
 from flashtile.ops.common.sizes import differ, known
 from flashtile.ops.softmax import spec as reference
 
