@@ -137,19 +137,16 @@ def _turned(x: Tensor, cu_seqlens: Tensor | None, positions: Tensor, one_by_one:
     have one position after another with one_by_one, else all the first."""
     cos, sin = cache.rotary_cos, cache.rotary_sin
     assert cos is not None and sin is not None and cu_seqlens is not None
-    wide, interleaved, eight_bits = x, cache.rotary_interleaved, x.dtype is torch.float8_e4m3fn
-    if eight_bits:  # tables are in the dtype that the rows had before they were rounded
-        wide, cos, sin = x.float(), cos.float(), sin.float()
-    if one_by_one:
-        turned = flashtile.apply_rotary(wide, cos, sin, interleaved, seqlen_offsets=positions, cu_seqlens=cu_seqlens)
-    else:
-        sequence, _, _ = locate_rows(cu_seqlens, x.shape[0])
-        offsets = positions[sequence] if positions.shape[0] else positions.new_zeros(x.shape[0])
-        turned = flashtile.apply_rotary(wide[:, None], cos, sin, interleaved, seqlen_offsets=offsets)[:, 0]
-    if eight_bits:
-        limit = torch.finfo(x.dtype).max
-        turned = turned.clamp(-limit, limit)  # what lies past it would be NaN
-    return turned.to(x.dtype)
+    if not positions.shape[0]:
+        return x
+    sequence, within, there = locate_rows(cu_seqlens, x.shape[0])
+    rows = (positions[sequence] + within * one_by_one) * there
+    if x.dtype is not torch.float8_e4m3fn:
+        return flashtile.apply_rotary(x, cos, sin, cache.rotary_interleaved, position_ids=rows)
+    # Tables are in the dtype that the rows had before they were rounded.
+    turned = flashtile.apply_rotary(x.float(), cos.float(), sin.float(), cache.rotary_interleaved, position_ids=rows)
+    limit = torch.finfo(x.dtype).max
+    return turned.clamp(-limit, limit).to(x.dtype)  # what lies past it would be NaN
 
 
 def _with_selected_pages(cache: Cache, batch: int) -> Cache:

@@ -27,7 +27,6 @@ from flashtile.compat.attend import attend
 from flashtile.compat.calls import Call, Packed, as_dense, call_of, equal_lengths, refuse, refuse_given
 from flashtile.compat.flash_attn_3 import combine
 from flashtile.compat.functions import Problem, block_mask_of, check_derivative, score_function
-from flashtile.compat.rows import check_pages, gathered_keys
 from flashtile.compat.signatures import VERSION_4
 
 _INTERFACE = VERSION_4.modules["interface"]
@@ -78,13 +77,11 @@ def flash_attn_varlen_func(
         dense = q.shape[:2]
         cu_seqlens_q, max_seqlen_q, q = equal_lengths(q), q.shape[1], q.flatten(0, 1)
     if page_table is not None:
-        check_pages(k, v, cu_seqlens_q, page_table)
-        lengths = cu_seqlens_k.diff() if seqused_k is None and cu_seqlens_k is not None else seqused_k
-        most = page_table.shape[1] * k.shape[1]
-        lengths = torch.full_like(page_table[:, 0], most) if lengths is None else lengths
-        max_seqlen_k = most if max_seqlen_k is None else max_seqlen_k
-        k, v, cu_seqlens_k = gathered_keys(k, v, cu_seqlens_q, max_seqlen_k, block_table=page_table, lengths=lengths)
-        cu_seqlens_k, seqused_k = cu_seqlens_k.to(cu_seqlens_q.dtype), None
+        if seqused_k is None:
+            most = torch.full_like(page_table[:, 0], page_table.shape[1] * k.shape[1])
+            seqused_k = most if cu_seqlens_k is None else cu_seqlens_k.diff()
+        cu_seqlens_k = cu_seqlens_q
+        max_seqlen_k = page_table.shape[1] * k.shape[1] if max_seqlen_k is None else max_seqlen_k
     elif cu_seqlens_k is None:
         cu_seqlens_k, max_seqlen_k = equal_lengths(k), k.shape[1]
         k, v = k.flatten(0, 1), v.flatten(0, 1)
@@ -98,7 +95,7 @@ def flash_attn_varlen_func(
             for name, most in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
         ]
         call = _with_functions(call, rest, (cu_seqlens_q.shape[0] - 1, q.shape[1], *longest, *counts), q.device)
-    layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k)
+    layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table, None, seqused_k)
     out, lse = attend(q, k, v, layout, call, used=seqused_q)
     return (out, lse) if dense is None else as_dense(out, lse, *dense)
 
