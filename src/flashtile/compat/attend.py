@@ -181,10 +181,8 @@ def _with_second_product(
     )
     sequence, within, there = locate_rows(layout.cu_seqlens_q, q.shape[0])
     place = (sequence + 1) * longest_q - layout.cu_seqlens_q.diff()[sequence] + within
-    place = torch.where(there, place, rows_q.numel())
-    return _taken(out.flatten(0, 1), place), _taken(
-        lse.transpose(1, 2).flatten(0, 1), place, -math.inf
-    ).t().contiguous()
+    place, lse = torch.where(there, place, rows_q.numel()), lse.transpose(1, 2).flatten(0, 1)
+    return _taken(out.flatten(0, 1), place), _taken(lse, place, -math.inf).t().contiguous()
 
 
 def _aligned_rows(cu_seqlens: Tensor, longest: int, total: int) -> Tensor:

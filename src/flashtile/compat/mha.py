@@ -170,11 +170,7 @@ class MHA(modules.MHA):
             kwargs = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, **kwargs}
         else:
             kwargs = {"key_padding_mask": key_padding_mask, **kwargs}
-        inputs: tuple[Tensor, ...]
-        if self._packs:
-            inner, inputs = self.inner_attn, (self._qkv(x).unflatten(-1, (3, self.num_heads, -1)),)
-        else:
-            inner, inputs = self.inner_cross_attn, self._apart(x, x_kv, mixer_subset)
+        inner, inputs = self.inner_attn if self._packs else self.inner_cross_attn, self._inputs(x, x_kv, mixer_subset)
         if inference_params is not None and inference_params.seqlen_offset > 0:
             context = self._step(*self._q_kv(inputs), inference_params)
         else:
@@ -189,17 +185,17 @@ class MHA(modules.MHA):
         out = self.out_proj(context.flatten(-2))
         return (out, x) if self.return_residual else out
 
-    def _qkv(self, x: Tensor) -> Tensor:
-        qkv = self.Wqkv(x)
-        return _convolved(self.dwconv_qkv, qkv) if self.dwconv and self._packs else qkv
-
-    def _apart(self, x: Tensor, x_kv: Tensor | None, subset: Any) -> tuple[Tensor, Tensor]:
-        """q `[..., heads, head_dim]` and kv `[..., 2, heads_kv, head_dim]`."""
+    def _inputs(self, x: Tensor, x_kv: Tensor | None, subset: Any) -> tuple[Tensor, ...]:
+        """qkv `[..., 3, heads, head_dim]`; with cross_attn or fewer heads of keys q `[..., heads, head_dim]` and kv
+        `[..., 2, heads_kv, head_dim]`."""
         if self.cross_attn:
             q = self.Wq(x if subset is None else x[:, subset])
             kv = self.Wkv(x if x_kv is None else x_kv)
         else:
-            qkv = self._qkv(x)
+            qkv = self.Wqkv(x)
+            if self._packs:
+                qkv = _convolved(self.dwconv_qkv, qkv) if self.dwconv else qkv
+                return (qkv.unflatten(-1, (3, self.num_heads, -1)),)
             q, kv = qkv[..., : self.embed_dim], qkv[..., self.embed_dim :]
         if self.dwconv:
             q, kv = _convolved(self.dwconv_q, q), _convolved(self.dwconv_kv, kv)
