@@ -26,6 +26,7 @@ from control_flow import wrong_code
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import KernelSource, Plan, compile_kernel
+from flashtile._backends.pipeline import Kernel
 from flashtile.ops.attention import call as description
 from flashtile.ops.attention.call import AuxFacts, Phase, TensorFacts
 from flashtile.ops.attention.hopper import launch as hopper_launch
@@ -33,7 +34,7 @@ from flashtile.ops.attention.hopper.backward_launch import plan_backward
 from flashtile.ops.attention.hopper.configs import HopperConfig, config_of
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Origin, Wanted, out_dtype
 from flashtile.ops.attention.triton import plan as triton_plan
-from flashtile.ops.attention.triton.configs import Kernel
+from flashtile.ops.attention.triton.configs import KernelName
 from flashtile.testing.cases import AttentionCase, RelativeScore, make_inputs
 from selection import full_name
 
@@ -172,7 +173,7 @@ def call_of(case: AttentionCase, dtype: torch.dtype, **others: Any) -> Call:
     return call._replace(batch=case.batch, seq_q=case.seq_q, seq_k=case.seq_k)
 
 
-def portable_calls(cases: Mapping[str, AttentionCase], arch: str) -> dict[str, tuple[Kernel, Call]]:
+def portable_calls(cases: Mapping[str, AttentionCase], arch: str) -> dict[str, tuple[KernelName, Call]]:
     """Kernels and calls of cases in float32 and bfloat16, with sums in any order and in a fixed one: those that differ
     in machine code, by names."""
     calls = {
@@ -183,8 +184,8 @@ def portable_calls(cases: Mapping[str, AttentionCase], arch: str) -> dict[str, t
         for dtype in (torch.float32, torch.bfloat16)
         for ordered in (False, True)
     }
-    kernels: tuple[Kernel, ...] = ("forward", "dq", "dkdv")
-    found: dict[str, tuple[Kernel, Call]] = {}
+    kernels: tuple[KernelName, ...] = ("forward", "dq", "dkdv")
+    found: dict[str, tuple[KernelName, Call]] = {}
     for kernel in kernels:
         sources = {name: plan(kernel, KNOWN_DEVICES[arch], call).kernel.source for name, call in calls.items()}
         found |= {f"{kernel} {name}": (kernel, calls[name]) for name in differing(sources)}
@@ -210,14 +211,15 @@ def described(source: KernelSource) -> dict[str, Any]:
     return {**source.constants, **run_time}
 
 
-def passed_by(plan: Plan) -> dict[str, Any]:
-    """What every launch of a plan passes, by the names of the parameters."""
+def passed_by(plan: Plan | Kernel) -> dict[str, Any]:
+    """What every launch of a kernel passes, by the names of the parameters."""
+    plan = plan.plan(torch.device("cuda", 0)) if isinstance(plan, Kernel) else plan
     return dict(zip(plan.source.names[-len(plan.scalars) :], plan.scalars))
 
 
 def shares_of(plan: Any) -> int:
     """In how many parts the kernels of a plan store dk and dv."""
-    total = plan.pipeline.plans.get("shares") if hasattr(plan, "pipeline") else plan.sum_of_shares
+    total = (plan.pipeline.kernels if hasattr(plan, "pipeline") else plan.following).get("shares")
     return 1 if total is None else passed_by(total)["shares"]
 
 
@@ -309,10 +311,10 @@ def described_call(phase: Phase, call: Call, device: DeviceFacts, multiprocessor
     )
 
 
-def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.AttentionPlan:
-    """The plan of a call on `device`."""
+def plan(kernel: KernelName, device: DeviceFacts, call: Call) -> triton_plan.AttentionKernel:
+    """A portable kernel of a call on `device`."""
     phase: Phase = "backward" if kernel in ("dq", "dkdv", "dbias") else kernel  # type: ignore[assignment]
-    return triton_plan.plan_for(kernel, described_call(phase, call, device))
+    return triton_plan.kernel_for(kernel, described_call(phase, call, device))
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], row_stride: int | None = None) -> TensorFacts:
@@ -513,7 +515,7 @@ def sharing_a_multiprocessor(source: KernelSource) -> int:
     return 65536 // (source.max_registers * source.num_warps * 32) if source.max_registers else 1
 
 
-def call_source(kernel: Kernel, arch: str, call: Call) -> KernelSource:
+def call_source(kernel: KernelName, arch: str, call: Call) -> KernelSource:
     """What a call launches on an architecture."""
     return plan(kernel, KNOWN_DEVICES[arch], call).kernel.source
 

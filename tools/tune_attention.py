@@ -19,8 +19,9 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from flashtile._backends.devices import device_facts
-from flashtile._backends.launch import KernelSource, compile_kernel
+from flashtile._backends.launch import KernelSource, clear_plans, compile_kernel, pointer, pointers
 from flashtile.ops.attention.call import describe_backward, describe_call
+from flashtile.ops.attention.gpu.parameters import NO_CAPTURED, NO_SIDE
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch, plan
 from flashtile.ops.attention.triton.tile_tables import TileConfig
@@ -62,7 +63,7 @@ def source_of(kernel: str, head_dim: int, causal: bool, dtype: torch.dtype, tile
             call = describe_call("forward", (q, q, q), side, spec)
         else:
             call = describe_backward(BackwardInputs(q, None, q, q, q, q, q), side, spec, Wanted())
-        made = plan._plan.__wrapped__(kernel, call)
+        made = plan._kernel.__wrapped__(kernel, call)
     finally:
         plan.choose_tiles = from_tables
     return made.kernel.source
@@ -101,15 +102,15 @@ def kernel_call(kernel: str, tensors: dict, causal: bool):
         return lambda: launch.forward(q, k, v, side, spec)
     if ("saved", causal) not in tensors:
         out, lse = launch.forward(q, k, v, side, spec)
-        inputs = BackwardInputs(dout, None, q, k, v, out, lse)
-        queries = launch.plan_backward(inputs, side, spec, Wanted()).queries
-        statistics = launch.run_queries(queries, inputs, (), Wanted(), False, ()).statistics
-        tensors["saved", causal] = inputs, statistics
-    inputs, statistics = tensors["saved", causal]
-    plans = launch.plan_backward(inputs, side, spec, Wanted())
+        tensors["saved", causal] = BackwardInputs(dout, None, q, k, v, out, lse)
+    inputs = tensors["saved", causal]
+    call = describe_backward(inputs, side, spec, Wanted())
+    given = *pointers(q, k, v, inputs.out, dout, inputs.lse, None), *NO_SIDE, *NO_CAPTURED
+    # Planned when it runs, with the tiles of that time.
     if kernel == "dq":
-        return lambda: launch.run_queries(plans.queries, inputs, (), Wanted(), False, ())[:1]
-    return lambda: launch.run_keys(plans.keys, dout, inputs, statistics, ())
+        return lambda: launch.plan_alone("dq", call).run(*given)[:1]
+    _, statistics, *_ = launch.plan_alone("dq", call).run(*given)
+    return lambda: launch.plan_alone("dkdv", call).run(*given, pointer(statistics))[:2]
 
 
 def main() -> None:
@@ -153,7 +154,7 @@ def measure(kernel: str, head_dim: int, causal: bool, tiles: TileConfig, tensors
     row = {"kernel": kernel, "head_dim": head_dim, "causal": causal, "tiles": list(tiles), "ms": None}
     call = kernel_call(kernel, tensors, causal)
     from_tables, plan.choose_tiles = plan.choose_tiles, lambda *_: tiles
-    plan._plan.cache_clear()
+    clear_plans()
     try:
         results = call()
         first = tensors.setdefault((kernel, causal), results)
@@ -168,7 +169,7 @@ def measure(kernel: str, head_dim: int, causal: bool, tiles: TileConfig, tensors
         row["why"] = repr(error)[:200]
     finally:
         plan.choose_tiles = from_tables
-        plan._plan.cache_clear()
+        clear_plans()
     return row
 
 

@@ -89,12 +89,14 @@ class Kernel(NamedTuple):
 
 class _Step(NamedTuple):
     """A launch. `make`: makes its descriptors, from the addresses that `of_moved` picks of all; None without any.
-    `of_pointers` picks its pointers."""
+    `of_pointers` picks its pointers. `repeated`: the place of a buffer for which there are several addresses, each with
+    a launch of its own; None if there is one launch."""
 
     plan: Plan
     make: Callable[..., tuple] | None
     of_moved: Callable[[tuple], tuple]
     of_pointers: Callable[[tuple], tuple]
+    repeated: int | None
 
 
 #: A tensor as launches take it: its address, or itself for the interpreter.
@@ -124,6 +126,7 @@ class Pipeline:
         outputs: Mapping[str, Layout | None],
         scratch: Mapping[str, int] | None = None,
         zeroed: Collection[str] = (),
+        repeated: Mapping[str, str] | None = None,
     ) -> None:
         """
         Args:
@@ -131,6 +134,7 @@ class Pipeline:
             outputs: None for one that this call does not have.
             scratch: parts of the scratch buffer, in numbers of 32 bits; 0 for one that this call does not have.
             zeroed: outputs that are filled with zeros first, where they exist.
+            repeated: kernels that are launched once for each address of a buffer; `run` is given a list for that one.
 
         Raises:
             TypeError: a kernel takes a buffer that the pass does not have.
@@ -144,7 +148,8 @@ class Pipeline:
         places = {name: place for place, name in enumerate(names) if name not in absent}
         launched = {name: kernel for name, kernel in kernels.items() if kernel.programs}
         self.launches = tuple(self.plans[name] for name in launched)
-        steps = [_step(kernel, self.plans[name], places) for name, kernel in launched.items()]
+        often = {name: places[buffer] for name, buffer in (repeated or {}).items()}
+        steps = [_step(kernel, self.plans[name], places, often.get(name)) for name, kernel in launched.items()]
         filled = [place for place, name in enumerate(self.outputs) if name in zeroed]
         self.run: Callable[..., list[Tensor]] = _runner(allocator(layouts, device), filled, self.scratch, steps)
 
@@ -159,16 +164,8 @@ def _runner(
     allocate: Callable[[], list[Tensor]], zeroed: Sequence[int], scratch: Scratch | None, steps: Sequence[_Step]
 ) -> Callable[..., list[Tensor]]:
     """`Pipeline.run`. `zeroed`: places of outputs. A single launch, the commonest forward, takes no loop."""
-    plan, make, of_moved, of_pointers = steps[0] if len(steps) == 1 else (None, None, None, None)
-    if scratch is None and not zeroed and plan and make and of_moved and of_pointers:
-
-        def run_one(*given: Any) -> list[Tensor]:
-            made = allocate()
-            addresses = (*given, *map(_POINTER, made), None)
-            plan.launch(*make(*of_moved(addresses)), *of_pointers(addresses))
-            return made
-
-        return run_one
+    if scratch is None and not zeroed and len(steps) == 1 and steps[0].repeated is None:
+        return _single_runner(allocate, steps[0])
 
     def run(*given: Any) -> list[Tensor]:
         made = allocate()
@@ -179,17 +176,40 @@ def _runner(
         else:
             *outputs, buffer = map(_POINTER, made)
             addresses = (*given, *outputs, *scratch.addresses(buffer), None)
-        for plan, make, of_moved, of_pointers in steps:
-            if make is None:
+        for plan, make, of_moved, of_pointers, repeated in steps:
+            if make is not None:
+                plan.launch(*make(*of_moved(addresses)), *of_pointers(addresses))
+            elif repeated is None:
                 plan.launch(*of_pointers(addresses))
             else:
-                plan.launch(*make(*of_moved(addresses)), *of_pointers(addresses))
+                for address in addresses[repeated]:
+                    plan.launch(*of_pointers((*addresses[:repeated], address, *addresses[repeated + 1 :])))
         return made
 
     return run
 
 
-def _step(kernel: Kernel, plan: Plan, places: Mapping[str, int]) -> _Step:
+def _single_runner(allocate: Callable[[], list[Tensor]], step: _Step) -> Callable[..., list[Tensor]]:
+    plan, make, of_moved, of_pointers, _ = step
+    if make is None:
+
+        def run_pointers(*given: Any) -> list[Tensor]:
+            made = allocate()
+            plan.launch(*of_pointers((*given, *map(_POINTER, made), None)))
+            return made
+
+        return run_pointers
+
+    def run_moved(*given: Any) -> list[Tensor]:
+        made = allocate()
+        addresses = (*given, *map(_POINTER, made), None)
+        plan.launch(*make(*of_moved(addresses)), *of_pointers(addresses))
+        return made
+
+    return run_moved
+
+
+def _step(kernel: Kernel, plan: Plan, places: Mapping[str, int], repeated: int | None) -> _Step:
     pointers, moved = kernel.pointers(), kernel.moved
     present = [of.buffer for of in moved.values() if of.box is not None]
     unknown = {*pointers.values(), *present} - places.keys()
@@ -201,7 +221,7 @@ def _step(kernel: Kernel, plan: Plan, places: Mapping[str, int]) -> _Step:
     buffers = {buffer: places[buffer] for buffer in present}
     makers = [(of.maker(), None if of.box is None else list(buffers).index(of.buffer)) for of in moved.values()]
     of_pointers = _picker([places[of] for of in pointers.values()])
-    return _Step(plan, joined(makers) if makers else None, _picker([*buffers.values()]), of_pointers)
+    return _Step(plan, joined(makers) if makers else None, _picker([*buffers.values()]), of_pointers, repeated)
 
 
 def _picker(places: Sequence[int]) -> Callable[[tuple], tuple]:

@@ -17,9 +17,9 @@ if devices.triton_missing():
 from flashtile._backends import launch as backend_launch
 from flashtile.ops.attention import call as description
 from flashtile.ops.attention.gpu.schedule import longest_walk, parts_of_walks, shares_of_heads
-from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, Wanted
+from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch
-from flashtile.ops.attention.triton.plan import AttentionPlan
+from flashtile.ops.attention.triton.plan import AttentionKernel
 from machine_code import Call, described, passed_by, plan, shares_of
 
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -123,7 +123,13 @@ def test_a_call_without_outputs_launches_nothing(kernel: str, change: dict, runs
 )
 def test_outputs(kernel: str, shapes: list[tuple[int, ...]]) -> None:
     call = Call(head_dim=40, head_dim_v=24, seq_q=30, seq_k=50, heads=6, heads_kv=3)
-    assert [layout.shape for layout in plan(kernel, _HOPPER, call).kernel.outputs] == shapes
+    assert [layout.shape for layout in _stored(plan(kernel, _HOPPER, call))] == shapes
+
+
+def _stored(found: AttentionKernel) -> list[allocate.Layout]:
+    """What the kernel itself writes."""
+    summed = ("dk", "dv") if "shares" in found.following else ()
+    return [layout for name, layout in found.outputs.items() if name not in summed]
 
 
 @pytest.mark.parametrize(
@@ -157,12 +163,12 @@ def test_strides_of_a_dense_call() -> None:
     assert _stride_types(result) == {"i64 % 8"}
 
 
-def _row_strides(found: AttentionPlan) -> tuple[int, ...]:
+def _row_strides(found: AttentionKernel) -> tuple[int, ...]:
     constants = found.kernel.source.constants
     return tuple(value for name, value in constants.items() if name.endswith("_strides.ROW"))
 
 
-def _stride_types(found: AttentionPlan) -> set[str]:
+def _stride_types(found: AttentionKernel) -> set[str]:
     """Types of the batch and head strides of q, k and v, which every call has."""
     parameters = described(found.kernel.source)
     return {parameters[f"{of}_strides.{dimension}"] for of in "qkv" for dimension in ("batch", "head")}
@@ -212,7 +218,7 @@ def test_heads_that_share_keys_are_divided_where_there_are_few_key_tiles(
     assert shares_of(found) == shares
     given = [passed_by(found.kernel)[name] for name in ("batch", "heads", "group", "shares")]
     assert given == [batch, heads, heads // heads_kv // shares, shares]
-    assert {output.shape for output in found.kernel.outputs} == {(batch, seq, heads_kv * shares, 64)}
+    assert {output.shape for output in _stored(found)} == {(batch, seq, heads_kv * shares, 64)}
     assert found.kernel.programs == plan("dkdv", _HOPPER, call._replace(heads=heads_kv)).kernel.programs * shares
     assert shares_of(plan("dq", _HOPPER, call)) == 1
 
@@ -319,21 +325,20 @@ def test_memory_elsewhere_is_allocated_without_asking_for_a_gpu(device: str, mon
 
 def test_an_out_that_lies_worse_than_the_others_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """`attention_backward` takes any out; the dq kernel is compiled for where q, k, v and dout lie."""
-    launched: list[tuple] = []
-    kernel = SimpleNamespace(
-        launch=lambda *given: launched.append(given), programs=1, allocate=lambda: [torch.zeros(1), torch.zeros(1)]
-    )
-    faked = AttentionPlan(kernel)  # type: ignore[arg-type]
-    monkeypatch.setattr(launch, "plan_for", lambda *_: faked)
-    monkeypatch.setattr(launch, "pointers", lambda *tensors: [0 if t is None else t.data_ptr() for t in tensors])
+    read: list[int] = []
+
+    def run(inputs: BackwardInputs, *_: Any) -> Gradients:
+        read.append(inputs.out.data_ptr())
+        return Gradients(inputs.q, inputs.k, inputs.v)
+
+    monkeypatch.setattr(launch, "plan_backward", lambda call: SimpleNamespace(run=run))
     x = torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)
     worse = torch.zeros(33, dtype=torch.bfloat16)[1:].view(1, 4, 1, 8)
     assert x.data_ptr() % 16 == 0 != worse.data_ptr() % 16
     for out, as_given in ((x, True), (worse, False)):
         lse, side = torch.zeros(1, 1, 4), SideInputs(None, None, 4, 4)
         launch.backward(x, None, x, x, x, out, lse, side, AttentionSpec(1.0), Wanted())
-        read = launched[-2][3]
-        assert read % 16 == 0 and (read == out.data_ptr()) is as_given
+        assert read[-1] % 16 == 0 and (read[-1] == out.data_ptr()) is as_given
 
 
 @pytest.mark.skipif(devices.interpreting(), reason="launches take addresses: needs TRITON_INTERPRET unset")

@@ -7,6 +7,7 @@ interpreter a case has four features.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.utils.checkpoint
 
 import flashtile
 from attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
+from flashtile._backends.launch import clear_plans
 from flashtile.ops.attention import checks
 from flashtile.ops.attention.gpu import reductions
 from flashtile.ops.attention.triton import launch
@@ -47,12 +49,18 @@ def test_interpreted_kernel_of_short_sequences(
 ) -> None:
     """One kernel computes all gradients; in 16 bits, so that there is one. With few programs each goes through several
     heads or sequences."""
-    monkeypatch.setattr(launch, "run_keys", None)
-    monkeypatch.setattr(launch, "_run_bias", None)
+    kernel_for = triton_plan.kernel_for
+
+    def whole(kernel: str, call: Any) -> Any:
+        found = kernel_for(kernel, call)
+        assert kernel == "forward" or found.all_gradients
+        return found
+
+    monkeypatch.setattr(launch, "kernel_for", whole)
     monkeypatch.setattr(reductions, "_FILLING", programs)
-    triton_plan._plan.cache_clear()
+    clear_plans()
     check(replace(case, dtype=torch.float16), "triton")
-    triton_plan._plan.cache_clear()
+    clear_plans()
 
 
 @pytest.mark.interpreter
@@ -85,18 +93,18 @@ def test_interpreted_kernels_with_the_heads_that_share_keys_divided(
 ) -> None:
     """As where there are too few key tiles for all multiprocessors: two shares of two heads each."""
     monkeypatch.setattr(triton_plan, "shares_of_heads", lambda group, *_: group // 2)
-    triton_plan._plan.cache_clear()
+    clear_plans()
     check(replace(case, heads=8), "triton")
-    triton_plan._plan.cache_clear()
+    clear_plans()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", parameters(_GROUPED))
 def test_kernels_with_the_heads_that_share_keys_divided(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_plan, "shares_of_heads", lambda group, *_: group)
-    triton_plan._plan.cache_clear()
+    clear_plans()
     check(replace(case, dtype=torch.bfloat16), "triton", "cuda")
-    triton_plan._plan.cache_clear()
+    clear_plans()
 
 
 @pytest.mark.gpu

@@ -41,8 +41,7 @@ from flashtile.ops.attention.hopper.schedule import BackwardSchedule
 from flashtile.ops.attention.hopper.separate_configs import has_separate_kernels
 from flashtile.ops.attention.hopper.separate_launch import separate_pipeline
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
-from flashtile.ops.attention.triton.launch import backward_bias
-from flashtile.ops.attention.triton.plan import plan_for
+from flashtile.ops.attention.triton.launch import backward_bias, plan_alone
 
 #: The buffers that a run is given, before the side inputs.
 _GIVEN = ("q", "k", "v", "out", "dout", "lse", "dlse", *SidePointers._fields)
@@ -226,7 +225,7 @@ def plan_backward(call: Call) -> BackwardPlan:
     plan = _make_plan(
         call, kernels, gradients, schedule.shares, sizes, {"bias_parts": parts}, dbias, row_statistics, zeroed
     )
-    return plan._replace(portable_bias=plan_for("dbias", call).launches if portable else ())
+    return plan._replace(portable_bias=plan_alone("dbias", call).launches if portable else ())
 
 
 def _make_plan(

@@ -8,7 +8,7 @@ from flashtile.ops.attention.backend import KernelChoice, summary_of
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.score_source import unsupported_operation
 from flashtile.ops.attention.triton.configs import (
-    Kernel,
+    KernelName,
     Situation,
     choose_tiles,
     shared_memory,
@@ -47,13 +47,13 @@ def describe_bias_gradient(call: Call) -> tuple[KernelChoice, ...]:
     return (describe_kernel("dbias", call),) if call.wanted.bias else ()
 
 
-def describe_kernel(name: Kernel, call: Call) -> KernelChoice:
+def describe_kernel(name: KernelName, call: Call) -> KernelChoice:
     """One kernel, with the tiles that it has for a call."""
     situation = situation_of(call)
     return _described(name, choose_tiles(name, call.machine.facts, situation), situation)
 
 
-def _described(name: Kernel, tiles: TileConfig, situation: Situation) -> KernelChoice:
+def _described(name: KernelName, tiles: TileConfig, situation: Situation) -> KernelChoice:
     memory = shared_memory(name, tiles, situation)
     chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
     block, warps = (tiles.block_m, tiles.block_n), f"{tiles.num_warps} warps"

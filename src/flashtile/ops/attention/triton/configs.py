@@ -34,7 +34,7 @@ from flashtile.ops.attention.triton.tile_tables import (
 )
 from flashtile.ops.common.tiles import tile_width
 
-Kernel = Literal["forward", "dq", "dkdv", "short_backward", "dbias", "column_sums"]
+KernelName = Literal["forward", "dq", "dkdv", "short_backward", "dbias", "column_sums"]
 
 #: How products are computed, in Triton's words: of operands as they are, of float32 rounded to TF32, or of float32 as
 #: six products of bfloat16.
@@ -88,7 +88,7 @@ def situation_of(call: Call) -> Situation:
     return Situation(out_dtype(call.dtype), *call.head_dims, spec.banded, length, table_bytes, block_tile, precision)
 
 
-def choose_tiles(kernel: Kernel, device: DeviceFacts, situation: Situation) -> TileConfig:
+def choose_tiles(kernel: KernelName, device: DeviceFacts, situation: Situation) -> TileConfig:
     """The tiles of a kernel on a device: the first row of its table that holds the head, shrunk to fit.
 
     With a block mask, each lies in one tile of the mask: both are multiples of a power of two that a kernel can take.
@@ -153,7 +153,7 @@ def tiles_with_keys(call: Call, situation: Situation, tiles: TileConfig) -> Tile
     return None
 
 
-def drops_bounds(kernel: Kernel, situation: Situation) -> bool:
+def drops_bounds(kernel: KernelName, situation: Situation) -> bool:
     """Whether tiles that divide their sequence are loaded without a bounds check. Measured 1-6 % faster, but for
     dk/dv of 256 columns, where the compiler then spills (3.97 ms against 3.61)."""
     return kernel != "dkdv" or _width(situation) <= 128
@@ -190,7 +190,7 @@ def _width(situation: Situation) -> int:
     return max(tile_widths(situation))
 
 
-def shared_memory(kernel: Kernel, tiles: TileConfig, situation: Situation) -> int:
+def shared_memory(kernel: KernelName, tiles: TileConfig, situation: Situation) -> int:
     """Estimate of the shared memory of a program, in bytes; tests compile every row and hold it to the limit."""
     width, width_v = tile_widths(situation) if kernel != "column_sums" else (tile_widths(situation)[0], 0)
     scores = tiles.block_m * tiles.block_n
@@ -223,7 +223,7 @@ def shared_memory(kernel: Kernel, tiles: TileConfig, situation: Situation) -> in
     return tile_bytes + max(exchange, transposed) + (tiles.num_stages - 1) * tables
 
 
-def _fit(kernel: Kernel, tiles: TileConfig, situation: Situation, limit: int) -> TileConfig:
+def _fit(kernel: KernelName, tiles: TileConfig, situation: Situation, limit: int) -> TileConfig:
     """Fewer stages first, then narrower tiles on the side that moves, then on the side that stays, then chunks."""
     while shared_memory(kernel, tiles, situation) > limit and not tiles.chunk:
         moving, resident = (tiles.block_m, tiles.block_n) if kernel in OWN_KEYS else (tiles.block_n, tiles.block_m)

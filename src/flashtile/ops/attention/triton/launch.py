@@ -1,20 +1,27 @@
-"""Host side of the portable kernels: outputs and launches. The backend module that `select` names."""
+"""Host side of the portable kernels: their pipelines. The backend module that `select` names."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import interpreting
-from flashtile._backends.launch import Plan, pointer, pointers
-from flashtile.ops.attention.arguments import SINGLE, Aux, Scalars, saved_side, side_tensors
-from flashtile.ops.attention.call import describe_backward, describe_call
-from flashtile.ops.attention.gpu.parameters import aux_pointers, contiguous_on_16_bytes, positive_scale, side_pointers
+from flashtile._backends.launch import Plan, plan_cache, pointer, pointers
+from flashtile._backends.pipeline import Kernel, Pipeline
+from flashtile.ops.attention.arguments import Aux, Scalars, saved_side, side_tensors
+from flashtile.ops.attention.call import Call, describe_backward, describe_call
+from flashtile.ops.attention.gpu.parameters import (
+    SidePointers,
+    aux_pointers,
+    captured_buffers,
+    contiguous_on_16_bytes,
+    positive_scale,
+)
 from flashtile.ops.attention.gpu.reductions import slope_gradient
 from flashtile.ops.attention.spec import (
     FP8,
@@ -25,31 +32,14 @@ from flashtile.ops.attention.spec import (
     SideInputs,
     Wanted,
 )
-from flashtile.ops.attention.triton.plan import AttentionPlan, plan_for
-from flashtile.ops.attention.triton.score_functions import Waves
+from flashtile.ops.attention.triton.configs import KernelName
+from flashtile.ops.attention.triton.plan import AttentionKernel, kernel_for
+from flashtile.ops.attention.triton.score_functions import wave_starts
 
 _LOG2_E = math.log2(math.e)
-
-#: Where the tensors of a call beside q, k and v have these.
-_SINKS, _BIAS = SINGLE.index("sinks"), SINGLE.index("bias")
-
-
-class QueryResults(NamedTuple):
-    """What the dq kernel, or in its place that of short sequences, has computed.
-
-    Attributes:
-        statistics: `[*lse.shape, 4]`, which other kernels and the gradient of sinks read; None where nobody does.
-        slope_sums: what each row adds to the gradient of its slope, in the shape of lse; None where nobody wants that.
-        dout: what the other kernels read: where rows may see no key a contiguous copy with zeros in these.
-        keys: (dk, dv), and `dbias`: the gradient of the bias; None where these are another kernel's task.
-    """
-
-    dq: Tensor
-    statistics: Tensor | None
-    slope_sums: Tensor | None
-    dout: Tensor
-    keys: tuple[Tensor, Tensor] | None
-    dbias: Tensor | None
+#: The buffers that a forward and a backward are given, before those of score functions.
+_GIVEN_FORWARD = ("q", "k", "v", *SidePointers._fields)
+_GIVEN_BACKWARD = ("q", "k", "v", "out", "dout", "lse", "dlse", *SidePointers._fields)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -57,20 +47,42 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     lse, max_scores)."""
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
-    plan = plan_for("forward", describe_call("forward", (q, k, v), side, spec))
-    return _run_forward(plan.kernel, q, k, v, side_tensors(side))
+    pipeline = _plan_forward(describe_call("forward", (q, k, v), side, spec))
+    return _run_forward(pipeline, q, k, v, side_tensors(side))
 
 
-def _run_forward(kernel: Plan, q: Tensor, k: Tensor, v: Tensor, aux: tuple) -> tuple[Tensor, ...]:
-    """Enqueues the kernel. `aux`: as of `arguments.side_tensors`."""
-    results = out, lse, *max_scores = tuple(kernel.allocate())
-    if kernel.programs:
-        if q.dtype is FP8:
-            q, k, v = q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8)
+def prepare_forward(
+    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
+) -> Callable[[Tensor, Tensor, Tensor, tuple], tuple[Tensor, ...]] | None:
+    """`forward` of all 16-bit calls that look like this one, from q, k, v and the tensors beside them; or None."""
+    if not _preparable(q, spec):
+        return None
+    pipeline = _plan_forward(describe_call("forward", (q, k, v), side, spec))
+    if not pipeline.launches:
+        return None
+    run_kernels = pipeline.run
+
+    def run(q: Tensor, k: Tensor, v: Tensor, aux: tuple) -> tuple[Tensor, ...]:
         side, captured = aux_pointers(aux)
-        tensors = pointers(q, k, v, out, lse, max_scores[0] if max_scores else None)
-        kernel.launch(*tensors, *side, *captured)
-    return results
+        return (*run_kernels(q.data_ptr(), k.data_ptr(), v.data_ptr(), *side, *captured),)
+
+    return run
+
+
+def _run_forward(pipeline: Pipeline, q: Tensor, k: Tensor, v: Tensor, aux: tuple) -> tuple[Tensor, ...]:
+    """Enqueues the kernel. `aux`: as of `arguments.side_tensors`."""
+    if q.dtype is FP8:
+        q, k, v = q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8)
+    side, captured = aux_pointers(aux)
+    return (*pipeline.run(*pointers(q, k, v), *side, *captured),)
+
+
+@plan_cache
+def _plan_forward(call: Call) -> Pipeline:
+    planned = kernel_for("forward", call)
+    return Pipeline(
+        call.device, {"forward": planned.kernel}, (*_GIVEN_FORWARD, *captured_buffers(call)), planned.outputs
+    )
 
 
 def backward(
@@ -93,61 +105,9 @@ def backward(
     out, lse, dlse = contiguous_on_16_bytes(out), lse.contiguous(), None if dlse is None else dlse.contiguous()
     inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
     scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, wanted
-    grads = plan_backward(inputs, side, spec, wanted).run(inputs, side_tensors(side), scalars)
+    plan = plan_backward(describe_backward(inputs, side, spec, wanted))
+    grads = plan.run(inputs, side_tensors(side), scalars)
     return grads if sign == 1 else grads._replace(q=grads.q.mul_(sign))
-
-
-class BackwardPlans(NamedTuple):
-    """The launches of a backward: of dq (or all gradients, in short sequences), of dk and dv, and of the bias's
-    gradient. `hides_rows`: rows may see no key."""
-
-    queries: AttentionPlan
-    keys: AttentionPlan | None
-    bias: AttentionPlan | None
-    hides_rows: bool
-
-    def run(self, inputs: BackwardInputs, aux: Aux, scalars: Scalars) -> Gradients:
-        """Enqueues the kernels. Gradients that are not wanted are None."""
-        wanted = scalars[2]
-        sums = _captured_sums(aux, wanted)
-        dq, statistics, slope_sums, dout, keys, dbias = run_queries(
-            self.queries, inputs, aux, wanted, self.hides_rows, sums
-        )
-        if keys is None:
-            assert statistics is not None and self.keys is not None
-            keys = run_keys(self.keys, dout, inputs, statistics, aux)
-            dbias = None if self.bias is None else _run_bias(self.bias, dout, inputs, statistics, aux)
-        if not aux:
-            return Gradients(dq, *keys)
-        side, dslopes, dsinks = saved_side(aux, scalars[0]), None, None
-        if slope_sums is not None:
-            dslopes = slope_gradient(slope_sums, side, side.cu_seqlens_q)
-        if wanted.sinks and side.sinks is not None and statistics is not None:
-            dsinks = _sink_gradient(statistics, side.sinks, self.hides_rows and inputs.dlse is not None)
-        captured: tuple[Tensor | None, ...] = (None,) * len(side.captured)
-        if sums:
-            captured = tuple(None if total is None else total.to(of.dtype) for total, of in zip(sums, side.captured))
-        return Gradients(dq, *keys, dbias, dslopes, dsinks, captured)
-
-
-def plan_backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> BackwardPlans:
-    """The launches of a call."""
-    call = describe_backward(inputs, side, spec, wanted)
-    queries = plan_for("dq", call)
-    if queries.all_gradients:
-        return BackwardPlans(queries, None, None, call.may_hide_rows)
-    bias = plan_for("dbias", call) if wanted.bias else None
-    return BackwardPlans(queries, plan_for("dkdv", call), bias, call.may_hide_rows)
-
-
-def prepare_forward(
-    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
-) -> Callable[[Tensor, Tensor, Tensor, tuple], tuple[Tensor, ...]] | None:
-    """`forward` of all 16-bit calls that look like this one, from q, k, v and the tensors beside them; or None."""
-    if not _preparable(q, spec):
-        return None
-    kernel = plan_for("forward", describe_call("forward", (q, k, v), side, spec)).kernel
-    return functools.partial(_run_forward, kernel) if kernel.programs else None
 
 
 def prepare_backward(
@@ -156,7 +116,7 @@ def prepare_backward(
     """`backward` of all 16-bit calls that look like this one, from their tensors; or None."""
     if not _preparable(inputs.q, spec):
         return None
-    run = plan_backward(inputs, side, spec, wanted).run
+    run = plan_backward(describe_backward(inputs, side, spec, wanted)).run
     scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, wanted
     return lambda inputs, aux: run(inputs, aux, scalars)
 
@@ -167,8 +127,8 @@ def backward_plans(
     """The launches of `backward` without dlse; `dout` needs no memory."""
     if spec.scale <= 0:
         return ()
-    queries, keys, bias, _ = plan_backward(BackwardInputs(dout, None, q, k, v, dout, dout), side, spec, wanted)
-    return tuple(launch for plan in (queries, keys, bias) if plan is not None for launch in plan.launches)
+    inputs = BackwardInputs(dout, None, q, k, v, dout, dout)
+    return plan_backward(describe_backward(inputs, side, spec, wanted)).pipeline.launches
 
 
 def _preparable(q: Tensor, spec: AttentionSpec) -> bool:
@@ -177,62 +137,113 @@ def _preparable(q: Tensor, spec: AttentionSpec) -> bool:
     return q.dtype.itemsize == 2 and spec.scale > 0 and not interpreting()
 
 
-def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
-    """Runs the kernel of column sums. Returns `[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`, float32."""
-    if spec.scale <= 0:
-        q, spec, _ = positive_scale(q, spec)
-    plan = plan_for("column_sums", describe_call("column_sums", (q, k, k), side, spec))
-    (sums,) = plan.kernel.allocate()
-    if plan.kernel.programs:
-        plan.kernel.launch(*pointers(q, k, lse, sums), *side_pointers(side)[0])
-    return sums
+class BackwardPlan(NamedTuple):
+    """The launches of a backward.
 
+    Attributes:
+        pipeline: its first outputs are dq, dk and dv.
+        own_delta: the statistics have a delta for the sinks, beside that of the keys.
+        waves: launches of the dq kernel, as (thread blocks of each, of all); None if there is one launch.
+    """
 
-def run_queries(
-    plan: AttentionPlan,
-    inputs: BackwardInputs,
-    aux: Aux,
-    wanted: Wanted,
-    hides_rows: bool,
-    captured_sums: Sequence[Tensor | None],
-) -> QueryResults:
-    """Enqueues the dq kernel, or that of short sequences."""
-    dout, dlse, q, k, v, out, lse = inputs
-    slope_sums = torch.zeros_like(lse) if wanted.alibi_slopes else None
-    side_addresses, captured = aux_pointers(aux)
-    if plan.all_gradients:
-        dq, dk, dv, *more = plan.kernel.allocate()
-        statistics = more[0] if aux and aux[_SINKS] is not None else None
-        bias_parts = more[-1] if wanted.bias else None
-        everything = (q, k, v, out, dout, lse, dlse, statistics, slope_sums, None, dq, dk, dv, bias_parts)
-        plan.kernel.launch(*pointers(*everything), *side_addresses)
-        dbias = None if bias_parts is None else sum_of_parts(plan.sum_of_parts, bias_parts)
-        return QueryResults(dq, statistics, slope_sums, dout, sum_of_shares(plan.sum_of_shares, dk, dv), dbias)
-    dq, statistics, *copies = plan.kernel.allocate()
-    quiet = copies[0] if hides_rows else None
-    if plan.kernel.programs:
-        tensors = (q, k, v, out, dout, lse, dlse, statistics, slope_sums, quiet, dq)
-        given = (*pointers(*tensors), *side_addresses, *captured)
-        if plan.waves:
-            waves = Waves.of(captured_sums, plan.kernel.programs, plan.waves)
-            for start in waves.starts:
-                plan.kernel.launch(*given, *pointers(*waves.sums), pointer(start))
-            waves.finish(captured_sums)
-        else:
-            plan.kernel.launch(*given, *pointers(*captured_sums or (None,)))
-    return QueryResults(dq, statistics, slope_sums, dout if quiet is None else quiet, None, None)
+    pipeline: Pipeline
+    own_delta: bool
+    waves: tuple[int, int] | None
 
-
-def run_keys(
-    plan: AttentionPlan, dout: Tensor, inputs: BackwardInputs, statistics: Tensor, aux: Aux
-) -> tuple[Tensor, Tensor]:
-    """Enqueues the dk/dv kernel on the dout and the statistics of the dq kernel. Returns (dk, dv)."""
-    dk, dv = plan.kernel.allocate()
-    if plan.kernel.programs:
+    def run(self, inputs: BackwardInputs, aux: Aux, scalars: Scalars) -> Gradients:
+        """Enqueues the kernels. Gradients that are not wanted are None."""
+        dout, dlse, q, k, v, out, lse = inputs
         side, captured = aux_pointers(aux)
-        tensors = inputs.q, inputs.k, inputs.v, dout, statistics, dk, dv
-        plan.kernel.launch(*pointers(*tensors), *side, *captured)
-    return sum_of_shares(plan.sum_of_shares, dk, dv)
+        given = *pointers(q, k, v, out, dout, lse, dlse), *side, *captured
+        if self.waves is not None:
+            starts = wave_starts(*self.waves, q.device)
+            given = *given, [pointer(start) for start in starts]
+        made = self.pipeline.run(*given)
+        if aux:
+            return self._with_sides(made, aux, scalars)
+        dq, dk, dv, *_ = made
+        return Gradients(dq, dk, dv)
+
+    def _with_sides(self, made: list[Tensor], aux: Aux, scalars: Scalars) -> Gradients:
+        """With the gradients of side inputs. `made`: as of `Pipeline.run`."""
+        max_seqlens, _, wanted = scalars
+        side, found = saved_side(aux, max_seqlens), dict(zip(self.pipeline.outputs, made))
+        dslopes = dsinks = None
+        if "slope_sums" in found:
+            dslopes = slope_gradient(found["slope_sums"], side, side.cu_seqlens_q)
+        if wanted.sinks and side.sinks is not None and "statistics" in found:
+            dsinks = _sink_gradient(found["statistics"], side.sinks, self.own_delta)
+        captured = tuple(self._captured_gradient(found, number, of) for number, of in enumerate(side.captured))
+        dq, dk, dv, *_ = made
+        return Gradients(dq, dk, dv, found.get("dbias"), dslopes, dsinks, captured)
+
+    def _captured_gradient(self, found: dict[str, Tensor], number: int, of: Tensor) -> Tensor | None:
+        total = found.get(f"sum{number}")
+        if total is None:
+            return None
+        return (total if self.waves is None else total.sum(0)).to(of.dtype)
+
+
+@plan_cache
+def plan_backward(call: Call) -> BackwardPlan:
+    """Everything that can be decided before the tensors' contents are known."""
+    queries = kernel_for("dq", call)
+    planned = {"dq": queries}
+    if not queries.all_gradients:
+        planned["dkdv"] = kernel_for("dkdv", call)
+        if call.wanted.bias:
+            planned["dbias"] = kernel_for("dbias", call)
+    outputs: dict[str, Any] = {}
+    if call.learns_slopes:
+        outputs["slope_sums"] = contiguous(call.lse_shape, torch.float32)
+    for number, (of, wants) in enumerate(zip(call.aux.captured, call.wanted.captured)):
+        if wants:
+            slots = (queries.kernel.programs,) if queries.waves else ()
+            outputs[f"sum{number}"] = contiguous((*slots, *of.shape), torch.float32)
+    given = (*_GIVEN_BACKWARD, *captured_buffers(call))
+    zeroed = {*outputs, *(["dbias"] if call.wanted.bias and _computes_nothing(planned) else [])}
+    repeated = {"dq": "wave"} if queries.waves else {}
+    pipeline = _pipeline(call, planned, (*given, *repeated.values()), outputs, zeroed, repeated)
+    waves = (queries.kernel.programs, queries.waves) if queries.waves else None
+    return BackwardPlan(pipeline, call.may_hide_rows and call.has_dlse, waves)
+
+
+def _computes_nothing(planned: dict[str, AttentionKernel]) -> bool:
+    """Whether the kernel of the gradient of a bias has no thread blocks."""
+    return not (planned["dbias"] if "dbias" in planned else planned["dq"]).kernel.programs
+
+
+def _pipeline(
+    call: Call,
+    planned: dict[str, AttentionKernel],
+    given: tuple[str, ...],
+    more: dict[str, Any] | None = None,
+    zeroed: set[str] | None = None,
+    repeated: dict[str, str] | None = None,
+) -> Pipeline:
+    """The pipeline of some kernels of a backward. `more`: buffers beside those that they write."""
+    kernels: dict[str, Kernel] = {}
+    outputs: dict[str, Any] = {}
+    for name, of in planned.items():
+        kernels |= {name: of.kernel, **of.following}
+        outputs |= of.outputs
+    first = {name: outputs[name] for name in ("dq", "dk", "dv") if name in outputs}
+    outputs = {**first, **outputs, **(more or {})}
+    return Pipeline(call.device, kernels, given, outputs, zeroed=zeroed or (), repeated=repeated or {})
+
+
+@plan_cache
+def plan_alone(kernel: KernelName, call: Call) -> Pipeline:
+    """The launch of "dq", "dkdv" or "dbias" alone, and what adds up its parts. The last two are given the dout that is
+    read, and behind the other buffers "statistics"."""
+    planned = kernel_for(kernel, call)
+    if kernel != "dq":
+        planned = planned._replace(
+            kernel=planned.kernel._replace(buffers={**planned.kernel.buffers, "dout_ptr": "dout"})
+        )
+    given = (*_GIVEN_BACKWARD, *captured_buffers(call), *(() if kernel == "dq" else ("statistics",)))
+    zeroed = set() if planned.kernel.programs else set(planned.outputs)
+    return _pipeline(call, {kernel: planned}, given, zeroed=zeroed)
 
 
 def backward_bias(
@@ -240,38 +251,28 @@ def backward_bias(
 ) -> Tensor:
     """Runs the kernel of the bias's gradient on the dout and the statistics of a dq kernel. Returns it in the bias's
     shape."""
-    plan = plan_for("dbias", describe_backward(inputs._replace(dout=dout), side, spec, NOTHING_WANTED))
-    return _run_bias(plan, dout, inputs, statistics, side_tensors(side))
+    pipeline = plan_alone("dbias", describe_backward(inputs._replace(dout=dout), side, spec, NOTHING_WANTED))
+    pointers_of_side, captured = aux_pointers(side_tensors(side))
+    given = pointers(inputs.q, inputs.k, inputs.v, None, dout, None, None)
+    dbias: Tensor = pipeline.run(*given, *pointers_of_side, *captured, pointer(statistics))[0]
+    return dbias
 
 
-def _run_bias(plan: AttentionPlan, dout: Tensor, inputs: BackwardInputs, statistics: Tensor, aux: Aux) -> Tensor:
-    if not plan.kernel.programs:
-        bias = aux[_BIAS]
-        return torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
-    (sums,) = plan.kernel.allocate()
-    side, captured = aux_pointers(aux)
-    tensors = inputs.q, inputs.k, inputs.v, dout, statistics, sums
-    plan.kernel.launch(*pointers(*tensors), *side, *captured)
-    return sum_of_parts(plan.sum_of_parts, sums)
+def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    """Runs the kernel of column sums. Returns `[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`, float32."""
+    if spec.scale <= 0:
+        q, spec, _ = positive_scale(q, spec)
+    pipeline = _plan_column_sums(describe_call("column_sums", (q, k, k), side, spec))
+    side_addresses, captured = aux_pointers(side_tensors(side))
+    sums: Tensor = pipeline.run(*pointers(q, k, k), *side_addresses, *captured, pointer(lse))[0]
+    return sums
 
 
-def sum_of_shares(plan: Plan | None, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-    """dk and dv `[..., heads_kv, head_dim]`, from their shares."""
-    if plan is None:
-        return dk, dv
-    total, total_v = plan.allocate()
-    plan.launch(*pointers(dk, dv, total, total_v))
-    return total, total_v
-
-
-def sum_of_parts(plan: Plan | None, parts: Tensor) -> Tensor:
-    """The gradient of a bias, from its parts `[parts, *shape]`. A single one has the bias's dtype already."""
-    if plan is None:
-        return parts.squeeze(0)
-    total: Tensor
-    (total,) = plan.allocate()
-    plan.launch(*pointers(parts, total))
-    return total
+@plan_cache
+def _plan_column_sums(call: Call) -> Pipeline:
+    planned = kernel_for("column_sums", call)
+    given = (*_GIVEN_FORWARD, *captured_buffers(call), "lse")
+    return Pipeline(call.device, {"column_sums": planned.kernel}, given, planned.outputs)
 
 
 def _sink_gradient(statistics: Tensor, sinks: Tensor, own_delta: bool) -> Tensor:
@@ -282,13 +283,3 @@ def _sink_gradient(statistics: Tensor, sinks: Tensor, own_delta: bool) -> Tensor
     # Rows past the last sequence have no sink, whatever their delta is.
     by_head = torch.where(weights == 0, 0.0, weights * delta).sum(-1)
     return -(by_head if by_head.dim() == 1 else by_head.sum(0))
-
-
-def _captured_sums(aux: Aux, wanted: Wanted) -> list[Tensor | None]:
-    """Zeros for the gradients of captured tensors, which the dq kernel adds up; empty where none is wanted."""
-    if not any(wanted.captured):
-        return []
-    return [
-        torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device) if wants else None
-        for tensor, wants in zip(aux[len(SINGLE) :], wanted.captured)
-    ]

@@ -13,7 +13,8 @@ import torch
 
 from flashtile._backends.alignment import batch_row_head, power_of_two_factor
 from flashtile._backends.allocate import Layout, contiguous, contiguous_strides
-from flashtile._backends.launch import Plan, float32, int32, int64, make_plan, plan_cache, pointer_to
+from flashtile._backends.launch import float32, int32, int64, plan_cache, pointer_to
+from flashtile._backends.pipeline import Kernel
 from flashtile.ops.attention.call import Call, TensorFacts
 from flashtile.ops.attention.gpu.parameters import dropout_numbers, side_parameters, stored, window_parameters
 from flashtile.ops.attention.gpu.reductions import (
@@ -36,7 +37,7 @@ from flashtile.ops.attention.triton.backward import (
 from flashtile.ops.attention.triton.bias_gradient import attention_dbias_kernel
 from flashtile.ops.attention.triton.configs import (
     OWN_KEYS,
-    Kernel,
+    KernelName,
     Situation,
     choose_tiles,
     drops_bounds,
@@ -71,27 +72,26 @@ _STRIDED = {
 }
 
 
-class AttentionPlan(NamedTuple):
-    """The launch of a kernel, and what the host does with its results.
+class AttentionKernel(NamedTuple):
+    """A kernel of a call.
 
     Attributes:
-        all_gradients: it is the kernel that computes dk, dv and the gradient of the bias too.
+        kernel: as a pipeline launches it.
+        outputs: layouts of the buffers that it writes, and those that follow it.
+        following: kernels that add up what it stores in parts, by name.
         waves: thread blocks of all launches together, where each launch has only some (`score_functions`); 0 = there is
             one launch.
-        sum_of_parts: of the bias's gradient, where the kernel stores several.
-        sum_of_shares: of dk and dv, where the kernel stores parts of them, side by side like heads.
     """
 
-    kernel: Plan
-    all_gradients: bool = False
+    kernel: Kernel
+    outputs: dict[str, Layout]
+    following: dict[str, Kernel]
     waves: int = 0
-    sum_of_parts: Plan | None = None
-    sum_of_shares: Plan | None = None
 
     @property
-    def launches(self) -> tuple[Plan, ...]:
-        plans = self.kernel, self.sum_of_parts, self.sum_of_shares
-        return tuple(plan for plan in plans if plan is not None)
+    def all_gradients(self) -> bool:
+        """Whether it computes dk, dv and the gradient of the bias too."""
+        return self.kernel.function is attention_short_backward_kernel
 
 
 class _Planned(NamedTuple):
@@ -106,7 +106,7 @@ class _Planned(NamedTuple):
         whole: the tiles that move divide their sequence, whose length is known.
     """
 
-    kernel: Kernel
+    kernel: KernelName
     call: Call
     situation: Situation
     tiles: TileConfig
@@ -123,6 +123,12 @@ class _Planned(NamedTuple):
         return call.heads if self.kernel == "short_backward" else call.heads_kv * self.shares
 
     @property
+    def stored_shares(self) -> int:
+        """Parts in which dk and dv are stored."""
+        stores = self.kernel in ("dkdv", "short_backward") and self.call.heads_kv
+        return self.written_heads // self.call.heads_kv if stores else 1
+
+    @property
     def summed(self) -> tuple[bool, ...]:
         """For which captured tensors the kernel adds up gradients."""
         return self.call.wanted.captured if any(self.call.wanted.captured) else ()
@@ -137,19 +143,19 @@ class _Planned(NamedTuple):
         return self.call.phase == "backward" and self.kernel in ("dq", "short_backward") and self.call.may_hide_rows
 
 
-def plan_for(kernel: Kernel, call: Call) -> AttentionPlan:
-    """The plan of a kernel of a call. That of "dq" is of "short_backward" where this serves the call. Of the other
+def kernel_for(kernel: KernelName, call: Call) -> AttentionKernel:
+    """A kernel of a call. That of "dq" is of "short_backward" where this serves the call. Of the other
     kernels of a backward, that of dk and dv, and of a bias, read what the first one has made of dout and lse."""
     if kernel in ("dkdv", "dbias"):
         dout = call.dout
         if call.may_hide_rows and dout is not None:  # a copy, which is contiguous
             dout = TensorFacts(call.v.dtype, call.out_shape, contiguous_strides(call.out_shape))
         call = call._replace(dout=dout, has_dlse=False, wanted=NOTHING_WANTED)
-    return _plan(kernel, call)
+    return _kernel(kernel, call)
 
 
 @plan_cache
-def _plan(kernel: Kernel, call: Call) -> AttentionPlan:
+def _kernel(kernel: KernelName, call: Call) -> AttentionKernel:
     """Everything that can be decided before the tensors' contents are known."""
     call.check_sizes()
     spec, side, gpu = call.spec, call.aux, call.machine.facts
@@ -174,11 +180,10 @@ def _plan(kernel: Kernel, call: Call) -> AttentionPlan:
     whole = not call.bounded and drops_bounds(kernel, situation) and divides
     covered = not call.packed and divides_q and divides_k
     planned = _Planned(kernel, call, situation, tiles, work, shares, covered, whole)
-    outputs = _output_layouts(planned)
     in_waves = planned.in_waves
     parameters: dict[str, Any] = {
         **captured_parameters(side.captured, planned.summed, in_waves),
-        **_tensors(planned, outputs),
+        **_tensors(planned),
         **_strides(planned),
         **_numbers(planned),
         **_side(planned),
@@ -193,34 +198,39 @@ def _plan(kernel: Kernel, call: Call) -> AttentionPlan:
     if in_waves:
         programs = slots_for(_entries(planned), programs)
     check_programs("q", programs * shares)
-    plan = make_plan(
+    described = Kernel(
         _KERNELS[kernel],
         parameters,
         constants,
         programs * shares,
-        call.device,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        max_registers=tiles.max_registers,
-        outputs=outputs,
+        _buffers(planned),
+        tiles.num_warps,
+        tiles.num_stages,
+        tiles.max_registers,
     )
-    short = kernel == "short_backward"
-    learned = side.bias if programs and (kernel == "dbias" or (short and call.wanted.bias)) else None
-    sum_of_parts = None
-    if learned is not None and work.parts > 1:
-        sums = (contiguous(learned.shape, learned.dtype),)
-        sum_of_parts = bias_sum_kernel(work.parts, learned).plan(call.device, sums)
-    of_shares = None
-    if programs and (short or kernel == "dkdv"):
-        dk, dv = outputs[1:3] if short else outputs
-        stored = planned.written_heads // call.heads_kv
-        if stored > 1:
-            summed = tuple(without_shares(of, stored) for of in (dk, dv))
-            of_shares = shares_kernel(dk, dv, stored).plan(call.device, summed)
-    return AttentionPlan(plan, short, waves, sum_of_parts, of_shares)
+    outputs, following = _outputs(planned), {}
+    if "dk_shares" in outputs:
+        following["shares"] = shares_kernel(outputs["dk_shares"], outputs["dv_shares"], planned.stored_shares)
+    if "bias_parts" in outputs and side.bias is not None:
+        following["bias_sum"] = bias_sum_kernel(work.parts, side.bias)
+    return AttentionKernel(described, outputs, following if programs else {}, waves)
 
 
-def _tensors(planned: _Planned, outputs: tuple[Layout, ...]) -> dict[str, Any]:
+def _buffers(planned: _Planned) -> dict[str, str]:
+    """The buffers of parameters whose names do not tell."""
+    buffers = {"sums_ptr": "sums" if planned.kernel == "column_sums" else _bias_buffer(planned)}
+    if planned.kernel in ("dkdv", "dbias") and planned.call.may_hide_rows:
+        buffers["dout_ptr"] = "quiet"
+    if planned.stored_shares > 1:
+        buffers |= {"dk_ptr": "dk_shares", "dv_ptr": "dv_shares"}
+    return buffers
+
+
+def _bias_buffer(planned: _Planned) -> str:
+    return "bias_parts" if planned.work.parts > 1 else "dbias"
+
+
+def _tensors(planned: _Planned) -> dict[str, Any]:
     """The pointers, except for those of side inputs."""
     call, kernel = planned.call, planned.kernel
     dtype, pointers = call.dtype, power_of_two_factor(call.misalignment)
@@ -229,7 +239,9 @@ def _tensors(planned: _Planned, outputs: tuple[Layout, ...]) -> dict[str, Any]:
     dlse = pointer_to(torch.float32 if call.has_dlse else None)
     # Of all gradients, the kernel stores statistics for that of the sinks alone, and that of a bias if it is wanted.
     short = kernel == "short_backward"
-    sums = outputs[-1].dtype if kernel == "dbias" or (short and call.wanted.bias) else None
+    sums = None
+    if call.aux.bias is not None and (kernel == "dbias" or (short and call.wanted.bias)):
+        sums = call.aux.bias.dtype if planned.work.parts == 1 else torch.float32
     return {
         **dict.fromkeys((f"{name}_ptr" for name in ("q", "k", "v", "dout", "dq", "dk", "dv")), tensor),
         "out_ptr": out,
@@ -349,32 +361,45 @@ def _entries(planned: _Planned) -> int:
     return sum(math.prod(of.shape) for of, wants in zip(planned.call.aux.captured, planned.summed) if wants)
 
 
-def _output_layouts(planned: _Planned) -> tuple[Layout, ...]:
-    """What the kernel writes: (out, lse), and max_scores if they are asked for; (dq, statistics), and where rows may
-    see no key dout for the others; (dk, dv); the parts of the bias's gradient; or all gradients: (dq, dk, dv), with
-    sinks the statistics, and where the bias learns the parts of its gradient."""
-    call, dtype, parts = planned.call, planned.call.dtype, planned.work.parts
-    dk_shape, dv_shape = _written_shapes(planned)
-    statistics = ((*call.lse_shape, 4), torch.float32)
-    bias = call.aux.bias
-    bias_parts = ((parts, *(bias.shape if bias else ())), bias.dtype if bias and parts == 1 else torch.float32)
-    lse_count = 2 if call.spec.returns_max_scores else 1
-    outputs = {
-        "forward": ((call.out_shape, out_dtype(dtype)), *((call.lse_shape, torch.float32),) * lse_count),
-        "dq": ((call.q.shape, dtype), statistics, *(((call.out_shape, dtype),) if planned.hides_rows else ())),
-        "dkdv": ((dk_shape, dtype), (dv_shape, dtype)),
-        "column_sums": (((*call.lse_shape[:-1], call.rows_k), torch.float32),),
-        "dbias": (bias_parts,),
-        "short_backward": (
-            *((shape, dtype) for shape in (call.q.shape, dk_shape, dv_shape)),
-            *((statistics,) if call.aux.sinks else ()),
-            *((bias_parts,) if call.wanted.bias else ()),
-        ),
-    }
-    return tuple(contiguous(shape, of) for shape, of in outputs[planned.kernel])
+def _outputs(planned: _Planned) -> dict[str, Layout]:
+    """What the kernel writes, and those that follow it."""
+    call, kernel, dtype = planned.call, planned.kernel, planned.call.dtype
+    statistics = contiguous((*call.lse_shape, 4), torch.float32)
+    if kernel == "forward":
+        rows = contiguous(call.lse_shape, torch.float32)
+        results = {"out": contiguous(call.out_shape, out_dtype(dtype)), "lse": rows}
+        return {**results, "max_scores": rows} if call.spec.returns_max_scores else results
+    if kernel == "column_sums":
+        return {"sums": contiguous((*call.lse_shape[:-1], call.rows_k), torch.float32)}
+    if kernel == "dbias":
+        return _bias_outputs(planned)
+    dq, outputs = contiguous(call.q.shape, dtype), {}
+    if kernel in ("dkdv", "short_backward"):
+        stored = {f"d{name}": contiguous(shape, dtype) for name, shape in zip("kv", _written_shapes(planned))}
+        shares = planned.stored_shares
+        outputs = {name: without_shares(of, shares) for name, of in stored.items()}
+        if shares > 1:
+            outputs |= {f"{name}_shares": of for name, of in stored.items()}
+    if kernel == "dkdv":
+        return outputs
+    outputs = {"dq": dq, **outputs}
+    if kernel == "dq" or call.aux.sinks is not None:
+        outputs["statistics"] = statistics
+    if kernel == "dq" and planned.hides_rows:
+        outputs["quiet"] = contiguous(call.out_shape, dtype)
+    if kernel == "short_backward" and call.wanted.bias:
+        outputs |= _bias_outputs(planned)
+    return outputs
 
 
-def _cut(kernel: Kernel, call: Call, tiles: TileConfig) -> BiasWork:
+def _bias_outputs(planned: _Planned) -> dict[str, Layout]:
+    bias, parts = planned.call.aux.bias, planned.work.parts
+    assert bias is not None
+    dbias = {"dbias": contiguous(bias.shape, bias.dtype)}
+    return {**dbias, "bias_parts": contiguous((parts, *bias.shape), torch.float32)} if parts > 1 else dbias
+
+
+def _cut(kernel: KernelName, call: Call, tiles: TileConfig) -> BiasWork:
     """How the gradient of a bias is cut, or, where one kernel computes all, the call."""
     bias = call.aux.bias
     if kernel == "dbias" and bias is not None:
@@ -392,7 +417,7 @@ def _shared_shape(planned: _Planned) -> tuple[int, ...] | None:
     return None if call.aux.bias is None else call.aux.bias.shape
 
 
-def _programs(kernel: Kernel, call: Call, tiles: TileConfig, work: BiasWork) -> int:
+def _programs(kernel: KernelName, call: Call, tiles: TileConfig, work: BiasWork) -> int:
     """Number of programs: one for each tile, or for each slot of a packed call (see `tiles.find_sequence`)."""
     if kernel == "short_backward":
         return work.own * work.parts

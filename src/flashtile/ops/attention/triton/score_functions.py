@@ -9,8 +9,7 @@ follow one another on the stream, and the thread blocks of a wave go on with the
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -69,31 +68,10 @@ def slots_for(numel: int, programs: int) -> int:
     return min(programs, max(_LEAST_SLOTS, _MEMORY // max(1, 4 * numel)))
 
 
-class Waves(NamedTuple):
-    """The launches of a kernel whose thread blocks have sums of their own.
-
-    Attributes:
-        sums: float32 `[slots, ...]` for each captured tensor whose gradient is wanted.
-        starts: int32 `[waves, 2]`, the first thread block of each launch, and the number of all.
-    """
-
-    sums: list[Tensor | None]
-    starts: Tensor
-
-    @classmethod
-    def of(cls, totals: Sequence[Tensor | None], slots: int, programs: int) -> Waves:
-        device = next(total.device for total in totals if total is not None)
-        sums = [
-            None if t is None else torch.zeros((slots, *t.shape), dtype=torch.float32, device=device) for t in totals
-        ]
-        first = torch.arange(0, programs, slots, dtype=torch.int32, device=device)
-        return cls(sums, torch.stack((first, torch.full_like(first, programs)), dim=1))
-
-    def finish(self, totals: Sequence[Tensor | None]) -> None:
-        """Writes the sums of all slots into the totals."""
-        for total, of_slots in zip(totals, self.sums):
-            if total is not None and of_slots is not None:
-                torch.sum(of_slots, 0, out=total)
+def wave_starts(slots: int, programs: int, device: torch.device) -> Tensor:
+    """For each launch of so many thread blocks, the number of the first one, and of all: int32 `[waves, 2]`."""
+    first = torch.arange(0, programs, slots, dtype=torch.int32, device=device)
+    return torch.stack((first, torch.full_like(first, programs)), dim=1)
 
 
 #: What the source of functions uses.
