@@ -19,6 +19,7 @@ import torch
 from io_counters import DEVICE_MEMORY, profile, run_program
 
 from flashtile import io_model
+from flashtile._backends.launch import clear_plans
 from flashtile.bench.record import Record, make_record
 from flashtile.bench.timing import EventTimer
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
@@ -82,7 +83,7 @@ def make_call(
         return launch.forward(q, k, v, side, spec)
 
     from_tables, plan.choose_tiles = plan.choose_tiles, lambda *_: tiles_of(block_q)
-    plan._plan.cache_clear()
+    clear_plans()
     try:
         call()  # the plan, which is remembered from now on
     finally:
@@ -107,7 +108,7 @@ def measure(shape: io_model.Shape, device: io_model.Device, ncu: str | None, opt
                 child += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
             kernels = profile(ncu, f"tiles of {point.block_q}", [*child, *["--causal"] * shape.causal], _METRICS)
         record["rows"].append(row(shape, point, ms, error, kernels))
-        plan._plan.cache_clear()
+        clear_plans()
     return record
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashtile
+from flashtile._backends.launch import clear_plans
 from flashtile.ops.attention.hopper import configs, launch
 from flashtile.ops.attention.hopper.configs import HopperConfig
 from flashtile.ops.attention.hopper.convert import widen_kernel
@@ -47,7 +48,7 @@ CUTS = {
 def cut(config: HopperConfig | None) -> None:
     """Every later call is cut so; None: as the table says."""
     launch.config_of = configs.config_of if config is None else lambda *_: config
-    launch._plan.cache_clear()
+    clear_plans()
 
 
 def rounded(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -227,8 +227,7 @@ def _pipeline(
     for name, of in planned.items():
         kernels |= {name: of.kernel, **of.following}
         outputs |= of.outputs
-    first = {name: outputs[name] for name in ("dq", "dk", "dv") if name in outputs}
-    outputs = {**first, **outputs, **(more or {})}
+    outputs = {**{name: outputs[name] for name in ("dq", "dk", "dv", *outputs) if name in outputs}, **(more or {})}
     return Pipeline(call.device, kernels, given, outputs, zeroed=zeroed or (), repeated=repeated or {})
 
 
