@@ -171,7 +171,9 @@ def test_tables_are_chosen_by_name():
     assert cases_of(CPU, ["all"]) == [*cpu_cases(), *cpu_grouped_cases(), *cpu_feature_cases()]
     assert cases_of(CUDA, ["mla", "window", "mla"]) == known["mla"] + known["window"]
     assert cases_of(CUDA, ["all"]) == list(dict.fromkeys(case for cases in known.values() for case in cases))
-    with pytest.raises(ValueError, match="--table: no mla on cpu; there are: default, grouped, features, all"):
+    with pytest.raises(
+        ValueError, match="--table: no mla on cpu; there are: default, grouped, features, host-time, all"
+    ):
         cases_of(CPU, ["mla"])
 
 

@@ -401,6 +401,19 @@ def test_bench_shows_speeds_beside_an_earlier_record(tmp_path):
     assert result.exit_code == 0 and "Beside the earlier record" in result.output, result.output
 
 
+@needs_no_gpu
+def test_the_table_of_host_time_has_what_calls_may_have(tmp_path):
+    output = tmp_path / "record.json"
+    result = invoke("bench", "attention", "--table", "host-time", "--impl", "flashtile-cpu", "-o", output)
+    assert result.exit_code == 0 and "Host time per call" in result.output, result.output
+    rows = json.loads(output.read_text())["rows"]
+    assert {row["op"] for row in rows} == {"attention-host"} and all(row["ms"] for row in rows), rows
+    kinds = {key for row in rows for key in ("window", "lengths", "bias", "mask", "function") if row["case"].get(key)}
+    assert len(kinds) == 5 and len(rows) == 3 * 11
+    mixed = invoke("bench", "attention", "--table", "host-time", "default")
+    assert mixed.exit_code == 2 and "--table: expected host-time alone" in mixed.output
+
+
 def test_bench_reports_what_it_cannot_compare_with(tmp_path):
     both = invoke("bench", "train", "--compare", "a", "--against", "b")
     assert both.exit_code == 2 and "expected one of them, got both" in both.output

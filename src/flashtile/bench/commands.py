@@ -69,6 +69,9 @@ def measure(command: str, options: Options, output: Path | None = None, on_case:
             write_record(record, output)
         return record
     benchmark, names = BENCHMARKS[command], _split(given.get("impl", ()))
+    of_host = command == "attention" and tables.HOST_TIME in _split(given.get("table", ()))
+    if of_host:
+        names = names or _HOST_TIME_DEFAULT[device.type]
     cases = select_cases(_CASES[command](given, device), _split(given.get("cases", ())))
     chosen = _implementations(command, names, device, given.get("quick", False))
     jobs = given.get("jobs", 0)
@@ -85,6 +88,11 @@ def measure(command: str, options: Options, output: Path | None = None, on_case:
                 write_record(record, output)
         on_case(index, len(cases), case, rows)
 
+    if of_host:
+        for index, case in enumerate(cases):
+            keep_rows(index, case, None)
+            keep_rows(index, case, run_host_time(case, chosen, device, benchmark.problem))
+        return record
     of_attention = command == "attention"
     with ahead.first_calls(cases, chosen, device, jobs) if of_attention else nullcontext(benchmark.problem) as problem:
         run_cases(cases, chosen, device, problem, given.get("seconds"), keep_rows)
@@ -143,12 +151,10 @@ def _implementations(
 
 
 def _host_time(given: Options, device: torch.device) -> list[Row]:
-    """The host time of a call so small that launching it takes longer than running it."""
-    benchmark = BENCHMARKS["attention"]
+    """The host time of a plain call."""
     names = _split(given.get("impl", ())) or _HOST_TIME_DEFAULT[device.type]
-    chosen = select_implementations(benchmark.implementations, names, device)
-    case = Case(1, 128, 2, 2, 64, 64, dtype="bf16" if device.type == "cuda" else "fp32")
-    return run_host_time(case, chosen, device, benchmark.problem)
+    (plain, *_), benchmark = tables.host_cases(device), BENCHMARKS["attention"]
+    return run_host_time(plain, _implementations("attention", names, device), device, benchmark.problem)
 
 
 def _breakdown(given: Options, device: torch.device) -> list[Row]:
@@ -214,7 +220,7 @@ def describe_progress(index: int, total: int, case: AnyCase, rows: list[Row], se
 
 
 def _speed(row: Row) -> float:
-    return next(row[key] for key in ("tokens_per_s", "tflops", "gbps") if row.get(key) is not None)
+    return next(row[key] for key in ("tokens_per_s", "tflops", "gbps", "ms") if row.get(key) is not None)
 
 
 def command_line() -> str:

@@ -46,7 +46,10 @@ def _companions(device: torch.device) -> dict[str, list[AnyCase]]:
 BENCHMARKS = {
     "attention": Benchmark(
         "Attention", "TFLOP/s", {"attention": Case},
-        lambda device: {f"cases of table {name}": cases for name, cases in tables.tables(device).items()},
+        lambda device: {
+            f"cases of table {name}": cases
+            for name, cases in {**tables.tables(device), tables.HOST_TIME: tables.host_cases(device)}.items()
+        },
         implementations.IMPLEMENTATIONS, oracle.AttentionProblem,
     ),
     "companions": Benchmark(

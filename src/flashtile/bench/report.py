@@ -76,13 +76,16 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def host_table(rows: Sequence[Row]) -> Table:
-    """Host time of a call: a line for each implementation, a column for each phase, in microseconds."""
-    phases = _phases(rows)
+    """Host time of calls: a line for each case, where there are several, and implementation, a column for each phase,
+    in microseconds."""
+    phases, names = _phases(rows), dict.fromkeys(case_name(row) for row in rows)
+    times = {(case_name(row), row["impl"], row["phase"]): row["ms"] for row in rows}
     lines = []
-    for impl in dict.fromkeys(row["impl"] for row in rows):
-        by_phase = {row["phase"]: row for row in rows if row["impl"] == impl}
-        lines.append([impl, *(_microseconds(by_phase[phase]) for phase in phases)])
-    return Table("Host time per call (µs)", ["implementation", *phases], lines)
+    for case, impl in dict.fromkeys((case_name(row), row["impl"]) for row in rows):
+        cells = ("–" if (ms := times[case, impl, phase]) is None else f"{ms * 1e3:.1f}" for phase in phases)
+        lines.append([*([case] * (len(names) > 1)), impl, *cells])
+    keys = [*(["case"] * (len(names) > 1)), "implementation"]
+    return Table("Host time per call (µs)", [*keys, *phases], lines, keys=len(keys))
 
 
 def mean_tables(rows: Sequence[Row]) -> list[Table]:
@@ -198,10 +201,6 @@ def _figures(title: str, rows: list[Row], figure: Callable[[Row], str]) -> Table
         cells = [figure(of_case[impl]) if impl in of_case else "–" for impl in impls]
         lines.append([case_name(next(iter(of_case.values()))), *cells])
     return Table(title, ["case", *impls], lines)
-
-
-def _microseconds(row: Row) -> str:
-    return "–" if row["ms"] is None else f"{row['ms'] * 1e3:.1f}"
 
 
 def _phases(rows: Sequence[Row]) -> list[str]:

@@ -5,6 +5,7 @@ shapes of models). On a GPU there are also "values" (other numbers than normal o
 attention next to the plain one: "mla" (head sizes 192 and 128), "window", "varlen" (packed batches), "masks" (block
 masks and all else that changes scores), "shapes" (head sizes, lengths and windows that no other table has), "float32",
 "functions" (scores and masks as Python functions), and two tables of shapes drawn at random, "random" and "random-odd".
+The table "host-time" is measured by itself: not calls, but what they cost the host.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import torch
 from flashtile.bench.base import select_named
 from flashtile.bench.cases import Case, packed_case
 from flashtile.bench.masks import PADDING, long_tailed_lengths
+from flashtile.bench.start import ChoiceError
 from flashtile.bench.values import BATCH, MADE, MODEL, NORMAL, trained
 
-DEFAULT, ALL = "default", "all"
+DEFAULT, ALL, HOST_TIME = "default", "all", "host-time"
 _BOTH = (False, True)
 
 
@@ -210,6 +212,18 @@ def function_cases() -> list[Case]:
     ]
 
 
+def host_cases(device: torch.device) -> list[Case]:
+    """Calls so small that launching them takes longer than running them: a plain one, then others."""
+    plain = _case(1, 128, 2, 64, dtype="bf16" if device.type == "cuda" else "fp32")
+    changes: tuple[dict[str, Any], ...] = (
+        {"causal": True, "window": (31, 0)}, {"softcap": 30.0}, {"dropout_p": 0.1}, {"mask": PADDING},
+        {"mask": "random0.5"}, {"mask": "tiles64:0.5"}, {"bias": "1HSS"}, {"function": "waves"},
+        {"function": "alibi", "causal": True},
+    )  # fmt: skip
+    packed = packed_case((48, 80), 2, 64, causal=False, dtype=plain.dtype)
+    return [plain, packed, *(replace(plain, **change) for change in changes)]
+
+
 # Shapes that nobody chose: drawn at random, the same in every run. A table of chosen shapes says little of the others,
 # and a kernel can be tuned to it. Lengths and numbers of tokens are drawn evenly on a scale of logarithms.
 
@@ -331,10 +345,16 @@ def cases_of(device: torch.device, names: Sequence[str] = (), quick: bool = Fals
         quick: a few cases that show every kind, instead of all.
 
     Raises:
-        ChoiceError: there is no table of a name.
+        ChoiceError: there is no table of a name, or "host-time" is not alone.
     """
+    if HOST_TIME in names:
+        if set(names) != {HOST_TIME}:
+            raise ChoiceError(
+                f"--table: expected {HOST_TIME} alone, got {', '.join(names)}; its rows are times of the host"
+            )
+        return host_cases(device)[: 1 if quick else None]
     known = tables(device)
-    chosen = select_named("--table", names or [DEFAULT], {**known, ALL: []}, device.type)
+    chosen = select_named("--table", names or [DEFAULT], {**known, HOST_TIME: [], ALL: []}, device.type)
     if ALL in names:
         chosen = list(known.values())
     return list(dict.fromkeys(case for cases in chosen for case in (_few(cases, device) if quick else cases)))
