@@ -22,7 +22,7 @@ from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Wanted
 from flashtile.ops.attention.split import launch as split
 from flashtile.ops.attention.triton import launch as triton
 from flashtile.ops.cross_entropy import kernels as cross_entropy
-from flashtile.ops.cross_entropy.spec import CrossEntropySpec
+from flashtile.ops.cross_entropy.spec import CrossEntropySpec, LossInputs, LossUpstream
 from flashtile.ops.dense import kernels as dense
 from flashtile.ops.dense.spec import Activated, ActivationSpec, ActivationUpstream, Summed
 from flashtile.ops.dense.spec import Wanted as ActivationWanted
@@ -264,8 +264,8 @@ def test_rotary(inplace: bool, launched: list[str]) -> None:
 def test_cross_entropy(rows: int, columns: int, launched: list[str]) -> None:
     logits, labels = _meta(rows, columns, strides=(2**33 + 1, 1)), _meta(rows, dtype=torch.int64)
     spec = CrossEntropySpec(0.1, 1.0, 0.1, -(2**40), "mean", True, 0, columns, "")
-    loss, _, normaliser, scale = cross_entropy.forward(logits, labels, spec)
-    gradient = cross_entropy.backward(loss, scale, logits, labels, normaliser, spec)
+    loss, _, normaliser, scale = cross_entropy.forward(LossInputs(logits, labels, None), spec)
+    gradient = cross_entropy.backward(LossUpstream(loss, scale, logits, labels, None, normaliser), spec)
     cross_entropy.multiply(gradient, loss)
     assert len(launched) == 4
 
@@ -315,7 +315,8 @@ def test_more_rows_than_kernels_count_are_refused(launched: list[str]) -> None:
     _refused(rotary.forward, Rotation(_meta(rows, 1, 1, 2), angles, angles), RotarySpec(False, False, 1, 1, 0), False,
              match="x: " + most)  # fmt: skip
     spec = CrossEntropySpec(0.0, 1.0, 0.0, -100, "sum", False, 0, 1, "")
-    _refused(cross_entropy.forward, _meta(rows, 1), _meta(rows, dtype=torch.int64), spec, match="logits: " + most)
+    inputs = LossInputs(_meta(rows, 1), _meta(rows, dtype=torch.int64), None)
+    _refused(cross_entropy.forward, inputs, spec, match="logits: " + most)
     _refused(dense.activate, Activated(_meta(rows, 1)), ActivationSpec("relu", False), match="x: " + most)
     _refused(dense.column_sum, Summed(_meta(rows, 1)), match="x: " + most)
     assert not launched

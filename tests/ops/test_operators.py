@@ -183,6 +183,7 @@ class _Pair(NamedTuple):
 class _Flags(NamedTuple):
     second: bool
     of: torch.dtype
+    times: int
 
 
 class _Sums(NamedTuple):
@@ -193,7 +194,7 @@ class _Sums(NamedTuple):
 
 def _sums(pair: _Pair, flags: _Flags, backend: str = "") -> _Sums:
     sums = [pair.a.sum(dim, dtype=flags.of) for dim in range(2)]
-    return _Sums(sums[0], sums[1] if flags.second else None, sums[0] * 2)
+    return _Sums(sums[0], sums[1] if flags.second else None, sums[0] * flags.times)
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +214,8 @@ def sums() -> operators.Operator:
 
 @pytest.mark.parametrize("second", [True, False])
 def test_optional_results(second: bool, sums: operators.Operator) -> None:
-    a, flags = torch.randn(3, 4), _Flags(second, torch.float64)
-    schema = "test_of_sums(Tensor a, Tensor? b, bool second, ScalarType of, str backend) -> Tensor[]"
+    a, flags = torch.randn(3, 4), _Flags(second, torch.float64, 2)
+    schema = "test_of_sums(Tensor a, Tensor? b, bool second, ScalarType of, SymInt times, str backend) -> Tensor[]"
     assert str(sums.overload._schema) == f"flashtile::{schema}"
     torch.library.opcheck(sums.overload, (a, None, *flags, ""))
     with FlopCounterMode(display=False) as counter:

@@ -381,7 +381,7 @@ def _run(inputs: LossInputs, spec: CrossEntropySpec, inplace: bool, backend: str
         # Under torch.func transforms and forward-mode differentiation, PyTorch's own operations compute the call.
         dispatch.refuse_named_backend(backend)
         refuse_transformed(spec, inplace)
-        results = _reference_forward(inputs, spec)
+        results = reference.forward(inputs, spec)
     elif torch.is_grad_enabled() and inputs.logits.requires_grad:
         loss, *z_loss = _CrossEntropy.apply(*inputs, *spec, inplace, backend)
         return loss, z_loss[0] if z_loss else None
@@ -415,31 +415,29 @@ class _CrossEntropy(torch.autograd.Function):
                 "inplace_backward: expected one backward, got a second one: the first has written over the logits; "
                 "use inplace_backward=False"
             )
-        logits, labels, weights, normaliser, scale = ctx.saved_tensors
+        *inputs, normaliser, scale = ctx.saved_tensors
+        given = LossUpstream(dloss, scale, *inputs, normaliser)
         if dispatch.batched(dloss):
-            dlogits = reference.backward(dloss, scale, logits, labels, normaliser, spec, weights=weights)
+            dlogits = reference.backward(given, spec)
         elif torch.is_grad_enabled() and not compiling:
             refuse_second_order(spec, inplace)
-            dlogits = reference.differentiable_backward(dloss, logits, labels, spec, weights)
+            dlogits = reference.differentiable_backward(dloss, LossInputs(*inputs), spec)
         elif not inplace:
-            dlogits = _backward(LossUpstream(dloss, scale, logits, labels, weights, normaliser), spec, backend)
+            dlogits = _backward(given, spec, backend)
         else:
             ctx.spent = not compiling
-            given = LossUpstream(dloss, scale, logits.detach(), labels, weights, normaliser)
-            dlogits = _inplace_backward(given, spec, backend)
+            dlogits = _inplace_backward(given._replace(logits=given.logits.detach()), spec, backend)
         return dlogits, None, None, *(None,) * (len(spec) + 2)
 
 
 def _run_forward(inputs: LossInputs, spec: CrossEntropySpec, backend: str) -> Results:
-    logits, labels, weights = inputs
-    module = _BACKENDS.implementation(backend, logits.device, logits.dtype)
-    return forward_on_group(module, logits, labels.contiguous(), spec, weights)
+    module = _BACKENDS.implementation(backend, inputs.logits.device, inputs.logits.dtype)
+    return forward_on_group(module, _contiguous(inputs), spec)
 
 
 def _run_backward(given: LossUpstream, spec: CrossEntropySpec, backend: str, inplace: bool = False) -> Tensor:
-    dloss, scale, logits, labels, weights, normaliser = given
-    module = _BACKENDS.implementation(backend, logits.device, logits.dtype)
-    dlogits = module.backward(dloss, scale, logits, labels.contiguous(), normaliser, spec, inplace, weights)
+    logits = given.logits
+    dlogits = _BACKENDS.implementation(backend, logits.device, logits.dtype).backward(_contiguous(given), spec, inplace)
     if inplace:
         # Whoever saved the logits too, and reads them after this, hears of it from autograd.
         torch.autograd.graph.increment_version(logits)
@@ -448,14 +446,15 @@ def _run_backward(given: LossUpstream, spec: CrossEntropySpec, backend: str, inp
     return dlogits if dlogits.stride() == strides else logits.new_empty_strided(logits.shape, strides).copy_(dlogits)
 
 
-def _reference_forward(inputs: LossInputs, spec: CrossEntropySpec) -> Results:
-    return reference.forward(inputs.logits, inputs.labels, spec, inputs.class_weights)
+def _contiguous(given: Any) -> Any:
+    """Kernels read labels as a vector without gaps."""
+    return given if given.labels.is_contiguous() else given._replace(labels=given.labels.contiguous())
 
 
 def _decomposed(inputs: LossInputs, spec: CrossEntropySpec) -> Results:
     if spec.group:
         raise ValueError("process_group: expected None in a graph of PyTorch's operations, got one; export without it")
-    return _reference_forward(inputs, spec)
+    return reference.forward(inputs, spec)
 
 
 _forward = operator(

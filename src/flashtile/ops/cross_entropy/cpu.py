@@ -10,16 +10,24 @@ from torch import Tensor
 
 from flashtile.ops.common.rows import BLOCK, compute_dtype, row_blocks
 from flashtile.ops.cross_entropy import spec as formulas
-from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, Statistics, gradient_strides
+from flashtile.ops.cross_entropy.spec import (
+    CrossEntropySpec,
+    LossInputs,
+    LossUpstream,
+    Results,
+    Statistics,
+    gradient_strides,
+)
 
 
-def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Results:
-    """The losses of logits `[rows, columns]`. `weights`: class weights and their sum."""
-    return formulas.losses(read(logits, labels, spec, weights), labels, spec, weights)
+def forward(inputs: LossInputs, spec: CrossEntropySpec) -> Results:
+    """The losses."""
+    return formulas.losses(read(inputs, spec), inputs.labels, spec, inputs.class_weights)
 
 
-def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Statistics:
+def read(inputs: LossInputs, spec: CrossEntropySpec) -> Statistics:
     """The statistics of the columns that are here."""
+    logits, labels, weights = inputs
     dtype, count = compute_dtype(logits.dtype), logits.shape[0]
     pivot, exp_sum, target, total = (torch.zeros(count, dtype=dtype, device="cpu") for _ in range(4))
     column, here = _columns(labels, logits, spec)
@@ -38,17 +46,9 @@ def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor
     return Statistics(normaliser, target.where(here & counts, 0), total.where(counts, 0))
 
 
-def backward(
-    dloss: Tensor,
-    scale: Tensor | None,
-    logits: Tensor,
-    labels: Tensor,
-    normaliser: Tensor,
-    spec: CrossEntropySpec,
-    inplace: bool = False,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """The gradient of the logits from that of the loss; in their memory where asked for."""
+def backward(given: LossUpstream, spec: CrossEntropySpec, inplace: bool = False) -> Tensor:
+    """The gradient of the logits; in their memory where asked for."""
+    dloss, scale, logits, labels, weights, normaliser = given
     dlogits = logits
     if not inplace:
         dlogits = torch.empty_strided(logits.shape, gradient_strides(logits), dtype=logits.dtype, device="cpu")

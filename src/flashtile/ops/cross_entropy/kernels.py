@@ -35,7 +35,14 @@ from flashtile._backends.launch import (
 )
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.triton.functions import tanh
-from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, Statistics, gradient_strides
+from flashtile.ops.cross_entropy.spec import (
+    CrossEntropySpec,
+    LossInputs,
+    LossUpstream,
+    Results,
+    Statistics,
+    gradient_strides,
+)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -364,10 +371,10 @@ def tile_config(width: int, itemsize: int, vector: int, device: DeviceFacts) -> 
 _STATISTICS = pointer_to(torch.float32)
 
 
-def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Results:
-    """Runs the forward kernel on logits `[rows, columns]` with contiguous rows, and that of the reduction. `weights`:
-    class weights and their sum."""
-    plan = _forward_plan_for(logits, labels, spec, weights, partial=False)
+def forward(inputs: LossInputs, spec: CrossEntropySpec) -> Results:
+    """Runs the forward kernel on logits with contiguous rows, and that of the reduction."""
+    logits, labels, weights = inputs
+    plan = _forward_plan_for(inputs, spec, partial=False)
     losses, z_losses, normaliser = plan.allocate()
     plan.launch(*map(pointer, (logits, labels, weights, losses, z_losses, normaliser)))
     if spec.reduction == "none":
@@ -378,25 +385,17 @@ def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Ten
     return Results(loss, z_loss, normaliser, scale)
 
 
-def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Statistics:
+def read(inputs: LossInputs, spec: CrossEntropySpec) -> Statistics:
     """The statistics of the columns that are here."""
-    plan = _forward_plan_for(logits, labels, spec, weights, partial=True)
+    plan = _forward_plan_for(inputs, spec, partial=True)
     target, total, normaliser = plan.allocate()
-    plan.launch(*map(pointer, (logits, labels, weights, target, total, normaliser)))
+    plan.launch(*map(pointer, (*inputs, target, total, normaliser)))
     return Statistics(normaliser, target, total)
 
 
-def backward(
-    dloss: Tensor,
-    scale: Tensor | None,
-    logits: Tensor,
-    labels: Tensor,
-    normaliser: Tensor,
-    spec: CrossEntropySpec,
-    inplace: bool = False,
-    weights: Tensor | None = None,
-) -> Tensor:
+def backward(given: LossUpstream, spec: CrossEntropySpec, inplace: bool = False) -> Tensor:
     """Runs the backward kernel on logits with contiguous rows; writes to their memory where asked to."""
+    dloss, scale, logits, labels, weights, normaliser = given
     shape, device = (logits.shape[0], logits.shape[1]), logits.device
     dlogits = logits if inplace else empty(shape, gradient_strides(logits), logits.dtype, device)
     plan = _backward_plan(
@@ -421,9 +420,8 @@ def multiply(gradient: Tensor, factor: Tensor) -> None:
     plan.launch(pointer(gradient), pointer(factor))
 
 
-def _forward_plan_for(
-    logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None, partial: bool
-) -> Plan:
+def _forward_plan_for(inputs: LossInputs, spec: CrossEntropySpec, partial: bool) -> Plan:
+    logits, labels, weights = inputs
     shape, stride, misalignment = (logits.shape[0], logits.shape[1]), logits.stride(0), logits.data_ptr() & 15
     weighted, device = weights is not None, logits.device
     return _forward_plan(logits.dtype, labels.dtype, shape, stride, misalignment, partial, weighted, spec, device)

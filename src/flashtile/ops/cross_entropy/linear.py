@@ -27,6 +27,8 @@ from flashtile.ops.cross_entropy import spec as reference
 from flashtile.ops.cross_entropy.spec import (
     MAX_COLUMNS,
     CrossEntropySpec,
+    LossInputs,
+    LossUpstream,
     add_up,
     forward_on_group,
     mean_scale,
@@ -123,12 +125,13 @@ def forward(module: ModuleType, operands: LinearOperands, spec: CrossEntropySpec
     loss = torch.empty(len(labels), dtype=dtype, device=x.device)
     z_loss = torch.empty_like(loss) if spec.z_loss else None
     for rows, logits in _chunks(operands):
-        found = forward_on_group(module, logits, labels[rows], each, weights)
+        found = forward_on_group(module, LossInputs(logits, labels[rows], weights), each)
         loss[rows], normaliser[rows] = found.loss, found.normaliser
         if z_loss is not None and found.z_loss is not None:
             z_loss[rows] = found.z_loss
         if any(wanted):
-            sums.add(rows, module.backward(one, factor, logits, labels[rows], found.normaliser, each, True, weights))
+            given = LossUpstream(one, factor, logits, labels[rows], weights, found.normaliser)
+            sums.add(rows, module.backward(given, each, True))
     if spec.reduction != "none":
         loss, z_loss = _total(loss, scale), None if z_loss is None else _total(z_loss, scale)
     return LinearResults(loss, z_loss, normaliser, scale, *sums.found())
@@ -141,7 +144,8 @@ def backward(module: ModuleType, given: LinearUpstream, spec: CrossEntropySpec, 
     sums = _Sums(operands, wanted, spec)
     for rows, logits in _chunks(operands):
         labels, weights = operands.labels[rows], operands.class_weights
-        sums.add(rows, module.backward(dloss[rows], scale, logits, labels, normaliser[rows], spec, True, weights))
+        of_rows = LossUpstream(dloss[rows], scale, logits, labels, weights, normaliser[rows])
+        sums.add(rows, module.backward(of_rows, spec, True))
     return sums.found()
 
 

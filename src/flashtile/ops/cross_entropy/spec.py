@@ -407,28 +407,21 @@ def gradient(
 # --- the reference ---------------------------------------------------------------------------------------------------
 
 
-def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Results:
-    """The losses of logits `[rows, columns]`; differentiable. `weights`: class weights and their sum."""
-    return losses(read(logits, labels, spec, weights), labels, spec, weights)
+def forward(inputs: LossInputs, spec: CrossEntropySpec) -> Results:
+    """The losses; differentiable."""
+    return losses(read(inputs, spec), inputs.labels, spec, inputs.class_weights)
 
 
-def read(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None) -> Statistics:
+def read(inputs: LossInputs, spec: CrossEntropySpec) -> Statistics:
     """The statistics of the columns that are here."""
+    logits, labels, weights = inputs
     logits = _counted(logits, labels, spec)
     return statistics(logits.to(compute_dtype(logits.dtype)), labels, spec, weights)
 
 
-def backward(
-    dloss: Tensor,
-    scale: Tensor | None,
-    logits: Tensor,
-    labels: Tensor,
-    normaliser: Tensor,
-    spec: CrossEntropySpec,
-    inplace: bool = False,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """The gradient of the logits from that of the loss, in their dtype; in their memory where asked for."""
+def backward(given: LossUpstream, spec: CrossEntropySpec, inplace: bool = False) -> Tensor:
+    """The gradient of the logits, in their dtype; in their memory where asked for."""
+    dloss, scale, logits, labels, weights, normaliser = given
     wide = logits.to(compute_dtype(logits.dtype))
     dlogits = gradient(dloss, scale, wide, labels, normaliser, spec, weights).to(logits.dtype)
     return logits.copy_(dlogits) if inplace else dlogits
@@ -439,13 +432,11 @@ def multiply(gradient: Tensor, factor: Tensor) -> None:
     gradient.copy_(gradient.to(compute_dtype(gradient.dtype)) * factor)
 
 
-def differentiable_backward(
-    dloss: Tensor, logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None
-) -> Tensor:
+def differentiable_backward(dloss: Tensor, inputs: LossInputs, spec: CrossEntropySpec) -> Tensor:
     """The gradient of the logits as a function of `dloss` and of the logits alone, for the second derivative."""
-    logits = _counted(logits, labels, spec)
-    found = forward(logits, labels, spec, weights)
-    return backward(dloss, found.scale, logits, labels, found.normaliser, spec, weights=weights)
+    inputs = inputs._replace(logits=_counted(inputs.logits, inputs.labels, spec))
+    found = forward(inputs, spec)
+    return backward(LossUpstream(dloss, found.scale, *inputs, found.normaliser), spec)
 
 
 def linear(
@@ -457,7 +448,8 @@ def linear(
     spec: CrossEntropySpec,
 ) -> Results:
     """The losses of the logits `x · weightᵀ + bias`, which are held as a whole; differentiable."""
-    return forward(torch.nn.functional.linear(_counted(x, labels, spec), weight, bias), labels, spec, class_weights)
+    logits = torch.nn.functional.linear(_counted(x, labels, spec), weight, bias)
+    return forward(LossInputs(logits, labels, class_weights), spec)
 
 
 def _counted(rows: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Tensor:
@@ -468,15 +460,13 @@ def _counted(rows: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Tensor:
 # --- rows whose columns are spread over processes ---------------------------------------------------------------------
 
 
-def forward_on_group(
-    module: ModuleType, logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None
-) -> Results:
-    """The losses of whole rows, by a backend's module, from the columns `[rows, columns]` that are here.
-    `weights`: `[vocabulary + 1]`, the class weights and their sum, or None."""
+def forward_on_group(module: ModuleType, inputs: LossInputs, spec: CrossEntropySpec) -> Results:
+    """The losses of whole rows, by a backend's module, from the columns that are here."""
     if not spec.group:
-        return module.forward(logits, labels, spec, weights)
+        return module.forward(inputs, spec)
+    _, labels, weights = inputs
     group = _group(spec)
-    found = module.read(logits, labels, spec, weights)
+    found = module.read(inputs, spec)
     here = torch.column_stack(found)
     everywhere = here.new_empty(group.size() * len(here), here.shape[1])
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
