@@ -10,6 +10,7 @@ import functools
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -268,15 +269,24 @@ def once_in_families(cases: Iterable[tuple[str, ...]], source_of: Callable[..., 
 
 
 def with_news(sources: Mapping[Case, KernelSource], rows: Mapping[Case, Any] | None = None) -> list[Case]:
-    """The cases that tests compile: in each, a parameter has a type or a value that it has in none before them
-    (`described`), or the row of the table is new (`rows`). `tools/compile_versions.py` compiles the others too."""
+    """The cases that tests compile: together, they have each type and value of each parameter (`described`), and each
+    row of the table (`rows`), of which the first case stays. `tools/compile_versions.py` compiles the others too."""
+    mine = {case: facts(source) | ({("row", repr(rows[case]))} if rows else set()) for case, source in sources.items()}
     known: set[tuple[str, str]] = set()
-    found = []
-    for case, source in sources.items():
-        mine = facts(source) | ({("row", repr(rows[case]))} if rows else set())
-        if not mine <= known:
+    found: list[Case] = []
+    for case in sources:
+        if not mine[case] <= known:
             found.append(case)
-            known |= mine
+            known |= mine[case]
+    first_of_row: dict[str, Case] = {}
+    for case in found:
+        first_of_row.setdefault(repr(rows[case]) if rows else "", case)
+    # Later cases may have all that an earlier one brought.
+    count = Counter(fact for case in found for fact in mine[case])
+    for case in [*reversed(found)]:
+        if case not in first_of_row.values() and all(count[fact] > 1 for fact in mine[case]):
+            found.remove(case)
+            count.subtract(mine[case])
     return found
 
 
