@@ -131,6 +131,7 @@ def test_modes_see_the_operators(gate: Any) -> None:
     with Watch():
         gate(x, y).sum().backward()
     assert {"flashtile.gate_forward.default", "flashtile.gate_backward.default"} <= set(seen)
+    assert not torch.ops.flashtile.gate_forward(x, y, 1.0, "cpu").requires_grad, "autograd is recorded above them"
 
 
 def test_transforms(gate: Any) -> None:
