@@ -245,7 +245,16 @@ def specialise(
     multiples = tuple(parameter.multiple for parameter in run_time.values())
     shapes = ((name, _group_shape(each)) for name, each in described.items())
     groups = tuple((name, shape) for name, shape in shapes if shape is not None)
-    return KernelSource(function, types, multiples, known, num_warps, num_stages, max_registers, groups)
+    return KernelSource(
+        function,
+        types,
+        multiples,
+        constants=known,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        max_registers=max_registers,
+        groups=groups,
+    )
 
 
 def flattened(parameters: Mapping[str, Parameter | Group]) -> dict[str, Parameter]:

@@ -66,8 +66,8 @@ class Kernel(NamedTuple):
     def plan(self, device: torch.device, outputs: Sequence[Layout | None] = ()) -> Plan:
         """Its launch. `outputs`: of a kernel that is launched by itself."""
         return make_plan(
-            self.function, self.described, self.constants, self.programs, device, self.num_warps, self.num_stages,
-            self.max_registers, outputs,
+            self.function, self.described, self.constants, self.programs, device,
+            num_warps=self.num_warps, num_stages=self.num_stages, max_registers=self.max_registers, outputs=outputs,
         )  # fmt: skip
 
     def pointers(self) -> dict[str, str]:

@@ -126,7 +126,7 @@ def _run_forward(
 ) -> tuple[Tensor, ...]:
     plain = plain_side(side)
     if dispatch.unobserved(q, k, v) if plain else dispatch.unobserved(q, k, v, *side_tensors(side)):
-        return serve_forward(q, k, v, side, spec, backend, plain, recorded)
+        return serve_forward(q, k, v, side, spec, backend, plain, recorded=recorded)
     return _asked_for(_forward_op(q, k, v, *side, *spec, backend), spec)
 
 
@@ -154,7 +154,7 @@ def run_backward(
 ) -> Gradients:
     """Runs the backward from given results, which autograd does not record."""
     if dispatch.unobserved(q, k, v, dout, dlse, out, lse, *side_tensors(side)):
-        return serve_backward(dout, dlse, q, k, v, out, lse, side, spec, wanted, backend)
+        return serve_backward(dout, dlse, q, k, v, out, lse, side=side, spec=spec, wanted=wanted, backend=backend)
     grads = _backward_op(dout, dlse, q, k, v, out, lse, *side, *spec, *wanted, backend)
     return _gradients(grads[:-1], grads[-1], wanted)
 
@@ -185,7 +185,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, *rest):
         side, spec, backend = unflatten(rest)
         results = _run_forward(q, k, v, side, spec, backend, recorded=True)
-        _save(ctx, q, k, v, results, side, spec, backend, len(rest))
+        _save(ctx, q, k, v, results, side, spec, backend=backend, other_arguments=len(rest))
         return results
 
     @staticmethod

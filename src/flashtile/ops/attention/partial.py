@@ -172,7 +172,9 @@ def attention_backward(
     """
     given = take(attention_backward, options, _BACKWARD_NAMES)
     checks.check_tensors(q=q, k=k, v=v)
-    side, spec = _described(q, k, v, part, cu_seqlens, max_seqlen, given, cu_seqlens_k, max_seqlen_k)
+    side, spec = _described(
+        q, k, v, part, cu_seqlens, max_seqlen, given, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k
+    )
     _check_results(dout, q, v, out, lse, dlse)
     if given.backend == "reference":
         raise ValueError(
@@ -183,7 +185,7 @@ def attention_backward(
     single = {name: tensor is not None and tensor.requires_grad for name, tensor in learned.items()}
     wanted = Wanted(**single, captured=tuple(tensor.requires_grad for tensor in side.captured))
     with torch.no_grad():
-        grads = run_backward(dout, dlse, q, k, v, out, lse, side, spec, wanted, given.backend)
+        grads = run_backward(dout, dlse, q, k, v, out, lse, side=side, spec=spec, wanted=wanted, backend=given.backend)
     # Behind the tensors that the function reads are those that say where the part lies.
     own = 0 if given.score_mod is None else len(resolve_score_mod(given.score_mod, q).captured)
     return grads._replace(captured=grads.captured[:own])

@@ -312,7 +312,7 @@ class RepeatedCall:
     ) -> Gradients:
         max_seqlens, spec, wanted = self.scalars
         side = saved_side(aux, max_seqlens)
-        return serve_backward(dout, dlse, q, k, v, out, lse, side, spec, wanted, self.backend)
+        return serve_backward(dout, dlse, q, k, v, out, lse, side=side, spec=spec, wanted=wanted, backend=self.backend)
 
     def _forward_like(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Callable[..., Results]:
         """What runs forwards of tensors that lie like these."""

@@ -40,7 +40,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     ]
     tile_mask = tile_mask_of(side, spec)
     for block in tiles.blocks(q, k, side, spec, is_scattered(tile_mask)):
-        _forward_block(block, q, k, v, out, statistics, side, spec, tile_mask)
+        _forward_block(block, q, k, v, out, statistics, side, spec=spec, tile_mask=tile_mask)
     return tuple(t[0] if side.packed else t for t in (out, *statistics))
 
 
@@ -63,7 +63,21 @@ def backward(
     grads = tuple(t.new_zeros(t.shape) for t in (q, k, v))
     of_side, tile_mask = SideGradients(side, wanted, tiles.compute_dtype(q.dtype)), tile_mask_of(side, spec)
     for block in tiles.blocks(q, k, side, spec, is_scattered(tile_mask)):
-        _backward_block(block, dout, dlse, q, k, v, out, lse, grads, of_side, side, spec, tile_mask)
+        _backward_block(
+            block,
+            dout,
+            dlse,
+            q,
+            k,
+            v,
+            out,
+            lse=lse,
+            grads=grads,
+            of_side=of_side,
+            side=side,
+            spec=spec,
+            tile_mask=tile_mask,
+        )
     dq, dk, dv = (grad[0] if side.packed else grad for grad in grads)
     return Gradients(dq, dk, dv, *of_side.finish(side))
 
@@ -260,7 +274,7 @@ def _backward_block(
     modifiers, sinks = modifiers_of(block, side, spec, tile_mask), tiles.sinks_of(block, side)
     for rows in tiles.query_tiles(block):
         raised = raised_rows(block, rows, modifiers)
-        row = _load_backward_rows(block, rows, q, dout, out, lse, dlse, raised, spec)
+        row = _load_backward_rows(block, rows, q, dout, out, lse, dlse, raised=raised, spec=spec)
         dq_tile = torch.zeros_like(row.q_scaled)
         if sinks is not None:
             by_head = row.lse.unflatten(1, (block.group, -1))
@@ -285,7 +299,16 @@ def _backward_block(
             of_side.add_scores(dscores, block, rows, range(keys.start, keys.stop), 1 / keep_probability)
             if modifiers is not None and changes is not None:
                 of_side.change_back(dscores, weights, block, rows, modifiers, changes, 1 / keep_probability)
-            _add_products(row, slice(keys.start, keys.stop), weights, dscores, kept, matrices, dq_tile, scratch)
+            _add_products(
+                row,
+                slice(keys.start, keys.stop),
+                weights,
+                dscores=dscores,
+                kept=kept,
+                matrices=matrices,
+                dq_tile=dq_tile,
+                scratch=scratch,
+            )
         tiles.store_rows(dq_view, rows, dq_tile.mul_(spec.scale / keep_probability))
     matrices.dk.mul_(spec.scale / keep_probability)
     matrices.dv.div_(keep_probability)
@@ -402,7 +425,7 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
     sums = lse.new_zeros(q.shape[0], q.shape[2], k.shape[1])
     tile_mask = tile_mask_of(side, spec)
     for block in tiles.blocks(q, k, side, spec, is_scattered(tile_mask)):
-        _add_block(block, q, k, lse, sums, side, spec, tile_mask)
+        _add_block(block, q, k, lse, sums, side, spec, tile_mask=tile_mask)
     return sums[0] if side.packed else sums
 
 

@@ -117,7 +117,7 @@ def backward(
         # Whatever comes from above, and even if it is NaN, nothing may pass through such a row.
         blind_rows = blind.transpose(1, 2).unsqueeze(-1)
         q, dout, lse = q.masked_fill(blind_rows, 0), dout.masked_fill(blind_rows, 0), lse.masked_fill(blind, 0)
-    sums = _summed(dout, q, k, v, out, lse, side, spec)
+    sums = _summed(dout, q, k, v, out, lse, side, spec=spec)
     dq, dk, dv = (t.to(of.dtype) for t, of in zip(sums, (q, k, v)))
     if hides and not tiles.are_finite(dq, dk, dv):
         return None  # a hidden key may have been NaN

@@ -223,7 +223,15 @@ def plan_backward(call: Call) -> BackwardPlan:
     }
     row_statistics = contiguous((*call.lse_shape, 4), torch.float32) if portable else None
     plan = _make_plan(
-        call, kernels, gradients, schedule.shares, sizes, {"bias_parts": parts}, dbias, row_statistics, zeroed
+        call,
+        kernels,
+        gradients,
+        shares=schedule.shares,
+        scratch=sizes,
+        more={"bias_parts": parts},
+        dbias=dbias,
+        row_statistics=row_statistics,
+        zeroed=zeroed,
     )
     return plan._replace(portable_bias=plan_alone("dbias", call).launches if portable else ())
 

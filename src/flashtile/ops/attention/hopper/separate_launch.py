@@ -192,4 +192,14 @@ def _float32_family(call: Call, shares: int) -> _Family:
             strided_layout(layout.shape, layout.strides),
         )
     gradients = {name: contiguous(of.shape, call.dtype) for name, of in gradient_layouts(call, shares).items()}
-    return _Family(dv, dk_dq, dict(of_dv), dict(of_dk_dq), 1, moved, gradients, splits, dict(parts))
+    return _Family(
+        dv,
+        dk_dq,
+        dict(of_dv),
+        of_dk_dq=dict(of_dk_dq),
+        dv_parts=1,
+        moved=moved,
+        gradients=gradients,
+        splits=splits,
+        parts=dict(parts),
+    )

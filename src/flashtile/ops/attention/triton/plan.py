@@ -179,7 +179,7 @@ def _kernel(kernel: KernelName, call: Call) -> AttentionKernel:
     divides = divides_q and divides_k if kernel == "dbias" else divides_q if kernel in OWN_KEYS else divides_k
     whole = not call.bounded and drops_bounds(kernel, situation) and divides
     covered = not call.packed and divides_q and divides_k
-    planned = _Planned(kernel, call, situation, tiles, work, shares, covered, whole)
+    planned = _Planned(kernel, call, situation, tiles, work, shares, covered, whole=whole)
     in_waves = planned.in_waves
     parameters: dict[str, Any] = {
         **captured_parameters(side.captured, planned.summed, in_waves),
@@ -202,11 +202,11 @@ def _kernel(kernel: KernelName, call: Call) -> AttentionKernel:
         _KERNELS[kernel],
         parameters,
         constants,
-        programs * shares,
-        _buffers(planned),
-        tiles.num_warps,
-        tiles.num_stages,
-        tiles.max_registers,
+        programs=programs * shares,
+        buffers=_buffers(planned),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        max_registers=tiles.max_registers,
     )
     outputs, following = _outputs(planned), {}
     if "dk_shares" in outputs:
