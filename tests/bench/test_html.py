@@ -355,6 +355,8 @@ def test_the_verdict_is_of_every_kind_and_machine():
     assert found.sentences[0].endswith("In the mean it is slower in: Decoding (0.67).") and len(found.sentences) == 2
     *_, rest = [chart for chart in found.charts if isinstance(chart, DotChart)]
     assert rest.cases == {"Decoding": {"NVIDIA H200": pytest.approx(2 / 3)}}
+    own = [row(impl, {"S": 1}, 1.0, op="lra-listops") for impl in ("flashtile", "block-sparse", "flashtile-one-gpu")]
+    assert verdict_of([named(own)]) is None, "no part of flashtile is a peer"
 
 
 def test_gpus_come_first_and_of_them_the_most_comparisons():

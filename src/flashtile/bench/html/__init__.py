@@ -33,8 +33,11 @@ from flashtile.bench.start import how_to_install
 
 _NO_PICTURES = f"The page has tables only. Pictures need matplotlib: {how_to_install('plots')}."
 _TITLE, _NAMES = "flashtile: measured", "Names of implementations"
-#: Operations whose rows do not compare calls.
-_NO_COMPARISON = (BREAKDOWN, "attention-io", "attention-tiles")
+#: Operations whose rows do not compare calls, and implementations that are no answer to a peer, or ours as a part.
+_NO_COMPARISON = (
+    BREAKDOWN, "attention-io", "attention-tiles",
+    "flashtile-one-gpu", "flashtile-builtin", "block-sparse", "transformers-flashtile",
+)  # fmt: skip
 #: Charts beside the verdict.
 _CHARTS = 4
 #: The most columns of a table: a narrow screen shows each cell with its heading.
@@ -96,7 +99,8 @@ def verdict_of(records: Sequence[Named]) -> Verdict | None:
 def _compared(named: Named) -> list[_Compared]:
     """The best ratio of each case and phase of a record."""
     best: dict[tuple[str, str], Ratio] = {}
-    for ratio in ratios_to_best(row for row in named.rows if row["op"] not in _NO_COMPARISON):
+    compared = (row for row in named.rows if not {row["op"], row["impl"]} & set(_NO_COMPARISON))
+    for ratio in ratios_to_best(compared):
         key = str(ratio.case), ratio.op + ratio.phase
         if key not in best or ratio.value > best[key].value:
             best[key] = ratio
