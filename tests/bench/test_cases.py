@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flashtile.bench.cases import Case, make_inputs, packed_case
+from flashtile.bench.registry import BENCHMARKS, case_of
 
 CPU = torch.device("cpu")
 PACKED = packed_case([5, 16, 1], heads=2, head_dim=8, causal=True, dtype="fp32")
@@ -96,19 +97,13 @@ def test_name_tells_kinds_apart():
     assert Case(1, 512, 8, 8, 64, 64, softcap=30.0, bias="1HSS").name == "d64-full-cap30-bias1HSS-s512-bf16"
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        PACKED,
-        Case(1, 8, 2, 1, 8, 4, window=(3, None)),
-        Case(1, 64, 2, 1, 8, 4, mask="tiles16:0.5"),
-        Case(1, 8, 2, 1, 8, 4, softcap=3.0, bias="BHSS"),
-        Case(1, 8, 2, 1, 8, 4, mask="padding", Sk=3),
-    ],
-    ids=lambda case: case.name,
-)
-def test_case_comes_back_from_its_record(case):
-    assert Case.from_record(json.loads(json.dumps(case.record()))) == case
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_cases_of_every_benchmark_have_names_and_come_back_from_their_records(benchmark, device):
+    for cases in BENCHMARKS[benchmark].groups(torch.device(device)).values():
+        assert len({case.name for case in cases}) == len(cases)
+        for case in cases:
+            assert case_of({"op": case.op, "case": json.loads(json.dumps(case.record()))}) == case
 
 
 def test_records_have_the_same_keys_for_every_kind():
