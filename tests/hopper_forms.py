@@ -15,7 +15,7 @@ from flashtile.bench import masks as bench_functions
 from flashtile.ops.attention import call as description
 from flashtile.ops.attention.call import AuxFacts, TensorFacts
 from flashtile.ops.attention.gpu.reductions import BiasWork
-from flashtile.ops.attention.hopper.backward_configs import backward_config_of
+from flashtile.ops.attention.hopper.backward_configs import backward_config
 from flashtile.ops.attention.hopper.backward_kernels import (
     begin_kernel,
     bias_gradient_kernel,
@@ -299,7 +299,7 @@ def _backward(
     wanted = Wanted(bias=stored_bias, alibi_slopes=slope_sums)
     call = call._replace(aux=call.aux._replace(**own), wanted=wanted)
     loops = NO_LOOPS._replace(MASKS=True, REVERSES_LINES=ordered and right and block_tile is None)
-    return BackwardForm(call, BackwardSchedule(backward_config_of(call), loops, query_tiles=64, key_tiles=32))
+    return BackwardForm(call, BackwardSchedule(backward_config(call), loops, query_tiles=64, key_tiles=32))
 
 
 #: What `_backward` takes of the side inputs that it is given; the rest follows from its other arguments.

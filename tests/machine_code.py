@@ -32,7 +32,7 @@ from flashtile.ops.attention import call as description
 from flashtile.ops.attention.call import AuxFacts, Phase, TensorFacts
 from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.hopper.backward_launch import plan_backward
-from flashtile.ops.attention.hopper.configs import HopperConfig, config_of
+from flashtile.ops.attention.hopper.configs import HopperConfig, forward_config
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Origin, Wanted, out_dtype
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.configs import KernelName
@@ -441,7 +441,7 @@ def hopper_call(call: Call, phase: Phase = "forward") -> description.Call:
 
 def hopper_config(call: Call) -> HopperConfig:
     """How the forward of the Hopper kernels is cut for a call."""
-    return config_of(hopper_call(call))
+    return forward_config(hopper_call(call))
 
 
 def hopper_plan(call: Call) -> hopper_launch.ForwardPlan:

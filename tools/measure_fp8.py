@@ -47,7 +47,7 @@ CUTS = {
 
 def cut(config: HopperConfig | None) -> None:
     """Every later call is cut so; None: as the table says."""
-    launch.config_of = configs.config_of if config is None else lambda *_: config
+    launch.forward_config = configs.forward_config if config is None else lambda *_: config
     clear_plans()
 
 

@@ -1682,7 +1682,7 @@ _MANY_FEATURES = ("256-all", "256-softcap-learned-slopes", "256-softcap-learned-
 def test_machine_code_of_features_of_the_backward(form: str) -> None:
     of = (BACKWARD_FEATURE_FORMS | BACKWARD_FUNCTION_FORMS)[form]
     config, heads = of.schedule.config, of.call.head_dims
-    memory = backward_configs.backward_shared_memory(config, *heads, backward_configs.derivatives_apart_of(of.call))
+    memory = backward_configs.backward_shared_memory(config, *heads, backward_configs.separates_derivatives(of.call))
     assert memory <= _LIMIT
     many = of.call.spec.score_program is not None or form in _MANY_FEATURES
     wide = _SPILLS_OF_ALL_FEATURES if many else _SPILLS_OF_WIDE_FEATURES
@@ -1871,7 +1871,7 @@ _SPILLS_OF_BIAS_GRADIENTS = {2: 192, 1: 16}
 @pytest.mark.parametrize("form", BIAS_GRADIENT_FORMS)
 def test_machine_code_of_the_gradient_of_a_bias(form: str) -> None:
     of = BIAS_GRADIENT_FORMS[form]
-    cut, heads = backward_configs.bias_config_of(of.call), of.call.head_dims
+    cut, heads = backward_configs.bias_config(of.call), of.call.head_dims
     memory = backward_configs.bias_shared_memory(cut, *heads)
     assert memory <= _LIMIT
     limits = _Limits(memory, _SPILLS_OF_BIAS_GRADIENTS[cut.query_tiles])

@@ -863,8 +863,8 @@ def test_an_odd_number_of_tiles_of_half_the_keys(hopper: Callable, head_dim: int
 )
 def test_walks_over_queries_are_in_parts(hopper: Callable, changes: dict, arguments: dict) -> None:
     emulated = hopper()
-    (launch,) = (each for each in emulated.modules.values() if "parts_of_walks" in vars(each))
-    launch.parts_of_walks = lambda *_: 3
+    (launch,) = (each for each in emulated.modules.values() if "choose_parts" in vars(each))
+    launch.choose_parts = lambda *_: 3
     case = replace(_SMALL, heads=1, heads_kv=1, seq_q=790, head_dim=128, head_dim_v=128)
     check(with_arguments(replace(case, **changes), **arguments), "hopper")
     assert emulated.launched[-1] == "attention_shares_kernel"

@@ -320,7 +320,7 @@ def test_a_backward_passes_what_its_kernels_declare(
     assert [name for name, tensor in described.items() if not main[f"{name}_desc"].is_of(tensor)] == []
     assert begin["dout_ptr"] == dout.data_ptr()
     # The parts of the buffer, in their order: each has room.
-    config = backward_configs.backward_config_of(hopper_call("backward", q, k, v, side, spec))
+    config = backward_configs.backward_config(hopper_call("backward", q, k, v, side, spec))
     if main["sums_ptr"] is not None:
         of_a_line = main["problem.group"] * main["problem.query_tiles"]  # for each thread block that takes whole ones
         sums = 4 * config.block_m * backward_configs.tile_width(q.shape[-1])

@@ -16,7 +16,7 @@ if devices.triton_missing():
 
 from flashtile._backends import launch as backend_launch
 from flashtile.ops.attention import call as description
-from flashtile.ops.attention.gpu.schedule import longest_walk, parts_of_walks, shares_of_heads
+from flashtile.ops.attention.gpu.schedule import choose_parts, choose_shares, longest_walk
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch
 from flashtile.ops.attention.triton.plan import AttentionKernel
@@ -243,14 +243,14 @@ def test_heads_that_share_keys_are_divided_where_there_are_few_key_tiles(
 def test_into_how_many_shares_heads_are_divided(
     group: int, walks: int, query_tiles: int, uneven: bool, shares: int
 ) -> None:
-    assert shares_of_heads(group, walks, query_tiles, uneven, 132) == shares
+    assert choose_shares(group, walks, query_tiles, uneven, 132) == shares
 
 
 def test_heads_are_divided_for_the_last_line() -> None:
     """Of three lines of 144 walks, the longest of the last one begins when two thirds of all work are done, and takes
     longer than the last third. Half as long it does not."""
-    assert shares_of_heads(4, 3 * 144, 144, True, 132) == 1
-    assert shares_of_heads(4, 3 * 144, 144, True, 132, lambda shares: 144 * {1: 2, 2: 4, 4: 10}[shares]) == 2
+    assert choose_shares(4, 3 * 144, 144, True, 132) == 1
+    assert choose_shares(4, 3 * 144, 144, True, 132, lambda shares: 144 * {1: 2, 2: 4, 4: 10}[shares]) == 2
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_heads_are_divided_for_the_last_line() -> None:
     ],
 )
 def test_into_how_many_parts_walks_are_divided(walks: int, query_tiles: int, group: int, parts: int) -> None:
-    assert parts_of_walks(walks, query_tiles, group, 132) == parts
+    assert choose_parts(walks, query_tiles, group, 132) == parts
 
 
 def test_the_longest_walk_of_a_window() -> None:

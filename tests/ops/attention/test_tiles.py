@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flashtile._backends.devices import INTERPRETER, KNOWN_DEVICES, DeviceFacts
 from flashtile.ops.attention.triton.configs import (
-    Situation,
+    TileKey,
     choose_tiles,
     dot_precision,
     drops_bounds,
@@ -28,12 +28,12 @@ _WIDTHS = (16, 32, 64, 128, 256, 512)
 _DEVICES = {**KNOWN_DEVICES, "interpreter": INTERPRETER, "unknown_cuda": DeviceFacts("sm_999", 48 * 1024)}
 
 
-def _situations() -> list[Situation]:
+def _situations() -> list[TileKey]:
     flags = (False, True)
-    plain = [Situation(*values) for values in product(_DTYPES, _WIDTHS, _WIDTHS, flags, _LENGTHS)]
+    plain = [TileKey(*values) for values in product(_DTYPES, _WIDTHS, _WIDTHS, flags, _LENGTHS)]
     changes = product(_DTYPES, _WIDTHS, (0, 2, 5), (None, (128, 128)))
     return plain + [
-        Situation(dtype, width, width, True, length, table_bytes, block_tile)
+        TileKey(dtype, width, width, True, length, table_bytes, block_tile)
         for length in _LENGTHS
         for dtype, width, table_bytes, block_tile in changes
         if table_bytes or block_tile
@@ -52,18 +52,18 @@ def _is_sane(tiles: TileConfig) -> bool:
 @pytest.mark.parametrize("kernel", _KERNELS)
 @pytest.mark.parametrize("device", _DEVICES.values(), ids=_DEVICES)
 def test_every_situation_has_tiles_that_fit(kernel: str, device: DeviceFacts) -> None:
-    for situation in _situations():
-        tiles = choose_tiles(kernel, device, situation)
-        assert _is_sane(tiles), (situation, tiles)
-        assert tiles.chunk or shared_memory(kernel, tiles, situation) <= device.shared_memory, (situation, tiles)
+    for key in _situations():
+        tiles = choose_tiles(kernel, device, key)
+        assert _is_sane(tiles), (key, tiles)
+        assert tiles.chunk or shared_memory(kernel, tiles, key) <= device.shared_memory, (key, tiles)
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_float32_as_bfloat16_has_tiles_that_fit(kernel: str) -> None:
     device = KNOWN_DEVICES["sm_90"]
-    for situation in _situations():
-        if situation.dtype is torch.float32:
-            split = situation._replace(precision=dot_precision(torch.float32, device, allow_tf32=False))
+    for key in _situations():
+        if key.dtype is torch.float32:
+            split = key._replace(precision=dot_precision(torch.float32, device, allow_tf32=False))
             tiles = choose_tiles(kernel, device, split)
             assert _is_sane(tiles), (split, tiles)
             assert tiles.chunk or shared_memory(kernel, tiles, split) <= device.shared_memory, (split, tiles)
@@ -78,26 +78,26 @@ def test_float32_as_bfloat16_has_tiles_that_fit(kernel: str) -> None:
     length=st.sampled_from(_LENGTHS),
 )
 def test_heads_of_one_tile_width_take_the_same_tiles(kernel, device, dtype, head_dims, banded, length) -> None:
-    situation = Situation(dtype, *head_dims, banded, length)
-    whole = Situation(dtype, *map(tile_width, head_dims), banded, length)
-    assert choose_tiles(kernel, device, situation) == choose_tiles(kernel, device, whole)
+    key = TileKey(dtype, *head_dims, banded, length)
+    whole = TileKey(dtype, *map(tile_width, head_dims), banded, length)
+    assert choose_tiles(kernel, device, key) == choose_tiles(kernel, device, whole)
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
 @pytest.mark.parametrize("device", _DEVICES.values(), ids=_DEVICES)
 def test_bfloat16_takes_the_tiles_of_float16(kernel: str, device: DeviceFacts) -> None:
-    for situation in _situations():
-        if situation.dtype is torch.float16:
-            other = situation._replace(dtype=torch.bfloat16)
-            assert choose_tiles(kernel, device, situation) == choose_tiles(kernel, device, other)
+    for key in _situations():
+        if key.dtype is torch.float16:
+            other = key._replace(dtype=torch.bfloat16)
+            assert choose_tiles(kernel, device, key) == choose_tiles(kernel, device, other)
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_without_tensor_core_products_16_bit_takes_the_tiles_of_float32(kernel: str) -> None:
     device = KNOWN_DEVICES["sm_75"]
-    for situation in _situations():
-        wide = situation._replace(dtype=torch.float32)
-        assert choose_tiles(kernel, device, situation) == choose_tiles(kernel, device, wide)
+    for key in _situations():
+        wide = key._replace(dtype=torch.float32)
+        assert choose_tiles(kernel, device, key) == choose_tiles(kernel, device, wide)
 
 
 @pytest.mark.parametrize(
@@ -115,14 +115,14 @@ def test_without_tensor_core_products_16_bit_takes_the_tiles_of_float32(kernel: 
     ],
 )
 def test_a_row_shrinks_in_this_order(kernel: str, kib: int, expected: TileConfig) -> None:
-    situation = Situation(torch.float16, 128, 128, banded=True, length="long")
-    assert choose_tiles(kernel, DeviceFacts("sm_80", kib * 1024), situation) == expected
+    key = TileKey(torch.float16, 128, 128, banded=True, length="long")
+    assert choose_tiles(kernel, DeviceFacts("sm_80", kib * 1024), key) == expected
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_less_memory_never_means_larger_tiles(kernel: str) -> None:
-    situation = Situation(torch.bfloat16, 256, 128, banded=False, length="long")
-    tiles = [choose_tiles(kernel, DeviceFacts("sm_90", kib * 1024), situation) for kib in range(228, 0, -1)]
+    key = TileKey(torch.bfloat16, 256, 128, banded=False, length="long")
+    tiles = [choose_tiles(kernel, DeviceFacts("sm_90", kib * 1024), key) for kib in range(228, 0, -1)]
     for larger, smaller in pairwise(tiles):
         assert smaller.block_m <= larger.block_m
         assert smaller.block_n <= larger.block_n
@@ -147,20 +147,20 @@ def test_tile_width(head_dim: int, width: int) -> None:
     ],
 )
 def test_what_whole_tiles_leave_out(kernel: str, head_dims: tuple[int, int], bounds: bool, masks: bool) -> None:
-    situation = Situation(torch.float16, *head_dims, banded=False, length="long")
-    assert drops_bounds(kernel, situation) is bounds
-    assert drops_masks(situation) is masks
+    key = TileKey(torch.float16, *head_dims, banded=False, length="long")
+    assert drops_bounds(kernel, key) is bounds
+    assert drops_masks(key) is masks
 
 
 def test_tiles_divide_those_of_the_block_mask() -> None:
-    situation = Situation(torch.bfloat16, 64, 64, banded=False, length="long", block_tile=(48, 96))
-    tiles = choose_tiles("forward", KNOWN_DEVICES["sm_90"], situation)
+    key = TileKey(torch.bfloat16, 64, 64, banded=False, length="long", block_tile=(48, 96))
+    tiles = choose_tiles("forward", KNOWN_DEVICES["sm_90"], key)
     assert (tiles.block_m, tiles.block_n) == (16, 32)
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dq"])
 def test_a_bias_in_flight_takes_a_stage(kernel: str) -> None:
     """Two tiles of 128 × 64 float32 and of a mask need 80 KiB beside those of k and v."""
-    situation = Situation(torch.bfloat16, 128, 128, banded=False, length="long", table_bytes=2)
-    assert choose_tiles(kernel, KNOWN_DEVICES["sm_90"], situation).num_stages == 3
-    assert choose_tiles("dq", KNOWN_DEVICES["sm_90"], situation._replace(table_bytes=5)).num_stages == 2
+    key = TileKey(torch.bfloat16, 128, 128, banded=False, length="long", table_bytes=2)
+    assert choose_tiles(kernel, KNOWN_DEVICES["sm_90"], key).num_stages == 3
+    assert choose_tiles("dq", KNOWN_DEVICES["sm_90"], key._replace(table_bytes=5)).num_stages == 2

@@ -92,7 +92,7 @@ def test_interpreted_kernels_with_the_heads_that_share_keys_divided(
     case: AttentionCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where there are too few key tiles for all multiprocessors: two shares of two heads each."""
-    monkeypatch.setattr(triton_plan, "shares_of_heads", lambda group, *_: group // 2)
+    monkeypatch.setattr(triton_plan, "choose_shares", lambda group, *_: group // 2)
     clear_plans()
     check(replace(case, heads=8), "triton")
     clear_plans()
@@ -101,7 +101,7 @@ def test_interpreted_kernels_with_the_heads_that_share_keys_divided(
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", parameters(_GROUPED))
 def test_kernels_with_the_heads_that_share_keys_divided(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_plan, "shares_of_heads", lambda group, *_: group)
+    monkeypatch.setattr(triton_plan, "choose_shares", lambda group, *_: group)
     clear_plans()
     check(replace(case, dtype=torch.bfloat16), "triton", "cuda")
     clear_plans()

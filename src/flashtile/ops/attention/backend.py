@@ -37,7 +37,7 @@ class KernelChoice:
         return f"{self.name} ({self.backend}): {self.summary}" if self.summary else self.name
 
 
-def summary_of(
+def summarise(
     block: tuple[int, int], warps: str, stages: int, shared_memory: int, rows: str = "queries", more: str = ""
 ) -> str:
     """Tiles in words, for `KernelChoice.summary`. `block`: rows and keys of a tile; `more`: what else there is."""

@@ -18,7 +18,7 @@ Length = Literal["short", "medium", "long"]
 SHORT, LONG = 64, 2048
 
 
-def length_of(max_seqlen_q: int, max_seqlen_k: int) -> Length:
+def length_class(max_seqlen_q: int, max_seqlen_k: int) -> Length:
     if max(max_seqlen_q, max_seqlen_k) <= SHORT:
         return "short"
     return "long" if min(max_seqlen_q, max_seqlen_k) >= LONG else "medium"
@@ -47,7 +47,7 @@ def longest_walk(query_tiles: int, spec: AttentionSpec, block_m: int, block_n: i
     return min(query_tiles, (spec.window_left + spec.window_right + block_n) // block_m + 2)
 
 
-def shares_of_heads(
+def choose_shares(
     group: int,
     walks: int,
     query_tiles: int,
@@ -79,7 +79,7 @@ def shares_of_heads(
     return _fewest([shares for shares in range(1, group + 1) if group % shares == 0], time, _NEARLY_BEST_SHARES)
 
 
-def parts_of_walks(walks: int, query_tiles: int, group: int, multiprocessors: int) -> int:
+def choose_parts(walks: int, query_tiles: int, group: int, multiprocessors: int) -> int:
     """Into how many parts the queries of each walk are divided, where walks are few, or where the last round of them
     would leave most of a GPU without work. dk and dv are then sums of as many parts.
 

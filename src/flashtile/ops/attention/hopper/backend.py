@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from flashtile.ops.attention.backend import KernelChoice, summary_of
+from flashtile.ops.attention.backend import KernelChoice, summarise
 from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.gpu.schedule import SHORT, length_of
+from flashtile.ops.attention.gpu.schedule import SHORT, length_class
 from flashtile.ops.attention.gpu.score_source import unsupported_operation
 from flashtile.ops.attention.hopper import backward_configs, configs
 from flashtile.ops.attention.hopper import separate_configs as float32_configs
-from flashtile.ops.attention.hopper.backward_configs import ends_of_dq
+from flashtile.ops.attention.hopper.backward_configs import dq_epilogue
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8
 from flashtile.ops.attention.hopper.separate_configs import (
     HALF_WIDE,
@@ -73,7 +73,7 @@ def _slower(call: Call) -> str | None:
         return f"with heads of up to {HALF_WIDE} columns, parts of float32 numbers pay with more keys or fewer queries"
     if call.packed or widest > 64:
         return None
-    if length_of(call.rows_q, call.rows_k) == "short":
+    if length_class(call.rows_q, call.rows_k) == "short":
         return f"with {SHORT} queries and keys or fewer the tiles of the portable kernels are less empty"
     bias = call.aux.bias
     has_each_score, moved = bias is not None and bias.has_each_score, configs.moves_by_tma(bias, call.dtype)
@@ -162,9 +162,9 @@ def describe(call: Call) -> tuple[KernelChoice, ...]:
 def _describe_forward(call: Call) -> tuple[KernelChoice, ...]:
     if call.dtype is torch.float32:
         return _describe_float32_forward(*call.head_dims)
-    config = configs.config_of(call)
+    config = configs.forward_config(call)
     memory = configs.shared_memory(config, *call.head_dims, call.dtype)
-    summary = summary_of((config.block_m, config.block_n), _warps(config.consumers), config.stages, memory)
+    summary = summarise((config.block_m, config.block_n), _warps(config.consumers), config.stages, memory)
     forward = KernelChoice("forward", config, memory, "hopper", summary=summary)
     return (KernelChoice("widen", backend="hopper"), forward) if call.dtype is FP8 else (forward,)
 
@@ -174,11 +174,11 @@ def _describe_backward(call: Call) -> tuple[KernelChoice, ...]:
         return _describe_float32_backward(*call.head_dims)
     if is_wide(*call.head_dims):
         return _describe_wide_backward(*call.head_dims)
-    cut = ends_of_dq(backward_configs.backward_config_of(call), call).config
-    apart = backward_configs.derivatives_apart_of(call)
+    cut = dq_epilogue(backward_configs.backward_config(call), call).config
+    apart = backward_configs.separates_derivatives(call)
     memory = backward_configs.backward_shared_memory(cut, *call.head_dims, apart)
     warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
-    summary = summary_of((cut.block_m, cut.block_n), warps, cut.stages, memory)
+    summary = summarise((cut.block_m, cut.block_n), warps, cut.stages, memory)
     main = KernelChoice("backward", cut, memory, "hopper", summary=summary)
     if not call.wanted.bias or cut.bias_stored:
         return (main,)
@@ -205,13 +205,13 @@ def _describe_float32_forward(head_dim: int, head_dim_v: int) -> tuple[KernelCho
     """A stage is a part of 64 rows and columns."""
     cut = choose_float32_forward_config(head_dim, head_dim_v)
     memory, rows = float32_forward_shared_memory(cut), configs.CONSUMER_ROWS
-    summary = summary_of((rows, rows), "2 computing warpgroups and 2 loading warps", cut.places, memory)
+    summary = summarise((rows, rows), "2 computing warpgroups and 2 loading warps", cut.places, memory)
     return _PARTS, KernelChoice("forward", cut, memory, "hopper", summary=summary)
 
 
 def _describe_float32_backward(head_dim: int, head_dim_v: int) -> tuple[KernelChoice, ...]:
     """A stage is a part of 64 rows, in wide heads of 64 columns."""
-    keys_of_dv = float32_configs.float32_keys_of_dv(head_dim, head_dim_v)
+    keys_of_dv = float32_configs.float32_dv_keys(head_dim, head_dim_v)
     if not float32_configs.is_wide_float32(head_dim, head_dim_v):
         stages = float32_configs.VISITED_TILES
         return _PARTS, *_describe_gradients(None, keys_of_dv, stages, stages, float32_configs.float32_shared_memory())
@@ -232,16 +232,16 @@ def _describe_gradients(
     )
     warps = "2 computing warpgroups and a loading warp"
     return tuple(
-        KernelChoice(name, cut, of_each, "hopper", summary=summary_of(block, warps, stages, of_each))
+        KernelChoice(name, cut, of_each, "hopper", summary=summarise(block, warps, stages, of_each))
         for name, block, stages, of_each in choices
     )
 
 
 def _describe_bias_gradient(call: Call) -> KernelChoice:
-    cut = backward_configs.bias_config_of(call)
+    cut = backward_configs.bias_config(call)
     memory = backward_configs.bias_shared_memory(cut, *call.head_dims)
     block = cut.query_tiles * backward_configs.BIAS_QUERIES, cut.keys
-    summary = summary_of(block, _warps(cut.warpgroups), cut.stages, memory)
+    summary = summarise(block, _warps(cut.warpgroups), cut.stages, memory)
     return KernelChoice("dbias", cut, memory, "hopper", summary=summary)
 
 

@@ -12,7 +12,7 @@ from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     OVERHEAD,
     SHARED_MEMORY,
-    is_of_scores,
+    matches_scores,
     moves_by_tma,
     table_bytes,
 )
@@ -233,7 +233,7 @@ def choose_backward_config(
     return row._replace(producer=True, registers=208) if block_tile and not row.producer else row
 
 
-def backward_config_of(call: Call) -> BackwardConfig:
+def backward_config(call: Call) -> BackwardConfig:
     """The row of a call. The gradient of a bias, which is added last, is not that of the scores if these have
     derivatives."""
     spec, bias = call.spec, call.aux.bias
@@ -248,9 +248,9 @@ def backward_config_of(call: Call) -> BackwardConfig:
         scale=spec.scale,
         ordered=spec.deterministic,
         modified=changed or tables > 1,
-        derivatives_apart=derivatives_apart_of(call),
+        derivatives_apart=separates_derivatives(call),
         moved_bias=moved_bias,
-        own_bias=call.wanted.bias and is_of_scores(call) and not derivatives,
+        own_bias=call.wanted.bias and matches_scores(call) and not derivatives,
         bias_alone=moved_bias and tables == BIAS_BYTES and not (changed or call.learns_slopes),
         loads_tables=tables > (BIAS_BYTES if moved_bias else 1),
     )
@@ -261,7 +261,7 @@ def has_function_derivative(score_program: str | None) -> bool:
     return score_program is not None and not adds_to_score(score_program)
 
 
-def derivatives_apart_of(call: Call) -> bool:
+def separates_derivatives(call: Call) -> bool:
     """`derivatives_apart` of a call."""
     spec = call.spec
     of_function = has_function_derivative(spec.score_program)
@@ -350,7 +350,7 @@ _BIAS_CUT_OF_TWO_PROGRAMS = BiasGradientConfig(warpgroups=1, query_tiles=1, key_
 _NARROW_BIAS_CUT = BiasGradientConfig(warpgroups=3, query_tiles=1, key_stages=3, stages=4)
 
 
-def bias_config_of(call: Call) -> BiasGradientConfig:
+def bias_config(call: Call) -> BiasGradientConfig:
     """The cut of the gradient of a bias of a call."""
     spec, aux = call.spec, call.aux
     return bias_gradient_config(
@@ -426,7 +426,7 @@ _MORE_ROUNDS = 1.15
 BYTES_OF_A_COLUMN = 4
 
 
-class DqEnds(NamedTuple):
+class DqEpilogue(NamedTuple):
     """How dq of a call leaves.
 
     Attributes:
@@ -440,15 +440,15 @@ class DqEnds(NamedTuple):
     whole: bool
 
 
-def ends_of_dq(config: BackwardConfig, call: Call) -> DqEnds:
+def dq_epilogue(config: BackwardConfig, call: Call) -> DqEpilogue:
     """Whether dq needs sums of several thread blocks. Where it does not, TMA stores it, also in the rows of wide heads,
     whose sums threads add up faster. `config`: the row of the table."""
     stores = config._replace(sums_by_tma=True)
-    if backward_shared_memory(stores, *call.head_dims, derivatives_apart_of(call)) > SHARED_MEMORY:
+    if backward_shared_memory(stores, *call.head_dims, separates_derivatives(call)) > SHARED_MEMORY:
         stores = config
     single = _has_single_key_tile(call, stores)
     whole = not (single or call.bounded) and _takes_whole_lines(call, stores)
-    return DqEnds(stores if single or whole else config, single, whole)
+    return DqEpilogue(stores if single or whole else config, single, whole)
 
 
 def _has_single_key_tile(call: Call, config: BackwardConfig) -> bool:

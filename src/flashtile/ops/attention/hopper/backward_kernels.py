@@ -25,20 +25,20 @@ from flashtile.ops.attention.hopper.backward_configs import (
     BIAS_QUERIES,
     STATISTIC_COLUMNS,
     backward_chunks,
-    bias_config_of,
+    bias_config,
     bias_programs_together,
-    derivatives_apart_of,
     has_function_derivative,
     padded_strides,
+    separates_derivatives,
     tile_width,
 )
 from flashtile.ops.attention.hopper.backward_dq import attention_begin_kernel, attention_end_kernel
 from flashtile.ops.attention.hopper.backward_tiles import Problem, ScoreChange
 from flashtile.ops.attention.hopper.bias_gradient import attention_bias_gradient_kernel
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
-from flashtile.ops.attention.hopper.parameters import LOG2_E, bounded_layout, is_covered, side_of_call
+from flashtile.ops.attention.hopper.parameters import LOG2_E, bounded_layout, describe_side, is_covered
 from flashtile.ops.attention.hopper.schedule import NO_LOOPS, BackwardSchedule
-from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
+from flashtile.ops.attention.hopper.score_functions import gluon_derivative, gluon_reads
 
 #: The tensors that TMA moves in the order of the main kernel's parameters. Those with rows of heads may have a second
 #: chunk of columns, `<name>_tail`.
@@ -122,7 +122,7 @@ def begin_kernel(
 
 def _near_keys(call: Call, covered: bool) -> dict[str, Any]:
     """The side inputs as the kernel of statistics takes them, which reads those alone that ALiBi needs."""
-    side, present = side_of_call(call, covered=covered, by_column=True), call.aux.alibi_slopes is not None
+    side, present = describe_side(call, covered=covered, by_column=True), call.aux.alibi_slopes is not None
     return {
         "side": SidePointers._make(optional(present, each) for each in side.pointers),
         "side_numbers": side.numbers if present else None,
@@ -156,7 +156,7 @@ def end_kernel(call: Call, schedule: BackwardSchedule) -> Kernel:
 def main_kernel(call: Call, schedule: BackwardSchedule) -> Kernel:
     """The kernel of dq, dk and dv."""
     config, covered = schedule.config, schedule.is_covered(call)
-    side = side_of_call(call, covered=covered, by_column=True)
+    side = describe_side(call, covered=covered, by_column=True)
     sums = not schedule.loops.SINGLE_KEY_TILE
     parameters = {
         **moved_tensors(call, schedule),
@@ -186,9 +186,9 @@ def bias_gradient_kernel(call: Call, schedule: BackwardSchedule, work: BiasWork)
     """The kernel of the gradient of a bias that scores share. It reads the statistics of the main kernel."""
     bias = call.aux.bias
     assert bias is not None
-    cut = bias_config_of(call)
+    cut = bias_config(call)
     covered = is_covered(call, *_bias_block(call))
-    side = side_of_call(call, covered=covered, by_column=True)
+    side = describe_side(call, covered=covered, by_column=True)
     in_parts = work.parts > 1
     change = score_change(call._replace(wanted=call.wanted._replace(alibi_slopes=False)), covered)
     moved = moved_tensors(call, schedule._replace(config=schedule.config._replace(bias_by_tma=True)))
@@ -221,7 +221,7 @@ def cut_bias_work(call: Call) -> BiasWork:
     """The work for the gradient of a bias: so many parts that multiprocessors are busy."""
     bias = call.aux.bias
     assert bias is not None
-    at_once = call.multiprocessors * bias_programs_together(bias_config_of(call), *call.head_dims)
+    at_once = call.multiprocessors * bias_programs_together(bias_config(call), *call.head_dims)
     planes = bias.shape[0] * bias.shape[1]
     own = planes * math.prod(-(-size // along) for size, along in zip(bias.shape[2:], _bias_block(call)))
     sharing = call.batch * call.heads // planes
@@ -232,7 +232,7 @@ def cut_bias_work(call: Call) -> BiasWork:
 
 def _bias_block(call: Call) -> tuple[int, int]:
     """Queries and keys of a program of the gradient of a bias."""
-    cut = bias_config_of(call)
+    cut = bias_config(call)
     return BIAS_QUERIES * cut.query_tiles, cut.keys
 
 
@@ -250,7 +250,7 @@ def score_change(call: Call, covered: bool) -> ScoreChange:
     """The score function, and whether it or the soft cap has derivatives. `covered`: tiles divide the queries and keys,
     so its indices are known to be theirs."""
     program, softcap = call.spec.score_program, call.spec.softcap > 0
-    apart = derivatives_apart_of(call)
+    apart = separates_derivatives(call)
     if program is None:
         return ScoreChange(
             captured=ABSENT,
@@ -267,8 +267,8 @@ def score_change(call: Call, covered: bool) -> ScoreChange:
     return ScoreChange(
         captured=read["captured"],
         sizes=read["captured_sizes"],
-        SCORE_FUNCTION=with_derivative_of(program, bounds),
-        SCORE_READS=reads_of(program, bounds, with_derivative=True),
+        SCORE_FUNCTION=gluon_derivative(program, bounds),
+        SCORE_READS=gluon_reads(program, bounds, with_derivative=True),
         FUNCTION_DERIVATIVE=has_derivative,
         DERIVATIVES=softcap or has_derivative,
         DERIVATIVES_APART=apart,

@@ -77,10 +77,10 @@ class BackwardPlan(NamedTuple):
         captured_gradients = (None,) * len(scalars[2].captured)
         if not self.more:
             return Gradients(dq, dk, dv, captured=captured_gradients)
-        dbias, dslopes, dsinks = self._of_sides(made, inputs, aux, scalars)
+        dbias, dslopes, dsinks = self._side_gradients(made, inputs, aux, scalars)
         return Gradients(dq, dk, dv, dbias, dslopes, dsinks, captured_gradients)
 
-    def _of_sides(
+    def _side_gradients(
         self, made: list[Tensor], inputs: BackwardInputs, aux: Aux, scalars: Scalars
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of the bias, of the slopes and of the sinks. `made`: as of `Pipeline.run`."""

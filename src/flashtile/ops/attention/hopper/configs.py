@@ -1,7 +1,7 @@
 """How the Hopper forward is cut, and what all Hopper kernels share: frozen rows, and the pure functions that read them.
 
 Rows were measured on an H200 with Triton 3.6, bf16; the reason stands beside each. `backward_configs` has those of the
-backward. Nothing here needs Triton, but `config_of` asks for its version.
+backward. Nothing here needs Triton, but `forward_config` asks for its version.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ _LONG_8 = HopperConfig(
 LONG_8, LONG_8_CAUSAL = 2048, 8192
 
 
-def config_of(call: Call) -> HopperConfig:
+def forward_config(call: Call) -> HopperConfig:
     """The row of a call."""
     return choose_config(call, spills=triton_version() >= _SPILLS_FROM)
 
@@ -262,7 +262,7 @@ def choose_config(call: Call, spills: bool = False) -> HopperConfig:
         # of tables for each score.
         row = row._replace(block_n=64, stages=2 * row.stages)
     if bare:
-        row = _of_one_consumer(row, call) or row
+        row = _single_consumer(row, call) or row
     if blocks:
         row = _within_tile(row, call.block_tile, widest)
     if moves_by_tma(call.aux.bias, dtype):
@@ -295,7 +295,7 @@ def _has_half_keys(call: Call) -> bool:
     return 96 < widest <= 128 and longest <= (HALF_WIDE_CAUSAL if right else HALF_WIDE)
 
 
-def _of_one_consumer(row: HopperConfig, call: Call) -> HopperConfig | None:
+def _single_consumer(row: HopperConfig, call: Call) -> HopperConfig | None:
     """The row of one consumer that serves instead of `row`; None where none does."""
     head_dim, head_dim_v = call.head_dims
     widest, lengths, dropout = max(head_dim, head_dim_v), _lengths(call), call.spec.dropout_p > 0
@@ -357,7 +357,7 @@ def moves_by_tma(bias: TensorFacts | None, dtype: torch.dtype) -> bool:
     return bits % 16 == 0
 
 
-def is_of_scores(call: Call) -> bool:
+def matches_scores(call: Call) -> bool:
     """Whether each score of a dense call has an element of the bias of its own, in the dtype of q."""
     bias = call.aux.bias
     return (

@@ -28,7 +28,7 @@ from flashtile.ops.attention.hopper.configs import (
     SHORT,
     HopperConfig,
     column_chunks,
-    config_of,
+    forward_config,
     out_places,
     query_places,
     score_columns,
@@ -40,13 +40,13 @@ from flashtile.ops.attention.hopper.float32_forward import attention_float32_for
 from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
 from flashtile.ops.attention.hopper.parameters import (
     by_whole_rows,
+    describe_side,
     ends_by_rows,
     is_covered,
-    side_of_call,
     whole_sizes,
     with_aligned_lists,
 )
-from flashtile.ops.attention.hopper.score_functions import function_of, reads_of
+from flashtile.ops.attention.hopper.score_functions import gluon_function, gluon_reads
 from flashtile.ops.attention.hopper.separate_configs import (
     CHUNK,
     MAX_REGISTERS,
@@ -170,7 +170,7 @@ def plan_forward(call: Call) -> ForwardPlan:
 def _plan(call: Call) -> ForwardPlan:
     """Of 16 and 8 bits."""
     spec, aux, dtype = call.spec, call.aux, call.dtype
-    config = config_of(call)
+    config = forward_config(call)
     whole_rows, _ = whole_sizes(call)
     tiles, lines = call.tiles(whole_rows, config.block_m), value_parts(call.head_dims[1]) * call.lines
     check_programs("q", tiles * lines)
@@ -198,7 +198,7 @@ def _forward_kernel(call: Call, config: HopperConfig, programs: int, tiles: int,
     """`tiles`, `lines`, `dynamic`: as in `forward.Problem`."""
     spec, aux, dtype = call.spec, call.aux, call.dtype
     covered = is_covered(call, config.block_m, config.block_n)
-    side = side_of_call(call, covered=covered, by_column=False, group=call.group)
+    side = describe_side(call, covered=covered, by_column=False, group=call.group)
     bounds = score_bounds(call) if covered else None
     parameters = {
         **_moved_tensors(call, config),
@@ -220,8 +220,8 @@ def _forward_kernel(call: Call, config: HopperConfig, programs: int, tiles: int,
         "SCORE_COLUMNS": score_columns(call.head_dims[0], dtype),
         "VALUE_PARTS": value_parts(call.head_dims[1]),
         "MASK_ENDS_KEYS": _same_for_all_rows(aux.mask),
-        "SCORE_FUNCTION": None if spec.score_program is None else function_of(spec.score_program, bounds),
-        "SCORE_READS": None if spec.score_program is None else reads_of(spec.score_program, bounds),
+        "SCORE_FUNCTION": None if spec.score_program is None else gluon_function(spec.score_program, bounds),
+        "SCORE_READS": None if spec.score_program is None else gluon_reads(spec.score_program, bounds),
     }
     return Kernel(attention_forward_kernel, parameters, constants, programs, max_registers=config.max_registers)
 
@@ -271,7 +271,7 @@ def _plan_float32(call: Call) -> ForwardPlan:
         parameters[f"{name}_desc"] = TmaTensor(f"{name}_parts", torch.bfloat16, box, moved)
         if programs:
             kernels[f"parts_{name}"] = parts_kernel(name, f"{name}_parts", of.shape, of.strides, widths[name])
-    without_side = side_of_call(call._replace(aux=AuxFacts()), covered=False, by_column=False)
+    without_side = describe_side(call._replace(aux=AuxFacts()), covered=False, by_column=False)
     parameters |= {
         **dict.fromkeys(("out_ptr", "lse_ptr"), pointer_to(torch.float32, 16)),
         "sinks_ptr": pointer_to(torch.float32 if call.aux.sinks else None),

@@ -25,7 +25,7 @@ def score_units(spec: AttentionSpec) -> ScoreUnits:
     )
 
 
-def side_of_call(call: Call, *, covered: bool, by_column: bool, group: int | None = None) -> SideParameters:
+def describe_side(call: Call, *, covered: bool, by_column: bool, group: int | None = None) -> SideParameters:
     """The side inputs as `side_parameters` describes them for these kernels. Those of the backward, which go by column,
     have no sinks, because they have lse, which counts them."""
     if by_column:

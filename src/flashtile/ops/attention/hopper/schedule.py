@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import SUMS_PASS_LOOPS, gl, gluon
 from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.gpu.schedule import longest_walk, parts_of_walks, shares_of_heads
+from flashtile.ops.attention.gpu.schedule import choose_parts, choose_shares, longest_walk
 from flashtile.ops.attention.hopper.backward_configs import (
     BYTES_OF_A_COLUMN,
     BackwardConfig,
-    backward_config_of,
-    ends_of_dq,
+    backward_config,
+    dq_epilogue,
 )
 from flashtile.ops.attention.hopper.blocks import _first_line
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
@@ -344,7 +344,7 @@ def column_in_order(number, tiles, lines, together, FIRST: gl.constexpr):
     return tile, line
 
 
-#: Queries that a key tile visits, of all heads that share its keys, or of one share (`shares_of_heads`). From so
+#: Queries that a key tile visits, of all heads that share its keys, or of one share (`choose_shares`). From so
 #: many on, thread blocks that drift apart find little of what they read and add to in the L2 cache: 1 KiB for each
 #: query at D 128. TFLOP/s with and without shared progress, D 128, 64 and 8 heads: 32,768 tokens 605 and 560, 16,384
 #: 602 and 607; 16 heads, 65,536 tokens, 621 and 613.
@@ -396,7 +396,7 @@ class BackwardSchedule(NamedTuple):
 
     @staticmethod
     def from_call(call: Call) -> "BackwardSchedule":
-        config, single, whole = ends_of_dq(backward_config_of(call), call)
+        config, single, whole = dq_epilogue(backward_config(call), call)
         rows_q, rows_k = whole_sizes(call)
         query_tiles, key_tiles = call.tiles(rows_q, config.block_m), call.tiles(rows_k, config.block_n)
         loops = NO_LOOPS._replace(SINGLE_KEY_TILE=single, WHOLE_LINES=whole)
@@ -405,7 +405,7 @@ class BackwardSchedule(NamedTuple):
         group, parts = call.group // shares, 1
         if may_divide_queries(call, group):
             walks = key_tiles * call.lines_kv * shares
-            parts = parts_of_walks(walks, query_tiles, group, call.multiprocessors)
+            parts = choose_parts(walks, query_tiles, group, call.multiprocessors)
         return schedule._replace(
             loops=choose_loops(call, schedule, group),
             shares=shares * parts,
@@ -457,7 +457,7 @@ def _shares(call: Call, schedule: BackwardSchedule) -> int:
             return 0
         return tiles_done_before_last(key_tiles, lines * shares, call.group // shares, programs)
 
-    shares = shares_of_heads(call.group, key_tiles * lines, steps, uneven, programs, walks_done)
+    shares = choose_shares(call.group, key_tiles * lines, steps, uneven, programs, walks_done)
     return shares_in_cache(call, schedule, shares, steps)
 
 
@@ -495,7 +495,7 @@ def shares_in_cache(call: Call, schedule: BackwardSchedule, shares: int, query_t
     twice as many walks to meet, and do not stay together in two rounds either.
 
     Args:
-        shares: as `schedule.shares_of_heads` divides them.
+        shares: as `schedule.choose_shares` divides them.
         query_tiles: of a head, that the longest walk visits.
     """
     config, key_tiles = schedule.config, schedule.key_tiles

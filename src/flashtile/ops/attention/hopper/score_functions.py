@@ -36,19 +36,19 @@ _NAMES = {
 
 
 @functools.lru_cache(maxsize=1024)
-def function_of(text: str, bounds: ScoreBounds | None) -> Any:
+def gluon_function(text: str, bounds: ScoreBounds | None) -> Any:
     """The `@gluon.jit` function of a program: see `score_source.function_source`."""
     return compiled(function_source(text, bounds, reads_before=True), gluon.jit, _NAMES)
 
 
 @functools.lru_cache(maxsize=1024)
-def with_derivative_of(text: str, bounds: ScoreBounds | None) -> Any:
+def gluon_derivative(text: str, bounds: ScoreBounds | None) -> Any:
     """The same with its derivative: see `score_source.with_derivative_source`."""
     return compiled(with_derivative_source(text, bounds), gluon.jit, _NAMES)
 
 
 @functools.lru_cache(maxsize=1024)
-def reads_of(text: str, bounds: ScoreBounds | None, with_derivative: bool = False) -> Any:
+def gluon_reads(text: str, bounds: ScoreBounds | None, with_derivative: bool = False) -> Any:
     """The `@gluon.jit` function of its reads before the scores are there; None where there are none."""
     source = reads_source(text, bounds, with_derivative)
     return None if source is None else compiled(source, gluon.jit, _NAMES)

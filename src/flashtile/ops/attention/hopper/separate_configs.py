@@ -114,7 +114,7 @@ def cut_shared_rows(chunks: int) -> tuple[int, int]:
     return staying, places
 
 
-def memory_of_shared_rows(chunks: int, staying: int, places: int) -> int:
+def shared_rows_memory(chunks: int, staying: int, places: int) -> int:
     """An estimate of the shared memory of a program in bytes."""
     tiles = SHARERS * places + _staying_tiles(chunks, staying)
     return tiles * TILE_BYTES + SHARERS * EXCHANGE_BYTES + OVERHEAD
@@ -162,7 +162,7 @@ def choose_float32_forward_config(head_dim: int, head_dim_v: int) -> Float32Forw
 
 def float32_forward_shared_memory(config: Float32ForwardConfig) -> int:
     """An estimate of the shared memory of a program in bytes."""
-    return memory_of_shared_rows(config.chunks, config.staying, config.places)
+    return shared_rows_memory(config.chunks, config.staying, config.places)
 
 
 def serves_float32_forward(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> bool:
@@ -259,7 +259,7 @@ def float32_wide_shared_memory(config: Float32WideConfig) -> tuple[int, int]:
     """The same of the kernels of wide heads."""
     staying = config.staying_scores + config.staying_values
     tiles = PARTS * staying + config.weight_places + config.gradient_places
-    of_values = memory_of_shared_rows(config.chunks, config.staying, config.places)
+    of_values = shared_rows_memory(config.chunks, config.staying, config.places)
     return of_values, tiles * TILE_BYTES + EXCHANGE_BYTES + OVERHEAD
 
 
@@ -281,6 +281,6 @@ def has_separate_kernels(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> 
     return is_wide(head_dim, head_dim_v)
 
 
-def float32_keys_of_dv(head_dim: int, head_dim_v: int) -> int:
+def float32_dv_keys(head_dim: int, head_dim_v: int) -> int:
     """Keys of a program of dv: each of two warpgroups has 64, or both share them."""
     return CONSUMER_ROWS if is_wide_float32(head_dim, head_dim_v) else 2 * CONSUMER_ROWS

@@ -12,7 +12,7 @@ from flashtile._backends.launch import constants_of, pointer_to
 from flashtile._backends.pipeline import Kernel
 from flashtile._backends.tma import TmaTensor, strided_layout
 from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.gpu.schedule import longest_walk, shares_of_heads
+from flashtile.ops.attention.gpu.schedule import choose_shares, longest_walk
 from flashtile.ops.attention.hopper.backward_kernels import begin_kernel, gradient_layouts, row_layouts
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
 from flashtile.ops.attention.hopper.convert import parts_kernel, parts_layout
@@ -21,7 +21,7 @@ from flashtile.ops.attention.hopper.float32_wide_backward import (
     attention_float32_wide_dk_dq_kernel,
     attention_float32_wide_dv_kernel,
 )
-from flashtile.ops.attention.hopper.parameters import side_of_call
+from flashtile.ops.attention.hopper.parameters import describe_side
 from flashtile.ops.attention.hopper.separate_configs import (
     CHUNK,
     KEYS_OF_DV,
@@ -31,7 +31,7 @@ from flashtile.ops.attention.hopper.separate_configs import (
     WIDTH,
     choose_float32_wide_config,
     choose_wide_backward_config,
-    float32_keys_of_dv,
+    float32_dv_keys,
     is_wide_float32,
 )
 from flashtile.ops.attention.hopper.wide_backward import Problem, attention_wide_dk_dq_kernel, attention_wide_dv_kernel
@@ -92,18 +92,18 @@ def separate_pipeline(
     bits; and the layouts of what kernels leave for one another."""
     spec, packed = call.spec, call.packed
     float32 = call.dtype is torch.float32
-    keys_of_dv = float32_keys_of_dv(*call.head_dims) if float32 else KEYS_OF_DV
+    keys_of_dv = float32_dv_keys(*call.head_dims) if float32 else KEYS_OF_DV
     own_rows = {"dv": (call.rows_k, keys_of_dv), "dk": (call.rows_k, _ROWS), "dq": (call.rows_q, _ROWS)}
     tiles = {name: call.tiles(*rows) for name, rows in own_rows.items()}
     steps = longest_walk(tiles["dq"], spec, _ROWS, keys_of_dv)
     walks, uneven = tiles["dv"] * call.lines_kv, spec.banded or call.bounded
-    shares = shares_of_heads(call.group, walks, steps, uneven, call.multiprocessors)
+    shares = choose_shares(call.group, walks, steps, uneven, call.multiprocessors)
     family = _float32_family(call, shares) if float32 else _wide_family(call, shares)
     statistic_tiles = tiles["dq"] * _STATISTICS_TOGETHER
     together = _STATISTICS_TOGETHER if packed else 1
     # Tiles of `STATISTIC_ROWS` queries, of which every 64 are whole.
     kernels = {"begin": begin_kernel(call, STATISTIC_ROWS, statistic_tiles, together=together), **family.splits}
-    side = side_of_call(call, covered=False, by_column=True)
+    side = describe_side(call, covered=False, by_column=True)
     lengths = call.aux.key_lengths is not None
     masks = {
         **dict.fromkeys(("dv", "dk"), spec.banded or lengths),

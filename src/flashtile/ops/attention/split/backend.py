@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashtile.ops.attention.backend import KernelChoice, summary_of
+from flashtile.ops.attention.backend import KernelChoice, summarise
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.seen_keys import visible_keys
 from flashtile.ops.attention.spec import FP8
@@ -51,7 +51,7 @@ def describe(call: Call) -> tuple[KernelChoice, ...]:
     chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
     parts = f", keys in {splits} parts" if splits > 1 else ""
     block, rows = (tiles.block_m, tiles.block_n), "queries and heads"
-    summary = summary_of(block, f"{tiles.num_warps} warps", tiles.num_stages, memory, rows, chunk + parts)
+    summary = summarise(block, f"{tiles.num_warps} warps", tiles.num_stages, memory, rows, chunk + parts)
     return (KernelChoice("forward", tiles, memory, "split", splits, summary),)
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from flashtile.ops.attention.backend import KernelChoice, summary_of
+from flashtile.ops.attention.backend import KernelChoice, summarise
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.score_source import unsupported_operation
 from flashtile.ops.attention.triton.configs import (
     KernelName,
-    Situation,
+    TileKey,
     choose_tiles,
     shared_memory,
-    situation_of,
+    tile_key_for,
     tiles_with_keys,
 )
 from flashtile.ops.attention.triton.tile_tables import TileConfig
@@ -34,12 +34,12 @@ def describe(call: Call) -> tuple[KernelChoice, ...]:
     """The kernels of a phase, with their tiles."""
     if call.phase == "forward":
         return (describe_kernel("forward", call),)
-    situation = situation_of(call)
-    tiles = choose_tiles("dq", call.machine.facts, situation)
-    with_keys = tiles_with_keys(call, situation, tiles)
+    key = tile_key_for(call)
+    tiles = choose_tiles("dq", call.machine.facts, key)
+    with_keys = tiles_with_keys(call, key, tiles)
     if with_keys is not None:
-        return (_described("short_backward", with_keys, situation),)
-    return _described("dq", tiles, situation), describe_kernel("dkdv", call), *describe_bias_gradient(call)
+        return (_described("short_backward", with_keys, key),)
+    return _described("dq", tiles, key), describe_kernel("dkdv", call), *describe_bias_gradient(call)
 
 
 def describe_bias_gradient(call: Call) -> tuple[KernelChoice, ...]:
@@ -49,15 +49,15 @@ def describe_bias_gradient(call: Call) -> tuple[KernelChoice, ...]:
 
 def describe_kernel(name: KernelName, call: Call) -> KernelChoice:
     """One kernel, with the tiles that it has for a call."""
-    situation = situation_of(call)
-    return _described(name, choose_tiles(name, call.machine.facts, situation), situation)
+    key = tile_key_for(call)
+    return _described(name, choose_tiles(name, call.machine.facts, key), key)
 
 
-def _described(name: KernelName, tiles: TileConfig, situation: Situation) -> KernelChoice:
-    memory = shared_memory(name, tiles, situation)
+def _described(name: KernelName, tiles: TileConfig, key: TileKey) -> KernelChoice:
+    memory = shared_memory(name, tiles, key)
     chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
     block, warps = (tiles.block_m, tiles.block_n), f"{tiles.num_warps} warps"
-    summary = summary_of(block, warps, tiles.num_stages, memory, more=chunk)
+    summary = summarise(block, warps, tiles.num_stages, memory, more=chunk)
     return KernelChoice(name, tiles, memory, "triton", summary=summary)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from flashtile._backends.devices import DeviceFacts
 from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.gpu.schedule import SHORT, Length, length_of
+from flashtile.ops.attention.gpu.schedule import SHORT, Length, length_class
 from flashtile.ops.attention.gpu.score_source import tile_values
 from flashtile.ops.attention.spec import out_dtype
 from flashtile.ops.attention.triton.tile_tables import (
@@ -47,7 +47,7 @@ _SPLIT_BYTES = 6
 OWN_KEYS = ("dkdv", "column_sums")
 
 
-class Situation(NamedTuple):
+class TileKey(NamedTuple):
     """What the choice of tiles looks at, beside the kernel and the device.
 
     Attributes:
@@ -72,52 +72,52 @@ class Situation(NamedTuple):
     precision: Precision = "ieee"
 
 
-def situation_of(call: Call) -> Situation:
-    """The situation of a call.
+def tile_key_for(call: Call) -> TileKey:
+    """The key of a call.
 
     With a score function no call is short: in tiles of 64 × 64, and in one kernel for dq, dk and dv, ptxas 12.8 reads
     uniform registers that nothing has set where a table of the function learns (`tests/control_flow.py`).
     """
-    spec, length = call.spec, length_of(*call.max_seqlens)
+    spec, length = call.spec, length_class(*call.max_seqlens)
     if length == "short" and spec.score_program is not None:
         length = "medium"
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     dtypes = [table.dtype for table in (call.aux.bias, call.aux.mask) if table is not None]
     table_bytes = sum(dtype.itemsize for dtype in (*dtypes, *tile_values(spec.score_program)))
     precision = dot_precision(call.dtype, call.machine.facts, call.tf32)
-    return Situation(out_dtype(call.dtype), *call.head_dims, spec.banded, length, table_bytes, block_tile, precision)
+    return TileKey(out_dtype(call.dtype), *call.head_dims, spec.banded, length, table_bytes, block_tile, precision)
 
 
-def choose_tiles(kernel: KernelName, device: DeviceFacts, situation: Situation) -> TileConfig:
+def choose_tiles(kernel: KernelName, device: DeviceFacts, key: TileKey) -> TileConfig:
     """The tiles of a kernel on a device: the first row of its table that holds the head, shrunk to fit.
 
     With a block mask, each lies in one tile of the mask: both are multiples of a power of two that a kernel can take.
     """
     if device.is_cuda and device.capability < 80:
         # Triton has no tensor-core products there: it widens 16-bit operands and multiplies as it does float32.
-        situation = situation._replace(dtype=torch.float32)
-    width = _width(situation)
-    if situation.precision == "bf16x6":
+        key = key._replace(dtype=torch.float32)
+    width = _width(key)
+    if key.precision == "bf16x6":
         table = FLOAT32_SPLIT[device.arch]
-    elif situation.dtype is torch.float32:
+    elif key.dtype is torch.float32:
         table = FLOAT32
     elif kernel == "dbias":
         table = HOPPER_BIAS if device.arch == "sm_90" and width <= 128 else BIAS_GRADIENT
     elif kernel == "column_sums" and not device.arch.startswith("gfx1"):
         table = COLUMN_SUMS
-    elif device.arch == "sm_90" and situation.block_tile and width <= 128:
+    elif device.arch == "sm_90" and key.block_tile and width <= 128:
         table = HOPPER_BLOCKS
-    elif device.arch == "sm_90" and situation.length == "short" and kernel in HOPPER_SHORT and width <= 64:
+    elif device.arch == "sm_90" and key.length == "short" and kernel in HOPPER_SHORT and width <= 64:
         table = HOPPER_SHORT
-    elif device.arch == "sm_90" and situation.table_bytes and width <= 128:
-        table = HOPPER_MASK if situation.table_bytes == 1 else HOPPER_BIAS
+    elif device.arch == "sm_90" and key.table_bytes and width <= 128:
+        table = HOPPER_MASK if key.table_bytes == 1 else HOPPER_BIAS
     elif device.arch == "sm_90":
         table = {
             (False, False): HOPPER_FULL,
             (False, True): HOPPER_FULL,
             (True, False): HOPPER_BANDED_SHORT,
             (True, True): HOPPER_BANDED,
-        }[situation.banded, situation.length == "long"]
+        }[key.banded, key.length == "long"]
     elif device.is_cuda:
         table = TENSOR_CORES
     elif device.arch.startswith("gfx1"):
@@ -125,14 +125,14 @@ def choose_tiles(kernel: KernelName, device: DeviceFacts, situation: Situation) 
     else:
         table = AMD
     preferred = next(tiles for widest, tiles in table[kernel] if width <= widest)
-    tiles = _fit(kernel, preferred, situation, device.shared_memory)
-    if situation.block_tile:
-        queries, keys = situation.block_tile
+    tiles = _fit(kernel, preferred, key, device.shared_memory)
+    if key.block_tile:
+        queries, keys = key.block_tile
         tiles = tiles._replace(block_m=math.gcd(tiles.block_m, queries), block_n=math.gcd(tiles.block_n, keys))
     return tiles
 
 
-def tiles_with_keys(call: Call, situation: Situation, tiles: TileConfig) -> TileConfig | None:
+def tiles_with_keys(call: Call, key: TileKey, tiles: TileConfig) -> TileConfig | None:
     """The tiles of "short_backward", which computes all gradients, because one tile holds all queries of a sequence and
     one all keys. None where it does not serve a call. `tiles`: of dq alone.
 
@@ -140,29 +140,29 @@ def tiles_with_keys(call: Call, situation: Situation, tiles: TileConfig) -> Tile
     and dv do not fit beside those of dq (sm_90, 256 columns: 335,872 bytes of on-chip memory).
     """
     device = call.machine.facts
-    one_tile = call.rows_q <= tiles.block_m and call.rows_k <= tiles.block_n and _width(situation) <= 128
-    short = situation.length == "short" and not call.packed
-    if one_tile and short and situation.dtype.itemsize == 2 and situation.block_tile is None:
+    one_tile = call.rows_q <= tiles.block_m and call.rows_k <= tiles.block_n and _width(key) <= 128
+    short = key.length == "short" and not call.packed
+    if one_tile and short and key.dtype.itemsize == 2 and key.block_tile is None:
         tiles = tiles._replace(block_m=min(tiles.block_m, SHORT), num_stages=1)
         # With places for two sequences the next one is fetched ahead: 0.36 ms instead of 0.49 (4,096 × 49 tokens, 6
         # heads of 32, a bias that learns). Where copies go through registers these have no room for it.
         ahead = tiles._replace(num_stages=2)
         copies = device.is_cuda and device.capability >= 80
-        fits = shared_memory("short_backward", ahead, situation) <= device.shared_memory
+        fits = shared_memory("short_backward", ahead, key) <= device.shared_memory
         return ahead if copies and fits else tiles
     return None
 
 
-def drops_bounds(kernel: KernelName, situation: Situation) -> bool:
+def drops_bounds(kernel: KernelName, key: TileKey) -> bool:
     """Whether tiles that divide their sequence are loaded without a bounds check. Measured 1-6 % faster, but for
     dk/dv of 256 columns, where the compiler then spills (3.97 ms against 3.61)."""
-    return kernel != "dkdv" or _width(situation) <= 128
+    return kernel != "dkdv" or _width(key) <= 128
 
 
-def drops_masks(situation: Situation) -> bool:
+def drops_masks(key: TileKey) -> bool:
     """Whether the branch for masks is left out where no tile needs one. Measured up to 13 % faster for heads up to
     128 columns (dk/dv 1.74 ms against 1.99), and 8 % slower past them (forward 1.12 against 1.01)."""
-    return _width(situation) <= 128
+    return _width(key) <= 128
 
 
 def dot_precision(dtype: torch.dtype, device: DeviceFacts, allow_tf32: bool) -> Precision:
@@ -178,26 +178,26 @@ def dot_precision(dtype: torch.dtype, device: DeviceFacts, allow_tf32: bool) -> 
     return "bf16x6" if device.arch in FLOAT32_SPLIT else "ieee"
 
 
-def tile_widths(situation: Situation) -> tuple[int, int]:
+def tile_widths(key: TileKey) -> tuple[int, int]:
     """Columns of tiles of q and k, and of v. The parts of split operands take turns in one place, where two swizzles
     make ptxas 12.8 compute wrong addresses (`swizzles_differ`), so the narrower tile is made wider."""
-    width, width_v = tile_width(situation.head_dim), tile_width(situation.head_dim_v)
-    least = min(max(width, width_v), 64) if situation.precision == "bf16x6" else 0
+    width, width_v = tile_width(key.head_dim), tile_width(key.head_dim_v)
+    least = min(max(width, width_v), 64) if key.precision == "bf16x6" else 0
     return max(width, least), max(width_v, least)
 
 
-def _width(situation: Situation) -> int:
-    return max(tile_widths(situation))
+def _width(key: TileKey) -> int:
+    return max(tile_widths(key))
 
 
-def shared_memory(kernel: KernelName, tiles: TileConfig, situation: Situation) -> int:
+def shared_memory(kernel: KernelName, tiles: TileConfig, key: TileKey) -> int:
     """Estimate of the shared memory of a program, in bytes; tests compile every row and hold it to the limit."""
-    width, width_v = tile_widths(situation) if kernel != "column_sums" else (tile_widths(situation)[0], 0)
+    width, width_v = tile_widths(key) if kernel != "column_sums" else (tile_widths(key)[0], 0)
     scores = tiles.block_m * tiles.block_n
     moving, resident = (tiles.block_m, tiles.block_n) if kernel in OWN_KEYS else (tiles.block_n, tiles.block_m)
     # A tile is split when its turn comes, and those that move take turns in one place. Ahead of that they are whole.
-    split = situation.precision == "bf16x6"
-    itemsize = situation.dtype.itemsize
+    split = key.precision == "bf16x6"
+    itemsize = key.dtype.itemsize
     operand_bytes, multiplied = (_SPLIT_BYTES, max(width, width_v)) if split else (itemsize, width + width_v)
     if tiles.chunk:
         tile_bytes = operand_bytes * (tiles.chunk * (moving + resident) + moving * max(width, width_v))
@@ -216,16 +216,16 @@ def shared_memory(kernel: KernelName, tiles: TileConfig, situation: Situation) -
     exchange = max(scores * (_SPLIT_BYTES if split else itemsize), 2048)
     # Tiles of bias and mask go through registers, so one stage fewer of them lies in shared memory; where they are
     # transposed, they change their layout too.
-    tables = scores * (situation.table_bytes + (situation.block_tile is not None))
+    tables = scores * (key.table_bytes + (key.block_tile is not None))
     transposed = tables if kernel in ("dkdv", "dbias") else 0
     if kernel in ("dbias", "short_backward"):  # read them once
         return tile_bytes + max(exchange, transposed)
     return tile_bytes + max(exchange, transposed) + (tiles.num_stages - 1) * tables
 
 
-def _fit(kernel: KernelName, tiles: TileConfig, situation: Situation, limit: int) -> TileConfig:
+def _fit(kernel: KernelName, tiles: TileConfig, key: TileKey, limit: int) -> TileConfig:
     """Fewer stages first, then narrower tiles on the side that moves, then on the side that stays, then chunks."""
-    while shared_memory(kernel, tiles, situation) > limit and not tiles.chunk:
+    while shared_memory(kernel, tiles, key) > limit and not tiles.chunk:
         moving, resident = (tiles.block_m, tiles.block_n) if kernel in OWN_KEYS else (tiles.block_n, tiles.block_m)
         stages, chunk = tiles.num_stages, 0
         if stages > 2 or (stages > 1 and moving <= 32):

@@ -25,7 +25,7 @@ from flashtile.ops.attention.gpu.reductions import (
     shares_kernel,
     without_shares,
 )
-from flashtile.ops.attention.gpu.schedule import longest_walk, shares_of_heads
+from flashtile.ops.attention.gpu.schedule import choose_shares, longest_walk
 from flashtile.ops.attention.gpu.score_functions import captured_parameters, score_bounds
 from flashtile.ops.attention.spec import NOTHING_WANTED, out_dtype
 from flashtile.ops.attention.triton.backward import (
@@ -38,16 +38,16 @@ from flashtile.ops.attention.triton.bias_gradient import attention_dbias_kernel
 from flashtile.ops.attention.triton.configs import (
     OWN_KEYS,
     KernelName,
-    Situation,
+    TileKey,
     choose_tiles,
     drops_bounds,
     drops_masks,
-    situation_of,
+    tile_key_for,
     tile_widths,
     tiles_with_keys,
 )
 from flashtile.ops.attention.triton.forward import attention_column_sums_kernel, attention_forward_kernel
-from flashtile.ops.attention.triton.score_functions import derivative_of, function_of, slots_for
+from flashtile.ops.attention.triton.score_functions import slots_for, triton_derivative, triton_function
 from flashtile.ops.attention.triton.tile_tables import TileConfig
 from flashtile.ops.attention.triton.tiles import Strides, TileShape
 from flashtile.ops.common.checks import check_programs
@@ -99,7 +99,7 @@ class _Planned(NamedTuple):
 
     Attributes:
         kernel: "short_backward" in the place of "dq" where this serves the call.
-        situation: what tiles are chosen by.
+        key: what tiles are chosen by.
         work: how the gradient of a bias is cut.
         shares: dk and dv are in so many parts.
         covered: tiles divide the call, so that none ends past a bias or a mask.
@@ -108,7 +108,7 @@ class _Planned(NamedTuple):
 
     kernel: KernelName
     call: Call
-    situation: Situation
+    key: TileKey
     tiles: TileConfig
     work: BiasWork
     shares: int
@@ -159,9 +159,9 @@ def _kernel(kernel: KernelName, call: Call) -> AttentionKernel:
     """Everything that can be decided before the tensors' contents are known."""
     call.check_sizes()
     spec, side, gpu = call.spec, call.aux, call.machine.facts
-    situation = situation_of(call)
-    tiles = choose_tiles(kernel, gpu, situation)
-    whole_tiles = tiles_with_keys(call, situation, tiles) if kernel == "dq" else None
+    key = tile_key_for(call)
+    tiles = choose_tiles(kernel, gpu, key)
+    whole_tiles = tiles_with_keys(call, key, tiles) if kernel == "dq" else None
     if whole_tiles is not None and call.batch * call.rows_q * call.rows_k * call.heads:
         kernel, tiles = "short_backward", whole_tiles
     work = _cut(kernel, call, tiles)
@@ -171,15 +171,15 @@ def _kernel(kernel: KernelName, call: Call) -> AttentionKernel:
         causal = spec.window_right is not None and spec.window_left is None
         uneven = call.packed or spec.block_shape is not None or causal
         steps = longest_walk(call.tiles(call.rows_q, tiles.block_m), spec, tiles.block_m, tiles.block_n)
-        shares = shares_of_heads(call.group, programs, steps, uneven, call.multiprocessors)
+        shares = choose_shares(call.group, programs, steps, uneven, call.multiprocessors)
     # With a block mask whole tiles of the mask are walked through, even past the end of the sequence.
     divides_q = call.rows_q % (call.block_tile[0] or tiles.block_m) == 0
     divides_k = call.rows_k % (call.block_tile[1] or tiles.block_n) == 0
     # Whether the tiles that move divide their sequence; in the gradient of the bias both tiles move.
     divides = divides_q and divides_k if kernel == "dbias" else divides_q if kernel in OWN_KEYS else divides_k
-    whole = not call.bounded and drops_bounds(kernel, situation) and divides
+    whole = not call.bounded and drops_bounds(kernel, key) and divides
     covered = not call.packed and divides_q and divides_k
-    planned = _Planned(kernel, call, situation, tiles, work, shares, covered, whole=whole)
+    planned = _Planned(kernel, call, key, tiles, work, shares, covered, whole=whole)
     in_waves = planned.in_waves
     parameters: dict[str, Any] = {
         **captured_parameters(side.captured, planned.summed, in_waves),
@@ -300,7 +300,7 @@ def _written_shapes(planned: _Planned) -> list[tuple[int, ...]]:
 def _numbers(planned: _Planned) -> dict[str, Any]:
     call, tiles = planned.call, planned.tiles
     head_dim, head_dim_v = call.head_dims
-    width, width_v = tile_widths(planned.situation)
+    width, width_v = tile_widths(planned.key)
     return {
         "batch": int32(call.batch),
         "heads": int32(call.heads),
@@ -333,9 +333,9 @@ def _constants(planned: _Planned) -> dict[str, Any]:
         "PACKED": call.packed,
         "TOP_LEFT": spec.top_left,
         "WHOLE": planned.whole,
-        "ALL_VISIBLE": planned.whole and not spec.banded and drops_masks(planned.situation),
+        "ALL_VISIBLE": planned.whole and not spec.banded and drops_masks(planned.key),
         "ALIGNED": spec.origin is None or (spec.origin.row | spec.origin.column) % 16 == 0,
-        "PRECISION": planned.situation.precision,
+        "PRECISION": planned.key.precision,
         "MODIFIED": spec.softcap > 0 or call.aux.modifies_scores or spec.score_program is not None,
         "BATCH_FIRST": shared_batch and not shared_rows,
         "SHARED_ROWS": shared_rows,
@@ -349,11 +349,10 @@ def _score_functions(planned: _Planned) -> dict[str, Any]:
     if text is None:
         return {"SCORE_FUNCTION": None, "SCORE_DERIVATIVE": None}
     bounds = score_bounds(planned.call) if planned.covered else None
-    differentiates = planned.kernel in ("dq", "dkdv")
-    return {
-        "SCORE_FUNCTION": function_of(text, bounds),
-        "SCORE_DERIVATIVE": derivative_of(text, planned.summed, planned.in_waves, bounds) if differentiates else None,
-    }
+    derivative = None
+    if planned.kernel in ("dq", "dkdv"):
+        derivative = triton_derivative(text, planned.summed, planned.in_waves, bounds)
+    return {"SCORE_FUNCTION": triton_function(text, bounds), "SCORE_DERIVATIVE": derivative}
 
 
 def _entries(planned: _Planned) -> int:

@@ -85,13 +85,13 @@ _NAMES = {
 
 
 @functools.lru_cache(maxsize=1024)
-def function_of(text: str, bounds: ScoreBounds | None = None) -> Any:
+def triton_function(text: str, bounds: ScoreBounds | None = None) -> Any:
     """The `@triton.jit` function of a program: see `score_source.function_source`."""
     return compiled(function_source(text, bounds), triton.jit, _NAMES)
 
 
 @functools.lru_cache(maxsize=1024)
-def derivative_of(
+def triton_derivative(
     text: str, summed: tuple[bool, ...] = (), in_order: bool = False, bounds: ScoreBounds | None = None
 ) -> Any:
     """That of its derivative: see `score_source.derivative_source`."""
