@@ -24,6 +24,7 @@ from flashtile._backends.launch import (
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 from flashtile.ops.common.split_keys.plan import SplitCall, SplitPlan, split_plan, visible_rows
 from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, RowStrides, Sequences
+from flashtile.ops.common.tiles import power_of_two
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton.append import append_kernel
 from flashtile.ops.kv_cache.triton.configs import append_cut
@@ -53,6 +54,7 @@ def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
         addresses |= k.data_ptr() | v.data_ptr()
     if cos is not None and sin is not None:
         table_addresses = cos.data_ptr() | sin.data_ptr()
+    packed = call.cu_seqlens_q is not None
     indices = (*call[5:9], call.cu_seqlens_q, call.cu_seqlens_new)
     return _plan(
         q.dtype,
@@ -64,12 +66,13 @@ def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
         None if table is None else (table.shape, table.stride()),
         0 if call.alibi_slopes is None else call.alibi_slopes.dim(),
         call.sinks is not None,
-        None if call.cu_seqlens_q is None else call.batch,
+        call.batch if packed else None,
         k_cache.dtype,
         tuple(None if t is None else t.stride() for t in (call.descale_k, call.descale_v)),
         None if tree is None else (0, *tree.stride())[-3:-1],
         (addresses & 15, table_addresses & 15),
-        spec._replace(length=0),
+        # Only tiles depend on the longest sequence: steps that differ a little in it share a plan.
+        spec._replace(length=0, max_seqlen_q=power_of_two(spec.max_seqlen_q) if packed else 0),
         torch._C._get_cublas_allow_tf32(),
     )
 
