@@ -19,12 +19,13 @@ from flashtile.testing import Size, assert_close
 
 @dataclass(frozen=True)
 class CacheCase:
-    """One call. `capacity` is that of a sequence, in a paged call rounded up to whole pages.
+    """One call.
 
-    `cache_dtype`: of 8-bit caches, whose `factors` are "one", or of "heads", "pages" (or entries) or "rows". `lengths`:
-    rows in the cache before the call, an int for all sequences; None = the cache is full. `queries`: of each sequence,
-    and last of none, in a packed call; `new`: likewise the new rows, where they are others. `arguments` are keyword
-    arguments that are no tensors.
+    `capacity` is that of a sequence, in a paged call rounded up to whole pages. `latent`: values are the first columns
+    of the keys. `cache_dtype`: of 8-bit caches, whose `factors` are "one", or of "heads", "pages" (or entries) or
+    "rows". `lengths`: rows in the cache before the call, an int for all sequences; None = the cache is full. `queries`:
+    of each sequence, and last of none, in a packed call; `new`: likewise the new rows, where they are others.
+    `arguments` are keyword arguments that are no tensors.
     """
 
     batch: int = 2
@@ -49,6 +50,7 @@ class CacheCase:
     alibi: bool = False
     sinks: bool = False
     tree: bool = False
+    latent: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def queries_of(self, sequence: int) -> int:
@@ -86,6 +88,8 @@ class CacheInputs:
         for name in ("descale_k", "descale_v"):
             if name in tensors:
                 tensors[name] = self.tensors[name].clone()  # float32, and written
+        if self.k is not None and self.v is None:
+            parts[2] = parts[1][..., : self.v_cache.shape[-1]]
         return CacheInputs(*parts, tensors)  # type: ignore[arg-type]
 
     def call(self, **arguments: Any) -> Any:
@@ -154,7 +158,13 @@ def make_inputs(case: CacheCase, device: torch.device | str = "cpu", seed: int =
         k = normal(*rows_new, case.heads_kv, case.head_dim)
         v = normal(*rows_new, case.heads_kv, case.head_dim_v)
     q = normal(*rows_q, case.heads, case.head_dim)
-    parts = (None if t is None else t.to(device) for t in (q, k_cache, v_cache, k, v))
+    if case.latent:
+        v_cache, v = k_cache[..., : case.head_dim_v], None
+        if factors:
+            tensors["descale_v"] = tensors["descale_k"]
+    parts = [None if t is None else t.to(device) for t in (q, k_cache, v_cache, k, v)]
+    if case.latent:
+        parts[2] = parts[1][..., : case.head_dim_v]
     tensors = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in tensors.items()}
     return CacheInputs(*parts, tensors)
 
@@ -360,6 +370,24 @@ EDGES = {
         BASE, seq_q=40, seq_new=40, lengths=(350, 0), capacity=400, tree=True, arguments={"num_splits": 3}
     ),
     "tree_reading": replace(BASE, seq_q=5, lengths=(37, 3), left=(9, 0), entries=(3, 1), tree=True),
+    "latent": replace(
+        BASE, heads=8, heads_kv=1, head_dim=72, head_dim_v=64, latent=True, page_size=16, queries=(3, 1, 0), seq_new=0
+    ),
+    "latent_576": replace(
+        BASE, heads=4, heads_kv=1, head_dim=576, head_dim_v=512, latent=True, seq_new=1, seq_q=2, dtype=torch.float16
+    ),
+    "latent_rotated_8_bits": replace(
+        BASE,
+        heads=4,
+        heads_kv=1,
+        head_dim=40,
+        head_dim_v=32,
+        latent=True,
+        seq_new=3,
+        rotary_dim=8,
+        cache_dtype=torch.int8,
+        factors="one",
+    ),
     "int8": replace(BASE, dtype=torch.float16, cache_dtype=torch.int8, factors="one", seq_new=2, rotary_dim=8),
     "int8_heads": replace(
         BASE, cache_dtype=torch.int8, factors="heads", seq_new=3, heads=6, arguments={"softcap": 2.0}

@@ -122,6 +122,7 @@ _CALLS = {
     "fp8": Call(cache_dtype=torch.float8_e4m3fn, factors=(0, 0, 1), page_size=16),
     "fp8_chunk": Call(cache_dtype=torch.float8_e4m3fn, factors=(0, 0, 1), seq_q=64, seq_new=64),
     "fp8_head_256": Call(cache_dtype=torch.float8_e4m3fn, factors=(0, 0, 1), head_dim=256, head_dim_v=256),
+    "latent": Call(heads=128, heads_kv=1, head_dim=576, head_dim_v=512, seq_new=None, page_size=64),
     "int8_rows": Call(cache_dtype=torch.int8, factors=(128, 8, 1), page_size=16, spec=_OF_ROWS),
     "int8_rows_packed": Call(
         cache_dtype=torch.int8, factors=(128, 8, 1), page_size=16, spec=_OF_ROWS, seq_q=512, total_q=1100

@@ -137,11 +137,12 @@ def attention_with_kv_cache(
         k_cache: `[batch, capacity, heads_kv, head_dim]` in q's dtype, or in 8 bits as float8_e4m3fn, float8_e5m2 or
             int8; contiguous in the last dimension. With
             block_table, pages `[pages, page_size, heads_kv, head_dim]` of any size. `heads_q % heads_kv == 0`.
-        v_cache: the same with head_dim_v; head_dim and head_dim_v are each 1 to 512. Where rows are appended, both
+        v_cache: the same with head_dim_v. head_dim is 1 to 576, head_dim_v 1 to 512. Where rows are appended, both
             caches have memory of their own: neither is expanded, and they do not overlap.
         k: `[batch, seq_new, heads_kv, head_dim]`, written to the rows of k_cache from cache_lengths on. seq_new may
             differ from seq_q. With cu_seqlens_q, `[total_new, heads_kv, head_dim]`. None appends nothing.
-        v: the same with head_dim_v, written to v_cache.
+        v: the same with head_dim_v, written to v_cache. None if v_cache is a view of the first columns of k_cache,
+            `k_cache[..., :head_dim_v]`, whose rows are then stored once, as in multi-head latent attention.
         cache_lengths: rows already in the cache: an int for all sequences, or `[batch]` int32 or int64 on q's device.
             The call does not change it. None (without k and v): the whole cache.
         cache_batch_indices: `[batch]` int32 or int64: sequence `b` uses entry `cache_batch_indices[b]` of the cache
@@ -203,7 +204,8 @@ def attention_with_kv_cache(
     Reference:
         Dao, "FlashAttention-2" (2023), section 3; Dao et al., "Flash-Decoding for long-context inference" (2023).
         Pages: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023),
-        section 4. Rotation: Su et al., "RoFormer" (2021).
+        section 4. Latent attention: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1. Rotation: Su et al., "RoFormer"
+        (2021).
     """
     if other_names:
         refuse_other_names(attention_with_kv_cache, other_names)

@@ -30,7 +30,7 @@ from flashtile.ops.common.score_checks import (
 from flashtile.ops.common.sizes import differ, exceeds
 from flashtile.ops.common.split_keys.configs import MAX_SPLITS
 from flashtile.ops.kv_cache.rows import lengths_before, new_counts, numbered, places, query_counts
-from flashtile.ops.kv_cache.spec import EIGHT_BITS, MAX_HEAD_DIM, CacheCall, CacheSpec
+from flashtile.ops.kv_cache.spec import EIGHT_BITS, MAX_HEAD_DIM, MAX_HEAD_DIM_V, CacheCall, CacheSpec
 
 __all__ = [
     "check_appended",
@@ -121,7 +121,7 @@ def _agree(q: Tensor, k_cache: Tensor, v_cache: Tensor, packed: bool) -> bool:
         and k_cache.stride(3) == v_cache.stride(3) == 1
         and of_rows == [entries, rows, heads_kv]
         and 1 <= head_dim == head_dim_k <= MAX_HEAD_DIM
-        and 1 <= head_dim_v <= MAX_HEAD_DIM
+        and 1 <= head_dim_v <= MAX_HEAD_DIM_V
         and heads_q >= 1
         and heads_kv >= 1
         and not heads_q % heads_kv
@@ -139,11 +139,9 @@ def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     heads_kv, head_dim_v = v_cache.shape[2:]
     if k_cache.shape[-1] != head_dim:
         raise ValueError(f"k_cache: expected the head_dim of q, {head_dim}, got {k_cache.shape[-1]}")
-    if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= head_dim_v <= MAX_HEAD_DIM):
-        name, wrong = ("v_cache", head_dim_v) if 1 <= head_dim <= MAX_HEAD_DIM else ("q", head_dim)
-        raise ValueError(
-            f"{name}: expected head_dim from 1 to {MAX_HEAD_DIM}, got {wrong}; split the head into several"
-        )
+    for name, found, most in (("q", head_dim, MAX_HEAD_DIM), ("v_cache", head_dim_v, MAX_HEAD_DIM_V)):
+        if not 1 <= found <= most:
+            raise ValueError(f"{name}: expected head_dim from 1 to {most}, got {found}; split the head into several")
     if heads_q < 1 or heads_kv < 1 or heads_q % heads_kv:
         raise ValueError(
             f"k_cache, v_cache: expected a number of heads that divides the {heads_q} of q, got {heads_kv}; query head "
@@ -176,9 +174,8 @@ def check_appended(
 ) -> None:
     """Checks the new keys and values against q and the caches, which they are written to. `as_q`: a packed call has as
     many new rows as queries."""
-    if (k is None) is not (v is None):
-        given, missing = ("k", "v") if v is None else ("v", "k")
-        raise ValueError(f"{missing}: expected a tensor beside {given}, got None; pass both new keys and new values")
+    if k is None:
+        raise ValueError("k: expected a tensor beside v, got None; pass both new keys and new values")
     for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if tensor is None:
             continue
@@ -413,6 +410,14 @@ def check_destinations(call: CacheCall, spec: CacheSpec) -> None:
     written = {"k_cache": k_cache, "v_cache": v_cache}
     if spec.factors_of_rows:
         written |= {"descale_k": call.descale_k, "descale_v": call.descale_v}  # type: ignore[dict-item]
+    if call.v is None:
+        if not _values_are_columns(k_cache, v_cache):
+            raise ValueError(
+                "v: expected a tensor beside k, got None; pass both new keys and new values, or as v_cache a view of "
+                "the first columns of k_cache, k_cache[..., :head_dim_v]"
+            )
+        check_writable("k_cache", k_cache, _REMEDY)
+        return
     for name, cache in written.items():
         check_writable(name, cache, _REMEDY)
     if share_memory(k_cache, v_cache):
@@ -420,6 +425,15 @@ def check_destinations(call: CacheCall, spec: CacheSpec) -> None:
             "k_cache, v_cache: expected memory of its own for each of them, because both are written, got caches that "
             "share memory; make two caches, or write the new rows yourself and pass k=None, v=None"
         )
+
+
+def _values_are_columns(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether values are the first columns of the keys' rows, which are stored once."""
+    return (
+        v_cache.data_ptr() == k_cache.data_ptr()
+        and v_cache.stride() == k_cache.stride()
+        and v_cache.shape[-1] <= k_cache.shape[-1]
+    )
 
 
 def check_values(call: CacheCall, spec: CacheSpec) -> None:

@@ -110,13 +110,14 @@ def prepare_steps(
 
 
 def _append(call: CacheCall, spec: CacheSpec, before: Tensor) -> None:
-    if call.k is None or call.v is None:
+    if call.k is None:
         return
     sequence, number = numbered(new_counts(call), before.device)
     if not sequence.shape[0]:
         return
     row = before[sequence] + number
-    k, v = (packed_rows(rows, call.cu_seqlens_new)[: row.shape[0]] for rows in (call.k, call.v))
+    k = packed_rows(call.k, call.cu_seqlens_new)[: row.shape[0]]
+    v = None if call.v is None else packed_rows(call.v, call.cu_seqlens_new)[: row.shape[0]]
     where = places(call, sequence, row)
     store(call, spec, where, _rotated(k, call, spec, row), v)
 

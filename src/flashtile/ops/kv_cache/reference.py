@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.api import attention
+from flashtile.ops.attention.api import forward_of_checked
 from flashtile.ops.kv_cache.rows import (
     gathered,
     lengths_before,
@@ -45,18 +45,17 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
         if call.tree_mask is not None:
             tree = call.tree_mask[queries] if call.cu_seqlens_q is not None else call.tree_mask[sequence]
             mask = visible_in_tree(tree[:, : q[queries].shape[0]], row.shape[0])
-        result, result_lse = attention(
+        result, result_lse = forward_of_checked(
             _rotated_queries(call, spec, q[queries], before[sequence])[None],
             gathered(call.k_cache, call.descale_k, where, q.dtype)[None],
             gathered(call.v_cache, call.descale_v, where, q.dtype)[None],
-            window=(spec.window_left, spec.window_right),
-            scale=spec.scale,
-            softcap=spec.softcap,
-            alibi_slopes=slopes[sequence] if slopes is not None and slopes.dim() == 2 else slopes,
-            sinks=call.sinks,
-            mask=mask,
-            return_lse=True,
-            backend="reference",
+            (spec.window_left, spec.window_right),
+            spec.scale,
+            spec.softcap,
+            slopes[sequence] if slopes is not None and slopes.dim() == 2 else slopes,
+            call.sinks,
+            "reference",
+            None if mask is None else mask[None, None],
         )
         out[queries], lse[:, queries] = result[0], result_lse[0]
     return results_of(call, out, lse)
@@ -70,9 +69,10 @@ def _slices(counts: list[int]) -> list[slice]:
 
 def _append(call: CacheCall, spec: CacheSpec, sequence: int, before: int, new: slice) -> None:
     """Stores the new rows of one sequence."""
-    if call.k is None or call.v is None:
+    if call.k is None:
         return
-    k, v = (packed_rows(rows, call.cu_seqlens_new)[new] for rows in (call.k, call.v))
+    k = packed_rows(call.k, call.cu_seqlens_new)[new]
+    v = None if call.v is None else packed_rows(call.v, call.cu_seqlens_new)[new]
     row = torch.arange(before, before + k.shape[0], device=k.device)
     where = places(call, torch.full_like(row, sequence), row)
     store(call, spec, where, _rotated(k, call, spec, before), v)

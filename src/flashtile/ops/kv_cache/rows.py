@@ -85,9 +85,11 @@ def indexable(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype in EIGHT_BITS else cache
 
 
-def store(call: CacheCall, spec: CacheSpec, where: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> None:
+def store(call: CacheCall, spec: CacheSpec, where: tuple[Tensor, Tensor], k: Tensor, v: Tensor | None) -> None:
     """Writes rotated new rows `[rows, heads, head_dim]` to their places."""
     for new, cache, descale in ((k, call.k_cache, call.descale_k), (v, call.v_cache, call.descale_v)):
+        if new is None:
+            continue  # columns of the keys
         if cache.dtype in EIGHT_BITS:
             if spec.factors_of_rows and descale is not None:
                 descale[where] = factors_of(new, cache.dtype)

@@ -29,8 +29,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Largest head dimension (of q/k, and separately of v) that any backend takes.
-MAX_HEAD_DIM = 512
+#: Largest head dimension of q and k that any backend takes: that of multi-head latent attention. And that of v.
+MAX_HEAD_DIM = 576
+MAX_HEAD_DIM_V = 512
 #: The dtypes of caches in 8 bits, and their largest numbers.
 EIGHT_BITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 
@@ -74,7 +75,7 @@ class CacheCall(NamedTuple):
         k_cache: `[cache_batch, capacity, heads_kv, head_dim]`, paged `[pages, page_size, heads_kv, head_dim]`.
         v_cache: the same with head_dim_v.
         k: `[batch, seq_new, heads_kv, head_dim]`, what is appended; packed `[total_new, heads_kv, head_dim]`.
-        v: the same with head_dim_v.
+        v: the same with head_dim_v. None where values are the first columns of the keys' rows.
         cache_lengths: `[batch]` integers, rows of each sequence that are in the cache already.
         cache_batch_indices: `[batch]` integers, the entry of the cache that belongs to each sequence.
         cache_left_padding: `[batch]` integers, the first row of each sequence.

@@ -219,9 +219,9 @@ def visit_tiles(
         row_max = sink
         row_sum = tl.where(sink == float("-inf"), 0.0, 1.0)
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-    column = tl.arange(0, BLOCK_D)[None, :]
     column_v = tl.arange(0, BLOCK_E)[None, :]
     if not CHUNK:
+        column = tl.arange(0, BLOCK_D)[None, :]
         q_tile = tl.load(q_rows[:, None] + column, mask=there[:, None] & (column < HEAD_DIM), other=0.0)  # [M, D]
     pages = tile_pages(table, first_tile, last_tile, begin, end, PAGE_SIZE, BLOCK_N)
     for tile in tl.range(first_tile, last_tile):

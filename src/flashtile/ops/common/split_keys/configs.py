@@ -146,7 +146,10 @@ def choose_tiles(device: DeviceFacts, tile_key: TileKey) -> AttendTiles:
         table = _CDNA
     else:
         table = _hopper_table(tile_key) if device.arch == "sm_90" else _TENSOR_CORES
-    tiles = next(tiles for columns, tiles in table if widest <= columns)
+    tiles = next((tiles for columns, tiles in table if widest <= columns), table[-1][1])
+    if widest > table[-1][0]:
+        # Latent attention: keys wider than any row, read in chunks.
+        tiles = tiles._replace(num_stages=1, chunk=tiles.chunk or 64)
     if table is _FLOAT32 and device.arch.startswith("gfx1"):
         tiles = tiles._replace(block_n=16, num_warps=8)  # half the registers of CDNA
     if tile_key.page_size and not tile_key.whole_words:

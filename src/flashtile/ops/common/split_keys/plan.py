@@ -191,7 +191,7 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "PAGE_SIZE": call.page_size,
         "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim_v,
-        "BLOCK_D": tile_width(head_dim),
+        "BLOCK_D": -(-head_dim // tiles.chunk) * tiles.chunk if tiles.chunk else tile_width(head_dim),
         "BLOCK_E": tile_width(head_dim_v),
         **constants_of(tiles),
         "PARTIAL": partial,

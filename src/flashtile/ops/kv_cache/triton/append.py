@@ -27,7 +27,8 @@ def append_kernel(
     A program has one row: the first `seq_new` programs of a sequence one of its rows of k and v, and then, where they
     rotate, `seq_q` programs one of q. Of packed sequences these are the rows of all of them. Queries are written to
     `rotated`, contiguous. `BANDED`: each query has a position of its own, else all have the first.
-    `descales`: `Descales`, with `CacheStrides`; those of new rows are written if FACTORS_OF_ROWS."""
+    `descales`: `Descales`, with `CacheStrides`; those of new rows are written if FACTORS_OF_ROWS. No `v`: values are
+    columns of the keys."""
     program = tl.program_id(0)
     if sequences.starts is None:
         programs = seq_new
@@ -65,15 +66,12 @@ def append_kernel(
                 entry = tl.load(sequences.entries + sequence).to(tl.int64)
                 k_place, v_place = entry, entry
             source = (first_new + row).to(tl.int64)
-            k_row, v_row = k_ptr + source * k_strides.row, v_ptr + source * v_strides.row
+            k_row = k_ptr + source * k_strides.row
             if sequences.starts is None:
                 k_row += wide * k_strides.batch
-                v_row += wide * v_strides.batch
-            k_factors, v_factors = descales.k, descales.v
+            k_factors = descales.k
             if k_factors is not None:
                 k_factors += k_place * k_descale_strides.outer + inner * k_descale_strides.row
-            if v_factors is not None:
-                v_factors += v_place * v_descale_strides.outer + inner * v_descale_strides.row
             put_row(
                 k_row, k_strides.head,
                 k_cache_ptr + k_place * k_cache_strides.outer + inner * k_cache_strides.row, k_cache_strides.head,
@@ -81,13 +79,20 @@ def append_kernel(
                 cos_ptr, sin_ptr, stride_cos, stride_sin, place, positions,
                 HEAD_DIM, HALF, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED, FACTORS_OF_ROWS,
             )  # fmt: skip
-            put_row(
-                v_row, v_strides.head,
-                v_cache_ptr + v_place * v_cache_strides.outer + inner * v_cache_strides.row, v_cache_strides.head,
-                heads_kv, v_factors, v_descale_strides.head,
-                None, None, 0, 0, place, positions,
-                HEAD_DIM_V, 0, BLOCK_H, 1, BLOCK_E, INTERLEAVED, FACTORS_OF_ROWS,
-            )  # fmt: skip
+            if v_ptr is not None:
+                v_row = v_ptr + source * v_strides.row
+                if sequences.starts is None:
+                    v_row += wide * v_strides.batch
+                v_factors = descales.v
+                if v_factors is not None:
+                    v_factors += v_place * v_descale_strides.outer + inner * v_descale_strides.row
+                put_row(
+                    v_row, v_strides.head,
+                    v_cache_ptr + v_place * v_cache_strides.outer + inner * v_cache_strides.row, v_cache_strides.head,
+                    heads_kv, v_factors, v_descale_strides.head,
+                    None, None, 0, 0, place, positions,
+                    HEAD_DIM_V, 0, BLOCK_H, 1, BLOCK_E, INTERLEAVED, FACTORS_OF_ROWS,
+                )  # fmt: skip
     elif HALF:
         position = before
         if BANDED:

@@ -50,8 +50,9 @@ def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
     cos, sin, table, tree = call.rotary_cos, call.rotary_sin, call.block_table, call.tree_mask
     addresses = q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
     table_addresses = 0
-    if k is not None and v is not None:
-        addresses |= k.data_ptr() | v.data_ptr()
+    new = tuple(rows for rows in (k, v) if rows is not None)
+    for rows in new:
+        addresses |= rows.data_ptr()
     if cos is not None and sin is not None:
         table_addresses = cos.data_ptr() | sin.data_ptr()
     packed = call.cu_seqlens_q is not None
@@ -60,7 +61,7 @@ def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
         q.dtype,
         q.device,
         tuple((t.shape, t.stride()) for t in (q, k_cache, v_cache)),
-        None if k is None or v is None else ((k.shape, k.stride()), (v.shape, v.stride())),
+        tuple((rows.shape, rows.stride()) for rows in new) or None,
         None if cos is None or sin is None else (tuple(cos.shape), cos.stride(0), sin.stride(0), cos.dtype),
         (*(None if t is None else t.dtype for t in indices), None if tree is None else torch.uint8),
         None if table is None else (table.shape, table.stride()),
@@ -188,7 +189,8 @@ def _append(
     device: torch.device,
 ) -> Plan:
     q_form, k_cache_form, v_cache_form = forms
-    k_form, v_form = new_forms
+    k_form, *v_forms = new_forms
+    v_form = v_forms[0] if v_forms else k_form  # columns of the keys are not written once more
     _, seq_q, heads, head_dim = q_form[0]
     heads_kv, head_dim_v = v_cache_form[0][2:]
     (positions, half), *angle_strides, table_dtype = angles or ((0, 0), 0, 0, torch.float32)
@@ -204,6 +206,7 @@ def _append(
     stride_cos, stride_sin = (int64(stride, max(1, tables // itemsize)) for stride in angle_strides)
     parameters = {
         **{f"{name}_ptr": pointer_to(cache_dtype if "cache" in name else dtype, aligned) for name in tensors},
+        **({} if v_forms else {"v_ptr": pointer_to(None)}),
         "rotated_ptr": pointer_to(dtype if half else None, 16),
         **dict.fromkeys(("cos_ptr", "sin_ptr"), pointer_to(table_dtype if half else None, tables)),
         "sequences": Sequences(*map(pointer_to, index_dtypes)),
