@@ -116,7 +116,7 @@ def test_other_operations_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
     backends = standard_backends("softmax")
     monkeypatch.setitem(backends.by_name, "made_up", Backend("made_up", __name__, never))
-    assert backends.implementation("made_up", "cpu", torch.float32).softmax is softmax
+    assert backends.implementation("made_up", torch.device("cpu"), torch.float32).softmax is softmax
     call = StandardCall("softmax", "auto", "cpu", torch.float32, None, False)
     choice = backends.choose(call)
     assert choice.backend == "cpu" and choice.rejected["made_up"] == "it is made up"
