@@ -152,9 +152,9 @@ WITH_GRADIENTS = ("tables", "narrow", "buckets", "few", "constant")
 @pytest.fixture
 def waves_of_three(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few sums, so that small calls come in several waves, the last one with thread blocks to spare."""
-    score_functions = pytest.importorskip("flashtile.ops.attention.triton.score_functions")
-    monkeypatch.setattr(score_functions, "_MEMORY", 0)
-    monkeypatch.setattr(score_functions, "_LEAST_SLOTS", 3)
+    scores = pytest.importorskip("flashtile.ops.attention.triton.scores")
+    monkeypatch.setattr(scores, "_MEMORY", 0)
+    monkeypatch.setattr(scores, "_LEAST_SLOTS", 3)
     clear_plans()
     yield
     clear_plans()

@@ -36,9 +36,9 @@ from flashtile.ops.attention.hopper.backward_dq import attention_begin_kernel, a
 from flashtile.ops.attention.hopper.backward_tiles import Problem, ScoreChange
 from flashtile.ops.attention.hopper.bias_gradient import attention_bias_gradient_kernel
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
+from flashtile.ops.attention.hopper.modifiers import gluon_derivative, gluon_reads
 from flashtile.ops.attention.hopper.parameters import LOG2_E, bounded_layout, describe_side, is_covered
 from flashtile.ops.attention.hopper.schedule import NO_LOOPS, BackwardSchedule
-from flashtile.ops.attention.hopper.score_functions import gluon_derivative, gluon_reads
 
 #: The tensors that TMA moves in the order of the main kernel's parameters. Those with rows of heads may have a second
 #: chunk of columns, `<name>_tail`.

@@ -80,7 +80,7 @@ class KernelConfig:
     STATISTICS_MULTIPLIED, SUMS_BY_TMA: as in `BackwardConfig`. TILE_Q, TILE_K: stored
     tiles of the block mask, or 0. KEY_LENGTHS: keys of a sequence may end before its tensors do. BIAS_COLUMN,
     MASK_COLUMN: strides of the tables' columns, 0 where these broadcast. SCORE_FUNCTION, SCORE_READS: the user's, which
-    returns its derivative too, and what it reads (`score_functions`); None without one. FUNCTION_DERIVATIVE: that
+    returns its derivative too, and what it reads (`modifiers`); None without one. FUNCTION_DERIVATIVE: that
     derivative is not 1 everywhere, because the function does more than add to the scores. DERIVATIVES: a soft cap or a
     function has derivatives. DERIVATIVES_APART: they are no part of the weights, because slopes that learn come after
     them, or because the sign of the weights says what dropout drops, and a function's derivative has one too.

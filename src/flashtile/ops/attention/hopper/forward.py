@@ -297,7 +297,7 @@ def attention_forward_kernel(
     for all rows, and keys past the last one that it shows are left out. `SCORE_COLUMNS`: of the first chunk, those that
     scores are products of (`start_scores`). `VALUE_PARTS`: so many tiles of the same rows
     have a part of the values' columns each. `SCORE_FUNCTION`, `SCORE_READS`: the user's, and what it reads
-    (`score_functions`). `max_scores_ptr`: the largest score of each row. A parameter that a call does not need is None.
+    (`modifiers`). `max_scores_ptr`: the largest score of each row. A parameter that a call does not need is None.
     """
     TILE_K: gl.constexpr = constants.TILE_K
     config = KernelConfig(

@@ -38,6 +38,7 @@ from flashtile.ops.attention.hopper.configs import (
 from flashtile.ops.attention.hopper.convert import parts_kernel, parts_layout, widen_kernel
 from flashtile.ops.attention.hopper.float32_forward import attention_float32_forward_kernel
 from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
+from flashtile.ops.attention.hopper.modifiers import gluon_function, gluon_reads
 from flashtile.ops.attention.hopper.parameters import (
     by_whole_rows,
     describe_side,
@@ -46,7 +47,6 @@ from flashtile.ops.attention.hopper.parameters import (
     whole_sizes,
     with_aligned_lists,
 )
-from flashtile.ops.attention.hopper.score_functions import gluon_function, gluon_reads
 from flashtile.ops.attention.hopper.separate_configs import (
     CHUNK,
     MAX_REGISTERS,

@@ -28,7 +28,6 @@ import triton
 import triton.language as tl
 
 from flashtile.ops.attention.triton.bias_gradient import store_part
-from flashtile.ops.attention.triton.score_functions import program_of_wave
 from flashtile.ops.attention.triton.scores import (
     Modifiers,
     ScoreFunction,
@@ -42,6 +41,7 @@ from flashtile.ops.attention.triton.scores import (
     load_line,
     load_table,
     moved_near,
+    program_of_wave,
     sees_sink_alone,
     slope_gradients,
     tile_scores,
@@ -93,7 +93,7 @@ def attention_dq_kernel(
     SCORE_FUNCTION: tl.constexpr, SCORE_DERIVATIVE: tl.constexpr, IN_WAVES: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. `rows`: `RowTensors`. `side.sinks`: those that lse counts, beside
-    `rows.quiet`. `IN_WAVES`: the thread blocks of the call come in several launches, see `score_functions`."""
+    `rows.quiet`. `IN_WAVES`: the thread blocks of the call come in several launches, see `scores`."""
     BLOCK_M: tl.constexpr = shape.BLOCK_M
     BLOCK_D: tl.constexpr = shape.BLOCK_D
     BLOCK_E: tl.constexpr = shape.BLOCK_E

@@ -34,7 +34,7 @@ from flashtile.ops.attention.spec import (
 )
 from flashtile.ops.attention.triton.configs import KernelName
 from flashtile.ops.attention.triton.plan import AttentionKernel, kernel_for
-from flashtile.ops.attention.triton.score_functions import wave_starts
+from flashtile.ops.attention.triton.scores import wave_starts
 
 _LOG2_E = math.log2(math.e)
 #: The buffers that a forward and a backward are given, before those of score functions.

@@ -47,7 +47,7 @@ from flashtile.ops.attention.triton.configs import (
     tiles_with_keys,
 )
 from flashtile.ops.attention.triton.forward import attention_column_sums_kernel, attention_forward_kernel
-from flashtile.ops.attention.triton.score_functions import slots_for, triton_derivative, triton_function
+from flashtile.ops.attention.triton.scores import slots_for, triton_derivative, triton_function
 from flashtile.ops.attention.triton.tile_tables import TileConfig
 from flashtile.ops.attention.triton.tiles import Strides, TileShape
 from flashtile.ops.common.checks import check_programs
@@ -79,7 +79,7 @@ class AttentionKernel(NamedTuple):
         kernel: as a pipeline launches it.
         outputs: layouts of the buffers that it writes, and those that follow it.
         following: kernels that add up what it stores in parts, by name.
-        waves: thread blocks of all launches together, where each launch has only some (`score_functions`); 0 = there is
+        waves: thread blocks of all launches together, where each launch has only some (`scores`); 0 = there is
             one launch.
     """
 
