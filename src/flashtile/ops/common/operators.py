@@ -178,7 +178,7 @@ def differentiable(
     """A function `(inputs, spec, backend)` that calls a forward operator, and whose derivative is a backward operator.
 
     The reference computes, in PyTorch's operations, what those cannot: calls under `torch.func` transforms or in
-    forward mode, derivatives of the backward, and gradients that come several at a time.
+    forward mode, the derivative of the backward, and gradients that come several at a time.
 
     Args:
         forward: with one NamedTuple of scalars, the spec.
@@ -218,8 +218,11 @@ def differentiable(
         given = gradient_type(*upstream, *ctx.saved_tensors)
         if complete is not None:
             given = complete(given, ctx, *scalars)
-        if dispatch.batched(*upstream) or (torch.is_grad_enabled() and not torch.compiler.is_compiling()):
+        if dispatch.batched(*upstream):
             found = reference.backward(given, *scalars)
+        elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            flat = recorded_again.apply(*given, given, scalars, backend)
+            found = flat if backward.results is Tensor else backward.unpacked(flat, given, *scalars)
         else:
             found = call_backward(given, *scalars, backend)
         if gradients is None:
@@ -227,9 +230,28 @@ def differentiable(
         of_inputs = gradients(found, *scalars)
         return *of_inputs, *nothing[len(of_inputs) - 1 :]
 
+    def record_again(ctx: Any, *flat: Any) -> Any:
+        given, scalars, backend = flat[-3:]
+        ctx.save_for_backward(*given)
+        ctx.scalars = scalars
+        return _flat(call_backward(given, *scalars, backend))
+
+    def differentiate_again(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        saved, scalars = ctx.saved_tensors, ctx.scalars
+        places = [place for place in range(len(saved)) if ctx.needs_input_grad[place]]
+
+        def first_order(*varied: Tensor) -> Any:
+            tensors = dict(zip(places, varied, strict=True))
+            given = gradient_type(*[tensors.get(place, tensor) for place, tensor in enumerate(saved)])
+            return _flat(reference.backward(given, *scalars))
+
+        pullback: Any = torch.func.vjp(first_order, *[saved[place] for place in places])[1]
+        found = dict(zip(places, pullback(upstream[0] if backward.results is Tensor else upstream)))
+        return *(found.get(place) for place in range(len(saved))), None, None, None
+
     name = "".join(word.capitalize() for word in forward.overload._opname.split("_")[:-1])
-    members = {"forward": staticmethod(record), "backward": staticmethod(differentiate)}
-    recorded: Any = type(name, (torch.autograd.Function,), members)
+    recorded = _function(name, record, differentiate)
+    recorded_again = _function(name, record_again, differentiate_again)
 
     def run(inputs: Any, spec: Any, backend: str) -> Any:
         if dispatch.transformed():
@@ -244,6 +266,12 @@ def differentiable(
         return flat if single else forward.unpacked(flat, inputs, spec)
 
     return run
+
+
+def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """An `autograd.Function`."""
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), members)
 
 
 def _fields(kinds: Sequence[type], written: Sequence[str]) -> list[str]:
@@ -265,3 +293,8 @@ def _nested(kinds: Sequence[type], flat: Sequence[Any]) -> list[Any]:
 def packed(found: Any) -> Any:
     """What an operator returns."""
     return found if isinstance(found, Tensor) else [t for t in found if t is not None]
+
+
+def _flat(found: Any) -> Any:
+    """What an `autograd.Function` returns."""
+    return found if isinstance(found, Tensor) else tuple(t for t in found if t is not None)

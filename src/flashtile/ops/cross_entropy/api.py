@@ -383,7 +383,8 @@ def _run(inputs: LossInputs, spec: CrossEntropySpec, inplace: bool, backend: str
         refuse_transformed(spec, inplace)
         results = reference.forward(inputs, spec)
     elif torch.is_grad_enabled() and inputs.logits.requires_grad:
-        loss, *z_loss = _CrossEntropy.apply(*inputs, *spec, inplace, backend)
+        arguments = spec if torch.compiler.is_compiling() else (inputs, spec)
+        loss, *z_loss = _CrossEntropy.apply(*inputs, *arguments, inplace, backend)
         return loss, z_loss[0] if z_loss else None
     else:
         results = _forward(inputs, spec, backend)
@@ -395,11 +396,12 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, weights, *arguments):
-        inputs, spec = LossInputs(logits, labels, weights), CrossEntropySpec(*arguments[:-2])
-        inplace, backend = arguments[-2:]
+        inputs, spec, inplace, backend = arguments[-4:]
+        if type(spec) is not CrossEntropySpec:
+            inputs, spec = LossInputs(logits, labels, weights), CrossEntropySpec(*arguments[:-2])
         results = _forward(inputs, spec, backend)
         ctx.save_for_backward(*inputs, results.normaliser, results.scale)
-        ctx.scalars = spec, inplace, backend
+        ctx.scalars = spec, inplace, backend, (None,) * (2 + len(arguments))
         ctx.spent = False
         if results.z_loss is None:
             return (results.loss,)
@@ -408,7 +410,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss, *rest):
-        spec, inplace, backend = ctx.scalars
+        spec, inplace, backend, nothing = ctx.scalars
         compiling = torch.compiler.is_compiling()
         if inplace and ctx.spent:
             raise RuntimeError(
@@ -427,7 +429,7 @@ class _CrossEntropy(torch.autograd.Function):
         else:
             ctx.spent = not compiling
             dlogits = _inplace_backward(given._replace(logits=given.logits.detach()), spec, backend)
-        return dlogits, None, None, *(None,) * (len(spec) + 2)
+        return dlogits, *nothing
 
 
 def _run_forward(inputs: LossInputs, spec: CrossEntropySpec, backend: str) -> Results:

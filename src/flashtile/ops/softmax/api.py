@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.ops.common import checks, dtensor
 from flashtile.ops.common.backends import standard_backends
-from flashtile.ops.common.operators import differentiable, on_backend, operator
+from flashtile.ops.common.operators import differentiable, operator
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.sizes import broadcasts
 from flashtile.ops.softmax import spec as reference
@@ -23,6 +23,13 @@ def _run_forward(inputs: SoftmaxInputs, spec: SoftmaxSpec, backend: str) -> Tens
     x, mask = inputs
     module = _BACKENDS.implementation(backend, x.device, x.dtype)
     return module.forward(inputs if x.is_contiguous() else SoftmaxInputs(x.contiguous(), mask), spec)
+
+
+def _run_backward(given: SoftmaxGradient, spec: SoftmaxSpec, backend: str) -> Tensor:
+    dout, out = given
+    if not dout.is_contiguous() or not out.is_contiguous():
+        given = SoftmaxGradient(dout.contiguous(), out.contiguous())
+    return _BACKENDS.implementation(backend, out.device, out.dtype).backward(given, spec)
 
 
 _softmax = differentiable(
@@ -40,7 +47,7 @@ _softmax = differentiable(
         SoftmaxGradient,
         (SoftmaxSpec,),
         Tensor,
-        run=on_backend(_BACKENDS, "backward"),
+        run=_run_backward,
         fake=lambda given, spec: given.out.new_empty(given.out.shape),
     ),
     reference,

@@ -60,9 +60,10 @@ def _right_of(diagonal: int, scores: Tensor) -> Tensor:
 
 def _blocks(x: Tensor) -> Iterator[tuple[int, int, slice]]:
     batch, heads, seq_q, seq_k = x.shape
+    blocks = list(row_blocks(seq_q, seq_k))
     for entry in range(batch):
         for head in range(heads):
-            for rows in row_blocks(seq_q, seq_k):
+            for rows in blocks:
                 yield entry, head, rows
 
 
