@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -393,3 +393,24 @@ def sink_sums(call: Call, programs: int) -> Layout | None:
         return None
     heads = (call.heads,) if call.packed else (call.batch, call.heads)
     return contiguous((*heads, programs // math.prod(heads)), torch.float32)
+
+
+class PassKernels(NamedTuple):
+    """The kernels of a backward, and the buffers that they share.
+
+    Attributes:
+        gradients: layouts of dq, and of dk and dv in `shares`.
+        scratch: sizes of parts in numbers of 32 bits, without masked_dout.
+        more: what kernels leave for one another beside these.
+        dbias, row_statistics: of a bias that learns: its gradient, or what the portable kernel computes that from.
+        zeroed: outputs that are zeros at the start.
+    """
+
+    kernels: dict[str, Kernel]
+    gradients: dict[str, Layout]
+    shares: int
+    scratch: dict[str, int]
+    more: dict[str, Layout | None]
+    dbias: Layout | None = None
+    row_statistics: Layout | None = None
+    zeroed: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from torch import Tensor
 from flashtile._backends.alignment import aligned
 from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import Plan, plan_cache, pointer
-from flashtile._backends.pipeline import Kernel, Pipeline
+from flashtile._backends.pipeline import Pipeline
 from flashtile.ops.attention.arguments import Aux, Scalars, saved_side, side_tensors
 from flashtile.ops.attention.call import Call, describe_backward
 from flashtile.ops.attention.gpu.parameters import (
@@ -25,6 +25,7 @@ from flashtile.ops.attention.gpu.parameters import (
 from flashtile.ops.attention.gpu.reductions import bias_sum_kernel, shares_kernel, slope_gradient, without_shares
 from flashtile.ops.attention.hopper.backward_configs import padded_strides, serves_bias_gradient
 from flashtile.ops.attention.hopper.backward_kernels import (
+    PassKernels,
     begin_kernel,
     bias_gradient_kernel,
     cut_bias_work,
@@ -39,7 +40,7 @@ from flashtile.ops.attention.hopper.configs import moves_by_tma
 from flashtile.ops.attention.hopper.parameters import by_whole_rows, ends_by_rows, with_aligned_lists
 from flashtile.ops.attention.hopper.schedule import BackwardSchedule
 from flashtile.ops.attention.hopper.separate_configs import has_separate_kernels
-from flashtile.ops.attention.hopper.separate_launch import separate_pipeline
+from flashtile.ops.attention.hopper.separate_launch import separate_kernels
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton.launch import backward_bias, plan_alone
 
@@ -188,7 +189,7 @@ def plan_backward(call: Call) -> BackwardPlan:
     each gradient."""
     call.check_sizes()
     if has_separate_kernels(call.dtype, *call.head_dims):
-        return _make_plan(call, *separate_pipeline(call))
+        return _make_plan(call, separate_kernels(call))
     schedule = BackwardSchedule.from_call(call)
     config, bias, wanted = schedule.config, call.aux.bias, call.wanted.bias and call.aux.bias is not None
     sums_bias = wanted and serves_bias_gradient(config, moves_by_tma(bias, call.dtype))
@@ -222,38 +223,23 @@ def plan_backward(call: Call) -> BackwardPlan:
         "semaphores": begin.programs if schedule.is_ordered(call) else 0,
     }
     row_statistics = contiguous((*call.lse_shape, 4), torch.float32) if portable else None
-    plan = _make_plan(
-        call,
+    described = PassKernels(
         kernels,
         gradients,
-        shares=schedule.shares,
+        schedule.shares,
         scratch=sizes,
         more={"bias_parts": parts},
         dbias=dbias,
         row_statistics=row_statistics,
         zeroed=zeroed,
     )
+    plan = _make_plan(call, described)
     return plan._replace(portable_bias=plan_alone("dbias", call).launches if portable else ())
 
 
-def _make_plan(
-    call: Call,
-    kernels: dict[str, Kernel],
-    gradients: dict[str, Layout],
-    shares: int,
-    scratch: dict[str, int],
-    more: dict[str, Layout | None],
-    dbias: Layout | None = None,
-    row_statistics: Layout | None = None,
-    zeroed: tuple[str, ...] = (),
-) -> BackwardPlan:
-    """The plan of some kernels, and of that which adds up the shares of dk and dv.
-
-    Args:
-        gradients: dq, and dk and dv in shares.
-        scratch: in numbers of 32 bits, without masked_dout.
-        more: what kernels leave for one another beside these.
-    """
+def _make_plan(call: Call, described: PassKernels) -> BackwardPlan:
+    """The plan of some kernels, and of that which adds up the shares of dk and dv."""
+    kernels, gradients, shares, scratch, more, dbias, row_statistics, zeroed = described
     outputs = dict(gradients)
     if shares > 1:
         kernels = {**kernels, "shares": shares_kernel(gradients["dk"], gradients["dv"], shares)}

@@ -13,7 +13,7 @@ from flashtile._backends.pipeline import Kernel
 from flashtile._backends.tma import TmaTensor, strided_layout
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.schedule import choose_shares, longest_walk
-from flashtile.ops.attention.hopper.backward_kernels import begin_kernel, gradient_layouts, row_layouts
+from flashtile.ops.attention.hopper.backward_kernels import PassKernels, begin_kernel, gradient_layouts, row_layouts
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
 from flashtile.ops.attention.hopper.convert import parts_kernel, parts_layout
 from flashtile.ops.attention.hopper.float32_backward import attention_float32_dk_dq_kernel, attention_float32_dv_kernel
@@ -85,11 +85,8 @@ class _Family(NamedTuple):
     parts: dict[str, Layout | None]
 
 
-def separate_pipeline(
-    call: Call,
-) -> tuple[dict[str, Kernel], dict[str, Layout], int, dict[str, int], dict[str, Layout | None]]:
-    """The kernels; the layouts of dq, dk and dv, of these in shares; how many shares; the scratch, in numbers of 32
-    bits; and the layouts of what kernels leave for one another."""
+def separate_kernels(call: Call) -> PassKernels:
+    """The kernels of a call."""
     spec, packed = call.spec, call.packed
     float32 = call.dtype is torch.float32
     keys_of_dv = float32_dv_keys(*call.head_dims) if float32 else KEYS_OF_DV
@@ -134,7 +131,7 @@ def separate_pipeline(
         buffers = {"dv_ptr": stored, "gradient_ptr": stored}
         kernels[name] = Kernel(function, parameters, constants, programs, buffers, max_registers=MAX_REGISTERS)
     scratch = {"statistics": 2 * STATISTIC_ROWS * statistic_tiles * call.lines, "counter": 1}
-    return kernels, family.gradients, shares, scratch, family.parts
+    return PassKernels(kernels, family.gradients, shares, scratch, family.parts)
 
 
 def _read(call: Call) -> dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]]:
