@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -255,6 +256,22 @@ def test_left_padding_past_32_bits_hides_all_rows(device: str) -> None:
         q, cache, cache, cache_left_padding=left, return_lse=True, backend="triton"
     )
     assert not out.any() and (lse == float("-inf")).all()
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_a_small_weight_times_a_small_factor_counts_in_float16(device: str) -> None:
+    """One key has most of the weight and a value of 0; all others, each of little weight, have values of 1."""
+    k_cache, v_cache = torch.zeros(1, 300, 1, 16), torch.full((1, 300, 1, 16), 57344.0)
+    k_cache[0, 0], v_cache[0, 0] = 32.0, 0.0
+    k_cache, v_cache = (cache.to(torch.float8_e5m2).to(device) for cache in (k_cache, v_cache))
+    ones = torch.ones(1, 300, 1, device=device)
+    out = flashtile.attention_with_kv_cache(
+        torch.ones(1, 1, 1, 16, device=device).half(), k_cache, v_cache, descale_k=ones, descale_v=ones / 57344,
+        scale=8 / 512, backend="triton",
+    )  # fmt: skip
+    assert_same(out, torch.full_like(out, 299 / (math.exp(8) + 299)))
 
 
 @pytest.mark.interpreter

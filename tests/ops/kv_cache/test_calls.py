@@ -77,6 +77,8 @@ def test_each_step_has_its_own_length(general) -> None:
     ({"scale": "1"}, TypeError),
     ({"backend": "cuda"}, ValueError),
     ({"num_splits": 0}, ValueError),
+    ({"max_seqlen_q": 1}, ValueError),
+    ({"cu_seqlens_new": torch.tensor([0, 1, 2])}, ValueError),
 ], ids=str)  # fmt: skip
 def test_a_wrong_argument_is_refused_in_a_later_step_too(wrong: dict, error: type[Exception]) -> None:
     step = _step()

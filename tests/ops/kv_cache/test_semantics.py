@@ -182,6 +182,10 @@ def test_packed_attention_reads_keys_from_pages(backend: str) -> None:
         assert_same(found[1], expected[1])
     with pytest.raises(ValueError, match=r"key_lengths: expected the number of keys of each .* got neither"):
         flashtile.attention_varlen(q, *pages, starts_q, block_table=table)
+    with pytest.raises(TypeError, match="key_lengths: expected an int32 or int64 tensor, got int"):
+        flashtile.attention_varlen(q, *pages, starts_q, block_table=table, key_lengths=5)
+    with pytest.raises(ValueError, match=r"cu_seqlens_k: expected shape \(3,\)"):
+        flashtile.attention_varlen(q, *pages, starts_q, starts_k[:2], block_table=table)
     with pytest.raises(ValueError, match="bias: expected its default beside block_table"):
         flashtile.attention_varlen(q, *pages, starts_q, starts_k, block_table=table, bias=q)
     with pytest.raises(ValueError, match="q: expected a tensor that wants no gradient"):
@@ -204,6 +208,22 @@ def test_a_tree_is_verified_in_one_call(backend: str) -> None:
         rows = [*range(13), *(13 + number for number in path)]
         alone = flashtile.attention(q[:, 13 + token, None], k[:, rows], v[:, rows], backend="reference")
         assert_same(out[:, token, None], alone)
+
+
+def test_packed_trees_stand_behind_one_another() -> None:
+    parents, starts = torch.tensor([-1, 0, 0, -1, 0, 7]), torch.tensor([0, 3, 5])
+    shown = flashtile.tree_mask(parents, starts, 3)
+    assert torch.equal(shown[:3], flashtile.tree_mask(parents[:3]))
+    assert torch.equal(shown[3:5, :2], flashtile.tree_mask(parents[3:5])) and not shown[3:5, 2].any()
+    for arguments, message in (
+        ((parents, starts, 2), "max_seqlen: expected an upper bound of the sequence lengths, got 2"),
+        ((parents, starts + 1), "cu_seqlens: expected to start at 0"),
+        ((parents, starts * 2), "cu_seqlens: expected its last value to be at most the packed total, 6, got 10"),
+        ((parents[:5], None, 3), "max_seqlen: expected None without cu_seqlens, got 3"),
+        ((parents, torch.tensor([0, 6])), "parents: expected the number of an earlier token, or -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flashtile.tree_mask(*arguments)
 
 
 @both_backends
@@ -390,6 +410,8 @@ _ROTARY = {**_APPEND, "rotary_cos": _COS, "rotary_sin": _SIN}
 _FULL = torch.tensor([3, 20])
 _TRUE = torch.ones(5, 3, dtype=torch.bool)
 _INT8 = {"k_cache": _CACHE.to(torch.int8), "v_cache": _CACHE.to(torch.int8)}
+_EIGHT_BIT_CACHES = {name: cache.to(torch.int8) for name, cache in _CACHES.items()}
+_FACTORS_OF_ROWS = torch.ones(2, 20, 2)
 _STARTS = torch.tensor([0, 3, 4])
 _PACKED = {"q": torch.randn(5, 4, 8), "cu_seqlens_q": _STARTS}
 _NEW_ROWS = {"k": torch.randn(5, 2, 8), "v": torch.randn(5, 2, 8), "cache_lengths": 3, **_CACHES}
@@ -451,7 +473,7 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "lengths-missing": (ValueError, {"k": _NEW, "v": _NEW}, "cache_lengths: expected an int or a tensor beside k and"),
     "lengths-type": (TypeError, {"cache_lengths": 2.0}, "cache_lengths: expected an int or an int32 or int64 tensor"),
     "lengths-negative": (ValueError, {"cache_lengths": -1}, "cache_lengths: expected at least 0, got -1"),
-    "lengths-long": (ValueError, {"cache_lengths": 21}, "cache_lengths: expected room for 0 new rows behind 21, got a"),
+    "lengths-long": (ValueError, {"cache_lengths": 21}, "cache_lengths: expected room for 21 rows, got a"),
     "lengths-no-room": (ValueError, {**_APPEND, "cache_lengths": 20}, "room for 1 new rows behind 20, got a cache of"),
     "lengths-values": (ValueError, {**_APPEND, "cache_lengths": _FULL}, "room for 1 new rows behind 20, got a cache"),
     "lengths-below": (ValueError, {"cache_lengths": torch.tensor([3, -2])}, "lengths of at least 0, got -2"),
@@ -537,6 +559,11 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
         ValueError,
         {**_INT8, "descale_v": torch.ones(2, 20, 2)},
         "descale_k, descale_v: expected factors of rows for both caches or for none, got them for one",
+    ),
+    "factors-shared": (
+        ValueError,
+        {**_APPEND, **_EIGHT_BIT_CACHES, "descale_k": _FACTORS_OF_ROWS, "descale_v": _FACTORS_OF_ROWS},
+        "descale_k, descale_v: expected memory of its own for each of them",
     ),
     "factors-zero": (ValueError, {**_INT8, "descale_k": torch.zeros(2)}, "descale_k: expected positive finite factors"),
     "factors-nan": (

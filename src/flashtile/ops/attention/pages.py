@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from flashtile.ops.common.checks import check_lengths, check_tensors
+from flashtile.ops.common.packed import check_cu_seqlens
 from flashtile.ops.kv_cache.api import attention_with_kv_cache
 
 
@@ -32,6 +34,11 @@ def attention_over_pages(
             "key_lengths: expected the number of keys of each sequence beside block_table, either as key_lengths or by "
             f"cu_seqlens_k, got {'neither' if key_lengths is None else 'both'}; pass key_lengths"
         )
-    if key_lengths is None and isinstance(cu_seqlens_k, Tensor):
+    check_tensors(q=q)
+    entries = check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device)
+    if cu_seqlens_k is not None:
+        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q.device, entries, ", as many as for queries")
         key_lengths = cu_seqlens_k.diff()
+    elif key_lengths is not None:
+        check_lengths("key_lengths", key_lengths, entries - 1, q.device, "one length for each sequence")
     return attention_with_kv_cache(q, k, v, cache_lengths=key_lengths, cu_seqlens_q=cu_seqlens_q, **options)

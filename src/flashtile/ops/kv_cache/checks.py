@@ -347,9 +347,10 @@ def resolve_lengths(
 
 
 def _raise_too_long(seq_new: int, length: int, capacity: int) -> None:
+    room = f"room for {seq_new} new rows behind {length}" if seq_new else f"room for {length} rows"
     raise ValueError(
-        f"cache_lengths: expected room for {seq_new} new rows behind {length}, got a cache of {capacity} rows for a "
-        "sequence; make the cache or the block table longer"
+        f"cache_lengths: expected {room}, got a cache of {capacity} rows for a sequence; make the cache or the block "
+        "table longer"
     )
 
 
@@ -407,9 +408,6 @@ def check_no_gradient(**tensors: Tensor | None) -> None:
 def check_destinations(call: CacheCall, spec: CacheSpec) -> None:
     """Checks that what is written to the caches has a place of its own, for each of their rows and for both of them."""
     k_cache, v_cache = call.k_cache, call.v_cache
-    written = {"k_cache": k_cache, "v_cache": v_cache}
-    if spec.factors_of_rows:
-        written |= {"descale_k": call.descale_k, "descale_v": call.descale_v}  # type: ignore[dict-item]
     if call.v is None:
         if not _values_are_columns(k_cache, v_cache):
             raise ValueError(
@@ -418,13 +416,17 @@ def check_destinations(call: CacheCall, spec: CacheSpec) -> None:
             )
         check_writable("k_cache", k_cache, _REMEDY)
         return
-    for name, cache in written.items():
-        check_writable(name, cache, _REMEDY)
-    if share_memory(k_cache, v_cache):
-        raise ValueError(
-            "k_cache, v_cache: expected memory of its own for each of them, because both are written, got caches that "
-            "share memory; make two caches, or write the new rows yourself and pass k=None, v=None"
-        )
+    written = {"k_cache, v_cache": (k_cache, v_cache)}
+    if spec.factors_of_rows and call.descale_k is not None and call.descale_v is not None:
+        written["descale_k, descale_v"] = call.descale_k, call.descale_v
+    for names, tensors in written.items():
+        for name, tensor in zip(names.split(", "), tensors):
+            check_writable(name, tensor, _REMEDY)
+        if share_memory(*tensors):
+            raise ValueError(
+                f"{names}: expected memory of its own for each of them, because both are written, got tensors that "
+                "share memory; make two, or write the new rows yourself and pass k=None, v=None"
+            )
 
 
 def _values_are_columns(k_cache: Tensor, v_cache: Tensor) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.common.checks import INDEX_DTYPES, check_tensors, readable
-from flashtile.ops.common.packed import check_cu_seqlens, check_max_seqlen
+from flashtile.ops.common.packed import check_cu_seqlens, check_cu_seqlens_values, check_max_seqlen
 
 
 def tree_mask(parents: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
@@ -18,13 +18,15 @@ def tree_mask(parents: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int
         parents: int32 or int64 `[seq]` or `[batch, seq]`: for each token the number of the one that it continues, or -1
             if it continues the sequence itself. A token stands after its parent.
         cu_seqlens: `[batch + 1]`: parents are packed, `[total]`, and count from the start of their sequence.
-        max_seqlen: tokens of a packed sequence at most; default `total`.
+            Those past the last sequence may be anything.
+        max_seqlen: tokens of a packed sequence at most; default `total`. Only beside cu_seqlens.
 
     Returns:
         bool `[seq, seq]`, `[batch, seq, seq]`, or packed `[total, max_seqlen]`.
 
     Raises:
-        TypeError, ValueError: a dtype or shape is wrong; on a CPU also if a token does not stand after its parent.
+        TypeError, ValueError: a dtype or shape is wrong; on a CPU also if a token does not stand after its parent, or if
+            cu_seqlens or max_seqlen does not fit.
     """
     check_tensors(parents=parents)
     if parents.dtype not in INDEX_DTYPES:
@@ -35,18 +37,22 @@ def tree_mask(parents: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int
             f"parents: expected {'[total] beside cu_seqlens' if packed else '[seq] or [batch, seq]'}, got shape "
             f"{tuple(parents.shape)}"
         )
-    tokens = torch.arange(parents.numel(), device=device)
+    tokens, above = torch.arange(parents.numel(), device=device), parents.flatten().long()
     if cu_seqlens is not None:
         check_cu_seqlens("cu_seqlens", cu_seqlens, device)
         check_max_seqlen("max_seqlen", max_seqlen)
+        if readable(parents):
+            check_cu_seqlens_values("cu_seqlens", cu_seqlens, parents.numel(), max_seqlen)
+        above = above.where(tokens < cu_seqlens[-1], -1)
         width = parents.numel() if max_seqlen is None else max_seqlen
         sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
         first = cu_seqlens.long()[sequence]
+    elif max_seqlen is not None:
+        raise ValueError(f"max_seqlen: expected None without cu_seqlens, got {max_seqlen!r}; it is for packed parents")
     else:
         width = parents.shape[-1]
         first = tokens - tokens % max(width, 1)
     number = tokens - first
-    above = parents.flatten().long()
     if readable(parents) and bool(((above >= number) | (above < -1)).any()):
         raise ValueError("parents: expected the number of an earlier token, or -1, got another one; sort the tokens")
     # By doubling: what a token sees in so many steps, it and what its ancestor sees; a token behind all sees nothing.

@@ -207,8 +207,9 @@ def visit_tiles(
     """The online softmax over some key tiles. Returns acc `[M, E]`, row_max (in units of log2) and row_sum `[M]`.
 
     Of keys and values only the rows that some query of the tile sees are loaded, from `begin` to `end`. The others may
-    hold NaN, which a weight of 0 would not remove. Those of 8 bits are widened to the dtype of q; factors of their rows
-    go into the scores and the weights.
+    hold NaN, which a weight of 0 would not remove. Those of 8 bits are widened to the dtype of q. Factors of rows of k
+    go into the scores, those of v into the weights, as parts of the largest so far: a weight times a factor itself
+    may be less than float16 has.
     """
     DTYPE: tl.constexpr = q_rows.dtype.element_ty
     PRECISE: tl.constexpr = DTYPE == tl.float32
@@ -218,7 +219,8 @@ def visit_tiles(
     if sink is not None:
         row_max = sink
         row_sum = tl.where(sink == float("-inf"), 0.0, 1.0)
-    acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)  # in units of `largest`, where rows of v have factors
+    largest = 2.0**-126
     column_v = tl.arange(0, BLOCK_E)[None, :]
     if not CHUNK:
         column = tl.arange(0, BLOCK_D)[None, :]
@@ -275,10 +277,16 @@ def visit_tiles(
         row_sum = row_sum * alpha + tl.sum(probs, 1)
         row_max = new_max
         if (v_factors is not None) and (v_descale_strides.row is not None):
-            probs *= tile_factors(v_factors, page, start, v_descale_strides, valid, PAGE_SIZE, BLOCK_N)
+            factors = tile_factors(v_factors, page, start, v_descale_strides, valid, PAGE_SIZE, BLOCK_N)  # [1, N]
+            larger = tl.maximum(largest, tl.max(factors))
+            probs *= factors / larger
+            alpha *= largest / larger
+            largest = larger
         if not V_WITH_K:
             v_tile = tl.load(v_rows + column_v, mask=valid[:, None] & (column_v < HEAD_DIM_V), other=0.0).to(DTYPE)
         acc = tl.dot(probs.to(DTYPE), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+    if (v_factors is not None) and (v_descale_strides.row is not None):
+        acc *= largest
     return acc, row_max, row_sum
 
 
