@@ -87,6 +87,22 @@ def test_compiled_once_for_all_lengths() -> None:
     assert counter.frame_count == 1
 
 
+def test_packed_trees_behind_a_common_prefix_compile_to_one_graph() -> None:
+    table = torch.tensor([[0, 1, 2, 3], [0, 4, 5, 6]])
+
+    def step(parents: Tensor, q: Tensor, cache: Tensor, starts: Tensor) -> Tensor:
+        tree = flashtile.tree_mask(parents, starts, 3)
+        return flashtile.attention_with_kv_cache(
+            q, cache, cache + 1, q[:, :2], q[:, 2:], cache_lengths=starts[1:] + 4, cu_seqlens_q=starts, max_seqlen_q=3,
+            block_table=table, tree_mask=tree, shared_rows=4,
+        )  # fmt: skip
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
+    parents, q, cache, starts = torch.tensor([-1, 0, -1, 0, 1]), *torch.randn(2, 8, 4, 4, 16), torch.tensor([0, 2, 5])
+    inputs = parents, q[:5, 0], cache[:, :, :2]
+    assert torch.equal(compiled(*inputs, starts), step(*inputs, starts))
+
+
 def test_caches_written_to_have_a_new_version() -> None:
     inputs = make_inputs(_APPEND)
     before = inputs.k_cache._version, inputs.v_cache._version

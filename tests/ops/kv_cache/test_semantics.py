@@ -565,6 +565,18 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
         {**_APPEND, **_EIGHT_BIT_CACHES, "descale_k": _FACTORS_OF_ROWS, "descale_v": _FACTORS_OF_ROWS},
         "descale_k, descale_v: expected memory of its own for each of them",
     ),
+    "factors-of-columns": (
+        ValueError,
+        {
+            "k": _NEW,
+            "cache_lengths": 3,
+            "k_cache": _EIGHT_BIT_CACHES["k_cache"],
+            "v_cache": _EIGHT_BIT_CACHES["k_cache"],
+            "descale_k": _FACTORS_OF_ROWS,
+            "descale_v": _FACTORS_OF_ROWS + 1,
+        },
+        "descale_v: expected descale_k itself beside v=None, got another tensor",
+    ),
     "factors-zero": (ValueError, {**_INT8, "descale_k": torch.zeros(2)}, "descale_k: expected positive finite factors"),
     "factors-nan": (
         ValueError,

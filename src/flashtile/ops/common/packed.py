@@ -58,6 +58,6 @@ def check_cu_seqlens_values(name: str, cu_seqlens: Tensor, total: int, max_seqle
         )
     if max_seqlen is not None and lengths.numel() and int(lengths.max()) > max_seqlen:
         raise ValueError(
-            f"max_seqlen{name.removeprefix('cu_seqlens')}: expected an upper bound of the sequence lengths, got {max_seqlen} for a sequence "
-            f"of {int(lengths.max())}; leave it out if it is not known"
+            f"max_seqlen{name.removeprefix('cu_seqlens')}: expected an upper bound of the sequence lengths, got "
+            f"{max_seqlen} for a sequence of {int(lengths.max())}; leave it out if it is not known"
         )

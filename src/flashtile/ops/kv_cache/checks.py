@@ -9,7 +9,6 @@ from torch import Tensor
 
 from flashtile.ops.common.checks import (
     FLOAT_DTYPES,
-    check_choice,
     check_device,
     check_float_dtype,
     check_lengths,
@@ -29,13 +28,12 @@ from flashtile.ops.common.score_checks import (
 )
 from flashtile.ops.common.sizes import differ, exceeds
 from flashtile.ops.common.split_keys.configs import MAX_SPLITS
-from flashtile.ops.kv_cache.rows import lengths_before, new_counts, numbered, places, query_counts
+from flashtile.ops.kv_cache.rows import are_columns, lengths_before, new_counts, numbered, places, query_counts
 from flashtile.ops.kv_cache.spec import EIGHT_BITS, MAX_HEAD_DIM, MAX_HEAD_DIM_V, CacheCall, CacheSpec
 
 __all__ = [
     "check_appended",
     "check_caches",
-    "check_choice",
     "check_destinations",
     "check_no_gradient",
     "check_not_packed",
@@ -182,18 +180,15 @@ def check_appended(
         check_tensors(**{name: tensor})
         _check_like("q", q, name, tensor)
         heads, head_dim = cache.shape[2:]
-        rows = (
-            ("total_new", str(q.shape[0]) if as_q else "total_new")
-            if packed
-            else ("batch, seq_new", f"{q.shape[0]}, seq_new")
-        )
         same = () if packed and not as_q else q.shape[:1]
         if tensor.dim() != (3 if packed else 4) or differ(
             (*tensor.shape[: len(same)], *tensor.shape[-2:]), (*same, heads, head_dim)
         ):
             like = "rows of q, which cu_seqlens_new can change," if packed else "batch of q"
+            rows = "total_new" if packed else "batch, seq_new"
+            sizes = f"{q.shape[0]}" if as_q else rows.replace("batch", f"{q.shape[0]}")
             raise ValueError(
-                f"{name}: expected shape [{rows[0]}, heads_kv, head_dim] = [{rows[1]}, {heads}, {head_dim}], as the "
+                f"{name}: expected shape [{rows}, heads_kv, head_dim] = [{sizes}, {heads}, {head_dim}], as the "
                 f"{f'{like} and the ' if same else ''}heads of {name}_cache, got {tuple(tensor.shape)}"
             )
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -409,16 +404,21 @@ def check_destinations(call: CacheCall, spec: CacheSpec) -> None:
     """Checks that what is written to the caches has a place of its own, for each of their rows and for both of them."""
     k_cache, v_cache = call.k_cache, call.v_cache
     if call.v is None:
-        if not _values_are_columns(k_cache, v_cache):
+        if not are_columns(k_cache, v_cache):
             raise ValueError(
                 "v: expected a tensor beside k, got None; pass both new keys and new values, or as v_cache a view of "
                 "the first columns of k_cache, k_cache[..., :head_dim_v]"
             )
         check_writable("k_cache", k_cache, _REMEDY)
-        return
-    written = {"k_cache, v_cache": (k_cache, v_cache)}
+    written = {} if call.v is None else {"k_cache, v_cache": (k_cache, v_cache)}
     if spec.factors_of_rows and call.descale_k is not None and call.descale_v is not None:
-        written["descale_k, descale_v"] = call.descale_k, call.descale_v
+        if call.v is not None:
+            written["descale_k, descale_v"] = call.descale_k, call.descale_v
+        elif not are_columns(call.descale_k, call.descale_v):
+            raise ValueError(
+                "descale_v: expected descale_k itself beside v=None, got another tensor; the factors of keys that the "
+                "call finds are those of the values too"
+            )
     for names, tensors in written.items():
         for name, tensor in zip(names.split(", "), tensors):
             check_writable(name, tensor, _REMEDY)
@@ -427,15 +427,6 @@ def check_destinations(call: CacheCall, spec: CacheSpec) -> None:
                 f"{names}: expected memory of its own for each of them, because both are written, got tensors that "
                 "share memory; make two, or write the new rows yourself and pass k=None, v=None"
             )
-
-
-def _values_are_columns(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether values are the first columns of the keys' rows, which are stored once."""
-    return (
-        v_cache.data_ptr() == k_cache.data_ptr()
-        and v_cache.stride() == k_cache.stride()
-        and v_cache.shape[-1] <= k_cache.shape[-1]
-    )
 
 
 def check_values(call: CacheCall, spec: CacheSpec) -> None:

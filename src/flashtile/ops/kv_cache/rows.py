@@ -85,6 +85,13 @@ def indexable(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype in EIGHT_BITS else cache
 
 
+def are_columns(keys: Tensor, values: Tensor) -> bool:
+    """Whether values are the first columns of the keys' rows, which are stored once."""
+    return (
+        values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride() and values.shape[-1] <= keys.shape[-1]
+    )
+
+
 def store(call: CacheCall, spec: CacheSpec, where: tuple[Tensor, Tensor], k: Tensor, v: Tensor | None) -> None:
     """Writes rotated new rows `[rows, heads, head_dim]` to their places."""
     for new, cache, descale in ((k, call.k_cache, call.descale_k), (v, call.v_cache, call.descale_v)):

@@ -25,8 +25,8 @@ def tree_mask(parents: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int
         bool `[seq, seq]`, `[batch, seq, seq]`, or packed `[total, max_seqlen]`.
 
     Raises:
-        TypeError, ValueError: a dtype or shape is wrong; on a CPU also if a token does not stand after its parent, or if
-            cu_seqlens or max_seqlen does not fit.
+        TypeError, ValueError: a dtype or shape is wrong; on a CPU also if a token does not stand after its parent, or
+            if cu_seqlens or max_seqlen does not fit.
     """
     check_tensors(parents=parents)
     if parents.dtype not in INDEX_DTYPES:
@@ -37,11 +37,12 @@ def tree_mask(parents: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int
             f"parents: expected {'[total] beside cu_seqlens' if packed else '[seq] or [batch, seq]'}, got shape "
             f"{tuple(parents.shape)}"
         )
+    checks = readable(parents) and not torch.compiler.is_compiling()
     tokens, above = torch.arange(parents.numel(), device=device), parents.flatten().long()
     if cu_seqlens is not None:
         check_cu_seqlens("cu_seqlens", cu_seqlens, device)
         check_max_seqlen("max_seqlen", max_seqlen)
-        if readable(parents):
+        if checks:
             check_cu_seqlens_values("cu_seqlens", cu_seqlens, parents.numel(), max_seqlen)
         above = above.where(tokens < cu_seqlens[-1], -1)
         width = parents.numel() if max_seqlen is None else max_seqlen
@@ -53,7 +54,7 @@ def tree_mask(parents: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int
         width = parents.shape[-1]
         first = tokens - tokens % max(width, 1)
     number = tokens - first
-    if readable(parents) and bool(((above >= number) | (above < -1)).any()):
+    if checks and bool(((above >= number) | (above < -1)).any()):
         raise ValueError("parents: expected the number of an earlier token, or -1, got another one; sort the tokens")
     # By doubling: what a token sees in so many steps, it and what its ancestor sees; a token behind all sees nothing.
     shown = torch.zeros(tokens.shape[0] + 1, width, dtype=torch.bool, device=device)
