@@ -212,8 +212,8 @@ def attention_with_kv_cache(
     key = None
     if (
         k is v is cache_batch_indices is cache_left_padding is block_table is rotary_cos is rotary_sin is alibi_slopes
-        is sinks is cu_seqlens_q is cu_seqlens_new is max_seqlen_q is descale_k is descale_v is tree_mask is None
-        and shared_rows is None
+        is sinks is cu_seqlens_q is cu_seqlens_new is descale_k is descale_v is tree_mask is None
+        and max_seqlen_q is shared_rows is None
         and window is None
         and softcap is None
         and num_splits is None
