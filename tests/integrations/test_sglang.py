@@ -140,6 +140,7 @@ _CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor | None]] = {
     "linear_layers_pool": ({"pool": "linear", "page_size": 4}, {}, None),
     "soft_cap_and_sinks": ({}, {"logit_cap": 3.0}, _SINKS),
     "fp8": ({"dtype": torch.float8_e4m3fn, "page_size": 4}, {}, None),
+    "fp8_e5m2": ({"dtype": torch.float8_e5m2}, {}, None),
     "encoder": ({}, {"attn_type": AttentionType.ENCODER_ONLY, "sliding_window_size": 5}, None),
 }
 
@@ -149,7 +150,7 @@ _CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor | None]] = {
 def test_batches_are_their_requests(name: str) -> None:
     change, of_layer, sinks = _CASES[name]
     runner, layer = _runner(**change), _layer(**of_layer)
-    if name == "fp8":
+    if name.startswith("fp8"):
         layer.k_scale, layer.v_scale = torch.tensor(0.02), torch.tensor([0.03])
     _place(runner)
     backend = plugin.FlashtileBackend(runner)
