@@ -21,7 +21,6 @@ import torch
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import KernelSource, clear_plans, compile_kernel, pointer, pointers
 from flashtile.ops.attention.call import describe_backward, describe_call
-from flashtile.ops.attention.gpu.parameters import NO_CAPTURED, NO_SIDE
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch, plan
 from flashtile.ops.attention.triton.tile_tables import TileConfig
@@ -105,7 +104,7 @@ def kernel_call(kernel: str, tensors: dict, causal: bool):
         tensors["saved", causal] = BackwardInputs(dout, None, q, k, v, out, lse)
     inputs = tensors["saved", causal]
     call = describe_backward(inputs, side, spec, Wanted())
-    given = *pointers(q, k, v, inputs.out, dout, inputs.lse, None), *NO_SIDE, *NO_CAPTURED
+    given = pointers(q, k, v, inputs.out, dout, inputs.lse, None)
     # Planned when it runs, with the tiles of that time.
     if kernel == "dq":
         return lambda: launch.plan_alone("dq", call).run(*given)[:1]

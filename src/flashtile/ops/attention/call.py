@@ -80,6 +80,11 @@ class AuxFacts(NamedTuple):
         return self == AuxFacts(max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, sinks=self.sinks)
 
     @property
+    def plain(self) -> bool:
+        """Whether there is no tensor."""
+        return self.sinks is None and self.only_sinks
+
+    @property
     def modifies_scores(self) -> bool:
         """Whether a tensor changes or hides scores; but for block masks and score functions."""
         return not (self.bias is self.mask is self.alibi_slopes is None)

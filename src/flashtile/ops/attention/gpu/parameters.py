@@ -16,9 +16,10 @@ from torch import Tensor
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import Parameter, float32, int32, int64, pointer, pointer_to, pointers
+from flashtile.ops.attention.arguments import side_tensors
 from flashtile.ops.attention.call import Call, TensorFacts
 from flashtile.ops.attention.philox import keep_threshold
-from flashtile.ops.attention.spec import FP8, AttentionSpec, Origin
+from flashtile.ops.attention.spec import FP8, AttentionSpec, Origin, SideInputs, plain_side
 from flashtile.ops.attention.tile_lists import Grid, Places
 from flashtile.ops.common.checks import MAX_POSITIONS
 
@@ -166,9 +167,17 @@ def aux_pointers(aux: tuple[Any, ...]) -> tuple[SidePointers, tuple[Any, ...]]:
     return SidePointers._make(addresses[:count]), (*addresses[count:],) or NO_CAPTURED
 
 
-def captured_buffers(call: Call) -> tuple[str, ...]:
-    """The names of what `aux_pointers` gives for the tensors that a score function reads, as buffers of a pipeline."""
-    return tuple(f"tensor{number}" for number in range(len(call.aux.captured))) or ("no_captured",)
+def aux_buffers(call: Call) -> tuple[str, ...]:
+    """The names of what `aux_pointers` gives, as buffers of a pipeline; none for a call without such tensors."""
+    if call.aux.plain:
+        return ()
+    captured = tuple(f"tensor{number}" for number in range(len(call.aux.captured))) or ("no_captured",)
+    return *SidePointers._fields, *captured
+
+
+def aux_tensors(side: SideInputs) -> tuple[Any, ...]:
+    """The side inputs as `arguments.side_tensors` has them; empty where there are none."""
+    return () if plain_side(side) else side_tensors(side)
 
 
 def _as_bytes(tensor: Tensor | None) -> Tensor | None:

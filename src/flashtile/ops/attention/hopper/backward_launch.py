@@ -13,12 +13,12 @@ from flashtile._backends.alignment import aligned
 from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import Plan, plan_cache, pointer
 from flashtile._backends.pipeline import Pipeline
-from flashtile.ops.attention.arguments import Aux, Scalars, saved_side, side_tensors
+from flashtile.ops.attention.arguments import Aux, Scalars, saved_side
 from flashtile.ops.attention.call import Call, describe_backward
 from flashtile.ops.attention.gpu.parameters import (
-    SidePointers,
+    aux_buffers,
     aux_pointers,
-    captured_buffers,
+    aux_tensors,
     contiguous_on_16_bytes,
     positive_scale,
 )
@@ -45,7 +45,7 @@ from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradient
 from flashtile.ops.attention.triton.launch import backward_bias, plan_alone
 
 #: The buffers that a run is given, before the side inputs.
-_GIVEN = ("q", "k", "v", "out", "dout", "lse", "dlse", *SidePointers._fields)
+_GIVEN = ("q", "k", "v", "out", "dout", "lse", "dlse")
 
 
 class BackwardPlan(NamedTuple):
@@ -69,7 +69,7 @@ class BackwardPlan(NamedTuple):
     def run(self, inputs: BackwardInputs, aux: Aux, scalars: Scalars) -> Gradients:
         """Enqueues the kernels. Gradients that are not wanted are None."""
         dout, dlse, q, k, v, out, lse = inputs
-        side, captured = aux_pointers(aux)
+        side, captured = aux_pointers(aux) if aux else ((), ())
         made = self.pipeline.run(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse),
             *side, *captured,
@@ -130,7 +130,7 @@ def backward(
     side = with_aligned_lists(side)
     inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
     scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, wanted
-    grads = plan_backward(describe_backward(inputs, side, spec, wanted)).run(inputs, side_tensors(side), scalars)
+    grads = plan_backward(describe_backward(inputs, side, spec, wanted)).run(inputs, aux_tensors(side), scalars)
     return grads if sign == 1 else grads._replace(q=grads.q.mul_(sign))
 
 
@@ -259,7 +259,7 @@ def _make_plan(call: Call, described: PassKernels) -> BackwardPlan:
     pipeline = Pipeline(
         call.device,
         kernels,
-        (*_GIVEN, *captured_buffers(call)),
+        (*_GIVEN, *aux_buffers(call)),
         {**outputs, **from_sides, **more},
         {"sums": 0, "statistics": 0, "masked_dout": masked_dout, "counter": 0, "semaphores": 0, **scratch},
         zeroed,

@@ -16,9 +16,8 @@ from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import Plan, constants_of, plan_cache, pointer_to
 from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile._backends.tma import TmaTensor, broadcast_layout, strided_layout
-from flashtile.ops.attention.arguments import side_tensors
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts, describe_call
-from flashtile.ops.attention.gpu.parameters import SidePointers, aux_pointers, captured_buffers, positive_scale
+from flashtile.ops.attention.gpu.parameters import aux_buffers, aux_pointers, aux_tensors, positive_scale
 from flashtile.ops.attention.gpu.score_functions import score_bounds
 from flashtile.ops.attention.hopper.backward_kernels import row_layouts
 from flashtile.ops.attention.hopper.backward_launch import backward, backward_plans, prepare_backward
@@ -68,8 +67,8 @@ _LONG_KEYS = 4096
 #: common is read twice. `_keep_keys_near` has the exception.
 _SHORT_ROWS = 511
 
-#: The buffers that a run is given, before those of score functions.
-_GIVEN = ("q", "k", "v", "counter", *SidePointers._fields)
+#: The buffers that a run is given, before those of the side inputs.
+_GIVEN = ("q", "k", "v", "counter")
 
 
 class ForwardPlan(NamedTuple):
@@ -96,8 +95,10 @@ class ForwardPlan(NamedTuple):
         run_kernels, results, dynamic, device = self.pipeline.run, self.results, self.dynamic, self.kernel.device
 
         def run(q: Tensor, k: Tensor, v: Tensor, aux: tuple) -> tuple[Tensor, ...]:
-            side, captured = aux_pointers(aux)
             counter = _counter(device).data_ptr() if dynamic else 0
+            if not aux:
+                return (*run_kernels(q.data_ptr(), k.data_ptr(), v.data_ptr(), counter)[:results],)
+            side, captured = aux_pointers(aux)
             made = run_kernels(q.data_ptr(), k.data_ptr(), v.data_ptr(), counter, *side, *captured)
             return (*made[:results],)
 
@@ -113,7 +114,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         k, v = by_whole_rows(k), by_whole_rows(v)
     plan = plan_forward(describe_call("forward", (q, k, v), side, spec))
     side = with_aligned_lists(side)
-    out, lse, *max_scores = plan.runner()(q, k, v, side_tensors(side))
+    out, lse, *max_scores = plan.runner()(q, k, v, aux_tensors(side))
     if not plan.kernel.programs:
         nothing_seen = (scores.fill_(float("-inf")) for scores in max_scores)
         return out.zero_(), _lse_without_keys(lse, side), *nothing_seen
@@ -190,7 +191,7 @@ def _plan(call: Call) -> ForwardPlan:
         "max_scores": rows if spec.returns_max_scores else None,
         "wide_v": contiguous(call.v.shape, torch.bfloat16) if "widen" in kernels else None,
     }
-    pipeline = Pipeline(call.device, kernels, (*_GIVEN, *captured_buffers(call)), outputs)
+    pipeline = Pipeline(call.device, kernels, (*_GIVEN, *aux_buffers(call)), outputs)
     return ForwardPlan(pipeline, 3 if spec.returns_max_scores else 2, dynamic and programs > 0)
 
 
@@ -295,7 +296,7 @@ def _plan_float32(call: Call) -> ForwardPlan:
         "lse": contiguous(call.lse_shape, torch.float32),
         **(parts if programs else {}),
     }
-    return ForwardPlan(Pipeline(call.device, kernels, (*_GIVEN, *captured_buffers(call)), outputs), 2)
+    return ForwardPlan(Pipeline(call.device, kernels, (*_GIVEN, *aux_buffers(call)), outputs), 2)
 
 
 def _keep_keys_near(config: HopperConfig, rows_q: int) -> bool:

@@ -13,12 +13,12 @@ from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import Plan, plan_cache, pointer, pointers
 from flashtile._backends.pipeline import Kernel, Pipeline
-from flashtile.ops.attention.arguments import Aux, Scalars, saved_side, side_tensors
+from flashtile.ops.attention.arguments import Aux, Scalars, saved_side
 from flashtile.ops.attention.call import Call, describe_backward, describe_call
 from flashtile.ops.attention.gpu.parameters import (
-    SidePointers,
+    aux_buffers,
     aux_pointers,
-    captured_buffers,
+    aux_tensors,
     contiguous_on_16_bytes,
     positive_scale,
 )
@@ -37,9 +37,9 @@ from flashtile.ops.attention.triton.plan import AttentionKernel, kernel_for
 from flashtile.ops.attention.triton.scores import wave_starts
 
 _LOG2_E = math.log2(math.e)
-#: The buffers that a forward and a backward are given, before those of score functions.
-_GIVEN_FORWARD = ("q", "k", "v", *SidePointers._fields)
-_GIVEN_BACKWARD = ("q", "k", "v", "out", "dout", "lse", "dlse", *SidePointers._fields)
+#: The buffers that a forward and a backward are given, before those of the side inputs.
+_GIVEN_FORWARD = ("q", "k", "v")
+_GIVEN_BACKWARD = ("q", "k", "v", "out", "dout", "lse", "dlse")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -48,7 +48,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
     pipeline = _plan_forward(describe_call("forward", (q, k, v), side, spec))
-    return _run_forward(pipeline, q, k, v, side_tensors(side))
+    return _run_forward(pipeline, q, k, v, aux_tensors(side))
 
 
 def prepare_forward(
@@ -63,7 +63,7 @@ def prepare_forward(
     run_kernels = pipeline.run
 
     def run(q: Tensor, k: Tensor, v: Tensor, aux: tuple) -> tuple[Tensor, ...]:
-        side, captured = aux_pointers(aux)
+        side, captured = aux_pointers(aux) if aux else ((), ())
         return (*run_kernels(q.data_ptr(), k.data_ptr(), v.data_ptr(), *side, *captured),)
 
     return run
@@ -73,16 +73,14 @@ def _run_forward(pipeline: Pipeline, q: Tensor, k: Tensor, v: Tensor, aux: tuple
     """Enqueues the kernel. `aux`: as of `arguments.side_tensors`."""
     if q.dtype is FP8:
         q, k, v = q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8)
-    side, captured = aux_pointers(aux)
+    side, captured = aux_pointers(aux) if aux else ((), ())
     return (*pipeline.run(*pointers(q, k, v), *side, *captured),)
 
 
 @plan_cache
 def _plan_forward(call: Call) -> Pipeline:
     planned = kernel_for("forward", call)
-    return Pipeline(
-        call.device, {"forward": planned.kernel}, (*_GIVEN_FORWARD, *captured_buffers(call)), planned.outputs
-    )
+    return Pipeline(call.device, {"forward": planned.kernel}, (*_GIVEN_FORWARD, *aux_buffers(call)), planned.outputs)
 
 
 def backward(
@@ -106,7 +104,7 @@ def backward(
     inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
     scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, wanted
     plan = plan_backward(describe_backward(inputs, side, spec, wanted))
-    grads = plan.run(inputs, side_tensors(side), scalars)
+    grads = plan.run(inputs, aux_tensors(side), scalars)
     return grads if sign == 1 else grads._replace(q=grads.q.mul_(sign))
 
 
@@ -153,7 +151,7 @@ class BackwardPlan(NamedTuple):
     def run(self, inputs: BackwardInputs, aux: Aux, scalars: Scalars) -> Gradients:
         """Enqueues the kernels. Gradients that are not wanted are None."""
         dout, dlse, q, k, v, out, lse = inputs
-        side, captured = aux_pointers(aux)
+        side, captured = aux_pointers(aux) if aux else ((), ())
         given = *pointers(q, k, v, out, dout, lse, dlse), *side, *captured
         if self.waves is not None:
             starts = wave_starts(*self.waves, q.device)
@@ -200,7 +198,7 @@ def plan_backward(call: Call) -> BackwardPlan:
         if wants:
             slots = (queries.kernel.programs,) if queries.waves else ()
             outputs[f"sum{number}"] = contiguous((*slots, *of.shape), torch.float32)
-    given = (*_GIVEN_BACKWARD, *captured_buffers(call))
+    given = (*_GIVEN_BACKWARD, *aux_buffers(call))
     zeroed = {*outputs, *(["dbias"] if call.wanted.bias and _computes_nothing(planned) else [])}
     repeated = {"dq": "wave"} if queries.waves else {}
     pipeline = _pipeline(call, planned, (*given, *repeated.values()), outputs, zeroed, repeated)
@@ -240,7 +238,7 @@ def plan_alone(kernel: KernelName, call: Call) -> Pipeline:
         planned = planned._replace(
             kernel=planned.kernel._replace(buffers={**planned.kernel.buffers, "dout_ptr": "dout"})
         )
-    given = (*_GIVEN_BACKWARD, *captured_buffers(call), *(() if kernel == "dq" else ("statistics",)))
+    given = (*_GIVEN_BACKWARD, *aux_buffers(call), *(() if kernel == "dq" else ("statistics",)))
     zeroed = set() if planned.kernel.programs else set(planned.outputs)
     return _pipeline(call, {kernel: planned}, given, zeroed=zeroed)
 
@@ -251,7 +249,7 @@ def backward_bias(
     """Runs the kernel of the bias's gradient on the dout and the statistics of a dq kernel. Returns it in the bias's
     shape."""
     pipeline = plan_alone("dbias", describe_backward(inputs._replace(dout=dout), side, spec, NOTHING_WANTED))
-    pointers_of_side, captured = aux_pointers(side_tensors(side))
+    pointers_of_side, captured = aux_pointers(aux_tensors(side))
     given = pointers(inputs.q, inputs.k, inputs.v, None, dout, None, None)
     dbias: Tensor = pipeline.run(*given, *pointers_of_side, *captured, pointer(statistics))[0]
     return dbias
@@ -262,7 +260,8 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
     pipeline = _plan_column_sums(describe_call("column_sums", (q, k, k), side, spec))
-    side_addresses, captured = aux_pointers(side_tensors(side))
+    aux = aux_tensors(side)
+    side_addresses, captured = aux_pointers(aux) if aux else ((), ())
     sums: Tensor = pipeline.run(*pointers(q, k, k), *side_addresses, *captured, pointer(lse))[0]
     return sums
 
@@ -270,7 +269,7 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
 @plan_cache
 def _plan_column_sums(call: Call) -> Pipeline:
     planned = kernel_for("column_sums", call)
-    given = (*_GIVEN_FORWARD, *captured_buffers(call), "lse")
+    given = (*_GIVEN_FORWARD, *aux_buffers(call), "lse")
     return Pipeline(call.device, {"column_sums": planned.kernel}, given, planned.outputs)
 
 
