@@ -57,7 +57,7 @@ def test_every_function_refuses_names_that_it_does_not_have(function: Callable[.
         ("attention_varlen", "s_aux", "it is called sinks$"),
         ("attention_varlen", "page_table", "it is called block_table$"),
         ("attention_with_kv_cache", "cache_seqlens", "it is called cache_lengths$"),
-        ("attention_with_kv_cache", "attn_mask", "it has q, k_cache, "),
+        ("attention_with_kv_cache", "bias", "it has q, k_cache, "),
         ("explain", "attention_mask", "it is called mask"),
         ("scaled_dot_product_attention", "causal", "it is called is_causal$"),
         ("cross_entropy", "ignored_index", "it is called ignore_index$"),
