@@ -52,7 +52,7 @@ class Call(NamedTuple):
     odd_rows: bool = False  # strides of the rows of q and of the new keys and values are 1
     cache_dtype: torch.dtype | None = None
     factors: tuple[int, int, int] | None = None  # strides of those of an 8-bit cache
-    tree: tuple[int, int] | None = None  # strides of the tree
+    tree: tuple[int, int, int] | None = None  # strides of the tree, and its columns
     total_q: int | None = None  # queries of a packed call, whose sequences have up to seq_q
 
 
@@ -128,7 +128,7 @@ _CALLS = {
         cache_dtype=torch.int8, factors=(128, 8, 1), page_size=16, spec=_OF_ROWS, seq_q=512, total_q=1100
     ),
     "e5m2_pages": Call(cache_dtype=torch.float8_e5m2, factors=(8, 0, 1), page_size=128),
-    "tree": Call(seq_q=16, seq_new=16, tree=(256, 16), half=0, spec=CacheSpec(0, 0.1)),
+    "tree": Call(seq_q=16, seq_new=16, tree=(256, 16, 16), half=0, spec=CacheSpec(0, 0.1)),
     "entries": Call(index_dtypes=(None, torch.int64, torch.int32, None), seq_new=None),
 }  # fmt: skip
 

@@ -147,7 +147,8 @@ def attend_kernel(
     acc, row_max, row_sum = visit_tiles(
         q_rows, there, query, k_base, v_base, table, k_strides, v_strides,
         k_factors, v_factors, k_descale_strides, v_descale_strides, first_tile, last_tile,
-        begin, full_begin, full_end, end, shift, window, tree_rows, scale, softcap, slope, slope_diagonal, sink,
+        begin, full_begin, full_end, end, shift, window, tree_rows, table_strides.tree_columns,
+        scale, softcap, slope, slope_diagonal, sink,
         PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK, PRECISION,
     )  # fmt: skip
 
@@ -199,7 +200,8 @@ def visible_ranges(first_query, last_query, shift, left, total, window):
 def visit_tiles(
     q_rows, there, query, k_base, v_base, table, k_strides, v_strides,
     k_factors, v_factors, k_descale_strides, v_descale_strides, first_tile, last_tile,
-    begin, full_begin, full_end, end, shift, window, tree_rows, scale, softcap, slope, slope_diagonal, sink,
+    begin, full_begin, full_end, end, shift, window, tree_rows, tree_columns,
+    scale, softcap, slope, slope_diagonal, sink,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -266,8 +268,9 @@ def visit_tiles(
                 visible &= key[None, :] <= diagonal + window.right
             if tree_rows is not None:
                 last = (key - shift)[None, :]
-                shown = tl.load(tree_rows[:, None] + last, mask=there[:, None] & valid[None, :] & (last >= 0), other=1)
-                visible &= shown != 0
+                in_tree = valid[None, :] & (last >= 0) & (last < tree_columns)
+                shown = tl.load(tree_rows[:, None] + last, mask=there[:, None] & in_tree, other=1)
+                visible &= (shown != 0) & (last < tree_columns)
             scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         # While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN.

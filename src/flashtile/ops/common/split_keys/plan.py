@@ -52,7 +52,7 @@ class SplitCall(NamedTuple):
         capacity: rows that a sequence of keys can have.
         index_dtypes: of what `rows.Sequences` has; None for one that there is not.
         page_size, stride_table: of a cache in pages, else 0.
-        tree_strides: of the tree, between sequences and between queries.
+        tree: of the tree, the strides between sequences and between queries, and how many columns it has.
         total_q: queries of all sequences, where they are packed: seq_q is that of the longest then. None else.
         seq_new: rows that a length does not count, without starts of new rows.
         window_left, window_right: keys visible on each side of the diagonal; None = all.
@@ -90,7 +90,7 @@ class SplitCall(NamedTuple):
     num_splits: int = 0
     cache_dtype: torch.dtype | None = None
     descale_strides: tuple[_Shape | None, ...] = (None, None)
-    tree_strides: tuple[int, int] | None = None
+    tree: tuple[int, int, int] | None = None
 
     @property
     def cache_itemsize(self) -> int:
@@ -171,7 +171,8 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "table_strides": TableStrides(
             int64(call.stride_table),
             int32(None if not call.slope_dims else heads if call.slope_dims == 2 else 0),
-            *map(int64, call.tree_strides or (None, None)),
+            *map(int64, (call.tree or (None, None))[:2]),
+            int32(call.tree and call.tree[2]),
         ),
         "batch": int32(batch),
         "heads_kv": int32(heads_kv),

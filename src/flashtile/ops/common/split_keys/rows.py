@@ -31,13 +31,14 @@ class Sequences(NamedTuple):
 
 
 class TableStrides(NamedTuple):
-    """Elements from one sequence to the next in the table of pages, in slopes and in the tree, and from one query to
-    the next in the tree."""
+    """Elements from one sequence to the next in the table of pages, in slopes and in the tree, from one query to the
+    next in the tree, and how many columns that has."""
 
     table: Any
     slopes: Any
     tree: Any
     tree_query: Any
+    tree_columns: Any
 
 
 class RowStrides(NamedTuple):

@@ -70,7 +70,7 @@ def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
         call.batch if packed else None,
         k_cache.dtype,
         tuple(None if t is None else t.stride() for t in (call.descale_k, call.descale_v)),
-        None if tree is None else (0, *tree.stride())[-3:-1],
+        None if tree is None else (*(0, *tree.stride())[-3:-1], tree.shape[-1]),
         (addresses & 15, table_addresses & 15),
         # Only tiles depend on the longest sequence: steps that differ a little in it share a plan.
         spec._replace(length=0, max_seqlen_q=power_of_two(spec.max_seqlen_q) if packed else 0),
@@ -92,7 +92,7 @@ def _plan(
     sequences: int | None,
     cache_dtype: torch.dtype,
     descale_strides: tuple[_Shape | None, ...],
-    tree_strides: tuple[int, int] | None,
+    tree_form: tuple[int, int, int] | None,
     misalignments: tuple[int, int],
     spec: CacheSpec,
     allow_tf32: bool,
@@ -160,7 +160,7 @@ def _plan(
         num_splits=spec.num_splits,
         cache_dtype=cache_dtype,
         descale_strides=descale_strides,
-        tree_strides=tree_strides,
+        tree=tree_form,
     )
     return CachePlan(append, split_plan(split_call, device))
 
