@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import flashtile
-from flashtile.compat.rows import check_pages, gathered_keys
+from flashtile.compat.rows import check_page_numbers, check_pages, gathered_keys
 
 Window = tuple[int | None, int | None]
 #: out, and what else was asked for.
@@ -119,12 +119,32 @@ def attend(**given: Any) -> Output:
     """flash_attn 2's functions: out, or with return_attn_probs out, lse `[B, H, Sq]`, packed `[H, total_q]`, and the
     weights (`weights`), which are empty without dropout."""
     q, k, v, layout, call, rest = taken_apart(given)
+    if layout is not None and not rest["return_attn_probs"] and _reads_pages(q, k, v, layout, call):
+        return _over_pages(q, k, v, layout, call)
     k, v, layout = with_packed_keys(k, v, layout)
     if not rest["return_attn_probs"]:
         return computed(q, k, v, layout, call)
     seed = drawn_seed(q, call.dropout_p)
     out, lse = computed(q, k, v, layout, call, dropout_seed=seed, return_lse=True)
     return out, lse, q.new_empty(0) if seed is None else weights(q, k, layout, call, seed)
+
+
+def _reads_pages(q: Tensor, k: Tensor, v: Tensor, layout: Packed, call: Call) -> bool:
+    """Whether `attention_varlen` reads keys where they lie in pages; it has no gradient there."""
+    recorded = torch.is_grad_enabled() and any(rows.requires_grad for rows in (q, k, v))
+    return layout.block_table is not None and layout.leftpad_k is None and not (recorded or call.dropout_p)
+
+
+def _over_pages(q: Tensor, k: Tensor, v: Tensor, layout: Packed, call: Call) -> Tensor:
+    assert layout.block_table is not None
+    check_pages(k, v, layout.cu_seqlens_k, layout.block_table)
+    lengths = layout.cu_seqlens_k.diff() if layout.seqused_k is None else layout.seqused_k
+    if k.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_page_numbers(k.shape[0], k.shape[1], layout.block_table, lengths)
+    return flashtile.attention_varlen(
+        q, k, v, layout.cu_seqlens_q, max_seqlen_q=layout.max_seqlen_q, key_lengths=lengths,
+        block_table=layout.block_table, **options_of(q, call),
+    )  # fmt: skip
 
 
 def computed(q: Tensor, k: Tensor, v: Tensor, layout: Packed | None, call: Call, **more: Any) -> Any:
