@@ -271,7 +271,7 @@ BAD = {
     "offsets-negative": (ValueError, {"seqlen_offsets": torch.tensor([0, -2])}, ("offsets of at least 0, got -2",)),
     "cu-falls": (ValueError, {**_PACKED, "cu_seqlens": torch.tensor([0, 5, 3])}, ("cu_seqlens:", "never decrease")),
     "cu-starts": (ValueError, {**_PACKED, "cu_seqlens": torch.tensor([1, 5])}, ("cu_seqlens: expected to start at 0",)),
-    "cu-total": (ValueError, {**_PACKED, "cu_seqlens": torch.tensor([0, 9])}, ("at most the rows of x, 8, got 9",)),
+    "cu-total": (ValueError, {**_PACKED, "cu_seqlens": torch.tensor([0, 9])}, ("at most the packed total, 8, got 9",)),
     "cu-dtype": (TypeError, {**_PACKED, "cu_seqlens": torch.ones(3)}, ("cu_seqlens: expected dtype int32 or int64",)),
     "max-seqlen": (TypeError, {**_PACKED, "max_seqlen": 2.0}, ("max_seqlen: expected an int, got 2.0",)),
     "max-seqlen-far": (ValueError, {**_PACKED, "max_seqlen": 40}, ("cos: expected at least 40 positions",)),

@@ -10,9 +10,10 @@ from flashtile.ops.common.sizes import known
 
 
 def check_cu_seqlens(
-    name: str, cu_seqlens: Tensor, device: torch.device, entries: int | None = None, meaning: str = ""
+    name: str, cu_seqlens: Tensor, device: torch.device, entries: int | None = None, meaning: str = "", of: str = "q"
 ) -> int:
-    """Checks cumulative lengths, not their values; returns how many there are. `entries`: how many there must be."""
+    """Checks cumulative lengths, not their values; returns how many there are. `entries`: how many there must be. `of`:
+    the tensor whose device it is."""
     check_tensors(**{name: cu_seqlens})
     if entries is None:
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
@@ -21,7 +22,7 @@ def check_cu_seqlens(
                 "torch.zeros(1, dtype=torch.int32)"
             )
         entries = cu_seqlens.shape[0]
-    check_lengths(name, cu_seqlens, entries, device, f"batch + 1 cumulative lengths{meaning}")
+    check_lengths(name, cu_seqlens, entries, device, f"batch + 1 cumulative lengths{meaning}", of)
     return entries
 
 

@@ -23,6 +23,7 @@ from flashtile.ops.common.checks import (
 from flashtile.ops.common.memory import check_writable
 from flashtile.ops.common.operators import operator
 from flashtile.ops.common.other_names import refuse_other_names
+from flashtile.ops.common.packed import check_cu_seqlens, check_cu_seqlens_values, check_max_seqlen
 from flashtile.ops.common.rows import last_contiguous
 from flashtile.ops.common.sizes import differ, known
 from flashtile.ops.rotary import spec as reference
@@ -301,9 +302,9 @@ def _rotate(
             )
     offset, offsets = 0, None
     if position_ids is None:
-        batch = x.shape[0] if cu_seqlens is None else _check_sequences(cu_seqlens, x.device, name)
+        batch = x.shape[0] if cu_seqlens is None else check_cu_seqlens("cu_seqlens", cu_seqlens, x.device, of=name) - 1
         offset, offsets = _resolve_offsets(seqlen_offsets, batch, x.device, name)
-        _check_max_seqlen(max_seqlen)
+        check_max_seqlen("max_seqlen", max_seqlen)
         longest = x.shape[1] if cu_seqlens is None else max_seqlen
         if longest is not None and not known(x.numel() == 0):
             tables.check_table_length(cos, longest, offset, "make the table longer")
@@ -349,15 +350,6 @@ def _resolve_offsets(offsets: int | Tensor, batch: int, device: torch.device, of
     return offsets, None
 
 
-def _check_max_seqlen(max_seqlen: int | None) -> None:
-    if max_seqlen is None:
-        return
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
-        raise TypeError(f"max_seqlen: expected an int, got {max_seqlen!r}; leave it out if it is not known")
-    if known(max_seqlen < 0):
-        raise ValueError(f"max_seqlen: expected at least 0, got {max_seqlen}; it is the longest sequence")
-
-
 def _check_positions(
     position_ids: Tensor,
     name: str,
@@ -385,15 +377,6 @@ def _check_positions(
         )
 
 
-def _check_sequences(cu_seqlens: Tensor, device: torch.device, of: str) -> int:
-    """Checks cumulative lengths; returns the number of sequences."""
-    check_tensors(cu_seqlens=cu_seqlens)
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens: expected shape (batch + 1,), got {tuple(cu_seqlens.shape)}")
-    check_lengths("cu_seqlens", cu_seqlens, cu_seqlens.shape[0], device, "batch + 1 cumulative lengths", of)
-    return cu_seqlens.shape[0] - 1
-
-
 def _check_values(rotation: Rotation, spec: RotarySpec) -> None:
     """Checks positions against the table: always on a CPU, on a GPU with FLASHTILE_CHECK_VALUES=1."""
     offsets, cu_seqlens, position_ids = rotation.offsets, rotation.cu_seqlens, rotation.position_ids
@@ -401,7 +384,7 @@ def _check_values(rotation: Rotation, spec: RotarySpec) -> None:
     if given is None or not readable(given) or not rotation.x.numel():
         return
     if cu_seqlens is not None:
-        _check_cumulative(cu_seqlens, rotation.x.shape[0])
+        check_cu_seqlens_values("cu_seqlens", cu_seqlens, rotation.x.shape[0])
         if cu_seqlens.shape[0] == 1:
             return
     if offsets is not None and offsets.numel() and int(offsets.min()) < 0:
@@ -413,17 +396,6 @@ def _check_values(rotation: Rotation, spec: RotarySpec) -> None:
         raise ValueError(
             f"cos: expected at least {farthest + 1} positions, the farthest that a row has, got "
             f"{rotation.cos.shape[0]}; make the table longer"
-        )
-
-
-def _check_cumulative(cu_seqlens: Tensor, total: int) -> None:
-    if int(cu_seqlens[0]) != 0:
-        raise ValueError(f"cu_seqlens: expected to start at 0, got {int(cu_seqlens[0])}; prepend 0")
-    if (cu_seqlens.diff() < 0).any():
-        raise ValueError("cu_seqlens: expected cumulative lengths that never decrease, got some that do; sort them")
-    if int(cu_seqlens[-1]) > total:
-        raise ValueError(
-            f"cu_seqlens: expected its last value to be at most the rows of x, {total}, got {int(cu_seqlens[-1])}"
         )
 
 
