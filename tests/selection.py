@@ -63,7 +63,8 @@ def kernels(package: ModuleType) -> set[str]:
 
     found = set()
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if not module.name.endswith("__main__"):
+        # Integrations need the packages that they serve, and have no kernels.
+        if not module.name.endswith("__main__") and ".integrations." not in module.name:
             values = vars(importlib.import_module(module.name)).values()
             found |= {full_name(value) for value in values if isinstance(value, JITFunction)}
     return {name for name in found if name.endswith("_kernel")}

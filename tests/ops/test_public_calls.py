@@ -361,7 +361,8 @@ def test_every_operator_with_products_has_a_formula() -> None:
     }  # fmt: skip
     defined = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("flashtile::")}
     counted = {str(op).removeprefix("flashtile.") for op in flop_registry if str(op).startswith("flashtile.")}
-    assert counted == defined - without
+    of_tests = {name for name in defined if name.startswith(("test_", "gate_"))}  # tests/ops/test_operators.py
+    assert counted - of_tests == defined - without - of_tests
 
 
 @pytest.mark.parametrize("order", ["flashtile first", "counter first", "never"])

@@ -53,7 +53,7 @@ def _pointer(tensor: torch.Tensor) -> Value:
 def test_dropout_keeps_what_the_definition_keeps(
     rows: int, columns: int, origin: tuple[int, ...] | None, transposed: bool
 ) -> None:
-    module = _MODULES["dropout"]
+    module = _MODULES["modifiers"]
     queries, keys = (columns, rows) if transposed else (rows, columns)
     seed, p, first_query, first_key = torch.tensor([0x9ABCDEF0, 0x87654321]), 0.3, 192, 320
     row, column, matrix, heads = origin or (None,) * 4
@@ -126,7 +126,7 @@ def _broadcast(shape: tuple[int, ...], sizes: tuple[int, ...]) -> SimpleNamespac
 @pytest.mark.parametrize("sizes", [(2, 3, 100, 150), (1, 3, 100, 1), (2, 1, 1, 150), (1, 1, 1, 1)], ids=str)
 def test_a_tile_of_a_table(sizes: tuple[int, ...], transposed: bool) -> None:
     """Past its end there is what the caller says, and a dimension of one is read once."""
-    module, given = _MODULES["tables"], _broadcast((2, 3, 100, 150), sizes)
+    module, given = _MODULES["modifiers"], _broadcast((2, 3, 100, 150), sizes)
     batch, head, row, column = given.strides
 
     def tile() -> Value:

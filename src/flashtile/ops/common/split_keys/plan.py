@@ -152,6 +152,7 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
     right = None if last else right
     window = (None if side is None else max(-MAX_POSITIONS, min(side, MAX_POSITIONS)) for side in (left, right))
     pointers, multiple = _multiples(call)
+    tree = call.tree or (None, None, None)
     partial, statistic = splits > 1, pointer_to(torch.float32)
     parameters = {
         "q_ptr": pointer_to(call.dtype, pointers),
@@ -171,8 +172,9 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "table_strides": TableStrides(
             int64(call.stride_table),
             int32(None if not call.slope_dims else heads if call.slope_dims == 2 else 0),
-            *map(int64, (call.tree or (None, None))[:2]),
-            int32(call.tree and call.tree[2]),
+            int64(tree[0]),
+            int64(tree[1]),
+            int32(tree[2]),
         ),
         "batch": int32(batch),
         "heads_kv": int32(heads_kv),
