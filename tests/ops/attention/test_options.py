@@ -16,7 +16,7 @@ from flashtile.ops.attention.options import Taken
 #: Function -> the class of its options.
 FUNCTIONS: dict[Callable[..., Any], type] = {
     flashtile.attention: options.DenseOptions,
-    flashtile.attention_varlen: options.VarlenOptions,
+    flashtile.attention_varlen: options.PackedOptions,
     flashtile.explain: options.ExplainOptions,
     flashtile.attention_probs: options.ProbsOptions,
     flashtile.attention_column_sums: options.ColumnSumsOptions,
@@ -37,7 +37,8 @@ def test_a_signature_has_its_options(function: Callable[..., Any]) -> None:
         assert parameter.annotation == kind.__forward_arg__, name
     own = {name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY} - kinds.keys()
     expected = {
-        "attention": {"return_lse", "return_max_scores"}, "attention_varlen": {"return_lse", "return_max_scores"},
+        "attention": {"return_lse", "return_max_scores"},
+        "attention_varlen": {"block_table", "return_lse", "return_max_scores"},
         "explain": {"device", "part"},
         "attention_probs": {"rows", "heads"}, "attention_column_sums": set(),
         "attention_part": {"cu_seqlens", "max_seqlen", "return_max_scores"},

@@ -68,14 +68,20 @@ class DenseOptions(Options, total=False):
     """Those of `attention`."""
 
 
-class VarlenOptions(Options, total=False):
-    """Those of `attention_varlen`."""
+class PackedOptions(Options, total=False):
+    """Those of `attention_varlen` that say how it computes."""
 
     max_seqlen_q: int | None
     max_seqlen_k: int | None
 
 
-class ExplainOptions(DenseOptions, VarlenOptions, total=False):
+class VarlenOptions(PackedOptions, total=False):
+    """Those of `attention_varlen`."""
+
+    block_table: Tensor | None
+
+
+class ExplainOptions(DenseOptions, PackedOptions, total=False):
     """Those of `explain`."""
 
     return_lse: bool
