@@ -91,6 +91,7 @@ class FlashtileMetadata:
         tokens: rows of q that count; some at the end may belong to no request.
         starts: `[requests + 1]`, where the queries of each request begin.
         cached: int32 `[requests]`, tokens of each that are in the cache already.
+        lengths: int32 `[requests]`, tokens of each with those of the batch.
         longest: queries of a request at most.
         pages: `[requests, max pages]`.
         causal: whether tokens see no later ones.
@@ -99,6 +100,7 @@ class FlashtileMetadata:
     tokens: int
     starts: Tensor
     cached: Tensor
+    lengths: Tensor
     longest: int
     pages: Tensor
     causal: bool
@@ -128,11 +130,12 @@ class FlashtileMetadataBuilder(AttentionMetadataBuilder[FlashtileMetadata]):
         if requests > self._cached.shape[0]:
             raise ValueError(f"num_reqs: expected at most {self._cached.shape[0]} (max_num_seqs), got {requests}")
         cached = self._cached[:requests]
-        torch.sub(common.seq_lens[:requests], starts.diff(), out=cached)
+        lengths = common.seq_lens[:requests]
+        torch.sub(lengths, starts.diff(), out=cached)
         cached.clamp_(min=0)  # requests that only fill up a batch have neither tokens nor a length
         return FlashtileMetadata(
-            common.num_actual_tokens, starts, cached, common.max_query_len, common.block_table_tensor[:requests],
-            common.causal,
+            common.num_actual_tokens, starts, cached, lengths, common.max_query_len,
+            common.block_table_tensor[:requests], common.causal,
         )  # fmt: skip
 
 
@@ -208,7 +211,7 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
             # A layer that reads the keys of another one brings none, and those of its tokens are there.
             new: dict[str, Any] = {"k": k, "v": v, "cache_lengths": batch.cached}
             if self.kv_sharing_target_layer_name is not None:
-                new = {"cache_lengths": batch.cached + batch.starts.diff()}
+                new = {"cache_lengths": batch.lengths}
             out = flashtile.attention_with_kv_cache(
                 q, keys, values, block_table=batch.pages, cu_seqlens_q=batch.starts, max_seqlen_q=batch.longest,
                 causal=batch.causal, window=self._window(batch.causal), **new, **options,
