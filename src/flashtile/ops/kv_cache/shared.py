@@ -61,25 +61,25 @@ def run_with_shared_rows(call: CacheCall, spec: CacheSpec, shared: int, backend:
 
 def _of_prefix(call: CacheCall, spec: CacheSpec, shared: int) -> tuple[CacheCall, CacheSpec]:
     """The call in which all queries attend to the prefix, where sequence 0 has it."""
-    q, starts = call.q, call.cu_seqlens_q
-    caches: dict[str, Any] = {}
-    if starts is not None:
-        starts = starts[:: call.batch]  # the first and the last
-    else:
+    q, starts, longest = call.q, call.cu_seqlens_q, 0
+    if starts is None:
         q = q.flatten(0, 1)[None]
-    tables = {name: getattr(call, name) for name in ("block_table", "cache_batch_indices")}
-    if all(table is None for table in tables.values()):
-        for name in ("k_cache", "v_cache", "descale_k", "descale_v"):
-            tensor = getattr(call, name)
-            caches[name] = None if tensor is None else tensor[:1]
-    prefix = CacheCall(q, call.k_cache, call.v_cache, cu_seqlens_q=starts)._replace(
-        descale_k=call.descale_k, descale_v=call.descale_v
-    )
-    caches |= {name: None if table is None else table[:1] for name, table in tables.items()}
-    longest = q.shape[0] if starts is not None else 0
-    return prefix._replace(**caches), spec._replace(
-        length=shared, window_left=None, window_right=None, max_seqlen_q=longest
-    )
+    else:
+        starts, longest = starts[:: call.batch], q.shape[0]  # the first and the last
+    prefix = CacheCall(
+        q, call.k_cache, call.v_cache,
+        cache_batch_indices=_first(call.cache_batch_indices), block_table=_first(call.block_table),
+        cu_seqlens_q=starts, descale_k=call.descale_k, descale_v=call.descale_v,
+    )  # fmt: skip
+    if prefix.block_table is prefix.cache_batch_indices is None:
+        caches = ("k_cache", "v_cache", "descale_k", "descale_v")
+        prefix = prefix._replace(**{name: _first(getattr(call, name)) for name in caches})
+    return prefix, spec._replace(length=shared, window_left=None, window_right=None, max_seqlen_q=longest)
+
+
+def _first(tensor: Tensor | None) -> Any:
+    """The part of sequence 0."""
+    return None if tensor is None else tensor[:1]
 
 
 def _check_values(call: CacheCall, spec: CacheSpec, shared: int) -> None:
