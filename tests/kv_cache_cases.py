@@ -12,8 +12,8 @@ from torch import Tensor
 
 import flashtile
 from covering import combined_cases
+from flashtile.ops.common.eight_bits import EIGHT_BITS
 from flashtile.ops.kv_cache.rows import indexable, quantized
-from flashtile.ops.kv_cache.spec import EIGHT_BITS
 from flashtile.testing import Size, assert_close
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.ops.kv_cache.spec import EIGHT_BITS
+from flashtile.ops.common.eight_bits import EIGHT_BITS
 from flashtile.testing import assert_same
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from flashtile.ops.attention.spec import FP8, SideInputs
 from flashtile.ops.common.checks import check_float_dtype, check_tensors
+from flashtile.ops.common.eight_bits import factors_for, rounded
 from flashtile.ops.common.sizes import known
-
-#: The smallest factor, so that quotients by it stay finite.
-_SMALLEST = 2.0**-100
 
 
 def quantize_fp8(x: Tensor, heads_kv: int | None = None) -> tuple[Tensor, Tensor]:
@@ -55,11 +53,9 @@ def quantize_fp8(x: Tensor, heads_kv: int | None = None) -> tuple[Tensor, Tensor
     if not known(groups.shape[1] > 0):  # nothing has no largest
         magnitudes = F.pad(magnitudes, (0, 0, 0, 0, 0, 0, 0, 1))
     largest = magnitudes.amax(dim=(1, 3, 4))
-    limit = torch.finfo(FP8).max
-    descale = (largest.float() / limit).clamp(min=_SMALLEST)
-    descale = descale.masked_fill_(largest == 0, 1.0)  # zeros are zeros with any factor; two small ones would make 0
-    scaled = (groups / descale[:, None, :, None, None]).clamp(-limit, limit)  # rounding may lead past the limit
-    return scaled.to(FP8).view(x.shape), descale
+    descale = factors_for(largest, FP8)
+    # Rounding of a quotient may lead past the largest number.
+    return rounded(groups / descale[:, None, :, None, None], FP8).view(x.shape), descale
 
 
 def dequantized(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> tuple[Tensor, Tensor, Tensor, SideInputs]:

@@ -17,6 +17,7 @@ from flashtile.ops.common.checks import (
     raise_not_bool,
     readable,
 )
+from flashtile.ops.common.eight_bits import EIGHT_BITS
 from flashtile.ops.common.memory import check_own_numbers, check_writable, share_memory
 from flashtile.ops.common.packed import check_cu_seqlens, check_cu_seqlens_values, check_max_seqlen
 from flashtile.ops.common.score_checks import (
@@ -29,7 +30,7 @@ from flashtile.ops.common.score_checks import (
 from flashtile.ops.common.sizes import differ, exceeds
 from flashtile.ops.common.split_keys.configs import MAX_SPLITS
 from flashtile.ops.kv_cache.rows import are_columns, lengths_before, new_counts, numbered, places, query_counts
-from flashtile.ops.kv_cache.spec import EIGHT_BITS, MAX_HEAD_DIM, MAX_HEAD_DIM_V, CacheCall, CacheSpec
+from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM, MAX_HEAD_DIM_V, CacheCall, CacheSpec
 
 __all__ = [
     "check_appended",

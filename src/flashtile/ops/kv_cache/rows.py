@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.ops.kv_cache.spec import EIGHT_BITS, CacheCall, CacheSpec
-
-#: The smallest factor that a row is given, so that quotients by it stay finite.
-_SMALLEST_FACTOR = 2.0**-100
+from flashtile.ops.common.eight_bits import EIGHT_BITS, factors_for, rounded
+from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 
 
 def lengths_before(call: CacheCall, spec: CacheSpec) -> Tensor:
@@ -59,10 +57,8 @@ def places(call: CacheCall, sequence: Tensor, row: Tensor) -> tuple[Tensor, Tens
 
 def quantized(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Rows `[..., heads, head_dim]` in 8 bits, divided by the factors `[..., heads]`."""
-    limit = EIGHT_BITS[dtype]
     x = x if x.dtype is torch.float64 else x.float()
-    scaled = (x if descale is None else x / descale[..., None]).clamp(-limit, limit)
-    return (scaled.round() if dtype is torch.int8 else scaled).to(dtype)
+    return rounded(x if descale is None else x / descale[..., None], dtype)
 
 
 def widened(rows: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -71,13 +67,6 @@ def widened(rows: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
         return rows
     wide = rows.to(torch.float64 if dtype is torch.float64 else torch.float32)
     return (wide if descale is None else wide * descale[..., None]).to(dtype)
-
-
-def factors_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A factor for each row and head of `[..., heads, head_dim]`, float32 `[..., heads]`."""
-    largest = x.abs().amax(-1).float()
-    factors = (largest / EIGHT_BITS[dtype]).clamp(min=_SMALLEST_FACTOR)
-    return factors.masked_fill(largest == 0, 1.0)
 
 
 def indexable(cache: Tensor) -> Tensor:
@@ -99,7 +88,7 @@ def store(call: CacheCall, spec: CacheSpec, where: tuple[Tensor, Tensor], k: Ten
             continue  # columns of the keys
         if cache.dtype in EIGHT_BITS:
             if spec.factors_of_rows and descale is not None:
-                descale[where] = factors_of(new, cache.dtype)
+                descale[where] = factors_for(new.abs().amax(-1), cache.dtype)
             new = quantized(new, None if descale is None else descale[where], cache.dtype).view(torch.uint8)
         indexable(cache)[where] = new
 

@@ -32,8 +32,6 @@ from torch import Tensor
 #: Largest head dimension of q and k that any backend takes: that of multi-head latent attention. And that of v.
 MAX_HEAD_DIM = 576
 MAX_HEAD_DIM_V = 512
-#: The dtypes of caches in 8 bits, and their largest numbers.
-EIGHT_BITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 
 
 class CacheSpec(NamedTuple):
