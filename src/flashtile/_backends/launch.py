@@ -246,15 +246,9 @@ def specialise(
     shapes = ((name, _group_shape(each)) for name, each in described.items())
     groups = tuple((name, shape) for name, shape in shapes if shape is not None)
     return KernelSource(
-        function,
-        types,
-        multiples,
-        constants=known,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        max_registers=max_registers,
-        groups=groups,
-    )
+        function, types, multiples, constants=known, num_warps=num_warps, num_stages=num_stages,
+        max_registers=max_registers, groups=groups,
+    )  # fmt: skip
 
 
 def flattened(parameters: Mapping[str, Parameter | Group]) -> dict[str, Parameter]:

@@ -180,7 +180,7 @@ class _DropoutAddNorm(_Norm):
             return (4 * matrix + parameters) * self.torch_dtype.itemsize
         return ((5 if self.dropout_p else 4) * matrix + self.columns + parameters) * self.torch_dtype.itemsize
 
-    def with_bits_of(self, results: dict[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
+    def with_bits(self, results: dict[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
         """Kept is what moved the sum by more than half of what it contributes, or what has a gradient.
 
         Neither is enough alone: an element that is small beside its residual does not move the sum, and a gradient of

@@ -161,7 +161,7 @@ class Companion(AnyCase, ABC):
         way = self.eager(others)
         return replace(way, function=torch.compile(way.function, dynamic=False, fullgraph=True))
 
-    def with_bits_of(self, results: dict[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
+    def with_bits(self, results: dict[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
         """`others` with the random bits of an implementation that draws its own, read off its results.
 
         Raises:
@@ -291,7 +291,7 @@ class Oracle:
         expected = self._expected
         if own_bits:
             try:
-                expected = self._evaluate(self._case.with_bits_of(results, self._inputs))
+                expected = self._evaluate(self._case.with_bits(results, self._inputs))
             except AssertionError as error:
                 return Verdict(float("inf"), f"wrong result: {error}")
         exact, eager = expected

@@ -110,7 +110,7 @@ def test_dropout_bits_are_read_off_where_gradients_cancel(kind):
     inputs = case.make_inputs(Random(CPU, torch.bfloat16))
     bound = Bound(case.eager(inputs.others), case, inputs)
     results = bound.results("bwd")
-    found = case.with_bits_of(results, inputs)["keep"]
+    found = case.with_bits(results, inputs)["keep"]
     assert (found & (results["dx"] == 0)).any() and not found.all()
     assert companions.Oracle(case, inputs).judge(results, own_bits=True).why is None
 
