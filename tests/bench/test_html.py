@@ -149,7 +149,7 @@ def test_the_page_suits_dark_rooms(whole):
 def test_the_page_says_what_was_measured_on_what(whole):
     body = parsed(whole).find(f"{HTML}body")
     introduction = words_in(body.find(f"{HTML}header"))
-    for said in ("attention", "decoding", "training", "NVIDIA H200", "AMD EPYC (2 cores)", "PyTorch"):
+    for said in ("attention", "serving", "training", "NVIDIA H200", "AMD EPYC (2 cores)", "PyTorch"):
         assert said in introduction, said
     names = words_in(body.find(f".//{HTML}section[@id='names-of-implementations']"))
     assert "FlashAttention-4 fa4" in names and "flashtile, kernels for Hopper flashtile-hopper" in names

@@ -369,7 +369,7 @@ def test_bench_attention_prints_tables_and_writes_the_record(tmp_path):
     [
         ("attention", "d64-causal-s1024-fp32", "sdpa-flash"),
         ("companions", "cases of rotary:", "eager"),
-        ("decode", "decode-b1-s2048", "matmul"),
+        ("serving", "q1-b1-s2048", "matmul"),
         ("train", "gpt2-tiny-b2-s64-fp32", "transformers-sdpa"),
     ],
 )
@@ -501,7 +501,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(tmp_path, mo
     for arguments in (
         ("bench", "attention"),
         ("bench", "host-time"),
-        ("bench", "decode", "--against", "HEAD"),
+        ("bench", "serving", "--against", "HEAD"),
         ("report", record),
     ):
         result = invoke(*arguments, "-o", tmp_path)

@@ -33,6 +33,7 @@ from flashtile.bench.cases import Case, make_inputs
 from flashtile.bench.oracle import AttentionProblem, Bound
 from flashtile.bench.registry import BENCHMARKS
 from flashtile.bench.runner import ProblemOf
+from flashtile.bench.serving_cases import ServingCase
 
 #: FA4 keeps what it compiles on disk if this is 1. It reads it when it is imported.
 _FA4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
@@ -103,6 +104,8 @@ def _alike_apart(cases: Sequence[Any]) -> list[Any]:
     alike: dict[tuple[Any, ...], list[Any]] = {}
     for case in cases:
         kind = (case.D, case.Dv, case.causal) if isinstance(case, Case) else ()
+        if isinstance(case, ServingCase):
+            kind = tuple(value for name, value in case.record().items() if name not in ("B", "S", "lengths"))
         alike.setdefault((case.op, case.dtype, *kind), []).append(case)
     return [case for turn in zip_longest(*alike.values()) for case in turn if case is not None]
 

@@ -61,6 +61,10 @@ class AnyCase:
         """Bytes that must move at least: every input read once, every output written once."""
         raise NotImplementedError
 
+    def unit(self, phase: str) -> str:
+        """The unit of what limits its speed."""
+        return "GB/s" if self.flops(phase) is None else "TFLOP/s"
+
 
 @dataclass(frozen=True)
 class Implementation:

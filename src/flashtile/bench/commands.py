@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import flashtile
-from flashtile.bench import ahead, breakdown, companion_products, decode, tables, training
+from flashtile.bench import ahead, breakdown, companion_products, serving_cases, tables, training
 from flashtile.bench.base import DTYPES, AnyCase, Implementation, select_cases, select_implementations, select_named
 from flashtile.bench.cases import Case
 from flashtile.bench.record import Key, Record, Row, key_of, make_record, require_writable, write_record
@@ -107,9 +107,8 @@ def _companion_cases(given: Options, device: torch.device) -> Sequence[AnyCase]:
     return companion_products.cases_of(device, _split(given.get("op", ())), given.get("quick", False))
 
 
-def _decode_cases(given: Options, device: torch.device) -> list[Any]:
-    cases = decode.decode_cases(device)
-    return decode.quick_cases(cases) if given.get("quick") else cases
+def _serving_cases(given: Options, device: torch.device) -> Sequence[AnyCase]:
+    return serving_cases.cases_of(device, _split(given.get("table", ())), given.get("quick", False))
 
 
 def _training_cases(given: Options, device: torch.device) -> Sequence[AnyCase]:
@@ -121,7 +120,7 @@ def _training_cases(given: Options, device: torch.device) -> Sequence[AnyCase]:
 _CASES: dict[str, Callable[[Options, torch.device], Sequence[Any]]] = {
     "attention": _attention_cases,
     "companions": _companion_cases,
-    "decode": _decode_cases,
+    "serving": _serving_cases,
     "train": _training_cases,
 }
 
@@ -147,7 +146,7 @@ def _implementations(
             f"{', '.join(dict.fromkeys(missing.values()))}; install it"
             + (f", or measure the others: --impl {' '.join(there)}" if there else "")
         )
-    return [*chosen, decode.COPY] if command == "decode" else chosen
+    return chosen
 
 
 def _host_time(given: Options, device: torch.device) -> list[Row]:

@@ -124,7 +124,7 @@ def _build_torch_varlen(case: Case, inputs: Inputs) -> Attention:
     return lambda q, k, v: attend(q, k, v, *lengths, **options)
 
 
-def torch_varlen_options(case: Case, offered: Collection[str]) -> dict[str, Any]:
+def torch_varlen_options(case: Any, offered: Collection[str]) -> dict[str, Any]:
     """Keyword arguments of `varlen_attn`: its first version has `is_causal`, later ones say it by `window_size`.
 
     Args:

@@ -47,6 +47,9 @@ _OF_EVERY_ROW: dict[str, type | tuple[type, ...]] = {
 #: What rows measure: speeds divide by it, and pictures take its logarithm.
 _MEASURED = ("ms", "tflops", "gbps", "tokens_per_s", "peak_mib", "memory_mib")
 
+#: Implementations that are measured beside others, but do not compute the same call.
+YARDSTICKS = ("copy", "dense")
+
 #: A file holds a record, and a record has a row for each measurement.
 Record = dict[str, Any]
 Row = dict[str, Any]
@@ -256,7 +259,12 @@ def case_key(row: Row) -> str:
 
 
 def ratios_to_best(rows: Iterable[Row]) -> list[Ratio]:
-    """One ratio for each of our rows with a speed, against the fastest peer with a speed; none without a peer."""
+    """One ratio for each of our rows with a speed, against the fastest peer with a speed; none without a peer.
+    Yardsticks are no peers."""
+    return _ratios(row for row in rows if row["impl"] not in YARDSTICKS)
+
+
+def _ratios(rows: Iterable[Row]) -> list[Ratio]:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row["ms"] is not None:
@@ -277,7 +285,7 @@ def ratios_to_best(rows: Iterable[Row]) -> list[Ratio]:
 
 def ratios_to_peer(rows: Sequence[Row], peer: str) -> list[Ratio]:
     """The same against one peer, in the cases that it ran."""
-    return ratios_to_best([row for row in rows if is_ours(row["impl"]) or row["impl"] == peer])
+    return _ratios([row for row in rows if is_ours(row["impl"]) or row["impl"] == peer])
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -287,7 +295,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def peers(rows: Iterable[Row]) -> list[str]:
-    """Peers with at least one speed, in the order of the rows."""
+    """Peers and yardsticks with at least one speed, in the order of the rows."""
     return list(dict.fromkeys(row["impl"] for row in rows if row["ms"] is not None and not is_ours(row["impl"])))
 
 

@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 
-from flashtile.bench import companion_products, companions, decode, implementations, oracle, tables, training
+from flashtile.bench import (
+    companion_products,
+    companions,
+    implementations,
+    oracle,
+    serving,
+    serving_cases,
+    tables,
+    training,
+)
 from flashtile.bench.base import AnyCase, Implementation
 from flashtile.bench.cases import Case
 from flashtile.bench.record import Row
@@ -21,7 +30,7 @@ class Benchmark:
 
     Attributes:
         title: of its tables.
-        unit: of its speeds; None where it depends on the case, TFLOP/s for products and GB/s for the others.
+        unit: of its speeds; None where it depends on the case (`AnyCase.unit`).
         operations: names in records -> the class of their cases.
         groups: from a device, the cases that `--list` shows, by heading.
         implementations: in which ways.
@@ -56,9 +65,10 @@ BENCHMARKS = {
         "Companions", None, companion_products.OPERATIONS, _companions, companions.IMPLEMENTATIONS,
         companions.CompanionProblem, needs="named",
     ),
-    "decode": Benchmark(
-        "Decoding", "GB/s", {"decode": decode.DecodeCase}, lambda device: {"cases": decode.decode_cases(device)},
-        decode.IMPLEMENTATIONS, decode.problem_of,
+    "serving": Benchmark(
+        "Serving", None, dict.fromkeys(("serving", "decode"), serving_cases.ServingCase),
+        lambda device: {f"cases of table {name}": cases for name, cases in serving_cases.tables(device).items()},
+        serving.IMPLEMENTATIONS, serving.ServingProblem,
     ),
     "train": Benchmark(
         "Training", "tokens/s", {"train-step": training.TrainCase},

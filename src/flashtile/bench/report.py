@@ -49,7 +49,7 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
     """Speeds of every implementation, and ours as a multiple of the best peer, a table for each phase.
 
     Attention in TFLOP/s. Companion operations in TFLOP/s where they are products, in GB/s where memory bounds them,
-    then with the share of a copy's speed that ours reaches; so is decoding, by the bytes of its cache. Training in
+    then with the share of a copy's speed that ours reaches; so is serving, by the bytes of its cache. Training in
     tokens each second. Where rows have them, also tables of the memory that they take, of first calls, and of the share
     of the GPU's peak.
     """
@@ -141,7 +141,7 @@ def reasons(rows: Sequence[Row]) -> list[str]:
 
 
 def _speed_table(title: str, unit: str, rows: list[Row], copies: list[Row]) -> Table:
-    impls = list(dict.fromkeys(row["impl"] for row in rows))
+    impls = list(dict.fromkeys(row["impl"] for row in rows if row["ms"] is not None or is_ours(row["impl"])))
     ours = [impl for impl in impls if is_ours(impl)]
     beside_copy = ours if unit == "GB/s" and copies else []
     ratios = {(case_key(vars(ratio)), ratio.ours): ratio for ratio in ratios_to_best(rows)}
@@ -157,9 +157,8 @@ def _speed_table(title: str, unit: str, rows: list[Row], copies: list[Row]) -> T
 
 
 def _unit(row: Row) -> str:
-    """The unit of a speed. For a companion operation it is the unit of what bounds it."""
-    unit = benchmark_of(row["op"]).unit
-    return unit or ("GB/s" if case_of(row).flops(row["phase"]) is None else "TFLOP/s")
+    """The unit of a speed."""
+    return benchmark_of(row["op"]).unit or case_of(row).unit(row["phase"])
 
 
 def _speed(row: Row | None, unit: str) -> str:

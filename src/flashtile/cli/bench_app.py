@@ -95,20 +95,24 @@ def bench_companions(
     _measure("companions", choice, output, compare, against, show)
 
 
-@bench.command("decode", cls=_Command)
-def bench_decode(
+@bench.command("serving", cls=_Command)
+def bench_serving(
+    table: Annotated[
+        list[str] | None, typer.Option(metavar="NAMES", help="Tables of cases; --list names them. Default: all.")
+    ] = None,
     cases: _Cases = None,
     impl: _Impl = None,
     quick: _Quick = False,
     seconds: _Seconds = None,
+    jobs: _Jobs = None,
     output: _Record = None,
     compare: _Compare = None,
     against: _Against = None,
     show: _Show = False,
 ) -> None:
-    """Steps of decoding over a key/value cache, ours beside the peers; wrong results get no speed."""
-    choice = {"cases": cases, "impl": impl, "quick": quick, "seconds": seconds}
-    _measure("decode", choice, output, compare, against, show)
+    """Tokens, chunks and mixed batches over key/value caches, ours beside the peers; wrong results get no speed."""
+    choice = {"table": table, "cases": cases, "impl": impl, "quick": quick, "seconds": seconds, "jobs": jobs}
+    _measure("serving", choice, output, compare, against, show)
 
 
 @bench.command("train", cls=_Command)

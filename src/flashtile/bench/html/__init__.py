@@ -36,7 +36,7 @@ _TITLE, _NAMES = "flashtile: measured", "Names of implementations"
 #: Operations whose rows do not compare calls, and implementations that are no answer to a peer, or ours as a part.
 _NO_COMPARISON = (
     BREAKDOWN, "attention-io", "attention-tiles",
-    "flashtile-one-gpu", "flashtile-builtin", "block-sparse", "transformers-flashtile",
+    "flashtile-one-gpu", "flashtile-builtin", "flashtile-unshared", "block-sparse", "transformers-flashtile",
 )  # fmt: skip
 #: Charts beside the verdict.
 _CHARTS = 4

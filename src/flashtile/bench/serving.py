@@ -1,0 +1,386 @@
+"""The benchmark of serving: single tokens, chunks of prompts and mixtures of both attend to caches of keys and values.
+
+All implementations of a case read the same cache, ours where it is, peers that have no pages on rows gathered before.
+Two yardsticks are beside them: `copy` moves as many bytes as the cache has, half of them read and half written, and
+`dense` is `flashtile.attention` on the same queries, keys and values without a cache. Some queries of some heads of
+each result are held to plain attention in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flashtile
+from flashtile.bench import base
+from flashtile.bench.base import Implementation, Verdict, judge, spread
+from flashtile.bench.cases import cumulative
+from flashtile.bench.implementations import FA4, torch_varlen_options
+from flashtile.bench.serving_cases import PHASE, ServingCase
+
+#: Pairs of a sequence and a key/value head that are checked, and queries of each.
+_PAIRS, _QUERIES = 8, 6
+#: Heads that `flashtile.attention` and `varlen_attn` take.
+_WIDEST_DENSE, _WIDEST_VARLEN = 512, 256
+
+#: Returns out, `[B, Sq, H, Dv]`, or `[total_q, H, Dv]` of packed queries.
+Step = Callable[[], Tensor]
+
+
+@dataclass
+class Inputs:
+    """Tensors of a case, which all implementations share: none changes what another reads.
+
+    Attributes:
+        q: `[B, Sq, H, D]`, or packed `[total_q, H, D]`.
+        k_cache, v_cache: `[B, S, Hkv, D]`, or `[pages, page, Hkv, D]`.
+        k, v: `[B, Sq, Hkv, D]`, what is appended; None where nothing is.
+        lengths: `[B]` int32, rows before anything is appended.
+        options: further arguments of `flashtile.attention_with_kv_cache`.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    lengths: Tensor
+    options: dict[str, Any]
+
+    @property
+    def block_table(self) -> Tensor | None:
+        return self.options.get("block_table")
+
+
+def make_inputs(case: ServingCase, device: torch.device, seed: int = 0) -> Inputs:
+    """Random tensors; pages lie in no order."""
+    generator = torch.Generator(device).manual_seed(seed)
+    options: dict[str, Any] = {}
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=case.torch_dtype)
+
+    outer = case.B, case.S
+    if case.page is not None:
+        options["block_table"], pages = _block_table(case, generator, device)
+        outer = pages, case.page
+    k_cache, factors_k = _cache(case, normal(*outer, case.Hkv, case.D))
+    if case.latent:
+        v_cache, factors_v = k_cache[..., : case.Dv], factors_k
+    else:
+        v_cache, factors_v = _cache(case, normal(*outer, case.Hkv, case.Dv))
+    if factors_k is not None:
+        options |= {"descale_k": factors_k, "descale_v": factors_v}
+    k = v = None
+    if case.append:
+        k, v = normal(case.B, case.Sq, case.Hkv, case.D), normal(case.B, case.Sq, case.Hkv, case.Dv)
+        options["rotary_cos"], options["rotary_sin"] = flashtile.rotary_tables(case.S, case.D, device=device)
+    queries: tuple[int, ...] = (case.B, case.Sq)
+    if case.queries is not None:
+        queries = (sum(case.queries),)
+        options |= {"cu_seqlens_q": cumulative(case.queries, device), "max_seqlen_q": case.Sq}
+    if case.tree:
+        parents = (torch.arange(case.Sq, device=device) - 1) // 2  # each token has two children
+        options["tree_mask"] = flashtile.tree_mask(parents)
+    if case.shared_rows:
+        options["shared_rows"] = case.shared_rows
+    before = torch.tensor(case.rows, dtype=torch.int32, device=device) - (case.Sq if case.append else 0)
+    return Inputs(normal(*queries, case.H, case.D), k_cache, v_cache, k, v, before, options)
+
+
+def _block_table(
+    case: ServingCase, generator: torch.Generator, device: torch.device
+) -> tuple[Tensor, int]:  # fmt: skip
+    """`[B, pages of a sequence]` int32, 0 past its length, and the number of pages."""
+    assert case.page is not None
+    common = (case.shared_rows or 0) // case.page
+    own = [-(-rows // case.page) - common for rows in case.rows]
+    numbers = torch.randperm(common + sum(own), generator=generator, device=device).int()
+    table = torch.zeros(case.B, common + max(own), dtype=torch.int32, device=device)
+    table[:, :common] = numbers[:common]
+    for sequence, (count, end) in enumerate(zip(own, itertools.accumulate(own, initial=common))):
+        table[sequence, common : common + count] = numbers[end : end + count]
+    return table, len(numbers)
+
+
+def _cache(case: ServingCase, values: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A cache of some values, and its factors where it has 8 bits."""
+    if case.factors is None:
+        return values, None
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    dims = (0, 1, 3) if case.factors == "head" else (1, 3)
+    factors = values.abs().amax(dims).float() / largest
+    wide = factors if case.factors == "head" else factors[:, None]
+    return (values / wide[..., None]).clamp(-largest, largest).to(torch.float8_e4m3fn), factors
+
+
+def widened(cache: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What the numbers of a cache stand for."""
+    if factors is None:
+        return cache.to(dtype)
+    return (cache.float() * (factors if factors.dim() == 1 else factors[:, None])[..., None]).to(dtype)
+
+
+def rows_of(
+    case: ServingCase, inputs: Inputs, sequence: int, heads: slice, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of a sequence, `[rows, heads, D]`, gathered from its pages, the new rows among them."""
+    found, count = [], case.rows[sequence]
+    for side, cache, new in (("k", inputs.k_cache, inputs.k), ("v", inputs.v_cache, inputs.v)):
+        factors = inputs.options.get(f"descale_{side}")
+        if inputs.block_table is None:
+            place: Any = slice(sequence, sequence + 1)
+        else:
+            place = inputs.block_table[sequence, : -(-count // (case.page or 1))].long()
+        if factors is not None:
+            factors = factors[heads] if factors.dim() == 1 else factors[place][:, heads]
+        rows = widened(cache[place][:, :, heads], factors, dtype).flatten(0, 1)[:count]
+        if new is not None:
+            new = _rotated(inputs, new, side == "k")[sequence, :, heads].to(dtype)
+            rows = torch.cat([rows[: count - case.Sq], new])
+        found.append(rows)
+    return found[0], found[1]
+
+
+def _rotated(inputs: Inputs, x: Tensor, rotates: bool) -> Tensor:
+    """New rows or queries as the call rotates them, if it does."""
+    if not rotates or "rotary_cos" not in inputs.options:
+        return x
+    cos, sin = inputs.options["rotary_cos"], inputs.options["rotary_sin"]
+    return flashtile.apply_rotary(x, cos, sin, seqlen_offsets=inputs.lengths, backend="reference")
+
+
+def _dense(case: ServingCase, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """q, and the keys and values of all sequences in one piece each: packed where the queries are."""
+    parts = [rows_of(case, inputs, sequence, slice(None), case.torch_dtype) for sequence in range(case.B)]
+    join: Callable[..., Tensor] = torch.stack if case.queries is None else torch.cat
+    k, v = (join(of_side) for of_side in zip(*parts))
+    return inputs.q, k, v
+
+
+def _flashtile(backend: str, unused: str | None = None) -> Callable[[ServingCase, Inputs], Step]:
+    def build(case: ServingCase, inputs: Inputs) -> Step:
+        positional = inputs.q, inputs.k_cache, inputs.v_cache, inputs.k, inputs.v
+        options = {**inputs.options, "cache_lengths": inputs.lengths, "backend": backend}
+        if unused is not None:
+            options.pop(unused, None)
+        return lambda: flashtile.attention_with_kv_cache(*positional, **options)
+
+    return build
+
+
+def _attention(case: ServingCase, inputs: Inputs) -> Step:
+    """`flashtile.attention` on the same work in one piece."""
+    q, k, v = _dense(case, inputs)
+    if case.queries is None:
+        return lambda: flashtile.attention(q, k, v, causal=True)
+    starts = inputs.options["cu_seqlens_q"], cumulative(case.rows, q.device)
+    options: dict[str, Any] = {"max_seqlen_q": case.Sq, "max_seqlen_k": case.S, "causal": True}
+    return lambda: flashtile.attention_varlen(q, k, v, *starts, **options)
+
+
+def _varlen(case: ServingCase, inputs: Inputs) -> Step:
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (t.flatten(0, -3) for t in _dense(case, inputs))
+    queries = case.queries or (case.Sq,) * case.B
+    lengths = (*(cumulative(counts, q.device) for counts in (queries, case.rows)), case.Sq, case.S)
+    attend: Callable[..., Any] = varlen_attn
+    options = torch_varlen_options(case, inspect.signature(attend).parameters)
+    return lambda: attend(q, k, v, *lengths, **options).view(*inputs.q.shape[:-1], case.Dv)
+
+
+def _sdpa(case: ServingCase, inputs: Inputs) -> Step:
+    q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k_cache, inputs.v_cache))
+    return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=case.H != case.Hkv).transpose(1, 2)
+
+
+def _matmul(case: ServingCase, inputs: Inputs) -> Step:
+    """The plain computation with the heads of a group as rows, which repeats no keys."""
+    q = inputs.q.view(case.B, case.Hkv, case.H // case.Hkv, case.D)
+    k, v = inputs.k_cache.permute(0, 2, 3, 1), inputs.v_cache.transpose(1, 2)
+    scale = case.D**-0.5
+    return lambda: (q @ k).mul_(scale).softmax(-1).matmul(v).view(case.B, case.Sq, case.H, -1)
+
+
+def _gathered(case: ServingCase, inputs: Inputs) -> Step:
+    """sdpa on the rows of all pages, side by side, which each call gathers."""
+    assert inputs.block_table is not None
+    pages, caches = inputs.block_table.flatten(), (inputs.k_cache, inputs.v_cache)
+
+    def step() -> Tensor:
+        k, v = (cache.index_select(0, pages).unflatten(0, (case.B, -1)).flatten(1, 2) for cache in caches)
+        return _sdpa(case, replace(inputs, k_cache=k, v_cache=v))()
+
+    return step
+
+
+def _fa4(case: ServingCase, inputs: Inputs) -> Step:
+    from flash_attn.cute import flash_attn_varlen_func
+
+    attend: Callable[..., Any] = flash_attn_varlen_func
+    options: dict[str, Any] = {"causal": True, "seqused_k": inputs.lengths}
+    if inputs.block_table is not None:
+        options["page_table"] = inputs.block_table
+    if case.queries is not None:
+        options |= {"cu_seqlens_q": inputs.options["cu_seqlens_q"], "max_seqlen_q": case.Sq}
+    tensors = inputs.q, inputs.k_cache, inputs.v_cache
+    splits = {"num_splits": 0} if "num_splits" in inspect.signature(attend).parameters else {}  # 0: it chooses
+    try:
+        attend(*tensors, **options, **splits)
+    except Exception:  # it has kernels for splits on some architectures only
+        splits = {}
+    return lambda: attend(*tensors, **options, **splits)[0]
+
+
+def _copy(case: ServingCase, inputs: Inputs) -> Step:
+    """Moves as many bytes as must be read at least: half of them are read, half written."""
+    count = case.bytes(PHASE) // 2
+    source = torch.empty(count, dtype=torch.uint8, device=inputs.q.device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _special(case: ServingCase) -> str | None:
+    """What a case has that the peers do not."""
+    has = {"append": case.append, "tree": case.tree, "shared rows": case.shared_rows, "latent rows": case.latent}
+    return next((f"measured without {what}" for what, there in has.items() if there), None)
+
+
+def _one_query(case: ServingCase, device: torch.device) -> str | None:
+    if case.page is not None or case.append or case.queries is not None or case.factors:
+        return "measured on a cache in one piece, to which nothing is appended"
+    return "measured with one query, which sees the whole cache" if case.Sq > 1 else _special(case)
+
+
+def _pages_only(case: ServingCase, device: torch.device) -> str | None:
+    if case.page is None or case.append:
+        return "measured on pages, to which nothing is appended"
+    return _one_query(replace(case, page=None), device)
+
+
+def _dense_limits(widest: int) -> Callable[[ServingCase, torch.device], str | None]:
+    def limits(case: ServingCase, device: torch.device) -> str | None:
+        return f"heads are at most {widest}" if case.D > widest else _special(case)
+
+    return limits
+
+
+def _fa4_limits(case: ServingCase, device: torch.device) -> str | None:
+    if case.page is not None and case.page < 64:
+        return "measured on pages of 64 rows and more"
+    return "its caches have the dtype of the queries" if case.factors else _special(case)
+
+
+def _sdpa_with(name: str, devices: tuple[str, ...], backend: SDPBackend) -> Implementation:
+    return Implementation(
+        f"sdpa-{name}", devices, _sdpa, _one_query, context=lambda: sdpa_kernel(backend), compiles=False
+    )
+
+
+_SHARED = "measured beside calls that share rows"
+IMPLEMENTATIONS = (
+    Implementation("flashtile-auto", ("cuda",), _flashtile("auto")),
+    Implementation("flashtile-triton", ("cuda",), _flashtile("triton"), default=False),
+    Implementation("flashtile-cpu", ("cpu",), _flashtile("cpu")),
+    Implementation(
+        "flashtile-unshared", build=_flashtile("auto", unused="shared_rows"),
+        unsupported=lambda case, device: None if case.shared_rows else _SHARED,
+    ),
+    Implementation("copy", build=_copy, compiles=False),
+    Implementation("dense", build=_attention, unsupported=_dense_limits(_WIDEST_DENSE)),
+    Implementation(
+        "torch-varlen", ("cuda",), _varlen, _dense_limits(_WIDEST_VARLEN), ("torch.nn.attention.varlen",) * 2,
+        compiles=False,
+    ),
+    _sdpa_with("flash", ("cuda", "cpu"), SDPBackend.FLASH_ATTENTION),
+    _sdpa_with("cudnn", ("cuda",), SDPBackend.CUDNN_ATTENTION),
+    Implementation("matmul", ("cpu",), _matmul, _one_query),
+    Implementation("sdpa-gathered", ("cpu",), _gathered, _pages_only),
+    Implementation("fa4", ("cuda",), _fa4, _fa4_limits, FA4),
+)  # fmt: skip
+
+
+class BoundStep(base.Bound):
+    """The step of an implementation."""
+
+    def __init__(self, name: str, step: Step) -> None:
+        self.name, self._step = name, torch.no_grad()(step)
+
+    @property
+    def calls(self) -> Mapping[str, Callable[[], Any]]:
+        return {PHASE: self._step}
+
+    def results(self, phase: str) -> dict[str, Tensor]:
+        return {"out": self._step()}
+
+
+class ServingProblem(base.Problem):
+    """A case on a device."""
+
+    phases = (PHASE,)
+
+    def __init__(self, case: ServingCase, device: torch.device) -> None:
+        super().__init__(case, device)
+        self._inputs = make_inputs(case, device)
+
+    def offers(self, implementation: Implementation) -> bool:
+        """There is no row for a yardstick or a variant that does not fit a case."""
+        reason = self.unsupported(implementation, PHASE)
+        return reason is None or implementation.name not in ("dense", "flashtile-unshared")
+
+    def bind(self, implementation: Implementation) -> BoundStep:
+        return BoundStep(implementation.name, implementation.build(self.case, self._inputs))
+
+    def judge(self, bound: BoundStep, phase: str, results: dict[str, Tensor]) -> Verdict:
+        if bound.name == "copy":
+            return Verdict(0.0, None)
+        return judge(("out", found, *self._expected[key]) for key, found in self._chosen(results["out"]).items())
+
+    def _chosen(self, out: Tensor) -> dict[tuple[int, int], Tensor]:
+        """By sequence and key/value head, some queries of those that are checked, `[queries, group, D]`."""
+        case, found = self.case, {}
+        starts = [0, *itertools.accumulate(case.queries or (case.Sq,) * case.B)]
+        packed = out.flatten(0, -3).unflatten(1, (case.Hkv, -1))
+        for number in spread(_PAIRS, case.B * case.Hkv, torch.device("cpu")).unique().tolist():
+            sequence, head = divmod(number, case.Hkv)
+            queries = self._queries(sequence).to(out.device)
+            found[sequence, head] = packed[starts[sequence] : starts[sequence + 1], head][queries]
+        return found
+
+    def _queries(self, sequence: int) -> Tensor:
+        count = self.case.Sq if self.case.queries is None else self.case.queries[sequence]
+        return spread(_QUERIES, count, torch.device("cpu")).unique()
+
+    @functools.cached_property
+    def _expected(self) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+        """For the chosen queries, what float64 gives and what the case's own dtype does."""
+        chosen = self._chosen(_rotated(self._inputs, self._inputs.q, True))
+        return {
+            key: (self._plain(*key, q, torch.float64), self._plain(*key, q, self.case.torch_dtype))
+            for key, q in chosen.items()
+        }
+
+    @torch.no_grad()
+    def _plain(self, sequence: int, head: int, q: Tensor, dtype: torch.dtype) -> Tensor:
+        """Attention of the chosen queries of a sequence with one key/value head, all scores at once."""
+        case = self.case
+        k, v = (t[:, 0] for t in rows_of(case, self._inputs, sequence, slice(head, head + 1), dtype))
+        count, rows = (case.queries or (case.Sq,) * case.B)[sequence], len(k)
+        queries = self._queries(sequence).to(q.device)
+        column = torch.arange(rows, device=q.device) - (rows - count)  # the first query's own row is 0
+        visible = column <= queries[:, None]
+        if case.tree:
+            mask = self._inputs.options["tree_mask"][queries]
+            visible = (column < 0) | mask[:, column.clamp(min=0)]
+        scores = q.to(dtype) @ k.mT * case.D**-0.5
+        return scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1) @ v

@@ -1,0 +1,209 @@
+"""Cases of the benchmark of serving, by table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+import torch
+
+from flashtile.bench.base import AnyCase, select_named
+
+PHASE = "fwd"
+#: FLOPs for each byte of the cache from which on products are what limits a call.
+_BALANCE = 200
+
+
+@dataclass(frozen=True)
+class ServingCase(AnyCase):
+    """One call of `flashtile.attention_with_kv_cache`. Field names are the keys of `case` in a record.
+
+    B sequences of S rows each, of which the last `Sq` belong to the queries; H query heads, Hkv key/value heads, D and
+    Dv columns. `page` is the rows of a page, None for a cache in one piece. With `append` the new rows are rotated and
+    stored first. A packed batch has the numbers of `queries` and of rows (`lengths`) of each sequence, the largest of
+    them Sq and S. `factors` says what those of a cache in float8_e4m3fn belong to, "head" or "page". The first
+    `shared_rows` are the same of all sequences. With `tree` the queries are one, in which each token has two children.
+    With `latent` the values are the first columns of the keys.
+    """
+
+    B: int
+    S: int
+    H: int = 32
+    Hkv: int = 8
+    D: int = 128
+    Dv: int = 128
+    Sq: int = 1
+    page: int | None = None
+    append: bool = False
+    dtype: str = "bf16"
+    queries: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None
+    factors: str | None = None
+    shared_rows: int | None = None
+    tree: bool = False
+    latent: bool = False
+
+    op: ClassVar[str] = "serving"
+    causal: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """Such as `q1-b8-s4096-h32:8-d128-page16-bf16`."""
+        mixed = self.queries is not None
+        parts = [f"mixed{sum(self.queries or ())}" if mixed else f"q{self.Sq}", f"b{self.B}", f"s{self.S}"]
+        parts += [f"h{self.H}:{self.Hkv}", f"d{self.D}" if self.D == self.Dv else f"d{self.D}:{self.Dv}"]
+        parts += [f"page{self.page}"] * (self.page is not None) + ["append"] * self.append
+        parts += [f"shared{self.shared_rows}"] * bool(self.shared_rows) + ["tree"] * self.tree
+        parts += ["latent"] * self.latent + [f"e4m3-{self.factors}"] * bool(self.factors)
+        return "-".join([*parts, self.dtype])
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each sequence, those of the queries among them."""
+        return self.lengths or (self.S,) * self.B
+
+    def record(self) -> dict[str, Any]:
+        """Without what most cases do not have, so that records compare with those of earlier cases."""
+        few = {each.name: each.default for each in fields(self)[-6:]}
+        return {name: value for name, value in super().record().items() if name not in few or value != few[name]}
+
+    def flops(self, phase: str) -> float:
+        counts = zip(self.queries or (self.Sq,) * self.B, self.rows)
+        pairs = sum(count * rows - count * (count - 1) // 2 for count, rows in counts)
+        return 2 * self.H * pairs * (self.D + self.Dv)
+
+    def bytes(self, phase: str) -> int:
+        """Bytes of the cache, each row read once. Queries, new rows, factors and results are not counted."""
+        shared = self.shared_rows or 0
+        rows = sum(self.rows) - (self.B - 1) * shared
+        columns = self.D if self.latent else self.D + self.Dv
+        return rows * self.Hkv * columns * (1 if self.factors else self.torch_dtype.itemsize)
+
+    def unit(self, phase: str) -> str:
+        return "TFLOP/s" if self.flops(phase) >= _BALANCE * self.bytes(phase) else "GB/s"
+
+
+#: 32 query and 8 key/value heads of 128, 16 and 8 of 256, 64 and 8 of 64; rows of latent attention.
+_HEADS = (32, 8, 128, 128), (16, 8, 256, 256), (64, 8, 64, 64)
+_LATENT: dict[str, Any] = {"Hkv": 1, "D": 576, "Dv": 512, "latent": True}
+_ROWS = (4096, 16384, 65536)
+
+
+def _chunks() -> list[ServingCase]:
+    """Chunks of 4 prompts over rows in use, in pages of each size and in one piece; other heads in some sizes."""
+    pages, chunks = (None, 16, 64, 1), (64, 256, 512, 2048)
+    some = ((4096, 256), (16384, 512), (65536, 2048))
+    return [
+        *(ServingCase(4, rows, Sq=chunk, page=page) for rows in _ROWS for chunk in chunks for page in pages),
+        *(
+            ServingCase(4, rows, *heads, chunk, page)
+            for heads in _HEADS[1:]
+            for rows, chunk in some
+            for page in (None, 16)
+        ),
+    ]
+
+
+def _decode() -> list[ServingCase]:
+    """One query, and five of a speculative step; from one sequence to 128; new rows."""
+    return [
+        *(
+            ServingCase(8, rows, Sq=count, page=page)
+            for rows in _ROWS
+            for count in (1, 5)
+            for page in (None, 16, 64, 1)
+        ),
+        *(ServingCase(batch, rows) for batch, rows in ((1, 4096), (128, 4096), (32, 32768), (1, 131072))),
+        *(ServingCase(16, 8192, 16, 1, 256, 256, page=page) for page in (None, 16)),
+        *(ServingCase(8, rows, page=16, append=True) for rows in (4096, 65536)),
+    ]
+
+
+def _mixed_batch(chunks: int, tokens: int, chunk: int, least: int, most: int, **more: Any) -> ServingCase:
+    """Chunks, then single tokens, each over rows from `least` to `most`, evenly spread."""
+    rows = [least + (most - least) * i // max(1, count - 1) for count in (chunks, tokens) for i in range(count)]
+    queries = (chunk,) * chunks + (1,) * tokens
+    return ServingCase(
+        len(rows), max(rows), Sq=max(queries), queries=queries, lengths=tuple(rows), **more
+    )  # fmt: skip
+
+
+def _mixed() -> list[ServingCase]:
+    """8 chunks of 512 and 120 single tokens at 2k to 16k rows, and each half alone."""
+    halves = ((8, 120), (8, 0), (0, 120))
+    return [_mixed_batch(*half, 512, 2048, 16384, page=page) for page in (16, None) for half in halves]
+
+
+def _eight_bits() -> list[ServingCase]:
+    sizes = (ServingCase(8, 16384, page=16), ServingCase(8, 65536, page=16), ServingCase(4, 16384, Sq=512, page=16))
+    return [replace(size, factors=factors) for size in sizes for factors in ("head", "page")]
+
+
+def _shared() -> list[ServingCase]:
+    return [ServingCase(64, 32768 + 512, page=16, shared_rows=32768)]
+
+
+def _trees() -> list[ServingCase]:
+    return [ServingCase(8, 16384, Sq=count, page=16, tree=tree) for count in (16, 63) for tree in (False, True)]
+
+
+def _latent() -> list[ServingCase]:
+    sizes: tuple[dict[str, Any], ...] = (
+        {"B": 32, "S": 8192, "page": 64}, {"B": 32, "S": 8192, "page": 64, "factors": "head"},
+        {"B": 4, "S": 16384, "page": 64, "Sq": 512},
+    )  # fmt: skip
+    return [ServingCase(**size, H=heads, **_LATENT) for heads in (16, 128) for size in sizes]
+
+
+def _cpu_decode() -> list[ServingCase]:
+    """Caches of small and large models, groups of 1 to 8 and one key/value head for all, pages and new rows."""
+    sizes = (
+        ServingCase(1, 2048, 8, 8, 64, 64),
+        ServingCase(1, 4096, 8, 1, 64, 64),
+        ServingCase(1, 8192, 16, 4, 64, 64),
+        ServingCase(16, 512),
+        ServingCase(2, 2048, 32, 4),
+        ServingCase(4, 4096),
+        ServingCase(1, 32768),
+        ServingCase(4, 1024, page=16),
+        ServingCase(4, 1024, page=256),
+        ServingCase(4, 1024, append=True),
+    )
+    return [replace(case, dtype=dtype) for dtype in ("fp32", "bf16") for case in sizes]
+
+
+def _cpu_tables() -> dict[str, list[ServingCase]]:
+    small: dict[str, Any] = {"H": 8, "Hkv": 2, "D": 64, "Dv": 64, "dtype": "fp32"}
+    sizes = ((64, 512), (64, 2048), (256, 512), (256, 2048))
+    latent = {**_LATENT, "D": 80, "Dv": 64, "H": 8, "dtype": "fp32"}
+    return {
+        "mixed": [_mixed_batch(*half, 64, 128, 512, page=16, **small) for half in ((2, 6), (2, 0), (0, 6))],
+        "eight-bits": [ServingCase(4, 1024, page=16, factors=factors, **small) for factors in ("head", "page")],
+        "shared": [ServingCase(8, 576, page=16, shared_rows=512, **small)],
+        "trees": [ServingCase(2, 512, Sq=15, page=16, tree=tree, **small) for tree in (True, False)],
+        "latent": [ServingCase(4, 1024, page=16, **latent)],
+        "chunks": [ServingCase(2, rows, Sq=chunk, page=page, **small) for page in (16, None) for chunk, rows in sizes],
+        "decode": _cpu_decode(),
+    }
+
+
+def tables(device: torch.device) -> dict[str, list[ServingCase]]:
+    """Name -> cases."""
+    if device.type != "cuda":
+        return _cpu_tables()
+    return {
+        "mixed": _mixed(), "eight-bits": _eight_bits(), "shared": _shared(), "trees": _trees(), "latent": _latent(),
+        "chunks": _chunks(), "decode": _decode(),
+    }  # fmt: skip
+
+
+def cases_of(device: torch.device, names: Sequence[str] = (), quick: bool = False) -> list[ServingCase]:
+    """The cases of the named tables, of all when none is named; with `quick` the first of each.
+
+    Raises:
+        ChoiceError: there is no table of a name.
+    """
+    known = tables(device)
+    chosen = select_named("--table", names or list(known), known, device.type)
+    return list(dict.fromkeys(case for cases in chosen for case in cases[: 1 if quick else None]))
