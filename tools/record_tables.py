@@ -5,11 +5,13 @@
 
 A table stands behind a line `<!-- NAME, by tools/record_tables.py -->`, where NAME is a key of `TABLES`. A test
 compares. Above 1, flashtile is faster; means are geometric. Only the format of records is used, no module of flashtile.
+A table of a record that is not there yet is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import statistics
@@ -19,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / name for name in ("README.md", "docs/figures.md", "docs/which_one.md")]
-_PLACE = re.compile(r"(?<=<!-- )([\w-]+)(?=, by tools/record_tables\.py -->\n\n)(.*?\n\n)((?:\|.*\n)*\n?)")
+DOCUMENTS = [ROOT / name for name in ("README.md", "docs/figures.md", "docs/which_one.md", "docs/kv_cache.md")]
+_PLACE = re.compile(r"(?<=<!-- )([\w-]+)(?=, by tools/record_tables\.py -->\n\n)((?:[^|\n].*\n\n)?)((?:\|.*\n)*\n?)")
 
 Row = dict[str, Any]
 Case = dict[str, Any]
@@ -32,6 +34,7 @@ CPU_PEERS = ("sdpa-flash", "sdpa-math", "sdpa-gathered", "matmul")
 ALL_PEERS = (*PEERS, "sdpa-efficient", "flex", "torch-varlen")
 
 
+@functools.cache
 def rows_of(record: str) -> list[Row]:
     """The rows of a record that have a speed."""
     text = (ROOT / "benchmarks" / "results" / f"{record}.json").read_text("utf-8")
@@ -422,6 +425,71 @@ def decoding() -> list[list[str]]:
     return table
 
 
+_SERVING = "h100-serving"
+#: What most calls of that record have; a case has no further keys then.
+_USUAL: Case = {"H": 32, "Hkv": 8, "D": 128, "Dv": 128, "Sq": 1, "page": 16, "append": False, "dtype": "bf16"}
+#: Calls of the table: what they are, the case, and what their time is compared with: an implementation, other cases.
+_KINDS: list[tuple[str, Case, str, list[Case]]] = [
+    *((f"1 query, 8 × {rows:,} rows", {"B": 8, "S": rows}, "copy", []) for rows in (4096, 16384, 65536)),
+    ("1 query, 16 × 8,192 rows, 16 heads of 256, one of keys",
+     {"B": 16, "S": 8192, "H": 16, "Hkv": 1, "D": 256, "Dv": 256}, "copy", []),
+    ("5 queries, 8 × 16,384 rows", {"B": 8, "S": 16384, "Sq": 5}, "1 query", [{"B": 8, "S": 16384}]),
+    ("8 chunks of 512 and 120 single tokens, 2,048 to 16,384 rows", {"B": 128, "S": 16384, "Sq": 512}, "the two halves",
+     [{"B": 8, "S": 16384, "Sq": 512}, {"B": 120, "S": 16384}]),
+    *((f"1 query, 8 × {rows:,} rows, float8_e4m3fn", {"B": 8, "S": rows, "factors": "head"}, "16 bits",
+       [{"B": 8, "S": rows}]) for rows in (16384, 65536)),
+    ("512 queries, 4 × 16,384 rows, float8_e4m3fn", {"B": 4, "S": 16384, "Sq": 512, "factors": "head"}, "16 bits",
+     [{"B": 4, "S": 16384, "Sq": 512}]),
+    ("1 query, 64 × (32,768 rows of all + 512)", {"B": 64, "S": 33280, "shared_rows": 32768}, "copy", []),
+    ("a tree of 63 tokens, 8 × 16,384 rows", {"B": 8, "S": 16384, "Sq": 63, "tree": True}, "a causal mask",
+     [{"B": 8, "S": 16384, "Sq": 63}]),
+    *((f"latent attention, {heads} heads, {queries}", {**size, "H": heads, "Hkv": 1, "D": 576, "Dv": 512, "page": 64,
+       "latent": True}, "copy", []) for heads in (16, 128)
+      for queries, size in (("1 query, 32 × 8,192 rows", {"B": 32, "S": 8192}),
+                            ("512 queries, 4 × 16,384 rows", {"B": 4, "S": 16384, "Sq": 512}))),
+]  # fmt: skip
+
+
+def _served(impl: str, **case: Any) -> Row | None:
+    """The row of a case of serving; of a mixed batch without its lists."""
+    for row in rows_of(_SERVING):
+        found = {key: value for key, value in row["case"].items() if key not in ("queries", "lengths")}
+        if row["impl"] == impl and found == {**_USUAL, **case}:
+            return row
+    return None
+
+
+def serving_chunks() -> list[list[str]]:
+    """Chunks of four prompts: TFLOP/s, and the share of the same work's without a cache."""
+    lengths = (4096, 16384, 65536)
+    table = [["queries over rows in use", *(f"{length:,}" for length in lengths)]]
+    for page, words in ((None, "one piece"), (64, "pages of 64"), (16, "pages of 16"), (1, "pages of 1")):
+        for chunk in (64, 256, 512, 2048):
+            sizes = [{"B": 4, "S": length, "Sq": chunk, "page": page} for length in lengths]
+            rows = [[_served(impl, **size) for impl in ("flashtile-auto", "dense")] for size in sizes]
+            cells = [
+                f"{ours['tflops']:.0f} ({dense['ms'] / ours['ms']:.2f})" if ours and dense else "–"
+                for ours, dense in rows
+            ]
+            table.append([f"{chunk:,}, {words}", *cells])
+    return table
+
+
+def serving_kinds() -> list[list[str]]:
+    """Calls that are not chunks alone, each with the time that it is compared with."""
+    table = [["call", "µs", "GB/s of the cache", "TFLOP/s", "time beside"]]
+    for words, case, beside, others in _KINDS:
+        row = _served("flashtile-auto", **case)
+        found = [_served("flashtile-auto", **other) for other in others] or [_served(beside, **case)]
+        if row is None or None in found:
+            continue
+        share = row["ms"] / sum(other["ms"] for other in found if other is not None)
+        figures = f"{1e3 * row['ms']:,.1f}", f"{row['gbps']:,.0f}", f"{row['tflops']:,.0f}"
+        name = "a copy" if beside == "copy" else beside
+        table.append([words, *figures, f"{share:.2f} × {name}" if others or row["tflops"] < 0.3 * row["gbps"] else "–"])
+    return table
+
+
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -492,6 +560,8 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "companions": companions,
     "training": training,
     "decoding": decoding,
+    "serving-chunks": serving_chunks,
+    "serving-kinds": serving_kinds,
     "on-a-cpu": on_a_cpu,
     "several-gpus": several_gpus,
     "host-time": host_time,
@@ -505,7 +575,14 @@ def markdown(table: list[list[str]]) -> str:
 
 def with_tables(text: str) -> str:
     """A document with its tables made anew."""
-    return _PLACE.sub(lambda place: place[1] + place[2] + markdown(TABLES[place[1]]()) + "\n", text)
+
+    def made(place: re.Match[str]) -> str:
+        try:
+            return place[1] + place[2] + markdown(TABLES[place[1]]()) + "\n"
+        except FileNotFoundError:  # the record is not there yet
+            return place[1] + place[2]
+
+    return _PLACE.sub(made, text)
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from flashtile.bench.cases import Case
 from flashtile.bench.html import verdict_of, words, write_report
 from flashtile.bench.html.charts import Named, in_order, part_of, styles
 from flashtile.bench.html.drawing import DotChart, LineChart, Series, draw
+from flashtile.bench.serving_cases import ServingCase
 from flashtile.bench.start import ChoiceError
 
 RECORDS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
@@ -263,6 +264,25 @@ def test_ratios_are_to_the_best_peer():
     chart, _ = charts_of([*LINES, *slower], "best peer")
     assert chart.title == "Forward: speed over the best peer" and chart.level == 1.0
     assert [line[1] for line in chart.table()[1]] == ["2", "2", "2"]
+
+
+def test_chunks_over_rows_in_use_are_a_grid():
+    def serving(queries, rows, impl, ms):
+        case = ServingCase(4, rows, Sq=queries, page=16).record()
+        return {**row(impl, case, ms, op="serving"), "tflops": 700.0}
+
+    sizes = [(queries, rows) for queries in (64, 2048) for rows in (4096, 65536)]
+    rows = [serving(*size, impl, ms) for size in sizes for impl, ms in (("flashtile-auto", 2.0), ("dense", 1.5))]
+    (chart,) = charts_of(rows, "Serving")
+    assert chart.cells == dict.fromkeys(sizes, (700.0, 0.75))
+    assert chart.table() == (
+        ("queries over rows in use", "4,096", "65,536"), [(q, "700 (0.75)", "700 (0.75)") for q in ("64", "2,048")]
+    )  # fmt: skip
+    found = elements_of(chart)
+    assert {"700 (0.75)", "2k", "64k", "rows in use", "queries"} <= {*texts(found)}
+    assert sum("fill: var(--c0)" in element.get("style", "") for element in found) == 4
+    assert [len(lines) for _, _, lines in part_of(named(rows)).tables] == [4], "also in a table, with the peers"
+    assert not charts_of(rows[2:], "Serving"), "a part of a grid is none"
 
 
 def test_what_has_no_lengths_is_a_line_of_a_table():

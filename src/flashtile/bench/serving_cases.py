@@ -12,7 +12,7 @@ from flashtile.bench.base import AnyCase, select_named
 
 PHASE = "fwd"
 #: FLOPs for each byte of the cache from which on products are what limits a call.
-_BALANCE = 200
+BALANCE = 200
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class ServingCase(AnyCase):
         return rows * self.Hkv * columns * (1 if self.factors else self.torch_dtype.itemsize)
 
     def unit(self, phase: str) -> str:
-        return "TFLOP/s" if self.flops(phase) >= _BALANCE * self.bytes(phase) else "GB/s"
+        return "TFLOP/s" if self.flops(phase) >= BALANCE * self.bytes(phase) else "GB/s"
 
 
 #: 32 query and 8 key/value heads of 128, 16 and 8 of 256, 64 and 8 of 64; rows of latent attention.

@@ -12,9 +12,10 @@ from flashtile import io_model
 from flashtile.bench.base import is_ours
 from flashtile.bench.cases import Case
 from flashtile.bench.html import words
-from flashtile.bench.html.drawing import Chart, Headings, LineChart, Lines, Series, figure
+from flashtile.bench.html.drawing import Chart, GridChart, Headings, LineChart, Lines, Series, figure
 from flashtile.bench.html.words import Facets
 from flashtile.bench.record import Record, Row, case_key, ratios_to_best
+from flashtile.bench.serving_cases import BALANCE
 
 _LENGTH = "sequence length (tokens)"
 #: The fewest lengths that are drawn as a line, and points of a curve of losses.
@@ -103,14 +104,17 @@ def part_of(named: Named) -> Part:
     rows, said = named.rows, _said(named.rows)
     attention = attention_rows(named)
     charts: list[Chart] = [*losses([row for row in rows if row.get("curve")]), *ratios(attention), *lengths(rows)]
+    found_grids, in_grids = grids(rows)
+    charts += found_grids
     tables = []
     by_kind: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         for unit, found in _figures(row):
             by_kind.setdefault((row["op"], row["phase"], unit), []).append(found)
     for (op, phase, unit), of_kind in by_kind.items():
-        _, rest = families_of(of_kind)
-        charts += speeds(of_kind, unit, unit, said)
+        others = [row for row in of_kind if case_key(row) not in in_grids]
+        rest = [*(row for row in of_kind if case_key(row) in in_grids), *families_of(others)[1]]
+        charts += speeds(others, unit, unit, said)
         if rest:
             tables.append((f"{_title(op, phase)}: {unit}", *_table(rest, unit, said)))
     charts += rooflines(attention, named.machine)
@@ -132,6 +136,37 @@ def speeds(rows: Rows, key: str, unit: str, said: Facets | None = None) -> list[
     ]  # fmt: skip
 
 
+def grids(rows: Rows) -> tuple[list[GridChart], set[str]]:
+    """Chunks of queries over rows in use, ours beside the same work without a cache, and the keys of their cases."""
+    found: dict[str, list[tuple[Row, Row]]] = {}
+    dense = {case_key(row): row for row in rows if row["op"] == "serving" and row["impl"] == "dense"}
+    for row in rows:
+        case = row["case"]
+        if is_ours(row["impl"]) and case_key(row) in dense and case["Sq"] > 1 and "queries" not in case:
+            kind = json.dumps([row["impl"], {key: case[key] for key in case if key not in ("S", "Sq")}])
+            found.setdefault(kind, []).append((row, dense[case_key(row)]))
+    full = [pairs for pairs in found.values() if _is_grid([row["case"] for row, _ in pairs])]
+    cases = [{key: pairs[0][0]["case"][key] for key in pairs[0][0]["case"] if key not in _SIZES} for pairs in full]
+    charts = [
+        GridChart(
+            f"Serving, {label}: TFLOP/s (share of the same without a cache)", "rows in use", "queries", "TFLOP/s",
+            {(r["case"]["Sq"], r["case"]["S"]): (r["tflops"], other["ms"] / r["ms"]) for r, other in pairs},
+        )
+        for label, pairs in zip(words.labels_of(cases), full)
+    ]  # fmt: skip
+    return charts, {case_key(row) for pairs in full for row, _ in pairs}
+
+
+#: The sizes of a grid.
+_SIZES = ("Sq", "S")
+
+
+def _is_grid(cases: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there are several of both sizes, and all pairs of them."""
+    counts = [len({case[size] for case in cases}) for size in _SIZES]
+    return min(counts) > 1 and counts[0] * counts[1] == len(cases)
+
+
 def attention_rows(named: Named) -> list[Row]:
     """Rows of `flashtile bench attention` with a speed."""
     return [row for row in named.rows if row["op"] == "attention" and row.get("tflops") is not None]
@@ -151,6 +186,8 @@ def _figures(row: Row) -> Iterator[tuple[str, Row]]:
         yield "µs", {**row, "µs": row["ms"] * 1e3}
     else:
         unit = next((unit for unit, key in _SPEEDS.items() if row.get(key) is not None), "ms")
+        if row["op"] == "serving" and row["tflops"] * 1e3 < BALANCE * row["gbps"]:
+            unit = "GB/s"
         yield unit, {**row, "case": case, unit: row[_SPEEDS.get(unit, "ms")]}
 
 

@@ -157,7 +157,36 @@ class DotChart:
         return ("case", *map(full_name, names)), lines
 
 
-Chart = LineChart | DotChart
+@dataclass(frozen=True)
+class GridChart:
+    """Cells of two sizes, each with its speed and the share of another's.
+
+    Attributes:
+        title: what it shows.
+        x_label, y_label: of the sizes.
+        unit: of the speeds.
+        cells: (y, x) -> speed and share, which the shade shows.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    unit: str
+    cells: Mapping[tuple[int, int], tuple[float, float]]
+
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """Those of y and of x."""
+        ys, xs = (sorted(set(found)) for found in zip(*self.cells))
+        return ys, xs
+
+    def table(self) -> tuple[Headings, Lines]:
+        ys, xs = self.sizes()
+        cells = {place: f"{figure(speed)} ({share:.2f})" for place, (speed, share) in self.cells.items()}
+        lines = [(f"{y:,}", *(cells.get((y, x), "–") for x in xs)) for y in ys]
+        return (f"{self.y_label} over {self.x_label}", *(f"{x:,}" for x in xs)), lines
+
+
+Chart = LineChart | DotChart | GridChart
 
 
 def figure(value: float | None) -> str:
@@ -180,25 +209,27 @@ def draw(chart: Chart, styles: Styles, number: int) -> str:
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
         axes = figure.subplots()
-        draw_chart: Any = _draw_dots if isinstance(chart, DotChart) else _draw_lines
-        names = draw_chart(figure, axes, chart, _Style(styles))
-        _legend_all(axes)
-        columns = 1 if max(map(len, names)) > 24 else 2 if max(map(len, names)) > 12 else 3
-        rows = math.ceil(len(names) / columns)
-        figure.set_figheight(figure.get_figheight() + _LEGEND * rows)
-        figure.legend(loc="outside upper left", ncols=columns, handletextpad=0.5, columnspacing=1.2, borderaxespad=0)
+        if isinstance(chart, GridChart):
+            _draw_grid(axes, chart)
+        else:
+            draw_chart: Any = _draw_dots if isinstance(chart, DotChart) else _draw_lines
+            _draw_legend(figure, axes, draw_chart(figure, axes, chart, _Style(styles)))
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     return _embedded(file.getvalue(), chart.title, number)
 
 
-def _legend_all(axes: Axes) -> None:
-    """Names that begin with an underscore, which matplotlib leaves out of a legend, get a space before it. Its own
-    begin with "_child"."""
+def _draw_legend(figure: Figure, axes: Axes, names: Sequence[str]) -> None:
+    """The names above the chart. Those that begin with an underscore, which matplotlib leaves out of a legend, get a
+    space before it. Its own begin with "_child"."""
     for artist in (*axes.lines, *axes.containers):
         label = str(artist.get_label())
         if label.startswith("_") and not label.startswith(("_child", "_nolegend_")):
             artist.set_label(f" {label}")
+    columns = 1 if max(map(len, names)) > 24 else 2 if max(map(len, names)) > 12 else 3
+    rows = math.ceil(len(names) / columns)
+    figure.set_figheight(figure.get_figheight() + _LEGEND * rows)
+    figure.legend(loc="outside upper left", ncols=columns, handletextpad=0.5, columnspacing=1.2, borderaxespad=0)
 
 
 class _Style:
@@ -298,6 +329,21 @@ def _draw_dots(figure: Figure, axes: Axes, chart: DotChart, style: _Style) -> li
     axes.grid(True, axis="x")
     figure.set_figheight(y + 0.6)
     return list(map(full_name, chart.names()))
+
+
+def _draw_grid(axes: Axes, chart: GridChart) -> None:
+    """A cell for each pair of sizes, the darker the larger its share; from half of it to all."""
+    from matplotlib.patches import Rectangle
+
+    ys, xs = chart.sizes()
+    for (y, x), (speed, share) in chart.cells.items():
+        column, line = xs.index(x), ys.index(y)
+        shade = min(0.6, max(0.05, share - 0.45))
+        axes.add_patch(Rectangle((column, line), 1, 1, facecolor=LIGHT[0], alpha=shade, edgecolor=_BOX))
+        axes.text(column + 0.5, line + 0.5, f"{figure(speed)} ({share:.2f})", ha="center", va="center", size=9)
+    axes.set(xlim=(0, len(xs)), ylim=(len(ys), 0), xlabel=chart.x_label, ylabel=chart.y_label)
+    axes.set_xticks([place + 0.5 for place in range(len(xs))], list(map(_length, xs)))
+    axes.set_yticks([place + 0.5 for place in range(len(ys))], list(map(_length, ys)))
 
 
 def _length(value: float) -> str:
