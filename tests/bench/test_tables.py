@@ -173,6 +173,9 @@ def test_tables_are_chosen_by_name():
         ValueError, match="--table: no mla on cpu; there are: default, grouped, features, host-time, all"
     ):
         cases_of(CPU, ["mla"])
+    assert cases_of(CUDA, ["random:17", "random-odd:3"]) == [*common_cases(seed=17), *odd_cases(seed=3)]
+    with pytest.raises(ValueError, match="no mla:3 on cuda"):
+        cases_of(CUDA, ["mla:3"])
 
 
 def test_select_cases_by_pattern_and_by_word():

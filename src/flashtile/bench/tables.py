@@ -4,7 +4,8 @@ Every device has the tables "default", "grouped" (heads) and "features" (dropout
 shapes of models). On a GPU there are also "values" (other numbers than normal ones, forward alone) and more kinds of
 attention next to the plain one: "mla" (head sizes 192 and 128), "window", "varlen" (packed batches), "masks" (block
 masks and all else that changes scores), "shapes" (head sizes, lengths and windows that no other table has), "float32",
-"functions" (scores and masks as Python functions), and two tables of shapes drawn at random, "random" and "random-odd".
+"functions" (scores and masks as Python functions), and two tables of shapes drawn at random, "random" and "random-odd",
+or "random:17" from another seed.
 The table "host-time" is measured by itself: not calls, but what they cost the host.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -226,6 +227,7 @@ def host_cases(device: torch.device) -> list[Case]:
 
 # Shapes that nobody chose: drawn at random, the same in every run. A table of chosen shapes says little of the others,
 # and a kernel can be tuned to it. Lengths and numbers of tokens are drawn evenly on a scale of logarithms.
+# A table with a number behind its name (`random:17`) is drawn from another seed.
 
 #: FLOPs of a forward at most, so that a case takes some 10 ms; bytes of q at most, in 16 bits.
 _MOST_FLOPS, _MOST_BYTES = 6e12, 2**29
@@ -313,6 +315,9 @@ def _flops(batch: int, queries: int, keys: int, heads: int, head_dim: int) -> in
     return 4 * batch * heads * queries * keys * head_dim
 
 
+_DRAWN: dict[str, Callable[..., list[Case]]] = {"random": common_cases, "random-odd": odd_cases}
+
+
 def tables(device: torch.device) -> dict[str, list[Case]]:
     """Name -> cases of a device's tables, the default one first."""
     if device.type != "cuda":
@@ -321,7 +326,7 @@ def tables(device: torch.device) -> dict[str, list[Case]]:
         DEFAULT: cuda_cases(), "values": value_cases(), "grouped": grouped_cases(), "mla": mla_cases(),
         "window": window_cases(), "varlen": varlen_cases(), "masks": mask_cases(), "features": feature_cases(),
         "shapes": shape_cases(), "float32": float32_cases(), "functions": function_cases(),
-        "random": common_cases(), "random-odd": odd_cases(),
+        **{name: draw() for name, draw in _DRAWN.items()},
     }  # fmt: skip
 
 
@@ -354,6 +359,10 @@ def cases_of(device: torch.device, names: Sequence[str] = (), quick: bool = Fals
             )
         return host_cases(device)[: 1 if quick else None]
     known = tables(device)
+    for name in names:
+        drawn, _, seed = name.partition(":")
+        if drawn in _DRAWN and drawn in known and seed.isdecimal():
+            known[name] = _DRAWN[drawn](seed=int(seed))
     chosen = select_named("--table", names or [DEFAULT], {**known, HOST_TIME: [], ALL: []}, device.type)
     if ALL in names:
         chosen = list(known.values())
