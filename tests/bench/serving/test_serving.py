@@ -8,7 +8,7 @@ import torch
 
 import flashtile
 from command_line import invoke
-from flashtile.bench import runner
+from flashtile.bench import ahead, runner
 from flashtile.bench.base import Implementation, select_implementations
 from flashtile.bench.commands import as_arguments, measure, ours
 from flashtile.bench.record import ratios_to_best, ratios_to_peer
@@ -150,6 +150,14 @@ def test_a_record_has_yardsticks_that_are_no_peers(tmp_path):
     assert len(ratios_to_peer(rows, "copy")) == 2 and {ratio.peer for ratio in ratios_to_best(rows)} & {"copy"} == set()
     assert {table.title for table in speed_tables(rows)} == {"Serving fwd: GB/s"}
     assert [table.title for table in mean_tables(rows)] == ["Our speed over the peers': serving"]
+
+
+def test_cases_of_the_same_kernels_do_not_follow_one_another():
+    cases = cases_of(CUDA)
+    apart = ahead._alike_apart(cases)
+    assert (
+        set(apart) == set(cases) and [case.S for case in apart if case.Sq == 2048 and case.D == 128][:4] == [4096] * 4
+    )
 
 
 @needs_no_gpu
