@@ -1,11 +1,12 @@
 """A small server: continuous batching over a paged cache, with chunks of prompts, shared prefixes and speculation.
 
-python examples/serve.py [--model gpt | llama] [--cache float8_e4m3fn | float8_e5m2 | int8] [--no-draft]
+python examples/serve.py [--model gpt | llama] [--cache float8_e4m3fn | float8_e5m2 | int8] [--no-draft] [--no-graphs]
 
 Requests of different lengths share each step of the model. A step has a chunk of a prompt for some requests, and the
 newest tokens for others: one token, or with a draft model the tokens that it proposed. All of them are one packed row,
 and one call of `flashtile.attention_with_kv_cache` for each layer. Requests that begin with the same tokens share the
-pages of these. At the end every request is generated again, alone, and must give the same tokens.
+pages of these. A step without chunks is a CUDA graph, captured once for each size. At the end every request is
+generated again, alone, and must give the same tokens.
 
 The models are small and have random weights: flashtile's GPT, or transformers' Llama. The draft model is the first
 layer of the target, whose other layers change little.
@@ -18,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -29,33 +31,44 @@ from flashtile.modules import MHA
 
 VOCABULARY = 97
 PAGE = 8
+CONTEXT = 512
 
 
 class Step(NamedTuple):
-    """What attention has to know of the packed row of a step; all of it lies on the device.
+    """A step's packed row, and what attention has to know of it; int32, on the device, in one buffer.
 
     Attributes:
-        starts: int32 `[requests + 1]`, where the tokens of each request begin.
-        lengths: int32 `[requests]`, tokens of each that are in the cache already.
-        table: int32 `[requests, pages of the longest]`.
+        tokens: `[total]`. Rows after the last request's tokens only fill up the step.
+        positions: `[total]`, of each token in its request.
+        starts: `[requests + 1]`, where the tokens of each request begin.
+        lengths: `[requests]`, tokens of each that are in the cache already.
+        table: `[requests, pages]`.
         longest: tokens of a request in the step at most.
     """
 
+    tokens: Tensor
+    positions: Tensor
     starts: Tensor
     lengths: Tensor
     table: Tensor
     longest: int
 
+    @classmethod
+    def of(cls, buffer: Tensor, total: int, requests: int, longest: int) -> Step:
+        """Views of a buffer that holds everything one after another."""
+        head, table = buffer[: 2 * total + 2 * requests + 1], buffer[2 * total + 2 * requests + 1 :]
+        return cls(*head.split([total, total, requests + 1, requests]), table.view(requests, -1), longest)
+
 
 class Cache:
     """Pages of all layers of one model."""
 
-    def __init__(self, layers: int, pages: int, heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
-        shape = (layers, pages, PAGE, heads, head_dim)
-        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+    def __init__(self, size: Size) -> None:
+        shape = (size.layers, size.pages, PAGE, size.heads // 2, size.width // size.heads)
+        self.k, self.v = (torch.zeros(shape, dtype=size.cache_dtype, device=size.device) for _ in range(2))
         # A factor for each row and head of a cache of 8 bits, written with the row.
-        eight_bits = dtype.itemsize == 1
-        self.factors = [torch.ones(shape[:-1], device=device) for _ in range(2)] if eight_bits else None
+        eight_bits = size.cache_dtype.itemsize == 1
+        self.factors = [torch.ones(shape[:-1], device=size.device) for _ in range(2)] if eight_bits else None
         self.step: Step | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -86,6 +99,7 @@ class Runner:
 
     def __init__(self, model: nn.Module, logits: Callable[[Tensor, Tensor], Tensor], cache: Cache) -> None:
         self.model, self.logits, self.cache = model, logits, cache
+        self.graphs: dict[tuple[int, int], DecodeGraph] = {}
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 first = ".0." in name
@@ -93,21 +107,72 @@ class Runner:
                     weight *= 0.1
 
     @torch.inference_mode()
-    def run(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor:
+    def run(self, step: Step) -> Tensor:
         """The most probable next token after each of the packed tokens: `[total]`."""
         self.cache.step = step
-        return self.logits(tokens[None], positions[None])[0].argmax(dim=-1)
+        return self.logits(step.tokens[None], step.positions[None])[0].argmax(dim=-1)
+
+    def decode(self, requests: int, tokens: int) -> DecodeGraph:
+        """The graph of a step with so many tokens for each of at least so many requests, captured at its first use."""
+        size = 1 << (requests - 1).bit_length(), tokens
+        if size not in self.graphs:
+            self.graphs[size] = DecodeGraph(self, *size)
+        return self.graphs[size]
 
 
-def gpt(layers: int, pages: int, dtype: torch.dtype, cache_dtype: torch.dtype, device: str, seed: int) -> Runner:
+class DecodeGraph:
+    """A step of the model that brings the same number of tokens for each request, as a CUDA graph.
+
+    The graph reads its buffer, which stays where it is, and serves any requests. On a CPU the calls are made anew.
+    """
+
+    def __init__(self, runner: Runner, requests: int, tokens: int) -> None:
+        self.requests, self.runner = requests, runner
+        device, total, pages = runner.cache.k.device, requests * tokens, CONTEXT // PAGE
+        # Without a token of any request at first, so that a warm-up writes nothing to the cache.
+        self.buffer = torch.zeros(2 * total + 2 * requests + 1 + requests * pages, dtype=torch.int32, device=device)
+        self.step = Step.of(self.buffer, total, requests, tokens)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if device.type == "cuda":
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                runner.run(self.step)
+            torch.cuda.current_stream().wait_stream(stream)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.following = runner.run(self.step)
+
+    def run(self, numbers: list[int]) -> Tensor:
+        """The next tokens, as of `Runner.run`. `numbers`: what the buffer shall hold."""
+        self.buffer.copy_(torch.tensor(numbers, dtype=torch.int32))
+        if self.graph is None:
+            return self.runner.run(self.step)
+        self.graph.replay()
+        return self.following
+
+
+class Size(NamedTuple):
+    """Of a model and its cache."""
+
+    layers: int
+    width: int
+    heads: int
+    pages: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    device: str
+
+
+def gpt(size: Size, seed: int) -> Runner:
     torch.manual_seed(seed)
     config = GPTConfig(
-        context=512, layers=layers, heads=4, heads_kv=2, width=64, vocabulary=VOCABULARY, positions="rotary",
-        norm="rms", initial_std=0.2,
+        context=CONTEXT, layers=size.layers, heads=size.heads, heads_kv=size.heads // 2, width=size.width,
+        vocabulary=VOCABULARY, positions="rotary", norm="rms", initial_std=0.2,
     )  # fmt: skip
-    model = GPT(config, device=device, dtype=dtype).eval()
-    cache = Cache(layers, pages, 2, config.head_dim, cache_dtype, device)
-    tables = flashtile.rotary_tables(config.context, config.head_dim, device=device)
+    model = GPT(config, device=size.device, dtype=size.dtype).eval()
+    cache = Cache(size)
+    tables = flashtile.rotary_tables(CONTEXT, config.head_dim, device=size.device)
     mixers = [module for module in model.modules() if isinstance(module, MHA)]
     for layer, mixer in enumerate(mixers):
         mixer.rotary_emb = None  # the call rotates by the rows of the cache
@@ -115,16 +180,17 @@ def gpt(layers: int, pages: int, dtype: torch.dtype, cache_dtype: torch.dtype, d
     return Runner(model, lambda tokens, _: model(tokens), cache)
 
 
-def llama(layers: int, pages: int, dtype: torch.dtype, cache_dtype: torch.dtype, device: str, seed: int) -> Runner:
+def llama(size: Size, seed: int) -> Runner:
     """The same through transformers, which rotates by the positions that it is given."""
     from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2,
+        vocab_size=VOCABULARY, hidden_size=size.width, intermediate_size=2 * size.width,
+        num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=size.heads // 2,
+        max_position_embeddings=CONTEXT, initializer_range=0.2,
     )  # fmt: skip
-    cache = Cache(layers, pages, 2, 16, cache_dtype, device)
+    cache = Cache(size)
 
     def attend(
         module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, scaling: float, **_: Any
@@ -135,7 +201,7 @@ def llama(layers: int, pages: int, dtype: torch.dtype, cache_dtype: torch.dtype,
     name = f"paged-server-{id(cache)}"
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, lambda *_, **__: None)
-    model = LlamaForCausalLM._from_config(config, attn_implementation=name).to(device, dtype).eval()
+    model = LlamaForCausalLM._from_config(config, attn_implementation=name).to(size.device, size.dtype).eval()
     return Runner(model, lambda ids, positions: model(ids, position_ids=positions, use_cache=False).logits, cache)
 
 
@@ -211,10 +277,15 @@ class Server:
         pages: pages of the caches.
         budget: tokens of a step at most.
         proposals: tokens that the draft model proposes in a step.
+        graphs: whether steps without chunks of prompts are CUDA graphs.
     """
 
-    def __init__(self, target: Runner, draft: Runner | None, pages: int, budget: int = 48, proposals: int = 3) -> None:
+    def __init__(
+        self, target: Runner, draft: Runner | None, pages: int, budget: int = 48, proposals: int = 3,
+        graphs: bool = True,
+    ) -> None:  # fmt: skip
         self.target, self.draft, self.budget, self.proposals = target, draft, budget, proposals
+        self.graphs = graphs
         self.pages = Pages(pages)
         self.device = target.cache.k.device
         self.steps = self.accepted = self.proposed = 0
@@ -287,17 +358,32 @@ class Server:
     def _run(self, runner: Runner, parts: list[tuple[Request, list[int]]]) -> list[list[int]]:
         """The next token after each token of all parts."""
         counts = [len(tokens) for _, tokens in parts]
-        lengths = [request.cached for request, _ in parts]
-        positions = [length + place for length, count in zip(lengths, counts) for place in range(count)]
-        most = max(len(request.pages) for request, _ in parts)
-        table = [request.pages + [0] * (most - len(request.pages)) for request, _ in parts]
-        step = Step(*map(self._int32, ([0, *torch.tensor(counts).cumsum(0).tolist()], lengths, table)), max(counts))
-        tokens = torch.tensor([token for _, tokens in parts for token in tokens], device=self.device)
-        flat = runner.run(tokens, torch.tensor(positions, device=self.device), step)
-        return [part.tolist() for part in flat.split(counts)]
+        if self.graphs and counts == counts[:1] * len(parts) and counts[0] <= self.proposals + 1:
+            graph = runner.decode(len(parts), counts[0])
+            numbers = self._pack(parts, graph.requests, graph.requests * counts[0], CONTEXT // PAGE)
+            flat = graph.run(numbers)[: sum(counts)]
+        else:
+            numbers = self._pack(parts, len(parts), sum(counts), max(len(request.pages) for request, _ in parts))
+            buffer = torch.tensor(numbers, dtype=torch.int32, device=self.device)
+            flat = runner.run(Step.of(buffer, sum(counts), len(parts), max(counts)))
+        following = flat.tolist()
+        return [following[end - count : end] for count, end in zip(counts, accumulate(counts))]
 
-    def _int32(self, values: list[Any]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
+    def _pack(self, parts: list[tuple[Request, list[int]]], requests: int, total: int, pages: int) -> list[int]:
+        """What the buffer of a `Step` holds, filled up to so many requests, tokens and pages of each request."""
+        tokens = [token for _, tokens in parts for token in tokens]
+        positions = [request.cached + place for request, tokens in parts for place in range(len(tokens))]
+        starts = [0, *accumulate(len(tokens) for _, tokens in parts)]
+        starts += starts[-1:] * (requests - len(parts))
+        lengths = [request.cached for request, _ in parts]
+        table = [page for request, _ in parts for page in _filled(request.pages, pages)]
+        sizes = (total, total, requests + 1, requests, requests * pages)
+        rows = zip((tokens, positions, starts, lengths, table), sizes)
+        return [number for row, size in rows for number in _filled(row, size)]
+
+
+def _filled(numbers: list[int], size: int) -> list[int]:
+    return numbers + [0] * (size - len(numbers))
 
 
 def requests_of(seed: int, count: int) -> list[Request]:
@@ -322,24 +408,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--cache", choices=("float8_e4m3fn", "float8_e5m2", "int8"), help="8 bits; default: the model's"
     )
     parser.add_argument("--draft", action=argparse.BooleanOptionalAction, default=True, help="a smaller model proposes")
-    parser.add_argument("--requests", type=int, default=10)
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs of decoding")
+    for name, default, text in (
+        ("requests", 10, "to serve"), ("layers", 3, "of the model"), ("width", 64, "of the model"),
+        ("heads", 4, "of the queries; half as many of keys"), ("pages", 64, f"of {PAGE} tokens, in the cache"),
+        ("budget", 48, "tokens of a step at most"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default, help=text)
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     cache_dtype = dtype if options.cache is None else getattr(torch, options.cache)
-    build, pages = {"gpt": gpt, "llama": llama}[options.model], 64
+    size = Size(options.layers, options.width, options.heads, options.pages, dtype, cache_dtype, device)
+    build = {"gpt": gpt, "llama": llama}[options.model]
+    target, draft = build(size, seed=0), None
+    if options.draft:
+        draft = build(size._replace(layers=1), seed=0)
+        draft.model.load_state_dict(target.model.state_dict(), strict=False)
 
-    def server() -> Server:
-        target = build(3, pages, dtype, cache_dtype, device, seed=0)
-        draft = None
-        if options.draft:
-            draft = build(1, pages, dtype, cache_dtype, device, seed=0)
-            draft.model.load_state_dict(target.model.state_dict(), strict=False)
-        return Server(target, draft, pages)
+    def serve(requests: list[Request]) -> Server:
+        server = Server(target, draft, options.pages, options.budget, graphs=options.graphs)
+        server.serve(requests)
+        return server
 
-    together, batch = server(), requests_of(1, options.requests)
+    if device == "cuda":
+        serve(requests_of(1, options.requests))  # compiles kernels and captures graphs
+    batch = requests_of(1, options.requests)
     start = time.perf_counter()
-    together.serve(batch)
+    together = serve(batch)
     seconds = time.perf_counter() - start
     made = sum(request.new_tokens for request in batch)
     print(
@@ -347,8 +443,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     print(f"{together.pages.shared} pages of shared beginnings", end="")
     print(f", {together.accepted} of {together.proposed} proposals accepted" if options.draft else "")
+    single = Server(target, None, options.pages, budget=10**6, graphs=False)
     for request, alone in zip(batch, requests_of(1, options.requests)):
-        single = Server(build(3, pages, dtype, cache_dtype, device, seed=0), None, pages, budget=10**6)
         single.serve([alone])
         same = sum(one == other for one, other in zip(request.tokens, alone.tokens))
         # In bfloat16 two tokens may be equally probable but for rounding, which differs with the shapes of a step.

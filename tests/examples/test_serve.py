@@ -29,7 +29,7 @@ def test_requests_together_are_requests_alone(arguments: list[str], capsys: pyte
 
 def test_tokens_are_those_of_generate() -> None:
     """With few pages, so that requests wait for those of others, and chunks that cut prompts anywhere."""
-    target = serve.gpt(2, 30, torch.float32, torch.float32, "cpu", seed=0)
+    target = serve.gpt(serve.Size(2, 64, 4, 30, torch.float32, torch.float32, "cpu"), seed=0)
     config = target.model.config
     assert isinstance(config, GPTConfig)
     plain = GPT(config).eval()
@@ -37,6 +37,7 @@ def test_tokens_are_those_of_generate() -> None:
     requests = serve.requests_of(2, 6)
     server = serve.Server(target, None, 30, budget=7)
     server.serve(requests)
+    assert set(target.graphs) == {(1, 1), (2, 1)}
     assert server.pages.shared and len(server.pages.free) == 30 and not server.pages.known
     for request, again in zip(requests, serve.requests_of(2, 6), strict=True):
         expected = plain.generate(torch.tensor([again.tokens]), again.new_tokens)
