@@ -10,6 +10,7 @@ and asynchronous batches are what transformers chooses by itself, unless the opt
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 import sys
 import time
@@ -52,8 +53,7 @@ def generate(model: Any, prompts: list[list[int]], options: argparse.Namespace) 
     pages = -(-(options.prompt + options.new_tokens) // options.page)
     batching = transformers.ContinuousBatchingConfig(
         page_size=options.page, num_blocks=options.requests * pages + 1, max_batch_tokens=options.batch_tokens,
-        max_requests_per_batch=options.requests, max_blocks_per_request=pages, use_cuda_graph=options.graphs,
-        auto_switch_to_flash=False,
+        max_requests_per_batch=options.requests, use_cuda_graph=options.graphs, auto_switch_to_flash=False,
     )  # fmt: skip
     start = time.perf_counter()
     found = model.generate_batch(prompts, generation_config=generation, continuous_batching_config=batching)
@@ -85,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     transformers.logging.set_verbosity_error()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     register()
     recorder = Recorder(device, command_of("benchmarks.continuous_batching", arguments), options.output)
     model, prompts = make_model(options, device), make_prompts(options)

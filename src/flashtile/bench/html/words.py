@@ -105,6 +105,7 @@ _WORDS: dict[str, Callable[[Any, Case], str] | None] = {
     "tokens": _count("tokens"), "hidden": _named("hidden size"), "inner": _named("inner size"),
     "features": _count("features"), "vocabulary": _named("vocabulary"), "activation": _ACTIVATIONS,
     "gated": _says("gated"), "prompt": _says("a prompt of {:,} tokens"), "completions": _count("completions"),
+    "requests": _count("requests"), "new_tokens": _count("new tokens"),
     "S": _length, "Sk": _count("keys"), "lengths": None,
     "Sq": lambda value, case: "one query" if value == 1 else f"{value:,} queries",
     "page": _says("pages of {}"), "append": _says("a row appended"), "queries": _says("mixed"),
@@ -138,6 +139,7 @@ OPERATIONS = {
     "cross_entropy": "Cross-entropy", "linear_cross_entropy": "Linear layer and cross-entropy",
     "fused_dense": "Linear layer", "fused_mlp": "Perceptron", "train-step": "Training step",
     "train-curve": "Training on text", "prefix-trees": "Completions of one prompt",
+    "continuous-batching": "Continuous batching of transformers",
     "bert-step": "Training step of BERT", "lra-listops": "Long Range Arena: ListOps",
     "lra-pathfinder": "Long Range Arena: Pathfinder",
 }  # fmt: skip
