@@ -48,7 +48,8 @@ CONFIGS = {
 
 def tokens(config: GPTConfig) -> Tensor:
     generator = torch.Generator().manual_seed(3)
-    return torch.randint(config.vocabulary, (2, config.context + 1), generator=generator)
+    drawn = torch.randint(config.vocabulary, (2, config.context + 1), generator=generator, device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def model(config: GPTConfig) -> GPT:

@@ -48,9 +48,13 @@ B, S, H, G, D, V = 4, 6, 8, 4, 8, 12
 N = None
 
 
+def widest() -> torch.dtype:
+    """Of the default device; a GPU's kernels have no float64."""
+    return torch.float32 if torch.get_default_device().type == "cuda" else torch.float64
+
+
 def drawn(*shape: int) -> Tensor:
-    """On the default device; a GPU's kernels have no float64."""
-    return torch.randn(shape, dtype=torch.float32 if torch.get_default_device().type == "cuda" else torch.float64)
+    return torch.randn(shape, dtype=widest())
 
 
 def cases(device: str) -> list[tuple[str, Case]]:
@@ -209,7 +213,7 @@ def derived(function: Callable[..., Any], tensors: list[Tensor], upstream: list[
 def plans(mesh: DeviceMesh) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     """Modules of flashtile in plans of PyTorch's styles."""
     torch.manual_seed(2)
-    where: dict[str, Any] = {"dtype": torch.float64}
+    where: dict[str, Any] = {"dtype": widest()}
     pair = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     logits = {"1": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
     made = {
@@ -281,7 +285,7 @@ def replicated_modules(mesh: DeviceMesh) -> dict[str, tuple[list[Tensor], list[T
     }
     found = {}
     for name, whole in made.items():
-        whole = whole.double()
+        whole = whole.to(widest())
         model, x = distribute_module(copy.deepcopy(whole), mesh), drawn(2, S, 16)
         grads = []
         for module, given in ((model, distribute_tensor(x, mesh, [Shard(0)])), (whole, x)):
@@ -358,7 +362,7 @@ def fully_sharded(mesh: DeviceMesh) -> dict[str, tuple[list[Tensor], list[Tensor
     found = {}
     for name, (make, parts) in made.items():
         torch.manual_seed(3)
-        model = make().double()
+        model = make().to(widest())
         whole = copy.deepcopy(model)
         for batch in batches:
             (whole(*batch) / mesh.size()).backward()
@@ -471,9 +475,19 @@ def drawn_seeds(mesh: DeviceMesh) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+def on_gpu(job: Callable[[DeviceMesh], dict[str, Any]], mesh: DeviceMesh) -> dict[str, tuple[list[Tensor], ...]]:
+    """A job whose tensors are made on this rank's GPU."""
+    with torch.device("cuda"):
+        found = job(mesh)
+    return {name: tuple([tensor.cpu() for tensor in tensors] for tensors in both) for name, both in found.items()}
+
+
 #: What four ranks do, and two.
 FOUR = {"calls": calls, "parts": parts_of_divided, "plan": plan_in_parts}
 JOBS = {
     "calls": calls, "public": public_calls, "plans": plans, "modules": replicated_modules,
     "compiled": compiled, "fully sharded": fully_sharded, "refused": refused, "seeds": drawn_seeds,
 }  # fmt: skip
+GPU_JOBS = {"calls": calls} | {
+    name: partial(on_gpu, JOBS[name]) for name in ("plans", "modules", "compiled", "fully sharded")
+}

@@ -9,7 +9,7 @@ import torch
 
 from distributed_compilation import compile_ahead
 from distributed_processes import Parallel, start, together
-from distributed_tensors import calls
+from distributed_tensors import GPU_JOBS
 from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs
 from flashtile.testing import run as run_alone
 from flashtile.testing.cases import cancelled_sizes
@@ -96,10 +96,16 @@ def test_gpus_get_what_one_gets(ranks, name, results, expected):
         assert_close(f"{job.case}: {key}", value, oracle[key], eager[key], cancelled.get(key, Size()))
 
 
-def test_dtensors_over_gpus_are_those_of_one(tmp_path):
+@pytest.fixture(scope="module")
+def dtensors(tmp_path_factory):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    for of_rank in start({"calls": calls}, 2, tmp_path, "cuda"):
-        assert not isinstance(of_rank["calls"], str), of_rank["calls"]
-        for name, (found, expected) in of_rank["calls"].items():
+    return start(GPU_JOBS, 2, tmp_path_factory.mktemp("dtensors"), "cuda")
+
+
+@pytest.mark.parametrize("job", GPU_JOBS)
+def test_dtensors_and_fsdp2_over_gpus_are_one_gpu(job, dtensors):
+    for of_rank in dtensors:
+        assert not isinstance(of_rank[job], str), of_rank[job]
+        for name, (found, expected) in of_rank[job].items():
             assert_same(found, expected, name)

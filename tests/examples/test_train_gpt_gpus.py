@@ -18,40 +18,44 @@ _LLAMA = ["--model=llama-small", "--layers=2", "--context=256", "--peak-tflops=1
 _SHARED = {"sequences": "--cp=2", "weights": "--tp=2"}
 
 
-@pytest.fixture(scope="module")
-def runs(text, tmp_path_factory):
-    """(folder, what went wrong by the folder of a run)."""
-    folder = tmp_path_factory.mktemp("runs")
+def _arguments(text, folder, name, *options):
+    return arguments_of(text, folder, name, "--precision=fp32", *options, device="cuda")
 
-    def of(name, *options):
-        return arguments_of(text, folder, name, "--precision=fp32", *options, device="cuda")
 
-    made = {}
-    for kind, options in _COMPILED.items():
-        made[f"one-{kind}"] = Run(1, of(f"one-{kind}", "--batch=8", *options))
-        for parallel in ("ddp", "fsdp"):
-            two = [*options, "--batch=2", "--accumulate=2", f"--parallel={parallel}", "--sample=5"]
-            whole, parts = (f"{name}-{parallel}-{kind}" for name in ("whole", "parts"))
-            made[whole] = Run(2, of(whole, *two))
-            made[parts] = Run(2, of(parts, *two, "--resume"), (folder / whole, folder / parts))
-    made["llama"] = Run(1, of("llama", *_LLAMA))
-    for name, option in _SHARED.items():
-        made[name] = Run(2, of(name, *_LLAMA, option, "--parallel=fsdp"))
+@pytest.fixture(scope="module", params=_COMPILED)
+def runs(request, text, tmp_path_factory):
+    """(folder, what went wrong by the folder of a run): of one process, and of two with either data parallelism."""
+    folder, options = tmp_path_factory.mktemp(request.param), _COMPILED[request.param]
+    made = {"one": Run(1, _arguments(text, folder, "one", "--batch=8", *options))}
+    for parallel in ("ddp", "fsdp"):
+        two = [*options, "--batch=2", "--accumulate=2", f"--parallel={parallel}", "--sample=5"]
+        whole, parts = f"whole-{parallel}", f"parts-{parallel}"
+        made[whole] = Run(2, _arguments(text, folder, whole, *two))
+        made[parts] = Run(2, _arguments(text, folder, parts, *two, "--resume"), (folder / whole, folder / parts))
     return folder, dict(zip(made, launch(list(made.values()), folder)))
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("kind", _COMPILED)
-def test_two_gpus_are_one_with_twice_the_batch(parallel, kind, runs):
+def test_two_gpus_are_one_with_twice_the_batch(parallel, runs):
     folder, wrong = runs
-    one, whole, parts = f"one-{kind}", f"whole-{parallel}-{kind}", f"parts-{parallel}-{kind}"
-    assert not wrong[one] + wrong[whole] + wrong[parts]
-    assert_close(folder / one, folder / whole)
+    whole, parts = f"whole-{parallel}", f"parts-{parallel}"
+    assert not wrong["one"] + wrong[whole] + wrong[parts]
+    assert_close(folder / "one", folder / whole)
     assert_same_bits(folder / whole, folder / parts)
 
 
-@pytest.mark.parametrize("shared", _SHARED)
-def test_two_gpus_that_share_sequences_or_weights_are_one(shared, runs):
-    folder, wrong = runs
-    assert not wrong["llama"] + wrong[shared]
-    assert_close(folder / "llama", folder / shared)
+@pytest.fixture(scope="module")
+def shared(text, tmp_path_factory):
+    """The same, of a Llama in one process, and in two that share its sequences or its weights."""
+    folder = tmp_path_factory.mktemp("shared")
+    made = {"llama": Run(1, _arguments(text, folder, "llama", *_LLAMA))}
+    for name, option in _SHARED.items():
+        made[name] = Run(2, _arguments(text, folder, name, *_LLAMA, option, "--parallel=fsdp"))
+    return folder, dict(zip(made, launch(list(made.values()), folder)))
+
+
+@pytest.mark.parametrize("what", _SHARED)
+def test_two_gpus_that_share_sequences_or_weights_are_one(what, shared):
+    folder, wrong = shared
+    assert not wrong["llama"] + wrong[what]
+    assert_close(folder / "llama", folder / what)
