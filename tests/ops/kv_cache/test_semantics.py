@@ -177,7 +177,9 @@ def test_packed_attention_reads_keys_from_pages(backend: str) -> None:
     options = {"causal": True, "window": (3, 0), "return_lse": True, "backend": backend}
     expected = flashtile.attention_varlen(q, k, v, starts_q, starts_k, **options)
     for lengths in ({"cu_seqlens_k": starts_k}, {"key_lengths": starts_k.diff()}):
-        found = flashtile.attention_varlen(q, *pages, starts_q, block_table=table, max_seqlen_q=4, **lengths, **options)
+        found = flashtile.attention_varlen(
+            q, *pages, starts_q, block_table=table, max_seqlen_q=4, max_seqlen_k=9, **lengths, **options
+        )
         assert_same(found[0], expected[0])
         assert_same(found[1], expected[1])
     with pytest.raises(ValueError, match=r"key_lengths: expected the number of keys of each .* got neither"):
@@ -186,6 +188,9 @@ def test_packed_attention_reads_keys_from_pages(backend: str) -> None:
         flashtile.attention_varlen(q, *pages, starts_q, block_table=table, key_lengths=5)
     with pytest.raises(ValueError, match=r"cu_seqlens_k: expected shape \(3,\)"):
         flashtile.attention_varlen(q, *pages, starts_q, starts_k[:2], block_table=table)
+    for longest, error in ((8, ValueError), (-1, ValueError), (9.0, TypeError)):
+        with pytest.raises(error, match="max_seqlen_k: expected an "):
+            flashtile.attention_varlen(q, *pages, starts_q, starts_k, block_table=table, max_seqlen_k=longest)
     with pytest.raises(ValueError, match="bias: expected its default beside block_table"):
         flashtile.attention_varlen(q, *pages, starts_q, starts_k, block_table=table, bias=q)
     with pytest.raises(ValueError, match="q: expected a tensor that wants no gradient"):

@@ -329,7 +329,7 @@ def attention_varlen(
             "descale_k": descale_k, "descale_v": descale_v, "return_max_scores": return_max_scores,
         }  # fmt: skip
         return attention_over_pages(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, key_lengths, unserved, block_table=block_table,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, key_lengths, max_seqlen_k, unserved, block_table=block_table,
             max_seqlen_q=max_seqlen_q, causal=causal, window=window, scale=scale, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse, backend=backend,
         )  # fmt: skip
