@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import flashtile
+from distributed_processes import start
+from distributed_torch_flash import JOBS
 from flashtile.integrations import use_flashtile_as_flash_attention
 from flashtile.integrations.torch_flash import _Active, _Operators
-from flashtile.testing import assert_close
+from flashtile.testing import assert_close, assert_same
 
 ATEN = torch.ops.aten
 HAS_PAGES = "block_table" in str(ATEN._flash_attention_forward.default._schema)
@@ -132,11 +135,118 @@ def test_pages_and_their_lengths(on_a_cpu: None) -> None:
     assert torch.equal(out, found)
 
 
+_VARLEN: Any = importlib.import_module("torch.nn.attention.varlen") if HAS_PAGES else None
+_needs_pages = pytest.mark.skipif(not HAS_PAGES, reason="this PyTorch's varlen_attn has no block_table")
+
+
+@_needs_pages
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (4, 0), (-1, 4), (0, 0), (0, -1), (8, 2), (99, 99)], ids=str)
+def test_varlen_attn_with_windows(on_a_cpu: None, window: tuple[int, int]) -> None:
+    """As PyTorch's own tests of it ask for it: grouped heads, gradients and lse."""
+    q, k, v, dout = _inputs(50, 4, 16, kv_heads=2)
+    offsets, found_lse = torch.tensor([0, 20, 50], dtype=torch.int32), []
+
+    def pytorchs(*tensors: Tensor) -> Tensor:
+        options = {"window_size": window, "enable_gqa": True, "return_aux": _VARLEN.AuxRequest(lse=True)}
+        out, lse = _VARLEN.varlen_attn(*tensors, offsets, offsets, 30, 30, **options)
+        found_lse.append(lse.detach())
+        return out
+
+    def sequences(*tensors: Tensor) -> Tensor:
+        rows = torch.arange(30)
+        below, above = (side if side >= 0 else 30 for side in window)
+        seen = (rows >= rows[:, None] - below) & (rows <= rows[:, None] + above)
+        outs = []
+        for first, end in ((0, 20), (20, 50)):
+            own = (t[None, first:end].transpose(1, 2) for t in tensors)
+            mask = seen[: end - first, : end - first]
+            outs.append(F.scaled_dot_product_attention(*own, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1))
+        return torch.cat(outs)
+
+    dout = torch.randn_like(q)
+    oracle = _results(sequences, q.double(), k.double(), v.double(), dout.double())
+    _agree(_results(pytorchs, q, k, v, dout), _results(sequences, q, k, v, dout), oracle)
+    assert found_lse[0].shape == (4, 50) and found_lse[0].isfinite().all()
+
+
+@_needs_pages
+@pytest.mark.parametrize("lengths", [(32, 64, 96, 48), (1, 1, 1, 1), (1, 128, 127, 17)], ids=str)
+@torch.no_grad()
+def test_varlen_attn_over_caches(on_a_cpu: None, lengths: tuple[int, ...]) -> None:
+    """One query each, on rows of which the first ones count, in one piece and in pages; the others hold NaN."""
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(4, 2, 16, generator=generator)
+    rows = [torch.randn(n, 2, 2, 16, generator=generator) for n in lengths]  # [keys, key or value, heads, columns]
+    offsets, used = torch.arange(5).int(), torch.tensor(lengths).int()
+    ends = F.pad(used.cumsum(0), (1, 0)).int()
+    whole = torch.cat(rows).unbind(1)
+    expected = _VARLEN.varlen_attn(q, *whole, offsets, ends, 1, max(lengths))
+    cache = torch.full((4, 128, 2, 2, 16), float("nan"))
+    for slot, own in zip(cache, rows):
+        slot[: len(own)] = own
+    flat = cache.flatten(0, 1).unbind(1)
+    slots = torch.arange(0, 5 * 128, 128).int()
+    order = torch.randperm(16, generator=generator)
+    pages = torch.empty(16, 32, 2, 2, 16)
+    pages[order] = cache.view(16, 32, 2, 2, 16)
+    table = order.view(4, 4).int()
+    attend = torch.compile(_VARLEN.varlen_attn, fullgraph=True, backend="aot_eager")
+    for call, keys, of_keys, more in (
+        (_VARLEN.varlen_attn, flat, slots, {}),
+        (_VARLEN.varlen_attn, pages.unbind(2), None, {"block_table": table}),
+        (attend, pages.unbind(2), slots, {"block_table": table}),
+    ):
+        arguments = q, *keys, offsets, of_keys, 1, 128
+        found = call(*arguments, seqused_k=used, num_splits=2, **more)
+        assert_same(found, expected)
+        out = torch.empty_like(q)
+        assert _VARLEN.varlen_attn_out(out, *arguments, seqused_k=used, **more) is out
+        assert torch.equal(out, found)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_8_bit_inputs_with_factors_of_heads(on_a_cpu: None, packed: bool) -> None:
+    q, k, v, _ = (x.detach().transpose(1, 2) for x in _inputs(2, 50, 4, 16, kv_heads=2))
+    factors = [torch.rand(2, 2) + 0.5 for _ in range(3)]
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+    expected = flashtile.attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), causal=True, descale_q=factors[0], descale_k=factors[1],
+        descale_v=factors[2],
+    )  # fmt: skip
+    if not packed:
+        found = ATEN._scaled_dot_product_flash_attention.quantized(q, k, v, *factors, 0.0, True)[0]
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found.transpose(1, 2), expected)
+        return
+    rows = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
+    offsets = torch.tensor([0, 50, 100]).int()
+    found = ATEN._flash_attention_forward.quantized(*rows, offsets, offsets, 50, 50, 0.0, True, False, *factors)[0]
+    assert_same(found.view(2, 50, 4, 16), expected)
+
+
+def test_a_causal_bias_at_the_lower_right(on_a_cpu: None) -> None:
+    q, k, v, _ = (x.detach() for x in _inputs(2, 3, 20, 16))
+    found = _sdpa(q[:, :, :7], k, v, causal=True)  # how PyTorch's causal_lower_right calls it
+    seen = torch.ones(7, 20, dtype=torch.bool).tril(13)
+    assert_same(found, F.scaled_dot_product_attention(q[:, :, :7], k, v, attn_mask=seen))
+
+
+def test_the_debug_mask_says_what_dropout_dropped(on_a_cpu: None) -> None:
+    """PyTorch's tests of dropout read it: weights, negative where one was dropped."""
+    q, k, v, _ = (x.detach() for x in _inputs(2, 3, 40, 16))
+    out, *_, mask = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.3, True, True)
+    weights = mask.clamp(min=0) / 0.7
+    assert (mask < 0).any()
+    assert_same(out, weights @ v)
+    assert_same(mask.abs().sum(-1), torch.ones(2, 3, 40))
+
+
 def test_what_it_refuses(on_a_cpu: None) -> None:
     q, k, v, _ = _inputs(1, 2, 8, 16)
-    with pytest.raises(NotImplementedError, match="return_debug_mask: expected False"):
-        ATEN._scaled_dot_product_flash_attention(q, k, v, 0.1, False, True)
     rest = None, None, 2, 2, 0.0, False, False
+    offsets = torch.tensor([0, 2]).int()
+    with pytest.raises(NotImplementedError, match="return_debug_mask: expected False"):
+        ATEN._flash_attention_forward(q[0], k[0], v[0], offsets, offsets, 2, 2, 0.1, False, True)
     with pytest.raises(NotImplementedError, match="seqused_k, block_table: expected packed queries"):
         ATEN._flash_attention_forward(*(t.detach() for t in (q, k, v)), *rest, seqused_k=torch.tensor([2]).int())
     for argument in ("seqused_k", "alibi_slopes"):  # PyTorch's backward would compute another gradient
@@ -198,3 +308,65 @@ def test_varlen_attn_on_a_gpu(on_a_gpu: None, monkeypatch: Any) -> None:
 
     oracle = _results(eager, q.double(), k.double(), v.double(), dout.double())
     _agree(found, _results(eager, q, k, v, dout), oracle)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_a_graph", [False, True])
+def test_dropout_on_a_gpu_is_that_of_the_debug_mask(on_a_gpu: None, in_a_graph: bool) -> None:
+    """As PyTorch's own tests look at it: what the mask says was dropped, its eager function drops too."""
+    q, k, v, dout = _inputs(2, 4, 256, 64, device="cuda", dtype=torch.float16)
+
+    def run() -> tuple[list[Tensor], Tensor]:
+        out, *_, weights = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.3, True, True)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)], weights
+
+    found, weights = run()
+    if in_a_graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found, weights = run()
+        graph.replay()
+        before = weights.clone()
+        graph.replay()
+        assert not torch.equal(before, weights)
+    kept = weights >= 0
+
+    def eager(*tensors: Tensor) -> Tensor:
+        return ATEN._scaled_dot_product_attention_math(*tensors, None, 0.3, True, kept)[0]
+
+    oracle = _results(eager, q.double(), k.double(), v.double(), dout.double())
+    _agree(found, _results(eager, q, k, v, dout), oracle)
+
+
+@pytest.mark.gpu
+def test_nested_tensors_on_a_gpu(on_a_gpu: None) -> None:
+    q, k, v, dout = _inputs(300, 4, 64, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.tensor([0, 100, 300], device="cuda")
+
+    def nested(*tensors: Tensor) -> Tensor:
+        jagged = (torch.nested.nested_tensor_from_jagged(t, offsets).transpose(1, 2) for t in tensors)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(*jagged).transpose(1, 2).values()
+
+    def alone(*tensors: Tensor) -> Tensor:
+        return flashtile.attention_varlen(*tensors, offsets, max_seqlen_q=200, backend="reference")
+
+    oracle = _results(alone, q.double(), k.double(), v.double(), dout.double())
+    _agree(_results(nested, q, k, v, dout), _results(alone, q, k, v, dout), oracle)
+
+
+def _check_ranks(folder: Any, device: str) -> None:
+    for of_rank in start(JOBS, 2, folder, device):
+        for job in JOBS:
+            assert not isinstance(of_rank[job], str), of_rank[job]
+            for found, same, oracle in of_rank[job].values():
+                _agree(found, same, oracle)
+
+
+def test_dtensors_and_context_parallelism_of_pytorch(tmp_path: Any) -> None:
+    _check_ranks(tmp_path, "cpu")
+
+
+@pytest.mark.multi_gpu
+def test_dtensors_and_context_parallelism_of_pytorch_on_gpus(tmp_path: Any) -> None:
+    _check_ranks(tmp_path, "cuda")

@@ -64,6 +64,8 @@ class _Active:
         self._library: Library | None = Library("aten", "IMPL")
         for name, function in (
             ("_scaled_dot_product_flash_attention", operators.sdpa_forward),
+            ("_scaled_dot_product_flash_attention.quantized", operators.sdpa_forward_quantized),
+            ("_flash_attention_forward.quantized", operators.forward_quantized),
             ("_scaled_dot_product_flash_attention_backward", operators.sdpa_backward),
             ("_flash_attention_forward", operators.forward),
             ("_flash_attention_backward", operators.backward),
@@ -93,11 +95,30 @@ class _Operators:
         *,
         scale: float | None = None,
     ) -> tuple[Any, ...]:
+        return self.sdpa_forward_quantized(
+            query, key, value, None, None, None, dropout_p, is_causal, return_debug_mask, scale=scale
+        )
+
+    def sdpa_forward_quantized(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        q_descale: Tensor | None,
+        k_descale: Tensor | None,
+        v_descale: Tensor | None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        return_debug_mask: bool = False,
+        *,
+        scale: float | None = None,
+    ) -> tuple[Any, ...]:
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         seq_q, seq_k = q.shape[1], k.shape[1]
-        out, lse, seed, unused, weights = self.forward(
-            q, k, v, None, None, seq_q, seq_k, dropout_p, is_causal, return_debug_mask, scale=scale
-        )
+        out, lse, seed, unused, weights = self.forward_quantized(
+            q, k, v, None, None, seq_q, seq_k, dropout_p, is_causal, return_debug_mask, q_descale, k_descale, v_descale,
+            scale=scale,
+        )  # fmt: skip
         return out.transpose(1, 2), lse, None, None, seq_q, seq_k, seed, unused, weights
 
     def sdpa_backward(
@@ -136,6 +157,28 @@ class _Operators:
         dropout_p: float,
         is_causal: bool,
         return_debug_mask: bool,
+        **options: Any,
+    ) -> tuple[Tensor, ...]:
+        return self.forward_quantized(
+            query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, None, None,
+            None, **options,
+        )  # fmt: skip
+
+    def forward_quantized(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cum_seq_q: Tensor | None,
+        cum_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        return_debug_mask: bool,
+        q_descale: Tensor | None,
+        k_descale: Tensor | None,
+        v_descale: Tensor | None,
         *,
         scale: float | None = None,
         window_size_left: int | None = None,
@@ -145,14 +188,10 @@ class _Operators:
         block_table: Tensor | None = None,
         num_splits: int | None = None,
     ) -> tuple[Tensor, ...]:
-        if return_debug_mask:
+        if return_debug_mask and cum_seq_q is not None:
             raise NotImplementedError(
-                "return_debug_mask: expected False, got True: no matrix of weights is in memory; see "
-                "flashtile.dropout_mask for what a seed drops"
-            )
-        if num_splits:
-            raise NotImplementedError(
-                f"num_splits: expected None, got {num_splits}; flashtile divides the keys as the call needs it"
+                "return_debug_mask: expected False with packed sequences, got True; see flashtile.dropout_mask for "
+                "what a seed drops"
             )
         forward_only = {"alibi_slopes": alibi_slopes, "seqused_k": seqused_k, "block_table": block_table}
         if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
@@ -164,6 +203,11 @@ class _Operators:
                     )
         options = self._options | _described(scale, is_causal, window_size_left, window_size_right)
         options |= {"alibi_slopes": alibi_slopes, "dropout_p": dropout_p}
+        options |= {"descale_q": q_descale, "descale_k": k_descale, "descale_v": v_descale}
+        if num_splits == 1:
+            raise NotImplementedError(
+                "num_splits: expected None or more than 1, got 1: results here depend on the batch"
+            )
         if block_table is not None or seqused_k is not None:
             if cum_seq_q is None or seqused_k is None:
                 raise NotImplementedError(
@@ -171,7 +215,7 @@ class _Operators:
                     f"query {list(query.shape)}; use flashtile.attention_with_kv_cache"
                 )
             if block_table is not None:
-                return self._over_pages(query, key, value, cum_seq_q, max_q, seqused_k, block_table, options)
+                return self._over_pages(query, key, value, cum_seq_q, max_q, max_k, seqused_k, block_table, options)
             offsets = cum_seq_q if cum_seq_k is None else cum_seq_k
             key, value, cum_seq_k = gathered_keys(key, value, offsets, max_k, lengths=seqused_k)
             cum_seq_k = cum_seq_k.to(cum_seq_q.dtype)
@@ -185,7 +229,10 @@ class _Operators:
                     query, key, value, cum_seq_q, cum_seq_k, max_seqlen_q=max_q, max_seqlen_k=max_k, return_lse=True,
                     **options,
                 )  # fmt: skip
-            return _results(query, out, lse, seed)
+            results = _results(query, out, lse, seed)
+            if return_debug_mask and seed is not None:
+                return *results[:-1], _signed_weights(query, key, dropout_p, seed, options)
+            return results
 
     def _over_pages(
         self,
@@ -194,6 +241,7 @@ class _Operators:
         value: Tensor,
         cum_seq_q: Tensor,
         max_q: int,
+        max_k: int,
         lengths: Tensor,
         block_table: Tensor,
         options: dict[str, Any],
@@ -205,8 +253,8 @@ class _Operators:
             )
         with torch.no_grad():
             out, lse = flashtile.attention_varlen(
-                query, key, value, cum_seq_q, max_seqlen_q=max_q, key_lengths=lengths, block_table=block_table,
-                return_lse=True, **options,
+                query, key, value, cum_seq_q, max_seqlen_q=max_q, max_seqlen_k=max_k, key_lengths=lengths,
+                block_table=block_table, return_lse=True, **options,
             )  # fmt: skip
         return _results(query, out, lse, None)
 
@@ -253,6 +301,15 @@ def _described(scale: float | None, is_causal: bool, left: int | None, right: in
     return {"scale": scale, "causal": is_causal, "window": None if sides == (None, None) else sides}
 
 
+def _signed_weights(query: Tensor, key: Tensor, dropout_p: float, seed: Tensor, options: dict[str, Any]) -> Tensor:
+    """The softmax weights `[batch, heads, seq_q, seq_k]` before dropout, negative where it drops one."""
+    names = "scale", "causal", "window", "alibi_slopes"
+    weights = flashtile.attention_probs(query, key, **{name: options[name] for name in names})
+    batch, heads, seq_q, seq_k = weights.shape
+    kept = flashtile.dropout_mask(seed, dropout_p, batch=batch, heads=heads, seq_q=seq_q, seq_k=seq_k)
+    return torch.where(kept, weights, -weights).to(query.dtype)
+
+
 def _results(query: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None) -> tuple[Tensor, ...]:
     """What PyTorch's forward returns. `seed`: that of dropout."""
     state = query.new_empty(2, dtype=torch.uint64) if seed is None else seed.view(torch.uint64)
@@ -264,5 +321,5 @@ def _match_strides(like: Tensor, result: Tensor) -> Tensor:
     """A result as PyTorch's compiler expects it: as `torch.empty_like` lies."""
     if result.stride() == like.stride():
         return result
-    expected = torch.empty_like(like)
+    expected = torch.empty_like(like, dtype=result.dtype)
     return result if result.stride() == expected.stride() else expected.copy_(result)
