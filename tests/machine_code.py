@@ -7,6 +7,7 @@ For attention, `Call` describes a call from outside. `plan` takes it the way tha
 from __future__ import annotations
 
 import functools
+import math
 import re
 import subprocess
 import tempfile
@@ -237,6 +238,10 @@ def differing(sources: Mapping[Case, Any]) -> list[Case]:
 _FAMILIES = {"sm_86": "sm_80", "sm_89": "sm_80", "sm_120": "sm_80", "gfx950": "gfx942"}
 
 
+#: For kernels that multiply no matrices, which take turns: sm_90, and another NVIDIA and an AMD architecture.
+TURNS = (("sm_90", "sm_75", "gfx942"), ("sm_90", "sm_80", "gfx1100"))
+
+
 def family(arch: str) -> str:
     """The architecture that stands for all that have the same instructions."""
     return _FAMILIES.get(arch, arch)
@@ -290,9 +295,34 @@ def with_news(sources: Mapping[Case, KernelSource], rows: Mapping[Case, Any] | N
     return found
 
 
+#: Constants that are sizes and strides: widths of heads and rows, chunks, tiles, numbers from a row to the next.
+_SIZES = re.compile(r"HEAD_DIM|WIDTH|HALF|APART|ROW|row|TILE_|TILES|CHUNKS|BLOCK_REST|PAGE_SIZE|_strides|^[DE]$")
+#: How many tiles are on chip, which follows from the widths.
+_PLACES = re.compile(r"PLACES|STAYING")
+
+
 def facts(source: KernelSource) -> set[tuple[str, str]]:
-    """Each thing that decides a kernel's machine code: a parameter, and what `described` says of it."""
-    return {(name, repr(value)) for name, value in described(source).items()}
+    """The mechanisms of a kernel: what `described` says of each parameter. Sizes count by their class (`_size_class`),
+    and fp16 and bf16, of which one stands for the other, once for a kernel and not for each tensor."""
+    found = set()
+    for name, value in described(source).items():
+        if _PLACES.search(name):
+            continue
+        text = _size_class(value) if type(value) is int and _SIZES.search(name) else repr(value)
+        if isinstance(value, str) and (moves := value.startswith("tensordesc")) | value.startswith("*"):
+            found |= {("half", half) for half in re.findall("bf16|fp16", text)}
+            text = re.sub("bf16|fp16", "half", text)
+            if moves:
+                found.add(("moved", text))  # by whichever tensor
+                text = "moved"
+        found.add((name, text))
+    return found
+
+
+def _size_class(size: int) -> str:
+    """How many bits a size above 32 has, and which power of two up to 16 divides it: what tiles and addresses depend
+    on."""
+    return f"{max(size.bit_length(), 6)} bits, % {math.gcd(size, 16)}"
 
 
 def described_call(phase: Phase, call: Call, device: DeviceFacts, multiprocessors: int = 132) -> description.Call:

@@ -53,12 +53,16 @@ BACKWARD_MIXES = (
 #: Mixes of the gradient of the bias, likewise.
 BIAS_MIXES = _calls([(15, 63), (63, 15), (129, 31)]) | _prefixed("fp32", _calls([(24, 40), (129, 31)], _FP32))
 
-#: Mixes that `tools/compile_versions.py` compiles and the tests do not. In Triton's intermediate code all their tiles
-#: lie as those of another mix, and another is packed, copied or moved as they are.
+#: Mixes that `tools/compile_versions.py` compiles and the tests do not. In Triton's intermediate code almost all their
+#: tiles lie as those of another mix, and another is packed, copied or moved as they are.
 FORWARD_REPEATS = {
     *("15x129", "31x129", "129x15", "129x31", "129x63"),
-    *("packed-15x63", "packed-31x15", "packed-31x63", "packed-63x31"),
+    *("packed-15x31", "packed-15x63", "packed-31x15", "packed-31x63", "packed-63x31"),
     *("copied-16x32", "copied-32x64", "copied-64x16", "copied-64x32"),
-    "moved-16x64",
+    *("moved-16x64", "fp8-64x16", "tf32-16x64", "fp32-15x31"),
 }
-BACKWARD_REPEATS = {"129x15", "fp32-24x40"}
+_BACKWARD_REPEATS = {"129x15", "fp32-24x40"}
+#: dq and dk/dv load the same tiles: what one of them is compiled for is left out of the other.
+DQ_REPEATS = _BACKWARD_REPEATS | {"31x63", "15x129", "fp32-63x15"}
+DKDV_REPEATS = _BACKWARD_REPEATS | {"15x31", "255x63", "fp32-15x129", "tf32-63x15"}
+BIAS_REPEATS = {"15x63", "63x15", "fp32-24x40"}

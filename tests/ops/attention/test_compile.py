@@ -50,7 +50,15 @@ from machine_code import (
     sass,
     with_news,
 )
-from width_mixes import BACKWARD_MIXES, BACKWARD_REPEATS, BIAS_MIXES, FORWARD_MIXES, FORWARD_REPEATS
+from width_mixes import (
+    BACKWARD_MIXES,
+    BIAS_MIXES,
+    BIAS_REPEATS,
+    DKDV_REPEATS,
+    DQ_REPEATS,
+    FORWARD_MIXES,
+    FORWARD_REPEATS,
+)
 
 _KERNELS = ("forward", "dq", "dkdv")
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -64,18 +72,15 @@ _BIAS = TensorFacts(_BF16, (1, 4, 4096, 4096), (0, 2**24, 4096, 1), 0)
 #: shrink. One size for architectures that have the rows and the matrix instructions of sm_86. `test_tiles` computes for
 #: all rows whether they fit.
 _ROWS = (
-    dict.fromkeys(devices.KNOWN_DEVICES, (64, 128, 512))
-    | dict.fromkeys(("sm_75", "sm_86", "gfx1100"), (64, 128, 256, 512))
+    dict.fromkeys(devices.KNOWN_DEVICES, (128, 64, 512))
+    | dict.fromkeys(("sm_75", "sm_86", "gfx1100"), (128, 64, 256, 512))
     | dict.fromkeys(("sm_89", "sm_120"), (128,))
 )
 #: The same in float32: each row on sm_80 and sm_90, and elsewhere the one that fills the most registers.
-_FP32_ROWS = {"sm_80": (64, 128, 512), "sm_86": (128, 256), "sm_90": (64, 128, 512)}
+_FP32_ROWS = {"sm_80": (128, 64, 512), "sm_86": (128, 256), "sm_90": (128, 64, 512)}
 
-#: One architecture of each kind of matrix instructions.
-_KINDS = ("sm_75", "sm_80", "sm_90", "gfx942", "gfx1100")
-
-#: (head_dim, head_dim_v) that fill their tiles only in part, or differ.
-_ODD_HEADS = ((80, 80), (192, 128))
+#: (head_dim, head_dim_v) that fill their tiles only in part.
+_ODD_HEADS = (80, 80)
 
 
 class _Fit(NamedTuple):
@@ -102,7 +107,8 @@ def _matrix() -> dict[_Fit, int]:
 
     The rows of the tables in float16 and float32. bfloat16, which takes the tiles of float16, stands for it in the
     narrowest row where no other test compiles it. A source that architectures of one family share is compiled for the
-    first of them, and must fit the least memory of theirs. float16 of 128 columns is compiled for each architecture.
+    first of them, and must fit the least memory of theirs. dk/dv in float16 of 128 columns, which fills the most
+    registers, is compiled for each architecture.
     """
     cases = [
         _Fit(arch, kernel, _BF16 if width == 64 and arch.startswith("gfx") else dtype, (width, width))
@@ -111,27 +117,25 @@ def _matrix() -> dict[_Fit, int]:
         for width in widths
         for kernel in _KERNELS
     ]
-    cases += [_Fit("sm_80", kernel, _FP16, heads) for kernel in _KERNELS for heads in _ODD_HEADS]
+    cases.append(_Fit("sm_80", "forward", _FP16, _ODD_HEADS))
     cases += [
         _Fit(arch, "dbias", dtype, (width, width))
         for arch, dtype, widths in (
-            ("sm_80", _FP16, (64, 128, 256, 512)),
-            ("sm_80", _FP32, (128,)),
+            ("sm_80", _FP16, (128, 64, 256, 512)),
             ("sm_90", _FP16, (128, 256)),
             ("sm_90", _FP32, (64, 128, 256, 512)),
             ("gfx942", _FP16, (128,)),
-            ("gfx942", _FP32, (128,)),
         )
         for width in widths
     ]
     cases += [
         _Fit(arch, "column_sums", dtype, (width, width))
-        for arch in _ROWS
+        for arch in ("sm_80", "sm_90", "gfx942")
         for dtype, width in ((_FP16, 64), (_FP16, 128), (_FP16, 512), (_FP32, 128))
-        if (dtype, width) == (_FP16, 128) or arch in ("sm_80", "sm_90")
+        if (dtype, width) == (_FP16, 128) or arch != "gfx942"
     ]
     compiled = once_for_each_family({case: (case.family, case.arch, case.source) for case in cases})
-    everywhere = [case for case in cases if case[1:] in [(kernel, _FP16, (128, 128)) for kernel in _KERNELS]]
+    everywhere = [case for case in cases if case[1:] == ("dkdv", _FP16, (128, 128))]
     return {case: devices.KNOWN_DEVICES[case.arch].shared_memory for case in everywhere} | compiled
 
 
@@ -221,20 +225,23 @@ def _check_memory(binary: Binary, shared_memory: int) -> None:
 _ONE_TILE = Call(32, 32, seq_q=49, seq_k=49, heads=6, heads_kv=6, batch=64)
 _WINDOWS_BIAS = TensorFacts(torch.bfloat16, (1, 6, 49, 49), (6 * 49 * 49, 49 * 49, 49, 1), 0)
 _WINDOWS_MASK = _WINDOWS_BIAS._replace(dtype=torch.bool)
+_CAUSAL_64 = {"head_dim": 64, "head_dim_v": 64, "dtype": _FP16, "seq_q": 64, "seq_k": 64, "window_right": 0}
+_LEARNED = {"softcap": 30.0, "alibi": 1, "sums_slopes": True, "sinks": True, "has_dlse": True, "window_right": -1}
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize(
-    "call",
+    "arch, call",
     [
-        _ONE_TILE,
-        _ONE_TILE._replace(head_dim=64, head_dim_v=64, dtype=_FP16, seq_q=64, seq_k=64, window_right=0),
-        _ONE_TILE._replace(bias=_WINDOWS_BIAS, dropout_p=0.1),
-        _ONE_TILE._replace(softcap=30.0, alibi=1, sums_slopes=True, sinks=True, has_dlse=True, window_right=-1),
-        _ONE_TILE._replace(head_dim=128, head_dim_v=128, mask=_WINDOWS_MASK),
+        pytest.param(arch, _ONE_TILE._replace(**changes), id=f"{name}-{arch}")
+        for arch, name, changes in (
+            ("sm_90", "plain", {}),
+            ("sm_80", "causal-64", _CAUSAL_64),
+            ("sm_90", "bias-dropout", {"bias": _WINDOWS_BIAS, "dropout_p": 0.1}),
+            ("sm_90", "alibi-sinks", _LEARNED),
+            ("sm_90", "mask-128", {"head_dim": 128, "head_dim_v": 128, "mask": _WINDOWS_MASK}),
+        )
     ],
-    ids=["plain", "causal-64", "bias-dropout", "alibi-sinks", "mask-128"],
-)
+)  # fmt: skip
 def test_dq_dk_and_dv_of_one_tile(arch: str, call: Call) -> None:
     """Nothing is in a loop, so what spills, of a bias read by rows of 98 bytes most of all, does so once."""
     memory = devices.KNOWN_DEVICES[arch].shared_memory
@@ -242,15 +249,16 @@ def test_dq_dk_and_dv_of_one_tile(arch: str, call: Call) -> None:
     check_code(call_source("dq", arch, call), arch, check_fit, memory, spilled)
 
 
-@pytest.mark.parametrize("arch", _KINDS)
-@pytest.mark.parametrize("parts", [2, 86])
+@pytest.mark.parametrize("arch, parts", [("sm_90", 2), ("sm_75", 86), ("gfx942", 86)])
 def test_sum_of_the_parts_of_a_bias(arch: str, parts: int) -> None:
     total = bias_sum_kernel(parts, call_on(arch, _WINDOWS_BIAS))
     check_code(total.source, arch, check_fit, devices.KNOWN_DEVICES[arch].shared_memory)
 
 
-@pytest.mark.parametrize("arch", _KINDS)
-@pytest.mark.parametrize("head_dim, head_dim_v, dtype", [(64, 64, torch.bfloat16), (100, 512, torch.float32)])
+@pytest.mark.parametrize(
+    "arch, head_dim, head_dim_v, dtype",
+    [("sm_90", 64, 64, _BF16), ("sm_75", 100, 512, _FP32), ("gfx942", 100, 512, _FP32)],
+)
 def test_sum_of_shares(arch: str, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
     dk, dv = (contiguous((2, 300, 8, width), dtype) for width in (head_dim, head_dim_v))
     total = shares_kernel(dk, dv, 4)
@@ -260,7 +268,7 @@ def test_sum_of_shares(arch: str, head_dim: int, head_dim_v: int, dtype: torch.d
 
 def _width_mixes() -> list[Any]:
     mixes = {"forward": FORWARD_MIXES, "dq": BACKWARD_MIXES, "dkdv": BACKWARD_MIXES, "dbias": BIAS_MIXES}
-    repeats = {"forward": FORWARD_REPEATS, "dq": BACKWARD_REPEATS, "dkdv": BACKWARD_REPEATS, "dbias": set()}
+    repeats = {"forward": FORWARD_REPEATS, "dq": DQ_REPEATS, "dkdv": DKDV_REPEATS, "dbias": BIAS_REPEATS}
     return [
         pytest.param(kernel, call, id=f"{kernel}-{name}")
         for kernel in mixes
@@ -285,14 +293,14 @@ def _check_products(binary: Binary, products: str, shared_memory: int) -> None:
     assert binary.shared_memory <= shared_memory
 
 
-@pytest.mark.parametrize("kernel", _KERNELS)
+@pytest.mark.parametrize("kernel", ["dq", "dkdv"])
 def test_what_a_score_function_reads_for_each_score_fits_on_chip(kernel: str) -> None:
     """Triton loads a gathered tile ahead, as it does a tile of a bias."""
     source = call_source(kernel, "sm_90", Call(head_dim=128, head_dim_v=128, score_mod=_RELATIVE))
     check_code(source, "sm_90", _check_memory, _HOPPER.shared_memory)
 
 
-@pytest.mark.parametrize("case", parameters(score_mod_combined()))
+@pytest.mark.parametrize("case", parameters(score_mod_combined())[:4])
 def test_dq_of_a_score_function_with_another_feature(case: AttentionCase) -> None:
     """In float32, where registers are the fewest: ptxas then saves uniform ones in others, which the search for wrong
     addresses must tell from registers without a value (`control_flow.unset_registers`). The other kernels and types of
@@ -307,8 +315,12 @@ def test_reads_of_a_row_or_a_column_alone_are_no_tiles() -> None:
     assert (tile_reads(_RELATIVE.program), tile_reads(rows.program), tile_reads(None)) == ((_FP32,), (), ())
 
 
+#: An architecture, tables and a width for each kernel.
+_FULL = (("sm_90", "tables", 256), ("sm_86", "tables", 128), ("sm_86", "all", 256), ("sm_90", "all", 128))
+
+
 def _wide_tables() -> list[Any]:
-    """Heads and tables that fill shared memory, where it is largest and where it is smallest: each two of these."""
+    """Heads and tables that fill shared memory, where it is largest and where it is smallest."""
     calls = {
         "tables": Call(bias=_BIAS._replace(dtype=_FP32), mask=_BIAS._replace(dtype=torch.bool)),
         "all": Call(bias=_BIAS._replace(dtype=_FP32), mask=_BIAS._replace(dtype=torch.bool), block_tile=(128, 128)),
@@ -317,7 +329,7 @@ def _wide_tables() -> list[Any]:
         pytest.param(
             arch, kernel, calls[name]._replace(head_dim=width, head_dim_v=width), id=f"{arch}-{kernel}-{name}-{width}"
         )
-        for kernel, arch, name, width in covering_choices((*_KERNELS, "dbias"), ("sm_90", "sm_86"), calls, (256, 128))
+        for kernel, (arch, name, width) in zip((*_KERNELS, "dbias"), _FULL)
     ]
 
 
@@ -339,7 +351,7 @@ def _on_hopper() -> list[Any]:
     """Every kernel, width and situation, each two of these; those that are compiled alike once."""
     cases = {
         f"{kernel}-{situation}-{width}": (kernel, _SITUATIONS[situation]._replace(head_dim=width, head_dim_v=width))
-        for kernel, situation, width in covering_choices((*_KERNELS, "column_sums"), _SITUATIONS, (64, 128, 256))
+        for kernel, situation, width in covering_choices(_KERNELS, _SITUATIONS, (64, 128, 256))
     }
     sources = {name: plan(kernel, _HOPPER, call).kernel.source for name, (kernel, call) in cases.items()}
     return [pytest.param(*cases[name], id=name) for name in differing(sources)]
@@ -363,8 +375,7 @@ def _check_asynchronous(binary: Binary, spilled: int) -> None:
 _FETCHED_AHEAD = {"forward": 3, "dq": 3, "dkdv": 3 if triton.__version__.startswith("3.9.") else 4, "dbias": 2}
 
 
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("kernel", _FETCHED_AHEAD)
+@pytest.mark.parametrize("kernel, width", [*zip(_FETCHED_AHEAD, (64, 128, 64, 128))])
 def test_hopper_fetches_a_bias_ahead(kernel: str, width: int) -> None:
     source = call_source(kernel, "sm_90", Call(head_dim=width, head_dim_v=width, bias=_BIAS))
     allowed = _spills_allowed("sm_90", _BF16, kernel, width)
@@ -479,7 +490,7 @@ _FEATURES = {
 
 
 #: Several features at once, and those of them that need the most registers and memory.
-_TOGETHER = ("hidden_rows", "block_mask_odd_tiles", "packed_block_mask", "score_mod_and_more", "part", "everything")
+_TOGETHER = ("block_mask_odd_tiles", "packed_block_mask", "score_mod_and_more", "everything")
 _LARGE = ("block_mask_odd_tiles", "score_mod_and_more", "everything")
 
 
@@ -491,7 +502,7 @@ def _features() -> dict[tuple[str, str, str], tuple[KernelSource, dict[str, Any]
         for feature, (call, shows) in _FEATURES.items()
         for kernel in (*_KERNELS, "column_sums", *(("dbias",) if call.bias else ()))
         for arch in ("sm_80", "sm_90")
-        if arch == "sm_90" or (kernel in ("dkdv", "dbias") and feature in _LARGE)
+        if arch == "sm_90" or (kernel == "dkdv" and feature in _LARGE)
     }
 
 
@@ -505,16 +516,19 @@ def test_features_are_in_what_is_compiled() -> None:
 
 
 def _compiled_features() -> list[Any]:
-    """Features at once, and alone where a kernel has a parameter or a value of one that it has in none of those. On
+    """Features at once in every kernel. A feature alone in one kernel, which is another from feature to feature, if it
+    has a parameter or a value of one that none of those has: what applies it is the same function in all of them. On
     sm_80, which has less memory, those that need the most."""
     features = {case: source for case, (source, _) in _features().items()}
-    found = []
-    for kernel in (*_KERNELS, "column_sums", "dbias"):
-        mine = {case: source for case, source in features.items() if case[1:] == (kernel, "sm_90")}
-        together = differing({case: source for case, source in mine.items() if case[0] in _TOGETHER})
-        found += dict.fromkeys(together + with_news({case: mine[case] for case in (*together, *mine)}))
+    on_hopper = {case: source for case, source in features.items() if case[-1] == "sm_90"}
+    together = differing({case: source for case, source in on_hopper.items() if case[0] in _TOGETHER})
+    alone = []
+    for number, feature in enumerate(_FEATURES):
+        mine = [case for case in on_hopper if case[0] == feature]
+        alone += mine[number % len(mine) :] + mine[: number % len(mine)]
+    found = together + with_news({case: on_hopper[case] for case in dict.fromkeys((*together, *alone))})
     found += differing({case: source for case, source in features.items() if case[-1] == "sm_80"})
-    return [pytest.param(*case, id="-".join(case)) for case in found]
+    return [pytest.param(*case, id="-".join(case)) for case in dict.fromkeys(found)]
 
 
 @pytest.mark.parametrize("feature, kernel, arch", _compiled_features())
@@ -545,7 +559,7 @@ def test_a_gradient_of_a_bias_that_two_to_the_31_tiles_share_compiles() -> None:
     assert described(fewer.source)["work.sharing"] == "i32"
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "gfx942"])
 def test_8_bit_inputs_compile(arch: str) -> None:
     """Also for GPUs whose compiler does not know the type."""
     call = Call(head_dim=128, head_dim_v=128, dtype=torch.float8_e4m3fn, window_right=0, descales=True)

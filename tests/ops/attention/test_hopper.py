@@ -1633,7 +1633,7 @@ def _check_8_bit_scores(binary: Binary, block_n: int) -> None:
     assert not any("PRMT" in line for line in lines)
 
 
-@pytest.mark.parametrize("head_dim_v", [8, 96, 256])
+@pytest.mark.parametrize("head_dim_v", [8, 256])
 def test_widened_values_are_written_16_bytes_at_a_time(head_dim_v: int) -> None:
     shape = torch.Size((2, 100, 4, head_dim_v))
     check_code(widen_kernel(shape, contiguous_strides(shape)).source, "sm_90", _check_widening)
@@ -1703,23 +1703,26 @@ def _check_backward_features(binary: Binary, limits: _Limits, additions: int | N
     assert additions in (None, sum("REDG.E.ADD.F32" in line for line in _instructions(binary)))
 
 
-def _compiled_kernels(sources: dict[str, dict[str, KernelSource]]) -> dict[str, list[str]]:
-    """For each form, those of its kernels that are compiled. dk and dq are one kernel."""
+def _compiled_kernels(sources: dict[Any, dict[str, KernelSource]]) -> dict[Any, list[str]]:
+    """For each form, those of its kernels that are compiled. dk and dq are one kernel. The first one is compiled by
+    `test_first_and_last_kernel_of_the_backward_spill_nothing`."""
     named = {(form, kernel): source for form, of in sources.items() for kernel, source in of.items()}
-    found: dict[str, list[str]] = {}
-    for function in {source.function: None for source in named.values()}:
+    found: dict[Any, list[str]] = {}
+    for function in {source.function: None for (_, kernel), source in named.items() if kernel != "begin"}:
         for form, kernel in with_news({case: of for case, of in named.items() if of.function is function}):
             found.setdefault(form, []).append(kernel)
     return found
 
 
-_WIDE_BACKWARD = _compiled_kernels({form: apart_backward_sources(call) for form, call in WIDE_BACKWARD_FORMS.items()})
-_FLOAT32_FORWARD = _compiled_kernels({
-    form: float32_forward_sources(call) for form, call in FLOAT32_FORWARD_FORMS.items()
-})  # fmt: skip
-_FLOAT32_BACKWARD = _compiled_kernels({
-    form: apart_backward_sources(call) for form, call in FLOAT32_BACKWARD_FORMS.items()
-})  # fmt: skip
+_SEPARATE = _compiled_kernels(
+    {("wide", form): apart_backward_sources(call) for form, call in WIDE_BACKWARD_FORMS.items()}
+    | {("float32 forward", form): float32_forward_sources(call) for form, call in FLOAT32_FORWARD_FORMS.items()}
+    | {("float32", form): apart_backward_sources(call) for form, call in FLOAT32_BACKWARD_FORMS.items()}
+)
+_WIDE_BACKWARD, _FLOAT32_FORWARD, _FLOAT32_BACKWARD = (
+    {form: kernels for (group, form), kernels in _SEPARATE.items() if group == of}
+    for of in ("wide", "float32 forward", "float32")
+)
 
 
 @pytest.mark.parametrize("form", _WIDE_BACKWARD)
@@ -1731,11 +1734,8 @@ def test_machine_code_of_the_backward_of_wide_heads(form: str) -> None:
     assert max(of_values, of_scores) <= _LIMIT
     spills = _SPILLS_OF_WIDE_HEADS + (_SPILLS_OF_A_SOFT_CAP if call.softcap else 0)
     for kernel in _WIDE_BACKWARD[form]:
-        if kernel == "begin":
-            check_code(sources[kernel], "sm_90", check_fit, 1024)
-        else:
-            limits = _Limits(of_values if kernel == "dv" else of_scores, spills)
-            check_code(sources[kernel], "sm_90", _check_wide_backward, limits)
+        limits = _Limits(of_values if kernel == "dv" else of_scores, spills)
+        check_code(sources[kernel], "sm_90", _check_wide_backward, limits)
 
 
 def _is_wide_float32(form: str) -> bool:
@@ -1781,7 +1781,7 @@ def _check_float32_backward(form: str, memory: tuple[int, int], spills: int) -> 
     of_values, of_scores = memory
     assert max(memory) <= _LIMIT
     for kernel in _FLOAT32_BACKWARD[form]:
-        if kernel in ("begin", "parts"):
+        if kernel == "parts":
             check_code(sources[kernel], "sm_90", check_fit, 1024)
         else:
             limits = _Limits(of_values if kernel == "dv" else of_scores, spills)
@@ -1868,7 +1868,7 @@ _SPILLS_OF_WIDE_FLOAT32 = 352
 _SPILLS_OF_BIAS_GRADIENTS = {2: 192, 1: 16}
 
 
-@pytest.mark.parametrize("form", BIAS_GRADIENT_FORMS)
+@pytest.mark.parametrize("form", with_news({form: of.source("bias") for form, of in BIAS_GRADIENT_FORMS.items()}))
 def test_machine_code_of_the_gradient_of_a_bias(form: str) -> None:
     of = BIAS_GRADIENT_FORMS[form]
     cut, heads = backward_configs.bias_config(of.call), of.call.head_dims
@@ -1885,23 +1885,27 @@ def _check_bias_gradient(binary: Binary, limits: _Limits) -> None:
     assert sum("LDSM.16.MT88.4" in line for line in _instructions(binary)) > 0
 
 
-def _of_first_and_last_kernel() -> list[tuple[str, str]]:
+def _first_and_last_kernels() -> dict[tuple[str, str], KernelSource]:
     """Neither multiplies matrices, so what changes their code adds up: each change is compiled once."""
-    sources = {
-        kernel: {
-            form: of.source(kernel)
-            for form, of in _EVERY_BACKWARD.items()
-            if kernel == "begin" or not of.schedule.loops.SINGLE_KEY_TILE
-        }
-        for kernel in ("begin", "end")
+    first = {("begin", form): of.source("begin") for form, of in _EVERY_BACKWARD.items()}
+    last = {
+        ("end", form): of.source("end") for form, of in _EVERY_BACKWARD.items() if not of.schedule.loops.SINGLE_KEY_TILE
     }
-    return [(kernel, form) for kernel, of_kernel in sources.items() for form in with_news(of_kernel)]
+    forms = {"wide": WIDE_BACKWARD_FORMS, "float32": FLOAT32_BACKWARD_FORMS}
+    first |= {
+        ("begin", f"{group}-{form}"): apart_backward_sources(call)["begin"]
+        for group, calls in forms.items()
+        for form, call in calls.items()
+    }
+    return {case: sources[case] for sources in (first, last) for case in with_news(sources)}
 
 
-@pytest.mark.parametrize("kernel, form", _of_first_and_last_kernel())
+_FIRST_AND_LAST = _first_and_last_kernels()
+
+
+@pytest.mark.parametrize("kernel, form", _FIRST_AND_LAST)
 def test_first_and_last_kernel_of_the_backward_spill_nothing(kernel: str, form: str) -> None:
-    source = _EVERY_BACKWARD[form].source(kernel)
-    check_code(source, "sm_90", _check_nothing_is_spilled)
+    check_code(_FIRST_AND_LAST[kernel, form], "sm_90", _check_nothing_is_spilled)
 
 
 def _check_nothing_is_spilled(binary: Binary) -> None:
@@ -2134,7 +2138,7 @@ def test_dtypes_compile(dtype: torch.dtype, index_dtypes: tuple[torch.dtype, tor
     assert found["TOP_LEFT"]
 
 
-@pytest.mark.parametrize("form", ["16-full", "192x128-full", "192-packed", "fp8-96-packed-scores", "128-bias"])
+@pytest.mark.parametrize("form", ["16-full", "fp8-96-packed-scores", "128-bias"])
 def test_descriptors_are_encoded_as_the_kernel_expects(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is told to the driver is what Triton itself would tell it, were it to encode the descriptors."""
     told = []

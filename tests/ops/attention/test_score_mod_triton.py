@@ -79,6 +79,15 @@ FUNCTIONS: dict[str, Function] = {
 }
 
 
+#: All of them, added up in few functions: without the score, of values, of positions, and with gradients.
+TOGETHER = (
+    ("constant",),
+    ("exponentials", "logarithms", "circles", "gates", "bounds", "powers"),
+    ("integers", "rounding", "conditions", "masks", "casts"),
+    ("tables", "narrow", "buckets", "few"),
+)
+
+
 def _results(
     function: Function,
     backend: str,
@@ -202,13 +211,13 @@ def test_a_source_reads_like_the_function() -> None:
 
 
 @pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="compiles kernels")
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_compile_with_the_gradients_that_they_want(name: str) -> None:
+@pytest.mark.parametrize("names", TOGETHER)
+def test_functions_compile_with_the_gradients_that_they_want(names: tuple[str, ...]) -> None:
     from checked_code import check_code
     from machine_code import Call, call_source
 
     tables = _tables("cpu")
-    traced = flashtile.trace_score_mod(lambda s, b, h, q, k: FUNCTIONS[name](s, b, h, q, k, tables))
+    traced = flashtile.trace_score_mod(lambda *score: sum(FUNCTIONS[name](*score, tables) for name in names))
     call = Call(32, 32, seq_q=SEQ, seq_k=SEQ, heads=HEADS, heads_kv=HEADS, score_mod=traced)
     wanted = any(tensor.requires_grad for tensor in traced.captured)
     check_code(call_source("dq", "sm_90", call), "sm_90", _check_sums, ("RED",), wanted)
@@ -222,8 +231,7 @@ def _check_sums(binary: Any, instructions: tuple[str, ...], present: bool) -> No
 
 
 @pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="compiles kernels")
-@pytest.mark.parametrize("device", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("name", ["tables", "few"])
+@pytest.mark.parametrize("name, device", [("tables", "sm_80"), ("few", "sm_90")])
 def test_gradients_in_order_compile_without_atomics(name: str, device: str) -> None:
     from checked_code import check_code
     from machine_code import Call, call_source

@@ -20,7 +20,7 @@ from checked_code import check_code
 from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.cross_entropy import kernels
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec
-from machine_code import Binary, call_on, check_fit, once_in_families, sass
+from machine_code import TURNS, Binary, call_on, check_fit, once_in_families, sass
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -87,7 +87,7 @@ def _source(arch: str, kernel: str, name: str) -> KernelSource:
 
 def _matrix() -> dict[tuple[str, str, str], int]:
     """What is compiled, and the on-chip memory that it must fit."""
-    cases = [(arch, kernel, "50257") for arch in devices.KNOWN_DEVICES for kernel in _PLANS]
+    cases = [(arch, kernel, "50257") for kernel, archs in zip(_PLANS, TURNS) for arch in archs]
     cases += [("sm_90", kernel, name) for kernel in _PLANS for name in _CALLS if name != "50257"]
     return once_in_families(cases, _source)
 
@@ -131,12 +131,12 @@ def test_gradients_at_another_distance_from_a_vector() -> None:
 @pytest.mark.parametrize("label_dtype", [torch.int32, torch.int64], ids=str)
 def test_reduction_compiles(label_dtype: torch.dtype, mean: bool) -> None:
     spec = Call().spec()._replace(reduction="mean" if mean else "sum", z_loss=True)
-    for weighted in (False, True):
-        plan = _planned(kernels._reduce_plan, _HOPPER, label_dtype, 4096, weighted, spec)
-        check_code(plan.source, "sm_90", check_fit, _HOPPER.shared_memory)
+    weighted = mean == (label_dtype is torch.int64)
+    plan = _planned(kernels._reduce_plan, _HOPPER, label_dtype, 4096, weighted, spec)
+    check_code(plan.source, "sm_90", check_fit, _HOPPER.shared_memory)
 
 
-@pytest.mark.parametrize("dtype", [_FP16, _BF16, _FP32], ids=str)
+@pytest.mark.parametrize("dtype", [_BF16, _FP32], ids=str)
 def test_multiplication_is_in_whole_vectors(dtype: torch.dtype) -> None:
     plan = _planned(kernels._multiply_plan, _HOPPER, dtype, 2**20)
     check_code(plan.source, "sm_90", _check_moves)

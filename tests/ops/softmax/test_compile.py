@@ -22,7 +22,7 @@ from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.common.tiles import held_row_tile
 from flashtile.ops.softmax import kernels
 from flashtile.ops.softmax.spec import SoftmaxSpec
-from machine_code import Binary, call_on, check_fit, once_in_families, sass
+from machine_code import TURNS, Binary, call_on, check_fit, once_in_families, sass
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _KERNELS = ("forward", "backward")
@@ -65,7 +65,7 @@ def _source(arch: str, kernel: str, name: str) -> KernelSource:
 
 def _matrix() -> dict[tuple[str, str, str], int]:
     """What is compiled, and the on-chip memory that it must fit."""
-    cases = [(arch, kernel, "causal") for arch in devices.KNOWN_DEVICES for kernel in _KERNELS]
+    cases = [(arch, kernel, "causal") for kernel, archs in zip(_KERNELS, TURNS) for arch in archs]
     cases += [("sm_90", kernel, name) for kernel in _KERNELS for name in _CALLS if name != "causal"]
     return once_in_families(cases, _source)
 
@@ -115,9 +115,10 @@ def merge_plan(step: str, dtype: torch.dtype, width: int, device: devices.Device
 
 
 def _merges() -> list[Any]:
-    """Both kernels for every architecture, all steps and widths for the one that they were run on."""
-    cases = [(*case, arch) for arch in devices.KNOWN_DEVICES for case in (("next", 512), ("finish", 128))]
-    return cases + [(*case, "sm_90") for case in (("next", 40), ("next", 128), ("first", 128))]
+    """The step with the most numbers for some architectures, all steps and widths for the one that they were run
+    on."""
+    cases = [("next", 512, arch) for arch in TURNS[0]]
+    return cases + [(*case, "sm_90") for case in (("next", 40), ("next", 128), ("first", 128), ("finish", 128))]
 
 
 @pytest.mark.parametrize("kernel, width, arch", _merges())
@@ -128,7 +129,7 @@ def test_the_merge_compiles_without_spills(kernel: str, width: int, arch: str) -
     check_code(plan.source, arch, _check_code, device.shared_memory, reads_vectors, False)
 
 
-@pytest.mark.parametrize("dtype", [_BF16, _FP16, _FP32], ids=str)
+@pytest.mark.parametrize("dtype", [_BF16, _FP32], ids=str)
 def test_the_merge_reads_statistics_before_any_thread_writes_them(dtype: torch.dtype) -> None:
     """Threads read a row's maximum in two layouts, so that others than the one which writes it have it too."""
     device = devices.KNOWN_DEVICES["sm_90"]
