@@ -8,10 +8,13 @@ import torch
 
 from command_line import invoke
 from flashtile.bench import breakdown, runner
-from flashtile.bench.breakdown import Steps, causal_mask, draw_breakdown, run_breakdown, scores
+from flashtile.bench.base import select_implementations
+from flashtile.bench.breakdown import FUSED, Steps, causal_mask, run_breakdown, scores
 from flashtile.bench.cases import Case
 from flashtile.bench.html import charts
-from flashtile.bench.report import FUSED, breakdown_tables, comparison_tables, report_of
+from flashtile.bench.oracle import AttentionProblem
+from flashtile.bench.registry import BENCHMARKS
+from flashtile.bench.report import breakdown_tables, comparison_tables, report_of
 from flashtile.bench.start import ChoiceError
 from flashtile.testing import assert_same
 
@@ -54,7 +57,8 @@ def test_the_steps_are_standard_attention_and_its_gradients(causal, dropout_p):
 
 def test_rows_hold_each_step_and_one_call_of_ours():
     case = Case(1, 64, 2, 2, 16, 16, causal=True, dropout_p=0.1, dtype="fp32")
-    rows = run_breakdown(case, CPU, seconds=0.0)
+    chosen = select_implementations(BENCHMARKS["breakdown"].implementations, [], CPU)
+    rows = run_breakdown(case, chosen, CPU, AttentionProblem, 0.0)
     standard = [(row["phase"], row["step"]) for row in rows if row["impl"] == "standard"]
     assert standard == [("fwd", step) for step in FORWARD] + [("bwd", step) for step in BACKWARD]
     ours = [row for row in rows if row["impl"] != "standard"]
@@ -92,11 +96,11 @@ def test_steps_are_compared_with_themselves():
     assert {line[2] for line in means.lines} == {"2.000"}
 
 
-def test_the_page_has_a_table_of_it():
-    record = {"rows": rows_by_hand()}
-    ((_, headings, lines),) = charts.part_of(charts.Named(record, Path("breakdown.json"))).tables
-    assert headings == ("case", "attention step by step", "flashtile on a CPU")
-    assert lines == [("mask", "1", "–"), ("softmax", "3", "–"), (FUSED, "–", "2")]
+def test_the_page_has_a_chart_of_it():
+    part = charts.part_of(charts.Named({"rows": rows_by_hand()}, Path("breakdown.json")))
+    (chart,) = part.charts
+    assert chart.title == "Forward, step by step" and chart.unit == "ms" and not part.tables
+    assert chart.cases == {"mask": {"standard": 1.0}, "softmax": {"standard": 3.0}, FUSED: {"flashtile-cpu": 2.0}}
 
 
 @pytest.mark.parametrize(
@@ -104,24 +108,13 @@ def test_the_page_has_a_table_of_it():
 )
 def test_other_cases_are_refused(case):
     with pytest.raises(ChoiceError, match="expected a dense case"):
-        run_breakdown(case, CPU)
+        run_breakdown(case, [], CPU, AttentionProblem)
 
 
 def test_matrices_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**34))
     with pytest.raises(ChoiceError, match=r"take 14 GiB, and 1 are free; take a smaller --batch or --seq"):
-        run_breakdown(breakdown.default_case(CUDA), CUDA)
-
-
-def test_the_picture_has_a_bar_for_each_step(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "new" / "picture.svg"
-    backward = [{**row, "phase": "bwd"} for row in rows_by_hand()]
-    sizes = []
-    for rows in (rows_by_hand(), [*rows_by_hand(), *backward], [{**rows_by_hand()[0], "ms": None}]):
-        draw_breakdown(rows, path)
-        sizes.append(path.read_text("utf-8").count("#333333"))
-    assert sizes[0] >= 1 and sizes[1] == 2 * sizes[0] and sizes[2] == 0
+        run_breakdown(breakdown.default_case(CUDA), [], CUDA, AttentionProblem)
 
 
 def test_the_command_measures_and_prints(tmp_path):
@@ -139,14 +132,11 @@ def test_the_command_measures_and_prints(tmp_path):
     [
         (["--dtype", "int8"], "--dtype: no int8"),
         (["--impl", "nobody"], "there are:"),
-        (["--plot", "a.png", "--against", "HEAD"], "expected one of them"),
-        (["--plot", "a.word"], "--plot: expected a file that ends in one of"),
-        (["--plot", "/proc/a.png"], "--plot: expected a file that can be written, got /proc/a.png"),
         (["--dropout-p", "1"], "dropout_p: expected a probability in [0, 1), got 1.0"),
         (["--head-dim", "513"], "expected head_dim from 1 to 512, got 513"),
         (["--seq", "10000000"], "take a smaller --batch or --seq"),
     ],
-    ids=["dtype", "impl", "both", "format", "place", "dropout", "head_dim", "memory"],
+    ids=["dtype", "impl", "dropout", "head_dim", "memory"],
 )
 def test_mistakes_are_reported(options, message, monkeypatch):
     monkeypatch.setattr(breakdown, "Steps", None)  # nothing is measured before
@@ -157,6 +147,8 @@ def test_mistakes_are_reported(options, message, monkeypatch):
 @pytest.mark.gpu
 def test_on_a_gpu():
     case = Case(4, 512, 8, 8, 64, 64, causal=True, dropout_p=0.1)
-    rows = run_breakdown(case, CUDA, seconds=0.02)
+    chosen = select_implementations(BENCHMARKS["breakdown"].implementations, [], CUDA)
+    with runner.side_stream(CUDA):
+        rows = run_breakdown(case, chosen, CUDA, AttentionProblem, 0.02)
     assert all(row["ms"] is not None or row["impl"] == "flashtile-hopper" for row in rows), rows
     assert any(row["impl"] == "flashtile-triton" for row in rows)

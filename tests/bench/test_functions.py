@@ -1,18 +1,15 @@
 """Cases with a function: what it shows and scores, FlexAttention's way, the oracle, and first calls."""
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
 from flashtile.bench import implementations, masks
-from flashtile.bench.ahead import first_calls
 from flashtile.bench.base import Implementation
 from flashtile.bench.cases import Case, make_inputs
 from flashtile.bench.implementations import IMPLEMENTATIONS, build_flashtile
 from flashtile.bench.oracle import AttentionProblem, Oracle
-from flashtile.bench.report import speed_tables
 from flashtile.bench.runner import run_case, side_stream
 from flashtile.bench.tables import cases_of, tables
 
@@ -110,25 +107,6 @@ def test_a_mask_with_one_pair_too_many_is_found():
 
     rows = run_case(case, [Implementation("wrong", ("cpu",), build, heads_first=True)], CPU, AttentionProblem, 0)
     assert all(row["ms"] is None and "wrong result" in row["why"] for row in rows)
-
-
-def test_first_calls_are_measured_in_processes_of_their_own(monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", "before")
-    ours, case = named("flashtile-cpu"), case_of("softcap")
-    with first_calls([case], ours, CPU, jobs=1) as problem:
-        rows = run_case(case, ours, CPU, problem, 0)
-    assert [row["impl"] for row in rows if "first_call_ms" in row] == ["flashtile-cpu"]
-    assert 0 < rows[0]["first_call_ms"] < 300_000
-    titles = [table.title for table in speed_tables(rows)]
-    assert "First call in a new process (s)" in titles
-    assert os.environ["TRITON_CACHE_DIR"] == "before"
-
-
-def test_no_first_calls_without_functions_or_processes():
-    ours, alibi = named("flashtile-cpu"), case_of("alibi")
-    for cases, chosen, jobs in (([alibi], ours, 0), ([Case(1, 16, 2, 2, 8, 8)], ours, 2), ([alibi], [], 2)):
-        with first_calls(cases, chosen, CPU, jobs) as problem:
-            assert problem is AttentionProblem
 
 
 @pytest.mark.gpu

@@ -320,8 +320,6 @@ def test_points_lie_under_the_roof_of_a_known_machine():
         ({"op": "attention-host"}, "Host time, forward: µs", "2,000"),
         ({"op": "train-step", "tokens_per_s": 5.0}, "Training step, forward: tokens/s", "5"),
         ({"op": "lra-listops", "accuracy": 0.5}, "Long Range Arena: ListOps, forward: % right", "50"),
-        ({"op": "attention-breakdown", "step": "mask", "tflops": None, "gbps": None},
-         "Standard attention, step by step, forward: ms", "2"),
         ({"op": "attention-io", "predicted": {"bytes_read": 3e9, "bytes_written": 1e9}, "counted": None},
          "Traffic, forward: GB", "4"),
     ],

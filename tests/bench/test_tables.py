@@ -169,9 +169,7 @@ def test_tables_are_chosen_by_name():
     assert cases_of(CPU, ["all"]) == [*cpu_cases(), *cpu_grouped_cases(), *cpu_feature_cases()]
     assert cases_of(CUDA, ["mla", "window", "mla"]) == known["mla"] + known["window"]
     assert cases_of(CUDA, ["all"]) == list(dict.fromkeys(case for cases in known.values() for case in cases))
-    with pytest.raises(
-        ValueError, match="--table: no mla on cpu; there are: default, grouped, features, host-time, all"
-    ):
+    with pytest.raises(ValueError, match="--table: no mla on cpu; there are: default, grouped, features, all"):
         cases_of(CPU, ["mla"])
     assert cases_of(CUDA, ["random:17", "random-odd:3"]) == [*common_cases(seed=17), *odd_cases(seed=3)]
     with pytest.raises(ValueError, match="no mla:3 on cuda"):

@@ -395,23 +395,21 @@ def test_bench_refuses_what_is_no_time(seconds, monkeypatch):
 
 @needs_no_gpu
 def test_bench_shows_speeds_beside_an_earlier_record(tmp_path):
-    output, arguments = tmp_path / "record.json", ("bench", "host-time", "--impl", "sdpa-flash")
+    output, arguments = tmp_path / "record.json", ("bench", "host-time", "--quick", "--impl", "sdpa-flash")
     assert invoke(*arguments, "-o", output).exit_code == 0
     result = invoke(*arguments, "--compare", output)
     assert result.exit_code == 0 and "Beside the earlier record" in result.output, result.output
 
 
 @needs_no_gpu
-def test_the_table_of_host_time_has_what_calls_may_have(tmp_path):
+def test_host_time_is_of_what_calls_may_have(tmp_path):
     output = tmp_path / "record.json"
-    result = invoke("bench", "attention", "--table", "host-time", "--impl", "flashtile-cpu", "-o", output)
+    result = invoke("bench", "host-time", "--impl", "flashtile-cpu", "-o", output)
     assert result.exit_code == 0 and "Host time per call" in result.output, result.output
     rows = json.loads(output.read_text())["rows"]
     assert {row["op"] for row in rows} == {"attention-host"} and all(row["ms"] for row in rows), rows
     kinds = {key for row in rows for key in ("window", "lengths", "bias", "mask", "function") if row["case"].get(key)}
     assert len(kinds) == 5 and len(rows) == 3 * 11
-    mixed = invoke("bench", "attention", "--table", "host-time", "default")
-    assert mixed.exit_code == 2 and "--table: expected host-time alone" in mixed.output
 
 
 def test_bench_reports_what_it_cannot_compare_with(tmp_path):
@@ -454,7 +452,7 @@ def test_lists_are_words_commas_or_repeated_options(monkeypatch):
         result = invoke("bench", "train", "--impl", *names, "--quick", "--context", 8, 16)
         assert result.exit_code == 0, result.output
         (options,) = (seen.pop(),)
-        assert commands._split(options["impl"]) == ["a", "b"] and options["context"] == [8, 16] and options["quick"]
+        assert commands._given(options)["impl"] == ["a", "b"] and options["context"] == [8, 16] and options["quick"]
     stray = invoke("bench", "train", "--quick", "a")
     assert stray.exit_code == 2 and not seen
 
@@ -468,7 +466,7 @@ def test_bench_train_prints_tokens_each_second():
 
 def test_report_writes_a_page(tmp_path):
     record = tmp_path / "record.json"
-    assert invoke("bench", "host-time", "--impl", "sdpa-flash", "-o", record).exit_code == 0
+    assert invoke("bench", "host-time", "--quick", "--impl", "sdpa-flash", "-o", record).exit_code == 0
     result = invoke("report", record, "-o", tmp_path / "page.html")
     assert result.exit_code == 0 and "0 charts and 3 tables of a record:" in result.output, result.output
     assert "Host time" in (tmp_path / "page.html").read_text("utf-8")
@@ -479,7 +477,7 @@ def test_report_writes_a_page(tmp_path):
 @needs_no_gpu
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_record_that_a_full_disk_does_not_take_is_said(tmp_path, monkeypatch):
-    result = invoke("bench", "host-time", "--output", "/dev/full")
+    result = invoke("bench", "host-time", "--quick", "--output", "/dev/full")
     assert result.exit_code == 2 and "error: /dev/full cannot be written: No space left on device" in result.output
     record, write = tmp_path / "record.json", Path.write_text
     record.write_text("earlier")
@@ -489,7 +487,7 @@ def test_a_record_that_a_full_disk_does_not_take_is_said(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", half)
-    result = invoke("bench", "host-time", "--output", record)
+    result = invoke("bench", "host-time", "--quick", "--output", record)
     assert result.exit_code == 2 and record.read_text() == "earlier" and len(list(tmp_path.iterdir())) == 1
 
 

@@ -201,6 +201,18 @@ def select_named(option: str, names: Iterable[str], known: Mapping[str, _Named],
     return [known[name] for name in chosen]
 
 
+def select_tables(
+    option: str, names: Sequence[str], known: Mapping[str, Sequence[_Case]], device: torch.device, quick: bool
+) -> list[_Case]:
+    """The cases of the tables that an option names, of all when none is named; with `quick` the first of each.
+
+    Raises:
+        ChoiceError: there is no table of a name.
+    """
+    chosen = select_named(option, names or list(known), known, device.type)
+    return list(dict.fromkeys(case for cases in chosen for case in cases[: 1 if quick else None]))
+
+
 def select_implementations(
     implementations: Iterable[Implementation], names: Sequence[str], device: torch.device
 ) -> list[Implementation]:

@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.bench.base import device_memory, select_implementations
+from flashtile.bench.base import DTYPES, Implementation, device_memory, select_named
 from flashtile.bench.cases import Case
-from flashtile.bench.implementations import IMPLEMENTATIONS
-from flashtile.bench.oracle import AttentionProblem
-from flashtile.bench.record import Row, require_writable
-from flashtile.bench.report import BREAKDOWN, FUSED
-from flashtile.bench.runner import run_cases, side_stream
-from flashtile.bench.start import ChoiceError, how_to_install
+from flashtile.bench.record import Row
+from flashtile.bench.runner import ProblemOf, run_case
+from flashtile.bench.start import ChoiceError
 from flashtile.bench.timing import make_timer
 
+#: The operation of these rows, and the step that stands for all of another implementation.
+BREAKDOWN, FUSED = "attention-breakdown", "one call"
 _ROUNDS = 5
 _SECONDS = {"cuda": 0.2, "cpu": 0.4}
-_PHASES = {"fwd": "forward", "bwd": "backward"}
 #: Matrices S×S of a step's tensors that are there at once.
 _MATRICES = 7
 
@@ -72,6 +70,16 @@ def default_case(device: torch.device) -> Case:
     if device.type == "cuda":
         return Case(64, 1024, 16, 16, 64, 64, causal=True, dropout_p=0.1)
     return Case(1, 512, 8, 8, 64, 64, causal=True, dropout_p=0.1, dtype="fp32")
+
+
+def chosen_case(given: Mapping[str, Any], device: torch.device) -> Case:
+    """The default case with what options of the command line say."""
+    if "dtype" in given:
+        select_named("--dtype", [given["dtype"]], DTYPES, device.type)
+    fields = {"batch": ("B",), "seq": ("S",), "heads": ("H", "Hkv"), "head_dim": ("D", "Dv")}
+    fields |= {name: (name,) for name in ("dropout_p", "dtype")}
+    wanted: dict[str, Any] = {field: given[name] for name, names in fields.items() if name in given for field in names}
+    return replace(default_case(device), **wanted | ({"causal": False} if given.get("full") else {}))
 
 
 class Steps:
@@ -138,33 +146,35 @@ class Steps:
 
 
 def run_breakdown(
-    case: Case, device: torch.device, impl: Sequence[str] = (), seconds: float | None = None
+    case: Case,
+    implementations: Sequence[Implementation],
+    device: torch.device,
+    problem: ProblemOf,
+    seconds: float | None = None,
 ) -> list[Row]:
     """Rows with op "attention-breakdown": `step` names a step of the implementation "standard", or "one call".
 
     Args:
         case: dense, plain or causal, perhaps with dropout.
+        implementations: of one call; a wrong result gets no time.
         device: where.
-        impl: implementations of one call, ours when empty; a wrong result gets no time.
+        problem: makes the problem of one call.
         seconds: time for the samples of each step; None for the device's default.
 
     Raises:
         ChoiceError: the case has something else, is no call of ours, or its matrices do not fit the device's memory.
     """
     seconds = _SECONDS[device.type] if seconds is None else seconds
-    chosen = select_implementations(IMPLEMENTATIONS, impl, device)
     _check_memory(case, device)
     _check_call(case, device)
-    with side_stream(device):
-        steps = Steps(case, device)
-        rows = [
-            _row(case, "standard", phase, name, **found)
-            for phase, calls in (("fwd", steps.forward()), ("bwd", steps.backward()))
-            for name, found in _times(calls, device, seconds).items()
-        ]
-        del steps
-    ours = chosen if impl else [implementation for implementation in chosen if implementation.ours]
-    for found in run_cases([case], ours, device, AttentionProblem, seconds):
+    steps = Steps(case, device)
+    rows = [
+        _row(case, "standard", phase, name, **found)
+        for phase, calls in (("fwd", steps.forward()), ("bwd", steps.backward()))
+        for name, found in _times(calls, device, seconds).items()
+    ]
+    del steps
+    for found in run_case(case, implementations, device, problem, seconds):
         kept = {key: found[key] for key in ("ms", "why", "timer", "error") if key in found}
         rows.append(_row(case, found["impl"], found["phase"], FUSED, **kept))
     return rows
@@ -202,52 +212,3 @@ def _times(calls: dict[str, Callable[[], Any]], device: torch.device, seconds: f
 def _row(case: Case, impl: str, phase: str, step: str, **found: Any) -> Row:
     nothing = {"tflops": None, "gbps": None, "error": None}
     return {"op": BREAKDOWN, "phase": phase, "impl": impl, "case": case.record(), "step": step, **nothing, **found}
-
-
-def check_picture(path: Path) -> Any:
-    """An empty figure for a picture that can be drawn into this file.
-
-    Raises:
-        ChoiceError: matplotlib is not installed or has no such format, or the file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ChoiceError(f"--plot: needs matplotlib: {how_to_install('plots')}") from None
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    formats = figure.canvas.get_supported_filetypes()
-    if path.suffix.lower().removeprefix(".") not in formats:
-        raise ChoiceError(f"--plot: expected a file that ends in one of {', '.join(formats)}, got {path}")
-    require_writable(path, "--plot")
-    return figure
-
-
-def draw_breakdown(rows: Sequence[Row], path: Path) -> None:
-    """Draws the steps as stacked bars, forward and backward, beside one call; the ending of the file says the format.
-
-    Raises:
-        ChoiceError: as `check_picture`.
-    """
-    figure = check_picture(path)
-    timed = [row for row in rows if row["ms"] is not None]
-    phases = [phase for phase in _PHASES if any(row["phase"] == phase for row in timed)]
-    for axes, phase in zip(figure.subplots(1, max(len(phases), 1), squeeze=False)[0], phases):
-        _draw_phase(axes, [row for row in timed if row["phase"] == phase])
-        axes.set_title(_PHASES[phase])
-        axes.set_ylabel("ms")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
-    figure.savefig(path, dpi=160)
-
-
-def _draw_phase(axes: Any, rows: Sequence[Row]) -> None:
-    """A stack for each implementation; its parts are named where they are high enough, and in the legend."""
-    heights: dict[str, float] = {}
-    for place, row in enumerate(rows):
-        impl, bottom = row["impl"], heights.get(row["impl"], 0.0)
-        words = f"{row['step']}: {row['ms']:.3g}" if row["step"] != FUSED else f"{impl}: {row['ms']:.3g}"
-        colour = "#333333" if row["step"] == FUSED else f"C{place}"
-        bar = axes.bar(impl, row["ms"], 0.6, bottom, color=colour, edgecolor="white", label=words)
-        if row["ms"] > 0.06 * sum(one["ms"] for one in rows if one["impl"] == "standard"):
-            axes.bar_label(bar, [row["step"]], label_type="center", color="white", fontsize=8)
-        heights[impl] = bottom + row["ms"]

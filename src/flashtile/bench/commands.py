@@ -10,34 +10,24 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import flashtile
-from flashtile.bench import ahead, breakdown, companion_products, serving_cases, tables, training
-from flashtile.bench.base import DTYPES, AnyCase, Implementation, select_cases, select_implementations, select_named
-from flashtile.bench.cases import Case
+from flashtile.bench import ahead
+from flashtile.bench.base import AnyCase, Implementation, select_cases, select_implementations
 from flashtile.bench.record import Key, Record, Row, key_of, make_record, require_writable, write_record
-from flashtile.bench.registry import BENCHMARKS
+from flashtile.bench.registry import BENCHMARKS, Options
 from flashtile.bench.report import Report, Table, comparison_tables, reasons
-from flashtile.bench.runner import run_cases, run_host_time
+from flashtile.bench.runner import run_cases
 from flashtile.bench.start import ChoiceError
-
-_HOST_TIME_DEFAULT = {
-    "cuda": ["flashtile-hopper", "flashtile-triton", "sdpa-flash", "sdpa-cudnn", "fa4"],
-    "cpu": ["flashtile-cpu", "sdpa-flash"],
-}
-#: Commands without cases that follow one another, which have attention's implementations.
-WITHOUT_CASES = ("host-time", "breakdown")
 
 #: Called with index, number of cases and case: before a case is measured with None, and afterwards with its rows.
 OnCase = Callable[[int, int, Any, list[Row] | None], None]
-Options = Mapping[str, Any]
 
 
 def default_device() -> torch.device:
@@ -48,7 +38,7 @@ def measure(command: str, options: Options, output: Path | None = None, on_case:
     """Runs a command on this machine's device.
 
     Args:
-        command: a name of the registry, "host-time" or "breakdown".
+        command: a name of the registry.
         options: by the names of the command line, None or nothing where one is not given. Lists are names, each perhaps
             several with commas.
         output: file for the record, rewritten after every case, so that a run that is cut short leaves its rows.
@@ -60,25 +50,11 @@ def measure(command: str, options: Options, output: Path | None = None, on_case:
     """
     require_writable(output)
     check_seconds(options.get("seconds"))
-    given, device = {name: value for name, value in options.items() if value}, default_device()
-    given |= {name: value for name, value in options.items() if value is not None and not isinstance(value, list)}
-    if command in WITHOUT_CASES:
-        rows = _host_time(given, device) if command == "host-time" else _breakdown(given, device)
-        record = make_record(device, command_line(), rows)
-        if output is not None:
-            write_record(record, output)
-        return record
-    benchmark, names = BENCHMARKS[command], _split(given.get("impl", ()))
-    of_host = command == "attention" and tables.HOST_TIME in _split(given.get("table", ()))
-    if of_host:
-        names = names or _HOST_TIME_DEFAULT[device.type]
-    cases = select_cases(_CASES[command](given, device), _split(given.get("cases", ())))
-    chosen = _implementations(command, names, device, given.get("quick", False))
-    jobs = given.get("jobs", 0)
-    if jobs:
-        ahead.compile_ahead(
-            command, [case for case in cases if not getattr(case, "function", None)], chosen, device, jobs
-        )
+    given, device, benchmark = _given(options), default_device(), BENCHMARKS[command]
+    cases = select_cases(benchmark.cases(given, device), given.get("cases", ()))
+    chosen = _implementations(command, given.get("impl", ()), device, given.get("quick", False))
+    if jobs := given.get("jobs", 0):
+        ahead.compile_ahead(command, cases, chosen, device, jobs)
     record = make_record(device, command_line(), [])
 
     def keep_rows(index: int, case: AnyCase, rows: list[Row] | None) -> None:
@@ -88,41 +64,17 @@ def measure(command: str, options: Options, output: Path | None = None, on_case:
                 write_record(record, output)
         on_case(index, len(cases), case, rows)
 
-    if of_host:
-        for index, case in enumerate(cases):
-            keep_rows(index, case, None)
-            keep_rows(index, case, run_host_time(case, chosen, device, benchmark.problem))
-        return record
-    of_attention = command == "attention"
-    with ahead.first_calls(cases, chosen, device, jobs) if of_attention else nullcontext(benchmark.problem) as problem:
-        run_cases(cases, chosen, device, problem, given.get("seconds"), keep_rows)
+    run_cases(cases, chosen, device, benchmark.problem, given.get("seconds"), keep_rows, benchmark.run)
     return record
 
 
-def _attention_cases(given: Options, device: torch.device) -> list[Case]:
-    return tables.cases_of(device, _split(given.get("table", ())), given.get("quick", False))
+def _given(options: Options) -> Options:
+    """Options that were given, lists of names without commas."""
+    given = {name: value for name, value in options.items() if value is not None and value != []}
+    return {name: _split(value) if name in _LISTS else value for name, value in given.items()}
 
 
-def _companion_cases(given: Options, device: torch.device) -> Sequence[AnyCase]:
-    return companion_products.cases_of(device, _split(given.get("op", ())), given.get("quick", False))
-
-
-def _serving_cases(given: Options, device: torch.device) -> Sequence[AnyCase]:
-    return serving_cases.cases_of(device, _split(given.get("table", ())), given.get("quick", False))
-
-
-def _training_cases(given: Options, device: torch.device) -> Sequence[AnyCase]:
-    choice = (given.get("batch"), given.get("context", ()), given.get("after", 0), given.get("dropout", 0.0))
-    return training.cases_of(device, _split(given.get("model", ())), *choice)[: 1 if given.get("quick") else None]
-
-
-#: Name of a command -> the cases that its options choose on a device.
-_CASES: dict[str, Callable[[Options, torch.device], Sequence[Any]]] = {
-    "attention": _attention_cases,
-    "companions": _companion_cases,
-    "serving": _serving_cases,
-    "train": _training_cases,
-}
+_LISTS = ("impl", "cases", "table", "op", "model")
 
 
 def _implementations(
@@ -147,30 +99,6 @@ def _implementations(
             + (f", or measure the others: --impl {' '.join(there)}" if there else "")
         )
     return chosen
-
-
-def _host_time(given: Options, device: torch.device) -> list[Row]:
-    """The host time of a plain call."""
-    names = _split(given.get("impl", ())) or _HOST_TIME_DEFAULT[device.type]
-    (plain, *_), benchmark = tables.host_cases(device), BENCHMARKS["attention"]
-    return run_host_time(plain, _implementations("attention", names, device), device, benchmark.problem)
-
-
-def _breakdown(given: Options, device: torch.device) -> list[Row]:
-    """The steps of standard attention beside one call, ours if none is named; perhaps also as a picture."""
-    if (plot := given.get("plot")) is not None:
-        breakdown.check_picture(plot)
-    if "dtype" in given:
-        select_named("--dtype", [given["dtype"]], DTYPES, device.type)
-    fields = {"batch": ("B",), "seq": ("S",), "heads": ("H", "Hkv"), "head_dim": ("D", "Dv")}
-    fields |= {name: (name,) for name in ("dropout_p", "dtype")}
-    wanted = {field: given[name] for name, names in fields.items() if name in given for field in names}
-    wanted |= {"causal": False} if given.get("full") else {}
-    case = replace(breakdown.default_case(device), **wanted)
-    rows = breakdown.run_breakdown(case, device, _split(given.get("impl", ())), given.get("seconds"))
-    if plot is not None:
-        breakdown.draw_breakdown(rows, plot)
-    return rows
 
 
 def _split(values: Sequence[str]) -> list[str]:
@@ -208,7 +136,7 @@ def as_arguments(command: str, options: Options, device: torch.device) -> list[s
 
 def ours(command: str, device: torch.device) -> list[str]:
     """Names of our implementations that a command measures on a device when none is named."""
-    known = BENCHMARKS["attention" if command in WITHOUT_CASES else command].implementations
+    known = BENCHMARKS[command].implementations
     return [each.name for each in select_implementations(known, [], device) if each.ours]
 
 
@@ -226,9 +154,9 @@ def command_line() -> str:
     """How this run was started: the arguments as given, without the place of the program or of its output."""
     kept, skip = [], False
     for argument in sys.argv[1:]:
-        if skip or argument.startswith(("--output=", "--plot=")):
+        if skip or argument.startswith("--output="):
             skip = False
-        elif argument in ("--output", "-o", "--plot"):
+        elif argument in ("--output", "-o"):
             skip = True
         else:
             kept.append(argument)
@@ -255,8 +183,6 @@ def compare_with_commit(
     Raises:
         ChoiceError: `output` cannot be written, or as `measure_against`.
     """
-    if options.get("plot") is not None:
-        raise ChoiceError("--plot and --against: expected one of them, got both; plot this tree in a run of its own")
     require_writable(output)
     arguments = as_arguments(command, options, default_device())
     here, there = measure_against(ref, arguments, lambda tree, runs: on_run(tree, runs, 2 * ROUNDS))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashtile
-from flashtile.bench.base import select_named
+from flashtile.bench.base import select_tables
 from flashtile.bench.companion_cases import (
     LIGER,
     CausalSoftmax,
@@ -237,11 +237,6 @@ _KINDS: tuple[type[Companion], ...] = (
 OPERATIONS = {kind.op: kind for kind in _KINDS}
 
 
-def companion_cases(device: torch.device) -> list[Companion]:
-    """Cases of all operations, the copies first."""
-    return _cuda_cases() if device.type == "cuda" else _cpu_cases()
-
-
 def _cuda_cases() -> list[Companion]:
     """Copies from the size of the smallest case to that of the largest, and sizes of large language models, in bf16."""
     widths = (1024, 4096, 8192)
@@ -281,12 +276,16 @@ def _cpu_cases() -> list[Companion]:
     ]
 
 
+def tables(device: torch.device) -> dict[str, list[Companion]]:
+    """The cases of each operation, copies first."""
+    cases = _cuda_cases() if device.type == "cuda" else _cpu_cases()
+    return {op: [case for case in cases if case.op == op] for op in OPERATIONS}
+
+
 def cases_of(device: torch.device, operations: Sequence[str] = (), quick: bool = False) -> list[Companion]:
     """The cases of the named operations, of all when none is named; with `quick` the first of each.
 
     Raises:
         ChoiceError: there is no such operation.
     """
-    wanted = select_named("--op", operations or list(OPERATIONS), OPERATIONS, device.type)
-    cases = [case for case in companion_cases(device) if type(case) in wanted]
-    return list({type(case): case for case in reversed(cases)}.values())[::-1] if quick else cases
+    return select_tables("--op", operations, tables(device), device, quick)

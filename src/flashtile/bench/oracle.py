@@ -42,12 +42,9 @@ class Bound(base.Bound):
     PyTorch keeps the seed of a forward outside a graph on the host, where a captured backward cannot read it.
     """
 
-    def __init__(
-        self, implementation: Implementation, case: Case, inputs: Inputs, first_call_ms: float | None = None
-    ) -> None:
+    def __init__(self, implementation: Implementation, case: Case, inputs: Inputs) -> None:
         self.implementation = implementation
         self._own_dropout = implementation.own_dropout and case.dropout_p > 0
-        self._first_call = {} if first_call_ms is None else {"first_call_ms": first_call_ms}
         self._function = implementation.build(case, inputs)
         more = {} if inputs.bias is None else {"dbias": inputs.bias}  # heads come first in every layout
         if masks.learns(case.function):
@@ -90,25 +87,22 @@ class Bound(base.Bound):
         return dict(zip(("out", "dq", "dk", "dv", *self._more), tensors, strict=True))
 
     def facts(self, phase: str) -> dict[str, Any]:
-        """For a backward on a GPU: the memory that it and its forward take in addition to inputs and gradients. For a
-        forward: the time of the first call in a new process, where it was measured."""
-        return peak_facts(self.forward_backward, self._leaves) if phase == "bwd" else self._first_call
+        """For a backward on a GPU: the memory that it and its forward take in addition to inputs and gradients."""
+        return peak_facts(self.forward_backward, self._leaves) if phase == "bwd" else {}
 
 
 class AttentionProblem(base.Problem):
     """One attention call and its gradients."""
 
-    def __init__(self, case: Case, device: torch.device, first_calls: Mapping[str, float] | None = None) -> None:
-        """`first_calls`: for implementations, the milliseconds of a first call in a new process."""
+    def __init__(self, case: Case, device: torch.device) -> None:
         super().__init__(case, device)
-        self._first_calls = first_calls or {}
         if case.values != NORMAL:
             self.phases = ("fwd",)  # a backward reads finished statistics: its time depends on no values
         self._inputs = make_inputs(case, device)
         self._oracle = functools.cache(lambda case: Oracle(case, self._inputs))
 
     def bind(self, implementation: Implementation) -> Bound:
-        return Bound(implementation, self.case, self._inputs, self._first_calls.get(implementation.name))
+        return Bound(implementation, self.case, self._inputs)
 
     def judge(self, bound: Bound, phase: str, results: dict[str, Tensor]) -> Verdict:
         """An implementation that drops weights by bits of its own is judged by what it computes without dropout."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flashtile.bench.base import is_ours
+from flashtile.bench.breakdown import BREAKDOWN, FUSED
 from flashtile.bench.cases import Case
 from flashtile.bench.record import (
     Ratio,
@@ -24,8 +25,6 @@ from flashtile.bench.tables import table_of
 
 #: What a speed is given in -> its key in a row.
 _SPEEDS = {"TFLOP/s": "tflops", "GB/s": "gbps", "tokens/s": "tokens_per_s"}
-#: The operation of the steps of standard attention, and the step that stands for all of another implementation.
-BREAKDOWN, FUSED = "attention-breakdown", "one call"
 _PHASES = {"fwd": "forward", "bwd": "backward"}
 
 
@@ -50,8 +49,8 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
 
     Attention in TFLOP/s. Companion operations in TFLOP/s where they are products, in GB/s where memory bounds them,
     then with the share of a copy's speed that ours reaches; so is serving, by the bytes of its cache. Training in
-    tokens each second. Where rows have them, also tables of the memory that they take, of first calls, and of the share
-    of the GPU's peak.
+    tokens each second. Where rows have them, also tables of the memory that they take, and of the share of the
+    GPU's peak.
     """
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
@@ -63,10 +62,6 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
     memory = [row for row in rows if "peak_mib" in row]
     if memory:
         found.append(_figures("Memory beside what stays (MiB)", memory, lambda row: f"{row['peak_mib']:.0f}"))
-    first = [row for row in rows if "first_call_ms" in row]
-    if first:
-        figure = _figures("First call in a new process (s)", first, lambda row: f"{row['first_call_ms'] / 1e3:.2f}")
-        found.append(figure)
     shares = [row for row in rows if row.get("mfu") is not None]
     if shares:
         found.append(

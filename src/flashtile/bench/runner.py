@@ -27,6 +27,8 @@ _SECONDS = {"cuda": 0.15, "cpu": 0.3}
 
 #: Makes the problem of a case on a device: a `base.Problem`, or what has its methods.
 ProblemOf = Callable[[Any, torch.device], Any]
+#: Measures a case, as `run_case` does.
+Run = Callable[[Any, Sequence[Implementation], torch.device, ProblemOf, float | None], list[Row]]
 
 
 @dataclass
@@ -60,14 +62,15 @@ def run_cases(
     problem: ProblemOf,
     seconds: float | None = None,
     on_case: Callable[[int, Any, list[Row] | None], None] = lambda index, case, rows: None,
+    run: Run | None = None,
 ) -> list[Row]:
     """Measures all cases. `on_case` is called with the index and the case, before it is measured with None, and
-    afterwards with its rows; the rest is as `run_case` has it."""
+    afterwards with its rows; `run` measures one, `run_case` if it is None, and the rest is as that has it."""
     rows: list[Row] = []
     with side_stream(device):
         for index, case in enumerate(cases):
             on_case(index, case, None)
-            case_rows = run_case(case, implementations, device, problem, seconds)
+            case_rows = (run or run_case)(case, implementations, device, problem, seconds)
             rows += case_rows
             on_case(index, case, case_rows)
     return rows
@@ -173,7 +176,11 @@ _HOST_ROUNDS = {"cuda": 60, "cpu": 10}
 
 
 def run_host_time(
-    case: Any, implementations: Iterable[Implementation], device: torch.device, problem: ProblemOf
+    case: Any,
+    implementations: Iterable[Implementation],
+    device: torch.device,
+    problem: ProblemOf,
+    seconds: float | None = None,
 ) -> list[Row]:
     """The host's own time for one call, what a program pays for each small call, whatever the GPU does: rows whose op
     ends in "-host", with `ms` per call.
@@ -182,22 +189,21 @@ def run_host_time(
     fills and makes the host wait. On a CPU the computation is part of the call, and so of the figure.
     """
     rows: list[Row] = []
-    with side_stream(device):
-        prepared = problem(case, device)
-        for each in implementations:
-            times: dict[str, float] = {}
-            reason = prepared.unsupported(each, "fwd")
-            if reason is None:
-                try:
-                    with each.context():
-                        bound = prepared.bind(each)
-                        calls = bound.forward_without_grad, bound.forward, bound.forward_backward
-                        times = {phase: _host_ms(call, device) for phase, call in zip(HOST_PHASES, calls, strict=True)}
-                except Exception as error:  # a fact about this implementation, for the record
-                    reason = describe(error)
-            row = {"op": f"{prepared.op}-host", "phase": "", "impl": each.name, "case": case.record()}
-            more = {"tflops": None, "gbps": None, "error": None, **({} if reason is None else {"why": reason})}
-            rows += [{**row, "phase": phase, "ms": times.get(phase), **more} for phase in HOST_PHASES]
+    prepared = problem(case, device)
+    for each in implementations:
+        times: dict[str, float] = {}
+        reason = prepared.unsupported(each, "fwd")
+        if reason is None:
+            try:
+                with each.context():
+                    bound = prepared.bind(each)
+                    calls = bound.forward_without_grad, bound.forward, bound.forward_backward
+                    times = {phase: _host_ms(call, device) for phase, call in zip(HOST_PHASES, calls, strict=True)}
+            except Exception as error:  # a fact about this implementation, for the record
+                reason = describe(error)
+        row = {"op": f"{prepared.op}-host", "phase": "", "impl": each.name, "case": case.record()}
+        more = {"tflops": None, "gbps": None, "error": None, **({} if reason is None else {"why": reason})}
+        rows += [{**row, "phase": phase, "ms": times.get(phase), **more} for phase in HOST_PHASES]
     return rows
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from flashtile.bench.base import AnyCase, select_named
+from flashtile.bench.base import AnyCase, select_tables
 
 PHASE = "fwd"
 #: FLOPs for each byte of the cache from which on products are what limits a call.
@@ -204,6 +204,4 @@ def cases_of(device: torch.device, names: Sequence[str] = (), quick: bool = Fals
     Raises:
         ChoiceError: there is no table of a name.
     """
-    known = tables(device)
-    chosen = select_named("--table", names or list(known), known, device.type)
-    return list(dict.fromkeys(case for cases in chosen for case in cases[: 1 if quick else None]))
+    return select_tables("--table", names, tables(device), device, quick)

@@ -6,7 +6,6 @@ attention next to the plain one: "mla" (head sizes 192 and 128), "window", "varl
 masks and all else that changes scores), "shapes" (head sizes, lengths and windows that no other table has), "float32",
 "functions" (scores and masks as Python functions), and two tables of shapes drawn at random, "random" and "random-odd",
 or "random:17" from another seed.
-The table "host-time" is measured by itself: not calls, but what they cost the host.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ import torch
 from flashtile.bench.base import select_named
 from flashtile.bench.cases import Case, packed_case
 from flashtile.bench.masks import PADDING, long_tailed_lengths
-from flashtile.bench.start import ChoiceError
 from flashtile.bench.values import BATCH, MADE, MODEL, NORMAL, trained
 
-DEFAULT, ALL, HOST_TIME = "default", "all", "host-time"
+DEFAULT, ALL = "default", "all"
 _BOTH = (False, True)
 
 
@@ -350,20 +348,14 @@ def cases_of(device: torch.device, names: Sequence[str] = (), quick: bool = Fals
         quick: a few cases that show every kind, instead of all.
 
     Raises:
-        ChoiceError: there is no table of a name, or "host-time" is not alone.
+        ChoiceError: there is no table of a name.
     """
-    if HOST_TIME in names:
-        if set(names) != {HOST_TIME}:
-            raise ChoiceError(
-                f"--table: expected {HOST_TIME} alone, got {', '.join(names)}; its rows are times of the host"
-            )
-        return host_cases(device)[: 1 if quick else None]
     known = tables(device)
     for name in names:
         drawn, _, seed = name.partition(":")
         if drawn in _DRAWN and drawn in known and seed.isdecimal():
             known[name] = _DRAWN[drawn](seed=int(seed))
-    chosen = select_named("--table", names or [DEFAULT], {**known, HOST_TIME: [], ALL: []}, device.type)
+    chosen = select_named("--table", names or [DEFAULT], {**known, ALL: []}, device.type)
     if ALL in names:
         chosen = list(known.values())
     return list(dict.fromkeys(case for cases in chosen for case in (_few(cases, device) if quick else cases)))

@@ -14,7 +14,7 @@ compared with the plain formula in `training_steps.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -106,6 +106,12 @@ def training_cases(device: torch.device, batch: int | None = None) -> list[Train
     if device.type == "cuda":
         cases = [TrainCase("gpt2-small", 16, 1024), TrainCase("gpt2-medium", 8, 1024)]
     return cases if batch is None else [replace(case, B=batch) for case in cases]
+
+
+def chosen_cases(given: Mapping[str, Any], device: torch.device) -> list[TrainCase]:
+    """The cases that options of the command line choose."""
+    choice = (given.get("batch"), given.get("context", ()), given.get("after", 0), given.get("dropout", 0.0))
+    return cases_of(device, given.get("model", ()), *choice)[: 1 if given.get("quick") else None]
 
 
 def cases_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,7 @@ def measure(
     else:
         earlier = None if compare is None else read_record(compare)
         stderr = make_console(stderr=True)
-        waiting = command in commands.WITHOUT_CASES
-        with stderr.status(f"measuring {command}") if waiting else nullcontext(), progress(stderr) as on_case:
+        with progress(stderr) as on_case:
             record = commands.measure(command, options, output, on_case)
         report = report_of(record, earlier)
     show_report(console, report, output)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,87 +37,87 @@ class _Command(TyperCommand):
         return super().parse_args(ctx, written)
 
 
-_Impl = Annotated[
-    list[str] | None, typer.Option("--impl", metavar="NAMES", help="Implementations, such as flashtile-triton fa4.")
-]
-_Cases = Annotated[
-    list[str] | None, typer.Option(metavar="PATTERNS", help="Patterns of case names, such as '*-causal-*'.")
-]
-_Quick = Annotated[bool, typer.Option("--quick", help="A few cases instead of all: about a minute on two CPU cores.")]
-_Seconds = Annotated[float | None, typer.Option(help="Time for each phase of each implementation in each case.")]
-_Jobs = Annotated[int | None, typer.Option(min=1, help="Processes that compile before anything is measured.")]
-_Show = Annotated[bool, typer.Option("--list", help="Print the cases and implementations, and stop.")]
-_Record = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the record.")]
-_Compare = Annotated[
-    Path | None, typer.Option(metavar="RECORD", help="An earlier record: print speeds beside its own.")
-]
-_Against = Annotated[
-    str | None,
-    typer.Option(metavar="REF", help="A commit: the same cases there and here in turns; ours alone by default."),
-]
+_Names = list[str] | None
+#: Options of several commands -> type, default, and what is said of them.
+_SHARED: dict[str, tuple[Any, Any, Any]] = {
+    "table": (
+        _Names, None, typer.Option("--table", metavar="NAMES", help="Tables of cases, or 'all'; --list names them."),
+    ),
+    "cases": (
+        _Names, None, typer.Option("--cases", metavar="PATTERNS", help="Patterns of case names, such as '*-causal-*'."),
+    ),
+    "impl": (
+        _Names, None, typer.Option("--impl", metavar="NAMES", help="Implementations, such as flashtile-triton fa4."),
+    ),
+    "quick": (
+        bool, False, typer.Option("--quick", help="A few cases instead of all: about a minute on two CPU cores."),
+    ),
+    "seconds": (
+        float | None, None, typer.Option("--seconds", help="Time for each phase of each implementation in each case."),
+    ),
+    "jobs": (
+        int | None, None, typer.Option("--jobs", min=1, help="Processes that compile before anything is measured."),
+    ),
+    "output": (Path | None, None, typer.Option("--output", "-o", help="JSON file for the record.")),
+    "compare": (
+        Path | None, None,
+        typer.Option("--compare", metavar="RECORD", help="An earlier record: print speeds beside its own."),
+    ),
+    "against": (
+        str | None, None,
+        typer.Option(
+            "--against", metavar="REF", help="A commit: the same cases there and here in turns; ours alone by default."
+        ),
+    ),
+    "show": (bool, False, typer.Option("--list", help="Print the cases and implementations, and stop.")),
+}  # fmt: skip
+_LAST = ("output", "compare", "against", "show")
 
 
-@bench.command("attention", cls=_Command)
-def bench_attention(
-    table: Annotated[
-        list[str] | None, typer.Option(metavar="NAMES", help="Tables of cases, or 'all'; --list names them.")
-    ] = None,
-    cases: _Cases = None,
-    impl: _Impl = None,
-    quick: _Quick = False,
-    seconds: _Seconds = None,
-    jobs: _Jobs = None,
-    output: _Record = None,
-    compare: _Compare = None,
-    against: _Against = None,
-    show: _Show = False,
-) -> None:
+def _benchmark(name: str, *shared: str) -> Callable[[Callable[..., None]], None]:
+    """Makes the command of a benchmark, from a function with the options and the help of its own, and the names of
+    options that others have too. All have those of `_LAST`."""
+
+    def register(declared: Callable[..., None]) -> None:
+        options = list(inspect.signature(declared, eval_str=True).parameters.values())
+        for option in (*shared, *_LAST):
+            kind, default, said = _SHARED[option]
+            of_kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            options.append(inspect.Parameter(option, of_kind, default=default, annotation=Annotated[kind, said]))
+
+        def command(**choice: Any) -> None:
+            _measure(name, {option: value for option, value in choice.items() if option not in _LAST}, **{
+                option: choice[option] for option in _LAST
+            })  # fmt: skip
+
+        command.__doc__ = declared.__doc__
+        command.__annotations__ = {option.name: option.annotation for option in options}
+        command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+        bench.command(name, cls=_Command)(command)
+
+    return register
+
+
+@_benchmark("attention", "table", "cases", "impl", "quick", "seconds", "jobs")
+def bench_attention() -> None:
     """Forward and backward of attention, ours beside the peers; wrong results get no speed."""
-    choice = {"table": table, "cases": cases, "impl": impl, "quick": quick, "seconds": seconds, "jobs": jobs}
-    _measure("attention", choice, output, compare, against, show)
 
 
-@bench.command("companions", cls=_Command)
+@_benchmark("companions", "cases", "impl", "quick", "seconds", "jobs")
 def bench_companions(
     op: Annotated[
         list[str] | None, typer.Option(metavar="NAMES", help="Operations; --list names them. Default: all.")
     ] = None,
-    cases: _Cases = None,
-    impl: _Impl = None,
-    quick: _Quick = False,
-    seconds: _Seconds = None,
-    jobs: _Jobs = None,
-    output: _Record = None,
-    compare: _Compare = None,
-    against: _Against = None,
-    show: _Show = False,
 ) -> None:
     """Forward and backward of the operations beside attention, ours beside the peers; wrong results get no speed."""
-    choice = {"op": op, "cases": cases, "impl": impl, "quick": quick, "seconds": seconds, "jobs": jobs}
-    _measure("companions", choice, output, compare, against, show)
 
 
-@bench.command("serving", cls=_Command)
-def bench_serving(
-    table: Annotated[
-        list[str] | None, typer.Option(metavar="NAMES", help="Tables of cases; --list names them. Default: all.")
-    ] = None,
-    cases: _Cases = None,
-    impl: _Impl = None,
-    quick: _Quick = False,
-    seconds: _Seconds = None,
-    jobs: _Jobs = None,
-    output: _Record = None,
-    compare: _Compare = None,
-    against: _Against = None,
-    show: _Show = False,
-) -> None:
+@_benchmark("serving", "table", "cases", "impl", "quick", "seconds", "jobs")
+def bench_serving() -> None:
     """Tokens, chunks and mixed batches over key/value caches, ours beside the peers; wrong results get no speed."""
-    choice = {"table": table, "cases": cases, "impl": impl, "quick": quick, "seconds": seconds, "jobs": jobs}
-    _measure("serving", choice, output, compare, against, show)
 
 
-@bench.command("train", cls=_Command)
+@_benchmark("train", "impl", "quick", "seconds")
 def bench_train(
     model: Annotated[
         list[str] | None, typer.Option(metavar="NAMES", help="Models; --list names them. Default: all.")
@@ -127,37 +129,16 @@ def bench_train(
     ] = None,
     after: Annotated[int, typer.Option(min=0, help="Steps of training before what is measured.")] = 0,
     dropout: Annotated[float, typer.Option(min=0, help="Probability of each of GPT-2's dropouts.")] = 0.0,
-    impl: _Impl = None,
-    quick: _Quick = False,
-    seconds: _Seconds = None,
-    output: _Record = None,
-    compare: _Compare = None,
-    against: _Against = None,
-    show: _Show = False,
 ) -> None:
     """Training steps of GPT-2 from the same weights, ours beside transformers; wrong losses get no speed."""
-    choice = {
-        "model": model,
-        "impl": impl,
-        "quick": quick,
-        "batch": batch,
-        "context": context,
-        "after": after,
-        "dropout": dropout,
-        "seconds": seconds,
-    }
-    _measure("train", choice, output, compare, against, show)
 
 
-@bench.command("host-time", cls=_Command)
-def bench_host_time(
-    impl: _Impl = None, output: _Record = None, compare: _Compare = None, against: _Against = None
-) -> None:
-    """The host's own time for one small call, forward and backward."""
-    _measure("host-time", {"impl": impl}, output, compare, against)
+@_benchmark("host-time", "cases", "impl", "quick")
+def bench_host_time() -> None:
+    """The host's own time for one small call of each kind, forward and backward."""
 
 
-@bench.command("breakdown", cls=_Command)
+@_benchmark("breakdown", "impl", "seconds")
 def bench_breakdown(
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences.")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
@@ -166,17 +147,8 @@ def bench_breakdown(
     dropout_p: Annotated[float | None, typer.Option(min=0, help="Probability of dropping a weight.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Without the causal mask.")] = False,
     dtype: Annotated[str | None, typer.Option(help="fp16, bf16, fp32 or fp64.")] = None,
-    impl: _Impl = None,
-    seconds: _Seconds = None,
-    output: _Record = None,
-    plot: Annotated[Path | None, typer.Option(help="File for a picture; needs matplotlib.")] = None,
-    compare: _Compare = None,
-    against: _Against = None,
 ) -> None:
     """Where standard attention spends its time: each of its steps, beside one call of ours."""
-    sizes = {"batch": batch, "seq": seq, "heads": heads, "head_dim": head_dim, "dropout_p": dropout_p}
-    choice = {**sizes, "full": full, "dtype": dtype, "impl": impl, "seconds": seconds, "plot": plot}
-    _measure("breakdown", choice, output, compare, against)
 
 
 @bench.command("distributed", cls=_Command)
@@ -189,7 +161,7 @@ def bench_distributed(
         list[int] | None, typer.Option(min=1, metavar="NUMBERS", help="Some of the table's lengths, such as 131072.")
     ] = None,
     mask: Annotated[str, typer.Option(help="both, causal or full: the cases with this mask.")] = "both",
-    impl: _Impl = None,
+    impl: Annotated[_Names, _SHARED["impl"][2]] = None,
     quick: Annotated[bool, typer.Option("--quick", help="On GPUs only the cases with 32k and 128k tokens.")] = False,
     seconds: Annotated[float, typer.Option(help="Time for the samples of each phase.")] = 0.25,
     profile: Annotated[
@@ -228,7 +200,7 @@ def _measure(
     output: Path | None,
     compare: Path | None,
     against: str | None,
-    show: bool = False,
+    show: bool,
 ) -> None:
     """Measures, or with `show` lists what there is to measure."""
 

@@ -220,7 +220,7 @@ def test_tables_of_training():
 
     rows = [row("flashtile", 200.0), row("transformers-sdpa", 100.0), row("other", None, mfu=None, why="no")]
     speeds, shares = speed_tables(rows)
-    assert speeds.lines == [["gpt2-tiny-b3-s8-fp32", "200", "100", "–", "2.00"]]
+    assert speeds.lines == [["gpt2-tiny-b3-s8-fp32", "200", "100", "2.00"]]
     assert shares.lines == [["gpt2-tiny-b3-s8-fp32", "25.0%", "25.0%"]]
     assert mean_tables(rows)[0].lines[0][:3] == ["flashtile / best peer", "fwd+bwd+step", "2.00"]
     assert reasons(rows) == ["other: no (gpt2-tiny-b3-s8-fp32 fwd+bwd+step)"]

@@ -12,7 +12,7 @@ from flashtile import io_model
 from flashtile.bench.base import is_ours
 from flashtile.bench.cases import Case
 from flashtile.bench.html import words
-from flashtile.bench.html.drawing import Chart, GridChart, Headings, LineChart, Lines, Series, figure
+from flashtile.bench.html.drawing import Chart, DotChart, GridChart, Headings, LineChart, Lines, Series, figure
 from flashtile.bench.html.words import Facets
 from flashtile.bench.record import Record, Row, case_key, ratios_to_best
 from flashtile.bench.serving_cases import BALANCE
@@ -105,10 +105,10 @@ def part_of(named: Named) -> Part:
     attention = attention_rows(named)
     charts: list[Chart] = [*losses([row for row in rows if row.get("curve")]), *ratios(attention), *lengths(rows)]
     found_grids, in_grids = grids(rows)
-    charts += found_grids
+    charts += [*found_grids, *breakdowns(rows)]
     tables = []
     by_kind: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
+    for row in (row for row in rows if "step" not in row):
         for unit, found in _figures(row):
             by_kind.setdefault((row["op"], row["phase"], unit), []).append(found)
     for (op, phase, unit), of_kind in by_kind.items():
@@ -134,6 +134,16 @@ def speeds(rows: Rows, key: str, unit: str, said: Facets | None = None) -> list[
         )
         for family, label in zip(families, labels_of_families(families, _said(rows) if said is None else said))
     ]  # fmt: skip
+
+
+def breakdowns(rows: Rows) -> list[DotChart]:
+    """The steps of standard attention beside one call, forward and backward."""
+    steps: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
+    for row in rows:
+        if "step" in row:
+            of_phase = steps.setdefault((case_key(row), row["phase"]), {})
+            of_phase.setdefault(row["step"], {})[row["impl"]] = row["ms"]
+    return [DotChart(f"{_title(None, phase)}, step by step", found, "ms") for (_, phase), found in steps.items()]
 
 
 def grids(rows: Rows) -> tuple[list[GridChart], set[str]]:
@@ -174,7 +184,6 @@ def attention_rows(named: Named) -> list[Row]:
 
 def _figures(row: Row) -> Iterator[tuple[str, Row]]:
     """Units of a row's figures, each with the row that has the figure under the unit."""
-    case = {**row["case"], **({"step": row["step"]} if "step" in row else {})}
     if row.get("accuracy") is not None:
         yield "% right", {**row, "% right": 100 * row["accuracy"]}
     if row["op"] == "attention-io":
@@ -188,7 +197,7 @@ def _figures(row: Row) -> Iterator[tuple[str, Row]]:
         unit = next((unit for unit, key in _SPEEDS.items() if row.get(key) is not None), "ms")
         if row["op"] == "serving" and row["tflops"] * 1e3 < BALANCE * row["gbps"]:
             unit = "GB/s"
-        yield unit, {**row, "case": case, unit: row[_SPEEDS.get(unit, "ms")]}
+        yield unit, {**row, unit: row[_SPEEDS.get(unit, "ms")]}
 
 
 def _table(rows: Rows, unit: str, said: Facets) -> tuple[Headings, Lines]:
