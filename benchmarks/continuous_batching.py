@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.evidence.measure import Recorder, command_of, make_row
+from benchmarks.evidence.measure import make_row
+from flashtile.bench.record import Recorder, command_line
 from flashtile.integrations.transformers import register
 
 
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     register()
-    recorder = Recorder(device, command_of("benchmarks.continuous_batching", arguments), options.output)
+    recorder = Recorder(device, command_line("python -m benchmarks.continuous_batching", arguments), options.output)
     model, prompts = make_model(options, device), make_prompts(options)
     print(f"{len(prompts)} requests, {sum(map(len, prompts))} tokens of prompts, {options.new_tokens} new tokens each")
     first: list[list[int]] | None = None

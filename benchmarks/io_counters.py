@@ -30,7 +30,7 @@ import flashtile
 from flashtile import io_model
 from flashtile.bench.base import DTYPES
 from flashtile.bench.breakdown import causal_mask, standard_attention
-from flashtile.bench.record import Record, make_record, write_record
+from flashtile.bench.record import Record, command_line, make_record, write_record
 from flashtile.bench.timing import EventTimer
 
 #: Key in a record -> metric.
@@ -153,7 +153,7 @@ def run_once(call: Callable[[], Any]) -> None:
 
 def measure(shape: io_model.Shape, device: io_model.Device, ncu: str | None, options: argparse.Namespace) -> Record:
     """The record: a row for each computation. Without `ncu` there is nothing counted in them."""
-    record = make_record(torch.device("cuda"), command_line(), [])
+    record = make_record(torch.device("cuda"), command_line("python benchmarks/io_counters.py"), [])
     models = {"standard": io_model.standard(shape), "flashtile": io_model.tiled(shape, device)}
     for name, model in models.items():
         torch.cuda.empty_cache()
@@ -165,13 +165,6 @@ def measure(shape: io_model.Shape, device: io_model.Device, ncu: str | None, opt
         kernels = None if ncu is None else count(ncu, name, options)
         record["rows"].append(row(name, shape, model, device, ms, kernels))
     return record
-
-
-def command_line() -> str:
-    kept = [argument for argument in sys.argv[1:] if not argument.startswith("--output")]
-    if "--output" in sys.argv:
-        kept = [argument for argument in kept if argument != sys.argv[sys.argv.index("--output") + 1]]
-    return " ".join(["python benchmarks/io_counters.py", *kept])
 
 
 def row(

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 import flashtile
-from benchmarks.evidence.measure import Recorder, command_of, make_row
+from benchmarks.evidence.measure import make_row
+from flashtile.bench.record import Recorder, command_line
 from flashtile.bench.timing import Uncaptured, make_timer, step_facts, typical
 from flashtile.models import GPT, GPTConfig
 from flashtile.prefix_trees import PrefixTree
@@ -140,7 +141,7 @@ def measure(options: argparse.Namespace, completions: int, device: torch.device)
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    recorder = Recorder(device, command_of("benchmarks.prefix_trees", arguments), options.output)
+    recorder = Recorder(device, command_line("python -m benchmarks.prefix_trees", arguments), options.output)
     for completions in options.completions:
         rows = measure(options, completions, device)
         recorder.add(rows)

@@ -20,7 +20,7 @@ from io_counters import DEVICE_MEMORY, profile, run_program
 
 from flashtile import io_model
 from flashtile._backends.launch import clear_plans
-from flashtile.bench.record import Record, make_record
+from flashtile.bench.record import Record, command_line, make_record
 from flashtile.bench.timing import EventTimer
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.triton import launch, plan
@@ -93,7 +93,7 @@ def make_call(
 
 def measure(shape: io_model.Shape, device: io_model.Device, ncu: str | None, options: argparse.Namespace) -> Record:
     """A row for each size of tiles. Without `ncu` there is nothing counted in them."""
-    record = make_record(torch.device("cuda"), " ".join(["python benchmarks/tile_sweep.py", *_kept(sys.argv[1:])]), [])
+    record = make_record(torch.device("cuda"), command_line("python benchmarks/tile_sweep.py"), [])
     inputs, first = make_inputs(shape), None
     for point in io_model.sweep(shape, device, _BLOCKS, (_BLOCK_K,)):
         call = make_call(inputs, point.block_q, shape.causal)
@@ -110,11 +110,6 @@ def measure(shape: io_model.Shape, device: io_model.Device, ncu: str | None, opt
         record["rows"].append(row(shape, point, ms, error, kernels))
         clear_plans()
     return record
-
-
-def _kept(arguments: Sequence[str]) -> list[str]:
-    place = arguments.index("--output") if "--output" in arguments else len(arguments)
-    return [*arguments[:place], *arguments[place + 2 :]]
 
 
 def row(

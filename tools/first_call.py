@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from flashtile.bench.record import make_record, write_record
+from flashtile.bench.record import command_line, make_record, write_record
 
 _CASE = {"B": 2, "S": 1024, "H": 16, "Hkv": 16, "D": 128, "Dv": 128, "causal": True, "dtype": "bf16"}
 
@@ -76,7 +75,7 @@ def main() -> None:
                 }
             )
     if arguments.output:
-        command = shlex.join(["python", *sys.argv])
+        command = command_line("python tools/first_call.py")
         write_record(make_record(torch.device("cuda"), command, rows), arguments.output)
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from benchmarks.bert.problem import IMPLEMENTATIONS, MODELS, BertProblem, make_case, select
-from benchmarks.evidence.measure import Recorder, command_of
 from benchmarks.evidence.text import load_text
+from flashtile.bench.record import Recorder, command_line
 from flashtile.bench.runner import run_case, side_stream
 from flashtile.bench.start import ChoiceError
 from flashtile.bench.training_steps import check_dropout
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = "bf16" if device.type == "cuda" else "fp32"
-    command = command_of("benchmarks.bert", arguments)
+    command = command_line("python -m benchmarks.bert", arguments)
     recorder = Recorder(device, command, given.output)
     try:
         check_dropout(given.dropout)

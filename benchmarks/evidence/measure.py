@@ -1,17 +1,11 @@
-"""Time and memory of training, and records of them."""
+"""Time and memory of training, and rows of records."""
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-
-from flashtile.bench.record import Record, make_record, write_record
 
 
 class Stopwatch:
@@ -45,36 +39,3 @@ def make_row(op: str, phase: str, impl: str, case: dict[str, Any], **found: Any)
     """A row in the format of benchmarks/results/README.md; what is not given is null."""
     return {"op": op, "phase": phase, "impl": impl, "case": case, "ms": None, "tflops": None, "gbps": None,
             "error": None, **found}  # fmt: skip
-
-
-def command_of(module: str, arguments: Sequence[str] | None) -> str:
-    """How a script was started: its arguments (None = the program's own), without the place of its output."""
-    kept: list[str] = []
-    given = iter(sys.argv[1:] if arguments is None else arguments)
-    for argument in given:
-        if argument == "--output":
-            next(given, None)
-        elif not argument.startswith("--output="):
-            kept.append(argument)
-    return shlex.join(["python", "-m", module, *kept])
-
-
-class Recorder:
-    """A record that grows, and is written whenever it has grown, so that a run that is cut short leaves its rows.
-
-    Machine, versions and commit are those of the start: what the run has loaded.
-    """
-
-    def __init__(self, device: torch.device, command: str, output: Path | None) -> None:
-        self.record: Record = make_record(device, command, [])
-        self._output = output
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        return self.record["rows"]
-
-    def add(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Takes some more rows."""
-        self.rows.extend(rows)
-        if self._output is not None:
-            write_record(self.record, self._output)

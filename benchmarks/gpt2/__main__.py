@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from benchmarks.evidence.budget import Budget
-from benchmarks.evidence.measure import Recorder, command_of
 from benchmarks.evidence.text import load_text
 from benchmarks.gpt2.curves import differences, train_curves
+from flashtile.bench.record import Recorder, command_line
 from flashtile.bench.training import IMPLEMENTATIONS, MODELS, TrainCase
 
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     case = TrainCase(given.model, given.batch, given.context, "bf16" if device.type == "cuda" else "fp32")
     chosen = [each for name in given.impl for each in IMPLEMENTATIONS if each.name == name]
-    command = command_of("benchmarks.gpt2", arguments)
+    command = command_line("python -m benchmarks.gpt2", arguments)
     recorder = Recorder(device, command, given.output)
 
     def on_row(row: dict[str, Any]) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from benchmarks.evidence.budget import Budget
-from benchmarks.evidence.measure import Recorder, command_of
 from benchmarks.lra.attentions import ATTENTIONS
 from benchmarks.lra.tasks import make_task
 from benchmarks.lra.train import Settings, train_all
+from flashtile.bench.record import Recorder, command_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.task, given.batch, given.layers, given.width, given.heads, given.examples, given.held_out,
         given.learning_rate, "bf16" if device.type == "cuda" else "fp32",
     )  # fmt: skip
-    command = command_of("benchmarks.lra", arguments)
+    command = command_line("python -m benchmarks.lra", arguments)
     recorder = Recorder(device, command, given.output)
 
     def on_row(row: dict[str, Any]) -> None:

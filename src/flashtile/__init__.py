@@ -16,7 +16,7 @@ def _runs_a_command() -> bool:
     """
     program = (getattr(sys, "argv", None) or [""])[0]
     if program == "-m":  # Python is still looking for the module that it is to run
-        return not {"flashtile", "flashtile.bench", "flashtile.bench.distributed"}.isdisjoint(sys.orig_argv)
+        return not {"flashtile", "flashtile.bench"}.isdisjoint(sys.orig_argv)
     return os.path.splitext(os.path.basename(program))[0] == "flashtile"
 
 

@@ -465,6 +465,8 @@ def test_command_line_leaves_the_output_out(monkeypatch):
     assert command_line() == "flashtile bench attention --quick"
     monkeypatch.setattr("sys.argv", ["somewhere/flashtile/__main__.py", "bench", "attention", "--cases", "*s64*"])
     assert command_line() == "flashtile bench attention --cases '*s64*'"
+    found = command_line("python -m benchmarks.lra", ["--steps", "3", "--output", "a b.json", "--task=x y"])
+    assert found == "python -m benchmarks.lra --steps 3 '--task=x y'"
 
 
 def test_commit_can_be_given(monkeypatch):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.evidence.__main__ import main
-from benchmarks.evidence.measure import command_of
 from benchmarks.evidence.summary import summary
 
 ROOT = Path(__file__).parent.parent.parent
@@ -69,13 +68,6 @@ def test_the_picture_and_figures_of_the_document_are_those_of_the_record(tmp_pat
     document = (ROOT / "docs" / "training_evidence.md").read_text("utf-8")
     (drawn,) = tmp_path.iterdir()
     assert f"images/{drawn.name}" in document and (ROOT / "docs" / "images" / drawn.name).exists()
-
-
-def test_commands_leave_the_output_out():
-    assert command_of("benchmarks.lra", ["--steps", "3", "--output", "a b.json", "--task=x"]) == (
-        "python -m benchmarks.lra --steps 3 --task=x"
-    )
-    assert command_of("benchmarks.bert", ["--output=here", "--data", "a b"]) == "python -m benchmarks.bert --data 'a b'"
 
 
 def test_what_is_no_record_ends_with_a_line(tmp_path, capsys):

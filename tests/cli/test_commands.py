@@ -388,7 +388,7 @@ def test_bench_reports_unknown_names(option):
 @needs_no_gpu
 @pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
 def test_bench_refuses_what_is_no_time(seconds, monkeypatch):
-    monkeypatch.setattr(commands, "make_record", None)
+    monkeypatch.setattr(commands, "Recorder", None)
     result = invoke("bench", "attention", "--quick", "--seconds", seconds)
     assert result.exit_code == 2 and "--seconds: expected a time of at least 0, got" in result.output, result.output
 
@@ -492,7 +492,7 @@ def test_a_record_that_a_full_disk_does_not_take_is_said(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_written_is_said_before_anything_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(commands, "make_record", None)
+    monkeypatch.setattr(commands, "Recorder", None)
     monkeypatch.setattr(commands, "measure_against", None)
     record = tmp_path / "record.json"
     record.write_text('{"rows": []}')

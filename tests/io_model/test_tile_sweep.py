@@ -52,10 +52,6 @@ def test_rows_and_table(tile_sweep):
     assert json.loads(json.dumps(rows))[0]["counted"]["cache_bytes"] == 5e9
 
 
-def test_the_command_is_kept_without_its_output(tile_sweep):
-    assert tile_sweep._kept(["--seq", "64", "--output", "x.json", "--causal"]) == ["--seq", "64", "--causal"]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_without_a_gpu_the_script_says_so():
     pytest.importorskip("triton")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import torch
 import flashtile
 from flashtile.bench import ahead
 from flashtile.bench.base import AnyCase, Implementation, select_cases, select_implementations
-from flashtile.bench.record import Key, Record, Row, key_of, make_record, require_writable, write_record
+from flashtile.bench.record import Key, Record, Recorder, Row, command_line, key_of, require_writable, write_record
 from flashtile.bench.registry import BENCHMARKS, Options
 from flashtile.bench.report import Report, Table, comparison_tables, reasons
 from flashtile.bench.runner import run_cases
@@ -55,17 +54,15 @@ def measure(command: str, options: Options, output: Path | None = None, on_case:
     chosen = _implementations(command, given.get("impl", ()), device, given.get("quick", False))
     if jobs := given.get("jobs", 0):
         ahead.compile_ahead(command, cases, chosen, device, jobs)
-    record = make_record(device, command_line(), [])
+    recorder = Recorder(device, command_line(), output)
 
     def keep_rows(index: int, case: AnyCase, rows: list[Row] | None) -> None:
         if rows is not None:
-            record["rows"] += rows
-            if output is not None:
-                write_record(record, output)
+            recorder.add(rows)
         on_case(index, len(cases), case, rows)
 
     run_cases(cases, chosen, device, benchmark.problem, given.get("seconds"), keep_rows, benchmark.run)
-    return record
+    return recorder.record
 
 
 def _given(options: Options) -> Options:
@@ -148,19 +145,6 @@ def describe_progress(index: int, total: int, case: AnyCase, rows: list[Row], se
 
 def _speed(row: Row) -> float:
     return next(row[key] for key in ("tokens_per_s", "tflops", "gbps", "ms") if row.get(key) is not None)
-
-
-def command_line() -> str:
-    """How this run was started: the arguments as given, without the place of the program or of its output."""
-    kept, skip = [], False
-    for argument in sys.argv[1:]:
-        if skip or argument.startswith("--output="):
-            skip = False
-        elif argument in ("--output", "-o"):
-            skip = True
-        else:
-            kept.append(argument)
-    return shlex.join(["flashtile", *kept])
 
 
 #: How often each tree runs.

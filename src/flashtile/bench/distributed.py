@@ -5,11 +5,6 @@ It starts a process for each GPU. They check and time implementations together, 
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before torch is imported: help needs none
-    from flashtile.cli import main
-
-    main("bench", "distributed")
-
 import statistics
 import tempfile
 import time
@@ -30,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flashtile
 from flashtile.bench.base import AnyCase, select_named
-from flashtile.bench.commands import check_seconds, command_line
-from flashtile.bench.record import make_record, require_writable, write_record
+from flashtile.bench.commands import check_seconds
+from flashtile.bench.record import Recorder, command_line, require_writable
 from flashtile.bench.runner import describe
 from flashtile.bench.start import ChoiceError
 from flashtile.bench.timing import describe_profile, profile_calls
@@ -266,15 +261,14 @@ def _run(
     try:
         mesh = init_device_mesh(device, (gpus,))
         where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
-        record = make_record(where, command, [])
+        recorder = Recorder(where, command, None if rank else Path(output))
         checked: dict[tuple[str, bool], tuple[float, str | None]] = {}
         _compile_a_share(cases, where)
         for case in cases:
             for row in _rows(case, names, mesh, where, checked, seconds, end, profiled):
-                record["rows"].append(row)
+                recorder.add([row])
                 if not rank:
                     print(_line(row), flush=True)
-                    write_record(record, Path(output))
         dist.barrier()  # nobody leaves while another one still waits for its messages
     finally:
         dist.destroy_process_group()

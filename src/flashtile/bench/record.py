@@ -12,7 +12,9 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +67,39 @@ def make_record(device: torch.device, command: str, rows: Sequence[Row]) -> Reco
         "command": command,
         "rows": list(rows),
     }
+
+
+def command_line(program: str = "flashtile", arguments: Sequence[str] | None = None) -> str:
+    """How a program was started: its arguments (None for those of the process) without the place of its output."""
+    kept: list[str] = []
+    given = iter(sys.argv[1:] if arguments is None else arguments)
+    for argument in given:
+        if argument in ("--output", "-o"):
+            next(given, None)
+        elif not argument.startswith("--output="):
+            kept.append(argument)
+    return " ".join([program, shlex.join(kept)]).rstrip()
+
+
+class Recorder:
+    """A record that grows, and is written whenever it has grown, so that a run that is cut short leaves its rows.
+
+    Machine, versions and commit are those of the start: what the run has loaded.
+    """
+
+    def __init__(self, device: torch.device, command: str, output: Path | None) -> None:
+        self.record: Record = make_record(device, command, [])
+        self._output = output
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.record["rows"]
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Takes some more rows."""
+        self.rows.extend(rows)
+        if self._output is not None:
+            write_record(self.record, self._output)
 
 
 def write_record(record: Record, path: Path) -> None:
