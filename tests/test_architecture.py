@@ -167,7 +167,7 @@ WITHIN_OPERATION = {
 PORTABLE_BIAS_GRADIENT = {
     "triton.backend.describe_bias_gradient",
     "triton.launch.backward_bias",
-    "triton.launch.plan_alone",
+    "triton.launch.plan_bias_gradient",
 }
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
 COMMON, COMMON_ON_BACKENDS = "common", {"backends", "split_keys", "tiles", "watch"}

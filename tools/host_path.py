@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,48 +67,70 @@ def cases() -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {}
     plain = [tensor(1, 128, 2, 64) for _ in range(3)]
     learned = [tensor(1, 128, 2, 64, grad=True) for _ in range(3)]
-    dout = tensor(1, 128, 2, 64)
-
-    def attention(name: str, backend: str, **options: Any) -> None:
-        def both() -> None:
-            out = flashtile.attention(*learned, backend=backend, **options)
-            torch.autograd.grad(out, learned, dout)
-
-        found[f"attention {name} forward, no grad"] = lambda: flashtile.attention(*plain, backend=backend, **options)
-        found[f"attention {name} forward"] = lambda: flashtile.attention(*learned, backend=backend, **options)
-        found[f"attention {name} forward + backward"] = both
-
-    attention("hopper", "hopper")
-    attention("hopper causal", "hopper", causal=True)
-    attention("triton", "triton")
-    sinks, mask = torch.zeros(2), torch.ones(1, 1, 128, 128, dtype=torch.bool)
-    attention("hopper with sinks", "hopper", sinks=sinks)
-    attention("hopper with mask", "hopper", mask=mask)
-    packed = [tensor(128, 2, 64) for _ in range(3)]
+    packed, packed_learned = ([each.detach()[0].requires_grad_(grad) for each in plain] for grad in (False, True))
     offsets = torch.tensor([0, 64, 128], dtype=torch.int32)
-    found["attention hopper packed"] = lambda: flashtile.attention_varlen(*packed, offsets, backend="hopper")
 
-    x, weight, bias = tensor(64, 1024, grad=True), tensor(1024, grad=True), tensor(1024, grad=True)
-    upstream = tensor(64, 1024)
+    def modes(
+        name: str, function: Callable[..., Any], of_plain: Sequence, of_learned: Sequence, **options: Any
+    ) -> None:
+        """A call without gradients, recorded, and with its backward."""
+        wanted = [each for each in (*of_learned, *options.values()) if _learns(each)]
+        upstream = torch.zeros_like(function(*of_learned, **options))
 
-    def norm() -> None:
-        out = flashtile.layer_norm(x, weight, bias, backend="triton")
-        torch.autograd.grad(out, (x, weight, bias), upstream)
+        def both() -> None:
+            torch.autograd.grad(function(*of_learned, **options), wanted, upstream)
 
-    found["layer_norm forward"] = lambda: flashtile.layer_norm(x, weight, bias, backend="triton")
-    found["layer_norm forward + backward"] = norm
-    cos, sin = tensor(128, 32), tensor(128, 32)
-    found["rotary forward"] = lambda: flashtile.apply_rotary(plain[0], cos, sin, backend="triton")
+        found[f"{name} forward, no grad"] = lambda: function(*of_plain, **options)
+        found[f"{name} forward"] = lambda: function(*of_learned, **options)
+        found[f"{name} forward + backward"] = both
+
+    def attention(name: str, **options: Any) -> None:
+        modes(f"attention {name}", flashtile.attention, plain, learned, **options)
+
+    attention("hopper", backend="hopper")
+    attention("triton", backend="triton")
+    mask = torch.ones(128, 128, dtype=torch.bool).tril()
+    table = torch.zeros(2, 256)
+    features: dict[str, dict[str, Any]] = {
+        "causal": {"causal": True},
+        "dropout": {"dropout_p": 0.1},
+        "sinks": {"sinks": torch.zeros(2, requires_grad=True)},
+        "alibi": {"alibi_slopes": torch.ones(2), "causal": True},
+        "key_lengths": {"key_lengths": torch.tensor([100], dtype=torch.int32)},
+        "mask": {"mask": mask[None, None]},
+        "bias": {"bias": tensor(1, 2, 128, 128)},
+        "block_mask": {"block_mask": flashtile.BlockMask.from_dense(mask, (128, 128))},
+        "score_mod": {"score_mod": lambda score, batch, head, row, column: score + table[head, row - column + 128]},
+    }
+    for name, options in features.items():
+        attention(f"hopper {name}", backend="hopper", **options)
+    modes(
+        "attention hopper packed", flashtile.attention_varlen, packed, packed_learned, cu_seqlens_q=offsets,
+        max_seqlen_q=64, max_seqlen_k=64, backend="hopper",
+    )  # fmt: skip
+
+    def companion(name: str, function: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> None:
+        of_learned = [each.clone().requires_grad_(each.is_floating_point()) for each in tensors]
+        modes(name, function, tensors, of_learned, backend="triton", **options)
+
+    x, residual, weight, bias = tensor(64, 1024), tensor(64, 1024), tensor(1024), tensor(1024)
+    companion("layer_norm", flashtile.layer_norm, x, weight, bias)
+    companion("rms_norm", flashtile.rms_norm, x, weight)
+    companion("dropout_add_rms_norm", flashtile.dropout_add_rms_norm, x, residual, weight)
+    companion("rotary", flashtile.apply_rotary, plain[0], cos=tensor(128, 32), sin=tensor(128, 32))
     logits, labels = tensor(64, 1000), torch.zeros(64, dtype=torch.int64)
-    found["cross_entropy forward"] = lambda: flashtile.cross_entropy(logits, labels, backend="triton")
-    scores = tensor(2, 4, 64, 64)
-    found["softmax forward"] = lambda: flashtile.scaled_causal_softmax(scores, backend="triton")
+    companion("cross_entropy", flashtile.cross_entropy, logits, labels)
+    companion("softmax", flashtile.scaled_causal_softmax, tensor(2, 4, 64, 64))
     caches, query, lengths = tensor(2, 2, 512, 2, 64), tensor(2, 1, 4, 64), torch.tensor([9, 7], dtype=torch.int32)
     new = tensor(2, 1, 2, 64)
     found["kv_cache forward"] = lambda: flashtile.attention_with_kv_cache(
         query, *caches, k=new, v=new, cache_lengths=lengths, backend="triton"
     )
     return found
+
+
+def _learns(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def measure(words: list[str], rounds: int) -> dict[str, float]:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from backend_calls import HOPPER
 from flashtile._backends.launch import ABSENT, KernelSource, Parameter, Plan
+from flashtile._backends.launcher import with_absent
 from flashtile._backends.pipeline import Pipeline
 from flashtile._backends.tma import TmaTensor
 from flashtile.ops.attention import hopper as package
@@ -95,7 +96,7 @@ class EmulatedHopper:
         self.launched.append(name)
 
     def _launch_plan(self, plan: Plan, *given: Any) -> None:
-        self._launch(plan.source, plan.programs, *given, *plan.scalars)
+        self._launch(plan.source, plan.programs, *with_absent(plan.source, plan.scalars, given))
 
     def _launch(self, source: KernelSource, programs: int, *arguments: Any) -> None:
         function, names = source.function, source.names
@@ -116,8 +117,6 @@ class EmulatedHopper:
 def _parameter(name: str, of: str, multiple: int, argument: Any) -> Any:
     """What a kernel gets for a run-time argument, which must be what its compilation was promised."""
     if of == "constexpr":
-        # The side inputs are given whole, those that a kernel does not read among them.
-        assert not argument or "side." in name, f"{name} is compiled away, and is given"
         return None
     if of == _DESC:
         return argument
@@ -138,8 +137,7 @@ class _EmulatedTensor(TmaTensor):
 
     def maker(self) -> Callable[[int], tuple]:
         box, layout = self.box, self.layout
-        if box is None or layout is None:
-            return lambda address: (None,)
+        assert box is not None and layout is not None
         described = dtype_of(self.dtype), list(box), layout.shape, layout.strides
         return lambda address: (Descriptor(*described, address, nan_outside=layout.nan_outside),)
 

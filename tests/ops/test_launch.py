@@ -93,11 +93,11 @@ def test_a_plan_is_compiled_at_its_first_launch(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(launch, "make_launch", make_launch)
     plan = _plan(_PARAMETERS)
     assert not made
-    plan.launch(1024, None)
-    plan.launch(2048, None)
+    plan.launch(1024)
+    plan.launch(2048)
     assert made == [plan.source]
-    assert passed == [(5, 1024, None, 64, 5, 0.5, None), (5, 2048, None, 64, 5, 0.5, None)]
-    _plan(_PARAMETERS, programs=0).launch(1024, None)
+    assert passed == [(5, 1024, 64, 5, 0.5, None), (5, 2048, 64, 5, 0.5, None)]
+    _plan(_PARAMETERS, programs=0).launch(1024)
     assert len(made) == 1 and len(passed) == 2
 
 
@@ -130,10 +130,10 @@ def test_a_launch_is_one_call_of_the_driver(known: Launcher, monkeypatch: pytest
     monkeypatch.setattr(launch, "_loaded", lambda source, device: loaded)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    _plan(_PARAMETERS).launch(1024, None)
+    _plan(_PARAMETERS).launch(1024)
     taken = (1024, 64, 5, _HALF)
-    arguments = (*taken, *(0,) * 12) if known is Launcher.TYPED_FUNCTION else (taken,)
-    assert passed == [(5, 1, 1, 99, "function", *arguments)]
+    filling = (0,) * 12 if known is Launcher.TYPED_FUNCTION else ()
+    assert passed == [(5, 1, 1, 99, "function", *taken, *filling)]
 
 
 class _Compiled:
@@ -174,30 +174,35 @@ _DESCRIPTOR = "tensordesc<bf16[1, 64, 1, 64],layout[3, 4]>"
 
 
 @pytest.mark.parametrize(
-    "types, given, scalars, passed",
+    "types, given, scalars, words, all_arguments",
     [
-        (("*fp32", "constexpr", "*bf16", "i32"), ("x", None, "z"), (1,), ("x", "z", 1)),
-        (("constexpr", "*fp32", "i32", "constexpr"), (None, "y"), (1, None), ("y", 1)),
-        (("*fp32", "*fp32", "constexpr", "i32"), ("x", "y"), (None, 1), ("x", "y", 1)),
-        (("constexpr", "i32"), (None,), (1,), (1,)),
-        ((_DESCRIPTOR, "constexpr", "*fp32", "i32"), (*range(9), None, "y"), (1,), (*range(9), "y", 1)),
-        (("constexpr", _DESCRIPTOR, "fp32"), (None, *range(9)), (0.5,), (*range(9), _HALF)),
+        (("*fp32", "constexpr", "*bf16", "i32"), ("x", "z"), (1,), (1,), ("x", None, "z", 1)),
+        (("constexpr", "*fp32", "i32", "constexpr"), ("y",), (1, None), (1,), (None, "y", 1, None)),
+        (("*fp32", "*fp32", "constexpr", "i32"), ("x", "y"), (None, 1), (1,), ("x", "y", None, 1)),
+        (("constexpr", "i32"), (), (1,), (1,), (None, 1)),
+        ((_DESCRIPTOR, "constexpr", "*fp32", "fp32"), ("d", "y"), (0.5,), (_HALF,), ("d", None, "y", 0.5)),
     ],
 )
 def test_what_is_compiled_away_is_not_passed(
-    types: tuple, given: tuple, scalars: tuple, passed: tuple, monkeypatch: pytest.MonkeyPatch
+    types: tuple, given: tuple, scalars: tuple, words: tuple, all_arguments: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A descriptor is nine arguments: itself, and four sizes and strides. Zeros follow what the kernel takes where the
-    function is one of many."""
+    """Zeros follow what the kernel takes where the function is one of many."""
     _take(Launcher.GENERAL_FUNCTION, monkeypatch)
     source = launch.KernelSource(scale_kernel, types, (1,) * len(types), {}, 4)
-    pick, after = launch._passed(source, scalars)
-    assert (*pick(given), *after) == (passed,)
+    assert launch._words(source, scalars) == words
     _take(Launcher.TYPED_FUNCTION, monkeypatch)
-    pick, after = launch._passed(source, scalars)
-    filled = len(launch.launcher_types([of for of in types if of != "constexpr"]))
+    filled = len(launch.launcher_types(source.present_types))
     assert filled == 16
-    assert (*pick(given), *after) == (*passed, *(0,) * (filled - sum(of != "constexpr" for of in types)))
+    assert launch._words(source, scalars) == (*words, *(0,) * (filled - len(source.present_types)))
+    assert launcher.with_absent(source, scalars, given) == all_arguments
+    with pytest.raises(AssertionError, match="more is given than it takes"):
+        launcher.with_absent(source, scalars, (*given, None))
+
+
+def test_the_general_function_takes_arguments_as_one() -> None:
+    passed: list[tuple] = []
+    launcher._taking_one(lambda *a: passed.append(a), 5)(1, 2, 3, 4, "function", "x", "y")
+    assert passed == [(1, 2, 3, 4, "function", ("x", "y"))]
 
 
 def test_one_c_function_launches_kernels_of_other_types(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +219,7 @@ def test_one_c_function_launches_kernels_of_other_types(monkeypatch: pytest.Monk
 def test_floating_point_is_not_given_to_launches() -> None:
     source = launch.KernelSource(scale_kernel, ("*fp32", "*bf16", "fp32"), (1, 1, 1), {}, 4)
     with pytest.raises(AssertionError, match="the same for all launches"):
-        launch._passed(source, ())
+        launch._words(source, ())
 
 
 class Rows(NamedTuple):
@@ -255,8 +260,7 @@ def test_a_named_tuple_of_parameters_is_as_many_parameters(monkeypatch: pytest.M
     assert source.constants == {"BLOCK": 64, "x.bias_ptr": None, "x.WIDTH": 60, "shift": None}
     assert source.constant_names == ["BLOCK"]
     assert _grouped_plan().scalars == (5, 64, 60, 0.5, None)
-    pick, after = launch._passed(source, _grouped_plan().scalars)
-    assert (*pick((1024, None)), *after) == (1024, 5, 64, _HALF, *(0,) * 12)
+    assert launch._words(source, _grouped_plan().scalars) == (5, 64, _HALF, *(0,) * 12)
     assert source.nested("abcdefg") == {"x": Rows(*"abcde"), "factor": "f", "shift": "g"}
 
 
@@ -288,7 +292,7 @@ def plain_kernel(x_ptr, bias_ptr, rows, stride_x_row, factor, shift, BLOCK: tl.c
 @pytest.mark.skipif("not devices.interpreting()", reason="needs TRITON_INTERPRET=1")
 def test_the_interpreter_runs_a_plan_with_a_named_tuple() -> None:
     x = torch.ones(5, 64)
-    _grouped_plan().launch(launch.pointer(x), launch.pointer(None))
+    _grouped_plan().launch(launch.pointer(x))
     assert (x[:, :60] == 5.5).all() and (x[:, 60:] == 1).all()
 
 
@@ -347,8 +351,9 @@ def test_another_launcher_is_given_tuples_and_constants(monkeypatch: pytest.Monk
     passed: list[tuple] = []
     compiled = SimpleNamespace(run=lambda *each: passed.append(each), function="f", packed_metadata="m")
     _take(Launcher.OBJECT, monkeypatch)
-    enqueue, before, _ = launch._entry(compiled, _grouped_plan().source)
-    enqueue(5, 1, 1, 99, *before, 1024, None, 5, 64, 60, 0.5, None)
+    plan = _grouped_plan()
+    run, before, _ = launch._entry(compiled, plan.source)
+    launcher.with_all_arguments(run, plan.source, plan.scalars)(5, 1, 1, 99, *before, 1024)
     assert passed == [(5, 1, 1, 99, "f", "m", None, None, None, (1024, None, 5, 64, 60), 0.5, None, 64)]
 
 
@@ -415,5 +420,5 @@ def test_the_driver_reads_what_tritons_own_launcher_would_give_it(tmp_path: Path
 @pytest.mark.skipif("not devices.interpreting()", reason="needs TRITON_INTERPRET=1")
 def test_the_interpreter_runs_a_plan() -> None:
     x = torch.ones(5, 64)
-    _plan(_PARAMETERS).launch(launch.pointer(x), launch.pointer(None))
+    _plan(_PARAMETERS).launch(launch.pointer(x))
     assert (x[:, :60] == 5.5).all() and (x[:, 60:] == 1).all()

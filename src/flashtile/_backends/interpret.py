@@ -6,9 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 
 from flashtile._backends import observe
+from flashtile._backends.launcher import with_absent
 
 
 def interpreted(source: Any, programs: int, scalars: tuple[Any, ...], range_name: str) -> Callable[..., None]:
@@ -16,7 +18,7 @@ def interpreted(source: Any, programs: int, scalars: tuple[Any, ...], range_name
     _keep_comparisons_bool()
 
     def launch(*given: Any) -> None:
-        values = dict(zip(source.names, (*given, *scalars)))
+        values = dict(zip(source.names, map(_as_bytes, with_absent(source, scalars, given))))
         in_groups = {name for name in values if "." in name}
         values |= {name: source.constants[name] for name, of in zip(source.names, source.types) if of == "constexpr"}
         # A field that is a constant has no annotation to say so.
@@ -30,6 +32,12 @@ def interpreted(source: Any, programs: int, scalars: tuple[Any, ...], range_name
             source.function[(programs,)](**source.nested(tuple(values.values())), **constants)
 
     return launch
+
+
+def _as_bytes(argument: Any) -> Any:
+    """A mask as kernels read it: the interpreter takes the dtype from the tensor."""
+    is_mask = isinstance(argument, torch.Tensor) and argument.dtype is torch.bool
+    return argument.view(torch.uint8) if is_mask else argument
 
 
 @functools.cache

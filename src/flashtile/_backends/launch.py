@@ -18,8 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -34,7 +33,6 @@ from flashtile._backends.devices import DeviceFacts, device_facts, interpreting,
 from flashtile._backends.interpret import interpreted
 from flashtile._backends.launcher import (
     Launcher,
-    arguments_of,
     direct,
     filling,
     launcher,
@@ -80,7 +78,7 @@ class Parameter(NamedTuple):
     value: Any = GIVEN
 
 
-#: A parameter that a specialisation does not use. A launch is given something in its place.
+#: A parameter that a specialisation does not use.
 ABSENT = Parameter("constexpr")
 
 
@@ -137,7 +135,7 @@ class KernelSource(NamedTuple):
             fields of a parameter that is a NamedTuple count as parameters, and its constants among them as run-time
             parameters of type "constexpr".
         types: type of each run-time parameter, in order: "*bf16", "i32", "fp32", ...; "constexpr" for one that this
-            specialisation does not use: its constant is None, and so is what a launch passes in its place.
+            specialisation does not use: its constant is None, and launches pass nothing in its place.
         multiples: for each run-time parameter, a power of two that divides it (bytes for pointers).
         constants: value of each parameter that is a constant or not used, by name.
         num_warps: warps per program.
@@ -174,9 +172,10 @@ class KernelSource(NamedTuple):
         constants = set(self.constant_names)
         return {name: _nested(groups.get(name), rest) for name in self.function.arg_names if name not in constants}
 
-    def present(self) -> tuple[int, ...]:
-        """Which run-time parameters a launch passes on: all but those that are compiled away."""
-        return tuple(index for index, of in enumerate(self.types) if of != "constexpr")
+    @property
+    def present_types(self) -> list[str]:
+        """Types of the run-time parameters that launches pass on: all but those that are compiled away."""
+        return [of for of in self.types if of != "constexpr"]
 
 
 #: Describes a parameter that is a NamedTuple: the same NamedTuple of parameters, of values that are constants, and of
@@ -262,6 +261,7 @@ def flattened(parameters: Mapping[str, Parameter | Group]) -> dict[str, Paramete
 
 class Plan:
     """A launch without what differs from call to call: `plan.launch(*given)`, where tensors are as `pointer` has them.
+    It is given the run-time parameters that the plan has no value of, but for those that are compiled away.
 
     The kernel is compiled at the first launch, unless Triton's disk cache has it.
 
@@ -396,45 +396,36 @@ def make_launch(
     source: KernelSource, programs: int, scalars: tuple[Any, ...], device: torch.device
 ) -> Callable[..., None]:
     """A function `launch(*given)` that enqueues so many programs of a kernel on the device's current stream."""
+    name = _RANGE + source.function.__name__
     if interpreting():
         observe.log_kernel(source, device)
-        return interpreted(source, programs, scalars, _RANGE + source.function.__name__)
+        return interpreted(source, programs, scalars, name)
     function, before, _ = _loaded(source, device)
-    of_object = launcher() is Launcher.OBJECT
-    pick, after = (operator.itemgetter(slice(None)), scalars) if of_object else _passed(source, scalars)
+    if launcher() is Launcher.OBJECT:
+        function, after = with_all_arguments(function, source, scalars), ()
+    else:
+        after = _words(source, scalars)
     index = device.index
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    always_named, profiling, range_name = observe.NVTX, observe.profiling, _RANGE + source.function.__name__
+    always_named, profiling = observe.NVTX, observe.profiling
 
     def launch(*given: Any) -> None:
         if current_device() == index and not (always_named or profiling()):
-            function(programs, 1, 1, current_stream(index), *before, *pick(given), *after)
+            function(programs, 1, 1, current_stream(index), *before, *given, *after)
         else:
-            with torch.cuda.device(index), observe.named(range_name):
-                function(programs, 1, 1, current_stream(index), *before, *pick(given), *after)
+            with torch.cuda.device(index), observe.named(name):
+                function(programs, 1, 1, current_stream(index), *before, *given, *after)
 
     return launch
 
 
-def _passed(source: KernelSource, scalars: tuple[Any, ...]) -> tuple[Callable[[tuple], tuple], tuple[Any, ...]]:
-    """The arguments of a C function: a function that picks some of those of a launch, and the scalars; the general
-    function takes all as one. It would take 0.4 µs to read past constants and parameters that are compiled away."""
-    places = [of for of in source.types for _ in range(arguments_of(of))]
-    given = len(places) - len(scalars)
-    assert "fp32" not in places[:given], f"{source.function.__name__}: float32 numbers are the same for all launches"
-    present = [place for place, of in enumerate(places) if of != "constexpr"]
-    picked = [place for place in present if place < given]
-    consecutive = len(picked) < 2 or picked[-1] - picked[0] == len(picked) - 1
-    first = picked[0] if picked else 0
-    pick = operator.itemgetter(*([slice(first, first + len(picked))] if consecutive else picked))
-    after = (*(word(places[place], scalars[place - given]) for place in present if place >= given),)
-    if launcher() is Launcher.GENERAL_FUNCTION:
-        return lambda given: ((*pick(given), *after),), ()
-    return pick, (*after, *(0,) * filling(_present_types(source)))
-
-
-def _present_types(source: KernelSource) -> list[str]:
-    return [source.types[index] for index in source.present()]
+def _words(source: KernelSource, scalars: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What follows the given arguments in a call of a C function: it would take 0.4 µs to read past constants and
+    parameters that are compiled away."""
+    first = len(source.types) - len(scalars)
+    assert "fp32" not in source.types[:first], f"{source.function.__name__}: float32 is the same for all launches"
+    present = [(of, value) for of, value in zip(source.types[first:], scalars) if of != "constexpr"]
+    return *(word(of, value) for of, value in present), *(0,) * filling(source.present_types)
 
 
 class LoadedKernel(NamedTuple):
@@ -475,22 +466,25 @@ def _loaded(source: KernelSource, device: torch.device) -> LoadedKernel:
 def _entry(compiled: CompiledKernel, source: KernelSource) -> LoadedKernel:
     """Loads a kernel, for what `launcher` says that a launch calls."""
     if launcher() is not Launcher.OBJECT:
-        compiled.src.signature = dict(enumerate(launcher_types(_present_types(source))))
+        compiled.src.signature = dict(enumerate(launcher_types(source.present_types)))
         return LoadedKernel(*direct(compiled), compiled)
     run = compiled.run  # loads the binary
     before = compiled.function, compiled.packed_metadata, None, None, None
-    return LoadedKernel(with_all_arguments(run, source), before, compiled)
+    return LoadedKernel(run, before, compiled)
 
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _addresses(*tensors: Tensor | None) -> list[int]:
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+def _addresses(tensors: Iterable[Tensor | None]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
 
-#: The form in which `launch` takes a tensor or None: its address, or itself for the interpreter.
+#: The form in which `launch` takes a tensor: its address, or itself for the interpreter. None is for a kernel whose
+#: constants say that there is no tensor.
 pointer: Callable[[Tensor | None], Any] = (lambda tensor: tensor) if interpreting() else _address
-#: The same of several, in less time.
-pointers: Callable[..., Any] = (lambda *tensors: tensors) if interpreting() else _addresses
+#: The same of several. None stands for one that the specialisation does not have, and is left out.
+pointers: Callable[[Iterable[Tensor | None]], list[Any]] = (
+    (lambda tensors: [tensor for tensor in tensors if tensor is not None]) if interpreting() else _addresses
+)

@@ -48,11 +48,6 @@ _NEWEST_KNOWN = 3, 9
 _TOGETHER = 16
 
 
-def arguments_of(of: str) -> int:
-    """Arguments for a parameter: of a descriptor, which is given encoded, itself, its shape and its strides."""
-    return 1 + 2 * (of[: of.index("]")].count(",") + 1) if of.startswith("tensordesc") else 1
-
-
 def filling(types: Sequence[str]) -> int:
     """How many zeros follow the arguments of these parameters."""
     return -len(types) % _TOGETHER if launcher() is Launcher.TYPED_FUNCTION else 0
@@ -80,7 +75,7 @@ _loading = threading.Lock()
 
 def direct(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """The C function that launches a kernel, which was compiled for `launcher_types`: `function(programs, 1, 1, stream,
-    *before, *arguments)`, and what `before` is. The general function takes the arguments as one."""
+    *before, *arguments)`, and what `before` is."""
     with _loading:
         run = compiled.run  # loads the binary
     function, metadata = compiled.function, compiled.packed_metadata
@@ -89,7 +84,17 @@ def direct(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
     if launcher() is Launcher.TYPED_FUNCTION:
         return _unwrapped(run.launch), (function, *flags, *scratch, metadata, None, *hooks)
     types = run.arg_annotations, run.kernel_signature
-    return triton.runtime.driver.active.utils.launch, (function, *flags, metadata, None, *hooks, *scratch, *types)
+    before = function, *flags, metadata, None, *hooks, *scratch, *types
+    return _taking_one(triton.runtime.driver.active.utils.launch, 4 + len(before)), before
+
+
+def _taking_one(launch: Callable[..., None], others: int) -> Callable[..., None]:
+    """The general function takes the arguments of a kernel as one, behind so many others."""
+
+    def enqueue(*passed: Any) -> None:
+        launch(*passed[:others], passed[others:])
+
+    return enqueue
 
 
 def _unwrapped(launch: Callable[..., None]) -> Callable[..., None]:
@@ -98,7 +103,17 @@ def _unwrapped(launch: Callable[..., None]) -> Callable[..., None]:
     return wrapped.get("launcher", launch)
 
 
-def with_all_arguments(run: Callable[..., None], source: Any) -> Callable[..., None]:
+def with_absent(source: Any, scalars: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All run-time arguments of a kernel, a `launch.KernelSource`: None for those that are compiled away and not
+    given."""
+    rest = iter(given)
+    types = source.types[: len(source.types) - len(scalars)]
+    arguments = (*[None if of == "constexpr" else next(rest) for of in types], *scalars)
+    assert not [*rest], f"{source.function.__name__}: more is given than it takes"
+    return arguments
+
+
+def with_all_arguments(run: Callable[..., None], source: Any, scalars: tuple[Any, ...]) -> Callable[..., None]:
     """Passes on what Triton's launcher object takes for a kernel, a `launch.KernelSource`: tuples for NamedTuples, and
     the constants."""
     constants = [source.constants[name] for name in source.constant_names]
@@ -106,6 +121,7 @@ def with_all_arguments(run: Callable[..., None], source: Any) -> Callable[..., N
     others = 4 + 5  # before the arguments
 
     def enqueue(*passed: Any) -> None:
-        run(*passed[:others], *placed(places, passed[others:]), *constants)
+        arguments = with_absent(source, scalars, passed[others:])
+        run(*passed[:others], *placed(places, arguments), *constants)
 
     return enqueue

@@ -21,9 +21,6 @@ from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import GIVEN, KernelSource, Plan, flattened, make_plan, pointer, specialise
 from flashtile._backends.tma import TmaTensor, joined
 
-#: Stands for the address of a buffer that a call does not have.
-_NOTHING = ""
-
 
 class Kernel(NamedTuple):
     """A kernel of a pass.
@@ -47,10 +44,10 @@ class Kernel(NamedTuple):
     max_registers: int | None = None
 
     @property
-    def moved(self) -> dict[str, TmaTensor]:
-        """The tensors that TMA moves, by parameter, in order."""
-        given = ((name, self.parameters.get(name)) for name in self.function.arg_names)
-        return {name: of for name, of in given if isinstance(of, TmaTensor)}
+    def moved(self) -> list[TmaTensor]:
+        """The tensors that TMA moves, in the order of their parameters; those that this specialisation has."""
+        given = map(self.parameters.get, self.function.arg_names)
+        return [of for of in given if isinstance(of, TmaTensor) and of.box is not None]
 
     @property
     def described(self) -> dict[str, Any]:
@@ -70,17 +67,13 @@ class Kernel(NamedTuple):
             num_warps=self.num_warps, num_stages=self.num_stages, max_registers=self.max_registers, outputs=outputs,
         )  # fmt: skip
 
-    def pointers(self) -> dict[str, str]:
-        """For each parameter behind the descriptors that every launch is given, its buffer; `_NOTHING` for one that
-        this specialisation does not have."""
-        moved = self.moved
-        names = [name for name in self.function.arg_names if name not in self.constants and name not in moved]
-        given = {
-            name: of
-            for name, of in flattened({name: self.parameters[name] for name in names}).items()
-            if of.value is GIVEN
-        }
-        return {name: _NOTHING if of.type == "constexpr" else self._buffer(name) for name, of in given.items()}
+    def pointers(self) -> list[str]:
+        """The buffers whose addresses every launch is given, behind the descriptors."""
+        names = [name for name in self.function.arg_names if name not in self.constants]
+        described = {name: self.parameters[name] for name in names}
+        given = {name: of for name, of in described.items() if not isinstance(of, TmaTensor)}
+        present = (name for name, of in flattened(given).items() if of.value is GIVEN and of.type != "constexpr")
+        return [self._buffer(name) for name in present]
 
     def _buffer(self, parameter: str) -> str:
         name = parameter.rpartition(".")[2]
@@ -144,7 +137,7 @@ class Pipeline:
         self.scratch = None if scratch is None else Scratch(**scratch)
         layouts = [*self.outputs.values(), *([] if self.scratch is None else [self.scratch.layout])]
         absent = {name for name, size in (scratch or {}).items() if not size}
-        names = [*given, *self.outputs, *(scratch or {}), _NOTHING]
+        names = [*given, *self.outputs, *(scratch or {})]
         places = {name: place for place, name in enumerate(names) if name not in absent}
         launched = {name: kernel for name, kernel in kernels.items() if kernel.programs}
         self.launches = tuple(self.plans[name] for name in launched)
@@ -172,10 +165,10 @@ def _runner(
         for place in zeroed:
             made[place].zero_()
         if scratch is None:
-            addresses = (*given, *map(_POINTER, made), None)
+            addresses = (*given, *map(_POINTER, made))
         else:
             *outputs, buffer = map(_POINTER, made)
-            addresses = (*given, *outputs, *scratch.addresses(buffer), None)
+            addresses = (*given, *outputs, *scratch.addresses(buffer))
         for plan, make, of_moved, of_pointers, repeated in steps:
             if make is not None:
                 plan.launch(*make(*of_moved(addresses)), *of_pointers(addresses))
@@ -195,14 +188,14 @@ def _single_runner(allocate: Callable[[], list[Tensor]], step: _Step) -> Callabl
 
         def run_pointers(*given: Any) -> list[Tensor]:
             made = allocate()
-            plan.launch(*of_pointers((*given, *map(_POINTER, made), None)))
+            plan.launch(*of_pointers((*given, *map(_POINTER, made))))
             return made
 
         return run_pointers
 
     def run_moved(*given: Any) -> list[Tensor]:
         made = allocate()
-        addresses = (*given, *map(_POINTER, made), None)
+        addresses = (*given, *map(_POINTER, made))
         plan.launch(*make(*of_moved(addresses)), *of_pointers(addresses))
         return made
 
@@ -211,17 +204,16 @@ def _single_runner(allocate: Callable[[], list[Tensor]], step: _Step) -> Callabl
 
 def _step(kernel: Kernel, plan: Plan, places: Mapping[str, int], repeated: int | None) -> _Step:
     pointers, moved = kernel.pointers(), kernel.moved
-    present = [of.buffer for of in moved.values() if of.box is not None]
-    unknown = {*pointers.values(), *present} - places.keys()
+    unknown = {*pointers, *(of.buffer for of in moved)} - places.keys()
     if unknown:
         raise TypeError(
             f"{kernel.function.__name__}: expected buffers of its pipeline, got {', '.join(sorted(unknown))}; name the "
             "buffer of each parameter in Kernel.buffers"
         )
-    buffers = {buffer: places[buffer] for buffer in present}
-    makers = [(of.maker(), None if of.box is None else list(buffers).index(of.buffer)) for of in moved.values()]
-    of_pointers = _picker([places[of] for of in pointers.values()])
-    return _Step(plan, joined(makers) if makers else None, _picker([*buffers.values()]), of_pointers, repeated)
+    buffers = list(dict.fromkeys(of.buffer for of in moved))
+    make = joined([(of.maker(), buffers.index(of.buffer)) for of in moved]) if moved else None
+    of_moved, of_pointers = _picker([places[of] for of in buffers]), _picker([places[of] for of in pointers])
+    return _Step(plan, make, of_moved, of_pointers, repeated)
 
 
 def _picker(places: Sequence[int]) -> Callable[[tuple], tuple]:

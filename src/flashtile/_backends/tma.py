@@ -109,18 +109,17 @@ class TmaTensor(NamedTuple):
 
     def maker(self) -> Callable[[int], tuple]:
         """What makes the descriptor from an address."""
-        if self.box is None or self.layout is None:
-            return lambda address: (None,)
+        assert self.box is not None and self.layout is not None, f"{self.buffer}: nothing moves it"
         return descriptor_maker(self.dtype, self.box, self.layout, self.swizzled)
 
 
-def joined(makers: Sequence[tuple[Callable[[int], tuple], int | None]]) -> Callable[..., tuple]:
+def joined(makers: Sequence[tuple[Callable[[int], tuple], int]]) -> Callable[..., tuple]:
     """A function from the addresses of several tensors to all that makers make, each of the address whose number
-    stands beside it, or of none."""
+    stands beside it."""
 
     @functools.lru_cache(maxsize=64)
     def make(*addresses: int) -> tuple:
-        return tuple(part for maker, number in makers for part in maker(0 if number is None else addresses[number]))
+        return tuple(part for maker, number in makers for part in maker(addresses[number]))
 
     return make
 

@@ -2028,15 +2028,17 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     launched = {}
 
     def make_launch(source: KernelSource, programs: int, scalars: tuple[Any, ...], device: torch.device):
-        widths = [_arguments_of(of) for of in source.types]
+        first_scalar = len(source.types) - len(scalars)
+        of_given = dict(zip(source.names[:first_scalar], source.types))
+        names = [name for name, of in of_given.items() if of != "constexpr"]
+        widths = [_arguments_of(of_given[name]) for name in names]
         kernel = source.function.__name__.removeprefix("attention_").removesuffix("_kernel")
 
         def launch(*given) -> None:
-            passed = (*given, *scalars)
-            assert len(passed) == sum(widths)
+            assert len(given) == sum(widths)
             starts = itertools.accumulate(widths, initial=0)
-            firsts = {name: passed[start] for name, start, _ in zip(source.names, starts, widths)}
-            launched[kernel] = {name: first for name, first in firsts.items() if first is not None}
+            launched[kernel] = {name: given[start] for name, start, _ in zip(names, starts, widths)}
+            launched[kernel] |= {name: of for name, of in zip(source.names[first_scalar:], scalars) if of is not None}
 
         return launch
 

@@ -90,8 +90,9 @@ def launched() -> Any:
         def record(*given: Any) -> None:
             assert 0 < programs < 2**31
             rest, by_name = [*given, *scalars], {}
-            for name, of, multiple in zip(names, source.types, source.multiples, strict=False):
-                by_name[name] = value = rest.pop(0)
+            of_given = len(names) - len(scalars)
+            for place, (name, of, multiple) in enumerate(zip(names, source.types, source.multiples, strict=True)):
+                by_name[name] = value = None if of == "constexpr" and place < of_given else rest.pop(0)
                 if of == "constexpr" or (name == "counter_ptr" and value is None):
                     continue
                 if of.startswith("tensordesc"):

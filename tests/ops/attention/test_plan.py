@@ -368,7 +368,8 @@ def test_prepared_launches_pass_what_others_pass(
     made_again, gradients_again = prepared(q, k, v, ()), prepared_backward(inputs, ())
     renamed = {new.data_ptr(): old.data_ptr() for new, old in zip(made_again, made)}
     renamed |= {new.data_ptr(): old.data_ptr() for new, old in zip(gradients_again[:3], gradients[:3])}
-    renamed[launched[4][2][7]] = launched[1][2][7]  # the statistics
+    statistics = 6 + has_dlse
+    renamed[launched[4][2][statistics]] = launched[1][2][statistics]
     for earlier, (source, programs, given, scalars) in zip(launched[:3], launched[3:], strict=True):
         assert earlier == (source, programs, tuple(renamed.get(each, each) for each in given), scalars)
     backend_launch.clear_plans()

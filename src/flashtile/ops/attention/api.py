@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, overload
 from torch import Tensor
 
 from flashtile.ops.attention import calls, checks, repeated
-from flashtile.ops.attention.arguments import Aux, side_tensors
+from flashtile.ops.attention.arguments import side_tensors
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.canonical import (
     DENSE_LAYOUT,
@@ -172,16 +172,16 @@ def attention(
         and return_max_scores is False
     )  # fmt: skip
     # A call may be like an earlier one.
-    given: Aux = ()
+    given = present = ()
     key = repeated.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
     if key is not None and not plain:
         single = None, None, key_lengths, dropout_seed, bias, mask, alibi_slopes, sinks
         others = dropout_p, return_max_scores, None, None
         descales = descale_q, descale_k, descale_v
-        key, given = repeated.key_with_aux(key, q, single, descales, block_mask, score_mod, others)
-    if key is not None and (call := repeated.found(key, q, k, v, given)) is not None:
+        key, given, present = repeated.key_with_aux(key, q, single, descales, block_mask, score_mod, others)
+    if key is not None and (call := repeated.found(key, q, k, v, present)) is not None:
         out_only = not (return_lse or return_max_scores)
-        return _returned(run_repeated(q, k, v, given, call, out_only), return_lse, return_max_scores)
+        return _returned(run_repeated(q, k, v, present, call, out_only), return_lse, return_max_scores)
     q, k, v = checked_qkv(q, k, v, DENSE_LAYOUT, eight_bits=True)
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, q.shape[0], q.device, "one length for each batch entry")
@@ -198,9 +198,8 @@ def attention(
     if return_max_scores:
         spec = spec._replace(returns_max_scores=True)
     if key is not None and (call := repeated.new_call(key, q, k, v, given, side, spec, backend)) is not None:
-        results = run_resolved(
-            q, k, v, side_tensors(side) if given else (), call, not (return_lse or return_max_scores)
-        )
+        aux = [tensor for tensor in side_tensors(side) if tensor is not None]
+        results = run_resolved(q, k, v, aux, call, not (return_lse or return_max_scores))
     else:
         results = run_attention(q, k, v, side, spec, backend)
     return _returned(results, return_lse, return_max_scores)
@@ -333,16 +332,16 @@ def attention_varlen(
             max_seqlen_q=max_seqlen_q, causal=causal, window=window, scale=scale, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse, backend=backend,
         )  # fmt: skip
-    given: Aux = ()
+    given = present = ()
     key = repeated.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
     if key is not None:
         single = cu_seqlens_q, cu_seqlens_k, key_lengths, dropout_seed, bias, mask, alibi_slopes, sinks
         others = dropout_p, return_max_scores, max_seqlen_q, max_seqlen_k
         descales = descale_q, descale_k, descale_v
-        key, given = repeated.key_with_aux(key, q, single, descales, block_mask, score_mod, others)
-    if key is not None and (call := repeated.found(key, q, k, v, given)) is not None:
+        key, given, present = repeated.key_with_aux(key, q, single, descales, block_mask, score_mod, others)
+    if key is not None and (call := repeated.found(key, q, k, v, present)) is not None:
         out_only = not (return_lse or return_max_scores)
-        return _returned(run_repeated(q, k, v, given, call, out_only), return_lse, return_max_scores)
+        return _returned(run_repeated(q, k, v, present, call, out_only), return_lse, return_max_scores)
     q, k, v = checked_qkv(q, k, v, PACKED_LAYOUT, eight_bits=True)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
@@ -376,7 +375,8 @@ def attention_varlen(
     if return_max_scores:
         spec = spec._replace(returns_max_scores=True)
     if key is not None and (call := repeated.new_call(key, q, k, v, given, side, spec, backend)) is not None:
-        results = run_resolved(q, k, v, side_tensors(side), call, not (return_lse or return_max_scores))
+        aux = [tensor for tensor in side_tensors(side) if tensor is not None]
+        results = run_resolved(q, k, v, aux, call, not (return_lse or return_max_scores))
     else:
         results = run_attention(q, k, v, side, spec, backend)
     return _returned(results, return_lse, return_max_scores)

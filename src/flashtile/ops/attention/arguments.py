@@ -47,10 +47,8 @@ LEARNED = tuple(SideInputs._fields.index(name) for name in Wanted._fields[:-1])
 #: The side inputs that are a tensor each, in the order of `side_tensors`; captured tensors follow there.
 SINGLE = tuple(name for name in SideInputs._fields[:-1] if name not in ("max_seqlen_q", "max_seqlen_k"))
 
-#: The tensors of a call beside q, k and v, as `side_tensors` has them; empty where there are none.
-Aux = tuple[Any, ...]
-#: The values that a backward needs beside the tensors: max_seqlens, the spec, and which side inputs want gradients.
-Scalars = tuple[tuple[int, int], AttentionSpec, Wanted]
+#: The tensors of a call beside q, k and v, in the order of `side_tensors`; those that there are.
+Aux = tuple[Tensor, ...]
 
 
 def side_tensors(side: SideInputs) -> tuple[Tensor | None, ...]:
@@ -65,6 +63,32 @@ def saved_side(saved: Sequence[Tensor | None], max_seqlens: tuple[int, int]) -> 
         return SideInputs(None, None, *max_seqlens)
     rest: list[Any] = [*saved[2 : SIDE - 3], tuple(saved[SIDE - 3 :])]
     return SideInputs(saved[0], saved[1], *max_seqlens, *rest)
+
+
+class AuxForm(NamedTuple):
+    """What a call's side inputs are but for the tensors.
+
+    Attributes:
+        places: where each tensor of `Aux` is in `side_tensors`.
+        max_seqlens: as in `SideInputs`.
+    """
+
+    places: tuple[int, ...]
+    max_seqlens: tuple[int, int]
+
+    @classmethod
+    def from_side(cls, side: SideInputs) -> AuxForm:
+        places = (place for place, tensor in enumerate(side_tensors(side)) if tensor is not None)
+        return cls(tuple(places), (side.max_seqlen_q, side.max_seqlen_k))
+
+    def side(self, aux: Sequence[Tensor]) -> SideInputs:
+        """The side inputs with these tensors."""
+        if not aux:
+            return SideInputs(None, None, *self.max_seqlens)
+        tensors: list[Tensor | None] = [None] * max(len(SINGLE), self.places[-1] + 1)
+        for place, tensor in zip(self.places, aux, strict=True):
+            tensors[place] = tensor
+        return saved_side(tensors, self.max_seqlens)
 
 
 def flat(side: SideInputs, scalars: Sequence, backend: str) -> tuple:

@@ -19,14 +19,11 @@ from flashtile.ops.attention.arguments import (
     LEARNED,
     SIDE,
     SIDE_SCHEMA,
-    SINGLE,
     SINGLE_SIDE_SCHEMA,
     SINGLE_WANTED_SCHEMA,
     SPEC,
     SPEC_SCHEMA,
     WANTED_SCHEMA,
-    Aux,
-    Scalars,
     flat,
     saved_side,
     side_tensors,
@@ -38,7 +35,6 @@ from flashtile.ops.attention.derivatives import DifferentiableBackward
 from flashtile.ops.attention.repeated import RepeatedCall
 from flashtile.ops.attention.sharded import run_sharded
 from flashtile.ops.attention.spec import (
-    NOTHING_WANTED,
     AttentionSpec,
     Gradients,
     SideInputs,
@@ -71,9 +67,6 @@ _backward_op = torch.ops.flashtile.attention_backward.default
 
 #: What autograd keeps of a call without side inputs; with some, all of these follow.
 _SAVED_OF_PLAIN = ("q", "k", "v", "out", "lse")
-#: Where the single side inputs that may learn are among those.
-_LEARNED_OF_SINGLE = tuple(SINGLE.index(name) for name in Wanted._fields[:-1])
-
 # Gradients that a backward has of single tensors.
 _SINGLE_GRADIENTS = len(Gradients._fields) - 1
 
@@ -99,17 +92,18 @@ def run_attention(
 
 
 def run_repeated(
-    q: Tensor, k: Tensor, v: Tensor, given: Aux, call: RepeatedCall, out_only: bool
+    q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], call: RepeatedCall, out_only: bool
 ) -> Tensor | tuple[Tensor, ...]:
     """Runs a call that has a key (`repeated.key_of`), recorded by autograd where a gradient is wanted. Returns out
-    alone, or what `run_attention` does. `given`: its tensors beside q, k and v."""
-    return run_resolved(q, k, v, call.aux(given, q) if given else (), call, out_only)
+    alone, or what `run_attention` does. `given`: the tensors that it was given beside q, k and v."""
+    aux = given if call.resolutions is None else call.aux(given, q)
+    return run_resolved(q, k, v, aux, call, out_only)
 
 
 def run_resolved(
-    q: Tensor, k: Tensor, v: Tensor, aux: Aux, call: RepeatedCall, out_only: bool
+    q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], call: RepeatedCall, out_only: bool
 ) -> Tensor | tuple[Tensor, ...]:
-    """The same from the side inputs of the call."""
+    """The same from the side inputs of the call that there are."""
     if call.requires_grad and torch.is_grad_enabled():
         return (_apply_repeated_out if out_only else _apply_repeated)(q, k, v, call, *aux)
     results = call.forward(q, k, v, aux)
@@ -192,12 +186,12 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse, *of_max_scores):
         saved = ctx.saved_tensors
         max_seqlens, spec, backend, other_arguments = ctx.scalars
-        captured = len(saved) - len(_SAVED_OF_PLAIN) - len(SINGLE) if len(saved) > len(_SAVED_OF_PLAIN) else 0
-        wanted = Wanted(captured=(False,) * captured) if captured else NOTHING_WANTED
+        side = saved_side(saved[len(_SAVED_OF_PLAIN) :], max_seqlens)
+        wanted = Wanted(captured=(False,) * len(side.captured))
         if other_arguments > 3:
             needs = ctx.needs_input_grad[3:]
             wanted = Wanted(*(needs[index] for index in LEARNED), tuple(needs[SPEC + 1 :]))
-        grads = _gradients_of(dout, dlse, saved, (max_seqlens, spec, wanted), backend)
+        grads = _gradients_of((dout, dlse, *saved[: len(_SAVED_OF_PLAIN)]), side, spec, wanted, backend)
         if other_arguments <= 3:
             return grads.q, grads.k, grads.v, *(None,) * other_arguments
         others: list[Tensor | None] = [None] * (SPEC + 1)
@@ -207,15 +201,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _gradients_of(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    saved: Sequence[Tensor],
-    scalars: Scalars,
-    backend: str,
+    given: Sequence[Tensor | None], side: SideInputs, spec: AttentionSpec, wanted: Wanted, backend: str
 ) -> Gradients:
-    """The gradients of a recorded call, however PyTorch asks for them. `saved`: as `_save` keeps it."""
-    (max_seqlens, spec, wanted), (q, k, v, out, lse, *rest) = scalars, saved
-    side = saved_side(rest, max_seqlens)
+    """The gradients of a recorded call, however PyTorch asks for them. `given`: `BackwardInputs`, dout may be None."""
+    dout, dlse, q, k, v, out, lse = given
     if dout is None:
         dout = torch.zeros_like(out)
     tensors = (dout, dlse, q, k, v, out, lse)
@@ -242,8 +231,7 @@ def _gradients_of(
 
 
 class _RepeatedAttention(torch.autograd.Function):
-    """Attention of a `RepeatedCall`, recorded for the backward pass. Its side inputs follow it, None for each that it
-    has not, or nothing where it has none."""
+    """Attention of a `RepeatedCall`, recorded for the backward pass. The side inputs that there are follow it."""
 
     @staticmethod
     def forward(ctx, q, k, v, call, *aux):
@@ -261,13 +249,10 @@ class _RepeatedAttention(torch.autograd.Function):
         if dout is not None and dispatch.undisturbed() and not torch.is_grad_enabled():
             grads = call.backward(dout, dlse, *saved)
         if grads is None:
-            grads = _gradients_of(dout, dlse, saved, call.scalars, call.backend)
-        if len(saved) == len(_SAVED_OF_PLAIN):
-            return grads[0], grads[1], grads[2], None
-        others = [None] * (1 + len(SINGLE))
-        for place, grad in zip(_LEARNED_OF_SINGLE, grads[3:-1]):
-            others[1 + place] = grad
-        return grads[0], grads[1], grads[2], *others, *grads[-1]
+            side = call.form.side(saved[len(_SAVED_OF_PLAIN) :])
+            given = dout, dlse, *saved[: len(_SAVED_OF_PLAIN)]
+            grads = _gradients_of(given, side, call.backward_spec, call.wanted, call.backend)
+        return grads[0], grads[1], grads[2], None, *call.aux_gradients(grads)
 
 
 class _RepeatedAttentionOut(_RepeatedAttention):

@@ -8,7 +8,8 @@ and its launches. The host's time of a repeated call is that of a look-up, the o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+import operator
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from flashtile._backends import together
 from flashtile.ops.attention import checks, select
-from flashtile.ops.attention.arguments import SINGLE, Aux, Scalars, saved_side, side_tensors
+from flashtile.ops.attention.arguments import SINGLE, Aux, AuxForm, saved_side, side_tensors
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.calls import (
     backward_plans,
@@ -50,16 +51,22 @@ _MOST_CALLS = 4096
 _MOST_ALIKE = 8
 
 _TENSORS = (Tensor, torch.nn.Parameter)
+#: Types of the tensors beside q, k and v.
+_OPTIONAL = frozenset((*_TENSORS, type(None)))
 
 #: Types of the sides of a window: True and 1.0 equal 1, but are refused.
 _SIDES = frozenset((int, type(None)))
 
-#: Where `side_tensors` has the offsets of the keys and the dropout seed.
-_CU_SEQLENS_K, _DROPOUT_SEED = SINGLE.index("cu_seqlens_k"), SINGLE.index("dropout_seed")
+#: Where `side_tensors` has the offsets of the queries and of the keys, and the dropout seed.
+_CU_SEQLENS_Q, _CU_SEQLENS_K, _DROPOUT_SEED = map(SINGLE.index, ("cu_seqlens_q", "cu_seqlens_k", "dropout_seed"))
+#: Where it has those that may learn.
+_LEARNED = tuple(SINGLE.index(name) for name in Wanted._fields[:-1])
 #: Those of which kernels read several elements at once: as fast as they can at multiples of 16 bytes.
-_READ_IN_VECTORS = tuple(SINGLE.index(name) for name in ("bias", "mask", "block_lists", "block_patterns"))
+_READ_IN_VECTORS = frozenset(SINGLE.index(name) for name in ("bias", "mask", "block_lists", "block_patterns"))
 
 Results = tuple[Tensor, ...]
+#: The tensors beside q, k and v as a caller gave them, in the order of `side_tensors`.
+Given = tuple[Any, ...]
 Kept = TypeVar("Kept")
 
 
@@ -99,17 +106,17 @@ def key_of(
 def key_with_aux(
     key: tuple[Hashable, ...],
     q: Tensor,
-    single: Aux,
-    descales: Aux,
+    single: Given,
+    descales: Given,
     block_mask: BlockMask | None,
     score_mod: Any,
     others: tuple[Any, ...],
-) -> tuple[tuple[Hashable, ...] | None, Aux]:
-    """The key of a call with other arguments, and the tensors among these as the caller gave them.
+) -> tuple[tuple[Hashable, ...] | None, Given, Sequence[Tensor]]:
+    """The key of a call with other arguments, the tensors among these, and of those the ones that are not None.
 
     Args:
         key: from `key_of`.
-        single: from cu_seqlens_q to sinks, in the order of `arguments.side_tensors`.
+        single: from cu_seqlens_q to sinks, in the order of `side_tensors`.
         descales: of q, k and v.
         others: dropout_p, return_max_scores, max_seqlen_q and max_seqlen_k.
     """
@@ -118,7 +125,7 @@ def key_with_aux(
     captured: Aux = ()
     if block_mask is not None:
         if type(block_mask) is not BlockMask:
-            return None, ()
+            return None, (), ()
         blocks = block_mask.lists, block_mask.tile_masks
         described = *block_mask.shape, *block_mask.tile
     if score_mod is not None:
@@ -128,30 +135,27 @@ def key_with_aux(
         described = *described, function.program, function.dtype, torch.is_grad_enabled()
     dropout_p, returns_max_scores, max_q, max_k = others
     of_types = type(dropout_p) is float and type(returns_max_scores) is bool
-    if not of_types or not _SIDES.issuperset((type(max_q), type(max_k))):
-        return None, ()
+    if not (of_types and (max_q is None or type(max_q) is int) and (max_k is None or type(max_k) is int)):
+        return None, (), ()
     given = *single, *blocks, *descales, *captured
-    for tensor in given:
-        if tensor is not None and type(tensor) not in _TENSORS:
-            return None, ()
-    cu_seqlens_k = single[_CU_SEQLENS_K]
-    if cu_seqlens_k is not None and cu_seqlens_k.data_ptr() == single[0].data_ptr():
-        return None, ()  # one tensor of lengths for both: the guard does not compare addresses
-    return (*key, tuple([tensor is None for tensor in given]), others, described), given
+    types = (*map(type, given),)
+    if not _OPTIONAL.issuperset(types):
+        return None, (), ()
+    cu_seqlens_q, cu_seqlens_k, *_ = single
+    if cu_seqlens_k is not None:
+        if cu_seqlens_k is cu_seqlens_q:  # as if it were not given
+            given, types = (cu_seqlens_q, None, *given[2:]), (types[0], type(None), *types[2:])
+        elif cu_seqlens_k.data_ptr() == cu_seqlens_q.data_ptr():
+            return None, (), ()  # the guard does not compare addresses
+    return (*key, types, others, described), given, [tensor for tensor in given if tensor is not None]
 
 
-def found(key: Hashable, q: Tensor, k: Tensor, v: Tensor, given: Aux = ()) -> RepeatedCall | None:
-    """The call that such tensors with such a key made before; None for a new one."""
-    entries = _CALLS.get(key, ())
-    if not given:
-        for recognises, call in entries:
-            if recognises(q, k, v):
-                return call
-    elif entries:
-        present = [tensor for tensor in given if tensor is not None]
-        for recognises, call in entries:
-            if recognises(q, k, v, *present):
-                return call
+def found(key: Hashable, q: Tensor, k: Tensor, v: Tensor, present: Sequence[Tensor] = ()) -> RepeatedCall | None:
+    """The call that such tensors with such a key made before; None for a new one. `present`: of the given tensors
+    beside q, k and v, those that are not None."""
+    for recognises, call in _CALLS.get(key, ()):
+        if recognises(q, k, v, *present):
+            return call
     return None
 
 
@@ -160,57 +164,58 @@ def new_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    given: Aux,
+    given: Given,
     side: SideInputs,
     spec: AttentionSpec,
     backend: str,
 ) -> RepeatedCall | None:
     """The call, which `found` gives from now on; None for tensors that are not plain, or of 8 bits, and where `side`
     has more than follows from the given tensors."""
-    present = [tensor for tensor in given if tensor is not None]
-    if not dispatch.plain(q, k, v, *present) or q.dtype is FP8:
+    tensors = q, k, v, *(tensor for tensor in given if tensor is not None)
+    if not dispatch.plain(*tensors) or q.dtype is FP8:
         return None
-    again = _resolutions(given, side)
-    if again is None:
+    resolved = _resolutions(given, side)
+    if resolved is None:
         return None
     if len(_CALLS) >= _MOST_CALLS:
         _CALLS.clear()
-    tensors = q, k, v, *present
-    call = RepeatedCall(
-        (side.max_seqlen_q, side.max_seqlen_k),
-        spec,
-        backend,
-        again,
-        wanted=wanted_of(saved_side(given, (0, 0))),
-        requires_grad=any(tensor.requires_grad for tensor in tensors),
-    )
+    wanted = wanted_of(saved_side(given, (0, 0)))
+    requires_grad = any(tensor.requires_grad for tensor in tensors)
+    call = RepeatedCall(AuxForm.from_side(side), spec, backend, resolved, wanted=wanted, requires_grad=requires_grad)
     _keep(_CALLS.setdefault(key, []), dispatch.recogniser(*tensors), call)
     return call
 
 
-def _resolutions(given: Aux, side: SideInputs) -> tuple[tuple[int, Callable[..., Any]], ...] | None:
-    """How the side inputs of a call follow from the given tensors, as (place, function of the list of all and of q) for
-    those that are not given as they are; None where they do not follow, as those of a score function that is taken
-    apart."""
-    resolved = () if plain_side(side) else side_tensors(side)
-    if len(resolved) != len(given):
+#: How a side input of a call follows from the given tensors that there are: the place of one of them, or a function of
+#: them and of q.
+Resolution = int | Callable[..., Tensor]
+
+
+def _resolutions(given: Given, side: SideInputs) -> tuple[Resolution, ...] | None:
+    """How the side inputs that there are follow from the given tensors; None where they do not, as those of a score
+    function that is taken apart."""
+    resolved = side_tensors(side) if given else ()
+    if len(resolved) != len(given) or (not given and not plain_side(side)):
         return None
-    found: list[tuple[int, Callable[..., Any]]] = []
+    found: list[Resolution] = []
+    present = -1
     for place, (tensor, result) in enumerate(zip(given, resolved)):
-        if result is tensor:
-            continue
-        assert result is not None
+        present += tensor is not None
         if tensor is None:
-            if place == _DROPOUT_SEED:
-                found.append((place, lambda aux, q: draw_dropout_seed(q.device)))
-            elif place == _CU_SEQLENS_K and result is given[0]:
-                found.append((place, lambda aux, q: aux[0]))
-            else:
+            if place == _DROPOUT_SEED and result is not None:
+                found.append(lambda aux, q: draw_dropout_seed(q.device))
+            elif place == _CU_SEQLENS_K and result is given[_CU_SEQLENS_Q] and result is not None:
+                found.append(0)
+            elif result is not None:
                 return None
+        elif result is None:
+            return None
+        elif result is tensor:
+            found.append(present)
         elif result.dtype is not tensor.dtype:
-            found.append((place, lambda aux, q, place=place, dtype=result.dtype: aux[place].to(dtype)))
+            found.append(lambda aux, q, place=present, dtype=result.dtype: aux[place].to(dtype))
         else:
-            found.append((place, lambda aux, q, place=place, shape=result.shape: aux[place].expand(shape)))
+            found.append(lambda aux, q, place=present, shape=result.shape: aux[place].expand(shape))
     return tuple(found)
 
 
@@ -230,51 +235,57 @@ class RepeatedCall:
     """Calls whose arguments and tensors look alike: their canonical form, and what runs them. It holds no tensor.
 
     Attributes:
-        scalars: what its backward reads of it.
+        form, backward_spec, wanted: what its backward reads of it.
         requires_grad: a tensor of the call does.
+        resolutions: how the side inputs follow from the given tensors; None where they are these.
         forward: from q, k, v and the tensors beside them to (out, lse) or (out, lse, max_scores).
         recorded_forward: the same where autograd records it, so that a backward follows.
     """
 
     __slots__ = (
-        "_again",
         "_backwards",
+        "_learned",
         "backend",
+        "backward_spec",
+        "form",
         "forward",
         "recorded_forward",
         "requires_grad",
-        "scalars",
+        "resolutions",
         "spec",
+        "wanted",
     )
 
     def __init__(
         self,
-        max_seqlens: tuple[int, int],
+        form: AuxForm,
         spec: AttentionSpec,
         backend: str,
-        again: tuple[tuple[int, Callable[..., Any]], ...],
+        resolutions: tuple[Resolution, ...],
         wanted: Wanted,
         requires_grad: bool,
     ) -> None:
-        self.spec, self.backend, self._again, self.requires_grad = spec, backend, again, requires_grad
-        self.scalars: Scalars = max_seqlens, spec._replace(returns_max_scores=False), wanted
+        self.form, self.spec, self.backend, self.wanted, self.requires_grad = form, spec, backend, wanted, requires_grad
+        self.backward_spec = spec._replace(returns_max_scores=False)
+        self.resolutions = None if resolutions == (*range(len(resolutions)),) else resolutions
+        self._learned = [_gradient_of(place, wanted) for place in form.places]
         self.forward: Callable[..., Results] = self._first_forward
         self.recorded_forward: Callable[..., Results] = self._first_recorded_forward
         self._backwards: tuple[list, list] = [], []
 
-    def aux(self, given: Aux, q: Tensor) -> Aux:
-        """The side inputs of a call, from the tensors that its caller gave."""
-        if not self._again:
-            return given
-        tensors = list(given)
-        for place, resolve in self._again:
-            tensors[place] = resolve(tensors, q)
-        return tuple(tensors)
+    def aux(self, present: Sequence[Tensor], q: Tensor) -> Sequence[Tensor]:
+        """The side inputs of a call that there are, where they are not the given tensors."""
+        resolutions: tuple[Any, ...] = self.resolutions or ()
+        return [present[each] if type(each) is int else each(present, q) for each in resolutions]
+
+    def aux_gradients(self, grads: Gradients) -> list[Tensor | None]:
+        """The gradients of the side inputs that there are, in their order."""
+        return [None if pick is None else pick(grads) for pick in self._learned]
 
     def backward(self, dout: Tensor, dlse: Tensor | None, *saved: Tensor) -> Gradients | None:
         """The gradients, from q, k, v, out, lse and the side inputs as they were saved, or what hooks of saved tensors
         made of them; None where these or the gradients are not plain."""
-        given = [tensor for tensor in (dout, dlse, *saved) if tensor is not None]
+        given = (dout, *saved) if dlse is None else (dout, dlse, *saved)
         entries = self._backwards[dlse is None]
         for recognises, run in entries:
             if recognises(*given):
@@ -294,9 +305,8 @@ class RepeatedCall:
         return self.forward(q, k, v, aux)
 
     def _first_recorded_forward(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux = ()) -> Results:
-        max_seqlens, _, wanted = self.scalars
-        side = readable_side(saved_side(aux, max_seqlens))
-        arguments = q, k, v, side, self.spec, self.backend, wanted
+        side = readable_side(self.form.side(aux))
+        arguments = q, k, v, side, self.backward_spec, self.backend, self.wanted
         with together.Soon(functools.partial(backward_plans, *arguments)):
             results = self.forward(q, k, v, aux)
         if self.forward != self._first_forward:
@@ -304,19 +314,19 @@ class RepeatedCall:
         return results
 
     def _general_forward(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Results:
-        side = saved_side(aux, self.scalars[0])
-        return serve_forward(q, k, v, side, self.spec, self.backend, plain=not aux)
+        return serve_forward(q, k, v, self.form.side(aux), self.spec, self.backend, plain=not aux)
 
     def _general_backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *aux: Any
     ) -> Gradients:
-        max_seqlens, spec, wanted = self.scalars
-        side = saved_side(aux, max_seqlens)
-        return serve_backward(dout, dlse, q, k, v, out, lse, side=side, spec=spec, wanted=wanted, backend=self.backend)
+        return serve_backward(
+            dout, dlse, q, k, v, out, lse, side=self.form.side(aux), spec=self.backward_spec, wanted=self.wanted,
+            backend=self.backend,
+        )  # fmt: skip
 
     def _forward_like(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Callable[..., Results]:
         """What runs forwards of tensors that lie like these."""
-        side, spec, general = saved_side(aux, self.scalars[0]), self.spec, self._general_forward
+        side, spec, general = self.form.side(aux), self.spec, self._general_forward
         if seen_call(q, k, v, side, spec):
             return general
         module = select.implementation("forward", q, k, v, side, spec, self.backend)
@@ -324,16 +334,16 @@ class RepeatedCall:
         launch = None if prepare is None else prepare(q, k, v, side, spec)
         if launch is None:
             return general if q.is_cuda or aux else lambda q, k, v, aux: owned(module.forward(q, k, v, side, spec))
-        if aux:
-            in_vectors = _places_of_vectors(aux)
+        in_vectors = self._places_of_vectors()
+        if in_vectors:
 
-            def run_with_aux(q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Results:
+            def run_with_tables(q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Results:
                 bits = q.data_ptr() | k.data_ptr() | v.data_ptr()
                 for place in in_vectors:
                     bits |= aux[place].data_ptr()
                 return general(q, k, v, aux) if bits % 16 else launch(q, k, v, aux)
 
-            return run_with_aux
+            return run_with_tables
 
         def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux = ()) -> Results:
             return general(q, k, v, aux) if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 else launch(q, k, v, aux)
@@ -344,8 +354,7 @@ class RepeatedCall:
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *aux: Any
     ) -> Callable[..., Gradients]:
         """What runs backwards of tensors that lie like these."""
-        (max_seqlens, spec, wanted), general = self.scalars, self._general_backward
-        side = saved_side(aux, max_seqlens)
+        spec, wanted, general, side = self.backward_spec, self.wanted, self._general_backward, self.form.side(aux)
         if seen_call(q, k, v, side, spec):
             return general
         contiguous = out.is_contiguous() and lse.is_contiguous() and (dlse is None or dlse.is_contiguous())
@@ -354,7 +363,7 @@ class RepeatedCall:
         launch = None if prepare is None else prepare(BackwardInputs(dout, dlse, q, k, v, out, lse), side, spec, wanted)
         if launch is None:
             return general
-        in_vectors = _places_of_vectors(aux)
+        in_vectors = self._places_of_vectors()
 
         def run(dout, dlse, q, k, v, out, lse, *aux):
             bits = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
@@ -366,10 +375,19 @@ class RepeatedCall:
 
         return run
 
+    def _places_of_vectors(self) -> list[int]:
+        """Which of the side inputs kernels read several elements of at once."""
+        return [number for number, place in enumerate(self.form.places) if place in _READ_IN_VECTORS]
 
-def _places_of_vectors(aux: Aux) -> list[int]:
-    """Where the tensors are of which kernels read several elements at once."""
-    return [place for place in _READ_IN_VECTORS if aux and aux[place] is not None]
+
+def _gradient_of(place: int, wanted: Wanted) -> Callable[[Gradients], Tensor | None] | None:
+    """What picks the gradient of the tensor that `side_tensors` has at a place; None where none is wanted."""
+    if place >= len(SINGLE):
+        number = place - len(SINGLE)
+        return (lambda grads: grads.captured[number]) if wanted.captured[number] else None
+    if place in _LEARNED and wanted.flags[_LEARNED.index(place)]:
+        return operator.itemgetter(3 + _LEARNED.index(place))
+    return None
 
 
 def _reads_as_given(side: SideInputs, q: Tensor) -> bool:
@@ -378,7 +396,7 @@ def _reads_as_given(side: SideInputs, q: Tensor) -> bool:
         return True
     if readable(q) and not (side.cu_seqlens_q is side.key_lengths is None and side.descales == (None, None, None)):
         return False
-    given: Aux = side_tensors(side)
+    given = side_tensors(side)
     if any(one is not other for one, other in zip(given, side_tensors(readable_side(side)))):
         return False
-    return all(given[place].data_ptr() % 16 == 0 for place in _places_of_vectors(given))
+    return all(tensor.data_ptr() % 16 == 0 for place in _READ_IN_VECTORS if (tensor := given[place]) is not None)

@@ -67,9 +67,23 @@ def recogniser(*tensors: Tensor) -> Callable[..., bool]:
     """A function that says of as many arguments whether they are to PyTorch what these tensors are, but for addresses
     and contents: of the same type, dtype, device, sizes and strides, wanting a gradient where these do, and treated
     alike by the dispatcher."""
-    # The guards recognise nothing that is passed twice.
-    if _TensorGuards is not None and len(set(map(id, tensors))) == len(tensors):
-        return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    if _TensorGuards is not None:
+        # The guards recognise nothing that is passed twice.
+        firsts = [next(at for at, other in enumerate(tensors) if other is tensor) for tensor in tensors]
+        distinct = sorted(set(firsts))
+        guards = _TensorGuards(*[tensors[at] for at in distinct], dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        check: Callable[..., bool] = guards.check
+        if len(distinct) == len(tensors):
+            return check
+        places = (*((at, first) for at, first in enumerate(firsts) if at != first),)
+
+        def recognises(*others: Tensor) -> bool:
+            for at, first in places:
+                if others[at] is not others[first]:
+                    return False
+            return check(*[others[at] for at in distinct])
+
+        return recognises
     expected = [_looks(tensor) for tensor in tensors]
     return lambda *others: plain(*others) and [_looks(other) for other in others] == expected
 

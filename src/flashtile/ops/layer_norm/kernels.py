@@ -36,6 +36,7 @@ from flashtile._backends.launch import (
     plan_cache,
     pointer,
     pointer_to,
+    pointers,
 )
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.philox import keep_threshold
@@ -576,7 +577,7 @@ def forward(operands: Operands, spec: NormSpec) -> Normalised:
     if out_subset is not None:
         _fill_with_zeros(z, z1)
     tensors = (x0, x1, residual, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, seed)
-    plan.launch(*map(pointer, (*tensors, z, z1, x, mean, rstd)))
+    plan.launch(*pointers((*tensors, z, z1, x, mean, rstd)))
     return Normalised(z, z1, x, mean, rstd)
 
 
@@ -599,7 +600,7 @@ def backward(given: Upstream, spec: NormSpec, wanted: Wanted) -> Gradients:
     if x0_subset is not None:
         _fill_with_zeros(dx0)
     tensors = (dz, dz1, dx, x, x0, mean, rstd, weight, weight1, rowscale, layerscale, x0_subset, out_subset, seed)
-    main.launch(*map(pointer, (*tensors, dsum, dx0, dx1, partial)))
+    main.launch(*pointers((*tensors, dsum, dx0, dx1, partial)))
     if reduce is None:
         return Gradients(dsum, dx0, dx1)
     sums = reduce.allocate()
@@ -725,11 +726,11 @@ def _parameters(
 ) -> dict[str, Parameter]:
     """The parameters that forward and backward share. `tensors`: the dtype of each by name; None for one that is not
     there. `strides`: of their rows."""
-    pointers, apart = power_of_two_factor(misalignment), power_of_two_factor(*strides.values())
+    multiple, apart = power_of_two_factor(misalignment), power_of_two_factor(*strides.values())
     keep_scale = 1 / (1 - spec.dropout_p)
     return {
-        **{f"{name}_ptr": pointer_to(dtype, pointers) for name, dtype in tensors.items()},
-        "seed_ptr": pointer_to(tensors["dropout_seed"], pointers),
+        **{f"{name}_ptr": pointer_to(dtype, multiple) for name, dtype in tensors.items()},
+        "seed_ptr": pointer_to(tensors["dropout_seed"], multiple),
         **{f"stride_{name}": int64(stride, apart) for name, stride in strides.items()},
         "rows": int32(rows),
         "threshold": int32(keep_threshold(spec.dropout_p)),

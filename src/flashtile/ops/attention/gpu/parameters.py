@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
-from flashtile._backends.devices import interpreting
-from flashtile._backends.launch import Parameter, float32, int32, int64, pointer, pointer_to, pointers
-from flashtile.ops.attention.arguments import side_tensors
-from flashtile.ops.attention.call import Call, TensorFacts
+from flashtile._backends.launch import Parameter, float32, int32, int64, pointer_to
+from flashtile.ops.attention.arguments import Aux, side_tensors
+from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts
 from flashtile.ops.attention.philox import keep_threshold
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Origin, SideInputs, plain_side
 from flashtile.ops.attention.tile_lists import Grid, Places
@@ -148,41 +147,17 @@ class SideParameters(NamedTuple):
         return parameter.type != "constexpr"
 
 
-#: What a launch is given for `SidePointers` where there are none: the commonest call.
-NO_SIDE = SidePointers(*(pointer(None),) * len(SidePointers._fields))
-
-#: What it is given in the place of the tensors that a score function reads.
-NO_CAPTURED = (0,)
-
-_INTERPRETING = interpreting()
-
-
-def aux_pointers(aux: tuple[Any, ...]) -> tuple[SidePointers, tuple[Any, ...]]:
-    """What a launch is given for `SidePointers`, and for the tensors that a score function reads. `aux`: as of
-    `arguments.side_tensors`; empty where there is none."""
-    if not aux:
-        return NO_SIDE, NO_CAPTURED
-    addresses = pointers(*(map(_as_bytes, aux) if _INTERPRETING else aux))
-    count = len(NO_SIDE)
-    return SidePointers._make(addresses[:count]), (*addresses[count:],) or NO_CAPTURED
-
-
 def aux_buffers(call: Call) -> tuple[str, ...]:
-    """The names of what `aux_pointers` gives, as buffers of a pipeline; none for a call without such tensors."""
-    if call.aux.plain:
-        return ()
-    captured = tuple(f"tensor{number}" for number in range(len(call.aux.captured))) or ("no_captured",)
-    return *SidePointers._fields, *captured
+    """The names of the tensors beside q, k and v, as buffers of a pipeline, which is given the addresses of those that
+    there are."""
+    *single, captured = call.aux._replace(max_seqlen_q=None, max_seqlen_k=None)
+    names = [name for name, of in zip(AuxFacts._fields, single) if of is not None]
+    return *names, *(f"tensor{number}" for number in range(len(captured)))
 
 
-def aux_tensors(side: SideInputs) -> tuple[Any, ...]:
-    """The side inputs as `arguments.side_tensors` has them; empty where there are none."""
-    return () if plain_side(side) else side_tensors(side)
-
-
-def _as_bytes(tensor: Tensor | None) -> Tensor | None:
-    """A mask as kernels read it. The interpreter takes the dtype from the tensor."""
-    return tensor.view(torch.uint8) if tensor is not None and tensor.dtype is torch.bool else tensor
+def aux_tensors(side: SideInputs) -> Aux:
+    """The tensors of `aux_buffers`."""
+    return () if plain_side(side) else tuple(tensor for tensor in side_tensors(side) if tensor is not None)
 
 
 def side_parameters(

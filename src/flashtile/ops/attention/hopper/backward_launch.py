@@ -11,13 +11,12 @@ from torch import Tensor
 
 from flashtile._backends.alignment import aligned
 from flashtile._backends.allocate import Layout, contiguous
-from flashtile._backends.launch import Plan, plan_cache, pointer
+from flashtile._backends.launch import Plan, plan_cache
 from flashtile._backends.pipeline import Pipeline
-from flashtile.ops.attention.arguments import Aux, Scalars, saved_side
+from flashtile.ops.attention.arguments import Aux, AuxForm
 from flashtile.ops.attention.call import Call, describe_backward
 from flashtile.ops.attention.gpu.parameters import (
     aux_buffers,
-    aux_pointers,
     aux_tensors,
     contiguous_on_16_bytes,
     positive_scale,
@@ -42,7 +41,7 @@ from flashtile.ops.attention.hopper.schedule import BackwardSchedule
 from flashtile.ops.attention.hopper.separate_configs import has_separate_kernels
 from flashtile.ops.attention.hopper.separate_launch import separate_kernels
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
-from flashtile.ops.attention.triton.launch import backward_bias, plan_alone
+from flashtile.ops.attention.triton.launch import backward_bias, plan_bias_gradient
 
 #: The buffers that a run is given, before the side inputs.
 _GIVEN = ("q", "k", "v", "out", "dout", "lse", "dlse")
@@ -66,34 +65,30 @@ class BackwardPlan(NamedTuple):
     def launches(self) -> tuple[Plan, ...]:
         return self.pipeline.launches + self.portable_bias
 
-    def run(self, inputs: BackwardInputs, aux: Aux, scalars: Scalars) -> Gradients:
+    def run(self, inputs: BackwardInputs, aux: Aux, form: AuxForm, spec: AttentionSpec, wanted: Wanted) -> Gradients:
         """Enqueues the kernels. Gradients that are not wanted are None."""
         dout, dlse, q, k, v, out, lse = inputs
-        side, captured = aux_pointers(aux) if aux else ((), ())
         made = self.pipeline.run(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse),
-            *side, *captured,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr(), lse.data_ptr(),
+            0 if dlse is None else dlse.data_ptr(), *[tensor.data_ptr() for tensor in aux],
         )  # fmt: skip
-        dq, dk, dv, *_ = made
-        captured_gradients = (None,) * len(scalars[2].captured)
+        captured_gradients = (None,) * len(wanted.captured)
         if not self.more:
-            return Gradients(dq, dk, dv, captured=captured_gradients)
-        dbias, dslopes, dsinks = self._side_gradients(made, inputs, aux, scalars)
-        return Gradients(dq, dk, dv, dbias, dslopes, dsinks, captured_gradients)
+            return Gradients(made[0], made[1], made[2], captured=captured_gradients)
+        dbias, dslopes, dsinks = self._side_gradients(made, inputs, form.side(aux), spec, wanted)
+        return Gradients(made[0], made[1], made[2], dbias, dslopes, dsinks, captured_gradients)
 
     def _side_gradients(
-        self, made: list[Tensor], inputs: BackwardInputs, aux: Aux, scalars: Scalars
+        self, made: list[Tensor], inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of the bias, of the slopes and of the sinks. `made`: as of `Pipeline.run`."""
-        max_seqlens, spec, wanted = scalars
         found, dslopes = dict(zip(self.pipeline.outputs, made)), None
         dbias = found.get("dbias")
         if "row_statistics" in found:
             dout, masked = inputs.dout, self.pipeline.scratch_part(made, "masked_dout")
             read = dout if masked is None else masked.view(dout.dtype)[: dout.numel()].view(dout.shape)
-            dbias = backward_bias(read, inputs, found["row_statistics"], saved_side(aux, max_seqlens), spec)
+            dbias = backward_bias(read, inputs, found["row_statistics"], side, spec)
         if "slope_sums" in found:
-            side = saved_side(aux, max_seqlens)
             dslopes = slope_gradient(found["slope_sums"], side, side.cu_seqlens_k)
         return dbias, dslopes, _sink_gradient(found["sink_sums"]) if wanted.sinks else None
 
@@ -129,14 +124,14 @@ def backward(
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     side = with_aligned_lists(side)
     inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
-    scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, wanted
-    grads = plan_backward(describe_backward(inputs, side, spec, wanted)).run(inputs, aux_tensors(side), scalars)
+    plan = plan_backward(describe_backward(inputs, side, spec, wanted))
+    grads = plan.run(inputs, aux_tensors(side), AuxForm.from_side(side), spec, wanted)
     return grads if sign == 1 else grads._replace(q=grads.q.mul_(sign))
 
 
 def prepare_backward(
     inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted
-) -> Callable[[BackwardInputs, tuple], Gradients] | None:
+) -> Callable[[BackwardInputs, Aux], Gradients] | None:
     """`backward` of all 16-bit calls that look like this one, from their tensors; or None. Whether it serves float32
     depends on PyTorch's TF32 mode, too."""
     dout, _, q, k, v, *_ = inputs
@@ -144,9 +139,8 @@ def prepare_backward(
         return None
     if not ends_by_rows(k, v, side):
         return None
-    scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, wanted
-    run = plan_backward(describe_backward(inputs, side, spec, wanted)).run
-    return lambda inputs, aux: run(inputs, aux, scalars)
+    run, form = plan_backward(describe_backward(inputs, side, spec, wanted)).run, AuxForm.from_side(side)
+    return lambda inputs, aux: run(inputs, aux, form, spec, wanted)
 
 
 def backward_plans(
@@ -234,7 +228,7 @@ def plan_backward(call: Call) -> BackwardPlan:
         zeroed=zeroed,
     )
     plan = _make_plan(call, described)
-    return plan._replace(portable_bias=plan_alone("dbias", call).launches if portable else ())
+    return plan._replace(portable_bias=plan_bias_gradient(call).launches if portable else ())
 
 
 def _make_plan(call: Call, described: PassKernels) -> BackwardPlan:

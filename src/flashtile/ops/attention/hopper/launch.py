@@ -16,8 +16,9 @@ from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import Plan, constants_of, plan_cache, pointer_to
 from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile._backends.tma import TmaTensor, broadcast_layout, strided_layout
+from flashtile.ops.attention.arguments import Aux
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts, describe_call
-from flashtile.ops.attention.gpu.parameters import aux_buffers, aux_pointers, aux_tensors, positive_scale
+from flashtile.ops.attention.gpu.parameters import aux_buffers, aux_tensors, positive_scale
 from flashtile.ops.attention.gpu.score_functions import score_bounds
 from flashtile.ops.attention.hopper.backward_kernels import row_layouts
 from flashtile.ops.attention.hopper.backward_launch import backward, backward_plans, prepare_backward
@@ -89,18 +90,14 @@ class ForwardPlan(NamedTuple):
         """The launch of the kernel that computes out."""
         return self.pipeline.plans["forward"]
 
-    def runner(self) -> Callable[[Tensor, Tensor, Tensor, tuple], tuple[Tensor, ...]]:
-        """What enqueues the kernels, from q, k, v and the tensors beside them as of `arguments.side_tensors`, and
-        returns what `forward` does."""
+    def runner(self) -> Callable[[Tensor, Tensor, Tensor, Aux], tuple[Tensor, ...]]:
+        """What enqueues the kernels, and returns what `forward` does."""
         run_kernels, results, dynamic, device = self.pipeline.run, self.results, self.dynamic, self.kernel.device
 
-        def run(q: Tensor, k: Tensor, v: Tensor, aux: tuple) -> tuple[Tensor, ...]:
+        def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, ...]:
             counter = _counter(device).data_ptr() if dynamic else 0
-            if not aux:
-                return (*run_kernels(q.data_ptr(), k.data_ptr(), v.data_ptr(), counter)[:results],)
-            side, captured = aux_pointers(aux)
-            made = run_kernels(q.data_ptr(), k.data_ptr(), v.data_ptr(), counter, *side, *captured)
-            return (*made[:results],)
+            addresses = [tensor.data_ptr() for tensor in aux] if aux else ()
+            return (*run_kernels(q.data_ptr(), k.data_ptr(), v.data_ptr(), counter, *addresses)[:results],)
 
         return run
 
@@ -123,7 +120,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
 
 def prepare_forward(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
-) -> Callable[[Tensor, Tensor, Tensor, tuple], tuple[Tensor, ...]] | None:
+) -> Callable[[Tensor, Tensor, Tensor, Aux], tuple[Tensor, ...]] | None:
     """`forward` of all 16-bit calls that look like this one, from q, k, v and the tensors beside them; or None."""
     if q.dtype is torch.float32 or spec.scale <= 0 or not ends_by_rows(k, v, side):
         return None

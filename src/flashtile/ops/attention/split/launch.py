@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import used_strides
-from flashtile._backends.launch import plan_cache, pointer
+from flashtile._backends.launch import plan_cache
 from flashtile.ops.attention.seen_keys import visible_keys
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
-from flashtile.ops.common.split_keys.launch import NO_INDICES, attend
+from flashtile.ops.common.split_keys.launch import attend
 from flashtile.ops.common.split_keys.plan import SplitCall, SplitPlan, split_plan
 
 
@@ -34,8 +34,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         spec,
         torch._C._get_cublas_allow_tf32(),
     )
-    indices = NO_INDICES if lengths is None else (pointer(lengths), *NO_INDICES[1:])
-    return attend(plan, (q, k, v), indices, slopes, sinks, k.shape[1])
+    return attend(plan, (q, k, v), (lengths,), slopes, sinks, k.shape[1])
 
 
 @plan_cache

@@ -13,11 +13,10 @@ from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import Plan, plan_cache, pointer, pointers
 from flashtile._backends.pipeline import Kernel, Pipeline
-from flashtile.ops.attention.arguments import Aux, Scalars, saved_side
+from flashtile.ops.attention.arguments import Aux, AuxForm
 from flashtile.ops.attention.call import Call, describe_backward, describe_call
 from flashtile.ops.attention.gpu.parameters import (
     aux_buffers,
-    aux_pointers,
     aux_tensors,
     contiguous_on_16_bytes,
     positive_scale,
@@ -32,7 +31,6 @@ from flashtile.ops.attention.spec import (
     SideInputs,
     Wanted,
 )
-from flashtile.ops.attention.triton.configs import KernelName
 from flashtile.ops.attention.triton.plan import AttentionKernel, kernel_for
 from flashtile.ops.attention.triton.scores import wave_starts
 
@@ -53,7 +51,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
 
 def prepare_forward(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
-) -> Callable[[Tensor, Tensor, Tensor, tuple], tuple[Tensor, ...]] | None:
+) -> Callable[[Tensor, Tensor, Tensor, Aux], tuple[Tensor, ...]] | None:
     """`forward` of all 16-bit calls that look like this one, from q, k, v and the tensors beside them; or None."""
     if not _preparable(q, spec):
         return None
@@ -62,19 +60,18 @@ def prepare_forward(
         return None
     run_kernels = pipeline.run
 
-    def run(q: Tensor, k: Tensor, v: Tensor, aux: tuple) -> tuple[Tensor, ...]:
-        side, captured = aux_pointers(aux) if aux else ((), ())
-        return (*run_kernels(q.data_ptr(), k.data_ptr(), v.data_ptr(), *side, *captured),)
+    def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, ...]:
+        addresses = [tensor.data_ptr() for tensor in aux] if aux else ()
+        return (*run_kernels(q.data_ptr(), k.data_ptr(), v.data_ptr(), *addresses),)
 
     return run
 
 
-def _run_forward(pipeline: Pipeline, q: Tensor, k: Tensor, v: Tensor, aux: tuple) -> tuple[Tensor, ...]:
-    """Enqueues the kernel. `aux`: as of `arguments.side_tensors`."""
+def _run_forward(pipeline: Pipeline, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, ...]:
+    """Enqueues the kernel."""
     if q.dtype is FP8:
         q, k, v = q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8)
-    side, captured = aux_pointers(aux) if aux else ((), ())
-    return (*pipeline.run(*pointers(q, k, v), *side, *captured),)
+    return (*pipeline.run(*pointers((q, k, v, *aux))),)
 
 
 @plan_cache
@@ -102,21 +99,19 @@ def backward(
         q, spec, sign = positive_scale(q, spec)
     out, lse, dlse = contiguous_on_16_bytes(out), lse.contiguous(), None if dlse is None else dlse.contiguous()
     inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
-    scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, wanted
     plan = plan_backward(describe_backward(inputs, side, spec, wanted))
-    grads = plan.run(inputs, aux_tensors(side), scalars)
+    grads = plan.run(inputs, aux_tensors(side), AuxForm.from_side(side), wanted)
     return grads if sign == 1 else grads._replace(q=grads.q.mul_(sign))
 
 
 def prepare_backward(
     inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted
-) -> Callable[[BackwardInputs, tuple], Gradients] | None:
+) -> Callable[[BackwardInputs, Aux], Gradients] | None:
     """`backward` of all 16-bit calls that look like this one, from their tensors; or None."""
     if not _preparable(inputs.q, spec):
         return None
-    run = plan_backward(describe_backward(inputs, side, spec, wanted)).run
-    scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, wanted
-    return lambda inputs, aux: run(inputs, aux, scalars)
+    run, form = plan_backward(describe_backward(inputs, side, spec, wanted)).run, AuxForm.from_side(side)
+    return lambda inputs, aux: run(inputs, aux, form, wanted)
 
 
 def backward_plans(
@@ -148,24 +143,22 @@ class BackwardPlan(NamedTuple):
     own_delta: bool
     waves: tuple[int, int] | None
 
-    def run(self, inputs: BackwardInputs, aux: Aux, scalars: Scalars) -> Gradients:
+    def run(self, inputs: BackwardInputs, aux: Aux, form: AuxForm, wanted: Wanted) -> Gradients:
         """Enqueues the kernels. Gradients that are not wanted are None."""
         dout, dlse, q, k, v, out, lse = inputs
-        side, captured = aux_pointers(aux) if aux else ((), ())
-        given = *pointers(q, k, v, out, dout, lse, dlse), *side, *captured
+        given = *pointers((q, k, v, out, dout, lse)), pointer(dlse), *pointers(aux)
         if self.waves is not None:
             starts = wave_starts(*self.waves, q.device)
             given = *given, [pointer(start) for start in starts]
         made = self.pipeline.run(*given)
         if aux:
-            return self._with_sides(made, aux, scalars)
+            return self._with_sides(made, form.side(aux), wanted)
         dq, dk, dv, *_ = made
         return Gradients(dq, dk, dv)
 
-    def _with_sides(self, made: list[Tensor], aux: Aux, scalars: Scalars) -> Gradients:
+    def _with_sides(self, made: list[Tensor], side: SideInputs, wanted: Wanted) -> Gradients:
         """With the gradients of side inputs. `made`: as of `Pipeline.run`."""
-        max_seqlens, _, wanted = scalars
-        side, found = saved_side(aux, max_seqlens), dict(zip(self.pipeline.outputs, made))
+        found = dict(zip(self.pipeline.outputs, made))
         dslopes = dsinks = None
         if "slope_sums" in found:
             dslopes = slope_gradient(found["slope_sums"], side, side.cu_seqlens_q)
@@ -230,17 +223,13 @@ def _pipeline(
 
 
 @plan_cache
-def plan_alone(kernel: KernelName, call: Call) -> Pipeline:
-    """The launch of "dq", "dkdv" or "dbias" alone, and what adds up its parts. The last two are given the dout that is
-    read, and behind the other buffers "statistics"."""
-    planned = kernel_for(kernel, call)
-    if kernel != "dq":
-        planned = planned._replace(
-            kernel=planned.kernel._replace(buffers={**planned.kernel.buffers, "dout_ptr": "dout"})
-        )
-    given = (*_GIVEN_BACKWARD, *aux_buffers(call), *(() if kernel == "dq" else ("statistics",)))
-    zeroed = set() if planned.kernel.programs else set(planned.outputs)
-    return _pipeline(call, {kernel: planned}, given, zeroed=zeroed)
+def plan_bias_gradient(call: Call) -> Pipeline:
+    """The kernel of a bias's gradient alone, and what adds up its parts. It is given the dout that is read."""
+    planned = kernel_for("dbias", call)
+    kernel = planned.kernel._replace(buffers={**planned.kernel.buffers, "dout_ptr": "dout"})
+    zeroed = set() if kernel.programs else set(planned.outputs)
+    given = ("q", "k", "v", "dout", *aux_buffers(call), "statistics")
+    return _pipeline(call, {"dbias": planned._replace(kernel=kernel)}, given, zeroed=zeroed)
 
 
 def backward_bias(
@@ -248,10 +237,9 @@ def backward_bias(
 ) -> Tensor:
     """Runs the kernel of the bias's gradient on the dout and the statistics of a dq kernel. Returns it in the bias's
     shape."""
-    pipeline = plan_alone("dbias", describe_backward(inputs._replace(dout=dout), side, spec, NOTHING_WANTED))
-    pointers_of_side, captured = aux_pointers(aux_tensors(side))
-    given = pointers(inputs.q, inputs.k, inputs.v, None, dout, None, None)
-    dbias: Tensor = pipeline.run(*given, *pointers_of_side, *captured, pointer(statistics))[0]
+    pipeline = plan_bias_gradient(describe_backward(inputs._replace(dout=dout), side, spec, NOTHING_WANTED))
+    given = inputs.q, inputs.k, inputs.v, dout, *aux_tensors(side), statistics
+    dbias: Tensor = pipeline.run(*pointers(given))[0]
     return dbias
 
 
@@ -260,9 +248,7 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
     pipeline = _plan_column_sums(describe_call("column_sums", (q, k, k), side, spec))
-    aux = aux_tensors(side)
-    side_addresses, captured = aux_pointers(aux) if aux else ((), ())
-    sums: Tensor = pipeline.run(*pointers(q, k, k), *side_addresses, *captured, pointer(lse))[0]
+    sums: Tensor = pipeline.run(*pointers((q, k, k, *aux_tensors(side), lse)))[0]
     return sums
 
 

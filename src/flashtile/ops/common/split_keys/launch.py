@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from flashtile._backends.launch import pointer
+from flashtile._backends.launch import pointers
 from flashtile.ops.common.split_keys.plan import SplitPlan
-
-#: No `rows.Sequences`.
-NO_INDICES = (pointer(None),) * 7
 
 
 def attend(
     plan: SplitPlan,
     tensors: tuple[Tensor, Tensor, Tensor],
-    indices: tuple[Any, ...],
+    indices: tuple[Tensor | None, ...],
     slopes: Tensor | None,
     sinks: Tensor | None,
     length: int,
@@ -26,7 +21,7 @@ def attend(
 
     Args:
         tensors: q, k and v.
-        indices: pointers, those of `rows.Sequences`.
+        indices: those of `rows.Sequences`, the first ones.
         length: of all sequences, where no tensor has them.
         descales: factors of k and v of 8 bits, `[outer, rows, heads_kv]`.
 
@@ -35,9 +30,8 @@ def attend(
         head_dim_v]` and `[heads_q, total_q]`.
     """
     out, lse = written = plan.attend.allocate()
-    others = map(pointer, (slopes, sinks, *descales))
-    plan.attend.launch(*map(pointer, (*tensors, *written)), *indices, *others, length)
+    plan.attend.launch(*pointers((*tensors, *written, *indices, slopes, sinks, *descales)), length)
     if plan.combine is not None:
         out, lse = plan.combine.allocate()
-        plan.combine.launch(*map(pointer, (*written, out, lse)))
+        plan.combine.launch(*pointers((*written, out, lse)))
     return out, lse

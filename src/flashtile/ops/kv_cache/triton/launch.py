@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.devices import device_facts, interpreting
-from flashtile._backends.launch import pointer
+from flashtile._backends.launch import pointers
 from flashtile.ops.common.split_keys.launch import attend
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton.plan import plan_for
@@ -29,14 +29,14 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
         return _results_of_nobody(call)
     descales = call.descale_k, call.descale_v
     tables = call[5:9]  # lengths, entries, left padding, table
-    indices = tuple(map(pointer, (*tables, call.cu_seqlens_q, call.cu_seqlens_new, call.tree_mask)))
+    indices = *tables, call.cu_seqlens_q, call.cu_seqlens_new, call.tree_mask
     plan = plan_for(call, spec)
     if plan.append is not None:
         (rotated,) = plan.append.allocate()
         tensors = (q, rotated, call.k, call.v, call.k_cache, call.v_cache, call.rotary_cos, call.rotary_sin)
         if rotated is None:
             tensors = (*tensors[:6], None, None)
-        plan.append.launch(*map(pointer, tensors), *indices, *map(pointer, descales), spec.length)
+        plan.append.launch(*pointers((*tensors, *indices, *descales)), spec.length)
         q = q if rotated is None else rotated
     attended = q, call.k_cache, call.v_cache
     return attend(plan.split, attended, indices, call.alibi_slopes, call.sinks, spec.length, descales)
