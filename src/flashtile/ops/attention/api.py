@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 from torch import Tensor
@@ -172,7 +172,8 @@ def attention(
         and return_max_scores is False
     )  # fmt: skip
     # A call may be like an earlier one.
-    given = present = ()
+    given: repeated.Given = ()
+    present: Sequence[Tensor] = ()
     key = repeated.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
     if key is not None and not plain:
         single = None, None, key_lengths, dropout_seed, bias, mask, alibi_slopes, sinks
@@ -332,7 +333,8 @@ def attention_varlen(
             max_seqlen_q=max_seqlen_q, causal=causal, window=window, scale=scale, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse, backend=backend,
         )  # fmt: skip
-    given = present = ()
+    given: repeated.Given = ()
+    present: Sequence[Tensor] = ()
     key = repeated.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
     if key is not None:
         single = cu_seqlens_q, cu_seqlens_k, key_lengths, dropout_seed, bias, mask, alibi_slopes, sinks

@@ -201,7 +201,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _gradients_of(
-    given: Sequence[Tensor | None], side: SideInputs, spec: AttentionSpec, wanted: Wanted, backend: str
+    given: Sequence[Any], side: SideInputs, spec: AttentionSpec, wanted: Wanted, backend: str
 ) -> Gradients:
     """The gradients of a recorded call, however PyTorch asks for them. `given`: `BackwardInputs`, dout may be None."""
     dout, dlse, q, k, v, out, lse = given

@@ -150,9 +150,8 @@ class SideParameters(NamedTuple):
 def aux_buffers(call: Call) -> tuple[str, ...]:
     """The names of the tensors beside q, k and v, as buffers of a pipeline, which is given the addresses of those that
     there are."""
-    *single, captured = call.aux._replace(max_seqlen_q=None, max_seqlen_k=None)
-    names = [name for name, of in zip(AuxFacts._fields, single) if of is not None]
-    return *names, *(f"tensor{number}" for number in range(len(captured)))
+    single = (name for name, of in zip(AuxFacts._fields, call.aux) if isinstance(of, TensorFacts))
+    return *single, *(f"tensor{number}" for number in range(len(call.aux.captured)))
 
 
 def aux_tensors(side: SideInputs) -> Aux:
