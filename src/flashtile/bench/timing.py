@@ -103,6 +103,18 @@ class CpuTimer:
         return samples
 
 
+def time_calls(function: Callable[[], Any], calls: int) -> list[float]:
+    """Milliseconds of each of some calls, between CUDA events on the current stream; the host runs ahead of the GPU."""
+    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
+    torch.cuda.synchronize()
+    for start, end in marks:
+        start.record()
+        function()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in marks]
+
+
 class EventTimer:
     """Times calls between CUDA events on the current stream; the host runs ahead of the GPU."""
 
@@ -110,23 +122,13 @@ class EventTimer:
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
-        samples = self._time(2)
+        samples = time_calls(function, 2)
         if min(samples) < _LONG_MS:
-            samples = self._time(_WARM_UP_CALLS + _ESTIMATE_CALLS)[_WARM_UP_CALLS:]
+            samples = time_calls(function, _WARM_UP_CALLS + _ESTIMATE_CALLS)[_WARM_UP_CALLS:]
         self.estimate_ms = statistics.median_low(samples)
 
     def sample(self, seconds: float) -> list[float]:
-        return self._time(max(1, min(200, int(seconds * 1e3 / self.estimate_ms))))
-
-    def _time(self, repeats: int) -> list[float]:
-        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-        torch.cuda.synchronize()
-        for start, end in marks:
-            start.record()
-            self._function()
-            end.record()
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) for start, end in marks]
+        return time_calls(self._function, max(1, min(200, int(seconds * 1e3 / self.estimate_ms))))
 
 
 class GraphTimer:
