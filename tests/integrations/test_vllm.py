@@ -103,7 +103,8 @@ def test_encoders_have_no_cache() -> None:
 
 
 def test_what_vllm_asks_and_does_before_serving() -> None:
-    plugin.register()
+    for _ in range(2):  # vLLM asks plug-ins to bear it
+        plugin.register()
     backend = AttentionBackendEnum[plugin.NAME].get_class()
     assert backend is plugin.FlashtileBackend
     capability = SimpleNamespace(to_int=lambda: 90)

@@ -21,14 +21,16 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
-from vllm.v1.attention.backends.registry import register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 import flashtile
 
 NAME = "FLASHTILE"
+#: The backend of models with multi-head latent attention, in `flashtile.integrations.vllm_mla`.
+MLA_NAME = "FLASHTILE_MLA"
 
 #: vLLM's names of caches in 8 bits, and their dtypes.
-_EIGHT_BITS = {
+EIGHT_BITS = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
@@ -36,15 +38,17 @@ _EIGHT_BITS = {
 
 
 def register() -> None:
-    """Makes the backend known to vLLM by its name."""
-    register_backend(NAME, "flashtile.integrations.vllm.FlashtileBackend")
+    """Makes the backends known to vLLM by their names. vLLM may call it several times in a process."""
+    for name, path in ((NAME, "vllm.FlashtileBackend"), (MLA_NAME, "vllm_mla.FlashtileMLABackend")):
+        if name not in AttentionBackendEnum.__members__:
+            register_backend(name, f"flashtile.integrations.{path}")
 
 
 class FlashtileBackend(AttentionBackend):
     """What vLLM asks about flashtile before it chooses it."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *_EIGHT_BITS]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *EIGHT_BITS]
 
     @staticmethod
     def get_name() -> str:
@@ -206,7 +210,7 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
             )  # fmt: skip
         else:
             keys, values = self._caches(kv_cache)
-            if keys.dtype in _EIGHT_BITS.values():
+            if keys.dtype in EIGHT_BITS.values():
                 options |= {"descale_k": layer._k_scale.reshape(()), "descale_v": layer._v_scale.reshape(())}
             # A layer that reads the keys of another one brings none, and those of its tokens are there.
             new: dict[str, Any] = {"k": k, "v": v, "cache_lengths": batch.cached}
@@ -221,7 +225,7 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Pages of keys and of values, `[pages, page_size, kv_heads, head_size]`: views."""
-        dtype = _EIGHT_BITS.get(self.kv_cache_dtype)
+        dtype = EIGHT_BITS.get(self.kv_cache_dtype)
         if dtype is not None:
             kv_cache = kv_cache.view(dtype)
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)

@@ -1,0 +1,129 @@
+"""The attention backend of vLLM for models with multi-head latent attention: `--attention-backend FLASHTILE_MLA`.
+
+Queries of decoding, absorbed into the latent space, are one call of `flashtile.attention_with_kv_cache` on vLLM's pages
+of latent rows. Prompts are computed by the prefill backend that vLLM chooses, and vLLM writes the rows.
+
+This module needs vLLM, which loads it. Nothing here chooses kernels or copies caches.
+
+Shape letters: T tokens that decode, H query heads, L latent columns, R rotated columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+
+import flashtile
+from flashtile.integrations.vllm import EIGHT_BITS, MLA_NAME
+
+
+class FlashtileMLABackend(MLACommonBackend):
+    """What vLLM asks about flashtile before it chooses it."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *EIGHT_BITS]
+
+    @staticmethod
+    def get_name() -> str:
+        return MLA_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashtileMLAImpl]:
+        return FlashtileMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashtileMLAMetadataBuilder]:
+        return FlashtileMLAMetadataBuilder
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability.to_int() >= 75)
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+
+class FlashtileMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
+    """vLLM's own, which takes requests with the same few tokens each for decoding. CUDA graphs serve such batches."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
+    supports_non_causal_multi_token_decode: ClassVar[bool] = True
+
+
+class FlashtileMLAImpl(MLACommonImpl[MLACommonMetadata]):
+    """Attention of one layer."""
+
+    can_return_lse_for_decode: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_args: Any,
+    ) -> None:
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"attn_type: expected decoder, got {attn_type}; choose another attention backend")
+        given = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
+        for name, value in given.items():
+            if value:  # vLLM's own prefill of latent attention has none of them
+                raise NotImplementedError(f"{name}: expected None, got {value}; choose another attention backend")
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            attn_type, kv_sharing_target_layer_name, **mla_args,
+        )  # fmt: skip
+        self.supports_quant_query_input = False  # queries stay in 16 bits beside caches in 8
+
+    def forward_mqa(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: MLACommonMetadata,
+        layer: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Attends to the latent rows of each request, of which the last belong to the tokens themselves.
+
+        Args:
+            q: `[T, H, L + R]`, or both parts by themselves.
+            kv_c_and_k_pe_cache: `[pages, page_size, L + R]`.
+            attn_metadata: vLLM's, with the requests that decode first.
+            layer: has the factor of caches in 8 bits, `_k_scale`.
+
+        Returns:
+            out `[T, H, L]` and lse `[T, H]`.
+        """
+        if isinstance(q, tuple):
+            q = torch.cat(q, dim=-1)
+        batch = attn_metadata.decode
+        assert batch is not None  # vLLM calls it for batches that decode
+        dtype = EIGHT_BITS.get(self.kv_cache_dtype)
+        rows = kv_c_and_k_pe_cache if dtype is None else kv_c_and_k_pe_cache.view(dtype)
+        keys = rows.unsqueeze(2)
+        factors: dict[str, Tensor] = {}
+        if dtype is not None:
+            factors = dict.fromkeys(("descale_k", "descale_v"), layer._k_scale.reshape(()))
+        out, lse = flashtile.attention_with_kv_cache(
+            q.unflatten(0, (batch.seq_lens.shape[0], -1)), keys, keys[..., : self.kv_lora_rank],
+            cache_lengths=batch.seq_lens, block_table=batch.block_table, scale=self.scale, causal=attn_metadata.causal,
+            return_lse=True, **factors,
+        )  # fmt: skip
+        return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
