@@ -18,7 +18,13 @@ pytest.importorskip("sglang.srt.layers.attention.base_attn_backend")
 
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    KVWriteLoc,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    ReqToTokenPool,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
@@ -36,7 +42,7 @@ COUNTS, CACHED = [9, 1, 4], [0, 20, 13]
 
 @pytest.fixture(autouse=True)
 def _one_process() -> Iterator[None]:
-    with get_parallel().override(attn_cp_size=1, attn_dcp_size=1):
+    with get_parallel().override(attn_cp_size=1, attn_dcp_size=1, dcp_enabled=False):
         yield
 
 
@@ -172,6 +178,59 @@ def test_batches_are_their_requests(name: str) -> None:
         assert_same(backend.forward(q, k, v, layer, batch, **options), _expected(runner, layer, batch, q, sinks))
 
 
+LATENT, ROTATED = 32, 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+@torch.no_grad()
+def test_latent_rows(dtype: torch.dtype) -> None:
+    """Whole prompts as heads of keys and values, everything else absorbed into the latent columns."""
+    page = 4
+    pool = MLATokenToKVPool(
+        size=SLOTS, page_size=page, dtype=dtype, kv_lora_rank=LATENT, qk_rope_head_dim=ROTATED, layer_num=1,
+        device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+    runner = _runner(page_size=page, token_to_kv_pool=pool, use_mla_backend=True)
+    _place(runner)
+    layer = RadixAttention(HEADS, LATENT + ROTATED, 0.3, 1, 0, v_head_dim=LATENT)
+    factor = 1.0
+    if dtype.itemsize == 1:
+        factor, layer.k_scale = 0.04, torch.tensor(0.04)
+    everything = runner.req_to_token_pool.req_to_token[1:5].flatten().long()
+    rows = _normal(len(everything), 1, LATENT + ROTATED, seed=50)
+    pool.set_kv_buffer(layer, everything, rows / factor, rows[..., :LATENT])
+    backend = plugin.FlashtileBackend(runner)
+    for mode, counts in ((ForwardMode.EXTEND, COUNTS), (ForwardMode.DECODE, [1] * 3)):
+        batch = _batch(runner, mode, counts, CACHED)
+        backend.init_forward_metadata(batch)
+        q = _normal(sum(counts), HEADS * (LATENT + ROTATED), seed=60)
+        k = _normal(sum(counts), 1, LATENT + ROTATED, seed=61)
+        out, start = backend.forward(q, k, k[..., :LATENT], layer, batch), 0
+        kept = pool.get_key_buffer(0).float() * factor
+        for request, length, count in zip(batch.req_pool_indices, batch.seq_lens, counts):
+            keys = kept[runner.req_to_token_pool.req_to_token[request, :length].long()][None]
+            own = q[start : start + count].view(1, count, HEADS, -1)
+            expected = flashtile.attention(own, keys, keys[..., :LATENT], causal=True, scale=0.3, backend="reference")
+            assert_same(out[start : start + count], expected.view(count, -1))
+            start += count
+    batch = _batch(runner, ForwardMode.EXTEND, COUNTS, [0] * 3)
+    batch.extend_prefix_lens_cpu = [0] * 3
+    backend.init_forward_metadata(batch)
+    prompts = RadixAttention(HEADS, 24, 0.3, HEADS, 0, v_head_dim=16)
+    q, k, v = (_normal(sum(COUNTS), HEADS * width, seed=width) for width in (24, 25, 16))
+    k = k[:, : HEADS * 24].contiguous()
+    out = backend.forward(q, k, v, prompts, batch, save_kv_cache=False)
+    start = 0
+    for count in COUNTS:
+        own = (rows[start : start + count].view(1, count, HEADS, -1) for rows in (q, k, v))
+        expected = flashtile.attention(*own, causal=True, scale=0.3, backend="reference")
+        assert_same(out[start : start + count], expected.view(count, -1))
+        start += count
+    batch.extend_prefix_lens_cpu = [0, 4, 0]
+    with pytest.raises(NotImplementedError, match=r"layer\.v_head_dim: expected 32, the latent columns"):
+        backend.forward(q, k, v, prompts, batch, save_kv_cache=False)
+
+
 @torch.no_grad()
 def test_a_cuda_graph_serves_other_batches_of_its_size() -> None:
     """A graph of 4 requests is captured, and replayed with 4 and with 3, of which a view as SGLang makes it tells."""
@@ -225,10 +284,9 @@ def test_sglang_knows_the_backend() -> None:
 
 
 @pytest.mark.parametrize("change, named", [
-    ({"use_mla_backend": True}, "multi-head latent attention"),
     ({"model_config": SimpleNamespace(is_encoder_decoder=True)}, "an encoder-decoder model"),
     ({"spec_algorithm": SpeculativeAlgorithm.EAGLE}, "speculative decoding"),
-    ({"token_to_kv_pool": object()}, "token_to_kv_pool: expected MHATokenToKVPool, got object"),
+    ({"token_to_kv_pool": object()}, "token_to_kv_pool: expected MHATokenToKVPool or MLATokenToKVPool, got object"),
 ])  # fmt: skip
 def test_models_that_are_not_served_are_named(change: dict[str, Any], named: str) -> None:
     with pytest.raises(NotImplementedError, match=named):

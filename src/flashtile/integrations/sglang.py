@@ -15,7 +15,7 @@ import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
@@ -58,14 +58,14 @@ class FlashtileMetadata:
 
 
 class FlashtileBackend(AttentionBackend):
-    """Attention of all layers of a model whose cache has keys and values of heads.
+    """Attention of all layers of a model whose cache has keys and values of heads, or latent rows.
 
     Args:
         model_runner: SGLang's, with the pools that the batches are in.
 
     Raises:
-        NotImplementedError: for multi-head latent attention, encoder-decoder models, speculative decoding, context
-            parallelism, and caches of other layouts or in 4 bits.
+        NotImplementedError: for encoder-decoder models, speculative decoding, context parallelism, and caches of other
+            layouts or in 4 bits.
     """
 
     needs_cpu_seq_lens = False
@@ -73,7 +73,6 @@ class FlashtileBackend(AttentionBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         for name, found in (
-            ("multi-head latent attention", model_runner.use_mla_backend),
             ("an encoder-decoder model", model_runner.model_config.is_encoder_decoder),
             ("speculative decoding", model_runner.spec_algorithm.is_speculative()),
             ("context parallelism", get_parallel().attn_cp_size > 1 or get_parallel().attn_dcp_size > 1),
@@ -82,6 +81,7 @@ class FlashtileBackend(AttentionBackend):
                 raise _not_served("model_runner", "a decoder with a cache of keys and values", name)
         self._pool = model_runner.token_to_kv_pool
         _check_pool(self._pool)
+        self._latent = isinstance(self._pool, MLATokenToKVPool)
         self._window_pool = self._pool if isinstance(self._pool, SWAKVPool) else None
         self._page_size: int = model_runner.page_size
         self._slots: Tensor = model_runner.req_to_token_pool.req_to_token
@@ -167,14 +167,20 @@ class FlashtileBackend(AttentionBackend):
         sinks = options.pop("sinks", None)
         self._check_layer(layer, options)
         batch: Any = self.forward_metadata
+        if self._latent and layer.v_head_dim != self._pool.kv_lora_rank:
+            return self._of_prompts(q, k, v, layer, forward_batch, save_kv_cache)
         if save_kv_cache and k is not None:
             slots = KVWriteLoc.for_batch(forward_batch, swa_loc=batch.window_slots)
-            self._pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
+            if self._latent:  # this pool takes no factors
+                self._pool.set_kv_buffer(layer, slots, k if layer.k_scale is None else k / layer.k_scale, v)
+            else:
+                self._pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
         keys, values = (rows.unflatten(0, (-1, self._page_size)) for rows in self._pool.get_kv_buffer(layer.layer_id))
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         extras: dict[str, Any] = {}
         if keys.dtype in _EIGHT_BITS:
-            for name, factor in (("descale_k", layer.k_scale), ("descale_v", layer.v_scale)):
+            of_values = layer.k_scale if self._latent else layer.v_scale
+            for name, factor in (("descale_k", layer.k_scale), ("descale_v", of_values)):
                 extras[name] = None if factor is None else factor.reshape(())
         if sinks is not None:
             extras["sinks"] = sinks if sinks.dtype in (torch.float32, q.dtype) else sinks.float()
@@ -191,6 +197,25 @@ class FlashtileBackend(AttentionBackend):
             window=(left, 0 if causal else left) if left > -1 else None, softcap=layer.logit_cap or None, **extras,
         )  # fmt: skip
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    def _of_prompts(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, save_kv_cache: bool
+    ) -> Tensor:
+        """Latent attention of whole prompts, for which SGLang computes keys and values of heads."""
+        batch: Any = self.forward_metadata
+        before = forward_batch.extend_prefix_lens_cpu
+        if save_kv_cache or k is None or v is None or batch.starts is None or before is None or any(before):
+            raise _not_served(
+                "layer.v_head_dim", f"{self._pool.kv_lora_rank}, the latent columns, except for whole prompts",
+                f"{layer.v_head_dim} for others",
+            )  # fmt: skip
+        q, k = (rows.reshape(-1, heads, layer.qk_head_dim)
+                for rows, heads in ((q, layer.tp_q_head_num), (k, layer.tp_k_head_num)))  # fmt: skip
+        out = flashtile.attention_varlen(
+            q, k, v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim), batch.starts, max_seqlen_q=batch.longest,
+            max_seqlen_k=batch.longest, causal=True, scale=layer.scaling, softcap=layer.logit_cap or None,
+        )  # fmt: skip
+        return out.flatten(1)
 
     def _metadata(self, forward_batch: Any, whole_width: bool = False) -> FlashtileMetadata:
         """Lengths and pages of the requests, up to the longest one if that is known on the host."""
@@ -224,11 +249,14 @@ class FlashtileBackend(AttentionBackend):
 
 
 def _check_pool(pool: Any) -> None:
-    """Refuses all pools but those of keys and values by tokens, whose numbers stand for themselves up to a factor."""
+    """Refuses all pools but those of keys and values, or latent rows, by tokens, whose numbers stand for themselves up
+    to a factor."""
+    if type(pool) is MLATokenToKVPool and not pool.use_dsa:
+        return
     parts = {SWAKVPool: ("full_kv_pool", "swa_kv_pool"), HybridLinearKVPool: ("full_kv_pool",)}.get(type(pool))
     for part in [pool] if parts is None else [getattr(pool, name) for name in parts]:
         if type(part) is not MHATokenToKVPool:
-            raise _not_served("token_to_kv_pool", "MHATokenToKVPool", type(part).__name__)
+            raise _not_served("token_to_kv_pool", "MHATokenToKVPool or MLATokenToKVPool", type(part).__name__)
         if part.is_quantized_kv_cache or part.kv_cache_layout != "nhd":
             layout = "a quantised cache" if part.is_quantized_kv_cache else part.kv_cache_layout
             raise _not_served("token_to_kv_pool", "the layout nhd in 8 or more bits", layout)

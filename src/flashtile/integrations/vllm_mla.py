@@ -118,7 +118,7 @@ class FlashtileMLAImpl(MLACommonImpl[MLACommonMetadata]):
         dtype = EIGHT_BITS.get(self.kv_cache_dtype)
         rows = kv_c_and_k_pe_cache if dtype is None else kv_c_and_k_pe_cache.view(dtype)
         keys = rows.unsqueeze(2)
-        factors: dict[str, Tensor] = {}
+        factors: dict[str, Any] = {}
         if dtype is not None:
             factors = dict.fromkeys(("descale_k", "descale_v"), layer._k_scale.reshape(()))
         out, lse = flashtile.attention_with_kv_cache(
