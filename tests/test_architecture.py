@@ -169,6 +169,10 @@ PORTABLE_BIAS_GRADIENT = {
     "triton.launch.backward_bias",
     "triton.launch.plan_bias_gradient",
 }
+#: What kernels of one operation take from another's: the vocabulary of the Hopper kernels.
+HOPPER_VOCABULARY = "attention.hopper.primitives"
+#: A plan that chooses between packages of kernels.
+PLAN_OF_CACHES = "kv_cache.triton.plan"
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
 COMMON, COMMON_ON_BACKENDS = "common", {"backends", "split_keys", "tiles", "watch"}
 #: One table of what every operation's operators are in PyTorch's own.
@@ -274,10 +278,14 @@ def _forbidden_within_operation(module: list[str], name: list[str]) -> str:
         return "" if name[3] in {"reference", "spec"} else "it gathers the references of all operations"
     if operation == COMMON:
         return "what operations share knows none of them"
+    if part == "hopper" and ".".join(name[2:5]) == HOPPER_VOCABULARY:
+        return ""
     if len(name) < 4 or name[2] != operation:
         return "" if len(name) > 3 and name[3] in FRONTS else "another operation is used through its api"
     if part not in WITHIN_OPERATION:
         return f"say in WITHIN_OPERATION what {part!r} may import"
+    if ".".join(module[2:]) == PLAN_OF_CACHES and name[3] == "hopper":
+        return ""
     if part == "select" and name[4:5] == ["backend"]:
         return ""
     if part == "hopper" and ".".join(name[3:]) in PORTABLE_BIAS_GRADIENT:

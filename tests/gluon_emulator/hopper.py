@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
@@ -9,7 +10,6 @@ import pkgutil
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -19,14 +19,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from backend_calls import HOPPER
-from flashtile._backends.launch import ABSENT, KernelSource, Parameter, Plan
+from flashtile._backends.launch import ABSENT, KernelSource, Parameter, Plan, pointer
 from flashtile._backends.launcher import with_absent
 from flashtile._backends.pipeline import Pipeline
 from flashtile._backends.tma import TmaTensor
-from flashtile.ops.attention import hopper as package
+from flashtile.ops.attention import hopper as attention_kernels
 from flashtile.ops.attention import reference
 from flashtile.ops.attention.call import describe_backward, describe_call
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, Wanted
+from flashtile.ops.common.split_keys.plan import SplitCall
+from flashtile.ops.kv_cache import hopper as cache_kernels
 from gluon_emulator import language
 from gluon_emulator.machine import Machine
 from gluon_emulator.memory import Descriptor, Memory, dtype_of
@@ -34,6 +36,8 @@ from gluon_emulator.values import BY_SIGNATURE, Pointer, Value, as_value
 
 _LANGUAGE = "flashtile._backends.gluon"
 
+#: Packages of kernels.
+_PACKAGES = attention_kernels, cache_kernels
 
 #: The type of a parameter that is a TMA descriptor.
 _DESC = "tensordesc"
@@ -64,6 +68,8 @@ class EmulatedHopper:
             "describe_backward": lambda *given: describe_backward(*given)._replace(machine=machine),
             "_counter": lambda device: self._counter,
             "backward_bias": _bias_gradient,
+            "multiprocessors": lambda device: multiprocessors,
+            "combine_plan": lambda call, splits, device: True,
         }
         for module in self.modules.values():
             for name in changes.keys() & vars(module).keys():
@@ -76,6 +82,17 @@ class EmulatedHopper:
 
     def backward(self, *arguments: Any) -> Any:
         return self._call(self.modules["launch"].backward, arguments)
+
+    def latent(self, call: SplitCall, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Attention over a latent cache. `arguments`: of `LatentPlan.run`, with the tensors of `rows.Sequences` as they
+        are."""
+
+        def run(q: Tensor, cache: Tensor, indices: tuple[Tensor | None, ...], length: int) -> tuple[Tensor, Tensor]:
+            plan = self.modules["latent_launch"].plan_latent(call, torch.device("cpu"))
+            out, lse = plan.attend.run(q.data_ptr(), cache.data_ptr(), *map(pointer, indices), length)
+            return _combined(out, lse, q.dtype) if plan.combine else (out, lse)
+
+        return self._call(run, arguments)
 
     def _call(self, function: Callable, arguments: tuple) -> Any:
         """Kernels may touch the tensors given, and those that are made on the way."""
@@ -165,6 +182,14 @@ class _EmulatedPipeline(Pipeline):
         return made
 
 
+def _combined(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """In the place of the portable kernel that puts the parts of splits together (`split_keys.attend`)."""
+    weights = torch.exp2(parts_lse - parts_lse.amax(0).clamp(min=-1e30)).movedim(-2, -1)[..., None]
+    total = weights.sum(0)
+    out = (parts.masked_fill(weights == 0, 0) * weights).sum(0) / total.masked_fill(total == 0, 1)
+    return out.to(dtype), torch.logsumexp(parts_lse * math.log(2), 0)
+
+
 def _bias_gradient(
     dout: Tensor, inputs: BackwardInputs, statistics: Tensor, side: SideInputs, spec: AttentionSpec
 ) -> Tensor:
@@ -199,9 +224,12 @@ def _copies() -> dict[str, ModuleType]:
 @functools.cache
 def _imported_once_more() -> tuple[dict[str, ModuleType], dict[str, dict[str, Any]]]:
     """The modules, imported once more with the emulated language, and what they define. Others keep those they have."""
-    short = [module.name for module in pkgutil.iter_modules(package.__path__)]
-    names = [f"{package.__name__}.{name}" for name in short]
-    with _set_aside(vars(package), short), _set_aside(sys.modules, [*names, _LANGUAGE]):
+    short = {package: [module.name for module in pkgutil.iter_modules(package.__path__)] for package in _PACKAGES}
+    names = [f"{package.__name__}.{name}" for package, those in short.items() for name in those]
+    with contextlib.ExitStack() as stack:
+        for package, those in short.items():
+            stack.enter_context(_set_aside(vars(package), those))
+        stack.enter_context(_set_aside(sys.modules, [*names, _LANGUAGE]))
         sys.modules[_LANGUAGE] = language
         modules = {name.rpartition(".")[2]: importlib.import_module(name) for name in names}
     return modules, {name: dict(vars(module)) for name, module in modules.items()}
@@ -212,7 +240,7 @@ def forget_copies() -> None:
     _imported_once_more.cache_clear()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _set_aside(names: dict[str, Any], those: list[str]) -> Iterator[None]:
     """Without some entries of a dictionary, which are afterwards as they were."""
     before = {name: names.pop(name) for name in those if name in names}

@@ -65,6 +65,7 @@ class SplitCall(NamedTuple):
         num_splits: 0 = to be chosen.
         cache_dtype: of k and v; None for that of q.
         descale_strides: of the factors of k and v, `[outer, rows, heads_kv]`; None without.
+        values_in_keys: v is the first columns of k.
     """
 
     dtype: torch.dtype
@@ -91,6 +92,7 @@ class SplitCall(NamedTuple):
     cache_dtype: torch.dtype | None = None
     descale_strides: tuple[_Shape | None, ...] = (None, None)
     tree: tuple[int, int, int] | None = None
+    values_in_keys: bool = False
 
     @property
     def cache_itemsize(self) -> int:
@@ -118,27 +120,27 @@ def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
         call.dtype, head_dim, head_dim_v, group_rows, call.page_size, whole_words, call.cache_itemsize == 1
     )
     tiles = choose_tiles(facts, tile_key)
-    row_tiles, launched = _row_tiles(call, tiles)
+    with_rows, launched = row_tiles(call, tiles.block_m)
     splits = splits_of(
-        tiles, tile_key, row_tiles * heads_kv, call.visible, facts, multiprocessors(device), call.num_splits
+        tiles, tile_key, with_rows * heads_kv, call.visible, facts, multiprocessors(device), call.num_splits
     )
     programs = launched * heads_kv * splits
     check_programs("q", programs)
     attend = _attend(call, tiles, splits, programs, device)
-    return SplitPlan(attend, _combine(call, splits, device) if splits > 1 else None)
+    return SplitPlan(attend, combine_plan(call, splits, device) if splits > 1 else None)
 
 
-def _row_tiles(call: SplitCall, tiles: AttendTiles) -> tuple[int, int]:
+def row_tiles(call: SplitCall, block_m: int) -> tuple[int, int]:
     """Tiles of queries and heads of a key/value head that can have rows, and those that a grid has: some tiles between
     packed sequences are empty."""
     batch, seq_q, heads, heads_kv, _, _ = call.shape
     group = heads // heads_kv
     if call.total_q is None:
-        both = batch * -(-group * seq_q // tiles.block_m)
+        both = batch * -(-group * seq_q // block_m)
         return both, both
     if not batch:
         return 0, 0
-    whole = call.total_q * group // tiles.block_m
+    whole = call.total_q * group // block_m
     return whole + min(batch, call.total_q), whole + batch + 1
 
 
@@ -201,7 +203,7 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "PRECISION": _dot_precision(call.dtype, device_facts(device), call.allow_tf32),
     }
     cut = tiles.num_warps, tiles.num_stages
-    outputs = _results(call, (splits,), torch.float32) if partial else _results(call)
+    outputs = results_of(call, (splits,), torch.float32) if partial else results_of(call)
     return make_plan(attend_kernel, parameters, constants, programs, device, *cut, outputs=outputs)
 
 
@@ -218,7 +220,8 @@ def _factor_strides(strides: _Shape | None) -> CacheStrides:
     return CacheStrides(int64(None if shared else outer), None if shared else row, int64(head if strides else None))
 
 
-def _combine(call: SplitCall, splits: int, device: torch.device) -> Plan:
+def combine_plan(call: SplitCall, splits: int, device: torch.device) -> Plan:
+    """The launch that puts the parts of so many splits together."""
     batch, seq_q, heads, _, _, head_dim_v = call.shape
     if call.total_q is not None:
         batch, seq_q = 1, call.total_q
@@ -233,10 +236,10 @@ def _combine(call: SplitCall, splits: int, device: torch.device) -> Plan:
         "splits": int32(splits),
     }
     constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_E": tile_width(head_dim_v), **constants_of(cut)}
-    return make_plan(combine_kernel, parameters, constants, rows, device, cut.num_warps, 2, outputs=_results(call))
+    return make_plan(combine_kernel, parameters, constants, rows, device, cut.num_warps, 2, outputs=results_of(call))
 
 
-def _results(call: SplitCall, parts: _Shape = (), dtype: torch.dtype | None = None) -> tuple[Layout, Layout]:
+def results_of(call: SplitCall, parts: _Shape = (), dtype: torch.dtype | None = None) -> tuple[Layout, Layout]:
     """out and lse; `parts` and `dtype` where they are those of each split."""
     batch, seq_q, heads, _, _, head_dim_v = call.shape
     rows: _Shape = (batch, seq_q)

@@ -38,6 +38,9 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
             tensors = (*tensors[:6], None, None)
         plan.append.launch(*pointers((*tensors, *indices, *descales)), spec.length)
         q = q if rotated is None else rotated
+    if plan.latent is not None:
+        return plan.latent.run(q, call.k_cache, indices, spec.length)
+    assert plan.split is not None
     attended = q, call.k_cache, call.v_cache
     return attend(plan.split, attended, indices, call.alibi_slopes, call.sinks, spec.length, descales)
 

@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -25,9 +25,13 @@ from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 from flashtile.ops.common.split_keys.plan import SplitCall, SplitPlan, split_plan, visible_rows
 from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, RowStrides, Sequences
 from flashtile.ops.common.tiles import power_of_two
+from flashtile.ops.kv_cache.hopper.backend import unsupported_reason
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton.append import append_kernel
 from flashtile.ops.kv_cache.triton.configs import append_cut
+
+if TYPE_CHECKING:
+    from flashtile.ops.kv_cache.hopper.latent_launch import LatentPlan
 
 _Shape = tuple[int, ...]
 #: (shape, strides) of a tensor, or None for one that is not there.
@@ -39,10 +43,12 @@ class CachePlan(NamedTuple):
 
     Attributes:
         append: None where nothing is appended. Writes rotated queries, if they are rotated.
+        split: None where `latent` serves the call.
     """
 
     append: Plan | None
-    split: SplitPlan
+    split: SplitPlan | None
+    latent: LatentPlan | None = None
 
 
 def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
@@ -71,6 +77,7 @@ def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
         k_cache.dtype,
         tuple(None if t is None else t.stride() for t in (call.descale_k, call.descale_v)),
         None if tree is None else (*(0, *tree.stride())[-3:-1], tree.shape[-1]),
+        k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride(),
         (addresses & 15, table_addresses & 15),
         # Only tiles depend on the longest sequence: steps that differ a little in it share a plan.
         spec._replace(length=0, max_seqlen_q=power_of_two(spec.max_seqlen_q) if packed else 0),
@@ -93,6 +100,7 @@ def _plan(
     cache_dtype: torch.dtype,
     descale_strides: tuple[_Shape | None, ...],
     tree_form: tuple[int, int, int] | None,
+    values_in_keys: bool,
     misalignments: tuple[int, int],
     spec: CacheSpec,
     allow_tf32: bool,
@@ -161,7 +169,12 @@ def _plan(
         cache_dtype=cache_dtype,
         descale_strides=descale_strides,
         tree=tree_form,
+        values_in_keys=values_in_keys,
     )
+    if unsupported_reason(split_call, device_facts(device)) is None:
+        from flashtile.ops.kv_cache.hopper.latent_launch import plan_latent
+
+        return CachePlan(append, None, plan_latent(split_call, device))
     return CachePlan(append, split_plan(split_call, device))
 
 

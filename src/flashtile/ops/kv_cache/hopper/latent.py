@@ -1,0 +1,537 @@
+"""Attention over a latent cache on Hopper: one key head of up to 576 columns, whose first 512 columns are the values.
+
+Shapes::
+
+    M  rows of a tile: 64 queries times heads, query · heads + head
+    N  keys of a tile, 64
+    D  columns of q and of the cache, in chunks of 64; 512 of them are values
+
+A thread block has a tile of rows, and one split of the keys that they see (`split_keys`). Its roles:
+
+- `load`, one warp: loads q once, and the cache by tiles of keys, each in nine chunks of 64 columns with a place and
+  barriers of their own. A place is filled again as soon as its chunk has been multiplied.
+- `score`, a warpgroup: scores and weights of a tile, which it hands over through one place on chip (`Exchange`).
+- `sum_values`, two warpgroups: each the sums of half of the value columns, which take 128 registers of a thread.
+
+Per key tile, with `c = scale · log2(e)`::
+
+    s = q kᵀ               [M, N]
+    p = exp2(c·s - r)      [M, N]
+    l = l + rowsum(p)      [M], kept as [M, 8]: each thread's own part
+    o = o + p k[:, :512]   [M, 512]
+
+The scores of a tile are computed while the values of the one before are summed. The reference `r` rises only where a
+score passes it by more than `LARGEST_EXPONENT`, so sums are seldom rescaled. By how much it rises is handed over
+beside the weights; behind the last tile, so is `1 / l`.
+
+References: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1; Shah et al., "FlashAttention-3" (2024), algorithm 2.
+"""
+
+from typing import Any, NamedTuple
+
+from flashtile._backends.gluon import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashtile.ops.attention.hopper.forward_softmax import LARGEST_WEIGHT, raised_references
+from flashtile.ops.attention.hopper.primitives import (
+    LN_2,
+    WARPGROUP,
+    HeadRows,
+    M,
+    any_above,
+    barriers,
+    coordinates,
+    declare_flag,
+    hidden_zero,
+    matrix_layout,
+    pack,
+    place_of,
+    product_layout,
+    release,
+    row_maximum,
+    row_sums,
+    wait_products,
+)
+
+#: Keys of a tile, and columns of a chunk.
+N = gl.constexpr(64)
+CHUNK = gl.constexpr(64)
+#: Chunks of a row of the cache, those of them that are values, and those of the values that a warpgroup sums.
+CHUNKS = gl.constexpr(9)
+VALUE_CHUNKS = gl.constexpr(8)
+SUM_CHUNKS = gl.constexpr(4)
+#: Tiles of keys on chip.
+STAGES = gl.constexpr(2)
+#: Columns of values.
+COLUMNS = gl.constexpr(512)
+
+#: The largest weight, in log2: of float16, whose weights have all their bits from 2⁻¹⁴ on.
+LARGEST_EXPONENT = gl.constexpr(15.0)
+#: The reference of a row that has seen nothing.
+NOTHING_SEEN = gl.constexpr(-(2.0**100))
+
+
+@aggregate
+class KernelConfig:
+    """What the kernel is specialised for.
+
+    PACKED: sequences have queries of their own. CAUSAL: a query sees the keys up to its diagonal. PAGE_SIZE: 0 without
+    pages. BOX: rows of the cache that a copy moves, which lie in one page. PARTIAL: out and lse are those of a split.
+    """
+
+    PACKED: gl.constexpr
+    CAUSAL: gl.constexpr
+    PAGE_SIZE: gl.constexpr
+    BOX: gl.constexpr
+    PARTIAL: gl.constexpr
+    Q_IN_REGISTERS: gl.constexpr
+    BY_SUMS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, **constants):
+        for name, value in constants.items():
+            setattr(self, name, gl.constexpr(value))
+
+
+class Problem(NamedTuple):
+    """What every role knows of the call.
+
+    Attributes:
+        batch, heads, splits, capacity: of the call.
+        seq_q: queries of each sequence; None if they are packed. total_q: of all sequences.
+        seq_new: rows that a length does not count, without starts of new rows; else None.
+        rows_apart: rows of the cache from one entry or page to the next.
+        stride_table: elements from one sequence to the next in the table of pages.
+        scale_log2: `scale · log2(e)`.
+    """
+
+    batch: Any
+    heads: Any
+    splits: Any
+    capacity: Any
+    seq_q: Any
+    total_q: Any
+    seq_new: Any
+    rows_apart: Any
+    stride_table: Any
+    scale_log2: Any
+
+
+class Work(NamedTuple):
+    """What a thread block does: `tiles` tiles of keys from tile `first_tile` on.
+
+    Attributes:
+        sequence: its number; that of the last one for rows of no sequence.
+        split: of the keys.
+        first_token: number of its first query among those of all sequences.
+        first_row, rows: the first row of the tile in the sequence, and how many rows that has.
+        total: rows of the cache that the sequence has.
+        shift: key on the diagonal of query 0.
+        full_end: keys before this one are seen by all rows.
+    """
+
+    sequence: Any
+    split: Any
+    first_token: Any
+    first_row: Any
+    rows: Any
+    total: Any
+    shift: Any
+    full_end: Any
+    first_tile: Any
+    tiles: Any
+
+
+class Exchange(NamedTuple):
+    """What `score` hands to `sum_values`: weights `[M, N]`, and a number of each row `[M]`. `full`, `empty`:
+    barriers."""
+
+    weights: Any
+    numbers: Any
+    full: Any
+    empty: Any
+
+
+class Shared(NamedTuple):
+    """What the roles share on chip: chunks of `q` and of `keys`, `full` and `empty` barriers of the latter, and the
+    `Exchange`. Chunks of q arrive with those of the first keys."""
+
+    q: Any
+    keys: Any
+    full: Any
+    empty: Any
+    exchange: Any
+
+
+@gluon.jit
+def latent_attention_kernel(
+    q_desc, cache_desc, out_ptr, lse_ptr, sequences, length, problem,
+    CAUSAL: gl.constexpr, PAGE_SIZE: gl.constexpr, PARTIAL: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, BY_SUMS: gl.constexpr,
+    VALUE_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """`sequences`: `split_keys.rows.Sequences`. `length`: of all sequences, where no tensor has them. out and lse are
+    those of `split_keys.attend.attend_kernel`. The others: `KernelConfig`."""
+    config = KernelConfig(
+        PACKED=sequences.starts is not None,
+        CAUSAL=CAUSAL,
+        PAGE_SIZE=PAGE_SIZE,
+        BOX=cache_desc.block_shape[2],
+        PARTIAL=PARTIAL,
+        Q_IN_REGISTERS=Q_IN_REGISTERS,
+        BY_SUMS=BY_SUMS,
+    )
+    dtype: gl.constexpr = q_desc.dtype
+    work = work_of(sequences, length, problem, config)
+    shared = Shared(
+        q=gl.allocate_shared_memory(dtype, [CHUNKS, M, CHUNK], matrix_layout(CHUNK)),
+        keys=gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, N, CHUNK], matrix_layout(CHUNK)),
+        full=barriers(STAGES * CHUNKS, 1),
+        empty=barriers(STAGES * CHUNKS, WARPGROUP),
+        exchange=Exchange(
+            weights=gl.allocate_shared_memory(dtype, [M, N], matrix_layout(N)),
+            numbers=gl.allocate_shared_memory(gl.float32, [M], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+            full=barriers(1, WARPGROUP),
+            empty=barriers(1, 2 * WARPGROUP),
+        ),
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (score, (shared, lse_ptr, work, problem, config)),
+            (sum_values, (0, shared, out_ptr, work, problem, config)),
+            (sum_values, (1, shared, out_ptr, work, problem, config)),
+            (load, (q_desc, cache_desc, shared, sequences, work, problem, config)),
+        ],
+        [4, 4, 1],
+        [VALUE_REGISTERS, VALUE_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+# What a thread block does
+
+
+@gluon.jit
+def work_of(sequences, length, problem, config):
+    """The work of this thread block."""
+    heads = problem.heads
+    program = gl.program_id(0)
+    if config.PACKED:
+        tiles_of_rows = problem.total_q * heads // M + problem.batch + 1
+    else:
+        tiles_of_rows = gl.cdiv(problem.seq_q * heads, M)
+    row_tile = program % tiles_of_rows
+    if config.CAUSAL:
+        row_tile = tiles_of_rows - 1 - row_tile  # the later rows see more, and start first
+    rest = program // tiles_of_rows
+    split = rest % problem.splits
+    sequence = rest // problem.splits
+    nobody = gl.to_tensor(False)
+    if config.PACKED:
+        sequence = packed_sequence(sequences.starts, row_tile, problem)
+        nobody = sequence == problem.batch
+        first_token = gl.load(sequences.starts + sequence).to(gl.int32)
+        end_token = gl.load(sequences.starts + gl.minimum(sequence + 1, problem.batch)).to(gl.int32)
+        tokens = gl.where(nobody, problem.total_q, end_token) - first_token
+        row_tile -= first_token * heads // M + sequence
+        sequence = gl.minimum(sequence, problem.batch - 1)
+    else:
+        first_token = sequence * problem.seq_q
+        tokens = problem.seq_q
+    rows = tokens * heads
+    first_row = row_tile * M
+
+    before = length
+    if sequences.lengths is not None:
+        # A length may be far more than there are rows, so it is 32 bits wide only after that.
+        before = gl.minimum(gl.load(sequences.lengths + sequence), problem.capacity).to(gl.int32)
+    new = problem.seq_new
+    if sequences.new_starts is not None:
+        first_new = gl.load(sequences.new_starts + sequence)
+        new = (gl.load(sequences.new_starts + sequence + 1) - first_new).to(gl.int32)
+    total = gl.minimum(gl.maximum(before + new, 0), problem.capacity)
+    total = gl.where(nobody, 0, total)
+    shift = total - tokens
+    end = total
+    full_end = total
+    if config.CAUSAL:
+        last_query = (gl.minimum(first_row + M, rows) - 1) // heads
+        end = gl.maximum(gl.minimum(total, last_query + shift + 1), 0)
+        full_end = gl.minimum(total, first_row // heads + shift + 1)
+    # This split's share of the tiles that the rows see: the first splits take one more where they do not divide.
+    tiles = gl.where(first_row < rows, gl.cdiv(end, N), 0)
+    share = tiles // problem.splits
+    longer = tiles % problem.splits
+    return Work(
+        sequence=sequence,
+        split=split,
+        first_token=first_token,
+        first_row=first_row,
+        rows=rows,
+        total=total,
+        shift=shift,
+        full_end=full_end,
+        first_tile=split * share + gl.minimum(split, longer),
+        tiles=share + gl.where(split < longer, 1, 0),
+    )
+
+
+@gluon.jit
+def packed_sequence(starts_ptr, tile, problem):
+    """The sequence of a tile of rows, by bisection, as `split_keys.rows.sequence_of`; `batch` behind the last one."""
+    low = gl.to_tensor(0)
+    high = problem.batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        first = gl.load(starts_ptr + middle).to(gl.int32) * problem.heads // M + middle
+        low = gl.where(first <= tile, middle, low)
+        high = gl.where(first <= tile, high, middle - 1)
+    return low
+
+
+@gluon.constexpr_function
+def chunk_column(chunk):
+    """The first column of a chunk, in the order in which chunks are loaded: that in which their places become free.
+    Those behind the values come first, then those of either half of the values in turn."""
+    value = chunk - (CHUNKS - VALUE_CHUNKS)
+    number = VALUE_CHUNKS + chunk if value < 0 else value % 2 * SUM_CHUNKS + value // 2
+    return number * CHUNK
+
+
+@gluon.constexpr_function
+def value_chunk(which, index):
+    """The place among the chunks of the `index`-th one that a warpgroup sums."""
+    return CHUNKS - VALUE_CHUNKS + 2 * index + which
+
+
+# The producer
+
+
+@gluon.jit
+def load(q_desc, cache_desc, shared, sequences, work, problem, config):
+    """Loads q with the first keys, and the keys, chunk by chunk."""
+    dtype: gl.constexpr = q_desc.dtype
+    BOXES: gl.constexpr = N // config.BOX
+    Q_BYTES: gl.constexpr = M * CHUNK * dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = N * CHUNK * dtype.primitive_bitwidth // 8
+    q_row = work.first_token * problem.heads + work.first_row
+    pages = pages_of_tile(sequences, work.first_tile, work, problem, config)
+    for index in range(work.tiles):
+        # The pages of the next tile are looked up before this one waits for places.
+        here = pages
+        tile = work.first_tile + index
+        pages = pages_of_tile(sequences, tile + 1, work, problem, config)
+        stage, phase = place_of(index, STAGES)
+        for chunk in gl.static_range(CHUNKS):
+            place = stage * CHUNKS + chunk
+            full = shared.full.index(place)
+            mbarrier.wait(shared.empty.index(place), phase ^ 1)
+            if index == 0:
+                mbarrier.expect(full, BYTES + Q_BYTES)
+                tma_load(q_desc, [q_row, chunk_column(chunk)], full, shared.q.index(chunk))
+            else:
+                mbarrier.expect(full, BYTES)
+            boxes = reinterpret(
+                shared.keys.index(place), dtype, [BOXES, 1, 1, config.BOX, 1, CHUNK], cache_desc.layout
+            )
+            for box in gl.static_range(BOXES):
+                key = tile * N + box * config.BOX
+                row = key
+                if config.PAGE_SIZE > 0:
+                    row = key % config.PAGE_SIZE
+                # Rows past the end of the sequence are read as zeros.
+                length = gl.maximum(work.total - (key - row), 0)
+                rows = HeadRows(0, 0, here[box] * problem.rows_apart, length)
+                tma_load(cache_desc, coordinates(rows, row, chunk_column(chunk), True), full, boxes.index(box))
+
+
+@gluon.jit
+def pages_of_tile(sequences, tile, work, problem, config):
+    """The page, or the entry of the cache, of each box of a tile of keys. 0 past the end of the sequence, where the
+    table is not read."""
+    pages = ()
+    for box in gl.static_range(N // config.BOX):
+        if config.PAGE_SIZE > 0:
+            key = tile * N + box * config.BOX
+            table = sequences.table + work.sequence.to(gl.int64) * problem.stride_table
+            page = gl.load(table + key // config.PAGE_SIZE, mask=key < work.total, other=0).to(gl.int32)
+        elif sequences.entries is not None:
+            page = gl.load(sequences.entries + work.sequence).to(gl.int32)
+        else:
+            page = work.sequence
+        pages = pages + (page,)
+    return pages
+
+
+# Scores and weights
+
+
+@gluon.jit
+def score(shared, lse_ptr, work, problem, config):
+    """Scores and weights of each tile of keys, and lse."""
+    exchange = shared.exchange
+    dtype: gl.constexpr = shared.q.dtype
+    layout: gl.constexpr = product_layout(N)
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    row = work.first_row + gl.arange(0, M, of_rows)
+    last_key = work.total - 1 + row * 0
+    if config.CAUSAL:
+        last_key = gl.minimum(last_key, row // problem.heads + work.shift)
+    column = gl.arange(0, N, gl.SliceLayout(0, layout))
+    reference = gl.full([M], NOTHING_SEEN, gl.float32, of_rows)
+    row_sum = row_sums(gl.zeros([M, N], gl.float32, layout))
+    if config.BY_SUMS:
+        declare_flag(2)
+    q = first_chunks(shared, work, config)
+    for index in range(work.tiles):
+        s = scores_of_tile(q, shared, index, config)
+        first_key = (work.first_tile + index) * N
+        if first_key + N > work.full_end:
+            s = gl.where((first_key + column)[None, :] <= last_key[:, None], s, float("-inf"))
+        if config.BY_SUMS:
+            raised = reference
+            p = gl.exp2(s * problem.scale_log2 - reference[:, None])
+            tile_sum = row_sums(p)
+            if any_above(tile_sum, LARGEST_WEIGHT, 2):
+                raised, factor = raised_references(s, problem.scale_log2, row_sum, tile_sum, reference, 2)
+                p = gl.exp2(s * problem.scale_log2 - raised[:, None])
+                tile_sum = row_sums(p)
+                row_sum *= gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+            row_sum += tile_sum
+        else:
+            highest = row_maximum(s) * problem.scale_log2
+            raised = gl.where(highest - reference > LARGEST_EXPONENT, highest, reference)
+            p = gl.exp2(s * problem.scale_log2 - raised[:, None])
+            factor = gl.exp2(reference - raised)
+            row_sum = row_sum * gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None] + row_sums(p)
+        mbarrier.wait(exchange.empty.index(0), (index & 1) ^ 1)
+        exchange.numbers.store(raised - reference)
+        exchange.weights.store(pack(p, dtype))
+        release(exchange.full.index(0))
+        reference = raised
+
+    # A row that saw no key has a sum of 0: its out is 0 and its lse -inf.
+    row_total = gl.convert_layout(gl.sum(row_sum, 1), of_rows)
+    nothing = row_total == 0.0
+    row_total = gl.where(nothing, 1.0, row_total)
+    mbarrier.wait(exchange.empty.index(0), (work.tiles & 1) ^ 1)
+    exchange.numbers.store(1.0 / row_total)
+    release(exchange.full.index(0))
+    lse = gl.where(nothing, float("-inf"), reference + gl.log2(row_total))
+    if not config.PARTIAL:
+        lse *= LN_2
+    head = row % problem.heads
+    query = row // problem.heads
+    if config.PACKED:
+        statistic = (work.split * problem.heads + head).to(gl.int64) * problem.total_q + work.first_token + query
+    else:
+        line = (work.split * problem.batch + work.sequence) * problem.heads + head
+        statistic = line.to(gl.int64) * problem.seq_q + query
+    gl.store(lse_ptr + statistic, lse, mask=row < work.rows)
+
+
+@gluon.jit
+def first_chunks(shared, work, config):
+    """The chunks of q that stay in registers."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(N), 2)
+    q = ()
+    for chunk in gl.static_range(config.Q_IN_REGISTERS):
+        if work.tiles > 0:
+            mbarrier.wait(shared.full.index(chunk), 0)
+        q = q + (shared.q.index(chunk).load(layout),)
+    return q
+
+
+@gluon.jit
+def scores_of_tile(q, shared, index, config):
+    """`q kᵀ` `[M, N]`. Chunks of q lie at constant places; if the compiler saw that, it would keep the descriptors of
+    all products in registers."""
+    hidden = hidden_zero(index)
+    stage, phase = place_of(index, STAGES)
+    s = gl.zeros([M, N], gl.float32, product_layout(N))
+    for chunk in gl.static_range(CHUNKS):
+        place = stage * CHUNKS + chunk
+        mbarrier.wait(shared.full.index(place), phase)
+        keys = shared.keys.index(place).permute([1, 0])
+        if chunk < config.Q_IN_REGISTERS:
+            s = warpgroup_mma(q[chunk], keys, s, use_acc=chunk > 0, is_async=True)
+        else:
+            s = warpgroup_mma(shared.q.index(chunk + hidden), keys, s, use_acc=chunk > 0, is_async=True)
+    return warpgroup_mma_wait(0, [s])
+
+
+# Sums of values
+
+
+@gluon.jit
+def sum_values(WHICH: gl.constexpr, shared, out_ptr, work, problem, config):
+    """The sums of half of the value columns. Whoever gets weights knows that the keys of their tile have been
+    multiplied, so it releases the chunks of the cache: those that it sums, and one of the halves the others."""
+    exchange = shared.exchange
+    layout: gl.constexpr = product_layout(CHUNK)
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    declare_flag(WHICH)
+    total = ()
+    for _ in gl.static_range(SUM_CHUNKS):
+        total = total + (gl.zeros([M, CHUNK], gl.float32, layout),)
+    for index in range(work.tiles):
+        mbarrier.wait(exchange.full.index(0), index & 1)
+        rise = exchange.numbers.load(of_rows)
+        p = exchange.weights.load(layout)
+        release(exchange.empty.index(0))
+        stage, phase = place_of(index, STAGES)
+        if WHICH == 0:
+            for chunk in gl.static_range(CHUNKS - VALUE_CHUNKS):
+                release(shared.empty.index(stage * CHUNKS + chunk))
+        if any_above(rise, 0.0, WHICH):
+            total = scaled(total, gl.exp2(-rise))
+        total = add_values(total, p, shared, stage, phase, WHICH)
+
+    mbarrier.wait(exchange.full.index(0), work.tiles & 1)
+    total = scaled(total, exchange.numbers.load(of_rows))
+    row = work.first_row + gl.arange(0, M, of_rows)
+    place = (work.first_token * problem.heads + row).to(gl.int64)
+    written = row < work.rows
+    if config.PARTIAL:
+        place += work.split.to(gl.int64) * problem.total_q * problem.heads
+        written &= row * 0 + work.tiles > 0  # where the lse is -inf, nobody reads the rest of a part
+    column = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    for chunk in gl.static_range(SUM_CHUNKS):
+        columns = chunk_column(value_chunk(WHICH, chunk)) + column
+        places = (out_ptr + place * COLUMNS)[:, None] + columns[None, :]
+        gl.store(places, total[chunk].to(out_ptr.dtype.element_ty), mask=written[:, None])
+
+
+@gluon.jit
+def scaled(total, factor):
+    """Sums times a factor of each row."""
+    sums = ()
+    for chunk in gl.static_range(SUM_CHUNKS):
+        sums = sums + (total[chunk] * factor[:, None],)
+    return sums
+
+
+@gluon.jit
+def add_values(total, p, shared, stage, phase, WHICH: gl.constexpr):
+    """The sums plus `p` times the chunks of values, each of which is released as soon as it has been multiplied."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(CHUNK), 2)
+    p = gl.convert_layout(p, operand, assert_trivial=True)
+    sums = ()
+    for chunk in gl.static_range(SUM_CHUNKS):
+        place = stage * CHUNKS + value_chunk(WHICH, chunk)
+        mbarrier.wait(shared.full.index(place), phase)
+        sums = sums + (warpgroup_mma(p, shared.keys.index(place), total[chunk], is_async=True),)
+    for chunk in gl.static_range(SUM_CHUNKS - 1):
+        wait_products(SUM_CHUNKS - 1 - chunk)
+        release(shared.empty.index(stage * CHUNKS + value_chunk(WHICH, chunk)))
+    sums = warpgroup_mma_wait(0, sums)
+    release(shared.empty.index(stage * CHUNKS + value_chunk(WHICH, SUM_CHUNKS - 1)))
+    return sums
