@@ -92,7 +92,7 @@ class KernelConfig:
     PAGE_SIZE: gl.constexpr
     BOX: gl.constexpr
     PARTIAL: gl.constexpr
-    Q_IN_REGISTERS: gl.constexpr
+    AHEAD: gl.constexpr
     BY_SUMS: gl.constexpr
 
     @gluon.constexpr_function
@@ -175,7 +175,7 @@ class Shared(NamedTuple):
 def latent_attention_kernel(
     q_desc, cache_desc, out_ptr, lse_ptr, sequences, length, problem,
     CAUSAL: gl.constexpr, PAGE_SIZE: gl.constexpr, PARTIAL: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, BY_SUMS: gl.constexpr,
+    AHEAD: gl.constexpr, BY_SUMS: gl.constexpr,
     VALUE_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`sequences`: `split_keys.rows.Sequences`. `length`: of all sequences, where no tensor has them. out and lse are
@@ -186,7 +186,7 @@ def latent_attention_kernel(
         PAGE_SIZE=PAGE_SIZE,
         BOX=cache_desc.block_shape[2],
         PARTIAL=PARTIAL,
-        Q_IN_REGISTERS=Q_IN_REGISTERS,
+        AHEAD=AHEAD,
         BY_SUMS=BY_SUMS,
     )
     dtype: gl.constexpr = q_desc.dtype
@@ -385,38 +385,31 @@ def score(shared, lse_ptr, work, problem, config):
     last_key = work.total - 1 + row * 0
     if config.CAUSAL:
         last_key = gl.minimum(last_key, row // problem.heads + work.shift)
-    column = gl.arange(0, N, gl.SliceLayout(0, layout))
     reference = gl.full([M], NOTHING_SEEN, gl.float32, of_rows)
     row_sum = row_sums(gl.zeros([M, N], gl.float32, layout))
     if config.BY_SUMS:
         declare_flag(2)
-    q = first_chunks(shared, work, config)
-    for index in range(work.tiles):
-        s = scores_of_tile(q, shared, index, config)
-        first_key = (work.first_tile + index) * N
-        if first_key + N > work.full_end:
-            s = gl.where((first_key + column)[None, :] <= last_key[:, None], s, float("-inf"))
-        if config.BY_SUMS:
-            raised = reference
-            p = gl.exp2(s * problem.scale_log2 - reference[:, None])
-            tile_sum = row_sums(p)
-            if any_above(tile_sum, LARGEST_WEIGHT, 2):
-                raised, factor = raised_references(s, problem.scale_log2, row_sum, tile_sum, reference, 2)
-                p = gl.exp2(s * problem.scale_log2 - raised[:, None])
-                tile_sum = row_sums(p)
-                row_sum *= gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-            row_sum += tile_sum
-        else:
-            highest = row_maximum(s) * problem.scale_log2
-            raised = gl.where(highest - reference > LARGEST_EXPONENT, highest, reference)
-            p = gl.exp2(s * problem.scale_log2 - raised[:, None])
-            factor = gl.exp2(reference - raised)
-            row_sum = row_sum * gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None] + row_sums(p)
-        mbarrier.wait(exchange.empty.index(0), (index & 1) ^ 1)
-        exchange.numbers.store(raised - reference)
-        exchange.weights.store(pack(p, dtype))
-        release(exchange.full.index(0))
-        reference = raised
+    if config.AHEAD > 0:
+        if work.tiles > 0:
+            s = warpgroup_mma_wait(0, [start_scores(shared, 0, config)])
+            for index in range(work.tiles - 1):
+                s = finish_scores(s, shared, index, config)
+                following = start_scores(shared, index + 1, config)
+                reference, row_sum = hand_over_weights(
+                    s, index, reference, row_sum, last_key, shared, work, problem, config
+                )
+                s = warpgroup_mma_wait(0, [following])
+            s = finish_scores(s, shared, work.tiles - 1, config)
+            reference, row_sum = hand_over_weights(
+                s, work.tiles - 1, reference, row_sum, last_key, shared, work, problem, config
+            )
+    else:
+        for index in range(work.tiles):
+            s = start_scores(shared, index, config)
+            s = finish_scores(s, shared, index, config)
+            reference, row_sum = hand_over_weights(
+                s, index, reference, row_sum, last_key, shared, work, problem, config
+            )
 
     # A row that saw no key has a sum of 0: its out is 0 and its lse -inf.
     row_total = gl.convert_layout(gl.sum(row_sum, 1), of_rows)
@@ -439,33 +432,63 @@ def score(shared, lse_ptr, work, problem, config):
 
 
 @gluon.jit
-def first_chunks(shared, work, config):
-    """The chunks of q that stay in registers."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(N), 2)
-    q = ()
-    for chunk in gl.static_range(config.Q_IN_REGISTERS):
-        if work.tiles > 0:
-            mbarrier.wait(shared.full.index(chunk), 0)
-        q = q + (shared.q.index(chunk).load(layout),)
-    return q
+def start_scores(shared, index, config):
+    """Starts the products of the first `AHEAD` chunks of a tile."""
+    s = gl.zeros([M, N], gl.float32, product_layout(N))
+    for chunk in gl.static_range(config.AHEAD):
+        s = add_scores(s, shared, index, chunk)
+    return s
 
 
 @gluon.jit
-def scores_of_tile(q, shared, index, config):
-    """`q kᵀ` `[M, N]`. Chunks of q lie at constant places; if the compiler saw that, it would keep the descriptors of
-    all products in registers."""
-    hidden = hidden_zero(index)
-    stage, phase = place_of(index, STAGES)
-    s = gl.zeros([M, N], gl.float32, product_layout(N))
-    for chunk in gl.static_range(CHUNKS):
-        place = stage * CHUNKS + chunk
-        mbarrier.wait(shared.full.index(place), phase)
-        keys = shared.keys.index(place).permute([1, 0])
-        if chunk < config.Q_IN_REGISTERS:
-            s = warpgroup_mma(q[chunk], keys, s, use_acc=chunk > 0, is_async=True)
-        else:
-            s = warpgroup_mma(shared.q.index(chunk + hidden), keys, s, use_acc=chunk > 0, is_async=True)
+def finish_scores(s, shared, index, config):
+    """`q kᵀ` `[M, N]` of a tile."""
+    for chunk in gl.static_range(config.AHEAD, CHUNKS):
+        s = add_scores(s, shared, index, chunk)
     return warpgroup_mma_wait(0, [s])
+
+
+@gluon.jit
+def add_scores(s, shared, index, CHUNK_NUMBER: gl.constexpr):
+    """Waits for a chunk of keys, and starts the product of it and its chunk of q. These lie at constant places; if the
+    compiler saw that, it would keep the descriptors of all products in registers."""
+    stage, phase = place_of(index, STAGES)
+    place = stage * CHUNKS + CHUNK_NUMBER
+    mbarrier.wait(shared.full.index(place), phase)
+    q = shared.q.index(CHUNK_NUMBER + hidden_zero(index))
+    return warpgroup_mma(q, shared.keys.index(place).permute([1, 0]), s, use_acc=CHUNK_NUMBER > 0, is_async=True)
+
+
+@gluon.jit
+def hand_over_weights(s, index, reference, row_sum, last_key, shared, work, problem, config):
+    """The weights of a tile from its scores. Returns the new references and sums of weights of the rows."""
+    exchange = shared.exchange
+    dtype: gl.constexpr = shared.q.dtype
+    first_key = (work.first_tile + index) * N
+    if first_key + N > work.full_end:
+        key = first_key + gl.arange(0, N, gl.SliceLayout(0, s.type.layout))
+        s = gl.where(key[None, :] <= last_key[:, None], s, float("-inf"))
+    if config.BY_SUMS:
+        raised = reference
+        p = gl.exp2(s * problem.scale_log2 - reference[:, None])
+        tile_sum = row_sums(p)
+        if any_above(tile_sum, LARGEST_WEIGHT, 2):
+            raised, factor = raised_references(s, problem.scale_log2, row_sum, tile_sum, reference, 2)
+            p = gl.exp2(s * problem.scale_log2 - raised[:, None])
+            tile_sum = row_sums(p)
+            row_sum *= gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+        row_sum += tile_sum
+    else:
+        highest = row_maximum(s) * problem.scale_log2
+        raised = gl.where(highest - reference > LARGEST_EXPONENT, highest, reference)
+        p = gl.exp2(s * problem.scale_log2 - raised[:, None])
+        factor = gl.exp2(reference - raised)
+        row_sum = row_sum * gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None] + row_sums(p)
+    mbarrier.wait(exchange.empty.index(0), (index & 1) ^ 1)
+    exchange.numbers.store(raised - reference)
+    exchange.weights.store(pack(p, dtype))
+    release(exchange.full.index(0))
+    return raised, row_sum
 
 
 # Sums of values

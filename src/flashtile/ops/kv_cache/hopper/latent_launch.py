@@ -21,7 +21,7 @@ from flashtile.ops.kv_cache.hopper.latent import CHUNK, M, N, Problem, latent_at
 
 #: Registers of a thread that sums values and of the one that loads; those of scores have the rest of 128 on average.
 _VALUE_REGISTERS, _PRODUCER_REGISTERS, _REGISTERS = 176, 24, 128
-_Q_IN_REGISTERS = 0
+_AHEAD = 0
 _BY_SUMS = False
 
 #: The buffers that a run is given: addresses, and last the length of all sequences.
@@ -63,7 +63,7 @@ def plan_latent(call: SplitCall, device: torch.device) -> LatentPlan:
     parameters = {
         "q_desc": TmaTensor("q", call.dtype, (int(M), int(CHUNK)), strided_layout(rows, (head_dim, 1))),
         "cache_desc": TmaTensor(
-            "cache", call.dtype, (1, 1, box, 1, int(CHUNK)), packed_layout((0, 1, head_dim), (row, 0, 1))
+            "cache", call.dtype, (1, 1, box, 1, int(CHUNK)), packed_layout((0, 1, head_dim), (row, row, 1))
         ),
         "out_ptr": pointer_to(torch.float32 if splits > 1 else call.dtype, 16),
         "lse_ptr": pointer_to(torch.float32),
@@ -86,7 +86,7 @@ def plan_latent(call: SplitCall, device: torch.device) -> LatentPlan:
         "CAUSAL": causal,
         "PAGE_SIZE": call.page_size,
         "PARTIAL": splits > 1,
-        "Q_IN_REGISTERS": _Q_IN_REGISTERS,
+        "AHEAD": _AHEAD,
         "BY_SUMS": _BY_SUMS and call.dtype is torch.bfloat16,
         "VALUE_REGISTERS": _VALUE_REGISTERS,
         "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
