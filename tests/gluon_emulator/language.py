@@ -260,7 +260,7 @@ def warpgroup_mma(a: Any, b: Shared, acc: Value, use_acc: Any = True, is_async: 
 
 def warpgroup_mma_wait(num_outstanding: int, deps: Sequence[Value]) -> Any:
     settled = current().wait_products(num_outstanding, deps)
-    return settled[0] if len(settled) == 1 else settled
+    return settled[0] if len(settled) == 1 else tuple(settled)
 
 
 def _wait(barrier: Barrier, phase: Any) -> None:

@@ -54,6 +54,7 @@ class Call(NamedTuple):
     factors: tuple[int, int, int] | None = None  # strides of those of an 8-bit cache
     tree: tuple[int, int, int] | None = None  # strides of the tree, and its columns
     total_q: int | None = None  # queries of a packed call, whose sequences have up to seq_q
+    latent: bool = False  # values are the first columns of the keys
 
 
 def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: int = 132) -> plan.CachePlan:
@@ -91,7 +92,7 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
             None if new is None else ((65536, call.half), call.half, call.half, call.table_dtype),
             (*call.index_dtypes[:3], None if table is None else torch.int32, *starts, tree_dtype), table,
             call.slope_dims, call.sinks, call.batch if packed else None, call.cache_dtype or call.dtype,
-            (call.factors, call.factors), call.tree, (call.misalignment, 0), spec, call.allow_tf32,
+            (call.factors, call.factors), call.tree, call.latent, (call.misalignment, 0), spec, call.allow_tf32,
         )  # fmt: skip
 
 

@@ -3,6 +3,7 @@ serves, all without a GPU."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,11 +16,22 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("runs and compiles Gluon kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+import flashtile
+from checked_code import check_code
+from flashtile._backends.allocate import contiguous_strides
 from flashtile.ops.common.split_keys.plan import SplitCall
 from flashtile.ops.kv_cache import reference
+from flashtile.ops.kv_cache.hopper import latent_launch
+from flashtile.ops.kv_cache.hopper.backend import unsupported_reason
+from flashtile.ops.kv_cache.hopper.latent_launch import LatentPlan, plan_latent
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
+from flashtile.ops.kv_cache.triton import plan
 from flashtile.testing import assert_close
 from gluon_emulator import EmulatedHopper
+from kv_cache_cases import CacheCase, check
+from machine_code import Binary, check_barriers, check_fit, check_products
+
+_SM_90 = devices.KNOWN_DEVICES["sm_90"]
 
 
 class Case(NamedTuple):
@@ -81,32 +93,35 @@ def _inputs(case: Case) -> tuple[CacheCall, CacheSpec]:
     return call, CacheSpec(0, width**-0.5, None, 0 if case.causal else None, num_splits=case.splits)
 
 
-def _split_call(call: CacheCall, spec: CacheSpec) -> SplitCall:
-    """As `kv_cache.triton.plan` describes it."""
-    q, cache, table = call.q, call.k_cache, call.block_table
-    packed = call.cu_seqlens_q is not None
-    batch, (heads, width) = call.batch, q.shape[-2:]
-    seq_q = q.shape[0] if packed else q.shape[1]
-    q_strides = (0, *q.stride()[:2]) if packed else q.stride()[:3]
-    strides = cache.stride()[0], cache.stride()[1], 0
-    return SplitCall(
-        q.dtype,
+def _call(
+    q: tuple[int, ...], cache: tuple[int, ...], dtype: torch.dtype, table: tuple[int, ...] | None, sequences: int | None,
+    length_dtype: torch.dtype | None = torch.int32, window_right: int | None = 0, **others: Any,
+) -> SplitCall:  # fmt: skip
+    """The description of a call on contiguous tensors of these shapes; `sequences`: of a packed one."""
+    packed = sequences is not None
+    batch, seq_q, heads, width = (sequences, *q) if packed else q
+    capacity = cache[1] * (1 if table is None else table[1])
+    outer, row, _, _ = contiguous_strides(cache)
+    q_strides = contiguous_strides((1, *q) if packed else q)[:3]
+    of_starts, of_table = (torch.int32 if there else None for there in (packed, table is not None))
+    described = SplitCall(
+        dtype,
         (batch, seq_q, heads, 1, width, 512),
-        (q_strides, strides, strides),
+        (q_strides, (outer, row, 0), (outer, row, 0)),
         0,
-        call.capacity,
-        spec.scale,
+        capacity,
+        width**-0.5,
         False,
-        (torch.int64, None, None, *(None if t is None else torch.int32 for t in (table, call.cu_seqlens_q)), None, None),
-        0 if table is None else cache.shape[1],
-        0 if table is None else table.stride(0),
-        q.shape[0] if packed else None,
-        window_right=spec.window_right,
-        visible=call.capacity,
-        num_splits=spec.num_splits,
-        cache_dtype=cache.dtype,
+        (length_dtype, None, None, of_table, of_starts, None, None),
+        0 if table is None else cache[1],
+        0 if table is None else table[1],
+        seq_q if packed else None,
+        window_right=window_right,
+        visible=capacity,
+        cache_dtype=dtype,
         values_in_keys=True,
     )
+    return described._replace(**others)
 
 
 @pytest.mark.parametrize("name", _CASES)
@@ -115,7 +130,12 @@ def test_results_on_the_emulated_machine(name: str, seed: int) -> None:
     call, spec = _inputs(_CASES[name])
     emulated = EmulatedHopper(multiprocessors=3, seed=seed)
     indices = call.cache_lengths, None, None, call.block_table, call.cu_seqlens_q, None, None
-    found = emulated.latent(_split_call(call, spec), call.q, call.k_cache, indices, 0)
+    described = _call(
+        call.q.shape, call.k_cache.shape, call.q.dtype, None if call.block_table is None else call.block_table.shape,
+        None if call.cu_seqlens_q is None else call.batch, torch.int64, spec.window_right, num_splits=spec.num_splits,
+    )  # fmt: skip
+    assert unsupported_reason(described, _SM_90) is None
+    found = emulated.latent(described, call.q, call.k_cache, indices, 0)
     cast = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in call]
     if call.block_table is not None:
         cast[8] = call.block_table.clamp(max=call.k_cache.shape[0] - 1)
@@ -124,3 +144,146 @@ def test_results_on_the_emulated_machine(name: str, seed: int) -> None:
     eager = reference.forward(CacheCall(*cast), spec)
     for what, *three in zip(("out", "lse"), found, oracle, eager):
         assert_close(what, *three)
+
+
+# Which calls are served
+
+_DECODE = _call((64, 1, 16, 576), (64, 4096, 1, 576), torch.bfloat16, None, None)
+_PAGED = _call((64, 1, 128, 576), (4096, 64, 1, 576), torch.float16, (64, 64), None)
+_CHUNKS = _call((2048, 128, 576), (4096, 16, 1, 576), torch.bfloat16, (8, 512), 8)
+
+
+@pytest.mark.parametrize("call", [_DECODE, _PAGED, _CHUNKS, _DECODE._replace(window_right=None)], ids=str)
+def test_served(call: SplitCall) -> None:
+    assert unsupported_reason(call, _SM_90) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"values_in_keys": False}, "one key head whose first columns are the values"),
+        ({"shape": (64, 1, 16, 1, 512, 512)}, "520 to 576 columns with 512 of values, not 512 with 512"),
+        ({"shape": (64, 1, 16, 1, 576, 256)}, "not 576 with 256"),
+        ({"dtype": torch.float32}, "16-bit"),
+        ({"cache_dtype": torch.int8}, "16-bit"),
+        ({"window_left": 5}, "no window"),
+        ({"window_right": 5}, "no window"),
+        ({"softcap": 2.0}, "no soft cap"),
+        ({"sinks": True}, "sinks"),
+        ({"tree": (4, 2, 2)}, "no tree"),
+        ({"scale": -1.0}, "positive scale"),
+        ({"misalignment": 8}, "multiples of 16 bytes"),
+        ({"strides": ((16 * 600, 16 * 600, 600), *_DECODE.strides[1:])}, "contiguous"),
+        ({"strides": (_DECODE.strides[0], *[(4096 * 576 + 8, 576, 0)] * 2)}, "multiples of a row"),
+        ({"page_size": 12}, "8 divides the pages that it takes, not 12"),
+    ],
+    ids=str,
+)
+def test_not_served(change: dict[str, Any], reason: str) -> None:
+    assert reason in str(unsupported_reason(_DECODE._replace(**change), _SM_90))
+
+
+def test_other_gpus_are_not_served() -> None:
+    assert "sm_90, not on sm_100" in str(unsupported_reason(_DECODE, devices.KNOWN_DEVICES["sm_100"]))
+
+
+# Launches
+
+
+def _plan(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> LatentPlan:
+    monkeypatch.setattr(latent_launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(latent_launch, "combine_plan", lambda call, splits, device: splits)
+    return plan_latent(call, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("call", "programs", "splits"),
+    [
+        (_DECODE, 128, 2),
+        (_DECODE._replace(num_splits=5), 320, 5),
+        (_DECODE._replace(num_splits=128, visible=100), 128, 2),  # two tiles of keys
+        (_PAGED, 128, None),
+        (_CHUNKS, 4096 + 8 + 1, None),
+        (_CHUNKS._replace(shape=(8, 0, 128, 1, 576, 512), total_q=0), 0, None),
+    ],
+    ids=str,
+)
+def test_programs(call: SplitCall, programs: int, splits: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _plan(call, monkeypatch)
+    assert (made.attend.plans["attend"].programs, made.combine) == (programs, splits)
+
+
+@pytest.mark.parametrize("call", [_DECODE, _PAGED, _CHUNKS], ids=["decode", "paged", "chunks"])
+def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _plan(call, monkeypatch).attend.kernels["attend"].source
+    check_code(source, "sm_90", _check_latent, _SM_90.shared_memory)
+
+
+def _check_latent(binary: Binary, shared_memory: int) -> None:
+    check_fit(binary, shared_memory)
+    check_products(binary)
+    check_barriers(binary)
+
+
+# On a GPU
+
+_GPU = CacheCase(
+    batch=3, seq_q=1, seq_new=1, capacity=1100, lengths=(1003, 0, 517), heads=16, heads_kv=1, head_dim=576,
+    head_dim_v=512, latent=True, dtype=torch.bfloat16,
+)  # fmt: skip
+
+
+@pytest.fixture
+def latent_plans(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the kernel served each call of a test."""
+    served: list[bool] = []
+
+    def note(call: CacheCall, spec: CacheSpec) -> plan.CachePlan:
+        made = _plan_for(call, spec)
+        served.append(made.latent is not None)
+        return made
+
+    _plan_for = plan.plan_for
+    monkeypatch.setattr("flashtile.ops.kv_cache.triton.launch.plan_for", note)
+    return served
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("page_size", [None, 8, 16, 24, 64, 256], ids=str)
+@pytest.mark.parametrize("queries", [None, (1, 1, 1, 0), (100, 1, 0, 3), (5, 300, 1, 0)], ids=str)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_gpu(heads: int, queries: tuple[int, ...] | None, page_size: int | None, latent_plans: list[bool]) -> None:
+    case = replace(_GPU, heads=heads, queries=queries, page_size=page_size, capacity=1400)
+    check(case, "triton", "cuda")
+    assert latent_plans == [True]
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(
+    "change",
+    [{"seq_q": 5, "arguments": {"causal": False}}, {"arguments": {"num_splits": 1}}, {"arguments": {"num_splits": 9}},
+     {"rotary_dim": 64, "seq_q": 70, "seq_new": 9}, {"entries": (4, 0, 1), "heads": 1}, {"head_dim": 520}, {"heads": 7}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gpu_changes(change: dict[str, Any], dtype: torch.dtype, latent_plans: list[bool]) -> None:
+    check(replace(_GPU, dtype=dtype, **change), "triton", "cuda")
+    assert latent_plans == [True]
+
+
+@pytest.mark.hopper
+def test_gpu_graph_reads_lengths_when_it_is_replayed() -> None:
+    cache = torch.randn(3, 900, 1, 576, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(3, 2, 16, 576, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.tensor([900, 5, 64], device="cuda")
+
+    def call() -> torch.Tensor:
+        return flashtile.attention_with_kv_cache(q, cache, cache[..., :512], cache_lengths=lengths)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    lengths.copy_(torch.tensor([2, 700, 333]))
+    graph.replay()
+    assert torch.equal(out, call())

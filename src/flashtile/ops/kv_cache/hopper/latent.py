@@ -92,7 +92,7 @@ class KernelConfig:
     PAGE_SIZE: gl.constexpr
     BOX: gl.constexpr
     PARTIAL: gl.constexpr
-    AHEAD: gl.constexpr
+    DEFERRED: gl.constexpr
     BY_SUMS: gl.constexpr
 
     @gluon.constexpr_function
@@ -150,6 +150,13 @@ class Work(NamedTuple):
     tiles: Any
 
 
+class Output(NamedTuple):
+    """Where the first row of out goes, and how many rows there are."""
+
+    pointer: Any
+    rows: Any
+
+
 class Exchange(NamedTuple):
     """What `score` hands to `sum_values`: weights `[M, N]`, and a number of each row `[M]`. `full`, `empty`:
     barriers."""
@@ -158,6 +165,7 @@ class Exchange(NamedTuple):
     numbers: Any
     full: Any
     empty: Any
+    scored: Any
 
 
 class Shared(NamedTuple):
@@ -175,7 +183,7 @@ class Shared(NamedTuple):
 def latent_attention_kernel(
     q_desc, cache_desc, out_ptr, lse_ptr, sequences, length, problem,
     CAUSAL: gl.constexpr, PAGE_SIZE: gl.constexpr, PARTIAL: gl.constexpr,
-    AHEAD: gl.constexpr, BY_SUMS: gl.constexpr,
+    DEFERRED: gl.constexpr, BY_SUMS: gl.constexpr,
     VALUE_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`sequences`: `split_keys.rows.Sequences`. `length`: of all sequences, where no tensor has them. out and lse are
@@ -186,7 +194,7 @@ def latent_attention_kernel(
         PAGE_SIZE=PAGE_SIZE,
         BOX=cache_desc.block_shape[2],
         PARTIAL=PARTIAL,
-        AHEAD=AHEAD,
+        DEFERRED=DEFERRED,
         BY_SUMS=BY_SUMS,
     )
     dtype: gl.constexpr = q_desc.dtype
@@ -201,14 +209,16 @@ def latent_attention_kernel(
             numbers=gl.allocate_shared_memory(gl.float32, [M], gl.SwizzledSharedLayout(1, 1, 1, [0])),
             full=barriers(1, WARPGROUP),
             empty=barriers(1, 2 * WARPGROUP),
+            scored=barriers(1, WARPGROUP),
         ),
     )
+    out = output_of(out_ptr, work, problem, config)
     fence_async_shared()
     gl.warp_specialize(
         [
             (score, (shared, lse_ptr, work, problem, config)),
-            (sum_values, (0, shared, out_ptr, work, problem, config)),
-            (sum_values, (1, shared, out_ptr, work, problem, config)),
+            (sum_values, (0, shared, work.tiles, out, config)),
+            (sum_values, (1, shared, work.tiles, out, config)),
             (load, (q_desc, cache_desc, shared, sequences, work, problem, config)),
         ],
         [4, 4, 1],
@@ -285,6 +295,17 @@ def work_of(sequences, length, problem, config):
 
 
 @gluon.jit
+def output_of(out_ptr, work, problem, config):
+    """Where the results of a thread block go."""
+    place = (work.first_token * problem.heads + work.first_row).to(gl.int64)
+    rows = work.rows - work.first_row
+    if config.PARTIAL:
+        place += work.split.to(gl.int64) * problem.total_q * problem.heads
+        rows = gl.where(work.tiles > 0, rows, 0)  # where the lse is -inf, nobody reads the rest of a part
+    return Output(out_ptr + place * COLUMNS, rows)
+
+
+@gluon.jit
 def packed_sequence(starts_ptr, tile, problem):
     """The sequence of a tile of rows, by bisection, as `split_keys.rows.sequence_of`; `batch` behind the last one."""
     low = gl.to_tensor(0)
@@ -339,9 +360,7 @@ def load(q_desc, cache_desc, shared, sequences, work, problem, config):
                 tma_load(q_desc, [q_row, chunk_column(chunk)], full, shared.q.index(chunk))
             else:
                 mbarrier.expect(full, BYTES)
-            boxes = reinterpret(
-                shared.keys.index(place), dtype, [BOXES, 1, 1, config.BOX, 1, CHUNK], cache_desc.layout
-            )
+            boxes = reinterpret(shared.keys.index(place), dtype, [BOXES, 1, 1, config.BOX, 1, CHUNK], cache_desc.layout)
             for box in gl.static_range(BOXES):
                 key = tile * N + box * config.BOX
                 row = key
@@ -378,7 +397,6 @@ def pages_of_tile(sequences, tile, work, problem, config):
 def score(shared, lse_ptr, work, problem, config):
     """Scores and weights of each tile of keys, and lse."""
     exchange = shared.exchange
-    dtype: gl.constexpr = shared.q.dtype
     layout: gl.constexpr = product_layout(N)
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
     row = work.first_row + gl.arange(0, M, of_rows)
@@ -389,33 +407,19 @@ def score(shared, lse_ptr, work, problem, config):
     row_sum = row_sums(gl.zeros([M, N], gl.float32, layout))
     if config.BY_SUMS:
         declare_flag(2)
-    if config.AHEAD > 0:
-        if work.tiles > 0:
-            s = warpgroup_mma_wait(0, [start_scores(shared, 0, config)])
-            for index in range(work.tiles - 1):
-                s = finish_scores(s, shared, index, config)
-                following = start_scores(shared, index + 1, config)
-                reference, row_sum = hand_over_weights(
-                    s, index, reference, row_sum, last_key, shared, work, problem, config
-                )
-                s = warpgroup_mma_wait(0, [following])
-            s = finish_scores(s, shared, work.tiles - 1, config)
-            reference, row_sum = hand_over_weights(
-                s, work.tiles - 1, reference, row_sum, last_key, shared, work, problem, config
-            )
-    else:
-        for index in range(work.tiles):
-            s = start_scores(shared, index, config)
-            s = finish_scores(s, shared, index, config)
-            reference, row_sum = hand_over_weights(
-                s, index, reference, row_sum, last_key, shared, work, problem, config
-            )
+    for index in range(work.tiles):
+        s = scores_of_tile(shared, index)
+        if config.DEFERRED > 0:
+            release(exchange.scored.index(0))
+        reference, row_sum = hand_over_weights(s, index, reference, row_sum, last_key, shared, work, problem, config)
 
     # A row that saw no key has a sum of 0: its out is 0 and its lse -inf.
     row_total = gl.convert_layout(gl.sum(row_sum, 1), of_rows)
     nothing = row_total == 0.0
     row_total = gl.where(nothing, 1.0, row_total)
     mbarrier.wait(exchange.empty.index(0), (work.tiles & 1) ^ 1)
+    if config.DEFERRED > 0:
+        release(exchange.scored.index(0))  # the products behind the last scores wait for nothing
     exchange.numbers.store(1.0 / row_total)
     release(exchange.full.index(0))
     lse = gl.where(nothing, float("-inf"), reference + gl.log2(row_total))
@@ -432,31 +436,18 @@ def score(shared, lse_ptr, work, problem, config):
 
 
 @gluon.jit
-def start_scores(shared, index, config):
-    """Starts the products of the first `AHEAD` chunks of a tile."""
-    s = gl.zeros([M, N], gl.float32, product_layout(N))
-    for chunk in gl.static_range(config.AHEAD):
-        s = add_scores(s, shared, index, chunk)
-    return s
-
-
-@gluon.jit
-def finish_scores(s, shared, index, config):
-    """`q kᵀ` `[M, N]` of a tile."""
-    for chunk in gl.static_range(config.AHEAD, CHUNKS):
-        s = add_scores(s, shared, index, chunk)
-    return warpgroup_mma_wait(0, [s])
-
-
-@gluon.jit
-def add_scores(s, shared, index, CHUNK_NUMBER: gl.constexpr):
-    """Waits for a chunk of keys, and starts the product of it and its chunk of q. These lie at constant places; if the
-    compiler saw that, it would keep the descriptors of all products in registers."""
+def scores_of_tile(shared, index):
+    """`q kᵀ` `[M, N]`. Chunks of q lie at constant places; if the compiler saw that, it would keep the descriptors of
+    all products in registers."""
+    hidden = hidden_zero(index)
     stage, phase = place_of(index, STAGES)
-    place = stage * CHUNKS + CHUNK_NUMBER
-    mbarrier.wait(shared.full.index(place), phase)
-    q = shared.q.index(CHUNK_NUMBER + hidden_zero(index))
-    return warpgroup_mma(q, shared.keys.index(place).permute([1, 0]), s, use_acc=CHUNK_NUMBER > 0, is_async=True)
+    s = gl.zeros([M, N], gl.float32, product_layout(N))
+    for chunk in gl.static_range(CHUNKS):
+        place = stage * CHUNKS + chunk
+        mbarrier.wait(shared.full.index(place), phase)
+        keys = shared.keys.index(place).permute([1, 0])
+        s = warpgroup_mma(shared.q.index(chunk + hidden), keys, s, use_acc=chunk > 0, is_async=True)
+    return warpgroup_mma_wait(0, [s])
 
 
 @gluon.jit
@@ -495,7 +486,7 @@ def hand_over_weights(s, index, reference, row_sum, last_key, shared, work, prob
 
 
 @gluon.jit
-def sum_values(WHICH: gl.constexpr, shared, out_ptr, work, problem, config):
+def sum_values(WHICH: gl.constexpr, shared, tiles, out, config):
     """The sums of half of the value columns. Whoever gets weights knows that the keys of their tile have been
     multiplied, so it releases the chunks of the cache: those that it sums, and one of the halves the others."""
     exchange = shared.exchange
@@ -505,7 +496,7 @@ def sum_values(WHICH: gl.constexpr, shared, out_ptr, work, problem, config):
     total = ()
     for _ in gl.static_range(SUM_CHUNKS):
         total = total + (gl.zeros([M, CHUNK], gl.float32, layout),)
-    for index in range(work.tiles):
+    for index in range(tiles):
         mbarrier.wait(exchange.full.index(0), index & 1)
         rise = exchange.numbers.load(of_rows)
         p = exchange.weights.load(layout)
@@ -516,21 +507,16 @@ def sum_values(WHICH: gl.constexpr, shared, out_ptr, work, problem, config):
                 release(shared.empty.index(stage * CHUNKS + chunk))
         if any_above(rise, 0.0, WHICH):
             total = scaled(total, gl.exp2(-rise))
-        total = add_values(total, p, shared, stage, phase, WHICH)
+        total = add_values(total, p, shared, index, WHICH, config)
 
-    mbarrier.wait(exchange.full.index(0), work.tiles & 1)
+    mbarrier.wait(exchange.full.index(0), tiles & 1)
     total = scaled(total, exchange.numbers.load(of_rows))
-    row = work.first_row + gl.arange(0, M, of_rows)
-    place = (work.first_token * problem.heads + row).to(gl.int64)
-    written = row < work.rows
-    if config.PARTIAL:
-        place += work.split.to(gl.int64) * problem.total_q * problem.heads
-        written &= row * 0 + work.tiles > 0  # where the lse is -inf, nobody reads the rest of a part
+    row = gl.arange(0, M, of_rows)
     column = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     for chunk in gl.static_range(SUM_CHUNKS):
         columns = chunk_column(value_chunk(WHICH, chunk)) + column
-        places = (out_ptr + place * COLUMNS)[:, None] + columns[None, :]
-        gl.store(places, total[chunk].to(out_ptr.dtype.element_ty), mask=written[:, None])
+        places = (out.pointer + row * COLUMNS)[:, None] + columns[None, :]
+        gl.store(places, total[chunk].to(out.pointer.dtype.element_ty), mask=(row < out.rows)[:, None])
 
 
 @gluon.jit
@@ -543,18 +529,35 @@ def scaled(total, factor):
 
 
 @gluon.jit
-def add_values(total, p, shared, stage, phase, WHICH: gl.constexpr):
-    """The sums plus `p` times the chunks of values, each of which is released as soon as it has been multiplied."""
+def add_values(total, p, shared, index, WHICH: gl.constexpr, config):
+    """The sums plus `p` times the chunks of values, each of which is released as soon as it has been multiplied. The
+    last `DEFERRED` products wait for the scores of the next tile: so the tensor cores have work while these become
+    weights."""
+    FIRST: gl.constexpr = SUM_CHUNKS - config.DEFERRED
     operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(CHUNK), 2)
     p = gl.convert_layout(p, operand, assert_trivial=True)
+    sums = add_chunks(total, p, shared, index, 0, FIRST, WHICH)
+    if config.DEFERRED > 0:
+        mbarrier.wait(shared.exchange.scored.index(0), (index + 1) & 1)
+        sums = sums + add_chunks(total, p, shared, index, FIRST, config.DEFERRED, WHICH)
+    return sums
+
+
+@gluon.jit
+def add_chunks(total, p, shared, index, FIRST: gl.constexpr, COUNT: gl.constexpr, WHICH: gl.constexpr):
+    """`COUNT` of the sums, from `FIRST` on, plus `p` times their chunks."""
+    stage, phase = place_of(index, STAGES)
     sums = ()
-    for chunk in gl.static_range(SUM_CHUNKS):
+    for chunk in gl.static_range(FIRST, FIRST + COUNT):
         place = stage * CHUNKS + value_chunk(WHICH, chunk)
         mbarrier.wait(shared.full.index(place), phase)
         sums = sums + (warpgroup_mma(p, shared.keys.index(place), total[chunk], is_async=True),)
-    for chunk in gl.static_range(SUM_CHUNKS - 1):
-        wait_products(SUM_CHUNKS - 1 - chunk)
+    for chunk in gl.static_range(FIRST, FIRST + COUNT - 1):
+        wait_products(FIRST + COUNT - 1 - chunk)
         release(shared.empty.index(stage * CHUNKS + value_chunk(WHICH, chunk)))
-    sums = warpgroup_mma_wait(0, sums)
-    release(shared.empty.index(stage * CHUNKS + value_chunk(WHICH, SUM_CHUNKS - 1)))
+    if COUNT == 1:
+        sums = (warpgroup_mma_wait(0, sums),)
+    else:
+        sums = warpgroup_mma_wait(0, sums)
+    release(shared.empty.index(stage * CHUNKS + value_chunk(WHICH, FIRST + COUNT - 1)))
     return sums

@@ -21,7 +21,7 @@ from flashtile.ops.kv_cache.hopper.latent import CHUNK, M, N, Problem, latent_at
 
 #: Registers of a thread that sums values and of the one that loads; those of scores have the rest of 128 on average.
 _VALUE_REGISTERS, _PRODUCER_REGISTERS, _REGISTERS = 176, 24, 128
-_AHEAD = 0
+_DEFERRED = 0
 _BY_SUMS = False
 
 #: The buffers that a run is given: addresses, and last the length of all sequences.
@@ -52,7 +52,7 @@ def plan_latent(call: SplitCall, device: torch.device) -> LatentPlan:
     with_rows, launched = row_tiles(call, int(M))
     most = max(-(-call.visible // int(N)), 1)
     splits = min(call.num_splits, most) or choose_splits(with_rows, most, multiprocessors(device))
-    programs = launched * splits
+    programs = launched * splits if total_q else 0
     check_programs("q", programs)
     outer, row, _ = call.strides[1]
     box = copied_rows(call.page_size)
@@ -86,7 +86,7 @@ def plan_latent(call: SplitCall, device: torch.device) -> LatentPlan:
         "CAUSAL": causal,
         "PAGE_SIZE": call.page_size,
         "PARTIAL": splits > 1,
-        "AHEAD": _AHEAD,
+        "DEFERRED": _DEFERRED,
         "BY_SUMS": _BY_SUMS and call.dtype is torch.bfloat16,
         "VALUE_REGISTERS": _VALUE_REGISTERS,
         "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,

@@ -77,7 +77,7 @@ def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
         k_cache.dtype,
         tuple(None if t is None else t.stride() for t in (call.descale_k, call.descale_v)),
         None if tree is None else (*(0, *tree.stride())[-3:-1], tree.shape[-1]),
-        k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride(),
+        k_cache.numel() > 0 and k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride(),
         (addresses & 15, table_addresses & 15),
         # Only tiles depend on the longest sequence: steps that differ a little in it share a plan.
         spec._replace(length=0, max_seqlen_q=power_of_two(spec.max_seqlen_q) if packed else 0),
