@@ -161,6 +161,17 @@ def _compare(driver: ctypes.CDLL) -> None:
     _attend(hopper, 96, torch.float32)
     slopes, seed = torch.full((4,), 0.5), torch.tensor([-1, 2**62])
     _attend(portable, 64, packed=True, alibi_slopes=slopes, sinks=sinks, dropout_seed=seed)
+    _attend_to_latent_pages()
+
+
+def _attend_to_latent_pages() -> None:
+    from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
+    from flashtile.ops.kv_cache.triton import launch
+
+    pages, q = torch.zeros(9, 16, 1, 576, dtype=torch.float16), torch.zeros(7, 16, 576, dtype=torch.float16)
+    table, starts = torch.zeros(2, 4, dtype=torch.int32), torch.tensor([0, 3, 7])
+    call = CacheCall(q, pages, pages[..., :512], block_table=table, cu_seqlens_q=starts)
+    launch.forward(call, CacheSpec(50, 0.1, None, 0))
 
 
 if __name__ == "__main__":

@@ -94,8 +94,8 @@ def _inputs(case: Case) -> tuple[CacheCall, CacheSpec]:
 
 
 def _call(
-    q: tuple[int, ...], cache: tuple[int, ...], dtype: torch.dtype, table: tuple[int, ...] | None, sequences: int | None,
-    length_dtype: torch.dtype | None = torch.int32, window_right: int | None = 0, **others: Any,
+    q: tuple[int, ...], cache: tuple[int, ...], dtype: torch.dtype, table: tuple[int, ...] | None,
+    sequences: int | None, length_dtype: torch.dtype | None = torch.int32, window_right: int | None = 0, **others: Any,
 ) -> SplitCall:  # fmt: skip
     """The description of a call on contiguous tensors of these shapes; `sequences`: of a packed one."""
     packed = sequences is not None
@@ -262,7 +262,8 @@ def test_gpu(heads: int, queries: tuple[int, ...] | None, page_size: int | None,
 @pytest.mark.parametrize(
     "change",
     [{"seq_q": 5, "arguments": {"causal": False}}, {"arguments": {"num_splits": 1}}, {"arguments": {"num_splits": 9}},
-     {"rotary_dim": 64, "seq_q": 70, "seq_new": 9}, {"entries": (4, 0, 1), "heads": 1}, {"head_dim": 520}, {"heads": 7}],
+     {"rotary_dim": 64, "seq_q": 70, "seq_new": 9}, {"entries": (4, 0, 1), "heads": 1}, {"head_dim": 520},
+     {"heads": 7}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
