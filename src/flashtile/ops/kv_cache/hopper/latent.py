@@ -40,7 +40,6 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.forward_softmax import LARGEST_WEIGHT, raised_references
 from flashtile.ops.attention.hopper.primitives import (
     LN_2,
     WARPGROUP,
@@ -85,6 +84,7 @@ class KernelConfig:
 
     PACKED: sequences have queries of their own. CAUSAL: a query sees the keys up to its diagonal. PAGE_SIZE: 0 without
     pages. BOX: rows of the cache that a copy moves, which lie in one page. PARTIAL: out and lse are those of a split.
+    DEFERRED: chunks of values whose products wait for the scores of the next tile (`add_values`).
     """
 
     PACKED: gl.constexpr
@@ -93,7 +93,6 @@ class KernelConfig:
     BOX: gl.constexpr
     PARTIAL: gl.constexpr
     DEFERRED: gl.constexpr
-    BY_SUMS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, **constants):
@@ -158,8 +157,8 @@ class Output(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What `score` hands to `sum_values`: weights `[M, N]`, and a number of each row `[M]`. `full`, `empty`:
-    barriers."""
+    """What `score` hands to `sum_values`: weights `[M, N]`, and a number of each row `[M]`. `full`, `empty`: barriers.
+    `scored`: that of the scores of a tile, for products that are deferred."""
 
     weights: Any
     numbers: Any
@@ -183,7 +182,7 @@ class Shared(NamedTuple):
 def latent_attention_kernel(
     q_desc, cache_desc, out_ptr, lse_ptr, sequences, length, problem,
     CAUSAL: gl.constexpr, PAGE_SIZE: gl.constexpr, PARTIAL: gl.constexpr,
-    DEFERRED: gl.constexpr, BY_SUMS: gl.constexpr,
+    DEFERRED: gl.constexpr,
     VALUE_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`sequences`: `split_keys.rows.Sequences`. `length`: of all sequences, where no tensor has them. out and lse are
@@ -195,7 +194,6 @@ def latent_attention_kernel(
         BOX=cache_desc.block_shape[2],
         PARTIAL=PARTIAL,
         DEFERRED=DEFERRED,
-        BY_SUMS=BY_SUMS,
     )
     dtype: gl.constexpr = q_desc.dtype
     work = work_of(sequences, length, problem, config)
@@ -405,8 +403,6 @@ def score(shared, lse_ptr, work, problem, config):
         last_key = gl.minimum(last_key, row // problem.heads + work.shift)
     reference = gl.full([M], NOTHING_SEEN, gl.float32, of_rows)
     row_sum = row_sums(gl.zeros([M, N], gl.float32, layout))
-    if config.BY_SUMS:
-        declare_flag(2)
     for index in range(work.tiles):
         s = scores_of_tile(shared, index)
         if config.DEFERRED > 0:
@@ -459,22 +455,11 @@ def hand_over_weights(s, index, reference, row_sum, last_key, shared, work, prob
     if first_key + N > work.full_end:
         key = first_key + gl.arange(0, N, gl.SliceLayout(0, s.type.layout))
         s = gl.where(key[None, :] <= last_key[:, None], s, float("-inf"))
-    if config.BY_SUMS:
-        raised = reference
-        p = gl.exp2(s * problem.scale_log2 - reference[:, None])
-        tile_sum = row_sums(p)
-        if any_above(tile_sum, LARGEST_WEIGHT, 2):
-            raised, factor = raised_references(s, problem.scale_log2, row_sum, tile_sum, reference, 2)
-            p = gl.exp2(s * problem.scale_log2 - raised[:, None])
-            tile_sum = row_sums(p)
-            row_sum *= gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-        row_sum += tile_sum
-    else:
-        highest = row_maximum(s) * problem.scale_log2
-        raised = gl.where(highest - reference > LARGEST_EXPONENT, highest, reference)
-        p = gl.exp2(s * problem.scale_log2 - raised[:, None])
-        factor = gl.exp2(reference - raised)
-        row_sum = row_sum * gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None] + row_sums(p)
+    highest = row_maximum(s) * problem.scale_log2
+    raised = gl.where(highest - reference > LARGEST_EXPONENT, highest, reference)
+    p = gl.exp2(s * problem.scale_log2 - raised[:, None])
+    factor = gl.exp2(reference - raised)
+    row_sum = row_sum * gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout))[:, None] + row_sums(p)
     mbarrier.wait(exchange.empty.index(0), (index & 1) ^ 1)
     exchange.numbers.store(raised - reference)
     exchange.weights.store(pack(p, dtype))
@@ -501,10 +486,9 @@ def sum_values(WHICH: gl.constexpr, shared, tiles, out, config):
         rise = exchange.numbers.load(of_rows)
         p = exchange.weights.load(layout)
         release(exchange.empty.index(0))
-        stage, phase = place_of(index, STAGES)
         if WHICH == 0:
             for chunk in gl.static_range(CHUNKS - VALUE_CHUNKS):
-                release(shared.empty.index(stage * CHUNKS + chunk))
+                release(shared.empty.index(index % STAGES * CHUNKS + chunk))
         if any_above(rise, 0.0, WHICH):
             total = scaled(total, gl.exp2(-rise))
         total = add_values(total, p, shared, index, WHICH, config)
