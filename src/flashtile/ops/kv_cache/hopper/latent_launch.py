@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile._backends.devices import multiprocessors
-from flashtile._backends.launch import GIVEN, Parameter, Plan, float32, int32, int64, pointer, pointer_to
+from flashtile._backends.launch import GIVEN, Parameter, Plan, float32, int32, int64, pointer, pointer_to, pointers
 from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile._backends.tma import TmaTensor, packed_layout, strided_layout
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
@@ -36,12 +36,12 @@ class LatentPlan(NamedTuple):
     attend: Pipeline
     combine: Plan | None
 
-    def run(self, q: Tensor, cache: Tensor, indices: tuple[Any, ...], length: int) -> tuple[Tensor, Tensor]:
-        """(out, lse), as `split_keys.launch.attend`. `indices`: pointers, those of `rows.Sequences`."""
-        out, lse = written = self.attend.run(q.data_ptr(), cache.data_ptr(), *indices, length)
+    def run(self, q: Tensor, cache: Tensor, indices: tuple[Tensor | None, ...], length: int) -> tuple[Tensor, Tensor]:
+        """(out, lse), as `split_keys.launch.attend`. `indices`: those of `rows.Sequences`."""
+        out, lse = written = self.attend.run(*map(pointer, (q, cache, *indices)), length)
         if self.combine is not None:
             out, lse = self.combine.allocate()
-            self.combine.launch(*map(pointer, (*written, out, lse)))
+            self.combine.launch(*pointers((*written, out, lse)))
         return out, lse
 
 
