@@ -1,4 +1,4 @@
-"""Draws pictures of the documents as SVG files, those that explain and the one of the speeds on record:
+"""Draws pictures of the documents as SVG files, those that explain and those of records:
 `python tools/draw_docs.py [FOLDER]`.
 
 Each picture is a light card of its own with a border, so that it can be read on a light and on a dark page. No fonts or
@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -76,6 +76,11 @@ class Picture:
             f'<line x1="{x1:g}" y1="{y1:g}" x2="{end_x:.1f}" y2="{end_y:.1f}" stroke="{colour}" '
             f'stroke-width="{width:g}"/><polygon points="{points}" fill="{colour}"/>'
         )
+
+    def line(self, points: Iterable[tuple[float, float]], colour: str, width: float = 1.5) -> None:
+        """A line through some points."""
+        places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._parts.append(f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="{width:g}"/>')
 
     def labelled(
         self, x: float, y: float, width: float, height: float, words: str, colour: str, size: float = 14
@@ -447,9 +452,43 @@ def attention_speed() -> Picture:
     return picture
 
 
+def _losses(record: str, words: str, apart: float) -> Picture:
+    """Losses on real text by step, of both implementations, and how far they lie apart, at most `apart`."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / f"{record}.json").read_text("utf-8"))["rows"]
+    (theirs, ours), steps = (row["curve"] for row in rows), len(rows[0]["curve"])
+    picture = Picture(900, 360, f"Losses of {words} with transformers' eager attention and with flashtile")
+    differences = [abs(one - other) for one, other in zip(ours, theirs)]
+    top = 4 * math.ceil(max(theirs) / 4)
+    panels = ((66, "loss, nats a token", top, (theirs, ours)), (506, "difference", apart, (differences,)))
+    for left, title, most, curves in panels:
+        picture.text(left + 180, 34, f"{words}: {title}", 15, bold=True)
+        for level in range(5):
+            y = 310 - 60 * level
+            picture.box(left, y - 0.5, 360, 1, BORDER, radius=0, opacity=0.6)
+            picture.text(left - 8, y + 4, f"{most * level / 4:g}", 12, SOFT, anchor="end")
+        for curve, colour in zip(curves, (K, Q) if len(curves) > 1 else (INK,)):
+            points = enumerate(curve, 1)
+            picture.line(((left + 360 * x / steps, 310 - 240 * min(1, y / most)) for x, y in points), colour, 1)
+        picture.text(left + 360, 330, f"step {steps:,}", 12, SOFT, anchor="end")
+    for x, name, colour in ((66, "transformers, eager", K), (236, "flashtile", Q)):
+        picture.box(x, 336, 14, 14, colour)
+        picture.text(x + 20, 348, name, 13, anchor="start")
+    return picture
+
+
+def loss_gpt2_tiny() -> Picture:
+    """In float32 on a CPU."""
+    return _losses("cpu-gpt2-curves", "GPT-2, two layers", 1e-6)
+
+
+def loss_gpt2_small() -> Picture:
+    """In bfloat16 on an H200."""
+    return _losses("h200-training-curves", "GPT-2 small", 0.24)
+
+
 PICTURES: tuple[Callable[[], Picture], ...] = (
     memory_hierarchy, traffic, forward_tiles, online_softmax, recomputation, split_of_work, block_sparsity,
-    block_masks, hopper_roles, attention_speed,
+    block_masks, hopper_roles, attention_speed, loss_gpt2_tiny, loss_gpt2_small,
 )  # fmt: skip
 
 
