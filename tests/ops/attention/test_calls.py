@@ -74,6 +74,8 @@ def test_tensors_are_recognised(by_pytorch: bool, monkeypatch: pytest.MonkeyPatc
     }  # fmt: skip
     assert [name for name, other in others.items() if recognises(other, k)] == []
     assert not recognises(q, k.detach()) and not recognises(q, q)
+    twice = dispatch.recogniser(q, k, q)
+    assert twice(q, k, q) and not twice(q, k, k) and not twice(q, q, q)
 
 
 @pytest.mark.parametrize("options", _OPTIONS.values(), ids=_OPTIONS)
@@ -143,6 +145,24 @@ def test_calls_with_other_tensors(name: str, packed: bool) -> None:
             qkv = [t.detach().flatten(0, 1).requires_grad_() for t in qkv]
         repeated_call = _both_ways(qkv, options, decided_anew=False, offsets=offsets)
         assert same(repeated_call, _both_ways(qkv, options, decided_anew=True, offsets=offsets))
+
+
+def test_what_is_returned_and_one_tensor_for_both_lengths_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    new_call = repeated.new_call
+    monkeypatch.setattr(repeated, "new_call", lambda *given: (made.append(given), new_call(*given))[1])
+    offsets, lengths = torch.tensor([0, 5, 24], dtype=torch.int32), {"max_seqlen_q": 24, "max_seqlen_k": 24}
+    for seed in range(3):
+        qkv = [t.detach()[0].requires_grad_() for t in inputs(seed)]
+        results = flashtile.attention(*inputs(seed), return_max_scores=True)
+        assert same(results, flashtile.attention(*inputs(seed), return_max_scores=True, dropout_p=0))
+        out = flashtile.attention_varlen(*qkv, offsets, offsets, **lengths)
+        assert same(torch.autograd.grad(out.sum(), qkv), _by_default(qkv, offsets, **lengths))
+    assert len(made) == 2, "each call is new once, and both ways to give lengths are one call"
+
+
+def _by_default(qkv: list[Tensor], offsets: Tensor, **lengths: int) -> list[Tensor]:
+    return [*torch.autograd.grad(flashtile.attention_varlen(*qkv, offsets, **lengths).sum(), qkv)]
 
 
 def test_tensors_of_another_kind_are_checked_again() -> None:

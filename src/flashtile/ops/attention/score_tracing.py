@@ -106,10 +106,10 @@ def trace_score_mod(
         )
     seen = Surroundings.of(score_mod)
     key = None if seen is None else (seen.key, dtype, device.type, torch.get_default_dtype())
-    if seen is not None and key in _known:
-        text, places = _known[key]
-        tensors = tuple(seen.tensors[place] for place in places)
-        if all(tensor.device == device for tensor in tensors):
+    if seen is not None and (known := _known.get(key)) is not None:
+        text, places = known
+        tensors = (*[seen.tensors[place] for place in places],)
+        if not [tensor for tensor in tensors if tensor.device != device]:
             return ScoreFunction(text, tensors, dtype)
     recorder = Recorder(device)
     program = _trace(score_mod, dtype, recorder)
@@ -260,7 +260,7 @@ class Surroundings(NamedTuple):
 def _describe(found: Any, key: list[Any], tensors: list[Tensor], within: tuple[Any, ...]) -> bool:
     """Adds a value that a function can see to the key and the tensors; False where what it does may change unseen."""
     if isinstance(found, Tensor):
-        key.append((found.dtype, tuple(found.shape), found.requires_grad))
+        key.append((found.dtype, found.shape, found.requires_grad))
         tensors.append(found)
         return True
     if isinstance(found, _PLAIN):
@@ -276,7 +276,10 @@ def _describe(found: Any, key: list[Any], tensors: list[Tensor], within: tuple[A
             return False
         return _of_library(found.__name__ if isinstance(found, types.ModuleType) else found.__module__)
     within = (*within, found)
-    return all(_describe(value, key, tensors, within) for value in reachable)
+    for value in reachable:  # noqa: SIM110, a generator takes longer
+        if not _describe(value, key, tensors, within):
+            return False
+    return True
 
 
 def _reachable(found: Any, key: list[Any]) -> Iterable[Any] | None:

@@ -135,6 +135,17 @@ def recorded(tensors: Iterable[Tensor | None]) -> bool:
     return False
 
 
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without what it does first for `torch.func` transforms, which must have taken another way. Where
+    torch.compile traces it, it is `function.apply`."""
+    direct = super(torch.autograd.Function, function).apply
+
+    def apply(*arguments: Any) -> Any:
+        return function.apply(*arguments) if _compiling() else direct(*arguments)
+
+    return apply
+
+
 def transformed() -> bool:
     """Whether a `torch.func` transform or forward-mode differentiation is active."""
     return _transforms() or forward_ad._current_level >= 0

@@ -252,6 +252,7 @@ def differentiable(
     name = "".join(word.capitalize() for word in forward.overload._opname.split("_")[:-1])
     recorded = _function(name, record, differentiate)
     recorded_again = _function(name, record_again, differentiate_again)
+    apply = dispatch.direct_apply(recorded)
 
     def run(inputs: Any, spec: Any, backend: str) -> Any:
         if dispatch.transformed():
@@ -260,9 +261,9 @@ def differentiable(
         if not dispatch.recorded(inputs):
             return call(inputs, spec, backend)
         if torch.compiler.is_compiling():
-            flat = recorded.apply(*dispatch.distinct(inputs), *spec, backend)
+            flat = apply(*dispatch.distinct(inputs), *spec, backend)
         else:
-            flat = recorded.apply(*inputs, inputs, spec, backend)
+            flat = apply(*inputs, inputs, spec, backend)
         return flat if single else forward.unpacked(flat, inputs, spec)
 
     return run

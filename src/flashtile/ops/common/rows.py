@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flashtile.ops.common.sizes import known
+
+Given = TypeVar("Given", bound=tuple[Any, ...])
 
 #: Elements of a block of rows: its temporaries together fit the second-level cache of a core.
 BLOCK = 1 << 17
@@ -25,9 +27,12 @@ def row_blocks(rows: int, columns: int, elements: int = BLOCK) -> Iterator[slice
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
 
-def last_contiguous(tensor: Any) -> Any:
-    """A tensor or None, the last dimension contiguous: backends take any other strides."""
-    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+def last_contiguous(tensors: Given) -> Given:
+    """A NamedTuple of tensors and None, the last dimension of each contiguous: backends take any other strides."""
+    for tensor in tensors:
+        if tensor is not None and tensor.stride(-1) != 1:
+            return type(tensors)(*[t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tensors])
+    return tensors
 
 
 def logsumexp(x: Tensor, dim: int) -> Tensor:

@@ -384,7 +384,7 @@ def _run(inputs: LossInputs, spec: CrossEntropySpec, inplace: bool, backend: str
         results = reference.forward(inputs, spec)
     elif torch.is_grad_enabled() and inputs.logits.requires_grad:
         arguments = spec if torch.compiler.is_compiling() else (inputs, spec)
-        loss, *z_loss = _CrossEntropy.apply(*inputs, *arguments, inplace, backend)
+        loss, *z_loss = _apply(*inputs, *arguments, inplace, backend)
         return loss, z_loss[0] if z_loss else None
     else:
         results = _forward(inputs, spec, backend)
@@ -430,6 +430,9 @@ class _CrossEntropy(torch.autograd.Function):
             ctx.spent = not compiling
             dlogits = _inplace_backward(given._replace(logits=given.logits.detach()), spec, backend)
         return dlogits, *nothing
+
+
+_apply = dispatch.direct_apply(_CrossEntropy)
 
 
 def _run_forward(inputs: LossInputs, spec: CrossEntropySpec, backend: str) -> Results:

@@ -406,12 +406,12 @@ def _masks(operands: Operands, flat: Operands, dropout_p: float) -> list[Tensor]
 def _run_forward(operands: Operands, spec: NormSpec, backend: str) -> Normalised:
     checks.check_values(operands, spec)
     module = _BACKENDS.implementation(backend, operands.x0.device, spec.sum_dtype)
-    return module.forward(Operands(*map(last_contiguous, operands)), spec)
+    return module.forward(last_contiguous(operands), spec)
 
 
 def _run_backward(given: Upstream, spec: NormSpec, wanted: Wanted, backend: str) -> Gradients:
     module = _BACKENDS.implementation(backend, given.dz.device, spec.sum_dtype)
-    return module.backward(Upstream(*map(last_contiguous, given)), spec, wanted)
+    return module.backward(last_contiguous(given), spec, wanted)
 
 
 def _fake_forward(operands: Operands, spec: NormSpec) -> list[Tensor]:

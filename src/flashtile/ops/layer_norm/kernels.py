@@ -618,11 +618,11 @@ def _fill_with_zeros(*tensors: Tensor | None) -> None:
 
 
 def _dtypes(tensors: Sequence[Tensor | None]) -> tuple[torch.dtype | None, ...]:
-    return tuple(None if t is None else t.dtype for t in tensors)
+    return (*[None if t is None else t.dtype for t in tensors],)
 
 
 def _row_strides(*matrices: Tensor | None) -> tuple[int, ...]:
-    return tuple(0 if t is None else t.stride(0) for t in matrices)
+    return (*[0 if t is None else t.stride(0) for t in matrices],)
 
 
 def _misalignment(tensors: Sequence[Tensor | None]) -> int:

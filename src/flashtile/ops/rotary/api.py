@@ -407,7 +407,7 @@ def _run_on_backend(rotation: Rotation, spec: RotarySpec, backend: str, inplace:
     x = rotation.x
     dtype = torch.float64 if torch.float64 in (x.dtype, rotation.cos.dtype) else x.dtype
     module = _BACKENDS.implementation(backend, x.device, dtype)
-    rotated = module.forward(Rotation(*map(last_contiguous, rotation)), spec, inplace)
+    rotated = module.forward(last_contiguous(rotation), spec, inplace)
     if inplace and not x.is_inference():
         # Kernels write past PyTorch's back: an earlier operation that keeps x for its gradient must learn of it.
         torch.autograd.graph.increment_version(x)
@@ -442,7 +442,7 @@ def _run(rotation: Rotation, spec: RotarySpec, inplace: bool, backend: str) -> T
         # without flashtile, and only the operator that writes nothing in place is one of PyTorch's others.
         return x.copy_(_run(rotation, spec, False, backend))
     if recorded:
-        return _Rotary.apply(*rotation, *spec, inplace, backend)
+        return _apply(*rotation, *spec, inplace, backend)
     return (_rotary_inplace if inplace else _rotary)(rotation, spec, backend)
 
 
@@ -468,3 +468,6 @@ class _Rotary(torch.autograd.Function):
         else:
             dx = _run(rotation, back, False, backend)
         return dx, *(None,) * (_TENSORS + len(back) + 1)
+
+
+_apply = dispatch.direct_apply(_Rotary)
