@@ -1711,7 +1711,7 @@ def _compiled_kernels(sources: dict[Any, dict[str, KernelSource]]) -> dict[Any, 
     for function in {source.function: None for (_, kernel), source in named.items() if kernel != "begin"}:
         for form, kernel in with_news({case: of for case, of in named.items() if of.function is function}):
             found.setdefault(form, []).append(kernel)
-    return found
+    return {form: found[form] for form in sources if form in found}
 
 
 _SEPARATE = _compiled_kernels(
