@@ -75,14 +75,28 @@ class AuxFacts(NamedTuple):
         return self.cu_seqlens_q is not None
 
     @property
-    def only_sinks(self) -> bool:
-        """Whether there is no tensor, or sinks alone."""
+    def leaves_scores(self) -> bool:
+        """True if there is no tensor, or sinks alone."""
         return self == AuxFacts(max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, sinks=self.sinks)
+
+    @property
+    def has_row_logit(self) -> bool:
+        """As `SideInputs.has_row_logit`."""
+        return self.sinks is not None
+
+    @property
+    def by_distance(self) -> bool:
+        """As `SideInputs.by_distance`."""
+        return self.alibi_slopes is not None
+
+    def without_row_logit(self) -> AuxFacts:
+        """What a backward reads that has lse, which counts the logit."""
+        return self._replace(sinks=None)
 
     @property
     def plain(self) -> bool:
         """Whether there is no tensor."""
-        return self.sinks is None and self.only_sinks
+        return not self.has_row_logit and self.leaves_scores
 
     @property
     def modifies_scores(self) -> bool:
@@ -249,7 +263,7 @@ class Call(NamedTuple):
     @property
     def by_position(self) -> bool:
         """Whether scores depend on where their query and key are: in a band, by key lengths, by ALiBi."""
-        return self.spec.banded or self.aux.key_lengths is not None or self.aux.alibi_slopes is not None
+        return self.spec.banded or self.aux.key_lengths is not None or self.aux.by_distance
 
     @property
     def learns_slopes(self) -> bool:

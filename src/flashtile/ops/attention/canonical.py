@@ -130,15 +130,8 @@ def add_scores(
     packed = side.cu_seqlens_q is not None
     if packed and not (given.bias is given.mask is None and given.block_mask is None):
         checks.check_longest(given.max_seqlen_q, given.max_seqlen_k)
-    heads = q.shape[-2]
-    sizes = 1 if packed else batch, heads, side.max_seqlen_q, side.max_seqlen_k
-    bias, mask, slopes, sinks = given.bias, given.mask, given.alibi_slopes, given.sinks
-    side = side._replace(
-        bias=None if bias is None else checks.resolve_bias(bias, sizes, q),
-        mask=None if mask is None else checks.resolve_mask(mask, sizes, q.device),
-        alibi_slopes=None if slopes is None else checks.resolve_alibi_slopes(slopes, batch, heads, q),
-        sinks=None if sinks is None else checks.resolve_sinks(sinks, heads, q),
-    )
+    sizes = 1 if packed else batch, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k
+    side = checks.resolve_modifiers(side, given, q, sizes, batch)
     if given.block_mask is not None:
         side, spec = _add_block_mask(side, spec, q, batch, given.block_mask)
     if given.score_mod is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,7 +180,7 @@ def check_forward_only(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> Non
             "flashtile.attention of float8_e4m3fn inputs under torch.func or in forward mode: expected none, it has no "
             "derivative and no batching rule; pass 16-bit q, k and v"
         )
-    tensors = (q, k, v, side.bias, side.alibi_slopes, side.sinks, *side.descales, *side.captured)
+    tensors = (q, k, v, *side.learnable, *side.descales, *side.captured)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise ValueError(
             "q, k, v: expected tensors that want no gradient, as attention of float8_e4m3fn inputs has no backward, "
@@ -206,6 +207,20 @@ def resolve_descale(name: str, descale: Tensor, batch: int, heads_kv: int, q: Te
             f"{name}: expected a shape that broadcasts to [batch, heads_kv] = {[batch, heads_kv]}, got "
             f"{list(descale.shape)}; a factor belongs to a sequence and a key/value head, also those of q"
         ) from None
+
+
+def resolve_modifiers(
+    side: SideInputs, given: Any, q: Tensor, sizes: tuple[int, int, int, int], batch: int
+) -> SideInputs:
+    """Side inputs with the tensors that change scores or their softmax, checked. `given`: `options.Taken`. `sizes`:
+    of a bias or a mask. `batch`: batch entries or packed sequences."""
+    bias, mask, slopes, sinks = given.bias, given.mask, given.alibi_slopes, given.sinks
+    return side._replace(
+        bias=None if bias is None else resolve_bias(bias, sizes, q),
+        mask=None if mask is None else resolve_mask(mask, sizes, q.device),
+        alibi_slopes=None if slopes is None else resolve_alibi_slopes(slopes, batch, sizes[1], q),
+        sinks=None if sinks is None else resolve_sinks(sinks, sizes[1], q),
+    )
 
 
 def resolve_bias(bias: Tensor, sizes: tuple[int, int, int, int], q: Tensor) -> Tensor:

@@ -134,6 +134,11 @@ class Taken(NamedTuple):
     return_max_scores: bool = False
     score_mod: ScoreMod | None = None
 
+    @property
+    def by_distance(self) -> bool:
+        """As `SideInputs.by_distance`."""
+        return self.alibi_slopes is not None
+
 
 def take(function: Callable[..., Any], options: Mapping[str, Any], names: frozenset[str]) -> Taken:
     """The values of a call's options.

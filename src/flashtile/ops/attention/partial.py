@@ -314,7 +314,7 @@ def placed(
             f"part: expected heads {part.head} to {part.head + heads} within the {all_heads} of the larger call, and a "
             f"sequence of at least 0, got sequence {part.sequence}"
         )
-    if not spec.dropout_p and given.alibi_slopes is None:
+    if not spec.dropout_p and not given.by_distance:
         return spec
     matrix = part.sequence * all_heads + part.head
     return spec._replace(origin=Origin(part.row, part.column, distance, matrix, all_heads))

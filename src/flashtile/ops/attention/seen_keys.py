@@ -56,7 +56,7 @@ def seen_call(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Attention
         "window_left": None if spec.window_left is None else spec.window_left - shift,
         "window_right": None if spec.window_right is None else spec.window_right + shift,
     }
-    if last < seq_k and side.alibi_slopes is not None:
+    if last < seq_k and side.by_distance:
         origin = Origin(0, 0, 0, 0, q.shape[2]) if spec.origin is None else spec.origin
         changes["origin"] = origin._replace(diagonal=origin.diagonal + seq_k - last)
     lengths = side.key_lengths

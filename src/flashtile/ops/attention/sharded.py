@@ -32,14 +32,15 @@ def run_sharded(
         "key_lengths": of_sequences, "sinks": heads, "bias": f"{of_sequences}{heads}..",
         "mask": f"{of_sequences}{heads}..", "descale_q": of_sequences + heads, "descale_k": of_sequences + heads,
         "descale_v": of_sequences + heads,
-        "alibi_slopes": heads if side.alibi_slopes is None else (of_sequences + heads)[-side.alibi_slopes.dim() :],
+        "alibi_slopes": of_sequences + heads,
     }  # fmt: skip
     operands: dict[str, tuple[Any, str]] = {
         name: (tensor, f"{rows}{heads}.") for name, tensor in (("q", q), ("k", k), ("v", v))
     }
     names = *SINGLE, *(f"captured[{place}]" for place in range(len(side.captured)))
     for name, tensor in zip(names, side_tensors(side), strict=True):
-        operands[name] = tensor, letters.get(name, "." * (0 if tensor is None else tensor.dim()))
+        dims = 0 if tensor is None else tensor.dim()
+        operands[name] = tensor, letters.get(name, "." * dims)[-dims:]
     all_heads, sequences = q.shape[-2], q.shape[0]
 
     def function(division: dtensor.Division, q: Tensor, k: Tensor, v: Tensor, *aux: Any) -> tuple[Tensor, ...]:

@@ -136,6 +136,21 @@ class SideInputs(NamedTuple):
     def descales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self.descale_q, self.descale_k, self.descale_v
 
+    @property
+    def learnable(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The tensors that may want a gradient, in the order of `Wanted`, without those of the score function."""
+        return self.bias, self.alibi_slopes, self.sinks
+
+    @property
+    def by_distance(self) -> bool:
+        """True if scores depend on how far a key is from its query's diagonal."""
+        return self.alibi_slopes is not None
+
+    @property
+    def has_row_logit(self) -> bool:
+        """True if the softmax of a row has a logit that belongs to no key."""
+        return self.sinks is not None
+
 
 class Wanted(NamedTuple):
     """Which side inputs require gradients. Gradients of q, k and v are always computed."""
@@ -157,12 +172,8 @@ NOTHING_WANTED = Wanted()
 
 def wanted_of(side: SideInputs) -> Wanted:
     """Which of the side inputs require gradients."""
-    captured = tuple(tensor.requires_grad for tensor in side.captured)
-    return Wanted(_requires_grad(side.bias), _requires_grad(side.alibi_slopes), _requires_grad(side.sinks), captured)
-
-
-def _requires_grad(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad
+    bias, slopes, sinks = (tensor is not None and tensor.requires_grad for tensor in side.learnable)
+    return Wanted(bias, slopes, sinks, tuple(tensor.requires_grad for tensor in side.captured))
 
 
 class BackwardInputs(NamedTuple):

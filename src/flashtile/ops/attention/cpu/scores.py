@@ -264,6 +264,14 @@ def _visible(tiles: TileMask, rows: range, keys: KeyTile) -> Tensor:
     return whole[..., top : top + len(rows), left : left + keys.stop - keys.start]
 
 
+def row_logits(block: Block, side: SideInputs) -> Tensor | None:
+    """The sinks of the block's stacked heads, times log₂e: `[N, G, 1, 1]`; None without them."""
+    if side.sinks is None:
+        return None
+    sinks = (side.sinks[block.heads] * LOG2E).view(-1, block.group, 1, 1)
+    return sinks.repeat(block.batches.stop - block.batches.start, 1, 1, 1)
+
+
 class SideGradients:
     """The gradients of side inputs, summed over the tiles of all blocks.
 
@@ -275,7 +283,7 @@ class SideGradients:
     def __init__(self, side: SideInputs, wanted: Wanted, dtype: torch.dtype) -> None:
         self.bias, self.alibi_slopes, self.sinks = (
             torch.zeros(tensor.shape, dtype=dtype, device="cpu") if wants and tensor is not None else None
-            for wants, tensor in zip(wanted, (side.bias, side.alibi_slopes, side.sinks))
+            for wants, tensor in zip(wanted, side.learnable)
         )
         self.captured = [
             torch.zeros(tensor.shape, dtype=dtype, device="cpu") if wants else None
@@ -330,11 +338,11 @@ class SideGradients:
             lambda _, step, indices: read(function.captured[step.arguments[0]], indices, inputs[UPSTREAM].dim())[0],
         )
 
-    def add_rows(self, sink_weights: Tensor, delta: Tensor, block: Block, rows: range, factor: float) -> None:
-        """Takes in some rows: what their sinks weigh, and `factor` times delta, `[N, G·R, 1]` each."""
+    def add_rows(self, logit_weights: Tensor, delta: Tensor, block: Block, rows: range, factor: float) -> None:
+        """Takes in some rows: what their logits without a key weigh, and `factor` times delta, `[N, G·R, 1]` each."""
         if self.sinks is not None:
             target = self.sinks[block.heads].view(1, -1, block.group, 1, 1)
-            target.sub_(split_heads(sink_weights * delta, block, rows).sum_to_size(target.shape), alpha=factor)
+            target.sub_(split_heads(logit_weights * delta, block, rows).sum_to_size(target.shape), alpha=factor)
 
     def finish(self, side: SideInputs) -> tuple[Any, ...]:
         """In the dtype of the inputs, in the order of `Wanted`."""
@@ -342,5 +350,5 @@ class SideGradients:
         def finished(total: Tensor | None, of: Tensor | None) -> Tensor | None:
             return None if total is None or of is None else total.to(of.dtype)
 
-        single = (self.bias, side.bias), (self.alibi_slopes, side.alibi_slopes), (self.sinks, side.sinks)
-        return *(finished(*pair) for pair in single), tuple(map(finished, self.captured, side.captured))
+        single = self.bias, self.alibi_slopes, self.sinks
+        return *map(finished, single, side.learnable), tuple(map(finished, self.captured, side.captured))

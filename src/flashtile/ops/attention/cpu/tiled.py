@@ -20,6 +20,7 @@ from flashtile.ops.attention.cpu.scores import (
     modifiers_of,
     modify,
     raised_rows,
+    row_logits,
     split_heads,
     tile_mask_of,
     wholly_hidden,
@@ -100,11 +101,11 @@ def _forward_block(
     q_view, out_view = tiles.row_view(block, q), tiles.row_view(block, out)
     views = [tiles.statistics_view(block, statistic) for statistic in statistics]
     scratch = tiles.scratch_of(block, q, v)
-    modifiers, sinks = modifiers_of(block, side, spec, tile_mask), tiles.sinks_of(block, side)
+    modifiers, logits = modifiers_of(block, side, spec, tile_mask), row_logits(block, side)
     for rows in tiles.query_tiles(block):
         q_tile = tiles.load_rows(q_view, rows, computed).mul_(spec.scale * LOG2E)
         raised = raised_rows(block, rows, modifiers)
-        softmax = _OnlineSoftmax(q_tile, v.shape[-1], sinks, raised, spec.returns_max_scores)
+        softmax = _OnlineSoftmax(q_tile, v.shape[-1], logits, raised, spec.returns_max_scores)
         for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys):
             if wholly_hidden(modifiers, rows, keys):
                 continue
@@ -131,17 +132,17 @@ class _OnlineSoftmax:
     """
 
     def __init__(
-        self, q_tile: Tensor, head_dim_v: int, sinks: Tensor | None, raised: Tensor | None, keeps_score_max: bool
+        self, q_tile: Tensor, head_dim_v: int, logits: Tensor | None, raised: Tensor | None, keeps_score_max: bool
     ):
-        """`sinks`: log₂e times the logit of each stacked head, `[N, G, 1, 1]`, or None. `raised`: `raised_rows`."""
+        """`logits`: `row_logits`. `raised`: `raised_rows`."""
         matrices, rows, _ = q_tile.shape
         # The least finite number rather than -inf: a row that has seen nothing yet must not compute -inf - -inf.
         least = torch.finfo(q_tile.dtype).min
-        if sinks is None:
+        if logits is None:
             self.row_max = q_tile.new_full((matrices, rows, 1), least)
             self.row_sum = q_tile.new_zeros(matrices, rows, 1)
         else:
-            self.row_max = sinks.clamp(min=least).repeat(1, 1, rows // sinks.shape[1], 1).view(-1, rows, 1)
+            self.row_max = logits.clamp(min=least).repeat(1, 1, rows // logits.shape[1], 1).view(-1, rows, 1)
             self.row_sum = (self.row_max > least).to(q_tile.dtype)
             if raised is not None:
                 self.row_max = self.row_max.add(raised, alpha=LOG2E)
@@ -271,15 +272,15 @@ def _backward_block(
     scratch = tiles.scratch_of(block, q, v)
     dq_view = tiles.row_view(block, grads[0])
     keep_probability = 1 - spec.dropout_p
-    modifiers, sinks = modifiers_of(block, side, spec, tile_mask), tiles.sinks_of(block, side)
+    modifiers, logits = modifiers_of(block, side, spec, tile_mask), row_logits(block, side)
     for rows in tiles.query_tiles(block):
         raised = raised_rows(block, rows, modifiers)
         row = _load_backward_rows(block, rows, q, dout, out, lse, dlse, raised=raised, spec=spec)
         dq_tile = torch.zeros_like(row.q_scaled)
-        if sinks is not None:
+        if logits is not None:
             by_head = row.lse.unflatten(1, (block.group, -1))
-            logits = sinks if raised is None else sinks + raised.view_as(by_head) * LOG2E
-            weights = (logits - by_head).exp2_().view_as(row.lse)
+            of_rows = logits if raised is None else logits + raised.view_as(by_head) * LOG2E
+            weights = (of_rows - by_head).exp2_().view_as(row.lse)
             # A row that sees its sink alone has out = 0: NaN from above, or infinity, shows in its delta.
             if not row.delta.isfinite().all():
                 blind = _blind_rows(block, rows, row, matrices, modifiers, scratch)

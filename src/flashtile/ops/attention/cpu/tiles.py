@@ -113,7 +113,8 @@ class KeyTile(NamedTuple):
 
 
 def segments(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Iterator[Segment]:
-    """The segments of a call that have queries, and keys or sinks. q, k `[B, S, H, D]`; B = 1 in a packed call."""
+    """The segments of a call that have queries, and keys or a logit without one. q, k `[B, S, H, D]`; B = 1 in a packed
+    call."""
     if side.packed:
         yield from _packed_segments(side, spec)
         return
@@ -122,7 +123,7 @@ def segments(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Ite
     first = 0
     for length, entries in groupby(lengths):
         batches = slice(first, first + len(list(entries)))
-        if seq_q and (length or side.sinks is not None):
+        if seq_q and (length or side.has_row_logit):
             visible = _band(seq_q, seq_k, length, spec)
             yield Segment(batches, slice(0, seq_q), slice(0, length), visible, first, seq_k - seq_q)
         first = batches.stop
@@ -137,7 +138,7 @@ def _packed_segments(side: SideInputs, spec: AttentionSpec) -> Iterator[Segment]
         rows = slice(starts_q[sequence], starts_q[sequence + 1])
         keys = slice(starts_k[sequence], starts_k[sequence] + length)
         seq_q = rows.stop - rows.start
-        if seq_q and (length or side.sinks is not None):
+        if seq_q and (length or side.has_row_logit):
             yield Segment(slice(0, 1), rows, keys, _band(seq_q, seq_k, length, spec), sequence, seq_k - seq_q)
 
 
@@ -244,14 +245,6 @@ def hide(scores: Tensor, shown: Tensor) -> None:
     number, minus_infinity = (torch.int64, -(2**52)) if scores.dtype is torch.float64 else (torch.int32, -(2**23))
     kept = shown.to(number).neg_()  # all bits or none
     scores.view(number).bitwise_and_(kept).bitwise_or_(kept.bitwise_not_().bitwise_and_(minus_infinity))
-
-
-def sinks_of(block: Block, side: SideInputs) -> Tensor | None:
-    """The sinks of the block's stacked heads, times log₂e: `[N, G, 1, 1]`; None without sinks."""
-    if side.sinks is None:
-        return None
-    sinks = (side.sinks[block.heads] * LOG2E).view(-1, block.group, 1, 1)
-    return sinks.repeat(block.batches.stop - block.batches.start, 1, 1, 1)
 
 
 def hidden(rows: range, columns: range, visible: Band) -> Tensor:

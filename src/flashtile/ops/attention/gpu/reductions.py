@@ -1,4 +1,4 @@
-"""Sums that follow a backward kernel: dk and dv of several shares, a bias's gradient in parts, ALiBi's slopes.
+"""Sums that follow a backward kernel: dk and dv of several shares, gradients of a bias in parts, of slopes and sinks.
 
 Both GPU backends store partial gradients and add them up in a fixed order.
 """
@@ -17,7 +17,7 @@ from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import int32, int64, pointer_to
 from flashtile._backends.pipeline import Kernel
 from flashtile.ops.attention.call import Call, TensorFacts
-from flashtile.ops.attention.spec import SideInputs
+from flashtile.ops.attention.spec import SideInputs, Wanted
 from flashtile.ops.common.checks import check_programs
 
 
@@ -67,6 +67,7 @@ def attention_bias_parts_kernel(parts_ptr, sum_ptr, size, parts, PARTS: tl.const
     tl.store(sum_ptr + place, tl.sum(total, 0).to(sum_ptr.dtype.element_ty), mask=inside)
 
 
+_LOG2_E = math.log2(math.e)
 #: Numbers of a share that a program reads at a time.
 _AT_ONCE = 2048
 
@@ -194,6 +195,75 @@ def bias_sum_kernel(parts: int, bias: TensorFacts) -> Kernel:
     constants = {"PARTS": together, "BLOCK": block}
     buffers = {"parts_ptr": "bias_parts", "sum_ptr": "dbias"}
     return Kernel(attention_bias_parts_kernel, parameters, constants, -(-size // block), buffers)
+
+
+def sum_layouts(call: Call, rows: int, programs: int | None = None) -> dict[str, Layout]:
+    """What kernels store for `learned_gradients`: sums by row or key, of which there are `rows`, and if a kernel of so
+    many `programs` adds up what sinks add, its parts `[batch, heads, tiles]`, packed `[heads, tiles]`."""
+    layouts = {}
+    if call.learns_slopes:
+        layouts["slope_sums"] = contiguous((*call.lse_shape[:-1], rows), torch.float32)
+    if call.aux.has_row_logit and programs is not None:
+        heads = call.lse_shape[:-1]
+        layouts["sink_sums"] = contiguous((*heads, programs // math.prod(heads)), torch.float32)
+    return layouts
+
+
+def learned_gradients(
+    found: dict[str, Tensor], side: SideInputs, wanted: Wanted, cu_seqlens: Tensor | None, own_delta: bool = False
+) -> dict[str, Tensor | None]:
+    """The gradients of side inputs that follow from what kernels stored, by the fields of `Gradients`.
+
+    Args:
+        found: what kernels stored, by name.
+        cu_seqlens: the offsets of the sequences among the rows of "slope_sums".
+        own_delta: "statistics" have a delta for the sinks, beside that of the keys.
+    """
+    gradients: dict[str, Tensor | None] = {"bias": found.get("dbias")}
+    if "slope_sums" in found:
+        gradients["alibi_slopes"] = slope_gradient(found["slope_sums"], side, cu_seqlens)
+    if wanted.sinks and "sink_sums" in found:
+        sums = found["sink_sums"]
+        gradients["sinks"] = sums.sum((0, -1) if sums.dim() == 3 else -1).neg_()
+    elif wanted.sinks and side.sinks is not None and "statistics" in found:
+        gradients["sinks"] = _sink_gradient(found["statistics"], side.sinks, own_delta)
+    return gradients
+
+
+def gradients_without_keys(
+    dlse: Tensor | None, lse: Tensor, side: SideInputs, wanted: Wanted
+) -> dict[str, Tensor | None]:
+    """The gradients of side inputs of a call without queries, keys or columns. What comes through lse to rows that see
+    a sink is all the sink's."""
+    zeros = {
+        name: torch.zeros_like(tensor)
+        for name, wants, tensor in zip(wanted._fields, wanted, side.learnable)
+        if wants and tensor is not None
+    }
+    if "sinks" in zeros and dlse is not None:
+        by_head = torch.where(lse.isneginf(), 0.0, dlse).sum(-1)
+        zeros["sinks"] = by_head.sum(0) if by_head.dim() == 2 else by_head
+    return {**zeros}
+
+
+def lse_without_keys(lse: Tensor, side: SideInputs) -> Tensor:
+    """The lse of rows that see no key: their sink if there is one, else -inf. Past the last sequence it is -inf."""
+    if side.sinks is None:
+        return lse.fill_(float("-inf"))
+    lse.copy_(side.sinks[:, None].expand_as(lse))
+    if side.cu_seqlens_q is not None:
+        row = torch.arange(lse.shape[-1], device=lse.device)
+        lse.masked_fill_(row >= side.cu_seqlens_q[-1], float("-inf"))
+    return lse
+
+
+def _sink_gradient(statistics: Tensor, sinks: Tensor, own_delta: bool) -> Tensor:
+    """The gradient of the sinks: minus the sum over rows of what the sink weighs times delta."""
+    lse, delta = statistics[..., 0], statistics[..., 1 + own_delta]  # [batch, heads, seq_q], packed [heads, total_q]
+    weights = torch.exp2((sinks * _LOG2_E)[:, None] - lse)
+    # Rows past the last sequence have no sink, whatever their delta is.
+    by_head = torch.where(weights == 0, 0.0, weights * delta).sum(-1)
+    return -(by_head if by_head.dim() == 1 else by_head.sum(0))
 
 
 def slope_gradient(slope_sums: Tensor, side: SideInputs, cu_seqlens: Tensor | None) -> Tensor:

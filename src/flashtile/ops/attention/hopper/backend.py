@@ -131,7 +131,7 @@ def _unserved_wide(call: Call) -> str | None:
     return _first_asked({
         "bias": call.aux.bias is not None,
         "mask": call.aux.mask is not None,
-        "alibi_slopes": call.aux.alibi_slopes is not None,
+        "alibi_slopes": call.aux.by_distance,
         "score_mod": spec.score_program is not None,
         "dropout": spec.dropout_p > 0,
         "block_mask": spec.block_shape is not None,

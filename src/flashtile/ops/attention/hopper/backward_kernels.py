@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashtile._backends.alignment import batch_row_head
-from flashtile._backends.allocate import Layout, contiguous, contiguous_strides
+from flashtile._backends.allocate import Layout, contiguous_strides
 from flashtile._backends.launch import ABSENT, Parameter, constants_of, float32, int32, optional, pointer_to
 from flashtile._backends.pipeline import Kernel
 from flashtile._backends.tma import TensorLayout, TmaTensor, broadcast_layout, packed_layout, strided_layout
@@ -39,6 +39,7 @@ from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGIS
 from flashtile.ops.attention.hopper.modifiers import gluon_derivative, gluon_reads
 from flashtile.ops.attention.hopper.parameters import LOG2_E, bounded_layout, describe_side, is_covered
 from flashtile.ops.attention.hopper.schedule import NO_LOOPS, BackwardSchedule
+from flashtile.ops.attention.spec import NOTHING_WANTED
 
 #: The tensors that TMA moves in the order of the main kernel's parameters. Those with rows of heads may have a second
 #: chunk of columns, `<name>_tail`.
@@ -78,7 +79,6 @@ def begin_kernel(
     strides = batch_row_head(call.out_shape, call.dout.strides)
     statistics, tensor = pointer_to(torch.float32), pointer_to(call.dtype, 16)
     adds_up, ordered = (False, False) if schedule is None else (schedule.adds_up, schedule.is_ordered(call))
-    sinks = call.aux.sinks is not None
     # Multiples of 16 bytes.
     stride_type, multiple = "i64" if max(strides) >= 2**31 else "i32", 16 // call.dtype.itemsize
     parameters = {
@@ -90,7 +90,7 @@ def begin_kernel(
         "turns_ptr": optional(ordered, pointer_to(torch.int32)),
         "counter_ptr": pointer_to(torch.int32),
         "masked_dout_ptr": optional(call.may_hide_rows, tensor),
-        **dict.fromkeys(("sink_logits_ptr", "sink_sums_ptr"), optional(sinks, statistics)),
+        **dict.fromkeys(("sink_logits_ptr", "sink_sums_ptr"), optional(call.aux.has_row_logit, statistics)),
         "cu_seqlens_q_ptr": _offsets(call),
         "row_statistics_ptr": optional(row_statistics, statistics),
         **_near_keys(call, covered=schedule is not None and schedule.is_covered(call)),
@@ -122,7 +122,7 @@ def begin_kernel(
 
 def _near_keys(call: Call, covered: bool) -> dict[str, Any]:
     """The side inputs as the kernel of statistics takes them, which reads those alone that ALiBi needs."""
-    side, present = describe_side(call, covered=covered, by_column=True), call.aux.alibi_slopes is not None
+    side, present = describe_side(call, covered=covered, by_column=True), call.aux.by_distance
     return {
         "side": SidePointers._make(optional(present, each) for each in side.pointers),
         "side_numbers": side.numbers if present else None,
@@ -190,7 +190,7 @@ def bias_gradient_kernel(call: Call, schedule: BackwardSchedule, work: BiasWork)
     covered = is_covered(call, *_bias_block(call))
     side = describe_side(call, covered=covered, by_column=True)
     in_parts = work.parts > 1
-    change = score_change(call._replace(wanted=call.wanted._replace(alibi_slopes=False)), covered)
+    change = score_change(call._replace(wanted=NOTHING_WANTED), covered)
     moved = moved_tensors(call, schedule._replace(config=schedule.config._replace(bias_by_tma=True)))
     parameters = {
         **moved,
@@ -384,15 +384,6 @@ def _boxes(call: Call, schedule: BackwardSchedule) -> Mapping[str, tuple[tuple[i
             outer = (1, 1) if ends else (1,)
             boxes[name] = (*outer, rows, 1, whole), (*outer, rows, 1, tail) if tail else None
     return boxes
-
-
-def sink_sums(call: Call, programs: int) -> Layout | None:
-    """The parts of the sinks' gradient, `[batch, heads, tiles]`, of a packed call `[heads, tiles]`. `programs`: of the
-    first kernel."""
-    if call.aux.sinks is None:
-        return None
-    heads = (call.heads,) if call.packed else (call.batch, call.heads)
-    return contiguous((*heads, programs // math.prod(heads)), torch.float32)
 
 
 class PassKernels(NamedTuple):

@@ -21,7 +21,14 @@ from flashtile.ops.attention.gpu.parameters import (
     contiguous_on_16_bytes,
     positive_scale,
 )
-from flashtile.ops.attention.gpu.reductions import bias_sum_kernel, shares_kernel, slope_gradient, without_shares
+from flashtile.ops.attention.gpu.reductions import (
+    bias_sum_kernel,
+    gradients_without_keys,
+    learned_gradients,
+    shares_kernel,
+    sum_layouts,
+    without_shares,
+)
 from flashtile.ops.attention.hopper.backward_configs import padded_strides, serves_bias_gradient
 from flashtile.ops.attention.hopper.backward_kernels import (
     PassKernels,
@@ -33,7 +40,6 @@ from flashtile.ops.attention.hopper.backward_kernels import (
     lse_unit,
     main_kernel,
     scratch_shapes,
-    sink_sums,
 )
 from flashtile.ops.attention.hopper.configs import moves_by_tma
 from flashtile.ops.attention.hopper.parameters import by_whole_rows, ends_by_rows, with_aligned_lists
@@ -52,8 +58,8 @@ class BackwardPlan(NamedTuple):
 
     Attributes:
         pipeline: its first outputs are dq, dk and dv.
-        more: its other outputs from which gradients of side inputs follow, among "dbias", "slope_sums", "sink_sums"
-            and "row_statistics".
+        more: its other outputs from which gradients of side inputs follow: "dbias", "row_statistics" and those of
+            `sum_layouts`.
         portable_bias: the launches of the portable kernel that computes the gradient of a bias from row_statistics.
     """
 
@@ -75,27 +81,19 @@ class BackwardPlan(NamedTuple):
         captured_gradients = (None,) * len(wanted.captured)
         if not self.more:
             return Gradients(made[0], made[1], made[2], captured=captured_gradients)
-        dbias, dslopes, dsinks = self._side_gradients(made, inputs, form.side(aux), spec, wanted)
-        return Gradients(made[0], made[1], made[2], dbias, dslopes, dsinks, captured_gradients)
+        learned = self._side_gradients(made, inputs, form.side(aux), spec, wanted)
+        return Gradients(made[0], made[1], made[2], **learned, captured=captured_gradients)
 
     def _side_gradients(
         self, made: list[Tensor], inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of the bias, of the slopes and of the sinks. `made`: as of `Pipeline.run`."""
-        found, dslopes = dict(zip(self.pipeline.outputs, made)), None
-        dbias = found.get("dbias")
+    ) -> dict[str, Tensor | None]:
+        """The gradients of side inputs, by the fields of `Gradients`. `made`: as of `Pipeline.run`."""
+        found = dict(zip(self.pipeline.outputs, made))
         if "row_statistics" in found:
             dout, masked = inputs.dout, self.pipeline.scratch_part(made, "masked_dout")
             read = dout if masked is None else masked.view(dout.dtype)[: dout.numel()].view(dout.shape)
-            dbias = backward_bias(read, inputs, found["row_statistics"], side, spec)
-        if "slope_sums" in found:
-            dslopes = slope_gradient(found["slope_sums"], side, side.cu_seqlens_k)
-        return dbias, dslopes, _sink_gradient(found["sink_sums"]) if wanted.sinks else None
-
-
-def _sink_gradient(sums: Tensor) -> Tensor:
-    """The gradient of the sinks, from its parts."""
-    return sums.sum((0, -1) if sums.dim() == 3 else -1).neg_()
+            found["dbias"] = backward_bias(read, inputs, found["row_statistics"], side, spec)
+        return learned_gradients(found, side, wanted, side.cu_seqlens_k)
 
 
 def backward(
@@ -157,19 +155,9 @@ def _gradients_without_keys(
     dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, side: SideInputs, wanted: Wanted
 ) -> Gradients:
     """The gradients of a call without queries, keys or columns."""
-    dsinks = _sink_gradient_without_keys(dlse, lse, side.sinks) if wanted.sinks else None
-    dbias = torch.zeros_like(side.bias) if wanted.bias and side.bias is not None else None
-    dslopes = torch.zeros_like(side.alibi_slopes) if wanted.alibi_slopes and side.alibi_slopes is not None else None
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    return Gradients(dq, dk, dv, dbias, dslopes, dsinks, (None,) * len(side.captured))
-
-
-def _sink_gradient_without_keys(dlse: Tensor | None, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """What comes through lse to rows that see a sink is all the sink's."""
-    if sinks is None or dlse is None:
-        return None if sinks is None else torch.zeros_like(sinks)
-    by_head = torch.where(lse.isneginf(), 0.0, dlse).sum(-1)
-    return by_head.sum(0) if by_head.dim() == 2 else by_head
+    learned = gradients_without_keys(dlse, lse, side, wanted)
+    return Gradients(dq, dk, dv, **learned, captured=(None,) * len(side.captured))
 
 
 def _readable(tensor: Tensor) -> Tensor:
@@ -239,15 +227,11 @@ def _make_plan(call: Call, described: PassKernels) -> BackwardPlan:
         kernels = {**kernels, "shares": shares_kernel(gradients["dk"], gradients["dv"], shares)}
         more = {**more, "dk_shares": gradients["dk"], "dv_shares": gradients["dv"]}
         outputs |= {name: without_shares(gradients[name], shares) for name in ("dk", "dv")}
-    slope_sums = None
-    if call.learns_slopes:
-        slope_sums = contiguous((*call.lse_shape[:-1], call.rows_k), torch.float32)
     # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read the masked dout.
     masked_dout = math.prod(call.out_shape) * call.dtype.itemsize // 4 if call.may_hide_rows else 0
     from_sides = {
         "dbias": dbias,
-        "slope_sums": slope_sums,
-        "sink_sums": sink_sums(call, kernels["begin"].programs),
+        **sum_layouts(call, call.rows_k, kernels["begin"].programs),
         "row_statistics": row_statistics,
     }
     pipeline = Pipeline(

@@ -19,6 +19,7 @@ from flashtile._backends.tma import TmaTensor, broadcast_layout, strided_layout
 from flashtile.ops.attention.arguments import Aux
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts, describe_call
 from flashtile.ops.attention.gpu.parameters import aux_buffers, aux_tensors, positive_scale
+from flashtile.ops.attention.gpu.reductions import lse_without_keys
 from flashtile.ops.attention.gpu.score_functions import score_bounds
 from flashtile.ops.attention.hopper.backward_kernels import row_layouts
 from flashtile.ops.attention.hopper.backward_launch import backward, backward_plans, prepare_backward
@@ -114,7 +115,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     out, lse, *max_scores = plan.runner()(q, k, v, aux_tensors(side))
     if not plan.kernel.programs:
         nothing_seen = (scores.fill_(float("-inf")) for scores in max_scores)
-        return out.zero_(), _lse_without_keys(lse, side), *nothing_seen
+        return out.zero_(), lse_without_keys(lse, side), *nothing_seen
     return out, lse, *max_scores
 
 
@@ -126,17 +127,6 @@ def prepare_forward(
         return None
     plan = plan_forward(describe_call("forward", (q, k, v), side, spec))
     return plan.runner() if plan.kernel.programs else None
-
-
-def _lse_without_keys(lse: Tensor, side: SideInputs) -> Tensor:
-    """The lse of rows that see no key: their sink if there is one, else -inf. Past the last sequence it is -inf."""
-    if side.sinks is None:
-        return lse.fill_(float("-inf"))
-    lse.copy_(side.sinks[:, None].expand_as(lse))
-    if side.cu_seqlens_q is not None:
-        row = torch.arange(lse.shape[-1], device=lse.device)
-        lse.masked_fill_(row >= side.cu_seqlens_q[-1], float("-inf"))
-    return lse
 
 
 def _counter(device: torch.device) -> Tensor:
@@ -272,7 +262,7 @@ def _plan_float32(call: Call) -> ForwardPlan:
     without_side = describe_side(call._replace(aux=AuxFacts()), covered=False, by_column=False)
     parameters |= {
         **dict.fromkeys(("out_ptr", "lse_ptr"), pointer_to(torch.float32, 16)),
-        "sinks_ptr": pointer_to(torch.float32 if call.aux.sinks else None),
+        "sinks_ptr": pointer_to(torch.float32 if call.aux.has_row_logit else None),
         "problem": SeparateProblem.from_call(call, without_side.pointers, own_tiles=tiles),
     }
     constants = {

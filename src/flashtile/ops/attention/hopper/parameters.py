@@ -26,10 +26,9 @@ def score_units(spec: AttentionSpec) -> ScoreUnits:
 
 
 def describe_side(call: Call, *, covered: bool, by_column: bool, group: int | None = None) -> SideParameters:
-    """The side inputs as `side_parameters` describes them for these kernels. Those of the backward, which go by column,
-    have no sinks, because they have lse, which counts them."""
+    """The side inputs as `side_parameters` describes them for these kernels. Kernels of the backward go by column."""
     if by_column:
-        call = call._replace(aux=call.aux._replace(sinks=None))
+        call = call._replace(aux=call.aux.without_row_logit())
     return side_parameters(
         call, covered=covered, by_column=by_column, reads_bits=True, reads_rows_once=True, group=group
     )

@@ -519,7 +519,7 @@ def lone_query_tiles(call: Call, config: BackwardConfig) -> int:
     such. They are many only in short calls, under a causal mask. Others add to sums everywhere, which takes fewer
     registers: long ones, and such with side inputs."""
     spec = call.spec
-    plain = call.aux.only_sinks and not (spec.deterministic or spec.softcap)
+    plain = call.aux.leaves_scores and not (spec.deterministic or spec.softcap)
     causal = spec.window_left is None and spec.window_right is not None and not call.band_hides_rows
     listed = spec.block_shape is not None or spec.score_program is not None
     if not (plain and causal and config.sums_by_tma and not listed and call.group * call.rows_q < _LONG_WALK):
@@ -533,7 +533,7 @@ def may_divide_queries(call: Call, group: int) -> bool:
     """Whether the walks over queries may be in parts: they all have the same queries, and none waits for another's
     progress. Side inputs of the scores are numbered by query heads and key/value heads, which parts repeat. `group`:
     query heads of a walk."""
-    return not call.spec.banded and call.aux.only_sinks and group * call.rows_q < WALK_BEYOND_CACHE
+    return not call.spec.banded and call.aux.leaves_scores and group * call.rows_q < WALK_BEYOND_CACHE
 
 
 def _may_mask_last(call: Call, config: BackwardConfig) -> bool:

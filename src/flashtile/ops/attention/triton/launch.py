@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from flashtile.ops.attention.gpu.parameters import (
     contiguous_on_16_bytes,
     positive_scale,
 )
-from flashtile.ops.attention.gpu.reductions import slope_gradient
+from flashtile.ops.attention.gpu.reductions import learned_gradients, sum_layouts
 from flashtile.ops.attention.spec import (
     FP8,
     NOTHING_WANTED,
@@ -34,7 +33,6 @@ from flashtile.ops.attention.spec import (
 from flashtile.ops.attention.triton.plan import AttentionKernel, kernel_for
 from flashtile.ops.attention.triton.scores import wave_starts
 
-_LOG2_E = math.log2(math.e)
 #: The buffers that a forward and a backward are given, before those of the side inputs.
 _GIVEN_FORWARD = ("q", "k", "v")
 _GIVEN_BACKWARD = ("q", "k", "v", "out", "dout", "lse", "dlse")
@@ -135,7 +133,7 @@ class BackwardPlan(NamedTuple):
 
     Attributes:
         pipeline: its first outputs are dq, dk and dv.
-        own_delta: the statistics have a delta for the sinks, beside that of the keys.
+        own_delta: as in `learned_gradients`.
         waves: launches of the dq kernel, as (thread blocks of each, of all); None if there is one launch.
     """
 
@@ -159,14 +157,10 @@ class BackwardPlan(NamedTuple):
     def _with_sides(self, made: list[Tensor], side: SideInputs, wanted: Wanted) -> Gradients:
         """With the gradients of side inputs. `made`: as of `Pipeline.run`."""
         found = dict(zip(self.pipeline.outputs, made))
-        dslopes = dsinks = None
-        if "slope_sums" in found:
-            dslopes = slope_gradient(found["slope_sums"], side, side.cu_seqlens_q)
-        if wanted.sinks and side.sinks is not None and "statistics" in found:
-            dsinks = _sink_gradient(found["statistics"], side.sinks, self.own_delta)
+        learned = learned_gradients(found, side, wanted, side.cu_seqlens_q, self.own_delta)
         captured = tuple(self._captured_gradient(found, number, of) for number, of in enumerate(side.captured))
         dq, dk, dv, *_ = made
-        return Gradients(dq, dk, dv, found.get("dbias"), dslopes, dsinks, captured)
+        return Gradients(dq, dk, dv, **learned, captured=captured)
 
     def _captured_gradient(self, found: dict[str, Tensor], number: int, of: Tensor) -> Tensor | None:
         total = found.get(f"sum{number}")
@@ -184,9 +178,7 @@ def plan_backward(call: Call) -> BackwardPlan:
         planned["dkdv"] = kernel_for("dkdv", call)
         if call.wanted.bias:
             planned["dbias"] = kernel_for("dbias", call)
-    outputs: dict[str, Any] = {}
-    if call.learns_slopes:
-        outputs["slope_sums"] = contiguous(call.lse_shape, torch.float32)
+    outputs: dict[str, Any] = {**sum_layouts(call, call.rows_q)}
     for number, (of, wants) in enumerate(zip(call.aux.captured, call.wanted.captured)):
         if wants:
             slots = (queries.kernel.programs,) if queries.waves else ()
@@ -257,13 +249,3 @@ def _plan_column_sums(call: Call) -> Pipeline:
     planned = kernel_for("column_sums", call)
     given = (*_GIVEN_FORWARD, *aux_buffers(call), "lse")
     return Pipeline(call.device, {"column_sums": planned.kernel}, given, planned.outputs)
-
-
-def _sink_gradient(statistics: Tensor, sinks: Tensor, own_delta: bool) -> Tensor:
-    """The gradient of the sinks: minus the sum over rows of what the sink weighs times delta. `own_delta`: the
-    statistics have one that is theirs, beside that of the keys."""
-    lse, delta = statistics[..., 0], statistics[..., 1 + own_delta]  # [batch, heads, seq_q], packed [heads, total_q]
-    weights = torch.exp2((sinks * _LOG2_E)[:, None] - lse)
-    # Rows past the last sequence have no sink, whatever their delta is.
-    by_head = torch.where(weights == 0, 0.0, weights * delta).sum(-1)
-    return -(by_head if by_head.dim() == 1 else by_head.sum(0))

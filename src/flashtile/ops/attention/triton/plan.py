@@ -237,7 +237,7 @@ def _tensors(planned: _Planned) -> dict[str, Any]:
     tensor, statistics = pointer_to(stored(dtype), pointers), pointer_to(torch.float32)
     out = pointer_to(stored(out_dtype(dtype)), pointers)
     dlse = pointer_to(torch.float32 if call.has_dlse else None)
-    # Of all gradients, the kernel stores statistics for that of the sinks alone, and that of a bias if it is wanted.
+    # The kernel stores statistics only for the gradient of a logit without a key, and the gradient of a wanted bias.
     short = kernel == "short_backward"
     sums = None
     if call.aux.bias is not None and (kernel == "dbias" or (short and call.wanted.bias)):
@@ -251,7 +251,7 @@ def _tensors(planned: _Planned) -> dict[str, Any]:
             dout=tensor,
             lse=statistics,
             dlse=dlse,
-            statistics=pointer_to(torch.float32 if not short or call.aux.sinks else None, 16),
+            statistics=pointer_to(torch.float32 if not short or call.aux.has_row_logit else None, 16),
             slope_sums=pointer_to(torch.float32 if call.learns_slopes else None),
             quiet=pointer_to(dtype if planned.hides_rows and not short else None, 16),
         ),
@@ -262,11 +262,12 @@ def _tensors(planned: _Planned) -> dict[str, Any]:
 
 
 def _side(planned: _Planned) -> dict[str, Any]:
-    """The side inputs that the kernel reads. Most of the backward has lse, which counts the sinks."""
+    """The side inputs that the kernel reads. Most of the backward has lse, which counts the logit
+    without a key."""
     call, kernel = planned.call, planned.kernel
     aux, spec = call.aux, call.spec
     if kernel != "forward" and not planned.hides_rows:
-        aux = aux._replace(sinks=None)
+        aux = aux.without_row_logit()
     if kernel == "column_sums":
         aux, spec = aux._replace(dropout_seed=None), spec._replace(origin=None)
     call = call._replace(aux=aux, spec=spec)
@@ -382,7 +383,7 @@ def _outputs(planned: _Planned) -> dict[str, Layout]:
     if kernel == "dkdv":
         return outputs
     outputs = {"dq": dq, **outputs}
-    if kernel == "dq" or call.aux.sinks is not None:
+    if kernel == "dq" or call.aux.has_row_logit:
         outputs["statistics"] = statistics
     if kernel == "dq" and planned.hides_rows:
         outputs["quiet"] = contiguous(call.out_shape, dtype)
