@@ -9,7 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -29,15 +29,23 @@ class AnyCase:
 
     Attributes of the class:
         op: name of the operation in records.
+        later: fields that earlier records do not have: where a case has their default, its record has none of them, so
+            that both compare.
     """
 
     op: ClassVar[str]
+    later: ClassVar[tuple[str, ...]] = ()
     dtype: str
 
     @property
     def name(self) -> str:
         """A readable identifier, that `--cases` patterns match."""
         raise NotImplementedError
+
+    @property
+    def kind(self) -> str:
+        """What it is a case of, among which means are taken."""
+        return self.op
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -50,8 +58,14 @@ class AnyCase:
 
     def record(self) -> dict[str, Any]:
         """The `case` object of a record: the same for every implementation."""
-        fields = asdict(self)  # type: ignore[call-overload]
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        values = asdict(self)  # type: ignore[call-overload]
+        known = fields(self)  # type: ignore[arg-type]
+        usual = {field.name: field.default for field in known if field.name in self.later}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if name not in usual or value != usual[name]
+        }
 
     def flops(self, phase: str) -> float | None:
         """Floating-point operations of a phase; None where bytes are what counts."""

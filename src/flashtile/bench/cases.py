@@ -36,6 +36,7 @@ class Case(AnyCase):
     """
 
     op: ClassVar[str] = "attention"
+    later: ClassVar[tuple[str, ...]] = ("function",)
 
     B: int
     S: int
@@ -136,12 +137,6 @@ class Case(AnyCase):
     @property
     def bias_shape(self) -> tuple[int, ...] | None:
         return None if self.bias is None else (self.B if self.bias[0] == "B" else 1, self.H, self.S, self.S)
-
-    def record(self) -> dict[str, Any]:
-        record = super().record()
-        if self.function is None:
-            del record["function"]  # so that cases without one compare with those of earlier records
-        return record
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `flashtile.attention`, without tensors and masks."""

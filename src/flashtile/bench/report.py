@@ -85,14 +85,14 @@ def host_table(rows: Sequence[Row]) -> Table:
 
 def mean_tables(rows: Sequence[Row]) -> list[Table]:
     """Geometric means of our speed over the best peer's and over each peer's: for each table of attention cases, each
-    companion operation, decoding and training.
+    companion operation, kind of serving, and training.
 
     None without a peer.
     """
     by_table: dict[str, list[Row]] = {}
     for row in rows:
-        attention = benchmark_of(row["op"]).title == "Attention"
-        name = f"{table_of(Case.from_record(row['case']))} table" if attention else row["op"]
+        case = case_of(row)
+        name = f"{table_of(case)} table" if isinstance(case, Case) else case.kind
         by_table.setdefault(name, []).append(row)
     found = [_mean_table(name, of_table) for name, of_table in by_table.items()]
     return [table for table in found if table.lines]

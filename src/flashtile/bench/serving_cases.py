@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,8 @@ from flashtile.bench.base import AnyCase, select_tables
 PHASE = "fwd"
 #: FLOPs for each byte of the cache from which on products are what limits a call.
 BALANCE = 200
+#: Queries of a sequence up to which a call is a step of decoding.
+_STEP = 16
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class ServingCase(AnyCase):
     latent: bool = False
 
     op: ClassVar[str] = "serving"
+    later: ClassVar[tuple[str, ...]] = ("queries", "lengths", "factors", "shared_rows", "tree", "latent")
     causal: ClassVar[bool] = True
 
     @property
@@ -59,14 +62,17 @@ class ServingCase(AnyCase):
         return "-".join([*parts, self.dtype])
 
     @property
+    def kind(self) -> str:
+        special = {
+            "mixed batches": self.queries, "8 bits": self.factors, "shared rows": self.shared_rows,
+            "trees": self.tree, "latent attention": self.latent, "chunks of prompts": self.Sq > _STEP,
+        }  # fmt: skip
+        return f"serving: {next((words for words, there in special.items() if there), 'decoding')}"
+
+    @property
     def rows(self) -> tuple[int, ...]:
         """Rows of each sequence, those of the queries among them."""
         return self.lengths or (self.S,) * self.B
-
-    def record(self) -> dict[str, Any]:
-        """Without what most cases do not have, so that records compare with those of earlier cases."""
-        few = {each.name: each.default for each in fields(self)[-6:]}
-        return {name: value for name, value in super().record().items() if name not in few or value != few[name]}
 
     def flops(self, phase: str) -> float:
         counts = zip(self.queries or (self.Sq,) * self.B, self.rows)

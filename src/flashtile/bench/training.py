@@ -67,6 +67,7 @@ class TrainCase(AnyCase):
     dropout_p: float = 0.0
 
     op: ClassVar[str] = "train-step"
+    later: ClassVar[tuple[str, ...]] = ("dropout_p",)
 
     @property
     def name(self) -> str:
@@ -82,11 +83,6 @@ class TrainCase(AnyCase):
     @property
     def tokens(self) -> int:
         return self.B * self.S
-
-    def record(self) -> dict[str, Any]:
-        """The `case` object of a record: the same for every implementation. Without dropout it has no such key, as
-        in records that are older than dropout."""
-        return {name: value for name, value in super().record().items() if name != "dropout_p" or value}
 
     def flops(self, phase: str) -> float:
         """Operations of the model: two for each weight of a product and token, and attention's half of S²; a backward

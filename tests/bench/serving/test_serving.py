@@ -143,13 +143,15 @@ def test_peers_on_a_cpu_are_right(impl, case):
 @needs_no_gpu
 def test_a_record_has_yardsticks_that_are_no_peers(tmp_path):
     output = tmp_path / "record.json"
-    result = invoke("bench", "serving", "--table", "trees", "decode", "--quick", "--seconds", 0.001, "-o", output)
+    result = invoke("bench", "serving", "--table", "chunks", "decode", "--quick", "--seconds", 0.001, "-o", output)
     assert result.exit_code == 0, result.output
     rows = json.loads(output.read_text())["rows"]
     assert {row["impl"] for row in rows} >= {"copy", "dense", "sdpa-flash"}
     assert len(ratios_to_peer(rows, "copy")) == 2 and {ratio.peer for ratio in ratios_to_best(rows)} & {"copy"} == set()
     assert {table.title for table in speed_tables(rows)} == {"Serving fwd: GB/s"}
-    assert [table.title for table in mean_tables(rows)] == ["Our speed over the peers': serving"]
+    assert [table.title for table in mean_tables(rows)] == [
+        f"Our speed over the peers': serving: {kind}" for kind in ("chunks of prompts", "decoding")
+    ]
 
 
 def test_cases_of_the_same_kernels_do_not_follow_one_another():

@@ -6,10 +6,13 @@ named by the facets in which they differ, and those that all have are said once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from flashtile.bench.serving_cases import ServingCase
 
 Case = Mapping[str, Any]
 Facets = dict[str, str]
@@ -210,6 +213,9 @@ def full_name(name: str) -> str:
 
 def kind_of(op: str, case: Case, on_gpu: bool) -> str:
     """What kind of call a row measured, in words: of attention by what it has, else the operation."""
+    if op in ("serving", "decode"):
+        with contextlib.suppress(TypeError):  # keys of another version
+            return ServingCase.from_record(case).kind.capitalize()
     if op != "attention":
         return operation_of(op)
     kind = next((words for key, words in _KINDS.items() if case.get(key)), None)
