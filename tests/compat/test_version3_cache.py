@@ -220,6 +220,56 @@ def test_one_query_in_chunks_needs_no_copy(new, device, dtype, monkeypatch):
 
 
 @devices
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_latent_rows_need_no_copy(page_size, ragged, device, monkeypatch):
+    """Caches that are columns of the same rows, values first, as engines keep them."""
+    rows = normal(3, CAPACITY, 1, 40, seed=3).float()
+    q, qv = (normal(6, 4, width, seed=width).float().to(device) for width in (16, 24))
+    stored, table = paged(rows, page_size, device) if page_size else (rows.to(device), None)
+    values, keys = stored.split((24, 16), dim=-1)
+    arguments = {"cache_seqlens": lengths_on(device), "page_table": table, "causal": True, "return_softmax_lse": True}
+    if ragged:
+        arguments |= {"cu_seqlens_q": cumulative([1, 3, 2], device), "max_seqlen_q": 3}
+    else:
+        q, qv = q.unflatten(0, (3, 2)), qv.unflatten(0, (3, 2))
+    expected = flash_attn_with_kvcache(q, keys.clone(), values.clone(), qv=qv, **arguments)
+    in_chunks = (
+        flash_attn_with_kvcache(q, *caches, qv=qv, attention_chunk=5, **arguments)[0]
+        for caches in ((keys, values), (keys.clone(), values.clone()))
+    )
+    assert_same(*in_chunks)
+    monkeypatch.setattr(cache_module, "_appended_and_gathered", None)
+    for found, wanted in zip(flash_attn_with_kvcache(q, keys, values, qv=qv, **arguments), expected):
+        assert_same(found, wanted)
+
+
+@devices
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_8_bits_need_no_copy(page_size, device, monkeypatch):
+    """Factors of heads, expanded, with pages; factors of sequences without."""
+    q, *caches = (
+        normal(3, rows, heads, 16, seed=rows).float() for rows, heads in ((1, 4), (CAPACITY, 2), (CAPACITY, 2))
+    )
+    one, keys, values = (x.to(torch.float8_e4m3fn).to(device) for x in (q, *caches))
+    factors = [0.5 + normal(3, 2, seed=seed).abs().float().to(device) for seed in range(3)]
+    places = {}
+    stored = keys, values
+    if page_size:
+        factors = [factor[0].expand(3, 2) for factor in factors]
+        (whole, table), (other, _) = (paged(cache.cpu().float(), page_size, device) for cache in stored)
+        stored, places = [x.to(torch.float8_e4m3fn) for x in (whole, other)], {"page_table": table}
+    monkeypatch.setattr(cache_module, "_appended_and_gathered", None)
+    out = flash_attn_with_kvcache(
+        one, *stored, cache_seqlens=lengths_on(device), causal=True, **places,
+        **{f"{name}_descale": factor for name, factor in zip("qkv", factors)},
+    )  # fmt: skip
+    for b, length in enumerate(LENGTHS):
+        rows = (cache[b : b + 1, :length] for cache in (keys, values))
+        check_8_bits(out[b, None], one[b, None], *rows, [factor[b : b + 1] for factor in factors], Meaning(causal=True))
+
+
+@devices
 def test_rows_of_a_table_of_wide_pages(device):
     """Pages that the kernels read themselves, without a copy."""
     q, pages = normal(2, 1, 4, 16).float().to(device), normal(6, 16, 2, 16, seed=1).float().to(device)

@@ -50,6 +50,30 @@ def packed_definition(q, k, v, lengths_q, lengths_k, meaning, sinks=None):
 
 
 @places
+@pytest.mark.parametrize("way", ["dense", "packed", "pages"])
+def test_second_product(way, device, dtype):
+    """Scores of q and k and of qv and v, as those of both together, with a sink and a score function."""
+    q, k, v, qv = (normal(2, rows, heads, 16, seed=seed).to(device, dtype) for seed, (rows, heads) in enumerate(
+        ((5, 4), (8, 2), (8, 2), (5, 4))))  # fmt: skip
+    options = {
+        "causal": True, "learnable_sink": normal(4, seed=9).to(device, dtype),
+        "score_mod": lambda score, b, h, q_idx, kv_idx, **_: score + 0.1 * q_idx,
+    }  # fmt: skip
+    expected = flash_attn_func(torch.cat((q, qv), -1), torch.cat((k, v), -1), v, **options)
+    if way == "dense":
+        found = flash_attn_func(q, k, v, qv, **options)
+    else:
+        places = {"cu_seqlens_k": cumulative([8, 8], device)}
+        rows = [x.flatten(0, 1) for x in (k, v)]
+        if way == "pages":
+            rows = [x.unflatten(0, (4, 4)) for x in rows]
+            places = {"page_table": torch.arange(4, device=device).view(2, 2).int()}
+        found = flash_attn_varlen_func(q, *rows, qv, max_seqlen_q=5, max_seqlen_k=8, **places, **options)
+    for one, other in zip(found, expected):
+        assert_same(one, other)
+
+
+@places
 @options_and_meaning
 @pytest.mark.parametrize("sinks", [False, True])
 def test_dense(sinks, options, meaning, device, dtype):
@@ -280,10 +304,17 @@ NO_BLOCKS = BlockSparseTensorsTorch(*lists(torch.zeros(1, 1, 1, 1, dtype=torch.b
 LISTS = BlockSparseTensorsTorch(*lists(torch.ones(1, 1, 1, 1, dtype=torch.bool)))
 
 
+WIDE = torch.zeros(1, 5, 2, 500)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"qv": X}, "qv: expected None.*concatenate"),
+        ({"qv": X[..., :3]}, "qv: expected torch.float32"),
+        (
+            {"k": WIDE[..., :16], "q": WIDE[..., :16], "v": WIDE, "qv": WIDE, "learnable_sink": torch.ones(2)},
+            "sinks: expected None beside q and qv of 516 columns",
+        ),
         ({"gather_kv_indices": X}, "gather_kv_indices: expected None.*mask_mod"),
         ({"gather_bwd_recompute_p": True}, "gather_bwd_recompute_p: expected None"),
         ({"gather_bwd_token_chunk": 8}, "gather_bwd_token_chunk: expected None"),
@@ -306,12 +337,12 @@ LISTS = BlockSparseTensorsTorch(*lists(torch.ones(1, 1, 1, 1, dtype=torch.bool))
 )  # fmt: skip
 def test_what_is_not_served_raises(arguments, message):
     with pytest.raises(ValueError, match=message):
-        flash_attn_func(X, X, X, **arguments)
+        flash_attn_func(**{"q": X, "k": X, "v": X, **arguments})
 
 
 def test_what_is_not_served_raises_in_packed_calls():
     packed, ends = X[0], cumulative([5])
-    for name, given in (("qv", packed), ("gather_kv_indices", packed), ("seqlen_k_per_split", 128)):
+    for name, given in (("gather_kv_indices", packed), ("seqlen_k_per_split", 128)):
         with pytest.raises(ValueError, match=f"{name}: expected None"):
             flash_attn_varlen_func(packed, packed, packed, cu_seqlens_q=ends, cu_seqlens_k=ends, **{name: given})
     with pytest.raises(ValueError, match="max_seqlen_q: expected an int beside mask_mod"):

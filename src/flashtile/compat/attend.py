@@ -45,7 +45,7 @@ def attend(
     Args:
         q, k, v: as `flashtile.attention` and `attention_varlen`; with pages in the layout k and v are pages.
         layout: where packed sequences lie, or None.
-        call: the options; block_mask and score_mod go without chunks and qv. Without a scale it is
+        call: the options; block_mask and score_mod go without chunks. Without a scale it is
             `1/sqrt(columns of q and qv)`.
         used: `[B]`, how many queries of each packed sequence there are, or None for all. Other rows are 0 and -inf.
         chunk: positions of a chunk, 0 for no chunks.
@@ -112,6 +112,9 @@ def _attend(
         if call.softmax_scale is None:
             call = call._replace(softmax_scale=columns**-0.5)
         if columns > _WIDEST:
+            for name in ("sinks", "score_mod", "block_mask"):
+                if (given := getattr(call, name)) is not None:
+                    refuse(name, f"None beside q and qv of {columns} columns", given, f"up to {_WIDEST} it is served")
             return _with_second_product(q, k, v, qv, layout, call)
         q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)
     return computed(q, k, v, layout, call, return_lse=True)

@@ -1,8 +1,9 @@
 """FlashAttention-3's call with a cache.
 
-`flashtile.attention_with_kv_cache` computes it where it has the arguments. With qv, 8-bit caches, or chunks and several
-queries of a sequence, the new rows are written to the cache, the keys of all sequences are gathered into a packed copy,
-and attention runs over that. Nothing waits for a GPU.
+`flashtile.attention_with_kv_cache` computes it where it has the arguments: with qv where the rows of both caches are
+those of one latent cache, with 8-bit caches where their factors are those of heads or of entries, both without new
+rows. Otherwise, and with chunks and several queries of a sequence, the new rows are written to the cache, the keys of
+all sequences are gathered into a packed copy, and attention runs over that. Nothing waits for a GPU.
 
     B sequences   N new rows of all of them
 """
@@ -19,6 +20,9 @@ from flashtile.compat import calls
 from flashtile.compat.attend import attend, chunk_begins
 from flashtile.compat.calls import Call, Packed, as_dense, equal_lengths, longest, window
 from flashtile.compat.rows import check_page_numbers, gathered_keys, locate_rows
+
+#: Columns of a row of latent attention at most.
+_WIDEST_LATENT_ROW = 576
 
 
 class Cache(NamedTuple):
@@ -53,8 +57,14 @@ def attend_with_cache(
     """out and lse of one step: q `[B, seq_q, heads, head_dim]`, with cu_seqlens_q packed. Not recorded by autograd."""
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     cache = _with_selected_pages(cache, batch)
-    dense = cu_seqlens_q is None
-    copied = qv is not None or q.dtype is torch.float8_e4m3fn or (chunk != 0 and not (dense and q.shape[1] == 1))
+    dense, dtype = cu_seqlens_q is None, q.dtype
+    chunks = chunk != 0 and not (dense and q.shape[1] == 1)
+    if cache.k is None and not chunks:
+        if dtype is torch.float8_e4m3fn:
+            q, call = _widened(q, batch, cache, call)
+        elif qv is not None:
+            q, qv, cache = _over_latent_rows(q, qv, cache)
+    copied = chunks or qv is not None or q.dtype is torch.float8_e4m3fn
     ragged = not dense or cache.cu_seqlens_k_new is not None or cache.rotary_seqlens is not None
     if not (copied or ragged):
         left_padding = cache.cache_leftpad
@@ -69,7 +79,7 @@ def attend_with_cache(
     if cache.k is not None and cache.v is not None and cache.cu_seqlens_k_new is None:
         ends = equal_lengths(cache.k)
         cache = cache._replace(k=cache.k.flatten(0, 1), v=cache.v.flatten(0, 1), cu_seqlens_k_new=ends)
-    before, after = _checked(q, batch, cache)
+    before, after = _checked(q, dtype, batch, cache)
     if cache.k is not None and cache.rotary_cos is not None and (copied or cache.rotary_seqlens is not None):
         banded = bool(call.causal) or chunk > 0 or window(call.window_size) != (None, None)
         positions = before if cache.rotary_seqlens is None else cache.rotary_seqlens
@@ -93,6 +103,41 @@ def _without_copies(q: Tensor, cache: Cache, call: Call, num_splits: int, **ragg
         rotary_sin=cache.rotary_sin, rotary_interleaved=cache.rotary_interleaved, num_splits=num_splits or None,
         **ragged,
     )  # fmt: skip
+
+
+def _widened(q: Tensor, batch: int, cache: Cache, call: Call) -> tuple[Tensor, Call]:
+    """8-bit queries in 16 bits, which changes none of their numbers, and factors as 8-bit caches have them; unchanged
+    where those belong to the sequences of pages or of chosen entries."""
+    heads, factors = cache.k_cache.shape[2], []
+    by_entry = cache.page_table is None and cache.cache_batch_idx is None
+    for factor in call.descales:
+        if factor is not None and factor.shape == (batch, heads) and (batch == 1 or factor.stride(0) == 0):
+            factor = factor[0]
+        elif factor is not None and (factor.shape != (batch, heads) or not by_entry):
+            return q, call
+        factors.append(factor)
+    of_q, of_k, of_v = factors
+    if of_q is not None:  # scores are products of both
+        of_k = of_q if of_k is None else of_q * of_k
+    return q.to(torch.bfloat16), call._replace(descales=(None, of_k, of_v))
+
+
+def _over_latent_rows(q: Tensor, qv: Tensor, cache: Cache) -> tuple[Tensor, Tensor | None, Cache]:
+    """Queries of both products, and latent rows `[values | keys]`, where the caches are neighbouring columns of such
+    rows; otherwise all unchanged."""
+    keys, values = cache.k_cache, cache.v_cache
+    columns, width = values.shape[-1], values.shape[-1] + keys.shape[-1]
+    neighbours = (
+        keys.dim() == values.dim() == 4 and keys.dtype is values.dtype and keys.stride() == values.stride()
+        and keys.shape[:-1] == values.shape[:-1] and keys.shape[2] == 1 and keys.stride(-1) == 1
+        and keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+        and keys.storage_offset() == values.storage_offset() + columns
+        and width <= _WIDEST_LATENT_ROW and qv.shape == (*q.shape[:-1], columns) and qv.dtype is q.dtype
+    )  # fmt: skip
+    if not neighbours:
+        return q, qv, cache
+    rows = values.as_strided((*values.shape[:-1], width), values.stride())
+    return torch.cat((qv, q), -1), None, cache._replace(k_cache=rows, v_cache=rows[..., :columns])
 
 
 def _pages(cache: Cache, batch: int) -> Tensor:
@@ -175,13 +220,13 @@ def _lengths_before(cache: Cache, batch: int, device: torch.device) -> Tensor:
     return torch.full((batch,), cache.capacity if cache.cache_seqlens is None else cache.cache_seqlens, device=device)
 
 
-def _checked(q: Tensor, batch: int, cache: Cache) -> tuple[Tensor, Tensor]:
+def _checked(q: Tensor, dtype: torch.dtype, batch: int, cache: Cache) -> tuple[Tensor, Tensor]:
     """Rows of each sequence before and after new ones are appended, `[B]`, once all fits; k and v are packed. Lengths
-    and pages are read on a CPU only."""
+    and pages are read on a CPU only. `dtype`: that of q as it was given."""
     for name, tensor in zip(("k_cache", "v_cache", "k", "v"), cache[:4]):
-        if tensor is not None and (tensor.dtype is not q.dtype or tensor.device != q.device):
+        if tensor is not None and (tensor.dtype is not dtype or tensor.device != q.device):
             raise ValueError(
-                f"{name}: expected the dtype and device of q, {q.dtype} on {q.device}, got {tensor.dtype} on "
+                f"{name}: expected the dtype and device of q, {dtype} on {q.device}, got {tensor.dtype} on "
                 f"{tensor.device}; cast or move one of them"
             )
     if cache.k_cache.dim() != 4 or cache.v_cache.shape[:-1] != cache.k_cache.shape[:-1]:

@@ -89,8 +89,10 @@ def flash_attn_with_kvcache(
     """One step of decoding: out, or (out, lse). Arguments as in flash_attn 2, where they are there.
 
     New rows are written to the caches in place, and nothing is recorded for a backward. By
-    `flashtile.attention_with_kv_cache` where that has the arguments. With `qv`, 8-bit caches, or `attention_chunk` and
-    several queries of a sequence, the keys are gathered into a packed copy first, and `num_splits` is not used.
+    `flashtile.attention_with_kv_cache` where that has the arguments. Without k and v these include `qv` over caches
+    that are neighbouring columns of one tensor, values first, as engines keep latent rows; and 8-bit caches that are
+    dense, or whose factors are expanded from those of heads. Otherwise, and with `attention_chunk` and several queries
+    of a sequence, the keys are gathered into a packed copy first, and `num_splits` is not used.
 
     Args:
         page_table: int32 `[batch, pages]`: the caches are pages `[pages, page_size, heads_kv, head_dim]` of any size.

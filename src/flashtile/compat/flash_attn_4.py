@@ -11,7 +11,9 @@ Shapes, softmax_scale, causal, softcap and deterministic mean what they mean in 
   score_mod, which flashtile computes itself.
 - `num_splits`, `pack_gqa`, `min_seqlen_k`, `scheduler_metadata` and `disable_scheduler_metadata` say how kernels share
   the work, and no result depends on them. `return_lse` changes nothing, because lse is always returned.
-- `qv`, `gather_kv_indices`, `gather_bwd_recompute_p`, `gather_bwd_token_chunk` and `seqlen_k_per_split` raise.
+- `qv`, in the shape of q with the columns of v, as in FlashAttention-3 (`flashtile.compat.flash_attn_3`). Where q and
+  qv have more than 512 columns together, sinks, functions and blocks raise beside it.
+- `gather_kv_indices`, `gather_bwd_recompute_p`, `gather_bwd_token_chunk` and `seqlen_k_per_split` raise.
 
 Returned are out and lse, float32 `[batch, heads, seq_q]`, packed `[heads, total_q]`. Both are differentiable.
 """
@@ -32,7 +34,6 @@ from flashtile.compat.signatures import VERSION_4
 _INTERFACE = VERSION_4.modules["interface"]
 _GATHERS = "it belongs to gather_kv_indices, which is not served; leave it out"
 _NOT_SERVED = {
-    "qv": "concatenate it with q, and v with k, for flashtile.attention, or call FlashAttention-3's function",
     "gather_kv_indices": "show each query its keys by a mask_mod, or gather them and call attention for each query",
     "gather_bwd_recompute_p": _GATHERS,
     "gather_bwd_token_chunk": _GATHERS,
@@ -47,7 +48,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tens
     if _asks(rest):
         lengths = q.shape[1], k.shape[1]
         call = _with_functions(call, rest, (q.shape[0], q.shape[2], *lengths, *lengths), q.device)
-    return attend(q, k, v, None, call)
+    return attend(q, k, v, None, call, qv=rest["qv"])
 
 
 @_INTERFACE.takes
@@ -72,9 +73,9 @@ def flash_attn_varlen_func(
         page_table: int32 `[batch, pages of a sequence]`, beside seqused_k.
     """
     call, rest = _call_of(q, given)
-    dense = None
+    dense, qv = None, rest["qv"]
     if cu_seqlens_q is None:
-        dense = q.shape[:2]
+        dense, qv = q.shape[:2], None if qv is None else qv.flatten(0, 1)
         cu_seqlens_q, max_seqlen_q, q = equal_lengths(q), q.shape[1], q.flatten(0, 1)
     if page_table is not None:
         if seqused_k is None:
@@ -96,7 +97,7 @@ def flash_attn_varlen_func(
         ]
         call = _with_functions(call, rest, (cu_seqlens_q.shape[0] - 1, q.shape[1], *longest, *counts), q.device)
     layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table, None, seqused_k)
-    out, lse = attend(q, k, v, layout, call, used=seqused_q)
+    out, lse = attend(q, k, v, layout, call, used=seqused_q, qv=qv)
     return (out, lse) if dense is None else as_dense(out, lse, *dense)
 
 
