@@ -16,6 +16,7 @@ from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
 from flashtile.ops.attention.score_program import ScoreFunction
 from flashtile.ops.attention.score_tracing import trace_score_mod
 from flashtile.ops.attention.sdpa import scaled_dot_product_attention
+from flashtile.ops.common.batch_invariance import batch_invariant_mode
 from flashtile.ops.common.other_names import hide_collected
 from flashtile.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
 from flashtile.ops.decompositions import decompositions
@@ -52,6 +53,7 @@ __all__ = [
     "attention_probs",
     "attention_varlen",
     "attention_with_kv_cache",
+    "batch_invariant_mode",
     "cross_entropy",
     "decompositions",
     "draw_dropout_seed",

@@ -1,6 +1,6 @@
 """The public names for type checkers and editors. Written by tools/public_stub.py."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -49,6 +49,7 @@ __all__ = [
     "attention_probs",
     "attention_varlen",
     "attention_with_kv_cache",
+    "batch_invariant_mode",
     "cross_entropy",
     "decompositions",
     "draw_dropout_seed",
@@ -105,6 +106,7 @@ def attention(
     return_lse: Literal[False] = False,
     return_max_scores: Literal[False] = False,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> Tensor: ...
 @overload
@@ -133,6 +135,7 @@ def attention(
     return_lse: Literal[True],
     return_max_scores: Literal[False] = False,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -161,6 +164,7 @@ def attention(
     return_lse: bool = False,
     return_max_scores: Literal[True],
     deterministic: bool = False,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, ...]: ...
 @overload
@@ -189,6 +193,7 @@ def attention(
     return_lse: bool = False,
     return_max_scores: bool = False,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]: ...
 @overload
@@ -222,6 +227,7 @@ def attention_varlen(
     return_lse: Literal[False] = False,
     return_max_scores: Literal[False] = False,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> Tensor: ...
 @overload
@@ -255,6 +261,7 @@ def attention_varlen(
     return_lse: Literal[True],
     return_max_scores: Literal[False] = False,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -288,6 +295,7 @@ def attention_varlen(
     return_lse: bool = False,
     return_max_scores: Literal[True],
     deterministic: bool = False,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, ...]: ...
 @overload
@@ -321,6 +329,7 @@ def attention_varlen(
     return_lse: bool = False,
     return_max_scores: bool = False,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]: ...
 def explain(
@@ -456,6 +465,7 @@ def scaled_dot_product_attention(
     backend: str = "auto",
     deterministic: bool = False,
 ) -> Tensor: ...
+def batch_invariant_mode(enabled: bool = True) -> Iterator[None]: ...
 @overload
 def cross_entropy(
     logits: Tensor,
@@ -673,6 +683,7 @@ def attention_with_kv_cache(
     shared_rows: int | None = None,
     num_splits: int | None = None,
     return_lse: Literal[False] = False,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> Tensor: ...
 @overload
@@ -705,6 +716,7 @@ def attention_with_kv_cache(
     shared_rows: int | None = None,
     num_splits: int | None = None,
     return_lse: Literal[True],
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -737,6 +749,7 @@ def attention_with_kv_cache(
     shared_rows: int | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def tree_mask(parents: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor: ...

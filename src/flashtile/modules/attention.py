@@ -26,6 +26,7 @@ class _Attention(nn.Module):
         window_size: tuple[int | None, int | None] = (-1, -1),
         alibi_slopes: Tensor | None = None,
         deterministic: bool = False,
+        batch_invariant: bool = False,
         **other_names: NoReturn,
     ) -> None:
         if other_names:
@@ -37,6 +38,7 @@ class _Attention(nn.Module):
         self.window_size = window_size
         self.window = _window(window_size)
         self.deterministic = deterministic
+        self.batch_invariant = batch_invariant
         if alibi_slopes is not None and alibi_slopes.requires_grad:
             raise ValueError(
                 "alibi_slopes: expected constants, got a tensor with a gradient; flashtile.attention learns slopes"
@@ -82,6 +84,7 @@ class _Attention(nn.Module):
             "scale": self.softmax_scale,
             "dropout_p": self.attention_dropout if self.training else 0.0,
             "deterministic": self.deterministic,
+            "batch_invariant": self.batch_invariant,
         }
         if self._alibi_slopes is not None:
             options["alibi_slopes"] = self._slopes_for(q)
@@ -121,6 +124,7 @@ class InnerAttention(_Attention):
             window=self.window,
             scale=self.softmax_scale,
             alibi_slopes=self._slopes_for(q),
+            batch_invariant=self.batch_invariant,
         )
 
 
@@ -134,6 +138,7 @@ class FlashSelfAttention(_Attention):
         window_size: (left, right) number of keys visible on each side of the diagonal, -1 or None = unlimited.
         alibi_slopes: float32 `[heads]` or `[batch, heads]`.
         deterministic: the gradients are the same in every run.
+        batch_invariant: as in `flashtile.attention`.
     """
 
     def forward(

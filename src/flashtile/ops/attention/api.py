@@ -82,6 +82,7 @@ def attention(
     return_lse: bool = False,
     return_max_scores: bool = False,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     backend: str = "auto",
     **other_names: NoReturn,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -135,6 +136,10 @@ def attention(
             training; `max_scores.amax(dim=(0, 2))` is that of each head. "split" has none.
         deterministic: the gradients are the same in every run, bit for bit. (The forward always is.)
             `torch.use_deterministic_algorithms(True)` has the same effect.
+        batch_invariant: the bits of a sequence's results and gradients depend on that sequence alone, not on the batch,
+            padding, packing or pages: see [batch invariance](contract.md#batch-invariance). Implies `deterministic`.
+            `flashtile.batch_invariant_mode()` and the environment variable `FLASHTILE_BATCH_INVARIANT=1` have the same
+            effect. Not with dropout and 8-bit inputs.
         backend: "auto" chooses by device and call. "split", "hopper", "triton", "cpu" or "reference" run that backend
             or raise. "split" has no backward, and "hopper" not for every call; another backend then computes the
             gradients.
@@ -174,7 +179,7 @@ def attention(
     # A call may be like an earlier one.
     given: repeated.Given = ()
     present: Sequence[Tensor] = ()
-    key = repeated.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
+    key = repeated.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, batch_invariant, backend)
     if key is not None and not plain:
         single = None, None, key_lengths, dropout_seed, bias, mask, alibi_slopes, sinks
         others = dropout_p, return_max_scores, None, None
@@ -188,7 +193,7 @@ def attention(
         checks.check_lengths("key_lengths", key_lengths, q.shape[0], q.device, "one length for each batch entry")
     if type(dropout_p) is not float or dropout_p or dropout_seed is not None:
         dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
-    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap)
+    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap, batch_invariant)
     side = SideInputs(None, None, q.shape[1], k.shape[1], key_lengths, dropout_seed)
     if not unchanged or q.dtype is FP8:
         options = Taken(
@@ -275,6 +280,7 @@ def attention_varlen(
     return_lse: bool = False,
     return_max_scores: bool = False,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     backend: str = "auto",
     **other_names: NoReturn,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -331,11 +337,12 @@ def attention_varlen(
         return attention_over_pages(
             q, k, v, cu_seqlens_q, cu_seqlens_k, key_lengths, max_seqlen_k, unserved, block_table=block_table,
             max_seqlen_q=max_seqlen_q, causal=causal, window=window, scale=scale, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse, backend=backend,
+            alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse, batch_invariant=batch_invariant,
+            backend=backend,
         )  # fmt: skip
     given: repeated.Given = ()
     present: Sequence[Tensor] = ()
-    key = repeated.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
+    key = repeated.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, batch_invariant, backend)
     if key is not None:
         single = cu_seqlens_q, cu_seqlens_k, key_lengths, dropout_seed, bias, mask, alibi_slopes, sinks
         others = dropout_p, return_max_scores, max_seqlen_q, max_seqlen_k
@@ -354,7 +361,7 @@ def attention_varlen(
         checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each sequence")
     if type(dropout_p) is not float or dropout_p or dropout_seed is not None:
         dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
-    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap)
+    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap, batch_invariant)
     side = SideInputs(
         cu_seqlens_q,
         cu_seqlens_k,
@@ -395,12 +402,14 @@ def forward_of_checked(
     sinks: Tensor | None,
     backend: str,
     mask: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) for operations that have checked and resolved these arguments of `attention`, within an operator of
     their own: without checks, autocast and autograd, which cost as much host time as a small call."""
     side = SideInputs(None, None, q.shape[1], k.shape[1], None, None, None, mask, alibi_slopes, sinks)
     scale = representable_scale(scale, q.dtype)
-    return run_unrecorded(q, k, v, side, AttentionSpec(scale, *window, softcap=softcap), backend)
+    spec = AttentionSpec(scale, *window, softcap=softcap, batch_invariant=batch_invariant)
+    return run_unrecorded(q, k, v, side, spec, backend)
 
 
 def forward_of_unmasked(

@@ -15,9 +15,13 @@ from torch import Tensor
 
 from flashtile._backends import devices
 from flashtile._backends.alignment import used_strides
+from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import DeviceFacts
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, BackwardInputs, SideInputs, Wanted, plain_side
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
+
+#: Queries and keys of the one sequence by which kernels of the batch-invariant mode are cut: those of a long call.
+_INVARIANT_ROWS = 8192
 
 #: The functions that a backend's module may have.
 Phase = Literal["forward", "backward", "column_sums"]
@@ -320,6 +324,25 @@ class Call(NamedTuple):
             left is not None and self.rows_q - 1 + shift - left >= self.rows_k
         )
 
+    @property
+    def cut_by(self) -> Call:
+        """The call by whose sizes kernels are cut. In the batch-invariant mode it is always one long sequence of the
+        same heads, dtypes and features, whatever the batch, the lengths and the layout are; else the call itself."""
+        if not self.spec.batch_invariant:
+            return self
+        aux = self.aux._replace(
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+            max_seqlen_q=_INVARIANT_ROWS,
+            max_seqlen_k=_INVARIANT_ROWS,
+            key_lengths=None,
+            bias=_of_one_sequence(self.aux.bias),
+            mask=_of_one_sequence(self.aux.mask),
+        )
+        q, k, v = (_in_one_sequence(of) for of in (self.q, self.k, self.v))
+        dout = None if self.dout is None else _in_one_sequence(self.dout)
+        return self._replace(q=q, k=k, v=v, dout=dout, aux=aux, same_lengths=False)
+
     def tiles(self, rows: int, block: int) -> int:
         """Tiles of a sequence; of a packed call the slots of all its sequences, whose lengths the host does not know:
         each has as many as it has tiles, or one more."""
@@ -332,6 +355,21 @@ class Call(NamedTuple):
         """
         check_rows("q", self.rows_q, MAX_POSITIONS)
         check_rows("k", self.rows_k, MAX_POSITIONS)
+
+
+def _in_one_sequence(of: TensorFacts) -> TensorFacts:
+    """Rows of all sequences as those of one long sequence."""
+    shape = (1, _INVARIANT_ROWS, *of.shape[-2:])
+    return TensorFacts(of.dtype, shape, contiguous_strides(shape))
+
+
+def _of_one_sequence(table: TensorFacts | None) -> TensorFacts | None:
+    """A bias or a mask likewise, at an address from which TMA does not read: whether it could depends on the layout."""
+    if table is None:
+        return None
+    rows, columns = (1 if size == 1 else _INVARIANT_ROWS for size in table.shape[2:])
+    shape = (1, table.shape[1], rows, columns)
+    return TensorFacts(table.dtype, shape, contiguous_strides(shape), misalignment=2)
 
 
 def describe_call(

@@ -17,6 +17,7 @@ from flashtile.ops.attention.options import Taken, Window
 from flashtile.ops.attention.philox import draw_dropout_seed
 from flashtile.ops.attention.score_arguments import add_score_mod, check_derivative
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
+from flashtile.ops.common.batch_invariance import MODE, check_attention
 
 DENSE_LAYOUT = ("batch", "seq", "heads", "head_dim")
 PACKED_LAYOUT = ("total", "heads", "head_dim")
@@ -57,23 +58,29 @@ def build_spec(
     deterministic: bool,
     backend: str,
     softcap: float | None = None,
+    batch_invariant: bool = False,
 ) -> AttentionSpec:
     checks.check_choice("align", align, ALIGNMENTS, "'bottom_right' ends the diagonal at the last key")
     select.BACKENDS.check(backend)
-    if not (isinstance(causal, bool) and isinstance(deterministic, bool)):
-        checks.raise_not_bool(causal=causal, deterministic=deterministic)
+    if not (isinstance(causal, bool) and isinstance(deterministic, bool) and isinstance(batch_invariant, bool)):
+        checks.raise_not_bool(causal=causal, deterministic=deterministic, batch_invariant=batch_invariant)
     left, right = checks.resolve_window(causal, window)
     scale = checks.resolve_scale(scale, q.shape[-1], q.dtype)
     scale = representable_scale(scale, q.dtype)
     softcap = 0.0 if softcap is None else checks.resolve_softcap(softcap, scale, q.dtype)
-    deterministic = deterministic or deterministic_mode()
-    return AttentionSpec(scale, left, right, align == "top_left", dropout_p, deterministic, softcap)
+    batch_invariant = batch_invariant or MODE.enabled
+    if batch_invariant:
+        check_attention(q.dtype, dropout_p)
+    deterministic = deterministic or batch_invariant or deterministic_mode()
+    return AttentionSpec(
+        scale, left, right, align == "top_left", dropout_p, deterministic, softcap, batch_invariant=batch_invariant
+    )
 
 
 def spec_of(q: Tensor, given: Taken, dropout_p: float) -> AttentionSpec:
     """The spec of a call's options. `dropout_p`: as it was checked."""
     band = given.causal, given.align, given.window, given.scale
-    return build_spec(q, *band, dropout_p, given.deterministic, given.backend, given.softcap)
+    return build_spec(q, *band, dropout_p, given.deterministic, given.backend, given.softcap, given.batch_invariant)
 
 
 def representable_scale(scale: float, dtype: torch.dtype) -> float:

@@ -140,7 +140,7 @@ def attention_column_sums(
     packed = cu_seqlens_q is not None
     q, k, _ = checked_qkv(q, k, k, PACKED_LAYOUT if packed else DENSE_LAYOUT)
     _check_lse(lse, q)
-    spec = spec_of(q, given._replace(deterministic=True), 0.0)
+    spec = spec_of(q, given._replace(deterministic=True), 0.0)._replace(batch_invariant=False)
     bounds = given.max_seqlen_q, given.max_seqlen_k
     side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths)
     side, spec = add_scores(side, spec, q, k, k, batch, given)

@@ -62,6 +62,7 @@ class Options(AttentionOptions, total=False):
     descale_q: Tensor | None
     descale_k: Tensor | None
     descale_v: Tensor | None
+    batch_invariant: bool
 
 
 class DenseOptions(Options, total=False):
@@ -133,6 +134,7 @@ class Taken(NamedTuple):
     return_lse: bool = False
     return_max_scores: bool = False
     score_mod: ScoreMod | None = None
+    batch_invariant: bool = False
 
     @property
     def by_distance(self) -> bool:

@@ -42,6 +42,7 @@ from flashtile.ops.attention.spec import (
     wanted_of,
 )
 from flashtile.ops.common import dispatch
+from flashtile.ops.common.batch_invariance import MODE
 from flashtile.ops.common.checks import readable
 
 #: Calls by their keys. They are few in a program; one of ever new shapes starts anew from time to time.
@@ -80,6 +81,7 @@ def key_of(
     scale: float | None,
     softcap: float | None,
     deterministic: bool,
+    batch_invariant: bool,
     backend: str,
 ) -> tuple[Hashable, ...] | None:
     """What `found` looks a call without other arguments up by; None where PyTorch would do something first, or
@@ -89,16 +91,16 @@ def key_of(
     if torch._C._is_any_autocast_enabled() and checks.autocast_casts(q, k, v):
         return None
     if not (
-        type(causal) is type(deterministic) is bool
+        type(causal) is type(deterministic) is type(batch_invariant) is bool
         and type(align) is type(backend) is str
         and (scale is None or type(scale) is float)
         and (softcap is None or type(softcap) is float)
         and (window is None or (type(window) is tuple and _SIDES.issuperset(map(type, window))))
     ):
         return None
-    mode = torch._C._get_deterministic_algorithms()
+    modes = torch._C._get_deterministic_algorithms(), batch_invariant or MODE.enabled
     try:
-        return q.shape, k.shape, causal, align, window, scale, softcap, deterministic, backend, mode
+        return q.shape, k.shape, causal, align, window, scale, softcap, deterministic, backend, modes
     except RuntimeError:  # a nested tensor in the strided layout has no shape, and the checks refuse it
         return None
 

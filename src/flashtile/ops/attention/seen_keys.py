@@ -39,14 +39,14 @@ def visible_keys(seq_q: int, seq_k: int, spec: AttentionSpec) -> tuple[int, int]
 def seen_call(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> SeenCall | None:
     """The call over the keys that some query sees; None where these are all, or where it would be another call.
 
-    A block mask has the length of all keys. Dropout bits and score functions depend on the number of a key, so such
-    calls leave out only keys at the end.
+    A block mask has the length of all keys. Dropout bits, score functions and the tiles of the batch-invariant mode
+    depend on the number of a key, so such calls leave out only keys at the end.
     """
     if not spec.banded or side.packed or spec.block_shape is not None:
         return None
     seq_q, seq_k = q.shape[1], k.shape[1]
     first, last = visible_keys(seq_q, seq_k, spec)
-    if spec.dropout_p or spec.score_program is not None:
+    if spec.dropout_p or spec.score_program is not None or spec.batch_invariant:
         first = 0
     if not seq_q or last - first == seq_k:
         return None

@@ -25,6 +25,8 @@ from flashtile.ops.common.backends import Backend, BackendChoice, Backends
 def _reference_unsupported_reason(call: Call) -> str | None:
     if call.requested == "auto":
         return "it holds the whole score matrix; it runs only when asked for by name"
+    if call.spec.batch_invariant:
+        return "its products are PyTorch's, whose bits depend on the sizes of a call, and this one is batch-invariant"
     return None
 
 

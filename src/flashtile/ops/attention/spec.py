@@ -65,6 +65,7 @@ class AttentionSpec(NamedTuple):
         origin: where the call lies in a larger one; None where that changes nothing.
         returns_max_scores: the forward also returns the largest score of each row.
         score_program: the score function as text (see `score_program`); None without one.
+        batch_invariant: the results of a sequence must be the same, bit for bit, in any company (docs/contract.md).
     """
 
     scale: float
@@ -78,6 +79,7 @@ class AttentionSpec(NamedTuple):
     origin: Origin | None = None
     returns_max_scores: bool = False
     score_program: str | None = None
+    batch_invariant: bool = False
 
     @property
     def banded(self) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.common.backends import standard_backends
+from flashtile.ops.common.batch_invariance import MODE, check_cache
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.sizes import known
 from flashtile.ops.kv_cache import calls, checks
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         tree_mask: Tensor | None
         shared_rows: int | None
         num_splits: int | None
+        batch_invariant: bool
         backend: str
 
 
@@ -117,6 +119,7 @@ def attention_with_kv_cache(
     shared_rows: int | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     backend: str = "auto",
     **other_names: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -186,6 +189,9 @@ def attention_with_kv_cache(
         num_splits: into how many parts, up to 128, a GPU splits the rows of a sequence, to compute them in parallel.
             None chooses it from the sizes. It changes only the rounding of the result. The CPU does not use it.
         return_lse: also return the log-sum-exp of each row's scores.
+        batch_invariant: as in `flashtile.attention`: a token has the bits that it has in the prompt at once, whatever
+            the chunks, the other sequences, the pages and the capacity. Not with 8-bit caches, cache_left_padding,
+            shared_rows and splits.
         backend: "auto" chooses by device; "triton", "cpu" or "reference" run that backend or raise.
 
     Returns:
@@ -209,6 +215,7 @@ def attention_with_kv_cache(
     """
     if other_names:
         refuse_other_names(attention_with_kv_cache, other_names)
+    invariant = batch_invariant or MODE.enabled
     key = None
     if (
         k is v is cache_batch_indices is cache_left_padding is block_table is rotary_cos is rotary_sin is alibi_slopes
@@ -217,14 +224,15 @@ def attention_with_kv_cache(
         and window is None
         and softcap is None
         and num_splits is None
-        and rotary_interleaved is False
+        and rotary_interleaved is invariant is False
     ):  # fmt: skip
         key = calls.key_of(q, k_cache, v_cache, causal, scale, return_lse, backend)
         if key is not None and (results := calls.repeated(key, q, k_cache, v_cache, cache_lengths)) is not None:
             return results if return_lse else results[0]
     _BACKENDS.check(backend)
-    if not (isinstance(causal, bool) and isinstance(rotary_interleaved, bool) and isinstance(return_lse, bool)):
-        checks.raise_not_bool(causal=causal, rotary_interleaved=rotary_interleaved, return_lse=return_lse)
+    checks.raise_not_bool(
+        causal=causal, rotary_interleaved=rotary_interleaved, return_lse=return_lse, batch_invariant=batch_invariant
+    )
     packed = cu_seqlens_q is not None
     checks.check_caches(q, k_cache, v_cache, block_table is not None, packed)
     batch, heads, head_dim = q.shape[0], *q.shape[-2:]
@@ -232,6 +240,8 @@ def attention_with_kv_cache(
         batch = checks.check_packed(q, k, cu_seqlens_q, cu_seqlens_new, max_seqlen_q)
     elif cu_seqlens_new is not None or max_seqlen_q is not None:
         checks.check_not_packed(cu_seqlens_new=cu_seqlens_new, max_seqlen_q=max_seqlen_q)
+    if invariant:
+        check_cache(k_cache.dtype, num_splits, shared_rows=shared_rows, cache_left_padding=cache_left_padding)
     if k is not None or v is not None:
         checks.check_appended(q, k_cache, v_cache, k, v, packed, packed and cu_seqlens_new is None)
     if not (cache_batch_indices is cache_left_padding is block_table is None and known(k_cache.shape[0] == batch)):
@@ -271,6 +281,7 @@ def attention_with_kv_cache(
         checks.resolve_splits(num_splits),
         longest,
         of_rows,
+        invariant,
     )
     call = CacheCall(
         q, k_cache, v_cache, k, v, lengths, cache_batch_indices, cache_left_padding, block_table, rotary_cos,

@@ -99,6 +99,7 @@ def _attend(q: Tensor, piece: _Piece, call: CacheCall, spec: CacheSpec, tree: Te
         call.sinks,
         "cpu",
         None if tree is None else visible_in_tree(tree, piece.keys.shape[1])[:, None],
+        spec.batch_invariant,
     )
 
 

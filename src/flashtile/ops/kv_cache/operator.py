@@ -24,7 +24,7 @@ _REST = (
     "Tensor? block_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_new, {}, Tensor? tree_mask, SymInt length, float scale, "
     "int? window_left, int? window_right, float softcap, bool interleaved, int num_splits, SymInt max_seqlen_q, "
-    "bool factors_of_rows, str backend"
+    "bool factors_of_rows, bool batch_invariant, str backend"
 )
 _library = torch.library.Library("flashtile", "FRAGMENT")
 _READ, _WRITTEN = "Tensor? descale_k, Tensor? descale_v", "Tensor(c!)? descale_k, Tensor(d!)? descale_v"

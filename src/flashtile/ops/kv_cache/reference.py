@@ -56,6 +56,7 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
             call.sinks,
             "reference",
             None if mask is None else mask[None, None],
+            spec.batch_invariant,
         )
         out[queries], lse[:, queries] = result[0], result_lse[0]
     return results_of(call, out, lse)

@@ -47,6 +47,7 @@ class CacheSpec(NamedTuple):
         num_splits: parts of the keys that are computed side by side on a GPU; 0 = chosen from the sizes.
         max_seqlen_q: queries of a sequence at most, of a packed call.
         factors_of_rows: each row and head of an 8-bit cache has a factor, and the call writes those of new rows.
+        batch_invariant: as in `attention.spec.AttentionSpec`.
     """
 
     length: int
@@ -58,6 +59,7 @@ class CacheSpec(NamedTuple):
     num_splits: int = 0
     max_seqlen_q: int = 0
     factors_of_rows: bool = False
+    batch_invariant: bool = False
 
     @property
     def banded(self) -> bool:

@@ -22,7 +22,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     if q.dtype is FP8:
         out, *statistics = forward(*dequantized(q, k, v, side), spec)
         return out.to(out_dtype(FP8)), *statistics
-    k, v, side = lengths_as_mask(q, k, v, side)
+    if not spec.batch_invariant:
+        k, v, side = lengths_as_mask(q, k, v, side)
     if served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype)[0]:
         found = torch_flash.forward(q, k, v, side, spec)
         if found is not None:
@@ -56,7 +57,8 @@ def backward(
     """The gradients of a call on the CPU from its outputs and their gradients."""
     if dlse is not None and not dlse.any():
         dlse = None  # torch.compile passes zeros where nothing comes through lse
-    k, v, side = lengths_as_mask(q, k, v, side)
+    if not spec.batch_invariant:
+        k, v, side = lengths_as_mask(q, k, v, side)
     if dlse is None and served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype, wanted)[0]:
         found = torch_flash.backward(dout, q, k, v, out, lse, side, spec, wanted)
         if found is not None:

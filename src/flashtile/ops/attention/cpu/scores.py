@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.cpu.tiles import LN2, LOG2E, SMALL_TILE, Block, KeyTile, hide
+from flashtile.ops.attention.cpu.tiles import LN2, LOG2E, SMALL_TILE, Block, KeyTile, hide, within
 from flashtile.ops.attention.score_program import INPUTS, UPSTREAM, ScoreProgram, add_at, apply, parse, read, run
 from flashtile.ops.attention.score_tracing import ScoreGradient, derivative
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
@@ -159,15 +159,16 @@ def modify(scores: Tensor, block: Block, rows: range, keys: KeyTile, modifiers: 
     if modifiers.function is not None:
         inputs = modifiers.function.inputs(by_head * LN2, rows, keys)
         by_head.copy_(apply(modifiers.function.program, inputs, modifiers.function.captured)).mul_(LOG2E)
+    inner, inner_rows, inner_keys = within(by_head, block, rows, keys)
     if modifiers.bias is not None:
-        by_head.add_(part(modifiers.bias, rows, keys).to(scores.dtype), alpha=LOG2E)
+        inner.add_(part(modifiers.bias, inner_rows, inner_keys).to(scores.dtype), alpha=LOG2E)
     if modifiers.slopes is not None:
         near = near_diagonals(block.diagonal, rows, block.visible.keys, scores.dtype)
         by_head.addcmul_(modifiers.slopes, distances(near, keys), value=-LOG2E)
     if modifiers.mask is not None:
-        hide(by_head, part(modifiers.mask, rows, keys))
+        hide(inner, part(modifiers.mask, inner_rows, inner_keys))
     if modifiers.tiles is not None:
-        hide(by_head, _visible(modifiers.tiles, rows, keys))
+        hide(inner, _visible(modifiers.tiles, inner_rows, inner_keys))
     return Derivatives(cap, inputs)
 
 
@@ -240,7 +241,7 @@ def is_scattered(mask: TileMask | None) -> bool:
     return bool(small < 0.6 * large)
 
 
-def wholly_hidden(modifiers: Modifiers | None, rows: range, keys: KeyTile) -> bool:
+def wholly_hidden(modifiers: Modifiers | None, rows: range, keys: range | KeyTile) -> bool:
     """Whether the block mask shows nothing of a tile, so that it need not be computed."""
     if modifiers is None or modifiers.tiles is None:
         return False
@@ -248,14 +249,14 @@ def wholly_hidden(modifiers: Modifiers | None, rows: range, keys: KeyTile) -> bo
     return bool((_kinds_of(modifiers.tiles, rows, keys) == nothing).all())
 
 
-def _kinds_of(tiles: TileMask, rows: range, keys: KeyTile) -> Tensor:
+def _kinds_of(tiles: TileMask, rows: range, keys: range | KeyTile) -> Tensor:
     """Kinds of the stored tiles that a tile lies in."""
     _, tile_q, tile_k = tiles.patterns.shape
     last_q, last_k = (rows.stop - 1) // tile_q, (keys.stop - 1) // tile_k
     return tiles.kinds[..., rows.start // tile_q : last_q + 1, keys.start // tile_k : last_k + 1]
 
 
-def _visible(tiles: TileMask, rows: range, keys: KeyTile) -> Tensor:
+def _visible(tiles: TileMask, rows: range, keys: range | KeyTile) -> Tensor:
     """What a block mask shows of a tile: `[b | 1, h | 1, G | 1, R, C]`."""
     _, tile_q, tile_k = tiles.patterns.shape
     kinds = _kinds_of(tiles, rows, keys)
@@ -296,8 +297,9 @@ class SideGradients:
             return
         by_head = split_heads(dscores, block, rows)
         if self.bias is not None:
-            target = part(scores_view(block, self.bias), rows, keys)
-            target.add_(by_head.sum_to_size(target.shape), alpha=factor)
+            inner, inner_rows, inner_keys = within(by_head, block, rows, keys)
+            target = part(scores_view(block, self.bias), inner_rows, inner_keys)
+            target.add_(inner.sum_to_size(target.shape), alpha=factor)
         if self.alibi_slopes is not None:
             target = _slopes_view(block, self.alibi_slopes)
             away = distances(diagonals(block.diagonal, rows, dscores.dtype), keys)

@@ -96,8 +96,7 @@ def _forward_block(
 ) -> None:
     """Writes a block's part of out and of `statistics`: lse, and the largest scores if they are asked for."""
     computed, multiplied = tiles.compute_dtype(q.dtype), tiles.product_dtype(q.dtype)
-    k_matrices = tiles.load_keys(tiles.key_view(block, k), computed)
-    v_matrices = tiles.load_keys(tiles.key_view(block, v), multiplied)
+    k_matrices, v_matrices = tiles.load_keys(block, k, computed), tiles.load_keys(block, v, multiplied)
     q_view, out_view = tiles.row_view(block, q), tiles.row_view(block, out)
     views = [tiles.statistics_view(block, statistic) for statistic in statistics]
     scratch = tiles.scratch_of(block, q, v)
@@ -106,7 +105,7 @@ def _forward_block(
         q_tile = tiles.load_rows(q_view, rows, computed).mul_(spec.scale * LOG2E)
         raised = raised_rows(block, rows, modifiers)
         softmax = _OnlineSoftmax(q_tile, v.shape[-1], logits, raised, spec.returns_max_scores)
-        for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys):
+        for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys, block.whole):
             if wholly_hidden(modifiers, rows, keys):
                 continue
             scores = tiles.score_tile(keys, q_tile, k_matrices, scratch.scores)
@@ -208,7 +207,7 @@ def _load_backward_rows(
 ) -> _BackwardRows:
     computed, multiplied = tiles.compute_dtype(q.dtype), tiles.product_dtype(q.dtype)
     q, dout, out = (tiles.load_rows(tiles.row_view(block, t), rows, computed) for t in (q, dout, out))
-    lse = tiles.load_rows(tiles.statistics_view(block, lse), rows, computed)
+    lse = tiles.load_rows(tiles.statistics_view(block, lse), rows, computed, outside=float("-inf"))
     if raised is not None:
         lse.add_(raised)
     delta = out.mul_(dout).sum(dim=-1, keepdim=True)
@@ -248,7 +247,7 @@ class _KeysAndGradients(NamedTuple):
 
 def _load_keys_and_gradients(block: Block, k: Tensor, v: Tensor) -> _KeysAndGradients:
     multiplied = tiles.product_dtype(k.dtype)
-    k, v = (tiles.load_keys(tiles.key_view(block, t), tiles.compute_dtype(t.dtype)) for t in (k, v))
+    k, v = (tiles.load_keys(block, t, tiles.compute_dtype(t.dtype)) for t in (k, v))
     return _KeysAndGradients(k, v, k.to(multiplied), torch.zeros_like(k), torch.zeros_like(v))
 
 
@@ -289,7 +288,7 @@ def _backward_block(
                 row = _BackwardRows(*(t.masked_fill(blind, float("inf") if t is row.lse else 0) for t in row))
             else:
                 of_side.add_rows(weights, row.delta, block, rows, 1 / keep_probability)
-        for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys):
+        for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys, block.whole):
             if wholly_hidden(modifiers, rows, keys):
                 continue
             scores = tiles.score_tile(keys, row.q_scaled, matrices.k, scratch.scores)
@@ -314,8 +313,7 @@ def _backward_block(
     matrices.dk.mul_(spec.scale / keep_probability)
     matrices.dv.div_(keep_probability)
     for grad, total in zip(grads[1:], (matrices.dk, matrices.dv)):
-        target = tiles.key_view(block, grad)
-        target.copy_(total.view(target.shape))
+        tiles.store_keys(block, grad, total)
 
 
 def _blind_rows(
@@ -328,7 +326,7 @@ def _blind_rows(
 ) -> Tensor:
     """Which rows see no key, whatever sink they have: bool `[N, G·R, 1]`. The scores are made once more for it."""
     seen = torch.zeros_like(row.lse, dtype=torch.bool)
-    for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys):
+    for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys, block.whole):
         if not wholly_hidden(modifiers, rows, keys):
             scores = tiles.score_tile(keys, row.q_scaled, matrices.k, scratch.scores)
             if modifiers is not None:
@@ -441,7 +439,7 @@ def _add_block(
     tile_mask: TileMask | None,
 ) -> None:
     computed = tiles.compute_dtype(q.dtype)
-    k_matrices = tiles.load_keys(tiles.key_view(block, k), computed)
+    k_matrices = tiles.load_keys(block, k, computed)
     q_view, lse_view = tiles.row_view(block, q), tiles.statistics_view(block, lse)
     target = sums[block.batches, block.heads, block.keys].unflatten(1, (-1, block.group))  # [b, h, G, S]
     scratch = tiles.scratch_of(block, q, k).scores
@@ -452,7 +450,7 @@ def _add_block(
         if (raised := raised_rows(block, rows, modifiers)) is not None:
             row_lse.add_(raised)
         row_lse = torch.where(row_lse.isneginf(), float("inf"), row_lse).mul_(LOG2E)
-        for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys):
+        for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys, block.whole):
             if wholly_hidden(modifiers, rows, keys):
                 continue
             scores = tiles.score_tile(keys, q_tile, k_matrices, scratch)

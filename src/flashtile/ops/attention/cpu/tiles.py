@@ -19,6 +19,7 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashtile.ops.attention.philox import (
@@ -44,6 +45,8 @@ _TILE_KEYS = 256
 _TILE_ROWS = 256
 #: The same where a block mask leaves small tiles empty.
 SMALL_TILE = 128
+#: The same in the batch-invariant mode, whose tiles are always whole. Small ones, because a step of decoding fills one.
+_WHOLE_KEYS, _WHOLE_ROWS = 128, 64
 
 
 class Band(NamedTuple):
@@ -87,6 +90,9 @@ class Block(NamedTuple):
         dropout_words: `head_words` of each stacked query head, int64 `[N·G, 3]`; None without dropout.
         sequence: number of the first batch entry or sequence.
         diagonal: the key at which ALiBi's distance from row 0 is 0; seq_k - seq_q, but in a part of a larger call.
+        whole: of the batch-invariant mode: it is one matrix, and all tiles are whole ones at absolute positions. What
+            of them lies outside of the segment is zeros and hidden.
+        first_row: where the first tile begins; negative where its first rows lie outside.
     """
 
     batches: slice
@@ -101,6 +107,12 @@ class Block(NamedTuple):
     dropout_words: Tensor | None
     sequence: int
     diagonal: int
+    whole: bool = False
+    first_row: int = 0
+
+    @property
+    def seq_q(self) -> int:
+        return self.rows.stop - self.rows.start
 
 
 class KeyTile(NamedTuple):
@@ -154,6 +166,9 @@ def blocks(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec, small: b
     heads, heads_kv = q.shape[2], k.shape[2]
     group = heads // heads_kv
     for segment in segments(q, k, side, spec):
+        if spec.batch_invariant:
+            yield from _whole_blocks(segment, heads_kv, group, spec)
+            continue
         # Grouped heads leave fewer matrices to fill a batch with, so theirs are larger (measured 10-20 % faster).
         all_rows = _TILE_ROWS if group == 1 else 2 * _TILE_ROWS
         all_rows, most_keys = (SMALL_TILE * group, SMALL_TILE) if small else (all_rows, _TILE_KEYS)
@@ -174,6 +189,23 @@ def blocks(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec, small: b
                 )  # fmt: skip
 
 
+def _whole_blocks(segment: Segment, heads_kv: int, group: int, spec: AttentionSpec) -> Iterator[Block]:
+    """The blocks of the batch-invariant mode. PyTorch's products may differ in their last bits with the sizes of
+    matrices, with how many there are, and with the place of a row. So each is alone, all have one size, and the place
+    of a row follows from its diagonal: a chunk of a sequence has its rows where the sequence has them."""
+    tile_rows = max(16, _WHOLE_ROWS // group // 16 * 16)
+    at_diagonal = not spec.top_left and spec.block_shape is None
+    first_row = -(segment.diagonal % tile_rows) if at_diagonal else 0
+    diagonal = segment.diagonal + (0 if spec.origin is None else spec.origin.diagonal)
+    for entry in range(segment.batches.start, segment.batches.stop):
+        for head in range(heads_kv):
+            yield Block(
+                slice(entry, entry + 1), segment.rows, segment.keys, segment.visible,
+                slice(head * group, (head + 1) * group), slice(head, head + 1), group, tile_rows, _WHOLE_KEYS, None,
+                segment.sequence + entry - segment.batches.start, diagonal, whole=True, first_row=first_row,
+            )  # fmt: skip
+
+
 def _dropout_words(
     first_sequence: int, batches: slice, of_q: slice, heads: int, side: SideInputs, spec: AttentionSpec
 ) -> Tensor:
@@ -183,9 +215,17 @@ def _dropout_words(
 
 
 def query_tiles(block: Block) -> Iterator[range]:
-    seq_q = block.rows.stop - block.rows.start
-    for start in range(0, seq_q, block.tile_rows):
-        yield range(start, min(start + block.tile_rows, seq_q))
+    for start in range(block.first_row, block.seq_q, block.tile_rows):
+        stop = start + block.tile_rows
+        yield range(start, stop if block.whole else min(stop, block.seq_q))
+
+
+def within(tile: Tensor, block: Block, rows: range, keys: range | KeyTile) -> tuple[Tensor, range, range]:
+    """The part of a tile `[..., R, C]` whose rows and keys the block has, a view, and these rows and keys."""
+    inner = range(max(rows.start, 0), min(rows.stop, block.seq_q))
+    columns = range(keys.start, min(keys.stop, block.visible.keys))
+    tile = tile[..., inner.start - rows.start : inner.stop - rows.start, : max(len(columns), 0)]
+    return tile, inner, columns
 
 
 def seen_by(rows: range, visible: Band) -> range:
@@ -200,17 +240,19 @@ def are_finite(*tensors: Tensor) -> bool:
     return all(tensor.sum(dtype=compute_dtype(tensor.dtype)).isfinite() for tensor in tensors)
 
 
-def visible_key_tiles(rows: range, visible: Band, tile_keys: int) -> Iterator[KeyTile]:
-    """The key tiles in which any of `rows` sees a key, in ascending order. The only place that enumerates them."""
+def visible_key_tiles(rows: range, visible: Band, tile_keys: int, whole: bool = False) -> Iterator[KeyTile]:
+    """The key tiles in which any of `rows` sees a key, in ascending order. The only place that enumerates them.
+    `whole`: as in `Block`."""
     seen = seen_by(rows, visible)
     if not seen:
         return
     start, stop = seen.start, seen.stop
     clear_start = 0 if visible.lowest is None else rows[-1] + visible.lowest
-    clear_stop = visible.keys if visible.highest is None else rows[0] + visible.highest + 1
+    clear_stop = visible.keys if visible.highest is None else min(rows[0] + visible.highest + 1, visible.keys)
     # From a multiple of 16, because the dropout bits come in groups of 16.
-    for first in range(start // 16 * 16, stop, tile_keys):
-        last = min(first + tile_keys, stop)
+    along = tile_keys if whole else 16
+    for first in range(start // along * along, stop, tile_keys):
+        last = first + tile_keys if whole else min(first + tile_keys, stop)
         clear = max(first, clear_start), min(last, clear_stop)
         yield KeyTile(first, last, *(clear if clear[0] < clear[1] else (last, last)))
 
@@ -237,6 +279,10 @@ def mask_band(scores: Tensor, block: Block, rows: range, keys: KeyTile) -> None:
         if columns:
             part = by_head[..., columns.start - keys.start : columns.stop - keys.start]
             hide(part, ~hidden(rows, columns, block.visible))
+    if block.whole:
+        inner = within(by_head, block, rows, keys)[1]
+        by_head[..., : inner.start - rows.start, :] = float("-inf")
+        by_head[..., inner.stop - rows.start :, :] = float("-inf")
 
 
 def hide(scores: Tensor, shown: Tensor) -> None:
@@ -258,6 +304,8 @@ def hidden(rows: range, columns: range, visible: Band) -> Tensor:
         hidden |= distance < visible.lowest
     if visible.highest is not None:
         hidden |= distance > visible.highest
+    if columns.stop > visible.keys:
+        hidden[:, max(visible.keys - columns.start, 0) :] = True
     return hidden
 
 
@@ -370,14 +418,28 @@ def statistics_view(block: Block, tensor: Tensor) -> Tensor:
     return tensor[block.batches, block.heads, block.rows].unflatten(1, (-1, block.group)).unsqueeze(-1)
 
 
-def load_keys(view: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copies `[b, h, S, D]` to `[N, S, D]`."""
+def load_keys(block: Block, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copies the block's part of keys or values to `[N, S, D]`; S of whole blocks is a multiple of a tile's keys."""
+    view = key_view(block, tensor)
+    if block.whole:
+        view = F.pad(view, (0, 0, 0, -view.shape[2] % block.tile_keys))
     return _copied(view, dtype).flatten(0, 1)
 
 
-def load_rows(view: Tensor, rows: range, dtype: torch.dtype) -> Tensor:
-    """Copies some rows of `[b, h, G, S, D]` to `[N, G·R, D]`."""
-    return _copied(view[:, :, :, rows.start : rows.stop], dtype).flatten(0, 1).flatten(1, 2)
+def store_keys(block: Block, tensor: Tensor, matrices: Tensor) -> None:
+    """Writes `[N, S, D]` to the block's part of the gradient of keys or values."""
+    target = key_view(block, tensor)
+    target.copy_(matrices[:, : target.shape[2]].view(target.shape))
+
+
+def load_rows(view: Tensor, rows: range, dtype: torch.dtype, outside: float = 0.0) -> Tensor:
+    """Copies some rows of `[b, h, G, S, D]` to `[N, G·R, D]`. `outside`: what rows have that there are not."""
+    seq_q = view.shape[3]
+    before, after = max(-rows.start, 0), max(rows.stop - seq_q, 0)
+    view = view[:, :, :, max(rows.start, 0) : rows.stop]
+    if before or after:
+        view = F.pad(view, (0, 0, before, after), value=outside)
+    return _copied(view, dtype).flatten(0, 1).flatten(1, 2)
 
 
 def _copied(view: Tensor, dtype: torch.dtype) -> Tensor:
@@ -386,5 +448,7 @@ def _copied(view: Tensor, dtype: torch.dtype) -> Tensor:
 
 def store_rows(view: Tensor, rows: range, tile: Tensor) -> None:
     """Writes `[N, G·R, D]` to some rows of `[b, h, G, S, D]`."""
-    target = view[:, :, :, rows.start : rows.stop]
-    target.copy_(tile.view(target.shape))
+    target = view[:, :, :, max(rows.start, 0) : rows.stop]
+    tile = tile.view(*view.shape[:3], len(rows), view.shape[4])
+    first = max(-rows.start, 0)
+    target.copy_(tile[:, :, :, first : first + target.shape[3]])

@@ -55,6 +55,8 @@ def _unsupported_reason(
     v_shape: Sequence[int],
 ) -> str | None:
     """Why PyTorch's flash attention cannot compute a call; None where it can."""
+    if spec.batch_invariant:
+        return "PyTorch's CPU flash attention cuts a call by its sizes, and this one is batch-invariant"
     if spec.softcap or spec.score_program is not None:
         return "PyTorch's CPU flash attention has no soft cap and no score function"
     if side.block_lists is not None:

@@ -67,7 +67,7 @@ def _slower(call: Call) -> str | None:
       the 0.13, and backward 0.33 instead of the 0.65.)
     """
     widest = max(call.head_dims)
-    if call.requested != "auto":
+    if call.requested != "auto" or call.spec.batch_invariant:
         return None
     if call.dtype is torch.float32 and call.phase == "forward" and not parts_pay(call.q.shape, call.k.shape[1], widest):
         return f"with heads of up to {HALF_WIDE} columns, parts of float32 numbers pay with more keys or fewer queries"
@@ -117,6 +117,7 @@ def _unserved_float32(call: Call) -> str | None:
     if call.tf32:
         return "its products have the error of float32, and PyTorch's setting allows TF32, which is faster"
     unserved = _first_asked({
+        "batch-invariant mode, because it has no packed sequences": call.spec.batch_invariant,
         "max_scores": call.spec.returns_max_scores,
         "packed sequences": call.packed,
         "key_lengths": call.aux.key_lengths is not None,

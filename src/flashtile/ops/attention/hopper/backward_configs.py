@@ -236,6 +236,7 @@ def choose_backward_config(
 def backward_config(call: Call) -> BackwardConfig:
     """The row of a call. The gradient of a bias, which is added last, is not that of the scores if these have
     derivatives."""
+    call = call.cut_by
     spec, bias = call.spec, call.aux.bias
     tables, moved_bias = table_bytes(bias, call.aux.mask), moves_by_tma(bias, call.dtype)
     derivatives = spec.softcap > 0 or has_function_derivative(spec.score_program)
@@ -446,6 +447,8 @@ def dq_epilogue(config: BackwardConfig, call: Call) -> DqEpilogue:
     stores = config._replace(sums_by_tma=True)
     if backward_shared_memory(stores, *call.head_dims, separates_derivatives(call)) > SHARED_MEMORY:
         stores = config
+    if call.spec.batch_invariant:
+        return DqEpilogue(config, single=False, whole=False)
     single = _has_single_key_tile(call, stores)
     whole = not (single or call.bounded) and _takes_whole_lines(call, stores)
     return DqEpilogue(stores if single or whole else config, single, whole)

@@ -238,6 +238,7 @@ def forward_config(call: Call) -> HopperConfig:
 
 def choose_config(call: Call, spills: bool = False) -> HopperConfig:
     """The row of a call. `spills`: ptxas would spill (`_SPILLS_FROM`)."""
+    call = call.cut_by
     spec, dtype = call.spec, call.dtype
     head_dim, head_dim_v = call.head_dims
     left, right = spec.window_left is not None, spec.window_right is not None

@@ -55,6 +55,7 @@ from flashtile.ops.attention.hopper.forward_softmax import (
     cap_scale_of_head,
     drop_weights,
     first_reference,
+    first_sums,
     forward_dropout,
     largest_weights,
     load_table_tiles,
@@ -105,7 +106,6 @@ from flashtile.ops.attention.hopper.primitives import (
     publish_tile,
     receive_tile,
     row_maximum,
-    row_sums,
 )
 from flashtile.ops.attention.hopper.schedule import (
     PAIRS_TOGETHER,
@@ -741,7 +741,7 @@ def attend(query, q_slot, key_tiles, modifiers, view, blocks, rings, config, WHI
     s = modify_scores(s, n, kind, bits, tables, modifiers, view, True, config)
     reference = first_reference(row_maximum(s) * modifiers.scale_log2, dtype)
     probs = gl.exp2(s * modifiers.scale_log2 - reference[:, None])
-    softmax = Softmax(reference, row_sums(probs), largest_weights(probs, config))
+    softmax = Softmax(reference, first_sums(probs, dtype, config), largest_weights(probs, config))
     p = gl.convert_layout(pack(drop_weights(probs, n, modifiers, view), dtype), p_layout)
 
     for done in range(view.tiles.begin + 1, view.tiles.end):

@@ -12,8 +12,9 @@ exponentiated once more, against new references.
 float16 weights have all their bits from 2⁻¹⁴ to 2¹⁵. The reference is the maximum of the first tile, and stays until a
 score is larger by 15 in log2. The loop compares the maximum of each tile before it takes exponentials.
 
-Whether a reference moves is decided for each row by its own scores. So the bits of a row do not depend on other rows. A
-warp that has nothing to raise does not wait for one that has.
+Whether a reference moves is decided for each row by its own scores. So the bits of a row do not depend on other rows,
+nor on tiles that are hidden from it (`first_reference`, `first_sums`). A warp that has nothing to raise does not wait
+for one that has.
 
 FlashAttention-4 rescales lazily too, at a threshold of 8.
 
@@ -196,10 +197,27 @@ def wait_values(out, v):
 
 @gluon.jit
 def first_reference(highest, dtype: gl.constexpr):
-    """The references `[M]` after the first tile, whose largest scores are `highest`, in units of log2."""
+    """The references `[M]` after the first tile, whose largest scores are `highest`, in units of log2: those that
+    `raised_references` gives a row which sees its first keys in a later tile. The maximum keeps the product in
+    `highest` and this sum from becoming one operation here alone."""
+    reference = gl.maximum(highest, NOTHING_SEEN)
     if dtype != gl.float16:
-        highest += HEADROOM
-    return gl.where(highest == float("-inf"), NOTHING_SEEN, highest)
+        reference += HEADROOM
+    return reference
+
+
+@gluon.jit
+def first_sums(probs, dtype: gl.constexpr, config):
+    """The sums of the weights of the first tile, in parts, added in the order in which a later tile adds those of a row
+    that sees its first keys there: of float16 in the pieces of `exponentials`."""
+    if dtype == gl.float16 and config.AHEAD > 0:
+        pieces = split_off(probs, config.AHEAD)
+        tile_sum = row_sums(pieces[0])
+        for i in gl.static_range(1, len(pieces)):
+            tile_sum += row_sums(pieces[i])
+    else:
+        tile_sum = row_sums(probs)
+    return tile_sum
 
 
 @gluon.jit

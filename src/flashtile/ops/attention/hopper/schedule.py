@@ -397,11 +397,10 @@ class BackwardSchedule(NamedTuple):
     @staticmethod
     def from_call(call: Call) -> "BackwardSchedule":
         config, single, whole = dq_epilogue(backward_config(call), call)
-        rows_q, rows_k = whole_sizes(call)
-        query_tiles, key_tiles = call.tiles(rows_q, config.block_m), call.tiles(rows_k, config.block_n)
+        query_tiles, key_tiles = _tiles_of(call, config)
         loops = NO_LOOPS._replace(SINGLE_KEY_TILE=single, WHOLE_LINES=whole)
         schedule = BackwardSchedule(config, loops, query_tiles, key_tiles)
-        shares = _shares(call, schedule)
+        shares = _shares(call.cut_by, schedule)
         group, parts = call.group // shares, 1
         if may_divide_queries(call, group):
             walks = key_tiles * call.lines_kv * shares
@@ -443,10 +442,17 @@ class BackwardSchedule(NamedTuple):
         return self.programs(call) * self.group(call) * self.query_tiles if self.loops.WHOLE_LINES else 0
 
 
+def _tiles_of(call: Call, config: BackwardConfig) -> tuple[int, int]:
+    """Query and key tiles of a head of a sequence; of a packed call the slots."""
+    rows_q, rows_k = whole_sizes(call)
+    return call.tiles(rows_q, config.block_m), call.tiles(rows_k, config.block_n)
+
+
 def _shares(call: Call, schedule: BackwardSchedule) -> int:
-    """Into how many shares the query heads of a key/value head are divided."""
-    config, key_tiles, programs = schedule.config, schedule.key_tiles, call.multiprocessors
-    spec, lines = call.spec, call.lines_kv
+    """Into how many shares the query heads of a key/value head are divided. `call`: by which kernels are cut."""
+    config, programs, spec, lines = schedule.config, call.multiprocessors, call.spec, call.lines_kv
+    query_tiles, key_tiles = _tiles_of(call, config)
+    schedule = schedule._replace(query_tiles=query_tiles, key_tiles=key_tiles)
     listed = spec.block_shape is not None
     uneven = call.bounded or listed or (spec.window_right is not None and spec.window_left is None)
     steps = longest_walk(schedule.query_tiles, spec, config.block_m, config.block_n)
@@ -533,7 +539,8 @@ def may_divide_queries(call: Call, group: int) -> bool:
     """Whether the walks over queries may be in parts: they all have the same queries, and none waits for another's
     progress. Side inputs of the scores are numbered by query heads and key/value heads, which parts repeat. `group`:
     query heads of a walk."""
-    return not call.spec.banded and call.aux.leaves_scores and group * call.rows_q < WALK_BEYOND_CACHE
+    may = not (call.spec.banded or call.spec.batch_invariant) and call.aux.leaves_scores
+    return may and group * call.rows_q < WALK_BEYOND_CACHE
 
 
 def _may_mask_last(call: Call, config: BackwardConfig) -> bool:
@@ -580,7 +587,8 @@ def _may_reverse_lines(call: Call) -> bool:
     """Whether every second group of lines may be reversed (`backward_tiles.reverses_line`). Where heads share keys the
     thread blocks of a line would be too far apart for the L2 cache, because a query tile is a step for each head."""
     spec = call.spec
-    return spec.deterministic and spec.window_right is not None and spec.block_shape is None
+    may = spec.deterministic and not spec.batch_invariant
+    return may and spec.window_right is not None and spec.block_shape is None
 
 
 def take_two_rounds(tiles: int, lines: int, programs: int) -> bool:

@@ -92,8 +92,10 @@ def separate_kernels(call: Call) -> PassKernels:
     keys_of_dv = float32_dv_keys(*call.head_dims) if float32 else KEYS_OF_DV
     own_rows = {"dv": (call.rows_k, keys_of_dv), "dk": (call.rows_k, _ROWS), "dq": (call.rows_q, _ROWS)}
     tiles = {name: call.tiles(*rows) for name, rows in own_rows.items()}
-    steps = longest_walk(tiles["dq"], spec, _ROWS, keys_of_dv)
-    walks, uneven = tiles["dv"] * call.lines_kv, spec.banded or call.bounded
+    cut_by = call.cut_by
+    steps = longest_walk(cut_by.tiles(cut_by.rows_q, _ROWS), spec, _ROWS, keys_of_dv)
+    walks = cut_by.tiles(cut_by.rows_k, keys_of_dv) * cut_by.lines_kv
+    uneven = spec.banded or cut_by.bounded
     shares = choose_shares(call.group, walks, steps, uneven, call.multiprocessors)
     family = _float32_family(call, shares) if float32 else _wide_family(call, shares)
     statistic_tiles = tiles["dq"] * _STATISTICS_TOGETHER

@@ -24,6 +24,8 @@ def unsupported_reason(call: Call) -> str | None:
     automatic = call.requested == "auto"
     if call.phase == "backward" or (automatic and (call.multiprocessors == 1 or call.rows_q > MAX_QUERIES)):
         return _ONLY_SHORT_CALLS
+    if call.spec.batch_invariant:
+        return "it splits keys by the sizes of a call, and this one is batch-invariant"
     if call.packed:
         return "it takes one length of queries for all sequences, and these are packed"
     if call.spec.dropout_p:

@@ -168,10 +168,12 @@ def _kernel(kernel: KernelName, call: Call) -> AttentionKernel:
     programs = _programs(kernel, call, tiles, work)
     shares = 1
     if kernel == "dkdv" and programs:
+        cut_by = call.cut_by
         causal = spec.window_right is not None and spec.window_left is None
-        uneven = call.packed or spec.block_shape is not None or causal
-        steps = longest_walk(call.tiles(call.rows_q, tiles.block_m), spec, tiles.block_m, tiles.block_n)
-        shares = choose_shares(call.group, programs, steps, uneven, call.multiprocessors)
+        uneven = cut_by.packed or spec.block_shape is not None or causal
+        steps = longest_walk(cut_by.tiles(cut_by.rows_q, tiles.block_m), spec, tiles.block_m, tiles.block_n)
+        walks = _programs(kernel, cut_by, tiles, work)
+        shares = choose_shares(call.group, walks, steps, uneven, call.multiprocessors)
     # With a block mask whole tiles of the mask are walked through, even past the end of the sequence.
     divides_q = call.rows_q % (call.block_tile[0] or tiles.block_m) == 0
     divides_k = call.rows_k % (call.block_tile[1] or tiles.block_n) == 0

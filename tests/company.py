@@ -1,0 +1,264 @@
+"""A sequence in different company: drawn sequences, ways to compute them, and the search for bits that differ.
+
+`python tests/company.py --device cuda --draws 2000` runs more of them than the tests (PYTHONPATH=src:tests).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import flashtile
+
+#: What a way to compute a sequence returns, by name: out and lse, and dq, dk and dv where it has gradients.
+Results = dict[str, Tensor]
+
+
+class Sequence(NamedTuple):
+    """A drawn sequence: q, k, v and dout `[rows, heads, head_dim]`, and the arguments of its calls."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    arguments: dict[str, Any]
+
+    @property
+    def rows(self) -> int:
+        return self.q.shape[0]
+
+    def like(self, rows: int, draw: random.Random) -> Sequence:
+        """Another sequence for calls with the same arguments, whose numbers are larger."""
+        return _sequence(draw, rows, self.q.dtype, self.q.device, _shape(self), self.arguments, scale=3.0)
+
+
+def _shape(sequence: Sequence) -> tuple[int, int, int, int]:
+    return sequence.q.shape[1], sequence.k.shape[1], sequence.q.shape[2], sequence.v.shape[2]
+
+
+def _sequence(
+    draw: random.Random, rows: int, dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int, int],
+    arguments: dict[str, Any], scale: float = 1.0,
+) -> Sequence:  # fmt: skip
+    generator = torch.Generator().manual_seed(draw.randrange(2**31))
+    heads, heads_kv, head_dim, head_dim_v = shape
+    sizes = (heads, head_dim), (heads_kv, head_dim), (heads_kv, head_dim_v), (heads, head_dim_v)
+    tensors = (torch.randn(rows, *size, generator=generator) * scale for size in sizes)
+    return Sequence(*(tensor.to(device, dtype) for tensor in tensors), arguments)
+
+
+def draw_sequence(
+    draw: random.Random, device: str, dtypes: tuple[torch.dtype, ...], longest: int, widths: tuple[int, ...]
+) -> Sequence:
+    """A sequence of 1 to `longest` rows, half of them near tiles' edges."""
+    edges = [rows + off for rows in (16, 64, 128, 192, 256) for off in (-1, 0, 1) if rows + off <= longest]
+    rows = draw.choice(edges) if edges and draw.random() < 0.5 else draw.randint(1, longest)
+    heads_kv, group = draw.choice((1, 1, 2)), draw.choice((1, 1, 2, 4))
+    heads, head_dim = heads_kv * group, draw.choice(widths)
+    arguments: dict[str, Any] = {"causal": draw.random() < 0.7}
+    if draw.random() < 0.3:
+        arguments["window"] = draw.choice(((7, 0), (70, None), (150, 0), (30, 40), (None, 20)))
+    if draw.random() < 0.25:
+        arguments["softcap"] = 5.0
+    if draw.random() < 0.25:
+        arguments["sinks"] = torch.linspace(-2, 4, heads, device=device)
+    if draw.random() < 0.25:
+        arguments["alibi_slopes"] = torch.logspace(-6, 0, heads, base=2.0, device=device)
+    if draw.random() < 0.2:
+        arguments["scale"] = draw.choice((0.3, 1.0, -0.2))
+    shape = heads, heads_kv, head_dim, draw.choice((head_dim, head_dim, 64))
+    return _sequence(draw, rows, draw.choice(dtypes), torch.device(device), shape, arguments, draw.choice((1.0, 4.0)))
+
+
+def _with_gradients(leaves: list[Tensor], call: Callable[..., tuple[Tensor, Tensor]], dout: Tensor) -> list[Tensor]:
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    out, lse = call(*leaves)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+_NAMES = "out", "lse", "dq", "dk", "dv"
+
+
+def in_batch(
+    sequence: Sequence, others: list[Sequence], place: int, padded: int, options: dict[str, Any]
+) -> Results:  # fmt: skip
+    """In a dense batch, padded with NaN keys to `padded` rows where that is more than it has."""
+    batch = [*others[:place], sequence, *others[place:]]
+    width = max(padded, *(each.rows for each in batch))
+    lengths = torch.tensor([each.rows for each in batch], dtype=torch.int32, device=sequence.q.device)
+
+    def stacked(name: str, filling: float) -> Tensor:
+        tensors = [getattr(each, name) for each in batch]
+        return torch.stack(
+            [torch.nn.functional.pad(of, (0, 0, 0, 0, 0, width - of.shape[0]), value=filling) for of in tensors]
+        )
+
+    arguments = {**sequence.arguments, **options}
+    if lengths.lt(width).any():
+        arguments["key_lengths"] = lengths
+    leaves = [stacked("q", 1.0), stacked("k", math.nan), stacked("v", math.nan)]
+    found = _with_gradients(
+        leaves, lambda q, k, v: flashtile.attention(q, k, v, return_lse=True, **arguments), stacked("dout", 0.0)
+    )
+    found = [found[0], found[1].transpose(1, 2), *found[2:]]
+    return {name: tensor[place, : sequence.rows] for name, tensor in zip(_NAMES, found)}
+
+
+def packed(
+    sequence: Sequence, others: list[Sequence], place: int, bounded: bool, options: dict[str, Any]
+) -> Results:  # fmt: skip
+    """Packed with others. `bounded`: the call is told the longest length."""
+    batch = [*others[:place], sequence, *others[place:]]
+    lengths = [each.rows for each in batch]
+    ends = [0]
+    for length in lengths:
+        ends.append(ends[-1] + length)
+    starts = torch.tensor(ends, dtype=torch.int32, device=sequence.q.device)
+    arguments = {**sequence.arguments, **options}
+    if bounded:
+        arguments |= {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    joined = [torch.cat([getattr(each, name) for each in batch]) for name in ("q", "k", "v", "dout")]
+    found = _with_gradients(
+        joined[:3],
+        lambda q, k, v: flashtile.attention_varlen(q, k, v, starts, return_lse=True, **arguments),
+        joined[3],
+    )
+    found = [found[0], found[1].transpose(0, 1), *found[2:]]
+    own = slice(ends[place], ends[place + 1])
+    return {name: tensor[own] for name, tensor in zip(_NAMES, found)}
+
+
+def in_chunks(sequence: Sequence, cuts: list[int], options: dict[str, Any]) -> Results:
+    """Chunks of its queries that end at `cuts`, each with the keys up to its own last."""
+    outs, lses = [], []
+    for begin, end in zip([0, *cuts], cuts):
+        chunk = sequence.q[None, begin:end], sequence.k[None, :end], sequence.v[None, :end]
+        out, lse = flashtile.attention(*chunk, return_lse=True, **sequence.arguments, **options)
+        outs.append(out[0])
+        lses.append(lse[0].transpose(0, 1))
+    return {"out": torch.cat(outs), "lse": torch.cat(lses)}
+
+
+def over_cache(
+    sequence: Sequence, others: list[Sequence], place: int, cuts: list[int], page: int, options: dict[str, Any]
+) -> Results:  # fmt: skip
+    """In chunks that end at `cuts`, over a cache whose other sequences are whole already and take a step of one query.
+    `page`: rows of a page, or 0 for a cache without pages."""
+    batch = [*others[:place], sequence, *others[place:]]
+    device, dtype = sequence.q.device, sequence.q.dtype
+    capacity = max(each.rows for each in batch) + (3 if not page else -max(each.rows for each in batch) % page)
+    heads, heads_kv, head_dim, head_dim_v = _shape(sequence)
+    entries = len(batch)
+    table, of_entry = None, capacity
+    if page:
+        table = torch.randperm(entries * (capacity // page), generator=torch.Generator().manual_seed(1))
+        table = table.view(entries, -1).to(device, torch.int32)
+        of_entry = page
+    outer = entries if table is None else table.numel()
+    k_cache = torch.full((outer, of_entry, heads_kv, head_dim), math.nan, dtype=dtype, device=device)
+    v_cache = torch.full((outer, of_entry, heads_kv, head_dim_v), math.nan, dtype=dtype, device=device)
+    arguments = {**sequence.arguments, **options, "block_table": table}
+    outs, lses = [], []
+    for step, (begin, end) in enumerate(zip([0, *cuts], cuts)):
+        parts, before = [], []
+        for number, each in enumerate(batch):
+            first, last = (
+                (begin, end) if number == place else (0, each.rows) if not step else (each.rows - 1, each.rows)
+            )
+            parts.append((each, first, last))
+            before.append(first)
+        starts = torch.tensor([0, *(last - first for _, first, last in parts)], device=device).cumsum(0).int()
+        joined = [
+            torch.cat([getattr(each, name)[first:last] for each, first, last in parts]) for name in ("q", "k", "v")
+        ]
+        out, lse = flashtile.attention_with_kv_cache(
+            joined[0], k_cache, v_cache, joined[1], joined[2], cu_seqlens_q=starts, return_lse=True,
+            cache_lengths=torch.tensor(before, dtype=torch.int32, device=device), **arguments,
+        )  # fmt: skip
+        own = slice(int(starts[place]), int(starts[place + 1]))
+        outs.append(out[own])
+        lses.append(lse[:, own].transpose(0, 1))
+    return {"out": torch.cat(outs), "lse": torch.cat(lses)}
+
+
+def ways(
+    sequence: Sequence, draw: random.Random, longest: int, options: dict[str, Any], caches: bool
+) -> Iterator[tuple[str, Callable[[], Results]]]:  # fmt: skip
+    """Some ways to compute a sequence, the first alone. `caches`: also over caches."""
+    yield "alone", lambda: in_batch(sequence, [], 0, 0, options)
+    others = [sequence.like(draw.randint(1, longest), draw) for _ in range(draw.randint(1, 3))]
+    alike = [sequence.like(sequence.rows, draw) for _ in others]
+    place = draw.randint(0, len(others))
+    yield "batch", lambda: in_batch(sequence, alike, place, 0, options)
+    yield "padded", lambda: in_batch(sequence, others, place, draw.randint(1, 2 * longest), options)
+    yield "packed", lambda: packed(sequence, others, place, draw.random() < 0.5, options)
+    # What a query sees must be there when its chunk is computed.
+    if sequence.arguments["causal"] or sequence.arguments.get("window", (None, None))[1] == 0:
+        ends = sorted({draw.randint(1, sequence.rows) for _ in range(draw.randint(0, 3))} | {sequence.rows})
+        by_token = sorted({*ends, *range(max(sequence.rows - 2, 1), sequence.rows)})
+        cuts = draw.choice((ends, by_token))
+        yield "chunks", lambda: in_chunks(sequence, cuts, options)
+        if not caches:
+            return
+        yield "cache", lambda: over_cache(sequence, others, place, cuts, 0, options)
+        yield "pages", lambda: over_cache(sequence, others, place, cuts, draw.choice((16, 48, 256)), options)
+
+
+def differences(results: list[tuple[str, Results]]) -> list[str]:
+    """Which results differ from those of the first way, in words."""
+    (_, first), *others = results
+    found = []
+    for way, result in others:
+        for name, tensor in result.items():
+            if not torch.equal(tensor, first[name]):
+                apart = (tensor.double() - first[name].double()).abs().max()
+                found.append(f"{way}: {name} by {float(apart):.1e}")
+    return found
+
+
+def search(
+    draws: int, seed: int, device: str, dtypes: tuple[torch.dtype, ...], longest: int, widths: tuple[int, ...],
+    backend: str = "auto", caches: bool = True, invariant: bool = True,
+) -> tuple[Counter[str], list[str]]:  # fmt: skip
+    """How often each way was compared, and what differed."""
+    compared: Counter[str] = Counter()
+    found: list[str] = []
+    for number in range(draws):
+        draw = random.Random(f"{seed} {number}")
+        sequence = draw_sequence(draw, device, dtypes, longest, widths)
+        options = {"backend": backend, "batch_invariant": invariant}
+        results = [(way, compute()) for way, compute in ways(sequence, draw, longest, options, caches)]
+        compared.update(way for way, _ in results)
+        described = f"{number}: {sequence.rows} rows, {_shape(sequence)}, {sequence.q.dtype}, {sequence.arguments}"
+        found += [f"{described}: {difference}" for difference in differences(results)]
+    return compared, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--draws", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--longest", type=int, default=300)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--widths", default="64,128,192,256")
+    parser.add_argument("--without", action="store_true", help="without the mode")
+    parser.add_argument("--without-caches", action="store_true")
+    given = parser.parse_args()
+    compared, found = search(
+        given.draws, given.seed, given.device, (torch.bfloat16, torch.float16, torch.float32), given.longest,
+        tuple(map(int, given.widths.split(","))), given.backend, not given.without_caches, not given.without,
+    )  # fmt: skip
+    print("\n".join(found[:40]))
+    print(f"{given.draws} draws, {dict(compared)}: {len(found)} differ")
+
+
+if __name__ == "__main__":
+    main()
