@@ -154,7 +154,7 @@ def over_cache(
     batch = [*others[:place], sequence, *others[place:]]
     device, dtype = sequence.q.device, sequence.q.dtype
     capacity = max(each.rows for each in batch) + (3 if not page else -max(each.rows for each in batch) % page)
-    heads, heads_kv, head_dim, head_dim_v = _shape(sequence)
+    _, heads_kv, head_dim, head_dim_v = _shape(sequence)
     entries = len(batch)
     table, of_entry = None, capacity
     if page:

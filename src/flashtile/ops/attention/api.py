@@ -22,6 +22,7 @@ from flashtile.ops.attention.canonical import (
 from flashtile.ops.attention.operator import run_attention, run_repeated, run_resolved, run_unrecorded
 from flashtile.ops.attention.options import Align, DenseOptions, ScoreMod, Taken, VarlenOptions, Window
 from flashtile.ops.attention.pages import attention_over_pages
+from flashtile.ops.attention.select import invariant_tiles as invariant_tiles
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
 from flashtile.ops.common.other_names import refuse_by_position, refuse_other_names
 

@@ -19,6 +19,7 @@ from flashtile.ops.attention.hopper.backend import BACKEND as HOPPER
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, SideInputs, Wanted
 from flashtile.ops.attention.split.backend import BACKEND as SPLIT
 from flashtile.ops.attention.triton.backend import BACKEND as TRITON
+from flashtile.ops.attention.triton.backend import invariant_tiles as invariant_tiles
 from flashtile.ops.common.backends import Backend, BackendChoice, Backends
 
 

@@ -212,9 +212,11 @@ def first_sums(probs, dtype: gl.constexpr, config):
     that sees its first keys there: of float16 in the pieces of `exponentials`."""
     if dtype == gl.float16 and config.AHEAD > 0:
         pieces = split_off(probs, config.AHEAD)
-        tile_sum = row_sums(pieces[0])
-        for i in gl.static_range(1, len(pieces)):
-            tile_sum += row_sums(pieces[i])
+        for i in gl.static_range(len(pieces)):
+            if i == 0:
+                tile_sum = row_sums(pieces[i])
+            else:
+                tile_sum += row_sums(pieces[i])
     else:
         tile_sum = row_sums(probs)
     return tile_sum

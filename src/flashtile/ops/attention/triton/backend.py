@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from flashtile._backends.devices import DeviceFacts
 from flashtile.ops.attention.backend import KernelChoice, summarise
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.score_source import unsupported_operation
 from flashtile.ops.attention.triton.configs import (
     KernelName,
+    Precision,
     TileKey,
     choose_tiles,
+    dot_precision,
     shared_memory,
     tile_key_for,
+    tile_widths,
     tiles_with_keys,
 )
 from flashtile.ops.attention.triton.tile_tables import TileConfig
@@ -40,6 +44,14 @@ def describe(call: Call) -> tuple[KernelChoice, ...]:
     if with_keys is not None:
         return (_described("short_backward", with_keys, key),)
     return _described("dq", tiles, key), describe_kernel("dkdv", call), *describe_bias_gradient(call)
+
+
+def invariant_tiles(
+    dtype: torch.dtype, head_dim: int, head_dim_v: int, banded: bool, device: DeviceFacts, tf32: bool
+) -> tuple[TileConfig, Precision, tuple[int, int]]:
+    """Tiles of the forward in the batch-invariant mode, the precision of its products, and the columns of tiles."""
+    key = TileKey(dtype, head_dim, head_dim_v, banded, "long", precision=dot_precision(dtype, device, tf32))
+    return choose_tiles("forward", device, key), key.precision, tile_widths(key)
 
 
 def describe_bias_gradient(call: Call) -> tuple[KernelChoice, ...]:

@@ -27,6 +27,7 @@ from flashtile.ops.attention.triton.scores import (
     Modifiers,
     ScoreFunction,
     TableColumns,
+    apart_from_near,
     dropout_matrix,
     kept_weights,
     listed_tile,
@@ -106,7 +107,7 @@ def attention_forward_kernel(
     row = tl.arange(0, BLOCK_M)
     sink = load_sink(side, head, sequence, batch)
     if sink is not None and alibi is not None:
-        sink = raised_to_near(sink * LN_2, first + row, alibi, keys, 1) * LOG2_E
+        sink = tl.fma(apart_from_near(first + row, alibi, keys), alibi.slope * LOG2_E, sink)
     columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
     modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, keys, matrix)
     acc, row_max, row_sum, score_max = _visit_key_tiles(

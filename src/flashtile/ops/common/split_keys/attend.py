@@ -38,7 +38,7 @@ def attend_kernel(
     batch, heads_kv, seq_q, total_q, seq_new, capacity, splits, window, diagonal, slope_diagonal, scale, softcap,
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, AS_FORWARD: tl.constexpr,
 ):  # fmt: skip
     """`sequences`: `Sequences`. `descales`: `Descales`. `q_strides`: `RowStrides`, of k, v and their
     factors `CacheStrides`; those of factors without `row` where all rows of a head share one. `table_strides`:
@@ -48,7 +48,8 @@ def attend_kernel(
     heads_q, head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the results themselves.
     Of packed queries out is `[total_q, heads_q, head_dim_v]` and lse `[heads_q, total_q]`, of a split behind `splits`.
     `diagonal`, `slope_diagonal`: key on the diagonal of the first query, for the band and for ALiBi; None: that of the
-    last query is the last key."""
+    last query is the last key. `AS_FORWARD`: in the operations of attention's forward kernel, for the same bits; the
+    scale is positive then."""
     program = tl.program_id(0)
     if sequences.starts is None:
         first_token = 0
@@ -111,7 +112,9 @@ def attend_kernel(
             tree_rows += sequence.to(tl.int64) * table_strides.tree
     slope = None
     if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + sequence * table_strides.slopes + head, mask=there, other=0.0) * LOG2_E
+        slope = tl.load(slopes_ptr + sequence * table_strides.slopes + head, mask=there, other=0.0)
+        if not AS_FORWARD:
+            slope *= LOG2_E
     sink = None
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=there & (split == 0), other=float("-inf")) * LOG2_E
@@ -149,7 +152,7 @@ def attend_kernel(
         k_factors, v_factors, k_descale_strides, v_descale_strides, first_tile, last_tile,
         begin, full_begin, full_end, end, shift, window, tree_rows, table_strides.tree_columns,
         scale, softcap, slope, slope_diagonal, sink,
-        PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK, PRECISION,
+        PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK, PRECISION, AS_FORWARD,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
@@ -204,7 +207,7 @@ def visit_tiles(
     scale, softcap, slope, slope_diagonal, sink,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, AS_FORWARD: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over some key tiles. Returns acc `[M, E]`, row_max (in units of log2) and row_sum `[M]`.
 
@@ -223,6 +226,8 @@ def visit_tiles(
         row_sum = tl.where(sink == float("-inf"), 0.0, 1.0)
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)  # in units of `largest`, where rows of v have factors
     largest = 2.0**-126
+    # What scores are still to be multiplied by.
+    unit = LOG2_E if (softcap is not None) or (slope is not None) else scale * LOG2_E
     column_v = tl.arange(0, BLOCK_E)[None, :]
     if not CHUNK:
         column = tl.arange(0, BLOCK_D)[None, :]
@@ -249,7 +254,13 @@ def visit_tiles(
             products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         if (k_factors is not None) and (k_descale_strides.row is not None):
             products *= tile_factors(k_factors, page, start, k_descale_strides, valid, PAGE_SIZE, BLOCK_N)
-        if softcap is not None:
+        if AS_FORWARD:
+            scores = products
+            if softcap is not None:
+                scores = tanh(products * (scale / softcap), PRECISE) * softcap
+            elif slope is not None:
+                scores = products * scale
+        elif softcap is not None:
             scores = tanh(products * (scale / softcap), PRECISE) * (softcap * LOG2_E)
         else:
             scores = products * (scale * LOG2_E)
@@ -272,10 +283,16 @@ def visit_tiles(
                 shown = tl.load(tree_rows[:, None] + last, mask=there[:, None] & in_tree, other=1)
                 visible &= (shown != 0) & (last < tree_columns)
             scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        tile_max = tl.max(scores, 1)
+        if AS_FORWARD:
+            tile_max *= unit
+        new_max = tl.maximum(row_max, tile_max)
         # While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN.
         finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        probs = tl.exp2(scores - finite_max[:, None])
+        if AS_FORWARD:
+            probs = tl.exp2(scores * unit - finite_max[:, None])
+        else:
+            probs = tl.exp2(scores - finite_max[:, None])
         alpha = tl.exp2(row_max - finite_max)
         row_sum = row_sum * alpha + tl.sum(probs, 1)
         row_max = new_max

@@ -181,6 +181,13 @@ def shared_memory(device: DeviceFacts, tiles: AttendTiles, tile_key: TileKey) ->
     return itemsize * queries + of_cache * keys + max(4 * tiles.block_m * tiles.block_n, 2048)
 
 
+def fewer_stages(device: DeviceFacts, tiles: AttendTiles, tile_key: TileKey) -> AttendTiles:
+    """Tiles of a given size in as many stages as fit, which change no bits."""
+    while tiles.num_stages > 1 and shared_memory(device, tiles, tile_key) > device.shared_memory:
+        tiles = tiles._replace(num_stages=tiles.num_stages - 1)
+    return tiles
+
+
 def _fit(device: DeviceFacts, tiles: AttendTiles, tile_key: TileKey) -> AttendTiles:
     """Fewer stages first, then fewer keys, then fewer rows, then chunks of the head."""
     while shared_memory(device, tiles, tile_key) > device.shared_memory and not tiles.chunk:

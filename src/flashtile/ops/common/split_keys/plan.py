@@ -31,10 +31,26 @@ from flashtile.ops.common.split_keys.configs import (
     TileKey,
     choose_tiles,
     combine_cut,
+    fewer_stages,
     splits_of,
     tile_width,
 )
 from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, RowStrides, Sequences, TableStrides, Window
+
+
+class Cut(NamedTuple):
+    """The cut of attention's forward in the batch-invariant mode, whose bits a call is to have.
+
+    Attributes:
+        tiles: their rows are queries there.
+        precision: of products.
+        widths: columns of tiles of q and k, and of v.
+    """
+
+    tiles: AttendTiles
+    precision: str
+    widths: tuple[int, int]
+
 
 #: Bytes that a copy past the registers moves at least.
 _ASYNCHRONOUS = 4
@@ -53,6 +69,7 @@ class SplitCall(NamedTuple):
         index_dtypes: of what `rows.Sequences` has; None for one that there is not.
         page_size, stride_table: of a cache in pages, else 0.
         tree: of the tree, the strides between sequences and between queries, and how many columns it has.
+        cut: in the batch-invariant mode; None else.
         total_q: queries of all sequences, where they are packed: seq_q is that of the longest then. None else.
         seq_new: rows that a length does not count, without starts of new rows.
         window_left, window_right: keys visible on each side of the diagonal; None = all.
@@ -93,6 +110,7 @@ class SplitCall(NamedTuple):
     descale_strides: tuple[_Shape | None, ...] = (None, None)
     tree: tuple[int, int, int] | None = None
     values_in_keys: bool = False
+    cut: Cut | None = None
 
     @property
     def cache_itemsize(self) -> int:
@@ -119,7 +137,7 @@ def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
     tile_key = TileKey(
         call.dtype, head_dim, head_dim_v, group_rows, call.page_size, whole_words, call.cache_itemsize == 1
     )
-    tiles = choose_tiles(facts, tile_key)
+    tiles = choose_tiles(facts, tile_key) if call.cut is None else fewer_stages(facts, call.cut.tiles, tile_key)
     with_rows, launched = row_tiles(call, tiles.block_m)
     splits = splits_of(
         tiles, tile_key, with_rows * heads_kv, call.visible, facts, multiprocessors(device), call.num_splits
@@ -155,6 +173,13 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
     window = (None if side is None else max(-MAX_POSITIONS, min(side, MAX_POSITIONS)) for side in (left, right))
     pointers, multiple = _multiples(call)
     tree = call.tree or (None, None, None)
+    facts = device_facts(device)
+    widths, precision = (
+        (tile_width(head_dim), tile_width(head_dim_v)),
+        _dot_precision(call.dtype, facts, call.allow_tf32),
+    )
+    if call.cut is not None:
+        widths, precision = call.cut.widths, call.cut.precision
     partial, statistic = splits > 1, pointer_to(torch.float32)
     parameters = {
         "q_ptr": pointer_to(call.dtype, pointers),
@@ -196,11 +221,12 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "PAGE_SIZE": call.page_size,
         "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim_v,
-        "BLOCK_D": -(-head_dim // tiles.chunk) * tiles.chunk if tiles.chunk else tile_width(head_dim),
-        "BLOCK_E": tile_width(head_dim_v),
+        "BLOCK_D": -(-head_dim // tiles.chunk) * tiles.chunk if tiles.chunk else widths[0],
+        "BLOCK_E": widths[1],
         **constants_of(tiles),
         "PARTIAL": partial,
-        "PRECISION": _dot_precision(call.dtype, device_facts(device), call.allow_tf32),
+        "PRECISION": precision,
+        "AS_FORWARD": call.cut is not None,
     }
     cut = tiles.num_warps, tiles.num_stages
     outputs = results_of(call, (splits,), torch.float32) if partial else results_of(call)

@@ -24,6 +24,10 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
             "or float32 there"
         )
     _check_eight_bits(call)
+    if spec.batch_invariant and spec.scale <= 0:
+        # As attention's forward has it, whose kernel takes the maximum before it scales.
+        call = call._replace(q=-call.q if spec.scale else torch.zeros_like(call.q))
+        spec = spec._replace(scale=-spec.scale or 1.0)
     q = call.q
     if not call.batch and call.cu_seqlens_q is not None:
         return _results_of_nobody(call)

@@ -21,12 +21,14 @@ from flashtile._backends.launch import (
     plan_cache,
     pointer_to,
 )
+from flashtile.ops.attention.api import invariant_tiles
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
-from flashtile.ops.common.split_keys.plan import SplitCall, SplitPlan, split_plan, visible_rows
+from flashtile.ops.common.split_keys.configs import AttendTiles
+from flashtile.ops.common.split_keys.plan import Cut, SplitCall, SplitPlan, split_plan, visible_rows
 from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, RowStrides, Sequences
 from flashtile.ops.common.tiles import power_of_two
 from flashtile.ops.kv_cache.hopper.backend import unsupported_reason
-from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
+from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM_V, CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton.append import append_kernel
 from flashtile.ops.kv_cache.triton.configs import append_cut
 
@@ -165,17 +167,34 @@ def _plan(
         softcap=spec.softcap,
         slope_dims=slope_dims,
         sinks=has_sinks,
-        num_splits=spec.num_splits,
+        num_splits=1 if spec.batch_invariant else spec.num_splits,
         cache_dtype=cache_dtype,
         descale_strides=descale_strides,
         tree=tree_form,
         values_in_keys=values_in_keys,
+        cut=_cut_of_forward(dtype, head_dim, head_dim_v, spec, device, allow_tf32) if spec.batch_invariant else None,
     )
-    if unsupported_reason(split_call, device_facts(device)) is None:
+    if not spec.batch_invariant and unsupported_reason(split_call, device_facts(device)) is None:
         from flashtile.ops.kv_cache.hopper.latent_launch import plan_latent
 
         return CachePlan(append, None, plan_latent(split_call, device))
     return CachePlan(append, split_plan(split_call, device))
+
+
+def _cut_of_forward(
+    dtype: torch.dtype, head_dim: int, head_dim_v: int, spec: CacheSpec, device: torch.device, allow_tf32: bool
+) -> Cut:
+    """
+    Raises:
+        ValueError: the forward has no such heads.
+    """
+    widest, facts = max(head_dim, head_dim_v), device_facts(device)
+    if widest > MAX_HEAD_DIM_V:
+        raise ValueError(
+            f"batch_invariant: expected heads of up to {MAX_HEAD_DIM_V} columns on a GPU, got {widest}; leave the mode"
+        )
+    tiles, precision, widths = invariant_tiles(dtype, head_dim, head_dim_v, spec.banded, facts, allow_tf32)
+    return Cut(AttendTiles(*tiles[:5]), precision, widths)
 
 
 def _as_one(form: tuple[_Shape, _Shape]) -> tuple[_Shape, _Shape]:

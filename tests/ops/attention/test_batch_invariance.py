@@ -1,0 +1,123 @@
+"""The batch-invariant mode: the bits of a sequence in any company, and what the mode refuses.
+
+The environment variable FLASHTILE_DRAWS sets how many sequences are drawn in each test.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import flashtile
+from company import search
+from flashtile._backends import devices
+from flashtile.ops.attention import repeated, select
+from flashtile.testing import assert_same
+
+_HALVES = torch.bfloat16, torch.float16
+_WIDTHS = 64, 72, 128, 192, 256
+
+
+def _draws(few: int) -> int:
+    return int(os.environ.get("FLASHTILE_DRAWS", few))
+
+
+def test_bits_on_a_cpu() -> None:
+    compared, differ = search(_draws(6), 0, "cpu", (*_HALVES, torch.float32), 200, (16, 64, 72, 256))
+    assert compared["pages"] and not differ, "\n".join(differ)
+
+
+def test_bits_differ_without_the_mode() -> None:
+    assert search(6, 0, "cpu", (torch.float32,), 200, (16, 64), invariant=False)[1]
+
+
+@pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="needs Triton, not interpreting")
+def test_bits_of_the_hopper_kernels_in_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gluon_emulator import EmulatedHopper
+    from gluon_emulator.serving import served_by
+
+    repeated.forget_calls()
+    monkeypatch.setattr(select, "implementation", served_by(EmulatedHopper(multiprocessors=3, seed=0)))
+    compared, differ = search(_draws(1), 31, "cpu", _HALVES, 150, _WIDTHS, "hopper", caches=False)
+    assert compared["chunks"] and not differ, "\n".join(differ)
+
+
+@pytest.mark.interpreter
+def test_bits_of_the_portable_kernels_in_the_interpreter() -> None:
+    compared, differ = search(_draws(1), 2, "cpu", (torch.float16, torch.float32), 40, (16,), "triton")
+    assert compared["pages"] and not differ, "\n".join(differ)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend, caches", [("auto", False), ("triton", True)])
+def test_bits_on_a_gpu(backend: str, caches: bool) -> None:
+    dtypes = (*_HALVES, torch.float32)
+    compared, differ = search(_draws(25), 0, "cuda", dtypes, 700, _WIDTHS, backend, caches)
+    assert compared["chunks"] and not differ, "\n".join(differ)
+
+
+def _inputs(rows: int = 70, heads: int = 4, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    sizes = (heads, heads // 2, heads // 2)
+    return [torch.randn(2, rows, of, 16, dtype=dtype, requires_grad=True) for of in sizes]
+
+
+_FEATURES: dict[str, dict[str, Any]] = {
+    "causal, top left": {"causal": True, "align": "top_left"},
+    "window": {"window": (30, 10)},
+    "bias": {"bias": torch.randn(1, 4, 70, 70)},
+    "mask": {"mask": torch.rand(2, 1, 70, 70) > 0.5, "causal": True},
+    "block mask": {"block_mask": flashtile.BlockMask.from_dense(torch.rand(1, 4, 70, 70) > 0.995, (16, 64))},
+    "function": {"score_mod": lambda score, b, h, i, j: score * 0.5 + (i - j), "key_lengths": torch.tensor([50, 0])},
+}
+
+
+@pytest.mark.parametrize("arguments", _FEATURES.values(), ids=_FEATURES)
+def test_the_mode_only_rounds_differently(arguments: dict[str, Any]) -> None:
+    inputs, results = _inputs(), []
+    for invariant in (True, False):
+        out = flashtile.attention(*inputs, **arguments, backend="cpu", batch_invariant=invariant)
+        results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out).cumsum(1))])
+    for one, other in zip(*results):
+        assert_same(one, other)
+
+
+def test_context_decorator_and_argument_say_the_same() -> None:
+    q, k, v = (tensor.detach() for tensor in _inputs())
+    expected = flashtile.attention(q, k, v, causal=True, batch_invariant=True)
+    with flashtile.batch_invariant_mode():
+        within = flashtile.attention(q, k, v, causal=True)
+        with flashtile.batch_invariant_mode(enabled=False):
+            outside = flashtile.attention(q, k, v, causal=True)
+    decorated = flashtile.batch_invariant_mode()(flashtile.attention)(q, k, v, causal=True)
+    module = flashtile.modules.FlashSelfAttention(causal=True, batch_invariant=True)
+    assert torch.equal(within, expected) and torch.equal(decorated, expected) and not torch.equal(outside, expected)
+    assert module.options(q)["batch_invariant"]
+    with pytest.raises(TypeError, match="enabled: expected a bool"), flashtile.batch_invariant_mode(1):  # type: ignore[arg-type]
+        pass
+
+
+def test_refused_calls() -> None:
+    q, k, v = (tensor.detach() for tensor in _inputs())
+    for match, arguments in {
+        "expected dropout_p = 0": {"dropout_p": 0.5},
+        "'reference' cannot serve": {"backend": "reference"},
+        "batch_invariant: expected True or False": {"batch_invariant": 1},
+    }.items():
+        with pytest.raises((ValueError, TypeError), match=match):
+            flashtile.attention(q, k, v, **{"batch_invariant": True, **arguments})
+    eight = [tensor.to(torch.float8_e4m3fn) for tensor in (q, k, v)]
+    with pytest.raises(ValueError, match="expected inputs of 16 bits or more"):
+        flashtile.attention(*eight, batch_invariant=True)
+    lengths = torch.tensor([3, 4], dtype=torch.int32)
+    for match, arguments in {
+        "num_splits: expected None or 1": {"num_splits": 4},
+        "shared_rows: expected None": {"shared_rows": 2},
+        "cache_left_padding: expected None": {"cache_left_padding": lengths},
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            flashtile.attention_with_kv_cache(q, k, v, cache_lengths=lengths, batch_invariant=True, **arguments)
+    with pytest.raises(ValueError, match="expected caches in q's dtype"):
+        flashtile.attention_with_kv_cache(q, *eight[1:], cache_lengths=lengths, batch_invariant=True)
