@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flashtile
-from company import search
+from company import Sequence, differences, in_chunks, search
 from flashtile._backends import devices
 from flashtile.ops.attention import repeated, select
 from flashtile.testing import assert_same
@@ -34,20 +34,42 @@ def test_bits_differ_without_the_mode() -> None:
     assert search(6, 0, "cpu", (torch.float32,), 200, (16, 64), invariant=False)[1]
 
 
-@pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="needs Triton, not interpreting")
-def test_bits_of_the_hopper_kernels_in_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+_needs_emulator = pytest.mark.skipif(
+    bool(devices.triton_missing()) or devices.interpreting(), reason="needs Triton, not interpreting"
+)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of "hopper" run in the emulator."""
     from gluon_emulator import EmulatedHopper
     from gluon_emulator.serving import served_by
 
     repeated.forget_calls()
     monkeypatch.setattr(select, "implementation", served_by(EmulatedHopper(multiprocessors=3, seed=0)))
-    compared, differ = search(_draws(1), 31, "cpu", _HALVES, 150, _WIDTHS, "hopper", caches=False)
+
+
+@_needs_emulator
+@pytest.mark.usefixtures("emulated")
+def test_bits_of_the_hopper_kernels_in_the_emulator() -> None:
+    compared, differ = search(_draws(1), 4, "cpu", _HALVES, 150, _WIDTHS, "hopper", caches=False)
     assert compared["chunks"] and not differ, "\n".join(differ)
+
+
+@_needs_emulator
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dtype", _HALVES, ids=str)
+def test_tiles_hidden_from_a_row_leave_no_trace(dtype: torch.dtype) -> None:
+    """The second chunk meets the second tile of keys first, of which some of its rows see nothing."""
+    inputs = (torch.randn(136, 1, 72, dtype=dtype) for _ in range(4))
+    sequence = Sequence(*inputs, {"causal": True, "backend": "hopper", "batch_invariant": True})
+    whole, parts = in_chunks(sequence, [136], {}), in_chunks(sequence, [100, 136], {})
+    assert not differences([("whole", whole), ("parts", parts)])
 
 
 @pytest.mark.interpreter
 def test_bits_of_the_portable_kernels_in_the_interpreter() -> None:
-    compared, differ = search(_draws(1), 2, "cpu", (torch.float16, torch.float32), 40, (16,), "triton")
+    compared, differ = search(_draws(1), 12, "cpu", (torch.float16, torch.float32), 40, (16,), "triton")
     assert compared["pages"] and not differ, "\n".join(differ)
 
 
