@@ -54,6 +54,7 @@ from flashtile.ops.attention.hopper.forward_softmax import (
     Softmax,
     cap_scale_of_head,
     drop_weights,
+    exponents,
     first_reference,
     first_sums,
     forward_dropout,
@@ -740,7 +741,7 @@ def attend(query, q_slot, key_tiles, modifiers, view, blocks, rings, config, WHI
     s = wait_scores(scores, rings, slot, 0)
     s = modify_scores(s, n, kind, bits, tables, modifiers, view, True, config)
     reference = first_reference(row_maximum(s) * modifiers.scale_log2, dtype)
-    probs = gl.exp2(s * modifiers.scale_log2 - reference[:, None])
+    probs = gl.exp2(exponents(s, modifiers.scale_log2, reference))
     softmax = Softmax(reference, first_sums(probs, dtype, config), largest_weights(probs, config))
     p = gl.convert_layout(pack(drop_weights(probs, n, modifiers, view), dtype), p_layout)
 

@@ -207,6 +207,13 @@ def first_reference(highest, dtype: gl.constexpr):
 
 
 @gluon.jit
+def exponents(s, scale_log2, reference):
+    """log2 of weights `[M, N]`. One operation, which rounds once: of two, the compiler makes one in some kernels and
+    places alone, and the bits of a row would depend on where it is computed."""
+    return gl.fma(s, scale_log2, -reference[:, None])
+
+
+@gluon.jit
 def first_sums(probs, dtype: gl.constexpr, config):
     """The sums of the weights of the first tile, in parts, added in the order in which a later tile adds those of a row
     that sees its first keys there: of float16 in the pieces of `exponentials`."""
@@ -236,7 +243,7 @@ def weights_by_sums(
     p = gl.convert_layout(pack(drop_weights(probs, n, modifiers, view), gl.bfloat16), p_layout)
     if any_above(tile_sum, LARGEST_WEIGHT, WHICH):
         reference, alpha = raised_references(s, scale_log2, row_sum, tile_sum, reference, WHICH)
-        again = gl.exp2(s * scale_log2 - reference[:, None])
+        again = gl.exp2(exponents(s, scale_log2, reference))
         # The random bits are computed once more, for they would be too many to be kept.
         p = gl.convert_layout(pack(drop_weights(again, n, modifiers, view), gl.bfloat16), p_layout)
         factor = gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
@@ -286,7 +293,7 @@ def weights_by_maxima(
     row_sum = softmax.row_sum
     reference = softmax.reference
     largest = softmax.largest
-    highest = row_maximum(s) * scale_log2
+    highest = gl.maximum(row_maximum(s) * scale_log2, NOTHING_SEEN)  # so that no difference takes the product in
     rises = any_above(highest - reference, LARGEST_FLOAT16_EXPONENT, WHICH)
     alpha = gl.full([M], 1.0, gl.float32, reference.type.layout)
     if rises:
@@ -312,7 +319,7 @@ def exponentials(s, scale_log2, reference, in_flight, v, v_slot, config):
     exponentials work while the others do.
     """
     if config.AHEAD > 0:
-        pieces = split_off(s * scale_log2 - reference[:, None], config.AHEAD)
+        pieces = split_off(exponents(s, scale_log2, reference), config.AHEAD)
         for i in gl.static_range(len(pieces)):
             piece = gl.exp2(pieces[i])
             if i == 0:
@@ -328,7 +335,7 @@ def exponentials(s, scale_log2, reference, in_flight, v, v_slot, config):
     else:
         out = wait_values(in_flight, v)
         v.release(v_slot)
-        probs = gl.exp2(s * scale_log2 - reference[:, None])
+        probs = gl.exp2(exponents(s, scale_log2, reference))
         tile_sum = row_sums(probs)
         tile_largest = largest_weights(probs, config)
     return probs, out, tile_sum, tile_largest
