@@ -89,6 +89,11 @@ def _attention(**options: Any) -> Callable[..., Any]:
     return lambda q, k, v: flashtile.attention(q, k, v, **{name: of(q) for name, of in options.items()})
 
 
+def _attention_in_the_mode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with flashtile.batch_invariant_mode():
+        return flashtile.attention(q, k, v, causal=True)
+
+
 def _packed(**options: Any) -> Callable[..., Any]:
     return lambda q, k, v: flashtile.attention_varlen(
         q, k, v, _cumulative(q), **{name: of(q) for name, of in options.items()}
@@ -167,6 +172,7 @@ CALLS: dict[str, PublicCall] = {
     "attention: window, softcap": PublicCall(
         _attention(window=lambda q: (2, 1), softcap=lambda q: 5.0, return_lse=lambda q: True), _QKV
     ),
+    "batch_invariant_mode": PublicCall(_attention_in_the_mode, _QKV),
     "attention: key_lengths": PublicCall(_attention(key_lengths=_lengths, return_max_scores=lambda q: True), _QKV),
     "attention: dropout": PublicCall(_attention(dropout_p=lambda q: 0.25, dropout_seed=lambda q: _seed()), _QKV),
     "attention: bias": PublicCall(

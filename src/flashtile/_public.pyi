@@ -1,36 +1,35 @@
 """The public names for type checkers and editors. Written by tools/public_stub.py."""
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+from typing_extensions import Unpack
+
 from flashtile.ops.attention import patterns as patterns
 from flashtile.ops.attention.block_mask import BlockMask as BlockMask
 from flashtile.ops.attention.explain import Explanation as Explanation
 from flashtile.ops.attention.inspection import Chosen
-from flashtile.ops.attention.options import Align
+from flashtile.ops.attention.options import (
+    Align,
+    ColumnSumsOptions,
+    ExplainOptions,
+    PartOptions,
+    ProbsOptions,
+    ScoreMod,
+    Window,
+)
 from flashtile.ops.attention.options import AttentionOptions as AttentionOptions
-from flashtile.ops.attention.options import ColumnSumsOptions
-from flashtile.ops.attention.options import ExplainOptions
-from flashtile.ops.attention.options import PartOptions
-from flashtile.ops.attention.options import ProbsOptions
-from flashtile.ops.attention.options import ScoreMod
-from flashtile.ops.attention.options import Window
 from flashtile.ops.attention.partial import AttentionPart as AttentionPart
 from flashtile.ops.attention.philox import draw_dropout_seed as draw_dropout_seed
 from flashtile.ops.attention.score_program import ScoreFunction as ScoreFunction
 from flashtile.ops.attention.spec import Gradients
 from flashtile.ops.rotary.tables import RotaryScaling as RotaryScaling
 from flashtile.ops.softmax.merge import OnlineSoftmax as OnlineSoftmax
-from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.nn.attention.flex_attention import AuxOutput
-from torch.nn.attention.flex_attention import AuxRequest
-from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
-from typing import Any
-from typing import Literal
-from typing import overload
-from typing_extensions import Unpack
-import torch
 
 __all__ = [
     "AttentionOptions",

@@ -84,8 +84,9 @@ class _Attention(nn.Module):
             "scale": self.softmax_scale,
             "dropout_p": self.attention_dropout if self.training else 0.0,
             "deterministic": self.deterministic,
-            "batch_invariant": self.batch_invariant,
         }
+        if self.batch_invariant:
+            options["batch_invariant"] = True
         if self._alibi_slopes is not None:
             options["alibi_slopes"] = self._slopes_for(q)
         return options

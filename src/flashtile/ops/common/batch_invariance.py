@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from flashtile.ops.common.checks import raise_not_bool
+
 
 class _Mode:
     """`enabled`: all calls of the program are batch-invariant. The environment variable is read at import."""
@@ -32,8 +34,7 @@ def batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
     Raises:
         TypeError: `enabled` is no bool.
     """
-    if not isinstance(enabled, bool):
-        raise TypeError(f"enabled: expected a bool, got {type(enabled).__name__}; pass True or False")
+    raise_not_bool(enabled=enabled)
     before, MODE.enabled = MODE.enabled, enabled
     try:
         yield
