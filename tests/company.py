@@ -54,12 +54,17 @@ def _sequence(
     return Sequence(*(tensor.to(device, dtype) for tensor in tensors), arguments)
 
 
+def _draw_rows(draw: random.Random, longest: int) -> int:
+    """Half of them near tiles' edges."""
+    edges = [rows + off for rows in (16, 64, 128, 192, 256) for off in (-1, 0, 1) if rows + off <= longest]
+    return draw.choice(edges) if edges and draw.random() < 0.5 else draw.randint(1, longest)
+
+
 def draw_sequence(
     draw: random.Random, device: str, dtypes: tuple[torch.dtype, ...], longest: int, widths: tuple[int, ...]
 ) -> Sequence:
-    """A sequence of 1 to `longest` rows, half of them near tiles' edges."""
-    edges = [rows + off for rows in (16, 64, 128, 192, 256) for off in (-1, 0, 1) if rows + off <= longest]
-    rows = draw.choice(edges) if edges and draw.random() < 0.5 else draw.randint(1, longest)
+    """A sequence of 1 to `longest` rows."""
+    rows = _draw_rows(draw, longest)
     heads_kv, group = draw.choice((1, 1, 2)), draw.choice((1, 1, 2, 4))
     heads, head_dim = heads_kv * group, draw.choice(widths)
     arguments: dict[str, Any] = {"causal": draw.random() < 0.7}
@@ -225,14 +230,17 @@ def differences(results: list[tuple[str, Results]]) -> list[str]:
 
 def search(
     draws: int, seed: int, device: str, dtypes: tuple[torch.dtype, ...], longest: int, widths: tuple[int, ...],
-    backend: str = "auto", caches: bool = True, invariant: bool = True,
+    backend: str = "auto", caches: bool = True, invariant: bool = True, alike: int = 1,
 ) -> tuple[Counter[str], list[str]]:  # fmt: skip
-    """How often each way was compared, and what differed."""
+    """How often each way was compared, and what differed. `alike`: so many sequences in turn have the same arguments,
+    heads and dtypes, and so the same kernels, which a GPU compiles once."""
     compared: Counter[str] = Counter()
     found: list[str] = []
     for number in range(draws):
         draw = random.Random(f"{seed} {number}")
-        sequence = draw_sequence(draw, device, dtypes, longest, widths)
+        sequence = draw_sequence(random.Random(f"{seed} {number // alike}"), device, dtypes, longest, widths)
+        if alike > 1:
+            sequence = sequence.like(_draw_rows(draw, longest), draw)
         options = {"backend": backend, "batch_invariant": invariant}
         results = [(way, compute()) for way, compute in ways(sequence, draw, longest, options, caches)]
         compared.update(way for way, _ in results)
@@ -249,12 +257,14 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=300)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--widths", default="64,128,192,256")
+    parser.add_argument("--alike", type=int, default=1)
     parser.add_argument("--without", action="store_true", help="without the mode")
     parser.add_argument("--without-caches", action="store_true")
     given = parser.parse_args()
     compared, found = search(
         given.draws, given.seed, given.device, (torch.bfloat16, torch.float16, torch.float32), given.longest,
         tuple(map(int, given.widths.split(","))), given.backend, not given.without_caches, not given.without,
+        given.alike,
     )  # fmt: skip
     print("\n".join(found[:40]))
     print(f"{given.draws} draws, {dict(compared)}: {len(found)} differ")

@@ -77,7 +77,7 @@ def test_bits_of_the_portable_kernels_in_the_interpreter() -> None:
 @pytest.mark.parametrize("backend, caches", [("auto", False), ("triton", True)])
 def test_bits_on_a_gpu(backend: str, caches: bool) -> None:
     dtypes = (*_HALVES, torch.float32)
-    compared, differ = search(_draws(25), 0, "cuda", dtypes, 700, _WIDTHS, backend, caches)
+    compared, differ = search(_draws(40), 0, "cuda", dtypes, 700, _WIDTHS, backend, caches, alike=10)
     assert compared["chunks"] and not differ, "\n".join(differ)
 
 

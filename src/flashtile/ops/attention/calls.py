@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile._backends import together
+from flashtile._backends.alignment import aligned
 from flashtile.ops.attention import checks, select
 from flashtile.ops.attention.score_program import check_captured
 from flashtile.ops.attention.seen_keys import gradients_of_all, seen_call
@@ -45,7 +46,7 @@ def serve_forward(
     wanted = wanted_of(side) if recorded else NOTHING_WANTED
     if seen := seen_call(q, k, v, side, spec):
         k, v, side, spec, *_ = seen
-    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    q, k, v = (readable_rows(tensor, spec) for tensor in (q, k, v))
     implementation = select.implementation("forward", q, k, v, side, spec, backend)
     side = side if plain else readable_side(side)
     if not recorded:
@@ -102,16 +103,30 @@ def serve_backward(
     seen = seen_call(q, k, v, side, spec)
     if seen is not None:
         k, v, side, spec, *_ = seen
-    dout, q, k, v = rows_contiguous(dout), rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
+    dout, q, k, v = (readable_rows(tensor, spec) for tensor in (dout, q, k, v))
     implementation = select.implementation("backward", q, k, v, side, spec, backend, wanted)
     side = side if plain_side(side) else readable_side(side)
     gradients = implementation.backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)
     return gradients if seen is None else gradients_of_all(gradients, *given, seen)
 
 
+def readable_rows(tensor: Tensor, spec: AttentionSpec) -> Tensor:
+    """Kernels take any strides whose last dimension is contiguous. In the batch-invariant mode a GPU also gets a copy
+    of what TMA cannot read: which backend serves a call must not depend on where its tensors lie."""
+    tensor = rows_contiguous(tensor)
+    return tensor if read_as_given(spec, tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def rows_contiguous(tensor: Tensor) -> Tensor:
-    """Kernels take any strides whose last dimension is contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def read_as_given(spec: AttentionSpec, *tensors: Tensor) -> bool:
+    """Whether `readable_rows` copies no tensors whose rows are contiguous."""
+    return not spec.batch_invariant or all(
+        not tensor.is_cuda or aligned(tensor) or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0)
+        for tensor in tensors
+    )
 
 
 def readable_side(side: SideInputs) -> SideInputs:

@@ -24,6 +24,7 @@ from flashtile.ops.attention.calls import (
     lie_as_usual,
     owned,
     prepared_function,
+    read_as_given,
     readable_side,
     serve_backward,
     serve_forward,
@@ -329,7 +330,7 @@ class RepeatedCall:
     def _forward_like(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Callable[..., Results]:
         """What runs forwards of tensors that lie like these."""
         side, spec, general = self.form.side(aux), self.spec, self._general_forward
-        if seen_call(q, k, v, side, spec):
+        if seen_call(q, k, v, side, spec) or not read_as_given(spec, q, k, v):
             return general
         module = select.implementation("forward", q, k, v, side, spec, self.backend)
         prepare = prepared_function(module, "prepare_forward") if _reads_as_given(side, q) else None
@@ -357,7 +358,7 @@ class RepeatedCall:
     ) -> Callable[..., Gradients]:
         """What runs backwards of tensors that lie like these."""
         spec, wanted, general, side = self.backward_spec, self.wanted, self._general_backward, self.form.side(aux)
-        if seen_call(q, k, v, side, spec):
+        if seen_call(q, k, v, side, spec) or not read_as_given(spec, dout, q, k, v):
             return general
         contiguous = out.is_contiguous() and lse.is_contiguous() and (dlse is None or dlse.is_contiguous())
         module = select.implementation("backward", q, k, v, side, spec, self.backend, wanted)

@@ -148,6 +148,8 @@ def _unreadable(call: Call) -> str | None:
     head_dim, head_dim_v = call.head_dims
     if head_dim_v % 8:
         return f"TMA writes rows of whole 16 bytes: head_dim_v must be a multiple of 8, and is {head_dim_v}"
+    if call.spec.batch_invariant:  # other tensors are copied (`calls.readable_rows`)
+        return None if head_dim % 8 == 0 else f"in the batch-invariant mode it takes multiples of 8, not {head_dim}"
     # If the scale is not positive, its sign goes into a copy of q, whose rows lie side by side.
     copied_rows_aligned = call.spec.scale > 0 or head_dim * call.dtype.itemsize % 16 == 0
     if not (call.aligned and copied_rows_aligned):
