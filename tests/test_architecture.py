@@ -30,7 +30,7 @@ MAX_LINES_OF_KERNELS = 800
 #: Parameters of a function of a kernel file; what belongs together is a `NamedTuple`.
 MAX_PARAMETERS = 40
 #: Files of attention whose code names a modifier, at most (docs/adding_a_feature.md has the number).
-MAX_FILES_OF_A_MODIFIER = 22
+MAX_FILES_OF_A_MODIFIER = 23
 #: The parts of an operation whose functions are public.
 FRONTS = {"api", "merge"}
 #: Parts of attention that hand on all side inputs alike.
@@ -171,8 +171,8 @@ PORTABLE_BIAS_GRADIENT = {
 }
 #: What kernels of one operation take from another's: the vocabulary of the Hopper kernels.
 HOPPER_VOCABULARY = "attention.hopper.primitives"
-#: A plan that chooses between packages of kernels.
-PLAN_OF_CACHES = "kv_cache.triton.plan"
+#: A plan that chooses between packages of kernels, and between these and the forward of attention.
+PLAN_OF_CACHES, FORWARD_OVER_CACHES = "kv_cache.triton.plan", "attention.hopper.cache_launch"
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
 COMMON, COMMON_ON_BACKENDS = "common", {"backends", "split_keys", "tiles", "watch"}
 #: One table of what every operation's operators are in PyTorch's own.
@@ -279,6 +279,8 @@ def _forbidden_within_operation(module: list[str], name: list[str]) -> str:
     if operation == COMMON:
         return "what operations share knows none of them"
     if part == "hopper" and ".".join(name[2:5]) == HOPPER_VOCABULARY:
+        return ""
+    if ".".join(module[2:]) == PLAN_OF_CACHES and ".".join(name[2:5]) == FORWARD_OVER_CACHES:
         return ""
     if len(name) < 4 or name[2] != operation:
         return "" if len(name) > 3 and name[3] in FRONTS else "another operation is used through its api"

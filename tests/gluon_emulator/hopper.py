@@ -66,7 +66,7 @@ class EmulatedHopper:
             "TmaTensor": _EmulatedTensor,
             "describe_call": functools.partial(describe_call, machine=machine),
             "describe_backward": lambda *given: describe_backward(*given)._replace(machine=machine),
-            "_counter": lambda device: self._counter,
+            "tile_counter": lambda device: self._counter,
             "backward_bias": _bias_gradient,
             "multiprocessors": lambda device: multiprocessors,
             "combine_plan": lambda call, splits, device: True,
@@ -76,12 +76,12 @@ class EmulatedHopper:
                 setattr(module, name, changes[name])
 
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        result = self._call(self.modules["launch"].forward, arguments)
+        result = self.call(self.modules["launch"].forward, *arguments)
         assert not self._counter.any(), "a launch left its counter behind"
         return result
 
     def backward(self, *arguments: Any) -> Any:
-        return self._call(self.modules["launch"].backward, arguments)
+        return self.call(self.modules["launch"].backward, *arguments)
 
     def latent(self, call: SplitCall, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Attention over a latent cache. `arguments`: of `LatentPlan.run`, with the tensors of `rows.Sequences` as they
@@ -92,10 +92,10 @@ class EmulatedHopper:
             out, lse = plan.attend.run(q.data_ptr(), cache.data_ptr(), *map(pointer, indices), length)
             return _combined(out, lse, q.dtype) if plan.combine else (out, lse)
 
-        return self._call(run, arguments)
+        return self.call(run, *arguments)
 
-    def _call(self, function: Callable, arguments: tuple) -> Any:
-        """Kernels may touch the tensors given, and those that are made on the way."""
+    def call(self, function: Callable, *arguments: Any) -> Any:
+        """What a function returns. Kernels may touch the tensors given, and those that are made on the way."""
         self._memory = Memory()
         self._memory.know(self._counter, *tree_leaves(arguments))
         with self._memory:

@@ -22,7 +22,7 @@ from flashtile._backends.allocate import contiguous_strides
 from flashtile.ops.common.split_keys.plan import SplitCall
 from flashtile.ops.kv_cache import reference
 from flashtile.ops.kv_cache.hopper import latent_launch
-from flashtile.ops.kv_cache.hopper.backend import unsupported_reason
+from flashtile.ops.kv_cache.hopper.backend import latent_unsupported_reason
 from flashtile.ops.kv_cache.hopper.latent_launch import LatentPlan, plan_latent
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton import plan
@@ -134,7 +134,7 @@ def test_results_on_the_emulated_machine(name: str, seed: int) -> None:
         call.q.shape, call.k_cache.shape, call.q.dtype, None if call.block_table is None else call.block_table.shape,
         None if call.cu_seqlens_q is None else call.batch, torch.int64, spec.window_right, num_splits=spec.num_splits,
     )  # fmt: skip
-    assert unsupported_reason(described, _SM_90) is None
+    assert latent_unsupported_reason(described, _SM_90) is None
     found = emulated.latent(described, call.q, call.k_cache, indices, 0)
     cast = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in call]
     if call.block_table is not None:
@@ -155,7 +155,7 @@ _CHUNKS = _call((2048, 128, 576), (4096, 16, 1, 576), torch.bfloat16, (8, 512), 
 
 @pytest.mark.parametrize("call", [_DECODE, _PAGED, _CHUNKS, _DECODE._replace(window_right=None)], ids=str)
 def test_served(call: SplitCall) -> None:
-    assert unsupported_reason(call, _SM_90) is None
+    assert latent_unsupported_reason(call, _SM_90) is None
 
 
 @pytest.mark.parametrize(
@@ -180,11 +180,11 @@ def test_served(call: SplitCall) -> None:
     ids=str,
 )
 def test_not_served(change: dict[str, Any], reason: str) -> None:
-    assert reason in str(unsupported_reason(_DECODE._replace(**change), _SM_90))
+    assert reason in str(latent_unsupported_reason(_DECODE._replace(**change), _SM_90))
 
 
 def test_other_gpus_are_not_served() -> None:
-    assert "sm_90, not on sm_100" in str(unsupported_reason(_DECODE, devices.KNOWN_DEVICES["sm_100"]))
+    assert "sm_90, not on sm_100" in str(latent_unsupported_reason(_DECODE, devices.KNOWN_DEVICES["sm_100"]))
 
 
 # Launches

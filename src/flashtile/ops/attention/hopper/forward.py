@@ -39,13 +39,18 @@ from flashtile.ops.attention.hopper.blocks import (
     TILE_KIND,
     TILE_NUMBER,
     BlockLists,
-    line_entries,
-    listed_line,
-    listed_tile,
     load_bits,
     make_tile_info,
     read_tile_info,
-    write_tile_info,
+)
+from flashtile.ops.attention.hopper.cache import CachedRows
+from flashtile.ops.attention.hopper.forward_producer import (
+    Rings,
+    key_slot,
+    load_share,
+    produce,
+    receive_query_tile,
+    value_column,
 )
 from flashtile.ops.attention.hopper.forward_softmax import (
     FunctionInputs,
@@ -77,11 +82,8 @@ from flashtile.ops.attention.hopper.forward_softmax import (
 )
 from flashtile.ops.attention.hopper.modifiers import (
     MovedBias,
-    bias_bytes,
     distance_shift,
-    last_shown,
     make_bias_tiles,
-    move_bias,
     near_shift,
     table_of_head,
 )
@@ -99,24 +101,11 @@ from flashtile.ops.attention.hopper.primitives import (
     declare_flag,
     end_turn,
     hidden_zero,
-    key_tile_ranges,
     make_ring,
     make_tile_queue,
     pack,
     product_layout,
-    publish_tile,
-    receive_tile,
     row_maximum,
-)
-from flashtile.ops.attention.hopper.schedule import (
-    PAIRS_TOGETHER,
-    LocatedTile,
-    closing_lines,
-    finish_numbers,
-    locate_tile,
-    longest_line_first,
-    next_number,
-    tile_in_order,
 )
 
 
@@ -132,6 +121,9 @@ class KernelConfig:
     IN_TURN: gl.constexpr
     OUT_PLACES: gl.constexpr
     PACKED: gl.constexpr
+    CACHED: gl.constexpr
+    PAGE_SIZE: gl.constexpr
+    SHARES: gl.constexpr
     KEY_LENGTHS: gl.constexpr
     MASK_ENDS_KEYS: gl.constexpr
     HAS_LEFT: gl.constexpr
@@ -165,18 +157,6 @@ class Tensors(NamedTuple):
     bias: Any
 
 
-class Rings(NamedTuple):
-    """Tiles of queries (64 rows for each consumer), keys and values, which the producer fills and consumers empty.
-    `k_tail`: the second chunk of keys, where it is released apart from the first (ONE_STAGE); else None. `bias`: the
-    tiles of a bias that TMA brings, one for each consumer, which come and go with the keys (`tables`); else None."""
-
-    q: Any
-    k: Any
-    k_tail: Any
-    v: Any
-    bias: Any
-
-
 class Problem(NamedTuple):
     """What every role knows of the call.
 
@@ -190,10 +170,12 @@ class Problem(NamedTuple):
         window: `parameters.Window`.
         units: `scores.ScoreUnits`.
         k_rows_apart, v_rows_apart: with key lengths, rows of k and v from one batch entry to the next.
+        cache, cache_numbers: those of `cache.CachedRows`, if keys and values are rows of one; else None.
     """
 
     side: Any
     captured: Any
+    cache: Any
     batch: Any
     heads: Any
     group: Any
@@ -208,14 +190,18 @@ class Problem(NamedTuple):
     v_rows_apart: Any
     numbers: Any
     captured_sizes: Any
+    cache_numbers: Any
 
     @staticmethod
-    def from_call(call: Call, side: SideParameters, tiles: int, lines: int, dynamic: bool) -> Any:
+    def from_call(
+        call: Call, side: SideParameters, tiles: int, lines: int, dynamic: bool, cache: CachedRows | None = None
+    ) -> Any:
         """Describes it for a kernel."""
         read = captured_parameters(call.aux.captured)
         return Problem(
             side=side.pointers,
             captured=read["captured"],
+            cache=None if cache is None else cache.addresses,
             batch=int32(call.batch),
             heads=int32(call.heads),
             group=int32(call.group),
@@ -228,6 +214,7 @@ class Problem(NamedTuple):
             units=score_units(call.spec),
             numbers=side.numbers,
             captured_sizes=read["captured_sizes"],
+            cache_numbers=None if cache is None else cache.numbers,
             **key_rows_apart(call),
         )
 
@@ -237,22 +224,6 @@ class BlockMask(NamedTuple):
 
     lists: Any
     tile_info: Any
-
-
-class QueryTile(NamedTuple):
-    """A tile of query rows, as the producer publishes it: its first row in the sequence (negative: there are no more
-    tiles), sequence and head. The other fields are 0 where they mean nothing: in a packed call the row at which the
-    sequence begins and its lengths; with a block mask how many key tiles it lists; where key lengths or a mask end
-    them, how many keys of the sequence count."""
-
-    first: Any
-    sequence: Any
-    head: Any
-    begin_q: Any
-    seq_q: Any
-    seq_k: Any
-    listed: Any
-    keys: Any
 
 
 class View(NamedTuple):
@@ -289,16 +260,19 @@ def attention_forward_kernel(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
     IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
-    PACKED: gl.constexpr, TOP_LEFT: gl.constexpr, BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr,
+    PACKED: gl.constexpr, CACHED: gl.constexpr, PAGE_SIZE: gl.constexpr, KEY_LOADS: gl.constexpr, SHARES: gl.constexpr,
+    TOP_LEFT: gl.constexpr, BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr,
     SCORE_COLUMNS: gl.constexpr, VALUE_PARTS: gl.constexpr, SCORE_FUNCTION: gl.constexpr, SCORE_READS: gl.constexpr,
 ):  # fmt: skip
     """`..._tail_desc`: of the second chunk of head_dim. `constants`: `parameters.CallConstants`.
-    `counter_ptr`: two zeros, through which thread blocks take tiles as they come, if they do. `BATCH_FIRST`: the
-    same head of all batch entries comes next, because they share a table. `MASK_ENDS_KEYS`: the mask is the same
-    for all rows, and keys past the last one that it shows are left out. `SCORE_COLUMNS`: of the first chunk, those that
-    scores are products of (`start_scores`). `VALUE_PARTS`: so many tiles of the same rows
-    have a part of the values' columns each. `SCORE_FUNCTION`, `SCORE_READS`: the user's, and what it reads
-    (`modifiers`). `max_scores_ptr`: the largest score of each row. A parameter that a call does not need is None.
+    `CACHED`: keys and values are rows of a cache, `PAGE_SIZE` of a page, 0 without pages. `KEY_LOADS`: boxes of the
+    descriptors that are a tile of them, loaded in `SHARES` by as many warps. `counter_ptr`: two zeros, through which
+    thread blocks take tiles as they come, if they do. `BATCH_FIRST`: the same head of all batch entries comes next,
+    because they share a table. `MASK_ENDS_KEYS`: the mask is the same for all rows, and keys past the last one that it
+    shows are left out. `SCORE_COLUMNS`: of the first chunk, those that scores are products of (`start_scores`).
+    `VALUE_PARTS`: so many tiles of the same rows have a part of the values' columns each. `SCORE_FUNCTION`,
+    `SCORE_READS`: the user's, and what it reads (`modifiers`). `max_scores_ptr`: the largest score of each row. A
+    parameter that a call does not need is None.
     """
     TILE_K: gl.constexpr = constants.TILE_K
     config = KernelConfig(
@@ -309,6 +283,9 @@ def attention_forward_kernel(
         IN_TURN=IN_TURN,
         OUT_PLACES=OUT_PLACES,
         PACKED=PACKED,
+        CACHED=CACHED,
+        PAGE_SIZE=PAGE_SIZE,
+        SHARES=SHARES,
         KEY_LENGTHS=problem.side.key_lengths is not None,
         MASK_ENDS_KEYS=MASK_ENDS_KEYS,
         HAS_LEFT=constants.HAS_LEFT,
@@ -337,15 +314,15 @@ def attention_forward_kernel(
     k_tail = None
     if STAGES == 1 and k_tail_desc is not None:
         keys = Chunks(k_desc, None)
-        k_tail = make_ring(Chunks(k_tail_desc, None), STAGES=STAGES, READERS=CONSUMERS)
+        k_tail = make_ring(Chunks(k_tail_desc, None), STAGES=STAGES, READERS=CONSUMERS, LOADS=KEY_LOADS, WRITERS=SHARES)
     bias_tiles = None
     if bias_desc is not None:
         bias_tiles = make_bias_tiles(bias_desc, STAGES, CONSUMERS)
     rings = Rings(
         q=make_ring(tensors.q, STAGES=QUERY_PLACES, READERS=1, PARTS=CONSUMERS),
-        k=make_ring(keys, STAGES=STAGES, READERS=CONSUMERS),
+        k=make_ring(keys, STAGES=STAGES, READERS=CONSUMERS, LOADS=KEY_LOADS, WRITERS=SHARES),
         k_tail=k_tail,
-        v=make_ring(tensors.v, STAGES=STAGES, READERS=CONSUMERS),
+        v=make_ring(tensors.v, STAGES=STAGES, READERS=CONSUMERS, LOADS=KEY_LOADS, WRITERS=SHARES),
         bias=bias_tiles,
     )
     out_tiles = None
@@ -358,13 +335,13 @@ def attention_forward_kernel(
         lse_ptr=lse_ptr,
         max_scores_ptr=max_scores_ptr,
     )
-    queue = make_tile_queue(CONSUMERS, PACKED and TILE_K > 0)
+    queue = make_tile_queue(CONSUMERS, PACKED and TILE_K > 0, SHARES - 1)
     tile_info = None
     if TILE_K > 0:
         tile_info = make_tile_info(STAGES)
     blocks = BlockMask(lists=BlockLists(problem.side.block_lists, problem.numbers.blocks), tile_info=tile_info)
     fence_async_shared()
-    if CONSUMERS == 1:
+    if CONSUMERS == 1 and SHARES == 1:
         gl.warp_specialize(
             [
                 (consume, (0, config, queue, rings, output, problem, blocks)),
@@ -373,7 +350,19 @@ def attention_forward_kernel(
             [1],
             [PRODUCER_REGISTERS],
         )
-    elif CONSUMERS == 2:
+    elif CONSUMERS == 1 and SHARES == 4:
+        gl.warp_specialize(
+            [
+                (consume, (0, config, queue, rings, output, problem, blocks)),
+                (produce, (config, queue, counter_ptr, rings, tensors, problem, blocks)),
+                (load_share, (1, config, queue, rings, tensors, problem)),
+                (load_share, (2, config, queue, rings, tensors, problem)),
+                (load_share, (3, config, queue, rings, tensors, problem)),
+            ],
+            [1, 1, 1, 1],
+            [PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    elif CONSUMERS == 2 and SHARES == 1:
         gl.warp_specialize(
             [
                 (consume, (0, config, queue, rings, output, problem, blocks)),
@@ -383,7 +372,20 @@ def attention_forward_kernel(
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
         )
-    else:
+    elif CONSUMERS == 2 and SHARES == 4:
+        gl.warp_specialize(
+            [
+                (consume, (0, config, queue, rings, output, problem, blocks)),
+                (consume, (1, config, queue, rings, output, problem, blocks)),
+                (produce, (config, queue, counter_ptr, rings, tensors, problem, blocks)),
+                (load_share, (1, config, queue, rings, tensors, problem)),
+                (load_share, (2, config, queue, rings, tensors, problem)),
+                (load_share, (3, config, queue, rings, tensors, problem)),
+            ],
+            [4, 1, 1, 1, 1],
+            [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    elif CONSUMERS == 3 and SHARES == 1:
         gl.warp_specialize(
             [
                 (consume, (0, config, queue, rings, output, problem, blocks)),
@@ -394,197 +396,20 @@ def attention_forward_kernel(
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )
-
-
-# The producer
-
-
-@gluon.jit
-def produce(config, queue, counter_ptr, rings, tensors, problem, blocks):
-    """Producer warp: takes the tiles of this thread block, and loads what they need as soon as the rings have room."""
-    tiles_published = 0
-    key_tiles = 0
-    number = gl.program_id(0)
-    while number < problem.tiles * problem.lines:
-        tiles_published, key_tiles, number = produce_tile(
-            number, tiles_published, key_tiles, config, queue, counter_ptr, rings, tensors, problem, blocks
-        )
-    end = LocatedTile(sequence=0, head=0, first=-1, begin=0, length=0, other_begin=0, other_length=0)
-    publish_query_tile(queue, tiles_published, end, 0, 0, 0, config)
-    finish_numbers(counter_ptr, problem.dynamic)
-
-
-@gluon.jit
-def produce_tile(
-    number, tiles_published, key_tiles, config, queue, counter_ptr, rings, tensors, problem, blocks
-):  # fmt: skip
-    """Publishes a tile to the consumers, if it has rows, and loads it. Returns how many tiles were published, how many
-    key tiles were loaded, and the number of the next tile."""
-    ROWS: gl.constexpr = config.CONSUMERS * M
-    N: gl.constexpr = rings.k.ROWS
-    UNEVEN: gl.constexpr = config.PACKED or config.HAS_LEFT or config.HAS_RIGHT or config.TILE_Q > 0
-    # Values past the end of a sequence must be zeros, for a weight of 0 times what is no number would be none.
-    BOUNDED: gl.constexpr = config.PACKED or config.KEY_LENGTHS
-    heads = problem.heads
-    following = number
-    part = 0
-    tile, line = tile_in_order(
-        number, problem.tiles, problem.lines, PAIRS_TOGETHER, closing_lines(problem.tiles), UNEVEN
-    )
-    if config.VALUE_PARTS > 1:
-        part = line % config.VALUE_PARTS
-        line = line // config.VALUE_PARTS
-    if config.BATCH_FIRST:
-        line = line % problem.batch * heads + line // problem.batch
-    if config.TILE_Q > 0 and not config.PACKED:
-        tile = longest_line_first(blocks.lists, tile, line // heads, line % heads, ROWS, config.TILE_Q)
-    at = locate_tile(
-        tile, line, problem.side.cu_seqlens_q, problem.side.cu_seqlens_k, problem.batch, heads,
-        problem.rows_q, problem.rows_k, ROWS, config.PACKED,
-    )  # fmt: skip
-    if at.first < at.length:
-        listed = 0
-        if config.TILE_Q > 0 and not config.PACKED:
-            entry, last_entry = line_entries(blocks.lists, at.sequence, at.head, at.first // config.TILE_Q)
-            listed = (last_entry - entry) * (config.TILE_K // N)
-        keys = at.other_length
-        k_begin = at.other_begin
-        v_begin = at.other_begin
-        if config.KEY_LENGTHS:
-            # Rows past the end of a packed call have no sequence, and no length. A length may be more than 32 bits.
-            counted = gl.load(problem.side.key_lengths + at.sequence, mask=at.sequence < problem.batch, other=0)
-            keys = gl.minimum(counted, at.other_length).to(gl.int32)
-            if not config.PACKED:
-                k_begin = at.sequence * problem.k_rows_apart
-                v_begin = at.sequence * problem.v_rows_apart
-        if config.MASK_ENDS_KEYS:
-            mask = table_of_head(problem.side.mask, problem.numbers.mask, at.sequence, at.head)
-            keys = last_shown(mask, problem.numbers.mask, config.MASK_COLUMN, keys)
-        if config.TILE_Q > 0 and config.PACKED:
-            entry, listed = listed_line(
-                blocks.lists, at.sequence, at.head, at.first // config.TILE_Q, keys, at.sequence < problem.batch, N,
-                config.TILE_K,
-            )  # fmt: skip
-        publish_query_tile(queue, tiles_published, at, part, listed, keys, config)
-        queries = HeadRows(at.sequence, at.head, at.begin, at.length)
-        for which in gl.static_range(config.CONSUMERS):
-            slot = rings.q.slot(tiles_published, which)
-            rings.q.fill(slot, tensors.q, queries, at.first + which * M, config.PACKED)
-        tiles_published += 1
-        shift = 0 if config.TOP_LEFT else at.other_length - at.length
-        visited = key_tile_ranges(
-            at.first, at.length, shift, keys, problem.window.left, problem.window.right, ROWS, N,
-            config.HAS_LEFT, config.HAS_RIGHT,
-        )  # fmt: skip
-        key_begin = visited.begin
-        key_end = visited.end
-        if config.TILE_Q > 0:
-            key_begin = 0
-            key_end = gl.maximum(listed, 1)
-        column = value_column(part, rings, config)
-        row_before = 0
-        for done in range(0, key_end - key_begin):
-            n = key_end - 1 - done
-            if config.TILE_Q > 0:
-                n, kind = listed_tile(blocks.lists, entry, n, listed > 0, N, config.TILE_K)
-            row = n * N
-            slot = key_slot(rings, key_tiles)
-            rings.k.wait_empty(slot)
-            if config.TILE_Q > 0:
-                write_tile_info(blocks.tile_info, slot.place, TILE_NUMBER, n)
-                write_tile_info(blocks.tile_info, slot.place, TILE_KIND, kind)
-            head = at.head // problem.group
-            key_rows = HeadRows(at.sequence, head, k_begin, keys)
-            value_rows = HeadRows(at.sequence, head, v_begin, keys)
-            load_keys(slot, at, rings, tensors, key_rows, row, config, BOUNDED)
-            if config.ONE_STAGE:
-                # Keys become free before the values of the tile before, so they are loaded before these.
-                if done > 0:
-                    before = key_slot(rings, key_tiles - 1)
-                    rings.v.fill(before, tensors.v, value_rows, row_before, BOUNDED, column)
-                row_before = row
-            else:
-                rings.v.fill(slot, tensors.v, value_rows, row, BOUNDED, column)
-            key_tiles += 1
-        # Asking early would divide the tiles by who began one first, not by who is done first (1 × 1,000 tokens, 32
-        # heads of 128: 24.1 µs instead of 21.4). While the answer comes, consumers have the last key tiles before them.
-        following = next_number(number, counter_ptr, problem.dynamic)
-        if config.ONE_STAGE:
-            last = key_slot(rings, key_tiles - 1)
-            value_rows = HeadRows(at.sequence, at.head // problem.group, v_begin, keys)
-            rings.v.fill(last, tensors.v, value_rows, row_before, BOUNDED, column)
     else:
-        following = next_number(number, counter_ptr, problem.dynamic)
-    return tiles_published, key_tiles, following
-
-
-@gluon.jit
-def key_slot(rings, key_tiles):
-    """The slot of a key tile, and of its values.
-
-    With a single stage the addresses of operands are the same in all steps of the loop. A compiler that sees this keeps
-    the descriptors of all products in registers, and there are more than a thread has.
-    """
-    slot = rings.k.slot(key_tiles)
-    if rings.k.STAGES == 1:
-        slot = Slot(hidden_zero(key_tiles), slot.phase)
-    return slot
-
-
-@gluon.jit
-def query_of_step(query, q_slot, key_tiles, rings, s_layout: gl.constexpr, config):
-    """The queries as an operand for one key tile. With a single stage it has an address that is not known to be that of
-    other steps (`hidden_zero`)."""
-    if config.ONE_STAGE:
-        query = query_operand(rings.q, Slot(q_slot.place + hidden_zero(key_tiles), q_slot.phase), s_layout, config)
-    return query
-
-
-@gluon.jit
-def load_keys(slot, at, rings, tensors, rows, row, config, BOUNDED: gl.constexpr):
-    """Loads a tile of keys into a slot whose first chunk is free, and its bias for the queries `at` a `LocatedTile`."""
-    BIAS_BYTES: gl.constexpr = bias_bytes(rings.bias, config.CONSUMERS)
-    rings.k.load(slot, tensors.k, rows, row, BOUNDED, BESIDE=BIAS_BYTES)
-    if rings.bias is not None:
-        move_bias(
-            tensors.bias, rings.bias, slot.place, at.sequence, at.head, at.first, row, rings.k.full.index(slot.place),
-            config.CONSUMERS, False,
-        )  # fmt: skip
-    if rings.k_tail is not None:
-        rings.k_tail.fill(slot, Chunks(tensors.k.tail, None), rows, row, BOUNDED, rings.k.WIDTH)
-
-
-@gluon.jit
-def value_column(part, rings, config):
-    """The first column of a part of the values, and of out."""
-    column = 0
-    if config.VALUE_PARTS > 1:
-        column = part * (rings.v.WIDTH + rings.v.TAIL)
-    return column
-
-
-@gluon.jit
-def publish_query_tile(queue, count, at, part, listed, keys, config):
-    """The producer's side of the queue. `at`: a `LocatedTile`, `part`: of the values' columns, which is published with
-    the head, `listed`: how many key tiles a block mask lists."""
-    head = at.head
-    if config.VALUE_PARTS > 1:
-        head = head * config.VALUE_PARTS + part
-    tile = QueryTile(at.first, at.sequence, head, at.begin, at.length, at.other_length, listed, keys)
-    publish_tile(queue, count, tile, _told(config))
-
-
-@gluon.jit
-def receive_query_tile(queue, count, config):
-    """The consumers' side of the queue."""
-    return QueryTile(*receive_tile(queue, count, _told(config)))
-
-
-@gluon.constexpr_function
-def _told(config):
-    """Which fields of a query tile mean something, in their order."""
-    packed, ends = config.PACKED, config.KEY_LENGTHS or config.MASK_ENDS_KEYS
-    return (True, True, True, packed, packed, packed, config.TILE_Q > 0, ends)
+        gl.warp_specialize(
+            [
+                (consume, (0, config, queue, rings, output, problem, blocks)),
+                (consume, (1, config, queue, rings, output, problem, blocks)),
+                (consume, (2, config, queue, rings, output, problem, blocks)),
+                (produce, (config, queue, counter_ptr, rings, tensors, problem, blocks)),
+                (load_share, (1, config, queue, rings, tensors, problem)),
+                (load_share, (2, config, queue, rings, tensors, problem)),
+                (load_share, (3, config, queue, rings, tensors, problem)),
+            ],
+            [4, 4, 1, 1, 1, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
 
 
 # The consumers
@@ -630,6 +455,7 @@ def consume_tile(
     seq_k = problem.rows_k
     if config.PACKED:
         rows = HeadRows(tile.sequence, head, tile.begin_q, tile.seq_q)
+    if config.PACKED or config.CACHED:
         seq_k = tile.seq_k
     keys = seq_k
     if config.KEY_LENGTHS or config.MASK_ENDS_KEYS:
@@ -714,6 +540,15 @@ def skip_key_tiles(count, key_tiles, rings, config, WHICH: gl.constexpr):
 
 
 # The loop over key tiles
+
+
+@gluon.jit
+def query_of_step(query, q_slot, key_tiles, rings, s_layout: gl.constexpr, config):
+    """The queries as an operand for one key tile. With a single stage it has an address that is not known to be that of
+    other steps (`hidden_zero`)."""
+    if config.ONE_STAGE:
+        query = query_operand(rings.q, Slot(q_slot.place + hidden_zero(key_tiles), q_slot.phase), s_layout, config)
+    return query
 
 
 @gluon.jit

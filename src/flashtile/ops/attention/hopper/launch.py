@@ -23,6 +23,7 @@ from flashtile.ops.attention.gpu.reductions import lse_without_keys
 from flashtile.ops.attention.gpu.score_functions import score_bounds
 from flashtile.ops.attention.hopper.backward_kernels import row_layouts
 from flashtile.ops.attention.hopper.backward_launch import backward, backward_plans, prepare_backward
+from flashtile.ops.attention.hopper.cache import CachedRows, load_shares
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
@@ -41,6 +42,7 @@ from flashtile.ops.attention.hopper.float32_forward import attention_float32_for
 from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
 from flashtile.ops.attention.hopper.modifiers import gluon_function, gluon_reads
 from flashtile.ops.attention.hopper.parameters import (
+    bounded_layout,
     by_whole_rows,
     describe_side,
     ends_by_rows,
@@ -96,7 +98,7 @@ class ForwardPlan(NamedTuple):
         run_kernels, results, dynamic, device = self.pipeline.run, self.results, self.dynamic, self.kernel.device
 
         def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, ...]:
-            counter = _counter(device).data_ptr() if dynamic else 0
+            counter = tile_counter(device).data_ptr() if dynamic else 0
             addresses = [tensor.data_ptr() for tensor in aux] if aux else ()
             return (*run_kernels(q.data_ptr(), k.data_ptr(), v.data_ptr(), counter, *addresses)[:results],)
 
@@ -129,7 +131,7 @@ def prepare_forward(
     return plan.runner() if plan.kernel.programs else None
 
 
-def _counter(device: torch.device) -> Tensor:
+def tile_counter(device: torch.device) -> Tensor:
     """Two int32 zeros, which the last program of a launch sets back to zero.
 
     Launches that may run at the same time must not share them. Launches of one stream run one after the other; but a
@@ -137,7 +139,7 @@ def _counter(device: torch.device) -> Tensor:
     """
     if torch._C._cuda_getDevice() != device.index:
         with torch.cuda.device(device):
-            return _counter(device)
+            return tile_counter(device)
     if torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
     return _stream_counter(device, torch._C._cuda_getCurrentRawStream(device.index))
@@ -168,7 +170,7 @@ def _plan(call: Call) -> ForwardPlan:
     uneven = call.bounded or spec.banded or aux.block_lists is not None or _same_for_all_rows(aux.mask)
     short = min(call.rows_q, call.rows_k) <= _SHORT_ROWS and not _keep_keys_near(config, call.rows_q)
     dynamic = (uneven or call.rows_k >= _LONG_KEYS or short) and tiles * lines > programs
-    kernels = {"forward": _forward_kernel(call, config, programs, tiles, lines, dynamic)}
+    kernels = {"forward": forward_kernel(call, config, programs, tiles, lines, dynamic)}
     if dtype is FP8 and programs:
         kernels = {"widen": widen_kernel(call.v.shape, call.v.strides), **kernels}
     rows = contiguous(call.lse_shape, torch.float32)
@@ -182,18 +184,26 @@ def _plan(call: Call) -> ForwardPlan:
     return ForwardPlan(pipeline, 3 if spec.returns_max_scores else 2, dynamic and programs > 0)
 
 
-def _forward_kernel(call: Call, config: HopperConfig, programs: int, tiles: int, lines: int, dynamic: bool) -> Kernel:
-    """`tiles`, `lines`, `dynamic`: as in `forward.Problem`."""
+def forward_kernel(
+    call: Call,
+    config: HopperConfig,
+    programs: int,
+    tiles: int,
+    lines: int,
+    dynamic: bool,
+    cache: CachedRows | None = None,
+) -> Kernel:
+    """`tiles`, `lines`, `dynamic`, `cache`: as in `forward.Problem`."""
     spec, aux, dtype = call.spec, call.aux, call.dtype
     covered = is_covered(call, config.block_m, config.block_n)
     side = describe_side(call, covered=covered, by_column=False, group=call.group)
     bounds = score_bounds(call) if covered else None
     parameters = {
-        **_moved_tensors(call, config),
+        **_moved_tensors(call, config, cache),
         "lse_ptr": pointer_to(torch.float32),
         "max_scores_ptr": pointer_to(torch.float32 if spec.returns_max_scores else None),
         "counter_ptr": pointer_to(torch.int32, 16),
-        "problem": Problem.from_call(call, side, tiles, lines, dynamic),
+        "problem": Problem.from_call(call, side, tiles, lines, dynamic, cache),
         "constants": side.constants,
     }
     constants = {
@@ -202,6 +212,10 @@ def _forward_kernel(call: Call, config: HopperConfig, programs: int, tiles: int,
         "OUT_PLACES": out_places(config, *call.head_dims, dtype),
         "QUERY_PLACES": query_places(config, *call.head_dims, dtype),
         "PACKED": call.packed,
+        "CACHED": cache is not None,
+        "PAGE_SIZE": 0 if cache is None else cache.page_size,
+        "KEY_LOADS": 1 if cache is None else cache.loads,
+        "SHARES": 1 if cache is None or config.stages == 1 else load_shares(cache.loads),
         "TOP_LEFT": spec.banded and spec.top_left,
         # What is larger than keys and values is read by those that run at the same time.
         "BATCH_FIRST": not call.packed and call.batch > 1 and any(map(_shared_by_batch, (aux.bias, aux.mask))),
@@ -214,9 +228,12 @@ def _forward_kernel(call: Call, config: HopperConfig, programs: int, tiles: int,
     return Kernel(attention_forward_kernel, parameters, constants, programs, max_registers=config.max_registers)
 
 
-def _moved_tensors(call: Call, config: HopperConfig) -> dict[str, TmaTensor]:
+def _moved_tensors(call: Call, config: HopperConfig, cache: CachedRows | None) -> dict[str, TmaTensor]:
     """What TMA moves, by the parameters of the kernel: each tensor once for either chunk of its columns."""
     dtype, (by_query, by_key), bias = call.dtype, row_layouts(call), call.aux.bias
+    bounded, keys = call.bounded, config.block_n
+    if cache is not None:
+        bounded, by_key, keys = True, bounded_layout, config.block_n // cache.loads
     head_dim, head_dim_v = call.head_dims
     chunks, chunks_v = column_chunks(head_dim, dtype), value_chunks(head_dim_v)
     v_strides, out_strides = call.v.strides, contiguous(call.out_shape, dtype).strides
@@ -225,9 +242,9 @@ def _moved_tensors(call: Call, config: HopperConfig) -> dict[str, TmaTensor]:
     moved = {}
     for name, buffer, of_type, ends, rows, widths, layout in (
         ("q", "q", dtype, call.packed, CONSUMER_ROWS, chunks, by_query(call.q.shape, call.q.strides)),
-        ("k", "k", dtype, call.bounded, config.block_n, chunks, by_key(call.k.shape, call.k.strides)),
+        ("k", "k", dtype, bounded, keys, chunks, by_key(call.k.shape, call.k.strides)),
         (
-            "v", "wide_v" if dtype is FP8 else "v", out_dtype(dtype), call.bounded, config.block_n, chunks_v,
+            "v", "wide_v" if dtype is FP8 else "v", out_dtype(dtype), bounded, keys, chunks_v,
             by_key(call.v.shape, v_strides),
         ),
         ("out", "out", out_dtype(dtype), call.packed, CONSUMER_ROWS, chunks_v, by_query(call.out_shape, out_strides)),

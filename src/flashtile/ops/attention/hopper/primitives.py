@@ -181,33 +181,45 @@ def release(barrier):
 
 
 @gluon.jit
-def make_ring(descriptors, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr = 1):
-    """A ring of tiles of the descriptors' boxes, each emptied by `READERS` consumers.
+def make_ring(
+    descriptors, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr = 1, LOADS: gl.constexpr = 1,
+    WRITERS: gl.constexpr = 1,
+):  # fmt: skip
+    """A ring of tiles of `LOADS` boxes of the descriptors, each filled by `WRITERS` warps and emptied by `READERS`
+    consumers.
 
     With 0 it is loaded once, and has no barriers for being empty: where nobody waits for a barrier, the compiler lays
     tiles over it, and what made the barrier may come after what TMA loads there."""
     desc = descriptors.main
     tail_desc = descriptors.tail
-    ROWS: gl.constexpr = desc.block_shape[-3]
+    ROWS: gl.constexpr = LOADS * desc.block_shape[-3]
     WIDTH: gl.constexpr = desc.block_shape[-1]
-    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES * PARTS] + desc.block_shape, desc.layout)
-    full = barriers(STAGES * PARTS, 1)
+    tiles = gl.allocate_shared_memory(desc.dtype, _ring_shape(STAGES * PARTS, LOADS, desc.block_shape), desc.layout)
+    full = barriers(STAGES * PARTS, WRITERS)
     empty = full
     if READERS > 0:
         empty = barriers(STAGES * PARTS, READERS * WARPGROUP)
     if tail_desc is None:
         ring = Ring(tiles, tiles, full, empty, ROWS, WIDTH, 0, STAGES, PARTS)
     else:
-        tail = gl.allocate_shared_memory(desc.dtype, [STAGES * PARTS] + tail_desc.block_shape, tail_desc.layout)
+        tail_shape: gl.constexpr = _ring_shape(STAGES * PARTS, LOADS, tail_desc.block_shape)
+        tail = gl.allocate_shared_memory(desc.dtype, tail_shape, tail_desc.layout)
         ring = Ring(tiles, tail, full, empty, ROWS, WIDTH, tail_desc.block_shape[-1], STAGES, PARTS)
     return ring
 
 
+@gluon.constexpr_function
+def _ring_shape(places, loads, box):
+    """The shape of so many tiles of `loads` boxes, one behind the other along their rows."""
+    *outer, rows, heads, width = box
+    return [places, *outer, loads * rows, heads, width]
+
+
 @gluon.jit
-def make_tile_queue(READERS: gl.constexpr, PACKED_AND_LISTED: gl.constexpr):
-    """`PACKED_AND_LISTED`: of a packed call with a block mask."""
+def make_tile_queue(READERS: gl.constexpr, PACKED_AND_LISTED: gl.constexpr, WARPS: gl.constexpr = 0):
+    """`PACKED_AND_LISTED`: of a packed call with a block mask. `WARPS` read it beside the consumers."""
     FIELDS: gl.constexpr = _FIELDS_OF_LISTED if PACKED_AND_LISTED else _FIELDS
-    return TileQueue(number_places(2 * FIELDS), barriers(2, 1), barriers(2, READERS * WARPGROUP), FIELDS)
+    return TileQueue(number_places(2 * FIELDS), barriers(2, 1), barriers(2, READERS * WARPGROUP + WARPS * 32), FIELDS)
 
 
 @gluon.jit

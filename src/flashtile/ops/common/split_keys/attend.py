@@ -35,17 +35,17 @@ def attend_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, lse_ptr,
     sequences, slopes_ptr, sinks_ptr, descales, length,
     q_strides, k_strides, v_strides, k_descale_strides, v_descale_strides, table_strides,
-    batch, heads_kv, seq_q, total_q, seq_new, capacity, splits, window, diagonal, slope_diagonal, scale, softcap,
+    batch, heads_kv, seq_q, most, total_q, seq_new, capacity, splits, window, diagonal, slope_diagonal, scale, softcap,
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr, AS_FORWARD: tl.constexpr,
 ):  # fmt: skip
     """`sequences`: `Sequences`. `descales`: `Descales`. `q_strides`: `RowStrides`, of k, v and their
     factors `CacheStrides`; those of factors without `row` where all rows of a head share one. `table_strides`:
-    `TableStrides`. `window`: a `Window`.
-    `length`: of all sequences, where no tensor has them. `PAGE_SIZE`: 0 without pages. `CHUNK`: columns of the head
-    in one product, 0 for all of them. `PARTIAL`: out and lse are those of a split, float32 `[splits, batch, seq_q,
-    heads_q, head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the results themselves.
+    `TableStrides`. `window`: a `Window`. `length`: of all sequences, where no tensor has them. `most`: queries of a
+    packed sequence that is served; None: any number. `PAGE_SIZE`: 0 without pages. `CHUNK`: columns of the head in one
+    product, 0 for all of them. `PARTIAL`: out and lse are those of a split, float32 `[splits, batch, seq_q, heads_q,
+    head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the results themselves.
     Of packed queries out is `[total_q, heads_q, head_dim_v]` and lse `[heads_q, total_q]`, of a split behind `splits`.
     `diagonal`, `slope_diagonal`: key on the diagonal of the first query, for the band and for ALiBi; None: that of the
     last query is the last key. `AS_FORWARD`: in the operations of attention's forward kernel, for the same bits; the
@@ -69,6 +69,8 @@ def attend_kernel(
     rows = seq_q * GROUP
     first_row = row_tile * BLOCK_M
     if (sequences.starts is not None) and (first_row >= rows):
+        return
+    if (most is not None) and ((seq_q > most) | (sequence == batch)):
         return
     head_kv = program // tiles_of_rows % heads_kv
     split = program // tiles_of_rows // heads_kv % splits

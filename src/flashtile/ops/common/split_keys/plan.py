@@ -70,6 +70,7 @@ class SplitCall(NamedTuple):
         page_size, stride_table: of a cache in pages, else 0.
         tree: of the tree, the strides between sequences and between queries, and how many columns it has.
         cut: in the batch-invariant mode; None else.
+        most: packed sequences of more queries are left to another kernel, and so are rows of nobody; None: none are.
         total_q: queries of all sequences, where they are packed: seq_q is that of the longest then. None else.
         seq_new: rows that a length does not count, without starts of new rows.
         window_left, window_right: keys visible on each side of the diagonal; None = all.
@@ -111,6 +112,7 @@ class SplitCall(NamedTuple):
     tree: tuple[int, int, int] | None = None
     values_in_keys: bool = False
     cut: Cut | None = None
+    most: int | None = None
 
     @property
     def cache_itemsize(self) -> int:
@@ -129,7 +131,8 @@ def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
     """Everything that can be decided before the tensors' contents are known."""
     facts = device_facts(device)
     _, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
-    group_rows = heads // heads_kv * seq_q
+    # Where sequences with many queries are left to others, most of the rest have one.
+    group_rows = heads // heads_kv * (seq_q if call.most is None else 1)
     check_rows("q", seq_q, MAX_POSITIONS)
     check_rows("q with all heads that share keys", max(group_rows, heads // heads_kv * (call.total_q or 0)))
     pointer_multiple, stride_multiple = _multiples(call)
@@ -206,6 +209,7 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "batch": int32(batch),
         "heads_kv": int32(heads_kv),
         "seq_q": int32(None if packed else seq_q),
+        "most": int32(call.most),
         "total_q": int32(call.total_q),
         "seq_new": int32(call.seq_new if call.index_dtypes[5] is None else None),
         "capacity": int32(call.capacity),

@@ -1,4 +1,5 @@
-"""Which calls over a cache the Hopper kernels serve. Nothing here needs Triton."""
+"""Which calls over a cache the Hopper kernels serve: those of latent attention, and chunks of queries by the forward of
+attention. Nothing here needs Triton."""
 
 from __future__ import annotations
 
@@ -13,13 +14,19 @@ from flashtile._backends.devices import DeviceFacts, interpreting
 if TYPE_CHECKING:
     from flashtile.ops.common.split_keys.plan import SplitCall
 
+#: Query rows of a tile, and columns of a head at most, of the forward of attention.
+_QUERY_ROWS, _WIDEST = 64, 512
+#: Multiprocessors with a tile of the forward at least, as a share of all: with fewer at work, keys are to be split.
+_LEAST_SHARE = 0.5
 #: Keys of a tile.
 _TILE = 64
+#: Bytes of which TMA takes addresses and strides to be multiples.
+_ALIGNED = 16
 #: Rows of the cache that a copy moves at least: those that are swizzled together.
 _LEAST_BOX = 8
 
 
-def unsupported_reason(call: SplitCall, device: DeviceFacts) -> str | None:
+def latent_unsupported_reason(call: SplitCall, device: DeviceFacts) -> str | None:
     """Why this kernel does not serve a call; None where it does."""
     batch, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
     _, k_strides, _ = call.strides
@@ -64,3 +71,46 @@ def _consecutive(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def copied_rows(page_size: int) -> int:
     """Rows of the cache that a copy moves."""
     return math.gcd(page_size, _TILE) if page_size else _TILE
+
+
+def most_left(call: SplitCall) -> int:
+    """Queries of a sequence up to which the portable kernel serves it: those that fill one of its tiles."""
+    _, _, heads, heads_kv, *_ = call.shape
+    return max(_QUERY_ROWS * heads_kv // heads, 1)
+
+
+def chunks_unsupported_reason(call: SplitCall, device: DeviceFacts, multiprocessors: int) -> str | None:
+    """Why the forward of attention does not serve a call; None where it does. Packed sequences of few queries
+    (`most_left`) stay with the portable kernel, which runs first."""
+    batch, seq_q, heads, _, head_dim, head_dim_v = call.shape
+    (outer_k, row_k, _), (outer_v, row_v, _) = call.strides[1:]
+    tiles = heads * -(-(call.total_q or batch * seq_q) // _QUERY_ROWS)
+    used = [stride for strides in call.strides for stride in strides]
+    for holds, reason in (
+        (device.arch == "sm_90" and not interpreting(), f"it runs on sm_90, not on {device.arch}"),
+        (
+            call.dtype in (torch.float16, torch.bfloat16) and call.cache_dtype in (None, call.dtype),
+            "it takes q and the cache in one 16-bit dtype",
+        ),
+        (max(head_dim, head_dim_v) <= _WIDEST, f"its heads have up to {_WIDEST} columns"),
+        (call.window_left is None and call.index_dtypes[2] is None, "it has no rows that are hidden on the left"),
+        (call.tree is None and call.scale > 0, "it has no tree, and takes a positive scale"),
+        (seq_q > most_left(call), "so few queries fill one tile of the portable kernel"),
+        (not call.num_splits, "it does not split keys"),
+        (tiles >= _LEAST_SHARE * multiprocessors, "for so few tiles keys are split"),
+        (
+            call.page_size == 0 or copied_rows(call.page_size) >= _LEAST_BOX,
+            f"8 divides the pages that it takes, not {call.page_size}",
+        ),
+        (
+            row_k > 0 and row_v > 0 and outer_k % row_k == 0 and outer_v % row_v == 0,
+            "entries or pages lie whole rows apart",
+        ),
+        (
+            (math.gcd(*used) * call.dtype.itemsize | call.misalignment) % _ALIGNED == 0,
+            f"TMA takes addresses and strides of multiples of {_ALIGNED} bytes",
+        ),
+    ):  # fmt: skip
+        if not holds:
+            return reason
+    return None

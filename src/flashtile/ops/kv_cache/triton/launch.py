@@ -44,9 +44,16 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
         q = q if rotated is None else rotated
     if plan.latent is not None:
         return plan.latent.run(q, call.k_cache, indices, spec.length)
-    assert plan.split is not None
     attended = q, call.k_cache, call.v_cache
-    return attend(plan.split, attended, indices, call.alibi_slopes, call.sinks, spec.length, descales)
+    results = None
+    if plan.split is not None:
+        results = attend(plan.split, attended, indices, call.alibi_slopes, call.sinks, spec.length, descales)
+    if plan.chunks is not None:
+        lengths, entries, _, table, starts, new_starts, _ = indices
+        others = starts, call.alibi_slopes, call.sinks, lengths, entries, table, new_starts
+        results = plan.chunks.run(attended, results, others, spec.length)
+    assert results is not None
+    return results
 
 
 def _results_of_nobody(call: CacheCall) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 from flashtile._backends.alignment import power_of_two_factor, used_strides
 from flashtile._backends.allocate import contiguous, contiguous_strides
-from flashtile._backends.devices import device_facts
+from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import (
     GIVEN,
     Parameter,
@@ -27,12 +27,13 @@ from flashtile.ops.common.split_keys.configs import AttendTiles
 from flashtile.ops.common.split_keys.plan import Cut, SplitCall, SplitPlan, split_plan, visible_rows
 from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, RowStrides, Sequences
 from flashtile.ops.common.tiles import power_of_two
-from flashtile.ops.kv_cache.hopper.backend import unsupported_reason
+from flashtile.ops.kv_cache.hopper.backend import chunks_unsupported_reason, latent_unsupported_reason, most_left
 from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM_V, CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton.append import append_kernel
 from flashtile.ops.kv_cache.triton.configs import append_cut
 
 if TYPE_CHECKING:
+    from flashtile.ops.attention.hopper.cache_launch import CacheForward
     from flashtile.ops.kv_cache.hopper.latent_launch import LatentPlan
 
 _Shape = tuple[int, ...]
@@ -45,12 +46,14 @@ class CachePlan(NamedTuple):
 
     Attributes:
         append: None where nothing is appended. Writes rotated queries, if they are rotated.
-        split: None where `latent` serves the call.
+        split: None where `latent` or `chunks` serves all sequences.
+        chunks: of the sequences with many queries, on Hopper.
     """
 
     append: Plan | None
     split: SplitPlan | None
     latent: LatentPlan | None = None
+    chunks: CacheForward | None = None
 
 
 def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
@@ -174,11 +177,20 @@ def _plan(
         values_in_keys=values_in_keys,
         cut=_cut_of_forward(dtype, head_dim, head_dim_v, spec, device, allow_tf32) if spec.batch_invariant else None,
     )
-    if not spec.batch_invariant and unsupported_reason(split_call, device_facts(device)) is None:
+    facts = device_facts(device)
+    if spec.batch_invariant:
+        return CachePlan(append, split_plan(split_call, device))
+    if latent_unsupported_reason(split_call, facts) is None:
         from flashtile.ops.kv_cache.hopper.latent_launch import plan_latent
 
         return CachePlan(append, None, plan_latent(split_call, device))
-    return CachePlan(append, split_plan(split_call, device))
+    if chunks_unsupported_reason(split_call, facts, multiprocessors(device)):
+        return CachePlan(append, split_plan(split_call, device))
+    from flashtile.ops.attention.hopper.cache_launch import plan_chunks
+
+    most = most_left(split_call)
+    split = None if sequences is None else split_plan(split_call._replace(most=most, num_splits=1), device)
+    return CachePlan(append, split, chunks=plan_chunks(split_call, forms[1][0][0], most, device))
 
 
 def _cut_of_forward(

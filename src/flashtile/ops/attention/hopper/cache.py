@@ -1,0 +1,141 @@
+"""Keys and values that are rows of a cache, dense or in pages: where they lie, and how the forward loads them.
+
+Sequence `b` has `lengths[b]` rows in the cache, and those that were appended by the call. Rows of entry or page `p` lie
+from row `p · apart` of the cache on, taken as one long tensor: `apart` is what leads from one to the next. Its last
+query lies at its last row.
+"""
+
+from typing import Any, NamedTuple
+
+from flashtile._backends.gluon import gl, gluon, mbarrier, tma_load
+from flashtile.ops.attention.hopper.primitives import HeadRows, coordinates, slice_of
+from flashtile.ops.attention.hopper.schedule import LocatedTile, sequence_rows
+
+
+class CacheAddresses(NamedTuple):
+    """What a launch is given; None for what a call does not have.
+
+    Attributes:
+        lengths: of the rows of each sequence before any are appended; else all have `length`, which is no address.
+        entries: of the entry of the cache of each sequence.
+        table: of the pages of each sequence.
+        new_starts: of where the rows that are appended to each sequence begin.
+    """
+
+    lengths: Any
+    length: Any
+    entries: Any
+    table: Any
+    new_starts: Any
+
+
+class CacheNumbers(NamedTuple):
+    """What a plan knows of the cache.
+
+    Attributes:
+        seq_new: rows that are appended to each sequence; None if `new_starts` says it.
+        least: packed sequences of fewer queries are not served here.
+        capacity: rows that a sequence can have.
+        stride_table: from the pages of one sequence to those of the next.
+        k_apart, v_apart: rows from one entry or page to the next.
+    """
+
+    seq_new: Any
+    least: Any
+    capacity: Any
+    stride_table: Any
+    k_apart: Any
+    v_apart: Any
+
+
+class CachedRows(NamedTuple):
+    """Both of them, and the constants: rows of a page, 0 without pages, and boxes of the descriptors in a tile of
+    keys."""
+
+    addresses: CacheAddresses
+    numbers: CacheNumbers
+    page_size: int
+    loads: int
+
+
+def rows_of_box(page_size: int, most: int) -> int:
+    """Rows of a page that one copy moves: a power of two that divides it, `most` at most."""
+    return min(page_size & -page_size, most) if page_size else most
+
+
+def load_shares(loads: int) -> int:
+    """Warps that load the boxes of a tile of keys: each box is some forty instructions of one."""
+    return 4 if loads >= 4 else 1
+
+
+class KeyPlace(NamedTuple):
+    """Where the keys and values of a head of a sequence begin, or where its pages are listed. What a call does not need
+    is 0."""
+
+    k_begin: Any
+    v_begin: Any
+    table: Any
+
+
+@gluon.jit
+def locate_in_cache(at, cache, numbers, batch, PACKED: gl.constexpr):
+    """A tile of queries with the rows that its sequence has in the cache (`CacheAddresses`, `CacheNumbers`) as its
+    other length, and their `KeyPlace`.
+    Rows past the last packed sequence see nothing; sequences that are not served here have no rows."""
+    sequence = at.sequence
+    length = at.length
+    if PACKED:
+        somebody = at.sequence < batch
+        sequence = gl.minimum(at.sequence, batch - 1)
+        if numbers.least is not None:
+            length = gl.where(somebody & (length < numbers.least), 0, length)
+    new = numbers.seq_new
+    if cache.new_starts is not None:
+        _, new = sequence_rows(cache.new_starts, sequence, batch, 0)
+    before = cache.length
+    if cache.lengths is not None:
+        # A length may be far more than there are rows, so it is 32 bits wide only after that.
+        before = gl.minimum(gl.load(cache.lengths + sequence), numbers.capacity).to(gl.int32)
+    total = gl.minimum(gl.maximum(before + new, 0), numbers.capacity)
+    if PACKED:
+        total = gl.where(somebody, total, 0)
+    located = LocatedTile(at.sequence, at.head, at.first, at.begin, length, 0, total)
+    if cache.table is not None:
+        place = pages_of_sequence(sequence, cache, numbers, batch)
+    else:
+        entry = sequence
+        if cache.entries is not None:
+            entry = gl.load(cache.entries + sequence).to(gl.int32)
+        place = KeyPlace(entry * numbers.k_apart, entry * numbers.v_apart, 0)
+    return located, place
+
+
+@gluon.jit
+def pages_of_sequence(sequence, cache, numbers, batch):
+    """The `KeyPlace` of a sequence in pages, also for one past the last, which has no rows."""
+    table = cache.table + gl.minimum(sequence, batch - 1).to(gl.int64) * numbers.stride_table
+    return KeyPlace(0, 0, table)
+
+
+@gluon.jit
+def load_pages(ring, slot, descriptors, rows, row, table, apart, column, config, SHARE: gl.constexpr):
+    """Producer: as `Ring.load`, of rows of a head that lie in pages. The boxes of the descriptors divide a page, and
+    each is loaded by itself, by one of `config.SHARES` warps; what is past the last row is read as zero.
+
+    As rows of one packed tensor (`coordinates`) the sequence begins `row` rows before the place of a box. Nothing is
+    looked up for a box past the end, and it begins where no coordinate is negative.
+    """
+    BOX: gl.constexpr = descriptors.main.block_shape[-3]
+    COUNT: gl.constexpr = ring.ROWS // BOX // config.SHARES
+    full = ring.full.index(slot.place)
+    mbarrier.expect(full, ring.tiles.dtype.primitive_bitwidth // 8 * COUNT * BOX * (ring.WIDTH + ring.TAIL))
+    for piece in gl.static_range(SHARE * COUNT, (SHARE + 1) * COUNT):
+        first = row + piece * BOX
+        page = gl.load(table + first // config.PAGE_SIZE, mask=first < rows.length, other=0).to(gl.int32)
+        begin = gl.maximum(page * apart + first % config.PAGE_SIZE - first, -rows.length)
+        here = HeadRows(rows.sequence, rows.head, begin, rows.length)
+        tile = slice_of(ring.tiles.index(slot.place), piece * BOX, BOX, 2)
+        tma_load(descriptors.main, coordinates(here, first, column, True), full, tile)
+        if ring.TAIL > 0:
+            tail = slice_of(ring.tail.index(slot.place), piece * BOX, BOX, 2)
+            tma_load(descriptors.tail, coordinates(here, first, column + ring.WIDTH, True), full, tail)

@@ -1,0 +1,127 @@
+"""Host side of the forward over a cache: its launch, from a call as the portable kernels describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile._backends.allocate import allocator, contiguous
+from flashtile._backends.launch import GIVEN, Parameter, int32, int64, pointer_to, pointers
+from flashtile._backends.pipeline import Pipeline
+from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts, current_machine
+from flashtile.ops.attention.hopper.cache import CacheAddresses, CachedRows, CacheNumbers, rows_of_box
+from flashtile.ops.attention.hopper.configs import forward_config, value_parts
+from flashtile.ops.attention.hopper.launch import forward_kernel, tile_counter
+from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.common.checks import MAX_POSITIONS, check_programs
+from flashtile.ops.common.split_keys.plan import SplitCall
+
+
+class CacheForward(NamedTuple):
+    """The launch of a call. `allocate` makes out and lse, where no other kernel has made them."""
+
+    pipeline: Pipeline
+    allocate: Callable[[], list[Tensor]]
+    device: torch.device
+
+    def run(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        results: tuple[Tensor, Tensor] | None,
+        others: tuple[Tensor | None, ...],
+        length: int,
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse). `tensors`: q, k and v. `results`: where to write them. `others`: offsets of packed
+        queries, slopes, sinks, lengths, entries, table and offsets of new rows. `length`: of all sequences, where no
+        tensor has them."""
+        out, lse = results or self.allocate()
+        given = *tensors, tile_counter(self.device), out, lse, *others
+        self.pipeline.run(*pointers(given), length)
+        return out, lse
+
+
+def plan_chunks(call: SplitCall, outer: int, most_left: int, device: torch.device) -> CacheForward:
+    """Everything that can be decided before the tensors' contents are known.
+
+    Args:
+        call: q dense or packed; k and v are the caches.
+        outer: entries or pages of these.
+        most_left: packed sequences of up to so many queries are left to another kernel.
+    """
+    described = _describe(call, outer, device)
+    config = forward_config(described)
+    tiles = described.tiles(described.rows_q, config.block_m)
+    lines = value_parts(described.head_dims[1]) * described.lines
+    check_programs("q", tiles * lines)
+    programs = min(tiles * lines, config.resident * described.multiprocessors)
+    rows = _describe_rows(call, config.block_n, most_left)
+    kernel = forward_kernel(described, config, programs, tiles, lines, tiles * lines > programs, rows)
+    kernel = kernel._replace(buffers={"cu_seqlens_k": "cu_seqlens_q"})
+    lengths, entries, _, table, starts, new_starts, _ = call.index_dtypes
+    optional = {
+        "cu_seqlens_q": starts, "alibi_slopes": call.slope_dims, "sinks": call.sinks, "lengths": lengths,
+        "entries": entries, "table": table, "new_starts": new_starts,
+    }  # fmt: skip
+    given = "q", "k", "v", "counter", "out", "lse", *(name for name, there in optional.items() if there), "length"
+    layouts = [contiguous(described.out_shape, call.dtype), contiguous(described.lse_shape, torch.float32)]
+    return CacheForward(Pipeline(device, {"forward": kernel}, given, {}), allocator(layouts, device), device)
+
+
+def _describe(call: SplitCall, outer: int, device: torch.device) -> Call:
+    """The call as attention of its queries, packed or dense, to entries or pages."""
+    batch, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
+    packed = call.total_q is not None
+    queries = (batch, seq_q) if call.total_q is None else (call.total_q,)
+    rows = call.page_size or call.capacity
+    starts = call.index_dtypes[4]
+    q_strides, k_strides, v_strides = ((*strides, 1) for strides in call.strides)
+
+    def facts(shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorFacts:
+        return TensorFacts(call.dtype, shape, strides, call.misalignment)
+
+    offsets = None if starts is None else TensorFacts(starts, (batch + 1,), (1,))
+    slopes: tuple[int, ...] = (batch, heads) if call.slope_dims == 2 else (heads,)
+    right = None if call.window_right is None else max(-MAX_POSITIONS, min(call.window_right, MAX_POSITIONS))
+    return Call(
+        "auto",
+        "forward",
+        AttentionSpec(call.scale, window_right=right, softcap=call.softcap),
+        q=facts((*queries, heads, head_dim), q_strides[packed:]),
+        k=facts((outer, rows, heads_kv, head_dim), k_strides),
+        v=facts((outer, rows, heads_kv, head_dim_v), v_strides),
+        aux=AuxFacts(
+            cu_seqlens_q=offsets,
+            cu_seqlens_k=offsets,
+            max_seqlen_q=seq_q,
+            max_seqlen_k=call.capacity,
+            alibi_slopes=TensorFacts(torch.float32, slopes, (1,) * len(slopes)) if call.slope_dims else None,
+            sinks=TensorFacts(torch.float32, (heads,), (1,)) if call.sinks else None,
+        ),
+        machine=current_machine(device),
+        device=device,
+    )
+
+
+def _describe_rows(call: SplitCall, block_n: int, most_left: int) -> CachedRows:
+    """Describes the cache for a kernel with tiles of so many keys."""
+    lengths, entries, _, table, starts, new_starts, _ = call.index_dtypes
+    (k_outer, k_row, _), (v_outer, v_row, _) = call.strides[1:]
+    addresses = CacheAddresses(
+        lengths=pointer_to(lengths),
+        length=Parameter("i32", 1, GIVEN),
+        entries=pointer_to(entries),
+        table=pointer_to(table),
+        new_starts=pointer_to(new_starts),
+    )
+    numbers = CacheNumbers(
+        seq_new=int32(call.seq_new if new_starts is None else None),
+        least=int32(None if starts is None else most_left + 1),
+        capacity=int32(call.capacity),
+        stride_table=int64(call.stride_table if call.page_size else None),
+        k_apart=int32(k_outer // k_row),
+        v_apart=int32(v_outer // v_row),
+    )
+    return CachedRows(addresses, numbers, call.page_size, block_n // rows_of_box(call.page_size, block_n))

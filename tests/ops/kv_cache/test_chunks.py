@@ -1,0 +1,98 @@
+"""Chunks of queries over a cache by the Hopper forward: on the emulated machine, and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from backend_calls import HOPPER
+from flashtile._backends.launch import clear_plans
+from flashtile.ops.attention.hopper import cache_launch
+from flashtile.ops.kv_cache import operator, reference
+from flashtile.ops.kv_cache.hopper import backend
+from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
+from flashtile.ops.kv_cache.triton import launch, plan
+from gluon_emulator.hopper import EmulatedHopper
+from kv_cache_cases import CacheCase, check
+
+_PACKED = CacheCase(
+    batch=4, queries=(70, 3, 0, 200, 2), lengths=(100, 37, 5, 200), capacity=320, heads=4, heads_kv=2, head_dim=64,
+    head_dim_v=64, dtype=torch.bfloat16, arguments={"causal": True},
+)  # fmt: skip
+_UNIFORM = replace(_PACKED, queries=None, seq_q=150, lengths=(150, 201, 320, 90))
+
+CASES = {
+    "packed": _PACKED,
+    "packed_pages": replace(_PACKED, page_size=16),
+    "wide_pages": replace(_PACKED, page_size=256, head_dim=128, head_dim_v=128),
+    "pages_of_48": replace(_PACKED, page_size=48, head_dim=128, head_dim_v=128),
+    "pages_of_8": replace(_UNIFORM, page_size=8, head_dim=96, head_dim_v=96),
+    "uniform": _UNIFORM,
+    "entries": replace(_UNIFORM, entries=(5, 0, 3, 1)),
+    "full": replace(_PACKED, page_size=16, arguments={}),
+    "float16": replace(_PACKED, page_size=32, dtype=torch.float16),
+    "long_indices": replace(_PACKED, page_size=16, length_dtype=torch.int64),
+    "one_length": replace(_UNIFORM, lengths=201, page_size=64),
+    "192": replace(_UNIFORM, page_size=16, head_dim=192, head_dim_v=128),
+    "256": replace(_UNIFORM, page_size=16, head_dim=256, head_dim_v=256, batch=2, lengths=(150, 201)),
+    "512": replace(_UNIFORM, page_size=16, head_dim=512, head_dim_v=512, batch=2, lengths=(150, 201)),
+    "modifiers": replace(_PACKED, page_size=16, alibi=True, sinks=True, arguments={"causal": True, "softcap": 5.0}),
+    "right": replace(_PACKED, page_size=16, arguments={"window": (None, 40)}),
+}
+
+
+@pytest.fixture
+def any_size(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Calls of any size are served, also those that leave most of a GPU idle."""
+    monkeypatch.setattr(backend, "_LEAST_SHARE", 0)
+    clear_plans()
+    yield monkeypatch
+    clear_plans()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_emulated(name: str, any_size: pytest.MonkeyPatch) -> None:
+    """The portable kernel, which is left the sequences with few queries, is not there: the reference has its rows."""
+    emulated = EmulatedHopper(3, seed=1)
+    results: list[tuple[Tensor, Tensor]] = []
+
+    def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
+        results.append(reference.forward(call, spec))
+        return emulated.call(launch.forward, call, spec)
+
+    def implementation(requested: str, *facts: Any) -> Any:
+        return SimpleNamespace(forward=forward) if requested == "triton" else reference
+
+    machine = HOPPER._replace(multiprocessors=3)
+    any_size.setattr(emulated.modules["cache_launch"], "current_machine", lambda _: machine)
+    any_size.setattr(cache_launch, "plan_chunks", emulated.modules["cache_launch"].plan_chunks)
+    any_size.setattr(plan, "device_facts", lambda _: HOPPER.facts)
+    any_size.setattr(launch, "attend", lambda *_: _few_queries(CASES[name], *results[-1]))
+    any_size.setattr(operator._BACKENDS, "implementation", implementation)
+    check(CASES[name], "triton")
+    assert emulated.launched == ["attention_forward_kernel"]
+
+
+def _few_queries(case: CacheCase, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Results with NaN in the rows of sequences with many queries, and of nobody."""
+    assert case.queries is not None
+    out, lse = out.clone(), lse.clone()
+    *counts, _ = case.queries
+    begin = 0
+    for count in counts:
+        if count * case.heads // case.heads_kv > 64:
+            out[begin : begin + count] = lse[:, begin : begin + count] = float("nan")
+        begin += count
+    out[begin:] = lse[:, begin:] = float("nan")
+    return out, lse
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("name", CASES)
+def test_gpu(name: str, any_size: pytest.MonkeyPatch) -> None:
+    check(CASES[name], "triton", "cuda")
