@@ -1,8 +1,8 @@
 """Bounds of mask functions for whole tiles, by interval arithmetic.
 
-`bounds_of` evaluates a function once for all tiles: each scalar is then the least and the greatest number that it takes
-within a tile. So most tiles of a long mask are known to be empty or full before any pair is looked at. Where no rule is
-known for an operation its result may be anything, which costs time and changes no result.
+`bounds_of` evaluates a function once for all tiles: each scalar is then the least and the greatest number that it
+takes within a tile. Most tiles of a long mask are therefore known to be empty or full before any pair is looked at.
+The result of an operation without a rule may be anything, which costs time and changes no result.
 
 Reference:
     Moore, "Interval Analysis" (1966).

@@ -376,8 +376,8 @@ def make_partial_scores():
 def load_share(WHICH: gl.constexpr, STAYING: gl.constexpr, config, rings, loads, problem):
     """Producer of a warpgroup: its chunks."""
     load_operands(
-        staying_of(WHICH, STAYING, config.CHUNKS), WHICH, config.CHUNKS, first_of_result(WHICH), config.VALUE_CHUNKS,
-        config.VALUE_CHUNKS, SHARERS, config, rings.own, rings.stream, loads, problem,
+        staying_of(WHICH, STAYING, config.CHUNKS), WHICH, config.CHUNKS, first_of_result(WHICH),
+        config.VALUE_CHUNKS, config.VALUE_CHUNKS, SHARERS, config, rings.own, rings.stream, loads, problem,
     )  # fmt: skip
 
 

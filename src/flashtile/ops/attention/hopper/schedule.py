@@ -31,9 +31,9 @@ TILES_AT_THE_END = gl.constexpr(256)
 def tile_in_order(number, tiles, lines, together, closing, UNEVEN: gl.constexpr):
     """Which tile of which line the `number`-th is.
 
-    Where a mask makes tiles uneven, those with the most keys (the last of a line) come first, so that the short ones
-    fill up the end; those of lines that take turns together (`turn_of`), their heads fastest, so that they share keys
-    in the L2 cache.
+    If a mask makes tiles uneven, tiles with the most keys (the last of a line) come first, so that short ones fill up
+    the end. Tiles of lines that take turns together (`turn_of`) follow one another, heads fastest, and share keys in
+    the L2 cache.
     """
     if UNEVEN:
         first_line, lines_here = turn_of(number // tiles, lines, together, closing)

@@ -305,7 +305,7 @@ def output_of(out_ptr, work, problem, config):
 
 @gluon.jit
 def packed_sequence(starts_ptr, tile, problem):
-    """The sequence of a tile of rows, by bisection, as `split_keys.rows.sequence_of`; `batch` behind the last one."""
+    """The sequence of a tile of rows, as `split_keys.rows.sequence_of` finds it; `batch` behind the last one."""
     low = gl.to_tensor(0)
     high = problem.batch
     while low < high:
