@@ -241,6 +241,18 @@ def test_the_debug_mask_says_what_dropout_dropped(on_a_cpu: None) -> None:
     assert_same(mask.abs().sum(-1), torch.ones(2, 3, 40))
 
 
+@pytest.mark.filterwarnings("error")
+def test_deterministic_algorithms_need_no_warning(on_a_cpu: None) -> None:
+    q, k, v, dout = _inputs(1, 2, 40, 32)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = _results(_sdpa, q, k, v, dout)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other in zip(found, _results(_sdpa, q, k, v, dout)):
+        assert torch.equal(one, other)
+
+
 def test_what_it_refuses(on_a_cpu: None) -> None:
     q, k, v, _ = _inputs(1, 2, 8, 16)
     rest = None, None, 2, 2, 0.0, False, False
