@@ -16,6 +16,7 @@ from flashtile.testing import assert_same
 
 pytest.importorskip("sglang.srt.layers.attention.base_attn_backend")
 
+from sglang.srt.arg_groups import choices
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import (
@@ -38,6 +39,14 @@ HEADS, HEADS_KV, HEAD = 4, 2, 16
 SLOTS, CONTEXT = 128, 32
 #: Tokens of each request in a batch that extends, and before it.
 COUNTS, CACHED = [9, 1, 4], [0, 20, 13]
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """SGLang's settings of deterministic inference, which a server publishes."""
+    found = SimpleNamespace(enable_deterministic_inference=False)
+    monkeypatch.setattr(plugin, "get_exec", lambda: SimpleNamespace(deterministic=found))
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -273,8 +282,28 @@ def test_a_cuda_graph_serves_other_batches_of_its_size() -> None:
         backend.init_forward_metadata_out_graph(_batch(runner, ForwardMode.EXTEND, COUNTS, CACHED))
 
 
+@torch.no_grad()
+def test_deterministic_inference_is_batch_invariant(deterministic: SimpleNamespace) -> None:
+    deterministic.enable_deterministic_inference = True
+    runner, layer = _runner(), _layer()
+    _place(runner)
+    _fill(runner, layer)
+    backend, (q, k, v) = plugin.FlashtileBackend(runner), _rows(sum(COUNTS), 60)
+    outs = []
+    for first, count in ((0, 3), (0, 1)):  # the first request with others, and alone
+        batch = _batch(runner, ForwardMode.EXTEND, COUNTS[:count], CACHED[:count])
+        backend.init_forward_metadata(batch)
+        rows = (x[: sum(COUNTS[:count])].contiguous() for x in (q, k, v))
+        outs.append(backend.forward(*rows, layer, batch)[: COUNTS[first]])
+    assert torch.equal(*outs)
+    with pytest.raises(NotImplementedError, match="deterministic inference"):
+        plugin.FlashtileBackend(_runner(dtype=torch.float8_e4m3fn))
+
+
 def test_sglang_knows_the_backend() -> None:
-    plugin.register()
+    for _ in range(2):
+        plugin.register()
+    assert choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.count(plugin.NAME) == 1
     runner = _runner()
     assert isinstance(ATTENTION_BACKENDS[plugin.NAME](runner), plugin.FlashtileBackend)
     parser = argparse.ArgumentParser()

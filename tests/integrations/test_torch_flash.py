@@ -204,6 +204,18 @@ def test_varlen_attn_over_caches(on_a_cpu: None, lengths: tuple[int, ...]) -> No
         assert torch.equal(out, found)
 
 
+@_needs_pages
+@torch.no_grad()
+def test_one_split_is_batch_invariance(on_a_cpu: None) -> None:
+    """As PyTorch's own test asks for it: a sequence has the bits that it has alone."""
+    q, k, v, _ = _inputs(150, 2, 16)
+    ends, alone = torch.tensor([0, 50, 150]).int(), torch.tensor([0, 50]).int()
+    found = _VARLEN.varlen_attn(q, k, v, ends, ends, 100, 100, window_size=(-1, 0), num_splits=1)
+    own = (x[:50].contiguous() for x in (q, k, v))
+    expected = _VARLEN.varlen_attn(*own, alone, alone, 50, 50, window_size=(-1, 0), num_splits=1)
+    assert torch.equal(found[:50], expected)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_8_bit_inputs_with_factors_of_heads(on_a_cpu: None, packed: bool) -> None:
     q, k, v, _ = (x.detach().transpose(1, 2) for x in _inputs(2, 50, 4, 16, kv_heads=2))

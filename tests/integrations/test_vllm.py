@@ -102,7 +102,30 @@ def test_encoders_have_no_cache() -> None:
     assert_same(out[:9], flashtile.attention(q[None, :9], k[None, :9], v[None, :9], scale=0.3, backend="reference")[0])
 
 
-def test_what_vllm_asks_and_does_before_serving() -> None:
+def test_batch_invariance_is_that_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request has the same bits alone, in a batch of one call, and whatever is in the other pages."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    impl = plugin.FlashtileBackend.get_impl_cls()(HEADS, HEAD, 0.3, HEADS_KV)
+    batch, table = _metadata()
+    q, k, v = (_normal(PADDED, heads, HEAD, seed=seed) for seed, heads in ((2, HEADS), (3, HEADS_KV), (4, HEADS_KV)))
+    found, alone = (_normal(PAGES, HEADS_KV, PAGE, 2 * HEAD, seed=1) for _ in range(2))
+    together = impl.forward(None, q, k, v, found, batch, torch.empty(PADDED, HEADS * HEAD))
+    own = plugin.FlashtileMetadata(
+        COUNTS[2],
+        torch.tensor([0, COUNTS[2]]).int(),
+        batch.cached[2:3],
+        batch.lengths[2:3],
+        COUNTS[2],
+        table[2:3],
+        True,
+    )
+    first = sum(COUNTS[:2])
+    rows = (x[first : first + COUNTS[2]].contiguous() for x in (q, k, v))
+    single = impl.forward(None, *rows, alone, own, torch.empty(COUNTS[2], HEADS * HEAD))
+    assert torch.equal(together[first : first + COUNTS[2]], single)
+
+
+def test_what_vllm_asks_and_does_before_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):  # vLLM asks plug-ins to bear it
         plugin.register()
     backend = AttentionBackendEnum[plugin.NAME].get_class()
@@ -110,8 +133,9 @@ def test_what_vllm_asks_and_does_before_serving() -> None:
     capability = SimpleNamespace(to_int=lambda: 90)
     asked = (80, torch.bfloat16, "fp8_e5m2", 16, False, True, False, False, False, capability, AttentionType.DECODER)
     assert not backend.validate_configuration(*asked, has_sliding_window=True, use_non_causal=True)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     reasons = backend.validate_configuration(*asked, use_batch_invariant=True)
-    assert reasons == ["batch invariance not supported"]
+    assert reasons == ["batch invariance is not supported with caches of 8 bits"]
     impl = plugin.FlashtileImpl(HEADS, HEAD, 0.3)
     profiled = impl.forward(None, *[torch.empty(0)] * 4, None, torch.full((3, 4), 7.0))
     assert not profiled.any()

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.arg_groups import choices
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.srt.server_args import add_attention_backend_choices
 from torch import Tensor
 
@@ -31,9 +32,12 @@ _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def register() -> None:
-    """Makes the backend known to SGLang by its name."""
+    """Makes the backend known to SGLang by its name, also for deterministic inference. It may be called again."""
+    if NAME not in ATTENTION_BACKENDS:
+        add_attention_backend_choices([NAME])
+        choices.add_deterministic_attention_backend_choices([NAME])
+        choices.add_radix_supported_deterministic_attention_backend_choices([NAME])
     register_attention_backend(NAME)(FlashtileBackend)
-    add_attention_backend_choices([NAME])
 
 
 @dataclass
@@ -81,6 +85,9 @@ class FlashtileBackend(AttentionBackend):
                 raise _not_served("model_runner", "a decoder with a cache of keys and values", name)
         self._pool = model_runner.token_to_kv_pool
         _check_pool(self._pool)
+        self._invariant: bool = get_exec().deterministic.enable_deterministic_inference
+        if self._invariant and self._pool.dtype in _EIGHT_BITS:
+            raise _not_served("token_to_kv_pool.dtype", "16 bits or more in deterministic inference", self._pool.dtype)
         self._latent = isinstance(self._pool, MLATokenToKVPool)
         self._window_pool = self._pool if isinstance(self._pool, SWAKVPool) else None
         self._page_size: int = model_runner.page_size
@@ -177,7 +184,7 @@ class FlashtileBackend(AttentionBackend):
                 self._pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
         keys, values = (rows.unflatten(0, (-1, self._page_size)) for rows in self._pool.get_kv_buffer(layer.layer_id))
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        extras: dict[str, Any] = {}
+        extras: dict[str, Any] = {"batch_invariant": self._invariant}
         if keys.dtype in _EIGHT_BITS:
             of_values = layer.k_scale if self._latent else layer.v_scale
             for name, factor in (("descale_k", layer.k_scale), ("descale_v", of_values)):
@@ -214,6 +221,7 @@ class FlashtileBackend(AttentionBackend):
         out = flashtile.attention_varlen(
             q, k, v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim), batch.starts, max_seqlen_q=batch.longest,
             max_seqlen_k=batch.longest, causal=True, scale=layer.scaling, softcap=layer.logit_cap or None,
+            batch_invariant=self._invariant,
         )  # fmt: skip
         return out.flatten(1)
 

@@ -204,10 +204,7 @@ class _Operators:
         options = self._options | _described(scale, is_causal, window_size_left, window_size_right)
         options |= {"alibi_slopes": alibi_slopes, "dropout_p": dropout_p}
         options |= {"descale_q": q_descale, "descale_k": k_descale, "descale_v": v_descale}
-        if num_splits == 1:
-            raise NotImplementedError(
-                "num_splits: expected None or more than 1, got 1: results here depend on the batch"
-            )
+        options["batch_invariant"] = num_splits == 1  # so programs ask PyTorch for it; other numbers are hints
         if block_table is not None or seqused_k is not None:
             if cum_seq_q is None or seqused_k is None:
                 raise NotImplementedError(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -42,6 +43,12 @@ def register() -> None:
     for name, path in ((NAME, "vllm.FlashtileBackend"), (MLA_NAME, "vllm_mla.FlashtileMLABackend")):
         if name not in AttentionBackendEnum.__members__:
             register_backend(name, f"flashtile.integrations.{path}")
+
+
+def invariance_refused(kv_cache_dtype: Any) -> str | None:
+    """Why vLLM's batch invariance is not there with this cache, or None."""
+    eight_bits = envs.VLLM_BATCH_INVARIANT and kv_cache_dtype in EIGHT_BITS
+    return "batch invariance is not supported with caches of 8 bits" if eight_bits else None
 
 
 class FlashtileBackend(AttentionBackend):
@@ -85,6 +92,16 @@ class FlashtileBackend(AttentionBackend):
     @classmethod
     def supports_non_causal(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *others: Any, **more: Any
+    ) -> str | None:
+        return invariance_refused(kv_cache_dtype)
 
 
 @dataclass
@@ -169,7 +186,9 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self._sliding_window = sliding_window
-        self._options: dict[str, Any] = {"scale": self.scale, "softcap": logits_soft_cap or None}
+        self._options: dict[str, Any] = {
+            "scale": self.scale, "softcap": logits_soft_cap or None, "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT),
+        }  # fmt: skip
         self._slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
         self._sinks = sinks
 

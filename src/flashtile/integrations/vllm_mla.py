@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonImpl,
@@ -24,7 +25,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 import flashtile
-from flashtile.integrations.vllm import EIGHT_BITS, MLA_NAME
+from flashtile.integrations.vllm import EIGHT_BITS, MLA_NAME, invariance_refused
 
 
 class FlashtileMLABackend(MLACommonBackend):
@@ -52,6 +53,16 @@ class FlashtileMLABackend(MLACommonBackend):
     @classmethod
     def supports_non_causal(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *others: Any, **more: Any
+    ) -> str | None:
+        return invariance_refused(kv_cache_dtype)
 
 
 class FlashtileMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
@@ -91,6 +102,7 @@ class FlashtileMLAImpl(MLACommonImpl[MLACommonMetadata]):
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
             attn_type, kv_sharing_target_layer_name, **mla_args,
         )  # fmt: skip
+        self._invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.supports_quant_query_input = False  # queries stay in 16 bits beside caches in 8
 
     def forward_mqa(
@@ -124,6 +136,6 @@ class FlashtileMLAImpl(MLACommonImpl[MLACommonMetadata]):
         out, lse = flashtile.attention_with_kv_cache(
             q.unflatten(0, (batch.seq_lens.shape[0], -1)), keys, keys[..., : self.kv_lora_rank],
             cache_lengths=batch.seq_lens, block_table=batch.block_table, scale=self.scale, causal=attn_metadata.causal,
-            return_lse=True, **factors,
+            batch_invariant=self._invariant, return_lse=True, **factors,
         )  # fmt: skip
         return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
