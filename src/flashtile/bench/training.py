@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flashtile import io_model
 from flashtile.bench import base
 from flashtile.bench.base import AnyCase, Implementation, Verdict, judge, select_named
 from flashtile.bench.training_steps import PHASE, Steps, check_dropout, judge_dropout, sample_reference
@@ -314,9 +315,6 @@ _CHECKED_TOKENS = 1024
 _ORACLE_BATCH = 2
 _OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
 
-#: Part of a GPU's name -> its dense bfloat16 products in TFLOP/s, by the data sheets of the vendor.
-_PEAK_TFLOPS = {"H200": 989.4, "GH200": 989.4, "H100 PCIe": 756.0, "H100": 989.4, "A100": 312.0}
-
 
 class Training(Steps[Tensor]):
     """Steps on tokens `[B, S + 1]`.
@@ -447,8 +445,6 @@ def judge_losses(
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Peak rate of bfloat16 products on a known GPU; None on another device."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAK_TFLOPS.items() if part in name), None)
+    """Peak rate of bfloat16 products on a GPU that the IO model knows; None on another device."""
+    known = io_model.find_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if known is None else known.flops[torch.bfloat16] / 1e12

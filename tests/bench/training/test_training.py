@@ -142,7 +142,7 @@ def test_parts_of_a_batch_train_as_the_whole(autocast):
 
 def test_peaks_are_known_by_name(monkeypatch):
     assert peak_tflops(CPU) is None
-    for name, peak in (("NVIDIA H200", 989.4), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA X1", None)):
+    for name, peak in (("NVIDIA H200", 989.4), ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA X1", None)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak_tflops(CUDA) == peak
 
