@@ -100,7 +100,7 @@ def test_name_tells_kinds_apart():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
 def test_cases_of_every_benchmark_have_names_and_come_back_from_their_records(benchmark, device):
-    for cases in BENCHMARKS[benchmark].groups(torch.device(device)).values():
+    for cases in BENCHMARKS[benchmark].tables(torch.device(device)).values():
         assert len({case.name for case in cases}) == len(cases)
         for case in cases:
             assert case_of({"op": case.op, "case": json.loads(json.dumps(case.record()))}) == case

@@ -72,14 +72,14 @@ def default_case(device: torch.device) -> Case:
     return Case(1, 512, 8, 8, 64, 64, causal=True, dropout_p=0.1, dtype="fp32")
 
 
-def chosen_case(given: Mapping[str, Any], device: torch.device) -> Case:
+def chosen_case(given: Mapping[str, Any], device: torch.device) -> list[Case]:
     """The default case with what options of the command line say."""
     if "dtype" in given:
         select_named("--dtype", [given["dtype"]], DTYPES, device.type)
     fields = {"batch": ("B",), "seq": ("S",), "heads": ("H", "Hkv"), "head_dim": ("D", "Dv")}
     fields |= {name: (name,) for name in ("dropout_p", "dtype")}
     wanted: dict[str, Any] = {field: given[name] for name, names in fields.items() if name in given for field in names}
-    return replace(default_case(device), **wanted | ({"causal": False} if given.get("full") else {}))
+    return [replace(default_case(device), **wanted | ({"causal": False} if given.get("full") else {}))]
 
 
 class Steps:

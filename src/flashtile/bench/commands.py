@@ -105,7 +105,7 @@ def _split(values: Sequence[str]) -> list[str]:
 def describe(command: str, device: torch.device) -> str:
     """Names of the cases and of the implementations of a benchmark on a device, for reading."""
     benchmark = BENCHMARKS[command]
-    lists = {heading: [case.name for case in cases] for heading, cases in benchmark.groups(device).items()}
+    lists = {f"cases of {name}": [case.name for case in cases] for name, cases in benchmark.tables(device).items()}
     lists["implementations"] = [each.name for each in benchmark.implementations if device.type in each.devices]
     return "\n".join("\n  ".join([f"{heading}:", *names]) for heading, names in lists.items())
 

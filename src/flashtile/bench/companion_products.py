@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashtile
-from flashtile.bench.base import select_tables
 from flashtile.bench.companion_cases import (
     LIGER,
     CausalSoftmax,
@@ -280,12 +279,3 @@ def tables(device: torch.device) -> dict[str, list[Companion]]:
     """The cases of each operation, copies first."""
     cases = _cuda_cases() if device.type == "cuda" else _cpu_cases()
     return {op: [case for case in cases if case.op == op] for op in OPERATIONS}
-
-
-def cases_of(device: torch.device, operations: Sequence[str] = (), quick: bool = False) -> list[Companion]:
-    """The cases of the named operations, of all when none is named; with `quick` the first of each.
-
-    Raises:
-        ChoiceError: there is no such operation.
-    """
-    return select_tables("--op", operations, tables(device), device, quick)

@@ -19,7 +19,7 @@ from flashtile.bench import (
     tables,
     training,
 )  # fmt: skip
-from flashtile.bench.base import AnyCase, Implementation
+from flashtile.bench.base import AnyCase, Implementation, select_tables
 from flashtile.bench.cases import Case
 from flashtile.bench.record import Row
 from flashtile.bench.runner import ProblemOf, Run, run_case, run_host_time
@@ -28,79 +28,81 @@ from flashtile.bench.runner import ProblemOf, Run, run_case, run_host_time
 Options = Mapping[str, Any]
 
 
+Tables = Callable[[torch.device], Mapping[str, Sequence[AnyCase]]]
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """What a command measures.
 
     Attributes:
         title: of its tables.
-        unit: of its speeds; None where it depends on the case (`AnyCase.unit`).
         operations: names in records -> the class of their cases.
-        groups: from a device, the cases that `--list` shows, by heading.
-        cases: those that options choose on a device.
+        tables: from a device, its cases by the names of tables.
         implementations: in which ways.
         problem: makes the problem of a case.
+        unit: of its speeds; None where it depends on the case (`AnyCase.unit`).
+        option: of the command line, that names tables.
+        choose: the cases that options choose on a device; None where `option` names tables, and all by default.
         run: measures a case.
         needs: implementations whose package is missing are refused, always or where they are named.
     """
 
     title: str
-    unit: str | None
     operations: Mapping[str, type[AnyCase]]
-    groups: Callable[[torch.device], Mapping[str, Sequence[AnyCase]]]
-    cases: Callable[[Options, torch.device], Sequence[AnyCase]]
+    tables: Tables
     implementations: tuple[Implementation, ...]
     problem: ProblemOf
+    unit: str | None = None
+    option: str = "table"
+    choose: Callable[[Options, torch.device], Sequence[AnyCase]] | None = None
     run: Run = run_case
     needs: str = ""
 
+    def cases(self, given: Options, device: torch.device) -> Sequence[AnyCase]:
+        """The cases that options choose.
 
-Tables = Callable[[torch.device], Mapping[str, Sequence[AnyCase]]]
+        Raises:
+            ChoiceError: a name is unknown.
+        """
+        if self.choose is not None:
+            return self.choose(given, device)
+        names, quick = given.get(self.option, ()), given.get("quick", False)
+        return select_tables(f"--{self.option}", names, self.tables(device), device, quick)
 
 
-def _headed(known: Tables) -> Tables:
-    return lambda device: {f"cases of {name}": cases for name, cases in known(device).items()}
-
-
-def _named(option: str, cases_of: Callable[..., Sequence[AnyCase]]) -> Callable[[Options, torch.device], Any]:
-    return lambda given, device: cases_of(device, given.get(option, ()), given.get("quick", False))
+def _implementations(default: Callable[[Implementation], bool]) -> tuple[Implementation, ...]:
+    """Attention's, with fewer of them measured by default."""
+    return tuple(replace(each, default=each.default and default(each)) for each in implementations.IMPLEMENTATIONS)
 
 
 BENCHMARKS = {
     "attention": Benchmark(
-        "Attention", "TFLOP/s", {"attention": Case}, _headed(tables.tables), _named("table", tables.cases_of),
-        implementations.IMPLEMENTATIONS, oracle.AttentionProblem,
+        "Attention", {"attention": Case}, tables.tables, implementations.IMPLEMENTATIONS, oracle.AttentionProblem,
+        unit="TFLOP/s",
+        choose=lambda given, device: tables.cases_of(device, given.get("table", ()), given.get("quick", False)),
     ),
     "companions": Benchmark(
-        "Companions", None, companion_products.OPERATIONS, _headed(companion_products.tables),
-        _named("op", companion_products.cases_of), companions.IMPLEMENTATIONS, companions.CompanionProblem,
-        needs="named",
+        "Companions", companion_products.OPERATIONS, companion_products.tables, companions.IMPLEMENTATIONS,
+        companions.CompanionProblem, option="op", needs="named",
     ),
     "serving": Benchmark(
-        "Serving", None, dict.fromkeys(("serving", "decode"), serving_cases.ServingCase),
-        _headed(serving_cases.tables), _named("table", serving_cases.cases_of), serving.IMPLEMENTATIONS,
-        serving.ServingProblem,
+        "Serving", dict.fromkeys(("serving", "decode"), serving_cases.ServingCase), serving_cases.tables,
+        serving.IMPLEMENTATIONS, serving.ServingProblem,
     ),
     "train": Benchmark(
-        "Training", "tokens/s", {"train-step": training.TrainCase},
-        lambda device: {"cases": training.training_cases(device)}, training.chosen_cases, training.IMPLEMENTATIONS,
-        training.TrainProblem, needs="all",
+        "Training", {"train-step": training.TrainCase}, lambda device: {"all": training.training_cases(device)},
+        training.IMPLEMENTATIONS, training.TrainProblem, unit="tokens/s", choose=training.chosen_cases, needs="all",
     ),
     "host-time": Benchmark(
-        "Host time", None, {"attention-host": Case}, lambda device: {"cases": tables.host_cases(device)},
-        lambda given, device: tables.host_cases(device)[: 1 if given.get("quick") else None],
-        tuple(
-            replace(each, default=each.default and each.name not in ("flex", "sdpa-efficient", "torch-varlen"))
-            for each in implementations.IMPLEMENTATIONS
-        ),
-        oracle.AttentionProblem, run_host_time,
+        "Host time", {"attention-host": Case}, lambda device: {"all": tables.host_cases(device)},
+        _implementations(lambda each: each.name not in ("flex", "sdpa-efficient", "torch-varlen")),
+        oracle.AttentionProblem, run=run_host_time,
     ),
     "breakdown": Benchmark(
-        "Standard attention", None, {"attention-breakdown": Case},
-        lambda device: {"cases": [breakdown.default_case(device)]},
-        lambda given, device: [breakdown.chosen_case(given, device)],
-        tuple(replace(each, default=each.default and each.ours) for each in implementations.IMPLEMENTATIONS),
-        oracle.AttentionProblem, breakdown.run_breakdown,
+        "Standard attention", {"attention-breakdown": Case}, lambda device: {"all": [breakdown.default_case(device)]},
+        _implementations(lambda each: each.ours), oracle.AttentionProblem, choose=breakdown.chosen_case,
+        run=breakdown.run_breakdown,
     ),
 }  # fmt: skip
 _BY_OPERATION = {op: benchmark for benchmark in BENCHMARKS.values() for op in benchmark.operations}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
-from flashtile.bench.base import AnyCase, select_tables
+from flashtile.bench.base import AnyCase
 
 PHASE = "fwd"
 #: FLOPs for each byte of the cache from which on products are what limits a call.
@@ -202,12 +201,3 @@ def tables(device: torch.device) -> dict[str, list[ServingCase]]:
         "mixed": _mixed(), "eight-bits": _eight_bits(), "shared": _shared(), "trees": _trees(), "latent": _latent(),
         "chunks": _chunks(), "decode": _decode(),
     }  # fmt: skip
-
-
-def cases_of(device: torch.device, names: Sequence[str] = (), quick: bool = False) -> list[ServingCase]:
-    """The cases of the named tables, of all when none is named; with `quick` the first of each.
-
-    Raises:
-        ChoiceError: there is no table of a name.
-    """
-    return select_tables("--table", names, tables(device), device, quick)

@@ -16,12 +16,19 @@ from flashtile.bench.companion_cases import (
     RMSNorm,
     Rotary,
 )
-from flashtile.bench.companion_products import OPERATIONS, FusedDense, FusedMLP, LinearCrossEntropy, cases_of
+from flashtile.bench.companion_products import OPERATIONS, FusedDense, FusedMLP, LinearCrossEntropy
 from flashtile.bench.companions import IMPLEMENTATIONS, Random, evaluate
+from flashtile.bench.registry import BENCHMARKS
 from flashtile.bench.start import ChoiceError
 from flashtile.testing import assert_same
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def cases_of(device, op=(), quick=False):
+    return BENCHMARKS["companions"].cases({"op": op, "quick": quick}, device)
+
+
 ALL = [*cases_of(CPU), *cases_of(CUDA)]
 
 

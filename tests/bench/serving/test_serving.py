@@ -12,10 +12,10 @@ from flashtile.bench import ahead, runner
 from flashtile.bench.base import Implementation, select_implementations
 from flashtile.bench.commands import as_arguments, measure, ours
 from flashtile.bench.record import ratios_to_best, ratios_to_peer
-from flashtile.bench.registry import case_name, case_of
+from flashtile.bench.registry import BENCHMARKS, case_name, case_of
 from flashtile.bench.report import mean_tables, speed_tables
 from flashtile.bench.serving import IMPLEMENTATIONS, ServingProblem, make_inputs, rows_of
-from flashtile.bench.serving_cases import ServingCase, cases_of, tables
+from flashtile.bench.serving_cases import ServingCase, tables
 from flashtile.bench.start import ChoiceError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -68,10 +68,12 @@ def test_names_and_records_tell_cases_apart():
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 def test_cases_differ_and_fit(device):
-    cases = cases_of(device)
+    cases = BENCHMARKS["serving"].cases({}, device)
     assert len({case.name for case in cases}) == len(cases) == sum(map(len, tables(device).values()))
     assert all(case.bytes("fwd") <= 40e9 for case in cases)
-    assert {case.name for case in cases_of(device, quick=True)} == {of[0].name for of in tables(device).values()}
+    assert {case.name for case in BENCHMARKS["serving"].cases({"quick": True}, device)} == {
+        of[0].name for of in tables(device).values()
+    }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -155,7 +157,7 @@ def test_a_record_has_yardsticks_that_are_no_peers(tmp_path):
 
 
 def test_cases_of_the_same_kernels_do_not_follow_one_another():
-    cases = cases_of(CUDA)
+    cases = BENCHMARKS["serving"].cases({}, CUDA)
     apart = ahead._alike_apart(cases)
     assert (
         set(apart) == set(cases) and [case.S for case in apart if case.Sq == 2048 and case.D == 128][:4] == [4096] * 4
