@@ -334,9 +334,8 @@ class ServingProblem(base.Problem):
         self._inputs = make_inputs(case, device)
 
     def offers(self, implementation: Implementation) -> bool:
-        """There is no row for a yardstick or a variant that does not fit a case."""
-        reason = self.unsupported(implementation, PHASE)
-        return reason is None or implementation.name not in ("dense", "flashtile-unshared")
+        """There is no row where an implementation is not meant for a case; most are for few kinds."""
+        return implementation.unsupported(self.case, self.device) is None
 
     def bind(self, implementation: Implementation) -> BoundStep:
         return BoundStep(implementation.name, implementation.build(self.case, self._inputs))

@@ -130,8 +130,7 @@ def test_pytorchs_own_is_right_and_measured_on_a_cache_in_one_piece():
     (row,) = run(case, BY_NAME["sdpa-flash"])
     assert row["ms"] is not None, row
     for other in (replace(case, page=16), replace(case, append=True), replace(case, Sq=2)):
-        (row,) = run(other, BY_NAME["sdpa-flash"])
-        assert row["ms"] is None and row["why"].startswith("measured ")
+        assert run(other, BY_NAME["sdpa-flash"]) == []
 
 
 @pytest.mark.parametrize(
