@@ -273,7 +273,7 @@ def test_chunks_over_rows_in_use_are_a_grid():
 
     sizes = [(queries, rows) for queries in (64, 2048) for rows in (4096, 65536)]
     rows = [serving(*size, impl, ms) for size in sizes for impl, ms in (("flashtile-auto", 2.0), ("dense", 1.5))]
-    (chart,) = charts_of(rows, "Serving")
+    (chart,) = charts_of(rows, "Chunks of prompts")
     assert chart.cells == dict.fromkeys(sizes, (700.0, 0.75))
     assert chart.table() == (
         ("queries over rows in use", "4,096", "65,536"), [(q, "700 (0.75)", "700 (0.75)") for q in ("64", "2,048")]
@@ -282,7 +282,7 @@ def test_chunks_over_rows_in_use_are_a_grid():
     assert {"700 (0.75)", "2k", "64k", "rows in use", "queries"} <= {*texts(found)}
     assert sum("fill: var(--c0)" in element.get("style", "") for element in found) == 4
     assert [len(lines) for _, _, lines in part_of(named(rows)).tables] == [4], "also in a table, with the peers"
-    assert not charts_of(rows[2:], "Serving"), "a part of a grid is none"
+    assert not charts_of(rows[2:], "Chunks of prompts"), "a part of a grid is none"
 
 
 def test_what_has_no_lengths_is_a_line_of_a_table():

@@ -159,7 +159,8 @@ def grids(rows: Rows) -> tuple[list[GridChart], set[str]]:
     cases = [{key: pairs[0][0]["case"][key] for key in pairs[0][0]["case"] if key not in _SIZES} for pairs in full]
     charts = [
         GridChart(
-            f"Serving, {label}: TFLOP/s (share of the same without a cache)", "rows in use", "queries", "TFLOP/s",
+            f"Chunks of prompts, {'in one piece' if label == words.NOTHING else label}: TFLOP/s (share of the same "
+            "without a cache)", "rows in use", "queries", "TFLOP/s",
             {(r["case"]["Sq"], r["case"]["S"]): (r["tflops"], other["ms"] / r["ms"]) for r, other in pairs},
         )
         for label, pairs in zip(words.labels_of(cases), full)

@@ -130,7 +130,7 @@ _DETAILS = (
 #: Options that 0 switches off.
 _ZERO_IS_ABSENT = ("dropout_p", "softcap")
 #: What is said where a case has none of what others have.
-_NOTHING = "plain"
+NOTHING = "plain"
 
 OPERATIONS = {
     "attention": "Attention", "attention-host": "Host time", "attention-breakdown": "Standard attention, step by step",
@@ -282,7 +282,7 @@ def _different_labels(cases: Sequence[Case], more: Sequence[str]) -> list[str]:
     keys = [key for key in order if key in more or len({f.get(key) for f in all_facets}) > 1]
 
     def labels(kept: Sequence[str]) -> list[str]:
-        return [", ".join(facets[key] for key in kept if key in facets) or _NOTHING for facets in all_facets]
+        return [", ".join(facets[key] for key in kept if key in facets) or NOTHING for facets in all_facets]
 
     count = len(set(labels(keys)))
     for key in [*reversed(_DETAILS)]:
