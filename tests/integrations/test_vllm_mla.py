@@ -15,8 +15,13 @@ from flashtile.testing import assert_same
 pytest.importorskip("vllm.model_executor.layers.attention.mla_attention")
 
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.attention.mla_attention import MLACommonDecodeMetadata, MLACommonMetadata
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonDecodeMetadata,
+    MLACommonMetadata,
+    MLACommonPrefillMetadata,
+)
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from flashtile.integrations import vllm, vllm_mla
@@ -72,10 +77,38 @@ def test_requests_that_decode_are_requests_alone(cache: str, queries: int, causa
         assert_same(lse[own], expected_lse[0].T.contiguous())
 
 
+def test_prompts_are_prompts_alone() -> None:
+    """New tokens among themselves, and to rows before them, merged by their lse as vLLM does."""
+    backend = vllm_mla.FlashtileMLAPrefill(
+        num_heads=HEADS, scale=0.1, kv_lora_rank=LATENT, qk_nope_head_dim=128, qk_rope_head_dim=ROTATED, v_head_dim=128,
+        vllm_config=None,
+    )  # fmt: skip
+    new, before = [9, 1, 4], [0, 5, 13]
+    starts, starts_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (new, before))
+    backend.prepare_metadata(MLACommonPrefillMetadata(torch.empty(0), starts, max(new)))
+    q, k = (_normal(sum(new), HEADS, 192, seed=seed) for seed in (1, 2))
+    old_k, v, old_v = (_normal(n, HEADS, d, seed=d + n) for n, d in ((18, 192), (14, 128), (18, 128)))
+    chunk = SimpleNamespace(
+        query_start_loc=starts, cu_seq_lens=starts_k, max_query_len=max(new), max_seq_len=max(before)
+    )
+    out, lse = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=True)
+    assert torch.equal(backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=False), out)
+    old_out, old_lse = backend.run_prefill_context_chunk(chunk, q, old_k, old_v)
+    share = torch.sigmoid(lse - old_lse).T[..., None]
+    merged = share * out + (1 - share) * old_out
+    for request in range(3):
+        own, rows = (slice(*ends[request : request + 2].tolist()) for ends in (starts, starts_k))
+        keys, values = (torch.cat(both)[None] for both in ((old_k[rows], k[own]), (old_v[rows], v[own])))
+        expected = flashtile.attention(q[None, own], keys, values, causal=True, scale=0.1, backend="reference")[0]
+        assert_same(merged[own], expected)
+
+
 def test_what_vllm_asks() -> None:
     vllm.register()
     backend = AttentionBackendEnum[vllm.MLA_NAME].get_class()
     assert backend is vllm_mla.FlashtileMLABackend and backend.is_mla()
+    assert MLAPrefillBackendEnum[vllm.MLA_NAME].get_class() is vllm_mla.FlashtileMLAPrefill
+    assert vllm_mla.FlashtileMLAPrefill.get_name() == vllm.MLA_NAME
     capability = SimpleNamespace(to_int=lambda: 90)
     asked = (576, torch.bfloat16, "fp8", 64, True, False, False, False, False, capability, AttentionType.DECODER)
     assert not backend.validate_configuration(*asked)

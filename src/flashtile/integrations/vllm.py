@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
+from vllm.v1.attention.backends.mla.prefill.registry import register_mla_prefill_backend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 import flashtile
@@ -40,9 +41,11 @@ EIGHT_BITS = {
 
 def register() -> None:
     """Makes the backends known to vLLM by their names. vLLM may call it several times in a process."""
-    for name, path in ((NAME, "vllm.FlashtileBackend"), (MLA_NAME, "vllm_mla.FlashtileMLABackend")):
-        if name not in AttentionBackendEnum.__members__:
-            register_backend(name, f"flashtile.integrations.{path}")
+    if NAME in AttentionBackendEnum.__members__:
+        return
+    register_backend(NAME, "flashtile.integrations.vllm.FlashtileBackend")
+    register_backend(MLA_NAME, "flashtile.integrations.vllm_mla.FlashtileMLABackend")
+    register_mla_prefill_backend(MLA_NAME, "flashtile.integrations.vllm_mla.FlashtileMLAPrefill")
 
 
 def invariance_refused(kv_cache_dtype: Any) -> str | None:

@@ -1,7 +1,8 @@
 """The attention backend of vLLM for models with multi-head latent attention: `--attention-backend FLASHTILE_MLA`.
 
 Queries of decoding, absorbed into the latent space, are one call of `flashtile.attention_with_kv_cache` on vLLM's pages
-of latent rows. Prompts are computed by the prefill backend that vLLM chooses, and vLLM writes the rows.
+of latent rows. Prompts are computed by a prefill backend, with keys and values of heads: the one that vLLM chooses, or
+flashtile's, which the option `mla_prefill_backend` names `FLASHTILE_MLA` too. vLLM writes the rows.
 
 This module needs vLLM, which loads it. Nothing here chooses kernels or copies caches.
 
@@ -23,6 +24,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 import flashtile
 from flashtile.integrations.vllm import EIGHT_BITS, MLA_NAME, invariance_refused
@@ -139,3 +141,47 @@ class FlashtileMLAImpl(MLACommonImpl[MLACommonMetadata]):
             batch_invariant=self._invariant, return_lse=True, **factors,
         )  # fmt: skip
         return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+
+
+class FlashtileMLAPrefill(MLAPrefillBackend):
+    """Attention of prompts, with keys and values of heads."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_name() -> str:
+        return MLA_NAME
+
+    def run_prefill_new_tokens(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        return_softmax_lse: bool,
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Each token to those of its prompt's chunk up to itself. All are `[T, H, ...]`; lse is `[H, T]`.
+
+        vLLM passes `out` and `output_scale` to backends that say so.
+        """
+        batch = self._prefill_metadata
+        starts, longest = batch.query_start_loc, batch.max_query_len
+        found, lse = self._attend(q, k, v, starts, starts, longest, longest, True)
+        return (found, lse) if return_softmax_lse else found
+
+    def run_prefill_context_chunk(
+        self, chunk: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Each token to a slice of the rows before its chunk."""
+        sizes = chunk.query_start_loc, chunk.cu_seq_lens, chunk.max_query_len, chunk.max_seq_len
+        return self._attend(q, k, v, *sizes, False)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, longest: int, longest_k: int,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return flashtile.attention_varlen(
+            q, k, v, starts, starts_k, max_seqlen_q=longest, max_seqlen_k=longest_k, causal=causal, scale=self.scale,
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT), return_lse=True,
+        )  # fmt: skip
