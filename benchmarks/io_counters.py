@@ -95,18 +95,30 @@ def run_program(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--seq", type=int, default=1024)
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser = shape_parser(__doc__, batch=64, seq=1024)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="bf16")
+    parser.add_argument("--child", choices=("standard", "flashtile"), help=argparse.SUPPRESS)
+    return parser
+
+
+def shape_parser(description: str | None, batch: int, seq: int) -> argparse.ArgumentParser:
+    """Options of a program that counts, with its usual batch and length."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, size in (("batch", batch), ("heads", 16), ("seq", seq), ("head-dim", 64)):
+        parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--no-counters", action="store_true", help="times and predictions alone, without ncu")
     parser.add_argument("--output", type=Path, help="JSON file for the record")
-    parser.add_argument("--child", choices=("standard", "flashtile"), help=argparse.SUPPRESS)
     return parser
+
+
+def child_of(script: str, child: Any, options: argparse.Namespace, more: Sequence[str] = ()) -> list[str]:
+    """The arguments of a child process: the program, what it computes, and the sizes."""
+    arguments = [str(Path(script).resolve()), "--child", str(child)]
+    for option in ("batch", "heads", "seq", "head_dim", *more):
+        arguments += [f"--{option.replace('_', '-')}", str(getattr(options, option))]
+    return [*arguments, *["--causal"] * options.causal]
 
 
 def _shape(options: argparse.Namespace) -> io_model.Shape:
@@ -228,11 +240,7 @@ def count(ncu: str, name: str, options: argparse.Namespace) -> list[dict[str, An
     Raises:
         CountersError: as `profile`.
     """
-    child = [str(Path(__file__).resolve()), "--child", name]
-    for option in ("batch", "heads", "seq", "head_dim", "dropout", "dtype"):
-        child += [f"--{option.replace('_', '-')}", str(getattr(options, option))]
-    child += ["--causal"] if options.causal else []
-    return profile(ncu, name, child)
+    return profile(ncu, name, child_of(__file__, name, options, ("dropout", "dtype")))
 
 
 def profile(

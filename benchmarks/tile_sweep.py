@@ -12,11 +12,10 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from io_counters import DEVICE_MEMORY, profile, run_program
+from io_counters import DEVICE_MEMORY, child_of, profile, run_program, shape_parser
 
 from flashtile import io_model
 from flashtile._backends.launch import clear_plans
@@ -45,14 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--seq", type=int, default=8192)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--no-counters", action="store_true", help="times and predictions alone, without ncu")
-    parser.add_argument("--output", type=Path, help="JSON file for the record")
+    parser = shape_parser(__doc__, batch=4, seq=8192)
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     return parser
 
@@ -103,10 +95,7 @@ def measure(shape: io_model.Shape, device: io_model.Device, ncu: str | None, opt
         ms = statistics.median(EventTimer(call).sample(_SECONDS))
         kernels = None
         if ncu is not None:
-            child = [str(Path(__file__).resolve()), "--child", str(point.block_q)]
-            for name in ("batch", "heads", "seq", "head_dim"):
-                child += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-            kernels = profile(ncu, f"tiles of {point.block_q}", [*child, *["--causal"] * shape.causal], _METRICS)
+            kernels = profile(ncu, f"tiles of {point.block_q}", child_of(__file__, point.block_q, options), _METRICS)
         record["rows"].append(row(shape, point, ms, error, kernels))
         clear_plans()
     return record
