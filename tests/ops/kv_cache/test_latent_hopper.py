@@ -48,6 +48,7 @@ class Case(NamedTuple):
     causal: bool = True
     splits: int = 1
     spread: float = 1.0  # of the queries
+    left: tuple[int, ...] | None = None
 
 
 _CASES = {
@@ -58,6 +59,9 @@ _CASES = {
     "tokens": Case(seq_q=9, heads=16, lengths=(70, 9, 5), page_size=16, head_dim=520),
     "packed": Case(queries=(5, 0, 1, 20), heads=7, lengths=(100, 33, 64, 20), page_size=16, splits=2),
     "packed, pages of 24": Case(queries=(1, 9), heads=32, lengths=(90, 9), page_size=24, dtype=torch.float16),
+    "left padding": Case(seq_q=2, lengths=(200, 75, 10), left=(70, 75, 9), splits=2),
+    "left padding, pages": Case(lengths=(200, 75, 30, 77), left=(67, 75, 17, 64), page_size=16, heads=20),
+    "left padding, packed": Case(queries=(5, 9), lengths=(140, 37), left=(130, 33), page_size=64, dtype=torch.float16),
     "rising scores": Case(lengths=(256, 190), spread=30.0, dtype=torch.float16),
     "rising scores in bfloat16": Case(lengths=(256, 190), spread=30.0),
 }
@@ -75,7 +79,7 @@ def _inputs(case: Case) -> tuple[CacheCall, CacheSpec]:
     if not case.page_size:
         table = torch.arange(batch)[:, None]
     for sequence, length in enumerate(case.lengths):
-        for row in range(length):
+        for row in range(0 if case.left is None else case.left[sequence], length):
             where = table[sequence, row // size], row % size, 0
             # Scores grow along the rows where they are to rise.
             grown = 1 + row / 50 if case.spread > 1 else 1
@@ -86,8 +90,11 @@ def _inputs(case: Case) -> tuple[CacheCall, CacheSpec]:
     if case.page_size:
         for sequence, length in enumerate(case.lengths):
             table[sequence, -(-length // size) :] = 2**30  # not read
+            if case.left is not None:
+                table[sequence, : case.left[sequence] // size] = 2**30
+    left = None if case.left is None else torch.tensor(case.left)
     call = CacheCall(
-        q, cache, cache[..., :512], cache_lengths=torch.tensor(case.lengths, dtype=torch.int64),
+        q, cache, cache[..., :512], cache_lengths=torch.tensor(case.lengths), cache_left_padding=left,
         block_table=table if case.page_size else None, cu_seqlens_q=starts,
     )  # fmt: skip
     return call, CacheSpec(0, width**-0.5, None, 0 if case.causal else None, num_splits=case.splits)
@@ -129,11 +136,15 @@ def _call(
 def test_results_on_the_emulated_machine(name: str, seed: int) -> None:
     call, spec = _inputs(_CASES[name])
     emulated = EmulatedHopper(multiprocessors=3, seed=seed)
-    indices = call.cache_lengths, None, None, call.block_table, call.cu_seqlens_q, None, None
+    indices = call.cache_lengths, None, call.cache_left_padding, call.block_table, call.cu_seqlens_q, None, None
     described = _call(
         call.q.shape, call.k_cache.shape, call.q.dtype, None if call.block_table is None else call.block_table.shape,
         None if call.cu_seqlens_q is None else call.batch, torch.int64, spec.window_right, num_splits=spec.num_splits,
     )  # fmt: skip
+    if call.cache_left_padding is not None:
+        described = described._replace(
+            index_dtypes=(*described.index_dtypes[:2], torch.int64, *described.index_dtypes[3:])
+        )
     assert latent_unsupported_reason(described, _SM_90) is None
     found = emulated.latent(described, call.q, call.k_cache, indices, 0)
     cast = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in call]
@@ -151,6 +162,7 @@ def test_results_on_the_emulated_machine(name: str, seed: int) -> None:
 _DECODE = _call((64, 1, 16, 576), (64, 4096, 1, 576), torch.bfloat16, None, None)
 _PAGED = _call((64, 1, 128, 576), (4096, 64, 1, 576), torch.float16, (64, 64), None)
 _CHUNKS = _call((2048, 128, 576), (4096, 16, 1, 576), torch.bfloat16, (8, 512), 8)
+_PADDED = _CHUNKS._replace(index_dtypes=(None, None, torch.int32, torch.int32, torch.int32, None, None), num_splits=2)
 
 
 @pytest.mark.parametrize("call", [_DECODE, _PAGED, _CHUNKS, _DECODE._replace(window_right=None)], ids=str)
@@ -213,7 +225,7 @@ def test_programs(call: SplitCall, programs: int, splits: int | None, monkeypatc
     assert (made.attend.plans["attend"].programs, made.combine) == (programs, splits)
 
 
-@pytest.mark.parametrize("call", [_DECODE, _PAGED, _CHUNKS], ids=["decode", "paged", "chunks"])
+@pytest.mark.parametrize("call", [_DECODE, _PAGED, _CHUNKS, _PADDED], ids=["decode", "paged", "chunks", "padded"])
 def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _plan(call, monkeypatch).attend.kernels["attend"].source
     check_code(source, "sm_90", _check_latent, _SM_90.shared_memory)
@@ -263,6 +275,7 @@ def test_gpu(heads: int, queries: tuple[int, ...] | None, page_size: int | None,
     "change",
     [{"seq_q": 5, "arguments": {"causal": False}}, {"arguments": {"num_splits": 1}}, {"arguments": {"num_splits": 9}},
      {"rotary_dim": 64, "seq_q": 70, "seq_new": 9}, {"entries": (4, 0, 1), "heads": 1}, {"head_dim": 520},
+     {"left": (900, 0, 77)}, {"left": (901, 0, 77), "page_size": 16, "seq_q": 9}, {"seq_q": 40, "seq_new": 40},
      {"heads": 7}],
     ids=str,
 )  # fmt: skip

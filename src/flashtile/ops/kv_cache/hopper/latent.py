@@ -83,14 +83,16 @@ class KernelConfig:
     """What the kernel is specialised for.
 
     PACKED: sequences have queries of their own. CAUSAL: a query sees the keys up to its diagonal. PAGE_SIZE: 0 without
-    pages. BOX: rows of the cache that a copy moves, which lie in one page. PARTIAL: out and lse are those of a split.
-    DEFERRED: chunks of values whose products wait for the scores of the next tile (`add_values`).
+    pages. BOX: rows of the cache that a copy moves, which lie in one page. CUTS_BOX: the first visible row may lie
+    within a box (`load`). PARTIAL: out and lse are those of a split. DEFERRED: chunks of values whose products wait for
+    the scores of the next tile (`add_values`).
     """
 
     PACKED: gl.constexpr
     CAUSAL: gl.constexpr
     PAGE_SIZE: gl.constexpr
     BOX: gl.constexpr
+    CUTS_BOX: gl.constexpr
     PARTIAL: gl.constexpr
     DEFERRED: gl.constexpr
 
@@ -133,6 +135,8 @@ class Work(NamedTuple):
         first_token: number of its first query among those of all sequences.
         first_row, rows: the first row of the tile in the sequence, and how many rows that has.
         total: rows of the cache that the sequence has.
+        base: row of the cache at which tile 0 begins. hidden: rows from there on that are left padding, less than a
+            box.
         shift: key on the diagonal of query 0.
         full_end: keys before this one are seen by all rows.
     """
@@ -143,6 +147,8 @@ class Work(NamedTuple):
     first_row: Any
     rows: Any
     total: Any
+    base: Any
+    hidden: Any
     shift: Any
     full_end: Any
     first_tile: Any
@@ -192,6 +198,7 @@ def latent_attention_kernel(
         CAUSAL=CAUSAL,
         PAGE_SIZE=PAGE_SIZE,
         BOX=cache_desc.block_shape[2],
+        CUTS_BOX=PAGE_SIZE > 0 and sequences.left is not None,
         PARTIAL=PARTIAL,
         DEFERRED=DEFERRED,
     )
@@ -274,8 +281,17 @@ def work_of(sequences, length, problem, config):
         last_query = (gl.minimum(first_row + M, rows) - 1) // heads
         end = gl.maximum(gl.minimum(total, last_query + shift + 1), 0)
         full_end = gl.minimum(total, first_row // heads + shift + 1)
+    base = gl.to_tensor(0)
+    hidden = gl.to_tensor(0)
+    if sequences.left is not None:
+        # 32 bits wide only after that, like a length.
+        base = gl.minimum(gl.maximum(gl.load(sequences.left + sequence), 0), total).to(gl.int32)
+        if config.CUTS_BOX:
+            hidden = base % config.BOX
+            base -= hidden
     # This split's share of the tiles that the rows see: the first splits take one more where they do not divide.
-    tiles = gl.where(first_row < rows, gl.cdiv(end, N), 0)
+    visible = gl.where(first_row < rows, end - base, 0)
+    tiles = gl.where(visible > hidden, gl.cdiv(visible, N), 0)
     share = tiles // problem.splits
     longer = tiles % problem.splits
     return Work(
@@ -285,6 +301,8 @@ def work_of(sequences, length, problem, config):
         first_row=first_row,
         rows=rows,
         total=total,
+        base=base,
+        hidden=hidden,
         shift=shift,
         full_end=full_end,
         first_tile=split * share + gl.minimum(split, longer),
@@ -336,7 +354,11 @@ def value_chunk(which, index):
 
 @gluon.jit
 def load(q_desc, cache_desc, shared, sequences, work, problem, config):
-    """Loads q with the first keys, and the keys, chunk by chunk."""
+    """Loads q with the first keys, and the keys, chunk by chunk.
+
+    Where the first visible row lies within a box of a page, that box is loaded from there on, and what follows its end
+    is left out: rows of left padding may hold NaN.
+    """
     dtype: gl.constexpr = q_desc.dtype
     BOXES: gl.constexpr = N // config.BOX
     Q_BYTES: gl.constexpr = M * CHUNK * dtype.primitive_bitwidth // 8
@@ -360,12 +382,15 @@ def load(q_desc, cache_desc, shared, sequences, work, problem, config):
                 mbarrier.expect(full, BYTES)
             boxes = reinterpret(shared.keys.index(place), dtype, [BOXES, 1, 1, config.BOX, 1, CHUNK], cache_desc.layout)
             for box in gl.static_range(BOXES):
-                key = tile * N + box * config.BOX
+                key = work.base + tile * N + box * config.BOX
                 row = key
                 if config.PAGE_SIZE > 0:
                     row = key % config.PAGE_SIZE
                 # Rows past the end of the sequence are read as zeros.
                 length = gl.maximum(work.total - (key - row), 0)
+                if config.CUTS_BOX and box == 0:
+                    length = gl.where(tile == 0, gl.minimum(length, row + config.BOX), length)
+                    row += gl.where(tile == 0, work.hidden, 0)
                 rows = HeadRows(0, 0, here[box] * problem.rows_apart, length)
                 tma_load(cache_desc, coordinates(rows, row, chunk_column(chunk), True), full, boxes.index(box))
 
@@ -377,7 +402,7 @@ def pages_of_tile(sequences, tile, work, problem, config):
     pages = ()
     for box in gl.static_range(N // config.BOX):
         if config.PAGE_SIZE > 0:
-            key = tile * N + box * config.BOX
+            key = work.base + tile * N + box * config.BOX
             table = sequences.table + work.sequence.to(gl.int64) * problem.stride_table
             page = gl.load(table + key // config.PAGE_SIZE, mask=key < work.total, other=0).to(gl.int32)
         elif sequences.entries is not None:
@@ -451,9 +476,17 @@ def hand_over_weights(s, index, reference, row_sum, last_key, shared, work, prob
     """The weights of a tile from its scores. Returns the new references and sums of weights of the rows."""
     exchange = shared.exchange
     dtype: gl.constexpr = shared.q.dtype
-    first_key = (work.first_tile + index) * N
-    if first_key + N > work.full_end:
-        key = first_key + gl.arange(0, N, gl.SliceLayout(0, s.type.layout))
+    tile = work.first_tile + index
+    first_key = work.base + tile * N
+    cut = first_key + N > work.full_end
+    if config.CUTS_BOX:
+        cut |= (tile == 0) & (work.hidden > 0)
+    if cut:
+        column = gl.arange(0, N, gl.SliceLayout(0, s.type.layout))
+        key = first_key + column
+        if config.CUTS_BOX:
+            hidden = gl.where((tile == 0) & (column < config.BOX), work.hidden, 0)
+            key += gl.where(column + hidden >= config.BOX, gl.where(hidden > 0, work.total, 0), hidden)
         s = gl.where(key[None, :] <= last_key[:, None], s, float("-inf"))
     highest = row_maximum(s) * problem.scale_log2
     raised = gl.where(highest - reference > LARGEST_EXPONENT, highest, reference)
