@@ -84,7 +84,9 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
     with (
         mock.patch.object(plan, "device_facts", return_value=device),
         mock.patch.object(split_plans, "device_facts", return_value=device),
+        mock.patch.object(plan, "multiprocessors", return_value=multiprocessors),
         mock.patch.object(split_plans, "multiprocessors", return_value=multiprocessors),
+        mock.patch.object(plan, "chunks_unsupported_reason", return_value="the portable kernels are meant"),
     ):
         return plan._plan.__wrapped__(
             call.dtype, torch.device("cuda", 0), tuple(map(form, (q, k, v))),
