@@ -53,6 +53,19 @@ def test_every_case_is_called_where_something_is_compiled(seen):
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
 
 
+def test_a_call_without_memory_is_tried_again(seen, monkeypatch):
+    known, calls = seen
+    monkeypatch.setattr(ahead, "_PAUSE", 0)
+
+    def build(case, inputs):
+        calls.append(case)
+        raise torch.OutOfMemoryError if len(calls) < 3 else RuntimeError
+
+    known[1] = Implementation("failing", ("cpu",), build)
+    call_once("attention", CASES[0], "failing", "cpu")
+    assert len(calls) == 3
+
+
 def test_cases_of_the_same_kernels_do_not_follow_one_another():
     assert [(case.D, case.S) for case in ahead._alike_apart(CASES)] == [(8, 5), (16, 5), (8, 6), (16, 6)]
     causal = replace(CASES[1], causal=True)

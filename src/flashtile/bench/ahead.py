@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -16,11 +17,14 @@ import torch
 
 from flashtile.bench.base import Implementation
 from flashtile.bench.registry import BENCHMARKS
+from flashtile.bench.runner import ProblemOf
 
 #: FA4 keeps what it compiles on disk if this is 1. It reads it when it is imported.
 _FA4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 Pool = Callable[[int], Executor]
+#: How often a call is tried that finds no memory beside those of other processes, and seconds in between.
+_ATTEMPTS, _PAUSE = 4, 1.0
 
 
 def _processes(jobs: int) -> Executor:
@@ -66,19 +70,31 @@ def compile_ahead(
 
 
 def call_once(benchmark: str, case: Any, name: str, device_type: str) -> None:
-    """Runs each phase of a case in the named implementation."""
+    """Runs each phase of a case in the named implementation; again where other processes left it no memory."""
     found, device = BENCHMARKS[benchmark], torch.device(device_type)
     (implementation,) = (each for each in found.implementations if each.name == name)
-    # Out of memory beside the other processes, or what the measuring process will meet again.
+    for _ in range(_ATTEMPTS):
+        had_memory = _run_phases(found.problem, case, implementation, device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if had_memory:
+            break
+        time.sleep(_PAUSE)
+
+
+def _run_phases(problem_of: ProblemOf, case: Any, implementation: Implementation, device: torch.device) -> bool:
+    """Whether there was memory. What else fails, the measuring process will meet again."""
     with contextlib.suppress(Exception), implementation.context():
-        problem = found.problem(case, device)
-        if problem.offers(implementation):
-            bound = problem.bind(implementation)
-            for phase in problem.phases:
-                if problem.unsupported(implementation, phase) is None:
-                    bound.results(phase)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+        try:
+            problem = problem_of(case, device)
+            if problem.offers(implementation):
+                bound = problem.bind(implementation)
+                for phase in problem.phases:
+                    if problem.unsupported(implementation, phase) is None:
+                        bound.results(phase)
+        except torch.OutOfMemoryError:
+            return False
+    return True
 
 
 def _alike_apart(cases: Sequence[Any]) -> list[Any]:

@@ -137,7 +137,7 @@ def _mixed_batch(chunks: int, tokens: int, chunk: int, least: int, most: int, **
 def _mixed() -> list[ServingCase]:
     """8 chunks of 512 and 120 single tokens at 2k to 16k rows, and each half alone."""
     halves = ((8, 120), (8, 0), (0, 120))
-    return [_mixed_batch(*half, 512, 2048, 16384, page=page) for page in (16, None) for half in halves]
+    return [_mixed_batch(*half, 512, 2048, 16384, page=page) for page in (16, 64) for half in halves]
 
 
 def _eight_bits() -> list[ServingCase]:
