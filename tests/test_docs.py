@@ -98,6 +98,18 @@ def test_links_and_files_exist(path):
         assert not unknown, f"names {unknown}"
 
 
+def test_what_was_tried_of_each_package_is_held_by_tests():
+    """Its files exist by the test above."""
+    section = (ROOT / "docs/integrations.md").read_text("utf-8").partition("## What was tried")[2]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
+    assert len(rows) > 10
+    for package, version, works, _, device, tests in rows[2:]:
+        assert re.search(r"\d", version), package
+        assert works, package
+        assert re.match(r"CPU|GPU", device), package
+        assert re.search(r"`tests/[\w/]+\.py`", tests), package
+
+
 def test_the_minutes_that_the_tests_take_are_the_same_everywhere():
     for target in ("test", "test-all"):
         texts = [(ROOT / name).read_text("utf-8") for name in ("README.md", "CONTRIBUTING.md")]

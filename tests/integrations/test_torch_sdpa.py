@@ -155,6 +155,31 @@ def test_reaches_pytorchs_modules_and_gives_their_results(name: str, training: b
     assert_close("out", actual, oracle, eager)
 
 
+@pytest.mark.parametrize("library", ["timm", "torchvision"])
+def test_reaches_models_of_other_libraries_and_their_gradients(library: str) -> None:
+    module = pytest.importorskip(library)
+    torch.manual_seed(0)
+    if library == "timm":
+        model = module.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=5)
+    else:
+        sizes = {"num_layers": 2, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64, "num_classes": 5}
+        model = module.models.VisionTransformer(image_size=32, patch_size=16, **sizes)
+        nn.init.normal_(model.heads.head.weight)
+    images = torch.randn(2, 3, 32, 32)
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        out = model.to(dtype)(images.to(dtype))
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), list(model.parameters()))]
+
+    with use_flashtile_sdpa(), Watch() as watch:
+        found = run(torch.float32)
+    assert watch.ours
+    with sdpa_kernel(SDPBackend.MATH):
+        eager, oracle = run(torch.float32), run(torch.float64)
+    for actual, expected, same in zip(found, oracle, eager, strict=True):
+        assert_close("out and gradients", actual, expected, same)
+
+
 def test_checkpointed_layers_recompute_with_the_same_attention() -> None:
     query = torch.randn(1, 2, 5, 8, requires_grad=True)
     with use_flashtile_sdpa():
