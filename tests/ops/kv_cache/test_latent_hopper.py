@@ -26,7 +26,7 @@ from flashtile.ops.kv_cache.hopper.backend import latent_unsupported_reason
 from flashtile.ops.kv_cache.hopper.latent_launch import LatentPlan, plan_latent
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton import plan
-from flashtile.testing import assert_close
+from flashtile.testing import assert_close, assert_same
 from gluon_emulator import EmulatedHopper
 from kv_cache_cases import CacheCase, check
 from machine_code import Binary, check_barriers, check_fit, check_products
@@ -155,6 +155,30 @@ def test_results_on_the_emulated_machine(name: str, seed: int) -> None:
     eager = reference.forward(CacheCall(*cast), spec)
     for what, *three in zip(("out", "lse"), found, oracle, eager):
         assert_close(what, *three)
+
+
+def test_bits_depend_on_the_rows_that_a_query_sees_alone() -> None:
+    """In one split: not on other sequences, on pages, on where they lie in a tile of rows, nor on other queries."""
+    rows, q = torch.randn(150, 1, 576).half(), torch.randn(5, 16, 576).half() * 20
+    emulated = EmulatedHopper(multiprocessors=3, seed=0)
+    together = _call((1, 5, 16, 576), (1, 192, 1, 576), torch.float16, None, None)
+    cache = torch.cat((rows, torch.full((42, 1, 576), float("nan")).half()))[None]
+    out, lse = emulated.latent(
+        together._replace(num_splits=1), q[None], cache, (torch.tensor([150], dtype=torch.int32), *[None] * 6), 0
+    )
+    # The last three queries, behind those of another sequence, in pages of 16.
+    pages, table = torch.randn(20, 16, 1, 576).half(), torch.randperm(20)[:20].view(2, 10).int()
+    for page in range(10):
+        part = rows[16 * page : 16 * page + 16]
+        pages[table[1, page], : len(part)] = part
+    packed = torch.cat((torch.randn(4, 16, 576).half(), q[2:]))
+    lengths, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ((99, 150), (0, 4, 7)))
+    described = _call(packed.shape, pages.shape, torch.float16, (2, 10), 2, num_splits=1)
+    out_packed, lse_packed = emulated.latent(
+        described, packed, pages, (lengths, None, None, table, starts, None, None), 0
+    )
+    assert_same(out_packed[4:], out[0, 2:])
+    assert_same(lse_packed[:, 4:], lse[0, :, 2:])
 
 
 # Which calls are served

@@ -175,15 +175,15 @@ def _plan(
         descale_strides=descale_strides,
         tree=tree_form,
         values_in_keys=values_in_keys,
-        cut=_cut_of_forward(dtype, head_dim, head_dim_v, spec, device, allow_tf32) if spec.batch_invariant else None,
     )
     facts = device_facts(device)
-    if spec.batch_invariant:
-        return CachePlan(append, split_plan(split_call, device))
     if latent_unsupported_reason(split_call, facts) is None:
         from flashtile.ops.kv_cache.hopper.latent_launch import plan_latent
 
         return CachePlan(append, None, plan_latent(split_call, device))
+    if spec.batch_invariant:
+        cut = _cut_of_forward(dtype, head_dim, head_dim_v, spec, device, allow_tf32)
+        return CachePlan(append, split_plan(split_call._replace(cut=cut), device))
     if chunks_unsupported_reason(split_call, facts, multiprocessors(device)):
         return CachePlan(append, split_plan(split_call, device))
     from flashtile.ops.attention.hopper.cache_launch import plan_chunks
