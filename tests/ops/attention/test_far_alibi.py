@@ -63,6 +63,11 @@ def test_interpreted(more: str) -> None:
     check("triton", more=more, batch=4 if more == "bias" else 12)
 
 
+@pytest.mark.interpreter
+def test_far_keys_have_the_weights_of_near_ones_interpreted() -> None:
+    check_far_alibi("triton", 16)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("more", ["", "sinks", "bias"])
 def test_gpu(more: str) -> None:

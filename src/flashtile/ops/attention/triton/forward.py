@@ -27,7 +27,6 @@ from flashtile.ops.attention.triton.scores import (
     Modifiers,
     ScoreFunction,
     TableColumns,
-    apart_from_near,
     dropout_matrix,
     kept_weights,
     listed_tile,
@@ -106,8 +105,10 @@ def attention_forward_kernel(
         visited = TileRanges(0, visited.full_begin, visited.full_end, blocks.entries * constants.TILE_K)
     row = tl.arange(0, BLOCK_M)
     sink = load_sink(side, head, sequence, batch)
-    if sink is not None and alibi is not None:
-        sink = tl.fma(apart_from_near(first + row, alibi, keys), alibi.slope * LOG2_E, sink)
+    if sink is not None:
+        if alibi is not None:
+            sink = raised_to_near(sink, first + row, alibi, keys, 1)
+        sink *= LOG2_E
     columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
     modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, keys, matrix)
     acc, row_max, row_sum, score_max = _visit_key_tiles(

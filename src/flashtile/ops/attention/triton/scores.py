@@ -322,11 +322,11 @@ def slope_gradients(dscores, row, column, alibi, apart=None):
 
 @triton.jit
 def load_sink(side, head, sequence, batch):
-    """The sink of one head in units of log2; None without sinks. Rows past the end (sequence number `batch`) have none,
-    which is -inf."""
+    """The sink of one head; None without sinks. Rows past the end (sequence number `batch`) have none, which is
+    -inf."""
     sink = None
     if side.sinks is not None:
-        sink = tl.load(side.sinks + head, mask=sequence < batch, other=float("-inf")) * LOG2_E
+        sink = tl.load(side.sinks + head, mask=sequence < batch, other=float("-inf"))
     return sink
 
 
