@@ -15,10 +15,10 @@ import torch
 import torch.utils.deterministic
 
 import flashtile
-import remembered_checks
-import selection
 from flashtile.ops.attention.repeated import forget_calls
 from flashtile.ops.kv_cache.calls import forget_steps
+from support.compilation import remembered_checks
+from support.running import selection
 
 _POISONED_TESTS = Path(__file__).parent / "ops"
 
@@ -28,7 +28,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "flashtile
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", choices=("quick", "rest"), help="a part of the tests (tests/selection.py); default: all")
+    parser.addoption(
+        "--part", choices=("quick", "rest"), help="a part of the tests (support/running/selection.py); default: all"
+    )
     parser.addoption(
         "--complete", action="store_true", help="fail unless all public names are used and all kernels compile"
     )
@@ -46,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(threads)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from interpreter_speed import skip_needless_work
+        from support.running.interpreter_speed import skip_needless_work
 
         skip_needless_work()
 
@@ -102,7 +104,7 @@ def launched_kernels_are_inspected() -> Iterator[None]:
         yield
         return
     from flashtile._backends import launch
-    from machine_code import compile_source
+    from support.compilation.machine_code import compile_source
 
     with mock.patch.object(launch, "compile_kernel", compile_source):
         yield
@@ -153,7 +155,7 @@ _COMPILED_BY_WORKERS: set[str] = set()
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker of pytest-xdist reports which kernels it compiled. A run with --complete fails unless these are all."""
-    machine_code = sys.modules.get("machine_code")
+    machine_code = sys.modules.get("support.compilation.machine_code")
     compiled = machine_code.COMPILED if machine_code else set()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["compiled"] = sorted(compiled)

@@ -12,7 +12,7 @@ from flashtile._backends import devices
 if devices.triton_missing():
     pytest.skip(devices.triton_missing(), allow_module_level=True)
 
-from control_flow import (
+from support.compilation.control_flow import (
     UnknownInstructionError,
     halves_from_memory,
     shared_bases,
@@ -20,7 +20,7 @@ from control_flow import (
     wrong_code,
     wrong_descriptors,
 )
-from machine_code import TOOLS, disassemble
+from support.compilation.machine_code import TOOLS, disassemble
 
 #: A value from ahead of a loop is read behind it, and a product reads two pairs of registers.
 _LOOP = """

@@ -7,10 +7,9 @@ from itertools import combinations, product
 
 import pytest
 
-import attention_cases
-import kv_cache_cases
-import norm_cases
-from covering import covering, covering_choices
+from support.attention import attention_cases, kv_cache_cases
+from support.companions import norm_cases
+from support.running.covering import covering, covering_choices
 
 
 def _pairs(names: Iterable[str]) -> set[tuple[str, ...]]:

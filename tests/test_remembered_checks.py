@@ -22,14 +22,13 @@ if devices.interpreting():
 
 import triton
 
-import checked_code
-import remembered_checks
-from checked_code import COMPILER, check_code, check_key, code_key
-from content import UnknownContentError, content_of
 from flashtile._backends.launch import KernelSource, Parameter, pointer_to, specialise
-from hopper_forms import BACKWARD_FORMS, FORMS
-from machine_code import Call, call_source, hopper_plan
-from remembered_checks import Memory, drawn, read_table, renewed, write_table
+from support.attention.hopper_forms import BACKWARD_FORMS, FORMS
+from support.compilation import checked_code, remembered_checks
+from support.compilation.checked_code import COMPILER, check_code, check_key, code_key
+from support.compilation.content import UnknownContentError, content_of
+from support.compilation.machine_code import Call, call_source, hopper_plan
+from support.compilation.remembered_checks import Memory, drawn, read_table, renewed, write_table
 
 #: A kernel, what it calls in another module, and a check.
 _MODULES = {

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import flashtile
-import selection
+from support.running import selection
 
 
 def _item(name: str, slow: bool = False, **parameters: object) -> SimpleNamespace:

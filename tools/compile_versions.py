@@ -7,7 +7,7 @@ For another version than the pinned one, unpack its wheel and put it first on th
     PYTHONPATH=triton-3.8.0:src:tests python tools/compile_versions.py
 
 Prints a line for each. Fails where ptxas serialises a product, where the machine code is wrong
-(`tests/control_flow.py`), or where a kernel does not compile.
+(`tests/support/compilation/control_flow.py`), or where a kernel does not compile.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import sys
 
 import triton
 
-from attention_cases import SCORE_MOD_PAIRS
 from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile._backends.launch import KernelSource
-from hopper_forms import (
+from support.attention.attention_cases import SCORE_MOD_PAIRS
+from support.attention.hopper_forms import (
     BACKWARD_FEATURE_FORMS,
     BACKWARD_FORMS,
     BACKWARD_FUNCTION_FORMS,
@@ -35,7 +35,8 @@ from hopper_forms import (
     SERIALISED,
     WIDE_BACKWARD_FORMS,
 )
-from machine_code import (
+from support.attention.width_mixes import BACKWARD_MIXES, FORWARD_MIXES
+from support.compilation.machine_code import (
     WrongCodeError,
     apart_backward_sources,
     binary_of,
@@ -45,7 +46,6 @@ from machine_code import (
     portable_calls,
     serialises_products,
 )
-from width_mixes import BACKWARD_MIXES, FORWARD_MIXES
 
 
 def report(name: str, source: KernelSource, expected: bool = False, arch: str = "sm_90") -> bool:

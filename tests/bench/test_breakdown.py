@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from command_line import invoke
 from flashtile.bench import breakdown, runner
 from flashtile.bench.base import select_implementations
 from flashtile.bench.breakdown import FUSED, Steps, causal_mask, run_breakdown, scores
@@ -17,6 +16,7 @@ from flashtile.bench.registry import BENCHMARKS
 from flashtile.bench.report import breakdown_tables, comparison_tables, report_of
 from flashtile.bench.start import ChoiceError
 from flashtile.testing import assert_same
+from support.running.command_line import invoke
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = Case(2, 24, 3, 3, 8, 8, causal=True, dropout_p=0.25, dtype="fp64")

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from browser import CHROMIUM, open_browser
 from flashtile.bench.cases import Case
 from flashtile.bench.html import verdict_of, words, write_report
 from flashtile.bench.html.charts import Named, in_order, part_of, styles
 from flashtile.bench.html.drawing import DotChart, LineChart, Series, draw
 from flashtile.bench.serving_cases import ServingCase
 from flashtile.bench.start import ChoiceError
+from support.running.browser import CHROMIUM, open_browser
 
 RECORDS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
 HTML, SVG = "{http://www.w3.org/1999/xhtml}", "{http://www.w3.org/2000/svg}"

@@ -16,7 +16,6 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 import flashtile.cli
-from command_line import invoke
 from flashtile.bench import commands, runner
 from flashtile.bench.companion_products import OPERATIONS
 from flashtile.bench.report import Table, report_of
@@ -30,6 +29,7 @@ from flashtile.cli.errors import CommandError, UserError
 from flashtile.cli.explain import Call, describe_io, parse_window
 from flashtile.models import GPTConfig
 from flashtile.testing.kernel_checks import KernelCheck
+from support.running.command_line import invoke
 
 pytestmark = pytest.mark.unpoisoned
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashtile
-import missing_packages
+from support.running import missing_packages
 
 
 @pytest.fixture

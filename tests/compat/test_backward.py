@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compat_cases import CALLS, Meaning, attention_by_definition, cumulative, normal, packed_by_definition, served
 from flashtile.testing import assert_close
+from support.attention.compat_cases import (
+    CALLS,
+    Meaning,
+    attention_by_definition,
+    cumulative,
+    normal,
+    packed_by_definition,
+    served,
+)
 
 interface = served(2, "flash_attn_interface")
 interface_v1 = served(1, "flash_attn_interface")

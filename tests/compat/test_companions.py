@@ -7,8 +7,8 @@ import torch
 import torch._dynamo
 from torch.nn import functional as F
 
-from compat_cases import CALLS, PLACES, check_against, normal, served
 from flashtile.testing import assert_close, assert_same
+from support.attention.compat_cases import CALLS, PLACES, check_against, normal, served
 
 bert_padding = served(2, "bert_padding")
 rotary = served(2, "layers.rotary")

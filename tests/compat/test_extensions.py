@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 import flashtile
 import flashtile.compat
-from compat_cases import (
+from flashtile.testing import assert_close, assert_same
+from support.attention.compat_cases import (
     CALLS,
     PLACES,
     Meaning,
@@ -19,7 +20,6 @@ from compat_cases import (
     packed_by_definition,
     served,
 )
-from flashtile.testing import assert_close, assert_same
 
 dropout_layer_norm = extension("dropout_layer_norm")
 flash_attn_cuda = extension("flash_attn_cuda")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import flashtile.compat
-from compat_cases import run_python
 from flashtile.compat.__main__ import main
 from flashtile.compat.signatures import SERVED
+from support.attention.compat_cases import run_python
 
 #: Distributions with modules of the name: one as if the real one were installed, one that only adds to it.
 REAL = {

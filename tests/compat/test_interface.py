@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from compat_cases import (
+from flashtile.testing import assert_close, assert_same
+from support.attention.compat_cases import (
     CALLS,
     PLACES,
     Meaning,
@@ -21,7 +22,6 @@ from compat_cases import (
     served,
     visible_keys,
 )
-from flashtile.testing import assert_close, assert_same
 
 flash_attn_func = served(2).flash_attn_func
 flash_attn_kvpacked_func = served(2).flash_attn_kvpacked_func

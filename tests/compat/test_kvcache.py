@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compat_cases import CALLS, Meaning, attention_by_definition, normal, served
 from flashtile.testing import assert_close, assert_same
+from support.attention.compat_cases import CALLS, Meaning, attention_by_definition, normal, served
 
 flash_attn_with_kvcache = served(2).flash_attn_with_kvcache
 apply_rotary_emb_torch = served(2, "layers.rotary").apply_rotary_emb_torch

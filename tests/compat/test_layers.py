@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from compat_cases import CALLS, PLACES, check_against, normal, served
 from flashtile.testing import assert_close, assert_same
+from support.attention.compat_cases import CALLS, PLACES, check_against, normal, served
 
 PatchEmbed = served(2, "layers.patch_embed").PatchEmbed
 BertEmbeddings = served(2, "modules.embedding").BertEmbeddings

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from compat_cases import Meaning, attention_by_definition, cumulative, normal, served
 from flashtile.testing import assert_close, assert_same, size
-from module_cases import check_module
+from support.attention.compat_cases import Meaning, attention_by_definition, cumulative, normal, served
+from support.models.module_cases import check_module
 
 block = served(2, "modules.block")
 mha = served(2, "modules.mha")

@@ -7,8 +7,8 @@ import textwrap
 import pytest
 import torch
 
-from compat_cases import cumulative, normal, run_python, served
 from flashtile.testing import assert_same
+from support.attention.compat_cases import cumulative, normal, run_python, served
 
 flash_attn_func = served(2).flash_attn_func
 flash_attn_varlen_func = served(2).flash_attn_varlen_func

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from compat_cases import ROOT, run_python
 from flashtile.compat.signatures import EXTENSIONS, SERVED
+from support.attention.compat_cases import ROOT, run_python
 
 #: What each name on disk has: its version, the names of its table, and modules below it.
 CHECK = """

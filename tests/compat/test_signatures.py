@@ -7,9 +7,9 @@ import datetime
 import pytest
 import torch
 
-from compat_cases import arguments_of
 from flashtile.compat.adapter import Names, adapted, tables
 from flashtile.compat.signatures import SERVED
+from support.attention.compat_cases import arguments_of
 
 VERSIONS = {f"{name} {served.version}": served for name, versions in SERVED.items() for served in versions}
 MODULES = {

@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
-from compat_cases import (
+from flashtile.compat.flash_attn_1 import layout_of
+from flashtile.testing import assert_close, assert_same
+from support.attention.compat_cases import (
     CALLS,
     PLACES,
     Meaning,
@@ -21,8 +23,6 @@ from compat_cases import (
     served,
     visible_keys,
 )
-from flashtile.compat.flash_attn_1 import layout_of
-from flashtile.testing import assert_close, assert_same
 
 interface = served(1, "flash_attn_interface")
 flash_attn_triton = served(1, "flash_attn_triton")

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import flashtile.compat
-from compat_cases import (
+from flashtile.compat import attend as attend_module
+from flashtile.testing import assert_close, assert_same
+from support.attention.compat_cases import (
     CALLS,
     PLACES,
     Meaning,
@@ -18,8 +20,6 @@ from compat_cases import (
     packed_by_definition,
     served,
 )
-from flashtile.compat import attend as attend_module
-from flashtile.testing import assert_close, assert_same
 
 flash_attn_combine = served(3).flash_attn_combine
 flash_attn_func = served(3).flash_attn_func

@@ -6,9 +6,17 @@ import pytest
 import torch
 
 import flashtile
-from compat_cases import CALLS, Meaning, attention_by_definition, check_8_bits, cumulative, normal, served
 from flashtile.compat import cache as cache_module
 from flashtile.testing import assert_close, assert_same
+from support.attention.compat_cases import (
+    CALLS,
+    Meaning,
+    attention_by_definition,
+    check_8_bits,
+    cumulative,
+    normal,
+    served,
+)
 
 apply_rotary_emb_torch = served(2, "layers.rotary").apply_rotary_emb_torch
 flash_attn_with_kvcache = served(3).flash_attn_with_kvcache

@@ -7,8 +7,16 @@ import math
 import pytest
 import torch
 
-from compat_cases import CALLS, Meaning, check_against, cumulative, normal, scores_by_definition, served
 from flashtile.testing import assert_close, assert_same
+from support.attention.compat_cases import (
+    CALLS,
+    Meaning,
+    check_against,
+    cumulative,
+    normal,
+    scores_by_definition,
+    served,
+)
 
 flash_attn_combine = served(4).flash_attn_combine
 flash_attn_func = served(4).flash_attn_func

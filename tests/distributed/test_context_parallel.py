@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from distributed_processes import Parallel, start, together
 from flashtile.testing import AttentionCase, assert_close
 from flashtile.testing import run as run_alone
 from flashtile.testing.cases import cancelled_sizes
 from flashtile.testing.tolerance import Size
+from support.distributed.processes import Parallel, start, together
 
 _BASE = AttentionCase(seq_q=96, seq_k=96, batch=2, heads=4, heads_kv=2, head_dim=16, head_dim_v=24)
 _PACKED = replace(_BASE, lengths_q=(5, 0, 40, 17, 26, 8), batch=1)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from distributed_processes import start
-from distributed_tensors import FOUR, JOBS
 from flashtile.testing import assert_same
+from support.distributed.processes import start
+from support.distributed.tensors import FOUR, JOBS
 
 
 @pytest.fixture(scope="module")

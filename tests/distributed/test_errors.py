@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed_jobs import JOBS, REFUSED, REFUSED_BY_HELPERS
-from distributed_processes import start
 from flashtile.testing import assert_same
-from missing_packages import run_without
+from support.distributed.jobs import JOBS, REFUSED, REFUSED_BY_HELPERS
+from support.distributed.processes import start
+from support.running.missing_packages import run_without
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +60,11 @@ def test_ranks_need_no_numpy(tmp_path):
     """They compare their calls, and compute one."""
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n"
-        "import importlib.util, pathlib, distributed_jobs, distributed_processes\n"
+        "import importlib.util, pathlib\n"
+        "from support.distributed import jobs, processes\n"
         "assert importlib.util.find_spec('numpy') is None\n"
-        "jobs = {name: distributed_jobs.JOBS[name] for name in ('shapes', 'agreed')}\n"
-        "print(distributed_processes.start(jobs, 2, pathlib.Path()))\n"
+        "chosen = {name: jobs.JOBS[name] for name in ('shapes', 'agreed')}\n"
+        "print(processes.start(chosen, 2, pathlib.Path()))\n"
     )
     done = run_without({"numpy"}, tmp_path, "-c", program)
     assert "q: expected the same on all ranks" in done.stdout, done.stdout + done.stderr

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distributed_compilation import compile_ahead
-from distributed_processes import Parallel, start, together
-from distributed_tensors import GPU_JOBS
 from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs
 from flashtile.testing import run as run_alone
 from flashtile.testing.cases import cancelled_sizes
 from flashtile.testing.tolerance import Size
+from support.distributed.compilation import compile_ahead
+from support.distributed.processes import Parallel, start, together
+from support.distributed.tensors import GPU_JOBS
 
 # With `pytest -n 8 --dist loadgroup` one worker runs them, beside other tests.
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.xdist_group("context parallel")]

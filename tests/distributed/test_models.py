@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distributed_models import CONFIGS, JOBS, alone
-from distributed_processes import start
 from flashtile.distributed import vocabulary_loss
 from flashtile.models import GPT
 from flashtile.testing import assert_same
+from support.distributed.models import CONFIGS, JOBS, alone
+from support.distributed.processes import start
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_plans_that_cannot_be_are_refused(results):
         "model: expected whole weights for a loss, got",
         "model: expected whole weights for generation, got",
         "model: expected whole weights for initialise, got",
-        "layer: expected a torch.nn.Linear, got distributed_models._Adapted",
+        "layer: expected a torch.nn.Linear, got support.distributed.models._Adapted",
         "layer: expected a torch.nn.Linear, got torch.nn.utils.parametrize.ParametrizedLinear",
         "layer: expected a torch.nn.Embedding, got torch.nn.modules.linear.Linear",
     )

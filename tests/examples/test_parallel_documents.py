@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from training_runs import Run, launch, printed
+from support.models.training_runs import Run, launch, printed
 
 
 # A checkpoint is written here by a process that has joined no others.

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import train_gpt
 from gpt_training.learner import Learner
-from training_runs import (
+from support.models.training_runs import (
     Run,
     arguments_of,
     assert_close,

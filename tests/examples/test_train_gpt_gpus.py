@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from training_runs import Run, arguments_of, assert_close, assert_same_bits, launch
+from support.models.training_runs import Run, arguments_of, assert_close, assert_same_bits, launch
 
 # With `pytest -n 8 --dist loadgroup` one worker starts the processes, which make all runs one after another.
 pytestmark = [

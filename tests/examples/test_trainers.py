@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import transformers_cases
-from distributed_processes import start
 from flashtile.prefix_trees import PrefixTree
 from flashtile.testing import assert_close, assert_same
-from torchtitan_cases import train_both
+from support.distributed.processes import start
+from support.models import transformers_cases
+from support.models.torchtitan_cases import train_both
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
 registered = transformers_cases.registered

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from backend_calls import HOPPER
 from flashtile._backends.launch import ABSENT, KernelSource, Parameter, Plan, pointer
 from flashtile._backends.launcher import with_absent
 from flashtile._backends.pipeline import Pipeline
@@ -33,6 +32,7 @@ from gluon_emulator import language
 from gluon_emulator.machine import Machine
 from gluon_emulator.memory import Descriptor, Memory, dtype_of
 from gluon_emulator.values import BY_SIGNATURE, Pointer, Value, as_value
+from support.attention.backend_calls import HOPPER
 
 _LANGUAGE = "flashtile._backends.gluon"
 

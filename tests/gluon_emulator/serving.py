@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from backend_calls import hopper_call
 from flashtile.ops.attention import select
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.separate_configs import is_wide, serves_float32, serves_float32_forward
 from flashtile.ops.attention.spec import NOTHING_WANTED, Wanted
 from gluon_emulator.hopper import EmulatedHopper
+from support.attention.backend_calls import hopper_call
 
 _serve = select.implementation
 

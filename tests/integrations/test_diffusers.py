@@ -10,12 +10,23 @@ import torch
 from torch import Tensor
 
 import flashtile
-from diffusers_cases import JOBS, MODELS, STRATEGIES, attention_dispatch, build, diffusers, drawn, mask_of_keys, qkv
-from distributed_processes import start
 from flashtile.integrations import use_flashtile_sdpa
-from flashtile.integrations.diffusers import register
 from flashtile.testing import Size, assert_close, assert_same, size
-from missing_packages import run_without
+from support.distributed.processes import start
+from support.models.diffusers_cases import (
+    JOBS,
+    MODELS,
+    STRATEGIES,
+    attention_dispatch,
+    build,
+    diffusers,
+    drawn,
+    mask_of_keys,
+    qkv,
+)
+from support.running.missing_packages import run_without
+
+from flashtile.integrations.diffusers import register  # isort: skip  # which needs diffusers, as do its cases
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -245,7 +245,7 @@ def test_a_layer_decomposes_without_its_dropout_in_evaluation() -> None:
 def test_a_model_of_transformers_exports_and_decomposes() -> None:
     pytest.importorskip("transformers")
     from flashtile.integrations.transformers import register, unregister
-    from transformers_cases import ALL, build, make_inputs
+    from support.models.transformers_cases import ALL, build, make_inputs
 
     register()
     model = build(ALL["mistral"], "flashtile", use_cache=False)
@@ -264,7 +264,7 @@ def test_a_model_of_transformers_exports_and_decomposes() -> None:
 def test_a_model_of_transformers_exports_for_any_batch_and_length(name: str, padded: bool) -> None:
     pytest.importorskip("transformers")
     from flashtile.integrations.transformers import register, unregister
-    from transformers_cases import ALL, VOCABULARY, build, make_inputs
+    from support.models.transformers_cases import ALL, VOCABULARY, build, make_inputs
 
     register()
     model = build(ALL[name], "flashtile", use_cache=False)

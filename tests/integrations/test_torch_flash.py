@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import flashtile
-from distributed_processes import start
-from distributed_torch_flash import JOBS
 from flashtile.integrations import use_flashtile_as_flash_attention
 from flashtile.integrations.torch_flash import _Active, _Operators
 from flashtile.testing import assert_close, assert_same
+from support.distributed.processes import start
+from support.distributed.torch_flash import JOBS
 
 ATEN = torch.ops.aten
 HAS_PAGES = "block_table" in str(ATEN._flash_attention_forward.default._schema)

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import transformers_cases
 from flashtile.integrations import use_flashtile_sdpa
 from flashtile.integrations.transformers import register, unregister
 from flashtile.testing import assert_same
-from missing_packages import run_without
-from transformers_cases import (
+from support.models import transformers_cases
+from support.models.transformers_cases import (
     ALL,
     LANGUAGE,
     MOONSHINE,
@@ -31,6 +30,7 @@ from transformers_cases import (
     run,
     transformers,
 )
+from support.running.missing_packages import run_without
 
 Cache = transformers.cache_utils.Cache
 DOCS = Path(__file__).parents[2] / "docs"

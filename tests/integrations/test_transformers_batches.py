@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashtile
-from transformers_cases import LANGUAGE, build, registered, transformers  # noqa: F401
+from support.models.transformers_cases import LANGUAGE, build, registered, transformers  # noqa: F401
 
 if transformers.__version__.startswith(("5.17.", "5.18.", "5.19.")):
     pytest.skip("transformers before 5.20 batches requests in another way", allow_module_level=True)

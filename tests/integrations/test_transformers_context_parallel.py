@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from distributed_processes import start
-from distributed_transformers import JOBS, MODELS, alone
 from flashtile.testing import Size, assert_same, size
+from support.distributed.processes import start
+from support.distributed.transformers import JOBS, MODELS, alone
 
 _REFUSED = {
     "labels": "labels: expected None with shards of sequences, got a Tensor; models shift them",

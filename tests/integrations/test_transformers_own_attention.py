@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import transformers_cases
 from flashtile.testing import assert_same
-from transformers_cases import SEQ, VOCABULARY, decoder, transformers
+from support.models import transformers_cases
+from support.models.transformers_cases import SEQ, VOCABULARY, decoder, transformers
 
 IMAGES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
 SAM_IMAGES = {**IMAGES, "output_channels": 16, "global_attn_indexes": [1], "window_size": 2, "num_pos_feats": 8}

@@ -10,11 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-import transformers_cases
 from flashtile.integrations.transformers import prefix_tree_inputs
 from flashtile.prefix_trees import PrefixTree
 from flashtile.testing import Size, assert_close, assert_same, size
-from transformers_cases import ALL, LANGUAGE, READERS, VOCABULARY, Float64, Tiny, build, decoder, transformers
+from support.models import transformers_cases
+from support.models.transformers_cases import (
+    ALL,
+    LANGUAGE,
+    READERS,
+    VOCABULARY,
+    Float64,
+    Tiny,
+    build,
+    decoder,
+    transformers,
+)
 
 registered = transformers_cases.registered
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import flashtile
-from transformers_cases import LANGUAGE, build, registered, transformers  # noqa: F401
+from support.models.transformers_cases import LANGUAGE, build, registered, transformers  # noqa: F401
 
 for _needed in ("fastapi", "uvicorn", "openai", "accelerate", "tokenizers"):
     pytest.importorskip(_needed)

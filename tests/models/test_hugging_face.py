@@ -20,7 +20,7 @@ from flashtile.models import (
     to_hugging_face,
 )
 from flashtile.testing import Size, assert_close, size
-from module_cases import DEVICES
+from support.models.module_cases import DEVICES
 
 transformers = pytest.importorskip("transformers")
 

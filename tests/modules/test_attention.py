@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashtile
 from flashtile.modules import FlashCrossAttention, FlashSelfAttention, alibi_slopes
 from flashtile.testing import assert_same
-from module_cases import DEVICES, alibi_bias, attention_in_full, band, check_module
+from support.models.module_cases import DEVICES, alibi_bias, attention_in_full, band, check_module
 
 OPTIONS = [
     {},

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import flashtile
 from flashtile.modules import MHA, Block, LayerNorm, ParallelBlock, RMSNorm, add_norm
 from flashtile.testing import assert_same
-from module_cases import DEVICES, check_module
+from support.models.module_cases import DEVICES, check_module
 
 DIM = 24
 NORMS = [LayerNorm, RMSNorm, partial(nn.LayerNorm, bias=False, eps=0.1), partial(nn.RMSNorm, eps=1e-3)]

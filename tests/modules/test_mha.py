@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import flashtile
 from flashtile.modules import MHA, FlashCrossAttention, FlashMHA, FlashSelfAttention, KVCache, alibi_slopes
 from flashtile.testing import assert_close, assert_same
-from module_cases import DEVICES, alibi_bias, attention_in_full, band, check_module
+from support.models.module_cases import DEVICES, alibi_bias, attention_in_full, band, check_module
 
 EMBED, HEADS, D = 48, 6, 8
 X = torch.zeros(1, 7, EMBED)

@@ -29,7 +29,7 @@ import triton.language as tl
 from flashtile._backends import launch, launcher
 from flashtile._backends.launch import ABSENT, GIVEN, Parameter, float32, int32, int64, pointer_to, strides_of
 from flashtile._backends.launcher import Launcher
-from machine_code import compile_source
+from support.compilation.machine_code import compile_source
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""What holds for every public function (tests/public_calls.py): another default device, sizes that depend on data,
-results that are changed in place, and the arithmetic that PyTorch's counter sees."""
+"""What holds for every public function (tests/support/running/public_calls.py): another default device, sizes that
+depend on data, results that are changed in place, and the arithmetic that PyTorch's counter sees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backwa
 
 import flashtile
 from flashtile.testing import assert_same
-from public_calls import CALLS, ROWS, SEQ, PublicCall, labels, shown
+from support.running.public_calls import CALLS, ROWS, SEQ, PublicCall, labels, shown
 
 #: Public names that are no functions of tensors, or whose functions are attributes of them.
 NO_CALLS = {

@@ -74,8 +74,8 @@ def test_a_record_that_cannot_be_written_is_refused_at_once(tmp_path):
 
 def test_the_command_is_the_module_and_passes_its_options_on(tmp_path, monkeypatch):
     pytest.importorskip("typer")
-    from command_line import invoke
     from flashtile.bench import distributed
+    from support.running.command_line import invoke
 
     seen = []
     monkeypatch.setattr(distributed, "bench_distributed", lambda output, **options: seen.append((output, options)))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import flashtile
-from command_line import invoke
 from flashtile.bench import ahead, runner
 from flashtile.bench.base import Implementation, select_implementations
 from flashtile.bench.commands import as_arguments, measure, ours
@@ -17,6 +16,7 @@ from flashtile.bench.report import mean_tables, speed_tables
 from flashtile.bench.serving import IMPLEMENTATIONS, ServingProblem, make_inputs, rows_of
 from flashtile.bench.serving_cases import ServingCase, tables
 from flashtile.bench.start import ChoiceError
+from support.running.command_line import invoke
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = ServingCase(3, 48, 4, 2, 16, 24, dtype="fp32")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import flashtile
-from backend_calls import HOPPER
 from flashtile._backends import devices, together
+from support.attention.backend_calls import HOPPER
 
 if devices.triton_missing():
     pytest.skip(devices.triton_missing(), allow_module_level=True)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import flashtile
-from company import Sequence, differences, in_chunks, search
 from flashtile._backends import devices
 from flashtile.ops.attention import repeated, select
 from flashtile.testing import assert_same
+from support.attention.company import Sequence, differences, in_chunks, search
 
 _HALVES = torch.bfloat16, torch.float16
 _WIDTHS = 64, 72, 128, 192, 256

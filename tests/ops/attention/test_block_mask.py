@@ -21,7 +21,7 @@ from torch.nn.attention import flex_attention
 from flashtile import BlockMask
 from flashtile.ops.attention import tile_lists
 from flashtile.testing import assert_close
-from mask_checks import check_mask
+from support.attention.mask_checks import check_mask
 
 TILES = ((128, 128), (16, 256), (64, 64), (48, 80), (16, 16), (192, 64))
 SHAPES = ((1, 1, 300, 500), (1, 1, 128, 256), (2, 1, 65, 129), (1, 3, 130, 63), (2, 3, 64, 64), (1, 1, 1, 1))

@@ -12,11 +12,11 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
 import flashtile
-from attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
 from flashtile import BlockMask
 from flashtile.ops.attention.cpu import tiles
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs, with_arguments
+from support.attention.attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 

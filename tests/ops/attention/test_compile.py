@@ -22,9 +22,6 @@ if devices.interpreting():
 import triton
 
 import flashtile
-from attention_cases import parameters, score_mod_combined
-from checked_code import check_code
-from covering import covering_choices
 from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.call import TensorFacts
@@ -33,7 +30,18 @@ from flashtile.ops.attention.gpu.score_source import tile_reads
 from flashtile.ops.attention.spec import Origin
 from flashtile.ops.common.tiles import tile_width
 from flashtile.testing.cases import AttentionCase, RelativeScore
-from machine_code import (
+from support.attention.attention_cases import parameters, score_mod_combined
+from support.attention.width_mixes import (
+    BACKWARD_MIXES,
+    BIAS_MIXES,
+    BIAS_REPEATS,
+    DKDV_REPEATS,
+    DQ_REPEATS,
+    FORWARD_MIXES,
+    FORWARD_REPEATS,
+)
+from support.compilation.checked_code import check_code
+from support.compilation.machine_code import (
     Binary,
     Call,
     call_of,
@@ -50,15 +58,7 @@ from machine_code import (
     sass,
     with_news,
 )
-from width_mixes import (
-    BACKWARD_MIXES,
-    BIAS_MIXES,
-    BIAS_REPEATS,
-    DKDV_REPEATS,
-    DQ_REPEATS,
-    FORWARD_MIXES,
-    FORWARD_REPEATS,
-)
+from support.running.covering import covering_choices
 
 _KERNELS = ("forward", "dq", "dkdv")
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import flashtile
-from far_alibi import check as check_far_alibi
 from flashtile.testing import Size, assert_close
+from support.attention.far_alibi import check as check_far_alibi
 
 
 def results(backend: str, dtype: torch.dtype, device: str, more: str, batch: int) -> dict[str, Tensor]:

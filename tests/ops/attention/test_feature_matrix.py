@@ -13,11 +13,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from attention_cases import PAIRS, SCORE_MOD_PAIRS, parameters
 from flashtile._backends import devices
 from flashtile.ops.attention import cpu
 from flashtile.ops.attention.cpu import tiles
 from flashtile.testing import AttentionCase, check
+from support.attention.attention_cases import PAIRS, SCORE_MOD_PAIRS, parameters
 
 ROOT = Path(__file__).parents[3]
 

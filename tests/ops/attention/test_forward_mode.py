@@ -15,11 +15,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
-from attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
 from flashtile import BlockMask
 from flashtile.ops.attention import derivatives, reference
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.testing import AttentionCase, Inputs, assert_close, assert_same, make_inputs
+from support.attention.attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
 
 LEARNED = ("bias", "alibi_slopes", "sinks")
 

@@ -19,8 +19,6 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
-from backend_calls import HOPPER, hopper_call, with_changes
-from checked_code import check_code
 from flashtile import BlockMask, patterns
 from flashtile._backends import alignment, tma
 from flashtile._backends import launch as backend_launch
@@ -55,7 +53,8 @@ from flashtile.ops.attention.hopper.separate_configs import (
 )
 from flashtile.ops.attention.score_program import UNCHANGED
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, Origin, SideInputs, Wanted
-from hopper_forms import (
+from support.attention.backend_calls import HOPPER, hopper_call, with_changes
+from support.attention.hopper_forms import (
     BACKWARD_FEATURE_FORMS,
     BACKWARD_FORMS,
     BACKWARD_FUNCTION_FORMS,
@@ -72,7 +71,8 @@ from hopper_forms import (
     WIDE_BACKWARD_FORMS,
     BackwardForm,
 )
-from machine_code import (
+from support.compilation.checked_code import check_code
+from support.compilation.machine_code import (
     Binary,
     Call,
     apart_backward_sources,

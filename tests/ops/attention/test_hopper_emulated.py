@@ -17,14 +17,14 @@ import pytest
 import torch
 
 import flashtile
-from attention_cases import COMBINED, parameters, score_mod_combined
-from far_alibi import check as check_far_alibi
 from flashtile._backends import devices
 from flashtile.ops.attention import repeated, select
 from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
 from gluon_emulator import EmulatedHopper, forget_copies
 from gluon_emulator.serving import served_by
-from max_scores import check as check_max_scores
+from support.attention.attention_cases import COMBINED, parameters, score_mod_combined
+from support.attention.far_alibi import check as check_far_alibi
+from support.attention.max_scores import check as check_max_scores
 
 pytestmark = pytest.mark.skipif(
     bool(devices.triton_missing()) or devices.interpreting(), reason="needs Triton, not interpreting"

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import flashtile
-from attention_cases import CONSTANT_SCORE_MOD_PAIRS, PAIRS, SCORE_MOD_PAIRS, parameters
 from flashtile.testing import AttentionCase, Size, assert_close, check, make_inputs, with_arguments
 from flashtile.testing.cases import Inputs
+from support.attention.attention_cases import CONSTANT_SCORE_MOD_PAIRS, PAIRS, SCORE_MOD_PAIRS, parameters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 

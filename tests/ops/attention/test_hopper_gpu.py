@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import flashtile
-import left_out_tiles
-from attention_cases import BASE, EDGES, PAIRS, parameters
 from flashtile import BlockMask, patterns
 from flashtile._backends.launch import clear_plans
 from flashtile.ops.attention.gpu import schedule
 from flashtile.ops.attention.hopper import configs
 from flashtile.ops.attention.hopper import schedule as hopper_schedule
 from flashtile.testing import AttentionCase, Size, assert_close, assert_same, check, make_inputs, run, with_arguments
+from support.attention import left_out_tiles
+from support.attention.attention_cases import BASE, EDGES, PAIRS, parameters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 

@@ -22,7 +22,6 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("launches take addresses: needs TRITON_INTERPRET unset", allow_module_level=True)
 
-from backend_calls import HOPPER, hopper_call
 from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
 from flashtile._backends.launch import KernelSource
@@ -35,6 +34,7 @@ from flashtile.ops.attention.hopper import (
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.separate_configs import STATISTIC_ROWS, is_wide_float32
 from flashtile.ops.attention.spec import FP8, AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted, plain_side
+from support.attention.backend_calls import HOPPER, hopper_call
 
 _RANGES = {"i32": range(-(2**31), 2**31), "i64": range(-(2**63), 2**63)}
 

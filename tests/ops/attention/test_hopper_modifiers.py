@@ -30,7 +30,7 @@ from gluon_emulator import EmulatedHopper
 from gluon_emulator.machine import Machine
 from gluon_emulator.memory import Memory, dtype_of
 from gluon_emulator.values import Pointer, Value, as_value
-from machine_code import Call, compile_source, described_call, instructions
+from support.compilation.machine_code import Call, compile_source, described_call, instructions
 
 _SM_90 = devices.KNOWN_DEVICES["sm_90"]
 _MODULES = EmulatedHopper(multiprocessors=1, seed=0).modules

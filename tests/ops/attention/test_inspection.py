@@ -12,10 +12,10 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
-from attention_cases import BASE, EDGES, PAIRS, parameters
 from flashtile import BlockMask, patterns
 from flashtile.ops.common import checks
 from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs
+from support.attention.attention_cases import BASE, EDGES, PAIRS, parameters
 
 DENSE = {name: case for name, case in (PAIRS | EDGES).items() if not case.packed}
 

@@ -12,7 +12,7 @@ import flashtile
 from flashtile import BlockMask
 from flashtile.ops.attention import tile_lists
 from flashtile.testing import assert_same
-from mask_checks import check_mask
+from support.attention.mask_checks import check_mask
 
 BATCH, HEADS, SEQ_Q, SEQ_K = 2, 2, 210, 170
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import flashtile
-from attention_cases import BASE, COMBINED, EDGES, parameters
 from flashtile.testing import AttentionCase, assert_same
-from max_scores import check
+from support.attention.attention_cases import BASE, COMBINED, EDGES, parameters
+from support.attention.max_scores import check
 
 CASES = COMBINED | {name: case for name, case in EDGES.items() if "300" not in name}
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import flashtile
-from backend_calls import hopper_call
 from flashtile import AttentionPart, attention_backward, attention_part
 from flashtile.ops.attention.partial import Rectangle, part_of_mask
 from flashtile.testing import AttentionCase, Inputs, assert_close, assert_same, make_inputs, run
 from flashtile.testing.cases import RelativeScore, cancelled_sizes
 from flashtile.testing.tolerance import Size
+from support.attention.backend_calls import hopper_call
 
 _ROWS, _COLUMNS = (0, 32, 48, 80), (0, 16, 64, 96)  # where the whole is cut
 _ODD_ROWS, _ODD_COLUMNS = (0, 37, 80), (0, 21, 96)

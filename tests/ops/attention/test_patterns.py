@@ -14,7 +14,7 @@ import flashtile
 from flashtile import patterns
 from flashtile.ops.attention import tile_lists
 from flashtile.testing import assert_same
-from mask_checks import check_mask, dense_of
+from support.attention.mask_checks import check_mask, dense_of
 
 SIZES = (1, 63, 150, 210)
 TILES = ((64, 64), (128, 128), (16, 256), (48, 80))

@@ -20,7 +20,7 @@ from flashtile.ops.attention.gpu.schedule import choose_parts, choose_shares, lo
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch
 from flashtile.ops.attention.triton.plan import AttentionKernel
-from machine_code import Call, described, passed_by, plan, shares_of
+from support.compilation.machine_code import Call, described, passed_by, plan, shares_of
 
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
 _KERNELS = ("forward", "dq", "dkdv")

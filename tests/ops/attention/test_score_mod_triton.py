@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import flashtile
-from attention_cases import SCORE_MOD_PAIRS, parameters, score_mod_combined
 from flashtile._backends import devices
 from flashtile._backends.launch import clear_plans
 from flashtile.ops.attention.gpu.score_source import (
@@ -25,6 +24,7 @@ from flashtile.testing import AttentionCase, assert_close, check
 from flashtile.testing.tolerance import Size, size
 from gluon_emulator import language
 from gluon_emulator.values import Value
+from support.attention.attention_cases import SCORE_MOD_PAIRS, parameters, score_mod_combined
 
 F = torch.nn.functional
 SEQ, HEADS = 40, 2
@@ -213,8 +213,8 @@ def test_a_source_reads_like_the_function() -> None:
 @pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="compiles kernels")
 @pytest.mark.parametrize("names", TOGETHER)
 def test_functions_compile_with_the_gradients_that_they_want(names: tuple[str, ...]) -> None:
-    from checked_code import check_code
-    from machine_code import Call, call_source
+    from support.compilation.checked_code import check_code
+    from support.compilation.machine_code import Call, call_source
 
     tables = _tables("cpu")
     traced = flashtile.trace_score_mod(lambda *score: sum(FUNCTIONS[name](*score, tables) for name in names))
@@ -225,7 +225,7 @@ def test_functions_compile_with_the_gradients_that_they_want(names: tuple[str, .
 
 def _check_sums(binary: Any, instructions: tuple[str, ...], present: bool) -> None:
     """Whether a kernel adds in memory."""
-    from machine_code import sass
+    from support.compilation.machine_code import sass
 
     assert all((name in sass(binary)) is present for name in instructions)
 
@@ -233,8 +233,8 @@ def _check_sums(binary: Any, instructions: tuple[str, ...], present: bool) -> No
 @pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="compiles kernels")
 @pytest.mark.parametrize("name, device", [("tables", "sm_80"), ("few", "sm_90")])
 def test_gradients_in_order_compile_without_atomics(name: str, device: str) -> None:
-    from checked_code import check_code
-    from machine_code import Call, call_source
+    from support.compilation.checked_code import check_code
+    from support.compilation.machine_code import Call, call_source
 
     tables = _tables("cpu")
     traced = flashtile.trace_score_mod(lambda s, b, h, q, k: FUNCTIONS[name](s, b, h, q, k, tables))

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtile
-from attention_cases import BASE
 from flashtile.testing import assert_same, check
+from support.attention.attention_cases import BASE
 
 INFINITY = float("inf")
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import flashtile
-from attention_cases import BASE, parameters
 from flashtile.testing import AttentionCase, assert_same, check, make_inputs, run, with_arguments
+from support.attention.attention_cases import BASE, parameters
 
 #: Every way in which a bias shares its entries; those that `attention_cases` has are not repeated.
 SHARED = {

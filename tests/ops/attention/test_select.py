@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import flashtile
-from command_line import invoke
 from flashtile.ops.attention import select
 from flashtile.ops.attention.backend import KernelChoice
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.common.backends import Backend, StandardCall, standard_backends
+from support.running.command_line import invoke
 
 ROOT = Path(__file__).parents[3]
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import flashtile
-from attention_cases import BASE, EDGES, PAIRS, parameters
 from flashtile._backends import devices
 from flashtile.ops.attention.seen_keys import visible_keys
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.attention.split.configs import MAX_QUERIES, SplitFacts, no_gain
 from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
+from support.attention.attention_cases import BASE, EDGES, PAIRS, parameters
 
 _MULTIPROCESSORS = 132
 

@@ -14,13 +14,13 @@ import torch
 import torch.utils.checkpoint
 
 import flashtile
-from attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
 from flashtile._backends.launch import clear_plans
 from flashtile.ops.attention import checks
 from flashtile.ops.attention.gpu import reductions
 from flashtile.ops.attention.triton import launch
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
+from support.attention.attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
 
 
 @pytest.mark.interpreter

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashtile
-from cross_entropy_cases import CrossEntropyCase, check, parameters
+from support.companions.cross_entropy_cases import CrossEntropyCase, check, parameters
 
 
 @pytest.mark.parametrize("case", parameters())

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import flashtile
-from cross_entropy_parallel import check, check_linear, run_process
 from flashtile.testing import assert_same
+from support.companions.cross_entropy_parallel import check, check_linear, run_process
 
 
 def test_two_processes(tmp_path: Path) -> None:

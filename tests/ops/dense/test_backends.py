@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import flashtile
-from dense_cases import MlpCase, check, make_operands, parameters, run_mlp
 from flashtile.ops.dense.spec import ACTIVATIONS
 from flashtile.testing import assert_close
+from support.companions.dense_cases import MlpCase, check, make_operands, parameters, run_mlp
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 _dense = torch.ops.flashtile

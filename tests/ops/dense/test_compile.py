@@ -19,11 +19,19 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
-from checked_code import check_code
 from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.dense import kernels
 from flashtile.ops.dense.spec import ACTIVATIONS, ActivationSpec
-from machine_code import TURNS, Binary, call_on, check_fit, once_in_families, sass, sharing_a_multiprocessor
+from support.compilation.checked_code import check_code
+from support.compilation.machine_code import (
+    TURNS,
+    Binary,
+    call_on,
+    check_fit,
+    once_in_families,
+    sass,
+    sharing_a_multiprocessor,
+)
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 _KERNELS = ("activate", "activate_backward", "column_sum")

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
-from dense_cases import MlpCase, check
 from flashtile.testing import assert_same
+from support.companions.dense_cases import MlpCase, check
 
 # PyTorch's own forward mode still uses it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")

@@ -10,7 +10,18 @@ import torch
 
 import flashtile
 from flashtile.testing import assert_same
-from kv_cache_cases import BASE, COMBINED, EDGES, PAIRS, CacheCase, CacheInputs, check, make_inputs, parameters, run
+from support.attention.kv_cache_cases import (
+    BASE,
+    COMBINED,
+    EDGES,
+    PAIRS,
+    CacheCase,
+    CacheInputs,
+    check,
+    make_inputs,
+    parameters,
+    run,
+)
 
 
 @pytest.mark.parametrize("case", parameters(PAIRS | EDGES))

@@ -11,7 +11,7 @@ import torch
 import flashtile
 from flashtile.ops.kv_cache import calls, operator
 from flashtile.testing import assert_same
-from kv_cache_cases import CacheCase, check
+from support.attention.kv_cache_cases import CacheCase, check
 
 STEP = CacheCase(seq_q=1, capacity=300, lengths=260, heads=4, head_dim=16)
 

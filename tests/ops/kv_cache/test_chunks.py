@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend_calls import HOPPER
 from flashtile._backends.launch import clear_plans
 from flashtile.ops.attention.hopper import cache_launch
 from flashtile.ops.kv_cache import operator, reference
@@ -18,7 +17,8 @@ from flashtile.ops.kv_cache.hopper import backend
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton import launch, plan
 from gluon_emulator.hopper import EmulatedHopper
-from kv_cache_cases import CacheCase, check
+from support.attention.backend_calls import HOPPER
+from support.attention.kv_cache_cases import CacheCase, check
 
 _PACKED = CacheCase(
     batch=4, queries=(70, 3, 0, 200, 2), lengths=(100, 37, 5, 200), capacity=320, heads=4, heads_kv=2, head_dim=64,

@@ -16,13 +16,13 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
-from checked_code import check_code
 from flashtile._backends.allocate import contiguous_strides
 from flashtile.ops.common.split_keys import plan as split_plans
 from flashtile.ops.common.split_keys.configs import AttendTiles, TileKey, resident_programs
 from flashtile.ops.kv_cache.spec import CacheSpec
 from flashtile.ops.kv_cache.triton import plan
-from machine_code import Binary, call_on, check_fit, family, once_for_each_family, registers, sass
+from support.compilation.checked_code import check_code
+from support.compilation.machine_code import Binary, call_on, check_fit, family, once_for_each_family, registers, sass
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]

@@ -17,7 +17,6 @@ if devices.interpreting():
     pytest.skip("runs and compiles Gluon kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
 import flashtile
-from checked_code import check_code
 from flashtile._backends.allocate import contiguous_strides
 from flashtile.ops.common.split_keys.plan import SplitCall
 from flashtile.ops.kv_cache import reference
@@ -28,8 +27,9 @@ from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton import plan
 from flashtile.testing import assert_close, assert_same
 from gluon_emulator import EmulatedHopper
-from kv_cache_cases import CacheCase, check
-from machine_code import Binary, check_barriers, check_fit, check_products
+from support.attention.kv_cache_cases import CacheCase, check
+from support.compilation.checked_code import check_code
+from support.compilation.machine_code import Binary, check_barriers, check_fit, check_products
 
 _SM_90 = devices.KNOWN_DEVICES["sm_90"]
 

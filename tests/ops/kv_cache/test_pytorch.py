@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 import flashtile
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.testing import assert_same
-from kv_cache_cases import PAIRS, CacheCase, make_inputs
+from support.attention.kv_cache_cases import PAIRS, CacheCase, make_inputs
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 _APPEND = replace(PAIRS["rotary halves"], heads=4, dtype=torch.float32)

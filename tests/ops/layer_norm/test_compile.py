@@ -20,12 +20,12 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
-from checked_code import check_code
 from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.common.tiles import SumPlan, held_row_tile
 from flashtile.ops.layer_norm import kernels
 from flashtile.ops.layer_norm.spec import MAX_COLUMNS, NormSpec, Operands, Upstream
-from machine_code import (
+from support.compilation.checked_code import check_code
+from support.compilation.machine_code import (
     Binary,
     binary_of,
     call_on,

@@ -9,7 +9,7 @@ import torch
 
 import flashtile
 from flashtile.testing import NormCase, check_norm, make_norm_inputs
-from norm_cases import DTYPES, EDGES, PAIRS, parameters
+from support.companions.norm_cases import DTYPES, EDGES, PAIRS, parameters
 
 
 @pytest.mark.parametrize("case", parameters(PAIRS | EDGES))

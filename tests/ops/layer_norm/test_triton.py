@@ -9,7 +9,7 @@ import torch
 
 import flashtile
 from flashtile.testing import NormCase, assert_same, check_norm, make_norm_inputs, run_norm
-from norm_cases import COMBINED, DTYPES, EDGES, PAIRS, parameters
+from support.companions.norm_cases import COMBINED, DTYPES, EDGES, PAIRS, parameters
 
 
 def _interpreted(cases: dict[str, NormCase]) -> list:

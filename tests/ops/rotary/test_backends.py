@@ -9,7 +9,7 @@ import torch
 
 import flashtile
 from flashtile.testing import assert_same
-from rotary_cases import EDGES, PAIRS, RotaryCase, check, parameters
+from support.companions.rotary_cases import EDGES, PAIRS, RotaryCase, check, parameters
 
 _DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 

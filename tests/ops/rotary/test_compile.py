@@ -15,12 +15,12 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
-from checked_code import check_code
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.rotary import kernels
 from flashtile.ops.rotary.spec import RotarySpec
-from machine_code import TURNS, Binary, call_on, check_fit, once_in_families, sass
+from support.compilation.checked_code import check_code
+from support.compilation.machine_code import TURNS, Binary, call_on, check_fit, once_in_families, sass
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]

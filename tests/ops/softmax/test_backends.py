@@ -9,7 +9,7 @@ import torch
 
 import flashtile
 from flashtile.testing import assert_close
-from softmax_cases import SoftmaxCase, check, parameters
+from support.companions.softmax_cases import SoftmaxCase, check, parameters
 
 
 @pytest.mark.parametrize("case", parameters())

@@ -16,13 +16,13 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
-from checked_code import check_code
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.common.tiles import held_row_tile
 from flashtile.ops.softmax import kernels
 from flashtile.ops.softmax.spec import SoftmaxSpec
-from machine_code import TURNS, Binary, call_on, check_fit, once_in_families, sass
+from support.compilation.checked_code import check_code
+from support.compilation.machine_code import TURNS, Binary, call_on, check_fit, once_in_families, sass
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _KERNELS = ("forward", "backward")

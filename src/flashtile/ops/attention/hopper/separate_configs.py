@@ -34,7 +34,7 @@ STATISTIC_ROWS = 16
 
 #: Chunks of q and k, and of dout and v, that kernels are compiled for: a call takes the first that holds it, and the
 #: columns that it does not have are zeros. For many others, such as 6 and 5 or 7 and 7, ptxas 12.8 computes descriptors
-#: in a way that the search for wrong machine code cannot follow to the PTX (`tests/control_flow.py`).
+#: in a way that the search for wrong machine code cannot follow to the PTX (`tests/**/control_flow.py`).
 _CUTS = ((2, 5), (5, 5), (2, 8), (8, 2), (8, 8))
 
 

@@ -76,7 +76,7 @@ def tile_key_for(call: Call) -> TileKey:
     """The key of a call.
 
     With a score function no call is short: in tiles of 64 × 64, and in one kernel for dq, dk and dv, ptxas 12.8 reads
-    uniform registers that nothing has set where a table of the function learns (`tests/control_flow.py`).
+    uniform registers that nothing has set where a table of the function learns (`tests/**/control_flow.py`).
     """
     call = call.cut_by
     spec, length = call.spec, length_class(*call.max_seqlens)

@@ -24,7 +24,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 import flashtile
-from control_flow import wrong_code
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import KernelSource, Plan, compile_kernel
@@ -38,7 +37,8 @@ from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Origin, 
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.configs import KernelName
 from flashtile.testing.cases import AttentionCase, RelativeScore, make_inputs
-from selection import full_name
+from support.compilation.control_flow import wrong_code
+from support.running.selection import full_name
 
 #: NVIDIA's compiler and tools, of Triton's own wheel.
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -1,6 +1,6 @@
 """A sequence in different company: drawn sequences, ways to compute them, and the search for bits that differ.
 
-`python tests/company.py --device cuda --draws 2000` runs more of them than the tests (PYTHONPATH=src:tests).
+`PYTHONPATH=src:tests python -m support.attention.company --device cuda --draws 2000` runs more of them than the tests.
 """
 
 from __future__ import annotations

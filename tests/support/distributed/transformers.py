@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-import transformers_cases
 from flashtile.distributed import mean_over_shards, shard_sequence, unshard_sequence
 from flashtile.integrations.transformers import context_parallel
-from transformers_cases import ALL, VOCABULARY
+from support.models import transformers_cases
+from support.models.transformers_cases import ALL, VOCABULARY
 
 #: Rotary and learned positions; windows in some layers, soft cap, sinks; both directions. With a strategy each.
 MODELS = {"llama": "ring", "gpt2": "all_to_all", "gemma2": "ring", "gpt-oss": "all_to_all", "bert": "ring"}

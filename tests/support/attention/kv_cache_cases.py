@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import flashtile
-from covering import combined_cases
 from flashtile.ops.common.eight_bits import EIGHT_BITS
 from flashtile.ops.kv_cache.rows import indexable, quantized
 from flashtile.testing import Size, assert_close
+from support.running.covering import combined_cases
 
 
 @dataclass(frozen=True)

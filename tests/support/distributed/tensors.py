@@ -23,8 +23,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import flashtile
-from distributed_models import CONFIGS, tokens
-from distributed_models import model as of_seed
 from flashtile.distributed import context_parallel_attention, row_orders, tensor_parallel_plan, vocabulary_loss
 from flashtile.models import GPT, BertConfig, BertForPreTraining
 from flashtile.modules import (
@@ -38,7 +36,9 @@ from flashtile.modules import (
     ParallelBlock,
     RMSNorm,
 )
-from public_calls import CALLS
+from support.distributed.models import CONFIGS, tokens
+from support.distributed.models import model as of_seed
+from support.running.public_calls import CALLS
 
 #: A function, and each of its tensors with the dimension along which each dimension of the mesh shards it: None for
 #: none, "sum" for a part of a sum.

@@ -25,7 +25,7 @@ from flashtile.ops.attention.hopper.backward_kernels import (
 )
 from flashtile.ops.attention.hopper.schedule import NO_LOOPS, BackwardSchedule, Loops
 from flashtile.ops.attention.spec import Origin, Wanted
-from machine_code import Call, aux_of, described_call
+from support.compilation.machine_code import Call, aux_of, described_call
 
 _HEADS = {
     "16": Call(head_dim=16, head_dim_v=16),

@@ -9,8 +9,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from covering import combined_cases
 from flashtile.testing import AttentionCase, with_arguments
+from support.running.covering import combined_cases
 
 BASE = AttentionCase(seq_q=37, seq_k=53, batch=2, heads=2, heads_kv=2, head_dim=16, head_dim_v=16)
 

@@ -22,12 +22,12 @@ from typing import Any
 
 import pytest
 
-import selection
+from support.running import selection
 
-TABLE = Path(__file__).with_name("checked_machine_code.txt")
+TABLE = Path(__file__).parents[2] / "checked_machine_code.txt"
 
 _HEAD = """\
-# Checks of machine code that have passed (tests/remembered_checks.py). `make remember` renews them.
+# Checks of machine code that have passed (tests/support/compilation/remembered_checks.py). `make remember` renews them.
 # Compiler: {compiler}
 """
 
@@ -149,7 +149,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["passed checks"] = MEMORY.passed
     elif MEMORY.records:
-        from checked_code import COMPILER
+        from support.compilation.checked_code import COMPILER
 
         passed = MEMORY.passed | _PASSED_IN_WORKERS
         table = MEMORY.table if MEMORY.compiler == COMPILER else {}

@@ -12,7 +12,7 @@ from itertools import permutations
 
 import torch
 
-from machine_code import Call
+from support.compilation.machine_code import Call
 
 _CAUSAL = Call(window_right=0)
 #: Heads of one column less than tiles of 32, 64 and 128 bytes, and of several times 128.

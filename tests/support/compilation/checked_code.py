@@ -15,11 +15,11 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler.compiler import make_backend
 from triton.runtime.cache import triton_key
 
-from content import content_of
 from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile._backends.launch import KernelSource
-from machine_code import binary_of, compiler_input, read_binary, search_code
-from remembered_checks import MEMORY
+from support.compilation.content import content_of
+from support.compilation.machine_code import binary_of, compiler_input, read_binary, search_code
+from support.compilation.remembered_checks import MEMORY
 
 #: Triton's library is another for each version of Python.
 COMPILER = f"Triton {triton.__version__} for Python {sys.version_info.major}.{sys.version_info.minor}"

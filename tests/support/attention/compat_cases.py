@@ -22,7 +22,7 @@ import flashtile
 from flashtile.compat.signatures import EXTENSIONS, VERSION_1, VERSION_2, VERSION_3, VERSION_4
 from flashtile.testing import assert_close
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 #: A dtype and where it is tried.
 PLACES = [
     *(pytest.param("cpu", dtype, id=f"cpu-{dtype}"[:3] + f"-{str(dtype)[6:]}")

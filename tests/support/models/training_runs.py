@@ -22,10 +22,10 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
 import flashtile
-from distributed_processes import forking
 from flashtile.testing import assert_same
+from support.distributed.processes import forking
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 #: Keys of metrics.jsonl that a second run does not repeat.
 _TIMES = {"tokens_per_second", "mfu"}
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from distributed_processes import Parallel, forking, run
+from support.distributed.processes import Parallel, forking, run
 
 #: Each takes some hundred megabytes of a GPU, and a core.
 _MOST_PROCESSES = 16

@@ -9,8 +9,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from covering import combined_cases
 from flashtile.testing import NormCase
+from support.running.covering import combined_cases
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 
