@@ -24,7 +24,7 @@ from flashtile._backends.launch import (
 from flashtile.ops.attention.api import invariant_tiles
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 from flashtile.ops.common.split_keys.configs import AttendTiles
-from flashtile.ops.common.split_keys.plan import Cut, SplitCall, SplitPlan, split_plan, visible_rows
+from flashtile.ops.common.split_keys.plan import Cut, SplitCall, SplitPlan, cut_of_wide, split_plan, visible_rows
 from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, RowStrides, Sequences
 from flashtile.ops.common.tiles import power_of_two
 from flashtile.ops.kv_cache.hopper.backend import chunks_unsupported_reason, latent_unsupported_reason, most_left
@@ -175,6 +175,7 @@ def _plan(
         descale_strides=descale_strides,
         tree=tree_form,
         values_in_keys=values_in_keys,
+        cut=_invariant_cut(dtype, head_dim, head_dim_v, spec, device, allow_tf32) if spec.batch_invariant else None,
     )
     facts = device_facts(device)
     if latent_unsupported_reason(split_call, facts) is None:
@@ -182,8 +183,7 @@ def _plan(
 
         return CachePlan(append, None, plan_latent(split_call, device))
     if spec.batch_invariant:
-        cut = _cut_of_forward(dtype, head_dim, head_dim_v, spec, device, allow_tf32)
-        return CachePlan(append, split_plan(split_call._replace(cut=cut), device))
+        return CachePlan(append, split_plan(split_call, device))
     if chunks_unsupported_reason(split_call, facts, multiprocessors(device)):
         return CachePlan(append, split_plan(split_call, device))
     from flashtile.ops.attention.hopper.cache_launch import plan_chunks
@@ -193,18 +193,13 @@ def _plan(
     return CachePlan(append, split, chunks=plan_chunks(split_call, forms[1][0][0], most, device))
 
 
-def _cut_of_forward(
+def _invariant_cut(
     dtype: torch.dtype, head_dim: int, head_dim_v: int, spec: CacheSpec, device: torch.device, allow_tf32: bool
 ) -> Cut:
-    """
-    Raises:
-        ValueError: the forward has no such heads.
-    """
-    widest, facts = max(head_dim, head_dim_v), device_facts(device)
-    if widest > MAX_HEAD_DIM_V:
-        raise ValueError(
-            f"batch_invariant: expected heads of up to {MAX_HEAD_DIM_V} columns on a GPU, got {widest}; leave the mode"
-        )
+    """The cut of a call in the batch-invariant mode, which is that of attention's forward where it has such heads."""
+    facts = device_facts(device)
+    if max(head_dim, head_dim_v) > MAX_HEAD_DIM_V:
+        return cut_of_wide(dtype, head_dim, head_dim_v, facts, allow_tf32)
     tiles, precision, widths = invariant_tiles(dtype, head_dim, head_dim_v, spec.banded, facts, allow_tf32)
     return Cut(AttendTiles(*tiles[:5]), precision, widths)
 
