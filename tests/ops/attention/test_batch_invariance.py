@@ -5,7 +5,10 @@ The environment variable FLASHTILE_DRAWS sets how many sequences are drawn in ea
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import torch
 
 import flashtile
 from flashtile._backends import devices
+from flashtile._backends.launch import clear_plans
 from flashtile.ops.attention import repeated, select
 from flashtile.testing import assert_same
 from support.attention.company import Sequence, differences, in_chunks, search
@@ -40,20 +44,34 @@ _needs_emulator = pytest.mark.skipif(
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of "hopper" run in the emulator."""
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls of "hopper" run in the emulator, and those over caches too."""
+    from backend_calls import HOPPER
+    from flashtile.ops.attention.hopper import cache_launch
+    from flashtile.ops.kv_cache import operator
+    from flashtile.ops.kv_cache.triton import launch, plan
     from gluon_emulator import EmulatedHopper
     from gluon_emulator.serving import served_by
 
     repeated.forget_calls()
-    monkeypatch.setattr(select, "implementation", served_by(EmulatedHopper(multiprocessors=3, seed=0)))
+    clear_plans()
+    machine = EmulatedHopper(multiprocessors=3, seed=0)
+    monkeypatch.setattr(select, "implementation", served_by(machine))
+    over_cache = SimpleNamespace(forward=functools.partial(machine.call, launch.forward))
+    monkeypatch.setattr(operator._BACKENDS, "implementation", lambda *_: over_cache)
+    facts = HOPPER._replace(multiprocessors=3)
+    monkeypatch.setattr(machine.modules["cache_launch"], "current_machine", lambda _: facts)
+    monkeypatch.setattr(cache_launch, "plan_chunks", machine.modules["cache_launch"].plan_chunks)
+    monkeypatch.setattr(plan, "device_facts", lambda _: HOPPER.facts)
+    yield
+    clear_plans()
 
 
 @_needs_emulator
 @pytest.mark.usefixtures("emulated")
 def test_bits_of_the_hopper_kernels_in_the_emulator() -> None:
-    compared, differ = search(_draws(1), 4, "cpu", _HALVES, 150, _WIDTHS, "hopper", caches=False)
-    assert compared["chunks"] and not differ, "\n".join(differ)
+    compared, differ = search(_draws(1), 4, "cpu", _HALVES, 150, _WIDTHS, "hopper")
+    assert compared["pages"] and not differ, "\n".join(differ)
 
 
 @_needs_emulator
@@ -74,11 +92,9 @@ def test_bits_of_the_portable_kernels_in_the_interpreter() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend, caches", [("auto", False), ("triton", True)])
-def test_bits_on_a_gpu(backend: str, caches: bool) -> None:
-    dtypes = (*_HALVES, torch.float32)
-    compared, differ = search(_draws(40), 0, "cuda", dtypes, 700, _WIDTHS, backend, caches, alike=10)
-    assert compared["chunks"] and not differ, "\n".join(differ)
+def test_bits_on_a_gpu() -> None:
+    compared, differ = search(_draws(40), 0, "cuda", (*_HALVES, torch.float32), 700, _WIDTHS, alike=10)
+    assert compared["pages"] and not differ, "\n".join(differ)
 
 
 def _inputs(rows: int = 70, heads: int = 4, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -98,6 +98,7 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
         )  # fmt: skip
 
 
+_INVARIANT = CacheSpec(0, 0.1, None, 0, batch_invariant=True)
 _OF_ROWS = Call().spec._replace(factors_of_rows=True)
 _CALLS = {
     "decode": Call(),
@@ -132,6 +133,9 @@ _CALLS = {
     ),
     "e5m2_pages": Call(cache_dtype=torch.float8_e5m2, factors=(8, 0, 1), page_size=128),
     "tree": Call(seq_q=16, seq_new=16, tree=(256, 16, 16), half=0, spec=CacheSpec(0, 0.1)),
+    "invariant": Call(spec=_INVARIANT, page_size=16, slope_dims=1, sinks=True),
+    "invariant_256": Call(spec=_INVARIANT, head_dim=256, head_dim_v=256),
+    "invariant_float32": Call(spec=_INVARIANT, dtype=_FP32, page_size=16),
     "entries": Call(index_dtypes=(None, torch.int64, torch.int32, None), seq_new=None),
 }  # fmt: skip
 

@@ -170,6 +170,9 @@ def over_cache(
     k_cache = torch.full((outer, of_entry, heads_kv, head_dim), math.nan, dtype=dtype, device=device)
     v_cache = torch.full((outer, of_entry, heads_kv, head_dim_v), math.nan, dtype=dtype, device=device)
     arguments = {**sequence.arguments, **options, "block_table": table}
+    by_hand = options["backend"] == "hopper"  # the emulator, which has no kernel that appends
+    if by_hand:
+        arguments["backend"] = "triton"
     outs, lses = [], []
     for step, (begin, end) in enumerate(zip([0, *cuts], cuts)):
         parts, before = [], []
@@ -183,9 +186,16 @@ def over_cache(
         joined = [
             torch.cat([getattr(each, name)[first:last] for each, first, last in parts]) for name in ("q", "k", "v")
         ]
+        lengths = torch.tensor(before, dtype=torch.int32, device=device)
+        if by_hand:
+            lengths += starts.diff()
+            for entry, (each, _, last) in enumerate(parts):
+                row = torch.arange(last)
+                where = (torch.full_like(row, entry), row) if table is None else (table[entry, row // page], row % page)
+                k_cache[where], v_cache[where] = each.k[:last], each.v[:last]
         out, lse = flashtile.attention_with_kv_cache(
-            joined[0], k_cache, v_cache, joined[1], joined[2], cu_seqlens_q=starts, return_lse=True,
-            cache_lengths=torch.tensor(before, dtype=torch.int32, device=device), **arguments,
+            joined[0], k_cache, v_cache, *((None, None) if by_hand else joined[1:]), cu_seqlens_q=starts,
+            return_lse=True, cache_lengths=lengths, **arguments,
         )  # fmt: skip
         own = slice(int(starts[place]), int(starts[place + 1]))
         outs.append(out[own])
@@ -210,10 +220,16 @@ def ways(
         by_token = sorted({*ends, *range(max(sequence.rows - 2, 1), sequence.rows)})
         cuts = draw.choice((ends, by_token))
         yield "chunks", lambda: in_chunks(sequence, cuts, options)
-        if not caches:
+        if not caches or (options["backend"] == "hopper" and _needs_portable(sequence)):
             return
         yield "cache", lambda: over_cache(sequence, others, place, cuts, 0, options)
         yield "pages", lambda: over_cache(sequence, others, place, cuts, draw.choice((16, 48, 256)), options)
+
+
+def _needs_portable(sequence: Sequence) -> bool:
+    """Whether the Hopper forward over a cache lacks something of a call."""
+    left, _ = sequence.arguments.get("window", (None, None))
+    return left is not None or sequence.q.dtype is torch.float32
 
 
 def differences(results: list[tuple[str, Results]]) -> list[str]:
@@ -241,7 +257,9 @@ def search(
         sequence = draw_sequence(random.Random(f"{seed} {number // alike}"), device, dtypes, longest, widths)
         if alike > 1:
             sequence = sequence.like(_draw_rows(draw, longest), draw)
-        options = {"backend": backend, "batch_invariant": invariant}
+        # The same kernels have to serve all ways.
+        portable = backend == "auto" and device == "cuda" and caches and _needs_portable(sequence)
+        options = {"backend": "triton" if portable else backend, "batch_invariant": invariant}
         results = [(way, compute()) for way, compute in ways(sequence, draw, longest, options, caches)]
         compared.update(way for way, _ in results)
         described = f"{number}: {sequence.rows} rows, {_shape(sequence)}, {sequence.q.dtype}, {sequence.arguments}"

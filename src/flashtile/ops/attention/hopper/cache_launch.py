@@ -88,7 +88,7 @@ def _describe(call: SplitCall, outer: int, device: torch.device) -> Call:
     return Call(
         "auto",
         "forward",
-        AttentionSpec(call.scale, window_right=right, softcap=call.softcap),
+        AttentionSpec(call.scale, window_right=right, softcap=call.softcap, batch_invariant=call.cut is not None),
         q=facts((*queries, heads, head_dim), q_strides[packed:]),
         k=facts((outer, rows, heads_kv, head_dim), k_strides),
         v=facts((outer, rows, heads_kv, head_dim_v), v_strides),

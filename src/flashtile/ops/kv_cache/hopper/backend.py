@@ -81,23 +81,45 @@ def most_left(call: SplitCall) -> int:
 
 def chunks_unsupported_reason(call: SplitCall, device: DeviceFacts, multiprocessors: int) -> str | None:
     """Why the forward of attention does not serve a call; None where it does. Packed sequences of few queries
-    (`most_left`) stay with the portable kernel, which runs first."""
-    batch, seq_q, heads, _, head_dim, head_dim_v = call.shape
-    (outer_k, row_k, _), (outer_v, row_v, _) = call.strides[1:]
+    (`most_left`) stay with the portable kernel, which runs first. In the batch-invariant mode it is a matter of the
+    call's features alone."""
+    reason = _lacked_by_forward(call, device)
+    if reason or call.cut is not None:
+        return reason
+    batch, seq_q, heads, *_ = call.shape
     tiles = heads * -(-(call.total_q or batch * seq_q) // _QUERY_ROWS)
-    used = [stride for strides in call.strides for stride in strides]
+    if seq_q <= most_left(call):
+        return "so few queries fill one tile of the portable kernel"
+    if call.num_splits:
+        return "it does not split keys"
+    if tiles < _LEAST_SHARE * multiprocessors:
+        return "for so few tiles keys are split"
+    return unreadable_by_forward(call)
+
+
+def _lacked_by_forward(call: SplitCall, device: DeviceFacts) -> str | None:
+    *_, head_dim, head_dim_v = call.shape
     for holds, reason in (
         (device.arch == "sm_90" and not interpreting(), f"it runs on sm_90, not on {device.arch}"),
         (
             call.dtype in (torch.float16, torch.bfloat16) and call.cache_dtype in (None, call.dtype),
             "it takes q and the cache in one 16-bit dtype",
         ),
+        (call.capacity > 0 and all(call.shape), "it takes calls that are not empty"),
         (max(head_dim, head_dim_v) <= _WIDEST, f"its heads have up to {_WIDEST} columns"),
         (call.window_left is None and call.index_dtypes[2] is None, "it has no rows that are hidden on the left"),
         (call.tree is None and call.scale > 0, "it has no tree, and takes a positive scale"),
-        (seq_q > most_left(call), "so few queries fill one tile of the portable kernel"),
-        (not call.num_splits, "it does not split keys"),
-        (tiles >= _LEAST_SHARE * multiprocessors, "for so few tiles keys are split"),
+    ):  # fmt: skip
+        if not holds:
+            return reason
+    return None
+
+
+def unreadable_by_forward(call: SplitCall) -> str | None:
+    """Why TMA cannot read the caches, q or out as they lie; None where it can."""
+    (outer_k, row_k, _), (outer_v, row_v, _) = call.strides[1:]
+    used = [stride for strides in call.strides for stride in strides]
+    for holds, reason in (
         (
             call.page_size == 0 or copied_rows(call.page_size) >= _LEAST_BOX,
             f"8 divides the pages that it takes, not {call.page_size}",

@@ -27,7 +27,12 @@ from flashtile.ops.common.split_keys.configs import AttendTiles
 from flashtile.ops.common.split_keys.plan import Cut, SplitCall, SplitPlan, cut_of_wide, split_plan, visible_rows
 from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, RowStrides, Sequences
 from flashtile.ops.common.tiles import power_of_two
-from flashtile.ops.kv_cache.hopper.backend import chunks_unsupported_reason, latent_unsupported_reason, most_left
+from flashtile.ops.kv_cache.hopper.backend import (
+    chunks_unsupported_reason,
+    latent_unsupported_reason,
+    most_left,
+    unreadable_by_forward,
+)
 from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM_V, CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton.append import append_kernel
 from flashtile.ops.kv_cache.triton.configs import append_cut
@@ -188,6 +193,13 @@ def _plan(
         return CachePlan(append, split_plan(split_call, device))
     from flashtile.ops.attention.hopper.cache_launch import plan_chunks
 
+    if spec.batch_invariant:
+        if reason := unreadable_by_forward(split_call):
+            raise ValueError(
+                f"k_cache: expected pages and strides that the forward of attention reads in the batch-invariant mode: "
+                f"{reason}; choose others, or leave the mode"
+            )
+        return CachePlan(append, None, chunks=plan_chunks(split_call, forms[1][0][0], 0, device))
     most = most_left(split_call)
     split = None if sequences is None else split_plan(split_call._replace(most=most, num_splits=1), device)
     return CachePlan(append, split, chunks=plan_chunks(split_call, forms[1][0][0], most, device))
