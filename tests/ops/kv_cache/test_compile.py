@@ -98,7 +98,7 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
         )  # fmt: skip
 
 
-_INVARIANT = CacheSpec(0, 0.1, None, 0, batch_invariant=True)
+_INVARIANT = CacheSpec(0, 0.1, 999, 0, batch_invariant=True)
 _OF_ROWS = Call().spec._replace(factors_of_rows=True)
 _CALLS = {
     "decode": Call(),

@@ -35,7 +35,7 @@ def attend_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, lse_ptr,
     sequences, slopes_ptr, sinks_ptr, descales, length,
     q_strides, k_strides, v_strides, k_descale_strides, v_descale_strides, table_strides,
-    batch, heads_kv, seq_q, most, total_q, seq_new, capacity, splits, window, diagonal, slope_diagonal, scale, softcap,
+    batch, heads_kv, seq_q, most, total_q, seq_new, capacity, splits, window, diagonals, scale, softcap,
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr, AS_FORWARD: tl.constexpr,
@@ -47,8 +47,7 @@ def attend_kernel(
     product, 0 for all of them. `PARTIAL`: out and lse are those of a split, float32 `[splits, batch, seq_q, heads_q,
     head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the results themselves.
     Of packed queries out is `[total_q, heads_q, head_dim_v]` and lse `[heads_q, total_q]`, of a split behind `splits`.
-    `diagonal`, `slope_diagonal`: key on the diagonal of the first query, for the band and for ALiBi; None: that of the
-    last query is the last key. `AS_FORWARD`: in the operations of attention's forward kernel, for the same bits; the
+    `diagonals`: `Diagonals`. `AS_FORWARD`: in the operations of attention's forward kernel, for the same bits; the
     scale is positive then."""
     program = tl.program_id(0)
     if sequences.starts is None:
@@ -90,8 +89,8 @@ def attend_kernel(
         # 32 bits wide only after that, like a length.
         left = tl.minimum(tl.maximum(tl.load(sequences.left + sequence), 0), total).to(tl.int32)
     shift = total - seq_q
-    if diagonal is not None:
-        shift = diagonal
+    if diagonals.band is not None:
+        shift = diagonals.band
     first_query = first_row // GROUP
     last_query = (tl.minimum(first_row + BLOCK_M, rows) - 1) // GROUP
     begin, full_begin, full_end, end = visible_ranges(first_query, last_query, shift, left, total, window)
@@ -153,7 +152,7 @@ def attend_kernel(
         q_rows, there, query, k_base, v_base, table, k_strides, v_strides,
         k_factors, v_factors, k_descale_strides, v_descale_strides, first_tile, last_tile,
         begin, full_begin, full_end, end, shift, window, tree_rows, table_strides.tree_columns,
-        scale, softcap, slope, slope_diagonal, sink,
+        scale, softcap, slope, diagonals.slopes, sink,
         PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK, PRECISION, AS_FORWARD,
     )  # fmt: skip
 

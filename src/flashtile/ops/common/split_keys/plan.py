@@ -35,7 +35,15 @@ from flashtile.ops.common.split_keys.configs import (
     splits_of,
     tile_width,
 )
-from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, RowStrides, Sequences, TableStrides, Window
+from flashtile.ops.common.split_keys.rows import (
+    CacheStrides,
+    Descales,
+    Diagonals,
+    RowStrides,
+    Sequences,
+    TableStrides,
+    Window,
+)
 
 
 class Cut(NamedTuple):
@@ -221,8 +229,7 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "capacity": int32(call.capacity),
         "splits": int32(splits),
         "window": Window(*(int32(side) for side in window)),
-        "diagonal": int32(call.diagonal),
-        "slope_diagonal": int32(call.slope_diagonal),
+        "diagonals": Diagonals(int32(call.diagonal), int32(call.slope_diagonal)),
         "scale": float32(call.scale),
         "softcap": float32(call.softcap or None),
     }

@@ -71,6 +71,14 @@ class Window(NamedTuple):
     right: Any
 
 
+class Diagonals(NamedTuple):
+    """Keys on the diagonal of the first query, for the band and for ALiBi; None: that of the last query is the last
+    key."""
+
+    band: Any
+    slopes: Any
+
+
 @triton.jit
 def sequence_lengths(lengths_ptr, sequence, length, seq_new, capacity):
     """Rows of a sequence before and after appending. The second is never outside of the cache."""
