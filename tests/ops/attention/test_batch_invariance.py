@@ -46,12 +46,12 @@ _needs_emulator = pytest.mark.skipif(
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Calls of "hopper" run in the emulator, and those over caches too."""
-    from backend_calls import HOPPER
     from flashtile.ops.attention.hopper import cache_launch
     from flashtile.ops.kv_cache import operator
     from flashtile.ops.kv_cache.triton import launch, plan
     from gluon_emulator import EmulatedHopper
     from gluon_emulator.serving import served_by
+    from support.attention.backend_calls import HOPPER
 
     repeated.forget_calls()
     clear_plans()

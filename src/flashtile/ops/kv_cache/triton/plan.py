@@ -187,8 +187,6 @@ def _plan(
         from flashtile.ops.kv_cache.hopper.latent_launch import plan_latent
 
         return CachePlan(append, None, plan_latent(split_call, device))
-    if spec.batch_invariant:
-        return CachePlan(append, split_plan(split_call, device))
     if chunks_unsupported_reason(split_call, facts, multiprocessors(device)):
         return CachePlan(append, split_plan(split_call, device))
     from flashtile.ops.attention.hopper.cache_launch import plan_chunks
