@@ -284,7 +284,13 @@ def test_what_it_refuses(on_a_cpu: None) -> None:
 
 @pytest.mark.skipif(not HAS_REGISTRY, reason="needs PyTorch's registry")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its own kernels are tested below")
-def test_registered_under_several_names() -> None:
+def test_registered_under_several_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also under PyTorch's own, which torchtitan activates again."""
+    implementations = torch.nn.attention._registry._FLASH_ATTENTION_IMPLS  # type: ignore[attr-defined]
+    monkeypatch.setitem(implementations, "FA3", implementations["FA3"])
+    use_flashtile_as_flash_attention("FA3")
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    assert isinstance(torch.nn.attention._registry._FLASH_ATTENTION_ACTIVE[1], _Active)  # type: ignore[attr-defined]
     for name in ("flashtile", "tiles"):
         use_flashtile_as_flash_attention(name)
         assert torch.nn.attention.current_flash_attention_impl() == name
