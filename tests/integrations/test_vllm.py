@@ -26,7 +26,9 @@ COUNTS, CACHED = [9, 1, 4, 0], [0, 20, 13, 0]
 PADDED = 16
 
 
-def _metadata(causal: Any = True) -> tuple[plugin.FlashtileMetadata, Tensor]:
+def _metadata(
+    causal: Any = True, backend: Any = plugin.FlashtileBackend, most: int = 8
+) -> tuple[plugin.FlashtileMetadata, Tensor]:
     starts = torch.tensor([0, *COUNTS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     table = torch.randperm(PAGES, generator=torch.Generator().manual_seed(0)).view(4, -1).int()
     lengths = torch.tensor(COUNTS, dtype=torch.int32) + torch.tensor(CACHED, dtype=torch.int32)
@@ -34,9 +36,9 @@ def _metadata(causal: Any = True) -> tuple[plugin.FlashtileMetadata, Tensor]:
         query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=4, num_actual_tokens=PADDED,
         max_query_len=max(COUNTS), max_seq_len=21, block_table_tensor=table, slot_mapping=torch.empty(0), causal=causal,
     )  # fmt: skip
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=most))
     spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=HEADS_KV, head_size=HEAD, dtype=torch.float32)
-    builder = plugin.FlashtileBackend.get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))
+    builder = backend.get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))
     return builder.build(0, common), table
 
 
@@ -100,6 +102,31 @@ def test_encoders_have_no_cache() -> None:
     q, k, v = (_normal(PADDED, heads, HEAD, seed=seed) for seed, heads in ((2, HEADS), (3, HEADS_KV), (4, HEADS_KV)))
     out = impl.forward(None, q, k, v, torch.empty(0), batch, torch.empty(PADDED, HEADS, HEAD))
     assert_same(out[:9], flashtile.attention(q[None, :9], k[None, :9], v[None, :9], scale=0.3, backend="reference")[0])
+
+
+def test_attention_in_chunks_by_vllms_own_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 4: vLLM cuts requests into chunks, more than there are requests."""
+    monkeypatch.setattr("vllm.utils.torch_utils.PIN_MEMORY", False)
+    chunks = pytest.importorskip("vllm.model_executor.layers.attention.chunked_local_attention")
+    backend = chunks.create_chunked_local_attention_backend(plugin.FlashtileBackend, PAGE)
+    batch, table = _metadata(backend=backend, most=4)
+    impl = backend.get_impl_cls()(HEADS, HEAD, 0.3, HEADS_KV)
+    q, k, v = (_normal(PADDED, heads, HEAD, seed=seed) for seed, heads in ((2, HEADS), (3, HEADS_KV), (4, HEADS_KV)))
+    cache = _normal(PAGES, HEADS_KV, PAGE, 2 * HEAD, seed=1)
+    output = impl.forward(None, q, k, v, cache, batch, torch.empty(PADDED, HEADS, HEAD))
+    keys, values = cache.transpose(1, 2).split(HEAD, dim=-1)
+    start = 0
+    for request, (count, cached) in enumerate(zip(COUNTS, CACHED)):
+        own, total = slice(start, start + count), cached + count
+        all_k, all_v = (x[table[request].long()].flatten(0, 1)[:total] for x in (keys, values))
+        assert_same(all_k[cached:], k[own])
+        rows = torch.arange(total)
+        seen = (rows // PAGE == rows[cached:, None] // PAGE) & (rows <= rows[cached:, None])
+        expected = flashtile.attention(
+            q[None, own], all_k[None], all_v[None], scale=0.3, mask=seen[None, None], backend="reference"
+        )
+        assert_same(output[own], expected[0])
+        start += count
 
 
 def test_batch_invariance_is_that_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,14 +151,15 @@ class FlashtileMetadataBuilder(AttentionMetadataBuilder[FlashtileMetadata]):
             )
         requests = common.num_reqs
         starts = common.query_start_loc[: requests + 1]
-        if requests > self._cached.shape[0]:
-            raise ValueError(f"num_reqs: expected at most {self._cached.shape[0]} (max_num_seqs), got {requests}")
-        cached = self._cached[:requests]
+        # Attention in chunks makes more requests than there are, and no graphs.
+        cached = (
+            self._cached[:requests] if requests <= len(self._cached) else torch.empty_like(common.seq_lens[:requests])
+        )
         lengths = common.seq_lens[:requests]
         torch.sub(lengths, starts.diff(), out=cached)
         cached.clamp_(min=0)  # requests that only fill up a batch have neither tokens nor a length
         return FlashtileMetadata(
-            common.num_actual_tokens, starts, cached, lengths, common.max_query_len,
+            common.num_actual_tokens, starts, cached, lengths, int(common.max_query_len),
             common.block_table_tensor[:requests], common.causal,
         )  # fmt: skip
 
