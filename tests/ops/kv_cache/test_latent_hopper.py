@@ -49,6 +49,7 @@ class Case(NamedTuple):
     splits: int = 1
     spread: float = 1.0  # of the queries
     left: tuple[int, ...] | None = None
+    tree: bool = False
 
 
 _CASES = {
@@ -62,6 +63,8 @@ _CASES = {
     "left padding": Case(seq_q=2, lengths=(200, 75, 10), left=(70, 75, 9), splits=2),
     "left padding, pages": Case(lengths=(200, 75, 30, 77), left=(67, 75, 17, 64), page_size=16, heads=20),
     "left padding, packed": Case(queries=(5, 9), lengths=(140, 37), left=(130, 33), page_size=64, dtype=torch.float16),
+    "tree": Case(seq_q=7, lengths=(70, 200), causal=False, tree=True, splits=2),
+    "tree, packed": Case(queries=(5, 1, 9), lengths=(130, 33, 66), page_size=64, heads=24, causal=False, tree=True),
     "rising scores": Case(lengths=(256, 190), spread=30.0, dtype=torch.float16),
     "rising scores in bfloat16": Case(lengths=(256, 190), spread=30.0),
 }
@@ -93,9 +96,13 @@ def _inputs(case: Case) -> tuple[CacheCall, CacheSpec]:
             if case.left is not None:
                 table[sequence, : case.left[sequence] // size] = 2**30
     left = None if case.left is None else torch.tensor(case.left)
+    tree = None
+    if case.tree:  # one column more than queries, if packed
+        columns = case.seq_q if case.queries is None else max(case.queries) + 1
+        tree = torch.rand(*rows, columns, generator=generator) < 0.5
     call = CacheCall(
         q, cache, cache[..., :512], cache_lengths=torch.tensor(case.lengths), cache_left_padding=left,
-        block_table=table if case.page_size else None, cu_seqlens_q=starts,
+        block_table=table if case.page_size else None, cu_seqlens_q=starts, tree_mask=tree,
     )  # fmt: skip
     return call, CacheSpec(0, width**-0.5, None, 0 if case.causal else None, num_splits=case.splits)
 
@@ -136,7 +143,15 @@ def _call(
 def test_results_on_the_emulated_machine(name: str, seed: int) -> None:
     call, spec = _inputs(_CASES[name])
     emulated = EmulatedHopper(multiprocessors=3, seed=seed)
-    indices = call.cache_lengths, None, call.cache_left_padding, call.block_table, call.cu_seqlens_q, None, None
+    indices = (
+        call.cache_lengths,
+        None,
+        call.cache_left_padding,
+        call.block_table,
+        call.cu_seqlens_q,
+        None,
+        call.tree_mask,
+    )
     described = _call(
         call.q.shape, call.k_cache.shape, call.q.dtype, None if call.block_table is None else call.block_table.shape,
         None if call.cu_seqlens_q is None else call.batch, torch.int64, spec.window_right, num_splits=spec.num_splits,
@@ -145,6 +160,9 @@ def test_results_on_the_emulated_machine(name: str, seed: int) -> None:
         described = described._replace(
             index_dtypes=(*described.index_dtypes[:2], torch.int64, *described.index_dtypes[3:])
         )
+    if call.tree_mask is not None:
+        form = (*(0, *call.tree_mask.stride())[-3:-1], call.tree_mask.shape[-1])
+        described = described._replace(tree=form, index_dtypes=(*described.index_dtypes[:6], torch.uint8))
     assert latent_unsupported_reason(described, _SM_90) is None
     found = emulated.latent(described, call.q, call.k_cache, indices, 0)
     cast = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in call]
@@ -186,6 +204,10 @@ def test_bits_depend_on_the_rows_that_a_query_sees_alone() -> None:
 _DECODE = _call((64, 1, 16, 576), (64, 4096, 1, 576), torch.bfloat16, None, None)
 _PAGED = _call((64, 1, 128, 576), (4096, 64, 1, 576), torch.float16, (64, 64), None)
 _CHUNKS = _call((2048, 128, 576), (4096, 16, 1, 576), torch.bfloat16, (8, 512), 8)
+_TREE = _CHUNKS._replace(
+    index_dtypes=(torch.int32, None, None, torch.int32, torch.int32, None, torch.uint8), tree=(0, 16, 16), num_splits=2,
+    window_right=None,
+)  # fmt: skip
 _PADDED = _CHUNKS._replace(index_dtypes=(None, None, torch.int32, torch.int32, torch.int32, None, None), num_splits=2)
 
 
@@ -206,7 +228,6 @@ def test_served(call: SplitCall) -> None:
         ({"window_right": 5}, "no window"),
         ({"softcap": 2.0}, "no soft cap"),
         ({"sinks": True}, "sinks"),
-        ({"tree": (4, 2, 2)}, "no tree"),
         ({"scale": -1.0}, "positive scale"),
         ({"misalignment": 8}, "multiples of 16 bytes"),
         ({"strides": ((16 * 600, 16 * 600, 600), *_DECODE.strides[1:])}, "contiguous"),
@@ -249,7 +270,9 @@ def test_programs(call: SplitCall, programs: int, splits: int | None, monkeypatc
     assert (made.attend.plans["attend"].programs, made.combine) == (programs, splits)
 
 
-@pytest.mark.parametrize("call", [_DECODE, _PAGED, _CHUNKS, _PADDED], ids=["decode", "paged", "chunks", "padded"])
+@pytest.mark.parametrize(
+    "call", [_DECODE, _PAGED, _CHUNKS, _PADDED, _TREE], ids=["decode", "paged", "chunks", "padded", "tree"]
+)
 def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _plan(call, monkeypatch).attend.kernels["attend"].source
     check_code(source, "sm_90", _check_latent, _SM_90.shared_memory)
@@ -300,6 +323,7 @@ def test_gpu(heads: int, queries: tuple[int, ...] | None, page_size: int | None,
     [{"seq_q": 5, "arguments": {"causal": False}}, {"arguments": {"num_splits": 1}}, {"arguments": {"num_splits": 9}},
      {"rotary_dim": 64, "seq_q": 70, "seq_new": 9}, {"entries": (4, 0, 1), "heads": 1}, {"head_dim": 520},
      {"left": (900, 0, 77)}, {"left": (901, 0, 77), "page_size": 16, "seq_q": 9}, {"seq_q": 40, "seq_new": 40},
+     {"seq_q": 9, "seq_new": 9, "tree": True}, {"queries": (7, 1, 30, 0), "page_size": 16, "tree": True},
      {"heads": 7}],
     ids=str,
 )  # fmt: skip

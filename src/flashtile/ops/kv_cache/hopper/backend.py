@@ -46,7 +46,6 @@ def latent_unsupported_reason(call: SplitCall, device: DeviceFacts) -> str | Non
         ),
         (call.window_left is None and right in (None, 0), "it has no window"),
         (not call.softcap and not call.slope_dims and not call.sinks, "it has no soft cap, ALiBi or sinks"),
-        (call.tree is None, "it has no tree"),
         (call.scale > 0 and call.capacity > 0, "it takes a positive scale, and a cache that has rows"),
         (
             call.misalignment % 16 == 0 and row % 8 == 0 and row > 0 and outer % row == 0,

@@ -112,6 +112,7 @@ class Problem(NamedTuple):
         rows_apart: rows of the cache from one entry or page to the next.
         stride_table: elements from one sequence to the next in the table of pages.
         scale_log2: `scale · log2(e)`.
+        tree: a `Tree`.
     """
 
     batch: Any
@@ -124,6 +125,7 @@ class Problem(NamedTuple):
     rows_apart: Any
     stride_table: Any
     scale_log2: Any
+    tree: Any
 
 
 class Work(NamedTuple):
@@ -153,6 +155,22 @@ class Work(NamedTuple):
     full_end: Any
     first_tile: Any
     tiles: Any
+
+
+class Tree(NamedTuple):
+    """Elements from one sequence and one query to the next in the tree, and how many columns it has; None without."""
+
+    sequence: Any
+    query: Any
+    columns: Any
+
+
+class View(NamedTuple):
+    """What the rows of a tile see: keys up to `last_key` `[M]`, of the last ones those that the tree of the sequence at
+    `tree_ptr` shows; None without one."""
+
+    last_key: Any
+    tree_ptr: Any
 
 
 class Output(NamedTuple):
@@ -221,7 +239,7 @@ def latent_attention_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (score, (shared, lse_ptr, work, problem, config)),
+            (score, (shared, lse_ptr, sequences.tree, work, problem, config)),
             (sum_values, (0, shared, work.tiles, out, config)),
             (sum_values, (1, shared, work.tiles, out, config)),
             (load, (q_desc, cache_desc, shared, sequences, work, problem, config)),
@@ -289,6 +307,8 @@ def work_of(sequences, length, problem, config):
         if config.CUTS_BOX:
             hidden = base % config.BOX
             base -= hidden
+    if sequences.tree is not None:
+        full_end = gl.minimum(full_end, shift)
     # This split's share of the tiles that the rows see: the first splits take one more where they do not divide.
     visible = gl.where(first_row < rows, end - base, 0)
     tiles = gl.where(visible > hidden, gl.cdiv(visible, N), 0)
@@ -417,7 +437,7 @@ def pages_of_tile(sequences, tile, work, problem, config):
 
 
 @gluon.jit
-def score(shared, lse_ptr, work, problem, config):
+def score(shared, lse_ptr, tree_ptr, work, problem, config):
     """Scores and weights of each tile of keys, and lse."""
     exchange = shared.exchange
     layout: gl.constexpr = product_layout(N)
@@ -426,13 +446,21 @@ def score(shared, lse_ptr, work, problem, config):
     last_key = work.total - 1 + row * 0
     if config.CAUSAL:
         last_key = gl.minimum(last_key, row // problem.heads + work.shift)
+    if tree_ptr is not None:
+        if config.PACKED:
+            tree_ptr += work.first_token.to(gl.int64) * problem.tree.query
+        else:
+            tree_ptr += work.sequence.to(gl.int64) * problem.tree.sequence
+    view = View(last_key, tree_ptr)
     reference = gl.full([M], NOTHING_SEEN, gl.float32, of_rows)
     row_sum = row_sums(gl.zeros([M, N], gl.float32, layout))
+    chunks_read = 0
     for index in range(work.tiles):
-        s = scores_of_tile(shared, index)
+        s = scores_of_tile(shared, index, chunks_read)
+        chunks_read += CHUNKS
         if config.DEFERRED > 0:
             release(exchange.scored.index(0))
-        reference, row_sum = hand_over_weights(s, index, reference, row_sum, last_key, shared, work, problem, config)
+        reference, row_sum = hand_over_weights(s, index, reference, row_sum, view, shared, work, problem, config)
 
     # A row that saw no key has a sum of 0: its out is 0 and its lse -inf.
     row_total = gl.convert_layout(gl.sum(row_sum, 1), of_rows)
@@ -457,10 +485,10 @@ def score(shared, lse_ptr, work, problem, config):
 
 
 @gluon.jit
-def scores_of_tile(shared, index):
+def scores_of_tile(shared, index, chunks_read):
     """`q kᵀ` `[M, N]`. Chunks of q lie at constant places; if the compiler saw that, it would keep the descriptors of
     all products in registers."""
-    hidden = hidden_zero(index)
+    hidden = hidden_zero(chunks_read)
     stage, phase = place_of(index, STAGES)
     s = gl.zeros([M, N], gl.float32, product_layout(N))
     for chunk in gl.static_range(CHUNKS):
@@ -472,7 +500,7 @@ def scores_of_tile(shared, index):
 
 
 @gluon.jit
-def hand_over_weights(s, index, reference, row_sum, last_key, shared, work, problem, config):
+def hand_over_weights(s, index, reference, row_sum, view, shared, work, problem, config):
     """The weights of a tile from its scores. Returns the new references and sums of weights of the rows."""
     exchange = shared.exchange
     dtype: gl.constexpr = shared.q.dtype
@@ -487,7 +515,16 @@ def hand_over_weights(s, index, reference, row_sum, last_key, shared, work, prob
         if config.CUTS_BOX:
             hidden = gl.where((tile == 0) & (column < config.BOX), work.hidden, 0)
             key += gl.where(column + hidden >= config.BOX, gl.where(hidden > 0, work.total, 0), hidden)
-        s = gl.where(key[None, :] <= last_key[:, None], s, float("-inf"))
+        visible = key[None, :] <= view.last_key[:, None]
+        if view.tree_ptr is not None:
+            # Rows are counted once more: their places are not kept in registers.
+            row = work.first_row + hidden_zero(index) + gl.arange(0, M, gl.SliceLayout(1, s.type.layout))
+            tree_rows = view.tree_ptr + (row // problem.heads).to(gl.int64) * problem.tree.query
+            last = (key - work.shift)[None, :]
+            in_tree = (last >= 0) & (last < gl.minimum(problem.tree.columns, work.total - work.shift))
+            shown = gl.load(tree_rows[:, None] + last, mask=(row < work.rows)[:, None] & in_tree, other=1)
+            visible &= (shown != 0) & (last < problem.tree.columns)
+        s = gl.where(visible, s, float("-inf"))
     highest = row_maximum(s) * problem.scale_log2
     raised = gl.where(highest - reference > LARGEST_EXPONENT, highest, reference)
     p = gl.exp2(s * problem.scale_log2 - raised[:, None])

@@ -17,7 +17,7 @@ from flashtile.ops.common.split_keys.configs import choose_splits
 from flashtile.ops.common.split_keys.plan import SplitCall, combine_plan, results_of, row_tiles
 from flashtile.ops.common.split_keys.rows import Sequences
 from flashtile.ops.kv_cache.hopper.backend import copied_rows
-from flashtile.ops.kv_cache.hopper.latent import CHUNK, M, N, Problem, latent_attention_kernel
+from flashtile.ops.kv_cache.hopper.latent import CHUNK, M, N, Problem, Tree, latent_attention_kernel
 
 #: Registers of a thread that sums values and of the one that loads; those of scores have the rest of 128 on average.
 _VALUE_REGISTERS, _PRODUCER_REGISTERS, _REGISTERS = 176, 24, 128
@@ -62,6 +62,7 @@ def plan_latent(call: SplitCall, device: torch.device) -> LatentPlan:
     # A single query at the last row sees all of them.
     causal = call.window_right == 0 and (packed or seq_q > 1)
     rows = total_q * heads, head_dim
+    tree = call.tree or (None, None, None)
     parameters = {
         "q_desc": TmaTensor("q", call.dtype, (int(M), int(CHUNK)), strided_layout(rows, (head_dim, 1))),
         "cache_desc": TmaTensor(
@@ -82,6 +83,7 @@ def plan_latent(call: SplitCall, device: torch.device) -> LatentPlan:
             rows_apart=int32(outer // row),
             stride_table=int64(call.stride_table),
             scale_log2=float32(call.scale / math.log(2)),
+            tree=Tree(int64(tree[0]), int64(tree[1]), int32(tree[2])),
         ),
     }
     constants = {
