@@ -137,10 +137,13 @@ def _expected(runner: Any, layer: RadixAttention, batch: ForwardBatch, q: Tensor
         if isinstance(runner.token_to_kv_pool, SWAKVPool):
             slots = runner.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
         own = q[start : start + count].view(1, count, HEADS, HEAD)
+        chunk, rows = runner.attention_chunk_size, torch.arange(length)
+        queries = rows[length - count :, None]
+        seen = None if chunk is None else (rows // chunk == queries // chunk)[None, None]
         outs.append(flashtile.attention(
             own, keys[slots][None], values[slots][None], causal=causal, scale=layer.scaling, sinks=sinks,
             window=(left, 0 if causal else left) if left > -1 else None, softcap=layer.logit_cap or None,
-            backend="reference",
+            mask=seen, backend="reference",
         ).view(count, -1))  # fmt: skip
         start += count
     return torch.cat(outs)
@@ -156,6 +159,12 @@ _CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor | None]] = {
     "soft_cap_and_sinks": ({}, {"logit_cap": 3.0}, _SINKS),
     "fp8": ({"dtype": torch.float8_e4m3fn, "page_size": 4}, {}, None),
     "fp8_e5m2": ({"dtype": torch.float8_e5m2}, {}, None),
+    "chunks": ({"attention_chunk_size": 8, "page_size": 4}, {"use_irope": True}, None),
+    "chunks_in_a_window_pool": (
+        {"attention_chunk_size": 8, "pool": "window", "page_size": 4},
+        {"use_irope": True},
+        None,
+    ),
     "encoder": ({}, {"attn_type": AttentionType.ENCODER_ONLY, "sliding_window_size": 5}, None),
 }
 
@@ -296,8 +305,9 @@ def test_deterministic_inference_is_batch_invariant(deterministic: SimpleNamespa
         rows = (x[: sum(COUNTS[:count])].contiguous() for x in (q, k, v))
         outs.append(backend.forward(*rows, layer, batch)[: COUNTS[first]])
     assert torch.equal(*outs)
-    with pytest.raises(NotImplementedError, match="deterministic inference"):
-        plugin.FlashtileBackend(_runner(dtype=torch.float8_e4m3fn))
+    for change in ({"dtype": torch.float8_e4m3fn}, {"attention_chunk_size": 8}):
+        with pytest.raises(NotImplementedError, match="deterministic inference"):
+            plugin.FlashtileBackend(_runner(**change))
 
 
 def test_sglang_knows_the_backend() -> None:
@@ -332,14 +342,13 @@ def test_context_parallelism_is_named() -> None:
     ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, {}, "layer.attn_type"),
     ({"pos_encoding_mode": "ALIBI"}, {}, "layer.pos_encoding_mode"),
     ({"logit_capping_method": "sigmoid"}, {}, "layer.logit_capping_method"),
-    ({"use_irope": True}, {}, "layer.use_irope"),
     ({}, {"k_rope": torch.ones(1)}, "k_rope: expected None, got Tensor"),
     ({}, {"return_lse": True}, "return_lse: expected None, got bool"),
 ])  # fmt: skip
 def test_layers_and_batches_that_are_not_served_are_named(
     change: dict[str, Any], options: dict[str, Any], named: str
 ) -> None:
-    runner = _runner(attention_chunk_size=8)
+    runner = _runner()
     backend = plugin.FlashtileBackend(runner)
     batch = _batch(runner, ForwardMode.EXTEND, COUNTS, CACHED)
     backend.init_forward_metadata(batch)

@@ -51,6 +51,9 @@ class FlashtileMetadata:
         window_slots: `[tokens]`, where that pool keeps the tokens of this batch.
         starts: int32 `[requests + 1]`, where the queries of each request begin; None for one query each.
         longest: queries of a request at most.
+        hidden: int32 `[requests]`, first tokens of each that are not visible.
+        chunks: the batch for layers with attention in chunks, if it has several queries of a request: each part of a
+            request that lies in one chunk is a request there.
     """
 
     lengths: Tensor
@@ -59,6 +62,8 @@ class FlashtileMetadata:
     window_slots: Tensor | None
     starts: Tensor | None = None
     longest: int | None = None
+    hidden: Tensor | None = None
+    chunks: FlashtileMetadata | None = None
 
 
 class FlashtileBackend(AttentionBackend):
@@ -86,13 +91,15 @@ class FlashtileBackend(AttentionBackend):
         self._pool = model_runner.token_to_kv_pool
         _check_pool(self._pool)
         self._invariant: bool = get_exec().deterministic.enable_deterministic_inference
-        if self._invariant and self._pool.dtype in _EIGHT_BITS:
-            raise _not_served("token_to_kv_pool.dtype", "16 bits or more in deterministic inference", self._pool.dtype)
         self._latent = isinstance(self._pool, MLATokenToKVPool)
         self._window_pool = self._pool if isinstance(self._pool, SWAKVPool) else None
         self._page_size: int = model_runner.page_size
         self._slots: Tensor = model_runner.req_to_token_pool.req_to_token
-        self._chunked: bool = model_runner.attention_chunk_size is not None
+        self._chunk: int | None = model_runner.attention_chunk_size
+        if self._invariant and self._pool.dtype in _EIGHT_BITS:
+            raise _not_served("token_to_kv_pool.dtype", "16 bits or more in deterministic inference", self._pool.dtype)
+        if self._invariant and self._chunk is not None:
+            raise _not_served("model_runner", "no attention in chunks in deterministic inference", "a model with it")
         self._graphs: FlashtileMetadata | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -111,6 +118,8 @@ class FlashtileBackend(AttentionBackend):
             batch.starts = torch.nn.functional.pad(new.cumsum(0, dtype=torch.int32), (1, 0))
             if forward_batch.extend_seq_lens_cpu is not None:
                 batch.longest = int(max(forward_batch.extend_seq_lens_cpu))
+            if self._chunk is not None:
+                batch.chunks = self._cut(batch, forward_batch, self._chunk)
         self.forward_metadata = batch
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -191,6 +200,9 @@ class FlashtileBackend(AttentionBackend):
                 extras[name] = None if factor is None else factor.reshape(())
         if sinks is not None:
             extras["sinks"] = sinks if sinks.dtype in (torch.float32, q.dtype) else sinks.float()
+        if layer.use_irope and self._chunk is not None:
+            batch = batch if batch.chunks is None else batch.chunks
+            extras["cache_left_padding"] = _hidden(batch.lengths, self._chunk) if batch.hidden is None else batch.hidden
         if batch.starts is None:
             q = q.unsqueeze(1)
         else:
@@ -239,6 +251,29 @@ class FlashtileBackend(AttentionBackend):
             window_slots = self._window_pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc)
         return FlashtileMetadata(forward_batch.seq_lens.int(), slots // self._page_size, window_pages, window_slots)
 
+    def _cut(self, batch: FlashtileMetadata, forward_batch: Any, chunk: int) -> FlashtileMetadata:
+        """The batch with its requests cut where chunks of so many tokens begin."""
+        counts, ends = forward_batch.extend_seq_lens_cpu, forward_batch.seq_lens_cpu
+        if counts is None or ends is None:
+            raise _not_served("seq_lens_cpu", "the lengths on the host beside attention in chunks", None)
+        parts = []
+        for request, (count, end) in enumerate(zip(counts, ends.tolist())):
+            first = end - count
+            while first < end:
+                stop = min(first // chunk * chunk + chunk, end)
+                parts.append((request, stop - first, stop))
+                first = stop
+        numbers, queries, stops = (
+            torch.tensor(parts, dtype=torch.int32, device=batch.lengths.device).view(-1, 3).unbind(1)
+        )
+        window_pages = None if batch.window_pages is None else batch.window_pages.index_select(0, numbers)
+        starts = torch.nn.functional.pad(queries.cumsum(0, dtype=torch.int32), (1, 0))
+        longest = max((part[1] for part in parts), default=0)
+        return FlashtileMetadata(
+            stops.contiguous(), batch.pages.index_select(0, numbers), window_pages, None, starts, longest,
+            _hidden(stops, chunk),
+        )  # fmt: skip
+
     def _check_layer(self, layer: Any, options: dict[str, Any]) -> None:
         for name, value in options.items():
             if value is not None and value is not False:
@@ -250,7 +285,6 @@ class FlashtileBackend(AttentionBackend):
             ("pos_encoding_mode", "NONE", layer.pos_encoding_mode, layer.pos_encoding_mode == "NONE"),
             ("logit_capping_method", "tanh", layer.logit_capping_method, layer.logit_capping_method == "tanh"),
             ("xai_temperature_len", "none", layer.xai_temperature_len, layer.xai_temperature_len <= 0),
-            ("use_irope", "False where attention is chunked", layer.use_irope, not (layer.use_irope and self._chunked)),
         ):  # fmt: skip
             if not served:
                 raise _not_served(f"layer.{name}", expected, got)
@@ -268,6 +302,11 @@ def _check_pool(pool: Any) -> None:
         if part.is_quantized_kv_cache or part.kv_cache_layout != "nhd":
             layout = "a quantised cache" if part.is_quantized_kv_cache else part.kv_cache_layout
             raise _not_served("token_to_kv_pool", "the layout nhd in 8 or more bits", layout)
+
+
+def _hidden(lengths: Tensor, chunk: int) -> Tensor:
+    """The tokens before the chunk of each request's last token."""
+    return (lengths - 1).clamp(min=0) // chunk * chunk
 
 
 def _written(buffer: Any, new: Tensor) -> Tensor:
