@@ -42,6 +42,12 @@ CASES = {
     "256": replace(_UNIFORM, page_size=16, head_dim=256, head_dim_v=256, batch=2, lengths=(150, 201)),
     "512": replace(_UNIFORM, page_size=16, head_dim=512, head_dim_v=512, batch=2, lengths=(150, 201)),
     "modifiers": replace(_PACKED, page_size=16, alibi=True, sinks=True, arguments={"causal": True, "softcap": 5.0}),
+    "window": replace(_PACKED, page_size=16, arguments={"window": (100, 0)}),
+    "window_short": replace(_UNIFORM, head_dim=96, head_dim_v=96, page_size=8, arguments={"window": (20, 0)}),
+    "window_both": replace(_UNIFORM, head_dim=128, head_dim_v=128, arguments={"window": (90, 10), "causal": False}),
+    "window_512": replace(
+        _UNIFORM, page_size=16, head_dim=512, head_dim_v=512, batch=2, lengths=(150, 201), arguments={"window": (30, 0)}
+    ),
     "right": replace(_PACKED, page_size=16, arguments={"window": (None, 40)}),
 }
 

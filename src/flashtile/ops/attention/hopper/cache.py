@@ -7,7 +7,7 @@ query lies at its last row.
 
 from typing import Any, NamedTuple
 
-from flashtile._backends.gluon import gl, gluon, mbarrier, tma_load
+from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, tma_load
 from flashtile.ops.attention.hopper.primitives import HeadRows, coordinates, slice_of
 from flashtile.ops.attention.hopper.schedule import LocatedTile, sequence_rows
 
@@ -118,24 +118,57 @@ def pages_of_sequence(sequence, cache, numbers, batch):
 
 
 @gluon.jit
-def load_pages(ring, slot, descriptors, rows, row, table, apart, column, config, SHARE: gl.constexpr):
-    """Producer: as `Ring.load`, of rows of a head that lie in pages. The boxes of the descriptors divide a page, and
-    each is loaded by itself, by one of `config.SHARES` warps; what is past the last row is read as zero.
+def load_boxes(ring, slot, barrier, descriptors, rows, row, table, apart, column, config, SHARE: gl.constexpr):
+    """Producer: as `Ring.load`, of rows of a head in a cache, for number `barrier` of the ring's full barriers. The
+    boxes of the descriptors divide a page, and each is loaded by itself, by one of `config.SHARES` warps; what is past
+    the last row is read as zero.
 
     As rows of one packed tensor (`coordinates`) the sequence begins `row` rows before the place of a box. Nothing is
     looked up for a box past the end, and it begins where no coordinate is negative.
     """
     BOX: gl.constexpr = descriptors.main.block_shape[-3]
     COUNT: gl.constexpr = ring.ROWS // BOX // config.SHARES
-    full = ring.full.index(slot.place)
+    full = ring.full.index(barrier)
     mbarrier.expect(full, ring.tiles.dtype.primitive_bitwidth // 8 * COUNT * BOX * (ring.WIDTH + ring.TAIL))
     for piece in gl.static_range(SHARE * COUNT, (SHARE + 1) * COUNT):
         first = row + piece * BOX
-        page = gl.load(table + first // config.PAGE_SIZE, mask=first < rows.length, other=0).to(gl.int32)
-        begin = gl.maximum(page * apart + first % config.PAGE_SIZE - first, -rows.length)
-        here = HeadRows(rows.sequence, rows.head, begin, rows.length)
+        here = rows
+        if config.PAGE_SIZE > 0:
+            page = gl.load(table + first // config.PAGE_SIZE, mask=first < rows.length, other=0).to(gl.int32)
+            begin = gl.maximum(page * apart + first % config.PAGE_SIZE - first, -rows.length)
+            here = HeadRows(rows.sequence, rows.head, begin, rows.length)
         tile = slice_of(ring.tiles.index(slot.place), piece * BOX, BOX, 2)
         tma_load(descriptors.main, coordinates(here, first, column, True), full, tile)
         if ring.TAIL > 0:
             tail = slice_of(ring.tail.index(slot.place), piece * BOX, BOX, 2)
             tma_load(descriptors.tail, coordinates(here, first, column + ring.WIDTH, True), full, tail)
+
+
+@gluon.jit
+def clear_rows(ring, slot, count, phase, config, SHARE: gl.constexpr):
+    """Producer: once this warp's boxes of a tile are there, which its own barrier says, zeros in those of the tile's
+    first `count` rows that are its share; then the tile is there for the consumers.
+
+    No query of the sequence sees these rows: they are left of all windows, and may hold NaN, which a weight of 0 would
+    not remove. The hardware ends a sequence on one side alone.
+    """
+    ROWS: gl.constexpr = ring.ROWS // config.SHARES
+    mbarrier.wait(ring.full.index(ring.STAGES + SHARE), phase)
+    clear_first(ring.main_operand(slot), count, SHARE * ROWS, ROWS)
+    if ring.TAIL > 0:
+        clear_first(ring.tail_operand(slot), count, SHARE * ROWS, ROWS)
+    fence_async_shared()
+    mbarrier.arrive(ring.full.index(slot.place), count=1)
+
+
+@gluon.jit
+def clear_first(tile, count, FIRST: gl.constexpr, ROWS: gl.constexpr):
+    """Zeros in the rows below `count` of `ROWS` rows of a tile from `FIRST` on; the caller is one warp."""
+    WIDTH: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
+    for first in gl.static_range(FIRST, FIRST + ROWS, 8):
+        if first < count:
+            part = tile.slice(first, 8, dim=0)
+            row = first + gl.arange(0, 8, gl.SliceLayout(1, layout))
+            values = part.load(layout)
+            part.store(gl.where((row >= count)[:, None], values, gl.zeros([8, WIDTH], values.dtype, layout)))

@@ -84,11 +84,18 @@ def _describe(call: SplitCall, outer: int, device: torch.device) -> Call:
 
     offsets = None if starts is None else TensorFacts(starts, (batch + 1,), (1,))
     slopes: tuple[int, ...] = (batch, heads) if call.slope_dims == 2 else (heads,)
-    right = None if call.window_right is None else max(-MAX_POSITIONS, min(call.window_right, MAX_POSITIONS))
+    window = (call.window_left, call.window_right)
+    left, right = (None if side is None else max(-MAX_POSITIONS, min(side, MAX_POSITIONS)) for side in window)
     return Call(
         "auto",
         "forward",
-        AttentionSpec(call.scale, window_right=right, softcap=call.softcap, batch_invariant=call.cut is not None),
+        AttentionSpec(
+            call.scale,
+            window_left=left,
+            window_right=right,
+            softcap=call.softcap,
+            batch_invariant=call.cut is not None,
+        ),
         q=facts((*queries, heads, head_dim), q_strides[packed:]),
         k=facts((outer, rows, heads_kv, head_dim), k_strides),
         v=facts((outer, rows, heads_kv, head_dim_v), v_strides),

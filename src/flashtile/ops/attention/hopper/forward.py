@@ -322,9 +322,12 @@ def attention_forward_kernel(
         q=make_ring(tensors.q, STAGES=QUERY_PLACES, READERS=1, PARTS=CONSUMERS),
         k=make_ring(keys, STAGES=STAGES, READERS=CONSUMERS, LOADS=KEY_LOADS, WRITERS=SHARES),
         k_tail=k_tail,
-        v=make_ring(tensors.v, STAGES=STAGES, READERS=CONSUMERS, LOADS=KEY_LOADS, WRITERS=SHARES),
+        v=make_ring(
+            tensors.v, STAGES=STAGES, READERS=CONSUMERS, LOADS=KEY_LOADS, WRITERS=SHARES,
+            OWN=CACHED and constants.HAS_LEFT,
+        ),
         bias=bias_tiles,
-    )
+    )  # fmt: skip
     out_tiles = None
     if OUT_PLACES > 0:
         out_tiles = make_out_tiles(tensors.out, config)

@@ -11,7 +11,7 @@ from flashtile.ops.attention.hopper.blocks import (
     listed_tile,
     write_tile_info,
 )
-from flashtile.ops.attention.hopper.cache import KeyPlace, load_pages, locate_in_cache, pages_of_sequence
+from flashtile.ops.attention.hopper.cache import KeyPlace, clear_rows, load_boxes, locate_in_cache, pages_of_sequence
 from flashtile.ops.attention.hopper.modifiers import bias_bytes, last_shown, move_bias, table_of_head
 from flashtile.ops.attention.hopper.primitives import (
     Chunks,
@@ -63,6 +63,15 @@ class QueryTile(NamedTuple):
     keys: Any
 
 
+class SeenRows(NamedTuple):
+    """Of a sequence in a cache under a window: the first row that any of its queries sees; the first row of the last
+    key tile to come, which is cleared up to there (`clear_rows`); and the phase of the barriers for that."""
+
+    first: Any
+    last_tile: Any
+    phase: Any
+
+
 @gluon.jit
 def produce(config, queue, counter_ptr, rings, tensors, problem, blocks):
     """Producer warp: takes the tiles of this thread block, and loads what they need as soon as the rings have room."""
@@ -83,6 +92,7 @@ def load_share(SHARE: gl.constexpr, config, queue, rings, tensors, problem):
     """Another warp, where tiles of keys are many boxes of pages: loads its share of those of each tile."""
     ROWS: gl.constexpr = config.CONSUMERS * M
     N: gl.constexpr = rings.k.ROWS
+    numbers = problem.cache_numbers
     tiles_received = 0
     key_tiles = 0
     tile = receive_query_tile(queue, tiles_received, config)
@@ -95,14 +105,15 @@ def load_share(SHARE: gl.constexpr, config, queue, rings, tensors, problem):
             tile.first, seq_q, shift, keys, problem.window.left, problem.window.right, ROWS, N,
             config.HAS_LEFT, config.HAS_RIGHT,
         )  # fmt: skip
-        place = pages_of_sequence(tile.sequence, problem.cache, problem.cache_numbers, problem.batch)
+        place = pages_of_sequence(tile.sequence, problem.cache, numbers, problem.batch)
         rows = HeadRows(tile.sequence, tile.head // problem.group, 0, keys)
+        seen = seen_rows(seq_q, keys, visited.begin, tiles_received - 1, problem, config, N)
         for done in range(0, visited.end - visited.begin):
             row = (visited.end - 1 - done) * N
             slot = key_slot(rings, key_tiles)
             rings.k.wait_empty(slot)
-            load_keys(slot, tile, place, rings, tensors, rows, row, problem.cache_numbers, config, SHARE)
-            load_values(slot, place, rings, tensors, rows, row, 0, problem.cache_numbers, config, SHARE)
+            load_keys(slot, tile, place, rings, tensors, rows, row, numbers, config, SHARE)
+            load_values(slot, place, rings, tensors, rows, row, 0, seen, numbers, config, SHARE)
             key_tiles += 1
         tile = receive_query_tile(queue, tiles_received, config)
 
@@ -134,8 +145,9 @@ def produce_tile(
         problem.rows_q, problem.rows_k, ROWS, config.PACKED,
     )  # fmt: skip
     place = KeyPlace(at.other_begin, at.other_begin, 0)
+    numbers = problem.cache_numbers
     if config.CACHED:
-        at, place = locate_in_cache(at, problem.cache, problem.cache_numbers, problem.batch, config.PACKED)
+        at, place = locate_in_cache(at, problem.cache, numbers, problem.batch, config.PACKED)
     if at.first < at.length:
         listed = 0
         if config.TILE_Q > 0 and not config.PACKED:
@@ -173,6 +185,7 @@ def produce_tile(
             key_begin = 0
             key_end = gl.maximum(listed, 1)
         column = value_column(part, rings, config)
+        seen = seen_rows(at.length, keys, key_begin, tiles_published - 1, problem, config, N)
         row_before = 0
         for done in range(0, key_end - key_begin):
             n = key_end - 1 - done
@@ -187,17 +200,27 @@ def produce_tile(
             head = at.head // problem.group
             key_rows = HeadRows(at.sequence, head, place.k_begin, keys)
             value_rows = HeadRows(at.sequence, head, place.v_begin, keys)
-            load_keys(slot, at, place, rings, tensors, key_rows, row, problem.cache_numbers, config, 0)
+            load_keys(slot, at, place, rings, tensors, key_rows, row, numbers, config, 0)
             if config.ONE_STAGE:
                 # Keys become free before the values of the tile before, so they are loaded before these.
                 if done > 0:
                     before = key_slot(rings, key_tiles - 1)
                     load_values(
-                        before, place, rings, tensors, value_rows, row_before, column, problem.cache_numbers, config, 0
+                        before,
+                        place,
+                        rings,
+                        tensors,
+                        value_rows,
+                        row_before,
+                        column,
+                        seen,
+                        numbers,
+                        config,
+                        0,
                     )
                 row_before = row
             else:
-                load_values(slot, place, rings, tensors, value_rows, row, column, problem.cache_numbers, config, 0)
+                load_values(slot, place, rings, tensors, value_rows, row, column, seen, numbers, config, 0)
             key_tiles += 1
         # Asking early would divide the tiles by who began one first, not by who is done first (1 × 1,000 tokens, 32
         # heads of 128: 24.1 µs instead of 21.4). While the answer comes, consumers have the last key tiles before them.
@@ -205,7 +228,7 @@ def produce_tile(
         if config.ONE_STAGE:
             last = key_slot(rings, key_tiles - 1)
             value_rows = HeadRows(at.sequence, at.head // problem.group, place.v_begin, keys)
-            load_values(last, place, rings, tensors, value_rows, row_before, column, problem.cache_numbers, config, 0)
+            load_values(last, place, rings, tensors, value_rows, row_before, column, seen, numbers, config, 0)
     else:
         following = next_number(number, counter_ptr, problem.dynamic)
     return tiles_published, key_tiles, following
@@ -254,7 +277,7 @@ def load_keys(slot, at, place, rings, tensors, rows, row, cache, config, SHARE: 
     `place`: a `KeyPlace`. `SHARE`: of the boxes that pages are loaded in."""
     BOUNDED: gl.constexpr = ends_at_lengths(config)
     if config.PAGE_SIZE > 0:
-        load_pages(rings.k, slot, tensors.k, rows, row, place.table, cache.k_apart, 0, config, SHARE)
+        load_boxes(rings.k, slot, slot.place, tensors.k, rows, row, place.table, cache.k_apart, 0, config, SHARE)
     else:
         BIAS_BYTES: gl.constexpr = bias_bytes(rings.bias, config.CONSUMERS)
         rings.k.load(slot, tensors.k, rows, row, BOUNDED, BESIDE=BIAS_BYTES)
@@ -267,19 +290,46 @@ def load_keys(slot, at, place, rings, tensors, rows, row, cache, config, SHARE: 
         tail = Chunks(tensors.k.tail, None)
         rings.k_tail.wait_empty(slot)
         if config.PAGE_SIZE > 0:
-            load_pages(rings.k_tail, slot, tail, rows, row, place.table, cache.k_apart, rings.k.WIDTH, config, SHARE)
+            load_boxes(
+                rings.k_tail,
+                slot,
+                slot.place,
+                tail,
+                rows,
+                row,
+                place.table,
+                cache.k_apart,
+                rings.k.WIDTH,
+                config,
+                SHARE,
+            )
         else:
             rings.k_tail.load(slot, tail, rows, row, BOUNDED, rings.k.WIDTH)
 
 
 @gluon.jit
-def load_values(slot, place, rings, tensors, rows, row, column, cache, config, SHARE: gl.constexpr):
-    """Loads a tile of values, from a column on, as soon as its slot is free."""
+def load_values(slot, place, rings, tensors, rows, row, column, seen, cache, config, SHARE: gl.constexpr):
+    """Loads a tile of values, from a column on, as soon as its slot is free. `seen`: a `SeenRows`."""
     rings.v.wait_empty(slot)
-    if config.PAGE_SIZE > 0:
-        load_pages(rings.v, slot, tensors.v, rows, row, place.table, cache.v_apart, column, config, SHARE)
+    if config.CACHED and config.HAS_LEFT:
+        last = row == seen.last_tile
+        barrier = gl.where(last, rings.v.STAGES + SHARE, slot.place)
+        load_boxes(rings.v, slot, barrier, tensors.v, rows, row, place.table, cache.v_apart, column, config, SHARE)
+        if last:
+            clear_rows(rings.v, slot, seen.first - row, seen.phase, config, SHARE)
+    elif config.PAGE_SIZE > 0:
+        load_boxes(rings.v, slot, slot.place, tensors.v, rows, row, place.table, cache.v_apart, column, config, SHARE)
     else:
         rings.v.load(slot, tensors.v, rows, row, ends_at_lengths(config), column)
+
+
+@gluon.jit
+def seen_rows(seq_q, keys, begin, tiles, problem, config, N: gl.constexpr):
+    """The `SeenRows` of a tile of queries, whose key tiles begin with number `begin`; `tiles`: how many came before."""
+    first = 0
+    if config.CACHED and config.HAS_LEFT:
+        first = gl.maximum(keys - seq_q - problem.window.left, 0)
+    return SeenRows(first, begin * N, tiles & 1)
 
 
 @gluon.constexpr_function

@@ -165,11 +165,11 @@ class TileQueue:
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers, each complete after so many arrivals."""
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr, MORE: gl.constexpr = 0):
+    """Barriers, each complete after so many arrivals, and behind them `MORE`, complete after one."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT + MORE, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT + MORE):
+        mbarrier.init(bars.index(i), count=ARRIVALS if i < COUNT else 1)
     return bars
 
 
@@ -183,10 +183,10 @@ def release(barrier):
 @gluon.jit
 def make_ring(
     descriptors, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr = 1, LOADS: gl.constexpr = 1,
-    WRITERS: gl.constexpr = 1,
+    WRITERS: gl.constexpr = 1, OWN: gl.constexpr = False,
 ):  # fmt: skip
     """A ring of tiles of `LOADS` boxes of the descriptors, each filled by `WRITERS` warps and emptied by `READERS`
-    consumers.
+    consumers. `OWN`: each of the warps has a full barrier of its own, behind those of the tiles.
 
     With 0 it is loaded once, and has no barriers for being empty: where nobody waits for a barrier, the compiler lays
     tiles over it, and what made the barrier may come after what TMA loads there."""
@@ -195,7 +195,7 @@ def make_ring(
     ROWS: gl.constexpr = LOADS * desc.block_shape[-3]
     WIDTH: gl.constexpr = desc.block_shape[-1]
     tiles = gl.allocate_shared_memory(desc.dtype, _ring_shape(STAGES * PARTS, LOADS, desc.block_shape), desc.layout)
-    full = barriers(STAGES * PARTS, WRITERS)
+    full = barriers(STAGES * PARTS, WRITERS, WRITERS if OWN else 0)
     empty = full
     if READERS > 0:
         empty = barriers(STAGES * PARTS, READERS * WARPGROUP)

@@ -106,7 +106,7 @@ def _lacked_by_forward(call: SplitCall, device: DeviceFacts) -> str | None:
         ),
         (call.capacity > 0 and all(call.shape), "it takes calls that are not empty"),
         (max(head_dim, head_dim_v) <= _WIDEST, f"its heads have up to {_WIDEST} columns"),
-        (call.window_left is None and call.index_dtypes[2] is None, "it has no rows that are hidden on the left"),
+        (call.index_dtypes[2] is None, "it has no left padding"),
         (call.tree is None and call.scale > 0, "it has no tree, and takes a positive scale"),
     ):  # fmt: skip
         if not holds:
