@@ -424,7 +424,7 @@ def test_a_copy_of_lists_lives_when_outputs_are_allocated(module: Any, monkeypat
         raise _AllocatedError
 
     aligned_lists = module.with_aligned_lists
-    plan = SimpleNamespace(kernel=SimpleNamespace(programs=1), run=run, runner=lambda: run)
+    plan = SimpleNamespace(kernel=SimpleNamespace(programs=1), runner=lambda *_: run)
     monkeypatch.setattr(module, "with_aligned_lists", with_aligned_lists)
     monkeypatch.setattr(module, "plan_forward" if module is launch else "plan_backward", lambda *_: plan)
     lists = torch.zeros(9, dtype=torch.int32)[1:]

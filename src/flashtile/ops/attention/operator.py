@@ -244,7 +244,7 @@ class _RepeatedAttention(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx, dout, dlse, *of_max_scores):
+    def backward(ctx, dout, dlse=None, *of_max_scores):
         saved, call, grads = ctx.saved_tensors, ctx.call, None
         if dout is not None and dispatch.undisturbed() and not torch.is_grad_enabled():
             grads = call.backward(dout, dlse, *saved)
@@ -260,11 +260,10 @@ class _RepeatedAttentionOut(_RepeatedAttention):
 
     @staticmethod
     def forward(ctx, q, k, v, call, *aux):
-        return _RepeatedAttention.forward(ctx, q, k, v, call, *aux)[0]
-
-    @staticmethod
-    def backward(ctx, dout):
-        return _RepeatedAttention.backward(ctx, dout, None)
+        results = call.recorded_forward(q, k, v, aux)
+        ctx.save_for_backward(q, k, v, results[0], results[1], *aux)
+        ctx.call = call
+        return results[0]
 
 
 #: `_Attention.apply` without what it does first for `torch.func` transforms, which take another way above.

@@ -138,7 +138,7 @@ def recorded(tensors: Iterable[Tensor | None]) -> bool:
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without what it does first for `torch.func` transforms, which must have taken another way. Where
     torch.compile traces it, it is `function.apply`."""
-    direct = super(torch.autograd.Function, function).apply
+    direct: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def apply(*arguments: Any) -> Any:
         return function.apply(*arguments) if _compiling() else direct(*arguments)

@@ -71,18 +71,22 @@ class BackwardPlan(NamedTuple):
     def launches(self) -> tuple[Plan, ...]:
         return self.pipeline.launches + self.portable_bias
 
-    def run(self, inputs: BackwardInputs, aux: Aux, form: AuxForm, spec: AttentionSpec, wanted: Wanted) -> Gradients:
-        """Enqueues the kernels. Gradients that are not wanted are None."""
-        dout, dlse, q, k, v, out, lse = inputs
-        made = self.pipeline.run(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr(), lse.data_ptr(),
-            0 if dlse is None else dlse.data_ptr(), *[tensor.data_ptr() for tensor in aux],
-        )  # fmt: skip
-        captured_gradients = (None,) * len(wanted.captured)
-        if not self.more:
-            return Gradients(made[0], made[1], made[2], captured=captured_gradients)
-        learned = self._side_gradients(made, inputs, form.side(aux), spec, wanted)
-        return Gradients(made[0], made[1], made[2], **learned, captured=captured_gradients)
+    def runner(self, form: AuxForm, spec: AttentionSpec, wanted: Wanted) -> Callable[[BackwardInputs, Aux], Gradients]:
+        """What enqueues the kernels. Gradients that are not wanted are None."""
+        run_kernels, more, captured_gradients = self.pipeline.run, self.more, (None,) * len(wanted.captured)
+
+        def run(inputs: BackwardInputs, aux: Aux) -> Gradients:
+            dout, dlse, q, k, v, out, lse = inputs
+            made = run_kernels(
+                q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr(), lse.data_ptr(),
+                0 if dlse is None else dlse.data_ptr(), *[tensor.data_ptr() for tensor in aux],
+            )  # fmt: skip
+            if not more:
+                return Gradients(made[0], made[1], made[2], captured=captured_gradients)
+            learned = self._side_gradients(made, inputs, form.side(aux), spec, wanted)
+            return Gradients(made[0], made[1], made[2], **learned, captured=captured_gradients)
+
+        return run
 
     def _side_gradients(
         self, made: list[Tensor], inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted
@@ -123,7 +127,7 @@ def backward(
     side = with_aligned_lists(side)
     inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
     plan = plan_backward(describe_backward(inputs, side, spec, wanted))
-    grads = plan.run(inputs, aux_tensors(side), AuxForm.from_side(side), spec, wanted)
+    grads = plan.runner(AuxForm.from_side(side), spec, wanted)(inputs, aux_tensors(side))
     return grads if sign == 1 else grads._replace(q=grads.q.mul_(sign))
 
 
@@ -137,8 +141,8 @@ def prepare_backward(
         return None
     if not ends_by_rows(k, v, side):
         return None
-    run, form = plan_backward(describe_backward(inputs, side, spec, wanted)).run, AuxForm.from_side(side)
-    return lambda inputs, aux: run(inputs, aux, form, spec, wanted)
+    plan = plan_backward(describe_backward(inputs, side, spec, wanted))
+    return plan.runner(AuxForm.from_side(side), spec, wanted)
 
 
 def backward_plans(
