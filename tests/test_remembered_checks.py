@@ -129,7 +129,7 @@ def key_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., s
 
 def _source(kernel: Any, block: int = 64, multiple: int = 16, size: str = "i32", **options: int) -> KernelSource:
     parameters = {"x_ptr": pointer_to(torch.float32, multiple), "size": Parameter(size)}
-    return specialise(kernel, parameters, {"BLOCK": block}, **{"num_warps": 4, **options})
+    return specialise(kernel, parameters, {"BLOCK": block}, **{"num_warps": 4, **options}).source
 
 
 def test_a_key_is_the_same_in_another_folder(key_with: Callable[..., str]) -> None:

@@ -183,13 +183,6 @@ class KernelSource(NamedTuple):
 Group = tuple[Any, ...]
 
 
-def _group_shape(described: Any) -> GroupShape | None:
-    """None for what is no NamedTuple."""
-    if isinstance(described, Parameter) or not hasattr(described, "_fields"):
-        return None
-    return GroupShape(type(described), tuple(map(_group_shape, described)))
-
-
 def _leaves(name: str, group: GroupShape | None, path: tuple[int, ...] = ()) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The fields of a parameter, or itself: their names, and where Triton finds them, by the numbers of fields."""
     if group is None:
@@ -204,13 +197,11 @@ def _nested(group: GroupShape | None, flat: Iterator[Any]) -> Any:
     return next(flat) if group is None else group.kind(*(_nested(shape, flat) for shape in group.fields))
 
 
-def _flat(described: Any) -> Iterator[Any]:
-    """The fields of a NamedTuple and of those in it."""
-    if _group_shape(described) is None:
-        yield described
-    else:
-        for field in described:
-            yield from _flat(field)
+class Specialisation(NamedTuple):
+    """What is compiled, and its run-time parameters by name, the fields of NamedTuples among them."""
+
+    source: KernelSource
+    run_time: dict[str, Parameter]
 
 
 def specialise(
@@ -220,7 +211,7 @@ def specialise(
     num_warps: int,
     num_stages: int = 1,
     max_registers: int | None = None,
-) -> KernelSource:
+) -> Specialisation:
     """The specialisation of a kernel, all of whose parameters are described. `parameters` and `constants` may have more
     than it takes, so that kernels which belong together share them.
 
@@ -237,26 +228,34 @@ def specialise(
     known = {name: constants[name] for name in names if name in constants}
     described = {name: parameters[name] for name in names if name not in known}
     assert list(described) == names[: len(described)], f"{function.__name__}: run-time parameters come before constants"
-    run_time = flattened(described)
+    run_time: dict[str, Parameter] = {}
+    shapes = [(name, _flatten(name, each, run_time)) for name, each in described.items()]
     known |= {name: parameter.value for name, parameter in run_time.items() if parameter.type == "constexpr"}
     known |= {name: None for name, value in known.items() if value is GIVEN}
-    types = tuple(parameter.type for parameter in run_time.values())
-    multiples = tuple(parameter.multiple for parameter in run_time.values())
-    shapes = ((name, _group_shape(each)) for name, each in described.items())
-    groups = tuple((name, shape) for name, shape in shapes if shape is not None)
-    return KernelSource(
-        function, types, multiples, constants=known, num_warps=num_warps, num_stages=num_stages,
-        max_registers=max_registers, groups=groups,
-    )  # fmt: skip
+    source = KernelSource(
+        function,
+        types=(*[parameter.type for parameter in run_time.values()],),
+        multiples=(*[parameter.multiple for parameter in run_time.values()],),
+        constants=known,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        max_registers=max_registers,
+        groups=(*[(name, shape) for name, shape in shapes if shape is not None],),
+    )
+    return Specialisation(source, run_time)
 
 
-def flattened(parameters: Mapping[str, Parameter | Group]) -> dict[str, Parameter]:
-    """The parameters, the fields of NamedTuples among them; a field that is a plain value is a constant."""
-    return {
-        leaf: value if isinstance(value, Parameter) else Parameter("constexpr", 1, value)
-        for name, parameter in parameters.items()
-        for (leaf, _), value in zip(_leaves(name, _group_shape(parameter)), _flat(parameter))
-    }
+def _flatten(name: str, described: Any, found: dict[str, Parameter]) -> GroupShape | None:
+    """Adds a parameter, or the fields of a NamedTuple and of those in it, and returns the NamedTuple's shape; a plain
+    value is a constant. Plans of new shapes wait for this."""
+    if type(described) is Parameter:
+        found[name] = described
+    elif isinstance(described, tuple) and hasattr(described, "_fields"):
+        fields = zip(described._fields, described)
+        return GroupShape(type(described), (*[_flatten(f"{name}.{field}", each, found) for field, each in fields],))
+    else:
+        found[name] = Parameter("constexpr", 1, described)
+    return None
 
 
 class Plan:
@@ -268,13 +267,14 @@ class Plan:
     Attributes:
         source: what is launched.
         programs: thread blocks; 0: `launch` does nothing.
+        given: names of the parameters that launches are given, in order.
         scalars: the last run-time arguments, which are the same for all launches.
         outputs: layouts of what the kernel writes; None for one that this call does not have.
         allocate: makes memory for them.
         launch: enqueues the kernel on the device's current stream.
     """
 
-    __slots__ = ("allocate", "device", "launch", "outputs", "programs", "scalars", "source")
+    __slots__ = ("allocate", "device", "given", "launch", "outputs", "programs", "scalars", "source")
 
     def __init__(
         self,
@@ -283,9 +283,10 @@ class Plan:
         scalars: tuple[Any, ...],
         device: torch.device,
         outputs: Sequence[Layout | None] = (),
+        given: Sequence[str] = (),
     ) -> None:
         self.source, self.programs, self.scalars, self.device = source, programs, scalars, device
-        self.outputs, self.allocate = outputs, allocator(outputs, device)
+        self.outputs, self.allocate, self.given = outputs, allocator(outputs, device), given
         self.launch: Callable[..., None] = self._first_launch if programs else _launch_nothing
 
     def _first_launch(self, *given: Any) -> None:
@@ -316,13 +317,12 @@ def make_plan(
     Raises:
         TypeError: a parameter is not described.
     """
-    source = specialise(function, parameters, constants, num_warps, num_stages, max_registers)
-    values = {name: each.value for name, each in flattened(parameters).items() if each.value is not GIVEN}
-    names = source.names
-    given = sum(name not in values for name in names)
-    late = [name for name in names[given:] if name not in values]
-    assert not late, f"{function.__name__}: what a launch is given comes before what the plan has, but {late}"
-    return Plan(source, programs, tuple(values[name] for name in names[given:]), device, outputs)
+    source, run_time = specialise(function, parameters, constants, num_warps, num_stages, max_registers)
+    given = [name for name, each in run_time.items() if each.value is GIVEN]
+    scalars = (*[each.value for each in run_time.values()][len(given) :],)
+    assert GIVEN not in scalars, f"{function.__name__}: what a launch is given, {given}, comes before what the plan has"
+    present = [name for name in given if run_time[name].type != "constexpr"]
+    return Plan(source, programs, scalars, device, outputs, present)
 
 
 _Made = TypeVar("_Made")

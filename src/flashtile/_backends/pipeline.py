@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import Layout, Scratch, allocator
 from flashtile._backends.devices import interpreting
-from flashtile._backends.launch import GIVEN, KernelSource, Plan, flattened, make_plan, pointer, specialise
+from flashtile._backends.launch import KernelSource, Plan, make_plan, pointer, specialise
 from flashtile._backends.tma import TmaTensor, joined
 
 
@@ -58,7 +58,7 @@ class Kernel(NamedTuple):
     def source(self) -> KernelSource:
         """Its specialisation."""
         options = self.num_warps, self.num_stages, self.max_registers
-        return specialise(self.function, self.described, self.constants, *options)
+        return specialise(self.function, self.described, self.constants, *options).source
 
     def plan(self, device: torch.device, outputs: Sequence[Layout | None] = ()) -> Plan:
         """Its launch. `outputs`: of a kernel that is launched by itself."""
@@ -67,15 +67,8 @@ class Kernel(NamedTuple):
             num_warps=self.num_warps, num_stages=self.num_stages, max_registers=self.max_registers, outputs=outputs,
         )  # fmt: skip
 
-    def pointers(self) -> list[str]:
-        """The buffers whose addresses every launch is given, behind the descriptors."""
-        names = [name for name in self.function.arg_names if name not in self.constants]
-        described = {name: self.parameters[name] for name in names}
-        given = {name: of for name, of in described.items() if not isinstance(of, TmaTensor)}
-        present = (name for name, of in flattened(given).items() if of.value is GIVEN and of.type != "constexpr")
-        return [self._buffer(name) for name in present]
-
-    def _buffer(self, parameter: str) -> str:
+    def buffer(self, parameter: str) -> str:
+        """The buffer whose address a parameter takes."""
         name = parameter.rpartition(".")[2]
         return self.buffers.get(name) or name.removesuffix("_ptr")
 
@@ -203,7 +196,8 @@ def _single_runner(allocate: Callable[[], list[Tensor]], step: _Step) -> Callabl
 
 
 def _step(kernel: Kernel, plan: Plan, places: Mapping[str, int], repeated: int | None) -> _Step:
-    pointers, moved = kernel.pointers(), kernel.moved
+    moved = kernel.moved
+    pointers = [kernel.buffer(name) for name in plan.given if not isinstance(kernel.parameters.get(name), TmaTensor)]
     unknown = {*pointers, *(of.buffer for of in moved)} - places.keys()
     if unknown:
         raise TypeError(

@@ -66,6 +66,7 @@ def swizzle_bytes(dtype: torch.dtype, box: tuple[int, ...], swizzled: bool = Tru
     return min(128, box[-1] * dtype.itemsize) if swizzled else 0
 
 
+@functools.cache
 def descriptor_type(dtype: torch.dtype, box: tuple[int, ...], swizzled: bool = True) -> str:
     """The type of a kernel parameter, as Triton writes it."""
     return f"tensordesc<{ELEMENT_TYPES[dtype]}[{', '.join(map(str, box))}],{_shared_layout(dtype, box, swizzled)!r}>"

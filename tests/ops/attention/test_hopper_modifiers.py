@@ -106,7 +106,7 @@ def test_random_words_are_computed_once_where_they_are_needed(rows: int, columns
         **dict.fromkeys(("query", "key", "heads"), Parameter("i32")),
     }
     constants = {"ROWS": rows, "COLUMNS": columns, "TRANSPOSED": transposed}
-    compiled = compile_source(specialise(_kept_kernel, parameters, constants, num_warps=4), _SM_90)
+    compiled = compile_source(specialise(_kept_kernel, parameters, constants, num_warps=4).source, _SM_90)
     text = instructions(compiled.asm)
     used = collections.Counter(re.findall(r"(IMAD\.WIDE|IMAD\.HI|SHFL|BAR|LDS|STS)\b", text))
     products = 7 * rows * columns // 4 // 128 + 20
