@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -46,8 +44,6 @@ class Scratch:
     Attributes:
         layout: of the buffer, float32.
         parts: where each part that the pass has begins, and its size, in numbers of 32 bits.
-        addresses: from the address of the buffer, the address of each part, None for one that the pass does not have.
-            It remembers its last answers.
     """
 
     def __init__(self, **sizes: int) -> None:
@@ -59,14 +55,11 @@ class Scratch:
                 self.parts[name] = end, size
                 end += -(-size // 4) * 4
         self.layout = contiguous((end,), torch.float32)
-        names = namedtuple("ScratchAddresses", sizes)  # type: ignore[misc]
-        offsets = [4 * self.parts[name][0] if size else None for name, size in sizes.items()]
+        self._offsets = [4 * start for start, _ in self.parts.values()]
 
-        @functools.lru_cache(maxsize=64)
-        def addresses(base: int) -> Any:
-            return names(*(None if offset is None else base + offset for offset in offsets))
-
-        self.addresses = addresses
+    def addresses(self, base: int) -> list[int]:
+        """The address of each part that the pass has, from that of the buffer."""
+        return [base + offset for offset in self._offsets]
 
     def part(self, buffer: Tensor, name: str) -> Tensor:
         """A part, as float32."""

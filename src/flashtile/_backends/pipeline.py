@@ -129,9 +129,8 @@ class Pipeline:
         self.outputs = {name: layout for name, layout in outputs.items() if layout is not None}
         self.scratch = None if scratch is None else Scratch(**scratch)
         layouts = [*self.outputs.values(), *([] if self.scratch is None else [self.scratch.layout])]
-        absent = {name for name, size in (scratch or {}).items() if not size}
-        names = [*given, *self.outputs, *(scratch or {})]
-        places = {name: place for place, name in enumerate(names) if name not in absent}
+        parts = () if self.scratch is None else self.scratch.parts
+        places = {name: place for place, name in enumerate((*given, *self.outputs, *parts))}
         launched = {name: kernel for name, kernel in kernels.items() if kernel.programs}
         self.launches = tuple(self.plans[name] for name in launched)
         often = {name: places[buffer] for name, buffer in (repeated or {}).items()}
