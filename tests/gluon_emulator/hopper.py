@@ -173,11 +173,11 @@ class _EmulatedPipeline(Pipeline):
     def _run(self, run: Callable[..., list[Any]], *given: Any) -> list[Any]:
         made = run(*given)
         by_name = dict(zip(self.outputs, made))
-        if "shares" in self.kernels:
+        if "shares" in self.plans:
             for name in ("dk", "dv"):
                 heads = by_name[name].shape[-2]
                 by_name[name].copy_(by_name[f"{name}_shares"].unflatten(-2, (heads, -1)).sum(-2))
-        if "bias_sum" in self.kernels:
+        if "bias_sum" in self.plans:
             by_name["dbias"].copy_(by_name["bias_parts"].sum(0))
         return made
 

@@ -83,7 +83,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     hopper_gpu = SimpleNamespace(major=9, minor=0, shared_memory_per_block_optin=227 * 1024, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper_gpu)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(hopper, "_counter", lambda device: _meta(2, dtype=torch.int32))
+    monkeypatch.setattr(hopper, "tile_counter", lambda device: _meta(2, dtype=torch.int32))
     driver = SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor_tiled=lambda *_: 0))
     monkeypatch.setattr(tma.triton.runtime.driver, "_active", driver)
     backend_launch.clear_plans()

@@ -145,7 +145,7 @@ def _compare(driver: ctypes.CDLL) -> None:
     from flashtile.ops.attention.hopper import launch as hopper
     from flashtile.ops.attention.triton import launch as portable
 
-    hopper._counter = lambda device: torch.zeros(2, dtype=torch.int32)  # type: ignore[assignment]
+    hopper.tile_counter = lambda device: torch.zeros(2, dtype=torch.int32)  # type: ignore[assignment]
     launch.make_launch = _Comparison(driver).make_launch
     encoded, described = tma._encoded, tma._described
 

@@ -93,8 +93,7 @@ class Pipeline:
     """The launches of a pass.
 
     Attributes:
-        kernels: the `Kernel`s, by name.
-        plans: their launches, by name, in order.
+        plans: the launches of the kernels, by name, in order.
         outputs: layouts of what a run returns, by name.
         scratch: the parts of the buffer that kernels leave for one another; None where they leave nothing.
         launches: what a run launches, in order.
@@ -102,7 +101,7 @@ class Pipeline:
             behind them the scratch buffer, if there is one.
     """
 
-    __slots__ = ("kernels", "launches", "outputs", "plans", "run", "scratch")
+    __slots__ = ("launches", "outputs", "plans", "run", "scratch")
 
     def __init__(
         self,
@@ -125,7 +124,7 @@ class Pipeline:
         Raises:
             TypeError: a kernel takes a buffer that the pass does not have.
         """
-        self.kernels, self.plans = dict(kernels), {name: kernel.plan(device) for name, kernel in kernels.items()}
+        self.plans = {name: kernel.plan(device) for name, kernel in kernels.items()}
         self.outputs = {name: layout for name, layout in outputs.items() if layout is not None}
         self.scratch = None if scratch is None else Scratch(**scratch)
         layouts = [*self.outputs.values(), *([] if self.scratch is None else [self.scratch.layout])]

@@ -71,6 +71,7 @@ from support.attention.hopper_forms import (
     WIDE_BACKWARD_FORMS,
     BackwardForm,
 )
+from support.compilation import machine_code
 from support.compilation.checked_code import check_code
 from support.compilation.machine_code import (
     Binary,
@@ -2152,8 +2153,9 @@ def test_descriptors_are_encoded_as_the_kernel_expects(form: str, monkeypatch: p
             return "descriptor"
 
     monkeypatch.setattr(tma.triton.runtime.driver, "_active", SimpleNamespace(utils=Utils))
-    plan = hopper_plan(_EVERY_FORWARD[form])
-    made = [moved.maker()(4096)[0] for moved in plan.pipeline.kernels["forward"].moved]
+    plan, call = hopper_plan(_EVERY_FORWARD[form]), machine_code.hopper_call(_EVERY_FORWARD[form])
+    described = launch._moved_tensors(call, configs.forward_config(call), None).values()
+    made = [moved.maker()(4096)[0] for moved in described if moved.box is not None]
     assert made and set(made) == {"descriptor"}
     monkeypatch.undo()
     check_code(plan.kernel.source, "sm_90", _check_descriptors, [(how[1], how[2], list(how[4])) for how in told])

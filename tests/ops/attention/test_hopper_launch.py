@@ -117,7 +117,7 @@ def launched() -> Any:
         patched.setattr(backend_launch, "make_launch", make_launch)
         patched.setattr("flashtile.ops.attention.call.current_machine", lambda device: HOPPER)
         zeros = torch.zeros(2, dtype=torch.int32)
-        patched.setattr(launch, "_counter", lambda device: zeros)
+        patched.setattr(launch, "tile_counter", lambda device: zeros)
         patched.setattr(tma, "_encoded", described)
         patched.setattr(tma, "_described", described)
         backend_launch.clear_plans()

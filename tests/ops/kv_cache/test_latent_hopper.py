@@ -274,7 +274,7 @@ def test_programs(call: SplitCall, programs: int, splits: int | None, monkeypatc
     "call", [_DECODE, _PAGED, _CHUNKS, _PADDED, _TREE], ids=["decode", "paged", "chunks", "padded", "tree"]
 )
 def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = _plan(call, monkeypatch).attend.kernels["attend"].source
+    source = _plan(call, monkeypatch).attend.plans["attend"].source
     check_code(source, "sm_90", _check_latent, _SM_90.shared_memory)
 
 
