@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashtile._backends.launch import clear_plans
 from flashtile.ops.attention.hopper import cache_launch
+from flashtile.ops.common.split_keys.plan import SplitCall
 from flashtile.ops.kv_cache import operator, reference
 from flashtile.ops.kv_cache.hopper import backend
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
@@ -19,6 +20,8 @@ from flashtile.ops.kv_cache.triton import launch, plan
 from gluon_emulator.hopper import EmulatedHopper
 from support.attention.backend_calls import HOPPER
 from support.attention.kv_cache_cases import CacheCase, check
+from support.compilation.checked_code import check_code
+from support.compilation.machine_code import Binary, check_barriers, check_fit, check_products
 
 _PACKED = CacheCase(
     batch=4, queries=(70, 3, 0, 200, 2), lengths=(100, 37, 5, 200), capacity=320, heads=4, heads_kv=2, head_dim=64,
@@ -82,6 +85,46 @@ def test_emulated(name: str, any_size: pytest.MonkeyPatch) -> None:
     any_size.setattr(operator._BACKENDS, "implementation", implementation)
     check(CASES[name], "triton")
     assert emulated.launched == ["attention_forward_kernel"]
+
+
+_CALL = SplitCall(
+    torch.bfloat16,
+    (8, 512, 32, 8, 128, 128),
+    ((0, 32 * 128, 128), (16 * 8 * 128, 8 * 128, 128), (16 * 8 * 128, 8 * 128, 128)),
+    0,
+    16384,
+    128**-0.5,
+    False,
+    (torch.int32, None, None, torch.int32, torch.int32, None, None),
+    16,
+    1024,
+    4096,
+    window_right=0,
+    visible=16384,
+)
+
+
+def _wide(head_dim: int, **others: Any) -> SplitCall:
+    """The call with heads of so many columns."""
+    cache = 16 * 8 * head_dim, 8 * head_dim, head_dim
+    strides = (0, 32 * head_dim, head_dim), cache, cache
+    return _CALL._replace(shape=(8, 512, 32, 8, head_dim, head_dim), strides=strides, **others)
+
+
+@pytest.mark.parametrize(
+    "call", [_wide(64), _CALL._replace(window_left=4095), _wide(512)], ids=["64", "128, window", "512"]
+)
+def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)
+    source = cache_launch.plan_chunks(call, 8192, 16, torch.device("cpu")).pipeline.kernels["forward"].source
+    check_code(source, "sm_90", _check_chunks, HOPPER.facts.shared_memory)
+
+
+def _check_chunks(binary: Binary, shared_memory: int) -> None:
+    """The warps that load spill: they have 24 registers."""
+    check_fit(binary, shared_memory, spilled=80)
+    check_products(binary)
+    check_barriers(binary)
 
 
 def _few_queries(case: CacheCase, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
