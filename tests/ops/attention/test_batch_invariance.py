@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +95,33 @@ def test_bits_of_the_portable_kernels_in_the_interpreter() -> None:
 def test_bits_on_a_gpu() -> None:
     compared, differ = search(_draws(40), 0, "cuda", (*_HALVES, torch.float32), 700, _WIDTHS, alike=10)
     assert compared["pages"] and not differ, "\n".join(differ)
+
+
+_COMPANIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rms_norm": lambda x: flashtile.rms_norm(x, torch.ones_like(x[0])),
+    "layer_norm": lambda x: flashtile.layer_norm(x, torch.ones_like(x[0]), torch.ones_like(x[0])),
+    "cross_entropy": lambda x: flashtile.cross_entropy(x, (x[:, 0].abs() * 9).long(), reduction="none")[:, None],
+    "softmax": lambda x: flashtile.scaled_masked_softmax(x[:, None, None], None, 0.5)[:, 0, 0],
+    "rotary": lambda x: flashtile.apply_rotary(x[:, None, None], *flashtile.rotary_tables(1, 200, device=x.device))[
+        :, 0, 0
+    ],
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", _COMPANIONS)
+def test_rows_of_companions_decide_alone(name: str, device: str) -> None:
+    """Out and the gradient, without a mode."""
+
+    def results(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.clone().requires_grad_()
+        out = _COMPANIONS[name](x)
+        return out, torch.autograd.grad(out, x, torch.ones_like(out).cumsum(-1))[0]
+
+    x = torch.randn(70, 200).to(device)
+    whole = results(x)
+    for rows in (slice(0, 1), slice(3, 10), slice(5, 70)):
+        assert all(torch.equal(one[rows], other) for one, other in zip(whole, results(x[rows])))
 
 
 def _inputs(rows: int = 70, heads: int = 4, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
