@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -129,6 +130,48 @@ def test_attention_in_chunks_by_vllms_own_metadata(monkeypatch: pytest.MonkeyPat
         start += count
 
 
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+def test_keys_of_an_encoder_by_vllms_own_metadata(cache_dtype: str) -> None:
+    """Two requests begin and bring an encoder's rows; one goes on with rows that are there."""
+    cross = pytest.importorskip("vllm.model_executor.layers.attention.cross_attention")
+    backend = cross.create_cross_attention_backend(plugin.FlashtileBackend)
+    encoded, counts, before = np.array([11, 5, 14]), torch.tensor([3, 1, 2]), torch.tensor([0, 6, 0])
+    starts = torch.tensor([0, 3, 4, 6]).int()
+    table = torch.randperm(PAGES, generator=torch.Generator().manual_seed(0))[:6].view(3, 2).int()
+    common = CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=(counts + before).int(), num_reqs=3,
+        num_actual_tokens=6, max_query_len=3, max_seq_len=7, block_table_tensor=table, slot_mapping=torch.empty(0),
+        encoder_seq_lens=torch.from_numpy(encoded).int(), encoder_seq_lens_cpu=encoded,
+        seq_lens_cpu_upper_bound=(counts + before).int(),
+    )  # fmt: skip
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+    spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=HEADS_KV, head_size=HEAD, dtype=torch.float32)
+    batch = backend.get_builder_cls()(spec, ["layer"], config, torch.device("cpu")).build(0, common)
+    impl = backend.get_impl_cls()(
+        HEADS, HEAD, 0.3, HEADS_KV, attn_type=AttentionType.ENCODER_DECODER, kv_cache_dtype=cache_dtype
+    )
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.04), _v_scale=torch.tensor(0.05), kv_sharing_target_layer_name=None)
+    cache = _normal(PAGES, HEADS_KV, PAGE, 2 * HEAD, seed=1)
+    if cache_dtype == "fp8":
+        cache = (cache * 30).to(torch.float8_e4m3fn).view(torch.uint8)
+    q, k, v = (_normal(rows, heads, HEAD, seed=rows) for rows, heads in ((6, HEADS), (25, HEADS_KV), (26, HEADS_KV)))
+    output = impl.forward(layer, q, k, v[:25], cache, batch, torch.empty(6, HEADS, HEAD))
+    again = impl.forward(layer, q, None, None, cache, batch, torch.empty(6, HEADS, HEAD))
+    assert torch.equal(output, again)
+    wide = cache.view(torch.float8_e4m3fn).float() if cache_dtype == "fp8" else cache
+    keys, values = wide.transpose(1, 2).split(HEAD, dim=-1)
+    if cache_dtype == "fp8":
+        keys, values = keys * 0.04, values * 0.05
+    for request, length in enumerate(encoded.tolist()):
+        rows = [x[table[request].long()].flatten(0, 1)[None, :length] for x in (keys, values)]
+        if request != 1 and cache_dtype == "auto":
+            own = slice(0, 11) if request == 0 else slice(11, 25)
+            assert torch.equal(rows[0][0], k[own])
+            assert torch.equal(rows[1][0], v[own])
+        part = slice(*starts[request : request + 2].tolist())
+        assert_same(output[part], flashtile.attention(q[None, part], *rows, scale=0.3, backend="reference")[0])
+
+
 def test_batch_invariance_is_that_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request has the same bits alone, in a batch of one call, and whatever is in the other pages."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
@@ -168,7 +211,7 @@ def test_what_vllm_asks_and_does_before_serving(monkeypatch: pytest.MonkeyPatch)
     assert not profiled.any()
     with pytest.raises(NotImplementedError, match="output_scale: expected None"):
         impl.forward(None, *[torch.empty(0)] * 4, None, torch.empty(3), output_scale=torch.ones(()))
-    with pytest.raises(NotImplementedError, match="attn_type: expected decoder or encoder_only"):
-        plugin.FlashtileImpl(HEADS, HEAD, 0.3, attn_type=AttentionType.ENCODER_DECODER)
+    with pytest.raises(NotImplementedError, match="attn_type: expected decoder, encoder_only, encoder_decoder"):
+        plugin.FlashtileImpl(HEADS, HEAD, 0.3, attn_type=AttentionType.ENCODER)
     with pytest.raises(NotImplementedError, match="causal: expected one value for all requests"):
         _metadata(causal=torch.ones(4, dtype=torch.bool))

@@ -39,6 +39,9 @@ EIGHT_BITS = {
 }
 
 
+_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
+
+
 def register() -> None:
     """Makes the backends known to vLLM by their names. vLLM may call it several times in a process."""
     if NAME in AttentionBackendEnum.__members__:
@@ -82,7 +85,7 @@ class FlashtileBackend(AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+        return attn_type in _TYPES
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -119,6 +122,7 @@ class FlashtileMetadata:
         longest: queries of a request at most.
         pages: `[requests, max pages]`.
         causal: whether tokens see no later ones.
+        slot_mapping: int64, where an encoder's keys go; vLLM sets it for layers that have those.
     """
 
     tokens: int
@@ -128,6 +132,7 @@ class FlashtileMetadata:
     longest: int
     pages: Tensor
     causal: bool
+    slot_mapping: Tensor | None = None
 
 
 class FlashtileMetadataBuilder(AttentionMetadataBuilder[FlashtileMetadata]):
@@ -181,9 +186,9 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        if attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
+        if attn_type not in _TYPES:
             raise NotImplementedError(
-                f"attn_type: expected decoder or encoder_only, got {attn_type}; choose another attention backend"
+                f"attn_type: expected {', '.join(_TYPES)}, got {attn_type}; choose another attention backend"
             )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -200,8 +205,8 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
         self,
         layer: Any,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         kv_cache: Tensor,
         attn_metadata: FlashtileMetadata | None,
         output: Tensor,
@@ -213,7 +218,8 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
         Args:
             layer: has the factors of caches in 8 bits, `_k_scale` and `_v_scale`.
             query: `[tokens, heads, head_size]`, of a padded batch more.
-            key, value: `[tokens, kv_heads, head_size]`.
+            key, value: `[tokens, kv_heads, head_size]`. In a layer with an encoder's keys those of requests that are
+                new, or None.
             kv_cache: `[pages, kv_heads, page_size, 2 head_size]`, keys before values.
             output: `[tokens, heads, head_size]`, or with heads and columns in one; is written.
         """
@@ -223,10 +229,10 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
         if attn_metadata is None:  # vLLM measures how much memory a model needs
             return output.fill_(0)
         batch = attn_metadata
-        q, k, v = (rows[: batch.tokens].unflatten(-1, (-1, self.head_size)) if rows.dim() == 2 else rows[: batch.tokens]
-                   for rows in (query, key, value))  # fmt: skip
+        q = self._rows(query)[: batch.tokens]
         options = self._options | self._of_device(q)
         if self.attn_type == AttentionType.ENCODER_ONLY:
+            k, v = (self._rows(rows)[: batch.tokens] for rows in (key, value))
             out = flashtile.attention_varlen(
                 q, k, v, batch.starts, max_seqlen_q=batch.longest, max_seqlen_k=batch.longest,
                 window=self._window(False), **options,
@@ -236,15 +242,25 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
             if keys.dtype in EIGHT_BITS.values():
                 options |= {"descale_k": layer._k_scale.reshape(()), "descale_v": layer._v_scale.reshape(())}
             # A layer that reads the keys of another one brings none, and those of its tokens are there.
-            new: dict[str, Any] = {"k": k, "v": v, "cache_lengths": batch.cached}
-            if self.kv_sharing_target_layer_name is not None:
-                new = {"cache_lengths": batch.lengths}
+            new: dict[str, Any] = {"cache_lengths": batch.lengths}
+            if self.attn_type == AttentionType.ENCODER_DECODER:
+                for rows, cache, factor in ((key, keys, "descale_k"), (value, values, "descale_v")):
+                    if rows is not None:
+                        _store(self._rows(rows), cache, options.get(factor), batch.slot_mapping)
+            elif self.kv_sharing_target_layer_name is None:
+                k, v = (self._rows(rows)[: batch.tokens] for rows in (key, value))
+                new = {"k": k, "v": v, "cache_lengths": batch.cached}
             out = flashtile.attention_with_kv_cache(
                 q, keys, values, block_table=batch.pages, cu_seqlens_q=batch.starts, max_seqlen_q=batch.longest,
                 causal=batch.causal, window=self._window(batch.causal), **new, **options,
             )  # fmt: skip
         output[: batch.tokens].copy_(out.view(output[: batch.tokens].shape))
         return output
+
+    def _rows(self, rows: Any) -> Tensor:
+        """`[tokens, heads, head_size]`."""
+        found: Tensor = rows.unflatten(-1, (-1, self.head_size)) if rows.dim() == 2 else rows
+        return found
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Pages of keys and of values, `[pages, page_size, kv_heads, head_size]`: views."""
@@ -270,3 +286,14 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
         if self._sinks is not None:
             found["sinks"] = self._sinks if self._sinks.dtype in (torch.float32, q.dtype) else self._sinks.float()
         return found
+
+
+def _store(rows: Tensor, cache: Tensor, factor: Tensor | None, slots: Tensor | None) -> None:
+    """Writes the rows of an encoder to their slots of a cache `[pages, page_size, kv_heads, head_size]`."""
+    assert slots is not None  # of vLLM's metadata for such layers
+    rows = rows[: slots.shape[0]]
+    if factor is not None:
+        limit = torch.finfo(cache.dtype).max
+        rows = (rows.float() / factor).clamp(-limit, limit).to(cache.dtype)
+        rows, cache = rows.view(torch.uint8), cache.view(torch.uint8)  # PyTorch writes no rows of 8-bit floats
+    cache[slots // cache.shape[1], slots % cache.shape[1]] = rows
