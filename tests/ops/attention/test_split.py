@@ -12,7 +12,7 @@ import torch
 import flashtile
 from flashtile._backends import devices
 from flashtile.ops.attention.seen_keys import visible_keys
-from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.split.configs import MAX_QUERIES, SplitFacts, no_gain
 from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
 from support.attention.attention_cases import BASE, EDGES, PAIRS, parameters
@@ -198,3 +198,32 @@ def test_why_not() -> None:
     assert named.backend is None and "no dropout" in named.reason
     with pytest.raises(ValueError, match="backend: 'split' cannot serve this call"):
         flashtile.attention(*(torch.randn(1, 4, 2, 16) for _ in range(3)), backend="split")
+
+
+@pytest.mark.skipif(devices.interpreting(), reason="launches take addresses: needs TRITON_INTERPRET unset")
+def test_prepared_launches_pass_what_others_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashtile._backends import launch as backend_launch
+    from flashtile.ops.attention.split import launch
+    from flashtile.ops.common.split_keys import plan
+
+    passed: list[tuple] = []
+    monkeypatch.setattr(
+        backend_launch, "make_launch",
+        lambda source, programs, scalars, _: lambda *given: passed.append((source.function.__name__, given, scalars)),
+    )  # fmt: skip
+    monkeypatch.setattr(plan, "device_facts", lambda device: devices.KNOWN_DEVICES["sm_90"])
+    monkeypatch.setattr(plan, "multiprocessors", lambda device: 132)
+    backend_launch.clear_plans()
+    q, k, v = (torch.zeros(2, rows, 2, 64, dtype=torch.bfloat16) for rows in (1, 2000, 2000))
+    lengths, slopes, sinks = torch.tensor([7, 900], dtype=torch.int32), torch.ones(2), torch.zeros(2)
+    side = SideInputs(None, None, 1, 2000, lengths, alibi_slopes=slopes, sinks=sinks)
+    launch.forward(q, k, v, side, AttentionSpec(0.1))
+    prepared = launch.prepare_forward(q, k, v, side, AttentionSpec(0.1))
+    assert (
+        prepared is not None and launch.prepare_forward(q.float(), k.float(), v.float(), side, AttentionSpec(1)) is None
+    )
+    prepared(q, k, v, (lengths, slopes, sinks))
+    (attend, given, scalars), _, (*again, scalars_again), _ = passed
+    assert again[0] == attend == "attend_kernel" and scalars == scalars_again
+    assert len(given) == 9 and given[:3] + given[5:] == again[1][:3] + again[1][5:]  # out and lse are new
+    backend_launch.clear_plans()

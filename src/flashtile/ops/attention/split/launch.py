@@ -5,12 +5,14 @@ There is a forward only: out and lse mean what they mean in every backend, so th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import used_strides
+from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import plan_cache
 from flashtile.ops.attention.seen_keys import visible_keys
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
@@ -21,8 +23,23 @@ from flashtile.ops.common.split_keys.plan import SplitCall, SplitPlan, split_pla
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Runs the kernels. Shapes as in `flashtile.attention`. Returns (out, lse)."""
-    lengths, slopes, sinks = side.key_lengths, side.alibi_slopes, side.sinks
-    plan = _plan(
+    others = side.key_lengths, side.alibi_slopes, side.sinks
+    return attend(_plan_for(q, k, v, side, spec), (q, k, v), others, k.shape[1])
+
+
+def prepare_forward(
+    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
+) -> Callable[[Tensor, Tensor, Tensor, tuple[Tensor, ...]], tuple[Tensor, Tensor]] | None:
+    """`forward` of all 16-bit calls that look like this one, from q, k, v and the tensors beside them; or None."""
+    if q.dtype is torch.float32 or interpreting():
+        return None
+    plan, length = _plan_for(q, k, v, side, spec), k.shape[1]
+    return lambda q, k, v, aux: attend(plan, (q, k, v), aux, length)
+
+
+def _plan_for(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> SplitPlan:
+    lengths, slopes = side.key_lengths, side.alibi_slopes
+    return _plan(
         q.device,
         q.dtype,
         (q.shape, k.shape, v.shape),
@@ -30,11 +47,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
         None if lengths is None else lengths.dtype,
         0 if slopes is None else slopes.dim(),
-        sinks is not None,
+        side.sinks is not None,
         spec,
         torch._C._get_cublas_allow_tf32(),
     )
-    return attend(plan, (q, k, v), (lengths,), slopes, sinks, k.shape[1])
 
 
 @plan_cache

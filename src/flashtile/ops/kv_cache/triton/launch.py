@@ -47,7 +47,7 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
     attended = q, call.k_cache, call.v_cache
     results = None
     if plan.split is not None:
-        results = attend(plan.split, attended, indices, call.alibi_slopes, call.sinks, spec.length, descales)
+        results = attend(plan.split, attended, (*indices, call.alibi_slopes, call.sinks, *descales), spec.length)
     if plan.chunks is not None:
         lengths, entries, _, table, starts, new_starts, _ = indices
         others = starts, call.alibi_slopes, call.sinks, lengths, entries, table, new_starts
