@@ -193,6 +193,7 @@ def test_varlen_attn_over_caches(on_a_cpu: None, lengths: tuple[int, ...]) -> No
     attend = torch.compile(_VARLEN.varlen_attn, fullgraph=True, backend="aot_eager")
     for call, keys, of_keys, more in (
         (_VARLEN.varlen_attn, flat, slots, {}),
+        (_VARLEN.varlen_attn, flat, slots, {"window_size": (-1, 0)}),
         (_VARLEN.varlen_attn, pages.unbind(2), None, {"block_table": table}),
         (attend, pages.unbind(2), slots, {"block_table": table}),
     ):

@@ -214,8 +214,12 @@ class _Operators:
             if block_table is not None:
                 return self._over_pages(query, key, value, cum_seq_q, max_q, max_k, seqused_k, block_table, options)
             offsets = cum_seq_q if cum_seq_k is None else cum_seq_k
-            key, value, cum_seq_k = gathered_keys(key, value, offsets, max_k, lengths=seqused_k)
-            cum_seq_k = cum_seq_k.to(cum_seq_q.dtype)
+            if is_causal or options["window"] is not None:  # the diagonal ends at the last key that counts
+                key, value, offsets = gathered_keys(key, value, offsets, max_k, lengths=seqused_k)
+                offsets = offsets.to(cum_seq_q.dtype)
+            else:
+                options["key_lengths"] = seqused_k
+            cum_seq_k = offsets
         with torch.no_grad():  # autograd is above these operators
             seed = flashtile.draw_dropout_seed(query.device) if dropout_p else None
             options["dropout_seed"] = seed

@@ -244,9 +244,9 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
             # A layer that reads the keys of another one brings none, and those of its tokens are there.
             new: dict[str, Any] = {"cache_lengths": batch.lengths}
             if self.attn_type == AttentionType.ENCODER_DECODER:
-                for rows, cache, factor in ((key, keys, "descale_k"), (value, values, "descale_v")):
+                for rows, cache, name in ((key, keys, "descale_k"), (value, values, "descale_v")):
                     if rows is not None:
-                        _store(self._rows(rows), cache, options.get(factor), batch.slot_mapping)
+                        _store(self._rows(rows), cache, options.get(name), batch.slot_mapping)
             elif self.kv_sharing_target_layer_name is None:
                 k, v = (self._rows(rows)[: batch.tokens] for rows in (key, value))
                 new = {"k": k, "v": v, "cache_lengths": batch.cached}
