@@ -1284,6 +1284,7 @@ def _problem(
     """A dense call."""
     return backward_tiles.Problem(
         side=SidePointers(*(None,) * len(SidePointers._fields)),
+        order_ptr=None,
         slope_sums_ptr=None,
         score_change=None,
         batch=batch,
@@ -1403,6 +1404,43 @@ def test_sums_of_whole_lines_begin_and_end_where_they_are_visited(
     for seen in visits.values():
         assert {known for _, known in seen} == {(seen[0][0], seen[-1][0])}
         assert [at for at, _ in seen] == list(range(seen[0][0], seen[-1][0] + 1))
+
+
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("lengths", [(0, 300, 5, 300, 129, 0, 1000, 64), (7,), (4096, 4096, 128, 3000)])
+def test_key_tiles_of_packed_sequences(lengths: tuple[int, ...], right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, those of the sequences with the most queries first, and the rows past the last sequence last. Under a
+    causal mask a sequence begins with the keys that most queries see."""
+    heads, batch, starts = 3, len(lengths), [sum(lengths[:which]) for which in range(len(lengths) + 1)]
+    rows = starts[-1] + 200
+    tiles = [-(-length // 128) for length in (*lengths, 200)]
+    ranked = [*sorted(range(batch), key=lambda which: (-lengths[which], which)), batch]
+    before = [sum(tiles[which] for which in ranked[:place]) for place in range(batch + 2)]
+    memory = [*before, *ranked]
+    _number_work(monkeypatch)
+    for module in (backward_tiles, schedule):
+        monkeypatch.setattr(module.gl, "load", lambda place: memory[place], raising=False)
+    _call_plainly(monkeypatch, "place_in_order")
+    rows_of = [(start, end - start) for start, end in itertools.pairwise((*starts, rows))]
+    monkeypatch.setattr(backward_tiles, "sequence_rows", lambda pointer, sequence, batch, rows: rows_of[sequence])
+    config = _config_of_work(64, 128, right=right, PACKED=True)
+    problem = _problem(rows, rows, 64, 128, heads, batch=batch)._replace(order_ptr=0, key_tiles=None)
+    found = []
+    while (tile := backward_tiles._locate_key_tile.fn(len(found), problem, None, config)).first_key >= 0:
+        assert (tile.begin_k, tile.seq_k) == rows_of[tile.sequence]
+        assert (tile.begin_q, tile.seq_q) == (tile.begin_k, tile.seq_k if tile.sequence < batch else 0)
+        found.append((tile.sequence, tile.head_kv, tile.first_key))
+    whole = [
+        (which, head, 128 * at) for which in range(batch + 1) for head in range(heads) for at in range(tiles[which])
+    ]
+    assert sorted(found) == whole
+    assert [which for which, _ in itertools.groupby(found, lambda tile: tile[0])] == [
+        each for each in ranked if tiles[each]
+    ]
+    for which in range(batch + 1):
+        for head in range(heads):
+            firsts = [first for sequence, of, first in found if (sequence, of) == (which, head)]
+            assert firsts == sorted(firsts)
 
 
 # Coordinates of packed sequences

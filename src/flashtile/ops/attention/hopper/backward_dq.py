@@ -59,7 +59,7 @@ from flashtile.ops.attention.hopper.primitives import (
     product_layout,
     slice_of,
 )
-from flashtile.ops.attention.hopper.schedule import first_tile_number, locate_tile, sequence_rows
+from flashtile.ops.attention.hopper.schedule import first_tile_number, locate_tile, sequence_rows, write_rank
 
 
 class DqSums(NamedTuple):
@@ -400,7 +400,7 @@ def _columns_together(WIDTH):
 @gluon.jit
 def attention_begin_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, cleared_ptr, turns_ptr, counter_ptr, masked_dout_ptr,
-    sink_logits_ptr, sink_sums_ptr, cu_seqlens_q_ptr, row_statistics_ptr, side,
+    sink_logits_ptr, sink_sums_ptr, cu_seqlens_q_ptr, row_statistics_ptr, side, order,
     stride_dout_batch, stride_dout_row, stride_dout_head, batch, heads, rows_q, query_tiles, lone_tiles, lse_unit,
     side_numbers, near_rows_k,
     HEAD_DIM_V: gl.constexpr, E: gl.constexpr, D: gl.constexpr, M: gl.constexpr,
@@ -419,13 +419,17 @@ def attention_begin_kernel(
     rows. Their weights of 0 would not stop NaN there. `sink_logits_ptr`: the sinks that lse counts, or None.
     `sink_sums_ptr`: the tile's part of minus their gradient. `row_statistics_ptr`: `[*lse.shape, 4]`, where the
     portable kernel of the bias's gradient reads what its `statistics_of_rows` stores; None where nobody wants that.
-    `side`, `side_numbers`, `near_rows_k`: the side inputs and the number of keys, for ALiBi; all None without it."""
+    `side`, `side_numbers`, `near_rows_k`: the side inputs and the number of keys, for ALiBi; all None without it.
+    `order`: the `SequenceOrder` by which the main kernel of a packed call goes; None of others."""
     number = gl.program_id(0)
     if number == 0:
         gl.store(counter_ptr, 0)
     if SHARES_PROGRESS:
         if number < batch * heads:
             gl.store(counter_ptr + 1 + number, 0)
+    if order is not None:
+        if number <= batch:
+            write_rank(order, number, batch, cu_seqlens_q_ptr, rows_q)
     tile = number % query_tiles
     line = number // query_tiles
     sequence, head, first, begin, rows, _, _ = locate_tile(

@@ -38,7 +38,7 @@ from flashtile.ops.attention.hopper.bias_gradient import attention_bias_gradient
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
 from flashtile.ops.attention.hopper.modifiers import gluon_derivative, gluon_reads
 from flashtile.ops.attention.hopper.parameters import LOG2_E, bounded_layout, describe_side, is_covered
-from flashtile.ops.attention.hopper.schedule import NO_LOOPS, BackwardSchedule
+from flashtile.ops.attention.hopper.schedule import NO_LOOPS, BackwardSchedule, SequenceOrder
 from flashtile.ops.attention.spec import NOTHING_WANTED
 
 #: The tensors that TMA moves in the order of the main kernel's parameters. Those with rows of heads may have a second
@@ -91,9 +91,10 @@ def begin_kernel(
         "counter_ptr": pointer_to(torch.int32),
         "masked_dout_ptr": optional(call.may_hide_rows, tensor),
         **dict.fromkeys(("sink_logits_ptr", "sink_sums_ptr"), optional(call.aux.has_row_logit, statistics)),
-        "cu_seqlens_q_ptr": _offsets(call),
+        "cu_seqlens_q_ptr": _offsets(call.aux.cu_seqlens_q),
         "row_statistics_ptr": optional(row_statistics, statistics),
         **_near_keys(call, covered=schedule is not None and schedule.is_covered(call)),
+        "order": _sequence_order(call, schedule),
         **{
             f"stride_dout_{dimension}": Parameter(stride_type, multiple, stride)
             for dimension, stride in zip(("batch", "row", "head"), strides)
@@ -130,12 +131,21 @@ def _near_keys(call: Call, covered: bool) -> dict[str, Any]:
     }
 
 
+def _sequence_order(call: Call, schedule: BackwardSchedule | None) -> SequenceOrder | None:
+    """The order in which the main kernel takes the sequences of a packed call."""
+    if schedule is None or not call.packed:
+        return None
+    return SequenceOrder(
+        pointer_to(torch.int32), _offsets(call.aux.cu_seqlens_k), int32(call.rows_k), int32(schedule.config.block_n)
+    )
+
+
 def end_kernel(call: Call, schedule: BackwardSchedule) -> Kernel:
     """The kernel that rounds the sums of dq."""
     parameters = {
         "sums_ptr": pointer_to(torch.float32, 16),
         "dq_ptr": pointer_to(call.dtype, 16),
-        "cu_seqlens_q_ptr": _offsets(call),
+        "cu_seqlens_q_ptr": _offsets(call.aux.cu_seqlens_q),
         "batch": int32(call.batch),
         "heads": int32(call.heads),
         "rows_q": int32(call.rows_q),
@@ -192,10 +202,11 @@ def bias_gradient_kernel(call: Call, schedule: BackwardSchedule, work: BiasWork)
     in_parts = work.parts > 1
     change = score_change(call._replace(wanted=NOTHING_WANTED), covered)
     moved = moved_tensors(call, schedule._replace(config=schedule.config._replace(bias_by_tma=True)))
+    problem = Problem.from_call(call, schedule, side, change)
     parameters = {
         **moved,
         "gradient_ptr": pointer_to(torch.float32 if in_parts else call.dtype, 16),
-        "problem": Problem.from_call(call, schedule, side, change)._replace(slope_sums_ptr=ABSENT),
+        "problem": problem._replace(order_ptr=ABSENT, slope_sums_ptr=ABSENT),
         "constants": side.constants,
         "loops": NO_LOOPS._replace(MASKS=call.spec.banded or call.bounded),
         "work": work.numbers(bias.shape),
@@ -275,8 +286,7 @@ def score_change(call: Call, covered: bool) -> ScoreChange:
     )
 
 
-def _offsets(call: Call) -> Parameter:
-    facts = call.aux.cu_seqlens_q
+def _offsets(facts: TensorFacts | None) -> Parameter:
     return pointer_to(None if facts is None else facts.dtype)
 
 

@@ -207,6 +207,7 @@ def plan_backward(call: Call) -> BackwardPlan:
     sizes |= {
         "counter": 1 + (call.lines if schedule.loops.SHARES_PROGRESS else 0),
         "semaphores": begin.programs if schedule.is_ordered(call) else 0,
+        "order": 2 * call.batch + 3 if call.packed else 0,
     }
     row_statistics = contiguous((*call.lse_shape, 4), torch.float32) if portable else None
     described = PassKernels(
@@ -243,7 +244,7 @@ def _make_plan(call: Call, described: PassKernels) -> BackwardPlan:
         kernels,
         (*_GIVEN, *aux_buffers(call)),
         {**outputs, **from_sides, **more},
-        {"sums": 0, "statistics": 0, "masked_dout": masked_dout, "counter": 0, "semaphores": 0, **scratch},
+        {"sums": 0, "statistics": 0, "masked_dout": masked_dout, "counter": 0, "semaphores": 0, "order": 0, **scratch},
         zeroed,
     )
     return BackwardPlan(pipeline, tuple(name for name, layout in from_sides.items() if layout is not None))

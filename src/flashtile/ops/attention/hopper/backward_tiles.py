@@ -48,11 +48,12 @@ from flashtile.ops.attention.hopper.schedule import (
     _lines_at_once,
     _lines_together,
     column_in_order,
-    locate_tile,
     next_tile_number,
+    place_in_order,
     reverses_line,
     reverses_walk,
     rotated_start,
+    sequence_rows,
     shared_progress,
     tile_in_order,
     unmasked_tiles,
@@ -143,19 +144,21 @@ class Problem(NamedTuple):
 
     Attributes:
         side, numbers: the side inputs (`parameters`).
+        order_ptr: of a packed call, the order of its sequences (`schedule.SequenceOrder`); None of others.
         slope_sums_ptr: float32 `[batch, heads, rows_k]`, packed `[heads, rows_k]`, zeros at the start: minus what each
             key adds to the gradient of a slope; None where nobody wants that.
         score_change: a `ScoreChange`.
         heads_kv: counts each key/value head `shares` times, once for each share of its query heads, `group` of them,
             which has dk and dv of its own. `parts` of these shares have the same heads and a part of the queries each;
             None where each has all queries.
-        key_tiles: (packed: slots) on each line of such a head, `query_tiles` likewise of a query head. The first
+        key_tiles: on each line of such a head, `query_tiles` (packed: slots) likewise of a query head. The first
             `lone_tiles` of these see the first key tile alone, whose product is their dq; None where dq is summed
             everywhere or nowhere.
         others: as in `forward.Problem`.
     """
 
     side: Any
+    order_ptr: Any
     slope_sums_ptr: Any
     score_change: Any
     batch: Any
@@ -186,12 +189,13 @@ class Problem(NamedTuple):
             "parts": schedule.parts if schedule.parts > 1 else None,
             "rows_q": call.rows_q,
             "rows_k": call.rows_k,
-            "key_tiles": schedule.key_tiles,
+            "key_tiles": None if call.packed else schedule.key_tiles,
             "query_tiles": schedule.query_tiles,
             "lone_tiles": schedule.lone_tiles or None,
         }
         return Problem(
             side=side.pointers,
+            order_ptr=optional(call.packed, pointer_to(torch.int32)),
             slope_sums_ptr=optional(call.learns_slopes, pointer_to(torch.float32)),
             score_change=change,
             window=window_parameters(call.spec),
@@ -267,10 +271,10 @@ class Step(NamedTuple):
 
 @gluon.jit
 def publish_key_tile(number, count, queue, counter_ptr, problem, blocks, config):
-    """Finds the first tile that has keys, from number `number` on, and publishes it as the thread block's `count`-th.
-    Returns its number and the tile. A thread block that is not persistent takes its own tile even if that is empty."""
+    """Finds the first tile that has keys (with a block mask some have none), from number `number` on, and publishes it
+    as the thread block's `count`-th. Returns its number and the tile. One that is not persistent takes its own tile."""
     tile = _locate_key_tile(number, problem, blocks, config)
-    if config.PERSISTENT and (config.PACKED or config.TILE_K > 0):
+    if config.PERSISTENT and config.TILE_K > 0:
         while tile.first_key == _EMPTY_SLOT:
             number = next_tile_number(number, counter_ptr, problem, config)
             tile = _locate_key_tile(number, problem, blocks, config)
@@ -284,12 +288,24 @@ def publish_key_tile(number, count, queue, counter_ptr, problem, blocks, config)
 
 @gluon.jit
 def _locate_key_tile(number, problem, blocks, config):
-    """The `number`-th key tile, still without a `start_offset`."""
-    UNEVEN: gl.constexpr = config.PACKED or config.HAS_LEFT or config.HAS_RIGHT
-    tiles = problem.key_tiles
-    lines = problem.heads_kv if config.PACKED else problem.batch * problem.heads_kv
-    valid = number < tiles * lines
-    number = gl.minimum(number, tiles * lines - 1)
+    """The `number`-th key tile, still without a `start_offset`. In a packed call all lines of a sequence come before
+    those of the next one."""
+    UNEVEN: gl.constexpr = config.HAS_LEFT or config.HAS_RIGHT
+    if config.PACKED:
+        lines = problem.heads_kv
+        all_tiles = gl.load(problem.order_ptr + problem.batch + 1)
+    else:
+        lines = problem.batch * problem.heads_kv
+        all_tiles = problem.key_tiles
+    valid = number < all_tiles * lines
+    number = gl.minimum(number, all_tiles * lines - 1)
+    tiles = all_tiles
+    if config.PACKED:
+        place = place_in_order(problem.order_ptr, problem.batch, number // lines)
+        sequence = gl.load(problem.order_ptr + problem.batch + 2 + place)
+        tiles_before = gl.load(problem.order_ptr + place)
+        tiles = gl.load(problem.order_ptr + place + 1) - tiles_before
+        number -= tiles_before * lines
     if config.REVERSES_LINES:
         together = _lines_at_once(tiles)
     elif config.ORDERED and config.TILE_K > 0:
@@ -305,14 +321,21 @@ def _locate_key_tile(number, problem, blocks, config):
         tile, line = tile_in_order(number, tiles, lines, together, closing, UNEVEN or config.ORDERED)
         if config.REVERSES_LINES:
             tile = gl.where(reverses_line(line, lines, together) != 0, tile, tiles - 1 - tile)
-        elif config.ORDERED or (config.HAS_RIGHT and not config.PACKED):
+        elif config.ORDERED or config.HAS_RIGHT:
             # The first keys are seen by the most queries. In order, thread blocks wait for smaller numbers only.
             tile = tiles - 1 - tile
-    sequence, head_kv, first_key, begin_k, seq_k, begin_q, seq_q = locate_tile(
-        tile, line, problem.side.cu_seqlens_k, problem.side.cu_seqlens_q, problem.batch, problem.heads_kv,
-        problem.rows_k, problem.rows_q, config.KEYS, config.PACKED,
-    )  # fmt: skip
-    if config.PACKED or config.TILE_K > 0:
+    first_key = tile * config.KEYS
+    if config.PACKED:
+        head_kv = line
+        begin_k, seq_k = sequence_rows(problem.side.cu_seqlens_k, sequence, problem.batch, problem.rows_k)
+        begin_q, seq_q = sequence_rows(problem.side.cu_seqlens_q, sequence, problem.batch, problem.rows_q)
+        seq_q = gl.where(sequence < problem.batch, seq_q, 0)
+    else:
+        sequence = line // problem.heads_kv
+        head_kv = line % problem.heads_kv
+        begin_k, seq_k = 0, problem.rows_k
+        begin_q, seq_q = 0, problem.rows_q
+    if config.TILE_K > 0:
         first_key = gl.where(first_key < seq_k, first_key, _EMPTY_SLOT)
     first_key = gl.where(valid, first_key, _END)
     listed_steps = gl.to_tensor(0)
@@ -408,20 +431,15 @@ def work_of(tile, problem, config):
         start_offset = tile.start_offset
     reversed_tiles = gl.to_tensor(0)
     if config.REVERSES_WALKS:
-        line = tile.sequence * problem.heads_kv + tile.head_kv
-        reversed_tiles = unmasked * reverses_walk(
-            tile.first_key // config.KEYS, problem.key_tiles, line, problem.batch * problem.heads_kv, group,
-            gl.num_programs(0),
-        )  # fmt: skip
+        line, lines, tiles = _line_of(tile, problem, config)
+        number = tile.first_key // config.KEYS
+        reversed_tiles = unmasked * reverses_walk(number, tiles, line, lines, group, gl.num_programs(0))
     first_tile, direction = gl.to_tensor(end - 1), gl.to_tensor(-1)
     if config.ROTATES_WALKS:
         first_tile = rotated_start(begin, end, problem.window.left + problem.window.right, config)
     if config.REVERSES_LINES:
-        if config.PACKED:
-            line, lines = tile.head_kv, problem.heads_kv
-        else:
-            line, lines = tile.sequence * problem.heads_kv + tile.head_kv, problem.batch * problem.heads_kv
-        if reverses_line(line, lines, _lines_at_once(problem.key_tiles)) != 0:
+        line, lines, tiles = _line_of(tile, problem, config)
+        if reverses_line(line, lines, _lines_at_once(tiles)) != 0:
             first_tile, direction = gl.to_tensor(begin), gl.to_tensor(1)
     if config.TILE_K > 0:
         steps = tile.listed_steps
@@ -451,6 +469,17 @@ def work_of(tile, problem, config):
         mirror=2 * end - 1 - reversed_tiles,
         start_offset=start_offset,
     )
+
+
+@gluon.jit
+def _line_of(tile, problem, config):
+    """The line of a key tile among those that come in its order, how many these are, and the key tiles of each."""
+    if config.PACKED:
+        line, lines, tiles = tile.head_kv, problem.heads_kv, gl.cdiv(tile.seq_k, config.KEYS)
+    else:
+        line, lines = tile.sequence * problem.heads_kv + tile.head_kv, problem.batch * problem.heads_kv
+        tiles = problem.key_tiles
+    return line, lines, tiles
 
 
 @gluon.jit

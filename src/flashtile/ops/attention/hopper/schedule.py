@@ -128,6 +128,64 @@ def locate_tile(
     return LocatedTile(sequence, head, first, begin, length, other_begin, other_length)
 
 
+class SequenceOrder(NamedTuple):
+    """The order of the sequences of a packed backward, and what it follows from. `order_ptr`: int32, `batch + 2` and
+    then `batch + 1` numbers. Of each place the first ones say how many key tiles come before (the last one, how many
+    there are), the second ones whose it is."""
+
+    order_ptr: Any
+    cu_seqlens_k_ptr: Any
+    rows_k: Any
+    keys_of_tile: Any
+
+
+@gluon.jit
+def write_rank(order, sequence, batch, cu_seqlens_q_ptr, rows_q):
+    """Writes one sequence's part of a `SequenceOrder`. Sequences with more queries come first; the rows behind
+    `cu_seqlens[batch]` are one, without queries.
+
+    Key tiles of many queries have long walks. At the end of a call they would leave other thread blocks without work.
+    """
+    BLOCK: gl.constexpr = 128
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    _, own_q = sequence_rows(cu_seqlens_q_ptr, sequence, batch, rows_q)
+    own_q = gl.where(sequence < batch, own_q, -1)
+    _, own_k = sequence_rows(order.cu_seqlens_k_ptr, sequence, batch, order.rows_k)
+    place = gl.to_tensor(0)
+    tiles_before = gl.to_tensor(0)
+    for first in range(0, batch, BLOCK):
+        others = first + gl.arange(0, BLOCK, layout)
+        exists = others < batch
+        begin_q = gl.load(cu_seqlens_q_ptr + others, mask=exists, other=0)
+        end_q = gl.load(cu_seqlens_q_ptr + others + 1, mask=exists, other=0)
+        begin_k = gl.load(order.cu_seqlens_k_ptr + others, mask=exists, other=0)
+        end_k = gl.load(order.cu_seqlens_k_ptr + others + 1, mask=exists, other=0)
+        length_q = (end_q - begin_q).to(gl.int32)
+        tiles = gl.cdiv((end_k - begin_k).to(gl.int32), order.keys_of_tile)
+        before = exists & ((length_q > own_q) | ((length_q == own_q) & (others < sequence)))
+        place += gl.sum(before.to(gl.int32), 0)
+        tiles_before += gl.sum(gl.where(before, tiles, 0), 0)
+    gl.store(order.order_ptr + place, tiles_before)
+    gl.store(order.order_ptr + batch + 2 + place, sequence)
+    if sequence == batch:
+        gl.store(order.order_ptr + batch + 1, tiles_before + gl.cdiv(own_k, order.keys_of_tile))
+
+
+@gluon.jit
+def place_in_order(order_ptr, batch, tile):
+    """The place of the sequence that has key tile number `tile` of a line, as `SequenceOrder` has them: the last one
+    that no more tiles come before."""
+    low = 0
+    high = batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        if gl.load(order_ptr + middle) <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 @gluon.jit
 def take_number(counter_ptr):
     """Adds one to a counter in device memory. Returns what it held before, a scalar. The caller must be one warp.
