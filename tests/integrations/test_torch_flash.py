@@ -206,15 +206,21 @@ def test_varlen_attn_over_caches(on_a_cpu: None, lengths: tuple[int, ...]) -> No
 
 
 @_needs_pages
-@torch.no_grad()
-def test_one_split_is_batch_invariance(on_a_cpu: None) -> None:
-    """As PyTorch's own test asks for it: a sequence has the bits that it has alone."""
+@pytest.mark.parametrize("mode", [False, True])
+def test_one_split_is_batch_invariance(on_a_cpu: None, mode: bool) -> None:
+    """As PyTorch's own test asks for it: a sequence has the bits that it has alone, in the mode its gradients too."""
     q, k, v, _ = _inputs(150, 2, 16)
     ends, alone = torch.tensor([0, 50, 150]).int(), torch.tensor([0, 50]).int()
-    found = _VARLEN.varlen_attn(q, k, v, ends, ends, 100, 100, window_size=(-1, 0), num_splits=1)
-    own = (x[:50].contiguous() for x in (q, k, v))
-    expected = _VARLEN.varlen_attn(*own, alone, alone, 50, 50, window_size=(-1, 0), num_splits=1)
+    options = {"window_size": (-1, 0), "num_splits": None if mode else 1}
+    with flashtile.batch_invariant_mode(mode):
+        found = _VARLEN.varlen_attn(q, k, v, ends, ends, 100, 100, **options)
+        grads = torch.autograd.grad(found[:50].square().sum(), (q, k, v))
+        own = [x[:50].detach().clone().requires_grad_() for x in (q, k, v)]
+        expected = _VARLEN.varlen_attn(*own, alone, alone, 50, 50, **options)
+        grads_alone = torch.autograd.grad(expected.square().sum(), own)
     assert torch.equal(found[:50], expected)
+    if mode:
+        assert all(torch.equal(grad[:50], one) for grad, one in zip(grads, grads_alone))
 
 
 @pytest.mark.parametrize("packed", [False, True])
