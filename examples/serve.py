@@ -54,10 +54,23 @@ class Step(NamedTuple):
     longest: int
 
     @classmethod
-    def of(cls, buffer: Tensor, total: int, requests: int, longest: int) -> Step:
+    def of(cls, buffer: Tensor, requests: int, total: int, pages: int, longest: int) -> Step:
         """Views of a buffer that holds everything one after another."""
-        head, table = buffer[: 2 * total + 2 * requests + 1], buffer[2 * total + 2 * requests + 1 :]
-        return cls(*head.split([total, total, requests + 1, requests]), table.view(requests, -1), longest)
+        sizes = sizes_of(requests, total, pages)
+        parts = (part[:size] for part, size in zip(buffer.split([*map(aligned, sizes)]), sizes))
+        tokens, positions, starts, lengths, table = parts
+        return cls(tokens, positions, starts, lengths, table.view(requests, pages), longest)
+
+
+def sizes_of(requests: int, total: int, pages: int) -> tuple[int, ...]:
+    """Numbers of each tensor of a step."""
+    return total, total, requests + 1, requests, requests * pages
+
+
+def aligned(size: int) -> int:
+    """The place of so many numbers in a buffer: 16 bytes or several times as many, so that no kernel is compiled for
+    other addresses."""
+    return -(-size // 4) * 4
 
 
 class Cache:
@@ -130,8 +143,9 @@ class DecodeGraph:
         self.requests, self.runner = requests, runner
         device, total, pages = runner.cache.k.device, requests * tokens, CONTEXT // PAGE
         # Without a token of any request at first, so that a warm-up writes nothing to the cache.
-        self.buffer = torch.zeros(2 * total + 2 * requests + 1 + requests * pages, dtype=torch.int32, device=device)
-        self.step = Step.of(self.buffer, total, requests, tokens)
+        length = sum(map(aligned, sizes_of(requests, total, pages)))
+        self.buffer = torch.zeros(length, dtype=torch.int32, device=device)
+        self.step = Step.of(self.buffer, requests, total, pages, tokens)
         self.graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
             stream = torch.cuda.Stream()
@@ -363,9 +377,9 @@ class Server:
             numbers = self._pack(parts, graph.requests, graph.requests * counts[0], CONTEXT // PAGE)
             flat = graph.run(numbers)[: sum(counts)]
         else:
-            numbers = self._pack(parts, len(parts), sum(counts), max(len(request.pages) for request, _ in parts))
-            buffer = torch.tensor(numbers, dtype=torch.int32, device=self.device)
-            flat = runner.run(Step.of(buffer, sum(counts), len(parts), max(counts)))
+            sizes = len(parts), sum(counts), max(len(request.pages) for request, _ in parts)
+            buffer = torch.tensor(self._pack(parts, *sizes), dtype=torch.int32, device=self.device)
+            flat = runner.run(Step.of(buffer, *sizes, max(counts)))
         following = flat.tolist()
         return [following[end - count : end] for count, end in zip(counts, accumulate(counts))]
 
@@ -377,9 +391,8 @@ class Server:
         starts += starts[-1:] * (requests - len(parts))
         lengths = [request.cached for request, _ in parts]
         table = [page for request, _ in parts for page in _filled(request.pages, pages)]
-        sizes = (total, total, requests + 1, requests, requests * pages)
-        rows = zip((tokens, positions, starts, lengths, table), sizes)
-        return [number for row, size in rows for number in _filled(row, size)]
+        rows = zip((tokens, positions, starts, lengths, table), sizes_of(requests, total, pages))
+        return [number for row, size in rows for number in _filled(row, aligned(size))]
 
 
 def _filled(numbers: list[int], size: int) -> list[int]:
