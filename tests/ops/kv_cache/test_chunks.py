@@ -116,7 +116,7 @@ def _wide(head_dim: int, **others: Any) -> SplitCall:
 )
 def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)
-    source = cache_launch.plan_chunks(call, 8192, 16, torch.device("cpu")).pipeline.kernels["forward"].source
+    source = cache_launch.plan_chunks(call, 8192, 16, torch.device("cpu")).pipeline.plans["forward"].source
     check_code(source, "sm_90", _check_chunks, HOPPER.facts.shared_memory)
 
 

@@ -118,13 +118,31 @@ def pages_of_sequence(sequence, cache, numbers, batch):
 
 
 @gluon.jit
-def load_boxes(ring, slot, barrier, descriptors, rows, row, table, apart, column, config, SHARE: gl.constexpr):
+def pages_of_boxes(desc, row, length, table, config, ROWS: gl.constexpr, SHARE: gl.constexpr):
+    """The pages of this warp's boxes of a tile of `ROWS` rows from `row` on, of both keys and values. Nothing is looked
+    up past the last row, where it is 0. The producer asks before it waits for a place in the ring."""
+    BOX: gl.constexpr = desc.block_shape[-3]
+    COUNT: gl.constexpr = ROWS // BOX // config.SHARES
+    pages = (row * 0,)
+    if config.PAGE_SIZE > 0:
+        for piece in gl.static_range(COUNT):
+            first = row + (SHARE * COUNT + piece) * BOX
+            page = gl.load(table + first // config.PAGE_SIZE, mask=first < length, other=0).to(gl.int32)
+            if piece == 0:
+                pages = (page,)
+            else:
+                pages = pages + (page,)
+    return pages
+
+
+@gluon.jit
+def load_boxes(ring, slot, barrier, descriptors, rows, row, pages, apart, column, config, SHARE: gl.constexpr):
     """Producer: as `Ring.load`, of rows of a head in a cache, for number `barrier` of the ring's full barriers. The
     boxes of the descriptors divide a page, and each is loaded by itself, by one of `config.SHARES` warps; what is past
-    the last row is read as zero.
+    the last row is read as zero. `pages`: of `pages_of_boxes`.
 
-    As rows of one packed tensor (`coordinates`) the sequence begins `row` rows before the place of a box. Nothing is
-    looked up for a box past the end, and it begins where no coordinate is negative.
+    As rows of one packed tensor (`coordinates`) the sequence begins `row` rows before the place of a box; past its end
+    where no coordinate is negative.
     """
     BOX: gl.constexpr = descriptors.main.block_shape[-3]
     COUNT: gl.constexpr = ring.ROWS // BOX // config.SHARES
@@ -134,8 +152,7 @@ def load_boxes(ring, slot, barrier, descriptors, rows, row, table, apart, column
         first = row + piece * BOX
         here = rows
         if config.PAGE_SIZE > 0:
-            page = gl.load(table + first // config.PAGE_SIZE, mask=first < rows.length, other=0).to(gl.int32)
-            begin = gl.maximum(page * apart + first % config.PAGE_SIZE - first, -rows.length)
+            begin = gl.maximum(pages[piece - SHARE * COUNT] * apart + first % config.PAGE_SIZE - first, -rows.length)
             here = HeadRows(rows.sequence, rows.head, begin, rows.length)
         tile = slice_of(ring.tiles.index(slot.place), piece * BOX, BOX, 2)
         tma_load(descriptors.main, coordinates(here, first, column, True), full, tile)
