@@ -462,7 +462,7 @@ class BackwardSchedule(NamedTuple):
         group, parts = call.group // shares, 1
         if may_divide_queries(call, group):
             walks = key_tiles * call.lines_kv * shares
-            parts = choose_parts(walks, query_tiles, group, call.multiprocessors)
+            parts = choose_parts(walks, _longest_head(call, schedule), group, call.multiprocessors)
         return schedule._replace(
             loops=choose_loops(call, schedule, group),
             shares=shares * parts,
@@ -513,7 +513,7 @@ def _shares(call: Call, schedule: BackwardSchedule) -> int:
     schedule = schedule._replace(query_tiles=query_tiles, key_tiles=key_tiles)
     listed = spec.block_shape is not None
     uneven = call.bounded or listed or (spec.window_right is not None and spec.window_left is None)
-    steps = longest_walk(schedule.query_tiles, spec, config.block_m, config.block_n)
+    steps = longest_walk(_longest_head(call, schedule), spec, config.block_m, config.block_n)
 
     def walks_done(shares: int) -> float:
         # Here nobody knows the lengths of packed sequences, and with a block mask lines are in another order.
@@ -523,6 +523,13 @@ def _shares(call: Call, schedule: BackwardSchedule) -> int:
 
     shares = choose_shares(call.group, key_tiles * lines, steps, uneven, programs, walks_done)
     return shares_in_cache(call, schedule, shares, steps)
+
+
+def _longest_head(call: Call, schedule: BackwardSchedule) -> int:
+    """Query tiles of a head of the longest sequence, at most."""
+    if not call.packed:
+        return schedule.query_tiles
+    return min(schedule.query_tiles, -(-call.max_seqlens[0] // schedule.config.block_m))
 
 
 def choose_loops(call: Call, schedule: BackwardSchedule, group: int) -> Loops:
