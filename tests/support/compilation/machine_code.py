@@ -221,7 +221,7 @@ def passed_by(plan: Plan | Kernel) -> dict[str, Any]:
 
 def shares_of(plan: Any) -> int:
     """In how many parts the kernels of a plan store dk and dv."""
-    total = (plan.pipeline.kernels if hasattr(plan, "pipeline") else plan.following).get("shares")
+    total = (plan.pipeline.plans if hasattr(plan, "pipeline") else plan.following).get("shares")
     return 1 if total is None else passed_by(total)["shares"]
 
 
