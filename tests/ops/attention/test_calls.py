@@ -150,7 +150,7 @@ def test_calls_with_other_tensors(name: str, packed: bool) -> None:
 def test_what_is_returned_and_one_tensor_for_both_lengths_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     new_call = repeated.new_call
-    monkeypatch.setattr(repeated, "new_call", lambda *given: (made.append(given), new_call(*given))[1])
+    monkeypatch.setattr(repeated, "new_call", lambda *given, **more: (made.append(given), new_call(*given, **more))[1])
     offsets, lengths = torch.tensor([0, 5, 24], dtype=torch.int32), {"max_seqlen_q": 24, "max_seqlen_k": 24}
     for seed in range(3):
         qkv = [t.detach()[0].requires_grad_() for t in inputs(seed)]

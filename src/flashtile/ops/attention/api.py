@@ -194,7 +194,10 @@ def attention(
         checks.check_lengths("key_lengths", key_lengths, q.shape[0], q.device, "one length for each batch entry")
     if type(dropout_p) is not float or dropout_p or dropout_seed is not None:
         dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
-    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap, batch_invariant)
+    spec = build_spec(
+        q, causal, align, window, scale, dropout_p=dropout_p, deterministic=deterministic, backend=backend,
+        softcap=softcap, batch_invariant=batch_invariant,
+    )  # fmt: skip
     side = SideInputs(None, None, q.shape[1], k.shape[1], key_lengths, dropout_seed)
     if not unchanged or q.dtype is FP8:
         options = Taken(
@@ -204,7 +207,8 @@ def attention(
         side, spec = add_scores(side, spec, q, k, v, q.shape[0], options)
     if return_max_scores:
         spec = spec._replace(returns_max_scores=True)
-    if key is not None and (call := repeated.new_call(key, q, k, v, given, side, spec, backend)) is not None:
+    call = None if key is None else repeated.new_call(key, q, k, v, given, side=side, spec=spec, backend=backend)
+    if call is not None:
         aux = [tensor for tensor in side_tensors(side) if tensor is not None]
         results = run_resolved(q, k, v, aux, call, not (return_lse or return_max_scores))
     else:
@@ -362,7 +366,10 @@ def attention_varlen(
         checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each sequence")
     if type(dropout_p) is not float or dropout_p or dropout_seed is not None:
         dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
-    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap, batch_invariant)
+    spec = build_spec(
+        q, causal, align, window, scale, dropout_p=dropout_p, deterministic=deterministic, backend=backend,
+        softcap=softcap, batch_invariant=batch_invariant,
+    )  # fmt: skip
     side = SideInputs(
         cu_seqlens_q,
         cu_seqlens_k,
@@ -384,7 +391,8 @@ def attention_varlen(
         side, spec = add_scores(side, spec, q, k, v, batch, options)
     if return_max_scores:
         spec = spec._replace(returns_max_scores=True)
-    if key is not None and (call := repeated.new_call(key, q, k, v, given, side, spec, backend)) is not None:
+    call = None if key is None else repeated.new_call(key, q, k, v, given, side=side, spec=spec, backend=backend)
+    if call is not None:
         aux = [tensor for tensor in side_tensors(side) if tensor is not None]
         results = run_resolved(q, k, v, aux, call, not (return_lse or return_max_scores))
     else:
@@ -407,7 +415,7 @@ def forward_of_checked(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) for operations that have checked and resolved these arguments of `attention`, within an operator of
     their own: without checks, autocast and autograd, which cost as much host time as a small call."""
-    side = SideInputs(None, None, q.shape[1], k.shape[1], None, None, None, mask, alibi_slopes, sinks)
+    side = SideInputs(None, None, q.shape[1], k.shape[1], mask=mask, alibi_slopes=alibi_slopes, sinks=sinks)
     scale = representable_scale(scale, q.dtype)
     spec = AttentionSpec(scale, *window, softcap=softcap, batch_invariant=batch_invariant)
     return run_unrecorded(q, k, v, side, spec, backend)

@@ -276,7 +276,10 @@ def _activate_plan(
     config = activate_config(max(width, 1), device_facts(device))
     programs = -(-rows // config.rows) * -(-width // config.block_n)
     outputs = (contiguous((rows, width), dtype),)
-    return _plan("activate", dtype, width, misalignment, config, programs, device, {"rows": rows}, outputs, spec)
+    return _plan(
+        "activate", dtype, width, misalignment, config=config, programs=programs, device=device,
+        scalars={"rows": rows}, outputs=outputs, spec=spec,
+    )  # fmt: skip
 
 
 @plan_cache
@@ -298,16 +301,23 @@ def _backward_plan(
     strips, tiles = -(-width // config.block_n), -(-rows // config.rows)
     resident = multiprocessors(device) * config.programs_per_multiprocessor
     splits = min(tiles, max(1, resident // strips)) if strips else 0
-    scalars, wanted = {"rows": rows, "splits": splits}, (sums_bias, stores_hidden)
     columns = 2 * width if spec.gated else width
     hidden = contiguous((rows, width), dtype) if stores_hidden else None
     partial = contiguous((splits, columns), torch.float32) if sums_bias else None
     outputs = (partial,) if kernel == "column_sum" else (contiguous((rows, columns), dtype), hidden, partial)
-    main = _plan(kernel, dtype, width, misalignment, config, strips * splits, device, scalars, outputs, spec, *wanted)
+    main = _plan(
+        kernel, dtype, width, misalignment, config=config, programs=strips * splits, device=device,
+        scalars={"rows": rows, "splits": splits}, outputs=outputs, spec=spec, sums_bias=sums_bias,
+        stores_hidden=stores_hidden,
+    )  # fmt: skip
     if not sums_bias or not splits:
         return SumPlan(main, None)
     strips, total = -(-columns // REDUCE.block_n), (contiguous((columns,), dtype),)
-    return SumPlan(main, _plan("reduce", dtype, columns, 0, REDUCE, strips, device, {"splits": splits}, total))
+    reduce = _plan(
+        "reduce", dtype, columns, 0, config=REDUCE, programs=strips, device=device, scalars={"splits": splits},
+        outputs=total,
+    )  # fmt: skip
+    return SumPlan(main, reduce)
 
 
 def _plan(
@@ -315,6 +325,7 @@ def _plan(
     dtype: torch.dtype,
     width: int,
     misalignment: int,
+    *,
     config: RowTile,
     programs: int,
     device: torch.device,
