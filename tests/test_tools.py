@@ -38,3 +38,19 @@ def test_random_calls_run_on_the_emulated_kernels() -> None:
     )
     (served,) = re.findall(r"5 random calls, (\d) of them served, 0 wrong", printed)
     assert int(served) > 0
+
+
+def test_the_age_of_a_record_counts_functions_by_their_instructions() -> None:
+    from tools.record_age import BEGIN, END, RESULTS, functions
+
+    kernel = (
+        "@gluon.jit\ndef {name}(x):\n    '''{prose}'''\n    return {called}(x) + {number}\n\ndef host(x):\n    return x"
+    )
+    first, renamed, other = (
+        [*functions(kernel.format(name=name, prose=name, called=called, number=number), jitted=True)]
+        for name, called, number in (("load", "f", 1), ("fetch", "g", 1), ("load", "f", 2))
+    )
+    assert first == renamed != other and len(first) == 1
+    written = (RESULTS / "README.md").read_text("utf-8").split(BEGIN)[1].split(END)[0]
+    records = {path.name for path in RESULTS.glob("*.json")}
+    assert set(re.findall(r"`([\w-]+\.json)`", written)) == records, "run python tools/record_age.py --write"
