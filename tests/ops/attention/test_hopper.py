@@ -892,6 +892,25 @@ def test_walks_of_packed_sequences_are_divided_by_the_longest(
 
 
 @pytest.mark.parametrize(
+    "batch, rows, heads, heads_kv, spec, programs",
+    [
+        (1, 32760, 12, 12, {}, 128),  # 24 rounds
+        (1, 16384, 12, 12, {}, 128),  # 12 rounds
+        (2, 4096, 64, 8, {}, 128),  # 4 rounds
+        (1, 8192, 12, 12, {}, 132),  # too short
+        (1, 32760, 12, 12, {"window_right": 0}, 132),
+    ],
+    ids=str,
+)
+def test_long_walks_of_one_length_take_no_more_thread_blocks_than_each_round_needs(
+    batch: int, rows: int, heads: int, heads_kv: int, spec: dict[str, Any], programs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    plan = _main_plan(rows, rows, heads, heads_kv, 128, AttentionSpec(0.1, **spec), monkeypatch, batch)
+    assert plan.pipeline.plans["main"].programs == programs
+
+
+@pytest.mark.parametrize(
     "rows, keys, heads, heads_kv, head_dim, spec, shares, parts",
     [
         (4096, 77, 10, 10, 64, {}, 3, 3),

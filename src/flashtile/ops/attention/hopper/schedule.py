@@ -414,6 +414,12 @@ WALK_BEYOND_CACHE = 2**18
 _LONG_WALK = 8192
 
 
+#: Queries from which on walks take so long that the GPU's power bounds its clock: multiprocessors without work in the
+#: last round would take some in the others. TFLOP/s with all 132 and with 128, which need as many rounds, D 128: 12
+#: heads, 32,760 tokens 643 and 677, 16,384 639 and 642; 8 heads, 65,536 tokens 650 and 660; but 12 heads, 8,192 tokens
+#: 626 and 617.
+_POWER_BOUND_WALK = 2**14
+
 #: Queries that the longest walk visits, of all heads that share its keys, from which on it pays to keep what walks read
 #: and add to in the L2 cache, which takes parts of dk and dv (`shares_in_cache`); and the same in a window, or where
 #: each head gets a walk of its own. Microseconds on an H100 without and with that, causal, D 128: 4,096, 8 × 1,024
@@ -488,10 +494,17 @@ class BackwardSchedule(NamedTuple):
         return is_covered(call, self.config.block_m, self.config.block_n)
 
     def programs(self, call: Call) -> int:
-        """Thread blocks of the main kernel."""
+        """Thread blocks of the main kernel. Those of long walks, all of one length, are no more than each round of them
+        needs (`_POWER_BOUND_WALK`)."""
         lines = call.lines_kv * self.shares
-        work = lines if self.loops.WHOLE_LINES else self.key_tiles * lines
-        return min(work, call.multiprocessors) if self.config.producer else self.key_tiles * lines
+        if not self.config.producer:
+            return self.key_tiles * lines
+        work, programs = lines if self.loops.WHOLE_LINES else self.key_tiles * lines, call.multiprocessors
+        spec, long = call.spec, self.group(call) * call.rows_q >= _POWER_BOUND_WALK
+        even = not (spec.banded or call.bounded or spec.block_shape is not None)
+        if long and even and self.adds_up:
+            programs = -(-work // -(-work // programs))
+        return min(work, programs)
 
     def summed_tiles(self, call: Call) -> int:
         """Query tiles whose dq has sums."""
