@@ -12,7 +12,7 @@ from flashtile.ops.common.backends import Backend, cpu_unsupported_reason
 
 
 def describe(call: Call) -> tuple[KernelChoice, ...]:
-    """What computes the forward, or the backward."""
+    """The code that computes the forward, or the backward."""
     dtype = torch.float32 if call.dtype is FP8 else call.dtype
     wanted = call.wanted if call.phase == "backward" else None
     _, computed_by = served_by_torch(call.spec, call.aux, call.q.shape, call.k.shape, call.v.shape, dtype, wanted)

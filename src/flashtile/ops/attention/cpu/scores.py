@@ -1,4 +1,4 @@
-"""What changes the scores of a tile on the CPU (soft cap, bias, ALiBi, masks), and the gradients that come back.
+"""Modifiers of the scores of a tile on the CPU (soft cap, bias, ALiBi, masks), and the gradients that come back.
 
 Letters as in `tiles`. A block sees its part of each side input as a view `[b, h, G, Sq, Sk]`, each size its own or 1;
 scores carry a factor log₂e.
@@ -20,7 +20,7 @@ from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 
 
 class Modifiers(NamedTuple):
-    """What changes the scores of a block; None for what the call does not have.
+    """Modifiers of the scores of a block; None for what the call does not have.
 
     Attributes:
         softcap: bound of the scores, times log₂e; 0 = none.
@@ -66,7 +66,7 @@ class FunctionOfBlock(NamedTuple):
 
 
 class Derivatives(NamedTuple):
-    """What leads back through the changes of a tile of scores; None for what the call does not have.
+    """Derivatives of the changes of a tile of scores; None for what the call does not have.
 
     Attributes:
         cap: derivative of the soft cap, `[N, G·R, C]`.
@@ -85,7 +85,7 @@ class TileMask(NamedTuple):
 
 
 def modifiers_of(block: Block, side: SideInputs, spec: AttentionSpec, tile_mask: TileMask | None) -> Modifiers | None:
-    """What changes the scores of a block, or None where nothing does. `tile_mask`: that of the call."""
+    """The modifiers of a block, or None without any. `tile_mask`: that of the call."""
     changes = side.bias, side.alibi_slopes, side.mask, side.block_lists, spec.score_program
     if not spec.softcap and all(change is None for change in changes):
         return None
@@ -257,7 +257,7 @@ def _kinds_of(tiles: TileMask, rows: range, keys: range | KeyTile) -> Tensor:
 
 
 def _visible(tiles: TileMask, rows: range, keys: range | KeyTile) -> Tensor:
-    """What a block mask shows of a tile: `[b | 1, h | 1, G | 1, R, C]`."""
+    """The pairs of a tile that a block mask shows: `[b | 1, h | 1, G | 1, R, C]`."""
     _, tile_q, tile_k = tiles.patterns.shape
     kinds = _kinds_of(tiles, rows, keys)
     whole = tiles.patterns[kinds].transpose(-3, -2).flatten(-2).flatten(-3, -2)

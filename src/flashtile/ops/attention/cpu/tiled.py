@@ -164,7 +164,7 @@ class _OnlineSoftmax:
         tiles.add_product(self.weighted.mul_(decay), weights, v_tile, scratch.products)
 
     def finish(self, dropout_p: float) -> tuple[Tensor, ...]:
-        """out `[N, G·R, Dv]`, lse `[N, G·R, 1]`, and the largest scores likewise if asked for. Where no key was
+        """out `[N, G·R, Dv]`, lse `[N, G·R, 1]`, and the largest scores likewise if asked for. If no key was
         visible, out is 0 and the others are -inf."""
         lse = self.row_sum.log2().add_(self.row_max).mul_(LN2)
         # As torch.logsumexp: a row with an infinite score has an infinite lse, though its weights are NaN.
@@ -175,7 +175,7 @@ class _OnlineSoftmax:
 
 
 class _BackwardRows(NamedTuple):
-    """What the backward needs of a tile of rows.
+    """Inputs of the backward for a tile of rows.
 
     Attributes:
         q_scaled: `[N, G·R, D]`, times scale · log₂e, for the scores.
@@ -324,7 +324,7 @@ def _blind_rows(
     modifiers: Modifiers | None,
     scratch: Scratch,
 ) -> Tensor:
-    """Which rows see no key, whatever sink they have: bool `[N, G·R, 1]`. The scores are made once more for it."""
+    """Rows that see no key, whatever sink they have: bool `[N, G·R, 1]`. The scores are made once more for it."""
     seen = torch.zeros_like(row.lse, dtype=torch.bool)
     for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys, block.whole):
         if not wholly_hidden(modifiers, rows, keys):
@@ -337,7 +337,7 @@ def _blind_rows(
 
 
 def _delta_of_lse(block: Block, rows: range, row: _BackwardRows, dlse: Tensor | None) -> Tensor:
-    """What delta is where out is 0: `-dlse`, `[N, G·R, 1]`; 0 in rows without a sink, too."""
+    """Delta of rows whose out is 0: `-dlse`, `[N, G·R, 1]`; 0 in rows without a sink, too."""
     if dlse is None:
         return torch.zeros_like(row.delta)
     delta = tiles.load_rows(tiles.statistics_view(block, dlse), rows, row.delta.dtype).neg_()
@@ -370,7 +370,7 @@ def _add_products(
     dq_tile: Tensor,
     scratch: Scratch,
 ) -> None:
-    """What a tile adds to dq, dk and dv; it overwrites the weights."""
+    """The part of a tile in dq, dk and dv; it overwrites the weights."""
     if kept is not None:
         weights.mul_(kept)
     weights = tiles.converted(weights, scratch.converted)

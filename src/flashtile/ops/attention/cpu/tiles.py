@@ -191,8 +191,8 @@ def blocks(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec, small: b
 
 def _whole_blocks(segment: Segment, heads_kv: int, group: int, spec: AttentionSpec) -> Iterator[Block]:
     """The blocks of the batch-invariant mode. PyTorch's products may differ in their last bits with the sizes of
-    matrices, with how many there are, and with the place of a row. So each is alone, all have one size, and the place
-    of a row follows from its diagonal: a chunk of a sequence has its rows where the sequence has them."""
+    matrices, with how many there are, and with the place of a row. Each is therefore alone, all have one size, and the
+    place of a row follows from its diagonal: a chunk of a sequence has its rows where the sequence has them."""
     tile_rows = max(16, _WHOLE_ROWS // group // 16 * 16)
     at_diagonal = not spec.top_left and spec.block_shape is None
     first_row = -(segment.diagonal % tile_rows) if at_diagonal else 0
@@ -294,7 +294,7 @@ def hide(scores: Tensor, shown: Tensor) -> None:
 
 
 def hidden(rows: range, columns: range, visible: Band) -> Tensor:
-    """Which keys of a tile a row does not see: bool `[R, C]`."""
+    """Keys of a tile that a row does not see: bool `[R, C]`."""
     distance = (
         torch.arange(columns.start, columns.stop, device="cpu")
         - torch.arange(rows.start, rows.stop, device="cpu")[:, None]
@@ -310,7 +310,7 @@ def hidden(rows: range, columns: range, visible: Band) -> Tensor:
 
 
 def keep_weights(block: Block, rows: range, keys: KeyTile, spec: AttentionSpec, scratch: Scratch) -> Tensor | None:
-    """Which weights of a tile dropout keeps: 1 or 0, `[N, G·R, C]` in the compute dtype, by which PyTorch multiplies
+    """Weights of a tile that dropout keeps: 1 or 0, `[N, G·R, C]` in the compute dtype, by which PyTorch multiplies
     faster than by bool; None without dropout."""
     if not spec.dropout_p:
         return None

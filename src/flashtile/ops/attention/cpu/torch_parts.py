@@ -55,17 +55,17 @@ class Part(NamedTuple):
 
     @property
     def of_queries(self) -> tuple[slice, slice, slice]:
-        """Where its queries are in `[B, S, H, D]`."""
+        """The index of its queries in `[B, S, H, D]`."""
         return self.batches, self.rows, self.heads
 
     @property
     def of_statistics(self) -> tuple[slice, slice, slice]:
-        """Where its rows are in `[B, H, S]`."""
+        """The index of its rows in `[B, H, S]`."""
         return self.batches, self.heads, self.rows
 
     @property
     def of_keys(self) -> tuple[slice, slice, slice]:
-        """Where its keys are in `[B, S, Hkv, D]`."""
+        """The index of its keys in `[B, S, Hkv, D]`."""
         return self.batches, self.keys, self.heads_kv
 
 
@@ -78,7 +78,7 @@ class Rectangle(NamedTuple):
 
 
 class _Changes(NamedTuple):
-    """What changes or hides scores of a segment; None for what the call does not have.
+    """Tables that change or hide scores of a segment; None for what the call does not have.
 
     Attributes:
         bias, mask: `[b | 1, H | 1, Sq | 1, Sk | 1]`.
@@ -156,7 +156,7 @@ def _at(tensor: Tensor, dimension: int, index: slice) -> Tensor:
 
 def parts_of_rows(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Iterator[list[Part]]:
     """The rectangles in which something is visible, q `[B, S, H, D]` and k `[B, S, Hkv, D]`; B = 1 in a packed call.
-    Those of a list have the same rows and heads, and together all keys that these see."""
+    Parts of a list have the same rows and heads, and together all keys that these see."""
     heads, heads_kv = q.shape[2], k.shape[2]
     for segment in segments(q, k, side, spec):
         changes = _changes_of(segment, q.dtype, side, spec)
@@ -461,7 +461,7 @@ def gradients(
 
 
 def _by_head(tensor: Tensor, reread: bool) -> Tensor:
-    """`[b, C, Hkv, D]` to `[b, Hkv, C, D]`. Where several query heads read a key/value head in turn, a copy whose rows
+    """`[b, C, Hkv, D]` to `[b, Hkv, C, D]`. If several query heads read a key/value head in turn, a copy whose rows
     lie side by side saves a tenth of the time, unless PyTorch's kernel packs the rows itself."""
     heads_first = tensor.transpose(1, 2)
     copied = reread and (tensor.itemsize > 2 or not torch_served.packs_16_bits())

@@ -1,6 +1,6 @@
-"""Which calls go to PyTorch's own CPU flash attention, and why the others go to the tiles here.
+"""The choice between PyTorch's own CPU flash attention and the tiles here.
 
-It is the faster of the two where it can say the same. What changes scores it takes as a table that it adds to them.
+PyTorch's is faster if it computes the same. It takes modifiers of scores as a table that it adds to them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What the launches of all GPU kernels have in common: the side inputs as kernels take them, and windows.
+"""Parameters that all GPU kernels have in common: the side inputs as kernels take them, and windows.
 
 Kernels take the side inputs as three NamedTuples, which they pass on whole. `SidePointers` are the addresses, of which
 each launch is given its own. `SideNumbers` is what a plan knows of them: strides, ends and places. `CallConstants` are
-constants. What a call does not have is None in the kernel, and no instruction is left of it. A new side input of
-`spec.SideInputs` is a field here, and what applies it a function of each backend.
+constants. A field that a call does not have is None in the kernel, and no instruction is left of it. A new side input
+of `spec.SideInputs` is a field here, and a function of each backend applies it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashtile.ops.attention.spec import FP8, AttentionSpec, Origin, SideInputs,
 from flashtile.ops.attention.tile_lists import Grid, Places
 from flashtile.ops.common.checks import MAX_POSITIONS
 
-#: Where a direction in which a table broadcasts ends.
+#: The end of a direction in which a table broadcasts.
 _ENDLESS = 2**30
 
 
@@ -45,7 +45,7 @@ class SidePointers(NamedTuple):
 
 
 class TableNumbers(NamedTuple):
-    """Where a bias or a mask has its elements.
+    """Strides and ends of a bias or a mask.
 
     Attributes:
         stride_batch, stride_head, stride_row: in elements; 0 where it broadcasts. That of rows is None there, if the
@@ -61,7 +61,7 @@ class TableNumbers(NamedTuple):
 
 
 class BlockNumbers(NamedTuple):
-    """Where a kernel's part of a block mask's lists is: where its lines, tiles, kinds and bits begin, how far a batch
+    """Offsets of a kernel's part of a block mask's lists: where its lines, tiles, kinds and bits begin, how far a batch
     entry and a head lead, and where the order of rows begins."""
 
     offsets: Any
@@ -81,7 +81,7 @@ class DescaleStrides(NamedTuple):
 
 
 class Descales(NamedTuple):
-    """Those of all three. `group`: query heads that share a key/value head, for kernels that ask for it here."""
+    """The strides of all three. `group`: query heads that share a key/value head, for kernels that ask for it here."""
 
     q: Any
     k: Any
@@ -97,7 +97,7 @@ class DropoutNumbers(NamedTuple):
 
 
 class SideNumbers(NamedTuple):
-    """What a plan knows of the side inputs.
+    """Numbers of the side inputs that a plan knows.
 
     Attributes:
         dropout: `DropoutNumbers`.
@@ -118,7 +118,7 @@ class SideNumbers(NamedTuple):
 
 
 class CallConstants(NamedTuple):
-    """What kernels are compiled for.
+    """Constants that kernels are compiled for.
 
     Attributes:
         HAS_LEFT, HAS_RIGHT: whether the window has a left and a right side.

@@ -198,8 +198,9 @@ def bias_sum_kernel(parts: int, bias: TensorFacts) -> Kernel:
 
 
 def sum_layouts(call: Call, rows: int, programs: int | None = None) -> dict[str, Layout]:
-    """What kernels store for `learned_gradients`: sums by row or key, of which there are `rows`, and if a kernel of so
-    many `programs` adds up what sinks add, its parts `[batch, heads, tiles]`, packed `[heads, tiles]`."""
+    """Layouts of the sums that kernels store for `learned_gradients`: by row or key, of which there are `rows`. If a
+    kernel of so many `programs` sums the gradient of the sinks, also its parts `[batch, heads, tiles]`, packed `[heads,
+    tiles]`."""
     layouts = {}
     if call.learns_slopes:
         layouts["slope_sums"] = contiguous((*call.lse_shape[:-1], rows), torch.float32)
@@ -233,7 +234,7 @@ def learned_gradients(
 def gradients_without_keys(
     dlse: Tensor | None, lse: Tensor, side: SideInputs, wanted: Wanted
 ) -> dict[str, Tensor | None]:
-    """The gradients of side inputs of a call without queries, keys or columns. What comes through lse to rows that see
+    """The gradients of side inputs of a call without queries, keys or columns. A gradient through lse to rows that see
     a sink is all the sink's."""
     zeros = {
         name: torch.zeros_like(tensor)

@@ -24,7 +24,7 @@ def length_class(max_seqlen_q: int, max_seqlen_k: int) -> Length:
     return "long" if min(max_seqlen_q, max_seqlen_k) >= LONG else "medium"
 
 
-#: What takes the time of so many steps, about: the beginning and the end of a walk; storing and adding its part of dk
+#: Work that takes as long as so many steps: the beginning and the end of a walk; storing and adding its part of dk
 #: and dv; adding up all parts, with the host's time. Microseconds of a backward in parts, and whole: 4 × 4,096 queries
 #: on 77 keys, 10 heads of 64, 59.6 (3 parts) and 94.9; one sequence of these 26.7 (8) and 80.2; 8,192 queries on 256
 #: keys, 8 heads of 128, 92.5 (8) and 271; but 4 × 1,024 on 77, 8 heads of 160, 62.8 (2) and 60.2. 8 × 128 tokens,
@@ -106,5 +106,5 @@ def _fewest(choices: Iterable[int], time: Callable[[int], float], nearly_best: f
 
 
 def _steps_beside(parts: int) -> tuple[int, int]:
-    """What else takes time, in steps, where dk and dv are sums of so many parts: with each walk, and once."""
+    """Other work in steps, if dk and dv are sums of so many parts: with each walk, and once."""
     return (_STEPS_OF_A_WALK + _STEPS_OF_A_PART, _STEPS_OF_A_SUM) if parts > 1 else (_STEPS_OF_A_WALK, 0)

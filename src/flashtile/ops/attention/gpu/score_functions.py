@@ -31,7 +31,7 @@ def compiled(source: str, jit: Callable[..., Any], names: Mapping[str, Any]) -> 
 
 
 def score_bounds(call: Call) -> ScoreBounds:
-    """Those of a dense call whose tiles divide it."""
+    """The bounds of a dense call whose tiles divide it."""
     captured = tuple(of.shape for of in call.aux.captured)
     return ScoreBounds(call.batch, call.heads, call.rows_q, call.rows_k, captured)
 

@@ -22,7 +22,7 @@ _LARGEST = 2**31 - 1
 
 
 class ScoreBounds(NamedTuple):
-    """How many batch entries, heads, queries and keys there are, and the shapes of the captured tensors. Where a plan
+    """How many batch entries, heads, queries and keys there are, and the shapes of the captured tensors. If a plan
     has them, no tile ends past the queries and keys."""
 
     batch: int
@@ -33,7 +33,7 @@ class ScoreBounds(NamedTuple):
 
 
 def ranges(program: ScoreProgram, bounds: ScoreBounds) -> dict[str, Range]:
-    """Those that are known, by the names of the values."""
+    """The bounds that are known, by the names of the values."""
     known = {name: (0, count - 1) for name, count in zip(INPUTS[1:], bounds[:4])}
     for number, step in enumerate(program.steps):
         found = _range_of(step, known) if step.dtype in _INTEGERS else None
@@ -117,7 +117,7 @@ _OF_ONE_INTEGER = {
     "sgn": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))", "sign": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))",
 }  # fmt: skip
 
-#: Of arguments in the dtype of the result.
+#: Functions of arguments in the dtype of the result.
 _OF_MORE = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}", "mul": "{0} * {1}",
     "maximum": "tl.maximum({0}, {1})", "minimum": "tl.minimum({0}, {1})",
@@ -202,7 +202,7 @@ class ScoreWriter:
 
     def _offsets(self, captured: int, indices: Sequence[str]) -> list[str]:
         """Parts of the offset of an entry in 64 bits: first what all scores of the tile share, then what its rows or
-        columns do. So a thread has an address for each of its rows, and constants for what lies beside."""
+        columns do. A thread therefore has an address for each of its rows, and constants for what lies beside."""
         parts: dict[int, list[str]] = {}
         for dim, index in enumerate(indices):
             strides = [f" * sizes.size{captured}_{after}" for after in range(dim + 1, len(indices))]

@@ -188,7 +188,7 @@ def statistics_of_rows(
         # A row that saw no key has no gradient, even where its dlse is NaN (as when two such rows are merged).
         delta -= tl.where(lse == float("inf"), 0.0, dlse)
         if side.sinks is not None:
-            # What comes through lse to a row that sees its sink alone is the sink's, and nobody else's.
+            # A gradient through lse to a row that sees its sink alone belongs to the sink, and to nobody else.
             tl.store(rows.statistics + 4 * places + 2, delta, mask=inside)
             delta = tl.where(alone, tl.where(tl.abs(delta) < float("inf"), delta, 0.0), delta)
     if rows.statistics is not None:

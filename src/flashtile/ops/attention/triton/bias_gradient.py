@@ -56,7 +56,7 @@ def attention_dbias_kernel(
     sharing = work.sharing
     tiles_m = tl.cdiv(work.longest_q, BLOCK_M)
     tiles_n = tl.cdiv(work.longest_k, BLOCK_N)
-    # Which entries of the bias: (part, batch, head, tile of rows, tile of columns), the last one fastest.
+    # The entries of the bias: (part, batch, head, tile of rows, tile of columns), the last one fastest.
     program = tl.program_id(0)
     own_n = 1 if SHARED_COLUMNS else tiles_n
     own_m = 1 if SHARED_ROWS else tiles_m
@@ -65,7 +65,7 @@ def attention_dbias_kernel(
     head_of = program // (own_n * own_m) % work.heads
     batch_of = program // (own_n * own_m * work.heads) % work.batch
     part = program // (own_n * own_m * work.heads * work.batch)
-    # What shares them, numbered likewise.
+    # The scores that share them, numbered likewise.
     shared_n = tiles_n // own_n
     shared_m = tiles_m // own_m
     shared_heads = heads // work.heads

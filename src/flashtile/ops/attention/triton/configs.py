@@ -1,4 +1,4 @@
-"""Which tiles the attention kernels have: a pure function of the device and the call, and what goes with it.
+"""Tiles of the attention kernels, as a pure function of the device and the call, and what goes with them.
 
 The rows are in `tile_tables`.
 """
@@ -43,12 +43,12 @@ Precision = Literal["ieee", "tf32", "bf16x6"]
 #: Bytes of an operand's element in shared memory: of float32 in three bfloat16 numbers, which add up to it.
 _SPLIT_BYTES = 6
 
-#: Those whose programs own keys and walk over queries; the others own queries and walk over keys.
+#: Kernels whose programs own keys and walk over queries; the others own queries and walk over keys.
 OWN_KEYS = ("dkdv", "column_sums")
 
 
 class TileKey(NamedTuple):
-    """What the choice of tiles looks at, beside the kernel and the device.
+    """The facts that the choice of tiles looks at, beside the kernel and the device.
 
     Attributes:
         dtype: of q, k and v as they are multiplied.

@@ -1,4 +1,4 @@
-"""What a launch of the portable kernels needs beside its pointers: tiles, sizes and strides.
+"""Tiles, sizes and strides of a launch of the portable kernels: all that it needs beside pointers.
 
 Row strides decide machine code: with them known, the compiler needs up to 9 % less time in the inner loops (addresses
 become constants), and a model has few of them. Lengths, batches and numbers of heads do not.
@@ -95,7 +95,7 @@ class AttentionKernel(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """What follows from a kernel and a call.
+    """Facts that follow from a kernel and a call.
 
     Attributes:
         kernel: "short_backward" in the place of "dq" where this serves the call.
@@ -330,7 +330,7 @@ def _numbers(planned: _Planned) -> dict[str, Any]:
 def _constants(planned: _Planned) -> dict[str, Any]:
     call, spec = planned.call, planned.call.spec
     bias = None if call.aux.bias is None else call.aux.bias.shape
-    # Where a bias is the same for all batch entries, tiles that read the same of it follow one another.
+    # If a bias is the same for all batch entries, tiles that read the same of it follow one another.
     shared_batch, shared_rows, shared_columns = (bias is not None and bias[at] == 1 for at in (0, 2, 3))
     return {
         "PACKED": call.packed,
@@ -364,7 +364,7 @@ def _entries(planned: _Planned) -> int:
 
 
 def _outputs(planned: _Planned) -> dict[str, Layout]:
-    """What the kernel writes, and those that follow it."""
+    """Outputs of the kernel and of the kernels that follow it."""
     call, kernel, dtype = planned.call, planned.kernel, planned.call.dtype
     statistics = contiguous((*call.lse_shape, 4), torch.float32)
     if kernel == "forward":

@@ -1,4 +1,4 @@
-"""What changes scores and weights: soft cap, bias, ALiBi, mask, dropout and sinks.
+"""Modifiers of scores and weights: soft cap, bias, ALiBi, mask, dropout and sinks.
 
 Each has its state, a NamedTuple of one head of one sequence, and its functions side by side in this file; `Modifiers`
 and `modified_scores` list those that change scores. A new one gets a NamedTuple and functions here, a field of
@@ -40,7 +40,7 @@ class Alibi(NamedTuple):
 
 
 class ScoreFunction(NamedTuple):
-    """What a user's function of scores reads. The function itself is a constant, which no tuple can hold.
+    """Inputs of a user's function of scores. The function itself is a constant, which no tuple can hold.
 
     Attributes:
         captured, sizes: addresses and sizes of the tensors; None without any.
@@ -60,7 +60,7 @@ class TableColumns(NamedTuple):
 
 
 class Modifiers(NamedTuple):
-    """What changes the scores and weights of one head of one sequence.
+    """Modifiers of the scores and weights of one head of one sequence.
 
     Attributes:
         side, numbers: the side inputs (`parameters`).
@@ -176,7 +176,7 @@ def uncapped_gradient(dscores, tanh, modifiers):
 def function_scores(
     scores, first_row, first_column, modifiers, TRANSPOSED: tl.constexpr, SCORE_FUNCTION: tl.constexpr
 ):  # fmt: skip
-    """What the user's function makes of a tile."""
+    """A tile after the user's function."""
     row, column = _positions(scores, first_row, first_column, TRANSPOSED)
     function = modifiers.function
     return SCORE_FUNCTION(
@@ -309,8 +309,8 @@ def alibi_distance(diagonal, column, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def slope_gradients(dscores, row, column, alibi, apart=None):
-    """What a tile `[M, N]` adds to minus the gradient of the slope, by rows `[M]`. `apart`: what `moved_near` took off
-    the distances."""
+    """The part of a tile `[M, N]` in minus the gradient of the slope, by rows `[M]`. `apart`: what `moved_near` took
+    off the distances."""
     distance = alibi_distance(row + alibi.diagonal, column, TRANSPOSED=False)
     if apart is not None:
         distance += apart
@@ -344,7 +344,7 @@ def start_softmax(sink, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def sees_sink_alone(lse, side, head, out_tile):
-    """Which rows `[M]` of a head see their sink alone: they have `out = 0` and the sink as their lse (in units of
+    """Rows `[M]` of a head that see their sink alone: they have `out = 0` and the sink as their lse (in units of
     log2), up to rounding."""
     sink = tl.load(side.sinks + head)
     near = tl.abs(sink * LOG2_E - lse) <= 1e-6 + 1e-6 * tl.abs(lse)
@@ -368,7 +368,7 @@ def dropout_matrix(origin, sequence, head, heads):
 def kept_weights(
     modifiers, first_row, first_column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Which attention weights dropout keeps: bool `[M, N]`. Philox scheme as in `flashtile.ops.attention.philox`.
+    """The attention weights that dropout keeps: bool `[M, N]`. Philox scheme as in `flashtile.ops.attention.philox`.
 
     `ALIGNED`: a tile starts at multiples of 16 in the whole call too, so that one call of Philox serves four elements.
     """
@@ -452,7 +452,7 @@ def load_line(side, numbers, sequence, head, line):
 
 @triton.jit
 def listed_tile(blocks, step, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the kernel's tile number `step / BLOCK` of a line begins, and the kind of the stored one that it is in."""
+    """The first row or key of tile number `step / BLOCK` of a line, and the kind of the stored one that it is in."""
     step = tl.cast(step, tl.int32)  # the interpreter's loops count in Python's numbers
     entry = step // TILE
     start = tl.load(blocks.tiles_ptr + entry) * TILE + step % TILE
@@ -521,7 +521,7 @@ def add_in_order(sums_ptr, offsets, values, inside):
         added = tl.sum(tl.where(same, value[:, None], 0.0), 0)
         first = tl.min(tl.where(same, column[:, None], COLUMNS), 0)
         writes = counts & (first == column)
-        # What other threads wrote for the row before is read here.
+        # Values that other threads wrote for the row before are read here.
         tl.debug_barrier()
         before = tl.load(sums_ptr + offset, mask=writes, other=0.0)
         tl.store(sums_ptr + offset, before + added, mask=writes)
@@ -546,7 +546,7 @@ def wave_starts(slots: int, programs: int, device: torch.device) -> Tensor:
     return torch.stack((first, torch.full_like(first, programs)), dim=1)
 
 
-#: What the source of functions uses.
+#: Names that the source of functions uses.
 _NAMES = {
     "tl": tl,
     "constant": _constant,

@@ -47,7 +47,7 @@ class Strides(NamedTuple):
 
 
 class TileRanges(NamedTuple):
-    """Where the tiles lie that a program visits: `[begin, full_begin)` masked, `[full_begin, full_end)` wholly visible
+    """The tiles that a program visits: `[begin, full_begin)` masked, `[full_begin, full_end)` wholly visible
     to every row, `[full_end, end)` masked."""
 
     begin: Any
@@ -87,7 +87,7 @@ def locate_tile(
     program, cu_seqlens_ptr, other_cu_seqlens_ptr, batch, heads, rows, other_rows,
     BLOCK: tl.constexpr, PACKED: tl.constexpr, LAST_FIRST: tl.constexpr, BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Which tile of which head of which sequence a program computes.
+    """The tile, head and sequence that a program computes.
 
     `rows` are those that the tiles divide (queries, or keys in the dk/dv kernel), `other_rows` the opposite ones; in
     a packed call both are totals. `BATCH_FIRST`: programs next to each other compute the same tile of all batch
