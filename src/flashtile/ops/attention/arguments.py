@@ -39,10 +39,10 @@ WANTED_SCHEMA, SINGLE_WANTED_SCHEMA = ", ".join(_WANTED), ", ".join(_WANTED[:-1]
 #: The gradients of single tensors.
 GRADIENTS_SCHEMA = ", ".join(f"Tensor d{name}" for name in Gradients._fields[:-1])
 
-# Where the side inputs end and the spec ends in the flat argument lists of the schemas.
+# The ends of the side inputs and of the spec in the flat argument lists of the schemas.
 SIDE = len(SideInputs._fields)
 SPEC = SIDE + len(AttentionSpec._fields)
-# Where those single side inputs stand that may want a gradient.
+# The places of single side inputs that may want a gradient.
 LEARNED = tuple(SideInputs._fields.index(name) for name in Wanted._fields[:-1])
 #: The side inputs that are a tensor each, in the order of `side_tensors`; captured tensors follow there.
 SINGLE = tuple(name for name in SideInputs._fields[:-1] if name not in ("max_seqlen_q", "max_seqlen_k"))
@@ -66,7 +66,7 @@ def saved_side(saved: Sequence[Tensor | None], max_seqlens: tuple[int, int]) -> 
 
 
 class AuxForm(NamedTuple):
-    """What a call's side inputs are but for the tensors.
+    """The form of a call's side inputs, without the tensors.
 
     Attributes:
         places: where each tensor of `Aux` is in `side_tensors`.

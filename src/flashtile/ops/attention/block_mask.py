@@ -244,7 +244,7 @@ class BlockMask:
         masks = self.masks_with_ends() != 0
 
         def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            # Where the mask is shared, batch entry and head are those of the call.
+            # If the mask is shared, batch entry and head are the call's.
             kind = table[b * (batch > 1), h * (heads > 1), q // tile_q, k // tile_k]
             return masks[kind, q % tile_q, k % tile_k]
 
@@ -423,7 +423,7 @@ class BlockMask:
         return from_bounds(grid, self.device, *combine(self._source(tile), other._source(tile)))
 
     def _source(self, tile: tuple[int, int]) -> Source:
-        """What a mask with larger tiles is built from."""
+        """The parts that a mask with larger tiles is built from."""
         table = self.kind_table().view(*self.shape[:2], self.grid.tiles_q, self.grid.tiles_k)
         return of_kinds(table, self.masks_with_ends().bool(), tile)
 
@@ -462,7 +462,7 @@ class BlockMask:
         return torch.cat((self.tile_masks, ends))
 
     def kind_table(self) -> Tensor:
-        """Which of `masks_with_ends` each tile has, `[rows · tiles_k]` int64."""
+        """The number in `masks_with_ends` of each tile, `[rows · tiles_k]` int64."""
         patterns = self.tile_masks.shape[0]
         table = torch.full((self._tiles + 1,), patterns, device=self.device)
         kinds = torch.where(self.kinds == FULL, patterns + 1, self.kinds).long()

@@ -94,7 +94,7 @@ class AuxFacts(NamedTuple):
         return self.alibi_slopes is not None
 
     def without_row_logit(self) -> AuxFacts:
-        """What a backward reads that has lse, which counts the logit."""
+        """The tensors for a backward, whose lse counts the logit already."""
         return self._replace(sinks=None)
 
     @property
@@ -117,7 +117,7 @@ def aux_facts(side: SideInputs) -> AuxFacts:
 
 
 class Machine(NamedTuple):
-    """What kernels run on.
+    """The machine that kernels run on.
 
     Attributes:
         type: "cpu" or "cuda".

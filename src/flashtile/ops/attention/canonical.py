@@ -1,7 +1,7 @@
 """A call of attention in its canonical form, from the arguments of the public functions: checks, spec and side inputs.
 
 `attention` and `attention_varlen`, whose host time counts, put the first steps together themselves. The other functions
-take theirs from a call's options (`options.Taken`). What changes scores is added in one place for all of them.
+take theirs from a call's options (`options.Taken`). One place adds modifiers of scores for all of them.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ def _broadcast_scores(name: str, tensor: Tensor, full: tuple[int, int, int, int]
 
 
 def _hint_of_dimensions(name: str, tensor: Tensor, sizes: tuple[int, int, int, int]) -> str:
-    """Where to insert dimensions, for the two shapes that people have most."""
+    """A hint where to insert dimensions, for the two shapes that people have most."""
     batch, _, seq_q, seq_k = sizes
     if tuple(tensor.shape) == (batch, seq_k):
         return f", for padded keys {name}[:, None, None]"

@@ -1,4 +1,4 @@
-"""What a call would run, told without running it: the same choices that a call makes, with their reasons."""
+"""The kernels that a call would run, without running it: the choices that a call makes, with their reasons."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Explanation:
     backends: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        # Where no backend serves the call, the reasons are those of the backends below.
+        # If no backend serves the call, the reasons come from the backends below.
         reason = f" ({self.reason})" if self.backend else ", no backend serves this call"
         lines = [f"backend: {self.backend or 'none'} on {self.device}{reason}"]
         lines += [f"  {kernel}" for kernel in self.kernels]

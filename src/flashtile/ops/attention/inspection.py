@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _PROBS_NAMES, _COLUMN_SUMS_NAMES = names_of(ProbsOptions), names_of(ColumnSumsOptions)
-#: What chooses rows or heads: all, a slice, or their numbers.
+#: A choice of rows or heads: all, a slice, or their numbers.
 Chosen = slice | Sequence[int] | Tensor | None
 
 

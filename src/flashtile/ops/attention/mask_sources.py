@@ -1,4 +1,4 @@
-"""What block masks are made from: functions, matrices, layouts, FlexAttention's blocks, other masks. And their checks.
+"""Sources of block masks: functions, matrices, layouts, FlexAttention's blocks, other masks. And their checks.
 
 A mask function is plain Python on four scalars. FlexAttention (PyTorch) has functions of the same signature:
 `mask_mod`. Its values for all pairs of some tiles come from `torch.vmap`.
@@ -96,7 +96,7 @@ def anywhere(tiles: Tiles) -> Bounds:
 
 
 def looked_up(matrix: Tensor, tile: tuple[int, int]) -> Elements:
-    """What lies in the tiles of a `[batch | 1, heads | 1, rows, columns]`; 0 past its ends."""
+    """The elements of the tiles of a `[batch | 1, heads | 1, rows, columns]`; 0 past its ends."""
     batch, heads, rows, columns = matrix.shape
     if rows % tile[0] or columns % tile[1]:
         matrix = torch.nn.functional.pad(matrix, (0, -columns % tile[1], 0, -rows % tile[0]))
@@ -200,7 +200,7 @@ def flex_blocks(num_blocks: Tensor | None, indices: Tensor | None, tiles_k: int)
     if num_blocks is None or indices is None:
         return None
     used = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
-    # What lies past the number of blocks goes to a column that is cut off.
+    # Entries past the number of blocks go to a column that is cut off.
     columns = torch.where(used, indices, tiles_k).long()
     tiles = torch.zeros((*indices.shape[:-1], tiles_k + 1), dtype=torch.bool, device=indices.device)
     tiles = tiles.scatter_(-1, columns, True)[..., :tiles_k]
@@ -294,7 +294,7 @@ def as_four(name: str, mask: Tensor, dims: str) -> Tensor:
 
 
 def checked_layout(layout: Tensor, tile: tuple[int, int], seq_q: int, seq_k: int) -> Tensor:
-    """Which tiles a layout names, bool with all four dimensions."""
+    """The tiles that a layout names, bool with all four dimensions."""
     check_tensors(layout=layout)
     if layout.is_floating_point() or layout.is_complex():
         raise TypeError(f"layout: expected dtype bool or an integer, got {layout.dtype}; use layout != 0")

@@ -1,7 +1,7 @@
 """The operator: torch.library schemas, fakes and implementations, and the only autograd code of attention.
 
 A call comes from `api`, passes PyTorch's dispatcher (where fake tensors and `torch.compile` stop), and goes on to
-the backend that `select` names. Where nothing could stop there (plain tensors, no mode, no trace), it skips the
+the backend that `select` names. If nothing could stop there (plain tensors, no mode, no trace), it skips the
 dispatcher, which costs as much host time as the rest of a call.
 """
 
@@ -65,7 +65,7 @@ _library.define(
 _forward_op = torch.ops.flashtile.attention_forward.default
 _backward_op = torch.ops.flashtile.attention_backward.default
 
-#: What autograd keeps of a call without side inputs; with some, all of these follow.
+#: Tensors that autograd keeps of a call without side inputs; with some, all of these follow.
 _SAVED_OF_PLAIN = ("q", "k", "v", "out", "lse")
 # Gradients that a backward has of single tensors.
 _SINGLE_GRADIENTS = len(Gradients._fields) - 1
@@ -154,7 +154,7 @@ def run_backward(
 
 
 def _gradients(grads: Sequence[Tensor], of_captured: Sequence[Tensor], wanted: Wanted) -> Gradients:
-    """What an operator returned, without what was not wanted."""
+    """The results of an operator, without those that were not wanted."""
     single: list[Any] = [grad if wants else None for grad, wants in zip(grads[3:], wanted[:-1])]
     single.append(tuple(grad if wants else None for grad, wants in zip(of_captured, wanted.captured)))
     return Gradients(grads[0], grads[1], grads[2], *single)

@@ -25,7 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ScoreOptions(TypedDict, total=False):
-    """What decides the softmax weights."""
+    """Options that decide the softmax weights."""
 
     causal: bool
     align: Align
@@ -39,7 +39,7 @@ class ScoreOptions(TypedDict, total=False):
 
 
 class PartOptions(ScoreOptions, total=False):
-    """Those of `attention_part`."""
+    """Options of `attention_part`."""
 
     dropout_p: float
     dropout_seed: Tensor | None
@@ -66,31 +66,31 @@ class Options(AttentionOptions, total=False):
 
 
 class DenseOptions(Options, total=False):
-    """Those of `attention`."""
+    """Options of `attention`."""
 
 
 class PackedOptions(Options, total=False):
-    """Those of `attention_varlen` that say how it computes."""
+    """Options of `attention_varlen` that say how it computes."""
 
     max_seqlen_q: int | None
     max_seqlen_k: int | None
 
 
 class VarlenOptions(PackedOptions, total=False):
-    """Those of `attention_varlen`."""
+    """Options of `attention_varlen`."""
 
     block_table: Tensor | None
 
 
 class ExplainOptions(DenseOptions, PackedOptions, total=False):
-    """Those of `explain`."""
+    """Options of `explain`."""
 
     return_lse: bool
     return_max_scores: bool
 
 
 class ProbsOptions(ScoreOptions, total=False):
-    """Those of `attention_probs`."""
+    """Options of `attention_probs`."""
 
     dropout_p: float
     dropout_seed: Tensor | None
@@ -100,7 +100,7 @@ class ProbsOptions(ScoreOptions, total=False):
 
 
 class ColumnSumsOptions(ScoreOptions, total=False):
-    """Those of `attention_column_sums`."""
+    """Options of `attention_column_sums`."""
 
     max_seqlen_q: int | None
     max_seqlen_k: int | None

@@ -202,7 +202,7 @@ def _described(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_k: int | None = None,
 ) -> tuple[SideInputs, AttentionSpec]:
-    """What a call means, as operators take it; keys are packed as queries are unless the last two say otherwise."""
+    """The meaning of a call, as operators take it; keys are packed as queries are unless the last two say otherwise."""
     if cu_seqlens_k is not None and (cu_seqlens is None or part is not None):
         raise ValueError(
             "cu_seqlens_k: expected None without cu_seqlens and with part, got a tensor; it belongs to a whole packed "
@@ -278,7 +278,7 @@ def _number(value: int, device: torch.device) -> Tensor:
 
 
 def _check_bounds(cu_seqlens: Tensor | None, max_seqlen: int | None, max_seqlen_k: int | None) -> None:
-    """Where keys have no cu_seqlens of their own, they have no bound of their own either; a dense call has none."""
+    """Keys without cu_seqlens of their own have no bound of their own either; a dense call has none."""
     if max_seqlen_k is not None:
         raise ValueError(
             f"max_seqlen_k: expected it beside cu_seqlens_k only, got {max_seqlen_k!r}; max_seqlen is the bound of "

@@ -11,7 +11,7 @@ are the first three words of one call of Philox4x32-10 for each head::
     bits      = 16 bits of words[row // 8 % 2], the upper ones if column // 8 % 2
     kept      ⇔ int16(bits) >= keep_threshold(dropout_p) / 2¹⁶
 
-So the probability of dropping is `dropout_p` to within 2⁻¹⁷.
+The probability of dropping is therefore `dropout_p` to within 2⁻¹⁷.
 
 Reference: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
@@ -109,7 +109,7 @@ def _groups(span: range) -> range:
 
 
 def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range, columns: range) -> Tensor:
-    """Which weights of a tile are kept.
+    """The weights of a tile that are kept.
 
     Args:
         seed: `[2]` int64 (seed, offset).

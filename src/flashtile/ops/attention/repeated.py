@@ -328,7 +328,7 @@ class RepeatedCall:
         )  # fmt: skip
 
     def _forward_like(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Callable[..., Results]:
-        """What runs forwards of tensors that lie like these."""
+        """A function that runs forwards of tensors that lie like these."""
         side, spec, general = self.form.side(aux), self.spec, self._general_forward
         if seen_call(q, k, v, side, spec) or not read_as_given(spec, q, k, v):
             return general
@@ -356,7 +356,7 @@ class RepeatedCall:
     def _backward_like(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *aux: Any
     ) -> Callable[..., Gradients]:
-        """What runs backwards of tensors that lie like these."""
+        """A function that runs backwards of tensors that lie like these."""
         spec, wanted, general, side = self.backward_spec, self.wanted, self._general_backward, self.form.side(aux)
         if seen_call(q, k, v, side, spec) or not read_as_given(spec, dout, q, k, v):
             return general

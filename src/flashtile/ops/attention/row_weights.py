@@ -26,7 +26,7 @@ from flashtile.ops.common.rows import logsumexp
 
 
 class Part(NamedTuple):
-    """Which scores of a dense call, or of one sequence of a packed one.
+    """A choice of scores of a dense call, or of one sequence of a packed one.
 
     Attributes:
         rows: int64 `[R]`, numbers of queries in any order.
@@ -85,7 +85,7 @@ def load_rows(tensor: Tensor, part: Part) -> Tensor:
 
 def load_keys(tensor: Tensor, part: Part, heads: int, side: SideInputs) -> Tensor:
     """The part's keys or values of `[B, S, Hkv, D]`: `[B, Hkv, C, D]`, each head as often as the chosen heads read it.
-    `heads`: query heads of the call. What lies past a key length may be NaN, and is 0 here."""
+    `heads`: query heads of the call. Keys past a key length may be NaN, and are 0 here."""
     # Not by brackets, which make an alias of everything: that has no rule where one tangent stands for several.
     keys = tensor.narrow(1, part.first_key, part.keys)
     if part.heads is not None:
@@ -131,7 +131,7 @@ def part_of(tensor: Tensor, part: Part) -> Tensor:
 
 
 def by_head(tensor: Tensor, part: Part) -> Tensor:
-    """What each head has one of, `[H]` or `[B, H]`, beside the scores: `[B | 1, H, 1, 1]`."""
+    """One number for each head, `[H]` or `[B, H]`, beside the scores: `[B | 1, H, 1, 1]`."""
     if part.heads is not None:
         tensor = tensor.index_select(-1, part.heads)
     return tensor.reshape(-1, tensor.shape[-1], 1, 1)
@@ -156,7 +156,7 @@ class Changes(NamedTuple):
 
 
 def scores(product: Tensor, part: Part, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor, Changes]:
-    """What becomes of products `[B, H, R, C]`: scores, of which none is masked yet; and which pairs are visible, bool
+    """The results from products `[B, H, R, C]`: scores, of which none is masked yet; and which pairs are visible, bool
     that broadcasts to them. A score of -inf hides its pair."""
     scores, cap, inputs = product * spec.scale, None, None
     shown = _shown_by_arguments(part, side, spec)
@@ -187,7 +187,7 @@ def _function_inputs(scores: Tensor, part: Part) -> dict[str, Tensor]:
 
 
 def _shown_by_arguments(part: Part, side: SideInputs, spec: AttentionSpec) -> Tensor:
-    """Which pairs all but the score function show: bool that broadcasts to `[B, H, R, C]`."""
+    """Pairs that all but the score function show: bool that broadcasts to `[B, H, R, C]`."""
     key = _key_numbers(part)
     diagonal = part.rows[:, None] + (0 if spec.top_left else part.seq_k - part.seq_q)
     shown = torch.ones_like(diagonal == key)[None, None]
@@ -234,7 +234,7 @@ def weights(q: Tensor, k: Tensor, part: Part, side: SideInputs, spec: AttentionS
 
 
 def kept(part: Part, batch: int, heads: int, side: SideInputs, spec: AttentionSpec) -> Tensor | None:
-    """Which weights dropout keeps, bool `[B, H, R, C]`; None without dropout. `heads`: those of the call."""
+    """Weights that dropout keeps, bool `[B, H, R, C]`; None without dropout. `heads`: those of the call."""
     if side.dropout_seed is None:
         return None
     device = part.rows.device
@@ -254,12 +254,12 @@ def _key_numbers(part: Part) -> Tensor:
 
 
 def _valid(part: Part, key_lengths: Tensor) -> Tensor:
-    """Which keys lie within the length of their batch entry: `[B, 1, 1, C]`."""
+    """Keys within the length of their batch entry: `[B, 1, 1, C]`."""
     return _key_numbers(part) < key_lengths.view(-1, 1, 1, 1)
 
 
 def _shown_by_tiles(part: Part, side: SideInputs, spec: AttentionSpec) -> Tensor:
-    """What the block mask shows: bool `[B | 1, H | 1, R, C]`."""
+    """Pairs that the block mask shows: bool `[B | 1, H | 1, R, C]`."""
     assert side.block_lists is not None and side.block_patterns is not None and spec.block_shape is not None
     batch, heads, tile_q, tile_k = spec.block_shape
     shape = batch, heads, side.max_seqlen_q, side.max_seqlen_k

@@ -6,7 +6,7 @@ apart. A soft cap stands innermost, slopes and a bias are terms of the sum that 
 
     f(s) = softcap · tanh(s / softcap) - slope[b, h] · |i - j| + bias[b, h, i, j] + …
 
-What is left, if anything, stays a function.
+The rest, if anything, stays a function.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def add_score_mod(
 ) -> tuple[SideInputs, AttentionSpec]:
     """Side inputs and spec of a call with a score function, whose other arguments they have already.
 
-    Where a call can take all parts of the function that arguments say as well, it takes them as these.
+    If a call can take all parts of the function that arguments say as well, it takes them as these.
     Otherwise the function stays whole.
     """
     function = resolve_score_mod(score_mod, q)

@@ -30,7 +30,7 @@ UPSTREAM = "%upstream"
 #: `cast` (value).
 LOAD, CONSTANT, CAST = "load", "constant", "cast"
 
-#: What a captured tensor may be, and what may index it.
+#: Dtypes of captured tensors, and of tensors that index them.
 CAPTURED_DTYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -320,7 +320,7 @@ def add_at(total: Tensor, indices: Sequence[Tensor], values: Tensor, factor: flo
     if total.numel() == 0:
         return
     places, misses = _places(total, indices)
-    # Where an index is the same for many elements of the tile, these are summed first.
+    # If an index is the same for many elements of the tile, these are summed first.
     values = values.masked_fill(misses, 0)
     shape = torch.broadcast_shapes(*(place.shape for place in places))
     values = values.broadcast_to(torch.broadcast_shapes(values.shape, shape)).sum_to_size(shape)

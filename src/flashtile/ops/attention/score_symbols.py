@@ -31,9 +31,9 @@ from flashtile.ops.attention.score_program import (
 
 aten = torch.ops.aten
 
-#: What reads a number out of a tensor: none of a symbol has one.
+#: Operations that read a number out of a tensor: none of a symbol has one.
 _READS_NUMBERS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.item.default, aten.equal.default}
-#: What leaves a scalar as it is.
+#: Operations that leave a scalar as it is.
 _KEEPS = {
     aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default, aten.expand.default,
     aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.positive.default, aten.reshape.default,

@@ -232,7 +232,7 @@ def _derivative(program: ScoreProgram, dtype: torch.dtype, of_score_alone: bool)
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
 _SEQUENCES = (tuple, list, torch.Size)
-#: What always does the same, if it is a library's.
+#: Objects of a library that always do the same.
 _FIXED = (types.ModuleType, types.BuiltinFunctionType, type, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 

@@ -1,7 +1,7 @@
 """Keys of a dense call that its band hides from every query: a call is computed without them.
 
-So what they hold, NaN included, has no effect on any backend, and no kernel loads them. A call over the other keys is a
-part of the call: the sides of the window are shifted, and `Origin` says where its columns lie.
+Their contents, NaN included, therefore have no effect on any backend, and no kernel loads them. A call over the other
+keys is a part of the call: the sides of the window are shifted, and `Origin` says where its columns lie.
 """
 
 from __future__ import annotations

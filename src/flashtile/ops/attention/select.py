@@ -1,4 +1,4 @@
-"""Which backend serves a call: the list of backends, and the facts of a call that they decide by.
+"""The choice of a backend for a call: the list of backends, and the facts of a call that they decide by.
 
 Forward and backward are chosen apart: (out, lse) mean the same in every backend, so that any backward can follow any
 forward.

@@ -1,4 +1,4 @@
-"""What an attention call means, apart from the numbers in its tensors.
+"""The meaning of an attention call, apart from the numbers in its tensors.
 
 `AttentionSpec` is the one description that every backend receives. It is a plain tuple, because one is built on every
 call, and canonical: calls that mean the same compare equal (`causal=True` is a window whose right side is 0), so that
@@ -32,7 +32,7 @@ MAX_HEAD_DIM = 512
 
 
 class Origin(NamedTuple):
-    """Where a call lies in a larger one, of which it computes a rectangle of the scores: what positions mean there.
+    """The place of a call in a larger one, of which it computes a rectangle of the scores: the meaning of positions.
 
     The band needs none of it, because it is shifted instead: a side of the window may then be negative.
 
@@ -155,7 +155,7 @@ class SideInputs(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which side inputs require gradients. Gradients of q, k and v are always computed."""
+    """The side inputs that require gradients. Gradients of q, k and v are always computed."""
 
     bias: bool = False
     alibi_slopes: bool = False
@@ -173,13 +173,13 @@ NOTHING_WANTED = Wanted()
 
 
 def wanted_of(side: SideInputs) -> Wanted:
-    """Which of the side inputs require gradients."""
+    """The side inputs that require gradients."""
     bias, slopes, sinks = (tensor is not None and tensor.requires_grad for tensor in side.learnable)
     return Wanted(bias, slopes, sinks, tuple(tensor.requires_grad for tensor in side.captured))
 
 
 class BackwardInputs(NamedTuple):
-    """What a backward reads beside the side inputs: upstream gradients, inputs and results of the forward. `dlse` is
+    """Inputs of a backward beside the side inputs: upstream gradients, inputs and results of the forward. `dlse` is
     None if no gradient comes through lse."""
 
     dout: Tensor
@@ -192,7 +192,7 @@ class BackwardInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a backward returns: a gradient in the shape and dtype of each input; None for what was not wanted."""
+    """Results of a backward: a gradient in the shape and dtype of each input; None for what was not wanted."""
 
     q: Tensor
     k: Tensor

@@ -63,7 +63,7 @@ class Grid(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the parts of `BlockMask.lists` begin.
+    """The places where the parts of `BlockMask.lists` begin.
 
     Attributes:
         row_offsets, column_offsets: one for each row and column of tiles, and the end of the last.
@@ -125,7 +125,7 @@ class Tiles(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What is known of tiles before their elements are made; tensors that broadcast to `[rows, tiles_k]`.
+    """Facts about tiles before their elements are made; tensors that broadcast to `[rows, tiles_k]`.
 
     Attributes:
         possible: bool: a pair of the tile may be visible.
@@ -355,7 +355,7 @@ def _lines(table: Tensor, *others: Tensor) -> list[Tensor]:
 
 
 def _offsets(owners: Tensor, total: int) -> Tensor:
-    """Where the entries of each owner start, `[total + 1]`; owners ascend."""
+    """The start of each owner's entries, `[total + 1]`; owners ascend."""
     return torch.searchsorted(owners, torch.arange(total + 1, device=owners.device))
 
 
