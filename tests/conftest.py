@@ -34,6 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--complete", action="store_true", help="fail unless all public names are used and all kernels compile"
     )
+    parser.addoption(
+        "--all-combinations", action="store_true", help="run every case of parametrisations, not every pair of values"
+    )
     parser.addoption("--compile-all", action="store_true", help="take no check of machine code for passed already")
     parser.addoption("--remember", action="store_true", help="run only checks of machine code, and renew their table")
 
@@ -54,7 +57,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips, with the reason, the tests whose hardware or environment is not there; leaves out the other part."""
+    """Skips, with the reason, the tests whose hardware or environment is not there; leaves out combinations of
+    which each two values are in another, unless they are asked for by name; leaves out the other part."""
+    named = any("[" in argument for argument in config.args)
+    if not (named or config.option.all_combinations):
+        items[:] = selection.in_pairs(items)
     reasons = {mark: reason for mark, reason in _unavailable().items() if reason}
     for item in items:
         for mark, reason in reasons.items():

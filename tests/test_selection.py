@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,15 @@ import flashtile
 from support.running import selection
 
 
+class _Item(SimpleNamespace):
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
 def _item(name: str, slow: bool = False, **parameters: object) -> SimpleNamespace:
     callspec = {"callspec": SimpleNamespace(params=parameters)} if parameters else {}
     marks = {"slow"} if slow else set()
-    return SimpleNamespace(nodeid=name, get_closest_marker=lambda mark: True if mark in marks else None, **callspec)
+    return _Item(nodeid=name, get_closest_marker=lambda mark: True if mark in marks else None, **callspec)
 
 
 def test_the_quick_part_has_one_case_of_a_test_and_of_each_of_its_kernels() -> None:
@@ -34,6 +40,28 @@ def test_the_quick_part_has_one_case_of_a_test_and_of_each_of_its_kernels() -> N
         "test_a.py::test_widths[2]", "test_a.py::test_fits[dq-2]", "test_b.py::test_all", "test_b.py::test_some[1]"
     ]  # fmt: skip
     assert [item for item in items if item in parts["quick"] or item in parts["rest"]] == items
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_each_two_values_are_in_a_case(marked: bool) -> None:
+    """Of cases on the CPU alone, too, where those on a GPU are skipped. Names in one parametrisation go together."""
+    values = list(itertools.product("xyz", ((1, 2), (2, 1), (2, 2)), (False, True), ("cpu", "cuda")))
+    marks = [SimpleNamespace(name="parametrize", args=(names,)) for names in ("a", "b, c", ["d"], "e")]
+    gpu = SimpleNamespace(name="gpu", args=())
+    items = []
+    for a, (b, c), d, e in values:
+        mine = [*marks, gpu] if marked and e == "cuda" else marks
+        items.append(_item(f"test_a.py::test[{len(items)}]", a=a, b=b, c=c, d=d, e=e))
+        items[-1].iter_markers = lambda name=None, mine=mine: [mark for mark in mine if name in (None, mark.name)]
+    alone = [_item("test_a.py::test_one"), _item("test_a.py::test_two[0]", a=1, b=1)]
+    for item in alone:
+        item.iter_markers = lambda name=None: []
+    chosen = selection.in_pairs([*items, *alone])
+    assert chosen[0] is items[0] and chosen[-2:] == alone and len(chosen) <= (26 if marked else 14)
+    for device in ("cpu", "cuda") if marked else ("",):
+        params = [item.callspec.params for item in chosen[:-2] if device in item.callspec.params["e"]]
+        found = [{(of["a"], of["b"], of["c"]) for of in params}, {(of["b"], of["c"], of["d"]) for of in params}]
+        assert [len(each) for each in found] == [9, 6] and len({(of["a"], of["d"]) for of in params}) == 6
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def test_interpreted_kernel_agrees_with_the_oracle(case: AttentionCase) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("case", parameters(PAIRS))
+@pytest.mark.parametrize("case", parameters(COMBINED))
 def test_kernel_agrees_with_the_oracle(case: AttentionCase, dtype: torch.dtype) -> None:
     check(replace(case, dtype=dtype), "triton", "cuda")
 

@@ -1027,27 +1027,26 @@ def test_order_of_uneven_tiles(
         assert {schedule.turn_of(line, lines, 8, closing) for line in range(begin, end)} == {(begin, end - begin)}
 
 
-@pytest.mark.parametrize("lines", [1, 8, 9, 12, 16, 24, 32, 64, 200])
 @pytest.mark.parametrize("tiles", [1, 4, 8, 11, 12, 16, 24, 32, 40, 64, 256])
-def test_which_walks_take_two_rounds(tiles: int, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_walks_take_two_rounds(tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the kernel lets lines take turns: no group of them is more than two rounds, and none before the last less."""
-    predicted = schedule.take_two_rounds(tiles, lines, 132)
-    *others, last = _turns(tiles, lines, 8, monkeypatch)
-    assert predicted is (last[1] * tiles <= 264 and all(132 < many * tiles <= 264 for _, many in others))
-
-
-@pytest.mark.parametrize("group", [1, 8])
-@pytest.mark.parametrize("lines", [1, 3, 8, 9, 24, 200])
-@pytest.mark.parametrize("tiles", [1, 4, 11, 16, 40, 144, 256])
-def test_tiles_before_the_last_lines(tiles: int, lines: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    predicted = schedule.tiles_before_last(tiles, lines, group)
-    first_line, _ = _turns(tiles, lines, group, monkeypatch)[-1]
-    assert predicted == first_line * tiles
-
-
-def _turns(tiles: int, lines: int, group: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The first line of each group that takes turns in the kernel, and how many they are."""
+    predicted = {lines: schedule.take_two_rounds(tiles, lines, 132) for lines in (1, 8, 9, 12, 16, 24, 32, 64, 200)}
     _number_lines(monkeypatch)
+    for lines, two in predicted.items():
+        *others, last = _turns(tiles, lines, 8)
+        assert two is (last[1] * tiles <= 264 and all(132 < many * tiles <= 264 for _, many in others)), lines
+
+
+@pytest.mark.parametrize("tiles", [1, 4, 11, 16, 40, 144, 256])
+def test_tiles_before_the_last_lines(tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = list(itertools.product((1, 3, 8, 9, 24, 200), (1, 8)))
+    predicted = [schedule.tiles_before_last(tiles, lines, group) for lines, group in cases]
+    _number_lines(monkeypatch)
+    assert predicted == [_turns(tiles, lines, group)[-1][0] * tiles for lines, group in cases]
+
+
+def _turns(tiles: int, lines: int, group: int) -> list[tuple[int, int]]:
+    """The first line of each group that takes turns in the kernel, and how many they are."""
     together, closing = schedule._lines_together(tiles), schedule._closing_lines(tiles, group)
     return sorted({schedule.turn_of(line, lines, together, closing) for line in range(lines)})
 

@@ -298,7 +298,7 @@ def test_precision_of_products(arch: str, dtype: torch.dtype, allow_tf32: bool, 
 @pytest.mark.parametrize(
     "numbers, factor", [((0,), 16), ((64, 48), 16), ((64, 8), 8), ((64, 6), 2), ((1000, 7), 1), ((), 16)]
 )
-def testpower_of_two_factor(numbers: tuple[int, ...], factor: int) -> None:
+def test_power_of_two_factor(numbers: tuple[int, ...], factor: int) -> None:
     assert power_of_two_factor(*numbers) == factor
 
 

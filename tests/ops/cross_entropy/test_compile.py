@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any, NamedTuple
 from unittest import mock
@@ -164,12 +165,10 @@ def test_programs(width: int, rows: int, programs: int) -> None:
     assert forward_plan(_HOPPER, Call(width, rows=rows)).programs == rows
 
 
-@pytest.mark.parametrize("arch", devices.KNOWN_DEVICES)
-@pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("width", [1, 7, 8, 17, 1000, 1024, 4096, 4097, 50257, 2**30])
-def test_cuts_are_sound(width: int, itemsize: int, arch: str) -> None:
-    device = devices.KNOWN_DEVICES[arch]
-    for vector in (1, 16 // itemsize):
+def test_cuts_are_sound(width: int) -> None:
+    for device, itemsize, aligned in itertools.product(devices.KNOWN_DEVICES.values(), (2, 4), (False, True)):
+        vector = 16 // itemsize if aligned else 1
         config = kernels.tile_config(width, itemsize, vector, device)
         threads = config.num_warps * device.warp_size
         assert config.block_n & (config.block_n - 1) == 0 and config.block_n % vector == 0

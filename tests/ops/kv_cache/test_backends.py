@@ -54,7 +54,7 @@ def test_the_interpreter_does_not_round_to_8_bit_floats() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("case", parameters(PAIRS))
+@pytest.mark.parametrize("case", parameters(COMBINED))
 def test_gpu(case: CacheCase, dtype: torch.dtype) -> None:
     check(replace(case, dtype=dtype), "triton", "cuda")
 

@@ -71,7 +71,7 @@ def _check_strided(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
+@pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
 def test_kernels_agree_with_the_oracle(case: NormCase) -> None:
     check_norm(case, "triton", "cuda")
 

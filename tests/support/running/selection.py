@@ -3,13 +3,18 @@
 The quick part has the first case of every test, and one case for each kernel of a test whose parameter is `kernel`. So
 every test function is in it, except those with the mark `slow`. What follows from that is asserted: each public name is
 used in it (`names_used`) and each kernel compiles in it (`kernels`).
+
+Of a test with three parametrisations or more, both parts have as many cases as it takes for each two of their values to
+be in one (`in_pairs`). `--all-combinations` runs all of them.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import combinations
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -28,6 +33,39 @@ def parts(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
             seen.add(case)
         found["quick" if quick else "rest"].append(item)
     return found
+
+
+def in_pairs(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The items without those whose values of parametrisations are all, two by two, in others of the same test. Cases
+    with other marks are apart, because one that is skipped has no pair. The first case of each test stays."""
+    cases: dict[tuple[str, frozenset[str]], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0], frozenset(mark.name for mark in item.iter_markers())].append(item)
+    kept: set[pytest.Item] = set()
+    for of_a_test in cases.values():
+        kept.update(_covering(of_a_test) if hasattr(of_a_test[0], "callspec") else of_a_test)
+    return [item for item in items if item in kept]
+
+
+def _covering(items: list[pytest.Item]) -> list[pytest.Item]:
+    """As few cases of a test as `in_pairs` needs: next is the first of those with the most pairs that no other had."""
+    together = [mark.args[0] for mark in items[0].iter_markers("parametrize") if mark.args]
+    axes = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in together]
+    axes += [[name] for name in items[0].callspec.params if all(name not in axis for axis in axes)]
+    if len(axes) < 3:
+        return items
+    pairs = {item: _pairs(item.callspec.params, axes) for item in items}
+    chosen = [items[0]]
+    missing = set().union(*pairs.values()) - pairs[items[0]]
+    while missing:
+        chosen.append(max(pairs, key=lambda item: len(pairs[item] & missing)))
+        missing -= pairs[chosen[-1]]
+    return chosen
+
+
+def _pairs(values: dict[str, Any], axes: list[list[str]]) -> set[tuple]:
+    """Each two of the values of a case. One value is one object in all cases of a test."""
+    return set(combinations([(axis[0], *(id(values[name]) for name in axis)) for axis in axes], 2))
 
 
 def names_used(items: Iterable[Any]) -> set[str]:
