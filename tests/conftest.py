@@ -155,6 +155,14 @@ def forgotten_calls() -> None:
     forget_steps()
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing that torch.compile compiled before or in the test is left."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 # Every kernel compiles in a run with --complete; test_selection.py looks at the names
 
 _COMPILED_BY_WORKERS: set[str] = set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -95,13 +95,6 @@ CALLS: dict[str, tuple[Call, Shapes]] = {
         lambda size: [(size, 6), (4, 6), (6, 4)],
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def results(call: Call, leaves: list[Tensor], size: int, number: float) -> list[Tensor]:

@@ -6,14 +6,13 @@ import copy
 import pickle
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
-from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +22,7 @@ from flashtile.ops.attention import cpu
 from flashtile.ops.attention.operator import run_attention
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.testing import assert_same
+from support.running.autograd import compiled_with_count, leaf, results
 
 BACKENDS = ("reference", "cpu")
 COMPILER = "inductor" if shutil.which("g++") else "aot_eager"
@@ -31,12 +31,6 @@ COMPILER = "inductor" if shutil.which("g++") else "aot_eager"
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
 both_backends = pytest.mark.parametrize("backend", BACKENDS)
-
-
-def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """A random leaf that wants a gradient; the same for a shape and seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
 
 
 def dense_inputs(batch: int = 2, seq: int = 9, dim: int = 8, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -48,14 +42,6 @@ def dense_inputs(batch: int = 2, seq: int = 9, dim: int = 8, dtype: torch.dtype 
 def packed_inputs(lengths: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
     inputs = [leaf(sum(lengths), h, 8, dtype=dtype, seed=s) for s, h in enumerate((4, 2, 2))]
     return inputs, torch.tensor([0, *lengths]).cumsum(0).int()
-
-
-def results(function: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
-    """Outputs and, for random upstream gradients, input gradients."""
-    outputs = function(*inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    upstream = [leaf(*o.shape, dtype=o.dtype, seed=7).detach() for o in outputs]
-    return [*outputs, *torch.autograd.grad(outputs, inputs, upstream)]
 
 
 # --- the dispatcher -------------------------------------------------------------------------------------------------
@@ -129,41 +115,7 @@ def test_dispatch_modes_see_the_operator(backend: str) -> None:
     assert torch.ops.flashtile.attention_backward.default in seen
 
 
-def test_fake_tensors_give_shapes_without_computing() -> None:
-    with FakeTensorMode():
-        q, k, v = (torch.empty(2, 5, 2, 8, requires_grad=True) for _ in range(3))
-        out = flashtile.attention(q, k, v, causal=True)
-        out.sum().backward()
-    assert out.shape == q.grad.shape == (2, 5, 2, 8)
-
-
-def test_meta_tensors_give_shapes_without_computing() -> None:
-    q, k = torch.empty(2, 3, 4, 8, device="meta"), torch.empty(2, 5, 2, 8, device="meta")
-    v = torch.empty(2, 5, 2, 16, device="meta")
-    out, lse = flashtile.attention(q, k, v, return_lse=True)
-    assert (out.shape, out.device.type) == ((2, 3, 4, 16), "meta")
-    assert (lse.shape, lse.dtype) == ((2, 4, 3), torch.float32)
-
-
 # --- torch.compile --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def compiled_with_count(function: Callable[..., Any], backend: str = "aot_eager") -> tuple[Callable[..., Any], list]:
-    """The function compiled without graph breaks, and a list that grows by one at each compilation."""
-    compiler, compilations = torch._dynamo.lookup_backend(backend), []
-
-    def counting(graph: Any, inputs: Any) -> Any:
-        compilations.append(graph)
-        return compiler(graph, inputs)
-
-    return torch.compile(function, fullgraph=True, backend=counting), compilations
 
 
 COMPILE_OPTIONS = {
@@ -197,26 +149,6 @@ def test_compiled_by_the_default_compiler() -> None:
 
     compiled = torch.compile(function, fullgraph=True, backend=COMPILER)
     assert_same(results(compiled, [leaf(2, 9, 2, 24)]), results(function, [leaf(2, 9, 2, 24)]))
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_without_gradients() -> None:
-    compiled, _ = compiled_with_count(flashtile.attention)
-    inputs = [t.detach() for t in dense_inputs()]
-    assert_same(compiled(*inputs, causal=True), flashtile.attention(*inputs, causal=True))
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@both_backends
-def test_one_compilation_serves_all_sizes(backend: str) -> None:
-    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flashtile.attention(q, k, v, causal=True, backend=backend)
-
-    compiled, compilations = compiled_with_count(function)
-    for batch, seq in ((2, 9), (3, 11), (5, 14), (4, 40)):
-        inputs = dense_inputs(batch, seq)
-        assert_same(results(compiled, inputs), results(function, inputs))
-    assert len(compilations) == 2, "the first with fixed sizes, the second with free ones"
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -375,16 +307,6 @@ def test_third_derivative() -> None:
     assert gradgradcheck(gradient, inputs, fast_mode=True)
 
 
-@both_backends
-def test_create_graph_does_not_change_the_gradients(backend: str) -> None:
-    # The first derivative comes from the backend itself, whether or not somebody differentiates it again.
-    q, k, v = dense_inputs()
-    out = flashtile.attention(q, k, v, causal=True, backend=backend)
-    plain = torch.autograd.grad(out.sin().sum(), (q, k, v), retain_graph=True)
-    recorded = torch.autograd.grad(out.sin().sum(), (q, k, v), create_graph=True)
-    assert_same([t.detach() for t in recorded], list(plain))
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -438,25 +360,6 @@ def test_backward_without_retained_graph_is_refused_twice() -> None:
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-
-
-def test_change_in_place_between_forward_and_backward_is_noticed() -> None:
-    q, k, v = (t * 1 for t in dense_inputs())
-    loss = flashtile.attention(q, k, v).sum()
-    k.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-@both_backends
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_without_recording(mode: Callable[[], Any], backend: str) -> None:
-    inputs = dense_inputs()
-    expected = flashtile.attention(*inputs, backend=backend)
-    with mode():
-        out = flashtile.attention(*inputs, backend=backend)
-    assert not out.requires_grad
-    assert torch.equal(out, expected)
 
 
 @both_backends

@@ -3,7 +3,7 @@ compiler, transforms, memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +20,7 @@ from flashtile.ops.attention import cpu
 from flashtile.ops.attention.cpu import tiles
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.testing import AttentionCase, assert_same, make_inputs, run
+from support.running.autograd import compiled_with_count, leaf
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 LEARNED = ("bias", "alibi_slopes", "sinks")
@@ -28,15 +29,9 @@ LEARNED = ("bias", "alibi_slopes", "sinks")
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
 
-def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """A random leaf that wants a gradient; the same for a shape and seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
-
-
-def call_inputs(seq: int = 6, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def call_inputs(seq: int = 6, dtype: torch.dtype = torch.float32, batch: int = 2) -> dict[str, Tensor]:
     """All that learns in a dense call of 4 heads, 2 of them of keys and values."""
-    tensors = {name: leaf(2, seq, heads, 8, dtype=dtype, seed=heads) for name, heads in zip("qkv", (4, 2, 2))}
+    tensors = {name: leaf(batch, seq, heads, 8, dtype=dtype, seed=heads) for name, heads in zip("qkv", (4, 2, 2))}
     tensors["bias"] = leaf(4, seq, seq, dtype=dtype, seed=3)
     return {**tensors, **{name: leaf(4, dtype=dtype, seed=seed) for seed, name in enumerate(LEARNED[1:])}}
 
@@ -179,10 +174,11 @@ def test_one_bias_in_two_calls(backend: str) -> None:
 
 
 @both_backends
-def test_change_in_place_between_forward_and_backward_is_noticed(backend: str) -> None:
+@pytest.mark.parametrize("name", ["k", "bias"])
+def test_change_in_place_between_forward_and_backward_is_noticed(name: str, backend: str) -> None:
     tensors = {name: 1 * tensor for name, tensor in call_inputs().items()}
     loss = loss_of(attend(backend, **tensors))
-    tensors["bias"].add_(1)
+    tensors[name].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -303,26 +299,10 @@ def test_fake_tensors_give_shapes_without_computing() -> None:
 
 def test_meta_tensors_give_shapes_without_computing() -> None:
     tensors = {name: tensor.detach().to("meta") for name, tensor in call_inputs().items()}
+    tensors["v"] = torch.empty(2, 6, 2, 16, device="meta")
     out, lse = attend(**tensors, mask=torch.empty(6, 6, dtype=torch.bool, device="meta"))
-    assert (out.shape, lse.shape, out.device.type) == ((2, 6, 4, 8), (2, 4, 6), "meta")
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def compiled_with_count(function: Callable[..., Any]) -> tuple[Callable[..., Any], list]:
-    """The function compiled without graph breaks, and a list that grows by one at each compilation."""
-    compiler, compilations = torch._dynamo.lookup_backend("aot_eager"), []
-
-    def counting(graph: Any, inputs: Any) -> Any:
-        compilations.append(graph)
-        return compiler(graph, inputs)
-
-    return torch.compile(function, fullgraph=True, backend=counting), compilations
+    assert (out.shape, lse.shape, out.device.type) == ((2, 6, 4, 16), (2, 4, 6), "meta")
+    assert lse.dtype is torch.float32
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -332,8 +312,8 @@ def test_one_compilation_serves_all_sizes(backend: str) -> None:
         return attend(backend, **tensors)
 
     compiled, compilations = compiled_with_count(function)
-    for seq in (6, 9, 14, 40):
-        tensors = call_inputs(seq)
+    for batch, seq in ((2, 6), (3, 9), (5, 14), (4, 40)):
+        tensors = call_inputs(seq, batch=batch)
         assert_same(gradients(compiled, tensors), gradients(function, tensors))
     assert len(compilations) == 2, "the first with fixed sizes, the second with free ones"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import flashtile
 from flashtile.ops.layer_norm.spec import NormSpec, Operands, Wanted
 from flashtile.testing import assert_same
+from support.running.autograd import leaf, results
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -21,11 +22,6 @@ both_norms = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 
 _SEED = torch.tensor([5, 6])
 _SUBSET = torch.tensor([0, 3, 1, 0, 2, 4])
-
-
-def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
 
 
 #: Name -> tensors that take a gradient, by shape, and what else the call gets.
@@ -59,13 +55,6 @@ def problem(case: str, rms: bool, backend: str, dtype: torch.dtype = torch.float
         return call(**arguments, backend=backend)
 
     return function, inputs
-
-
-def results(function: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
-    outputs = function(*inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    upstream = [leaf(*o.shape, dtype=o.dtype, seed=7).detach() for o in outputs]
-    return [*outputs, *torch.autograd.grad(outputs, inputs, upstream)]
 
 
 @all_cases
@@ -133,13 +122,6 @@ def test_checkpointing_draws_the_same_dropout() -> None:
 
 
 # --- torch.compile --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -255,7 +255,6 @@ def _cancelled(case: CacheCase) -> Size:
 
 
 BASE = CacheCase()
-_APPENDING = replace(BASE, seq_new=2)
 
 _FEATURES: dict[str, dict[str, Any]] = {
     "append": {"seq_new": 3},
