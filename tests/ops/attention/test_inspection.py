@@ -15,9 +15,9 @@ import flashtile
 from flashtile import BlockMask, patterns
 from flashtile.ops.common import checks
 from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs
-from support.attention.attention_cases import BASE, EDGES, PAIRS, parameters
+from support.attention.attention_cases import BASE, EDGES, PAIRS, combined, parameters
 
-DENSE = {name: case for name, case in (PAIRS | EDGES).items() if not case.packed}
+DENSE = {name: case for name, case in (combined("packed") | EDGES).items() if not case.packed}
 
 
 def weights_of_call(case: AttentionCase, dtype: torch.dtype | None = None, **more: Any) -> Tensor:

@@ -20,7 +20,7 @@ from flashtile.ops.attention.gpu import reductions
 from flashtile.ops.attention.triton import launch
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
-from support.attention.attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
+from support.attention.attention_cases import BASE, COMBINED, EDGES, PAIRS, combined, parameters
 
 
 @pytest.mark.interpreter
@@ -35,14 +35,17 @@ _SHARED_BY_SHORT = {
 }
 
 
+def _short(case: AttentionCase) -> bool:
+    return not (case.packed or case.block_mask or case.seq_q > 64)
+
+
+_SHORT = combined(*(name for name, case in PAIRS.items() if not _short(case)))
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("programs", [1, 512])
 @pytest.mark.parametrize(
-    "case",
-    parameters(
-        {name: case for name, case in PAIRS.items() if not (case.packed or case.block_mask or case.seq_q > 64)}
-        | _SHARED_BY_SHORT
-    ),
+    "case", parameters({name: case for name, case in _SHORT.items() if _short(case)} | _SHARED_BY_SHORT)
 )
 def test_interpreted_kernel_of_short_sequences(
     case: AttentionCase, programs: int, monkeypatch: pytest.MonkeyPatch

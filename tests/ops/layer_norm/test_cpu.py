@@ -9,10 +9,10 @@ import torch
 
 import flashtile
 from flashtile.testing import NormCase, check_norm, make_norm_inputs
-from support.companions.norm_cases import DTYPES, EDGES, PAIRS, parameters
+from support.companions.norm_cases import COMBINED, DTYPES, EDGES, parameters
 
 
-@pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
+@pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
 def test_agrees_with_the_oracle(case: NormCase) -> None:
     check_norm(case, "cpu")
 

@@ -97,19 +97,23 @@ def _pairs() -> dict[str, AttentionCase]:
 PAIRS = _pairs()
 
 
-def _combined() -> dict[str, AttentionCase]:
+def combined(*without: str) -> dict[str, AttentionCase]:
     """Every pair of features in fewer cases than `PAIRS` (`covering`), for tests that take long. Features alone, and
-    what `PAIRS` has besides pairs, are here too."""
+    what `PAIRS` has besides pairs, are here too.
+
+    Args:
+        without: features that the tests have no use for.
+    """
 
     def compatible(first: str, second: str) -> bool:
         return first.split()[0] != second.split()[0]
 
     cases = {name: case for name, case in PAIRS.items() if "+" not in name}
-    names = [name for name in _FEATURES if name not in _UNPAIRED]
+    names = [name for name in _FEATURES if name not in (*_UNPAIRED, *without)]
     return cases | combined_cases(BASE, names, lambda case, name: _FEATURES[name](case), compatible)
 
 
-COMBINED = _combined()
+COMBINED = combined()
 
 
 def _score_mod_pairs() -> dict[str, AttentionCase]:
