@@ -56,13 +56,13 @@ BIAS_MIXES = _calls([(15, 63), (63, 15), (129, 31)]) | _prefixed("fp32", _calls(
 #: Mixes that `tools/compile_versions.py` compiles and the tests do not. In Triton's intermediate code almost all their
 #: tiles lie as those of another mix, and another is packed, copied or moved as they are.
 FORWARD_REPEATS = {
-    *("15x129", "31x129", "129x15", "129x31", "129x63"),
-    *("packed-15x31", "packed-15x63", "packed-31x15", "packed-31x63", "packed-63x31"),
+    *("15x129", "31x129", "63x31", "129x15", "129x31", "129x63"),
+    *("packed-15x31", "packed-15x63", "packed-63x15", "packed-31x15", "packed-31x63", "packed-63x31"),
     *("copied-16x32", "copied-32x64", "copied-64x16", "copied-64x32"),
-    *("moved-16x64", "fp8-64x16", "tf32-16x64", "fp32-15x31"),
+    *("moved-16x64", "moved-64x32", "copied-16x64", "fp8-64x16", "tf32-16x64", "fp32-15x31"),
 }
 _BACKWARD_REPEATS = {"129x15", "fp32-24x40"}
 #: dq and dk/dv load the same tiles: what one of them is compiled for is left out of the other.
-DQ_REPEATS = _BACKWARD_REPEATS | {"31x63", "15x129", "fp32-63x15"}
-DKDV_REPEATS = _BACKWARD_REPEATS | {"15x31", "255x63", "fp32-15x129", "tf32-63x15"}
-BIAS_REPEATS = {"15x63", "63x15", "fp32-24x40"}
+DQ_REPEATS = _BACKWARD_REPEATS | {"31x63", "15x129", "fp32-63x15", "tf32-63x15"}
+DKDV_REPEATS = _BACKWARD_REPEATS | {"15x31", "255x63", "fp32-15x129"}
+BIAS_REPEATS = {"15x63", "63x15", "fp32-24x40", "fp32-129x31"}
