@@ -8,7 +8,7 @@ from itertools import combinations, product
 import pytest
 
 from support.attention import attention_cases, kv_cache_cases
-from support.companions import norm_cases
+from support.companions import norm_cases, rotary_cases
 from support.running.covering import covering, covering_choices
 
 
@@ -16,7 +16,9 @@ def _pairs(names: Iterable[str]) -> set[tuple[str, ...]]:
     return {pair for name in names for pair in combinations(name.split("+"), 2)}
 
 
-@pytest.mark.parametrize("cases", [attention_cases, kv_cache_cases, norm_cases], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "cases", [attention_cases, kv_cache_cases, norm_cases, rotary_cases], ids=lambda module: module.__name__
+)
 def test_combined_cases_have_every_pair(cases) -> None:
     assert _pairs(cases.COMBINED) == _pairs(cases.PAIRS)
     assert {name for name in cases.PAIRS if "+" not in name} <= cases.COMBINED.keys()

@@ -18,7 +18,7 @@ from flashtile.ops.attention.hopper import configs
 from flashtile.ops.attention.hopper import schedule as hopper_schedule
 from flashtile.testing import AttentionCase, Size, assert_close, assert_same, check, make_inputs, run, with_arguments
 from support.attention import left_out_tiles
-from support.attention.attention_cases import BASE, EDGES, PAIRS, parameters
+from support.attention.attention_cases import BASE, COMBINED, EDGES, parameters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
@@ -49,7 +49,7 @@ def several_consumers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("several_consumers")
 @pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("case", parameters(_served(PAIRS | EDGES)))
+@pytest.mark.parametrize("case", parameters(_served(COMBINED | EDGES)))
 def test_kernels_agree_with_the_oracle(case: AttentionCase, dtype: torch.dtype) -> None:
     check(replace(case, dtype=dtype), "hopper", "cuda")
 

@@ -9,7 +9,7 @@ import torch
 
 import flashtile
 from flashtile.testing import assert_same
-from support.companions.rotary_cases import EDGES, PAIRS, RotaryCase, check, parameters
+from support.companions.rotary_cases import COMBINED, EDGES, PAIRS, RotaryCase, check, parameters
 
 _DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -26,13 +26,13 @@ def test_cpu_dtypes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
+@pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
 def test_interpreted(case: RotaryCase) -> None:
     check(case, "triton")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
+@pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
 def test_gpu(case: RotaryCase) -> None:
     check(case, "triton", "cuda")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.testing import assert_close
+from support.running.covering import combined_cases
 
 
 @dataclass(frozen=True)
@@ -112,15 +113,20 @@ _FEATURES: dict[str, dict] = {
 }
 
 
-def _pairs() -> dict[str, RotaryCase]:
-    cases = {"plain": _BASE} | {name: replace(_BASE, **change) for name, change in _FEATURES.items()}
-    for (first, change), (second, other) in combinations(_FEATURES.items(), 2):
-        if first.split()[0] != second.split()[0] and {first, second} != {"offset ids", "packed"}:
-            cases[f"{first}+{second}"] = replace(_BASE, **change, **other)
-    return cases
+def _compatible(first: str, second: str) -> bool:
+    return first.split()[0] != second.split()[0] and {first, second} != {"offset ids", "packed"}
 
 
-PAIRS = _pairs()
+_ALONE = {"plain": _BASE} | {name: replace(_BASE, **change) for name, change in _FEATURES.items()}
+PAIRS = _ALONE | {
+    f"{first}+{second}": replace(_BASE, **_FEATURES[first], **_FEATURES[second])
+    for first, second in combinations(_FEATURES, 2)
+    if _compatible(first, second)
+}
+#: Every pair in fewer cases, for tests that take long.
+COMBINED = _ALONE | combined_cases(
+    _BASE, list(_FEATURES), lambda case, name: replace(case, **_FEATURES[name]), _compatible
+)
 
 EDGES = {
     "no_pairs": replace(_BASE, rotary_dim=0),
