@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -113,6 +114,14 @@ def test_dispatch_modes_see_the_operator(backend: str) -> None:
         results(lambda *qkv: flashtile.attention(*qkv, backend=backend), dense_inputs())
     assert torch.ops.flashtile.attention_forward.default in seen
     assert torch.ops.flashtile.attention_backward.default in seen
+
+
+def test_fake_tensors_give_shapes_without_computing() -> None:
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 5, 2, 8, requires_grad=True) for _ in range(3))
+        out = flashtile.attention(q, k, v, causal=True)
+        out.sum().backward()
+    assert out.shape == q.grad.shape == (2, 5, 2, 8)
 
 
 # --- torch.compile --------------------------------------------------------------------------------------------------
