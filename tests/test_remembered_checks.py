@@ -169,10 +169,13 @@ def test_another_source_has_another_key(old: str, new: str, key_with: Callable[.
         ("import triton.language as tl\nfrom callee", "import triton.language as tl\n\nfrom callee"),
         ("    pair = Pair(5)", '    """A docstring."""\n\n    pair = Pair(5)'),
         ("pair = Pair(5)", "pair = Pair(5)  # a comment"),
+        ("doubled", "twice"),
+        ("written", "added"),
+        ("_compare", "_assert_fits"),
     ],
-    ids=["line", "docstring", "comment"],
+    ids=["line", "docstring", "comment", "constexpr", "builtin", "check"],
 )
-def test_prose_and_places_are_in_no_key(old: str, new: str, key_with: Callable[..., str]) -> None:
+def test_prose_places_and_names_of_functions_are_in_no_key(old: str, new: str, key_with: Callable[..., str]) -> None:
     assert sum(old in text.replace("\n        ", "\n") for text in _MODULES.values()) == 1
     assert key_with(old, new) == key_with()
 

@@ -2,8 +2,8 @@
 
 A function consists of its source and of all that it names: functions, classes and constants of this project, and what
 those name in turn. Of other packages only the names count, because their versions are told elsewhere
-(`checked_code.code_key`). Of a function the instructions count: not its name, module, place, comments or docstrings. Of
-a NamedTuple that kernels take, the fields count and no method of the host.
+(`checked_code.code_key`). Of a function the instructions count: not its name, module, place, comments or docstrings,
+nor what other functions call it. Of a NamedTuple that kernels take, the fields count and no method of the host.
 """
 
 from __future__ import annotations
@@ -80,8 +80,11 @@ def _closure_hash(root: Any) -> str:
 def _definition(of: Any) -> tuple[str, tuple[Any, ...]]:
     """A function or class: its text, and the functions and classes that it names."""
     reached: list[Any] = []
-    parts = _parts_of_class(of) if isinstance(of, type) else _parts_of_function(of)
-    text = "\n".join([_own_text(of), *(f"{name} = {_text(value, reached)}" for name, value in parts)])
+    parts = [*(_parts_of_class(of) if isinstance(of, type) else _parts_of_function(of))]
+    aliases = {} if isinstance(of, type) else _aliases(of)
+    own = sorted((aliases.get(name, name), value) for name, value in parts if name in aliases)
+    others = [(name, value) for name, value in parts if name not in aliases]
+    text = "\n".join([_own_text(of), *(f"{name} = {_text(value, reached)}" for name, value in own + others)])
     return text, tuple(reached)
 
 
@@ -177,22 +180,54 @@ def _has_source(function: Any) -> bool:
 
 
 @functools.cache
+def _aliases(function: Any) -> dict[str, str]:
+    """For each function of this project that a function names, by the name: which of these it is, in order of the
+    instructions."""
+    python = function.fn if isinstance(function, JITCallable) else function
+    tree = _parsed(_source(function))
+    if tree is None:
+        return {}
+    named = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+    mine = (name for name in dict.fromkeys(named) if _is_function_of_ours(python.__globals__.get(name)))
+    return {name: f"@{number:03}" for number, name in enumerate(mine)}
+
+
+def _is_function_of_ours(value: Any) -> bool:
+    python = value.fn if isinstance(value, JITCallable) else value
+    return isinstance(python, types.FunctionType) and not _is_other(python.__module__)
+
+
+@functools.cache
 def _own_text(of: Any) -> str:
     """The name of a class, or the instructions of a function."""
-    if isinstance(of, JITCallable):
-        facts = type(of).__name__, getattr(of, "noinline", None), getattr(of, "version", None)
-        return f"{facts}\n{_instructions(''.join(of.raw_src))}"
-    return f"class {of.__qualname__}" if isinstance(of, type) else _instructions(inspect.getsource(of))
+    if isinstance(of, type):
+        return f"class {of.__qualname__}"
+    facts = type(of).__name__, getattr(of, "noinline", None), getattr(of, "version", None)
+    return f"{facts}\n{_instructions(_source(of), _aliases(of))}"
 
 
-def _instructions(source: str) -> str:
-    """The source of a function as a compiler sees it: no name, comments, docstrings or places of its own."""
+def _source(function: Any) -> str:
+    return "".join(function.raw_src) if isinstance(function, JITCallable) else inspect.getsource(function)
+
+
+def _parsed(source: str) -> ast.Module | None:
+    """None: lines around a lambda."""
     try:
-        tree = ast.parse(textwrap.dedent(source))
-    except SyntaxError:  # lines around a lambda
+        return ast.parse(textwrap.dedent(source))
+    except SyntaxError:
+        return None
+
+
+def _instructions(source: str, aliases: Mapping[str, str]) -> str:
+    """The source of a function as a compiler sees it: no name, comments, docstrings or places of its own, and other
+    functions by their aliases."""
+    tree = _parsed(source)
+    if tree is None:
         return source
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
+        if isinstance(node, ast.Name):
+            node.id = aliases.get(node.id, node.id)
+        elif isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
     definition = tree.body[0]
     if isinstance(definition, ast.FunctionDef):
