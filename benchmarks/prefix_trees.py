@@ -50,7 +50,7 @@ def make_problem(
     return Problem(GPT(config, device=device, dtype=dtype), tokens[0], tokens[1:])
 
 
-def of_batch(problem: Problem) -> list[Tensor]:
+def over_batch(problem: Problem) -> list[Tensor]:
     """Log-probabilities of each completion's tokens, from sequences padded on the right."""
     start = len(problem.prompt)
     sequences = [torch.cat((problem.prompt, completion)) for completion in problem.completions]
@@ -61,7 +61,7 @@ def of_batch(problem: Problem) -> list[Tensor]:
     return [-row[: len(completion)] for row, completion in zip(losses, problem.completions, strict=True)]
 
 
-def of_tree(problem: Problem) -> list[Tensor]:
+def over_tree(problem: Problem) -> list[Tensor]:
     """The same, from a prefix tree, which is made anew in each step."""
     tree = PrefixTree.from_completions([(problem.prompt, problem.completions)], device=problem.prompt.device)
     hidden = problem.model.hidden(tree.tokens[None], position_ids=tree.positions[None], block_mask=tree.block_mask())
@@ -69,7 +69,7 @@ def of_tree(problem: Problem) -> list[Tensor]:
     return [each[len(problem.prompt) :] for each in log_probs]
 
 
-IMPLEMENTATIONS = {"flashtile-padded-batch": of_batch, "flashtile-prefix-tree": of_tree}
+IMPLEMENTATIONS = {"flashtile-padded-batch": over_batch, "flashtile-prefix-tree": over_tree}
 
 
 def step(problem: Problem, log_probs: Callable[[Problem], list[Tensor]]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape
 
 from flashtile import BlockMask, patterns
 from flashtile.bench.cases import Case
-from flashtile.bench.tables import table_of
+from flashtile.bench.tables import find_table
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
@@ -422,7 +422,7 @@ def recorded_speeds() -> dict[tuple[str, int, bool, str], float]:
     return {
         (row["phase"], row["case"]["D"], row["case"]["causal"], row["impl"]): row["tflops"]
         for row in record["rows"]
-        if table_of(case := Case.from_record(row["case"])) == "default" and case.S == 8192
+        if find_table(case := Case.from_record(row["case"])) == "default" and case.S == 8192
     }
 
 

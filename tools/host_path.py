@@ -169,14 +169,14 @@ def main() -> None:
     trees = options.tree.resolve(), Path(__file__).resolve().parent.parent
     runs: list[list[dict[str, float]]] = [[], []]
     for _ in range(options.turns):
-        for tree, of_tree in zip(trees, runs):
+        for tree, tree_keys in zip(trees, runs):
             command = [sys.executable, __file__, *options.words, "--rounds", str(options.rounds), "--json"]
             environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
             text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-            of_tree.append(json.loads(text))
+            tree_keys.append(json.loads(text))
     print(f"{'before':>8} {'after':>8}  µs: least of {options.turns} processes; before: {trees[0]}")
     for name in runs[1][0]:
-        before, after = (min(run[name] for run in of_tree) for of_tree in runs)
+        before, after = (min(run[name] for run in tree_keys) for tree_keys in runs)
         print(f"{before:8.1f} {after:8.1f}  {name}")
 
 

@@ -145,7 +145,7 @@ class Learner:
         losses = []
         for index, tokens in enumerate(batches):
             with self._synchronised(index == len(batches) - 1):
-                loss = self._loss_of(tokens)
+                loss = self._training_loss(tokens)
                 (loss / len(batches)).backward()
             losses.append(loss.detach())
         norm = clip_gradients(self._model, self._options.clip or math.inf)
@@ -159,7 +159,7 @@ class Learner:
     def validate(self, tokens: Tensor) -> Tensor:
         """The loss of a batch without dropout."""
         self._loss.eval()
-        return self._loss_of(tokens)
+        return self._training_loss(tokens)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds: this process's part of the weights and of the optimizer's moments."""
@@ -189,7 +189,7 @@ class Learner:
         model.load_state_dict(_with_rows({"model": state}, self._orders, stored=False)["model"])
         return model.to(self._processes.device, torch.bfloat16 if self.precision == "bf16" else torch.float32)
 
-    def _loss_of(self, tokens: Tensor) -> Tensor:
+    def _training_loss(self, tokens: Tensor) -> Tensor:
         device = self._processes.device
         if device.type == "cuda":
             tokens = tokens.pin_memory()
@@ -243,7 +243,7 @@ class _Loss(nn.Module):
         return cast(Tensor, flashtile.cross_entropy(F.linear(hidden, weight), labels, reduction="sum"))
 
 
-def _loss_of(model: GPT, options: Options, mesh: DeviceMesh) -> _Loss:
+def _training_loss(model: GPT, options: Options, mesh: DeviceMesh) -> _Loss:
     """The loss of a model, its blocks and sequences divided as the options say."""
     for mixer in model.modules():
         if isinstance(mixer, MHA):
@@ -259,7 +259,7 @@ def _loss_of(model: GPT, options: Options, mesh: DeviceMesh) -> _Loss:
 def _copied(config: GPTConfig, options: Options, processes: Processes) -> tuple[GPT, nn.Module]:
     """Each process has the whole model; those of torchrun bring their gradients together."""
     model = GPT(config).to(processes.device)
-    loss: nn.Module = _loss_of(model, options, processes.mesh())
+    loss: nn.Module = _training_loss(model, options, processes.mesh())
     if options.compile:
         loss.compile()
     if processes.launched:
@@ -279,7 +279,7 @@ def _sharded(config: GPTConfig, options: Options, processes: Processes) -> tuple
     if processes.tensor > 1:
         parallelize_module(model, mesh["tensor"], tensor_parallel_plan(model, sequence_parallel=True))
         weights = _with_rows({"model": weights}, row_orders(model), stored=True)["model"]
-    loss = _loss_of(model, options, mesh)
+    loss = _training_loss(model, options, mesh)
     shards = mesh["data", "context"]._flatten("shards")
     for block in model.blocks:
         if options.compile:

@@ -13,7 +13,7 @@ from flashtile.bench.cases import Case
 from flashtile.bench.html import charts
 from flashtile.bench.oracle import AttentionProblem
 from flashtile.bench.registry import BENCHMARKS
-from flashtile.bench.report import breakdown_tables, comparison_tables, report_of
+from flashtile.bench.report import breakdown_tables, comparison_tables, make_report
 from flashtile.bench.start import ChoiceError
 from flashtile.testing import assert_same
 from support.running.command_line import invoke
@@ -85,7 +85,7 @@ def test_tables_sum_the_steps_and_compare_them_with_one_call():
         ["flashtile-cpu, one call", "2", "50%"],
     ]
     broken = breakdown._row(CASE, "flashtile-cpu", "bwd", FUSED, ms=None, why="wrong")
-    report = report_of({"rows": [*rows_by_hand(), broken]})
+    report = make_report({"rows": [*rows_by_hand(), broken]})
     assert report.tables == [table] and "flashtile-cpu: wrong" in report.notes[0]
 
 
@@ -97,7 +97,7 @@ def test_steps_are_compared_with_themselves():
 
 
 def test_the_page_has_a_chart_of_it():
-    part = charts.part_of(charts.Named({"rows": rows_by_hand()}, Path("breakdown.json")))
+    part = charts.record_part(charts.Named({"rows": rows_by_hand()}, Path("breakdown.json")))
     (chart,) = part.charts
     assert chart.title == "Forward, step by step" and chart.unit == "ms" and not part.tables
     assert chart.cases == {"mask": {"standard": 1.0}, "softmax": {"standard": 3.0}, FUSED: {"flashtile-cpu": 2.0}}

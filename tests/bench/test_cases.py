@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashtile.bench.cases import Case, make_inputs, packed_case
-from flashtile.bench.registry import BENCHMARKS, case_of
+from flashtile.bench.registry import BENCHMARKS, find_case
 
 CPU = torch.device("cpu")
 PACKED = packed_case([5, 16, 1], heads=2, head_dim=8, causal=True, dtype="fp32")
@@ -103,7 +103,7 @@ def test_cases_of_every_benchmark_have_names_and_come_back_from_their_records(be
     for cases in BENCHMARKS[benchmark].tables(torch.device(device)).values():
         assert len({case.name for case in cases}) == len(cases)
         for case in cases:
-            assert case_of({"op": case.op, "case": json.loads(json.dumps(case.record()))}) == case
+            assert find_case({"op": case.op, "case": json.loads(json.dumps(case.record()))}) == case
 
 
 def test_records_have_the_same_keys_for_every_kind():

@@ -11,7 +11,7 @@ import flashtile
 from flashtile.bench import commands
 from flashtile.bench.cases import Case
 from flashtile.bench.record import read_record
-from flashtile.bench.report import comparison_tables, differences, report_of
+from flashtile.bench.report import comparison_tables, differences, make_report
 from flashtile.bench.start import ChoiceError
 
 CASE = Case(1, 512, 4, 4, 64, 64).record()
@@ -51,7 +51,7 @@ def test_what_differs_between_two_machines_is_named():
     here = {"machine": {"cpu": "a", "cpu_cores": 2}, "versions": {"torch": "2"}, "rows": []}
     there = {"machine": {"cpu": "b", "cpu_cores": 2}, "versions": {"torch": "1", "liger": None}, "rows": []}
     assert differences(here, there) == ["cpu: b there, a here", "torch: 1 there, 2 here"]
-    report = report_of({**here, "rows": [row(1.0)]}, there)
+    report = make_report({**here, "rows": [row(1.0)]}, there)
     assert report.notes[-1].startswith("the earlier record has a time for none")
 
 

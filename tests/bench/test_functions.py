@@ -11,17 +11,17 @@ from flashtile.bench.cases import Case, make_inputs
 from flashtile.bench.implementations import IMPLEMENTATIONS, build_flashtile
 from flashtile.bench.oracle import AttentionProblem, Oracle
 from flashtile.bench.runner import run_case, side_stream
-from flashtile.bench.tables import cases_of, tables
+from flashtile.bench.tables import cases_named, tables
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def case_of(name: str) -> Case:
+def find_case(name: str) -> Case:
     causal = masks.MASKS[name].causal if name in masks.MASKS else name != "relative"
     return Case(1, 128, 2, 2, 16, 16, causal=causal, dtype="fp32", function=name)
 
 
-CASES = [case_of(name) for name in (*masks.SCORES, *masks.MASKS)]
+CASES = [find_case(name) for name in (*masks.SCORES, *masks.MASKS)]
 
 
 def named(*names: str) -> list[Implementation]:
@@ -33,7 +33,7 @@ def test_the_table_has_every_function_at_two_head_sizes():
     assert {(case.function, case.D) for case in cases} == {(case.function, d) for case in CASES for d in (64, 128)}
     assert all(case.H == 16 and case.S in (4096, 8192, 65536) and case.dtype == "bf16" for case in cases)
     assert [case.D for case in cases] == sorted((case.D for case in cases), reverse=True)
-    assert {case.function for case in cases_of(CUDA, ["functions"], quick=True)} >= {"alibi", "tree", "window"}
+    assert {case.function for case in cases_named(CUDA, ["functions"], quick=True)} >= {"alibi", "tree", "window"}
 
 
 @pytest.mark.parametrize("seq", [128, 2048])
@@ -42,7 +42,7 @@ def test_masks_show_what_the_oracle_is_told(name, seq):
     dense = masks.MASKS[name].pattern(seq, CPU).to_dense()[0, 0]
     assert torch.equal(masks.shown(name, seq, range(20, 90), range(seq), CPU), dense[20:90])
     assert torch.equal(masks.shown(name, seq, range(seq), range(10, 100), CPU), dense[:, 10:100])
-    case = replace(case_of(name), S=seq)
+    case = replace(find_case(name), S=seq)
     assert int(dense.sum()) == case.visible_pairs() and not (case.causal and dense.triu(1).any())
     if case.segments is not None:
         apart = torch.block_diag(*(torch.ones(length, length) for length in case.segments)) == 0
@@ -73,7 +73,7 @@ def test_flex_computes_the_case(case):
     tensors = [t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)]
     tensors += inputs.tables if masks.learns(case.function) else ()
     torch.compiler.reset()
-    flex = implementations.only_compiled(implementations.flex_of(case, inputs))
+    flex = implementations.only_compiled(implementations.flex_function(case, inputs))
     attend = torch.compile(flex, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         out = attend(*tensors).transpose(1, 2)
@@ -91,13 +91,13 @@ def test_a_wrong_gradient_of_a_table_is_found(name):
 
         return wrong
 
-    forward, backward = run_case(case_of(name), [Implementation("wrong", ("cpu",), build)], CPU, AttentionProblem, 0)
+    forward, backward = run_case(find_case(name), [Implementation("wrong", ("cpu",), build)], CPU, AttentionProblem, 0)
     assert forward["ms"] is not None and backward["ms"] is None
     assert f"dtable{0 if name == 'relative' else 1}" in backward["why"]
 
 
 def test_a_mask_with_one_pair_too_many_is_found():
-    case = case_of("prefix-lm")
+    case = find_case("prefix-lm")
 
     def build(case, inputs):
         mask = masks.shown(case.function, case.S, range(case.S), range(case.S), CPU)

@@ -12,8 +12,8 @@ import pytest
 from filelock import FileLock
 
 from flashtile.bench.cases import Case
-from flashtile.bench.html import verdict_of, words, write_report
-from flashtile.bench.html.charts import Named, in_order, part_of, styles
+from flashtile.bench.html import make_verdict, words, write_report
+from flashtile.bench.html.charts import Named, in_order, record_part, styles
 from flashtile.bench.html.drawing import DotChart, LineChart, Series, draw
 from flashtile.bench.serving_cases import ServingCase
 from flashtile.bench.start import ChoiceError
@@ -41,7 +41,7 @@ def named(rows, name="r.json", **facts):
 
 def charts_of(rows, words):
     """The charts of a record of some rows that have these words in their titles."""
-    return [chart for chart in part_of(named(rows)).charts if words in chart.title]
+    return [chart for chart in record_part(named(rows)).charts if words in chart.title]
 
 
 LINES = [
@@ -255,7 +255,7 @@ def test_titles_say_what_differs():
     titles = {chart.title for chart in charts_of([*LINES, *wide], ": TFLOP/s")}
     phases = ("Forward", "Backward")
     assert titles == {f"{phase}, head_dim {dim}: TFLOP/s" for phase in phases for dim in (64, 128)}
-    part = part_of(named(LINES))
+    part = record_part(named(LINES))
     assert part.common == "head_dim 64, full, bfloat16" and part.title == "Attention: plain"
 
 
@@ -281,14 +281,14 @@ def test_chunks_over_rows_in_use_are_a_grid():
     found = elements_of(chart)
     assert {"700 (0.75)", "2k", "64k", "rows in use", "queries"} <= {*texts(found)}
     assert sum("fill: var(--c0)" in element.get("style", "") for element in found) == 4
-    assert [len(lines) for _, _, lines in part_of(named(rows)).tables] == [4], "also in a table, with the peers"
+    assert [len(lines) for _, _, lines in record_part(named(rows)).tables] == [4], "also in a table, with the peers"
     assert not charts_of(rows[2:], "Chunks of prompts"), "a part of a grid is none"
 
 
 def test_what_has_no_lengths_is_a_line_of_a_table():
     rows = [*LINES, row("flashtile-triton", length(4096, mask="tiles128:0.5"), 3.0)]
     rows.append(row("new", length(4096, mask="tiles128:0.5"), 0.5))
-    ((title, headings, lines),) = part_of(named(rows)).tables
+    ((title, headings, lines),) = record_part(named(rows)).tables
     assert title == "Attention, forward: TFLOP/s" and headings == ("case", "flashtile, portable kernels", "new")
     assert lines == [("50% of the tiles of 128, 4,096 tokens", "1.33", "8")]
 
@@ -308,7 +308,7 @@ def test_points_lie_under_the_roof_of_a_known_machine():
     assert lines[0][0] == "flashtile, portable kernels, head_dim 64: 512 tokens"
     assert lines[0][1] == f"{case.flops('fwd') / bytes_moved:.0f}"
     for rows, gpu in ((LINES, "NVIDIA H100 PCIe"), ([one for one in LINES if one["impl"] == "peer"], "NVIDIA H200")):
-        assert not [chart for chart in part_of(named(rows, gpu=gpu)).charts if "roof" in chart.title]
+        assert not [chart for chart in record_part(named(rows, gpu=gpu)).charts if "roof" in chart.title]
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_points_lie_under_the_roof_of_a_known_machine():
     ],
 )  # fmt: skip
 def test_figures_have_the_unit_of_their_operation(more, title, cell):
-    found, _, lines = part_of(named([row("eager", {"dtype": "bf16"}, 2.0, **more)])).tables[0]
+    found, _, lines = record_part(named([row("eager", {"dtype": "bf16"}, 2.0, **more)])).tables[0]
     assert found == title and lines[0][1] == cell
 
 
@@ -338,20 +338,20 @@ def test_losses_are_lines_over_steps():
     (chart,) = charts_of(rows, "Training on text")
     assert chart.table()[0][:2] == ("step", "flashtile in a whole model")
     assert chart.table()[1] == [("1,200", "594", "594")]
-    assert not part_of(named([row("flashtile", {}, 1.0, op="train-curve", curve=[None])])).charts
+    assert not record_part(named([row("flashtile", {}, 1.0, op="train-curve", curve=[None])])).charts
 
 
 def test_what_has_no_time_is_left_out():
     rows = [{**one, "ms": None, "why": "it broke"} for one in LINES]
-    part = part_of(named(rows))
-    assert not part.charts and not part.tables and verdict_of([named(rows)]) is None
+    part = record_part(named(rows))
+    assert not part.charts and not part.tables and make_verdict([named(rows)]) is None
 
 
 def test_the_verdict_says_how_many_times_as_fast_and_in_how_many_comparisons():
     slow = {("flashtile-triton", "bwd"): 4.0}
     rows = [{**one, "ms": one["ms"] * slow.get((one["impl"], one["phase"]), 1)} for one in LINES]
     slower = [{**one, "impl": "flashtile-hopper", "ms": 9 * one["ms"]} for one in LINES if one["impl"] != "peer"]
-    found = verdict_of([named([*rows, *slower])])
+    found = make_verdict([named([*rows, *slower])])
     assert found.sentences == (
         "On NVIDIA H200 flashtile is faster than the fastest other implementation in 3 of 6 comparisons, 1.00 times as "
         "fast in the geometric mean (0.50 to 2.00).",
@@ -367,14 +367,14 @@ def test_the_verdict_is_of_every_kind_and_machine():
     window = [{**one, "case": length(512, causal=True, window=(7, 0))} for one in LINES if one["case"]["S"] == 512]
     decode = [row(impl, {"S": 1}, ms, op="decode") for impl, ms in (("flashtile-triton", 3.0), ("peer", 2.0))]
     cpu = Named({"machine": {"cpu": "c"}, "rows": LINES}, Path("cpu.json"))
-    found = verdict_of([named([*LINES, *window, *decode]), cpu])
+    found = make_verdict([named([*LINES, *window, *decode]), cpu])
     kinds = ["Attention: plain, portable kernels", "Attention: window, portable kernels", "Decoding"]
     assert list(dict.fromkeys(line[0] for line in found.lines)) == kinds
     assert found.sentences[0].endswith("In the mean it is slower in: Decoding (0.67).") and len(found.sentences) == 2
     *_, rest = [chart for chart in found.charts if isinstance(chart, DotChart)]
     assert rest.cases == {"Decoding": {"NVIDIA H200": pytest.approx(2 / 3)}}
     own = [row(impl, {"S": 1}, 1.0, op="lra-listops") for impl in ("flashtile", "block-sparse", "flashtile-one-gpu")]
-    assert verdict_of([named(own)]) is None, "no part of flashtile is a peer"
+    assert make_verdict([named(own)]) is None, "no part of flashtile is a peer"
 
 
 def test_gpus_come_first_and_of_them_the_most_comparisons():
@@ -400,17 +400,20 @@ def test_colours_are_told_apart_in_a_record_and_the_same_on_the_page():
 
 def test_cases_are_named_by_what_differs():
     cases = [length(64, causal=True), length(128, causal=True, window=(7, 0)), length(64, causal=True, dropout_p=0.1)]
-    assert words.labels_of(cases) == ["64 tokens", "window of 8 keys, 128 tokens", "dropout 0.1, 64 tokens"]
+    assert words.case_labels(cases) == ["64 tokens", "window of 8 keys, 128 tokens", "dropout 0.1, 64 tokens"]
     assert words.common_facets(cases) == {"D": "head_dim 64", "causal": "causal", "dtype": "bfloat16"}
-    assert words.labels_of([{"H": 8, "Hkv": 8}, {"H": 8, "Hkv": 2}]) == ["8 heads", "8 query heads, 2 key/value heads"]
-    assert words.labels_of([{"S": 1, "text_sha256": "a"}, {"S": 1, "text_sha256": "b"}]) == ["plain", "plain (2)"]
-    assert words.labels_of([{"S": 4, "lengths": [1, 2]}]) == ["2 sequences, 3 tokens"]
+    assert words.case_labels([{"H": 8, "Hkv": 8}, {"H": 8, "Hkv": 2}]) == [
+        "8 heads",
+        "8 query heads, 2 key/value heads",
+    ]
+    assert words.case_labels([{"S": 1, "text_sha256": "a"}, {"S": 1, "text_sha256": "b"}]) == ["plain", "plain (2)"]
+    assert words.case_labels([{"S": 4, "lengths": [1, 2]}]) == ["2 sequences, 3 tokens"]
 
 
 def test_every_implementation_and_key_of_the_committed_records_has_words():
     for path in RECORDS:
         for one in json.loads(path.read_text("utf-8"))["rows"]:
-            assert words.implementation_of(one["impl"]), one["impl"]
+            assert words.implementation_name(one["impl"]), one["impl"]
             assert not words.unknown_keys(one["case"]) and one["op"] in words.OPERATIONS
             assert one["phase"] in words.PHASES
 

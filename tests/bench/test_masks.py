@@ -78,7 +78,7 @@ def test_flex_computes_the_case(case):
     tensors = [t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)]
     tensors += [] if inputs.bias is None else [inputs.bias]
     torch.compiler.reset()
-    flex = implementations.only_compiled(implementations.flex_of(case, inputs))
+    flex = implementations.only_compiled(implementations.flex_function(case, inputs))
     attend = torch.compile(flex, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         out = attend(*tensors).transpose(1, 2)

@@ -9,14 +9,14 @@ from flashtile.bench.base import select_cases
 from flashtile.bench.cases import Case
 from flashtile.bench.registry import case_name
 from flashtile.bench.tables import (
-    cases_of,
+    cases_named,
     common_cases,
     cpu_cases,
     cpu_feature_cases,
     cpu_grouped_cases,
     cuda_cases,
+    find_table,
     odd_cases,
-    table_of,
     tables,
 )
 
@@ -40,13 +40,13 @@ def test_cpu_table_has_both_dtypes_a_window_and_dropout():
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 def test_quick_is_a_part_of_the_table(device):
-    assert 0 < len(cases_of(device, ["all"], quick=True)) < len(cases_of(device, ["all"]))
-    assert set(cases_of(device, ["all"], quick=True)) <= set(cases_of(device, ["all"]))
+    assert 0 < len(cases_named(device, ["all"], quick=True)) < len(cases_named(device, ["all"]))
+    assert set(cases_named(device, ["all"], quick=True)) <= set(cases_named(device, ["all"]))
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 def test_names_with_batch_and_heads_tell_the_cases_of_all_tables_apart(device):
-    names = [case_name({"op": "attention", "case": case.record()}) for case in cases_of(device, ["all"])]
+    names = [case_name({"op": "attention", "case": case.record()}) for case in cases_named(device, ["all"])]
     assert len(set(names)) == len(names)
 
 
@@ -144,7 +144,7 @@ def test_documents_lie_beside_the_same_packed():
 
 
 def test_quick_shows_every_kind_of_mask():
-    few = cases_of(CUDA, ["masks"], quick=True)
+    few = cases_named(CUDA, ["masks"], quick=True)
     assert {"window", "lengths", "mask", "softcap", "bias"} == {
         name for case in few for name in ("window", "lengths", "mask", "softcap", "bias") if getattr(case, name)
     }
@@ -155,25 +155,25 @@ def test_table_of_a_case():
     """The first that has it: some cases of features, values, masks and shapes are others' too."""
     known = tables(CUDA)
     owners = {case: [name for name in known if case in known[name]] for cases in known.values() for case in cases}
-    assert all(table_of(case) == names[0] for case, names in owners.items())
+    assert all(find_table(case) == names[0] for case, names in owners.items())
     shared = [names for names in owners.values() if len(names) > 1]
     expected = [["default", "masks", "features"], *[["default", "values"]] * 4, ["varlen", "masks"]]
     shapes = [["default", "features", "shapes"], *[["default", "shapes"]] * 2, *[["features", "shapes"]] * 2]
     assert sorted(shared) == sorted([*[["default", "features"]] * 7, *expected, *shapes])
-    assert table_of(cpu_cases()[-1]) == "default"
+    assert find_table(cpu_cases()[-1]) == "default"
 
 
 def test_tables_are_chosen_by_name():
     known = tables(CUDA)
-    assert cases_of(CUDA) == known["default"]
-    assert cases_of(CPU, ["all"]) == [*cpu_cases(), *cpu_grouped_cases(), *cpu_feature_cases()]
-    assert cases_of(CUDA, ["mla", "window", "mla"]) == known["mla"] + known["window"]
-    assert cases_of(CUDA, ["all"]) == list(dict.fromkeys(case for cases in known.values() for case in cases))
+    assert cases_named(CUDA) == known["default"]
+    assert cases_named(CPU, ["all"]) == [*cpu_cases(), *cpu_grouped_cases(), *cpu_feature_cases()]
+    assert cases_named(CUDA, ["mla", "window", "mla"]) == known["mla"] + known["window"]
+    assert cases_named(CUDA, ["all"]) == list(dict.fromkeys(case for cases in known.values() for case in cases))
     with pytest.raises(ValueError, match="--table: no mla on cpu; there are: default, grouped, features, all"):
-        cases_of(CPU, ["mla"])
-    assert cases_of(CUDA, ["random:17", "random-odd:3"]) == [*common_cases(seed=17), *odd_cases(seed=3)]
+        cases_named(CPU, ["mla"])
+    assert cases_named(CUDA, ["random:17", "random-odd:3"]) == [*common_cases(seed=17), *odd_cases(seed=3)]
     with pytest.raises(ValueError, match="no mla:3 on cuda"):
-        cases_of(CUDA, ["mla:3"])
+        cases_named(CUDA, ["mla:3"])
 
 
 def test_select_cases_by_pattern_and_by_word():

@@ -11,7 +11,7 @@ from flashtile.bench.implementations import IMPLEMENTATIONS
 from flashtile.bench.oracle import AttentionProblem
 from flashtile.bench.runner import run_case
 from flashtile.bench.tables import value_cases
-from flashtile.bench.values import BATCH, MADE, NORMAL, activations, layer_of, trained
+from flashtile.bench.values import BATCH, MADE, NORMAL, activations, find_layer, trained
 from flashtile.models import GPTConfig
 from flashtile.testing import assert_same
 
@@ -72,5 +72,5 @@ def test_the_table_has_every_kind_for_every_head_mask_and_dtype() -> None:
     made = {(case.D, case.causal, case.dtype, case.values) for case in cases if case.S == 8192}
     assert len(made) == 3 * 2 * 2 * len(MADE)
     layers = [case for case in cases if case.S == 4096]
-    assert {layer_of(case.values) for case in layers} == {None, *range(8)}
+    assert {find_layer(case.values) for case in layers} == {None, *range(8)}
     assert trained(3) in {case.values for case in layers} and all(case.causal for case in layers)

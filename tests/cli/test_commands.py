@@ -18,7 +18,7 @@ from rich.console import Console
 import flashtile.cli
 from flashtile.bench import commands, runner
 from flashtile.bench.companion_products import OPERATIONS
-from flashtile.bench.report import Table, report_of
+from flashtile.bench.report import Table, make_report
 from flashtile.cli import doctor, warmup
 from flashtile.cli.console import print_table, print_text
 from flashtile.cli.demo import plan
@@ -148,7 +148,7 @@ def tables_of_all_commands():
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         record = json.loads(path.read_text("utf-8"))
         if all(row["op"] in (*DRAWN, *OPERATIONS) and "tflops" in row for row in record["rows"]):
-            yield from report_of(record, record).tables
+            yield from make_report(record, record).tables
     points = [Point(name, 131072, 12345.6, 2**34) for name in ("flashtile", "plain")]
     trainings = {name: Training([5.0, 4.0], [1.0], 123456.0, 2**34) for name in ("flashtile", "plain")}
     results = Results(plan.make_plan(CPU, 20.0), "a book", trainings, None, points, {})

@@ -15,7 +15,7 @@ from support.attention.compat_cases import (
     attention_by_definition,
     check_against,
     cumulative,
-    dropout_of,
+    group_head_dropout,
     normal,
     packed_by_definition,
     scores_by_definition,
@@ -212,7 +212,7 @@ DROPOUT_OPTIONS = {
 def test_dropout(options, meaning, device, dtype):
     options, seq_q, seq_k = on(device, options), 33, 40
     meaning = Meaning(**{**meaning.__dict__, "dropout_p": DROPOUT_P})
-    kept = dropout_of(3, device, DROPOUT_P, 2, 4, seq_q, seq_k)
+    kept = group_head_dropout(3, device, DROPOUT_P, 2, 4, seq_q, seq_k)
 
     def dropped(q, k, v):
         torch.manual_seed(3)
@@ -242,7 +242,7 @@ def test_weights_with_dropout(options, meaning, device, dtype):
     options, seq_q, seq_k = on(device, options), 37, 30
     q, k, v = (normal(2, *shape, seed=n).to(device, dtype) for n, shape in enumerate(
         [(seq_q, 4, 16), (seq_k, 2, 16), (seq_k, 2, 16)]))  # fmt: skip
-    kept = dropout_of(4, device, DROPOUT_P, 2, 4, seq_q, seq_k)
+    kept = group_head_dropout(4, device, DROPOUT_P, 2, 4, seq_q, seq_k)
     torch.manual_seed(4)
     out, _, S_dmask = flash_attn_func(q, k, v, DROPOUT_P, **options, return_attn_probs=True)
     assert S_dmask.shape == (2, 4, 128, 128) and S_dmask.dtype is dtype
@@ -266,7 +266,7 @@ def test_weights_of_packed_sequences(device, dtype):
     lengths_q, lengths_k = [5, 0, 33], [7, 4, 20]
     q, k = normal(38, 4, 16).to(device, dtype), normal(31, 2, 16, seed=1).to(device, dtype)
     cu_q, cu_k = cumulative(lengths_q, device), cumulative(lengths_k, device)
-    kept = dropout_of(5, device, DROPOUT_P, 3, 4, 33, 20)
+    kept = group_head_dropout(5, device, DROPOUT_P, 3, 4, 33, 20)
     torch.manual_seed(5)
     _, lse, S_dmask = flash_attn_varlen_func(
         q, k, k, cu_q, cu_k, 33, 20, DROPOUT_P, causal=True, return_attn_probs=True

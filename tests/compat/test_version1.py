@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flashtile.compat.flash_attn_1 import layout_of
+from flashtile.compat.flash_attn_1 import blockmask_layout
 from flashtile.testing import assert_close, assert_same
 from support.attention.compat_cases import (
     CALLS,
@@ -16,7 +16,7 @@ from support.attention.compat_cases import (
     attention_by_definition,
     check_against,
     cumulative,
-    dropout_of,
+    group_head_dropout,
     normal,
     packed_by_definition,
     scores_by_definition,
@@ -96,7 +96,7 @@ def test_split(first, device, dtype):
 @places
 def test_split_with_dropout_and_weights(device, dtype):
     qkv, cu, p = normal(17, 3, 2, 16).to(device, dtype), cumulative(LENGTHS_Q, device), 0.25
-    kept = dropout_of(8, device, p, 2, 2, 5, 5)
+    kept = group_head_dropout(8, device, p, 2, 2, 5, 5)
     torch.manual_seed(8)
     out, lse, first, rest = flash_attn_unpadded_qkvpacked_split_func(qkv, cu, 5, 9, 2, p, return_attn_probs=True)
     assert out.shape == (17, 2, 16) and lse.shape == (4, 2, 16)
@@ -162,7 +162,7 @@ def test_weights(p, causal, device, dtype):
     lengths_q, lengths_k = [33, 5, 0], [70, 4, 9]
     q, k = normal(38, 2, 16).to(device, dtype), normal(83, 2, 16, seed=1).to(device, dtype)
     cu_q, cu_k = cumulative(lengths_q, device), cumulative(lengths_k, device)
-    kept = dropout_of(5, device, p, 3, 2, 33, 70)
+    kept = group_head_dropout(5, device, p, 3, 2, 33, 70)
     torch.manual_seed(5)
     out, lse, S_dmask = flash_attn_unpadded_func(q, k, k, cu_q, cu_k, 33, 70, p, causal=causal, return_attn_probs=True)
     assert lse.shape == (3, 2, 48) and S_dmask.shape == (3, 2, 48, 128) and S_dmask.dtype is dtype
@@ -279,7 +279,7 @@ def test_lists_of_tiles():
     # row · 4 + 2 · last of its row + first of its row
     assert lists.tolist() == [[1, 13, -1, -1], [11, 12, -1, -1], [2, 14, -1, -1]]
     assert lists.dtype is torch.int32
-    assert torch.equal(layout_of(lists), layout.bool())
+    assert torch.equal(blockmask_layout(lists), layout.bool())
     with pytest.raises(ValueError, match="causal"):
         convert_blockmask(layout, causal=True)
 

@@ -46,7 +46,7 @@ def test_what_gathering_and_exchanging_hide():
     machine = replace(H200, latency=0.0, memory=1e30)
     assert cost("all_gather", _LOAD, 4, machine, "fwd").exposed == 0
     assert cost("all_gather", replace(_LOAD, causal=False), 4, machine, "fwd").exposed > 0
-    moved = 3 / 4 * _LOAD.bytes_of(_LOAD.length / 4, 2 * 32 + 2 * 8) / machine.near
+    moved = 3 / 4 * _LOAD.tensor_bytes(_LOAD.length / 4, 2 * 32 + 2 * 8) / machine.near
     assert cost("all_to_all", _LOAD, 4, machine, "fwd").exposed == pytest.approx(moved / 2)
     short = replace(_LOAD, length=4096)
     assert cost("all_to_all", short, 4, machine, "fwd").exposed == pytest.approx(moved * 4096 / _LOAD.length)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashtile.distributed.exchange import Message, Pending
-from flashtile.distributed.heads import HeadExchange, _in_widest, _move, runs_of
+from flashtile.distributed.heads import HeadExchange, _in_widest, _move, local_head_runs
 from flashtile.distributed.layout import Layout
 from flashtile.distributed.schedule import HeadRun, Problem, ring_schedule
 
@@ -57,7 +57,7 @@ def test_tokens_go_to_heads_and_back_in_a_transfer_each_way(ranks, batch, kind):
 
     run = HeadRun((0, heads // ranks), (0, heads_kv // ranks))
     waits = [
-        end.scatter(end.of_run(run, shards[:1], shards[1:]), (layout,) * 3, "there")
+        end.scatter(end.run_views(run, shards[:1], shards[1:]), (layout,) * 3, "there")
         for end, shards in ((end, [shard(t, rank) for t in whole]) for rank, end in enumerate(ends))
     ]
     deliver([end.group for end in ends])
@@ -72,7 +72,7 @@ def test_tokens_go_to_heads_and_back_in_a_transfer_each_way(ranks, batch, kind):
     waits = []
     for rank, end in enumerate(ends):
         q, k, v, of_lse = back[rank]
-        places = [*end.of_run(run, (q,), (k, v)), *end.of_run(run, (of_lse,))]
+        places = [*end.run_views(run, (q,), (k, v)), *end.run_views(run, (of_lse,))]
         waits.append(end.gather([*found[rank], of_rank[rank]], (layout,) * 4, places, "back"))
     deliver([end.group for end in ends])
     for rank, pending in enumerate(waits):
@@ -88,11 +88,11 @@ def test_heads_of_a_rank_follow_one_another():
     alone, short = ring_schedule(Problem(layout, layout)), ring_schedule(Problem(few, few))
     ring = ring_schedule(Problem(*(Layout(32768, 2),) * 2))
     long = torch.empty(1, 8192, 32, 128, dtype=torch.bfloat16, device="meta")
-    assert runs_of(alone, long, 8, 4) == (HeadRun((0, 4), (0, 1)), HeadRun((4, 8), (1, 2)))
-    assert runs_of(alone, long, 12, 4) == (HeadRun((0, 8), (0, 3)),)
+    assert local_head_runs(alone, long, 8, 4) == (HeadRun((0, 4), (0, 1)), HeadRun((4, 8), (1, 2)))
+    assert local_head_runs(alone, long, 12, 4) == (HeadRun((0, 8), (0, 3)),)
     for schedule, q, heads_kv, ranks in ((alone, long, 4, 4), (short, long[:, ::2], 8, 4), (ring, long, 8, 4),
                                          (alone, long, 8, 1)):  # fmt: skip
-        assert len(runs_of(schedule, q, heads_kv, ranks)) == 1
+        assert len(local_head_runs(schedule, q, heads_kv, ranks)) == 1
 
 
 def test_one_result_leaves_from_where_it_was_written():

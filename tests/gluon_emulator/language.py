@@ -14,7 +14,7 @@ import torch
 from gluon_emulator import values
 from gluon_emulator.machine import Barrier, NamedBarrier, Store, check_fenced, current
 from gluon_emulator.memory import Descriptor, Shared
-from gluon_emulator.values import Pointer, Value, as_value, binary, int1, int32, int64, layout_of
+from gluon_emulator.values import Pointer, Value, as_value, binary, blockmask_layout, int1, int32, int64
 
 SUMS_PASS_LOOPS = True
 GluonASTSource = None
@@ -81,19 +81,19 @@ def _layout(kind: str) -> Callable[..., tuple]:
 
 
 def _unary(function: Callable) -> Callable[[Value], Value]:
-    return lambda x: Value(function(as_value(x).data), as_value(x).dtype, layout_of(x))
+    return lambda x: Value(function(as_value(x).data), as_value(x).dtype, blockmask_layout(x))
 
 
 def _where(condition: Any, yes: Any, no: Any) -> Value:
     dtype = values.common_dtype(yes, no)
     chosen = torch.where(as_value(condition).data, as_value(yes, dtype).data, as_value(no, dtype).data)
-    return Value(chosen, dtype, layout_of(yes, no, condition))
+    return Value(chosen, dtype, blockmask_layout(yes, no, condition))
 
 
 def _fma(a: Any, b: Any, c: Any) -> Value:
     """Rounded once."""
     wide = [as_value(each, values.float32).data.double() for each in (a, b, c)]
-    return Value((wide[0] * wide[1] + wide[2]).float(), values.float32, layout_of(a, b, c))
+    return Value((wide[0] * wide[1] + wide[2]).float(), values.float32, blockmask_layout(a, b, c))
 
 
 def _cast(x: Any, dtype: Any) -> Value:
@@ -101,7 +101,7 @@ def _cast(x: Any, dtype: Any) -> Value:
 
 
 def _zeros_like(x: Value) -> Value:
-    return _full(x.shape, 0, x.dtype, layout_of(x))
+    return _full(x.shape, 0, x.dtype, blockmask_layout(x))
 
 
 def _extreme(whole: Callable, real: Callable) -> Callable[..., Value]:
@@ -183,7 +183,7 @@ def _load(pointer: Value, mask: Any = True, other: Any = None, volatile: bool = 
     data = current().machine.memory.load(addresses, dtype, where)
     if other is not None:
         data = torch.where(where, data, as_value(other, dtype).data)
-    return Value(data, dtype, layout_of(pointer, mask))
+    return Value(data, dtype, blockmask_layout(pointer, mask))
 
 
 def _store(pointer: Value, value: Any, mask: Any = True) -> None:

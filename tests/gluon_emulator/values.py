@@ -188,17 +188,17 @@ def binary(function: Any, a: Any, b: Any, gives: DType | None = None, real: bool
         pointer, other = (a, b) if type(left) is Pointer else (b, a)
         assert function is torch.add and not isinstance(getattr(other, "dtype", None), Pointer)
         moved = pointer.data + as_value(other).data.to(torch.int64) * pointer.dtype.element_ty.itemsize
-        return Value(moved, pointer.dtype, layout_of(pointer, other))
+        return Value(moved, pointer.dtype, blockmask_layout(pointer, other))
     dtype = left if left is right and left is not None else common_dtype(a, b)
     if real and not dtype.is_floating:
         dtype = float32
     left_data = a.data if left is dtype else as_value(a, dtype).data
     right_data = b.data if right is dtype else as_value(b, dtype).data
     gives = gives or dtype
-    return Value(_wrapped(function(left_data, right_data), gives), gives, layout_of(a, b))
+    return Value(_wrapped(function(left_data, right_data), gives), gives, blockmask_layout(a, b))
 
 
-def layout_of(*operands: Any) -> Any:
+def blockmask_layout(*operands: Any) -> Any:
     """The layout of the first operand with the most dimensions."""
     layout, most = None, -1
     for each in operands:

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from flashtile._backends import launch, launcher
-from flashtile._backends.launch import ABSENT, GIVEN, Parameter, float32, int32, int64, pointer_to, strides_of
+from flashtile._backends.launch import ABSENT, GIVEN, Parameter, float32, int32, int64, pointer_to, stride_parameters
 from flashtile._backends.launcher import Launcher
 from support.compilation.machine_code import compile_source
 
@@ -42,7 +42,7 @@ def scale_kernel(x_ptr, bias_ptr, stride_x_row, rows, factor, shift, BLOCK: tl.c
 _PARAMETERS = {
     "x_ptr": pointer_to(torch.float32, 16),
     "bias_ptr": pointer_to(None),
-    **strides_of("x", {"row": 64, "head": 3}, 16),
+    **stride_parameters("x", {"row": 64, "head": 3}, 16),
     "rows": int32(5),
     "factor": float32(0.5),
     "shift": float32(None),

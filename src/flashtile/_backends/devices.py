@@ -148,7 +148,7 @@ def device_facts(device: torch.device) -> DeviceFacts:
     return DeviceFacts(arch, properties.shared_memory_per_block_optin)
 
 
-def target_of(facts: DeviceFacts) -> Any:
+def compile_target(facts: DeviceFacts) -> Any:
     """The target for which Triton compiles."""
     from triton.backends.compiler import GPUTarget
 

@@ -29,7 +29,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from flashtile._backends import observe, together
 from flashtile._backends.allocate import Layout, allocator
 from flashtile._backends.assembler import assembler, without_line_tables
-from flashtile._backends.devices import DeviceFacts, device_facts, interpreting, target_of
+from flashtile._backends.devices import DeviceFacts, compile_target, device_facts, interpreting
 from flashtile._backends.interpret import interpreted
 from flashtile._backends.launcher import (
     Launcher,
@@ -110,12 +110,12 @@ def _number(of: str, value: Any, multiple: int) -> Parameter:
     return Parameter("constexpr", 1, None) if value is None else Parameter(of, multiple, value)
 
 
-def strides_of(name: str, strides: Mapping[str, int | None], multiple: int = 1) -> dict[str, Parameter]:
+def stride_parameters(name: str, strides: Mapping[str, int | None], multiple: int = 1) -> dict[str, Parameter]:
     """The parameters `stride_<name>_<dimension>`, in elements."""
     return {f"stride_{name}_{dimension}": int64(stride, multiple) for dimension, stride in strides.items()}
 
 
-def constants_of(cut: Any) -> dict[str, Any]:
+def named_constants(cut: Any) -> dict[str, Any]:
     """The fields of a NamedTuple as constants of kernels, by their names in capitals, such as BLOCK_N."""
     return {name.upper(): value for name, value in cut._asdict().items()}
 
@@ -366,7 +366,7 @@ def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     if source.max_registers and device.is_cuda:
         options["maxnreg"] = source.max_registers
     with _collecting_nothing(), without_line_tables(), assembler(device) as cache_key:
-        return triton.compile(ast, target=target_of(device), options=options, **cache_key)
+        return triton.compile(ast, target=compile_target(device), options=options, **cache_key)
 
 
 @contextlib.contextmanager

@@ -82,11 +82,11 @@ def call_once(benchmark: str, case: Any, name: str, device_type: str) -> None:
         time.sleep(_PAUSE)
 
 
-def _run_phases(problem_of: ProblemOf, case: Any, implementation: Implementation, device: torch.device) -> bool:
+def _run_phases(make_problem: ProblemOf, case: Any, implementation: Implementation, device: torch.device) -> bool:
     """Whether there was memory. What else fails, the measuring process will meet again."""
     with contextlib.suppress(Exception), implementation.context():
         try:
-            problem = problem_of(case, device)
+            problem = make_problem(case, device)
             if problem.offers(implementation):
                 bound = problem.bind(implementation)
                 for phase in problem.phases:

@@ -107,8 +107,8 @@ class Steps:
             self.kept, self.keeps = self.dropout()
         self.out = torch.bmm(self.kept, self.v)
         self.dkept = torch.bmm(self.dout, self.v.transpose(1, 2))
-        self.dweights = self.of_weights() if case.dropout_p else self.dkept
-        self.dscores = self.of_scores()
+        self.dweights = self.weight_steps() if case.dropout_p else self.dkept
+        self.dscores = self.score_steps()
 
     def forward(self) -> dict[str, Callable[[], Any]]:
         """Name of a step -> its call. The mask is added in place; what is hidden stays hidden however often it is."""
@@ -127,10 +127,10 @@ class Steps:
             "dv": lambda: torch.bmm(self.kept.transpose(1, 2), self.dout),
         }
         if self.dropout_p:
-            steps["dropout, backward"] = self.of_weights
+            steps["dropout, backward"] = self.weight_steps
         return {
             **steps,
-            "softmax, backward": self.of_scores,
+            "softmax, backward": self.score_steps,
             "dq": lambda: torch.bmm(self.dscores, self.k) * self.scale,
             "dk": lambda: torch.bmm(self.dscores.transpose(1, 2), self.q) * self.scale,
         }
@@ -138,10 +138,10 @@ class Steps:
     def dropout(self) -> tuple[Tensor, Tensor]:
         return torch.native_dropout(self.weights, self.dropout_p, True)
 
-    def of_weights(self) -> Tensor:
+    def weight_steps(self) -> Tensor:
         return _aten.native_dropout_backward(self.dkept, self.keeps, 1 / (1 - self.dropout_p))
 
-    def of_scores(self) -> Tensor:
+    def score_steps(self) -> Tensor:
         return _aten._softmax_backward_data(self.dweights, self.weights, -1, self.weights.dtype)
 
 

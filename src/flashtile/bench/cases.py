@@ -18,7 +18,7 @@ from torch import Tensor
 from flashtile import BlockMask
 from flashtile.bench import masks
 from flashtile.bench.base import AnyCase
-from flashtile.bench.values import NORMAL, activations, changed, layer_of
+from flashtile.bench.values import NORMAL, activations, changed, find_layer
 
 #: The backward recomputes the scores and makes four more products of the size of the forward's two.
 _BACKWARD_FLOPS = 2.5
@@ -222,7 +222,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
 
-    layer = layer_of(case.values)
+    layer = find_layer(case.values)
     if layer is None:
         q, k, v = changed(case.values, *(normal(*shape) for shape in case.shapes()))
     else:
@@ -245,7 +245,7 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
 def make_block_mask(case: Case, device: torch.device) -> BlockMask | None:
     """A case's mask if it is a block mask."""
     if case.mask is None:
-        return masks.pattern_of(case.function, case.S, device)
+        return masks.mask_pattern(case.function, case.S, device)
     return None if case.has_mask_tensor else masks.block_mask(case.mask, case.S, case.causal, device)
 
 

@@ -19,7 +19,7 @@ import torch
 import flashtile
 from flashtile.bench import ahead
 from flashtile.bench.base import AnyCase, Implementation, select_cases, select_implementations
-from flashtile.bench.record import Key, Record, Recorder, Row, command_line, key_of, require_writable, write_record
+from flashtile.bench.record import Key, Record, Recorder, Row, command_line, require_writable, row_key, write_record
 from flashtile.bench.registry import BENCHMARKS, Options
 from flashtile.bench.report import Report, Table, comparison_tables, reasons
 from flashtile.bench.runner import run_cases
@@ -246,7 +246,7 @@ def merge(records: Sequence[Record]) -> Record:
     by_key: dict[Key, list[Row]] = {}
     for record in records:
         for row in record["rows"]:
-            by_key.setdefault(key_of(row), []).append(row)
+            by_key.setdefault(row_key(row), []).append(row)
     return {**records[0], "rows": [_median_row(rows) for rows in by_key.values()]}
 
 

@@ -78,7 +78,7 @@ class ParallelCase(AnyCase):
         return normal(self.H), normal(self.Hkv), normal(self.Hkv), normal(self.H)
 
 
-def cases_of(device: str, gpus: int, quick: bool = False) -> list[ParallelCase]:
+def cases_named(device: str, gpus: int, quick: bool = False) -> list[ParallelCase]:
     """32 query and 8 key/value heads of 128 columns, causal and full, 32k to 512k tokens in all."""
     if device == "cpu":
         return [ParallelCase(1, 64 * gpus, 4, 2, 16, True, "fp32", gpus)]
@@ -213,7 +213,7 @@ def bench_distributed(
         raise ChoiceError(f"--gpus: expected at most {torch.cuda.device_count()}, the GPUs of this machine, got {gpus}")
     check_seconds(seconds)
     count = gpus or (torch.cuda.device_count() if device == "cuda" else 2)
-    cases = _chosen(cases_of(device, count, quick), lengths, mask)
+    cases = _chosen(cases_named(device, count, quick), lengths, mask)
     select_named("--impl", impl, IMPLEMENTATIONS, device)
     names = list(dict.fromkeys([BASELINE, *(impl or IMPLEMENTATIONS)]))
     require_writable(output)
@@ -309,7 +309,7 @@ def _rows(
             found, why = _agreed(partial(_measure, name, case, mesh, where, seconds, profiled))
             times, facts = found or ({}, {})
         if why is None and name == BASELINE:
-            times, facts = _of_each(times, facts)
+            times, facts = _mean_time(times, facts)
         if name == BASELINE:
             alone = times
         gpus = 1 if name == BASELINE else case.gpus
@@ -328,7 +328,7 @@ def _rows(
     return rows
 
 
-def _of_each(
+def _mean_time(
     times: dict[str, float], facts: dict[str, dict[str, Any]]
 ) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     """One GPU's time: the mean of what each takes for all of the work, at the same time as the others. GPUs of a kind

@@ -236,7 +236,7 @@ def build_flex(case: Case, inputs: Inputs) -> Callable[..., Tensor]:
     `fullgraph` makes an error of what torch.compile does not trace, and of its limit on recompilations.
     """
     torch.compiler.reset()  # each case compiles its own kernels; the limit on recompilations counts them together
-    return torch.compile(only_compiled(flex_of(case, inputs)), dynamic=False, fullgraph=True)
+    return torch.compile(only_compiled(flex_function(case, inputs)), dynamic=False, fullgraph=True)
 
 
 def only_compiled(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -250,7 +250,7 @@ def only_compiled(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return compiled
 
 
-def flex_of(case: Case, inputs: Inputs) -> Callable[..., Tensor]:
+def flex_function(case: Case, inputs: Inputs) -> Callable[..., Tensor]:
     """The function, to be compiled."""
     from torch.nn.attention.flex_attention import flex_attention
 

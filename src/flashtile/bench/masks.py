@@ -343,7 +343,7 @@ MASKS = {
 
 
 @functools.lru_cache(maxsize=2)
-def pattern_of(name: str | None, seq: int, device: torch.device) -> BlockMask | None:
+def mask_pattern(name: str | None, seq: int, device: torch.device) -> BlockMask | None:
     """The mask as flashtile takes it; None for a function of scores, and without a function."""
     return MASKS[name].pattern(seq, device) if name in MASKS else None
 

@@ -213,7 +213,7 @@ def _reference_in_blocks(
         shown = _shown(case, rows, keys, mask, q.device, start)
         arguments: dict[str, Any] = {**leaves, **case.arguments(), "mask": shown}
         if case.function in masks.SCORES:
-            arguments["score_mod"] = _of_chosen_heads(case, read, rows.start)
+            arguments["score_mod"] = _on_chosen_heads(case, read, rows.start)
         out = flashtile.attention(**arguments, dropout_seed=dropout_seed, backend="reference")
         wanted = [*leaves.values(), *(read if learns else ())]
         dq, dk, dv, *more = torch.autograd.grad(out, wanted, tensors["dout"][:, rows])
@@ -229,7 +229,7 @@ def _reference_in_blocks(
     return {"out": torch.cat(outs, 1), **found, **of_sums}
 
 
-def _of_chosen_heads(case: Case, tables: list[Tensor], first_row: int) -> masks.ScoreMod:
+def _on_chosen_heads(case: Case, tables: list[Tensor], first_row: int) -> masks.ScoreMod:
     """The case's function for a block of queries: the chosen heads, to which the tables belong, are batch entries."""
     assert case.function is not None
     whole = masks.SCORES[case.function].make(tables, case.S)

@@ -334,6 +334,6 @@ def peers(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(row["impl"] for row in rows if row["ms"] is not None and not is_ours(row["impl"])))
 
 
-def key_of(row: Row) -> Key:
+def row_key(row: Row) -> Key:
     """What a row measured: the same in two records."""
     return case_key(row), row["impl"], row["phase"], row.get("step", "")

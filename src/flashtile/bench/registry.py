@@ -80,7 +80,7 @@ BENCHMARKS = {
     "attention": Benchmark(
         "Attention", {"attention": Case}, tables.tables, implementations.IMPLEMENTATIONS, oracle.AttentionProblem,
         unit="TFLOP/s",
-        choose=lambda given, device: tables.cases_of(device, given.get("table", ()), given.get("quick", False)),
+        choose=lambda given, device: tables.cases_named(device, given.get("table", ()), given.get("quick", False)),
     ),
     "companions": Benchmark(
         "Companions", companion_products.OPERATIONS, companion_products.tables, companions.IMPLEMENTATIONS,
@@ -108,19 +108,19 @@ BENCHMARKS = {
 _BY_OPERATION = {op: benchmark for benchmark in BENCHMARKS.values() for op in benchmark.operations}
 
 
-def benchmark_of(op: str) -> Benchmark:
+def find_benchmark(op: str) -> Benchmark:
     """The benchmark that an operation's rows belong to; attention's for an operation of none."""
     return _BY_OPERATION.get(op, BENCHMARKS["attention"])
 
 
-def case_of(row: Mapping[str, Any]) -> AnyCase:
+def find_case(row: Mapping[str, Any]) -> AnyCase:
     """The case of a record's row."""
-    return benchmark_of(row["op"]).operations.get(row["op"], Case).from_record(row["case"])
+    return find_benchmark(row["op"]).operations.get(row["op"], Case).from_record(row["case"])
 
 
 def case_name(row: Row) -> str:
     """The name of a row's case; of attention with its batch and heads."""
-    case = case_of(row)
+    case = find_case(row)
     if not isinstance(case, Case):
         return case.name
     return f"b{case.B}-h{case.H}{'' if case.H == case.Hkv else f':{case.Hkv}'}-{case.name}"

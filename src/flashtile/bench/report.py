@@ -15,13 +15,13 @@ from flashtile.bench.record import (
     Row,
     case_key,
     geometric_mean,
-    key_of,
     peers,
     ratios_to_best,
     ratios_to_peer,
+    row_key,
 )  # fmt: skip
-from flashtile.bench.registry import benchmark_of, case_name, case_of
-from flashtile.bench.tables import table_of
+from flashtile.bench.registry import case_name, find_benchmark, find_case
+from flashtile.bench.tables import find_table
 
 #: What a speed is given in -> its key in a row.
 _SPEEDS = {"TFLOP/s": "tflops", "GB/s": "gbps", "tokens/s": "tokens_per_s"}
@@ -54,7 +54,7 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
     """
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((benchmark_of(row["op"]).title, row["phase"], _unit(row)), []).append(row)
+        groups.setdefault((find_benchmark(row["op"]).title, row["phase"], _unit(row)), []).append(row)
     copies = [row for row in rows if row["op"] == "copy" and row["ms"] is not None]
     found = [
         _speed_table(f"{kind} {phase}", unit, of_group, copies) for (kind, phase, unit), of_group in groups.items()
@@ -91,8 +91,8 @@ def mean_tables(rows: Sequence[Row]) -> list[Table]:
     """
     by_table: dict[str, list[Row]] = {}
     for row in rows:
-        case = case_of(row)
-        name = f"{table_of(case)} table" if isinstance(case, Case) else case.kind
+        case = find_case(row)
+        name = f"{find_table(case)} table" if isinstance(case, Case) else case.kind
         by_table.setdefault(name, []).append(row)
     found = [_mean_table(name, of_table) for name, of_table in by_table.items()]
     return [table for table in found if table.lines]
@@ -144,7 +144,7 @@ def _speed_table(title: str, unit: str, rows: list[Row], copies: list[Row]) -> T
     for key in dict.fromkeys(map(case_key, rows)):
         of_case = {row["impl"]: row for row in rows if case_key(row) == key}
         speeds = [_speed(of_case.get(impl), unit) for impl in impls]
-        shares = [_share_of_copy(of_case.get(impl), copies) for impl in beside_copy]
+        shares = [_copy_share(of_case.get(impl), copies) for impl in beside_copy]
         compared = [f"{ratios[key, impl].value:.2f}" if (key, impl) in ratios else "–" for impl in ours]
         lines.append([case_name(next(iter(of_case.values()))), *speeds, *shares, *compared])
     of_copy = (f"{impl} / copy" for impl in beside_copy)
@@ -153,7 +153,7 @@ def _speed_table(title: str, unit: str, rows: list[Row], copies: list[Row]) -> T
 
 def _unit(row: Row) -> str:
     """The unit of a speed."""
-    return benchmark_of(row["op"]).unit or case_of(row).unit(row["phase"])
+    return find_benchmark(row["op"]).unit or find_case(row).unit(row["phase"])
 
 
 def _speed(row: Row | None, unit: str) -> str:
@@ -167,7 +167,7 @@ def _speed(row: Row | None, unit: str) -> str:
 _ALIKE = 3.0
 
 
-def _share_of_copy(row: Row | None, copies: list[Row]) -> str:
+def _copy_share(row: Row | None, copies: list[Row]) -> str:
     """The share of the fastest copy that moves about as many bytes; smaller copies stay in the caches, in part.
 
     The fastest, not the nearest: a single copy can be slow by an accident of its own, such as the copy engine that a
@@ -209,8 +209,8 @@ def comparison_tables(rows: Sequence[Row], earlier: Sequence[Row], title: str) -
         earlier: of the other.
         title: of the first table.
     """
-    before = {key_of(row): row for row in earlier if row.get("ms") is not None}
-    common = [(before[key_of(row)], row) for row in rows if row.get("ms") is not None and key_of(row) in before]
+    before = {row_key(row): row for row in earlier if row.get("ms") is not None}
+    common = [(before[row_key(row)], row) for row in rows if row.get("ms") is not None and row_key(row) in before]
     lines = [
         [
             case_name(row),
@@ -282,7 +282,7 @@ class Report:
     notes: list[str]
 
 
-def report_of(record: Record, earlier: Record | None = None) -> Report:
+def make_report(record: Record, earlier: Record | None = None) -> Report:
     """A record's speeds, means and what could not run; with `earlier` also how these speeds differ from that one's."""
     rows = record["rows"]
     if rows and rows[0]["op"].endswith("-host"):

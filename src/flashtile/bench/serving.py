@@ -130,7 +130,7 @@ def widened(cache: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor
     return (cache.float() * (factors if factors.dim() == 1 else factors[:, None])[..., None]).to(dtype)
 
 
-def rows_of(
+def gather_rows(
     case: ServingCase, inputs: Inputs, sequence: int, heads: slice, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of a sequence, `[rows, heads, D]`, gathered from its pages, the new rows among them."""
@@ -161,7 +161,7 @@ def _rotated(inputs: Inputs, x: Tensor, rotates: bool) -> Tensor:
 
 def _dense(case: ServingCase, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """q, and the keys and values of all sequences in one piece each: packed where the queries are."""
-    parts = [rows_of(case, inputs, sequence, slice(None), case.torch_dtype) for sequence in range(case.B)]
+    parts = [gather_rows(case, inputs, sequence, slice(None), case.torch_dtype) for sequence in range(case.B)]
     join: Callable[..., Tensor] = torch.stack if case.queries is None else torch.cat
     k, v = (join(of_side) for of_side in zip(*parts))
     return inputs.q, k, v
@@ -373,7 +373,7 @@ class ServingProblem(base.Problem):
     def _plain(self, sequence: int, head: int, q: Tensor, dtype: torch.dtype) -> Tensor:
         """Attention of the chosen queries of a sequence with one key/value head, all scores at once."""
         case = self.case
-        k, v = (t[:, 0] for t in rows_of(case, self._inputs, sequence, slice(head, head + 1), dtype))
+        k, v = (t[:, 0] for t in gather_rows(case, self._inputs, sequence, slice(head, head + 1), dtype))
         count, rows = (case.queries or (case.Sq,) * case.B)[sequence], len(k)
         queries = self._queries(sequence).to(q.device)
         column = torch.arange(rows, device=q.device) - (rows - count)  # the first query's own row is 0

@@ -38,7 +38,7 @@ def _wide(seq: int, head_dim: int, **more: Any) -> Case:
     return _case(16384 // seq, seq, 2048 // head_dim, head_dim, **more)
 
 
-def _of_size(head_dim: int, seq: int, causal: bool) -> Case:
+def _sized_cases(head_dim: int, seq: int, causal: bool) -> Case:
     """16,384 tokens of 16 heads, or 8 wide ones."""
     return _case(16384 // seq, seq, 16 if head_dim < 128 else 8, head_dim, causal=causal)
 
@@ -162,9 +162,9 @@ def shape_cases() -> list[Case]:
     few = ((80, 1024, False), (96, 1024, True), (192, 1024, False), (256, 1024, True))
     long = ((80, 16384, True), (96, 16384, False), (224, 16384, True))
     return [
-        *(_of_size(dim, 4096, causal) for dim in (72, 80, 96, 104, 112, 160, 192, 224, 256) for causal in _BOTH),
+        *(_sized_cases(dim, 4096, causal) for dim in (72, 80, 96, 104, 112, 160, 192, 224, 256) for causal in _BOTH),
         *(_case(16, 729, 16, head_dim) for head_dim in (72, 80)),  # SigLIP and ViT
-        *(_of_size(*size) for size in (*few, *long)),
+        *(_sized_cases(*size) for size in (*few, *long)),
         Case(1, 32768, 16, 2, 128, 128, causal=True, window=(4096, 0)),
         Case(1, 16384, 32, 8, 128, 128, causal=True, window=(1024, 0)),
         Case(1, 16384, 32, 4, 128, 128, causal=True, window=(1024, 0)),
@@ -328,7 +328,7 @@ def tables(device: torch.device) -> dict[str, list[Case]]:
     }  # fmt: skip
 
 
-def table_of(case: Case) -> str:
+def find_table(case: Case) -> str:
     """The first table that has a case; "default" for a case of none."""
     return _tables_by_case().get(case, DEFAULT)
 
@@ -339,7 +339,7 @@ def _tables_by_case() -> dict[Case, str]:
     return {case: name for name in reversed(known) for case in known[name]}
 
 
-def cases_of(device: torch.device, names: Sequence[str] = (), quick: bool = False) -> list[Case]:
+def cases_named(device: torch.device, names: Sequence[str] = (), quick: bool = False) -> list[Case]:
     """The cases of the named tables, the default one when none is named, every one for "all". Each once.
 
     Args:

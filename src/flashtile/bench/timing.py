@@ -213,7 +213,7 @@ def summary(kernels: Iterable[tuple[str, Span]], calls: int) -> dict[str, float 
     """As `profile_calls` returns it, from names of kernels and their times in microseconds."""
     spans: dict[str, list[Span]] = {kind: [] for kind in (*_KINDS, "other")}
     for name, span in kernels:
-        spans[kind_of(name)].append(span)
+        spans[time_kind(name)].append(span)
     everything = [span for of_kind in spans.values() for span in of_kind]
     if not everything:
         return {}
@@ -224,7 +224,7 @@ def summary(kernels: Iterable[tuple[str, Span]], calls: int) -> dict[str, float 
     return milliseconds | {"idle": idle, "hidden": covered(spans["transfers"], computing)}
 
 
-def kind_of(name: str) -> str:
+def time_kind(name: str) -> str:
     lower = name.lower()
     return next((kind for kind, parts in _KINDS.items() if any(part in lower for part in parts)), "other")
 

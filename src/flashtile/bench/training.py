@@ -108,10 +108,10 @@ def training_cases(device: torch.device, batch: int | None = None) -> list[Train
 def chosen_cases(given: Mapping[str, Any], device: torch.device) -> list[TrainCase]:
     """The cases that options of the command line choose."""
     choice = (given.get("batch"), given.get("context", ()), given.get("after", 0), given.get("dropout", 0.0))
-    return cases_of(device, given.get("model", ()), *choice)[: 1 if given.get("quick") else None]
+    return cases_named(device, given.get("model", ()), *choice)[: 1 if given.get("quick") else None]
 
 
-def cases_of(
+def cases_named(
     device: torch.device,
     models: Sequence[str],
     batch: int | None,
@@ -202,7 +202,7 @@ def build_plain(case: TrainCase, weights: dict[str, Tensor]) -> Model:
     def logits(tokens: Tensor) -> Tensor:
         return plain_logits(case, own, tokens, dropout.p if dropout.training else 0.0)
 
-    return Model(list(own.values()), logits, _loss_of(logits), dropout.train)
+    return Model(list(own.values()), logits, _training_loss(logits), dropout.train)
 
 
 def plain_logits(case: TrainCase, weights: dict[str, Tensor], tokens: Tensor, dropout_p: float) -> Tensor:
@@ -237,7 +237,7 @@ def token_losses(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(wide.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(logits.shape[:2])
 
 
-def _loss_of(logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _training_loss(logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda tokens: token_losses(logits(tokens[:, :-1]), tokens).mean()
 
 
@@ -287,7 +287,7 @@ def _build_transformers(attention: str, compiled: bool = False) -> Callable[[Tra
         def logits(tokens: Tensor) -> Tensor:
             return model(input_ids=tokens).logits
 
-        loss = _loss_of(logits)
+        loss = _training_loss(logits)
         return Model(list(model.parameters()), logits, _compiled(loss) if compiled else loss, model.train)
 
     return build

@@ -95,14 +95,14 @@ class Steps(base.Bound, Generic[Batch]):
         Args:
             batch: in the place of its own.
         """
-        loss = self._sum_of_parts(self._batch if batch is None else batch, Tensor.backward)
+        loss = self._mean_loss(self._batch if batch is None else batch, Tensor.backward)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return loss
 
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss, by the function that a step calls."""
-        return self._sum_of_parts(batch)
+        return self._mean_loss(batch)
 
     @torch.no_grad()
     def token_losses(self, batch: Batch) -> Tensor:
@@ -133,10 +133,10 @@ class Steps(base.Bound, Generic[Batch]):
         With dropout the weights are then set back, and the optimizer begins again.
         """
         if not self._drops:
-            return self._losses_of_steps(batch)
+            return self._step_losses(batch)
         start = [parameter.detach().clone() for parameter in self._parameters]
         with self.without_dropout():
-            found = self._losses_of_steps(batch)
+            found = self._step_losses(batch)
         self._restart(start)
         return found
 
@@ -144,7 +144,7 @@ class Steps(base.Bound, Generic[Batch]):
         """What dropout does to a batch (see above); nothing without dropout. Takes steps."""
         return sample(self, batch) if self._drops else {}
 
-    def _losses_of_steps(self, batch: Batch) -> dict[str, Tensor]:
+    def _step_losses(self, batch: Batch) -> dict[str, Tensor]:
         before = self.token_losses(batch)
         losses = torch.stack([self.step(batch) for _ in range(_CHECKED_STEPS)])
         return {"token_loss": before, "token_loss_after": self.token_losses(batch), "loss": losses}
@@ -155,7 +155,7 @@ class Steps(base.Bound, Generic[Batch]):
             parameter.copy_(value)
         self._optimizer = torch.optim.AdamW(self._parameters, **self._options)
 
-    def _sum_of_parts(self, batch: Batch, use: Callable[[Tensor], Any] = lambda loss: None) -> Tensor:
+    def _mean_loss(self, batch: Batch, use: Callable[[Tensor], Any] = lambda loss: None) -> Tensor:
         """The mean loss. `use` is called with what each part has in it."""
         parts, losses = self._parts(batch), []
         for part in parts:

@@ -50,7 +50,7 @@ def trained(layer: int) -> str:
     return f"{_TRAINED}{layer}"
 
 
-def layer_of(values: str) -> int | None:
+def find_layer(values: str) -> int | None:
     """The layer whose activations are meant; None for values that are made."""
     return int(values.removeprefix(_TRAINED)) if values.startswith(_TRAINED) else None
 

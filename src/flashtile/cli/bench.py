@@ -15,7 +15,7 @@ from flashtile.bench import commands
 from flashtile.bench.base import AnyCase
 from flashtile.bench.commands import OnCase, compare_with_commit, describe_progress
 from flashtile.bench.record import Row, read_record
-from flashtile.bench.report import Report, report_of
+from flashtile.bench.report import Report, make_report
 from flashtile.cli.console import make_console, print_table, print_text
 from flashtile.cli.errors import UserError
 
@@ -51,7 +51,7 @@ def measure(
         stderr = make_console(stderr=True)
         with progress(stderr) as on_case:
             record = commands.measure(command, options, output, on_case)
-        report = report_of(record, earlier)
+        report = make_report(record, earlier)
     show_report(console, report, output)
 
 

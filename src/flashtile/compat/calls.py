@@ -80,7 +80,7 @@ class Given(NamedTuple):
     rest: dict[str, Any]
 
 
-def call_of(given: dict[str, Any], **fixed: Any) -> tuple[Call, dict[str, Any]]:
+def split_options(given: dict[str, Any], **fixed: Any) -> tuple[Call, dict[str, Any]]:
     """The options among arguments, and the other arguments."""
     rest: dict[str, Any] = {}
     for name, value in given.items():
@@ -98,7 +98,7 @@ def taken_apart(given: dict[str, Any], **fixed: Any) -> Given:
             `cu_seqlens` and `max_seqlen`; and options, with one window or two sides of it.
         fixed: options that the function has no argument for.
     """
-    call, rest = call_of(given, **fixed)
+    call, rest = split_options(given, **fixed)
     layout = None
     if "cu_seqlens" in rest:
         ends, most = rest.pop("cu_seqlens"), rest.pop("max_seqlen")
@@ -143,13 +143,13 @@ def _over_pages(q: Tensor, k: Tensor, v: Tensor, layout: Packed, call: Call) -> 
         check_page_numbers(k.shape[0], k.shape[1], layout.block_table, lengths)
     return flashtile.attention_varlen(
         q, k, v, layout.cu_seqlens_q, max_seqlen_q=layout.max_seqlen_q, key_lengths=lengths,
-        block_table=layout.block_table, **options_of(q, call),
+        block_table=layout.block_table, **map_options(q, call),
     )  # fmt: skip
 
 
 def computed(q: Tensor, k: Tensor, v: Tensor, layout: Packed | None, call: Call, **more: Any) -> Any:
     """What `flashtile.attention` returns, or with a layout `attention_varlen`; `more` are further arguments of it."""
-    options = options_of(q, call) | more
+    options = map_options(q, call) | more
     if layout is None:
         return flashtile.attention(q, k, v, **options)
     options |= dict(zip(Packed._fields[:4], layout))
@@ -173,7 +173,7 @@ def with_cache(
     Returns:
         out, or (out, lse `[B, H, Sq]`).
     """
-    options = options_of(q, call) | places | {"return_lse": bool(return_lse)}
+    options = map_options(q, call) | places | {"return_lse": bool(return_lse)}
     del options["dropout_p"], options["deterministic"]
     return flashtile.attention_with_kv_cache(q, k_cache, v_cache, k, v, **options)
 
@@ -224,7 +224,7 @@ def weights(
         `[B, H, Sq', Sk']` in q's dtype, each sequence from its start, padded with 0 to multiples of so many rows and
         columns.
     """
-    options = options_of(q, call)
+    options = map_options(q, call)
     del options["dropout_p"], options["deterministic"]
     parts, sizes, slopes = [(q, k)], (q.shape[1], k.shape[1]), [options.pop("alibi_slopes")]
     if layout is not None:
@@ -292,7 +292,7 @@ def backward(
         raise ValueError(
             "rng_state: expected what the forward returned, beside dropout_p, got None; it says what was dropped"
         )
-    options = options_of(q, call) | {"dropout_seed": seed if call.dropout_p else None}
+    options = map_options(q, call) | {"dropout_seed": seed if call.dropout_p else None}
     if options["alibi_slopes"] is not None:
         options["alibi_slopes"] = options["alibi_slopes"].detach()
     if layout is not None:
@@ -324,7 +324,7 @@ def row_sums(dout: Tensor, out: Tensor) -> Tensor:
     return (dout.to(wide) * out.to(wide)).sum(-1).transpose(-1, -2).contiguous()
 
 
-def options_of(q: Tensor, call: Call) -> dict[str, Any]:
+def map_options(q: Tensor, call: Call) -> dict[str, Any]:
     """The options of a call in the words of flashtile; what a call does not have is left out."""
     slopes = call.alibi_slopes
     if slopes is not None and slopes.dtype is torch.float32 and q.dtype is torch.float64:

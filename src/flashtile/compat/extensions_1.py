@@ -88,7 +88,7 @@ def _with_blocks(blockmask: Tensor, p_dropout: float, is_causal: bool, gen: Any,
     """The same arguments by the names that they have elsewhere, with a block mask of flashtile."""
     sizes = given["max_seqlen_q"], given["max_seqlen_k"]
     tiles = [-(-size // of) for size, of in zip(sizes, _TILE)]
-    layout = flash_attn_1.layout_of(blockmask)[: tiles[0], : tiles[1]]
+    layout = flash_attn_1.blockmask_layout(blockmask)[: tiles[0], : tiles[1]]
     mask = flashtile.BlockMask.from_layout(layout, _TILE, *sizes)
     return given | {"block_mask": mask, "dropout_p": p_dropout, "causal": is_causal}
 

@@ -239,7 +239,7 @@ def convert_blockmask(blockmask: Tensor, causal: bool) -> Tensor:
     return entries.gather(1, order).to(torch.int32).contiguous()
 
 
-def layout_of(converted: Tensor) -> Tensor:
+def blockmask_layout(converted: Tensor) -> Tensor:
     """What `convert_blockmask` undoes: bool `[rows, columns]`."""
     columns, rows = converted.shape
     layout = torch.zeros(rows + 1, columns, dtype=torch.bool, device=converted.device)
@@ -251,7 +251,9 @@ def layout_of(converted: Tensor) -> Tensor:
 def flash_blocksparse_attn_func(blockmask: Tensor, convert_mask: bool, **given: Any) -> Tensor:
     """`flashtile.modules.flash_blocksparse_attn_func`; without convert_mask, `blockmask` is what `convert_blockmask`
     makes of a layout."""
-    return modules.flash_blocksparse_attn_func(blockmask=blockmask if convert_mask else layout_of(blockmask), **given)
+    return modules.flash_blocksparse_attn_func(
+        blockmask=blockmask if convert_mask else blockmask_layout(blockmask), **given
+    )
 
 
 # flash_attn.fused_softmax

@@ -75,7 +75,7 @@ def flash_attn_with_kvcache(return_softmax_lse: bool, num_splits: int, **given: 
         num_splits: 0 chooses by the sizes.
         return_softmax_lse: also return lse, float32 `[batch, heads, seq_q]`.
     """
-    call, places = calls.call_of(given)
+    call, places = calls.split_options(given)
     return calls.with_cache(
         call=call, return_lse=return_softmax_lse, num_splits=num_splits or None,
         cache_lengths=places.pop("cache_seqlens"), cache_batch_indices=places.pop("cache_batch_idx"),

@@ -27,7 +27,7 @@ from torch import Tensor
 import flashtile
 from flashtile.compat.attend import attend
 from flashtile.compat.cache import Cache, attend_with_cache
-from flashtile.compat.calls import Call, Output, call_of, refuse_given, taken_apart, written
+from flashtile.compat.calls import Call, Output, refuse_given, split_options, taken_apart, written
 from flashtile.compat.rows import locate_rows
 from flashtile.compat.signatures import VERSION_3
 
@@ -105,7 +105,7 @@ def flash_attn_with_kvcache(
         rotary_seqlens: `[batch]`, the position of the first new row of each sequence; default cache_seqlens.
         attention_chunk: positions count from cache_leftpad on.
     """
-    call, rest = call_of(given)
+    call, rest = split_options(given)
     call = _with_factors(q, call, rest)
     places = {name: rest[name] for name in Cache._fields if name in rest}
     out, lse = attend_with_cache(

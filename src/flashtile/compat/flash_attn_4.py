@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from flashtile.compat.attend import attend
-from flashtile.compat.calls import Call, Packed, as_dense, call_of, equal_lengths, refuse, refuse_given
+from flashtile.compat.calls import Call, Packed, as_dense, equal_lengths, refuse, refuse_given, split_options
 from flashtile.compat.flash_attn_3 import combine
 from flashtile.compat.functions import Problem, block_mask_of, check_derivative, score_function
 from flashtile.compat.signatures import VERSION_4
@@ -44,7 +44,7 @@ _NOT_SERVED = {
 @_INTERFACE.takes
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     """Attention of a dense batch: q `[batch, seq_q, heads, head_dim]`, k and v `[batch, seq_k, heads_kv, ...]`."""
-    call, rest = _call_of(q, given)
+    call, rest = _split_options(q, given)
     if _asks(rest):
         lengths = q.shape[1], k.shape[1]
         call = _with_functions(call, rest, (q.shape[0], q.shape[2], *lengths, *lengths), q.device)
@@ -72,7 +72,7 @@ def flash_attn_varlen_func(
             past seqused_q are 0, and their lse is -inf.
         page_table: int32 `[batch, pages of a sequence]`, beside seqused_k.
     """
-    call, rest = _call_of(q, given)
+    call, rest = _split_options(q, given)
     dense, qv = None, rest["qv"]
     if cu_seqlens_q is None:
         dense, qv = q.shape[:2], None if qv is None else qv.flatten(0, 1)
@@ -122,7 +122,7 @@ def get_scheduler_metadata(seqlen_k_per_split: int | None, **given: Any) -> Tens
     raise ValueError(f"{', '.join(names)}: expected at least one, got None; pass the lengths")
 
 
-def _call_of(q: Tensor, given: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
+def _split_options(q: Tensor, given: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
     """The options among arguments, and the other arguments. What is not served is refused."""
     for name in [name for name in _NOT_SERVED if name in given]:
         refused = given.pop(name)
@@ -130,7 +130,7 @@ def _call_of(q: Tensor, given: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
     given["window_size"] = tuple(-1 if side is None else side for side in given["window_size"])
     given["softcap"] = given["softcap"] or 0.0
     sinks, score_mod = given.pop("learnable_sink"), given.pop("score_mod")
-    call, rest = call_of(given)
+    call, rest = split_options(given)
     if sinks is not None:
         sinks = sinks.to(torch.promote_types(q.dtype, torch.float32))
     return call._replace(sinks=sinks), rest | {"score_mod": score_mod}

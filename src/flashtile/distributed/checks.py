@@ -81,7 +81,7 @@ def check_whole(
         whole[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
     call: Any = flashtile.attention
     if documents:
-        longest = longest_of(documents, tensors.get("bias"), tensors.get("mask"), block_mask)
+        longest = longest_document(documents, tensors.get("bias"), tensors.get("mask"), block_mask)
         edges = torch.empty(len(documents), dtype=torch.int32, device="meta")
         call = functools.partial(
             flashtile.attention_varlen, cu_seqlens_q=edges, max_seqlen_q=longest, max_seqlen_k=longest
@@ -106,7 +106,7 @@ def check_block_mask(block_mask: flashtile.BlockMask, q: Tensor) -> None:
         )
 
 
-def documents_of(cu_seqlens: Sequence[int] | Tensor, total: int) -> tuple[int, ...]:
+def check_documents(cu_seqlens: Sequence[int] | Tensor, total: int) -> tuple[int, ...]:
     """Cumulative lengths as numbers, checked."""
     if isinstance(cu_seqlens, Tensor):
         if cu_seqlens.device.type != "cpu":
@@ -130,7 +130,7 @@ def documents_of(cu_seqlens: Sequence[int] | Tensor, total: int) -> tuple[int, .
     return documents
 
 
-def longest_of(documents: tuple[int, ...], *tables: Tensor | flashtile.BlockMask | None) -> int | None:
+def longest_document(documents: tuple[int, ...], *tables: Tensor | flashtile.BlockMask | None) -> int | None:
     """What bias, mask and block mask of packed documents count up to; None without them."""
     given = [table for table in tables if table is not None]
     if not documents or not given:
@@ -145,7 +145,7 @@ def longest_of(documents: tuple[int, ...], *tables: Tensor | flashtile.BlockMask
     return longest
 
 
-def of_four(name: str, table: Tensor | None) -> Tensor | None:
+def with_four_dims(name: str, table: Tensor | None) -> Tensor | None:
     """A bias or mask with all four dimensions."""
     if table is None or table.dim() == 4:
         return table
@@ -154,7 +154,7 @@ def of_four(name: str, table: Tensor | None) -> Tensor | None:
     return table[(None,) * (4 - table.dim())]
 
 
-def has_rows_of_shard(
+def has_shard_rows(
     bias: Tensor | None, mask: Tensor | None, strategy: str, ranks: int, length_q: int, packed: bool
 ) -> bool:
     """Whether bias and mask have the rows of this shard alone."""

@@ -13,19 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 import flashtile
 from flashtile.distributed.checks import (
     check_block_mask,
+    check_documents,
     check_flags,
     check_tensors,
     check_whole,
-    documents_of,
-    has_rows_of_shard,
-    longest_of,
-    of_four,
+    has_shard_rows,
+    longest_document,
+    with_four_dims,
 )
 from flashtile.distributed.engine import Call, ContextAttention
 from flashtile.distributed.exchange import Alone, Exchange
-from flashtile.distributed.heads import AttentionByHeads, HeadExchange, check_heads, runs_of, shared_out
+from flashtile.distributed.heads import AttentionByHeads, HeadExchange, check_heads, local_head_runs, shared_out
 from flashtile.distributed.layout import Layout, LayoutKind
-from flashtile.distributed.places import STRATEGIES, Places, agree, places_of, replicated
+from flashtile.distributed.places import STRATEGIES, Places, agree, mesh_places, replicated
 from flashtile.distributed.schedule import Problem, Schedule, gathered_schedule, ring_schedule
 
 Strategy = Literal["ring", "all_to_all", "all_gather", "ring_all_to_all"]
@@ -170,7 +170,7 @@ def context_parallel_attention(
         causal=causal, return_lse=return_lse, return_max_scores=return_max_scores, reduce_gradients=reduce_gradients,
         deterministic=deterministic,
     )  # fmt: skip
-    places = places_of(mesh)
+    places = mesh_places(mesh)
     packed = cu_seqlens is not None
     named = {
         "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks,
@@ -179,13 +179,13 @@ def context_parallel_attention(
     check_tensors(named, packed)
     q, k, v = _autocast(q, k, v)
     _check_strategy(strategy, places, q.shape[-2], k.shape[-2])
-    documents = () if cu_seqlens is None else documents_of(cu_seqlens, q.shape[0] * places.ranks)
-    bias, mask = (of_four(name, table) for name, table in (("bias", bias), ("mask", mask)))
+    documents = () if cu_seqlens is None else check_documents(cu_seqlens, q.shape[0] * places.ranks)
+    bias, mask = (with_four_dims(name, table) for name, table in (("bias", bias), ("mask", mask)))
     length_q, length_k = (t.shape[-3] * places.ranks for t in (q, k))
-    row_sharded = has_rows_of_shard(bias, mask, strategy, places.ranks, length_q, packed)
+    row_sharded = has_shard_rows(bias, mask, strategy, places.ranks, length_q, packed)
     if block_mask is not None:
         check_block_mask(block_mask, q)
-    longest = longest_of(documents, bias, mask, block_mask)
+    longest = longest_document(documents, bias, mask, block_mask)
     function = traced(score_mod, q)
     band = {"causal": causal, "align": align, "window": window}
     settings = {
@@ -215,12 +215,12 @@ def context_parallel_attention(
     located = bias, mask, alibi_slopes, key_lengths, block_mask, function
     positional = bool(dropout_p) or any(each is not None for each in located)
     ring = places.groups[0].size if strategy != "all_to_all" else 1
-    problem = problem_of((length_q, length_k), ring, layout, causal, align, window, documents, positional)
+    problem = make_problem((length_q, length_k), ring, layout, causal, align, window, documents, positional)
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     exchange: Exchange = places.groups[0] if strategy != "all_to_all" else Alone()
     heads = q.shape[-2]
     call = Call(
-        schedule_of(strategy, problem), exchange, settings | {"scale": _scale(scale, q.shape[-1])}, band, key_lengths,
+        make_schedule(strategy, problem), exchange, settings | {"scale": _scale(scale, q.shape[-1])}, band, key_lengths,
         dropout_seed, mask, 0, heads, row_sharded, longest, return_max_scores, block_mask,
         function and function._replace(captured=()),
     )  # fmt: skip
@@ -257,11 +257,11 @@ def _run_by_heads(
         kind = "contiguous"  # within a place of the ring, in whose order its tokens stay
     cut_q, cut_k = (Layout(t.shape[1] * group.size, group.size, kind) for t in (q, k))
     k, v = (shared_out(t, group.size) for t in (k, v))
-    exchange, runs = HeadExchange(group, cut_q, cut_k), runs_of(call.schedule, q, k.shape[2], group.size)
+    exchange, runs = HeadExchange(group, cut_q, cut_k), local_head_runs(call.schedule, q, k.shape[2], group.size)
     return AttentionByHeads.apply(exchange, call, runs, wants_lse, q, k, v, bias, slopes, sinks, *captured)
 
 
-def problem_of(
+def make_problem(
     lengths: tuple[int, int],
     ring: int,
     layout: LayoutKind,
@@ -278,7 +278,7 @@ def problem_of(
 
 
 @functools.lru_cache(maxsize=256)
-def schedule_of(strategy: str, problem: Problem) -> Schedule:
+def make_schedule(strategy: str, problem: Problem) -> Schedule:
     """The steps of a strategy; that of heads alone has one, without transfers."""
     return gathered_schedule(problem) if strategy == "all_gather" else ring_schedule(problem, strategy)
 

@@ -71,7 +71,7 @@ class Load:
         full = 4.0 * self.batch * self.heads * self.length**2 * self.head_dim
         return full / 2 if self.causal else full
 
-    def bytes_of(self, tokens: float, heads: float) -> float:
+    def tensor_bytes(self, tokens: float, heads: float) -> float:
         """Bytes of one tensor with so many tokens and heads."""
         return self.batch * tokens * heads * self.head_dim * self.itemsize
 
@@ -159,7 +159,7 @@ def _ring(load: Load, ranks: int, machine: Machine, back: bool, heads_share: int
     tokens = load.length / ranks
     compute = _compute(load, ranks * heads_share, machine, back)
     heads_kv = max(load.heads_kv / heads_share, 1)
-    block = 2 * load.bytes_of(tokens, heads_kv)
+    block = 2 * load.tensor_bytes(tokens, heads_kv)
     arriving = 2 * block if back else block  # gradients of keys and values come back as their blocks go out
     waiting = machine.latency + arriving / _bandwidth(ranks, machine, stride) - compute / ranks
     exposed = (ranks - 1) * max(0.0, waiting)
@@ -183,7 +183,7 @@ def _all_gather(load: Load, ranks: int, machine: Machine, back: bool) -> Cost:
     compute, tokens = _compute(load, ranks, machine, back), load.length / ranks
     if ranks == 1:
         return Cost(compute, 0.0)
-    arriving = 2 * load.bytes_of(load.length - tokens, load.heads_kv) / _bandwidth(ranks, machine)
+    arriving = 2 * load.tensor_bytes(load.length - tokens, load.heads_kv) / _bandwidth(ranks, machine)
     gathering, returning = machine.latency + arriving, machine.latency + (0.75 if load.causal else 1.0) * arriving
     exposed = (max(0.0, gathering - compute / ranks) if load.causal else gathering) + (returning if back else 0.0)
     # All rows see earlier keys, the late half those between the two chunks of the rank.
@@ -197,7 +197,7 @@ def _exchange(load: Load, tokens: float, ranks: int, machine: Machine, compute: 
     computed while the first arrives and the last leaves."""
     if ranks == 1:
         return 0.0
-    moved = load.bytes_of(tokens, 2 * load.heads + 2 * max(load.heads_kv, ranks))
+    moved = load.tensor_bytes(tokens, 2 * load.heads + 2 * max(load.heads_kv, ranks))
     copying = 2 * (1 + 1 / ranks) * moved / machine.memory
     travelling = 2 * machine.latency + (ranks - 1) / ranks * moved / _bandwidth(ranks, machine)
     return copying + travelling / runs + (1 - 1 / runs) * max(0.0, travelling - compute)

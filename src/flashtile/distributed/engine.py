@@ -92,7 +92,7 @@ class Call:
             tensor = tensor[..., work.column : work.column + work.keys[1] - work.keys[0]]
         return tensor
 
-    def of_documents(self, tensor: Tensor | None, work: Work) -> Tensor | None:
+    def document_entries(self, tensor: Tensor | None, work: Work) -> Tensor | None:
         """The entries of a call's documents in a tensor that has one for each."""
         if tensor is None or not self.packed:
             return tensor
@@ -106,14 +106,14 @@ class Call:
             longest = max(work.lengths) if self.longest is None else self.longest
             packed = {"cu_seqlens": _cumulative(work.lengths, device), "max_seqlen": longest}
         if slopes is not None and slopes.dim() == 2:
-            slopes = self.of_documents(slopes, work)
+            slopes = self.document_entries(slopes, work)
         return {
             **self.options,
             **band,
             **packed,
             "part": part,
             "dropout_seed": self.dropout_seed,
-            "key_lengths": self.of_documents(self.key_lengths, work),
+            "key_lengths": self.document_entries(self.key_lengths, work),
             "mask": self.table(self.mask, work),
             "bias": self.table(bias, work),
             "alibi_slopes": slopes,
@@ -371,7 +371,7 @@ def _add_work(
         assert target is not None and grads.bias is not None
         target.add_(grads.bias)
     if results.slopes is not None:
-        target = call.of_documents(results.slopes, work) if results.slopes.dim() == 2 else results.slopes
+        target = call.document_entries(results.slopes, work) if results.slopes.dim() == 2 else results.slopes
         assert target is not None and grads.alibi_slopes is not None
         target.add_(grads.alibi_slopes)
     for of_function, grad in zip(results.captured, grads.captured):
@@ -404,7 +404,7 @@ def _return(
     sends = []
     for transfer in incoming:
         for total, grad in zip((results.k, results.v), grads):
-            part = _of_shard(call, transfer, grad) if schedule.gathers(step) else grad
+            part = _shard_keys(call, transfer, grad) if schedule.gathers(step) else grad
             if transfer.source == rank:
                 total.add(transfer.keys, part)
             else:
@@ -413,7 +413,7 @@ def _return(
     return _Returning(outgoing, blocks.used(sends, receives))
 
 
-def _of_shard(call: Call, transfer: Transfer, grad: Tensor) -> Tensor:
+def _shard_keys(call: Call, transfer: Transfer, grad: Tensor) -> Tensor:
     """The part for some keys of a shard, of a gradient that has all keys in the order of the sequence."""
     low, high = transfer.keys
     return torch.cat(

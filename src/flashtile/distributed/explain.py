@@ -11,10 +11,17 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.distributed.checks import TENSORS, check_tensors, check_whole, documents_of, has_rows_of_shard, of_four
-from flashtile.distributed.context_parallel import Align, Strategy, Window, problem_of, schedule_of, traced
+from flashtile.distributed.checks import (
+    TENSORS,
+    check_documents,
+    check_tensors,
+    check_whole,
+    has_shard_rows,
+    with_four_dims,
+)
+from flashtile.distributed.context_parallel import Align, Strategy, Window, make_problem, make_schedule, traced
 from flashtile.distributed.engine import place_and_band
-from flashtile.distributed.heads import check_heads, runs_of
+from flashtile.distributed.heads import check_heads, local_head_runs
 from flashtile.distributed.layout import LayoutKind
 from flashtile.distributed.places import STRATEGIES
 from flashtile.distributed.schedule import Schedule, Work
@@ -90,13 +97,15 @@ def explain_context_parallel(
     of_rank = max(1, k.shape[-2] // exchanging)
     total = ring * exchanging
     lengths = q.shape[-3] * total, k.shape[-3] * total
-    documents = () if cu_seqlens is None else documents_of(cu_seqlens, lengths[0])
+    documents = () if cu_seqlens is None else check_documents(cu_seqlens, lengths[0])
     names = ("bias", "mask", "alibi_slopes", "key_lengths", "block_mask", "score_mod")
     positional = bool(options.get("dropout_p")) or any(options.get(name) is not None for name in names)
-    schedule = schedule_of(strategy, problem_of(lengths, ring, layout, causal, align, window, documents, positional))
+    schedule = make_schedule(
+        strategy, make_problem(lengths, ring, layout, causal, align, window, documents, positional)
+    )
     works = [work for step in schedule.steps for of_rank in step.work for work in of_rank]
     largest = max(works, key=lambda work: work.pairs, default=None)
-    runs = runs_of(schedule, q if q.dim() == 4 else q[None], of_rank * exchanging, exchanging)
+    runs = local_head_runs(schedule, q if q.dim() == 4 else q[None], of_rank * exchanging, exchanging)
     heads, heads_kv = (high - low for low, high in runs[0])
     shapes = [(heads, q.shape[-1]), (heads_kv, k.shape[-1]), (heads_kv, v.shape[-1])]
     kernels = _kernels(largest, positional, q, shapes, band, device, options)
@@ -118,9 +127,9 @@ def _check_call(
     packed = cu_seqlens is not None
     given = {name: options.get(name) for name in TENSORS}
     check_tensors({"q": q, "k": k, "v": v} | given, packed)
-    bias, mask = (of_four(name, given[name]) for name in ("bias", "mask"))
-    row_sharded = has_rows_of_shard(bias, mask, strategy, ranks, q.shape[-3] * ranks, packed)
-    documents = () if cu_seqlens is None else documents_of(cu_seqlens, q.shape[0] * ranks)
+    bias, mask = (with_four_dims(name, given[name]) for name in ("bias", "mask"))
+    row_sharded = has_shard_rows(bias, mask, strategy, ranks, q.shape[-3] * ranks, packed)
+    documents = () if cu_seqlens is None else check_documents(cu_seqlens, q.shape[0] * ranks)
     functions = "block_mask", "score_mod"
     settings = {name: value for name, value in options.items() if name not in given and name not in functions}
     tensors = {"q": q, "k": k, "v": v} | given | {"bias": bias, "mask": mask}

@@ -81,7 +81,7 @@ class HeadExchange:
     queries: Layout
     keys: Layout
 
-    def of_run(self, run: HeadRun, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor] = ()) -> list[Tensor]:
+    def run_views(self, run: HeadRun, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor] = ()) -> list[Tensor]:
         """Views `[batch, rows, ranks, heads, head_dim]` of `[batch, rows, heads, head_dim]`: each rank's heads of the
         run."""
         ranks = self.group.size
@@ -217,23 +217,25 @@ class AttentionByHeads(torch.autograd.Function):
         results = [t for t in (out, lse, max_scores) if t is not None]
         layouts = (exchange.queries, exchange.keys, exchange.keys)
         moving = [
-            exchange.scatter(exchange.of_run(run, (q,), (k, v)), layouts, f"forward, all tokens of heads {run.heads}")
+            exchange.scatter(
+                exchange.run_views(run, (q,), (k, v)), layouts, f"forward, all tokens of heads {run.heads}"
+            )
             for run in runs
         ]
         ctx.calls, kept = [], []
         with arriving(moving):
             for run, here in zip(runs, tuple(moving)):
                 heads = first + run.heads[0], first + run.heads[1]
-                of_run = replace(call, head=heads[0], mask=_of_heads(call.mask, 1, heads))
-                tables = [_of_heads(t, dim, heads) for t, dim in zip((bias, slopes, sinks), _DIMS)]
+                run_views = replace(call, head=heads[0], mask=_head_range(call.mask, 1, heads))
+                tables = [_head_range(t, dim, heads) for t, dim in zip((bias, slopes, sinks), _DIMS)]
                 tensors = here.wait()
-                found = forward(of_run.reading(captured), *tensors, *tables)
-                ctx.calls.append((run, of_run, heads))
+                found = forward(run_views.reading(captured), *tensors, *tables)
+                ctx.calls.append((run, run_views, heads))
                 kept += [*tensors, *found[:2]]
                 leaving = (found[0], *map(_as_columns, found[1:] if wants_lse else found[2:]))
                 where = f"forward, all heads of some tokens, from heads {run.heads}"
                 of_rows = (exchange.queries,) * len(leaving)
-                moving.append(exchange.gather(leaving, of_rows, exchange.of_run(run, results), where))
+                moving.append(exchange.gather(leaving, of_rows, exchange.run_views(run, results), where))
             for each in moving:
                 each.wait()
         ctx.save_for_backward(bias, slopes, sinks, *captured, *kept)
@@ -256,7 +258,7 @@ class AttentionByHeads(torch.autograd.Function):
         given = [dout] if dlse is None else [dout, _as_columns(dlse)]
         of_rows = (exchange.queries,) * len(given)
         moving = [
-            exchange.scatter(exchange.of_run(run, given), of_rows, f"backward, gradients of heads {run.heads}")
+            exchange.scatter(exchange.run_views(run, given), of_rows, f"backward, gradients of heads {run.heads}")
             for run, *_ in ctx.calls
         ]
         layouts = (exchange.queries, exchange.keys, exchange.keys)
@@ -268,7 +270,7 @@ class AttentionByHeads(torch.autograd.Function):
                     *(table.of(heads) for table in tables[:3]), captured, ctx.needs_input_grad[7:],
                 )  # fmt: skip
                 where = f"backward, gradients of some tokens, from heads {run.heads}"
-                places = exchange.of_run(run, (dq,), (dk, dv))
+                places = exchange.run_views(run, (dq,), (dk, dv))
                 moving.append(exchange.gather(grads[:3], layouts, places, where))
                 for table, grad in zip(tables, grads[3:]):
                     table.add(heads, grad)
@@ -281,7 +283,7 @@ class AttentionByHeads(torch.autograd.Function):
 _DIMS = (1, -1, 0)
 
 
-def _of_heads(tensor: Tensor | None, dim: int | None, heads: tuple[int, int]) -> Tensor | None:
+def _head_range(tensor: Tensor | None, dim: int | None, heads: tuple[int, int]) -> Tensor | None:
     """The part for some heads, (first, past the last), of a tensor that has all heads, or one for all."""
     if tensor is None or dim is None or tensor.shape[dim] == 1:
         return tensor
@@ -296,7 +298,7 @@ class _Table:
         self._sum: Tensor | None = None
 
     def of(self, heads: tuple[int, int]) -> Tensor | None:
-        return _of_heads(self._whole, self._dim, heads)
+        return _head_range(self._whole, self._dim, heads)
 
     def add(self, heads: tuple[int, int], grad: Tensor | None) -> None:
         """Takes in the gradient of `of(heads)`."""
@@ -305,7 +307,7 @@ class _Table:
         if self._sum is None:
             wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
             self._sum = torch.zeros_like(self._whole, dtype=wide)
-        target = _of_heads(self._sum, self._dim, heads)
+        target = _head_range(self._sum, self._dim, heads)
         assert target is not None
         target.add_(grad)
 
@@ -323,7 +325,7 @@ def _as_lse(columns: Tensor) -> Tensor:
     return columns.squeeze(-1).transpose(1, 2)
 
 
-def runs_of(schedule: Schedule, q: Tensor, heads_kv: int, ranks: int) -> tuple[HeadRun, ...]:
+def local_head_runs(schedule: Schedule, q: Tensor, heads_kv: int, ranks: int) -> tuple[HeadRun, ...]:
     """How a rank's heads follow one another. Beside a ring there is one run: its transfers, of another group, would be
     between those of the heads.
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile.distributed.context_parallel import Strategy, context_parallel_attention
 from flashtile.distributed.layout import LayoutKind
-from flashtile.distributed.places import places_of
+from flashtile.distributed.places import mesh_places
 from flashtile.distributed.sharding import sequence_positions, shard_sequence
 from flashtile.models import GPT, Bert
 from flashtile.modules import MHA, RotaryEmbedding
@@ -39,7 +39,7 @@ def context_parallel(
     Raises:
         TypeError, ValueError: attention or positions of the model cannot be replaced.
     """
-    ranks = places_of(mesh).ranks
+    ranks = mesh_places(mesh).ranks
     mixers = [module for module in model.modules() if isinstance(module, MHA)]
     if not mixers:
         raise TypeError(
@@ -126,7 +126,7 @@ class ShardedRotary(nn.Module):
         super().__init__()
         self.rotary, self.layout = rotary, layout
         self.interleaved, self.scale_base = rotary.interleaved, rotary.scale_base
-        self._mesh, self._ranks = mesh, places_of(mesh).ranks
+        self._mesh, self._ranks = mesh, mesh_places(mesh).ranks
         self._made: tuple[int, tuple[Tensor | None, ...]] | None = None
         self._made_from: Source | None = None
 

@@ -57,7 +57,7 @@ class Places:
             group.from_first(tensor, where)
 
 
-def places_of(mesh: DeviceMesh) -> Places:
+def mesh_places(mesh: DeviceMesh) -> Places:
     """The ranks of a mesh of one or two dimensions.
 
     Raises:

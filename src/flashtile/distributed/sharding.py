@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashtile.distributed.checks import documents_of
+from flashtile.distributed.checks import check_documents
 from flashtile.distributed.layout import LayoutKind
-from flashtile.distributed.places import Places, places_of
+from flashtile.distributed.places import Places, mesh_places
 
 
 def shard_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: LayoutKind = "zigzag") -> Tensor:
@@ -32,7 +32,7 @@ def shard_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: La
         ValueError: the tensor has no such dimension, or its length cannot be divided evenly: it must be a multiple of
             `2 · ranks` for "zigzag", and of `ranks` for "contiguous".
     """
-    places = places_of(mesh)
+    places = mesh_places(mesh)
     _check_dim(tensor, dim)
     cut = places.layout(tensor.shape[dim], layout)
     runs = [tensor.narrow(dim, chunk.start, chunk.length) for chunk in cut.chunks(places.rank)]
@@ -56,7 +56,7 @@ def unshard_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: 
             "tensor: expected one without a gradient, got one that requires it; compute the loss on shards "
             "(mean_over_shards), or detach it"
         )
-    places = places_of(mesh)
+    places = mesh_places(mesh)
     parts = [tensor]
     for group in reversed(places.groups):
         parts = [shard for part in parts for shard in group.gather(part.contiguous(), "unshard_sequence").wait()]
@@ -109,7 +109,7 @@ def sequence_positions(
         raise ValueError(f"length: expected at least 0, got {length}; it is the number of tokens")
     positions = torch.arange(length, device="cpu")
     if cu_seqlens is not None:
-        edges = torch.tensor(documents_of(cu_seqlens, length), device="cpu")
+        edges = torch.tensor(check_documents(cu_seqlens, length), device="cpu")
         positions -= edges[torch.searchsorted(edges, positions, right=True) - 1]
     return shard_sequence(positions, mesh, dim=0, layout=layout).to(device)
 
@@ -140,7 +140,7 @@ def mean_over_shards(total: Tensor, count: Tensor | int, mesh: DeviceMesh) -> Te
     for name, scalar in (("total", total), ("count", count)):
         if isinstance(scalar, Tensor) and scalar.dim():
             raise ValueError(f"{name}: expected a scalar, got shape {tuple(scalar.shape)}; add up this shard's")
-    return _MeanOverShards.apply(places_of(mesh), total, count)
+    return _MeanOverShards.apply(mesh_places(mesh), total, count)
 
 
 class _MeanOverShards(torch.autograd.Function):

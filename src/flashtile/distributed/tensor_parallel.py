@@ -131,7 +131,7 @@ def _check_has_tokens(tensor: Tensor) -> None:
         )
 
 
-def of_shards(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
+def sum_over_ranks(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
     """A parameter that all ranks have and use for their tokens: its gradient is the sum of theirs."""
     return _Enter.apply(parameter, mesh.get_group())
 
@@ -281,7 +281,7 @@ class RowParallelLinear(nn.Module):
         if self.bias is None:
             return out
         # If ranks have shards of the tokens, each sees a part of the bias's gradient.
-        bias = of_shards(self.bias, self.mesh) if self.sequence_parallel else self.bias
+        bias = sum_over_ranks(self.bias, self.mesh) if self.sequence_parallel else self.bias
         return out + bias.to(out.dtype)
 
     def extra_repr(self) -> str:

@@ -22,7 +22,7 @@ from flashtile.distributed.tensor_parallel import (
     heads_divide,
     interleaved,
     local,
-    of_shards,
+    sum_over_ranks,
 )
 from flashtile.models import GPT
 from flashtile.modules import MHA, Block, FusedMlp, GatedMlp, Mlp, ParallelBlock
@@ -136,14 +136,14 @@ class BlockParallel(ParallelStyle):
             MlpParallel(self.sequence_parallel)._apply(module.mlp, device_mesh)
         if self.sequence_parallel:
             for norm in (module.norm1, getattr(module, "norm2", None)):
-                _of_shards(norm, device_mesh)
+                _reduce_norm_gradients(norm, device_mesh)
         return module
 
 
-def _of_shards(norm: nn.Module | None, mesh: DeviceMesh) -> None:
+def _reduce_norm_gradients(norm: nn.Module | None, mesh: DeviceMesh) -> None:
     """Gradients of a norm's parameters become those of all ranks' tokens."""
     if norm is not None:
-        norm.shared = functools.partial(of_shards, mesh=mesh)  # type: ignore[assignment]
+        norm.shared = functools.partial(sum_over_ranks, mesh=mesh)  # type: ignore[assignment]
 
 
 class PositionsOfShards(nn.Module):
@@ -162,7 +162,7 @@ class PositionsOfShards(nn.Module):
     def forward(self, numbers: Tensor) -> Tensor:
         """int64 `[seq]`, of all tokens -> `[seq / ranks, width]`."""
         own = numbers.chunk(self._mesh.size(), -1)[self._mesh.get_local_rank()]
-        return F.embedding(own, of_shards(self.weight, self._mesh))
+        return F.embedding(own, sum_over_ranks(self.weight, self._mesh))
 
 
 class VocabularyParallel(ParallelStyle):
@@ -184,7 +184,7 @@ class VocabularyParallel(ParallelStyle):
         if module.head is not None:
             module.head = cast(Any, ColumnParallelLinear.of(module.head, device_mesh, None, self.sequence_parallel))
         if self.sequence_parallel:
-            _of_shards(module.norm, device_mesh)
+            _reduce_norm_gradients(module.norm, device_mesh)
             if module.position is not None:
                 module.position = cast(Any, PositionsOfShards(module.position, device_mesh))
                 module.numbered = module.numbered or _numbers

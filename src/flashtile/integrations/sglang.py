@@ -184,7 +184,7 @@ class FlashtileBackend(AttentionBackend):
         self._check_layer(layer, options)
         batch: Any = self.forward_metadata
         if self._latent and layer.v_head_dim != self._pool.kv_lora_rank:
-            return self._of_prompts(q, k, v, layer, forward_batch, save_kv_cache)
+            return self._prompt_attention(q, k, v, layer, forward_batch, save_kv_cache)
         if save_kv_cache and k is not None:
             slots = KVWriteLoc.for_batch(forward_batch, swa_loc=batch.window_slots)
             if self._latent:  # this pool takes no factors
@@ -217,7 +217,7 @@ class FlashtileBackend(AttentionBackend):
         )  # fmt: skip
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
-    def _of_prompts(
+    def _prompt_attention(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, save_kv_cache: bool
     ) -> Tensor:
         """Latent attention of whole prompts, for which SGLang computes keys and values of heads."""

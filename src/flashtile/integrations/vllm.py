@@ -230,7 +230,7 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
             return output.fill_(0)
         batch = attn_metadata
         q = self._rows(query)[: batch.tokens]
-        options = self._options | self._of_device(q)
+        options = self._options | self._on_device(q)
         if self.attn_type == AttentionType.ENCODER_ONLY:
             k, v = (self._rows(rows)[: batch.tokens] for rows in (key, value))
             out = flashtile.attention_varlen(
@@ -277,7 +277,7 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
         left = self._sliding_window - 1
         return left, 0 if causal else left
 
-    def _of_device(self, q: Tensor) -> dict[str, Any]:
+    def _on_device(self, q: Tensor) -> dict[str, Any]:
         """Slopes and sinks, on the device of q."""
         found = {}
         if self._slopes is not None:

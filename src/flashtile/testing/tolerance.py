@@ -36,7 +36,7 @@ _BAND_ULPS = {
 
 def size(tensor: Tensor) -> Size:
     """The size of the finite elements."""
-    finite = _of(tensor, tensor.isfinite()).double()
+    finite = _select_elements(tensor, tensor.isfinite()).double()
     if not finite.numel():
         return Size()
     return Size(finite.abs().max().item(), finite.square().mean().sqrt().item())
@@ -77,7 +77,7 @@ def assert_close(name: str, actual: Tensor, oracle: Tensor, eager: Tensor, cance
     infinite = actual.isinf() | oracle.isinf()
     differ = infinite & (actual.double() != oracle)
     assert not differ.any(), f"{name}: {actual[differ][0]} at {_first(differ)}, expected {oracle[differ][0]}"
-    meant = _of(eager, oracle.isfinite())
+    meant = _select_elements(eager, oracle.isfinite())
     assert meant.isfinite().all(), f"{name}: the eager computation overflows, and allows anything"
     bounds = zip(Size._fields, _error(actual, oracle), _allowed(eager, oracle, actual.dtype, cancelled))
     for norm, found, allowed in bounds:
@@ -119,7 +119,7 @@ def assert_same(actual: Any, expected: Any, name: str = "result", cancelled: Siz
 
 def _error(actual: Tensor, oracle: Tensor) -> Size:
     finite = oracle.isfinite()
-    return size(_of(actual.double(), finite) - _of(oracle, finite))
+    return size(_select_elements(actual.double(), finite) - _select_elements(oracle, finite))
 
 
 def _allowed(eager: Tensor, oracle: Tensor, dtype: torch.dtype, cancelled: Size) -> Size:
@@ -128,7 +128,7 @@ def _allowed(eager: Tensor, oracle: Tensor, dtype: torch.dtype, cancelled: Size)
     return Size(*(_EAGER_FACTOR * eager + ulps * epsilon * (left + lost) for eager, left, lost, ulps in bounds))
 
 
-def _of(tensor: Tensor, those: Tensor) -> Tensor:
+def _select_elements(tensor: Tensor, those: Tensor) -> Tensor:
     """Elements of a tensor. Where these are all, it is the tensor itself, because picking them takes long."""
     return tensor if those.all() else tensor[those]
 

@@ -25,11 +25,11 @@ from flashtile.testing import assert_same
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def cases_of(device, op=(), quick=False):
+def cases_named(device, op=(), quick=False):
     return BENCHMARKS["companions"].cases({"op": op, "quick": quick}, device)
 
 
-ALL = [*cases_of(CPU), *cases_of(CUDA)]
+ALL = [*cases_named(CPU), *cases_named(CUDA)]
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_names_tell_cases_apart():
 
 def test_every_operation_has_cases_everywhere():
     for device in (CPU, CUDA):
-        assert {case.op for case in cases_of(device)} == set(OPERATIONS)
+        assert {case.op for case in cases_named(device)} == set(OPERATIONS)
 
 
 def test_choosing():
-    assert {case.op for case in cases_of(CPU, ["rotary", "copy"])} == {"rotary", "copy"}
-    assert [case.name for case in select_cases(cases_of(CUDA), ["rms_norm-*4096*"])] == ["rms_norm-16384x4096-bf16"]
+    assert {case.op for case in cases_named(CPU, ["rotary", "copy"])} == {"rotary", "copy"}
+    assert [case.name for case in select_cases(cases_named(CUDA), ["rms_norm-*4096*"])] == ["rms_norm-16384x4096-bf16"]
     with pytest.raises(ChoiceError, match="--op: no attention on cpu; there are: copy, layer_norm"):
-        cases_of(CPU, ["attention"])
+        cases_named(CPU, ["attention"])
     with pytest.raises(ChoiceError, match="--impl: no liger on cpu; there are: flashtile-cpu, eager, compile"):
         select_implementations(IMPLEMENTATIONS, ["liger"], CPU)
     assert [i.name for i in select_implementations(IMPLEMENTATIONS, [], CUDA)][-2:] == ["liger", "quack"]
@@ -102,7 +102,7 @@ def test_inputs_are_reproducible():
     assert not first.others["mask"].all(dim=-1).any()
 
 
-@pytest.mark.parametrize("case", cases_of(CPU), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases_named(CPU), ids=lambda case: case.name)
 def test_formula_is_the_same_by_rows(case, monkeypatch):
     inputs = case.make_inputs(Random(CPU, case.torch_dtype))
     whole = evaluate(case, inputs, inputs.others, torch.float64)
@@ -115,6 +115,6 @@ def test_formula_is_the_same_by_rows(case, monkeypatch):
 
 
 def test_quick_is_the_first_case_of_each_operation():
-    few = cases_of(CUDA, quick=True)
-    assert [case.op for case in few] == list(OPERATIONS) and few[0] == cases_of(CUDA)[0]
-    assert cases_of(CUDA, ["cross_entropy"], quick=True) == cases_of(CUDA, ["cross_entropy"])[:1]
+    few = cases_named(CUDA, quick=True)
+    assert [case.op for case in few] == list(OPERATIONS) and few[0] == cases_named(CUDA)[0]
+    assert cases_named(CUDA, ["cross_entropy"], quick=True) == cases_named(CUDA, ["cross_entropy"])[:1]

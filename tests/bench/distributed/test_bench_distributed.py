@@ -8,7 +8,7 @@ import shlex
 import pytest
 import torch
 
-from flashtile.bench.distributed import PHASES, bench_distributed, cases_of
+from flashtile.bench.distributed import PHASES, bench_distributed, cases_named
 from flashtile.bench.start import ChoiceError
 from flashtile.bench.timing import covered, describe_profile, summary
 
@@ -41,10 +41,10 @@ def test_a_record_of_two_processes(tmp_path, capfd, monkeypatch):
 
 
 def test_cases_are_of_all_gpus_together():
-    cases = cases_of("cuda", 4)
+    cases = cases_named("cuda", 4)
     assert {case.S for case in cases} == {2**15, 2**17, 2**18, 2**19}
     assert {case.causal for case in cases if case.S < 2**19} == {True, False}
-    assert max(case.S for case in cases_of("cuda", 4, quick=True)) == 2**17
+    assert max(case.S for case in cases_named("cuda", 4, quick=True)) == 2**17
     causal, full = (next(c for c in cases if c.causal is kind and c.S == 2**15) for kind in (True, False))
     assert full.flops("fwd") == 2 * causal.flops("fwd") == 4 * 32 * 2**30 * 128
     assert full.flops("fwd+bwd") == 3.5 * full.flops("fwd")

@@ -11,9 +11,9 @@ from flashtile.bench import ahead, runner
 from flashtile.bench.base import Implementation, select_implementations
 from flashtile.bench.commands import as_arguments, measure, ours
 from flashtile.bench.record import ratios_to_best, ratios_to_peer
-from flashtile.bench.registry import BENCHMARKS, case_name, case_of
+from flashtile.bench.registry import BENCHMARKS, case_name, find_case
 from flashtile.bench.report import mean_tables, speed_tables
-from flashtile.bench.serving import IMPLEMENTATIONS, ServingProblem, make_inputs, rows_of
+from flashtile.bench.serving import IMPLEMENTATIONS, ServingProblem, gather_rows, make_inputs
 from flashtile.bench.serving_cases import ServingCase, tables
 from flashtile.bench.start import ChoiceError
 from support.running.command_line import invoke
@@ -62,8 +62,8 @@ def test_names_and_records_tell_cases_apart():
     assert CASES["mixed"].name == "mixed11-b3-s48-h4:2-d16:24-page16-fp32"
     assert set(CASE.record()) == {"B", "S", "H", "Hkv", "D", "Dv", "Sq", "page", "append", "dtype"}
     for case in CASES.values():
-        assert case_of({"op": "serving", "case": json.loads(json.dumps(case.record()))}) == case
-    assert case_of({"op": "decode", "case": CASE.record()}) == CASE, "records of before"
+        assert find_case({"op": "serving", "case": json.loads(json.dumps(case.record()))}) == case
+    assert find_case({"op": "decode", "case": CASE.record()}) == CASE, "records of before"
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
@@ -113,7 +113,7 @@ def test_rows_are_gathered_from_pages_in_no_order():
     inputs = make_inputs(CASES["paged"], CPU)
     table = inputs.block_table
     assert table.unique().numel() == 9 and not torch.equal(table, table.sort()[0])
-    k, v = rows_of(CASES["paged"], inputs, 1, slice(1, 2), torch.float64)
+    k, v = gather_rows(CASES["paged"], inputs, 1, slice(1, 2), torch.float64)
     assert k.shape == (48, 1, 16) and v.shape == (48, 1, 24)
     assert torch.equal(k[20, 0], inputs.k_cache[table[1, 1], 4, 1].double())
     shared = make_inputs(CASES["shared"], CPU).block_table

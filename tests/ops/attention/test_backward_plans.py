@@ -26,7 +26,7 @@ from flashtile._backends import launch as backend_launch
 from flashtile.ops.attention import calls, repeated
 from flashtile.ops.attention.hopper import launch as hopper
 from flashtile.ops.attention.score_tracing import trace_score_mod
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, wanted_of
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, wanted_gradients
 from flashtile.ops.attention.triton import launch as triton
 
 _Q = torch.zeros(2, 200, 4, 64, dtype=torch.bfloat16)
@@ -97,7 +97,7 @@ def test_the_plans_of_a_backward_are_those_that_it_launches(case: str, module: A
     q, k, side, spec = _CASES[case]
     if case == "learned table" and module is hopper:
         return  # the portable kernels serve it
-    wanted, dout = wanted_of(side), torch.zeros_like(q)
+    wanted, dout = wanted_gradients(side), torch.zeros_like(q)
     lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
     with torch.no_grad():
         module.backward(dout, None, q, k, k, torch.zeros_like(q), lse, side, spec, wanted)

@@ -308,7 +308,7 @@ def test_the_deterministic_mode_makes_it_another_call() -> None:
     for mode in (False, True):
         torch.use_deterministic_algorithms(mode)
         try:
-            keys.append(repeated.key_of(*inputs(), False, "bottom_right", None, None, None, False, False, "auto"))
+            keys.append(repeated.call_key(*inputs(), False, "bottom_right", None, None, None, False, False, "auto"))
         finally:
             torch.use_deterministic_algorithms(False)
     assert None not in keys and keys[0] != keys[1]

@@ -44,7 +44,6 @@ from support.compilation.checked_code import check_code
 from support.compilation.machine_code import (
     Binary,
     Call,
-    call_of,
     call_on,
     call_source,
     check_fit,
@@ -56,6 +55,7 @@ from support.compilation.machine_code import (
     once_for_each_family,
     plan,
     sass,
+    split_options,
     with_news,
 )
 from support.running.covering import covering_choices
@@ -305,7 +305,7 @@ def test_dq_of_a_score_function_with_another_feature(case: AttentionCase) -> Non
     """In float32, where registers are the fewest: ptxas then saves uniform ones in others, which the search for wrong
     addresses must tell from registers without a value (`control_flow.unset_registers`). The other kernels and types of
     these cases are compiled by `tools/compile_versions.py`."""
-    source = call_source("dq", "sm_90", call_of(case, _FP32))
+    source = call_source("dq", "sm_90", split_options(case, _FP32))
     check_code(source, "sm_90", _check_memory, _HOPPER.shared_memory)
 
 

@@ -76,7 +76,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
-def case_of(*features: str) -> AttentionCase:
+def find_case(*features: str) -> AttentionCase:
     case = BASE
     for feature in features:
         case = FEATURES[feature][1](case)
@@ -85,7 +85,7 @@ def case_of(*features: str) -> AttentionCase:
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_every_pair_of_features_on_tiles(pair, small_tiles, only_tiles):
-    check(case_of(*pair), "cpu")
+    check(find_case(*pair), "cpu")
 
 
 @pytest.mark.parametrize("seq", [1, 2, 15, 16, 17, 255, 256, 257, 600])
@@ -433,7 +433,7 @@ def test_served_by_torch(spec, side, q_shape, k_shape, v_shape, dtype, served, s
 def test_16_bits_go_to_pytorch_where_that_is_faster(fast, x86, monkeypatch):
     monkeypatch.setattr(torch_served, "multiplies_float16", lambda: fast)
     monkeypatch.setattr(torch_served, "emulates_bfloat16", lambda: not fast)
-    monkeypatch.setattr(torch_served, "has_vectors_of_x86", lambda: x86)
+    monkeypatch.setattr(torch_served, "has_x86_vectors", lambda: x86)
     call = SPEC, SIDE, SHAPE, SHAPE, SHAPE
     assert cpu.served_by_torch(*call, torch.float16)[0] is (fast or x86)
     assert cpu.served_by_torch(*call, torch.bfloat16)[0]
@@ -457,7 +457,7 @@ def test_parts_hold_what_is_visible(seq_q, seq_k, keys, right, left, top_left, m
         patch.setattr(torch_parts, "_SHARED_TABLE_ROWS", rows)
         patch.setattr(torch_parts, "_FEWEST_WINDOW_ROWS", 1)
         patch.setattr(torch_parts, "_FEWEST_TABLE_ROWS", 1)
-        for parts in torch_parts.parts_of_rows(q, k, side, spec):
+        for parts in torch_parts.row_parts(q, k, side, spec):
             assert len({(part.rows.start, part.rows.stop) for part in parts}) == 1
             for part in parts:
                 shown = torch.ones(part.rows.stop - part.rows.start, part.keys.stop - part.keys.start)
@@ -591,14 +591,14 @@ def test_broadcast_and_strided_inputs(heads_kv, by_torch, small_tiles, monkeypat
 
 
 def test_backward_is_deterministic():
-    case = case_of("gqa", "dropout", "causal")
+    case = find_case("gqa", "dropout", "causal")
     first, second = (run(case, make_inputs(case), "cpu") for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("features", [("gqa", "causal"), ("packed", "window"), ("dropout", "key_lengths")], ids=str)
 def test_gradcheck(features, small_tiles):
-    case = replace(case_of(*features), dtype=torch.float64, head_dim=3, head_dim_v=2)
+    case = replace(find_case(*features), dtype=torch.float64, head_dim=3, head_dim_v=2)
     if case.packed:
         case = replace(case, lengths_q=(5, 0, 3), lengths_k=(7, 2, 0))
     else:

@@ -115,19 +115,19 @@ def assert_as_pytorch(block_mask: torch_flex.BlockMask) -> None:
 def test_a_mask_of_pytorch_is_converted_once(conversions: list[int]) -> None:
     documents, size = torch.arange(SEQ) // 40, 30
 
-    def of_documents(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def document_entries(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return documents[q] == documents[k]
 
     def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor, size: int) -> Tensor:
         return q - k <= size
 
-    mask_mod = and_masks(causal, of_documents, functools.partial(near, size=size))
+    mask_mod = and_masks(causal, document_entries, functools.partial(near, size=size))
     remembered = len(flex._CONVERSIONS)
     block_mask = masked(mask_mod)
     for _ in range(3):
         assert_as_pytorch(block_mask)
     assert len(conversions) == 1
-    block_mask.mask_mod = and_masks(causal, of_documents, functools.partial(near, size=30))
+    block_mask.mask_mod = and_masks(causal, document_entries, functools.partial(near, size=30))
     assert_as_pytorch(block_mask)
     assert len(conversions) == 1
     assert len(flex._CONVERSIONS) == remembered + 1

@@ -42,7 +42,7 @@ def padded(lengths: Tensor) -> Function:
     return lambda b, h, q_idx, kv_idx: kv_idx < lengths[b]
 
 
-def of_documents(inner: Function, offsets: Tensor) -> Function:
+def document_entries(inner: Function, offsets: Tensor) -> Function:
     """A mask within each document, whose positions count from the document's start."""
     document_id = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets[1:] - offsets[:-1])
 
@@ -99,8 +99,8 @@ MASKS: dict[str, Function] = {
     "sliding window": sliding_window(30),
     "prefix": prefix_lm(70),
     "padding": and_masks(causal, padded(torch.tensor([150, SEQ]))),
-    "documents": of_documents(causal, OFFSETS),
-    "prefix in documents": of_documents(prefix_lm(20), OFFSETS),
+    "documents": document_entries(causal, OFFSETS),
+    "prefix in documents": document_entries(prefix_lm(20), OFFSETS),
     "dilated": dilated(60, 4),
     "natten": natten(16, 12, 5),
     "modalities": of_modality(KINDS),

@@ -1024,7 +1024,7 @@ def test_order_of_uneven_tiles(
     for begin, end in itertools.pairwise(begins):
         turn = order[begin * tiles : end * tiles]
         assert turn == [(tile, line) for tile in reversed(range(tiles)) for line in range(begin, end)]
-        assert {schedule.turn_of(line, lines, 8, closing) for line in range(begin, end)} == {(begin, end - begin)}
+        assert {schedule.line_group(line, lines, 8, closing) for line in range(begin, end)} == {(begin, end - begin)}
 
 
 @pytest.mark.parametrize("tiles", [1, 4, 8, 11, 12, 16, 24, 32, 40, 64, 256])
@@ -1048,7 +1048,7 @@ def test_tiles_before_the_last_lines(tiles: int, monkeypatch: pytest.MonkeyPatch
 def _turns(tiles: int, lines: int, group: int) -> list[tuple[int, int]]:
     """The first line of each group that takes turns in the kernel, and how many they are."""
     together, closing = schedule._lines_together(tiles), schedule._closing_lines(tiles, group)
-    return sorted({schedule.turn_of(line, lines, together, closing) for line in range(lines)})
+    return sorted({schedule.line_group(line, lines, together, closing) for line in range(lines)})
 
 
 #: Batch, tokens, heads, key/value heads, head_dim, band, and into how many shares heads are divided. Microseconds on an
@@ -1104,7 +1104,7 @@ def test_steps_of_a_key_tile_in_the_backward(
     monkeypatch.setattr(backward_tiles, "gl", _NUMBERS)
     monkeypatch.setattr(backward_tiles, "_rotated", backward_tiles._rotated.fn)
     work, config = SimpleNamespace(group=group, first_tile=start, direction=way), SimpleNamespace(ROTATES_WALKS=False)
-    visited = [backward_tiles.step_of.fn(work, it, config) for it in range(group * steps)]
+    visited = [backward_tiles.key_tile_step.fn(work, it, config) for it in range(group * steps)]
     assert visited == [(head, start + way * tile) for tile in range(steps) for head in range(group)]
     monkeypatch.setattr(backward_tiles, "gl", torch)
     step = backward_tiles.Step(torch.tensor(0), torch.tensor(start))
@@ -1133,7 +1133,7 @@ def test_key_tiles_of_a_line_visit_the_same_queries(tiles: int, lines: int, monk
     """Thread blocks that take the longest key tile that is left, of a causal square: at any time those of a line are at
     no more than two query tiles, one on the way down and one on the way up."""
     _number_lines(monkeypatch)
-    _, together = schedule.turn_of(0, lines, schedule._lines_together(tiles), schedule._closing_lines(tiles, 1))
+    _, together = schedule.line_group(0, lines, schedule._lines_together(tiles), schedule._closing_lines(tiles, 1))
     ends, places = [0] * (132 // together), {}
     for tile in range(tiles):  # of one line; the others have as many programs
         program = min(range(len(ends)), key=ends.__getitem__)
@@ -1224,8 +1224,8 @@ def test_walks_visit_each_tile_of_queries_once(
     group, shift, directions = 2, keys - rows, set()
     problem = _problem(rows, keys, m, n, heads_kv=8, group=group)
     for first in range(0, keys, n):
-        work = backward_tiles.work_of.fn(backward_tiles.KeyTile(first, 0, 3), problem, config)
-        steps = [backward_tiles.step_of.fn(work, it, config) for it in range(work.steps)]
+        work = backward_tiles.tile_work.fn(backward_tiles.KeyTile(first, 0, 3), problem, config)
+        steps = [backward_tiles.key_tile_step.fn(work, it, config) for it in range(work.steps)]
         tiles = [(head, backward_tiles.visited_tile.fn(work, tile, config)) for head, tile in steps]
         last = min(first + n, keys) - 1
         seeing = [tile for tile in range(-(-rows // m)) if min(rows, (tile + 1) * m) - 1 + shift >= first]
@@ -1245,8 +1245,8 @@ def test_a_key_tile_may_begin_anywhere(rows: int, keys: int, offset: int, monkey
     config = _config_of_work(64, 128, right=False, SHARES_PROGRESS=True)
     problem = _problem(rows, keys, 64, 128, heads_kv=8, group=2)
     tiles = problem.query_tiles
-    work = backward_tiles.work_of.fn(backward_tiles.KeyTile(256, 0, 3, start_offset=offset), problem, config)
-    steps = [backward_tiles.step_of.fn(work, it, config) for it in range(work.steps)]
+    work = backward_tiles.tile_work.fn(backward_tiles.KeyTile(256, 0, 3, start_offset=offset), problem, config)
+    steps = [backward_tiles.key_tile_step.fn(work, it, config) for it in range(work.steps)]
     visited = [(head, backward_tiles.visited_tile.fn(work, tile, config)) for head, tile in steps]
     begin = tiles - 1 - offset
     assert visited == [(head, tile % tiles) for tile in range(begin, begin - tiles, -1) for head in range(2)]
@@ -1259,11 +1259,11 @@ def test_parts_of_walks_have_each_query_tile_once(rows: int, parts: int, monkeyp
     problem = _problem(rows, 77, 128, 128, heads_kv=2 * parts, group=2, batch=3)._replace(shares=parts, parts=parts)
     visited: collections.Counter = collections.Counter()
     for sequence, head_kv in itertools.product(range(3), range(2 * parts)):
-        work = backward_tiles.work_of.fn(backward_tiles.KeyTile(0, sequence, head_kv), problem, config)
+        work = backward_tiles.tile_work.fn(backward_tiles.KeyTile(0, sequence, head_kv), problem, config)
         assert tiles // parts <= work.tiles <= -(-tiles // parts)
         for index in range(work.steps):
-            step = backward_tiles.step_of.fn(work, index, config)
-            visited[backward_tiles.first_number_of.fn(work, step.head) + step.tile] += 1
+            step = backward_tiles.key_tile_step.fn(work, index, config)
+            visited[backward_tiles.first_statistics_tile.fn(work, step.head) + step.tile] += 1
     assert visited == dict.fromkeys(range(3 * 4 * tiles), 1)
 
 
@@ -1282,8 +1282,8 @@ def test_key_tiles_in_a_window_meet(
     at_once: collections.defaultdict = collections.defaultdict(set)
     whole = 0
     for first in range(0, keys, n):
-        work = backward_tiles.work_of.fn(backward_tiles.KeyTile(first, 0, 3), problem, config)
-        steps = [backward_tiles.step_of.fn(work, it, config) for it in range(work.steps)]
+        work = backward_tiles.tile_work.fn(backward_tiles.KeyTile(first, 0, 3), problem, config)
+        steps = [backward_tiles.key_tile_step.fn(work, it, config) for it in range(work.steps)]
         seeing = range(work.begin, work.begin + work.tiles)
         assert sorted(steps) == [(head, tile) for head in range(group) for tile in seeing]
         if not steps:
@@ -1303,7 +1303,7 @@ def test_key_tiles_in_a_window_meet(
 
 
 def _number_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`work_of` for Python's numbers, with all that it calls."""
+    """`tile_work` for Python's numbers, with all that it calls."""
     numbers = SimpleNamespace(**vars(_NUMBERS), to_tensor=lambda x: x, num_programs=lambda axis: 132)
     _number_lines(monkeypatch)
     for module in (backward_tiles, backward_pieces, primitives, schedule):
@@ -1347,7 +1347,7 @@ def _number_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "gl", _NUMBERS)
     for name in ("PAIRS_TOGETHER", "TILES_AT_ONCE", "TILES_AT_THE_END", "TILES_TOGETHER"):
         monkeypatch.setattr(schedule, name, getattr(schedule, name).value)
-    _call_plainly(monkeypatch, "turn_of", "closing_lines", "_lines_together", "_closing_lines")
+    _call_plainly(monkeypatch, "line_group", "closing_lines", "_lines_together", "_closing_lines")
 
 
 def _call_plainly(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -1398,10 +1398,10 @@ def test_key_tiles_add_in_one_order(
     directions = set()
     for number in range(3 * heads * tiles):
         key_tile = backward_tiles._locate_key_tile.fn(number, problem, None, config)
-        work = backward_tiles.work_of.fn(key_tile, problem, config)
+        work = backward_tiles.tile_work.fn(key_tile, problem, config)
         directions |= {work.direction} if work.steps else set()
         for it in range(work.steps):
-            tile = backward_tiles.step_of.fn(work, it, config).tile
+            tile = backward_tiles.key_tile_step.fn(work, it, config).tile
             adders = added[key_tile.sequence, key_tile.head_kv, tile]
             assert backward_tiles.dq_turn.fn(work, tile, problem, config) == len(adders)
             adders.append(work.first_key // n)
@@ -1430,9 +1430,9 @@ def test_sums_of_whole_lines_begin_and_end_where_they_are_visited(
     for at in range(problem.key_tiles):
         key_tile = backward_tiles._locate_key_tile.fn(number, problem, None, config)
         assert (key_tile.sequence, key_tile.head_kv, key_tile.first_key) == (0, 3, at * 128)
-        work = backward_tiles.work_of.fn(key_tile, problem, config)
+        work = backward_tiles.tile_work.fn(key_tile, problem, config)
         for index in range(work.steps):
-            tile = backward_tiles.step_of.fn(work, index, config).tile
+            tile = backward_tiles.key_tile_step.fn(work, index, config).tile
             visits[tile].append((at, backward_tiles.adding_tiles(work, tile, problem, config)))
         number = schedule.next_tile_number.fn(number, None, problem, config)
     assert number == 7 * problem.key_tiles

@@ -22,7 +22,7 @@ if devices.interpreting():
 from flashtile._backends.gluon import gl, gluon
 from flashtile._backends.launch import Parameter, pointer_to, specialise
 from flashtile.ops.attention.gpu.parameters import DropoutNumbers, TableNumbers, side_parameters
-from flashtile.ops.attention.hopper.modifiers import dropout_of_head, kept_weights
+from flashtile.ops.attention.hopper.modifiers import head_dropout, kept_weights
 from flashtile.ops.attention.hopper.primitives import product_layout
 from flashtile.ops.attention.philox import keep_threshold, keep_tile
 from flashtile.ops.attention.spec import Origin
@@ -64,7 +64,7 @@ def test_dropout_keeps_what_the_definition_keeps(
             dropout=DropoutNumbers(as_value(keep_threshold(p)), 1 / (1 - p)),
             origin=Origin(row, column, None, matrix, heads),  # type: ignore[arg-type]
         )
-        head = module.dropout_of_head(side, numbers, as_value(2), as_value(1), 4)
+        head = module.head_dropout(side, numbers, as_value(2), as_value(1), 4)
         tile = as_value(first_query), as_value(first_key), queries, keys, "layout", transposed
         return module.kept_weights(head, *tile)
 
@@ -84,7 +84,7 @@ def _kept_kernel(
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = product_layout(COLUMNS)
-    head = dropout_of_head(side, numbers, gl.program_id(0), gl.program_id(1), heads)
+    head = head_dropout(side, numbers, gl.program_id(0), gl.program_id(1), heads)
     QUERIES: gl.constexpr = COLUMNS if TRANSPOSED else ROWS
     KEYS: gl.constexpr = ROWS if TRANSPOSED else COLUMNS
     kept = kept_weights(head, query, key, QUERIES, KEYS, layout, TRANSPOSED)
@@ -132,7 +132,7 @@ def test_a_tile_of_a_table(sizes: tuple[int, ...], transposed: bool) -> None:
     def tile() -> Value:
         ends = sizes[2] if row else None, sizes[3] if column else None
         numbers = TableNumbers(batch, head, row or None, *ends)
-        pointer = module.table_of_head(_pointer(given.table), numbers, as_value(1), as_value(2))
+        pointer = module.head_table(_pointer(given.table), numbers, as_value(1), as_value(2))
         place = column, as_value(64), as_value(128), 64, 32
         return module.load_table(pointer, numbers, *place, SimpleNamespace(), float("inf"), transposed)
 

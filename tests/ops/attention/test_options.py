@@ -63,7 +63,7 @@ def test_context_parallelism_has_the_same_types_and_defaults() -> None:
 
 
 def test_options_are_taken_or_refused() -> None:
-    names = options.names_of(options.PartOptions)
+    names = options.option_names(options.PartOptions)
     assert options.take(flashtile.attention_part, {"causal": True, "scale": 2.0}, names) == Taken(True, scale=2.0)
     with pytest.raises(TypeError, match=r"flashtile.attention_part has no argument sinks"):
         options.take(flashtile.attention_part, {"sinks": None}, names)

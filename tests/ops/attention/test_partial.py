@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import AttentionPart, attention_backward, attention_part
-from flashtile.ops.attention.partial import Rectangle, part_of_mask
+from flashtile.ops.attention.partial import Rectangle, mask_part
 from flashtile.testing import AttentionCase, Inputs, assert_close, assert_same, make_inputs, run
 from flashtile.testing.cases import RelativeScore, cancelled_sizes
 from flashtile.testing.tolerance import Size
@@ -167,12 +167,12 @@ def test_the_rectangle_of_a_mask(first):
     )  # fmt: skip
     (row, column), dense = first, window.to_dense()
     place = Rectangle((1, 2), (1, 1), (row, 250), (column, 200))
-    part = part_of_mask(window, place)
+    part = mask_part(window, place)
     assert part.tile == (64, 128) and torch.equal(
         part.to_dense(), dense[1:, 1:, row : row + 250, column : column + 200]
     )
-    assert part_of_mask(window, place) is part
-    assert part_of_mask(window, Rectangle((0, 3), (0, 2), (0, 400), (0, 400))) is window
+    assert mask_part(window, place) is part
+    assert mask_part(window, Rectangle((0, 3), (0, 2), (0, 400), (0, 400))) is window
 
 
 def test_packed_sequences_with_functions_and_block_masks():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile._backends import devices
-from flashtile.ops.attention.score_arguments import add_program, add_score_mod, parts_of
+from flashtile.ops.attention.score_arguments import add_program, add_score_mod, function_parts
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import assert_same
 
@@ -125,7 +125,7 @@ def test_where_a_call_cannot_take_the_parts_the_function_stays_whole() -> None:
 def test_the_parts_of_an_old_function_are_new_ones() -> None:
     """What is left reads its own tensors alone, in its own order."""
     function = flashtile.trace_score_mod(_FUNCTIONS["all, and more"][0], dtype=torch.float64)
-    parts = parts_of(function.program, "float64")
+    parts = function_parts(function.program, "float64")
     assert parts is not None and parts.slopes is not None and parts.bias is not None
     assert [function.captured[number] is _TABLE for number in parts.captured] == [True]
     assert function.captured[parts.bias.captured] is _BIAS

@@ -16,7 +16,7 @@ import flashtile
 from flashtile.ops.attention.gpu.score_source import function_source, unsupported_operation
 from flashtile.ops.attention.gpu.score_writer import ScoreBounds
 from flashtile.ops.attention.operator import run_attention
-from flashtile.ops.attention.score_arguments import parts_of
+from flashtile.ops.attention.score_arguments import function_parts
 from flashtile.ops.attention.score_program import MOST_STEPS, is_elementwise, parse
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
@@ -96,7 +96,7 @@ def test_refused_before_anything_runs(name: str, tmp_path: Path, monkeypatch: py
     q = torch.zeros(1, 4, 2, 8)
     with pytest.raises(ValueError, match="score program: "):
         flashtile.attention(q, q, q, score_mod=flashtile.ScoreFunction(HOSTILE[name], captured, torch.float32))
-    for reads in (lambda text: unsupported_operation(text, True), lambda text: parts_of(text, "float32")):
+    for reads in (lambda text: unsupported_operation(text, True), lambda text: function_parts(text, "float32")):
         with pytest.raises(ValueError, match="score program: "):
             reads(HOSTILE[name])
     assert not list(tmp_path.iterdir())
@@ -151,7 +151,7 @@ def test_values_that_are_used_twice_each_take_no_time_that_doubles(step: Callabl
 
     text = flashtile.trace_score_mod(score_mod).program
     before = time.perf_counter()
-    parts_of(text, "float32")
+    function_parts(text, "float32")
     function_source(text, ScoreBounds(1, 1, 1, 1, ((8,),)))
     assert time.perf_counter() - before < 5
 

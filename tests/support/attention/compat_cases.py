@@ -166,7 +166,9 @@ def check_8_bits(out: Tensor, q: Tensor, k: Tensor, v: Tensor, factors: Sequence
     assert_close("out", out, exact.cpu(), plain)
 
 
-def dropout_of(seed: int, device: str, dropout_p: float, batch: int, heads: int, seq_q: int, seq_k: int) -> Tensor:
+def group_head_dropout(
+    seed: int, device: str, dropout_p: float, batch: int, heads: int, seq_q: int, seq_k: int
+) -> Tensor:
     """Which weights a call keeps that is the first to draw from torch's generator after `torch.manual_seed`."""
     torch.manual_seed(seed)
     drawn = flashtile.draw_dropout_seed(torch.device(device))

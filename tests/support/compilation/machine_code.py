@@ -131,7 +131,7 @@ class Call(NamedTuple):
     multiprocessors: int = 1
 
 
-def call_of(case: AttentionCase, dtype: torch.dtype, **others: Any) -> Call:
+def split_options(case: AttentionCase, dtype: torch.dtype, **others: Any) -> Call:
     """The call of a case, whose tensors are allocated one by one, so that their addresses are aligned. `others`: fields
     of `Call` that a case does not have."""
     inputs = make_inputs(replace(case, dtype=dtype))
@@ -179,7 +179,7 @@ def portable_calls(cases: Mapping[str, AttentionCase], arch: str) -> dict[str, t
     """Kernels and calls of cases in float32 and bfloat16, with sums in any order and in a fixed one: those that differ
     in machine code, by names."""
     calls = {
-        f"{name} {str(dtype).removeprefix('torch.')}{' in order' if ordered else ''}": call_of(
+        f"{name} {str(dtype).removeprefix('torch.')}{' in order' if ordered else ''}": split_options(
             case, dtype, deterministic=ordered
         )
         for name, case in cases.items()

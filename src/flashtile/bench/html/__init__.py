@@ -16,7 +16,7 @@ from typing import Any
 from flashtile.bench.base import is_ours
 from flashtile.bench.companion_products import OPERATIONS as COMPANIONS
 from flashtile.bench.html import words
-from flashtile.bench.html.charts import Named, Part, by_length, in_order, part_of, styles
+from flashtile.bench.html.charts import Named, Part, by_length, in_order, record_part, styles
 from flashtile.bench.html.drawing import DARK, LIGHT, Chart, DotChart, draw, shared_styles
 from flashtile.bench.record import (
     FACTS,
@@ -27,7 +27,7 @@ from flashtile.bench.record import (
     require_writable,
     write_whole,
 )
-from flashtile.bench.registry import benchmark_of
+from flashtile.bench.registry import find_benchmark
 from flashtile.bench.report import BREAKDOWN
 from flashtile.bench.start import how_to_install
 
@@ -79,7 +79,7 @@ class _Compared:
     ratio: Ratio
 
 
-def verdict_of(records: Sequence[Named]) -> Verdict | None:
+def make_verdict(records: Sequence[Named]) -> Verdict | None:
     """The verdict of all comparisons in some records, our fastest against the fastest other of each case; None where
     nothing was compared."""
     found = [one for named in records for one in _compared(named)]
@@ -107,7 +107,7 @@ def _compared(named: Named) -> list[_Compared]:
     portable = {row["impl"] for row in named.rows if is_ours(row["impl"])} == {"flashtile-triton"}
     found = []
     for ratio in best.values():
-        kind = words.kind_of(ratio.op, ratio.case, bool(named.facts.get("gpu")))
+        kind = words.describe_kind(ratio.op, ratio.case, bool(named.facts.get("gpu")))
         if portable and ratio.op == "attention":
             kind += ", portable kernels"
         found.append(_Compared(named.machine, kind, ratio.phase, ratio))
@@ -134,7 +134,7 @@ def _line(kind: str, phase: str, machine: str, ratios: Sequence[Ratio]) -> tuple
     values = [ratio.value for ratio in ratios]
     figures = (f"{value:.2f}" for value in (geometric_mean(values), min(values), max(values)))
     lowest = min(ratios, key=lambda ratio: ratio.value)
-    return kind, words.phase_of(phase), machine, *figures, str(len(values)), words.full_name(lowest.peer)
+    return kind, words.phase_name(phase), machine, *figures, str(len(values)), words.full_name(lowest.peer)
 
 
 def _overview(found: Sequence[_Compared]) -> list[Chart]:
@@ -143,7 +143,7 @@ def _overview(found: Sequence[_Compared]) -> list[Chart]:
     for one in found:
         title, case = "Decoding, training and others", one.kind
         if one.ratio.op == "attention" and one.phase in ("fwd", "bwd"):
-            title, case = f"Attention, {words.phase_of(one.phase)}", one.kind.removeprefix("Attention: ")
+            title, case = f"Attention, {words.phase_name(one.phase)}", one.kind.removeprefix("Attention: ")
         elif one.ratio.op in COMPANIONS:
             title = "Norms, rotary embedding, softmax, losses and layers"
         charts.setdefault(title, {}).setdefault(case, {}).setdefault(one.machine, []).append(one.ratio.value)
@@ -166,7 +166,7 @@ def write_report(paths: Sequence[Path], output: Path) -> Written:
         ChoiceError: a file is no record, or the page cannot be written.
     """
     records = in_order([Named(read_record(path), path) for path in paths])
-    verdict, parts = verdict_of(records), [part_of(named) for named in records]
+    verdict, parts = make_verdict(records), [record_part(named) for named in records]
     notes = [note for named in records for note in _unknown(named)]
     require_writable(output)
     pictures: dict[int, str] = {}
@@ -215,7 +215,7 @@ def _page(
         notes=notes,
         verdict=verdict,
         names=_NAMES,
-        glossary=sorted((words.implementation_of(name), name) for name in names if words.implementation_of(name)),
+        glossary=sorted((words.implementation_name(name), name) for name in names if words.implementation_name(name)),
         picture_of=lambda chart: Markup(pictures.get(id(chart), "")),
         machines=list(dict.fromkeys(part.named.machine for part in parts)),
         parts=parts,
@@ -225,7 +225,7 @@ def _page(
 
 def _introduction(records: Sequence[Named]) -> str:
     """What was measured, and on what."""
-    titles = list(dict.fromkeys(benchmark_of(row["op"]).title.lower() for named in records for row in named.rows))
+    titles = list(dict.fromkeys(find_benchmark(row["op"]).title.lower() for named in records for row in named.rows))
     machines = list(dict.fromkeys(named.machine for named in records))
     versions = sorted({str((named.record.get("versions") or {}).get("torch")) for named in records} - {"None"})
     torch = f" with PyTorch {words.listed(versions)}" if versions else ""

@@ -99,7 +99,7 @@ def styles(records: Sequence[Named]) -> dict[str, int]:
 Rows = Sequence[Row]
 
 
-def part_of(named: Named) -> Part:
+def record_part(named: Named) -> Part:
     """All that a record holds."""
     rows, said = named.rows, _said(named.rows)
     attention = attention_rows(named)
@@ -113,26 +113,28 @@ def part_of(named: Named) -> Part:
             by_kind.setdefault((row["op"], row["phase"], unit), []).append(found)
     for (op, phase, unit), of_kind in by_kind.items():
         others = [row for row in of_kind if case_key(row) not in in_grids]
-        rest = [*(row for row in of_kind if case_key(row) in in_grids), *families_of(others)[1]]
+        rest = [*(row for row in of_kind if case_key(row) in in_grids), *group_families(others)[1]]
         charts += speeds(others, unit, unit, said)
         if rest:
             tables.append((f"{_title(op, phase)}: {unit}", *_table(rest, unit, said)))
     charts += rooflines(attention, named.machine)
-    kinds = list(dict.fromkeys(words.kind_of(row["op"], row["case"], bool(named.facts.get("gpu"))) for row in rows))
+    kinds = list(
+        dict.fromkeys(words.describe_kind(row["op"], row["case"], bool(named.facts.get("gpu"))) for row in rows)
+    )
     title = words.listed(kinds if len(kinds) <= 4 else [*kinds[:3], f"{len(kinds) - 3} more"])
     return Part(named, title, ", ".join(said.values()), tuple(charts), tuple(tables))
 
 
 def speeds(rows: Rows, key: str, unit: str, said: Facets | None = None) -> list[LineChart]:
     """A chart of each family of some rows, with a line for each implementation."""
-    families, _ = families_of(rows)
+    families, _ = group_families(rows)
     several = len({row["op"] for row in rows}) > 1
     return [
         LineChart(
             f"{_title(family.op if several else None, family.phase, label)}: {unit}", _series(family.rows, key),
             _LENGTH, unit, logarithmic=unit == "ms",
         )
-        for family, label in zip(families, labels_of_families(families, _said(rows) if said is None else said))
+        for family, label in zip(families, family_labels(families, _said(rows) if said is None else said))
     ]  # fmt: skip
 
 
@@ -163,7 +165,7 @@ def grids(rows: Rows) -> tuple[list[GridChart], set[str]]:
             "without a cache)", "rows in use", "queries", "TFLOP/s",
             {(r["case"]["Sq"], r["case"]["S"]): (r["tflops"], other["ms"] / r["ms"]) for r, other in pairs},
         )
-        for label, pairs in zip(words.labels_of(cases), full)
+        for label, pairs in zip(words.case_labels(cases), full)
     ]  # fmt: skip
     return charts, {case_key(row) for pairs in full for row, _ in pairs}
 
@@ -204,7 +206,7 @@ def _figures(row: Row) -> Iterator[tuple[str, Row]]:
 def _table(rows: Rows, unit: str, said: Facets) -> tuple[Headings, Lines]:
     """A line for each case, a column for each implementation."""
     cases = {case_key(row): row["case"] for row in rows}
-    labels = dict(zip(cases, words.labels_of(list(cases.values()), said)))
+    labels = dict(zip(cases, words.case_labels(list(cases.values()), said)))
     impls = list(dict.fromkeys(row["impl"] for row in rows))
     found = {(case_key(row), row["impl"]): row[unit] for row in rows}
     lines = [(labels[key] or "all", *(figure(found.get((key, impl))) for impl in impls)) for key in cases]
@@ -221,7 +223,7 @@ class Family:
     rows: tuple[Row, ...]
 
 
-def families_of(rows: Rows) -> tuple[list[Family], list[Row]]:
+def group_families(rows: Rows) -> tuple[list[Family], list[Row]]:
     """Families with enough lengths for lines, and the rows of no such family."""
     found: dict[str, list[Row]] = {}
     for row in rows:
@@ -238,9 +240,9 @@ def families_of(rows: Rows) -> tuple[list[Family], list[Row]]:
     return families, rest
 
 
-def labels_of_families(families: Sequence[Family], said: Facets) -> list[str]:
+def family_labels(families: Sequence[Family], said: Facets) -> list[str]:
     """What is not said already of the cases of each."""
-    return words.labels_of([family.case for family in families], said) if families else []
+    return words.case_labels([family.case for family in families], said) if families else []
 
 
 def _without_length(case: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,7 +250,7 @@ def _without_length(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _title(op: str | None, phase: str, label: str = "") -> str:
-    title = ", ".join(filter(None, (op and words.operation_of(op), words.phase_of(phase), label)))
+    title = ", ".join(filter(None, (op and words.operation_name(op), words.phase_name(phase), label)))
     return title[0].upper() + title[1:]
 
 
@@ -266,8 +268,8 @@ def _series(rows: Rows, key: str) -> tuple[Series, ...]:
 
 def ratios(rows: Rows) -> list[LineChart]:
     """A chart for each phase and implementation of ours, with a line for each family."""
-    families, _ = families_of(rows)
-    labels = labels_of_families(families, _said(rows))
+    families, _ = group_families(rows)
+    labels = family_labels(families, _said(rows))
     lines: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
     for family, label in zip(families, labels, strict=True):
         for ratio in ratios_to_best(family.rows):
@@ -290,8 +292,8 @@ def lengths(rows: Rows) -> list[Chart]:
     """Memory of each family."""
     charts: list[Chart] = []
     for key in ("peak_mib", "memory_mib"):
-        families, _ = families_of([row for row in rows if row.get(key)])
-        for family, label in zip(families, labels_of_families(families, _said(rows))):
+        families, _ = group_families([row for row in rows if row.get(key)])
+        for family, label in zip(families, family_labels(families, _said(rows))):
             title = _title(None, family.phase, label) + ": memory"
             unit = "MiB, without inputs and gradients"
             charts.append(LineChart(title, _series(family.rows, key), _LENGTH, unit, logarithmic=True))
@@ -303,12 +305,12 @@ def losses(rows: Rows) -> list[Chart]:
     curves: dict[str, list[Row]] = {}
     for row in rows:
         curves.setdefault(case_key(row), []).append(row)
-    labels = words.labels_of([of_case[0]["case"] for of_case in curves.values()], _said(rows))
+    labels = words.case_labels([of_case[0]["case"] for of_case in curves.values()], _said(rows))
     charts: list[Chart] = []
     for label, of_case in zip(labels, curves.values(), strict=True):
         series = [Series(one["impl"], points) for one in of_case if (points := smooth(one))]
         if series:
-            title = ", ".join(filter(None, (words.operation_of(of_case[0]["op"]), label)))
+            title = ", ".join(filter(None, (words.operation_name(of_case[0]["op"]), label)))
             charts.append(LineChart(title, tuple(series), "step", "loss", steps=True))
     return charts
 
@@ -334,7 +336,7 @@ def rooflines(rows: Rows, machine: str) -> list[Chart]:
         return []
     known = [(row, found) for row in rows if is_ours(row["impl"]) and (found := _intensity(row, device)) is not None]
     points: dict[tuple[str, Any], dict[str, list[tuple[float, float, str]]]] = {}
-    for (row, intensity), label in zip(known, words.labels_of([row["case"] for row, _ in known])):
+    for (row, intensity), label in zip(known, words.case_labels([row["case"] for row, _ in known])):
         name = f"{words.full_name(row['impl'])}, head_dim {row['case']['D']}"
         of_chart = points.setdefault((row["phase"], Case.from_record(row["case"]).torch_dtype), {})
         of_chart.setdefault(name, []).append((intensity, row["tflops"], label))
@@ -377,7 +379,7 @@ def by_length(records: Sequence[Named]) -> list[LineChart]:
     """Speed, then ratio to the best peer, by length, of the kind of call that most programs make: causal, heads of 128;
     else one with many lengths. Of the first record that has such."""
     for named in records:
-        families = [one for one in families_of(attention_rows(named))[0] if ratios_to_best(one.rows)]
+        families = [one for one in group_families(attention_rows(named))[0] if ratios_to_best(one.rows)]
         if families:
             best = max(families, key=lambda one: (_likeness(one.case), len(one.rows))).case
             rows = [row for one in families if one.case == best for row in one.rows]

@@ -188,15 +188,15 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
-def phase_of(phase: str) -> str:
+def phase_name(phase: str) -> str:
     return PHASES.get(phase, phase)
 
 
-def operation_of(op: str) -> str:
+def operation_name(op: str) -> str:
     return OPERATIONS.get(op) or (op[:1].upper() + op[1:]).replace("_", " ")
 
 
-def implementation_of(name: str) -> str | None:
+def implementation_name(name: str) -> str | None:
     """The full name of an implementation, that of another commit with it; None of one that is not known."""
     plain, _, commit = name.partition("@")
     found = [known for known in IMPLEMENTATIONS if plain == known or plain.startswith(f"{known}-")]
@@ -208,16 +208,16 @@ def implementation_of(name: str) -> str | None:
 
 def full_name(name: str) -> str:
     """The full name of an implementation, or the name as it stands."""
-    return implementation_of(name) or name
+    return implementation_name(name) or name
 
 
-def kind_of(op: str, case: Case, on_gpu: bool) -> str:
+def describe_kind(op: str, case: Case, on_gpu: bool) -> str:
     """What kind of call a row measured, in words: of attention by what it has, else the operation."""
     if op in ("serving", "decode"):
         with contextlib.suppress(TypeError):  # keys of another version
             return ServingCase.from_record(case).kind.capitalize()
     if op != "attention":
-        return operation_of(op)
+        return operation_name(op)
     kind = next((words for key, words in _KINDS.items() if case.get(key)), None)
     if kind is None and case.get("Hkv") != case.get("H"):
         kind = "fewer key/value heads"
@@ -231,7 +231,7 @@ def unknown_keys(case: Case) -> list[str]:
     return [key for key in case if key not in _WORDS]
 
 
-def facets_of(case: Case) -> Facets:
+def case_facets(case: Case) -> Facets:
     """A case by the keys that say something. Unknown keys are said as they are."""
     found = {}
     for key, words in _WORDS.items():
@@ -248,7 +248,7 @@ def facets_of(case: Case) -> Facets:
 
 def common_facets(cases: Iterable[Case]) -> Facets:
     """What all of some cases have, without details."""
-    first, *others = [facets_of(case) for case in cases] or [{}]
+    first, *others = [case_facets(case) for case in cases] or [{}]
     return {
         key: words
         for key, words in first.items()
@@ -256,7 +256,7 @@ def common_facets(cases: Iterable[Case]) -> Facets:
     }
 
 
-def labels_of(cases: Sequence[Case], said: Facets | None = None) -> list[str]:
+def case_labels(cases: Sequence[Case], said: Facets | None = None) -> list[str]:
     """A name for each of some cases: as few facets as tell them apart; where all are one, its facets but details.
 
     Args:
@@ -276,7 +276,7 @@ def labels_of(cases: Sequence[Case], said: Facets | None = None) -> list[str]:
 
 
 def _different_labels(cases: Sequence[Case], more: Sequence[str]) -> list[str]:
-    all_facets = [facets_of(case) for case in cases]
+    all_facets = [case_facets(case) for case in cases]
     there_are = dict.fromkeys(key for facets in all_facets for key in facets)
     order = [*(key for key in _WORDS if key in there_are), *(key for key in there_are if key not in _WORDS)]
     keys = [key for key in order if key in more or len({f.get(key) for f in all_facets}) > 1]

@@ -180,7 +180,7 @@ def visible_keys(
         )
     window: tuple[int | None, int | None] | None = None
     if band.windowed:
-        width = _window_of(module, sliding_window, band.causal)
+        width = _mask_window(module, sliding_window, band.causal)
         window = (width - 1, 0) if band.causal else (width, width)
     if mask.ends is not None:
         return Visible(seq_k, band.causal, window, ends=mask.ends)
@@ -246,7 +246,7 @@ def _by_module(
     return Visible(seq_k, is_causal and bool(seq_q > 1 or window is not None), window, mask)
 
 
-def _window_of(module: nn.Module, passed: int | None, causal: bool) -> int:
+def _mask_window(module: nn.Module, passed: int | None, causal: bool) -> int:
     """The size of the window by which the mask was made, which is that of the configuration."""
     configured = getattr(getattr(module, "config", None), "sliding_window", None)
     if configured is None and (passed is None or not causal):

@@ -51,21 +51,21 @@ class CompactMask(NamedTuple):
     tree: int | None = None
 
 
-def of_all_keys(band: Band, keys: int, device: torch.device | str) -> Tensor:
+def all_keys(band: Band, keys: int, device: torch.device | str) -> Tensor:
     return _encode(band, torch.ones((), dtype=_EVERYTHING, device=device).expand(1, keys))
 
 
-def of_visible_keys(band: Band, visible: Tensor) -> Tensor:
+def from_visible_keys(band: Band, visible: Tensor) -> Tensor:
     """`visible`: bool `[B, n]`."""
     return _encode(band, visible.to(_KEYS))
 
 
-def of_packed_sequences(band: Band, ends: Tensor) -> Tensor:
+def packed_sequences(band: Band, ends: Tensor) -> Tensor:
     """`ends`: `[n]`, cumulative lengths without the first, 0."""
     return _encode(band, ends.to(_ENDS)[None])
 
 
-def of_tree(tokens: int, device: torch.device | str) -> Tensor:
+def tree_keys(tokens: int, device: torch.device | str) -> Tensor:
     return _encode(Band(), torch.ones((), dtype=_TREE, device=device).expand(1, tokens))
 
 

@@ -17,7 +17,7 @@ from transformers.masking_utils import causal_mask_function
 from flashtile.distributed import context_parallel_attention, sequence_positions
 from flashtile.distributed.context_parallel import Strategy
 from flashtile.distributed.layout import LayoutKind
-from flashtile.distributed.places import places_of
+from flashtile.distributed.places import mesh_places
 from flashtile.integrations.options import check_options
 from flashtile.integrations.transformers import compact
 from flashtile.integrations.transformers.attention import refuse, visible_keys, widened
@@ -78,7 +78,7 @@ def context_parallel(
         raise ValueError("model: expected one that takes whole sequences, got one that takes shards already")
     check_frequencies(model.config)
     check_options(backend, deterministic)
-    ranks = places_of(mesh).ranks
+    ranks = mesh_places(mesh).ranks
     options = {
         "mesh": mesh, "strategy": strategy, "layout": layout, "deterministic": deterministic, "backend": backend,
     }  # fmt: skip
@@ -165,7 +165,7 @@ def _make_mask(
             "attention_mask: expected a causal or full pattern with shards of sequences, with or without a sliding "
             "window, of as many keys as queries, and no torch.compile, got another; take another attention there"
         )
-    return compact.of_all_keys(band, kv_length, device)
+    return compact.all_keys(band, kv_length, device)
 
 
 def _attend(

@@ -57,7 +57,7 @@ def make_mask(
         pattern, sequence_of_row = packed
         band = _recognised(pattern)
         if band is not None:
-            found = compact.of_packed_sequences(band, _ends(sequence_of_row))
+            found = compact.packed_sequences(band, _ends(sequence_of_row))
     elif allow_is_causal_skip or allow_is_bidirectional_skip:
         if tracing:
             band = _by_arguments(allow_is_causal_skip, local_size, kv_offset + kv_length, config)
@@ -109,14 +109,14 @@ def _compact(
             return None
         band = band._replace(prefix=keys < kv_length)
     if attention_mask is None:
-        return compact.of_all_keys(band, keys, device)
+        return compact.all_keys(band, keys, device)
     visible = attention_mask[:, kv_offset : kv_offset + keys]
     if visible.shape[1] < keys:  # what the mask does not know is not there yet
         visible = torch.nn.functional.pad(visible, (0, keys - visible.shape[1]))
     # Whether there is padding at all would cost a synchronisation to know, except on a CPU.
     if visible.device.type == "cpu" and not torch.compiler.is_compiling() and bool(visible.all()):
-        return compact.of_all_keys(band, keys, device)
-    return compact.of_visible_keys(band, visible)
+        return compact.all_keys(band, keys, device)
+    return compact.from_visible_keys(band, visible)
 
 
 def _on_host(offset: int | Tensor) -> int | None:
@@ -154,7 +154,7 @@ def _recognised(pattern: Callable[..., Any]) -> Band | None:
         return Band(causal=True)
     if pattern is masking_utils.bidirectional_mask_function:
         return Band()
-    both = _parts_of_and(pattern)
+    both = _and_parts(pattern)
     if both is None or len(both) != 2:
         return None
     window, rest = both
@@ -168,7 +168,7 @@ def _recognised(pattern: Callable[..., Any]) -> Band | None:
 
 def _packed_sequences(pattern: Callable[..., Any]) -> tuple[Callable[..., Any], Tensor] | None:
     """(pattern within each sequence, sequence of each row `[B, S]`) of a pattern for packed sequences."""
-    both = _parts_of_and(pattern)
+    both = _and_parts(pattern)
     if both is None or len(both) != 2:
         return None
     # Before 5.23, transformers kept the indices as they are, which for a band is the same: distances count.
@@ -181,7 +181,7 @@ def _packed_sequences(pattern: Callable[..., Any]) -> tuple[Callable[..., Any], 
     return None
 
 
-def _parts_of_and(pattern: Callable[..., Any]) -> tuple[Callable[..., Any], ...] | None:
+def _and_parts(pattern: Callable[..., Any]) -> tuple[Callable[..., Any], ...] | None:
     made = _made_by(pattern, masking_utils.and_masks, masking_utils.causal_mask_function)
     return made["mask_functions"] if made else None
 

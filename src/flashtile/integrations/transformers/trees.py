@@ -64,7 +64,7 @@ def prefix_tree_inputs(model: nn.Module, tree: PrefixTree) -> dict[str, Any]:
     return {
         "input_ids": tree.tokens[None],
         "position_ids": tree.positions[None],
-        "attention_mask": compact.of_tree(tree.tokens.shape[0], tree.device),
+        "attention_mask": compact.tree_keys(tree.tokens.shape[0], tree.device),
         "prefix_tree": tree,
         "use_cache": False,
     }

@@ -180,7 +180,7 @@ def attention(
     # A call may be like an earlier one.
     given: repeated.Given = ()
     present: Sequence[Tensor] = ()
-    key = repeated.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, batch_invariant, backend)
+    key = repeated.call_key(q, k, v, causal, align, window, scale, softcap, deterministic, batch_invariant, backend)
     if key is not None and not plain:
         single = None, None, key_lengths, dropout_seed, bias, mask, alibi_slopes, sinks
         others = dropout_p, return_max_scores, None, None
@@ -347,7 +347,7 @@ def attention_varlen(
         )  # fmt: skip
     given: repeated.Given = ()
     present: Sequence[Tensor] = ()
-    key = repeated.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, batch_invariant, backend)
+    key = repeated.call_key(q, k, v, causal, align, window, scale, softcap, deterministic, batch_invariant, backend)
     if key is not None:
         single = cu_seqlens_q, cu_seqlens_k, key_lengths, dropout_seed, bias, mask, alibi_slopes, sinks
         others = dropout_p, return_max_scores, max_seqlen_q, max_seqlen_k
@@ -400,7 +400,7 @@ def attention_varlen(
     return _returned(results, return_lse, return_max_scores)
 
 
-def forward_of_checked(
+def checked_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -421,10 +421,10 @@ def forward_of_checked(
     return run_unrecorded(q, k, v, side, spec, backend)
 
 
-def forward_of_unmasked(
+def unmasked_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
     """A function that computes calls like a checked one in which every query sees every key, for any number of keys;
-    None where the backend has none. Where it returns None, `forward_of_checked` has to find the result."""
+    None where the backend has none. Where it returns None, `checked_forward` has to find the result."""
     spec = AttentionSpec(representable_scale(scale, q.dtype))
     return calls.prepared_unmasked(q, k, v, spec, backend)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flashtile.ops.attention.mask_intervals import bounds_of
+from flashtile.ops.attention.mask_intervals import tile_bounds
 from flashtile.ops.attention.mask_sources import (
     Predicate,
     Source,
@@ -33,14 +33,14 @@ from flashtile.ops.attention.mask_sources import (
     either,
     flex_blocks,
     flex_list,
+    flex_source,
     inverted,
+    kinds_source,
     larger_tile,
+    layout_source,
+    listed_masks_source,
     looked_up,
     mapped,
-    of_flex,
-    of_kinds,
-    of_layout,
-    of_listed_masks,
     resolved_device,
     stored_tile,
 )
@@ -141,14 +141,14 @@ class BlockMask:
         if element_mask is not None:
             check_tensors(element_mask=element_mask)
             if element_mask.dim() == 3:
-                elements = of_listed_masks(checked_tiles(element_mask, named, tile), named, stored)
+                elements = listed_masks_source(checked_tiles(element_mask, named, tile), named, stored)
             else:
                 element_mask = checked_elements(element_mask, named, seq_q, seq_k)
                 batch, heads = torch.broadcast_shapes((batch, heads), element_mask.shape[:2])
                 elements = looked_up(element_mask, stored)
         grid = Grid((batch, heads, seq_q, seq_k), stored)
         within = looked_up(named, (stored[0] // small[0], stored[1] // small[1]))
-        return from_bounds(grid, named.device, *of_layout(within, elements, small))
+        return from_bounds(grid, named.device, *layout_source(within, elements, small))
 
     @classmethod
     def from_predicate(
@@ -206,7 +206,7 @@ class BlockMask:
         if math.prod(shape):
             first = torch.zeros(1, dtype=torch.int64, device=device)
             mapped(predicate, grid._replace(tile=(1, 1)))(Tiles(*[first] * 8))  # raises what the function does wrong
-        return from_bounds(grid, device, bounds_of(predicate), elements, max_partial_tiles)
+        return from_bounds(grid, device, tile_bounds(predicate), elements, max_partial_tiles)
 
     @classmethod
     def from_flex(cls, block_mask: FlexBlockMask) -> BlockMask:
@@ -228,7 +228,7 @@ class BlockMask:
         assert partial is not None
         grid = Grid((*partial.shape[:2], seq_q, seq_k), stored_tile((tile_q, tile_k)))
         full = torch.zeros_like(partial) if full is None else full
-        return from_bounds(grid, partial.device, *of_flex(block_mask, partial, full, grid))
+        return from_bounds(grid, partial.device, *flex_source(block_mask, partial, full, grid))
 
     def to_flex(self) -> FlexBlockMask:
         """The same mask for FlexAttention. Its mask_mod reads `tile_masks`.
@@ -425,7 +425,7 @@ class BlockMask:
     def _source(self, tile: tuple[int, int]) -> Source:
         """The parts that a mask with larger tiles is built from."""
         table = self.kind_table().view(*self.shape[:2], self.grid.tiles_q, self.grid.tiles_k)
-        return of_kinds(table, self.masks_with_ends().bool(), tile)
+        return kinds_source(table, self.masks_with_ends().bool(), tile)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask):

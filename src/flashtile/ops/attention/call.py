@@ -336,8 +336,8 @@ class Call(NamedTuple):
             max_seqlen_q=_INVARIANT_ROWS,
             max_seqlen_k=_INVARIANT_ROWS,
             key_lengths=None,
-            bias=_of_one_sequence(self.aux.bias),
-            mask=_of_one_sequence(self.aux.mask),
+            bias=_single_sequence_facts(self.aux.bias),
+            mask=_single_sequence_facts(self.aux.mask),
         )
         q, k, v = (_in_one_sequence(of) for of in (self.q, self.k, self.v))
         dout = None if self.dout is None else _in_one_sequence(self.dout)
@@ -363,7 +363,7 @@ def _in_one_sequence(of: TensorFacts) -> TensorFacts:
     return TensorFacts(of.dtype, shape, contiguous_strides(shape))
 
 
-def _of_one_sequence(table: TensorFacts | None) -> TensorFacts | None:
+def _single_sequence_facts(table: TensorFacts | None) -> TensorFacts | None:
     """A bias or a mask likewise, at an address from which TMA does not read: whether it could depends on the layout."""
     if table is None:
         return None

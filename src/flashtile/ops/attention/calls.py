@@ -14,7 +14,7 @@ from flashtile._backends import together
 from flashtile._backends.alignment import aligned
 from flashtile.ops.attention import checks, select
 from flashtile.ops.attention.score_program import check_captured
-from flashtile.ops.attention.seen_keys import gradients_of_all, seen_call
+from flashtile.ops.attention.seen_keys import seen_call, unseen_gradients
 from flashtile.ops.attention.spec import (
     NOTHING_WANTED,
     AttentionSpec,
@@ -23,7 +23,7 @@ from flashtile.ops.attention.spec import (
     Wanted,
     out_dtype,
     plain_side,
-    wanted_of,
+    wanted_gradients,
 )
 from flashtile.ops.common import watch
 
@@ -43,7 +43,7 @@ def serve_forward(
     if not plain:
         checks.check_values(side, q.shape[0], k.shape[0])
     _check_program(side, spec)
-    wanted = wanted_of(side) if recorded else NOTHING_WANTED
+    wanted = wanted_gradients(side) if recorded else NOTHING_WANTED
     if seen := seen_call(q, k, v, side, spec):
         k, v, side, spec, *_ = seen
     q, k, v = (readable_rows(tensor, spec) for tensor in (q, k, v))
@@ -107,7 +107,7 @@ def serve_backward(
     implementation = select.implementation("backward", q, k, v, side, spec, backend, wanted)
     side = side if plain_side(side) else readable_side(side)
     gradients = implementation.backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)
-    return gradients if seen is None else gradients_of_all(gradients, *given, seen)
+    return gradients if seen is None else unseen_gradients(gradients, *given, seen)
 
 
 def readable_rows(tensor: Tensor, spec: AttentionSpec) -> Tensor:

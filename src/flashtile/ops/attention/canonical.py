@@ -77,7 +77,7 @@ def build_spec(
     )
 
 
-def spec_of(q: Tensor, given: Taken, dropout_p: float) -> AttentionSpec:
+def make_spec(q: Tensor, given: Taken, dropout_p: float) -> AttentionSpec:
     """The spec of a call's options. `dropout_p`: as it was checked."""
     band = given.causal, given.align, given.window, given.scale
     return build_spec(q, *band, dropout_p, given.deterministic, given.backend, given.softcap, given.batch_invariant)
@@ -88,7 +88,7 @@ def representable_scale(scale: float, dtype: torch.dtype) -> float:
     return 0.0 if -_LEAST_SCALE < scale < _LEAST_SCALE and dtype is not torch.float64 else scale
 
 
-def lengths_of(
+def resolve_lengths(
     q: Tensor,
     k: Tensor,
     cu_seqlens_q: Tensor | None,

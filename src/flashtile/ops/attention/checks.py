@@ -252,12 +252,12 @@ def _broadcast_scores(name: str, tensor: Tensor, full: tuple[int, int, int, int]
         raise ValueError(
             f"{name}: expected a shape that broadcasts to [batch, heads_q, seq_q, seq_k] = {list(full)} (of a packed "
             f"call [1, heads_q, max_seqlen_q, max_seqlen_k]), got {list(tensor.shape)}; insert dimensions of size 1"
-            f"{_hint_of_dimensions(name, tensor, full)}"
+            f"{_dimensions_hint(name, tensor, full)}"
         )
     return tensor if tensor.dim() == 4 else tensor.view(shape)
 
 
-def _hint_of_dimensions(name: str, tensor: Tensor, sizes: tuple[int, int, int, int]) -> str:
+def _dimensions_hint(name: str, tensor: Tensor, sizes: tuple[int, int, int, int]) -> str:
     """A hint where to insert dimensions, for the two shapes that people have most."""
     batch, _, seq_q, seq_k = sizes
     if tuple(tensor.shape) == (batch, seq_k):

@@ -70,7 +70,7 @@ def _dense(
     for first in range(0, max(seq_q, 1), rows_at_once):
         last = min(first + rows_at_once, seq_q)
         rows = torch.arange(first, last, device=q.device)
-        first_key, keys = _keys_of(first, last, seq_q, seq_k, spec)
+        first_key, keys = _visible_keys(first, last, seq_q, seq_k, spec)
         part = Part(rows, None, group, first_key, keys, seq_q, seq_k, sequence)
         dout, dlse = _rows(q, k, v, part, side, spec, tangents)
         outs.append(dout.transpose(1, 2))
@@ -78,7 +78,7 @@ def _dense(
     return torch.cat(outs, dim=1).to(q.dtype), torch.cat(lses, dim=2)
 
 
-def _keys_of(first: int, last: int, seq_q: int, seq_k: int, spec: AttentionSpec) -> tuple[int, int]:
+def _visible_keys(first: int, last: int, seq_q: int, seq_k: int, spec: AttentionSpec) -> tuple[int, int]:
     """The first of the keys that the band shows any row from `first` to `last - 1`, and how many they are."""
     shift = 0 if spec.top_left else seq_k - seq_q
     begin = 0 if spec.window_left is None else min(max(0, first + shift - spec.window_left), seq_k)
@@ -108,7 +108,7 @@ def _rows(
     if changes.inputs is not None:
         dscores = _through_function(dscores, changes.inputs, side, spec, tangents.captured)
     if tangents.bias is not None:
-        dscores = dscores + row_weights.part_of(tangents.bias, part).to(scores.dtype)
+        dscores = dscores + row_weights.part_table(tangents.bias, part).to(scores.dtype)
     if tangents.alibi_slopes is not None:
         dslopes = row_weights.by_head(tangents.alibi_slopes, part)
         dscores = dscores - dslopes * row_weights.distance(part, spec, scores.dtype)
@@ -164,13 +164,13 @@ def _packed(
             cu_seqlens_q=None,
             cu_seqlens_k=None,
             key_lengths=None if side.key_lengths is None else side.key_lengths[sequence : sequence + 1],
-            alibi_slopes=_of_sequence(side.alibi_slopes, sequence),
+            alibi_slopes=_sequence_slopes(side.alibi_slopes, sequence),
         )
         moved: dict[str, Any] = {
             name: None if tangent is None else tangent[None, where]
             for name, tangent, where in (("q", tangents.q, rows), ("k", tangents.k, keys), ("v", tangents.v, keys))
         }
-        own = tangents._replace(**moved, alibi_slopes=_of_sequence(tangents.alibi_slopes, sequence))
+        own = tangents._replace(**moved, alibi_slopes=_sequence_slopes(tangents.alibi_slopes, sequence))
         dout, dlse = _dense(q[None, rows], k[None, keys], v[None, keys], one, spec, own, sequence)
         outs.append(dout[0])
         lses.append(dlse[0])
@@ -180,7 +180,7 @@ def _packed(
     return torch.cat(outs, dim=0), torch.cat(lses, dim=1)
 
 
-def _of_sequence(slopes: Tensor | None, sequence: int) -> Tensor | None:
+def _sequence_slopes(slopes: Tensor | None, sequence: int) -> Tensor | None:
     return slopes[sequence] if slopes is not None and slopes.dim() == 2 else slopes
 
 

@@ -12,17 +12,24 @@ from flashtile._backends import devices
 from flashtile.ops.attention import checks
 from flashtile.ops.attention.backend import KernelChoice
 from flashtile.ops.attention.call import Call, Machine, describe_call
-from flashtile.ops.attention.canonical import DENSE_LAYOUT, PACKED_LAYOUT, add_scores, checked_qkv, lengths_of, spec_of
-from flashtile.ops.attention.options import ExplainOptions, names_of, take, with_options
+from flashtile.ops.attention.canonical import (
+    DENSE_LAYOUT,
+    PACKED_LAYOUT,
+    add_scores,
+    checked_qkv,
+    make_spec,
+    resolve_lengths,
+)
+from flashtile.ops.attention.options import ExplainOptions, option_names, take, with_options
 from flashtile.ops.attention.partial import AttentionPart, placed
 from flashtile.ops.attention.seen_keys import seen_call
 from flashtile.ops.attention.select import BACKENDS
-from flashtile.ops.attention.spec import FP8, wanted_of
+from flashtile.ops.attention.spec import FP8, wanted_gradients
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_NAMES = names_of(ExplainOptions)
+_NAMES = option_names(ExplainOptions)
 
 
 @dataclass(frozen=True)
@@ -96,9 +103,9 @@ def explain(
     q, k, v = checked_qkv(q, k, v, PACKED_LAYOUT if packed else DENSE_LAYOUT, eight_bits=True)
     seed = given.dropout_seed
     dropout_p = checks.resolve_dropout(given.dropout_p, seed, seed.device if isinstance(seed, Tensor) else q.device)
-    spec = spec_of(q, given, dropout_p)
+    spec = make_spec(q, given, dropout_p)
     bounds = given.max_seqlen_q, given.max_seqlen_k
-    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths)
+    side, batch = resolve_lengths(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths)
     side, spec = add_scores(side._replace(dropout_seed=seed), spec, q, k, v, batch, given)
     if part is not None:
         spec = placed(spec, part, q.shape[-3], k.shape[-3], q.shape[-2], packed, given)
@@ -109,7 +116,7 @@ def explain(
     interpreting = device_type == "cpu" and devices.interpreting()
     machine = Machine(device_type, facts, multiprocessors, devices.triton_missing(), interpreting)
     qkv = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    call = describe_call("forward", qkv, side, spec, given.backend, wanted_of(side), machine)
+    call = describe_call("forward", qkv, side, spec, given.backend, wanted_gradients(side), machine)
     choice = BACKENDS.choose(call)
     kernels = _kernels(call, choice.backend)
     return Explanation(choice.backend, choice.reason, kernels, choice.rejected, name, tuple(BACKENDS.by_name))

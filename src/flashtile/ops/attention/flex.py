@@ -159,7 +159,7 @@ def flex_attention(
                 f"{name}: expected 4 dimensions [batch, heads, seq, head_dim], got shape {tuple(tensor.shape)}; insert "
                 "dimensions of size 1"
             )
-    query, key, value = _of_one_batch(query, key, value, block_mask is not None, enable_gqa)
+    query, key, value = _align_batches(query, key, value, block_mask is not None, enable_gqa)
     if kernel_options:
         raise ValueError(
             f"kernel_options: expected None, got {kernel_options!r}; leave it out, flashtile chooses tile sizes from "
@@ -190,7 +190,7 @@ def flex_attention(
     return out if lse is None else (out, lse)
 
 
-def _of_one_batch(
+def _align_batches(
     query: Tensor, key: Tensor, value: Tensor, masked: bool, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three, whose batch sizes and heads fit together."""

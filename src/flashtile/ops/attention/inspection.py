@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention import checks, row_weights
-from flashtile.ops.attention.canonical import DENSE_LAYOUT, PACKED_LAYOUT, add_scores, checked_qkv, lengths_of, spec_of
+from flashtile.ops.attention.canonical import (
+    DENSE_LAYOUT,
+    PACKED_LAYOUT,
+    add_scores,
+    checked_qkv,
+    make_spec,
+    resolve_lengths,
+)
 from flashtile.ops.attention.column_sums import run_column_sums
-from flashtile.ops.attention.options import ColumnSumsOptions, ProbsOptions, names_of, take, with_options
+from flashtile.ops.attention.options import ColumnSumsOptions, ProbsOptions, option_names, take, with_options
 from flashtile.ops.attention.row_weights import Part
 from flashtile.ops.attention.spec import SideInputs, lse_dtype, lse_shape
 from flashtile.ops.common.checks import INDEX_DTYPES, readable
@@ -20,7 +27,7 @@ from flashtile.ops.common.sizes import differ
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_PROBS_NAMES, _COLUMN_SUMS_NAMES = names_of(ProbsOptions), names_of(ColumnSumsOptions)
+_PROBS_NAMES, _COLUMN_SUMS_NAMES = option_names(ProbsOptions), option_names(ColumnSumsOptions)
 #: A choice of rows or heads: all, a slice, or their numbers.
 Chosen = slice | Sequence[int] | Tensor | None
 
@@ -82,7 +89,7 @@ def attention_probs(
             "that flashtile.draw_dropout_seed(device) makes, or leave dropout_p out for the weights before dropout"
         )
     side = SideInputs(None, None, seq_q, seq_k, given.key_lengths, given.dropout_seed if dropout_p else None)
-    side, spec = add_scores(side, spec_of(q, given, dropout_p), q, k, k, batch, given)
+    side, spec = add_scores(side, make_spec(q, given, dropout_p), q, k, k, batch, given)
     checks.check_values(side, seq_q, seq_k)
     row_numbers = _chosen("rows", rows, seq_q, "seq_q", q.device)
     if row_numbers is None:
@@ -140,9 +147,9 @@ def attention_column_sums(
     packed = cu_seqlens_q is not None
     q, k, _ = checked_qkv(q, k, k, PACKED_LAYOUT if packed else DENSE_LAYOUT)
     _check_lse(lse, q)
-    spec = spec_of(q, given._replace(deterministic=True), 0.0)._replace(batch_invariant=False)
+    spec = make_spec(q, given._replace(deterministic=True), 0.0)._replace(batch_invariant=False)
     bounds = given.max_seqlen_q, given.max_seqlen_k
-    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths)
+    side, batch = resolve_lengths(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths)
     side, spec = add_scores(side, spec, q, k, k, batch, given)
     return run_column_sums(q, k, lse, side, spec, given.backend)
 

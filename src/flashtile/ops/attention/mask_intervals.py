@@ -1,6 +1,6 @@
 """Bounds of mask functions for whole tiles, by interval arithmetic.
 
-`bounds_of` evaluates a function once for all tiles: each scalar is then the least and the greatest number that it
+`tile_bounds` evaluates a function once for all tiles: each scalar is then the least and the greatest number that it
 takes within a tile. Most tiles of a long mask are therefore known to be empty or full before any pair is looked at.
 The result of an operation without a rule may be anything, which costs time and changes no result.
 
@@ -25,7 +25,7 @@ from flashtile.ops.attention.tile_lists import Bounds, Tiles
 _ENTRIES_TOGETHER = 16
 
 
-def bounds_of(predicate: Predicate) -> Callable[[Tiles], Bounds]:
+def tile_bounds(predicate: Predicate) -> Callable[[Tiles], Bounds]:
     """Returns a function that bounds all pairs of a tile at once, by interval arithmetic."""
     tables: dict[tuple[int, int], _Extremes] = {}
 
@@ -43,7 +43,7 @@ def bounds_of(predicate: Predicate) -> Callable[[Tiles], Bounds]:
             # PyTorch refuses some operations, such as subtracting a bool from a tensor, that `torch.vmap` serves. If
             # that refuses too, the error comes when pairs are looked at.
             visible = Interval.of(None)
-        known = _truth(_range_of(visible))
+        known = _truth(_argument_range(visible))
         return Bounds(*(on_device(end, tiles.batch.device) for end in (known.most, known.least)))
 
     return bounds
@@ -80,7 +80,7 @@ class Interval(Tensor):
         return interval
 
 
-def _range_of(value: object) -> _Range | None:
+def _argument_range(value: object) -> _Range | None:
     """The range of an argument: of a captured scalar, its value. None where nothing is known."""
     if isinstance(value, Interval):
         return value.range
@@ -117,13 +117,13 @@ class _IntervalArithmetic(TorchFunctionMode):
             if name == "__get__" and func.__self__.__name__ in _FACTS:
                 return func(plain)
             if name in _CONSTANTS:
-                return Interval.of(_range_of(func(plain, *args[1:], **kwargs)))
+                return Interval.of(_argument_range(func(plain, *args[1:], **kwargs)))
         if name in _NEVER or "out" in kwargs or (name.endswith("_") and not name.endswith("__")):
             raise _NotBoundedError(name)
         rule = _RULES.get((name, len(args), *kwargs))
         if rule is None:
             return Interval.of(None)
-        given = (entry if isinstance(entry, (torch.dtype, str)) else _range_of(entry) for entry in args)
+        given = (entry if isinstance(entry, (torch.dtype, str)) else _argument_range(entry) for entry in args)
         return Interval.of(_without_nan(self._in_tensors(rule(*given, **kwargs))))
 
     def _in_tensors(self, known: _Range | None) -> _Range | None:
@@ -135,7 +135,7 @@ class _IntervalArithmetic(TorchFunctionMode):
 
     def _looked_up(self, table: Tensor, index: object) -> _Range | None:
         """The range of `table[index]`, of which one index may be a range."""
-        indices = [_range_of(entry) for entry in (index if isinstance(index, tuple) else (index,))]
+        indices = [_argument_range(entry) for entry in (index if isinstance(index, tuple) else (index,))]
         if isinstance(table, Interval) or table.dtype not in _TABLE_DTYPES or table.numel() == 0:
             return None
         if len(indices) != table.dim() or any(entry is None for entry in indices):
@@ -428,8 +428,8 @@ _RULES: dict[tuple, _Rule] = {
     for name in names.split()
 }
 _RULES["div", 2, "rounding_mode"] = _divide
-_RULES["clamp", 1, "min"] = lambda a, min: _monotone(_larger)(a, _range_of(min))
-_RULES["clamp", 1, "max"] = lambda a, max: _monotone(_smaller)(a, _range_of(max))
+_RULES["clamp", 1, "min"] = lambda a, min: _monotone(_larger)(a, _argument_range(min))
+_RULES["clamp", 1, "max"] = lambda a, max: _monotone(_smaller)(a, _argument_range(max))
 
 #: Attributes that do not depend on the value of a scalar, and functions that take dtype and device from it alone.
 _FACTS = {"device", "dtype", "shape", "ndim", "requires_grad"}

@@ -27,10 +27,10 @@ READING = {"__bool__", "__int__", "__index__", "__float__", "__complex__", "item
 def mapped(predicate: Predicate, grid: Grid) -> Elements:
     """The elements of tiles by a function of single indices; those past the ends are asked for as the last."""
 
-    def of_pair(batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+    def pair_mask(batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
         return _checked(predicate(batch, head, q_index, k_index))
 
-    of_keys = torch.vmap(of_pair, (None, None, None, 0))
+    of_keys = torch.vmap(pair_mask, (None, None, None, 0))
     of_pairs = torch.vmap(of_keys, (None, None, 0, None))
     of_tiles = torch.vmap(of_pairs)
 
@@ -112,7 +112,7 @@ class Source(NamedTuple):
     elements: Elements
 
 
-def of_kinds(table: Tensor, masks: Tensor, tile: tuple[int, int]) -> Source:
+def kinds_source(table: Tensor, masks: Tensor, tile: tuple[int, int]) -> Source:
     """A mask that is there already, in tiles of `tile`, which hold one or several of its own.
 
     `table` `[batch | 1, heads | 1, tiles_q, tiles_k]` says which of `masks` `[kinds, own tile_q, own tile_k]` each of
@@ -166,7 +166,7 @@ def _paired(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     return None if first is None or second is None else first * 2**30 + second
 
 
-def of_layout(
+def layout_source(
     within: Elements, elements: Elements | None, small: tuple[int, int]
 ) -> tuple[Callable[[Tiles], Bounds], Elements]:
     """Bounds and elements of the stored tiles, given which of the small tiles in them are named."""
@@ -187,7 +187,7 @@ def _enlarged(named: Tensor, small: tuple[int, int]) -> Tensor:
     return named.repeat_interleave(small[0], dim=1).repeat_interleave(small[1], dim=2)
 
 
-def of_listed_masks(masks: Tensor, named: Tensor, stored: tuple[int, int]) -> Elements:
+def listed_masks_source(masks: Tensor, named: Tensor, stored: tuple[int, int]) -> Elements:
     """The elements out of one mask `[small_q, small_k]` for each small tile that the layout names."""
     number = (named.flatten().cumsum(0) - 1).clamp(min=0).view(named.shape)
     numbers = looked_up(number, (stored[0] // masks.shape[1], stored[1] // masks.shape[2]))
@@ -213,7 +213,7 @@ def flex_list(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return tiles.sum(dim=-1, dtype=torch.int32), indices.int()
 
 
-def of_flex(
+def flex_source(
     block_mask: FlexBlockMask, partial: Tensor, full: Tensor, grid: Grid
 ) -> tuple[Callable[[Tiles], Bounds], Elements]:
     """Bounds and elements, given which blocks FlexAttention looks into and which it takes whole."""

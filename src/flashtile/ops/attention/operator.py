@@ -43,7 +43,7 @@ from flashtile.ops.attention.spec import (
     lse_shape,
     out_dtype,
     plain_side,
-    wanted_of,
+    wanted_gradients,
 )
 from flashtile.ops.common import dispatch, dtensor
 from flashtile.ops.common.flops import register_flops
@@ -81,7 +81,7 @@ def run_attention(
     if dispatch.transformed():
         return _asked_for(_TransformedAttention.apply(q, k, v, *flat(side, spec, backend)), spec)
     if torch.is_grad_enabled():
-        learned = any(wanted_of(side).flags)
+        learned = any(wanted_gradients(side).flags)
         if learned or q.requires_grad or k.requires_grad or v.requires_grad:
             if torch.compiler.is_compiling():
                 q, k, v, side = _distinct(q, k, v, side)
@@ -94,7 +94,7 @@ def run_attention(
 def run_repeated(
     q: Tensor, k: Tensor, v: Tensor, given: Sequence[Tensor], call: RepeatedCall, out_only: bool
 ) -> Tensor | tuple[Tensor, ...]:
-    """Runs a call that has a key (`repeated.key_of`), recorded by autograd where a gradient is wanted. Returns out
+    """Runs a call that has a key (`repeated.call_key`), recorded by autograd where a gradient is wanted. Returns out
     alone, or what `run_attention` does. `given`: the tensors that it was given beside q, k and v."""
     aux = given if call.resolutions is None else call.aux(given, q)
     return run_resolved(q, k, v, aux, call, out_only)
@@ -191,7 +191,7 @@ class _Attention(torch.autograd.Function):
         if other_arguments > 3:
             needs = ctx.needs_input_grad[3:]
             wanted = Wanted(*(needs[index] for index in LEARNED), tuple(needs[SPEC + 1 :]))
-        grads = _gradients_of((dout, dlse, *saved[: len(_SAVED_OF_PLAIN)]), side, spec, wanted, backend)
+        grads = _recorded_gradients((dout, dlse, *saved[: len(_SAVED_OF_PLAIN)]), side, spec, wanted, backend)
         if other_arguments <= 3:
             return grads.q, grads.k, grads.v, *(None,) * other_arguments
         others: list[Tensor | None] = [None] * (SPEC + 1)
@@ -200,7 +200,7 @@ class _Attention(torch.autograd.Function):
         return grads.q, grads.k, grads.v, *others, *grads.captured
 
 
-def _gradients_of(
+def _recorded_gradients(
     given: Sequence[Any], side: SideInputs, spec: AttentionSpec, wanted: Wanted, backend: str
 ) -> Gradients:
     """The gradients of a recorded call, however PyTorch asks for them. `given`: `BackwardInputs`, dout may be None."""
@@ -251,7 +251,7 @@ class _RepeatedAttention(torch.autograd.Function):
         if grads is None:
             side = call.form.side(saved[len(_SAVED_OF_PLAIN) :])
             given = dout, dlse, *saved[: len(_SAVED_OF_PLAIN)]
-            grads = _gradients_of(given, side, call.backward_spec, call.wanted, call.backend)
+            grads = _recorded_gradients(given, side, call.backward_spec, call.wanted, call.backend)
         return grads[0], grads[1], grads[2], None, *call.aux_gradients(grads)
 
 

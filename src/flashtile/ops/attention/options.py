@@ -154,7 +154,7 @@ def take(function: Callable[..., Any], options: Mapping[str, Any], names: frozen
     return Taken(**options)
 
 
-def names_of(options: type) -> frozenset[str]:
+def option_names(options: type) -> frozenset[str]:
     """The names of the arguments in one of the classes of this file."""
     return frozenset(options.__annotations__)
 

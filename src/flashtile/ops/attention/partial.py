@@ -17,9 +17,9 @@ from torch import Tensor
 
 from flashtile.ops.attention import checks
 from flashtile.ops.attention.block_mask import BlockMask, from_bounds
-from flashtile.ops.attention.canonical import DENSE_LAYOUT, PACKED_LAYOUT, add_scores, resolve_dropout, spec_of
+from flashtile.ops.attention.canonical import DENSE_LAYOUT, PACKED_LAYOUT, add_scores, make_spec, resolve_dropout
 from flashtile.ops.attention.operator import run_attention, run_backward
-from flashtile.ops.attention.options import AttentionOptions, PartOptions, Taken, names_of, take, with_options
+from flashtile.ops.attention.options import AttentionOptions, PartOptions, Taken, option_names, take, with_options
 from flashtile.ops.attention.score_arguments import add_program
 from flashtile.ops.attention.score_program import UNCHANGED, ScoreFunction, moved
 from flashtile.ops.attention.score_tracing import resolve_score_mod
@@ -30,7 +30,7 @@ from flashtile.ops.common.sizes import differ, exceeds, known
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_PART_NAMES, _BACKWARD_NAMES = names_of(PartOptions), names_of(AttentionOptions)
+_PART_NAMES, _BACKWARD_NAMES = option_names(PartOptions), option_names(AttentionOptions)
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _described(
             "draw one with flashtile.draw_dropout_seed"
         )
     dropout_p, dropout_seed = resolve_dropout(given.dropout_p, given.dropout_seed, q.device)
-    spec = spec_of(q, given, dropout_p)
+    spec = make_spec(q, given, dropout_p)
     key_lengths = given.key_lengths
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each batch entry")
@@ -258,7 +258,7 @@ def _rectangle(mask: BlockMask, part: AttentionPart, q: Tensor, batch: int, side
                 f"block_mask: expected the mask of the larger call, with {name} at least {first + count}, got {of_mask}"
                 "; its rectangle is taken here"
             )
-    return part_of_mask(mask, place)
+    return mask_part(mask, place)
 
 
 def _placed(function: ScoreFunction, part: AttentionPart, device: torch.device) -> ScoreFunction:
@@ -391,7 +391,7 @@ _known: OrderedDict[tuple[int, Rectangle], tuple[BlockMask, BlockMask]] = Ordere
 _MOST_KNOWN = 128
 
 
-def part_of_mask(mask: BlockMask, place: Rectangle) -> BlockMask:
+def mask_part(mask: BlockMask, place: Rectangle) -> BlockMask:
     """The mask of a rectangle, which must lie within the mask. Its tiles are those of the mask."""
     if _is_whole(mask, place):
         return mask

@@ -31,10 +31,10 @@ __all__ = [
     "draw_dropout_seed",
     "dropout_mask",
     "head_words",
+    "keep_head_tile",
     "keep_rows",
     "keep_threshold",
     "keep_tile",
-    "keep_tile_of_heads",
     "pair_words",
     "positions",
     "scratch_numbers",
@@ -99,7 +99,7 @@ def _group_words(
 
 
 def scratch_numbers(rows: range, columns: range) -> int:
-    """Numbers of 64 bits that `keep_tile_of_heads` takes for a matrix."""
+    """Numbers of 64 bits that `keep_head_tile` takes for a matrix."""
     return 3 * len(_groups(rows)) * len(_groups(columns))
 
 
@@ -121,10 +121,10 @@ def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range
     Returns:
         bool `[n, len(rows), len(columns)]`, True = kept.
     """
-    return keep_tile_of_heads(head_words(seed, sequence_head), dropout_p, rows, columns)
+    return keep_head_tile(head_words(seed, sequence_head), dropout_p, rows, columns)
 
 
-def keep_tile_of_heads(
+def keep_head_tile(
     of_heads: Tensor, dropout_p: float, rows: range, columns: range, scratch: Tensor | None = None
 ) -> Tensor:
     """As `keep_tile`, from the `head_words` of the matrices. `scratch`: flat int64 memory, `scratch_numbers` for each

@@ -40,7 +40,7 @@ from flashtile.ops.attention.spec import (
     SideInputs,
     Wanted,
     plain_side,
-    wanted_of,
+    wanted_gradients,
 )
 from flashtile.ops.common import dispatch
 from flashtile.ops.common.batch_invariance import MODE
@@ -72,7 +72,7 @@ Given = tuple[Any, ...]
 Kept = TypeVar("Kept")
 
 
-def key_of(
+def call_key(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -118,7 +118,7 @@ def key_with_aux(
     """The key of a call with other arguments, the tensors among these, and of those the ones that are not None.
 
     Args:
-        key: from `key_of`.
+        key: from `call_key`.
         single: from cu_seqlens_q to sinks, in the order of `side_tensors`.
         descales: of q, k and v.
         others: dropout_p, return_max_scores, max_seqlen_q and max_seqlen_k.
@@ -182,7 +182,7 @@ def new_call(
         return None
     if len(_CALLS) >= _MOST_CALLS:
         _CALLS.clear()
-    wanted = wanted_of(saved_side(given, (0, 0)))
+    wanted = wanted_gradients(saved_side(given, (0, 0)))
     requires_grad = any(tensor.requires_grad for tensor in tensors)
     call = RepeatedCall(AuxForm.from_side(side), spec, backend, resolved, wanted=wanted, requires_grad=requires_grad)
     _keep(_CALLS.setdefault(key, []), dispatch.recogniser(*tensors), call)
@@ -271,7 +271,7 @@ class RepeatedCall:
         self.form, self.spec, self.backend, self.wanted, self.requires_grad = form, spec, backend, wanted, requires_grad
         self.backward_spec = spec._replace(returns_max_scores=False)
         self.resolutions = None if resolutions == (*range(len(resolutions)),) else resolutions
-        self._learned = [_gradient_of(place, wanted) for place in form.places]
+        self._learned = [_gradient_getter(place, wanted) for place in form.places]
         self.forward: Callable[..., Results] = self._first_forward
         self.recorded_forward: Callable[..., Results] = self._first_recorded_forward
         self._backwards: tuple[list, list] = [], []
@@ -337,7 +337,7 @@ class RepeatedCall:
         launch = None if prepare is None else prepare(q, k, v, side, spec)
         if launch is None:
             return general if q.is_cuda or aux else lambda q, k, v, aux: owned(module.forward(q, k, v, side, spec))
-        in_vectors = self._places_of_vectors()
+        in_vectors = self._vector_places()
         if in_vectors:
 
             def run_with_tables(q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Results:
@@ -366,7 +366,7 @@ class RepeatedCall:
         launch = None if prepare is None else prepare(BackwardInputs(dout, dlse, q, k, v, out, lse), side, spec, wanted)
         if launch is None:
             return general
-        in_vectors = self._places_of_vectors()
+        in_vectors = self._vector_places()
 
         def run(dout, dlse, q, k, v, out, lse, *aux):
             bits = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
@@ -378,12 +378,12 @@ class RepeatedCall:
 
         return run
 
-    def _places_of_vectors(self) -> list[int]:
+    def _vector_places(self) -> list[int]:
         """Which of the side inputs kernels read several elements of at once."""
         return [number for number, place in enumerate(self.form.places) if place in _READ_IN_VECTORS]
 
 
-def _gradient_of(place: int, wanted: Wanted) -> Callable[[Gradients], Tensor | None] | None:
+def _gradient_getter(place: int, wanted: Wanted) -> Callable[[Gradients], Tensor | None] | None:
     """What picks the gradient of the tensor that `side_tensors` has at a place; None where none is wanted."""
     if place >= len(SINGLE):
         number = place - len(SINGLE)

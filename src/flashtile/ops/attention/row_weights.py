@@ -119,7 +119,7 @@ def split_heads(stacked: Tensor, part: Part) -> Tensor:
     return stacked.reshape(batch, heads_kv * part.group, part.rows.shape[0], last)
 
 
-def part_of(tensor: Tensor, part: Part) -> Tensor:
+def part_table(tensor: Tensor, part: Part) -> Tensor:
     """The part's share of what broadcasts to the scores, `[B | 1, H | 1, S | 1, S | 1]`."""
     if part.heads is not None and tensor.shape[1] > 1:
         tensor = tensor.index_select(1, part.heads)
@@ -167,7 +167,7 @@ def scores(product: Tensor, part: Part, side: SideInputs, spec: AttentionSpec) -
         inputs = _function_inputs(scores, part)
         scores = apply(parse(spec.score_program), inputs, side.captured, shown)
     if side.bias is not None:
-        scores = scores + part_of(side.bias, part).to(scores.dtype)
+        scores = scores + part_table(side.bias, part).to(scores.dtype)
     if side.alibi_slopes is not None:
         scores = scores - by_head(side.alibi_slopes, part) * distance(part, spec, scores.dtype)
     shown = shown & ~scores.isneginf()
@@ -198,9 +198,9 @@ def _shown_by_arguments(part: Part, side: SideInputs, spec: AttentionSpec) -> Te
     if side.key_lengths is not None:
         shown = shown & _valid(part, side.key_lengths)
     if side.mask is not None:
-        shown = shown & part_of(side.mask, part)
+        shown = shown & part_table(side.mask, part)
     if side.bias is not None:
-        shown = shown & ~part_of(side.bias, part).isneginf()
+        shown = shown & ~part_table(side.bias, part).isneginf()
     if side.block_lists is not None:
         shown = shown & _shown_by_tiles(part, side, spec)
     return shown

@@ -30,7 +30,7 @@ from flashtile.ops.attention.score_program import (
     is_value,
     parse,
 )
-from flashtile.ops.attention.score_tracing import derivative, dtype_of_scores, resolve_score_mod
+from flashtile.ops.attention.score_tracing import derivative, resolve_score_mod, score_dtype
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, out_dtype
 from flashtile.ops.common.sizes import known
 
@@ -48,7 +48,7 @@ def add_score_mod(
     function = resolve_score_mod(score_mod, q)
     if torch.compiler.is_compiling():
         return add_program(side, spec, function)
-    parts = parts_of(function.program, str(function.dtype).removeprefix("torch."))
+    parts = function_parts(function.program, str(function.dtype).removeprefix("torch."))
     sizes = q.shape[0] if side.cu_seqlens_q is None else side.cu_seqlens_q.shape[0] - 1, q.shape[-2]
     if parts is None or not _taken_apart(parts, function, side, spec, q, sizes):
         return add_program(side, spec, function)
@@ -75,7 +75,7 @@ def check_derivative(side: SideInputs, spec: AttentionSpec, q: Tensor, k: Tensor
         return
     of_captured = any(tensor.requires_grad for tensor in side.captured)
     if of_captured or q.requires_grad or k.requires_grad or v.requires_grad:
-        derivative(spec.score_program, dtype_of_scores(q), of_score_alone=not of_captured)
+        derivative(spec.score_program, score_dtype(q), of_score_alone=not of_captured)
 
 
 def _taken_apart(
@@ -186,14 +186,14 @@ class Parts(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def parts_of(text: str, dtype: str) -> Parts | None:
+def function_parts(text: str, dtype: str) -> Parts | None:
     """The parts of a function, of each kind at most one; None where it has none. `dtype`: of the scores."""
     expression = _Expression(parse(text))
     slopes: Slopes | None = None
     bias: Table | None = None
     replaced: dict[str, str] = {}
     name = expression.program.results[0]
-    while (found := expression.sum_of(name, dtype)) is not None:
+    while (found := expression.linear_terms(name, dtype)) is not None:
         scores, term, sign = found
         found_slopes = expression.slopes_in(term, sign, dtype) if slopes is None else None
         found_bias = expression.table_in(term) if bias is None and sign > 0 else None
@@ -228,9 +228,9 @@ class _Expression:
     def __init__(self, program: ScoreProgram) -> None:
         self.program = program
         self.steps = {f"%{number}": step for number, step in enumerate(program.steps)}
-        self.inputs = program.inputs_of_values
+        self.inputs = program.value_inputs
 
-    def inputs_of(self, arguments: Iterable[Any]) -> frozenset[str]:
+    def argument_inputs(self, arguments: Iterable[Any]) -> frozenset[str]:
         """The arguments of the function that values depend on."""
         return frozenset().union(*(self.inputs[argument] for argument in arguments if is_value(argument)))
 
@@ -239,15 +239,19 @@ class _Expression:
         step = self.steps.get(name) if isinstance(name, str) else None
         return step if step is not None and step.name in operations and not step.keywords else None
 
-    def sum_of(self, name: str, dtype: str) -> tuple[str, Any, int] | None:
+    def linear_terms(self, name: str, dtype: str) -> tuple[str, Any, int] | None:
         """A value as what depends on the score, plus a term that does not: both, and the sign of the term."""
         step = self.step(name, "add", "sub")
         if step is None or step.dtype != dtype:
             return None
         first, second = step.arguments
-        if _SCORE in self.inputs_of([first]) and _SCORE not in self.inputs_of([second]):
+        if _SCORE in self.argument_inputs([first]) and _SCORE not in self.argument_inputs([second]):
             return first, second, -1 if step.name == "sub" else 1
-        if step.name == "add" and _SCORE in self.inputs_of([second]) and _SCORE not in self.inputs_of([first]):
+        if (
+            step.name == "add"
+            and _SCORE in self.argument_inputs([second])
+            and _SCORE not in self.argument_inputs([first])
+        ):
             return second, first, 1
         return None
 
@@ -277,7 +281,7 @@ class _Expression:
     def slopes_in(self, term: Any, sign: int, dtype: str) -> Slopes | None:
         """ALiBi's slopes, if `sign` times a term is minus a slope times the distance."""
         found = self.distances.get(term) if is_value(term) else None
-        if found is None or self.inputs_of(found.coefficients) & {_SCORE, _Q_INDEX, _K_INDEX}:
+        if found is None or self.argument_inputs(found.coefficients) & {_SCORE, _Q_INDEX, _K_INDEX}:
             return None
         builder = _Builder(self)
         product: Any = 1.0
@@ -288,7 +292,7 @@ class _Expression:
             product = builder.step("aten.mul.Tensor", (product, -1.0), dtype) if is_value(product) else -product
         if not is_value(product):
             product = builder.step("constant", (float(product),), dtype)
-        by_batch = _BATCH in self.inputs_of(found.coefficients)
+        by_batch = _BATCH in self.argument_inputs(found.coefficients)
         return Slopes(*builder.finished(product), by_batch, not found.absolute)
 
     @functools.cached_property

@@ -96,7 +96,7 @@ class ScoreProgram(NamedTuple):
         return tuple((f"%{number}", step) for number, step in enumerate(self.steps) if step.operation == LOAD)
 
     @property
-    def inputs_of_values(self) -> dict[str, frozenset[str]]:
+    def value_inputs(self) -> dict[str, frozenset[str]]:
         """For each value by its name, the arguments of the function that it depends on."""
         found = {name: frozenset((name,)) for name in (*INPUTS, UPSTREAM)}
         for number, step in enumerate(self.steps):
@@ -106,7 +106,7 @@ class ScoreProgram(NamedTuple):
     @property
     def early_loads(self) -> tuple[str, ...]:
         """The names of the reads that do not depend on the score."""
-        inputs = self.inputs_of_values
+        inputs = self.value_inputs
         return tuple(name for name, _ in self.loads if inputs[name].isdisjoint((INPUTS[0], UPSTREAM)))
 
 
@@ -162,7 +162,7 @@ def _unpacked(found: Any) -> ScoreProgram:
 def _check_program(program: ScoreProgram) -> None:
     """Refuses what `trace_score_mod` would not have made."""
     dtypes = dict(zip(INPUTS, ("float32", *["int32"] * 4)))
-    known_dtypes, index_dtypes = (set(map(_name_of, each)) for each in (CAPTURED_DTYPES, INDEX_DTYPES))
+    known_dtypes, index_dtypes = (set(map(_step_name, each)) for each in (CAPTURED_DTYPES, INDEX_DTYPES))
     if len(program.steps) > MOST_STEPS:
         raise ValueError(f"expected at most {MOST_STEPS} steps, got {len(program.steps)}")
     for dtype, dims in program.captured:
@@ -205,10 +205,10 @@ def _check_captured(text: str, found: tuple[tuple[str, int], ...]) -> None:
 
 def check_captured(text: str, captured: Sequence[Tensor]) -> None:
     """Refuses tensors that are not those that a program says it reads. Kernels take their addresses."""
-    _check_captured(text, tuple((_name_of(tensor.dtype), tensor.dim()) for tensor in captured))
+    _check_captured(text, tuple((_step_name(tensor.dtype), tensor.dim()) for tensor in captured))
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def _step_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

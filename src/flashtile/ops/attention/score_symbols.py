@@ -129,7 +129,7 @@ class Recorder:
     def step(
         self, operation: str, arguments: Sequence[Any], dtype: torch.dtype, keywords: dict[str, Any] | None = None
     ) -> Symbol:
-        step = Step(operation, tuple(arguments), tuple(sorted((keywords or {}).items())), name_of(dtype))
+        step = Step(operation, tuple(arguments), tuple(sorted((keywords or {}).items())), symbol_name(dtype))
         # By the text too, because 1, 1.0 and True are equal.
         number = self._numbers.setdefault((step, repr(step)), len(self.steps))
         if number == len(self.steps):
@@ -167,7 +167,9 @@ class Recorder:
             )
         symbol = self.constant(index, torch.int32) if isinstance(index, int) else self.scalar(index)
         if symbol.dtype not in INDEX_DTYPES or symbol.value is None:
-            _refuse(f"it indexes by {name_of(symbol.dtype)} of shape {list(symbol.shape)}", "index by integer scalars")
+            _refuse(
+                f"it indexes by {symbol_name(symbol.dtype)} of shape {list(symbol.shape)}", "index by integer scalars"
+            )
         return symbol.value
 
     def scalar(self, tensor: Tensor) -> Symbol:
@@ -252,7 +254,7 @@ class Recorder:
             _refuse(f"{func} has a dtype", "cast its result: x.to(dtype)")
         arguments = [self._argument(argument) for argument in args]
         keywords = {name: self._argument(argument) for name, argument in kwargs.items() if argument is not None}
-        return self.step(str(func), arguments, _dtype_of_result(func, args, kwargs), keywords)
+        return self.step(str(func), arguments, _result_dtype(func, args, kwargs), keywords)
 
     def _changed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol:
         """The first argument after an operation in place, such as PyTorch has in derivatives: it gets another value."""
@@ -294,15 +296,15 @@ class Recorder:
             return renamed.get(argument, argument) if is_value(argument) else argument
 
         steps = tuple(self.steps[old].renamed(name) for old in sorted(needed))
-        captured = tuple((name_of(tensor.dtype), tensor.dim()) for tensor in self.captured)
+        captured = tuple((symbol_name(tensor.dtype), tensor.dim()) for tensor in self.captured)
         return ScoreProgram(captured, steps, tuple(map(name, results))), renamed
 
 
-def name_of(dtype: torch.dtype) -> str:
+def symbol_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype_of_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+def _result_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
     """By PyTorch's own rules for scalars."""
     try:
         result = _computed(func, args, kwargs, "cpu")

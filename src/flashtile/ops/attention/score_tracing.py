@@ -33,14 +33,14 @@ from flashtile.ops.attention.score_symbols import Capturing, Recorder, RefusedEr
 from flashtile.ops.common.dispatch import autograd_in_operator
 
 
-def dtype_of_scores(q: Tensor) -> torch.dtype:
+def score_dtype(q: Tensor) -> torch.dtype:
     """The dtype in which a function gets them."""
     return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
 def resolve_score_mod(score_mod: Callable[..., Any] | ScoreFunction, q: Tensor) -> ScoreFunction:
     """The argument `score_mod` of a call, traced."""
-    dtype = dtype_of_scores(q)
+    dtype = score_dtype(q)
     if isinstance(score_mod, ScoreFunction):
         _check_traced(score_mod, dtype, q.device)
         return score_mod
@@ -274,7 +274,7 @@ def _describe(found: Any, key: list[Any], tensors: list[Tensor], within: tuple[A
         key.append(found)
         if not isinstance(found, _FIXED):
             return False
-        return _of_library(found.__name__ if isinstance(found, types.ModuleType) else found.__module__)
+        return _from_library(found.__name__ if isinstance(found, types.ModuleType) else found.__module__)
     within = (*within, found)
     for value in reachable:  # noqa: SIM110, a generator takes longer
         if not _describe(value, key, tensors, within):
@@ -312,7 +312,7 @@ def _reachable_from_function(function: types.FunctionType, key: list[Any]) -> li
             return None
     of_module = function.__globals__
     if names:
-        names = () if _of_library(of_module.get("__name__")) else tuple([name for name in names if name in of_module])
+        names = () if _from_library(of_module.get("__name__")) else tuple([name for name in names if name in of_module])
         values += [of_module[name] for name in names]
     positional, named = function.__defaults__ or (), function.__kwdefaults__ or {}
     key.append((function.__code__, names, len(positional), *named))
@@ -326,7 +326,7 @@ def _names(code: types.CodeType) -> tuple[str, ...] | None:
     """The global names that a function reads, those of functions inside it too; None if it imports what may change."""
     names: dict[str, None] = {}
     for instruction in dis.get_instructions(code):
-        if instruction.opname == "IMPORT_NAME" and not _of_library(instruction.argval):
+        if instruction.opname == "IMPORT_NAME" and not _from_library(instruction.argval):
             return None
         if instruction.opname == "LOAD_NAME" or "GLOBAL" in instruction.opname:
             names[instruction.argval] = None
@@ -339,5 +339,5 @@ def _names(code: types.CodeType) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def _of_library(module: str | None) -> bool:
+def _from_library(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] in ("torch", "math", "builtins", "operator")

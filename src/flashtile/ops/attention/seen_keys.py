@@ -73,7 +73,7 @@ def _columns(table: Tensor | None, first: int, last: int) -> Tensor | None:
     return table if table is None or table.shape[3] == 1 else table[..., first:last]
 
 
-def gradients_of_all(found: Gradients, k: Tensor, v: Tensor, bias: Tensor | None, call: SeenCall) -> Gradients:
+def unseen_gradients(found: Gradients, k: Tensor, v: Tensor, bias: Tensor | None, call: SeenCall) -> Gradients:
     """The gradients of a call from those of its `seen_call`. `k`, `v`, `bias`: as they were given."""
     dbias = found.bias
     if dbias is not None and bias is not None and bias.shape[3] > 1:

@@ -172,7 +172,7 @@ class Wanted(NamedTuple):
 NOTHING_WANTED = Wanted()
 
 
-def wanted_of(side: SideInputs) -> Wanted:
+def wanted_gradients(side: SideInputs) -> Wanted:
     """The side inputs that require gradients."""
     bias, slopes, sinks = (tensor is not None and tensor.requires_grad for tensor in side.learnable)
     return Wanted(bias, slopes, sinks, tuple(tensor.requires_grad for tensor in side.captured))

@@ -106,7 +106,7 @@ def operator(
     def call(given: Any, *rest: Any) -> Any:
         return run(given, *rest) if dispatch.unobserved(*given) else observed(given, *rest)
 
-    def call_of_one(given: Any, spec: Any, backend: str) -> Any:
+    def single_call(given: Any, spec: Any, backend: str) -> Any:
         return run(given, spec, backend) if dispatch.unobserved(*given) else observed(given, spec, backend)
 
     def observed(given: Any, *rest: Any) -> Any:
@@ -136,7 +136,7 @@ def operator(
     if flops is not None:
         register_flops(name, lambda *flat, **_: flops(*_nested(kinds, flat)))
     made = OPERATORS[name] = Operator(
-        call_of_one if len(scalars) == 1 else call, tensors, scalars, results, present, overload, decomposition
+        single_call if len(scalars) == 1 else call, tensors, scalars, results, present, overload, decomposition
     )
     return made
 

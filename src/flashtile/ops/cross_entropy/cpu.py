@@ -33,7 +33,7 @@ def read(inputs: LossInputs, spec: CrossEntropySpec) -> Statistics:
     column, here = _columns(labels, logits, spec)
     for rows, scratch in _blocks(logits):
         block = _scores(logits[rows], scratch, spec)
-        pivot[rows], zero = formulas.pivot_of(block, spec, 1)
+        pivot[rows], zero = formulas.choose_pivot(block, spec, 1)
         torch.gather(block, 1, column[rows], out=target[rows, None])
         torch.sub(block, zero[:, None], out=scratch)
         if spec.label_smoothing and weights is None:
@@ -54,7 +54,7 @@ def backward(given: LossUpstream, spec: CrossEntropySpec, inplace: bool = False)
         dlogits = torch.empty_strided(logits.shape, gradient_strides(logits), dtype=logits.dtype, device="cpu")
     factors = formulas.factors(dloss.expand_as(labels), scale, labels, normaliser, spec)
     pivot = normaliser[:, 0]
-    of_exponentials = formulas.factors_of_exponentials(normaliser, labels, spec, weights)
+    of_exponentials = formulas.exponential_factors(normaliser, labels, spec, weights)
     column, here = _columns(labels, logits, spec)
     of_target = -formulas.shares(labels, weights, spec)[0] * here.to(pivot.dtype)
     of_all: Any = spec.label_smoothing / spec.vocabulary

@@ -24,11 +24,11 @@ from flashtile._backends.devices import DeviceFacts, device_facts
 from flashtile._backends.launch import (
     Parameter,
     Plan,
-    constants_of,
     float32,
     int32,
     int64,
     make_plan,
+    named_constants,
     plan_cache,
     pointer,
     pointer_to,
@@ -452,7 +452,7 @@ def _forward_plan(
     has_z = partial or spec.z_loss
     constants = {
         "WIDTH": width,
-        **constants_of(config),
+        **named_constants(config),
         "SMOOTHING": spec.label_smoothing > 0,
         "SIGN": (spec.factor > 0) - (spec.factor < 0),
         "PARTIAL": partial,
@@ -495,7 +495,7 @@ def _backward_plan(
     }
     constants = {
         "WIDTH": width,
-        **constants_of(config),
+        **named_constants(config),
         "TILES": tiles,
         "SMOOTHING": spec.label_smoothing > 0,
         "HAS_SCALE": has_scale,

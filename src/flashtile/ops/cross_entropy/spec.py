@@ -261,7 +261,7 @@ def weights_here(weights: Tensor, columns: int, spec: CrossEntropySpec) -> Tenso
     return weights[spec.first : spec.first + columns]
 
 
-def weights_of_labels(labels: Tensor, weights: Tensor, spec: CrossEntropySpec) -> Tensor:
+def label_weights(labels: Tensor, weights: Tensor, spec: CrossEntropySpec) -> Tensor:
     """The class weight of each label, `[rows]`; 0 where it does not count, or is outside of the vocabulary."""
     there = (labels >= 0) & (labels < spec.vocabulary) & (labels != spec.ignore_index)
     return weights[labels.where(there, 0).long()].where(there, 0)
@@ -271,7 +271,7 @@ def shares(labels: Tensor, weights: Tensor | None, spec: CrossEntropySpec) -> tu
     """The factors that the loss of a row has on the score of its label, and on lse."""
     if weights is None:
         return 1 - spec.label_smoothing, 1.0
-    of_label = (1 - spec.label_smoothing) * weights_of_labels(labels, weights, spec)
+    of_label = (1 - spec.label_smoothing) * label_weights(labels, weights, spec)
     return of_label, of_label + spec.label_smoothing / spec.vocabulary * weights[-1]
 
 
@@ -281,7 +281,7 @@ def statistics(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: 
     `weights`, here and below: `[vocabulary + 1]`, the class weights and their sum; None for none.
     """
     logits = capped(logits, spec)
-    pivot, zero = pivot_of(logits.detach(), spec, 1)
+    pivot, zero = choose_pivot(logits.detach(), spec, 1)
     differences = logits - zero[:, None]
     exp_sum = (differences * spec.factor).exp().sum(dim=1)
     column = labels.to(torch.int64) - spec.first
@@ -296,7 +296,7 @@ def statistics(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: 
     return Statistics(normaliser, target.where(counts, 0), total.where(counts, 0))
 
 
-def pivot_of(logits: Tensor, spec: CrossEntropySpec, dim: int) -> tuple[Tensor, Tensor]:
+def choose_pivot(logits: Tensor, spec: CrossEntropySpec, dim: int) -> tuple[Tensor, Tensor]:
     """The logits of the largest scores, and from which number differences are taken: the same, but 0 where all scores
     are -inf."""
     pivot, lowest = (logits.amax(dim), -math.inf) if spec.factor >= 0 else (logits.amin(dim), math.inf)
@@ -306,7 +306,7 @@ def pivot_of(logits: Tensor, spec: CrossEntropySpec, dim: int) -> tuple[Tensor, 
 def merge(parts: Statistics, spec: CrossEntropySpec, weights: Tensor | None = None) -> Statistics:
     """Puts together the statistics of disjoint columns, equally many in each part: `[parts, ...]` in each field."""
     pivots, exp_sums = parts.normaliser.unbind(-1)
-    pivot, zero = pivot_of(pivots, spec, 0)
+    pivot, zero = choose_pivot(pivots, spec, 0)
     differences = pivots - zero
     exp_sum = (exp_sums * (differences * spec.factor).exp()).sum(dim=0)
     columns: Any = spec.vocabulary // len(pivots)
@@ -351,7 +351,7 @@ def mean_scale(labels: Tensor, spec: CrossEntropySpec, dtype: torch.dtype, weigh
 
 def weight_sum(labels: Tensor, weights: Tensor | None, spec: CrossEntropySpec) -> Tensor:
     """The number of rows that count, or the sum of their class weights, a scalar on the device."""
-    counts = labels != spec.ignore_index if weights is None else weights_of_labels(labels, weights, spec)
+    counts = labels != spec.ignore_index if weights is None else label_weights(labels, weights, spec)
     return counts.sum()
 
 
@@ -361,7 +361,7 @@ def factors(dloss: Tensor, scale: Tensor | None, labels: Tensor, normaliser: Ten
     return g * spec.logit_scale * _sound(labels, spec, normaliser.dtype)
 
 
-def factors_of_exponentials(
+def exponential_factors(
     normaliser: Tensor, labels: Tensor, spec: CrossEntropySpec, weights: Tensor | None = None
 ) -> Tensor:
     """A factor that the gradient has on the exponentials of each row's differences, `[rows]`."""
@@ -396,7 +396,7 @@ def gradient(
     scores, columns = capped(logits, spec), logits.shape[1]
     exponentials = ((scores - normaliser[:, :1]) * spec.factor).exp()
     of_all = spec.label_smoothing / spec.vocabulary * (1 if weights is None else weights_here(weights, columns, spec))
-    wanted = exponentials * factors_of_exponentials(normaliser, labels, spec, weights)[:, None] - of_all
+    wanted = exponentials * exponential_factors(normaliser, labels, spec, weights)[:, None] - of_all
     is_label = torch.arange(spec.first, spec.first + columns, device=logits.device) == labels[:, None]
     of_label, _ = shares(labels, weights, spec)
     wanted = wanted - (of_label if weights is None else of_label[:, None]) * is_label.to(wanted.dtype)

@@ -22,7 +22,7 @@ from torch import Tensor
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.devices import DeviceFacts, device_facts, multiprocessors
-from flashtile._backends.launch import Plan, constants_of, int32, make_plan, plan_cache, pointer, pointer_to
+from flashtile._backends.launch import Plan, int32, make_plan, named_constants, plan_cache, pointer, pointer_to
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.tiles import REDUCE, RowTile, SumPlan
 from flashtile.ops.common.triton.functions import reduce_partial
@@ -344,7 +344,7 @@ def _plan(
     }
     constants: dict[str, Any] = {
         "WIDTH": width,
-        **constants_of(config),
+        **named_constants(config),
         "STAGES": config.num_stages,
         "ACTIVATION": spec.activation,
         "GATED": spec.gated,

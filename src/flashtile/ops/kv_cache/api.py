@@ -12,7 +12,7 @@ from flashtile.ops.common.batch_invariance import MODE, check_cache
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.sizes import known
 from flashtile.ops.kv_cache import calls, checks
-from flashtile.ops.kv_cache.operator import forward_of_steps, run_with_cache
+from flashtile.ops.kv_cache.operator import run_with_cache, step_forward
 from flashtile.ops.kv_cache.shared import resolve_shared_rows, run_with_shared_rows
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 
@@ -226,7 +226,7 @@ def attention_with_kv_cache(
         and num_splits is None
         and rotary_interleaved is invariant is False
     ):  # fmt: skip
-        key = calls.key_of(q, k_cache, v_cache, causal, scale, return_lse, backend)
+        key = calls.step_key(q, k_cache, v_cache, causal, scale, return_lse, backend)
         if key is not None and (results := calls.repeated(key, q, k_cache, v_cache, cache_lengths)) is not None:
             return results if return_lse else results[0]
     _BACKENDS.check(backend)
@@ -304,5 +304,5 @@ def attention_with_kv_cache(
         shared = resolve_shared_rows(shared_rows, capacity, refused)
         out, lse = run_with_shared_rows(call, spec, shared, backend)
     if key is not None:
-        calls.remember(key, q, k_cache, v_cache, forward_of_steps(q, k_cache, v_cache, spec.scale, backend))
+        calls.remember(key, q, k_cache, v_cache, step_forward(q, k_cache, v_cache, spec.scale, backend))
     return (out, lse) if return_lse else out

@@ -37,7 +37,7 @@ class Step(NamedTuple):
     forward: Forward
 
 
-def key_of(
+def step_key(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, causal: bool, scale: float | None, return_lse: bool, backend: str
 ) -> Hashable:
     """The key of a step of one query on a CPU, without arguments beside these and the lengths; None where PyTorch would

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.api import forward_of_checked, forward_of_unmasked
+from flashtile.ops.attention.api import checked_forward, unmasked_forward
 from flashtile.ops.kv_cache.rows import (
     indexable,
     lengths_before,
@@ -88,7 +88,7 @@ def _packed(q: Tensor, call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor
 def _attend(q: Tensor, piece: _Piece, call: CacheCall, spec: CacheSpec, tree: Tensor | None) -> tuple[Tensor, Tensor]:
     """`tree`: `[sequences, seq_q, seq_q]`, or None."""
     slopes = call.alibi_slopes
-    return forward_of_checked(
+    return checked_forward(
         q,
         piece.keys,
         piece.values,
@@ -107,7 +107,7 @@ def prepare_steps(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
     """What computes steps of one query over these caches in one piece; None where they are not computed alike."""
-    return forward_of_unmasked(q, k_cache, v_cache, scale, "cpu")
+    return unmasked_forward(q, k_cache, v_cache, scale, "cpu")
 
 
 def _append(call: CacheCall, spec: CacheSpec, before: Tensor) -> None:

@@ -52,7 +52,7 @@ def run_with_cache(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tens
     return (_op if call.k is None else _appending_op)(*call, *spec, backend)
 
 
-def forward_of_steps(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, backend: str) -> Forward | None:
+def step_forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, backend: str) -> Forward | None:
     """What serves steps of one query like one that was served, where the backend decides once for those."""
     if k_cache.dtype is not q.dtype:
         return None

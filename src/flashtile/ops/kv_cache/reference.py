@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.api import forward_of_checked
+from flashtile.ops.attention.api import checked_forward
 from flashtile.ops.kv_cache.rows import (
     gathered,
     lengths_before,
@@ -19,7 +19,7 @@ from flashtile.ops.kv_cache.rows import (
     packed_rows,
     places,
     query_counts,
-    results_of,
+    shaped_results,
     store,
     visible_in_tree,
 )
@@ -45,7 +45,7 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
         if call.tree_mask is not None:
             tree = call.tree_mask[queries] if call.cu_seqlens_q is not None else call.tree_mask[sequence]
             mask = visible_in_tree(tree[:, : q[queries].shape[0]], row.shape[0])
-        result, result_lse = forward_of_checked(
+        result, result_lse = checked_forward(
             _rotated_queries(call, spec, q[queries], before[sequence])[None],
             gathered(call.k_cache, call.descale_k, where, q.dtype)[None],
             gathered(call.v_cache, call.descale_v, where, q.dtype)[None],
@@ -59,7 +59,7 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
             spec.batch_invariant,
         )
         out[queries], lse[:, queries] = result[0], result_lse[0]
-    return results_of(call, out, lse)
+    return shaped_results(call, out, lse)
 
 
 def _slices(counts: list[int]) -> list[slice]:

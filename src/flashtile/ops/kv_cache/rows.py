@@ -107,7 +107,7 @@ def visible_in_tree(tree: Tensor, keys: int) -> Tensor:
     return torch.cat([tree.new_ones(*tree.shape[:-1], keys - seq_q), tree], dim=-1)
 
 
-def results_of(call: CacheCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def shaped_results(call: CacheCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) as the call returns them, from those of all queries one after another: `[total_q, heads_q,
     head_dim_v]` and `[heads_q, total_q]`."""
     if call.cu_seqlens_q is not None:

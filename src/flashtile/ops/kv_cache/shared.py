@@ -44,7 +44,7 @@ def run_with_shared_rows(call: CacheCall, spec: CacheSpec, shared: int, backend:
     _check_values(call, spec, shared)
     left = torch.full((call.batch,), shared, dtype=torch.int32, device=call.q.device)
     own, own_lse = run_with_cache(call._replace(cache_left_padding=left), spec, backend)
-    of_prefix, prefix_lse = run_with_cache(*_of_prefix(call, spec, shared), backend)
+    of_prefix, prefix_lse = run_with_cache(*_prefix_call(call, spec, shared), backend)
     packed, (heads, width) = call.cu_seqlens_q is not None, own.shape[-2:]
     batch, rows = (1, call.q.shape[0]) if packed else call.q.shape[:2]
     acc = own.new_empty((batch, rows, heads, width), dtype=own_lse.dtype)
@@ -59,7 +59,7 @@ def run_with_shared_rows(call: CacheCall, spec: CacheSpec, shared: int, backend:
     return out.view(own.shape), lse.view(own_lse.shape)
 
 
-def _of_prefix(call: CacheCall, spec: CacheSpec, shared: int) -> tuple[CacheCall, CacheSpec]:
+def _prefix_call(call: CacheCall, spec: CacheSpec, shared: int) -> tuple[CacheCall, CacheSpec]:
     """The call in which all queries attend to the prefix, where sequence 0 has it."""
     q, starts, longest = call.q, call.cu_seqlens_q, 0
     if starts is None:

@@ -28,11 +28,11 @@ from flashtile._backends.devices import DeviceFacts, device_facts, multiprocesso
 from flashtile._backends.launch import (
     Parameter,
     Plan,
-    constants_of,
     float32,
     int32,
     int64,
     make_plan,
+    named_constants,
     plan_cache,
     pointer,
     pointer_to,
@@ -707,7 +707,7 @@ def _backward_plan(
     totals = {f"d{name}": names[name] if there else None for name, there in zip(_SUMMED, sums, strict=True)}
     parameters = {f"{name}_ptr": pointer_to(dtype or torch.float32, 16) for name, dtype in totals.items()}
     parameters |= {"partial_ptr": pointer_to(torch.float32, 16), "programs": int32(programs)}
-    constants = {**summed, "WIDTH": width, **constants_of(REDUCE)}
+    constants = {**summed, "WIDTH": width, **named_constants(REDUCE)}
     strips, outputs = -(-width // REDUCE.block_n), _outputs(totals, dict.fromkeys(totals, (width,)))
     kernel = norm_reduce_kernel
     return SumPlan(main, make_plan(kernel, parameters, constants, strips, device, *REDUCE.compiled, outputs))
@@ -743,7 +743,7 @@ def _constants(names: Mapping[str, torch.dtype | None], width: int, spec: NormSp
     """The constants that forward and backward share. `names`: dtypes of the tensors of a call, by name."""
     return {
         "WIDTH": width,
-        **constants_of(config),
+        **named_constants(config),
         "SCALED": _scales(names, spec),
         "DROPOUT": spec.dropout_p > 0,
         "RMS": spec.rms,

@@ -228,8 +228,8 @@ def apply_rotary_kv(
 
 def _layout(cu_seqlens: Tensor | None, position_ids: Tensor | None) -> tuple[str, ...]:
     """The dimensions of x: tokens are in one where there are cumulative lengths, or positions `[total]`."""
-    of_tokens = cu_seqlens is not None or (isinstance(position_ids, Tensor) and position_ids.dim() == 1)
-    return _PACKED if of_tokens else _DENSE
+    by_token = cu_seqlens is not None or (isinstance(position_ids, Tensor) and position_ids.dim() == 1)
+    return _PACKED if by_token else _DENSE
 
 
 def _sharded(

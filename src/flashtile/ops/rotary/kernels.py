@@ -19,14 +19,14 @@ from flashtile._backends.allocate import contiguous, contiguous_strides
 from flashtile._backends.devices import DeviceFacts, device_facts
 from flashtile._backends.launch import (
     Plan,
-    constants_of,
     int32,
     int64,
     make_plan,
+    named_constants,
     plan_cache,
     pointer,
     pointer_to,
-    strides_of,
+    stride_parameters,
 )
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.tiles import power_of_two
@@ -253,8 +253,8 @@ def _plan(
         # Constants say which of these and of cos_k and sin_k are there.
         "offsets_ptr": pointer_to(offsets_dtype or torch.int32),
         "cu_seqlens_ptr": pointer_to(torch.int32 if sequences is None else sequences[0]),
-        **strides_of("x", dict(zip(dimensions, x_strides)), multiple),
-        **strides_of("out", dict(zip(dimensions, out_strides)), multiple),
+        **stride_parameters("x", dict(zip(dimensions, x_strides)), multiple),
+        **stride_parameters("out", dict(zip(dimensions, out_strides)), multiple),
         **{f"stride_{name}": int64(stride, multiple) for name, stride in zip(tables, table_strides)},
         "stride_offsets": int64(of_rows or 0),
         "tokens": int32(tokens),
@@ -269,7 +269,7 @@ def _plan(
     constants = {
         "HEAD_DIM": head_dim,
         "HALF": half,
-        **constants_of(config),
+        **named_constants(config),
         "INTERLEAVED": spec.interleaved,
         "CONJUGATE": spec.conjugate,
         "COPIES": not inplace,

@@ -131,12 +131,12 @@ def _yarn_ramp(pair: Tensor, dim: int, base: float, scaling: RotaryScaling) -> T
     assert scaling.original_length is not None
     length = scaling.original_length
 
-    def pair_of(turns: float) -> float:
+    def pair_index(turns: float) -> float:
         """The pair that turns so many times over the original length."""
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    first = max(math.floor(pair_of(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_of(scaling.beta_slow)), dim - 1)
+    first = max(math.floor(pair_index(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_index(scaling.beta_slow)), dim - 1)
     return ((pair - first) / max(last - first, 1e-3)).clamp(0, 1)
 
 

@@ -23,7 +23,7 @@ def forward(inputs: SoftmaxInputs, spec: SoftmaxSpec) -> Tensor:
         if spec.causal:
             scores = scores[:, :visible]
             diagonal = rows.start + x.shape[3] - x.shape[2]
-            scores.masked_fill_(_right_of(diagonal, scores), float("-inf"))
+            scores.masked_fill_(_above_diagonal(diagonal, scores), float("-inf"))
             out[batch, head, rows, visible:] = 0
         if visible:
             block = torch.softmax(scores, dim=-1)
@@ -53,7 +53,7 @@ def _visible(x: Tensor, rows: slice) -> int:
     return min(max(rows.stop + x.shape[3] - x.shape[2], 0), x.shape[3])
 
 
-def _right_of(diagonal: int, scores: Tensor) -> Tensor:
+def _above_diagonal(diagonal: int, scores: Tensor) -> Tensor:
     """bool `[rows, columns]`: what lies right of the diagonal that passes column `diagonal` in the first row."""
     return torch.ones_like(scores, dtype=torch.bool).triu_(diagonal + 1)
 

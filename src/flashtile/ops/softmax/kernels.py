@@ -21,14 +21,14 @@ from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import (
     Plan,
-    constants_of,
     float32,
     int32,
     make_plan,
+    named_constants,
     plan_cache,
     pointer,
     pointer_to,
-    strides_of,
+    stride_parameters,
 )
 from flashtile.ops.common.checks import check_programs, check_rows
 from flashtile.ops.common.tiles import held_row_tile
@@ -296,7 +296,7 @@ def _plan(
     parameters = {
         **dict.fromkeys(("x_ptr", "out_ptr", "dout_ptr", "dx_ptr"), tensor),
         "mask_ptr": pointer_to(torch.uint8, mask_multiple),
-        **strides_of("mask", dict(zip(("batch", "head", "row"), of_rows)), mask_multiple),
+        **stride_parameters("mask", dict(zip(("batch", "head", "row"), of_rows)), mask_multiple),
         "rows": int32(rows),
         "heads": int32(max(heads, 1)),
         "seq_q": int32(seq_q),
@@ -305,7 +305,7 @@ def _plan(
     constants = {
         "MASK_COLUMNS": of_columns,
         "WIDTH": seq_k,
-        **constants_of(config),
+        **named_constants(config),
         "CAUSAL": spec.causal,
         "HAS_MASK": mask_strides is not None,
     }
@@ -369,10 +369,10 @@ def _merge_plan(
         "acc_ptr": pointer_to(torch.float32, tensors),
         "out_ptr": pointer_to(dtype, tensors),
         **dict.fromkeys(("max_ptr", "sum_ptr", "lse_ptr"), pointer_to(torch.float32)),
-        **strides_of("acc", dict(zip(dimensions, acc_strides)), multiple),
-        **strides_of("out", dict(zip(dimensions, out_strides)), multiple),
-        **strides_of("max", dict(zip(("batch", "head"), row_strides))),
-        **strides_of("lse", dict(zip(("batch", "head"), lse_strides))),
+        **stride_parameters("acc", dict(zip(dimensions, acc_strides)), multiple),
+        **stride_parameters("out", dict(zip(dimensions, out_strides)), multiple),
+        **stride_parameters("max", dict(zip(("batch", "head"), row_strides))),
+        **stride_parameters("lse", dict(zip(("batch", "head"), lse_strides))),
         "rows": int32(rows),
         "heads": int32(heads),
     }

@@ -84,7 +84,9 @@ class TileMask(NamedTuple):
     patterns: Tensor
 
 
-def modifiers_of(block: Block, side: SideInputs, spec: AttentionSpec, tile_mask: TileMask | None) -> Modifiers | None:
+def block_modifiers(
+    block: Block, side: SideInputs, spec: AttentionSpec, tile_mask: TileMask | None
+) -> Modifiers | None:
     """The modifiers of a block, or None without any. `tile_mask`: that of the call."""
     changes = side.bias, side.alibi_slopes, side.mask, side.block_lists, spec.score_program
     if not spec.softcap and all(change is None for change in changes):
@@ -94,7 +96,7 @@ def modifiers_of(block: Block, side: SideInputs, spec: AttentionSpec, tile_mask:
         slopes = _slopes_view(block, slopes)
     return Modifiers(
         spec.softcap * LOG2E,
-        None if spec.score_program is None else _function_of(block, side, spec.score_program),
+        None if spec.score_program is None else _block_function(block, side, spec.score_program),
         None if side.bias is None else scores_view(block, side.bias),
         slopes,
         None if side.mask is None else scores_view(block, side.mask),
@@ -102,7 +104,7 @@ def modifiers_of(block: Block, side: SideInputs, spec: AttentionSpec, tile_mask:
     )
 
 
-def _function_of(block: Block, side: SideInputs, text: str) -> FunctionOfBlock:
+def _block_function(block: Block, side: SideInputs, text: str) -> FunctionOfBlock:
     batches = block.batches.stop - block.batches.start
     batch = torch.arange(block.sequence, block.sequence + batches, dtype=torch.int32, device="cpu")
     head = torch.arange(block.heads.start, block.heads.stop, dtype=torch.int32, device="cpu")
@@ -214,7 +216,7 @@ def raised_rows(block: Block, rows: range, modifiers: Modifiers | None) -> Tenso
     return raised.expand(batches, heads_kv, -1, -1, -1).reshape(batches * heads_kv, -1, 1)
 
 
-def tile_mask_of(side: SideInputs, spec: AttentionSpec) -> TileMask | None:
+def call_tile_mask(side: SideInputs, spec: AttentionSpec) -> TileMask | None:
     """The block mask of a call; its kinds are `[batch | 1, heads | 1, tiles_q, tiles_k]`, of which blocks take views.
 
     The table and the patterns are made here, so once for each call and not for each block.
@@ -246,10 +248,10 @@ def wholly_hidden(modifiers: Modifiers | None, rows: range, keys: range | KeyTil
     if modifiers is None or modifiers.tiles is None:
         return False
     nothing = len(modifiers.tiles.patterns) - 2
-    return bool((_kinds_of(modifiers.tiles, rows, keys) == nothing).all())
+    return bool((_tile_kinds(modifiers.tiles, rows, keys) == nothing).all())
 
 
-def _kinds_of(tiles: TileMask, rows: range, keys: range | KeyTile) -> Tensor:
+def _tile_kinds(tiles: TileMask, rows: range, keys: range | KeyTile) -> Tensor:
     """Kinds of the stored tiles that a tile lies in."""
     _, tile_q, tile_k = tiles.patterns.shape
     last_q, last_k = (rows.stop - 1) // tile_q, (keys.stop - 1) // tile_k
@@ -259,7 +261,7 @@ def _kinds_of(tiles: TileMask, rows: range, keys: range | KeyTile) -> Tensor:
 def _visible(tiles: TileMask, rows: range, keys: range | KeyTile) -> Tensor:
     """The pairs of a tile that a block mask shows: `[b | 1, h | 1, G | 1, R, C]`."""
     _, tile_q, tile_k = tiles.patterns.shape
-    kinds = _kinds_of(tiles, rows, keys)
+    kinds = _tile_kinds(tiles, rows, keys)
     whole = tiles.patterns[kinds].transpose(-3, -2).flatten(-2).flatten(-3, -2)
     top, left = rows.start % tile_q, keys.start % tile_k
     return whole[..., top : top + len(rows), left : left + keys.stop - keys.start]

@@ -16,13 +16,13 @@ from flashtile.ops.attention.cpu.scores import (
     Modifiers,
     SideGradients,
     TileMask,
+    block_modifiers,
+    call_tile_mask,
     is_scattered,
-    modifiers_of,
     modify,
     raised_rows,
     row_logits,
     split_heads,
-    tile_mask_of,
     wholly_hidden,
 )
 from flashtile.ops.attention.cpu.tiles import LN2, LOG2E, Block, Scratch
@@ -39,7 +39,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     statistics = [
         q.new_full(rows, float("-inf"), dtype=tiles.compute_dtype(q.dtype)) for _ in range(1 + spec.returns_max_scores)
     ]
-    tile_mask = tile_mask_of(side, spec)
+    tile_mask = call_tile_mask(side, spec)
     for block in tiles.blocks(q, k, side, spec, is_scattered(tile_mask)):
         _forward_block(block, q, k, v, out, statistics, side, spec=spec, tile_mask=tile_mask)
     return tuple(t[0] if side.packed else t for t in (out, *statistics))
@@ -62,7 +62,7 @@ def backward(
         dout, q, k, v, out, lse = (t[None] for t in (dout, q, k, v, out, lse))
         dlse = None if dlse is None else dlse[None]
     grads = tuple(t.new_zeros(t.shape) for t in (q, k, v))
-    of_side, tile_mask = SideGradients(side, wanted, tiles.compute_dtype(q.dtype)), tile_mask_of(side, spec)
+    of_side, tile_mask = SideGradients(side, wanted, tiles.compute_dtype(q.dtype)), call_tile_mask(side, spec)
     for block in tiles.blocks(q, k, side, spec, is_scattered(tile_mask)):
         _backward_block(
             block,
@@ -99,8 +99,8 @@ def _forward_block(
     k_matrices, v_matrices = tiles.load_keys(block, k, computed), tiles.load_keys(block, v, multiplied)
     q_view, out_view = tiles.row_view(block, q), tiles.row_view(block, out)
     views = [tiles.statistics_view(block, statistic) for statistic in statistics]
-    scratch = tiles.scratch_of(block, q, v)
-    modifiers, logits = modifiers_of(block, side, spec, tile_mask), row_logits(block, side)
+    scratch = tiles.make_scratch(block, q, v)
+    modifiers, logits = block_modifiers(block, side, spec, tile_mask), row_logits(block, side)
     for rows in tiles.query_tiles(block):
         q_tile = tiles.load_rows(q_view, rows, computed).mul_(spec.scale * LOG2E)
         raised = raised_rows(block, rows, modifiers)
@@ -268,10 +268,10 @@ def _backward_block(
 ) -> None:
     """Writes the gradients of a block into `grads`, (dq, dk, dv), and adds its part to those of the side inputs."""
     matrices = _load_keys_and_gradients(block, k, v)
-    scratch = tiles.scratch_of(block, q, v)
+    scratch = tiles.make_scratch(block, q, v)
     dq_view = tiles.row_view(block, grads[0])
     keep_probability = 1 - spec.dropout_p
-    modifiers, logits = modifiers_of(block, side, spec, tile_mask), row_logits(block, side)
+    modifiers, logits = block_modifiers(block, side, spec, tile_mask), row_logits(block, side)
     for rows in tiles.query_tiles(block):
         raised = raised_rows(block, rows, modifiers)
         row = _load_backward_rows(block, rows, q, dout, out, lse, dlse, raised=raised, spec=spec)
@@ -283,7 +283,7 @@ def _backward_block(
             # A row that sees its sink alone has out = 0: NaN from above, or infinity, shows in its delta.
             if not row.delta.isfinite().all():
                 blind = _blind_rows(block, rows, row, matrices, modifiers, scratch)
-                delta = _delta_of_lse(block, rows, row, dlse).mul_(keep_probability)
+                delta = _lse_delta(block, rows, row, dlse).mul_(keep_probability)
                 of_side.add_rows(weights, torch.where(blind, delta, row.delta), block, rows, 1 / keep_probability)
                 row = _BackwardRows(*(t.masked_fill(blind, float("inf") if t is row.lse else 0) for t in row))
             else:
@@ -336,7 +336,7 @@ def _blind_rows(
     return ~seen
 
 
-def _delta_of_lse(block: Block, rows: range, row: _BackwardRows, dlse: Tensor | None) -> Tensor:
+def _lse_delta(block: Block, rows: range, row: _BackwardRows, dlse: Tensor | None) -> Tensor:
     """Delta of rows whose out is 0: `-dlse`, `[N, G·R, 1]`; 0 in rows without a sink, too."""
     if dlse is None:
         return torch.zeros_like(row.delta)
@@ -422,7 +422,7 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
     if side.packed:
         q, k, lse = q[None], k[None], lse[None]
     sums = lse.new_zeros(q.shape[0], q.shape[2], k.shape[1])
-    tile_mask = tile_mask_of(side, spec)
+    tile_mask = call_tile_mask(side, spec)
     for block in tiles.blocks(q, k, side, spec, is_scattered(tile_mask)):
         _add_block(block, q, k, lse, sums, side, spec, tile_mask=tile_mask)
     return sums[0] if side.packed else sums
@@ -442,8 +442,8 @@ def _add_block(
     k_matrices = tiles.load_keys(block, k, computed)
     q_view, lse_view = tiles.row_view(block, q), tiles.statistics_view(block, lse)
     target = sums[block.batches, block.heads, block.keys].unflatten(1, (-1, block.group))  # [b, h, G, S]
-    scratch = tiles.scratch_of(block, q, k).scores
-    modifiers = modifiers_of(block, side, spec, tile_mask)
+    scratch = tiles.make_scratch(block, q, k).scores
+    modifiers = block_modifiers(block, side, spec, tile_mask)
     for rows in tiles.query_tiles(block):
         q_tile = tiles.load_rows(q_view, rows, computed).mul_(spec.scale * LOG2E)
         row_lse = tiles.load_rows(lse_view, rows, computed)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flashtile.ops.attention.philox import (
     head_words,
-    keep_tile_of_heads,
+    keep_head_tile,
     positions,
     scratch_numbers,
     sequence_heads,
@@ -320,7 +320,7 @@ def keep_weights(block: Block, rows: range, keys: KeyTile, spec: AttentionSpec, 
     kept = scratch.kept[: math.prod(shape)].view(shape)
     together = len(scratch.bits) // scratch_numbers(*at)
     for some, of_matrices in zip(kept.split(together), block.dropout_words.split(together)):
-        some.copy_(keep_tile_of_heads(of_matrices, spec.dropout_p, *at, scratch.bits))
+        some.copy_(keep_head_tile(of_matrices, spec.dropout_p, *at, scratch.bits))
     return kept.view(-1, block.group * len(rows), shape[2])
 
 
@@ -359,7 +359,7 @@ class Scratch(NamedTuple):
     bits: Tensor
 
 
-def scratch_of(block: Block, q: Tensor, v: Tensor) -> Scratch:
+def make_scratch(block: Block, q: Tensor, v: Tensor) -> Scratch:
     matrices = (block.batches.stop - block.batches.start) * (block.heads_kv.stop - block.heads_kv.start)
     rows = block.group * block.tile_rows
     tile = matrices * rows * block.tile_keys
@@ -372,11 +372,11 @@ def scratch_of(block: Block, q: Tensor, v: Tensor) -> Scratch:
         q.new_empty(tile if multiplied is not computed else 0, dtype=multiplied),
         q.new_empty(product_tile, dtype=multiplied),
         q.new_empty(tile if dropped else 0, dtype=computed),
-        q.new_empty(_bits_of(block) if dropped else 0, dtype=torch.int64),
+        q.new_empty(_dropout_scratch_size(block) if dropped else 0, dtype=torch.int64),
     )
 
 
-def _bits_of(block: Block) -> int:
+def _dropout_scratch_size(block: Block) -> int:
     """Numbers for the dropout bits of as many matrices of a tile as are made together, at least of one, wherever in
     groups of 16 rows and columns it begins."""
     of_a_tile = scratch_numbers(range(15, 15 + block.tile_rows), range(15, 15 + block.tile_keys))

@@ -16,7 +16,7 @@ from flashtile.ops.attention.cpu.torch_parts import (
     attend_split,
     gradients,
     merged,
-    parts_of_rows,
+    row_parts,
     splitting_pays,
     with_logits,
 )
@@ -40,11 +40,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     if side.packed:
         q, k, v = q[None], k[None], v[None]
     total: Statistics | None = None
-    for parts in parts_of_rows(q, k, side, spec):
+    for parts in row_parts(q, k, side, spec):
         found: Statistics | None = None
         for part in parts:
-            keys = k[part.of_keys], v[part.of_keys]
-            more = attend(q[part.of_queries], *keys, part.causal, spec.scale, part.table)
+            keys = k[part.keys_index], v[part.keys_index]
+            more = attend(q[part.queries_index], *keys, part.causal, spec.scale, part.table)
             found = more if found is None or more is None else merged(found, more)
             if found is None or (found is not more and found.lse.isnan().any()):
                 return None
@@ -53,10 +53,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         if found is not None and found.out.shape == q.shape:
             total = Statistics(found.out.contiguous(), found.lse.contiguous())
         elif found is not None:
-            total = total or _of_blind_rows(q)
-            total.out[parts[0].of_queries] = found.out
-            total.lse[parts[0].of_statistics] = found.lse
-    total = total or _of_blind_rows(q)
+            total = total or _empty_statistics(q)
+            total.out[parts[0].queries_index] = found.out
+            total.lse[parts[0].statistics_index] = found.lse
+    total = total or _empty_statistics(q)
     if side.sinks is not None:
         if not (side.sinks < float("inf")).all():
             return None
@@ -64,7 +64,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     return (total.out[0], total.lse[0]) if side.packed else total
 
 
-def _of_blind_rows(q: Tensor) -> Statistics:
+def _empty_statistics(q: Tensor) -> Statistics:
     """The result where no row belongs to a segment, or sees a key."""
     lse = torch.full(
         (q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=tiles.compute_dtype(q.dtype), device="cpu"
@@ -136,10 +136,10 @@ def _summed(
 ) -> tuple[Tensor, ...]:
     """(dq, dk, dv), those of the keys in the compute dtype where rectangles may share them."""
     sums: tuple[Tensor, ...] | None = None
-    for parts in parts_of_rows(q, k, side, spec):
+    for parts in row_parts(q, k, side, spec):
         for part in parts:
-            rows, keys = part.of_queries, part.of_keys
-            of_rows = lse[part.of_statistics]
+            rows, keys = part.queries_index, part.keys_index
+            of_rows = lse[part.statistics_index]
             of_rows = of_rows if part.raised is None else of_rows + part.raised
             of_part = gradients(
                 dout[rows], q[rows], k[keys], v[keys], out[rows], of_rows, part.causal, spec.scale, part.table

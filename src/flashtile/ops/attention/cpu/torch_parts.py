@@ -54,17 +54,17 @@ class Part(NamedTuple):
     raised: Tensor | None = None
 
     @property
-    def of_queries(self) -> tuple[slice, slice, slice]:
+    def queries_index(self) -> tuple[slice, slice, slice]:
         """The index of its queries in `[B, S, H, D]`."""
         return self.batches, self.rows, self.heads
 
     @property
-    def of_statistics(self) -> tuple[slice, slice, slice]:
+    def statistics_index(self) -> tuple[slice, slice, slice]:
         """The index of its rows in `[B, H, S]`."""
         return self.batches, self.heads, self.rows
 
     @property
-    def of_keys(self) -> tuple[slice, slice, slice]:
+    def keys_index(self) -> tuple[slice, slice, slice]:
         """The index of its keys in `[B, S, Hkv, D]`."""
         return self.batches, self.keys, self.heads_kv
 
@@ -154,12 +154,12 @@ def _at(tensor: Tensor, dimension: int, index: slice) -> Tensor:
     return tensor.narrow(dimension, index.start, index.stop - index.start)
 
 
-def parts_of_rows(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Iterator[list[Part]]:
+def row_parts(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Iterator[list[Part]]:
     """The rectangles in which something is visible, q `[B, S, H, D]` and k `[B, S, Hkv, D]`; B = 1 in a packed call.
     Parts of a list have the same rows and heads, and together all keys that these see."""
     heads, heads_kv = q.shape[2], k.shape[2]
     for segment in segments(q, k, side, spec):
-        changes = _changes_of(segment, q.dtype, side, spec)
+        changes = _segment_changes(segment, q.dtype, side, spec)
         if changes.made_by_row:
             yield from _small_parts(segment, changes, heads, heads_kv)
             continue
@@ -247,7 +247,7 @@ def _part(
     )
 
 
-def _changes_of(segment: Segment, dtype: torch.dtype, side: SideInputs, spec: AttentionSpec) -> _Changes:
+def _segment_changes(segment: Segment, dtype: torch.dtype, side: SideInputs, spec: AttentionSpec) -> _Changes:
     bias, mask = (None if each is None else _at(each, 0, segment.batches) for each in (side.bias, side.mask))
     computed, lowest = compute_dtype(dtype), segment.visible.lowest
     if bias is not None and bias.dtype not in (dtype, computed):

@@ -78,7 +78,7 @@ def _unsupported_reason(
 
 def _slow_reason(dtype: torch.dtype) -> str | None:
     """Why the tiles compute a forward faster; None where they do not."""
-    if dtype is torch.float16 and not (multiplies_float16() or has_vectors_of_x86()):
+    if dtype is torch.float16 and not (multiplies_float16() or has_x86_vectors()):
         return "PyTorch's CPU flash attention takes several times longer in float16 on a CPU without its products"
     return None
 
@@ -100,7 +100,7 @@ def multiplies_float16() -> bool:
 
 
 @functools.cache
-def has_vectors_of_x86() -> bool:
+def has_x86_vectors() -> bool:
     """Whether PyTorch uses AVX, and so MKL's products of 16-bit matrices that give float32, as its forward wants."""
     return torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
@@ -108,7 +108,7 @@ def has_vectors_of_x86() -> bool:
 @functools.cache
 def emulates_bfloat16() -> bool:
     """Whether PyTorch multiplies bfloat16 by float32 on an x86 processor, which has no such products."""
-    return has_vectors_of_x86() and not torch.cpu._is_avx512_bf16_supported()
+    return has_x86_vectors() and not torch.cpu._is_avx512_bf16_supported()
 
 
 @functools.cache

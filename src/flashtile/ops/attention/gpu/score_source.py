@@ -80,7 +80,7 @@ def with_derivative_source(text: str, bounds: ScoreBounds | None = None) -> str:
     gradient = derivative(text, torch.float32, of_score_alone=True)
     assert gradient.result is not None
     writer = ScoreWriter(gradient.program, bounds, gradient.program.early_loads)
-    slope = "0.0" if gradient.score is None else writer.name_of(gradient.score)
+    slope = "0.0" if gradient.score is None else writer.value_name(gradient.score)
     result = f"return {_new_scores(writer, gradient.result)}, {slope} + tl.zeros_like(score)"
     lines = ["upstream = tl.zeros_like(score) + 1.0", *writer.lines, result]
     return _source("score_and_derivative", f"{_OF_TILE}, reads", lines)
@@ -94,10 +94,10 @@ def adds_to_score(text: str) -> bool:
 
 def _new_scores(writer: ScoreWriter, result: str) -> str:
     """The expression of what a function returns, NaN where it reads outside of a captured tensor."""
-    scores = writer.name_of(result)
+    scores = writer.value_name(result)
     if writer.checks:
         scores = f'tl.where({" & ".join(writer.checks)}, {scores}, float("nan"))'
-    return scores if _SCORE in writer.inputs_of(result) else f"{scores} + tl.zeros_like(score)"
+    return scores if _SCORE in writer.argument_inputs(result) else f"{scores} + tl.zeros_like(score)"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -114,7 +114,7 @@ def reads_source(text: str, bounds: ScoreBounds | None = None, with_derivative: 
         if f"%{number}" in needed:
             needed.update(each for each in program.steps[number].arguments if is_value(each))
     writer = ScoreWriter(program, bounds, only=needed)
-    names = "".join(f"{writer.name_of(load)}, " for load in loads)
+    names = "".join(f"{writer.value_name(load)}, " for load in loads)
     return _source("score_reads", _OF_TILE.removeprefix("score, "), [*writer.lines, f"return ({names})"])
 
 
@@ -138,9 +138,9 @@ def derivative_source(
             sizes = "".join(f" * sizes.size{captured}_{dim}" for dim in range(len(indices)))
             lines.append(f"own = {total} + tl.program_id(0).to(tl.int64){sizes}")
             total = "own"
-        inputs = frozenset().union(*(writer.inputs_of(index) for index in indices))
+        inputs = frozenset().union(*(writer.argument_inputs(index) for index in indices))
         pointers, inside = f"{total} + tl.zeros((1, 1), tl.int32)", ""
-        lines.append(f"gradient = tl.where(hidden, 0.0, {writer.name_of(value)}).to(tl.float32)")
+        lines.append(f"gradient = tl.where(hidden, 0.0, {writer.value_name(value)}).to(tl.float32)")
         # Elements of a tile that belong to one entry are added up before they go to memory: first those of a row, which
         # one warp has, so that less passes between warps.
         if _K_INDEX not in inputs:
@@ -158,7 +158,7 @@ def derivative_source(
             lines.append(f'tl.atomic_add({pointers}, gradient{inside}, sem="relaxed")')
     result = "tl.zeros_like(score)"
     if gradient.score is not None:
-        result = f"tl.where(hidden, 0.0, {writer.name_of(gradient.score)}) + tl.zeros_like(score)"
+        result = f"tl.where(hidden, 0.0, {writer.value_name(gradient.score)}) + tl.zeros_like(score)"
     arguments = "score, batch, head, q_index, k_index, first_q, first_k, upstream, hidden, captured, sizes, sums"
     return _source("score_derivative", arguments, [*lines, f"return {result}"])
 
@@ -181,7 +181,7 @@ def tile_reads(text: str | None) -> tuple[torch.dtype, ...]:
     program = parse(text)
     writer, both = ScoreWriter(program), {_Q_INDEX, _K_INDEX}
     reads = [step for step in program.steps if step.operation == LOAD]
-    tiles = [step for step in reads if both <= frozenset().union(*map(writer.inputs_of, step.arguments[1:]))]
+    tiles = [step for step in reads if both <= frozenset().union(*map(writer.argument_inputs, step.arguments[1:]))]
     return tuple(getattr(torch, step.dtype) for step in tiles)
 
 
@@ -190,7 +190,7 @@ def reads_by_key(text: str) -> bool:
     """Whether a function reads entries of captured tensors that differ from key to key."""
     program = parse(text)
     writer = ScoreWriter(program)
-    return any(_K_INDEX in writer.inputs_of(name) for name, _ in program.loads)
+    return any(_K_INDEX in writer.argument_inputs(name) for name, _ in program.loads)
 
 
 #: Steps of a score function up to which its intermediate values take few registers. ALiBi has four.
@@ -213,7 +213,7 @@ def tile_steps(text: str) -> int:
     """How many steps of a function are computed for each score: those that the score or both indices have a part in."""
     program = parse(text)
     writer = ScoreWriter(program)
-    inputs = [writer.inputs_of(f"%{number}") for number in range(len(program.steps))]
+    inputs = [writer.argument_inputs(f"%{number}") for number in range(len(program.steps))]
     return sum(
         _MANY_STEPS.get(step.name, 1)
         for step, each in zip(program.steps, inputs)

@@ -36,13 +36,13 @@ def ranges(program: ScoreProgram, bounds: ScoreBounds) -> dict[str, Range]:
     """The bounds that are known, by the names of the values."""
     known = {name: (0, count - 1) for name, count in zip(INPUTS[1:], bounds[:4])}
     for number, step in enumerate(program.steps):
-        found = _range_of(step, known) if step.dtype in _INTEGERS else None
+        found = _value_range(step, known) if step.dtype in _INTEGERS else None
         if found is not None and -_LARGEST <= found[0] and found[1] <= _LARGEST:
             known[f"%{number}"] = found
     return known
 
 
-def _range_of(step: Step, known: Mapping[str, Range]) -> Range | None:
+def _value_range(step: Step, known: Mapping[str, Range]) -> Range | None:
     given = [_range(argument, known) for argument in step.arguments]
     if step.operation in (CONSTANT, CAST):
         return given[0]
@@ -163,7 +163,7 @@ class ScoreWriter:
         self.lines: list[str] = []
         self.checks: list[str] = []
         self._dtypes = dict.fromkeys(INPUTS, "int32") | dict.fromkeys((_SCORE, UPSTREAM), "float32")
-        self._inputs = program.inputs_of_values
+        self._inputs = program.value_inputs
         for number, step in enumerate(program.steps):
             name = f"%{number}"
             self._dtypes[name] = step.dtype
@@ -172,12 +172,12 @@ class ScoreWriter:
             if step.operation == LOAD:
                 self._load(number, step)
             else:
-                self.lines.append(f"{self.name_of(name)} = {self._expression(step)}")
+                self.lines.append(f"{self.value_name(name)} = {self._expression(step)}")
 
-    def name_of(self, value: str) -> str:
+    def value_name(self, value: str) -> str:
         return f"v{value[1:]}" if value[1:].isdigit() else value[1:]
 
-    def inputs_of(self, value: str) -> frozenset[str]:
+    def argument_inputs(self, value: str) -> frozenset[str]:
         """The arguments of the function that a value depends on."""
         return self._inputs[value]
 
@@ -185,7 +185,7 @@ class ScoreWriter:
         """Lines that find an entry of a captured tensor, its offset, and whether it is one."""
         lines, inside, offset = [], [], ""
         for dim, index in enumerate(indices):
-            size, at, given = f"sizes.size{captured}_{dim}", f"{name}_{dim}", self.name_of(index)
+            size, at, given = f"sizes.size{captured}_{dim}", f"{name}_{dim}", self.value_name(index)
             lines.append(f"{at} = tl.where({given} < 0, {given} + {size}, {given})")
             inside.append(f"({at} >= 0) & ({at} < {size})")
             offset = f"({offset} * {size} + {at})" if offset else at
@@ -227,7 +227,7 @@ class ScoreWriter:
 
     def _terms(self, sign: str, value: str) -> list[tuple[str, str]] | None:
         """The two terms of a sum that depends on rows and columns, with their signs."""
-        if not is_value(value) or not {_Q_INDEX, _K_INDEX} <= self.inputs_of(value):
+        if not is_value(value) or not {_Q_INDEX, _K_INDEX} <= self.argument_inputs(value):
             return None
         step = self.program.steps[int(value[1:])]
         other = "-" if sign == "+" else "+"
@@ -240,15 +240,15 @@ class ScoreWriter:
         """Terms of 64 bits that add up to a value, each with how much of a tile it differs in."""
         if value in (_Q_INDEX, _K_INDEX):
             first = "first_q" if value == _Q_INDEX else "first_k"
-            name = self.name_of(value)
+            name = self.value_name(value)
             return [
                 (0, f"tl.cast({first}, tl.int64)"),
                 (1 + (value == _K_INDEX), f"tl.cast({name} - {first}, tl.int64)"),
             ]
         if not is_value(value):
             return [(0, value if not value.startswith("-") else f"({value})")]
-        inputs = self.inputs_of(value)
-        return [((_Q_INDEX in inputs) + 2 * (_K_INDEX in inputs), f"tl.cast({self.name_of(value)}, tl.int64)")]
+        inputs = self.argument_inputs(value)
+        return [((_Q_INDEX in inputs) + 2 * (_K_INDEX in inputs), f"tl.cast({self.value_name(value)}, tl.int64)")]
 
     def _load(self, number: int, step: Step) -> None:
         captured, *indices = step.arguments
@@ -355,7 +355,7 @@ class ScoreWriter:
         """An argument in a dtype: a name, or a number, which takes that of what it meets."""
         if not is_value(argument):
             return _literal(float(argument) if "float" in dtype else argument)
-        name = self.name_of(argument)
+        name = self.value_name(argument)
         if self._dtypes[argument] == dtype:
             return name
         return f"({name} != 0)" if dtype == "bool" else f"tl.cast({name}, {_TYPES[dtype]})"

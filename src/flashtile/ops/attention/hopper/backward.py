@@ -41,8 +41,8 @@ from flashtile.ops.attention.hopper.backward_dq import (
     DqStores,
     DqSums,
     Outputs,
+    dq_staging,
     make_sums_staging,
-    place_of_dq,
     sum_dq,
 )
 from flashtile.ops.attention.hopper.backward_loads import produce
@@ -53,7 +53,7 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     make_handover,
     make_ones,
     pin_pairs_before_product,
-    products_of_sum,
+    products_per_sum,
     scaled,
     scaled_by_dropout,
     start_store,
@@ -67,24 +67,31 @@ from flashtile.ops.attention.hopper.backward_pieces import (
 from flashtile.ops.attention.hopper.backward_tiles import (
     KernelConfig,
     add_to_slope_sums,
-    derivatives_of,
-    dropout_of,
-    dropout_of_step,
+    compute_ds,
+    compute_p,
     gradient_factors,
+    group_head_dropout,
+    key_tile_step,
     listed_step,
     load_tables,
     receive_key_tile,
     receive_next_key_tile,
     score_gradients,
     step_after,
-    step_of,
-    weights_of,
+    step_dropout,
+    tile_work,
     with_dropout,
-    work_of,
 )
 from flashtile.ops.attention.hopper.blocks import FULL, BlockLists, make_tile_info
 from flashtile.ops.attention.hopper.modifiers import MovedBias, make_bias_tiles
-from flashtile.ops.attention.hopper.primitives import Chunks, make_ring, make_tile_queue, matrix_layout, pack, slice_of
+from flashtile.ops.attention.hopper.primitives import (
+    Chunks,
+    make_ring,
+    make_tile_queue,
+    matrix_layout,
+    pack,
+    tile_slice,
+)
 
 
 class Descriptors(NamedTuple):
@@ -220,8 +227,8 @@ def attention_backward_kernel(
     if dq_desc is not None:
         tail_place = None
         if dq_tail_desc is not None:
-            tail_place = place_of_dq(dq_tail_desc, sums_staging)
-        dq_stores = DqStores(Chunks(dq_desc, dq_tail_desc), Chunks(place_of_dq(dq_desc, sums_staging), tail_place))
+            tail_place = dq_staging(dq_tail_desc, sums_staging)
+        dq_stores = DqStores(Chunks(dq_desc, dq_tail_desc), Chunks(dq_staging(dq_desc, sums_staging), tail_place))
     bias_stores = None
     if bias_gradient_desc is not None:
         place = gl.allocate_shared_memory(q_desc.dtype, bias_gradient_desc.block_shape, bias_gradient_desc.layout)
@@ -301,7 +308,7 @@ def sum_dk_dv(WHICH: gl.constexpr, config, shared, descriptors, problem, blocks)
     steps_done = 0
     tile = receive_key_tile(shared.queue, tiles_done, config)
     while tile.first_key >= 0:
-        work = work_of(tile, problem, config)
+        work = tile_work(tile, problem, config)
         first_key = work.first_key + WHICH * ROWS
         positions = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         slot = k.slot(tiles_done, WHICH)
@@ -312,8 +319,8 @@ def sum_dk_dv(WHICH: gl.constexpr, config, shared, descriptors, problem, blocks)
         dk, dv = wide_zeros(shared.q), wide_zeros(shared.dout)
         k.acquire(slot)
         v.acquire(slot)
-        step = step_of(work, 0, config)
-        dropout = dropout_of(0, work, problem)
+        step = key_tile_step(work, 0, config)
+        dropout = group_head_dropout(0, work, problem)
         sums = KeyGradients(dk, dv)
         unmasked = 0
         if config.MASKS_LAST:
@@ -360,7 +367,7 @@ def _add_step(
     count, step, dropout, sums, keys, work, config, shared, problem, blocks, MASK: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
     """The thread block's step number `count`: adds its part of dk and dv, and hands `dsᵀ` to `sum_dq`. Returns the next
-    step, what `dropout_of_step` takes for it, and the sums. MASK: a band or the end of the keys may cut its tile."""
+    step, what `step_dropout` takes for it, and the sums. MASK: a band or the end of the keys may cut its tile."""
     q, dout, dscores = shared.q, shared.dout, shared.dscores
     dk, dv = sums.dk, sums.dv
     dtype: gl.constexpr = q.tiles.dtype
@@ -380,10 +387,10 @@ def _add_step(
             if part == 0:
                 step, kind = listed_step(count, config, shared)
         if part == 0:
-            dropout = dropout_of_step(dropout, step, work, problem, config)
+            dropout = step_dropout(dropout, step, work, problem, config)
         tables = load_tables(keys.first, slot, step, part, work, shared.bias, problem, config, WHICH)
         s = warpgroup_mma_wait(0, [s])
-        p, inner = weights_of(
+        p, inner = compute_p(
             s, lse, keys.positions, keys.first, step, kind, tables, part, work, config, problem, blocks,
             MASK,
         )  # fmt: skip
@@ -393,13 +400,13 @@ def _add_step(
             probs = pin_pairs_before_product(probs)
         factors = gradient_factors(p, inner, probs, problem, config)
         if config.DERIVATIVES_APART:
-            derivatives = pack(derivatives_of(inner, config), dtype)
+            derivatives = pack(compute_ds(inner, config), dtype)
         if part == 0:
             dout.acquire(slot)
         dp = start_transposed(keys.v, dout_tile, part * QUERIES, zeros, dout.TAIL)  # [64, QUERIES]
         dp, delta = subtract_statistic(dp, keys.ones, shared.statistics, slot, DELTA, part * QUERIES, QUERIES, config)
         dv = start_sum(probs, dout_tile, part * QUERIES, dv, dout.TAIL)
-        dp = warpgroup_mma_wait(products_of_sum(dout), [dp])
+        dp = warpgroup_mma_wait(products_per_sum(dout), [dp])
         ds = score_gradients(unpack(factors, dtype), dp, delta, dtype, problem, config)
         if problem.slope_sums_ptr is not None:
             add_to_slope_sums(ds, keys.positions, step, part, work, config, problem)
@@ -408,12 +415,12 @@ def _add_step(
         ds = pack(ds, dtype)
         if part == 0:
             dscores.wait_empty(ds_slot)
-        slice_of(dscores.tile(ds_slot, WHICH), part * QUERIES, QUERIES, 1).store(ds)
+        tile_slice(dscores.tile(ds_slot, WHICH), part * QUERIES, QUERIES, 1).store(ds)
         if part == config.PARTS - 1:
             fence_async_shared()
             dscores.publish(ds_slot)
         dk = start_sum(ds, q_tile, part * QUERIES, dk, q.TAIL)
-        dv = wait_sum(products_of_sum(q), dout, dv)
+        dv = wait_sum(products_per_sum(q), dout, dv)
         if part == config.PARTS - 1:
             dout.release(slot)
         dk = wait_sum(0, q, dk)
@@ -436,14 +443,14 @@ def sum_dv(config, shared, descriptors, problem, blocks):
     steps_done = 0
     tile = receive_key_tile(shared.queue, tiles_done, config)
     while tile.first_key >= 0:
-        work = work_of(tile, problem, config)
+        work = tile_work(tile, problem, config)
         positions = work.first_key + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         key_slot = k.slot(tiles_done)
         k_tile = k.operand(key_slot)
         dv = wide_zeros(dout)
         k.acquire(key_slot)
-        step = step_of(work, 0, config)
-        dropout = dropout_of(0, work, problem)
+        step = key_tile_step(work, 0, config)
+        dropout = group_head_dropout(0, work, problem)
         for index in range(work.steps):
             slot = q.slot(steps_done + index)
             probs_slot = probs.slot(steps_done + index)
@@ -454,10 +461,10 @@ def sum_dv(config, shared, descriptors, problem, blocks):
             s, lse = subtract_statistic(s, None, shared.statistics, slot, LSE, 0, config.M, config)
             if config.TILE_K > 0:
                 step, kind = listed_step(steps_done + index, config, shared)
-            dropout = dropout_of_step(dropout, step, work, problem, config)
+            dropout = step_dropout(dropout, step, work, problem, config)
             tables = load_tables(work.first_key, slot, step, 0, work, shared.bias, problem, config, 0)
             s = warpgroup_mma_wait(0, [s])
-            p, inner = weights_of(
+            p, inner = compute_p(
                 s, lse, positions, work.first_key, step, kind, tables, 0, work, config, problem, blocks,
                 config.MASKS,
             )  # fmt: skip
@@ -467,7 +474,7 @@ def sum_dv(config, shared, descriptors, problem, blocks):
             probs.wait_empty(probs_slot)
             probs.tile(probs_slot).store(gradient_factors(p, inner, weights, problem, config))
             if config.DERIVATIVES_APART:
-                shared.derivatives.index(probs_slot.place).store(pack(derivatives_of(inner, config), dtype))
+                shared.derivatives.index(probs_slot.place).store(pack(compute_ds(inner, config), dtype))
             probs.publish(probs_slot)
             dout.acquire(slot)
             dout_tile = dout.operand(slot)
@@ -502,14 +509,14 @@ def sum_dk(config, shared, descriptors, problem):
     steps_done = 0
     tile = receive_key_tile(shared.queue, tiles_done, config)
     while tile.first_key >= 0:
-        work = work_of(tile, problem, config)
+        work = tile_work(tile, problem, config)
         key_slot = k.slot(tiles_done)
         v_tile = v.operand(key_slot)
         dk = wide_zeros(q)
         v.acquire(key_slot)
         if problem.slope_sums_ptr is not None:
             positions = work.first_key + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-            step = step_of(work, 0, config)
+            step = key_tile_step(work, 0, config)
         for index in range(work.steps):
             slot = q.slot(steps_done + index)
             ds_slot = dscores.slot(steps_done + index)

@@ -33,20 +33,20 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     STATISTIC_COLUMNS,
     by_rows,
     by_threads,
-    columns_of,
+    ring_columns,
 )
 from flashtile.ops.attention.hopper.backward_tiles import (
     adding_tiles,
+    dq_sum_tile,
     dq_turn,
-    place_of_info,
-    place_of_sums,
+    info_slot,
+    key_tile_step,
     publish_key_tile,
     receive_key_tile,
     receive_next_key_tile,
     step_after,
-    step_of,
+    tile_work,
     visited_tile,
-    work_of,
 )
 from flashtile.ops.attention.hopper.blocks import TILE_HEAD, TILE_NUMBER, TILE_TURN, read_tile_info
 from flashtile.ops.attention.hopper.modifiers import LOG2_E, distance_shift, load_slope, near_shift, raised_to_near
@@ -57,7 +57,7 @@ from flashtile.ops.attention.hopper.primitives import (
     coordinates,
     matrix,
     product_layout,
-    slice_of,
+    tile_slice,
 )
 from flashtile.ops.attention.hopper.schedule import first_tile_number, locate_tile, sequence_rows, write_rank
 
@@ -111,7 +111,7 @@ def make_sums_staging(desc, config):
 
 
 @gluon.jit
-def place_of_dq(desc, staging):
+def dq_staging(desc, staging):
     """A place on chip from which TMA stores dq. `staging`: that of the sums, which are not added to meanwhile; None
     where nothing is summed."""
     if staging is None:
@@ -144,7 +144,7 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
     else:
         tile = receive_key_tile(shared.queue, tiles_done, config)
     while tile.first_key >= 0:
-        work = work_of(tile, problem, config)
+        work = tile_work(tile, problem, config)
         if LOADS:
             for index in range(gl.minimum(work.steps, STAGES)):
                 load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr)
@@ -153,7 +153,7 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
         # sees them they may be gone before it looks.
         key_slot = k.slot(tiles_done)
         number_before = 0
-        step = step_of(work, 0, config)
+        step = key_tile_step(work, 0, config)
         for index in range(work.steps):
             if LOADS:
                 if (index > 0) & (index + STAGES - 1 < work.steps):
@@ -161,7 +161,7 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
             slot = dscores.slot(steps_done + index)
             tile_visited = visited_tile(work, step.tile, config)
             head = step.head
-            number = place_of_sums(work, head, tile_visited, config)
+            number = dq_sum_tile(work, head, tile_visited, config)
             if config.ORDERED and config.TILE_K == 0:
                 turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
             sum_before, is_complete = None, None
@@ -174,10 +174,10 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
                 sum_before = load_sum(dq_sums, number * PARTS * WIDTH, begun, 0, WIDTH, config)
             dscores.acquire(slot)
             if config.TILE_K > 0:
-                place = place_of_info(steps_done + index, config, shared)
+                place = info_slot(steps_done + index, config, shared)
                 head = read_tile_info(shared.tile_info, place, TILE_HEAD)
                 tile_visited = read_tile_info(shared.tile_info, place, TILE_NUMBER)
-                number = place_of_sums(work, head, tile_visited, config)
+                number = dq_sum_tile(work, head, tile_visited, config)
                 if config.ORDERED:
                     turn = read_tile_info(shared.tile_info, place, TILE_TURN)
                     turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
@@ -229,7 +229,7 @@ def start_dq(sum_before, slot, key_slot, part: gl.constexpr, column: gl.constexp
         ds = dscores.tile(slot, which).permute([1, 0])
         if config.M > ROWS:
             ds = ds.slice(part * ROWS, ROWS)
-        k_tile = columns_of(k, Slot(key_slot.place + which, key_slot.phase), column, COLUMNS)
+        k_tile = ring_columns(k, Slot(key_slot.place + which, key_slot.phase), column, COLUMNS)
         dq = warpgroup_mma(ds, k_tile, dq, use_acc=config.WHOLE_LINES or which > 0, is_async=True)
     return dq
 
@@ -290,7 +290,7 @@ def add_to_dq(sums, dq, line, config):
         tma_store_wait(0)  # until the block before has been read from there
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0])
         places = reinterpret(sums.staging, gl.float32, [config.SUM_COLUMNS // 8, 4, 8, 4, 2, 2], plain)
-        slice_of(places, 0, BLOCKS, 0).store(by_threads(dq))
+        tile_slice(places, 0, BLOCKS, 0).store(by_threads(dq))
         fence_async_shared()
         TOGETHER: gl.constexpr = sums.desc.block_shape[0]
         if TOGETHER == config.SUM_COLUMNS:
@@ -324,7 +324,7 @@ def store_bias_gradient(stores, dscores, slot, sequence, head, first_query, firs
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     for which in gl.static_range(dscores.WRITERS):
         for part in gl.static_range(config.M // ROWS):
-            ds = slice_of(dscores.tile(slot, which), part * ROWS, ROWS, 1).permute([1, 0]).load(layout)
+            ds = tile_slice(dscores.tile(slot, which), part * ROWS, ROWS, 1).permute([1, 0]).load(layout)
             tma_store_wait(0)  # until the tile before has been read from there
             matrix(stores.place, ROWS, ROWS).store(ds)
             fence_async_shared()
@@ -418,7 +418,7 @@ def attention_begin_kernel(
     `masked_dout_ptr`: where rows may see no key, dout for the main kernel, in the layout of out, with zeros in these
     rows. Their weights of 0 would not stop NaN there. `sink_logits_ptr`: the sinks that lse counts, or None.
     `sink_sums_ptr`: the tile's part of minus their gradient. `row_statistics_ptr`: `[*lse.shape, 4]`, where the
-    portable kernel of the bias's gradient reads what its `statistics_of_rows` stores; None where nobody wants that.
+    portable kernel of the bias's gradient reads what its `row_statistics_tile` stores; None where nobody wants that.
     `side`, `side_numbers`, `near_rows_k`: the side inputs and the number of keys, for ALiBi; all None without it.
     `order`: the `SequenceOrder` by which the main kernel of a packed call goes; None of others."""
     number = gl.program_id(0)
@@ -475,7 +475,7 @@ def attention_begin_kernel(
             delta = gl.where(alone, gl.where(gl.abs(delta) < float("inf"), delta, 0.0), delta)
     near_lse = lse
     if side.alibi_slopes is not None:
-        seq_k, keys = _keys_of(sequence, batch, side, near_rows_k, PACKED)
+        seq_k, keys = _count_keys(sequence, batch, side, near_rows_k, PACKED)
         slope = load_slope(side, side_numbers, sequence, head, sequence < batch)
         shift = distance_shift(rows, seq_k, side_numbers.origin)
         near_lse = raised_to_near(lse, slope, shift, near_shift(shift, first, keys, M), 1)
@@ -515,7 +515,7 @@ def _in_log2(lse):
 
 
 @gluon.jit
-def _keys_of(sequence, batch, side, rows_k, PACKED: gl.constexpr):
+def _count_keys(sequence, batch, side, rows_k, PACKED: gl.constexpr):
     """How many keys a sequence has, and how many of these may be visible."""
     seq_k = rows_k
     if PACKED:
@@ -553,7 +553,7 @@ def _sees_sink_alone(lse, sink, out):
 
 
 @gluon.constexpr_function
-def _rows_of_sums(COLUMNS):
+def _sum_row_layout(COLUMNS):
     """The layout of a block of sums in which each thread reads eight columns of two rows, 8 apart, which lie side by
     side (`backward_pieces.by_threads`), from 64 columns on also the same of the rows 4 below. Of 16 columns it reads
     four."""
@@ -568,7 +568,7 @@ def _rows_of_sums(COLUMNS):
 
 
 @gluon.constexpr_function
-def _rows_of_dq(COLUMNS):
+def _dq_row_layout(COLUMNS):
     """The same layout by rows and columns, in the order in which a thread writes."""
     if COLUMNS == 16:
         registers, lanes = [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
@@ -595,8 +595,8 @@ def attention_end_kernel(
         tile, line, cu_seqlens_q_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, rows_q, M, PACKED
     )
     COLUMNS: gl.constexpr = _columns_together(D)
-    target: gl.constexpr = _rows_of_dq(COLUMNS)
-    place = gl.arange(0, ROWS * COLUMNS, _rows_of_sums(COLUMNS))
+    target: gl.constexpr = _dq_row_layout(COLUMNS)
+    place = gl.arange(0, ROWS * COLUMNS, _sum_row_layout(COLUMNS))
     row = gl.arange(0, ROWS, gl.SliceLayout(1, target))[:, None]
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, target))[None, :]
     if tile >= lone_tiles:

@@ -13,7 +13,7 @@ import torch
 
 from flashtile._backends.alignment import batch_row_head
 from flashtile._backends.allocate import Layout, contiguous_strides
-from flashtile._backends.launch import ABSENT, Parameter, constants_of, float32, int32, optional, pointer_to
+from flashtile._backends.launch import ABSENT, Parameter, float32, int32, named_constants, optional, pointer_to
 from flashtile._backends.pipeline import Kernel
 from flashtile._backends.tma import TensorLayout, TmaTensor, broadcast_layout, packed_layout, strided_layout
 from flashtile.ops.attention.call import Call, TensorFacts
@@ -178,7 +178,7 @@ def main_kernel(call: Call, schedule: BackwardSchedule) -> Kernel:
         "loops": schedule.loops,
     }
     constants = {
-        **constants_of(config),
+        **named_constants(config),
         "KEYS": config.block_n,
         "M": config.block_m,
         "ORDERED": schedule.is_ordered(call),
@@ -212,7 +212,7 @@ def bias_gradient_kernel(call: Call, schedule: BackwardSchedule, work: BiasWork)
         "work": work.numbers(bias.shape),
     }
     constants = {
-        **constants_of(cut),
+        **named_constants(cut),
         "KEYS": cut.keys,
         "M": BIAS_QUERIES,
         "REGISTERS": cut.registers,

@@ -7,13 +7,13 @@ from flashtile._backends.gluon import gl, gluon, mbarrier, tma_load
 from flashtile.ops.attention.hopper.backward_pieces import ROWS, STATISTIC_COLUMNS
 from flashtile.ops.attention.hopper.backward_tiles import (
     Step,
-    first_number_of,
-    place_of_info,
+    first_statistics_tile,
+    info_slot,
+    key_tile_step,
+    line_steps,
     publish_key_tile,
-    step_of,
-    steps_of_line,
+    tile_work,
     visited_tile,
-    work_of,
 )
 from flashtile.ops.attention.hopper.blocks import (
     FULL,
@@ -42,7 +42,7 @@ def produce(config, shared, descriptors, problem, blocks, counter_ptr):
     number = first_tile_number(counter_ptr, problem, config)
     number, tile = publish_key_tile(number, tiles_done, shared.queue, counter_ptr, problem, blocks, config)
     while tile.first_key >= 0:
-        work = work_of(tile, problem, config)
+        work = tile_work(tile, problem, config)
         if config.TILE_K > 0:
             _load_listed(work, tiles_done, steps_done, config, shared, descriptors, problem, blocks)
         else:
@@ -66,7 +66,7 @@ def _load_listed(work, tiles_done, steps_done, config, shared, descriptors, prob
     AHEAD: gl.constexpr = shared.q.STAGES if config.KEY_STAGES == 1 else 0
     index = 0
     for head in range(problem.group):
-        entry, steps = steps_of_line(
+        entry, steps = line_steps(
             work.sequence, work.first_head + head, work.first_key, work.seq_q, problem, blocks, config
         )
         for step in range(steps):
@@ -110,7 +110,7 @@ def _load_all_keys(ring, descriptors, rows, first_key, tiles_done, config):
 def load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr):
     """Loads queries, statistics and dout of step `index` of a key tile without a block mask. The thread block had
     `steps_done` steps before this key tile."""
-    step = step_of(work, index, config)
+    step = key_tile_step(work, index, config)
     tile = visited_tile(work, step.tile, config)
     if config.SHARES_PROGRESS:
         if step.head == 0:
@@ -128,7 +128,7 @@ def load_queries(work, count, step, kind, turn, config, shared, descriptors):
     row = step.tile * config.M
     q.wait_empty(slot)
     if config.TILE_K > 0:
-        place = place_of_info(count, config, shared)
+        place = info_slot(count, config, shared)
         write_tile_info(shared.tile_info, place, TILE_NUMBER, step.tile)
         write_tile_info(shared.tile_info, place, TILE_KIND, kind)
         write_tile_info(shared.tile_info, place, TILE_HEAD, step.head)
@@ -142,7 +142,7 @@ def load_queries(work, count, step, kind, turn, config, shared, descriptors):
     tma_load(descriptors.q.main, coordinates(rows, row, 0, config.PACKED), full, q.tiles.index(slot.place))
     if q.TAIL > 0:
         tma_load(descriptors.q.tail, coordinates(rows, row, q.WIDTH, config.PACKED), full, q.tail.index(slot.place))
-    number = first_number_of(work, step.head) + step.tile
+    number = first_statistics_tile(work, step.head) + step.tile
     statistics_row = shared.statistics.shape[1] * number
     tma_load(descriptors.statistics, (statistics_row, 0), full, shared.statistics.index(slot.place))
     if shared.bias is not None:

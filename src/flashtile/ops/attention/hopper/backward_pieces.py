@@ -25,10 +25,10 @@ from flashtile.ops.attention.hopper.primitives import (
     coordinates,
     matrix,
     matrix_layout,
-    place_of,
     product_layout,
     release,
-    slice_of,
+    ring_slot,
+    tile_slice,
 )
 
 #: Rows of a warpgroup's matrix product: the keys of one warpgroup, and the queries of one sum of dq.
@@ -57,7 +57,7 @@ class Handover:
 
     @gluon.jit
     def slot(self, count):
-        place, phase = place_of(count, self.STAGES)
+        place, phase = ring_slot(count, self.STAGES)
         return Slot(place, phase)
 
     @gluon.jit
@@ -127,13 +127,13 @@ _BLOCK = gl.constexpr(128)
 
 
 @gluon.jit
-def columns_of(ring, slot, COLUMN: gl.constexpr, COUNT: gl.constexpr):
+def ring_columns(ring, slot, COLUMN: gl.constexpr, COUNT: gl.constexpr):
     """`COUNT` columns of a tile of a ring, all in one chunk."""
     if COLUMN < ring.WIDTH:
-        columns = slice_of(matrix(ring.tiles.index(slot.place), ring.ROWS, ring.WIDTH), COLUMN, COUNT, 1)
+        columns = tile_slice(matrix(ring.tiles.index(slot.place), ring.ROWS, ring.WIDTH), COLUMN, COUNT, 1)
     else:
         tail = matrix(ring.tail.index(slot.place), ring.ROWS, ring.TAIL)
-        columns = slice_of(tail, COLUMN - ring.WIDTH, COUNT, 1)
+        columns = tile_slice(tail, COLUMN - ring.WIDTH, COUNT, 1)
     return columns
 
 
@@ -141,9 +141,9 @@ def columns_of(ring, slot, COLUMN: gl.constexpr, COUNT: gl.constexpr):
 def start_transposed(a, b, FIRST: gl.constexpr, zeros, TAIL: gl.constexpr):
     """Starts `a bᵀ` of both chunks of head_dim, with as many rows of b from `FIRST` on as `zeros` has columns."""
     COUNT: gl.constexpr = zeros.shape[1]
-    s = warpgroup_mma(a.main, slice_of(b.main, FIRST, COUNT, 0).permute([1, 0]), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma(a.main, tile_slice(b.main, FIRST, COUNT, 0).permute([1, 0]), zeros, use_acc=False, is_async=True)
     if TAIL > 0:
-        s = warpgroup_mma(a.tail, slice_of(b.tail, FIRST, COUNT, 0).permute([1, 0]), s, is_async=True)
+        s = warpgroup_mma(a.tail, tile_slice(b.tail, FIRST, COUNT, 0).permute([1, 0]), s, is_async=True)
     return s
 
 
@@ -158,7 +158,7 @@ def wide_zeros(ring):
 
 
 @gluon.constexpr_function
-def products_of_sum(ring):
+def products_per_sum(ring):
     """How many products add one term to a `wide_zeros` sum."""
     return 2 if ring.TAIL > 0 or ring.WIDTH > 128 else 1
 
@@ -168,11 +168,11 @@ def start_sum(a, b, FIRST: gl.constexpr, total, TAIL: gl.constexpr):
     """Starts `total += a b`, with `a` of 16 bits in registers and as many rows of b from `FIRST` on."""
     WIDTH: gl.constexpr = b.main.shape[1]
     COLUMNS: gl.constexpr = min(WIDTH, _BLOCK)
-    rows = slice_of(b.main, FIRST, a.shape[1], 0)
-    main = _start_product(a, slice_of(rows, 0, COLUMNS, 1), total.main)
+    rows = tile_slice(b.main, FIRST, a.shape[1], 0)
+    main = _start_product(a, tile_slice(rows, 0, COLUMNS, 1), total.main)
     tail = total.tail
     if TAIL > 0:
-        tail = _start_product(a, slice_of(b.tail, FIRST, a.shape[1], 0), tail)
+        tail = _start_product(a, tile_slice(b.tail, FIRST, a.shape[1], 0), tail)
     elif WIDTH > COLUMNS:
         tail = _start_product(a, rows.slice(COLUMNS, WIDTH - COLUMNS, dim=1), tail)
     return Chunks(main, tail)
@@ -188,7 +188,7 @@ def _start_product(a, b, total):
 def wait_sum(IN_FLIGHT: gl.constexpr, ring, total):
     """Waits until at most `IN_FLIGHT` products are in flight."""
     main, tail = total.main, total.tail
-    if products_of_sum(ring) > 1:
+    if products_per_sum(ring) > 1:
         main, tail = warpgroup_mma_wait(IN_FLIGHT, [main, tail])
     else:
         main = warpgroup_mma_wait(IN_FLIGHT, [main])
@@ -268,7 +268,7 @@ def _load_statistic(tile, KIND: gl.constexpr, FIRST: gl.constexpr, QUERIES: gl.c
     layout: gl.constexpr = _statistics_layout(QUERIES)
     TILE: gl.constexpr = tile.shape[1]
     sixteens = reinterpret(tile, gl.float32, [2, TILE // 16, 4, 2, 2], plain).index(KIND)
-    quads = slice_of(sixteens, FIRST // 16, QUERIES // 16, 0).load(layout)
+    quads = tile_slice(sixteens, FIRST // 16, QUERIES // 16, 0).load(layout)
     numbers = gl.reshape(gl.permute(quads, [0, 2, 1, 3]), [QUERIES])
     return gl.convert_layout(numbers, gl.SliceLayout(0, s_layout), assert_trivial=True)
 
@@ -362,9 +362,9 @@ def start_store(descriptors, ring, slot, total, work, row, PACKED: gl.constexpr)
     COLUMNS: gl.constexpr = total.main.shape[1]
     dtype: gl.constexpr = ring.tiles.dtype
     tma_store_wait(0)  # until what left through this place before has been read
-    columns_of(ring, slot, 0, COLUMNS).store(total.main.to(dtype))
-    if products_of_sum(ring) > 1:
-        columns_of(ring, slot, COLUMNS, total.tail.shape[1]).store(total.tail.to(dtype))
+    ring_columns(ring, slot, 0, COLUMNS).store(total.main.to(dtype))
+    if products_per_sum(ring) > 1:
+        ring_columns(ring, slot, COLUMNS, total.tail.shape[1]).store(total.tail.to(dtype))
     fence_async_shared()
     rows = HeadRows(work.sequence, work.head_kv, work.begin_k, work.seq_k)
     tma_store(descriptors.main, coordinates(rows, row, 0, PACKED), ring.tiles.index(slot.place))

@@ -29,7 +29,8 @@ from flashtile.ops.attention.hopper.modifiers import (
     add_bias,
     capped,
     distance_shift,
-    dropout_of_head,
+    head_dropout,
+    head_table,
     hide_by_mask,
     in_eights_and_distances,
     kept_weights,
@@ -38,7 +39,6 @@ from flashtile.ops.attention.hopper.modifiers import (
     lowered_by_distance,
     moved_bias,
     near_shift,
-    table_of_head,
 )
 from flashtile.ops.attention.hopper.parameters import key_rows_apart, score_units
 from flashtile.ops.attention.hopper.primitives import hidden_zero, pack, publish_tile, receive_tile
@@ -343,13 +343,13 @@ def _locate_key_tile(number, problem, blocks, config):
         if first_key >= 0:
             for which in range(problem.group):
                 head = head_kv * problem.group + which
-                _, steps = steps_of_line(sequence, head, first_key, seq_q, problem, blocks, config)
+                _, steps = line_steps(sequence, head, first_key, seq_q, problem, blocks, config)
                 listed_steps += steps
     return KeyTile(first_key, sequence, head_kv, begin_q, seq_q, begin_k, seq_k, listed_steps)
 
 
 @gluon.jit
-def steps_of_line(sequence, head, first_key, seq_q, problem, blocks, config):
+def line_steps(sequence, head, first_key, seq_q, problem, blocks, config):
     """The first entry of a key tile's line in the lists of a block mask, and the steps of one head."""
     line = first_key // config.TILE_K
     if config.PACKED:
@@ -389,7 +389,7 @@ def receive_next_key_tile(tile, queue, count, config):
 
 
 @gluon.jit
-def work_of(tile, problem, config):
+def tile_work(tile, problem, config):
     """What is done for a key tile."""
     group = problem.group
     head_kv = tile.head_kv
@@ -431,14 +431,14 @@ def work_of(tile, problem, config):
         start_offset = tile.start_offset
     reversed_tiles = gl.to_tensor(0)
     if config.REVERSES_WALKS:
-        line, lines, tiles = _line_of(tile, problem, config)
+        line, lines, tiles = _locate_line(tile, problem, config)
         number = tile.first_key // config.KEYS
         reversed_tiles = unmasked * reverses_walk(number, tiles, line, lines, group, gl.num_programs(0))
     first_tile, direction = gl.to_tensor(end - 1), gl.to_tensor(-1)
     if config.ROTATES_WALKS:
         first_tile = rotated_start(begin, end, problem.window.left + problem.window.right, config)
     if config.REVERSES_LINES:
-        line, lines, tiles = _line_of(tile, problem, config)
+        line, lines, tiles = _locate_line(tile, problem, config)
         if reverses_line(line, lines, _lines_at_once(tiles)) != 0:
             first_tile, direction = gl.to_tensor(begin), gl.to_tensor(1)
     if config.TILE_K > 0:
@@ -472,7 +472,7 @@ def work_of(tile, problem, config):
 
 
 @gluon.jit
-def _line_of(tile, problem, config):
+def _locate_line(tile, problem, config):
     """The line of a key tile among those that come in its order, how many these are, and the key tiles of each."""
     if config.PACKED:
         line, lines, tiles = tile.head_kv, problem.heads_kv, gl.cdiv(tile.seq_k, config.KEYS)
@@ -499,13 +499,13 @@ def visited_tile(work, tile, config):
 
 
 @gluon.jit
-def first_number_of(work, head):
+def first_statistics_tile(work, head):
     """The number of tile 0 of a head of the group, among all tiles of statistics and of dq."""
     return work.first_number + head * work.query_tiles
 
 
 @gluon.jit
-def step_of(work, index, config):
+def key_tile_step(work, index, config):
     """Step number `index` of a key tile. With a block mask the producer publishes it instead.
 
     Query tiles come from the last to the first, unless the line is reversed, and all heads of a tile come before the
@@ -533,7 +533,7 @@ def _rotated(tile, work, config):
 
 
 @gluon.jit
-def place_of_info(count, config, shared):
+def info_slot(count, config, shared):
     """Where the info of step number `count` lies."""
     return count % (shared.q.STAGES + config.DSCORE_STAGES)
 
@@ -541,20 +541,20 @@ def place_of_info(count, config, shared):
 @gluon.jit
 def listed_step(count, config, shared):
     """Step number `count` as the producer published it, and the kind of its tile."""
-    place = place_of_info(count, config, shared)
+    place = info_slot(count, config, shared)
     tile = read_tile_info(shared.tile_info, place, TILE_NUMBER)
     kind = read_tile_info(shared.tile_info, place, TILE_KIND)
     return Step(read_tile_info(shared.tile_info, place, TILE_HEAD), tile), kind
 
 
 @gluon.jit
-def place_of_sums(work, head, tile, config):
+def dq_sum_tile(work, head, tile, config):
     """The number of a query tile of a head of the group among those whose dq is summed. With whole lines, each thread
     block has a place for one line, and uses it again for the next."""
     if config.WHOLE_LINES:
         number = (gl.program_id(0) * work.group + head) * work.query_tiles + tile
     else:
-        number = first_number_of(work, head) + tile
+        number = first_statistics_tile(work, head) + tile
     return number
 
 
@@ -595,7 +595,7 @@ def _enlargement(dtype, sums_slopes, config):
 
 @gluon.jit
 def modified_scores(s, key, first_query, first_key, head, tables, work, problem, config):
-    """Scores `sᵀ` with what changes them, and what `derivatives_of` takes: the tanh of the soft cap, or if
+    """Scores `sᵀ` with what changes them, and what `compute_ds` takes: the tanh of the soft cap, or if
     FUNCTION_DERIVATIVE the derivatives. `tables`: what `load_tables` returns."""
     side = problem.side
     units = problem.units
@@ -625,11 +625,11 @@ def modified_scores(s, key, first_query, first_key, head, tables, work, problem,
 
 
 @gluon.jit
-def weights_of(
+def compute_p(
     s, lse, positions, first_key, step, kind, tables, part: gl.constexpr, work, config, problem, blocks,
     MASK: gl.constexpr,
 ):  # fmt: skip
-    """`pᵀ` `[64, QUERIES]` of part `part` of a step, and what `derivatives_of` takes. `lse` is still to be subtracted
+    """`pᵀ` `[64, QUERIES]` of part `part` of a step, and what `compute_ds` takes. `lse` is still to be subtracted
     from the products `s`. `kind`: of the tile in the block mask. `tables`: as `load_tables` returns them."""
     QUERIES: gl.constexpr = config.M // config.PARTS
     query = step.tile * config.M + part * QUERIES
@@ -692,37 +692,37 @@ def _load_table(
     QUERIES: gl.constexpr = config.M // config.PARTS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     query = visited_tile(work, step.tile, config) * config.M + part * QUERIES
-    first = table_of_head(pointer, numbers, work.sequence, work.first_head + step.head)
+    first = head_table(pointer, numbers, work.sequence, work.first_head + step.head)
     return load_table(first, numbers, STRIDE_COLUMN, query, first_key, QUERIES, ROWS, s_layout, OTHER, True)
 
 
 @gluon.jit
-def dropout_of(head, work, problem):
+def group_head_dropout(head, work, problem):
     """The `HeadDropout` of a head, counted from the first of the group; 0 without dropout."""
     dropout = 0
     if problem.side.dropout_seed is not None:
         heads = problem.heads_kv * work.group
-        dropout = dropout_of_head(problem.side, problem.numbers, work.sequence, work.first_head + head, heads)
+        dropout = head_dropout(problem.side, problem.numbers, work.sequence, work.first_head + head, heads)
     return dropout
 
 
 @gluon.jit
-def dropout_of_step(dropout, step, work, problem, config):
+def step_dropout(dropout, step, work, problem, config):
     """The same of a step, from that of the step before. Its words take ten rounds of Philox, one after another, as long
     as a product. So they are computed anew only where several heads visit the keys, and while a product is in flight.
     Beside a score function there are no registers to keep them in."""
     if problem.side.dropout_seed is not None:
         if config.SCORE_FUNCTION is not None:
-            dropout = dropout_of(step.head, work, problem)
+            dropout = group_head_dropout(step.head, work, problem)
         elif work.group > 1:
-            dropout = dropout_of(step.head, work, problem)
+            dropout = group_head_dropout(step.head, work, problem)
     return dropout
 
 
 @gluon.jit
 def with_dropout(p, dropout, first_key, step, part: gl.constexpr, work, config, problem):
     """The weights for dv, and what is a factor of the scores' gradients (`signed_by_dropout`). `dropout`: of the step's
-    head (`dropout_of`)."""
+    head (`group_head_dropout`)."""
     weights = p
     if problem.side.dropout_seed is not None:
         query = visited_tile(work, step.tile, config) * config.M + part * (config.M // config.PARTS)
@@ -739,19 +739,19 @@ def without_rows_past_end(p, first_query, work):
 
 @gluon.jit
 def gradient_factors(p, inner, probs, problem, config):
-    """The factors of `dpᵀ - delta` in 16 bits: `pᵀ`, or with a soft cap or a function `pᵀ · derivatives_of(inner)`. If
+    """The factors of `dpᵀ - delta` in 16 bits: `pᵀ`, or with a soft cap or a function `pᵀ · compute_ds(inner)`. If
     DERIVATIVES_APART the second factor is no part of them. `probs`: the weights for dv, rounded."""
     LARGER: gl.constexpr = _enlargement(probs.dtype, problem.slope_sums_ptr is not None, config)
     factors = probs
     if config.DERIVATIVES and not config.DERIVATIVES_APART:
-        factors = pack(p * derivatives_of(inner, config) * LARGER, probs.dtype)
+        factors = pack(p * compute_ds(inner, config) * LARGER, probs.dtype)
     elif LARGER > 1 or problem.side.dropout_seed is not None:
         factors = pack(p * LARGER, probs.dtype)
     return factors
 
 
 @gluon.jit
-def derivatives_of(inner, config):
+def compute_ds(inner, config):
     """The derivatives of scores by products, without the scale. `inner`: as `modified_scores` returns it."""
     if not config.FUNCTION_DERIVATIVE:
         inner = 1.0 - inner * inner

@@ -41,15 +41,15 @@ from flashtile.ops.attention.hopper.backward_tiles import (
     KernelConfig,
     KeyTile,
     Step,
-    dropout_of,
+    compute_p,
+    group_head_dropout,
     listed_step,
     load_tables,
     score_gradients,
-    weights_of,
+    tile_work,
     with_dropout,
-    work_of,
 )
-from flashtile.ops.attention.hopper.blocks import EMPTY, FULL, BlockLists, kind_of_tile, line_entries, make_tile_info
+from flashtile.ops.attention.hopper.blocks import EMPTY, FULL, BlockLists, line_entries, load_tile_kind, make_tile_info
 from flashtile.ops.attention.hopper.modifiers import MovedBias, bias_bytes, make_bias_tiles, move_bias
 from flashtile.ops.attention.hopper.primitives import (
     Chunks,
@@ -275,14 +275,14 @@ def _sharer(tile, number, problem, config, SHARED_BY_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _work_of(tile, sharer, problem, config):
+def _key_tile_work(tile, sharer, problem, config):
     """The work that the main kernel would have with these keys, for a sequence and head, and which of that work's heads
     this one is."""
     key_tile = KeyTile(
         tile.first_key, sharer.sequence, sharer.head // problem.group, sharer.begin_q, sharer.seq_q, sharer.begin_k,
         sharer.seq_k,
     )  # fmt: skip
-    return work_of(key_tile, problem, config), sharer.head % problem.group
+    return tile_work(key_tile, problem, config), sharer.head % problem.group
 
 
 @gluon.constexpr_function
@@ -331,7 +331,7 @@ def load_tiles(
         for number in range(tile.begin, tile.end):
             count = number - tile.begin
             sharer = _sharer(tile, number, problem, config, SHARED_BY_HEADS)
-            work, head = _work_of(tile, sharer, problem, config)
+            work, head = _key_tile_work(tile, sharer, problem, config)
             load_keys(work, count, config, shared, descriptors, problem)
             for which in gl.static_range(QUERY_TILES):
                 step = Step(head, _query_tile(tile, which, problem))
@@ -348,12 +348,12 @@ def _load_visited(SHARED_BY_HEADS: gl.constexpr, tile, config, shared, descripto
     first_searched, last_searched = gl.to_tensor(-1), gl.to_tensor(-1)
     for number in range(tile.begin, tile.end):
         sharer = _sharer(tile, number, problem, config, SHARED_BY_HEADS)
-        work, head = _work_of(tile, sharer, problem, config)
+        work, head = _key_tile_work(tile, sharer, problem, config)
         visited = (tile.first_key < work.keys) & (query_tile >= work.begin) & (query_tile < work.begin + work.tiles)
         if config.TILE_K > 0:
             entry, last_entry = line_entries(blocks, sharer.sequence, sharer.head, tile.first_key // config.TILE_K)
             if (entry != first_searched) | (last_entry != last_searched):  # the lists may be the same for all
-                kind = kind_of_tile(blocks, entry, last_entry, query_tile // (config.TILE_Q // config.M))
+                kind = load_tile_kind(blocks, entry, last_entry, query_tile // (config.TILE_Q // config.M))
                 first_searched, last_searched = entry, last_entry
             visited &= kind != EMPTY
         if visited:
@@ -403,7 +403,7 @@ def _add_sharer(
     WHICH: gl.constexpr,
 ):  # fmt: skip
     """The sums of both tiles of queries, with what the `count`-th sequence and head add."""
-    work, head = _work_of(tile, sharer, problem, config)
+    work, head = _key_tile_work(tile, sharer, problem, config)
     slot = _hidden(shared.k.slot(count, WHICH), count, shared)
     shared.k.acquire(slot)
     shared.v.acquire(slot)
@@ -440,10 +440,10 @@ def _score_gradients(
     dout.acquire(slot)
     dp = start_transposed(shared.v.operand(key_slot), dout.operand(slot), 0, zeros, dout.TAIL)  # [64, M]
     s, lse = subtract_statistic(s, None, shared.statistics, slot, LSE, 0, config.M, config)
-    dropout = dropout_of(step.head, work, problem)
+    dropout = group_head_dropout(step.head, work, problem)
     tables = load_tables(first_key, Slot(which, 0), step, 0, work, bias_tiles, problem, config, WHICH)
     s = warpgroup_mma_wait(2 if dout.TAIL > 0 else 1, [s])
-    p, _ = weights_of(s, lse, positions, first_key, step, kind, tables, 0, work, config, problem, blocks, config.MASKS)
+    p, _ = compute_p(s, lse, positions, first_key, step, kind, tables, 0, work, config, problem, blocks, config.MASKS)
     _, p = with_dropout(p, dropout, first_key, step, 0, work, config, problem)
     dp, delta = subtract_statistic(dp, None, shared.statistics, slot, DELTA, 0, config.M, config)
     dp = warpgroup_mma_wait(0, [dp])

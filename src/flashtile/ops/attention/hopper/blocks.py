@@ -66,7 +66,7 @@ def listed_line(blocks, sequence, head, line, rows, exists, OTHER: gl.constexpr,
 
 
 @gluon.jit
-def kind_of_tile(blocks, entry, last_entry, tile):
+def load_tile_kind(blocks, entry, last_entry, tile):
     """The kind of a tile of the line whose entries lie between these two; EMPTY where it is not listed. By one warp."""
     STEP: gl.constexpr = 128
     place = gl.arange(0, STEP, gl.BlockedLayout([STEP // 32], [32], [1], [0]))

@@ -8,7 +8,7 @@ query lies at its last row.
 from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, tma_load
-from flashtile.ops.attention.hopper.primitives import HeadRows, coordinates, slice_of
+from flashtile.ops.attention.hopper.primitives import HeadRows, coordinates, tile_slice
 from flashtile.ops.attention.hopper.schedule import LocatedTile, sequence_rows
 
 
@@ -58,7 +58,7 @@ class CachedRows(NamedTuple):
     loads: int
 
 
-def rows_of_box(page_size: int, most: int) -> int:
+def box_rows(page_size: int, most: int) -> int:
     """Rows of a page that one copy moves: a power of two that divides it, `most` at most."""
     return min(page_size & -page_size, most) if page_size else most
 
@@ -101,7 +101,7 @@ def locate_in_cache(at, cache, numbers, batch, PACKED: gl.constexpr):
         total = gl.where(somebody, total, 0)
     located = LocatedTile(at.sequence, at.head, at.first, at.begin, length, 0, total)
     if cache.table is not None:
-        place = pages_of_sequence(sequence, cache, numbers, batch)
+        place = sequence_pages(sequence, cache, numbers, batch)
     else:
         entry = sequence
         if cache.entries is not None:
@@ -111,14 +111,14 @@ def locate_in_cache(at, cache, numbers, batch, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def pages_of_sequence(sequence, cache, numbers, batch):
+def sequence_pages(sequence, cache, numbers, batch):
     """The `KeyPlace` of a sequence in pages, also for one past the last, which has no rows."""
     table = cache.table + gl.minimum(sequence, batch - 1).to(gl.int64) * numbers.stride_table
     return KeyPlace(0, 0, table)
 
 
 @gluon.jit
-def pages_of_boxes(desc, row, length, table, config, ROWS: gl.constexpr, SHARE: gl.constexpr):
+def box_pages(desc, row, length, table, config, ROWS: gl.constexpr, SHARE: gl.constexpr):
     """The pages of this warp's boxes of a tile of `ROWS` rows from `row` on, of both keys and values. Nothing is looked
     up past the last row, where it is 0. The producer asks before it waits for a place in the ring."""
     BOX: gl.constexpr = desc.block_shape[-3]
@@ -139,7 +139,7 @@ def pages_of_boxes(desc, row, length, table, config, ROWS: gl.constexpr, SHARE: 
 def load_boxes(ring, slot, barrier, descriptors, rows, row, pages, apart, column, config, SHARE: gl.constexpr):
     """Producer: as `Ring.load`, of rows of a head in a cache, for number `barrier` of the ring's full barriers. The
     boxes of the descriptors divide a page, and each is loaded by itself, by one of `config.SHARES` warps; what is past
-    the last row is read as zero. `pages`: of `pages_of_boxes`.
+    the last row is read as zero. `pages`: of `box_pages`.
 
     As rows of one packed tensor (`coordinates`) the sequence begins `row` rows before the place of a box; past its end
     where no coordinate is negative.
@@ -154,10 +154,10 @@ def load_boxes(ring, slot, barrier, descriptors, rows, row, pages, apart, column
         if config.PAGE_SIZE > 0:
             begin = gl.maximum(pages[piece - SHARE * COUNT] * apart + first % config.PAGE_SIZE - first, -rows.length)
             here = HeadRows(rows.sequence, rows.head, begin, rows.length)
-        tile = slice_of(ring.tiles.index(slot.place), piece * BOX, BOX, 2)
+        tile = tile_slice(ring.tiles.index(slot.place), piece * BOX, BOX, 2)
         tma_load(descriptors.main, coordinates(here, first, column, True), full, tile)
         if ring.TAIL > 0:
-            tail = slice_of(ring.tail.index(slot.place), piece * BOX, BOX, 2)
+            tail = tile_slice(ring.tail.index(slot.place), piece * BOX, BOX, 2)
             tma_load(descriptors.tail, coordinates(here, first, column + ring.WIDTH, True), full, tail)
 
 

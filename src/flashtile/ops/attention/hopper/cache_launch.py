@@ -12,7 +12,7 @@ from flashtile._backends.allocate import allocator, contiguous
 from flashtile._backends.launch import GIVEN, Parameter, int32, int64, pointer_to, pointers
 from flashtile._backends.pipeline import Pipeline
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts, current_machine
-from flashtile.ops.attention.hopper.cache import CacheAddresses, CachedRows, CacheNumbers, rows_of_box
+from flashtile.ops.attention.hopper.cache import CacheAddresses, CachedRows, CacheNumbers, box_rows
 from flashtile.ops.attention.hopper.configs import forward_config, value_parts
 from flashtile.ops.attention.hopper.launch import forward_kernel, tile_counter
 from flashtile.ops.attention.spec import AttentionSpec
@@ -131,4 +131,4 @@ def _describe_rows(call: SplitCall, block_n: int, most_left: int) -> CachedRows:
         k_apart=int32(k_outer // k_row),
         v_apart=int32(v_outer // v_row),
     )
-    return CachedRows(addresses, numbers, call.page_size, block_n // rows_of_box(call.page_size, block_n))
+    return CachedRows(addresses, numbers, call.page_size, block_n // box_rows(call.page_size, block_n))

@@ -13,7 +13,7 @@ import torch
 from flashtile._backends.alignment import batch_row_head
 from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.gluon import gl, gluon
-from flashtile._backends.launch import int32, pointer_to, strides_of
+from flashtile._backends.launch import int32, pointer_to, stride_parameters
 from flashtile._backends.pipeline import Kernel
 from flashtile.ops.attention.hopper.primitives import pack
 from flashtile.ops.common.checks import check_programs
@@ -33,7 +33,7 @@ def attention_parts_kernel(
 ):  # fmt: skip
     """Writes the parts of `ROWS` rows of one head, `[batch, rows, heads, 3 · WIDTH]`, contiguous; past `HEAD_DIM` they
     are zeros. `tiles`: of so many rows, in a sequence. Addresses and strides are multiples of 16 bytes."""
-    COLUMNS: gl.constexpr = power_of_two_from(WIDTH)
+    COLUMNS: gl.constexpr = next_power_of_two(WIDTH)
     ACROSS: gl.constexpr = min(COLUMNS // _VALUES, 32)
     layout: gl.constexpr = gl.BlockedLayout([1, _VALUES], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
     number = gl.program_id(0)
@@ -50,19 +50,19 @@ def attention_parts_kernel(
     line = (sequence * rows + row) * heads + head
     place = parts_ptr + (line * (PARTS * WIDTH))[:, None] + column
     written = exists & (column < WIDTH)
-    high, middle, low = parts_of(numbers)
+    high, middle, low = split_bf16x3(numbers)
     gl.store(place + HIGH * WIDTH, high, mask=written)
     gl.store(place + MIDDLE * WIDTH, middle, mask=written)
     gl.store(place + LOW * WIDTH, low, mask=written)
 
 
 @gluon.constexpr_function
-def power_of_two_from(number):
+def next_power_of_two(number):
     return 1 << (number - 1).bit_length()
 
 
 @gluon.jit
-def parts_of(numbers):
+def split_bf16x3(numbers):
     """High, middle and low parts, each rounded to the nearest. Their sum is the number, if that is not tiny."""
     high = pack(numbers, gl.bfloat16)
     rest = numbers - high.to(gl.float32)
@@ -118,7 +118,7 @@ def widen_kernel(shape: tuple[int, ...], strides: tuple[int, ...]) -> Kernel:
     parameters = {
         "v_ptr": pointer_to(torch.float8_e4m3fn, 16),
         "out_ptr": pointer_to(torch.bfloat16, 16),
-        **strides_of("v", dict(zip(("batch", "row", "head"), apart)), 16),
+        **stride_parameters("v", dict(zip(("batch", "row", "head"), apart)), 16),
         "heads_kv": int32(heads_kv),
         "rows_k": int32(rows_k),
         "tiles": int32(tiles),
@@ -153,7 +153,7 @@ def parts_kernel(numbers: str, parts: str, shape: tuple[int, ...], strides: tupl
     parameters = {
         "numbers_ptr": pointer_to(torch.float32, 16),
         "parts_ptr": pointer_to(torch.bfloat16, 16),
-        **strides_of("numbers", apart, 4),  # multiples of 16 bytes
+        **stride_parameters("numbers", apart, 4),  # multiples of 16 bytes
         "heads": int32(heads),
         "rows": int32(rows),
         "tiles": int32(tiles),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from flashtile.ops.attention.hopper.backward_pieces import DELTA, LSE, ROWS
-from flashtile.ops.attention.hopper.convert import HIGH, LOW, MIDDLE, PARTS, parts_of, without_nan
+from flashtile.ops.attention.hopper.convert import HIGH, LOW, MIDDLE, PARTS, split_bf16x3, without_nan
 from flashtile.ops.attention.hopper.primitives import (
     Chunks,
     HeadRows,
@@ -25,18 +25,18 @@ from flashtile.ops.attention.hopper.primitives import (
     make_ring,
     matrix_layout,
     product_layout,
-    slice_of,
+    tile_slice,
 )
 from flashtile.ops.attention.hopper.wide_backward import (
     Exchange,
     Operands,
     Shared,
+    compute_p,
     dense_config,
     first_step,
     load_statistic,
     step_after,
-    weights_of,
-    work_of,
+    tile_work,
 )
 
 #: Columns of a tile, whatever head_dim is; past it they are zeros.
@@ -115,7 +115,7 @@ def attention_float32_dk_dq_kernel(
 @gluon.jit
 def load_parts(OWN_TILES: gl.constexpr, config, own, visited, own_desc, visited_desc, problem):
     """Producer of one operand: of so many tiles of own rows, and then of the visited rows of each step."""
-    work = work_of(problem, config)
+    work = tile_work(problem, config)
     rows = HeadRows(work.sequence, work.own_head, 0, 0)
     for tile in gl.static_range(OWN_TILES):
         for part in gl.static_range(PARTS):
@@ -139,16 +139,16 @@ def sum_values(
 ):  # fmt: skip
     """Consumer: dv of 64 keys."""
     FIRST: gl.constexpr = WHICH * PARTS
-    work = work_of(problem, config)
+    work = tile_work(problem, config)
     first = work.first + WHICH * ROWS
     total = gl.zeros([ROWS, WIDTH], gl.float32, product_layout(WIDTH))
     acquire_own(keys, FIRST)
     step = first_step(work)
     for index in range(work.steps):
-        turn = turn_of(index, step)
+        turn = step_turn(index, step)
         lse = load_statistic(statistics_ptr, LSE, first, step, work, problem, config)
-        s = product_of_rows(keys, FIRST, visited.of_scores, turn, True)
-        p = weights_of(s, lse, first, step, work, problem, config)
+        s = chunked_product(keys, FIRST, visited.of_scores, turn, True)
+        p = compute_p(s, lse, first, step, work, problem, config)
         total = add_product(total, p, visited.of_values, turn, 0)
         step = step_after(work, step, config)
     store_sums(total, 1.0, 0, dv_ptr, first, work, problem, config, HEAD_DIM_V)
@@ -159,15 +159,15 @@ def weigh(config, shared, gradient_ptr, statistics_ptr, problem, HEAD_DIM: gl.co
     """Consumer: weights, and the first half of the columns of dk or dq."""
     own, visited, exchange = shared.own, shared.visited, shared.exchange
     HALF: gl.constexpr = WIDTH // 2
-    work = work_of(problem, config)
+    work = tile_work(problem, config)
     total = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
     acquire_own(own.of_scores, 0)
     step = first_step(work)
     for index in range(work.steps):
-        turn = turn_of(index, step)
+        turn = step_turn(index, step)
         lse = load_statistic(statistics_ptr, LSE, work.first, step, work, problem, config)
-        s = product_of_rows(own.of_scores, 0, visited.of_scores, turn, False)
-        p = weights_of(s, lse, work.first, step, work, problem, config)
+        s = chunked_product(own.of_scores, 0, visited.of_scores, turn, False)
+        p = compute_p(s, lse, work.first, step, work, problem, config)
         exchange.place.store(p)
         mbarrier.arrive(exchange.weights_there.index(0), count=1)
         mbarrier.wait(exchange.gradients_there.index(0), index & 1)
@@ -183,14 +183,14 @@ def differentiate(config, shared, gradient_ptr, statistics_ptr, problem, HEAD_DI
     while the other waits for the next operands of scores, which nobody can load before they have been multiplied."""
     own, visited, exchange = shared.own, shared.visited, shared.exchange
     HALF: gl.constexpr = WIDTH // 2
-    work = work_of(problem, config)
+    work = tile_work(problem, config)
     total = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
     acquire_own(own.of_values, 0)
     step = first_step(work)
     for index in range(work.steps):
-        turn = turn_of(index, step)
+        turn = step_turn(index, step)
         delta = load_statistic(statistics_ptr, DELTA, work.first, step, work, problem, config)
-        dp = product_of_rows(own.of_values, 0, visited.of_values, turn, True)
+        dp = chunked_product(own.of_values, 0, visited.of_values, turn, True)
         mbarrier.wait(exchange.weights_there.index(0), index & 1)
         ds = exchange.place.load(dp.type.layout) * (dp - delta)
         exchange.place.store(ds)
@@ -204,13 +204,13 @@ def differentiate(config, shared, gradient_ptr, statistics_ptr, problem, HEAD_DI
 
 
 @gluon.jit
-def turn_of(index, step):
+def step_turn(index, step):
     """The turn in which step `index` comes. That a tile's number is not negative, no compiler can see."""
     return Turn(index & 1, hidden_zero(step.tile))
 
 
 @gluon.jit
-def slot_of(turn, PLACE: gl.constexpr):
+def part_slot(turn, PLACE: gl.constexpr):
     """The slot of a part in its turn: a ring has a place for each part of a step.
 
     So it lies at a constant place. If the compiler saw that, it would keep the descriptors of all products in
@@ -227,11 +227,11 @@ def acquire_own(ring, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def product_of_rows(own, FIRST: gl.constexpr, visited, turn, RELEASES: gl.constexpr):
+def chunked_product(own, FIRST: gl.constexpr, visited, turn, RELEASES: gl.constexpr):
     """`a bᵀ` `[64, 64]` over all columns: of the own parts from `FIRST` on, and the visited ones. RELEASES: it releases
     these."""
     for part in gl.static_range(PARTS):
-        visited.acquire(slot_of(turn, part))
+        visited.acquire(part_slot(turn, part))
     total = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS))
     total = start_product(total, own, FIRST + MIDDLE, visited, MIDDLE, turn, False)
     total = start_product(total, own, FIRST + LOW, visited, HIGH, turn, True)
@@ -240,20 +240,20 @@ def product_of_rows(own, FIRST: gl.constexpr, visited, turn, RELEASES: gl.conste
     total = start_product(total, own, FIRST + HIGH, visited, MIDDLE, turn, True)
     total = without_nan(warpgroup_mma_wait(0, [total]))
     if RELEASES:
-        visited.release(slot_of(turn, MIDDLE))
-        visited.release(slot_of(turn, LOW))
+        visited.release(part_slot(turn, MIDDLE))
+        visited.release(part_slot(turn, LOW))
     total = start_product(total, own, FIRST + HIGH, visited, HIGH, turn, True)
     total = warpgroup_mma_wait(0, [total])
     if RELEASES:
-        visited.release(slot_of(turn, HIGH))
+        visited.release(part_slot(turn, HIGH))
     return total
 
 
 @gluon.jit
 def start_product(total, own, OWN: gl.constexpr, visited, VISITED: gl.constexpr, turn, ADDS: gl.constexpr):
     """Starts the product of a part of the own rows and one of the visited. ADDS: to the total."""
-    b = visited.main_operand(slot_of(turn, VISITED)).permute([1, 0])
-    return warpgroup_mma(own.main_operand(slot_of(turn, OWN)), b, total, use_acc=ADDS, is_async=True)
+    b = visited.main_operand(part_slot(turn, VISITED)).permute([1, 0])
+    return warpgroup_mma(own.main_operand(part_slot(turn, OWN)), b, total, use_acc=ADDS, is_async=True)
 
 
 @gluon.jit
@@ -261,12 +261,12 @@ def add_product(total, a, visited, turn, COLUMN: gl.constexpr):
     """The sums plus `a b`, of as many columns of b from `COLUMN` on as there are sums. It releases b. `a`: float32, in
     registers."""
     operand: gl.constexpr = gl.DotOperandLayout(0, total.type.layout, 2)
-    high, middle, low = parts_of(a)
+    high, middle, low = split_bf16x3(a)
     high = gl.convert_layout(high, operand, assert_trivial=True)
     middle = gl.convert_layout(middle, operand, assert_trivial=True)
     low = gl.convert_layout(low, operand, assert_trivial=True)
     for part in gl.static_range(PARTS):
-        visited.acquire(slot_of(turn, part))
+        visited.acquire(part_slot(turn, part))
     COLUMNS: gl.constexpr = total.shape[1]
     product = gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
     product = start_columns(product, middle, visited, MIDDLE, turn, COLUMN, COLUMNS, False)
@@ -275,11 +275,11 @@ def add_product(total, a, visited, turn, COLUMN: gl.constexpr):
     product = start_columns(product, middle, visited, HIGH, turn, COLUMN, COLUMNS, True)
     product = start_columns(product, high, visited, MIDDLE, turn, COLUMN, COLUMNS, True)
     product = without_nan(warpgroup_mma_wait(0, [product]))
-    visited.release(slot_of(turn, MIDDLE))
-    visited.release(slot_of(turn, LOW))
+    visited.release(part_slot(turn, MIDDLE))
+    visited.release(part_slot(turn, LOW))
     product = start_columns(product, high, visited, HIGH, turn, COLUMN, COLUMNS, True)
     product = warpgroup_mma_wait(0, [product])
-    visited.release(slot_of(turn, HIGH))
+    visited.release(part_slot(turn, HIGH))
     return total + product
 
 
@@ -288,7 +288,7 @@ def start_columns(
     product, a, visited, PART: gl.constexpr, turn, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, ADDS: gl.constexpr
 ):  # fmt: skip
     """Starts the product of `a`, in registers, and columns of a part of the visited rows. ADDS: to the product."""
-    b = slice_of(visited.main_operand(slot_of(turn, PART)), COLUMN, COLUMNS, 1)
+    b = tile_slice(visited.main_operand(part_slot(turn, PART)), COLUMN, COLUMNS, 1)
     return warpgroup_mma(a, b, product, use_acc=ADDS, is_async=True)
 
 

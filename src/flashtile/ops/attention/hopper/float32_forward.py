@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from flashtile.ops.attention.hopper.backward_pieces import ROWS
-from flashtile.ops.attention.hopper.convert import HIGH, LOW, MIDDLE, PARTS, parts_of, without_nan
+from flashtile.ops.attention.hopper.convert import HIGH, LOW, MIDDLE, PARTS, split_bf16x3, without_nan
 from flashtile.ops.attention.hopper.forward_softmax import finite, join_sink, load_sink
 from flashtile.ops.attention.hopper.primitives import (
     LN_2,
@@ -36,7 +36,7 @@ from flashtile.ops.attention.hopper.wide_backward import (
     first_step,
     hide,
     step_after,
-    work_of,
+    tile_work,
     zero_sums,
 )
 
@@ -83,15 +83,15 @@ def attend(
 ):  # fmt: skip
     """Consumer: all weights, and its chunks of the output."""
     layout: gl.constexpr = product_layout(M)
-    work = work_of(problem, config)
-    out = zero_sums(chunks_of(first_of_result(WHICH), config.VALUE_CHUNKS))
+    work = tile_work(problem, config)
+    out = zero_sums(warpgroup_chunks(first_result_chunk(WHICH), config.VALUE_CHUNKS))
     top = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
     row_sum = gl.zeros([M], gl.float32, gl.SliceLayout(1, layout))
-    acquire_staying(rings.own, staying_of(WHICH, STAYING, config.CHUNKS))
+    acquire_staying(rings.own, resident_chunks(WHICH, STAYING, config.CHUNKS))
     read = 0
     step = first_step(work)
     for index in range(work.steps):
-        s, read = scores_of_step(WHICH, STAYING, config, rings, partial, index, read)
+        s, read = step_scores(WHICH, STAYING, config, rings, partial, index, read)
         if config.MASKS:
             if (step.tile < work.full_begin) | (step.tile >= work.full_end):
                 s = hide(s, float("-inf"), work.first, step.tile * M, work, problem, config)
@@ -126,7 +126,7 @@ def store_results(
         gl.store(results.lse_ptr + line + row, lse, mask=exists)
     line = ((work.sequence.to(gl.int64) * problem.rows_q + row) * problem.heads + work.own_head) * HEAD_DIM_V
     for chunk in gl.static_range(len(out)):
-        column = (first_of_result(WHICH) + chunk * SHARERS) * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+        column = (first_result_chunk(WHICH) + chunk * SHARERS) * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
         place = results.out_ptr + line[:, None] + column[None, :]
         gl.store(place, out[chunk] * inverse[:, None], mask=exists[:, None] & (column < HEAD_DIM_V)[None, :])
 
@@ -163,7 +163,7 @@ def load_operands(
     operand from `SUM_FIRST` up to `SUM_LAST`, of the `SUM_COUNT` of a row.
     """
     STREAMING: gl.constexpr = FIRST + STAYING * STRIDE
-    work = work_of(problem, config)
+    work = tile_work(problem, config)
     own = HeadRows(work.sequence, work.own_head, 0, 0)
     load_staying(own_ring, STAYING, FIRST, STRIDE, COUNT, loads.own, own, work.first)
     loaded = 0
@@ -189,7 +189,7 @@ def load_staying(
     they are, no compiler sees: unrolled, the loop would need more registers than a producer has."""
     for index in range(STAYING + hidden_zero(row)):
         for part in gl.static_range(PARTS):
-            column = column_of(FIRST + index * STRIDE, part, COUNT)
+            column = parts_column(FIRST + index * STRIDE, part, COUNT)
             ring.load(Slot(index * PARTS + part, 0), Chunks(descriptor, None), rows, row, False, column)
 
 
@@ -198,12 +198,12 @@ def load_chunk(stream, loaded, chunk, COUNT: gl.constexpr, descriptor, rows, row
     """Loads a chunk of the `COUNT` of a row, after `loaded` tiles. Returns how many are loaded then."""
     for part in gl.static_range(PARTS):
         slot = stream.slot(loaded + part)
-        stream.fill(slot, Chunks(descriptor, None), rows, row, False, column_of(chunk, part, COUNT))
+        stream.fill(slot, Chunks(descriptor, None), rows, row, False, parts_column(chunk, part, COUNT))
     return loaded + PARTS
 
 
 @gluon.jit
-def column_of(chunk, PART: gl.constexpr, COUNT: gl.constexpr):
+def parts_column(chunk, PART: gl.constexpr, COUNT: gl.constexpr):
     """Where a tile begins in a row of parts of `COUNT` chunks each."""
     return PART * (COUNT * CHUNK) + chunk * CHUNK
 
@@ -219,21 +219,21 @@ def acquire_staying(ring, STAYING: gl.constexpr):
 
 
 @gluon.jit
-def product_of_rows(own, STAYING: gl.constexpr, stream, read, COUNT: gl.constexpr):
+def chunked_product(own, STAYING: gl.constexpr, stream, read, COUNT: gl.constexpr):
     """`a bᵀ` `[64, 64]` over `COUNT` chunks, of own rows and of visited ones, which come after `read` tiles of the
     stream. Returns it, and how many tiles are read then. `own`: those that stay."""
     total = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS))
     for chunk in range(STAYING):
         place = chunk * PARTS
-        a = operand_of(own, Parts(Slot(place + LOW, 0), Slot(place + MIDDLE, 0), Slot(place + HIGH, 0)))
-        total += product_of_parts(a, stream, read, True)
+        a = load_operand(own, Parts(Slot(place + LOW, 0), Slot(place + MIDDLE, 0), Slot(place + HIGH, 0)))
+        total += bf16x3_product(a, stream, read, True)
         read += PARTS
     for _ in range(STAYING, COUNT):
-        slots = slots_of(stream, read)
+        slots = chunk_slots(stream, read)
         stream.acquire(slots.low)
         stream.acquire(slots.middle)
         stream.acquire(slots.high)
-        total += product_of_parts(operand_of(stream, slots), stream, read + PARTS, True)
+        total += bf16x3_product(load_operand(stream, slots), stream, read + PARTS, True)
         stream.release(slots.low)
         stream.release(slots.middle)
         stream.release(slots.high)
@@ -242,7 +242,7 @@ def product_of_rows(own, STAYING: gl.constexpr, stream, read, COUNT: gl.constexp
 
 
 @gluon.jit
-def operand_of(ring, slots):
+def load_operand(ring, slots):
     return Parts(ring.main_operand(slots.low), ring.main_operand(slots.middle), ring.main_operand(slots.high))
 
 
@@ -251,7 +251,7 @@ def add_products(total, decay, a, stream, read):
     """The sums times `decay` (None is 1) plus `a b`, where b has as many chunks as there are sums, after `read` tiles
     of the stream. Returns them, and how many tiles are read then. `a`: float32, in registers."""
     operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(CHUNK), 2)
-    high, middle, low = parts_of(a)
+    high, middle, low = split_bf16x3(a)
     parts = Parts(
         gl.convert_layout(low, operand, assert_trivial=True),
         gl.convert_layout(middle, operand, assert_trivial=True),
@@ -259,7 +259,7 @@ def add_products(total, decay, a, stream, read):
     )
     sums = ()
     for chunk in gl.static_range(len(total)):
-        sums = sums + (add_now(total[chunk], decay, product_of_parts(parts, stream, read + chunk * PARTS, False)),)
+        sums = sums + (add_now(total[chunk], decay, bf16x3_product(parts, stream, read + chunk * PARTS, False)),)
     return sums, read + len(total) * PARTS
 
 
@@ -280,9 +280,9 @@ def add_now(total, decay, product):
 
 
 @gluon.jit
-def product_of_parts(a, stream, read, TRANSPOSED: gl.constexpr):
+def bf16x3_product(a, stream, read, TRANSPOSED: gl.constexpr):
     """`a b`, `[64, 64]`, where b is the chunk after `read` tiles of the stream, transposed if so. It releases b."""
-    place = slots_of(stream, read)
+    place = chunk_slots(stream, read)
     product = gl.zeros([ROWS, CHUNK], gl.float32, product_layout(CHUNK))
     stream.acquire(place.low)
     product = start_product(product, a.high, stream, place.low, TRANSPOSED, False)
@@ -303,7 +303,7 @@ def product_of_parts(a, stream, read, TRANSPOSED: gl.constexpr):
 
 
 @gluon.jit
-def slots_of(stream, read):
+def chunk_slots(stream, read):
     """The slots of the chunk after `read` tiles of the stream."""
     return Parts(stream.slot(read + LOW), stream.slot(read + MIDDLE), stream.slot(read + HIGH))
 
@@ -337,26 +337,26 @@ class PartialScores(NamedTuple):
 
 
 @gluon.constexpr_function
-def chunks_of(first, chunks):
+def warpgroup_chunks(first, chunks):
     """How many chunks a warpgroup has, from its first one on."""
     return (chunks + SHARERS - 1 - first) // SHARERS
 
 
 @gluon.constexpr_function
-def first_of_result(which):
+def first_result_chunk(which):
     """The first chunk of a warpgroup in the result."""
     return SHARERS - 1 - which
 
 
 @gluon.constexpr_function
-def staying_of(which, staying, chunks):
+def resident_chunks(which, staying, chunks):
     """How many own chunks of a warpgroup stay, if `staying` of each do that have so many."""
-    return min(staying, chunks_of(which, chunks))
+    return min(staying, warpgroup_chunks(which, chunks))
 
 
 @gluon.jit
 def make_rings(WHICH: gl.constexpr, loads, config, STAYING: gl.constexpr, PLACES: gl.constexpr):
-    OWN: gl.constexpr = staying_of(WHICH, STAYING, config.CHUNKS)
+    OWN: gl.constexpr = resident_chunks(WHICH, STAYING, config.CHUNKS)
     return Rings(
         own=make_ring(Chunks(loads.own, None), OWN * PARTS, 0),
         stream=make_ring(Chunks(loads.visited, None), PLACES, 1),
@@ -376,18 +376,18 @@ def make_partial_scores():
 def load_share(WHICH: gl.constexpr, STAYING: gl.constexpr, config, rings, loads, problem):
     """Producer of a warpgroup: its chunks."""
     load_operands(
-        staying_of(WHICH, STAYING, config.CHUNKS), WHICH, config.CHUNKS, first_of_result(WHICH),
+        resident_chunks(WHICH, STAYING, config.CHUNKS), WHICH, config.CHUNKS, first_result_chunk(WHICH),
         config.VALUE_CHUNKS, config.VALUE_CHUNKS, SHARERS, config, rings.own, rings.stream, loads, problem,
     )  # fmt: skip
 
 
 @gluon.jit
-def scores_of_step(WHICH: gl.constexpr, STAYING: gl.constexpr, config, rings, partial, index, read):
+def step_scores(WHICH: gl.constexpr, STAYING: gl.constexpr, config, rings, partial, index, read):
     """The products of own and visited rows in step `index`, of which both warpgroups get the same bits, and how many
     tiles of the stream are read after it. `read`: before."""
     OTHER: gl.constexpr = 1 - WHICH
-    OWN: gl.constexpr = staying_of(WHICH, STAYING, config.CHUNKS)
-    s, read = product_of_rows(rings.own, OWN, rings.stream, read, chunks_of(WHICH, config.CHUNKS))
+    OWN: gl.constexpr = resident_chunks(WHICH, STAYING, config.CHUNKS)
+    s, read = chunked_product(rings.own, OWN, rings.stream, read, warpgroup_chunks(WHICH, config.CHUNKS))
     mbarrier.wait(partial.taken.index(WHICH), (index & 1) ^ 1)
     partial.places.index(WHICH).store(s)
     mbarrier.arrive(partial.there.index(WHICH), count=1)

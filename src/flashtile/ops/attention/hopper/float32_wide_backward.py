@@ -16,26 +16,26 @@ from flashtile.ops.attention.hopper.float32_forward import (
     Loads,
     acquire_staying,
     add_products,
-    chunks_of,
-    first_of_result,
+    chunked_product,
+    first_result_chunk,
     load_operands,
     load_share,
     make_partial_scores,
     make_rings,
-    product_of_rows,
-    scores_of_step,
-    staying_of,
+    resident_chunks,
+    step_scores,
+    warpgroup_chunks,
 )
 from flashtile.ops.attention.hopper.primitives import Chunks, barriers, make_ring, matrix_layout, product_layout
 from flashtile.ops.attention.hopper.wide_backward import (
     CHUNK,
     Exchange,
+    compute_p,
     dense_config,
     first_step,
     load_statistic,
     step_after,
-    weights_of,
-    work_of,
+    tile_work,
     zero_sums,
 )
 
@@ -145,18 +145,18 @@ def sum_values(
     HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Consumer: all weights, and its chunks of dv."""
-    work = work_of(problem, config)
-    total = zero_sums(chunks_of(first_of_result(WHICH), config.VALUE_CHUNKS))
-    acquire_staying(rings.own, staying_of(WHICH, STAYING, config.CHUNKS))
+    work = tile_work(problem, config)
+    total = zero_sums(warpgroup_chunks(first_result_chunk(WHICH), config.VALUE_CHUNKS))
+    acquire_staying(rings.own, resident_chunks(WHICH, STAYING, config.CHUNKS))
     read = 0
     step = first_step(work)
     for index in range(work.steps):
         lse = load_statistic(statistics_ptr, LSE, work.first, step, work, problem, config)
-        s, read = scores_of_step(WHICH, STAYING, config, rings, partial, index, read)
-        p = weights_of(s, lse, work.first, step, work, problem, config)
+        s, read = step_scores(WHICH, STAYING, config, rings, partial, index, read)
+        p = compute_p(s, lse, work.first, step, work, problem, config)
         total, read = add_products(total, None, p, rings.stream, read)
         step = step_after(work, step, config)
-    store_chunks(total, 1.0, first_of_result(WHICH), SHARERS, dv_ptr, work, problem, config, HEAD_DIM_V)
+    store_chunks(total, 1.0, first_result_chunk(WHICH), SHARERS, dv_ptr, work, problem, config, HEAD_DIM_V)
 
 
 @gluon.constexpr_function
@@ -169,15 +169,15 @@ def first_half(config):
 def weigh(STAYING: gl.constexpr, config, shared, gradient_ptr, statistics_ptr, problem, HEAD_DIM: gl.constexpr):
     """Consumer: weights, and the first half of the columns of dk or dq."""
     own, stream, exchange = shared.own_scores, shared.for_weights, shared.exchange
-    work = work_of(problem, config)
+    work = tile_work(problem, config)
     total = zero_sums(first_half(config))
     acquire_staying(own, STAYING)
     read = 0
     step = first_step(work)
     for index in range(work.steps):
         lse = load_statistic(statistics_ptr, LSE, work.first, step, work, problem, config)
-        s, read = product_of_rows(own, STAYING, stream, read, config.CHUNKS)
-        p = weights_of(s, lse, work.first, step, work, problem, config)
+        s, read = chunked_product(own, STAYING, stream, read, config.CHUNKS)
+        p = compute_p(s, lse, work.first, step, work, problem, config)
         exchange.place.store(p)
         mbarrier.arrive(exchange.weights_there.index(0), count=1)
         mbarrier.wait(exchange.gradients_there.index(0), index & 1)
@@ -193,14 +193,14 @@ def differentiate(
 ):  # fmt: skip
     """Consumer: gradients of the scores, and the second half of the columns of dk or dq."""
     own, stream, exchange = shared.own_values, shared.for_gradients, shared.exchange
-    work = work_of(problem, config)
+    work = tile_work(problem, config)
     total = zero_sums(config.CHUNKS - first_half(config))
     acquire_staying(own, STAYING)
     read = 0
     step = first_step(work)
     for index in range(work.steps):
         delta = load_statistic(statistics_ptr, DELTA, work.first, step, work, problem, config)
-        dp, read = product_of_rows(own, STAYING, stream, read, config.VALUE_CHUNKS)
+        dp, read = chunked_product(own, STAYING, stream, read, config.VALUE_CHUNKS)
         mbarrier.wait(exchange.weights_there.index(0), index & 1)
         ds = exchange.place.load(dp.type.layout) * (dp - delta)
         exchange.place.store(ds)

@@ -57,20 +57,20 @@ from flashtile.ops.attention.hopper.forward_softmax import (
     HeadModifiers,
     Output,
     Softmax,
-    cap_scale_of_head,
     drop_weights,
     exponents,
     first_reference,
     first_sums,
     forward_dropout,
+    head_cap_scale,
+    head_scale,
+    head_slope,
     largest_weights,
     load_table_tiles,
     make_out_tiles,
     modify_scores,
     query_operand,
-    scale_of_head,
     score_factor,
-    slope_of_head,
     start_scores,
     start_values,
     store_epilogue,
@@ -83,9 +83,9 @@ from flashtile.ops.attention.hopper.forward_softmax import (
 from flashtile.ops.attention.hopper.modifiers import (
     MovedBias,
     distance_shift,
+    head_table,
     make_bias_tiles,
     near_shift,
-    table_of_head,
 )
 from flashtile.ops.attention.hopper.parameters import key_rows_apart, score_units
 from flashtile.ops.attention.hopper.primitives import (
@@ -476,10 +476,10 @@ def consume_tile(
         visited = KeyTileRange(0, visited.full_begin, visited.full_end, gl.maximum(tile.listed, 1))
     exists = tile.sequence < problem.batch  # rows past the end of a packed call belong to no sequence
     factor = score_factor(problem, tile.sequence, head, exists, config)
-    unit = scale_of_head(problem.units, factor)
-    slope = slope_of_head(problem, tile.sequence, head, unit, exists)
-    bias = table_of_head(problem.side.bias, problem.numbers.bias, tile.sequence, head)
-    mask = table_of_head(problem.side.mask, problem.numbers.mask, tile.sequence, head)
+    unit = head_scale(problem.units, factor)
+    slope = head_slope(problem, tile.sequence, head, unit, exists)
+    bias = head_table(problem.side.bias, problem.numbers.bias, tile.sequence, head)
+    mask = head_table(problem.side.mask, problem.numbers.mask, tile.sequence, head)
     dropout = forward_dropout(problem, tile.sequence, head)
     function = FunctionInputs(
         problem.units.function_scale, tile.sequence, head, problem.captured, problem.captured_sizes
@@ -499,7 +499,7 @@ def consume_tile(
         window_right=problem.window.right,
         tiles=visited,
     )
-    cap_scale = cap_scale_of_head(problem.units, factor)
+    cap_scale = head_cap_scale(problem.units, factor)
     modifiers = HeadModifiers(problem.numbers, unit, cap_scale, slope, bias, mask, dropout, function)
     attended = attend(query, q_slot, key_tiles, modifiers, view, blocks, rings, config, WHICH)
     v.acquire(attended.slot)
@@ -546,7 +546,7 @@ def skip_key_tiles(count, key_tiles, rings, config, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def query_of_step(query, q_slot, key_tiles, rings, s_layout: gl.constexpr, config):
+def step_query(query, q_slot, key_tiles, rings, s_layout: gl.constexpr, config):
     """The queries as an operand for one key tile. With a single stage it has an address that is not known to be that of
     other steps (`hidden_zero`)."""
     if config.ONE_STAGE:
@@ -573,7 +573,7 @@ def attend(query, q_slot, key_tiles, modifiers, view, blocks, rings, config, WHI
     slot = key_slot(rings, key_tiles)
     k.acquire(slot)
     n, kind, bits = key_tile_at(view.tiles.end - 1, slot, view, blocks, k, config)
-    query_here = query_of_step(query, q_slot, key_tiles, rings, s_layout, config)
+    query_here = step_query(query, q_slot, key_tiles, rings, s_layout, config)
     scores = start_scores(query_here, rings, slot, zeros, config)
     tables = load_table_tiles(n, slot, modifiers, view, rings, config, s_layout, WHICH)
     s = wait_scores(scores, rings, slot, 0)
@@ -586,7 +586,7 @@ def attend(query, q_slot, key_tiles, modifiers, view, blocks, rings, config, WHI
     for done in range(view.tiles.begin + 1, view.tiles.end):
         v_slot = slot
         key_tiles += 1
-        query_here = query_of_step(query, q_slot, key_tiles, rings, s_layout, config)
+        query_here = step_query(query, q_slot, key_tiles, rings, s_layout, config)
         s, out, slot, n = scores_during_values(
             query_here, p, out, v_slot, key_tiles, done, zeros, modifiers, view, blocks, rings, config, WHICH
         )

@@ -13,13 +13,13 @@ from flashtile.ops.attention.hopper.blocks import (
 )
 from flashtile.ops.attention.hopper.cache import (
     KeyPlace,
+    box_pages,
     clear_rows,
     load_boxes,
     locate_in_cache,
-    pages_of_boxes,
-    pages_of_sequence,
+    sequence_pages,
 )
-from flashtile.ops.attention.hopper.modifiers import bias_bytes, last_shown, move_bias, table_of_head
+from flashtile.ops.attention.hopper.modifiers import bias_bytes, head_table, last_shown, move_bias
 from flashtile.ops.attention.hopper.primitives import (
     Chunks,
     HeadRows,
@@ -112,13 +112,13 @@ def load_share(SHARE: gl.constexpr, config, queue, rings, tensors, problem):
             tile.first, seq_q, shift, keys, problem.window.left, problem.window.right, ROWS, N,
             config.HAS_LEFT, config.HAS_RIGHT,
         )  # fmt: skip
-        place = pages_of_sequence(tile.sequence, problem.cache, numbers, problem.batch)
+        place = sequence_pages(tile.sequence, problem.cache, numbers, problem.batch)
         rows = HeadRows(tile.sequence, tile.head // problem.group, 0, keys)
         seen = seen_rows(seq_q, keys, visited.begin, tiles_received - 1, problem, config, N)
         for done in range(0, visited.end - visited.begin):
             row = (visited.end - 1 - done) * N
             slot = key_slot(rings, key_tiles)
-            pages = pages_of_boxes(tensors.k.main, row, keys, place.table, config, N, SHARE)
+            pages = box_pages(tensors.k.main, row, keys, place.table, config, N, SHARE)
             rings.k.wait_empty(slot)
             load_keys(slot, tile, pages, rings, tensors, rows, row, numbers, config, SHARE)
             load_values(slot, pages, rings, tensors, rows, row, 0, seen, numbers, config, SHARE)
@@ -169,7 +169,7 @@ def produce_tile(
             if not config.PACKED:
                 place = KeyPlace(at.sequence * problem.k_rows_apart, at.sequence * problem.v_rows_apart, 0)
         if config.MASK_ENDS_KEYS:
-            mask = table_of_head(problem.side.mask, problem.numbers.mask, at.sequence, at.head)
+            mask = head_table(problem.side.mask, problem.numbers.mask, at.sequence, at.head)
             keys = last_shown(mask, problem.numbers.mask, config.MASK_COLUMN, keys)
         if config.TILE_Q > 0 and config.PACKED:
             entry, listed = listed_line(
@@ -203,7 +203,7 @@ def produce_tile(
             slot = key_slot(rings, key_tiles)
             pages = (0,)
             if config.PAGE_SIZE > 0:
-                pages = pages_of_boxes(tensors.k.main, row, keys, place.table, config, N, 0)
+                pages = box_pages(tensors.k.main, row, keys, place.table, config, N, 0)
             rings.k.wait_empty(slot)
             if config.TILE_Q > 0:
                 write_tile_info(blocks.tile_info, slot.place, TILE_NUMBER, n)
@@ -218,7 +218,7 @@ def produce_tile(
                     before = key_slot(rings, key_tiles - 1)
                     pages = (0,)
                     if config.PAGE_SIZE > 0:
-                        pages = pages_of_boxes(tensors.v.main, row_before, keys, place.table, config, N, 0)
+                        pages = box_pages(tensors.v.main, row_before, keys, place.table, config, N, 0)
                     load_values(before, pages, rings, tensors, value_rows, row_before, column, seen, numbers, config, 0)
                 row_before = row
             else:
@@ -232,7 +232,7 @@ def produce_tile(
             value_rows = HeadRows(at.sequence, at.head // problem.group, place.v_begin, keys)
             pages = (0,)
             if config.PAGE_SIZE > 0:
-                pages = pages_of_boxes(tensors.v.main, row_before, keys, place.table, config, N, 0)
+                pages = box_pages(tensors.v.main, row_before, keys, place.table, config, N, 0)
             load_values(last, pages, rings, tensors, value_rows, row_before, column, seen, numbers, config, 0)
     else:
         following = next_number(number, counter_ptr, problem.dynamic)
@@ -279,7 +279,7 @@ def key_slot(rings, key_tiles):
 @gluon.jit
 def load_keys(slot, at, pages, rings, tensors, rows, row, cache, config, SHARE: gl.constexpr):
     """Loads a tile of keys into a slot whose first chunk is free, and its bias for the queries `at` a `LocatedTile`.
-    `pages`: of `pages_of_boxes`. `SHARE`: of the boxes that pages are loaded in."""
+    `pages`: of `box_pages`. `SHARE`: of the boxes that pages are loaded in."""
     BOUNDED: gl.constexpr = ends_at_lengths(config)
     if config.PAGE_SIZE > 0:
         load_boxes(rings.k, slot, slot.place, tensors.k, rows, row, pages, cache.k_apart, 0, config, SHARE)
@@ -303,7 +303,7 @@ def load_keys(slot, at, pages, rings, tensors, rows, row, cache, config, SHARE: 
 
 @gluon.jit
 def load_values(slot, pages, rings, tensors, rows, row, column, seen, cache, config, SHARE: gl.constexpr):
-    """Loads a tile of values, from a column on, as soon as its slot is free. `pages`: of `pages_of_boxes`. `seen`: a
+    """Loads a tile of values, from a column on, as soon as its slot is free. `pages`: of `box_pages`. `seen`: a
     `SeenRows`."""
     rings.v.wait_empty(slot)
     if config.CACHED and config.HAS_LEFT:

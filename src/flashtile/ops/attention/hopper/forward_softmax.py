@@ -48,7 +48,7 @@ from flashtile.ops.attention.hopper.modifiers import (
     TableTiles,
     add_bias,
     capped,
-    dropout_of_head,
+    head_dropout,
     hide_by_mask,
     kept_weights,
     load_descale,
@@ -74,8 +74,8 @@ from flashtile.ops.attention.hopper.primitives import (
     row_maximum,
     row_sums,
     scale_rows,
-    slice_of,
     split_off,
+    tile_slice,
     wait_products,
 )
 
@@ -148,8 +148,8 @@ def _start_columns(q, k, s, COLUMNS: gl.constexpr, COUNT: gl.constexpr):
     ones come before it."""
     if COLUMNS & COUNT:
         FIRST: gl.constexpr = COLUMNS - COLUMNS % (2 * COUNT)
-        columns = slice_of(k, FIRST, COUNT, 1).permute([1, 0])
-        s = warpgroup_mma(slice_of(q, FIRST, COUNT, 1), columns, s, use_acc=FIRST > 0, is_async=True)
+        columns = tile_slice(k, FIRST, COUNT, 1).permute([1, 0])
+        s = warpgroup_mma(tile_slice(q, FIRST, COUNT, 1), columns, s, use_acc=FIRST > 0, is_async=True)
     return s
 
 
@@ -366,7 +366,7 @@ class HeadModifiers(NamedTuple):
         numbers: `parameters.SideNumbers`.
         scale_log2, cap_scale: `scores.ScoreUnits`, with the factors of 8-bit inputs.
         slope: of ALiBi, in units of scores; None without.
-        bias, mask: pointers (`tables.table_of_head`); None without.
+        bias, mask: pointers (`tables.head_table`); None without.
         dropout: `dropout.HeadDropout`; None without.
         function: `FunctionInputs`.
     """
@@ -405,7 +405,7 @@ def score_factor(problem, sequence, head, exists, config):
 
 
 @gluon.jit
-def cap_scale_of_head(units, factor):
+def head_cap_scale(units, factor):
     """The `cap_scale` of a head; None without a soft cap."""
     cap_scale = units.cap_scale
     if factor is not None and units.cap_scale is not None:
@@ -414,7 +414,7 @@ def cap_scale_of_head(units, factor):
 
 
 @gluon.jit
-def scale_of_head(units, factor):
+def head_scale(units, factor):
     """The `scale_log2` of a head."""
     unit = units.scale_log2
     if factor is not None and units.cap_scale is None:
@@ -424,7 +424,7 @@ def scale_of_head(units, factor):
 
 
 @gluon.jit
-def slope_of_head(problem, sequence, head, unit, exists):
+def head_slope(problem, sequence, head, unit, exists):
     """ALiBi's slope of a head, in units of its scores; None without ALiBi."""
     slope = None
     if problem.side.alibi_slopes is not None:
@@ -437,7 +437,7 @@ def forward_dropout(problem, sequence, head):
     """The `HeadDropout` of a head; None without dropout."""
     dropout = None
     if problem.side.dropout_seed is not None:
-        dropout = dropout_of_head(problem.side, problem.numbers, sequence, head, problem.heads)
+        dropout = head_dropout(problem.side, problem.numbers, sequence, head, problem.heads)
     return dropout
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.allocate import Layout, contiguous
-from flashtile._backends.launch import Plan, constants_of, plan_cache, pointer_to
+from flashtile._backends.launch import Plan, named_constants, plan_cache, pointer_to
 from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile._backends.tma import TmaTensor, broadcast_layout, strided_layout
 from flashtile.ops.attention.arguments import Aux
@@ -207,7 +207,7 @@ def forward_kernel(
         "constants": side.constants,
     }
     constants = {
-        **constants_of(config),
+        **named_constants(config),
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "OUT_PLACES": out_places(config, *call.head_dims, dtype),
         "QUERY_PLACES": query_places(config, *call.head_dims, dtype),
@@ -283,7 +283,7 @@ def _plan_float32(call: Call) -> ForwardPlan:
         "problem": SeparateProblem.from_call(call, without_side.pointers, own_tiles=tiles),
     }
     constants = {
-        **constants_of(config),
+        **named_constants(config),
         "HEAD_DIM_V": call.head_dims[1],
         "REGISTERS": REGISTERS,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,

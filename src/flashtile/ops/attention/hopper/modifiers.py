@@ -131,7 +131,7 @@ class MovedBias(NamedTuple):
 
 
 @gluon.jit
-def table_of_head(pointer, numbers, sequence, head):
+def head_table(pointer, numbers, sequence, head):
     """A pointer to the first element of a head of a sequence; None where there is no table. `numbers`:
     `parameters.TableNumbers`."""
     first = None
@@ -185,7 +185,7 @@ def load_table(
     pointer, numbers, STRIDE_COLUMN: gl.constexpr, first_query, first_key, QUERIES: gl.constexpr, KEYS: gl.constexpr,
     layout: gl.constexpr, OTHER: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """The tile of a head's table (`table_of_head`) from `first_query` and `first_key` on, `OTHER` past its end.
+    """The tile of a head's table (`head_table`) from `first_query` and `first_key` on, `OTHER` past its end.
     `STRIDE_COLUMN`: 0 where columns of the table broadcast.
 
     It belongs to scores `[QUERIES, KEYS]`, TRANSPOSED `[KEYS, QUERIES]`, in the layout of a product, and comes in
@@ -295,7 +295,7 @@ class HeadDropout(NamedTuple):
 
 
 @gluon.jit
-def dropout_of_head(side, numbers, sequence, head, heads):
+def head_dropout(side, numbers, sequence, head, heads):
     """What `kept_weights` needs to know of a head, from the side inputs (`parameters`)."""
     seed = gl.load(side.dropout_seed)
     offset = gl.load(side.dropout_seed + 1)

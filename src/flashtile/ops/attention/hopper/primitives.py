@@ -89,7 +89,7 @@ class Ring:
     @gluon.jit
     def slot(self, count, PART: gl.constexpr = 0):
         """The slot of tile number `count`, or of one of its parts."""
-        stage, phase = place_of(count, self.STAGES)
+        stage, phase = ring_slot(count, self.STAGES)
         if self.PARTS > 1:
             stage = stage * self.PARTS + PART
         return Slot(stage, phase)
@@ -223,7 +223,7 @@ def make_tile_queue(READERS: gl.constexpr, PACKED_AND_LISTED: gl.constexpr, WARP
 
 
 @gluon.jit
-def place_of(count, STAGES: gl.constexpr):
+def ring_slot(count, STAGES: gl.constexpr):
     """Where the tile number `count` lies in a ring, and the phase of its `full` barrier when it is there."""
     return count % STAGES, (count // STAGES) & 1
 
@@ -253,7 +253,7 @@ def matrix(tile, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def slice_of(tile, FIRST: gl.constexpr, COUNT: gl.constexpr, DIM: gl.constexpr):
+def tile_slice(tile, FIRST: gl.constexpr, COUNT: gl.constexpr, DIM: gl.constexpr):
     """`COUNT` rows (0) or columns (1) of a tile."""
     if COUNT < tile.shape[DIM]:
         tile = tile.slice(FIRST, COUNT, dim=DIM)
@@ -280,7 +280,7 @@ def coordinates(rows, row, column, PACKED: gl.constexpr):
 def publish_tile(queue, count, tile, TOLD: gl.constexpr):
     """The producer's side of the queue: what it tells of the `count`-th tile. `tile`: a `NamedTuple` whose first number
     is negative after the last tile. `TOLD`: whether each of its fields is told."""
-    slot, phase = place_of(count, 2)
+    slot, phase = ring_slot(count, 2)
     mbarrier.wait(queue.empty.index(slot), phase ^ 1)
     place = 0
     for field in gl.static_range(len(TOLD)):
@@ -293,7 +293,7 @@ def publish_tile(queue, count, tile, TOLD: gl.constexpr):
 @gluon.jit
 def receive_tile(queue, count, TOLD: gl.constexpr):
     """The others' side: all fields of the `count`-th tile, 0 for those that are not told."""
-    slot, phase = place_of(count, 2)
+    slot, phase = ring_slot(count, 2)
     mbarrier.wait(queue.full.index(slot), phase)
     numbers = (read_number(queue.numbers.index(slot * queue.FIELDS)),)
     place = 1

@@ -32,11 +32,11 @@ def tile_in_order(number, tiles, lines, together, closing, UNEVEN: gl.constexpr)
     """Which tile of which line the `number`-th is.
 
     If a mask makes tiles uneven, tiles with the most keys (the last of a line) come first, so that short ones fill up
-    the end. Tiles of lines that take turns together (`turn_of`) follow one another, heads fastest, and share keys in
+    the end. Tiles of lines that take turns together (`line_group`) follow one another, heads fastest, and share keys in
     the L2 cache.
     """
     if UNEVEN:
-        first_line, lines_here = turn_of(number // tiles, lines, together, closing)
+        first_line, lines_here = line_group(number // tiles, lines, together, closing)
         within = number - first_line * tiles
         tile = tiles - 1 - within // lines_here
         line = first_line + within % lines_here
@@ -47,7 +47,7 @@ def tile_in_order(number, tiles, lines, together, closing, UNEVEN: gl.constexpr)
 
 
 @gluon.jit
-def turn_of(line, lines, together, closing):
+def line_group(line, lines, together, closing):
     """The first of the lines that take turns with `line`, and how many they are: `together`, the last ones `closing`
     or a few more."""
     last = gl.maximum(lines - closing, 0) // together * together
@@ -339,7 +339,7 @@ def reverses_walk(tile, tiles, line, lines, group, programs):
     left. So key tiles that go up from their diagonal are at the same query tile at any time, although they start one
     after the other. They end together at the last query tile, where those of the next round start.
     """
-    _, lines_here = turn_of(line, lines, _lines_together(tiles), _closing_lines(tiles, group))
+    _, lines_here = line_group(line, lines, _lines_together(tiles), _closing_lines(tiles, group))
     of_a_round = gl.maximum(programs // lines_here, 1)
     return tile // of_a_round % 2
 
@@ -461,7 +461,7 @@ class BackwardSchedule(NamedTuple):
     @staticmethod
     def from_call(call: Call) -> "BackwardSchedule":
         config, single, whole = dq_epilogue(backward_config(call), call)
-        query_tiles, key_tiles = _tiles_of(call, config)
+        query_tiles, key_tiles = _count_tiles(call, config)
         loops = NO_LOOPS._replace(SINGLE_KEY_TILE=single, WHOLE_LINES=whole)
         schedule = BackwardSchedule(config, loops, query_tiles, key_tiles)
         shares = _shares(call.cut_by, schedule)
@@ -513,7 +513,7 @@ class BackwardSchedule(NamedTuple):
         return self.programs(call) * self.group(call) * self.query_tiles if self.loops.WHOLE_LINES else 0
 
 
-def _tiles_of(call: Call, config: BackwardConfig) -> tuple[int, int]:
+def _count_tiles(call: Call, config: BackwardConfig) -> tuple[int, int]:
     """Query and key tiles of a head of a sequence; of a packed call the slots."""
     rows_q, rows_k = whole_sizes(call)
     return call.tiles(rows_q, config.block_m), call.tiles(rows_k, config.block_n)
@@ -522,7 +522,7 @@ def _tiles_of(call: Call, config: BackwardConfig) -> tuple[int, int]:
 def _shares(call: Call, schedule: BackwardSchedule) -> int:
     """Into how many shares the query heads of a key/value head are divided. `call`: by which kernels are cut."""
     config, programs, spec, lines = schedule.config, call.multiprocessors, call.spec, call.lines_kv
-    query_tiles, key_tiles = _tiles_of(call, config)
+    query_tiles, key_tiles = _count_tiles(call, config)
     schedule = schedule._replace(query_tiles=query_tiles, key_tiles=key_tiles)
     listed = spec.block_shape is not None
     uneven = call.bounded or listed or (spec.window_right is not None and spec.window_left is None)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashtile._backends.allocate import Layout, contiguous, contiguous_strides
-from flashtile._backends.launch import constants_of, pointer_to
+from flashtile._backends.launch import named_constants, pointer_to
 from flashtile._backends.pipeline import Kernel
 from flashtile._backends.tma import TmaTensor, strided_layout
 from flashtile.ops.attention.call import Call
@@ -160,7 +160,7 @@ def _wide_family(call: Call, shares: int) -> _Family:
         outer = (1, 1) if (call.packed if of_queries else call.bounded) else (1,)
         layout = (by_query if of_queries else by_key)(shape, strides)
         moved[name] = TmaTensor(buffer, call.dtype, (*outer, CONSUMER_ROWS, 1, CHUNK), layout)
-    constants = constants_of(config)
+    constants = named_constants(config)
     return _Family(
         attention_wide_dv_kernel, attention_wide_dk_dq_kernel, constants, constants, config.parts, moved, gradients,
         splits={}, parts={},
@@ -178,7 +178,7 @@ def _float32_family(call: Call, shares: int) -> _Family:
         dv, dk_dq, columns = attention_float32_wide_dv_kernel, attention_float32_wide_dk_dq_kernel, CHUNK
         config = choose_float32_wide_config(head_dim, head_dim_v)
         width, value_width = config.chunks * CHUNK, config.value_chunks * CHUNK
-        of_dv, of_dk_dq = {**of_dv, **constants_of(config)}, {**of_dk_dq, **constants_of(config)}
+        of_dv, of_dk_dq = {**of_dv, **named_constants(config)}, {**of_dk_dq, **named_constants(config)}
     widths = {"q": width, "k": width, "v": value_width, "dout": value_width}
     splits, parts, moved, read = {}, {}, {}, _read(call)
     for name, (buffer, shape, strides) in read.items():

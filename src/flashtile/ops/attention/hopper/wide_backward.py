@@ -333,7 +333,7 @@ def attention_wide_dk_dq_kernel(
 
 
 @gluon.jit
-def work_of(problem, config):
+def tile_work(problem, config):
     """The work of this thread block. Where tiles are uneven, those with the most steps come first."""
     UNEVEN: gl.constexpr = config.PACKED or config.HAS_LEFT or config.HAS_RIGHT
     number = gl.program_id(0)
@@ -433,7 +433,7 @@ def ends_rows(config, OF_KEYS):
 
 
 @gluon.jit
-def rows_of_head(work, head, rows_apart, config, OF_KEYS: gl.constexpr):
+def head_rows(work, head, rows_apart, config, OF_KEYS: gl.constexpr):
     """The keys or the queries of a head that are read. `rows_apart`: of the tensor, where they are keys."""
     if OF_KEYS:
         begin = work.begin_k
@@ -452,8 +452,8 @@ def rows_of_head(work, head, rows_apart, config, OF_KEYS: gl.constexpr):
 def load_for_values(config, keys, visited, k_desc, descriptors, problem):
     """Loads the keys of dv, and then for each step the queries, and the part of dout."""
     KEYS_END: gl.constexpr = ends_rows(config, True)
-    work = work_of(problem, config)
-    own = rows_of_head(work, work.own_head, problem.k_rows_apart, config, True)
+    work = tile_work(problem, config)
+    own = head_rows(work, work.own_head, problem.k_rows_apart, config, True)
     for which in gl.static_range(2):
         for chunk in range(config.CHUNKS):
             slot = keys.slot(which * key_places(config) + chunk)
@@ -461,7 +461,7 @@ def load_for_values(config, keys, visited, k_desc, descriptors, problem):
     loaded = 0
     step = first_step(work)
     for _ in range(work.steps):
-        rows = rows_of_head(work, step.head, None, config, False)
+        rows = head_rows(work, step.head, None, config, False)
         first = step.tile * ROWS
         for chunk in range(config.CHUNKS):
             column = chunk * CHUNK
@@ -482,14 +482,14 @@ def load_operand(VALUES: gl.constexpr, config, own, visited, own_desc, visited_d
     OWN_END: gl.constexpr = ends_rows(config, config.OF_KEYS)
     VISITED_END: gl.constexpr = ends_rows(config, not config.OF_KEYS)
     rows_apart = problem.v_rows_apart if VALUES else problem.k_rows_apart
-    work = work_of(problem, config)
-    rows = rows_of_head(work, work.own_head, rows_apart, config, config.OF_KEYS)
+    work = tile_work(problem, config)
+    rows = head_rows(work, work.own_head, rows_apart, config, config.OF_KEYS)
     for chunk in range(COUNT):
         own.load(own.slot(chunk), Chunks(own_desc, None), rows, work.first, OWN_END, chunk * CHUNK)
     loaded = 0
     step = first_step(work)
     for _ in range(work.steps):
-        rows = rows_of_head(work, step.head, rows_apart, config, not config.OF_KEYS)
+        rows = head_rows(work, step.head, rows_apart, config, not config.OF_KEYS)
         for chunk in range(COUNT):
             place = visited.slot(loaded)
             visited.fill(place, Chunks(visited_desc, None), rows, step.tile * ROWS, VISITED_END, chunk * CHUNK)
@@ -511,7 +511,7 @@ def sum_values(WHICH: gl.constexpr, config, keys, visited, dv_desc, statistics_p
     """Consumer: a part of the columns of dv of 64 keys."""
     FIRST: gl.constexpr = WHICH * key_places(config)
     dtype: gl.constexpr = visited.tiles.dtype
-    work = work_of(problem, config)
+    work = tile_work(problem, config)
     first = work.first + WHICH * ROWS
     total = zero_sums(config.SUM_CHUNKS)
     acquire_chunks(keys, FIRST, config.CHUNKS)
@@ -519,8 +519,8 @@ def sum_values(WHICH: gl.constexpr, config, keys, visited, dv_desc, statistics_p
     step = first_step(work)
     for _ in range(work.steps):
         lse = load_statistic(statistics_ptr, LSE, first, step, work, problem, config)
-        s = product_of_rows(keys, FIRST, visited, read, config.CHUNKS, True)
-        p = weights_of(s, lse, first, step, work, problem, config)
+        s = chunked_product(keys, FIRST, visited, read, config.CHUNKS, True)
+        p = compute_p(s, lse, first, step, work, problem, config)
         read += config.CHUNKS
         total = add_products(total, pack(p, dtype), visited, read)
         read += config.SUM_CHUNKS
@@ -538,14 +538,14 @@ def weigh(config, shared, gradient_desc, statistics_ptr, problem):
     own, visited, exchange = shared.own, shared.visited, shared.exchange
     dtype: gl.constexpr = visited.of_scores.tiles.dtype
     layout: gl.constexpr = product_layout(ROWS)
-    work = work_of(problem, config)
+    work = tile_work(problem, config)
     total = zero_sums((config.CHUNKS + 1) // 2)
     acquire_chunks(own.of_scores, 0, config.CHUNKS)
     step = first_step(work)
     for index in range(work.steps):
         lse = load_statistic(statistics_ptr, LSE, work.first, step, work, problem, config)
-        s = product_of_rows(own.of_scores, 0, visited.of_scores, index * config.CHUNKS, config.CHUNKS, False)
-        p = weights_of(s, lse, work.first, step, work, problem, config, True)
+        s = chunked_product(own.of_scores, 0, visited.of_scores, index * config.CHUNKS, config.CHUNKS, False)
+        p = compute_p(s, lse, work.first, step, work, problem, config, True)
         exchange.place.store(pack(p, dtype))
         mbarrier.arrive(exchange.weights_there.index(0), count=1)
         mbarrier.wait(exchange.gradients_there.index(0), index & 1)
@@ -561,14 +561,14 @@ def differentiate(config, shared, gradient_desc, statistics_ptr, problem):
     own, visited, exchange = shared.own, shared.visited, shared.exchange
     dtype: gl.constexpr = visited.of_scores.tiles.dtype
     FIRST: gl.constexpr = (config.CHUNKS + 1) // 2
-    work = work_of(problem, config)
+    work = tile_work(problem, config)
     total = zero_sums(config.CHUNKS - FIRST)
     acquire_chunks(own.of_values, 0, config.VALUE_CHUNKS)
     acquire_chunks(own.of_scores, FIRST, config.CHUNKS - FIRST)  # through whose places the sums leave
     step = first_step(work)
     if work.steps > 0:
         delta = load_statistic(statistics_ptr, DELTA, work.first, step, work, problem, config)
-        dp = product_of_rows(own.of_values, 0, visited.of_values, 0, config.VALUE_CHUNKS, True)
+        dp = chunked_product(own.of_values, 0, visited.of_values, 0, config.VALUE_CHUNKS, True)
         for index in range(work.steps - 1):
             ds = hand_over_gradients(dp, delta, index, exchange, dtype)
             step = step_after(work, step, config)
@@ -613,7 +613,7 @@ def zero_sums(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def product_of_rows(own, FIRST: gl.constexpr, visited, count, COUNT: gl.constexpr, RELEASES: gl.constexpr):
+def chunked_product(own, FIRST: gl.constexpr, visited, count, COUNT: gl.constexpr, RELEASES: gl.constexpr):
     """`a bᵀ` `[64, 64]` over all columns: of the own chunks from `FIRST` on, and as many visited ones from number
     `count` on. RELEASES: each visited chunk is released as soon as it has been multiplied.
 
@@ -669,7 +669,7 @@ def add_products(total, a, visited, count):
 def add_products_and_next(
     total, a, visited, count, own_values, visited_values, value_count, VALUE_CHUNKS: gl.constexpr
 ):  # fmt: skip
-    """`add_products`, and beside them `product_of_rows` of the values of the next step, which does not need what they
+    """`add_products`, and beside them `chunked_product` of the values of the next step, which does not need what they
     free. So values are loaded meanwhile.
 
     Chunks of values for which there was no place in time come behind all sums: nobody waits for them with a chunk of
@@ -747,7 +747,7 @@ def first_statistics(head, work, problem, config):
 
 
 @gluon.jit
-def weights_of(s, lse, own_first, step, work, problem, config, TIMES_DERIVATIVES: gl.constexpr = False):
+def compute_p(s, lse, own_first, step, work, problem, config, TIMES_DERIVATIVES: gl.constexpr = False):
     """The weights of a step, `[own rows, visited rows]`, from its products. TIMES_DERIVATIVES: times those of the
     scores, which a soft cap has. They come before the mask, because behind its branch both would take registers."""
     CAPPED: gl.constexpr = problem.units.cap_scale is not None

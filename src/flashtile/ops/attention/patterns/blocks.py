@@ -256,7 +256,7 @@ def _axes(
     if not sizes:
         raise ValueError("size: expected at least one dimension, got none; pass the length of each")
 
-    def of_each(name: str, values: object) -> list:
+    def by_tile(name: str, values: object) -> list:
         listed = list(values) if isinstance(values, (tuple, list)) else [values] * len(sizes)
         if len(listed) != len(sizes):
             raise ValueError(
@@ -265,7 +265,7 @@ def _axes(
         return listed
 
     axes = []
-    columns = of_each("kernel_size", kernel_size), of_each("dilation", dilation), of_each("causal", causal)
+    columns = by_tile("kernel_size", kernel_size), by_tile("dilation", dilation), by_tile("causal", causal)
     for place, (length, kernel, step, only_before) in enumerate(zip(sizes, *columns)):
         check_count("size", length, 1, "it is the number of tokens along a dimension")
         check_count("kernel_size", kernel, 1, "it is the number of keys along a dimension")

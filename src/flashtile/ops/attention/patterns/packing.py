@@ -189,11 +189,11 @@ def tree(
     enter, leave = _intervals(parents)
     repeats = torch.tensor(lengths, dtype=torch.int64, device=device)
 
-    def of_tokens(numbers: list[int]) -> Tensor:
+    def by_token(numbers: list[int]) -> Tensor:
         """`[1, tokens]`, from a number for each segment."""
         return torch.repeat_interleave(torch.tensor(numbers, dtype=torch.int64, device=device), repeats)[None]
 
-    entered, left = of_tokens(enter), of_tokens(leave)
+    entered, left = by_token(enter), by_token(leave)
     tokens = entered.shape[1]
     tile_q, tile_k = stored_tile(tile)
     queries = _Ends(*extremes(entered, tile_q))

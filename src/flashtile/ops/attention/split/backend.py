@@ -6,9 +6,9 @@ from flashtile.ops.attention.backend import KernelChoice, summarise
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.seen_keys import visible_keys
 from flashtile.ops.attention.spec import FP8
-from flashtile.ops.attention.split.configs import MAX_QUERIES, facts_of, no_gain
+from flashtile.ops.attention.split.configs import MAX_QUERIES, dense_facts, no_gain
 from flashtile.ops.common.backends import Backend, triton_unsupported_reason
-from flashtile.ops.common.split_keys.configs import TileKey, choose_tiles, shared_memory, splits_of
+from flashtile.ops.common.split_keys.configs import TileKey, choose_split_count, choose_tiles, shared_memory
 
 _ONLY_SHORT_CALLS = "it is for the forward of a few queries against many keys"
 
@@ -36,7 +36,7 @@ def unsupported_reason(call: Call) -> str | None:
         return "it has no score functions"
     if call.aux.bias or call.aux.mask or call.spec.block_shape is not None:
         return "it has no bias, mask or block_mask"
-    return no_gain(facts_of(call.q.shape, call.k.shape, call.spec), call.multiprocessors) if automatic else None
+    return no_gain(dense_facts(call.q.shape, call.k.shape, call.spec), call.multiprocessors) if automatic else None
 
 
 def describe(call: Call) -> tuple[KernelChoice, ...]:
@@ -48,7 +48,7 @@ def describe(call: Call) -> tuple[KernelChoice, ...]:
     facts = call.machine.facts
     tiles = choose_tiles(facts, tile_key)
     programs = batch * heads_kv * -(-tile_key.rows // tiles.block_m)
-    splits = splits_of(tiles, tile_key, programs, last - first, facts, call.multiprocessors)
+    splits = choose_split_count(tiles, tile_key, programs, last - first, facts, call.multiprocessors)
     memory = shared_memory(facts, tiles, tile_key)
     chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
     parts = f", keys in {splits} parts" if splits > 1 else ""

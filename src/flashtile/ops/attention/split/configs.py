@@ -42,7 +42,7 @@ class SplitFacts(NamedTuple):
     key_tiles: int
 
 
-def facts_of(q_shape: tuple[int, ...], k_shape: tuple[int, ...], spec: AttentionSpec) -> SplitFacts:
+def dense_facts(q_shape: tuple[int, ...], k_shape: tuple[int, ...], spec: AttentionSpec) -> SplitFacts:
     """The facts of a dense call."""
     (batch, seq_q, heads, _), (_, seq_k, heads_kv, _) = q_shape, k_shape
     first, last = visible_keys(seq_q, seq_k, spec)

@@ -41,11 +41,11 @@ from flashtile.ops.attention.triton.scores import (
     load_line,
     load_table,
     moved_near,
-    program_of_wave,
     sees_sink_alone,
     slope_gradients,
     tile_scores,
     uncapped_gradient,
+    wave_program,
 )
 from flashtile.ops.attention.triton.tiles import (
     LOG2_E,
@@ -99,7 +99,7 @@ def attention_dq_kernel(
     BLOCK_E: tl.constexpr = shape.BLOCK_E
     program = tl.program_id(0)
     if IN_WAVES:
-        program, exists = program_of_wave(captured_sums.wave)
+        program, exists = wave_program(captured_sums.wave)
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
         program, side.cu_seqlens_q, side.cu_seqlens_k, batch, heads, rows_q, rows_k,
         BLOCK_M, PACKED, LAST_FIRST=constants.HAS_RIGHT, BATCH_FIRST=BATCH_FIRST,
@@ -125,7 +125,7 @@ def attention_dq_kernel(
     apart = None
     if alibi is not None:
         apart = apart_from_near(first + row, alibi, keys)
-    lse, delta, hidden = statistics_of_rows(
+    lse, delta, hidden = row_statistics_tile(
         rows, statistics, first + row < seq_q, out_tile, dout_tile, side, head, alibi, apart,
         HIDES_ROWS=rows.quiet is not None,
     )  # fmt: skip
@@ -163,7 +163,7 @@ def attention_dq_kernel(
 
 
 @triton.jit
-def statistics_of_rows(
+def row_statistics_tile(
     rows, places, inside, out_tile, dout_tile, side, head, alibi, apart, HIDES_ROWS: tl.constexpr
 ):  # fmt: skip
     """lse in units of log2 and delta of some rows, `[M]`, and which of them see no key. `places`: of rows in lse,
@@ -490,7 +490,7 @@ def attention_short_backward_kernel(
         if alibi is not None:
             # In a part of a larger call all keys may be far. The nearest one of each row would take registers.
             alibi, apart = moved_near(alibi, keys, BLOCK_M)
-        lse, delta, hidden = statistics_of_rows(
+        lse, delta, hidden = row_statistics_tile(
             rows, statistics, row < rows_q, out_tile, dout_tile, side, head, alibi, apart, HIDES_ROWS
         )
         if HIDES_ROWS:

@@ -19,10 +19,10 @@ from flashtile.ops.attention.triton.scores import (
     TableColumns,
     dropout_matrix,
     kept_weights,
-    kind_of_tile,
     load_alibi,
     load_line,
     load_table,
+    load_tile_kind,
     tile_scores,
 )
 from flashtile.ops.attention.triton.tiles import (
@@ -116,7 +116,7 @@ def attention_dbias_kernel(
                 # A mask ends where the longest sequence may.
                 line = tl.where(needed, line, 0)
             blocks = load_line(side, numbers, sequence, head, line)
-            kind = kind_of_tile(blocks, start // constants.TILE_K)
+            kind = load_tile_kind(blocks, start // constants.TILE_K)
             needed = needed & (kind != EMPTY)
         if needed:
             head_kv = head // group

@@ -482,7 +482,7 @@ def apply_pattern(scores, side, constants, kind, first_row, first_column, TRANSP
 
 
 @triton.jit
-def kind_of_tile(blocks, tile):
+def load_tile_kind(blocks, tile):
     """The kind of one tile of a line; EMPTY where it is not listed."""
     CHUNK: tl.constexpr = 64
     kind = EMPTY
@@ -528,7 +528,7 @@ def add_in_order(sums_ptr, offsets, values, inside):
 
 
 @triton.jit
-def program_of_wave(wave_ptr):
+def wave_program(wave_ptr):
     """The number of this thread block in the whole call, and whether the call has so many."""
     program = tl.program_id(0) + tl.load(wave_ptr)
     programs = tl.load(wave_ptr + 1)

@@ -19,10 +19,10 @@ import triton.language as tl
 from flashtile.ops.common.split_keys.rows import (
     packed_rows,
     sequence_lengths,
-    sequence_of,
     tile_factors,
     tile_pages,
     tile_pointers,
+    tile_sequence,
 )
 from flashtile.ops.common.triton.functions import swizzles_differ, tanh
 
@@ -62,7 +62,7 @@ def attend_kernel(
         row_tile = program % tiles_of_rows
         if window.right is not None:
             row_tile = tiles_of_rows - 1 - row_tile
-        sequence = sequence_of(sequences.starts, row_tile, batch, GROUP, BLOCK_M)
+        sequence = tile_sequence(sequences.starts, row_tile, batch, GROUP, BLOCK_M)
         first_token, seq_q = packed_rows(sequences.starts, sequence, batch, total_q)
         row_tile -= first_token * GROUP // BLOCK_M + sequence
     rows = seq_q * GROUP

@@ -234,7 +234,7 @@ def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
     return next(splits for splits in range(1, most + 1) if _GOOD_ENOUGH * time(splits) <= best)
 
 
-def splits_of(
+def choose_split_count(
     tiles: AttendTiles,
     tile_key: TileKey,
     programs: int,

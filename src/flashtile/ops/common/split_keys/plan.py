@@ -17,11 +17,11 @@ from flashtile._backends.launch import (
     GIVEN,
     Parameter,
     Plan,
-    constants_of,
     float32,
     int32,
     int64,
     make_plan,
+    named_constants,
     pointer_to,
 )
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
@@ -29,10 +29,10 @@ from flashtile.ops.common.split_keys.attend import attend_kernel, combine_kernel
 from flashtile.ops.common.split_keys.configs import (
     AttendTiles,
     TileKey,
+    choose_split_count,
     choose_tiles,
     combine_cut,
     fewer_stages,
-    splits_of,
     tile_width,
 )
 from flashtile.ops.common.split_keys.rows import (
@@ -60,7 +60,7 @@ class Cut(NamedTuple):
     widths: tuple[int, int]
 
 
-def cut_of_wide(dtype: torch.dtype, head_dim: int, head_dim_v: int, facts: DeviceFacts, allow_tf32: bool) -> Cut:
+def wide_cut(dtype: torch.dtype, head_dim: int, head_dim_v: int, facts: DeviceFacts, allow_tf32: bool) -> Cut:
     """The cut in that mode of heads that the forward does not have: as of many rows without pages."""
     tiles = choose_tiles(facts, TileKey(dtype, head_dim, head_dim_v, rows=1024))
     return Cut(tiles, _dot_precision(dtype, facts, allow_tf32), (tile_width(head_dim), tile_width(head_dim_v)))
@@ -156,7 +156,7 @@ def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
     )
     tiles = choose_tiles(facts, tile_key) if call.cut is None else fewer_stages(facts, call.cut.tiles, tile_key)
     with_rows, launched = row_tiles(call, tiles.block_m)
-    splits = splits_of(
+    splits = choose_split_count(
         tiles, tile_key, with_rows * heads_kv, call.visible, facts, multiprocessors(device), call.num_splits
     )
     programs = launched * heads_kv * splits
@@ -240,13 +240,13 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "HEAD_DIM_V": head_dim_v,
         "BLOCK_D": -(-head_dim // tiles.chunk) * tiles.chunk if tiles.chunk else widths[0],
         "BLOCK_E": widths[1],
-        **constants_of(tiles),
+        **named_constants(tiles),
         "PARTIAL": partial,
         "PRECISION": precision,
         "AS_FORWARD": call.cut is not None,
     }
     cut = tiles.num_warps, tiles.num_stages
-    outputs = results_of(call, (splits,), torch.float32) if partial else results_of(call)
+    outputs = shaped_results(call, (splits,), torch.float32) if partial else shaped_results(call)
     return make_plan(attend_kernel, parameters, constants, programs, device, *cut, outputs=outputs)
 
 
@@ -278,11 +278,13 @@ def combine_plan(call: SplitCall, splits: int, device: torch.device) -> Plan:
         "seq_q": int32(seq_q),
         "splits": int32(splits),
     }
-    constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_E": tile_width(head_dim_v), **constants_of(cut)}
-    return make_plan(combine_kernel, parameters, constants, rows, device, cut.num_warps, 2, outputs=results_of(call))
+    constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_E": tile_width(head_dim_v), **named_constants(cut)}
+    return make_plan(
+        combine_kernel, parameters, constants, rows, device, cut.num_warps, 2, outputs=shaped_results(call)
+    )
 
 
-def results_of(call: SplitCall, parts: _Shape = (), dtype: torch.dtype | None = None) -> tuple[Layout, Layout]:
+def shaped_results(call: SplitCall, parts: _Shape = (), dtype: torch.dtype | None = None) -> tuple[Layout, Layout]:
     """out and lse; `parts` and `dtype` where they are those of each split."""
     batch, seq_q, heads, _, _, head_dim_v = call.shape
     rows: _Shape = (batch, seq_q)

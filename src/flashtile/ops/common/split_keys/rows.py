@@ -90,7 +90,7 @@ def sequence_lengths(lengths_ptr, sequence, length, seq_new, capacity):
 
 
 @triton.jit
-def sequence_of(starts_ptr, place, batch, SCALE: tl.constexpr, TILE: tl.constexpr):
+def tile_sequence(starts_ptr, place, batch, SCALE: tl.constexpr, TILE: tl.constexpr):
     """The packed sequence that tile number `place` belongs to, by bisection; `batch` for what follows the last one.
 
     A row counts SCALE times. Sequence `b` begins with tile `starts[b] * SCALE // TILE + b`, so that no tile has rows of

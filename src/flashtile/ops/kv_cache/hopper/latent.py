@@ -52,9 +52,9 @@ from flashtile.ops.attention.hopper.primitives import (
     hidden_zero,
     matrix_layout,
     pack,
-    place_of,
     product_layout,
     release,
+    ring_slot,
     row_maximum,
     row_sums,
     wait_products,
@@ -221,7 +221,7 @@ def latent_attention_kernel(
         DEFERRED=DEFERRED,
     )
     dtype: gl.constexpr = q_desc.dtype
-    work = work_of(sequences, length, problem, config)
+    work = tile_work(sequences, length, problem, config)
     shared = Shared(
         q=gl.allocate_shared_memory(dtype, [CHUNKS, M, CHUNK], matrix_layout(CHUNK)),
         keys=gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, N, CHUNK], matrix_layout(CHUNK)),
@@ -235,7 +235,7 @@ def latent_attention_kernel(
             scored=barriers(1, WARPGROUP),
         ),
     )
-    out = output_of(out_ptr, work, problem, config)
+    out = output_block(out_ptr, work, problem, config)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -253,7 +253,7 @@ def latent_attention_kernel(
 
 
 @gluon.jit
-def work_of(sequences, length, problem, config):
+def tile_work(sequences, length, problem, config):
     """The work of this thread block."""
     heads = problem.heads
     program = gl.program_id(0)
@@ -331,7 +331,7 @@ def work_of(sequences, length, problem, config):
 
 
 @gluon.jit
-def output_of(out_ptr, work, problem, config):
+def output_block(out_ptr, work, problem, config):
     """Where the results of a thread block go."""
     place = (work.first_token * problem.heads + work.first_row).to(gl.int64)
     rows = work.rows - work.first_row
@@ -343,7 +343,7 @@ def output_of(out_ptr, work, problem, config):
 
 @gluon.jit
 def packed_sequence(starts_ptr, tile, problem):
-    """The sequence of a tile of rows, as `split_keys.rows.sequence_of` finds it; `batch` behind the last one."""
+    """The sequence of a tile of rows, as `split_keys.rows.tile_sequence` finds it; `batch` behind the last one."""
     low = gl.to_tensor(0)
     high = problem.batch
     while low < high:
@@ -384,13 +384,13 @@ def load(q_desc, cache_desc, shared, sequences, work, problem, config):
     Q_BYTES: gl.constexpr = M * CHUNK * dtype.primitive_bitwidth // 8
     BYTES: gl.constexpr = N * CHUNK * dtype.primitive_bitwidth // 8
     q_row = work.first_token * problem.heads + work.first_row
-    pages = pages_of_tile(sequences, work.first_tile, work, problem, config)
+    pages = tile_pages(sequences, work.first_tile, work, problem, config)
     for index in range(work.tiles):
         # The pages of the next tile are looked up before this one waits for places.
         here = pages
         tile = work.first_tile + index
-        pages = pages_of_tile(sequences, tile + 1, work, problem, config)
-        stage, phase = place_of(index, STAGES)
+        pages = tile_pages(sequences, tile + 1, work, problem, config)
+        stage, phase = ring_slot(index, STAGES)
         for chunk in gl.static_range(CHUNKS):
             place = stage * CHUNKS + chunk
             full = shared.full.index(place)
@@ -416,7 +416,7 @@ def load(q_desc, cache_desc, shared, sequences, work, problem, config):
 
 
 @gluon.jit
-def pages_of_tile(sequences, tile, work, problem, config):
+def tile_pages(sequences, tile, work, problem, config):
     """The page, or the entry of the cache, of each box of a tile of keys. 0 past the end of the sequence, where the
     table is not read."""
     pages = ()
@@ -456,7 +456,7 @@ def score(shared, lse_ptr, tree_ptr, work, problem, config):
     row_sum = row_sums(gl.zeros([M, N], gl.float32, layout))
     chunks_read = 0
     for index in range(work.tiles):
-        s = scores_of_tile(shared, index, chunks_read)
+        s = tile_scores(shared, index, chunks_read)
         chunks_read += CHUNKS
         if config.DEFERRED > 0:
             release(exchange.scored.index(0))
@@ -485,11 +485,11 @@ def score(shared, lse_ptr, tree_ptr, work, problem, config):
 
 
 @gluon.jit
-def scores_of_tile(shared, index, chunks_read):
+def tile_scores(shared, index, chunks_read):
     """`q kᵀ` `[M, N]`. Chunks of q lie at constant places; if the compiler saw that, it would keep the descriptors of
     all products in registers."""
     hidden = hidden_zero(chunks_read)
-    stage, phase = place_of(index, STAGES)
+    stage, phase = ring_slot(index, STAGES)
     s = gl.zeros([M, N], gl.float32, product_layout(N))
     for chunk in gl.static_range(CHUNKS):
         place = stage * CHUNKS + chunk
@@ -600,7 +600,7 @@ def add_values(total, p, shared, index, WHICH: gl.constexpr, config):
 @gluon.jit
 def add_chunks(total, p, shared, index, FIRST: gl.constexpr, COUNT: gl.constexpr, WHICH: gl.constexpr):
     """`COUNT` of the sums, from `FIRST` on, plus `p` times their chunks."""
-    stage, phase = place_of(index, STAGES)
+    stage, phase = ring_slot(index, STAGES)
     sums = ()
     for chunk in gl.static_range(FIRST, FIRST + COUNT):
         place = stage * CHUNKS + value_chunk(WHICH, chunk)

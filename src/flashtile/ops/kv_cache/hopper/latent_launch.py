@@ -14,7 +14,7 @@ from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile._backends.tma import TmaTensor, packed_layout, strided_layout
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 from flashtile.ops.common.split_keys.configs import choose_splits
-from flashtile.ops.common.split_keys.plan import SplitCall, combine_plan, results_of, row_tiles
+from flashtile.ops.common.split_keys.plan import SplitCall, combine_plan, row_tiles, shaped_results
 from flashtile.ops.common.split_keys.rows import Sequences
 from flashtile.ops.kv_cache.hopper.backend import copied_rows
 from flashtile.ops.kv_cache.hopper.latent import CHUNK, M, N, Problem, Tree, latent_attention_kernel
@@ -95,6 +95,6 @@ def plan_latent(call: SplitCall, device: torch.device) -> LatentPlan:
         "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
     }
     kernel = Kernel(latent_attention_kernel, parameters, constants, programs, max_registers=_REGISTERS)
-    results = results_of(call, (splits,), torch.float32) if splits > 1 else results_of(call)
+    results = shaped_results(call, (splits,), torch.float32) if splits > 1 else shaped_results(call)
     attend = Pipeline(device, {"attend": kernel}, _GIVEN, dict(zip(("out", "lse"), results)))
     return LatentPlan(attend, combine_plan(call, splits, device) if splits > 1 else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.ops.common.split_keys.rows import packed_rows, sequence_lengths, sequence_of
+from flashtile.ops.common.split_keys.rows import packed_rows, sequence_lengths, tile_sequence
 
 
 @triton.jit
@@ -43,9 +43,9 @@ def append_kernel(
         appends = program < seq_new
         row = tl.where(appends, program, program - seq_new)
         if appends:
-            sequence = sequence_of(sequences.new_starts, row, batch, 1, 1)
+            sequence = tile_sequence(sequences.new_starts, row, batch, 1, 1)
         else:
-            sequence = sequence_of(sequences.starts, row, batch, 1, 1)
+            sequence = tile_sequence(sequences.starts, row, batch, 1, 1)
         if sequence == batch:
             return  # rows of no sequence
         first_q, _ = packed_rows(sequences.starts, sequence, batch, 0)

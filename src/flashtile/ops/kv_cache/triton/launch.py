@@ -30,7 +30,7 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
         spec = spec._replace(scale=-spec.scale or 1.0)
     q = call.q
     if not call.batch and call.cu_seqlens_q is not None:
-        return _results_of_nobody(call)
+        return _unowned_results(call)
     descales = call.descale_k, call.descale_v
     tables = call[5:9]  # lengths, entries, left padding, table
     indices = *tables, call.cu_seqlens_q, call.cu_seqlens_new, call.tree_mask
@@ -56,7 +56,7 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
     return results
 
 
-def _results_of_nobody(call: CacheCall) -> tuple[Tensor, Tensor]:
+def _unowned_results(call: CacheCall) -> tuple[Tensor, Tensor]:
     """Those of packed queries that belong to no sequence."""
     total_q, heads, _ = call.q.shape
     out = call.q.new_zeros(total_q, heads, call.v_cache.shape[-1])

@@ -14,17 +14,17 @@ from flashtile._backends.launch import (
     GIVEN,
     Parameter,
     Plan,
-    constants_of,
     int32,
     int64,
     make_plan,
+    named_constants,
     plan_cache,
     pointer_to,
 )
 from flashtile.ops.attention.api import invariant_tiles
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 from flashtile.ops.common.split_keys.configs import AttendTiles
-from flashtile.ops.common.split_keys.plan import Cut, SplitCall, SplitPlan, cut_of_wide, split_plan, visible_rows
+from flashtile.ops.common.split_keys.plan import Cut, SplitCall, SplitPlan, split_plan, visible_rows, wide_cut
 from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, RowStrides, Sequences
 from flashtile.ops.common.tiles import power_of_two
 from flashtile.ops.kv_cache.hopper.backend import (
@@ -209,7 +209,7 @@ def _invariant_cut(
     """The cut of a call in the batch-invariant mode, which is that of attention's forward where it has such heads."""
     facts = device_facts(device)
     if max(head_dim, head_dim_v) > MAX_HEAD_DIM_V:
-        return cut_of_wide(dtype, head_dim, head_dim_v, facts, allow_tf32)
+        return wide_cut(dtype, head_dim, head_dim_v, facts, allow_tf32)
     tiles, precision, widths = invariant_tiles(dtype, head_dim, head_dim_v, spec.banded, facts, allow_tf32)
     return Cut(AttendTiles(*tiles[:5]), precision, widths)
 
@@ -279,7 +279,7 @@ def _append(
         "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim_v,
         "HALF": half,
-        **constants_of(cut),
+        **named_constants(cut),
         "PAGE_SIZE": page_size,
         "INTERLEAVED": spec.interleaved,
         "BANDED": spec.banded,
