@@ -302,7 +302,7 @@ def test_more_rows_than_kernels_count_are_refused(launched: list[str]) -> None:
     most_of_group = "q with all heads that share keys: " + most
     _refused(split.forward, grouped, *[_meta(1, 4, 1, 8)] * 2, _side(4), AttentionSpec(1.0), match=most_of_group)
     caches = [_meta(1, 16, 1, 8)] * 2
-    _refused(kv_cache.forward, CacheCall(grouped, *caches), CacheSpec(4, 1.0), match=most_of_group)
+    _refused(kv_cache.forward, CacheCall(grouped, *caches), CacheSpec(4, 1.0, num_splits=1), match=most_of_group)
     _refused(kv_cache.forward, CacheCall(_meta(1, 2**29 + 1, 1, 8), *caches), CacheSpec(4, 1.0), match="q: " + most)
     table = _meta(1, 2**26, dtype=torch.int32)
     call = CacheCall(short, _meta(2, 16, 1, 64), _meta(2, 16, 1, 64), block_table=table)

@@ -1310,7 +1310,7 @@ def _number_work(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "gl", numbers)
     monkeypatch.setattr(backward_tiles, "query_tile_ranges", backward_pieces.query_tile_ranges.fn)
     called = ("unmasked_tiles", "reverses_walk", "_lines_at_once", "reverses_line", "rotated_start", "_rotated")
-    _call_plainly(monkeypatch, *called, "adding_tiles", "tile_in_order", "locate_tile")
+    _call_plainly(monkeypatch, *called, "adding_tiles", "tile_in_order", "locate_tile", "_locate_line")
 
 
 def _problem(

@@ -138,7 +138,7 @@ def attention(
         deterministic: the gradients are the same in every run, bit for bit. (The forward always is.)
             `torch.use_deterministic_algorithms(True)` has the same effect.
         batch_invariant: the bits of a sequence's results and gradients depend on that sequence alone, not on the batch,
-            padding, packing or pages: see [batch invariance](contract.md#batch-invariance). Implies `deterministic`.
+            padding, packing or pages: see "Batch invariance" in the contract. Implies `deterministic`.
             `flashtile.batch_invariant_mode()` and the environment variable `FLASHTILE_BATCH_INVARIANT=1` have the same
             effect. Not with dropout and 8-bit inputs.
         backend: "auto" chooses by device and call. "split", "hopper", "triton", "cpu" or "reference" run that backend

@@ -52,6 +52,7 @@ def plan_chunks(call: SplitCall, outer: int, most_left: int, device: torch.devic
         most_left: packed sequences of up to so many queries are left to another kernel.
     """
     described = _describe(call, outer, device)
+    described.check_sizes()
     config = forward_config(described)
     tiles = described.tiles(described.rows_q, config.block_m)
     lines = value_parts(described.head_dims[1]) * described.lines
