@@ -1,7 +1,8 @@
 """What is served of other libraries: the modules of each version, their names, and the arguments of these.
 
 The arguments were read at the release and on the day that a version tells, and are served as they stand here
-(`flashtile.compat.adapter.tables` says how).
+(`flashtile.compat.adapter.tables` says how). `batch_invariant` of the attention modules is flashtile's own, behind
+theirs.
 """
 
 from __future__ import annotations
@@ -212,8 +213,8 @@ ops.activations = activations
     swiglu_fwd(x, y); swiglu_bwd(x, y, g); SwiGLUFunction.forward(ctx, x, y); swiglu(*args, **kwargs)
 modules.mha = mha, flashtile.modules
     {_ATTENTION_MODULES}
-    FlashSelfAttention({_INNER}, window_size=(-1, -1), alibi_slopes=None, deterministic=False)
-    FlashCrossAttention({_INNER}, alibi_slopes=None, window_size=(-1, -1), deterministic=False)
+    FlashSelfAttention({_INNER}, window_size=(-1, -1), alibi_slopes=None, deterministic=False, batch_invariant=False)
+    FlashCrossAttention({_INNER}, alibi_slopes=None, window_size=(-1, -1), deterministic=False, batch_invariant=False)
     MHA(embed_dim, num_heads, num_heads_kv=None, {_MHA}, use_alibi=False, window_size=(-1, -1), {_MHA_END})
     MHA.allocate_inference_cache(self, batch_size, max_seqlen, dtype=None); get_alibi_slopes(nheads)
 modules.mlp = dense, flashtile.modules
