@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +21,12 @@ def power_of_two(number: int) -> int:
 def tile_width(head_dim: int) -> int:
     """Columns of a tile that holds `head_dim`: the next power of two, at least the 16 of a tensor core."""
     return max(16, power_of_two(head_dim))
+
+
+def box_rows(page_size: int, most: int) -> int:
+    """Rows of a page that one TMA copy moves: the largest power of two that divides the page, at most `most`, which is
+    one too. Without pages (0) it is `most`."""
+    return math.gcd(page_size, most)
 
 
 #: Registers of a multiprocessor of any NVIDIA GPU since 2018.

@@ -58,11 +58,6 @@ class CachedRows(NamedTuple):
     loads: int
 
 
-def box_rows(page_size: int, most: int) -> int:
-    """Rows of a page that one copy moves: a power of two that divides it, `most` at most."""
-    return min(page_size & -page_size, most) if page_size else most
-
-
 def load_shares(loads: int) -> int:
     """Warps that load the boxes of a tile of keys: each box is some forty instructions of one."""
     return 4 if loads >= 4 else 1

@@ -12,20 +12,27 @@ from flashtile._backends.allocate import allocator, contiguous
 from flashtile._backends.launch import GIVEN, Parameter, int32, int64, pointer_to, pointers
 from flashtile._backends.pipeline import Pipeline
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts, current_machine
-from flashtile.ops.attention.hopper.cache import CacheAddresses, CachedRows, CacheNumbers, box_rows
+from flashtile.ops.attention.hopper.cache import CacheAddresses, CachedRows, CacheNumbers
 from flashtile.ops.attention.hopper.configs import forward_config, value_parts
 from flashtile.ops.attention.hopper.launch import forward_kernel, tile_counter
 from flashtile.ops.attention.spec import AttentionSpec
-from flashtile.ops.common.checks import MAX_POSITIONS, check_programs
+from flashtile.ops.common.checks import check_programs
 from flashtile.ops.common.split_keys.plan import SplitCall
+from flashtile.ops.common.tiles import box_rows
 
 
 class CacheForward(NamedTuple):
-    """The launch of a call. `allocate` makes out and lse, where no other kernel has made them."""
+    """The launch of a call.
+
+    Attributes:
+        pipeline: its one kernel.
+        allocate: makes out and lse, where no other kernel has made them.
+        dynamic: thread blocks take tiles as they come, and the launch needs counters.
+    """
 
     pipeline: Pipeline
     allocate: Callable[[], list[Tensor]]
-    device: torch.device
+    dynamic: bool
 
     def run(
         self,
@@ -38,8 +45,8 @@ class CacheForward(NamedTuple):
         queries, slopes, sinks, lengths, entries, table and offsets of new rows. `length`: of all sequences, where no
         tensor has them."""
         out, lse = results or self.allocate()
-        given = *tensors, tile_counter(self.device), out, lse, *others
-        self.pipeline.run(*pointers(given), length)
+        counter = tile_counter(out.device).data_ptr() if self.dynamic else 0
+        self.pipeline.run(*pointers(tensors), counter, *pointers((out, lse, *others)), length)
         return out, lse
 
 
@@ -59,7 +66,8 @@ def plan_chunks(call: SplitCall, outer: int, most_left: int, device: torch.devic
     check_programs("q", tiles * lines)
     programs = min(tiles * lines, config.resident * described.multiprocessors)
     rows = _describe_rows(call, config.block_n, most_left)
-    kernel = forward_kernel(described, config, programs, tiles, lines, tiles * lines > programs, rows)
+    dynamic = tiles * lines > programs
+    kernel = forward_kernel(described, config, programs, tiles, lines, dynamic, rows)
     kernel = kernel._replace(buffers={"cu_seqlens_k": "cu_seqlens_q"})
     lengths, entries, _, table, starts, new_starts, _ = call.index_dtypes
     optional = {
@@ -68,7 +76,7 @@ def plan_chunks(call: SplitCall, outer: int, most_left: int, device: torch.devic
     }  # fmt: skip
     given = "q", "k", "v", "counter", "out", "lse", *(name for name, there in optional.items() if there), "length"
     layouts = [contiguous(described.out_shape, call.dtype), contiguous(described.lse_shape, torch.float32)]
-    return CacheForward(Pipeline(device, {"forward": kernel}, given, {}), allocator(layouts, device), device)
+    return CacheForward(Pipeline(device, {"forward": kernel}, given, {}), allocator(layouts, device), dynamic)
 
 
 def _describe(call: SplitCall, outer: int, device: torch.device) -> Call:
@@ -85,15 +93,13 @@ def _describe(call: SplitCall, outer: int, device: torch.device) -> Call:
 
     offsets = None if starts is None else TensorFacts(starts, (batch + 1,), (1,))
     slopes: tuple[int, ...] = (batch, heads) if call.slope_dims == 2 else (heads,)
-    window = (call.window_left, call.window_right)
-    left, right = (None if side is None else max(-MAX_POSITIONS, min(side, MAX_POSITIONS)) for side in window)
     return Call(
         "auto",
         "forward",
         AttentionSpec(
             call.scale,
-            window_left=left,
-            window_right=right,
+            window_left=call.window_left,
+            window_right=call.window_right,
             softcap=call.softcap,
             batch_invariant=call.cut is not None,
         ),

@@ -10,9 +10,13 @@ import torch
 
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import DeviceFacts, interpreting
+from flashtile.ops.common.tiles import box_rows
 
 if TYPE_CHECKING:
     from flashtile.ops.common.split_keys.plan import SplitCall
+
+#: Whether something holds, and the reason for which a call is not served where it does not.
+_Condition = tuple[bool, str]
 
 #: Query rows of a tile, and columns of a head at most, of the forward of attention.
 _QUERY_ROWS, _WIDEST = 64, 512
@@ -33,17 +37,14 @@ def latent_unsupported_reason(call: SplitCall, device: DeviceFacts) -> str | Non
     outer, row, _ = k_strides
     queries = (batch, seq_q) if call.total_q is None else (1, call.total_q)
     right = call.window_right
-    for holds, reason in (
-        (device.arch == "sm_90" and not interpreting(), f"it runs on sm_90, not on {device.arch}"),
+    return _first_reason(
+        _runs_on(device),
         (call.values_in_keys and heads_kv == 1, "it takes one key head whose first columns are the values"),
         (
             512 < head_dim <= 576 and head_dim % 8 == 0 and head_dim_v == 512,
             f"it takes heads of 520 to 576 columns with 512 of values, not {head_dim} with {head_dim_v}",
         ),
-        (
-            call.dtype in (torch.float16, torch.bfloat16) and call.cache_dtype in (None, call.dtype),
-            "it takes q and the cache in one 16-bit dtype",
-        ),
+        _has_16_bits(call),
         (call.window_left is None and right in (None, 0), "it has no window"),
         (not call.softcap and not call.slope_dims and not call.sinks, "it has no soft cap, ALiBi or sinks"),
         (call.scale > 0 and call.capacity > 0, "it takes a positive scale, and a cache that has rows"),
@@ -52,24 +53,13 @@ def latent_unsupported_reason(call: SplitCall, device: DeviceFacts) -> str | Non
             "TMA reads rows at multiples of 16 bytes, and entries or pages at multiples of a row",
         ),
         (_consecutive((*queries, heads, head_dim), call.strides[0]), "TMA reads q as it is where it is contiguous"),
-        (
-            call.page_size == 0 or copied_rows(call.page_size) >= _LEAST_BOX,
-            f"8 divides the pages that it takes, not {call.page_size}",
-        ),
-    ):  # fmt: skip
-        if not holds:
-            return reason
-    return None
+        _has_moved_pages(call),
+    )
 
 
 def _consecutive(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether rows follow one another; `strides` without that of columns."""
     return all(size == 1 or is_ == of for size, is_, of in zip(shape, strides, contiguous_strides(shape)))
-
-
-def copied_rows(page_size: int) -> int:
-    """Rows of the cache that a copy moves."""
-    return math.gcd(page_size, _TILE) if page_size else _TILE
 
 
 def most_left(call: SplitCall) -> int:
@@ -98,31 +88,22 @@ def chunks_unsupported_reason(call: SplitCall, device: DeviceFacts, multiprocess
 
 def _lacked_by_forward(call: SplitCall, device: DeviceFacts) -> str | None:
     *_, head_dim, head_dim_v = call.shape
-    for holds, reason in (
-        (device.arch == "sm_90" and not interpreting(), f"it runs on sm_90, not on {device.arch}"),
-        (
-            call.dtype in (torch.float16, torch.bfloat16) and call.cache_dtype in (None, call.dtype),
-            "it takes q and the cache in one 16-bit dtype",
-        ),
+    return _first_reason(
+        _runs_on(device),
+        _has_16_bits(call),
         (call.capacity > 0 and all(call.shape), "it takes calls that are not empty"),
         (max(head_dim, head_dim_v) <= _WIDEST, f"its heads have up to {_WIDEST} columns"),
         (call.index_dtypes[2] is None, "it has no left padding"),
         (call.tree is None and call.scale > 0, "it has no tree, and takes a positive scale"),
-    ):  # fmt: skip
-        if not holds:
-            return reason
-    return None
+    )
 
 
 def unreadable_by_forward(call: SplitCall) -> str | None:
     """Why TMA cannot read the caches, q or out as they lie; None where it can."""
     (outer_k, row_k, _), (outer_v, row_v, _) = call.strides[1:]
     used = [stride for strides in call.strides for stride in strides]
-    for holds, reason in (
-        (
-            call.page_size == 0 or copied_rows(call.page_size) >= _LEAST_BOX,
-            f"8 divides the pages that it takes, not {call.page_size}",
-        ),
+    return _first_reason(
+        _has_moved_pages(call),
         (
             row_k > 0 and row_v > 0 and outer_k % row_k == 0 and outer_v % row_v == 0,
             "entries or pages lie whole rows apart",
@@ -131,7 +112,23 @@ def unreadable_by_forward(call: SplitCall) -> str | None:
             (math.gcd(*used) * call.dtype.itemsize | call.misalignment) % _ALIGNED == 0,
             f"TMA takes addresses and strides of multiples of {_ALIGNED} bytes",
         ),
-    ):  # fmt: skip
-        if not holds:
-            return reason
-    return None
+    )
+
+
+def _runs_on(device: DeviceFacts) -> _Condition:
+    return device.arch == "sm_90" and not interpreting(), f"it runs on sm_90, not on {device.arch}"
+
+
+def _has_16_bits(call: SplitCall) -> _Condition:
+    one_dtype = call.dtype in (torch.float16, torch.bfloat16) and call.cache_dtype in (None, call.dtype)
+    return one_dtype, "it takes q and the cache in one 16-bit dtype"
+
+
+def _has_moved_pages(call: SplitCall) -> _Condition:
+    moved = box_rows(call.page_size, _TILE) >= _LEAST_BOX
+    return moved, f"8 divides the pages that it takes, not {call.page_size}"
+
+
+def _first_reason(*conditions: _Condition) -> str | None:
+    """The reason of the first condition that does not hold; None where all hold."""
+    return next((reason for holds, reason in conditions if not holds), None)

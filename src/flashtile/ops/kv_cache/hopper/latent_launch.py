@@ -16,7 +16,7 @@ from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_row
 from flashtile.ops.common.split_keys.configs import choose_splits
 from flashtile.ops.common.split_keys.plan import SplitCall, combine_plan, row_tiles, shaped_results
 from flashtile.ops.common.split_keys.rows import Sequences
-from flashtile.ops.kv_cache.hopper.backend import copied_rows
+from flashtile.ops.common.tiles import box_rows
 from flashtile.ops.kv_cache.hopper.latent import CHUNK, M, N, Problem, Tree, latent_attention_kernel
 
 #: Registers of a thread that sums values and of the one that loads; those of scores have the rest of 128 on average.
@@ -57,7 +57,7 @@ def plan_latent(call: SplitCall, device: torch.device) -> LatentPlan:
     programs = launched * splits if total_q else 0
     check_programs("q", programs)
     outer, row, _ = call.strides[1]
-    box = copied_rows(call.page_size)
+    box = box_rows(call.page_size, int(N))
     packed = call.total_q is not None
     # A single query at the last row sees all of them.
     causal = call.window_right == 0 and (packed or seq_q > 1)
