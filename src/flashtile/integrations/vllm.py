@@ -51,17 +51,35 @@ def register() -> None:
     register_mla_prefill_backend(MLA_NAME, "flashtile.integrations.vllm_mla.FlashtileMLAPrefill")
 
 
-def invariance_refused(kv_cache_dtype: Any) -> str | None:
-    """Why vLLM's batch invariance is not there with this cache, or None."""
-    eight_bits = envs.VLLM_BATCH_INVARIANT and kv_cache_dtype in EIGHT_BITS
-    return "batch invariance is not supported with caches of 8 bits" if eight_bits else None
-
-
-class FlashtileBackend(AttentionBackend):
-    """What vLLM asks about flashtile before it chooses it."""
+class ServedByFlashtile:
+    """What both backends answer alike when vLLM asks about flashtile."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *EIGHT_BITS]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability.to_int() >= 75)
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *others: Any, **more: Any
+    ) -> str | None:
+        """The reason why vLLM's batch invariance is not there with this cache, or None."""
+        eight_bits = envs.VLLM_BATCH_INVARIANT and kv_cache_dtype in EIGHT_BITS
+        return "batch invariance is not supported with caches of 8 bits" if eight_bits else None
+
+
+class FlashtileBackend(ServedByFlashtile, AttentionBackend):
+    """What vLLM asks about flashtile before it chooses it."""
 
     @staticmethod
     def get_name() -> str:
@@ -80,10 +98,6 @@ class FlashtileBackend(AttentionBackend):
         return 1 <= head_size <= 512
 
     @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return bool(capability.to_int() >= 75)
-
-    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type in _TYPES
 
@@ -94,20 +108,6 @@ class FlashtileBackend(AttentionBackend):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *others: Any, **more: Any
-    ) -> str | None:
-        return invariance_refused(kv_cache_dtype)
 
 
 @dataclass

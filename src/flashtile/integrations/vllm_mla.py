@@ -27,14 +27,11 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 import flashtile
-from flashtile.integrations.vllm import EIGHT_BITS, MLA_NAME, invariance_refused
+from flashtile.integrations.vllm import EIGHT_BITS, MLA_NAME, ServedByFlashtile
 
 
-class FlashtileMLABackend(MLACommonBackend):
+class FlashtileMLABackend(ServedByFlashtile, MLACommonBackend):
     """What vLLM asks about flashtile before it chooses it."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *EIGHT_BITS]
 
     @staticmethod
     def get_name() -> str:
@@ -47,24 +44,6 @@ class FlashtileMLABackend(MLACommonBackend):
     @staticmethod
     def get_builder_cls() -> type[FlashtileMLAMetadataBuilder]:
         return FlashtileMLAMetadataBuilder
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return bool(capability.to_int() >= 75)
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *others: Any, **more: Any
-    ) -> str | None:
-        return invariance_refused(kv_cache_dtype)
 
 
 class FlashtileMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
