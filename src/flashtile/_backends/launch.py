@@ -198,7 +198,7 @@ def _nested(group: GroupShape | None, flat: Iterator[Any]) -> Any:
 
 
 class Specialisation(NamedTuple):
-    """What is compiled, and its run-time parameters by name, the fields of NamedTuples among them."""
+    """A kernel as it is compiled, and its run-time parameters by name, with the fields of NamedTuples."""
 
     source: KernelSource
     run_time: dict[str, Parameter]

@@ -124,7 +124,7 @@ def _cache(case: ServingCase, values: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def widened(cache: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What the numbers of a cache stand for."""
+    """The values that the numbers of a cache stand for."""
     if factors is None:
         return cache.to(dtype)
     return (cache.float() * (factors if factors.dim() == 1 else factors[:, None])[..., None]).to(dtype)
@@ -251,7 +251,7 @@ def _copy(case: ServingCase, inputs: Inputs) -> Step:
 
 
 def _special(case: ServingCase) -> str | None:
-    """What a case has that the peers do not."""
+    """The feature of a case that the peers lack; None if there is none."""
     has = {"append": case.append, "tree": case.tree, "shared rows": case.shared_rows, "latent rows": case.latent}
     return next((f"measured without {what}" for what, there in has.items() if there), None)
 

@@ -103,7 +103,7 @@ class FlashtileBackend(AttentionBackend):
         self._graphs: FlashtileMetadata | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Of a batch without a CUDA graph. Nothing here waits for the GPU."""
+        """Makes the metadata of a batch without a CUDA graph. Nothing here waits for the GPU."""
         mode = forward_batch.forward_mode
         if mode not in _MODES:
             raise _not_served("forward_mode", "EXTEND, MIXED, SPLIT_PREFILL, DECODE or IDLE", mode.name)
@@ -134,7 +134,7 @@ class FlashtileBackend(AttentionBackend):
             self._graphs.window_pages, self._graphs.window_slots = zeros(*shape), zeros(max_num_tokens).long()
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Of a batch that a CUDA graph computes, or will."""
+        """Makes the metadata of a batch that a CUDA graph computes, or will."""
         if not forward_batch.forward_mode.is_decode_or_idle():
             raise _not_served("forward_mode", "DECODE in a CUDA graph", forward_batch.forward_mode.name)
         kept, found = self._graphs, self._metadata(forward_batch, whole_width=True)

@@ -4,8 +4,8 @@ The quick part has the first case of every test, and one case for each kernel of
 every test function is in it, except those with the mark `slow`. What follows from that is asserted: each public name is
 used in it (`names_used`) and each kernel compiles in it (`kernels`).
 
-Of a test with three parametrisations or more, both parts have as many cases as it takes for each two of their values to
-be in one (`in_pairs`). `--all-combinations` runs all of them.
+A test with three parametrisations or more runs enough cases, in both parts together, for each two of their values to
+meet in one (`in_pairs`). `--all-combinations` runs all of them.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class GridChart:
     cells: Mapping[tuple[int, int], tuple[float, float]]
 
     def sizes(self) -> tuple[list[int], list[int]]:
-        """Those of y and of x."""
+        """The sizes on the y axis, and those on the x axis."""
         ys, xs = (sorted(set(found)) for found in zip(*self.cells))
         return ys, xs
 
@@ -220,8 +220,8 @@ def draw(chart: Chart, styles: Styles, number: int) -> str:
 
 
 def _draw_legend(figure: Figure, axes: Axes, names: Sequence[str]) -> None:
-    """The names above the chart. Those that begin with an underscore, which matplotlib leaves out of a legend, get a
-    space before it. Its own begin with "_child"."""
+    """Draws the names above the chart. A name with an underscore in front gets a space before it, because matplotlib
+    leaves it out of a legend otherwise. Its own names begin with "_child"."""
     for artist in (*axes.lines, *axes.containers):
         label = str(artist.get_label())
         if label.startswith("_") and not label.startswith(("_child", "_nolegend_")):
