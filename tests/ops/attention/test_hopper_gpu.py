@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -753,27 +755,34 @@ def test_hundred_runs_give_the_same_bits(head_dim: int) -> None:
         assert torch.equal(out, first["out"]) and torch.equal(lse, first["lse"])
 
 
-def test_a_cuda_graph_and_eager_calls_do_not_share_their_counters() -> None:
-    q, k, v = (torch.randn(4, 1500, 16, 64, device="cuda", dtype=_BF16) for _ in range(3))
-
-    def call() -> torch.Tensor:
-        return flashtile.attention(q, k, v, causal=True, backend="hopper")
-
+@pytest.mark.parametrize("rows", ["dense", "one query each"])
+def test_a_cuda_graph_and_eager_calls_do_not_share_their_counters(rows: str) -> None:
+    """Nor does the memory of a graph's results begin where the counters of its launch lie."""
+    if rows == "dense":
+        q, k, v = (torch.randn(4, 1500, 16, 64, device="cuda", dtype=_BF16) for _ in range(3))
+        call = functools.partial(flashtile.attention, q, k, v, causal=True, return_lse=True, backend="hopper")
+    else:
+        lengths = torch.arange(2048, 4096, 64)
+        starts = [torch.tensor([0, *counts], device="cuda").cumsum(0).int() for counts in ([1] * 32, lengths)]
+        q, k, v = (torch.randn(n, 32, 128, device="cuda", dtype=_BF16) for n in (32, *[int(lengths.sum())] * 2))
+        options = {"max_seqlen_q": 1, "max_seqlen_k": 4096, "causal": True, "return_lse": True, "backend": "hopper"}
+        call = functools.partial(flashtile.attention_varlen, q, k, v, *starts, **options)
     expected = call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = call()
+        captured = [call() for _ in range(3)]
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     for _ in range(20):
-        captured.fill_(7)
+        for tensor in itertools.chain(*captured):
+            tensor.fill_(7)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             graph.replay()
         eager = [call() for _ in range(3)]
         torch.cuda.synchronize()
-        assert torch.equal(captured, expected)
-        assert all(torch.equal(out, expected) for out in eager)
+        for results in (*captured, *eager):
+            assert all(torch.equal(found, wanted) for found, wanted in zip(results, expected))
 
 
 _LISTS = {

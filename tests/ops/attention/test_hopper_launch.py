@@ -29,6 +29,7 @@ from flashtile.ops.attention.call import Phase
 from flashtile.ops.attention.hopper import (
     backward_configs,
     backward_launch,
+    cache_launch,
     launch,
 )
 from flashtile.ops.attention.hopper.backend import unsupported_reason
@@ -436,3 +437,29 @@ def test_a_copy_of_lists_lives_when_outputs_are_allocated(module: Any, monkeypat
     call = (q, q, q, side, spec) if module is launch else (q, None, q, q, q, q, lse, side, spec, Wanted())
     with pytest.raises(_AllocatedError):
         (module.forward if module is launch else module.backward)(*call)
+
+
+@pytest.mark.parametrize("rows", ["dense", "cached"])
+def test_counters_live_when_outputs_are_allocated(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a CUDA graph each launch has counters of its own. An output in their memory would change them."""
+    counters: list[weakref.ref] = []
+
+    def tile_counter(device: torch.device) -> Tensor:
+        made = torch.zeros(2, dtype=torch.int32)
+        counters.append(weakref.ref(made))
+        return made
+
+    def run(*given: Any) -> None:
+        assert counters[0]() is not None and counters[0]().data_ptr() in given  # type: ignore[union-attr]
+        raise _AllocatedError
+
+    module = launch if rows == "dense" else cache_launch
+    monkeypatch.setattr(module, "tile_counter", tile_counter)
+    q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
+    pipeline: Any = SimpleNamespace(run=run, plans={"forward": SimpleNamespace(device=q.device)})
+    call = {
+        "dense": lambda: launch.ForwardPlan(pipeline, results=2, dynamic=True).runner()(q, q, q, ()),
+        "cached": lambda: cache_launch.CacheForward(pipeline, lambda: [q, q], True).run((q, q, q), None, (None,), 0),
+    }
+    with pytest.raises(_AllocatedError):
+        call[rows]()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.allocate import allocator, contiguous
-from flashtile._backends.launch import GIVEN, Parameter, int32, int64, pointer_to, pointers
+from flashtile._backends.launch import GIVEN, Parameter, int32, int64, pointer, pointer_to, pointers
 from flashtile._backends.pipeline import Pipeline
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts, current_machine
 from flashtile.ops.attention.hopper.cache import CacheAddresses, CachedRows, CacheNumbers
@@ -45,8 +45,8 @@ class CacheForward(NamedTuple):
         queries, slopes, sinks, lengths, entries, table and offsets of new rows. `length`: of all sequences, where no
         tensor has them."""
         out, lse = results or self.allocate()
-        counter = tile_counter(out.device).data_ptr() if self.dynamic else 0
-        self.pipeline.run(*pointers(tensors), counter, *pointers((out, lse, *others)), length)
+        counter = tile_counter(out.device) if self.dynamic else None
+        self.pipeline.run(*pointers(tensors), pointer(counter), *pointers((out, lse, *others)), length)
         return out, lse
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.allocate import Layout, contiguous
-from flashtile._backends.launch import Plan, named_constants, plan_cache, pointer_to
+from flashtile._backends.launch import Plan, named_constants, plan_cache, pointer, pointer_to
 from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile._backends.tma import TmaTensor, broadcast_layout, strided_layout
 from flashtile.ops.attention.arguments import Aux
@@ -98,9 +98,10 @@ class ForwardPlan(NamedTuple):
         run_kernels, results, dynamic, device = self.pipeline.run, self.results, self.dynamic, self.kernel.device
 
         def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, ...]:
-            counter = tile_counter(device).data_ptr() if dynamic else 0
+            counter = tile_counter(device) if dynamic else None  # held while results are allocated: not their memory
+            tensors = q.data_ptr(), k.data_ptr(), v.data_ptr(), pointer(counter)
             addresses = [tensor.data_ptr() for tensor in aux] if aux else ()
-            return (*run_kernels(q.data_ptr(), k.data_ptr(), v.data_ptr(), counter, *addresses)[:results],)
+            return (*run_kernels(*tensors, *addresses)[:results],)
 
         return run
 
