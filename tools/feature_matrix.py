@@ -133,7 +133,7 @@ FEATURES = (
         ),
     ),
     Feature(
-        "head_dim over 256 with dropout, a block mask or what changes scores, but `softcap` and `sinks`",
+        "head_dim over 256 with dropout, a block mask or what changes scores, except `softcap` and `sinks`",
         (lambda case: with_arguments(_heads(320, 64)(case), dropout_p=0.1),),
     ),
     Feature(
@@ -238,7 +238,7 @@ def table() -> str:
     lines = [head, "|" + "---|" * len(headings), *lines]
     note = (
         "A backend serves a call if it serves each of its features. The mark ¹ means that the backend computes the "
-        "forward, and\nanother backend the gradients."
+        "forward and\nanother backend computes the gradients."
     )
     return "\n".join(lines) + f"\n\n{note}\n"
 
