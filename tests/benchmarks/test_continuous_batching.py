@@ -1,4 +1,4 @@
-"""Continuous batching measured at a tiny size: both implementations give the same tokens, and a record."""
+"""Continuous batching measured at a tiny size: both implementations choose the best tokens; a record."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
@@ -21,5 +22,19 @@ def test_a_record_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     unregister()
     ours, sdpa = json.loads(path.read_text("utf-8"))["rows"]
     assert (ours["impl"], sdpa["impl"]) == ("flashtile", "sdpa")
-    assert sdpa["same_tokens"] == 1 and min(ours["tokens_per_s"], sdpa["tokens_per_s"]) > 0
-    assert "2 requests" in capsys.readouterr().out
+    for row in (ours, sdpa):
+        assert row["best_tokens"] == 1 and row["largest_gap"] == 0 and row["tokens_per_s"] > 0
+    printed = capsys.readouterr().out
+    assert "2 requests" in printed and "before the first difference: [3, 3]" in printed
+
+
+def test_wrong_tokens_are_told_from_rounded_ones() -> None:
+    from benchmarks import continuous_batching
+
+    options = continuous_batching._parser().parse_args(
+        ["--layers=1", "--heads=2", "--heads-kv=1", "--head-dim=16", "--vocabulary=50", "--prompt=8", "--new-tokens=2"]
+    )
+    model = continuous_batching.make_model(options, torch.device("cpu"))
+    found = continuous_batching.check(model, [[1, 2, 3]], [[4, 5]])
+    assert found["best_tokens"] < 1 and found["largest_gap"] > 1
+    assert continuous_batching.first_differences([[4, 5], [6, 7]], [[4, 6], [6, 7]]) == [1, 2]
