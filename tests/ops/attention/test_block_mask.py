@@ -369,7 +369,12 @@ def of_blocks(size: int) -> BlockMask:
         (
             lambda: BlockMask.from_predicate(TRUE, 1, 1, 5, 5),
             TypeError,
-            "predicate: expected a function of batch",
+            "predicate: expected a function (batch, head, q_index, k_index), got Tensor",
+        ),
+        (
+            lambda: BlockMask.from_predicate(lambda q, k: q >= k, 1, 1, 5, 5),
+            TypeError,
+            "one with the parameters (q, k)",
         ),
         (
             lambda: BlockMask.from_predicate(indexed(TRUE), 1, 1, -5, 5),

@@ -385,6 +385,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "vector": (lambda s, b, h, q, k: _table[h], ValueError, r"shape \[8\]"),
     "elsewhere": (lambda s, b, h, q, k: s + _meta[k], ValueError, "device of q"),
     "no function": (2.0, TypeError, "expected a function"),
+    "four parameters": (lambda s, b, h, q: s, TypeError, r"got one with the parameters \(s, b, h, q\)"),
 }
 _meta = torch.zeros(8, device="meta")
 

@@ -55,7 +55,7 @@ from flashtile.ops.attention.tile_lists import (
     build,
     build_with_room,
 )
-from flashtile.ops.common.checks import check_tensors
+from flashtile.ops.common.checks import check_function, check_tensors
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -194,11 +194,8 @@ class BlockMask:
         Reference:
             Moore, "Interval Analysis" (1966); PyTorch's FlexAttention for the meaning of the function.
         """
-        if not callable(predicate):
-            raise TypeError(
-                f"predicate: expected a function of batch, head, q_index, k_index, got {type(predicate).__name__}; "
-                "a mask that is there already goes to BlockMask.from_dense"
-            )
+        instead = "a mask that is there already goes to BlockMask.from_dense"
+        check_function("predicate", predicate, "batch, head, q_index, k_index", instead)
         sizes = {"batch": 1 if batch is None else batch, "heads": 1 if heads is None else heads}
         shape = checked_shape(**sizes, seq_q=seq_q, seq_k=seq_k)
         grid, device = Grid(shape, stored_tile(tile)), resolved_device(device)

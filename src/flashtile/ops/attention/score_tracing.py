@@ -30,6 +30,7 @@ from flashtile.ops.attention.score_program import (
     run,
 )
 from flashtile.ops.attention.score_symbols import Capturing, Recorder, RefusedError, Symbol
+from flashtile.ops.common.checks import check_function
 from flashtile.ops.common.dispatch import autograd_in_operator
 
 
@@ -74,6 +75,7 @@ def _check_traced(function: ScoreFunction, dtype: torch.dtype, device: torch.dev
 #: Programs by what their functions look like; the oldest go first.
 _known: OrderedDict[Any, tuple[str, tuple[int, ...]]] = OrderedDict()
 _MOST_KNOWN = 1024
+_TAKES = "score, batch, head, q_index, k_index"
 
 
 def trace_score_mod(
@@ -99,11 +101,6 @@ def trace_score_mod(
         device = torch.empty(0, device=device).device  # with the number of the GPU
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(f"dtype: expected float32, or float64 for q in float64, got {dtype}; scores have no other")
-    if not callable(score_mod):
-        raise TypeError(
-            "score_mod: expected a function (score, batch, head, q_index, k_index) -> score, got "
-            f"{type(score_mod).__name__}; write one"
-        )
     seen = Surroundings.of(score_mod)
     key = None if seen is None else (seen.key, dtype, device.type, torch.get_default_dtype())
     if seen is not None and (known := _known.get(key)) is not None:
@@ -125,6 +122,7 @@ def trace_score_mod(
 
 
 def _trace(score_mod: Callable[..., Any], dtype: torch.dtype, recorder: Recorder) -> ScoreProgram:
+    check_function("score_mod", score_mod, _TAKES, "write one")
     score = recorder.input(INPUTS[0], dtype)
     indices = [recorder.input(name, torch.int32) for name in INPUTS[1:]]
     with torch._C._DisableAutocast(), Capturing(recorder):

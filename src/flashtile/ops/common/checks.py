@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import os
@@ -52,6 +53,28 @@ def check_tensors(**tensors: Tensor) -> None:
             )
         if tensor.layout is not torch.strided:
             raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()")
+
+
+def check_function(name: str, function: object, takes: str, instead: str) -> None:
+    """Checks that an argument is a function that can be called with these arguments by position.
+
+    Args:
+        takes: their names, as in "batch, head".
+        instead: what to do if it is no function.
+    """
+    if not callable(function):
+        raise TypeError(f"{name}: expected a function ({takes}), got {type(function).__name__}; {instead}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin, which has none
+        return
+    try:
+        signature.bind(*takes.split(", "))
+    except TypeError:
+        raise TypeError(
+            f"{name}: expected a function ({takes}), got one with the parameters {signature}; it is called with these "
+            f"{len(takes.split(', '))} by position"
+        ) from None
 
 
 def type_name(value: object) -> str:
