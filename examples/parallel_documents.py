@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -50,13 +52,13 @@ class Attention(nn.Module):
         self.mesh = mesh
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
 
-    def forward(self, x: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, offsets: tuple[int, ...]) -> Tensor:
         # With tensor parallelism, the layers return some of the heads: [tokens, heads / processes, head_dim].
         q, k, v = (layer(x).unflatten(-1, (-1, HEAD_DIM)) for layer in (self.q, self.k, self.v))
         tables = flashtile.rotary_tables(max(LENGTHS), HEAD_DIM, device=q.device)
         q, k = (flashtile.apply_rotary(t, *tables, position_ids=positions) for t in (q, k))
         if self.mesh is None:
-            out = flashtile.attention_varlen(q, k, v, offsets.to(q.device), causal=True)
+            out = flashtile.attention_varlen(q, k, v, torch.tensor(offsets, device=q.device), causal=True)
         else:
             out = context_parallel_attention(q, k, v, mesh=self.mesh, cu_seqlens=offsets, causal=True)
         return self.out(out.flatten(-2))
@@ -68,7 +70,7 @@ class Block(nn.Module):
         self.norm1, self.norm2 = RMSNorm(WIDTH, eps=1e-6), RMSNorm(WIDTH, eps=1e-6)
         self.attention, self.mlp = Attention(mesh), FusedMlp(WIDTH, 4 * WIDTH)
 
-    def forward(self, x: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, offsets: tuple[int, ...]) -> Tensor:
         x = x + self.attention(self.norm1(x), positions, offsets)
         return x + self.mlp(self.norm2(x))
 
@@ -81,8 +83,9 @@ class Model(nn.Module):
         self.norm = RMSNorm(WIDTH, eps=1e-6)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
-        """The sum of the losses of `[tokens]`, of which `offsets` says where each document begins."""
+    def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor, offsets: tuple[int, ...]) -> Tensor:
+        """The sum of the losses of `[tokens]`, of which `offsets` says where each document begins. They are numbers,
+        with which the host plans: FSDP would move a tensor to the GPU."""
         x = self.token(tokens)
         for block in self.blocks:
             x = block(x, positions, offsets)
@@ -122,7 +125,7 @@ def divide(model: Model, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh["context"])
 
 
-def documents(step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def documents(step: int) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """Tokens, labels and positions of packed documents, `[tokens]` each, and where each begins, `[documents + 1]`."""
     draw = torch.Generator().manual_seed(step)
     starts = torch.randint(VOCABULARY, (len(LENGTHS),), generator=draw)
@@ -130,7 +133,7 @@ def documents(step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens = [(start + 3 * number) % VOCABULARY for start, number in zip(starts, numbers)]
     # The next token of the same document: shifted before the sequence is cut.
     labels = [F.pad(document[1:], (0, 1), value=NO_LABEL) for document in tokens]
-    offsets = F.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0))
+    offsets = (*accumulate(LENGTHS, initial=0),)
     return torch.cat(tokens), torch.cat(labels), torch.cat(numbers), offsets
 
 
@@ -153,6 +156,7 @@ def train_step(model: Model, optimizer: torch.optim.Optimizer, mesh: DeviceMesh 
     return loss.item()
 
 
+@record  # torchrun prints the error of the first process that fails
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, default=1, help="processes that share a sequence")

@@ -112,7 +112,7 @@ def check_documents(cu_seqlens: Sequence[int] | Tensor, total: int) -> tuple[int
         if cu_seqlens.device.type != "cpu":
             raise ValueError(
                 f"cu_seqlens: expected numbers or a tensor on the CPU, got one on {cu_seqlens.device}; reading it "
-                "would make the host wait, so keep the lengths of a batch on the host"
+                "would make the host wait; pass a tuple of numbers, which FSDP2 leaves where they are"
             )
         cu_seqlens = cu_seqlens.tolist()
     try:
