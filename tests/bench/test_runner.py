@@ -99,6 +99,26 @@ def test_right_results_get_a_speed(case):
         assert row["gbps"] == pytest.approx(case.bytes(row["phase"]) / row["ms"] / 1e6)
 
 
+def test_each_step_is_told_before_it_begins_and_again_where_it_takes_long(monkeypatch):
+    monkeypatch.setattr(runner, "_SLOW", 0.01)
+    told = []
+
+    def wait(out):
+        time.sleep(0.02)
+        return out
+
+    runner.run_case(SMALL, [reference(change=wait)], CPU, AttentionProblem, 0, told.append)
+    steps = [step for step in told if not step.startswith("still")]
+    name = "flashtile-reference"
+    assert steps == [
+        "making tensors",
+        f"checking {name}",
+        *(f"timing {name} {phase}" for phase in ("fwd", "bwd")),
+        "taking samples",
+    ]
+    assert any(step.startswith(f"still checking {name} after 0 s, in ") and " (line " in step for step in told)
+
+
 def test_wrong_output_gets_no_speed():
     rows = run_case(SMALL, [reference(change=lambda out: out * 1.01)], CPU)
     assert all(row["ms"] is None and row["tflops"] is None for row in rows)

@@ -26,3 +26,22 @@ def test_what_a_busy_host_may_have_taken_is_captured(
     made.clear()
     timing.make_timer(timing.Uncaptured(lambda: None), torch.device("cuda", 0))
     assert not made
+
+
+@pytest.mark.gpu
+def test_a_graph_whose_replay_is_wrong_is_refused() -> None:
+    x = torch.arange(1.0, 100.0, device="cuda")
+
+    def wrong() -> torch.Tensor:
+        return x * 3 if torch.cuda.is_current_stream_capturing() else x * 2
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert timing.make_timer(lambda: x * 2, x.device).kind == "cuda-graph"
+        with pytest.raises(timing.WrongReplayError):
+            timing.make_timer(wrong, x.device)
+
+
+def test_results_are_alike_up_to_rounding() -> None:
+    one = [torch.arange(8.0), torch.ones(3)]
+    assert timing._alike(one, [t * 1.001 for t in one])
+    assert not timing._alike(one, [one[0], one[1] * 1.1]) and not timing._alike(one, [one[0], one[1] * torch.nan])

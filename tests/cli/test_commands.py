@@ -428,12 +428,16 @@ def test_bench_draws_a_bar_in_a_terminal():
     case = Case(1, 512, 4, 4, 64, 64)
     for terminal in (True, False):
         file = StringIO()
-        with progress(Console(file=file, force_terminal=terminal, width=200)) as on_case:
+        with progress(Console(file=file, force_terminal=terminal, width=200)) as (on_case, announce):
+            announce("compiling")
             on_case(0, 3, case, None)
+            announce("checking fa4")
+            begun = file.getvalue()  # before it has ended
             on_case(0, 3, case, [])
         written = file.getvalue()
         assert ("1/3" in written.replace("[1/3", "")) == terminal and "no speed" in written
-        assert ("measuring d64" in written) == terminal and ("measuring 3 cases" in written) != terminal
+        assert "checking fa4" in begun and ("measuring d64" in begun) == terminal
+        assert ("compiling\n[1/3] d64-full-s512-bf16; checking fa4\n[1/3, 0 s]" in written) != terminal
 
 
 @needs_no_gpu

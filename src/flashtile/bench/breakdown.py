@@ -21,7 +21,7 @@ import flashtile
 from flashtile.bench.base import DTYPES, Implementation, device_memory, select_named
 from flashtile.bench.cases import Case
 from flashtile.bench.record import Row
-from flashtile.bench.runner import ProblemOf, run_case
+from flashtile.bench.runner import Announce, ProblemOf, announced, run_case, say_nothing
 from flashtile.bench.start import ChoiceError
 from flashtile.bench.timing import make_timer
 
@@ -151,6 +151,7 @@ def run_breakdown(
     device: torch.device,
     problem: ProblemOf,
     seconds: float | None = None,
+    announce: Announce = say_nothing,
 ) -> list[Row]:
     """Rows with op "attention-breakdown": `step` names a step of the implementation "standard", or "one call".
 
@@ -167,14 +168,15 @@ def run_breakdown(
     seconds = _SECONDS[device.type] if seconds is None else seconds
     _check_memory(case, device)
     _check_call(case, device)
-    steps = Steps(case, device)
-    rows = [
-        _row(case, "standard", phase, name, **found)
-        for phase, calls in (("fwd", steps.forward()), ("bwd", steps.backward()))
-        for name, found in _times(calls, device, seconds).items()
-    ]
-    del steps
-    for found in run_case(case, implementations, device, problem, seconds):
+    with announced(announce, "timing steps"):
+        steps = Steps(case, device)
+        rows = [
+            _row(case, "standard", phase, name, **found)
+            for phase, calls in (("fwd", steps.forward()), ("bwd", steps.backward()))
+            for name, found in _times(calls, device, seconds).items()
+        ]
+        del steps
+    for found in run_case(case, implementations, device, problem, seconds, announce):
         kept = {key: found[key] for key in ("ms", "why", "timer", "error") if key in found}
         rows.append(_row(case, found["impl"], found["phase"], FUSED, **kept))
     return rows

@@ -22,7 +22,7 @@ from flashtile.bench.base import AnyCase, Implementation, select_cases, select_i
 from flashtile.bench.record import Key, Record, Recorder, Row, command_line, require_writable, row_key, write_record
 from flashtile.bench.registry import BENCHMARKS, Options
 from flashtile.bench.report import Report, Table, comparison_tables, reasons
-from flashtile.bench.runner import run_cases
+from flashtile.bench.runner import Announce, announced, run_cases, say_nothing
 from flashtile.bench.start import ChoiceError
 
 #: Called with index, number of cases and case: before a case is measured with None, and afterwards with its rows.
@@ -33,7 +33,13 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def measure(command: str, options: Options, output: Path | None = None, on_case: OnCase = lambda *case: None) -> Record:
+def measure(
+    command: str,
+    options: Options,
+    output: Path | None = None,
+    on_case: OnCase = lambda *case: None,
+    announce: Announce = say_nothing,
+) -> Record:
     """Runs a command on this machine's device.
 
     Args:
@@ -42,6 +48,7 @@ def measure(command: str, options: Options, output: Path | None = None, on_case:
             several with commas.
         output: file for the record, rewritten after every case, so that a run that is cut short leaves its rows.
         on_case: called before and after each case, see `OnCase`.
+        announce: called before each step of a case.
 
     Raises:
         ChoiceError: `output` cannot be written, a value does not fit, a pattern or a name matches nothing, or a package
@@ -53,7 +60,8 @@ def measure(command: str, options: Options, output: Path | None = None, on_case:
     cases = select_cases(benchmark.cases(given, device), given.get("cases", ()))
     chosen = _implementations(command, given.get("impl", ()), device, given.get("quick", False))
     if jobs := given.get("jobs", 0):
-        ahead.compile_ahead(command, cases, chosen, device, jobs)
+        with announced(announce, f"compiling in {jobs} processes"):
+            ahead.compile_ahead(command, cases, chosen, device, jobs)
     recorder = Recorder(device, command_line(), output)
 
     def keep_rows(index: int, case: AnyCase, rows: list[Row] | None) -> None:
@@ -61,7 +69,7 @@ def measure(command: str, options: Options, output: Path | None = None, on_case:
             recorder.add(rows)
         on_case(index, len(cases), case, rows)
 
-    run_cases(cases, chosen, device, benchmark.problem, given.get("seconds"), keep_rows, benchmark.run)
+    run_cases(cases, chosen, device, benchmark.problem, given.get("seconds"), keep_rows, benchmark.run, announce)
     return recorder.record
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+import sys
+import threading
 import time
+import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +19,7 @@ import torch
 
 from flashtile.bench.base import Implementation
 from flashtile.bench.record import Row
-from flashtile.bench.timing import Timer, make_timer, typical
+from flashtile.bench.timing import Timer, WrongReplayError, make_timer, typical
 
 #: Implementations take turns this often, so that a GPU whose clock moves slows all of them alike.
 _ROUNDS = 6
@@ -25,10 +28,39 @@ _LEAST_SAMPLES = 3
 #: Time for the samples of one phase of one implementation, over all rounds.
 _SECONDS = {"cuda": 0.15, "cpu": 0.3}
 
+#: Seconds after which a step that has not ended is told of again, with the place in the code.
+_SLOW = 60.0
+
 #: Makes the problem of a case on a device: a `base.Problem`, or what has its methods.
 ProblemOf = Callable[[Any, torch.device], Any]
+#: Called with what begins now.
+Announce = Callable[[str], None]
 #: Measures a case, as `run_case` does.
-Run = Callable[[Any, Sequence[Implementation], torch.device, ProblemOf, float | None], list[Row]]
+Run = Callable[[Any, Sequence[Implementation], torch.device, ProblemOf, float | None, Announce], list[Row]]
+
+
+def say_nothing(what: str) -> None:
+    """An `Announce` for runs that nobody follows."""
+
+
+@contextmanager
+def announced(announce: Announce, what: str) -> Iterator[None]:
+    """Tells of a step before it begins, and of where it is if it takes long: a log that is cut shows where it stood."""
+    thread = threading.get_ident()
+
+    def remind() -> None:
+        frames = traceback.extract_stack(sys._current_frames()[thread])[-4:]
+        calls = " > ".join(f"{frame.name} (line {frame.lineno})" for frame in frames)
+        announce(f"still {what} after {_SLOW:.0f} s, in {calls}")
+
+    announce(what)
+    timer = threading.Timer(_SLOW, remind)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @dataclass
@@ -43,6 +75,17 @@ class Prepared:
     timers: dict[str, Timer] = field(default_factory=dict)
     samples: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def time(self, phase: str, device: torch.device) -> None:
+        """Makes the timer of a phase; there is none where a CUDA graph of it is wrong."""
+        with self.implementation.context():
+            facts = self.bound.facts(phase)
+            try:
+                self.timers[phase] = make_timer(self.bound.calls[phase], device)
+            except WrongReplayError as error:
+                self.why[phase] = str(error)
+            else:
+                self.facts[phase] = facts
 
     def sample(self, phase: str, seconds: float) -> None:
         """Takes a round's samples of a phase that has a timer and, of the `seconds` of all rounds, time left."""
@@ -63,6 +106,7 @@ def run_cases(
     seconds: float | None = None,
     on_case: Callable[[int, Any, list[Row] | None], None] = lambda index, case, rows: None,
     run: Run | None = None,
+    announce: Announce = say_nothing,
 ) -> list[Row]:
     """Measures all cases. `on_case` is called with the index and the case, before it is measured with None, and
     afterwards with its rows; `run` measures one, `run_case` if it is None, and the rest is as that has it."""
@@ -70,7 +114,7 @@ def run_cases(
     with side_stream(device):
         for index, case in enumerate(cases):
             on_case(index, case, None)
-            case_rows = (run or run_case)(case, implementations, device, problem, seconds)
+            case_rows = (run or run_case)(case, implementations, device, problem, seconds, announce)
             rows += case_rows
             on_case(index, case, case_rows)
     return rows
@@ -82,6 +126,7 @@ def run_case(
     device: torch.device,
     problem: ProblemOf,
     seconds: float | None = None,
+    announce: Announce = say_nothing,
 ) -> list[Row]:
     """The rows of one case: for each implementation and phase a speed, or the reason why there is none.
 
@@ -91,8 +136,11 @@ def run_case(
         device: where.
         problem: makes the tensors of a case.
         seconds: time for the samples of one phase of one implementation; None for the device's default.
+        announce: told of each step.
     """
-    rows = _measure(case, problem(case, device), implementations, device, seconds)
+    with announced(announce, "making tensors"):
+        made = problem(case, device)
+    rows = _measure(case, made, implementations, device, seconds, announce)
     gc.collect()  # graphs and tensors of a case are gone before the next one allocates
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -101,16 +149,25 @@ def run_case(
 
 
 def _measure(
-    case: Any, problem: Any, implementations: Iterable[Any], device: torch.device, seconds: float | None
+    case: Any,
+    problem: Any,
+    implementations: Iterable[Any],
+    device: torch.device,
+    seconds: float | None,
+    announce: Announce,
 ) -> list[Row]:
-    entries = [_prepare(each, problem) for each in implementations if problem.offers(each)]
+    entries = []
+    for each in implementations:
+        if problem.offers(each):
+            with announced(announce, f"checking {each.name}"):
+                entries.append(_prepare(each, problem))
     for entry in entries:
         for phase in problem.phases:
             if phase not in entry.why and entry.bound is not None:
-                with entry.implementation.context():
-                    entry.facts[phase] = entry.bound.facts(phase)
-                    entry.timers[phase] = make_timer(entry.bound.calls[phase], device)
-    _sample_in_turns(entries, _SECONDS[device.type] if seconds is None else seconds, problem.phases)
+                with announced(announce, f"timing {entry.implementation.name} {phase}"):
+                    entry.time(phase, device)
+    with announced(announce, "taking samples"):
+        _sample_in_turns(entries, _SECONDS[device.type] if seconds is None else seconds, problem.phases)
     return [_row(entry, problem, case, phase) for entry in entries for phase in problem.phases]
 
 
@@ -181,6 +238,7 @@ def run_host_time(
     device: torch.device,
     problem: ProblemOf,
     seconds: float | None = None,
+    announce: Announce = say_nothing,
 ) -> list[Row]:
     """The host's own time for one call, what a program pays for each small call, whatever the GPU does: rows whose op
     ends in "-host", with `ms` per call.
@@ -195,7 +253,7 @@ def run_host_time(
         reason = prepared.unsupported(each, "fwd")
         if reason is None:
             try:
-                with each.context():
+                with announced(announce, f"timing {each.name}"), each.context():
                     bound = prepared.bind(each)
                     calls = bound.forward_without_grad, bound.forward, bound.forward_backward
                     times = {phase: _host_ms(call, device) for phase, call in zip(HOST_PHASES, calls, strict=True)}

@@ -22,6 +22,8 @@ _GRAPH_MS = 1.0
 _HOST_MAY_TAKE_MS = 5.0
 _WARM_UP_CALLS = 3
 _ESTIMATE_CALLS = 5
+#: Share of their length by which results of two calls may differ.
+_ALIKE = 0.01
 #: Calls longer than this, in ms, need no warming up, and two of them are enough for an estimate.
 _LONG_MS = 20.0
 
@@ -54,8 +56,16 @@ class Uncaptured:
         return self._function()
 
 
+class WrongReplayError(AssertionError):
+    """A replay of a CUDA graph gives other results than the calls that it holds: its time is that of other work."""
+
+
 def make_timer(function: Callable[[], Any], device: torch.device) -> Timer:
-    """The timer of a function that was called before, so that its kernels are compiled."""
+    """The timer of a function that was called before, so that its kernels are compiled.
+
+    Raises:
+        WrongReplayError: the function was captured into a CUDA graph, whose results are wrong.
+    """
     if device.type != "cuda":
         return CpuTimer(function)
     events = EventTimer(function)
@@ -65,6 +75,8 @@ def make_timer(function: Callable[[], Any], device: torch.device) -> Timer:
     calls = math.ceil(_GRAPH_MS / max(estimate_ms, 1e-3))
     try:
         return GraphTimer(function, calls)
+    except WrongReplayError:
+        raise
     except Exception:  # what cannot be captured is timed with its launches; the record's `timer` tells
         torch.cuda.synchronize()
         return events
@@ -138,16 +150,33 @@ class GraphTimer:
 
     def __init__(self, function: Callable[[], Any], calls: int) -> None:
         self._calls = calls
-        graph = torch.cuda.CUDAGraph()
+        graph, eager = torch.cuda.CUDAGraph(), [_tensors(function()) for _ in range(2)]
+        expected = [tensor.clone() for tensor in eager[1]] if _alike(*eager) else []
+        del eager
         # Autograd runs a backward on the stream of its forward, so the capture must be on that stream too.
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             for _ in range(calls):
-                function()
+                captured = _tensors(function())
         graph.replay()
+        if expected and not _alike(expected, captured):
+            raise WrongReplayError("wrong result: a replay of its CUDA graph differs from a call")
+        del expected, captured
         self._events = EventTimer(graph.replay)
 
     def sample(self, seconds: float) -> list[float]:
         return [ms / self._calls for ms in self._events.sample(seconds)]
+
+
+def _tensors(results: Any) -> list[Tensor]:
+    """The tensors that a call returns."""
+    found = results if isinstance(results, list | tuple) else [results]
+    return [each.detach() for each in found if isinstance(each, Tensor)]
+
+
+def _alike(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether results are the same up to the order of sums. Two calls of a function that works in place are not."""
+    pairs = zip(ones, others, strict=True)
+    return all(bool((one - other).float().norm() <= _ALIKE * one.float().norm()) for one, other in pairs)
 
 
 def peak_facts(call: Callable[[], Iterable[Tensor]], inputs: Sequence[Tensor]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from flashtile.bench.base import AnyCase
 from flashtile.bench.commands import OnCase, compare_with_commit, describe_progress
 from flashtile.bench.record import Row, read_record
 from flashtile.bench.report import Report, make_report
+from flashtile.bench.runner import Announce
 from flashtile.cli.console import make_console, print_table, print_text
 from flashtile.cli.errors import UserError
 
@@ -49,32 +50,45 @@ def measure(
     else:
         earlier = None if compare is None else read_record(compare)
         stderr = make_console(stderr=True)
-        with progress(stderr) as on_case:
-            record = commands.measure(command, options, output, on_case)
+        with progress(stderr) as (on_case, announce):
+            record = commands.measure(command, options, output, on_case, announce)
         report = make_report(record, earlier)
     show_report(console, report, output)
 
 
 @contextmanager
-def progress(console: Console) -> Iterator[OnCase]:
-    """A bar that names the case being measured, and a line about each that was; where nobody looks on, lines alone."""
+def progress(console: Console) -> Iterator[tuple[OnCase, Announce]]:
+    """A bar that names what is measured now, and a line about each case that was; without a terminal also a line for
+    each case before it is measured, to which its steps are added as they begin."""
     begin = time.perf_counter()
     with _bar(console) as advance:
+        now: tuple[str, int, int] = "", 0, 0  # what the bar shows: a case, how many are done, and of how many
 
         def on_case(index: int, total: int, case: AnyCase, rows: list[Row] | None) -> None:
+            nonlocal now
             if rows is None:
-                advance(f"measuring {case.name}", index, total)
-                if index == 0 and not console.is_terminal:
-                    _print_line(console, f"measuring {total} {'case' if total == 1 else 'cases'}; a line follows each")
-                return
-            _print_line(console, describe_progress(index, total, case, rows, time.perf_counter() - begin))
-            advance(case.name, index + 1, total)
+                now = f"measuring {case.name}", index, total
+                _print(console, f"[{index + 1}/{total}] {case.name}", end="")
+            else:
+                _print(console, "")
+                console.print(describe_progress(index, total, case, rows, time.perf_counter() - begin), **_LINE)
+                now = case.name, index + 1, total
+            advance(*now)
 
-        yield on_case
+        def announce(step: str) -> None:
+            _print(console, f"; {step}" if now[0] else step, end="" if now[0] else "\n")
+            advance(f"{now[0]}: {step}", *now[1:])
+
+        yield on_case, announce
 
 
-def _print_line(console: Console, line: str) -> None:
-    console.print(line, style="dim", markup=False, soft_wrap=True)
+_LINE: Any = {"style": "dim", "markup": False, "highlight": False, "soft_wrap": True}
+
+
+def _print(console: Console, text: str, end: str = "\n") -> None:
+    """Prints where there is no bar."""
+    if not console.is_terminal:
+        console.print(text, end=end, **_LINE)
 
 
 @contextmanager
