@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from flashtile.modules import (
     ParallelBlock,
     RMSNorm,
 )
+from flashtile.ops.common.backends import BackendChoice, Backends
 from support.distributed.models import CONFIGS, tokens
 from support.distributed.models import model as of_seed
 from support.running.public_calls import CALLS
@@ -183,13 +185,19 @@ def as_dtensor(tensor: Tensor, mesh: DeviceMesh, along: Sequence[int | str | Non
     return sharded.requires_grad_()
 
 
-def calls(line: DeviceMesh) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-    """Results and gradients with DTensors, put together, and those of one process."""
+def calls(
+    line: DeviceMesh, names: Collection[str] = (), dtype: torch.dtype | None = None
+) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    """Results and gradients with DTensors, put together, and those of one process; of all cases, or of some in another
+    dtype."""
     device = line.device_type
     mesh = line if line.size() == 2 else init_device_mesh(device, (2, line.size() // 2))
     torch.manual_seed(1)
     found = {}
     for name, (function, tensors) in cases(device):
+        if names and name not in names:
+            continue
+        tensors = [(tensor.to(dtype), along) for tensor, along in tensors]
         upstream: list[Tensor] = []
         expected = derived(function, [tensor.clone().requires_grad_() for tensor, _ in tensors], upstream)
         shards = [as_dtensor(tensor, mesh, along) for tensor, along in tensors]
@@ -476,8 +484,14 @@ def drawn_seeds(mesh: DeviceMesh) -> list[tuple[Tensor, Tensor]]:
 
 
 def on_gpu(job: Callable[[DeviceMesh], dict[str, Any]], mesh: DeviceMesh) -> dict[str, tuple[list[Tensor], ...]]:
-    """A job whose tensors are made on this rank's GPU."""
-    with torch.device("cuda"):
+    """A job whose tensors are made on this rank's GPU, by the reference of each operation: kernels of all cases would
+    take minutes to compile."""
+
+    def of_reference(backends: Backends, call: Any) -> BackendChoice:
+        return choose(backends, call._replace(requested="reference") if call.requested == "auto" else call)
+
+    choose = Backends.choose
+    with mock.patch.object(Backends, "choose", of_reference), torch.device(mesh.device_type):
         found = job(mesh)
     return {name: tuple([tensor.cpu() for tensor in tensors] for tensors in both) for name, both in found.items()}
 
@@ -488,6 +502,9 @@ JOBS = {
     "calls": calls, "public": public_calls, "plans": plans, "modules": replicated_modules,
     "compiled": compiled, "fully sharded": fully_sharded, "refused": refused, "seeds": drawn_seeds,
 }  # fmt: skip
-GPU_JOBS = {"calls": calls} | {
-    name: partial(on_gpu, JOBS[name]) for name in ("plans", "modules", "compiled", "fully sharded")
+#: Some kernels, and all rules of sharding in another dtype: which backend serves a dtype is remembered. Attention's
+#: kernels meet DTensors in `tests/integrations/test_torch_flash.py`.
+_KERNELS = partial(calls, names=("rotary, heads", "layer norm", "loss of classes, mean"), dtype=torch.bfloat16)
+GPU_JOBS = {"kernels": _KERNELS} | {
+    name: partial(on_gpu, JOBS[name]) for name in ("calls", "plans", "modules", "compiled", "fully sharded")
 }
