@@ -227,7 +227,7 @@ def test_the_compiler_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_constants_of_nested_parameters_are_in_the_key() -> None:
     """Of a Gluon kernel: a flag among the constants, and a field of a NamedTuple that is one."""
-    source = hopper_plan(FORMS["64-full"]).kernel.source
+    source = hopper_plan(FORMS["64"]).kernel.source
     nested = next(name for name, value in source.constants.items() if "." in name and isinstance(value, (bool, int)))
     plain = next(name for name, value in source.constants.items() if "." not in name and value is True)
     changed = [

@@ -70,6 +70,7 @@ from support.attention.hopper_forms import (
     SERIALISED,
     WIDE_BACKWARD_FORMS,
     BackwardForm,
+    backward_form,
 )
 from support.compilation import machine_code
 from support.compilation.checked_code import check_code
@@ -1506,7 +1507,7 @@ _SPILLS = {3: 168, 2: 96, 1: 96}
 #: The same with all that changes scores: addresses of tiles that the loop reads again.
 _SPILLS_OF_SCORES = 144
 #: Half the keys, as in narrower heads, would leave products of 32 columns, which take as long as those of 64.
-_SPILLS_OF_FEATURES = {"192-dropout": 120, "256-bias": 144, "256-dropout": 296, "256-full-alibi": 272}
+_SPILLS_OF_FEATURES = {"192-dropout": 120, "256-bias": 144, "256-dropout": 296, "256-alibi_function": 272}
 
 
 def _instructions(binary: Binary) -> list[str]:
@@ -1537,7 +1538,7 @@ def _forward_forms(forms: dict[str, Call]) -> list[str]:
 def test_machine_code(form: str) -> None:
     call = _ALL_FORMS[form]
     config = hopper_config(call)
-    allowed = _SPILLS_OF_SCORES if form.endswith("scores") else 0
+    allowed = _SPILLS_OF_SCORES if call.softcap else 0
     band = call.window_left is not None or call.window_right is not None
     expected = _Loop(
         config,
@@ -1663,7 +1664,7 @@ def _assert_loops_without_a_band_are_in_one_piece(
 
 
 #: Forms whose loop is looked at for maxima of scores.
-_WITHOUT_MAXIMA = ("64-full", "64-causal", "128-full", "256-full")
+_WITHOUT_MAXIMA = ("64", "64-causal", "128", "256")
 
 
 def _assert_a_loop_has_no_maxima(instructions: list[str], keys: int) -> None:
@@ -1692,7 +1693,7 @@ def _assert_bits_of_a_row_come_at_once(instructions: list[str], config: configs.
     assert loads >= 4 * config.consumers
 
 
-@pytest.mark.parametrize("form", ["fp8-128-short", "fp8-128"])
+@pytest.mark.parametrize("form", ["128-queries1024-fp8", "128-fp8"])
 def test_8_bit_scores_are_weights_where_they_lie(form: str) -> None:
     call = FP8_FORMS[form]
     check_code(hopper_plan(call).kernel.source, "sm_90", _check_8_bit_scores, hopper_config(call).block_n)
@@ -1749,7 +1750,10 @@ def _check_backward(binary: Binary, limits: _Limits, serialised: bool) -> None:
 #: Spilled bytes of a thread in the backward with heads of 256: a bias has a register for each score. With all features
 #: at once a mask and random words have theirs too, and so have the steps of a score function.
 _SPILLS_OF_WIDE_FEATURES, _SPILLS_OF_ALL_FEATURES = 256, 600
-_MANY_FEATURES = ("256-all", "256-softcap-learned-slopes", "256-softcap-learned-slopes-ordered")
+_MANY_FEATURES = (
+    "256-causal-lengths64-dropout-bias-mask-slopes", "256-causal-softcap-dropout-slopes-learned",
+    "256-packed-window-ordered-softcap-slopes-learned",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("form", _backward_forms(BACKWARD_FEATURE_FORMS | BACKWARD_FUNCTION_FORMS))
@@ -1989,7 +1993,7 @@ def _check_nothing_is_spilled(binary: Binary) -> None:
 @pytest.mark.parametrize("sinks", [False, True])
 def test_the_first_kernel_weighs_sinks_where_there_are_some(sinks: bool) -> None:
     """Nothing else in it takes an exponential. A branch on a parameter that is None by mistake would be left out."""
-    source = (BACKWARD_FORMS["64"].but(sinks=True) if sinks else BACKWARD_FORMS["64"]).source("begin")
+    source = backward_form("64-causal-sinks" if sinks else "64-causal").source("begin")
     check_code(source, "sm_90", _check_exponentials, sinks)
 
 
@@ -2002,9 +2006,9 @@ def test_what_a_kernel_does_not_take_states_nothing(monkeypatch: pytest.MonkeyPa
     stated = []
     monkeypatch.setattr(backend_launch, "_gluon_source", lambda: lambda *_, attrs, **__: stated.extend(attrs))
     monkeypatch.setattr(backend_launch.triton, "compile", lambda *_, **__: None)
-    source = BACKWARD_FORMS["64"].source("main")
+    source = BACKWARD_FORMS["64-causal"].source("main")
     backend_launch.compile_kernel(source, _SM_90)
-    backend_launch.compile_kernel(BACKWARD_FORMS["64"].source("end"), _SM_90)
+    backend_launch.compile_kernel(BACKWARD_FORMS["64-causal"].source("end"), _SM_90)
     sums = source.function.arg_names.index("sums_ptr")
     assert "constexpr" in source.types and stated == [(sums,), (0,), (1,)]  # the last two are the pointers of `end`
 
@@ -2214,7 +2218,9 @@ def test_dtypes_compile(dtype: torch.dtype, index_dtypes: tuple[torch.dtype, tor
     assert found["TOP_LEFT"]
 
 
-@pytest.mark.parametrize("form", ["16-full", "fp8-96-packed-scores", "128-bias"])
+@pytest.mark.parametrize(
+    "form", ["16", "96-packed-causal-rows20000-descales-sinks-softcap-slopes_of_batch-fp8", "128-bias"]
+)
 def test_descriptors_are_encoded_as_the_kernel_expects(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is told to the driver is what Triton itself would tell it, were it to encode the descriptors."""
     told = []
