@@ -295,7 +295,7 @@ def test_nothing_as_large_as_the_scores_is_made(monkeypatch: pytest.MonkeyPatch)
             return result
 
     q, spec = torch.randn(1, 2048, 2, 8), AttentionSpec(0.3, window_right=0)
-    moving = derivatives.Tangents(q, q, q, None, None, None)
+    moving = derivatives.Tangents(q, q, q, SideInputs())
     with Watch():
         derivatives.forward_derivative(q, q, q, SideInputs(None, None, 2048, 2048), spec, moving)
     assert max(made) <= 64 * 2 * 2048 < 2048 * 2048 / 10

@@ -34,7 +34,7 @@ from flashtile.ops.attention.hopper import (
 )
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.separate_configs import STATISTIC_ROWS, is_wide_float32
-from flashtile.ops.attention.spec import FP8, AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted, plain_side
+from flashtile.ops.attention.spec import FP8, AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
 from support.attention.backend_calls import HOPPER, hopper_call
 
 _RANGES = {"i32": range(-(2**31), 2**31), "i64": range(-(2**63), 2**63)}
@@ -239,7 +239,7 @@ def test_a_forward_of_float32_passes_what_its_kernels_declare(launched: dict[str
 @given(_calls((torch.float16, torch.bfloat16, FP8)))
 def test_a_prepared_forward_passes_the_same(launched: dict[str, _Launched], call: _Call) -> None:
     q, k, v, _, side, spec = call
-    if not _served("forward", call) or not plain_side(side):
+    if not _served("forward", call) or not side.plain:
         return
     launch.forward(q, k, v, side, spec)
     expected = launched["attention_forward_kernel"]
@@ -263,7 +263,7 @@ _IN_SCRATCH = ("statistics_ptr", "sums_ptr", "cleared_ptr", "turns_ptr", "counte
 @given(_calls((torch.float16, torch.bfloat16)), st.booleans())
 def test_a_prepared_backward_passes_the_same(launched: dict[str, _Launched], call: _Call, has_dlse: bool) -> None:
     q, k, v, dout, side, spec = call
-    if not _served("backward", call) or not plain_side(side):
+    if not _served("backward", call) or not side.plain:
         return
     lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
     out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
+from flashtile.ops.attention.spec import AttentionSpec, AuxInputs, Gradients, Origin, SideInputs, Wanted
 
 #: Types of fields as the schemas of operators write them.
 _SCHEMA_TYPES = {
-    "Tensor | None": "Tensor?",
-    "tuple[Tensor, ...]": "Tensor[]",
+    "Of | None": "Tensor?",
+    "tuple[Of, ...]": "Tensor[]",
     "int": "SymInt",
     "int | None": "int?",
     "float": "float",
@@ -30,7 +30,7 @@ def _schema(fields: type[NamedTuple], prefix: str = "") -> list[str]:
     return [f"{_SCHEMA_TYPES[kind]} {prefix}{name}" for name, kind in written.items()]
 
 
-_SIDE, _WANTED = _schema(SideInputs), _schema(Wanted, "wants_")
+_SIDE, _WANTED = _schema(AuxInputs), _schema(Wanted, "wants_")
 #: The arguments behind the tensors, of the forward and of the backward. The single ones have no captured tensors, which
 #: come last in side inputs and in what is wanted.
 SIDE_SCHEMA, SINGLE_SIDE_SCHEMA = ", ".join(_SIDE), ", ".join(_SIDE[:-1])

@@ -17,7 +17,7 @@ from flashtile._backends import devices
 from flashtile._backends.alignment import used_strides
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import DeviceFacts
-from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, BackwardInputs, SideInputs, Wanted, plain_side
+from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, AuxInputs, BackwardInputs, SideInputs, Wanted
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 
 #: Queries and keys of the one sequence by which kernels of the batch-invariant mode are cut: those of a long call.
@@ -50,66 +50,14 @@ def tensor_facts(tensor: Tensor) -> TensorFacts:
     return TensorFacts(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() & 15)
 
 
-class AuxFacts(NamedTuple):
-    """`spec.SideInputs` without contents: the tensors of a call beside q, k and v."""
+class AuxFacts(AuxInputs[TensorFacts]):
+    """`SideInputs` without contents."""
 
-    cu_seqlens_q: TensorFacts | None = None
-    cu_seqlens_k: TensorFacts | None = None
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
-    key_lengths: TensorFacts | None = None
-    dropout_seed: TensorFacts | None = None
-    bias: TensorFacts | None = None
-    mask: TensorFacts | None = None
-    alibi_slopes: TensorFacts | None = None
-    sinks: TensorFacts | None = None
-    block_lists: TensorFacts | None = None
-    block_patterns: TensorFacts | None = None
-    descale_q: TensorFacts | None = None
-    descale_k: TensorFacts | None = None
-    descale_v: TensorFacts | None = None
-    captured: tuple[TensorFacts, ...] = ()
-
-    @property
-    def descales(self) -> tuple[TensorFacts | None, ...]:
-        return self.descale_q, self.descale_k, self.descale_v
-
-    @property
-    def packed(self) -> bool:
-        return self.cu_seqlens_q is not None
-
-    @property
-    def leaves_scores(self) -> bool:
-        """True if there is no tensor, or sinks alone."""
-        return self == AuxFacts(max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k, sinks=self.sinks)
-
-    @property
-    def has_row_logit(self) -> bool:
-        """As `SideInputs.has_row_logit`."""
-        return self.sinks is not None
-
-    @property
-    def by_distance(self) -> bool:
-        """As `SideInputs.by_distance`."""
-        return self.alibi_slopes is not None
-
-    def without_row_logit(self) -> AuxFacts:
-        """The tensors for a backward, whose lse counts the logit already."""
-        return self._replace(sinks=None)
-
-    @property
-    def plain(self) -> bool:
-        """Whether there is no tensor."""
-        return not self.has_row_logit and self.leaves_scores
-
-    @property
-    def modifies_scores(self) -> bool:
-        """Whether a tensor changes or hides scores; but for block masks and score functions."""
-        return not (self.bias is self.mask is self.alibi_slopes is None)
+    __slots__ = ()
 
 
 def aux_facts(side: SideInputs) -> AuxFacts:
-    if plain_side(side):
+    if side.plain:
         return AuxFacts(max_seqlen_q=side.max_seqlen_q, max_seqlen_k=side.max_seqlen_k)
     *single, captured = side
     facts = [tensor_facts(each) if isinstance(each, Tensor) else each for each in single]

@@ -22,7 +22,6 @@ from flashtile.ops.attention.spec import (
     SideInputs,
     Wanted,
     out_dtype,
-    plain_side,
     wanted_gradients,
 )
 from flashtile.ops.common import watch
@@ -105,7 +104,7 @@ def serve_backward(
         k, v, side, spec, *_ = seen
     dout, q, k, v = (readable_rows(tensor, spec) for tensor in (dout, q, k, v))
     implementation = select.implementation("backward", q, k, v, side, spec, backend, wanted)
-    side = side if plain_side(side) else readable_side(side)
+    side = side if side.plain else readable_side(side)
     gradients = implementation.backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)
     return gradients if seen is None else unseen_gradients(gradients, *given, seen)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from flashtile.ops.attention import checks, flops, select
 from flashtile.ops.attention.arguments import SIDE_SCHEMA, SPEC_SCHEMA, side_tensors, unflatten
 from flashtile.ops.attention.calls import readable_side, rows_contiguous
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, lse_dtype, plain_side
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, lse_dtype
 from flashtile.ops.common import dispatch
 from flashtile.ops.common.flops import register_flops
 
@@ -46,7 +46,7 @@ def run_column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: A
 def _column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec, backend: str) -> Tensor:
     checks.check_values(side, q.shape[0], k.shape[0])
     implementation = select.implementation("column_sums", q, k, k, side, spec, backend)
-    side = side if plain_side(side) else readable_side(side)
+    side = side if side.plain else readable_side(side)
     return implementation.column_sums(rows_contiguous(q), rows_contiguous(k), lse.contiguous(), side, spec)
 
 

@@ -38,14 +38,12 @@ _FEWEST_ROWS = 64
 
 
 class Tangents(NamedTuple):
-    """Tangents of the inputs, in their shapes and dtypes; None = 0."""
+    """Tangents of the inputs, in their shapes and dtypes; None = 0. `side`: of side inputs, without `captured`."""
 
     q: Tensor | None
     k: Tensor | None
     v: Tensor | None
-    bias: Tensor | None
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
+    side: SideInputs
     captured: tuple[Tensor | None, ...] = ()
 
 
@@ -107,16 +105,12 @@ def _rows(
         dscores = dscores * changes.cap
     if changes.inputs is not None:
         dscores = _through_function(dscores, changes.inputs, side, spec, tangents.captured)
-    if tangents.bias is not None:
-        dscores = dscores + row_weights.part_table(tangents.bias, part).to(scores.dtype)
-    if tangents.alibi_slopes is not None:
-        dslopes = row_weights.by_head(tangents.alibi_slopes, part)
-        dscores = dscores - dslopes * row_weights.distance(part, spec, scores.dtype)
-    dscores = dscores.masked_fill(~shown, 0)
+    dscores = row_weights.with_terms(dscores, part, tangents.side, spec).masked_fill(~shown, 0)
 
     dlse = (weights.keys * dscores).sum(dim=-1, keepdim=True)
-    if tangents.sinks is not None and weights.sink is not None:
-        dlse = dlse + weights.sink * row_weights.by_head(tangents.sinks, part)
+    dlogits = row_weights.row_logits(part, tangents.side)
+    if dlogits is not None and weights.row_logit is not None:
+        dlse = dlse + weights.row_logit * dlogits
     kept = row_weights.kept(part, batch, heads, side, spec)
 
     def dropped(weights: Tensor) -> Tensor:
@@ -154,34 +148,21 @@ def _packed(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, tangents: Tangents
 ) -> tuple[Tensor, Tensor]:
     """Each sequence as a batch of one; this reads `cu_seqlens` on the host."""
-    assert side.cu_seqlens_q is not None and side.cu_seqlens_k is not None
-    starts_q, starts_k = side.cu_seqlens_q.tolist(), side.cu_seqlens_k.tolist()
-    outs, lses = [], []
-    for sequence in range(len(starts_q) - 1):
-        rows = slice(starts_q[sequence], starts_q[sequence + 1])
-        keys = slice(starts_k[sequence], starts_k[sequence + 1])
-        one = side._replace(
-            cu_seqlens_q=None,
-            cu_seqlens_k=None,
-            key_lengths=None if side.key_lengths is None else side.key_lengths[sequence : sequence + 1],
-            alibi_slopes=_sequence_slopes(side.alibi_slopes, sequence),
-        )
+    outs, lses, end = [], [], 0
+    for sequence, rows, keys, one in side.sequences():
         moved: dict[str, Any] = {
             name: None if tangent is None else tangent[None, where]
             for name, tangent, where in (("q", tangents.q, rows), ("k", tangents.k, keys), ("v", tangents.v, keys))
         }
-        own = tangents._replace(**moved, alibi_slopes=_sequence_slopes(tangents.alibi_slopes, sequence))
+        own = tangents._replace(**moved, side=tangents.side.of_sequence(sequence))
         dout, dlse = _dense(q[None, rows], k[None, keys], v[None, keys], one, spec, own, sequence)
         outs.append(dout[0])
         lses.append(dlse[0])
-    rest = q.shape[0] - starts_q[-1]  # rows past the last sequence
+        end = rows.stop
+    rest = q.shape[0] - end  # rows past the last sequence
     outs.append(q.new_zeros(rest, q.shape[1], v.shape[-1]))
     lses.append(q.new_zeros(q.shape[1], rest, dtype=row_weights.statistics_dtype(q.dtype)))
     return torch.cat(outs, dim=0), torch.cat(lses, dim=1)
-
-
-def _sequence_slopes(slopes: Tensor | None, sequence: int) -> Tensor | None:
-    return slopes[sequence] if slopes is not None and slopes.dim() == 2 else slopes
 
 
 class DifferentiableBackward(torch.autograd.Function):

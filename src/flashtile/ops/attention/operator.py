@@ -42,7 +42,6 @@ from flashtile.ops.attention.spec import (
     lse_dtype,
     lse_shape,
     out_dtype,
-    plain_side,
     wanted_gradients,
 )
 from flashtile.ops.common import dispatch, dtensor
@@ -118,7 +117,7 @@ def _asked_for(results: tuple[Tensor, ...], spec: AttentionSpec) -> tuple[Tensor
 def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str, recorded: bool = False
 ) -> tuple[Tensor, ...]:
-    plain = plain_side(side)
+    plain = side.plain
     if dispatch.unobserved(q, k, v) if plain else dispatch.unobserved(q, k, v, *side_tensors(side)):
         return serve_forward(q, k, v, side, spec, backend, plain, recorded=recorded)
     return _asked_for(_forward_op(q, k, v, *side, *spec, backend), spec)
@@ -129,7 +128,7 @@ def run_unrecorded(
 ) -> tuple[Tensor, Tensor]:
     """Runs the forward within another operator, where neither autograd nor the dispatcher has to see it. Returns (out,
     lse)."""
-    out, lse = serve_forward(q, k, v, side, spec, backend, plain_side(side))
+    out, lse = serve_forward(q, k, v, side, spec, backend, side.plain)
     return out, lse
 
 
@@ -222,7 +221,7 @@ def _recorded_gradients(
             )
         operator = torch.ops.flashtile.attention_backward_single.default
         grads = _gradients(operator(*tensors, *side[:-1], *spec, *wanted[:-1], backend), (), wanted)
-    elif dispatch.unobserved(q, k, v, dout, dlse, *(() if plain_side(side) else side_tensors(side))):
+    elif dispatch.unobserved(q, k, v, dout, dlse, *(() if side.plain else side_tensors(side))):
         grads = serve_backward(*tensors, side, spec, wanted, backend)
     else:
         grads = _backward_op(*tensors, *side, *spec, *wanted, backend)
@@ -299,7 +298,8 @@ class _TransformedAttention(_Attention):
         q, k, v, _, _, *rest = ctx.saved_tensors
         max_seqlens, spec, _, _ = ctx.scalars
         side = saved_side(rest, max_seqlens)
-        given = Tangents(*tangents[:3], *(tangents[3 + index] for index in LEARNED), tuple(tangents[3 + SPEC + 1 :]))
+        of_side, of_captured = SideInputs(*tangents[3 : 3 + SIDE]), tuple(tangents[3 + SPEC + 1 :])
+        given = Tangents(*tangents[:3], of_side, of_captured)
         return *forward_derivative(q, k, v, side, spec, given), None
 
 
@@ -329,7 +329,7 @@ def _save(
 def _forward_implementation(q, k, v, *rest):
     with torch.no_grad():
         side, spec, backend = unflatten(rest)
-        results = serve_forward(q, k, v, side, spec, backend, plain_side(side))
+        results = serve_forward(q, k, v, side, spec, backend, side.plain)
         return results if spec.returns_max_scores else (*results, q.new_empty(0, dtype=lse_dtype(q.dtype)))
 
 

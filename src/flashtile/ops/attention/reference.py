@@ -7,8 +7,7 @@ except that the softmax runs in float32; 8-bit inputs become what they stand for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -165,7 +164,7 @@ def _column_sums_dense(
 
 def _column_sums_packed(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
     sums = lse.new_zeros(q.shape[1], k.shape[0])
-    for sequence, rows, columns, one in _sequences(side):
+    for sequence, rows, columns, one in side.sequences():
         given = q[None, rows], k[None, columns], lse[None, :, rows]
         sums[:, columns] = _column_sums_dense(*given, one, spec, sequence)[0]
     return sums
@@ -222,7 +221,7 @@ def _shown(side: SideInputs, spec: AttentionSpec, seq_q: int, seq_k: int, sequen
 def _forward_packed(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
     """Each sequence as a batch of one, its rows put back in place; this reads `cu_seqlens` on the host."""
     parts, end = [], 0
-    for sequence, rows, columns, one in _sequences(side):
+    for sequence, rows, columns, one in side.sequences():
         parts.append(_forward_dense(q[None, rows], k[None, columns], v[None, columns], one, spec, sequence))
         end = rows.stop
     # Rows past the last sequence are queries without keys.
@@ -230,19 +229,6 @@ def _forward_packed(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Att
     parts.append(_forward_dense(q[None, end:], k[None, :0], v[None, :0], SideInputs(), nothing, 0))
     outs, *statistics = zip(*parts)
     return torch.cat(outs, dim=1)[0], *(torch.cat(rows, dim=2)[0] for rows in statistics)
-
-
-def _sequences(side: SideInputs) -> Iterator[tuple[int, slice, slice, SideInputs]]:
-    """For each sequence of a packed call: its number, queries and keys, and the side inputs of a batch of it alone."""
-    assert side.cu_seqlens_q is not None and side.cu_seqlens_k is not None
-    bounds = zip(pairwise(side.cu_seqlens_q.tolist()), pairwise(side.cu_seqlens_k.tolist()))
-    for sequence, (rows, columns) in enumerate(bounds):
-        lengths = None if side.key_lengths is None else side.key_lengths[sequence : sequence + 1]
-        slopes = side.alibi_slopes
-        if slopes is not None and slopes.dim() == 2:
-            slopes = slopes[sequence]
-        one = side._replace(cu_seqlens_q=None, cu_seqlens_k=None, key_lengths=lengths, alibi_slopes=slopes)
-        yield sequence, slice(*rows), slice(*columns), one
 
 
 def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -39,7 +39,6 @@ from flashtile.ops.attention.spec import (
     Gradients,
     SideInputs,
     Wanted,
-    plain_side,
     wanted_gradients,
 )
 from flashtile.ops.common import dispatch
@@ -198,7 +197,7 @@ def _resolutions(given: Given, side: SideInputs) -> tuple[Resolution, ...] | Non
     """How the side inputs that there are follow from the given tensors; None where they do not, as those of a score
     function that is taken apart."""
     resolved = side_tensors(side) if given else ()
-    if len(resolved) != len(given) or (not given and not plain_side(side)):
+    if len(resolved) != len(given) or (not given and not side.plain):
         return None
     found: list[Resolution] = []
     present = -1
@@ -395,7 +394,7 @@ def _gradient_getter(place: int, wanted: Wanted) -> Callable[[Gradients], Tensor
 
 def _reads_as_given(side: SideInputs, q: Tensor) -> bool:
     """Whether kernels read the side inputs as they lie, and nothing reads the values first."""
-    if plain_side(side):
+    if side.plain:
         return True
     if readable(q) and not (side.cu_seqlens_q is side.key_lengths is None and side.descales == (None, None, None)):
         return False

@@ -53,12 +53,12 @@ class Weights(NamedTuple):
 
     Attributes:
         keys: `[B, H, R, C]`.
-        sink: `[B, H, R, 1]`, or None without sinks.
+        row_logit: `[B, H, R, 1]`, of the sink; None without sinks.
         lse: `[B, H, R, 1]`, -inf where there is neither key nor sink.
     """
 
     keys: Tensor
-    sink: Tensor | None
+    row_logit: Tensor | None
     lse: Tensor
 
 
@@ -130,17 +130,28 @@ def part_table(tensor: Tensor, part: Part) -> Tensor:
     return tensor
 
 
-def by_head(tensor: Tensor, part: Part) -> Tensor:
+def _by_head(tensor: Tensor, part: Part) -> Tensor:
     """One number for each head, `[H]` or `[B, H]`, beside the scores: `[B | 1, H, 1, 1]`."""
     if part.heads is not None:
         tensor = tensor.index_select(-1, part.heads)
     return tensor.reshape(-1, tensor.shape[-1], 1, 1)
 
 
-def distance(part: Part, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
-    """ALiBi's `|i + seq_k - seq_q - j|`, `[R, C]`."""
-    diagonal = part.seq_k - part.seq_q + (0 if spec.origin is None else spec.origin.diagonal)
-    return (part.rows[:, None] + diagonal - _key_numbers(part)).abs().to(dtype)
+def with_terms(scores: Tensor, part: Part, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    """Scores `[B, H, R, C]` plus the terms that are linear in a tensor of their own, so that the tangents of scores get
+    those of the tensors in the same way."""
+    if side.bias is not None:
+        scores = scores + part_table(side.bias, part).to(scores.dtype)
+    if side.alibi_slopes is not None:
+        diagonal = part.seq_k - part.seq_q + (0 if spec.origin is None else spec.origin.diagonal)
+        distance = (part.rows[:, None] + diagonal - _key_numbers(part)).abs().to(scores.dtype)
+        scores = scores - _by_head(side.alibi_slopes, part) * distance
+    return scores
+
+
+def row_logits(part: Part, side: SideInputs) -> Tensor | None:
+    """The sinks of a part, `[1, H, 1, 1]`; None without sinks."""
+    return None if side.sinks is None else _by_head(side.sinks, part)
 
 
 class Changes(NamedTuple):
@@ -166,10 +177,7 @@ def scores(product: Tensor, part: Part, side: SideInputs, spec: AttentionSpec) -
     if spec.score_program is not None:
         inputs = _function_inputs(scores, part)
         scores = apply(parse(spec.score_program), inputs, side.captured, shown)
-    if side.bias is not None:
-        scores = scores + part_table(side.bias, part).to(scores.dtype)
-    if side.alibi_slopes is not None:
-        scores = scores - by_head(side.alibi_slopes, part) * distance(part, spec, scores.dtype)
+    scores = with_terms(scores, part, side, spec)
     shown = shown & ~scores.isneginf()
     return scores, shown, Changes(cap, inputs)
 
@@ -212,15 +220,16 @@ def softmax(scores: Tensor, shown: Tensor, part: Part, side: SideInputs) -> Weig
     blind = ~shown.any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~shown, float("-inf"))
     nothing = blind
-    if side.sinks is not None:
-        sink = by_head(side.sinks, part).expand(batch, -1, rows, 1).to(scores.dtype)
+    sink = row_logits(part, side)
+    if sink is not None:
+        sink = sink.expand(batch, -1, rows, 1).to(scores.dtype)
         nothing = blind & sink.isneginf()
         scores = torch.cat((scores, sink), dim=-1)
     # The softmax of nothing would be NaN, and so would its gradient.
     scores = scores.masked_fill(nothing, 0)
     lse = logsumexp(scores, -1).masked_fill(nothing, float("-inf"))
     weights = torch.softmax(scores, dim=-1)
-    if side.sinks is None:
+    if sink is None:
         return Weights(weights.masked_fill(blind, 0), None, lse)
     return Weights(weights[..., :-1].masked_fill(blind, 0), weights[..., -1:].masked_fill(nothing, 0), lse)
 

@@ -19,13 +19,22 @@ Scores, of which the softmax is taken over what is visible (and over the sink, w
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import NamedTuple  # PyTorch needs it too; from Python 3.11 on typing's
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: The one dtype of 8 bits, for inputs of the forward.
 FP8 = torch.float8_e4m3fn
+
+#: A tensor, or what is known of it.
+Of = TypeVar("Of", bound="HasShape")
 
 #: Largest head dimension (of q/k, and separately of v) that any backend takes.
 MAX_HEAD_DIM = 512
@@ -87,8 +96,13 @@ class AttentionSpec(NamedTuple):
         return self.window_left is not None or self.window_right is not None
 
 
-class SideInputs(NamedTuple):
-    """The tensors beside q, k and v. Everything is `None` in a plain dense call.
+class HasShape(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class AuxInputs(NamedTuple, Generic[Of]):
+    """The tensors beside q, k and v, or what is known of them. Everything is `None` in a plain dense call.
 
     With `cu_seqlens_q` set the layout is packed: q, k, v are `[total, heads, head_dim]`, `lse` is
     `[heads, total_q]`, and sequence `b` owns rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`. Rows past
@@ -113,33 +127,33 @@ class SideInputs(NamedTuple):
         captured: the tensors that the score function reads, any shapes and strides.
     """
 
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
+    cu_seqlens_q: Of | None = None
+    cu_seqlens_k: Of | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    key_lengths: Tensor | None = None
-    dropout_seed: Tensor | None = None
-    bias: Tensor | None = None
-    mask: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    block_lists: Tensor | None = None
-    block_patterns: Tensor | None = None
-    descale_q: Tensor | None = None
-    descale_k: Tensor | None = None
-    descale_v: Tensor | None = None
-    captured: tuple[Tensor, ...] = ()
+    key_lengths: Of | None = None
+    dropout_seed: Of | None = None
+    bias: Of | None = None
+    mask: Of | None = None
+    alibi_slopes: Of | None = None
+    sinks: Of | None = None
+    block_lists: Of | None = None
+    block_patterns: Of | None = None
+    descale_q: Of | None = None
+    descale_k: Of | None = None
+    descale_v: Of | None = None
+    captured: tuple[Of, ...] = ()
 
     @property
     def packed(self) -> bool:
         return self.cu_seqlens_q is not None
 
     @property
-    def descales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def descales(self) -> tuple[Of | None, Of | None, Of | None]:
         return self.descale_q, self.descale_k, self.descale_v
 
     @property
-    def learnable(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def learnable(self) -> tuple[Of | None, Of | None, Of | None]:
         """The tensors that may want a gradient, in the order of `Wanted`, without those of the score function."""
         return self.bias, self.alibi_slopes, self.sinks
 
@@ -149,9 +163,69 @@ class SideInputs(NamedTuple):
         return self.alibi_slopes is not None
 
     @property
+    def slope_dims(self) -> int:
+        """Dimensions of ALiBi's slopes: 1 if all sequences share them, 2 if not; 0 without slopes."""
+        return 0 if self.alibi_slopes is None else len(self.alibi_slopes.shape)
+
+    @property
+    def row_logits(self) -> Of | None:
+        """`[heads_q]`: logits in the softmax of each row of a head that belong to no key."""
+        return self.sinks
+
+    @property
     def has_row_logit(self) -> bool:
-        """True if the softmax of a row has a logit that belongs to no key."""
         return self.sinks is not None
+
+    def without_row_logit(self) -> Self:
+        """The tensors for a backward, whose lse counts the logit already."""
+        return self._replace(sinks=None)
+
+    @property
+    def modifies_scores(self) -> bool:
+        """True if a tensor changes or hides scores; but for block masks and score functions."""
+        return not (self.bias is self.mask is self.alibi_slopes is None)
+
+    @property
+    def changes_scores(self) -> bool:
+        """True if a tensor changes or hides scores, or adds to their softmax; but for block masks and functions."""
+        return self.modifies_scores or self.has_row_logit
+
+    @property
+    def plain(self) -> bool:
+        """True if there is no tensor: the commonest call, for which launches take short cuts."""
+        cu_seqlens, _, _, _, lengths, seed, bias, mask, slopes, sinks, lists, _, of_q, of_k, of_v, captured = self
+        tables = bias is mask is slopes is sinks is lists is None
+        factors = of_q is of_k is of_v is None
+        return tables and factors and cu_seqlens is lengths is seed is None and len(captured) == 0
+
+    @property
+    def leaves_scores(self) -> bool:
+        """True if there is no tensor, or sinks alone."""
+        return self.without_row_logit().plain
+
+
+class SideInputs(AuxInputs[Tensor]):
+    """The tensors of a call themselves."""
+
+    __slots__ = ()
+
+    def sequences(self) -> Iterator[tuple[int, slice, slice, SideInputs]]:
+        """For each sequence of a packed call: its number, queries and keys, and the side inputs of a dense call of it
+        alone. This reads `cu_seqlens` on the host."""
+        assert self.cu_seqlens_q is not None and self.cu_seqlens_k is not None
+        bounds = zip(pairwise(self.cu_seqlens_q.tolist()), pairwise(self.cu_seqlens_k.tolist()))
+        for sequence, (rows, keys) in enumerate(bounds):
+            yield sequence, slice(*rows), slice(*keys), self.of_sequence(sequence)
+
+    def of_sequence(self, sequence: int) -> SideInputs:
+        """The side inputs of a dense call of one packed sequence."""
+        lengths, slopes = self.key_lengths, self.alibi_slopes
+        return self._replace(
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+            key_lengths=None if lengths is None else lengths[sequence : sequence + 1],
+            alibi_slopes=slopes[sequence] if slopes is not None and slopes.dim() == 2 else slopes,
+        )
 
 
 class Wanted(NamedTuple):
@@ -201,48 +275,6 @@ class Gradients(NamedTuple):
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     captured: tuple[Tensor | None, ...] = ()
-
-
-def changes_scores(side: Any) -> bool:
-    """Whether a tensor changes or hides scores, or adds to their softmax; but for block masks and score functions.
-    `side`: `SideInputs`, or what `call.AuxFacts` says of them."""
-    return side.bias is not None or side.mask is not None or side.alibi_slopes is not None or side.sinks is not None
-
-
-def plain_side(side: SideInputs) -> bool:
-    """Whether there is no tensor beside q, k and v: the commonest call, for which launches take short cuts."""
-    (
-        cu_seqlens,
-        _,
-        _,
-        _,
-        key_lengths,
-        seed,
-        bias,
-        mask,
-        slopes,
-        sinks,
-        lists,
-        _,
-        descale_q,
-        descale_k,
-        descale_v,
-        captured,
-    ) = side
-    return (
-        cu_seqlens is None
-        and key_lengths is None
-        and seed is None
-        and bias is None
-        and mask is None
-        and slopes is None
-        and sinks is None
-        and lists is None
-        and descale_q is None
-        and descale_k is None
-        and descale_v is None
-        and len(captured) == 0
-    )
 
 
 def out_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.cpu.tiles import LN2, LOG2E, SMALL_TILE, Block, KeyTile, hide, within
+from flashtile.ops.attention.cpu.tiles import LN2, LOG2E, SMALL_TILE, Block, KeyTile, Segment, hide, within
 from flashtile.ops.attention.score_program import INPUTS, UPSTREAM, ScoreProgram, add_at, apply, parse, read, run
 from flashtile.ops.attention.score_tracing import ScoreGradient, derivative
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
@@ -122,11 +122,17 @@ def scores_view(block: Block, tensor: Tensor) -> Tensor:
 
 def _slopes_view(block: Block, slopes: Tensor) -> Tensor:
     """`[H]` or `[sequences, H]` to `[b | 1, h, G, 1, 1]`."""
-    if slopes.dim() == 2:
-        slopes = slopes[_sequences(block)]
-    else:
-        slopes = slopes[None]
-    return slopes[:, block.heads].unflatten(1, (-1, block.group))[..., None, None]
+    return _slopes_of(block, slopes)[:, block.heads].unflatten(1, (-1, block.group))[..., None, None]
+
+
+def segment_slopes(segment: Segment, side: SideInputs) -> Tensor | None:
+    """ALiBi's slopes of a segment, `[b | 1, H, 1, 1]`; None without them."""
+    return None if side.alibi_slopes is None else _slopes_of(segment, side.alibi_slopes)[..., None, None]
+
+
+def _slopes_of(part: Block | Segment, slopes: Tensor) -> Tensor:
+    """`[H]` or `[sequences, H]` to `[b | 1, H]`."""
+    return slopes[_sequences(part)] if slopes.dim() == 2 else slopes[None]
 
 
 def _kinds_view(block: Block, kinds: Tensor) -> Tensor:
@@ -136,9 +142,9 @@ def _kinds_view(block: Block, kinds: Tensor) -> Tensor:
     return kinds.unsqueeze(2) if kinds.shape[1] == 1 else kinds[:, block.heads].unflatten(1, (-1, block.group))
 
 
-def _sequences(block: Block) -> slice:
-    """The batch entries of a block, or its packed sequence, among those of the call."""
-    return slice(block.sequence, block.sequence + block.batches.stop - block.batches.start)
+def _sequences(part: Block | Segment) -> slice:
+    """The batch entries of a block or a segment, or its packed sequence, among those of the call."""
+    return slice(part.sequence, part.sequence + part.batches.stop - part.batches.start)
 
 
 def part(view: Tensor, rows: range, keys: range | KeyTile) -> Tensor:
@@ -347,6 +353,13 @@ class SideGradients:
         if self.sinks is not None:
             target = self.sinks[block.heads].view(1, -1, block.group, 1, 1)
             target.sub_(split_heads(logit_weights * delta, block, rows).sum_to_size(target.shape), alpha=factor)
+
+    def add_call(self, out: Tensor, dout: Tensor, lse: Tensor, blind: Tensor, side: SideInputs) -> None:
+        """`add_rows` of all rows of a call, out `[B, S, H, D]`. `blind`: rows that see nothing."""
+        if self.sinks is not None and side.sinks is not None:
+            delta = (out.to(lse.dtype) * dout).sum(dim=-1).transpose(1, 2)
+            weights = (side.sinks[:, None] - lse).exp_().masked_fill_(blind, 0)
+            self.sinks.sub_(weights.mul_(delta).sum(dim=(0, 2)))
 
     def finish(self, side: SideInputs) -> tuple[Any, ...]:
         """In the dtype of the inputs, in the order of `Wanted`."""

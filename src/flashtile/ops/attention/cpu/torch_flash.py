@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.cpu import tiles
+from flashtile.ops.attention.cpu.scores import SideGradients
 from flashtile.ops.attention.cpu.torch_parts import (
     Statistics,
     attend,
@@ -20,7 +21,7 @@ from flashtile.ops.attention.cpu.torch_parts import (
     splitting_pays,
     with_logits,
 )
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted, changes_scores
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 
 
 def forward_unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
@@ -57,10 +58,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
             total.out[parts[0].queries_index] = found.out
             total.lse[parts[0].statistics_index] = found.lse
     total = total or _empty_statistics(q)
-    if side.sinks is not None:
-        if not (side.sinks < float("inf")).all():
+    logits = side.row_logits
+    if logits is not None:
+        if not (logits < float("inf")).all():
             return None
-        _add_sinks(total, side.sinks, q, k, side, spec)
+        for segment in tiles.segments(q, k, side, spec):  # the rows that belong to one
+            rows, places = (segment.batches, segment.rows), (segment.batches, slice(None), segment.rows)
+            total.out[rows], total.lse[places] = with_logits(Statistics(total.out[rows], total.lse[places]), logits)
     return (total.out[0], total.lse[0]) if side.packed else total
 
 
@@ -72,17 +76,10 @@ def _empty_statistics(q: Tensor) -> Statistics:
     return Statistics(torch.zeros(q.shape, dtype=q.dtype, device="cpu"), lse)
 
 
-def _add_sinks(total: Statistics, sinks: Tensor, q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> None:
-    """Takes the sinks into the result of a call, in place, for the rows that belong to a segment."""
-    for segment in tiles.segments(q, k, side, spec):
-        rows, statistics = (segment.batches, segment.rows), (segment.batches, slice(None), segment.rows)
-        total.out[rows], total.lse[statistics] = with_logits(Statistics(total.out[rows], total.lse[statistics]), sinks)
-
-
 def _one_rectangle(side: SideInputs, spec: AttentionSpec, seq_q: int, seq_k: int) -> bool | None:
     """Whether a call is one causal rectangle (True), one in which every row sees every key (False), or neither (None).
     The commonest calls are one: this saves them the work of finding out."""
-    if side.packed or side.key_lengths is not None or changes_scores(side):
+    if side.packed or side.key_lengths is not None or side.changes_scores:
         return None
     _, left, right, top_left, *_ = spec
     first, last = (0, seq_q - 1) if top_left else (seq_k - seq_q, seq_k - 1)  # the keys on the diagonal
@@ -111,7 +108,7 @@ def backward(
         return Gradients(dq, dk, dv)
     if side.packed:
         dout, q, k, v, out, lse = (t[None] for t in (dout, q, k, v, out, lse))
-    hides = changes_scores(side) or spec.window_left is not None
+    hides = side.changes_scores or spec.window_left is not None
     blind = lse.isneginf()
     if hides and blind.any():
         # Whatever comes from above, and even if it is NaN, nothing may pass through such a row.
@@ -121,14 +118,11 @@ def backward(
     dq, dk, dv = (t.to(of.dtype) for t, of in zip(sums, (q, k, v)))
     if hides and not tiles.are_finite(dq, dk, dv):
         return None  # a hidden key may have been NaN
-    dsinks = None
-    if wanted.sinks and side.sinks is not None:
-        delta = (out.to(lse.dtype) * dout).sum(dim=-1).transpose(1, 2)
-        weights = (side.sinks[:, None] - lse).exp_().masked_fill_(blind, 0)
-        dsinks = weights.mul_(delta).sum(dim=(0, 2)).neg_()
+    of_side = SideGradients(side, wanted, lse.dtype)
+    of_side.add_call(out, dout, lse, blind, side)
     if side.packed:
         dq, dk, dv = dq[0], dk[0], dv[0]
-    return Gradients(dq, dk, dv, sinks=dsinks)
+    return Gradients(dq, dk, dv, *of_side.finish(side))
 
 
 def _summed(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.cpu import torch_served
-from flashtile.ops.attention.cpu.scores import distances, near_diagonals, part, raised_to_near
+from flashtile.ops.attention.cpu.scores import distances, near_diagonals, part, raised_to_near, segment_slopes
 from flashtile.ops.attention.cpu.tiles import LOG2E, Band, Segment, compute_dtype, hidden, seen_by, segments
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
@@ -129,8 +129,8 @@ class _Changes(NamedTuple):
         table = None if self.bias is None else part(self.bias, rows, keys)
         if self.slopes is not None:
             near = near_diagonals(self.diagonal, rows, self.visible.keys, self.dtype)
-            alibi = distances(near, keys) * -self.slopes
-            table = alibi if table is None else alibi + table
+            lowered = distances(near, keys) * -self.slopes
+            table = lowered if table is None else lowered + table
         shown = None if self.mask is None else part(self.mask, rows, keys)
         if banded:
             in_band = ~hidden(rows, keys, self.visible)
@@ -252,11 +252,9 @@ def _segment_changes(segment: Segment, dtype: torch.dtype, side: SideInputs, spe
     computed, lowest = compute_dtype(dtype), segment.visible.lowest
     if bias is not None and bias.dtype not in (dtype, computed):
         bias = bias.to(computed)  # that of an 8-bit call
-    slopes = side.alibi_slopes
+    slopes = segment_slopes(segment, side)
     if slopes is not None:
-        batch = segment.batches.stop - segment.batches.start
-        slopes = slopes[None] if slopes.dim() == 1 else slopes[segment.sequence : segment.sequence + batch]
-        slopes = slopes[:, :, None, None].to(computed)
+        slopes = slopes.to(computed)
     diagonal = segment.diagonal + (0 if spec.origin is None else spec.origin.diagonal)
     last_row = segment.rows.stop - segment.rows.start - 1
     windowed = lowest is not None and last_row > 0 and last_row + lowest > 0

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from flashtile.ops.attention.call import AuxFacts
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted, changes_scores
+from flashtile.ops.attention.spec import AttentionSpec, AuxInputs, Wanted
 
 
 def served_by_torch(
     spec: AttentionSpec,
-    side: SideInputs | AuxFacts,
+    side: AuxInputs,
     q_shape: Sequence[int],
     k_shape: Sequence[int],
     v_shape: Sequence[int],
@@ -37,19 +36,19 @@ def served_by_torch(
     if reason is not None:
         return False, f"flashtile tiles: {reason}"
     of = " of each packed sequence" if side.packed else ""
-    if changes_scores(side) or is_windowed(spec, side, q_shape[-3]):
+    if side.changes_scores or is_windowed(spec, side, q_shape[-3]):
         return True, f"PyTorch's CPU flash attention, on rectangles{of} with tables of what changes the scores"
     return True, f"PyTorch's CPU flash attention: nothing changes the scores, and rectangles{of} are visible"
 
 
-def is_windowed(spec: AttentionSpec, side: SideInputs | AuxFacts, seq_q: int) -> bool:
+def is_windowed(spec: AttentionSpec, side: AuxInputs, seq_q: int) -> bool:
     """Whether the left side of a window hides keys from some rows only; a single row sees a slice of the keys."""
     return spec.window_left is not None and (side.packed or seq_q != 1)
 
 
 def _unsupported_reason(
     spec: AttentionSpec,
-    side: SideInputs | AuxFacts,
+    side: AuxInputs,
     q_shape: Sequence[int],
     k_shape: Sequence[int],
     v_shape: Sequence[int],

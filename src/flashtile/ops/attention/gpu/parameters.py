@@ -8,6 +8,7 @@ of `spec.SideInputs` is a field here, and a function of each backend applies it.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.launch import Parameter, float32, int32, int64, pointer_to
-from flashtile.ops.attention.arguments import Aux, side_tensors
+from flashtile.ops.attention.arguments import SINGLE, Aux, side_tensors
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts
 from flashtile.ops.attention.philox import keep_threshold
-from flashtile.ops.attention.spec import FP8, AttentionSpec, Origin, SideInputs, plain_side
+from flashtile.ops.attention.spec import FP8, AttentionSpec, Origin, SideInputs
 from flashtile.ops.attention.tile_lists import Grid, Places
 from flashtile.ops.common.checks import MAX_POSITIONS
 
@@ -26,22 +27,8 @@ from flashtile.ops.common.checks import MAX_POSITIONS
 _ENDLESS = 2**30
 
 
-class SidePointers(NamedTuple):
-    """Addresses of the tensors of `spec.SideInputs`, in its order; those that a score function captures come apart."""
-
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    key_lengths: Any
-    dropout_seed: Any
-    bias: Any
-    mask: Any
-    alibi_slopes: Any
-    sinks: Any
-    block_lists: Any
-    block_patterns: Any
-    descale_q: Any
-    descale_k: Any
-    descale_v: Any
+#: Addresses of the tensors of `spec.SideInputs`, in its order; those that a score function captures come apart.
+SidePointers: Any = namedtuple("SidePointers", SINGLE)  # type: ignore[misc]
 
 
 class TableNumbers(NamedTuple):
@@ -102,7 +89,7 @@ class SideNumbers(NamedTuple):
     Attributes:
         dropout: `DropoutNumbers`.
         bias, mask: `TableNumbers`.
-        stride_alibi_batch: from the slopes of one batch entry to the next.
+        stride_slopes_batch: from the slopes of one batch entry to the next.
         blocks: `BlockNumbers`.
         origin: `spec.Origin`, where the call lies in a larger one.
         descales: `Descales`.
@@ -111,7 +98,7 @@ class SideNumbers(NamedTuple):
     dropout: Any
     bias: Any
     mask: Any
-    stride_alibi_batch: Any
+    stride_slopes_batch: Any
     blocks: Any
     origin: Any
     descales: Any
@@ -137,7 +124,7 @@ class CallConstants(NamedTuple):
 class SideParameters(NamedTuple):
     """The descriptions of all three."""
 
-    pointers: SidePointers
+    pointers: Any
     numbers: SideNumbers
     constants: CallConstants
 
@@ -156,7 +143,7 @@ def aux_buffers(call: Call) -> tuple[str, ...]:
 
 def aux_tensors(side: SideInputs) -> Aux:
     """The tensors of `aux_buffers`."""
-    return () if plain_side(side) else tuple(tensor for tensor in side_tensors(side) if tensor is not None)
+    return () if side.plain else tuple(tensor for tensor in side_tensors(side) if tensor is not None)
 
 
 def side_parameters(
@@ -182,28 +169,19 @@ def side_parameters(
     spec, aux = call.spec, call.aux
     patterns = None if aux.block_patterns is None or reads_bits or not aux.block_patterns.shape[0] else torch.uint8
     pattern_factor = 1 if aux.block_patterns is None else power_of_two_factor(aux.block_patterns.misalignment)
-    pointers = SidePointers(
-        cu_seqlens_q=_pointer(aux.cu_seqlens_q),
-        cu_seqlens_k=_pointer(aux.cu_seqlens_k),
-        key_lengths=_pointer(aux.key_lengths),
-        dropout_seed=_pointer(aux.dropout_seed),
-        bias=_table_pointer(aux.bias),
-        mask=_table_pointer(aux.mask),
-        alibi_slopes=_pointer(aux.alibi_slopes),
-        sinks=_pointer(aux.sinks),
-        block_lists=pointer_to(None if aux.block_lists is None else torch.int32, 16 if reads_bits else 1),
-        block_patterns=pointer_to(patterns, pattern_factor),
-        descale_q=_pointer(aux.descale_q),
-        descale_k=_pointer(aux.descale_k),
-        descale_v=_pointer(aux.descale_v),
-    )
+    special = {
+        "bias": _table_pointer(aux.bias),
+        "mask": _table_pointer(aux.mask),
+        "block_lists": pointer_to(None if aux.block_lists is None else torch.int32, 16 if reads_bits else 1),
+        "block_patterns": pointer_to(patterns, pattern_factor),
+    }
+    pointers = SidePointers._make(special.get(name) or _pointer(getattr(aux, name)) for name in SINGLE)
     descales = [DescaleStrides(*map(int64, (None, None) if of is None else of.strides)) for of in aux.descales]
-    slopes = aux.alibi_slopes
     numbers = SideNumbers(
         dropout=dropout_numbers(None if aux.dropout_seed is None else spec.dropout_p),
         bias=_table_numbers(aux.bias, covered, reads_rows_once),
         mask=_table_numbers(aux.mask, covered, reads_rows_once),
-        stride_alibi_batch=int32(None if slopes is None else call.heads if len(slopes.shape) == 2 else 0),
+        stride_slopes_batch=int32((None, 0, call.heads)[aux.slope_dims]),
         blocks=_block_numbers(call, by_column, reads_bits),
         origin=Origin(*map(int32, spec.origin or (None,) * len(Origin._fields))),  # type: ignore[arg-type]
         descales=Descales._make((*descales, int32(None if aux.descales == (None, None, None) else group))),

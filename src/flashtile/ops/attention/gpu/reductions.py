@@ -249,9 +249,9 @@ def gradients_without_keys(
 
 def lse_without_keys(lse: Tensor, side: SideInputs) -> Tensor:
     """The lse of rows that see no key: their sink if there is one, else -inf. Past the last sequence it is -inf."""
-    if side.sinks is None:
+    if side.row_logits is None:
         return lse.fill_(float("-inf"))
-    lse.copy_(side.sinks[:, None].expand_as(lse))
+    lse.copy_(side.row_logits[:, None].expand_as(lse))
     if side.cu_seqlens_q is not None:
         row = torch.arange(lse.shape[-1], device=lse.device)
         lse.masked_fill_(row >= side.cu_seqlens_q[-1], float("-inf"))
@@ -270,12 +270,11 @@ def _sink_gradient(statistics: Tensor, sinks: Tensor, own_delta: bool) -> Tensor
 def slope_gradient(slope_sums: Tensor, side: SideInputs, cu_seqlens: Tensor | None) -> Tensor:
     """The gradient of ALiBi's slopes, from minus what each row or each key adds to it: `[batch, heads_q, rows]`, packed
     `[heads_q, rows]`, where `cu_seqlens` has the offsets of the sequences among these rows."""
-    assert side.alibi_slopes is not None
     if cu_seqlens is None:
         by_sequence = slope_sums.sum(-1)
-    elif side.alibi_slopes.dim() == 1:
+    elif side.slope_dims == 1:
         by_sequence = slope_sums.sum(-1)[None]
     else:
         offsets = cu_seqlens.long()
         by_sequence = torch.segment_reduce(slope_sums.t().contiguous(), "sum", offsets=offsets, initial=0, unsafe=True)
-    return -(by_sequence if side.alibi_slopes.dim() == 2 else by_sequence.sum(0))
+    return -(by_sequence if side.slope_dims == 2 else by_sequence.sum(0))

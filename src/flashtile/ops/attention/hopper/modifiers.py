@@ -49,7 +49,7 @@ class ScoreUnits(NamedTuple):
 @gluon.jit
 def load_slope(side, numbers, sequence, head, seen):
     """ALiBi's slope of one head of one sequence; 0 where `seen` says that nothing is there."""
-    place = side.alibi_slopes + sequence * numbers.stride_alibi_batch + head
+    place = side.alibi_slopes + sequence * numbers.stride_slopes_batch + head
     return gl.load(place, mask=seen, other=0.0)
 
 

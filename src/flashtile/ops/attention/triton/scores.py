@@ -259,7 +259,7 @@ def load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k):
     0."""
     alibi = None
     if side.alibi_slopes is not None:
-        place = side.alibi_slopes + sequence * numbers.stride_alibi_batch + head
+        place = side.alibi_slopes + sequence * numbers.stride_slopes_batch + head
         slope = tl.load(place, mask=sequence < batch, other=0.0)
         diagonal = seq_k - seq_q
         if numbers.origin.diagonal is not None:
