@@ -16,7 +16,7 @@ import torch.utils.deterministic
 
 import flashtile
 from flashtile.ops.attention.repeated import forget_calls
-from flashtile.ops.kv_cache.calls import forget_steps
+from flashtile.ops.kv_cache.repeated import forget_calls as forget_cache_calls
 from support.compilation import remembered_checks
 from support.running import selection
 
@@ -152,7 +152,7 @@ def poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 def forgotten_calls() -> None:
     """A test may change what calls of attention are decided by; so each decides anew about its own."""
     forget_calls()
-    forget_steps()
+    forget_cache_calls()
 
 
 @pytest.fixture

@@ -98,6 +98,7 @@ WITHIN_OPERATION = {
         "calls",
         "checks",
         "philox",
+        "rows",
         "score_tracing",
         "seen_keys",
         "select",
@@ -159,7 +160,7 @@ WITHIN_OPERATION = {
         "spec",
     },
     "kernels": {"spec"},
-    "triton": {"arguments", "backend", "call", "gpu", "spec"},
+    "triton": {"arguments", "backend", "call", "gpu", "rows", "spec"},
     "hopper": {"arguments", "backend", "call", "gpu", "spec"},
     "split": {"backend", "call", "seen_keys", "spec"},
 }

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -121,11 +122,23 @@ def cases() -> dict[str, Callable[[], Any]]:
     logits, labels = tensor(64, 1000), torch.zeros(64, dtype=torch.int64)
     companion("cross_entropy", flashtile.cross_entropy, logits, labels)
     companion("softmax", flashtile.scaled_causal_softmax, tensor(2, 4, 64, 64))
-    caches, query, lengths = tensor(2, 2, 512, 2, 64), tensor(2, 1, 4, 64), torch.tensor([9, 7], dtype=torch.int32)
-    new = tensor(2, 1, 2, 64)
-    found["kv_cache forward"] = lambda: flashtile.attention_with_kv_cache(
-        query, *caches, k=new, v=new, cache_lengths=lengths, backend="triton"
-    )
+    caches, lengths = tensor(2, 2, 512, 2, 64), torch.tensor([9, 7], dtype=torch.int32)
+    query, new, angles = tensor(2, 1, 4, 64), tensor(2, 1, 2, 64), tensor(512, 32)
+    appended = {"k": new, "v": new.clone(), "rotary_cos": angles, "rotary_sin": angles.clone()}
+    pages = {"block_table": torch.arange(64, dtype=torch.int32).view(2, 32)}
+    starts = {"cu_seqlens_q": torch.tensor([0, 1, 2], dtype=torch.int32), "max_seqlen_q": 1}
+    of_calls: dict[str, dict[str, Any]] = {
+        "": {}, " pages": pages, " append": {"k": new, "v": new.clone()}, " append rotary pages": {**pages, **appended},
+        " packed append rotary pages": {
+            **pages, **starts, **appended, "k": new[:, 0].contiguous(), "v": new[:, 0].clone(),
+        },
+    }  # fmt: skip
+    for name, options in of_calls.items():
+        of_options = caches.view(2, 64, 16, 2, 64) if "pages" in name else caches
+        given = query[:, 0] if "packed" in name else query
+        found[f"kv_cache{name} forward"] = functools.partial(
+            flashtile.attention_with_kv_cache, given, *of_options, cache_lengths=lengths, backend="triton", **options
+        )
     return found
 
 

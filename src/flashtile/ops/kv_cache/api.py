@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 import torch
 from torch import Tensor
 
+from flashtile.ops.common import score_checks
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.batch_invariance import MODE, check_cache
+from flashtile.ops.common.checks import raise_not_bool
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.sizes import known
-from flashtile.ops.kv_cache import calls, checks
-from flashtile.ops.kv_cache.operator import run_with_cache, step_forward
+from flashtile.ops.kv_cache import checks, repeated
+from flashtile.ops.kv_cache.operator import remember, run_with_cache
 from flashtile.ops.kv_cache.shared import resolve_shared_rows, run_with_shared_rows
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 
@@ -216,21 +218,20 @@ def attention_with_kv_cache(
     if other_names:
         refuse_other_names(attention_with_kv_cache, other_names)
     invariant = batch_invariant or MODE.enabled
+    given = (
+        q, k_cache, v_cache, k, v, cache_lengths, cache_batch_indices, cache_left_padding, block_table, rotary_cos,
+        rotary_sin, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_new, descale_k, descale_v, tree_mask,
+    )  # fmt: skip
     key = None
-    if (
-        k is v is cache_batch_indices is cache_left_padding is block_table is rotary_cos is rotary_sin is alibi_slopes
-        is sinks is cu_seqlens_q is cu_seqlens_new is descale_k is descale_v is tree_mask is None
-        and max_seqlen_q is shared_rows is None
-        and window is None
-        and softcap is None
-        and num_splits is None
-        and rotary_interleaved is invariant is False
-    ):  # fmt: skip
-        key = calls.step_key(q, k_cache, v_cache, causal, scale, return_lse, backend)
-        if key is not None and (results := calls.repeated(key, q, k_cache, v_cache, cache_lengths)) is not None:
+    if shared_rows is None:
+        options = (
+            scale, causal, softcap, rotary_interleaved, num_splits, return_lse, batch_invariant, invariant, backend
+        )  # fmt: skip
+        key = repeated.call_key(given, options, window, max_seqlen_q)
+        if key is not None and (results := repeated.served(key, given)) is not None:
             return results if return_lse else results[0]
     _BACKENDS.check(backend)
-    checks.raise_not_bool(
+    raise_not_bool(
         causal=causal, rotary_interleaved=rotary_interleaved, return_lse=return_lse, batch_invariant=batch_invariant
     )
     packed = cu_seqlens_q is not None
@@ -255,7 +256,7 @@ def attention_with_kv_cache(
     # How many rows each sequence of a packed call has, the host does not know.
     seq_new = None if k is None else 0 if packed else k.shape[1]
     length, lengths = checks.resolve_lengths(cache_lengths, q, batch, capacity, seq_new)
-    left, right = checks.resolve_window(causal, window)
+    left, right = score_checks.resolve_window(causal, window)
     longest = 0 if not packed else q.shape[0] if max_seqlen_q is None else max_seqlen_q
     if tree_mask is not None:
         refused = {"window": window, "alibi_slopes": alibi_slopes, "rotary_cos": rotary_cos}
@@ -264,36 +265,36 @@ def attention_with_kv_cache(
     factors: list[Tensor | None] = [None, None]
     of_rows = False
     if not descale_k is descale_v is None:
-        factors, of_rows = checks.resolve_factors({"descale_k": descale_k, "descale_v": descale_v}, k_cache)
+        factors, of_rows = checks.resolve_factors(
+            {"descale_k": descale_k, "descale_v": descale_v}, k_cache, k is not None
+        )
     positions = None
     if lengths is None and rotary_cos is not None and not (packed or known(batch == 0)):
         positions = length + max(seq_new or 0, q.shape[1] if (left, right) != (None, None) else min(1, q.shape[1]))
     if rotary_cos is not None or rotary_sin is not None:
         checks.check_rotary(q, rotary_cos, rotary_sin, k, positions)
-    scale = checks.resolve_scale(scale, head_dim, q.dtype)
+    scale = score_checks.resolve_scale(scale, head_dim, q.dtype)
     spec = CacheSpec(
         length,
         scale,
         left,
         right,
-        checks.resolve_softcap(softcap, scale, q.dtype),
-        rotary_interleaved,
-        checks.resolve_splits(num_splits),
-        longest,
-        of_rows,
-        invariant,
+        softcap=score_checks.resolve_softcap(softcap, scale, q.dtype),
+        interleaved=rotary_interleaved,
+        num_splits=checks.resolve_splits(num_splits),
+        max_seqlen_q=longest,
+        factors_of_rows=of_rows,
+        batch_invariant=invariant,
     )
-    call = CacheCall(
-        q, k_cache, v_cache, k, v, lengths, cache_batch_indices, cache_left_padding, block_table, rotary_cos,
-        rotary_sin,
-        None if alibi_slopes is None else checks.resolve_alibi_slopes(alibi_slopes, batch, heads, q),
-        None if sinks is None else checks.resolve_sinks(sinks, heads, q),
-        cu_seqlens_q,
-        cu_seqlens_q if cu_seqlens_new is None and k is not None else cu_seqlens_new,
-        factors[0],
-        factors[1],
-        tree_mask,
-    )  # fmt: skip
+    call = CacheCall(*given)._replace(  # type: ignore[arg-type]
+        cache_lengths=lengths,
+        alibi_slopes=None if alibi_slopes is None else score_checks.resolve_alibi_slopes(alibi_slopes, batch, heads, q),
+        sinks=None if sinks is None else score_checks.resolve_sinks(sinks, heads, q),
+        cu_seqlens_new=cu_seqlens_q if cu_seqlens_new is None and k is not None else cu_seqlens_new,
+        descale_k=factors[0],
+        descale_v=factors[1],
+        tree_mask=tree_mask,
+    )
     if shared_rows is None:
         out, lse = run_with_cache(call, spec, backend)
     else:
@@ -304,5 +305,5 @@ def attention_with_kv_cache(
         shared = resolve_shared_rows(shared_rows, capacity, refused)
         out, lse = run_with_shared_rows(call, spec, shared, backend)
     if key is not None:
-        calls.remember(key, q, k_cache, v_cache, step_forward(q, k_cache, v_cache, spec.scale, backend))
+        remember(key, given, call, spec, backend)
     return (out, lse) if return_lse else out

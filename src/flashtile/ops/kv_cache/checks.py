@@ -14,45 +14,15 @@ from flashtile.ops.common.checks import (
     check_lengths,
     check_table_pair,
     check_tensors,
-    raise_not_bool,
     readable,
 )
 from flashtile.ops.common.eight_bits import EIGHT_BITS
 from flashtile.ops.common.memory import check_own_numbers, check_writable, share_memory
 from flashtile.ops.common.packed import check_cu_seqlens, check_cu_seqlens_values, check_max_seqlen
-from flashtile.ops.common.score_checks import (
-    resolve_alibi_slopes,
-    resolve_scale,
-    resolve_sinks,
-    resolve_softcap,
-    resolve_window,
-)
 from flashtile.ops.common.sizes import differ, exceeds
 from flashtile.ops.common.split_keys.configs import MAX_SPLITS
 from flashtile.ops.kv_cache.rows import are_columns, lengths_before, new_counts, numbered, places, query_counts
 from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM, MAX_HEAD_DIM_V, CacheCall, CacheSpec
-
-__all__ = [
-    "check_appended",
-    "check_caches",
-    "check_destinations",
-    "check_no_gradient",
-    "check_not_packed",
-    "check_packed",
-    "check_places",
-    "check_rotary",
-    "check_values",
-    "raise_not_bool",
-    "resolve_alibi_slopes",
-    "resolve_factors",
-    "resolve_lengths",
-    "resolve_scale",
-    "resolve_sinks",
-    "resolve_softcap",
-    "resolve_splits",
-    "resolve_tree",
-    "resolve_window",
-]
 
 _Int = (int, torch.SymInt)
 _REMEDY = "make the cache once for all steps"
@@ -64,16 +34,15 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool, packe
         return
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     check_float_dtype("q", q.dtype)
-    if packed and q.dim() != 3:
-        raise ValueError(
-            f"q: expected 3 dimensions [total_q, heads_q, head_dim] beside cu_seqlens_q, got shape {tuple(q.shape)}; "
-            "leave cu_seqlens_q out where all sequences have as many queries"
-        )
-    if not packed and q.dim() != 4:
-        raise ValueError(
-            f"q: expected 4 dimensions [batch, seq_q, heads_q, head_dim], got shape {tuple(q.shape)}; one new token of "
-            "each sequence is seq_q = 1, and packed queries go with cu_seqlens_q"
-        )
+    if q.dim() != (3 if packed else 4):
+        expected, remedy = (
+            ("3 dimensions [total_q, heads_q, head_dim] beside cu_seqlens_q", "leave cu_seqlens_q out where all "
+             "sequences have as many queries")
+            if packed
+            else ("4 dimensions [batch, seq_q, heads_q, head_dim]", "one new token of each sequence is seq_q = 1, and "
+                  "packed queries go with cu_seqlens_q")
+        )  # fmt: skip
+        raise ValueError(f"q: expected {expected}, got shape {tuple(q.shape)}; {remedy}")
     first, second = ("pages", "page_size") if paged else ("batch", "capacity")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.dim() != 4:
@@ -198,8 +167,11 @@ def check_appended(
         raise ValueError(f"v: expected as many new rows as k has, {k.shape[-3]}, got {v.shape[-3]}")
 
 
-def resolve_factors(descales: dict[str, Tensor | None], k_cache: Tensor) -> tuple[list[Tensor | None], bool]:
-    """Factors of an 8-bit cache as `[entries or pages, rows, heads_kv]`, and whether each row has its own."""
+def resolve_factors(
+    descales: dict[str, Tensor | None], k_cache: Tensor, appended: bool
+) -> tuple[list[Tensor | None], bool]:
+    """Factors of an 8-bit cache as `[entries or pages, rows, heads_kv]`, and whether each row has its own. `appended`:
+    those of rows are written."""
     outer, rows, heads, _ = k_cache.shape
     kinds = {0: (), 1: (heads,), 2: (outer, heads), 3: (outer, rows, heads)}
     expanded: list[Tensor | None] = []
@@ -221,6 +193,8 @@ def resolve_factors(descales: dict[str, Tensor | None], k_cache: Tensor) -> tupl
                 f"{name}: expected shape [], [heads_kv], [entries or pages, heads_kv] or [entries or pages, rows, "
                 f"heads_kv] with the sizes of k_cache, {(outer, rows, heads)}, got {tuple(descale.shape)}"
             )
+        if appended and descale.dim() == 3:
+            check_own_numbers(name, descale, _REMEDY)
         expanded.append(
             descale[:, None].expand(outer, rows, heads) if descale.dim() == 2 else descale.expand(outer, rows, heads)
         )

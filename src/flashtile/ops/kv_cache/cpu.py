@@ -103,11 +103,34 @@ def _attend(q: Tensor, piece: _Piece, call: CacheCall, spec: CacheSpec, tree: Te
     )
 
 
-def prepare_steps(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float
-) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
-    """What computes steps of one query over these caches in one piece; None where they are not computed alike."""
-    return unmasked_forward(q, k_cache, v_cache, scale, "cpu")
+def prepare_calls(call: CacheCall, spec: CacheSpec) -> Callable[..., tuple[Tensor, Tensor] | None] | None:
+    """What computes steps of one query like this one in one piece, if their lengths are alike; None for other calls.
+    Only these lengths are to be checked."""
+    q, k_cache, v_cache = call[:3]
+    if (
+        any(each is not None for each in (call.k, *call[6:]))
+        or k_cache.dtype is not q.dtype
+        or q.shape[1] != 1
+        or spec != CacheSpec(spec.length, spec.scale, None, spec.window_right and 0)
+    ):
+        return None
+    attend, capacity = unmasked_forward(q, k_cache, v_cache, spec.scale, "cpu"), call.capacity
+    if attend is None:
+        return None
+
+    def serve(given: tuple, length: int) -> tuple[Tensor, Tensor] | None:
+        q, k_cache, v_cache, _, _, lengths, *_ = given
+        if lengths is not None:
+            length, *others = lengths.tolist()
+            if others.count(length) != len(others):
+                return None
+        if not 1 <= length <= capacity:
+            return None
+        if length < capacity:
+            k_cache, v_cache = k_cache[:, :length], v_cache[:, :length]
+        return attend(q, k_cache, v_cache)
+
+    return serve
 
 
 def _append(call: CacheCall, spec: CacheSpec, before: Tensor) -> None:

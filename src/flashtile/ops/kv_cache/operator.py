@@ -6,14 +6,16 @@ its schema.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from flashtile.ops.common import dispatch, watch
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.flops import product_flops, register_flops, values_on_host
-from flashtile.ops.kv_cache import checks
-from flashtile.ops.kv_cache.calls import Forward
+from flashtile.ops.kv_cache import checks, repeated
 from flashtile.ops.kv_cache.rows import new_counts, query_counts
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype
 
@@ -52,13 +54,11 @@ def run_with_cache(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tens
     return (_op if call.k is None else _appending_op)(*call, *spec, backend)
 
 
-def step_forward(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, backend: str) -> Forward | None:
-    """What serves steps of one query like one that was served, where the backend decides once for those."""
-    if k_cache.dtype is not q.dtype:
-        return None
-    module = _BACKENDS.implementation(backend, q.device, q.dtype)
-    prepare = None if watch.watching() else getattr(module, "prepare_steps", None)
-    return None if prepare is None else prepare(q, k_cache, v_cache, scale)
+def remember(key: Hashable, given: repeated.Given, call: CacheCall, spec: CacheSpec, backend: str) -> None:
+    """Lets calls like one that was served be served the short way, where the backend has one."""
+    prepare = None if watch.watching() else getattr(_module(call, backend), "prepare_calls", None)
+    if prepare is not None:
+        repeated.remember(key, given, _readable(call), spec, prepare)
 
 
 def _forward(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Tensor]:
@@ -66,27 +66,28 @@ def _forward(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Te
     checks.check_values(call, spec)
     if call.k is not None and call.k.numel():
         checks.check_destinations(call, spec)
-    q = call.q
-    dtype = q.dtype
-    if call.rotary_cos is not None and call.rotary_cos.dtype is torch.float64:
-        dtype = torch.float64
-    module = _BACKENDS.implementation(backend, q.device, dtype)
-    others = (None if tensor is None else _last_contiguous(tensor) for tensor in call)
-    # Factors are written, and may have any strides.
-    readable = CacheCall(*others)._replace(  # type: ignore[arg-type]
-        descale_k=call.descale_k, descale_v=call.descale_v
-    )
-    if call.alibi_slopes is not None:
-        # Kernels read them element after element: those of one sequence that all share are copied.
-        readable = readable._replace(alibi_slopes=call.alibi_slopes.contiguous())
-    out, lse = module.forward(readable, spec)
+    out, lse = _module(call, backend).forward(_readable(call), spec)
     if call.k is not None:
         factors = (call.descale_k, call.descale_v) if spec.factors_of_rows else ()
-        for cache in (call.k_cache, call.v_cache, *factors):
-            if cache is not None and not cache.is_inference():
-                # Kernels write past PyTorch's back: what keeps a cache for a gradient must learn of it.
-                torch.autograd.graph.increment_version(cache)
+        repeated.mark_written([each for each in (call.k_cache, call.v_cache, *factors) if each is not None])
     return out, lse
+
+
+def _module(call: CacheCall, backend: str) -> ModuleType:
+    """The module of the backend that serves a call."""
+    in_float64 = call.rotary_cos is not None and call.rotary_cos.dtype is torch.float64
+    return _BACKENDS.implementation(backend, call.q.device, torch.float64 if in_float64 else call.q.dtype)
+
+
+def _readable(call: CacheCall) -> CacheCall:
+    """The call with copies of what backends cannot read as it lies."""
+    # Factors are written, and may have any strides. Kernels read slopes element after element: those of one sequence
+    # that all share are copied.
+    return CacheCall(*[None if tensor is None else _last_contiguous(tensor) for tensor in call])._replace(  # type: ignore[arg-type]
+        descale_k=call.descale_k,
+        descale_v=call.descale_v,
+        alibi_slopes=None if call.alibi_slopes is None else call.alibi_slopes.contiguous(),
+    )
 
 
 def _last_contiguous(tensor: Tensor) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -79,6 +82,22 @@ def are_columns(keys: Tensor, values: Tensor) -> bool:
     return (
         values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride() and values.shape[-1] <= keys.shape[-1]
     )
+
+
+def address_facts(tensors: Sequence[Any]) -> tuple[int, int, bool]:
+    """All that is decided by addresses, from the tensors of `CacheCall`: those of q, caches and new rows modulo 16,
+    those of the angles' tables modulo 16, and whether both caches begin at one."""
+    q, k_cache, v_cache, k, v = tensors[:5]
+    keys, values = k_cache.data_ptr(), v_cache.data_ptr()
+    bits, of_tables = q.data_ptr() | keys | values, 0
+    if k is not None:
+        bits |= k.data_ptr()
+    if v is not None:
+        bits |= v.data_ptr()
+    cos, sin = tensors[9:11]
+    if cos is not None and sin is not None:
+        of_tables = cos.data_ptr() | sin.data_ptr()
+    return bits & 15, of_tables & 15, keys == values
 
 
 def store(call: CacheCall, spec: CacheSpec, where: tuple[Tensor, Tensor], k: Tensor, v: Tensor | None) -> None:

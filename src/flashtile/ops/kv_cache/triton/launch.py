@@ -6,14 +6,19 @@ their splits, and where there are several, their parts are combined.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from flashtile._backends.devices import device_facts, interpreting
 from flashtile._backends.launch import pointers
+from flashtile.ops.common import checks
 from flashtile.ops.common.split_keys.launch import attend
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
-from flashtile.ops.kv_cache.triton.plan import plan_for
+from flashtile.ops.kv_cache.triton.plan import CachePlan, plan_for
 
 
 def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
@@ -28,30 +33,43 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
         # As attention's forward has it, whose kernel takes the maximum before it scales.
         call = call._replace(q=-call.q if spec.scale else torch.zeros_like(call.q))
         spec = spec._replace(scale=-spec.scale or 1.0)
-    q = call.q
     if not call.batch and call.cu_seqlens_q is not None:
         return _unowned_results(call)
-    descales = call.descale_k, call.descale_v
-    tables = call[5:9]  # lengths, entries, left padding, table
-    indices = *tables, call.cu_seqlens_q, call.cu_seqlens_new, call.tree_mask
-    plan = plan_for(call, spec)
+    return _launch(plan_for(call, spec), call, spec.length)
+
+
+def prepare_calls(call: CacheCall, spec: CacheSpec) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """`forward` of all calls that look like this one, from their tensors and the length of all sequences; None where
+    values are read first, or q is changed."""
+    changed = spec.batch_invariant and spec.scale <= 0
+    if interpreting() or checks.CHECK_VALUES or changed or not call.batch:
+        return None
+    return functools.partial(_launch, plan_for(call, spec))
+
+
+def _launch(plan: CachePlan, tensors: Sequence[Any], length: int) -> tuple[Tensor, Tensor]:
+    """`tensors`: those of `CacheCall`."""
+    (
+        q, k_cache, v_cache, k, v, lengths, entries, left, table, cos, sin, slopes, sinks, starts, new_starts,
+        descale_k, descale_v, tree,
+    ) = tensors  # fmt: skip
+    indices = lengths, entries, left, table, starts, new_starts, tree
     if plan.append is not None:
         (rotated,) = plan.append.allocate()
-        tensors = (q, rotated, call.k, call.v, call.k_cache, call.v_cache, call.rotary_cos, call.rotary_sin)
         if rotated is None:
-            tensors = (*tensors[:6], None, None)
-        plan.append.launch(*pointers((*tensors, *indices, *descales)), spec.length)
+            cos = sin = None
+        appended = q, rotated, k, v, k_cache, v_cache, cos, sin, *indices, descale_k, descale_v
+        plan.append.launch(*pointers(appended), length)
         q = q if rotated is None else rotated
     if plan.latent is not None:
-        return plan.latent.run(q, call.k_cache, indices, spec.length)
-    attended = q, call.k_cache, call.v_cache
+        return plan.latent.run(q, k_cache, indices, length)
+    attended = q, k_cache, v_cache
     results = None
     if plan.split is not None:
-        results = attend(plan.split, attended, (*indices, call.alibi_slopes, call.sinks, *descales), spec.length)
+        results = attend(plan.split, attended, (*indices, slopes, sinks, descale_k, descale_v), length)
     if plan.chunks is not None:
-        lengths, entries, _, table, starts, new_starts, _ = indices
-        others = starts, call.alibi_slopes, call.sinks, lengths, entries, table, new_starts
-        results = plan.chunks.run(attended, results, others, spec.length)
+        others = starts, slopes, sinks, lengths, entries, table, new_starts
+        results = plan.chunks.run(attended, results, others, length)
     assert results is not None
     return results
 

@@ -33,6 +33,7 @@ from flashtile.ops.kv_cache.hopper.backend import (
     most_left,
     unreadable_by_forward,
 )
+from flashtile.ops.kv_cache.rows import address_facts
 from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM_V, CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton.append import append_kernel
 from flashtile.ops.kv_cache.triton.configs import append_cut
@@ -64,13 +65,8 @@ class CachePlan(NamedTuple):
 def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
     q, k_cache, v_cache, k, v = call[:5]
     cos, sin, table, tree = call.rotary_cos, call.rotary_sin, call.block_table, call.tree_mask
-    addresses = q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
-    table_addresses = 0
+    misalignment, of_tables, at_one_address = address_facts(call)
     new = tuple(rows for rows in (k, v) if rows is not None)
-    for rows in new:
-        addresses |= rows.data_ptr()
-    if cos is not None and sin is not None:
-        table_addresses = cos.data_ptr() | sin.data_ptr()
     packed = call.cu_seqlens_q is not None
     indices = (*call[5:9], call.cu_seqlens_q, call.cu_seqlens_new)
     return _plan(
@@ -87,8 +83,8 @@ def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
         k_cache.dtype,
         tuple(None if t is None else t.stride() for t in (call.descale_k, call.descale_v)),
         None if tree is None else (*(0, *tree.stride())[-3:-1], tree.shape[-1]),
-        k_cache.numel() > 0 and k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride(),
-        (addresses & 15, table_addresses & 15),
+        at_one_address and k_cache.numel() > 0 and k_cache.stride() == v_cache.stride(),
+        (misalignment, of_tables),
         # Only tiles depend on the longest sequence: steps that differ a little in it share a plan.
         spec._replace(length=0, max_seqlen_q=power_of_two(spec.max_seqlen_q) if packed else 0),
         torch._C._get_cublas_allow_tf32(),
