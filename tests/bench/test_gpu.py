@@ -12,12 +12,14 @@ from flashtile.bench.companion_cases import (
     CrossEntropy,
     DropoutAddLayerNorm,
     DropoutAddRMSNorm,
+    FusedDense,
+    FusedMLP,
     LayerNorm,
+    LinearCrossEntropy,
     MaskedSoftmax,
     RMSNorm,
     Rotary,
 )
-from flashtile.bench.companion_products import FusedDense, FusedMLP, LinearCrossEntropy
 from flashtile.bench.companions import IMPLEMENTATIONS, CompanionProblem, Random, evaluate
 from flashtile.bench.oracle import AttentionProblem
 from flashtile.bench.training import IMPLEMENTATIONS as TRAININGS

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import flashtile.cli
 from flashtile.bench import commands, runner
-from flashtile.bench.companion_products import OPERATIONS
+from flashtile.bench.companion_cases import OPERATIONS
 from flashtile.bench.report import Table, make_report
 from flashtile.cli import doctor, warmup
 from flashtile.cli.console import print_table, print_text

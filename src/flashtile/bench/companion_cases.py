@@ -1,11 +1,10 @@
-"""The operations beside attention that memory bounds: norms, rotary embedding, softmax, cross-entropy, and a copy, the
-yardstick of all. Each has sizes, tensors, formula, work, and how each implementation is called."""
+"""The operations beside attention: sizes, tensors, formula, and how each implementation is called; and their cases on
+each device. A copy is the yardstick of those that memory bounds."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,149 +12,112 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashtile
-from flashtile.bench.companions import Build, Companion, Inputs, Random, Tensors, Way
+from flashtile.bench.companions import Build, Companion, Inputs, Random, Tensors, Way, call
 
 _EPSILON = 1e-5
 _DROPOUT_SEED = (1234567, 89)
 _SCALE = 0.125
 _MASKED = 0.25
-LIGER = "liger_kernel.transformers.functional.liger_"
+_LIGER = "liger_kernel.transformers.functional.liger_"
 #: Arithmetic in float32 throughout, as everyone else's; not over the upstream gradient, which the timer reuses.
 _LIGER_RMS: dict[str, Any] = {"casting_mode": "gemma", "in_place": False}
-
-
-def peer(path: str, *arguments: Any, read: Sequence[str] = (), **options: Any) -> Build:
-    """A package's function, imported when it is needed, of the leaves, the others that it reads, and arguments."""
-
-    def build(others: dict[str, Tensor]) -> Way:
-        module, _, name = path.rpartition(".")
-        function, more = getattr(importlib.import_module(module), name), [others[each] for each in read]
-        return Way(lambda *leaves: function(*leaves, *more, *arguments, **options))
-
-    return build
-
-
-def one(random: Random) -> Tensor:
-    """The gradient of a loss."""
-    return torch.ones((), dtype=random.dtype, device=random.device)
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
 
 
 @dataclass(frozen=True)
 class Copy(Companion):
-    """A copy of a vector into new memory."""
+    """A copy of a vector into new memory: by the CUDA runtime, which chooses how, and by a kernel of torch.compile."""
 
     kib: int
 
-    op: ClassVar[str] = "copy"
-    phases: ClassVar[tuple[str, ...]] = ("fwd",)
+    op = "copy"
+    phases = ("fwd",)
+    leaves: ClassVar = {"x": "elements"}
+    outputs: ClassVar = {"out": "elements"}
 
     @property
     def size(self) -> str:
         return f"{self.kib // 1024}mib" if self.kib % 1024 == 0 else f"{self.kib}kib"
 
+    @property
+    def elements(self) -> int:
+        return self.kib * 1024 // self.torch_dtype.itemsize
+
     def width(self) -> int:
         return 1
-
-    def make_inputs(self, random: Random) -> Inputs:
-        return Inputs({"x": random.normal(self.kib * 1024 // self.torch_dtype.itemsize)}, {}, [])
 
     def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return (leaves[0].clone(),)
 
-    def ways(self) -> dict[str, Build]:
-        """PyTorch's own are the yardstick: the memory copy of the CUDA runtime, which chooses how, and a kernel."""
-        return {"eager": self.eager, "compile": self._compiled}
-
-    def bytes(self, phase: str) -> int:
-        """Read, and written."""
-        return 2 * self.kib * 1024
-
 
 @dataclass(frozen=True)
-class _Norm(Companion):
-    """A norm of `[rows, columns]` with weight, and with bias where it is a layer norm."""
+class RMSNorm(Companion):
+    """`flashtile.rms_norm` with weight."""
 
     rows: int
     columns: int
 
-    rms: ClassVar[bool]
-
-    def make_inputs(self, random: Random) -> Inputs:
-        leaves = {"x": random.normal(self.rows, self.columns), **self._parameters(random)}
-        return Inputs(leaves, {}, [random.normal(self.rows, self.columns)])
+    op = "rms_norm"
+    leaves: ClassVar = {"x": "rows columns", "weight": "columns"}
+    outputs: ClassVar = {"out": "rows columns"}
+    saved = ("x", "weight")
 
     def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        return (self._normalise(*leaves),)
+        return (self.normalise(*leaves),)
 
-    def flashtile(self, backend: str, others: dict[str, Tensor]) -> Way:
-        function: Callable[..., Tensor] = flashtile.rms_norm if self.rms else flashtile.layer_norm
-        return Way(lambda *leaves: function(*leaves, eps=_EPSILON, backend=backend))
+    def normalise(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        norm: Callable[..., Tensor] = F.layer_norm if "bias" in self.leaves else F.rms_norm
+        return norm(x, (self.columns,), *parameters, eps=_EPSILON)
 
-    def bytes(self, phase: str) -> int:
-        """A backward reads x, the upstream gradient and the weight, and writes dx and the parameters' gradients."""
-        parameters, matrix = self.columns * (1 if self.rms else 2), self.rows * self.columns
-        elements = 2 * matrix + parameters if phase == "fwd" else 3 * matrix + self.columns + parameters
-        return elements * self.torch_dtype.itemsize
-
-    def _parameters(self, random: Random) -> dict[str, Tensor]:
-        return {name: random.normal(self.columns) for name in (("weight",) if self.rms else ("weight", "bias"))}
-
-    def _normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self.rms:
-            return F.rms_norm(x, (self.columns,), weight, _EPSILON)
-        return F.layer_norm(x, (self.columns,), weight, bias, _EPSILON)
+    def calls(self) -> dict[str, Build]:
+        return {
+            "flashtile": call("flashtile.rms_norm", eps=_EPSILON),
+            "liger": call(f"{_LIGER}rms_norm", _EPSILON, **_LIGER_RMS),
+            "quack": call("quack.rmsnorm.rmsnorm", eps=_EPSILON),
+        }
 
 
 @dataclass(frozen=True)
-class LayerNorm(_Norm):
+class LayerNorm(RMSNorm):
     """`flashtile.layer_norm` with weight and bias."""
 
-    op: ClassVar[str] = "layer_norm"
-    rms: ClassVar[bool] = False
+    op = "layer_norm"
+    leaves: ClassVar = {**RMSNorm.leaves, "bias": "columns"}
 
-    def peers(self) -> dict[str, Build]:
-        return {"liger": peer(f"{LIGER}layer_norm", _EPSILON), "quack": _quack_layer_norm}
-
-
-@dataclass(frozen=True)
-class RMSNorm(_Norm):
-    """`flashtile.rms_norm` with weight."""
-
-    op: ClassVar[str] = "rms_norm"
-    rms: ClassVar[bool] = True
-
-    def peers(self) -> dict[str, Build]:
-        liger = peer(f"{LIGER}rms_norm", _EPSILON, **_LIGER_RMS)
-        return {"liger": liger, "quack": peer("quack.rmsnorm.rmsnorm", eps=_EPSILON)}
+    def calls(self) -> dict[str, Build]:
+        liger = call(f"{_LIGER}layer_norm", _EPSILON)
+        return {"flashtile": call("flashtile.layer_norm", eps=_EPSILON), "liger": liger, "quack": _quack_layer_norm}
 
 
 @dataclass(frozen=True)
-class _DropoutAddNorm(_Norm):
-    """Dropout of x, addition to the residual, and the norm; the sum is an output too, the next residual."""
+class DropoutAddRMSNorm(RMSNorm):
+    """`flashtile.dropout_add_rms_norm`: dropout of x, addition to the residual, and the norm with weight. The sum is an
+    output too, the next residual. Without dropout both terms have the same gradient, which is written once."""
 
     dropout_p: float = 0.0
 
-    label: ClassVar[str] = "p{dropout_p}-{rows}x{columns}"
-    outputs: ClassVar[tuple[str, ...]] = ("out", "sum")
-    rowwise: ClassVar[frozenset[str]] = frozenset(("x", "residual", "keep", "out", "sum"))
+    op = "dropout_add_rms_norm"
+    label = "p{dropout_p}-{rows}x{columns}"
+    leaves: ClassVar = {"x": "rows columns", "residual": "rows columns", "weight": "columns"}
+    outputs: ClassVar = {"out": "rows columns", "sum": "rows columns"}
+    rowwise = frozenset(("x", "residual", "keep", "out", "sum"))
+    saved = ("sum", "weight")
 
-    def make_inputs(self, random: Random) -> Inputs:
-        shape = (self.rows, self.columns)
-        leaves = {"x": random.normal(*shape), "residual": random.normal(*shape), **self._parameters(random)}
-        upstream = [random.normal(*shape), random.normal(*shape)]
+    def others(self, random: Random, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
         if not self.dropout_p:
-            return Inputs(leaves, {}, upstream)
+            return {}
         seed = torch.tensor(_DROPOUT_SEED, device=random.device)
         arguments: dict[str, Any] = {"dropout_p": self.dropout_p, "dropout_seed": seed, "backend": "reference"}
         masked = flashtile.dropout_add_rms_norm(leaves["x"], None, None, return_dropout_mask=True, **arguments)
-        return Inputs(leaves, {"keep": masked[1], "seed": seed}, upstream)
+        return {"keep": masked[1], "seed": seed}
 
     def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
         x, residual, *parameters = leaves
-        if self.dropout_p:
-            x = x * others["keep"] / (1 - self.dropout_p)
-        total = x + residual
-        return self._normalise(total, *parameters), total
+        total = residual + (x * others["keep"] / (1 - self.dropout_p) if self.dropout_p else x)
+        return self.normalise(total, *parameters), total
 
     def eager(self, others: dict[str, Tensor]) -> Way:
         if not self.dropout_p:
@@ -163,28 +125,27 @@ class _DropoutAddNorm(_Norm):
 
         def function(x: Tensor, residual: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
             total = F.dropout(x, self.dropout_p) + residual
-            return self._normalise(total, *parameters), total
+            return self.normalise(total, *parameters), total
 
         return Way(function, own_bits=True)
 
-    def flashtile(self, backend: str, others: dict[str, Tensor]) -> Way:
-        function: Callable[..., Any] = flashtile.dropout_add_rms_norm if self.rms else flashtile.dropout_add_layer_norm
-        options = {"dropout_p": self.dropout_p, "epsilon": _EPSILON, "prenorm": True, "backend": backend}
-        options["dropout_seed"] = others.get("seed")
-        return Way(lambda x, residual, weight, bias=None: function(x, residual, weight, bias, **options))
+    def calls(self) -> dict[str, Build]:
+        options: dict[str, Any] = {"dropout_p": self.dropout_p, "epsilon": _EPSILON, "prenorm": True}
+        ours = call(f"flashtile.{self.op}", seed="dropout_seed", **options)
+        if self.dropout_p or "bias" in self.leaves:
+            return {"flashtile": ours}
+        liger = call(f"{_LIGER}fused_add_rms_norm", _EPSILON, **_LIGER_RMS)
+        return {"flashtile": ours, "liger": liger, "quack": _quack_add_rms_norm}
 
     def bytes(self, phase: str) -> int:
-        """Without dropout x and residual have the same gradient, which is written once."""
-        parameters, matrix = self.columns * (1 if self.rms else 2), self.rows * self.columns
-        if phase == "fwd":
-            return (4 * matrix + parameters) * self.torch_dtype.itemsize
-        return ((5 if self.dropout_p else 4) * matrix + self.columns + parameters) * self.torch_dtype.itemsize
+        same = phase == "bwd" and not self.dropout_p
+        return super().bytes(phase) - self.rows * self.columns * self.torch_dtype.itemsize * same
 
     def with_bits(self, results: dict[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
         """Kept is what moved the sum by more than half of what it contributes, or what has a gradient.
 
         Neither is enough alone: an element that is small beside its residual does not move the sum, and a gradient of
-        16 bits, itself a sum of two, is exactly 0 now and then. What was dropped shows neither.
+        16 bits, itself a sum of two, is exactly 0 now and then. A dropped element shows neither.
         """
         moved = (results["sum"].float() - inputs.leaves["residual"]).abs()
         keep = moved > inputs.leaves["x"].float().abs() / (1 - self.dropout_p) / 2
@@ -199,27 +160,11 @@ class _DropoutAddNorm(_Norm):
 
 
 @dataclass(frozen=True)
-class DropoutAddLayerNorm(_DropoutAddNorm):
-    """`flashtile.dropout_add_layer_norm` with residual, prenorm, weight and bias."""
+class DropoutAddLayerNorm(DropoutAddRMSNorm):
+    """`flashtile.dropout_add_layer_norm`, with weight and bias."""
 
-    op: ClassVar[str] = "dropout_add_layer_norm"
-    rms: ClassVar[bool] = False
-
-
-@dataclass(frozen=True)
-class DropoutAddRMSNorm(_DropoutAddNorm):
-    """`flashtile.dropout_add_rms_norm` with residual, prenorm and weight."""
-
-    op: ClassVar[str] = "dropout_add_rms_norm"
-    rms: ClassVar[bool] = True
-
-    def peers(self) -> dict[str, Build]:
-        if self.dropout_p:
-            return {}
-        return {
-            "liger": peer(f"{LIGER}fused_add_rms_norm", _EPSILON, **_LIGER_RMS),
-            "quack": _quack_add_rms_norm,
-        }
+    op = "dropout_add_layer_norm"
+    leaves: ClassVar = {**DropoutAddRMSNorm.leaves, "bias": "columns"}
 
 
 def _quack_add_rms_norm(others: dict[str, Tensor]) -> Way:
@@ -256,32 +201,26 @@ class Rotary(Companion):
     H: int
     D: int
 
-    op: ClassVar[str] = "rotary"
-    label: ClassVar[str] = "{B}x{S}x{H}x{D}"
+    op = "rotary"
+    leaves: ClassVar = {"x": "B S H D"}
+    outputs: ClassVar = {"out": "B S H D"}
+    tables: ClassVar = {"tables": "S D"}
 
-    def width(self) -> int:
-        return self.S * self.H * self.D
-
-    def make_inputs(self, random: Random) -> Inputs:
-        shape = (self.B, self.S, self.H, self.D)
+    def others(self, random: Random, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
         frequencies = 1e4 ** -(torch.arange(self.D // 2, dtype=torch.float64, device=random.device) * 2 / self.D)
         angles = torch.arange(self.S, dtype=torch.float64, device=random.device)[:, None] * frequencies
-        tables = {"cos": angles.cos().to(random.dtype), "sin": angles.sin().to(random.dtype)}
-        return Inputs({"x": random.normal(*shape)}, tables, [random.normal(*shape)])
+        return {"cos": angles.cos().to(random.dtype), "sin": angles.sin().to(random.dtype)}
 
     def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
         first, second = leaves[0].chunk(2, dim=-1)
         cos, sin = others["cos"][:, None], others["sin"][:, None]  # [S, 1, D / 2]
         return (torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1),)
 
-    def flashtile(self, backend: str, others: dict[str, Tensor]) -> Way:
-        return Way(lambda x: flashtile.apply_rotary(x, others["cos"], others["sin"], backend=backend))
-
-    def peers(self) -> dict[str, Build]:
-        return {"liger": _liger_rotary, "quack": peer("quack.rotary.apply_rotary_emb", read=("cos", "sin"))}
-
-    def bytes(self, phase: str) -> int:
-        return (2 * self.B * self.width() + self.S * self.D) * self.torch_dtype.itemsize
+    def calls(self) -> dict[str, Build]:
+        ours, quack = (
+            call(f, read=("cos", "sin")) for f in ("flashtile.apply_rotary", "quack.rotary.apply_rotary_emb")
+        )
+        return {"flashtile": ours, "liger": _liger_rotary, "quack": quack}
 
 
 def _liger_rotary(others: dict[str, Tensor]) -> Way:
@@ -307,56 +246,49 @@ def _liger_rotary(others: dict[str, Tensor]) -> Way:
 
 @dataclass(frozen=True)
 class CausalSoftmax(Companion):
-    """`flashtile.scaled_causal_softmax` of scores `[B, H, S, S]`."""
+    """`flashtile.scaled_causal_softmax` of scores `[B, H, S, S]`. What is masked out need not be read."""
 
     B: int
     H: int
     S: int
 
-    op: ClassVar[str] = "causal_softmax"
-    label: ClassVar[str] = "{B}x{H}x{S}x{S}"
+    op = "causal_softmax"
+    leaves: ClassVar = {"x": "B H S S"}
+    outputs: ClassVar = {"out": "B H S S"}
+    saved = ("out",)
 
-    def width(self) -> int:
-        return self.H * self.S**2
-
-    def make_inputs(self, random: Random) -> Inputs:
-        shape = (self.B, self.H, self.S, self.S)
-        return Inputs({"x": random.normal(*shape)}, {"mask": self._mask(random)}, [random.normal(*shape)])
+    def others(self, random: Random, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"mask": torch.ones(self.S, self.S, dtype=torch.bool, device=random.device).triu(1)}
 
     def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return ((leaves[0] * _SCALE).masked_fill(others["mask"], float("-inf")).softmax(dim=-1),)
 
-    def flashtile(self, backend: str, others: dict[str, Tensor]) -> Way:
-        return Way(lambda x: flashtile.scaled_causal_softmax(x, _SCALE, backend=backend))
+    def calls(self) -> dict[str, Build]:
+        return {"flashtile": call("flashtile.scaled_causal_softmax", _SCALE)}
 
     def bytes(self, phase: str) -> int:
-        """What is masked out need not be read, only written."""
         visible, whole = self.S * (self.S + 1) // 2, self.S**2
         return self.B * self.H * ((1 if phase == "fwd" else 2) * visible + whole) * self.torch_dtype.itemsize
-
-    def _mask(self, random: Random) -> Tensor:
-        return torch.ones(self.S, self.S, dtype=torch.bool, device=random.device).triu(1)
 
 
 @dataclass(frozen=True)
 class MaskedSoftmax(CausalSoftmax):
-    """`flashtile.scaled_masked_softmax` with a mask `[B, 1, S, S]` that takes out a quarter of the keys."""
+    """`flashtile.scaled_masked_softmax` with a mask `[B, 1, S, S]` that takes out a quarter of the keys. The backward
+    needs no mask."""
 
-    op: ClassVar[str] = "masked_softmax"
-    rowwise: ClassVar[frozenset[str]] = frozenset(("x", "mask", "out"))
+    op = "masked_softmax"
+    rowwise = frozenset(("x", "mask", "out"))
 
-    def flashtile(self, backend: str, others: dict[str, Tensor]) -> Way:
-        return Way(lambda x: flashtile.scaled_masked_softmax(x, others["mask"], _SCALE, backend=backend))
-
-    def bytes(self, phase: str) -> int:
-        """The backward needs the result alone, and no mask."""
-        scores = self.B * self.width() * self.torch_dtype.itemsize
-        return 2 * scores + self.B * self.S**2 if phase == "fwd" else 3 * scores
-
-    def _mask(self, random: Random) -> Tensor:
+    def others(self, random: Random, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
         mask = random.booleans(self.B, 1, self.S, self.S, probability=_MASKED)
         mask[..., 0] = False  # the formula has no answer for a row with nothing left
-        return mask
+        return {"mask": mask}
+
+    def calls(self) -> dict[str, Build]:
+        return {"flashtile": call("flashtile.scaled_masked_softmax", _SCALE, read=("mask",))}
+
+    def bytes(self, phase: str) -> int:
+        return Companion.bytes(self, phase) + self.B * self.S**2 * (phase == "fwd")
 
 
 @dataclass(frozen=True)
@@ -366,31 +298,204 @@ class CrossEntropy(Companion):
     rows: int
     vocabulary: int
 
-    op: ClassVar[str] = "cross_entropy"
-    label: ClassVar[str] = "{rows}x{vocabulary}"
-    widest: ClassVar[str] = "vocabulary"
-    phases: ClassVar[tuple[str, ...]] = ("fwd", "bwd", "fwd+bwd")
-    outputs: ClassVar[tuple[str, ...]] = ("loss",)
-    rowwise: ClassVar[frozenset[str]] = frozenset(("logits", "labels"))
+    op = "cross_entropy"
+    phases = ("fwd", "bwd", "fwd+bwd")
+    leaves: ClassVar = {"logits": "rows vocabulary"}
+    outputs: ClassVar = {"loss": ""}
+    rowwise = frozenset(("logits", "labels"))
+    saved = ("logits",)
 
-    def make_inputs(self, random: Random) -> Inputs:
-        leaves = {"logits": random.normal(self.rows, self.vocabulary)}
-        return Inputs(leaves, {"labels": random.labels(self.rows, self.vocabulary)}, [one(random)])
+    def others(self, random: Random, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"labels": random.labels(len(next(iter(leaves.values()))), self.vocabulary)}
 
     def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return (F.cross_entropy(leaves[0], others["labels"]),)
 
-    def flashtile(self, backend: str, others: dict[str, Tensor]) -> Way:
-        return Way(lambda logits: flashtile.cross_entropy(logits, others["labels"], backend=backend))
-
-    def peers(self) -> dict[str, Build]:
-        quack = peer("quack.cross_entropy.cross_entropy", read=["labels"], reduction="mean")
-        return {"liger": peer(f"{LIGER}cross_entropy", read=["labels"]), "quack": quack}
+    def calls(self) -> dict[str, Build]:
+        return {
+            "flashtile": call("flashtile.cross_entropy", read=["labels"]),
+            "liger": call(f"{_LIGER}cross_entropy", read=["labels"]),
+            "quack": call("quack.cross_entropy.cross_entropy", read=["labels"], reduction="mean"),
+        }
 
     def lacks(self, implementation: str, phase: str) -> str | None:
-        """Liger's backward has nothing left to do."""
         return "computes its gradient in the forward" if (implementation, phase) == ("liger", "bwd") else None
 
-    def bytes(self, phase: str) -> int:
-        """Together, forward and backward could read the logits once."""
-        return (1 if phase == "fwd" else 2) * self.rows * self.vocabulary * self.torch_dtype.itemsize
+
+@dataclass(frozen=True)
+class LinearCrossEntropy(Companion):
+    """`flashtile.linear_cross_entropy` of `[tokens, hidden]` and an output layer `[vocabulary, hidden]`."""
+
+    tokens: int
+    hidden: int
+    vocabulary: int
+
+    op = "linear_cross_entropy"
+    phases = ("fwd+bwd",)
+    leaves: ClassVar = {"x": "tokens hidden", "weight": "vocabulary hidden"}
+    outputs: ClassVar = {"loss": ""}
+    rowwise = frozenset(("x", "labels"))
+    products = ("tokens hidden vocabulary",)
+    others = CrossEntropy.others
+
+    def width(self) -> int:
+        return self.vocabulary
+
+    def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return (F.cross_entropy(F.linear(*leaves), others["labels"]),)
+
+    def calls(self) -> dict[str, Build]:
+        """Liger's sums of gradients in float32, as the others': in bfloat16, its default, they lose much over the
+        chunks. QuACK's without its search for tiles, which takes minutes, here and below."""
+        return {
+            "flashtile": call("flashtile.linear_cross_entropy", read=["labels"]),
+            "liger": call(f"{_LIGER}fused_linear_cross_entropy", read=["labels"], accum_dtype=torch.float32),
+            "quack": call("quack.linear_cross_entropy.chunked_linear_cross_entropy", read=["labels"], tuned=False),
+        }
+
+
+@dataclass(frozen=True)
+class FusedDense(Companion):
+    """`flashtile.fused_dense` of `[tokens, columns]` to `[tokens, features]`, with a bias."""
+
+    tokens: int
+    columns: int
+    features: int
+
+    op = "fused_dense"
+    phases = ("fwd", "fwd+bwd")
+    leaves: ClassVar = {"x": "tokens columns", "weight": "features columns", "bias": "features"}
+    outputs: ClassVar = {"out": "tokens features"}
+    products = ("tokens columns features",)
+
+    def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return (F.linear(*leaves),)
+
+    def calls(self) -> dict[str, Build]:
+        return {"flashtile": call("flashtile.fused_dense"), "quack": call("quack.linear.linear_func", tuned=False)}
+
+
+@dataclass(frozen=True)
+class FusedMLP(Companion):
+    """`flashtile.fused_mlp` of `[tokens, hidden]` with `inner` hidden units: with biases, or gated and without."""
+
+    tokens: int
+    hidden: int
+    inner: int
+    activation: str
+    gated: bool = False
+
+    op = "fused_mlp"
+    phases = ("fwd", "fwd+bwd")
+    outputs: ClassVar = {"out": "tokens hidden"}
+    products = ("tokens hidden first", "tokens inner hidden")
+
+    @property
+    def leaves(self) -> Mapping[str, str]:  # type: ignore[override]
+        weights = {"x": "tokens hidden", "weight1": "first hidden", "weight2": "hidden inner"}
+        return weights if self.gated else {**weights, "bias1": "first", "bias2": "hidden"}
+
+    @property
+    def first(self) -> int:
+        """Rows of weight1."""
+        return 2 * self.inner if self.gated else self.inner
+
+    @property
+    def size(self) -> str:
+        kind = f"{self.activation}{'_gated' if self.gated else ''}"
+        return f"{kind}-{self.tokens}x{self.hidden}x{self.inner}"
+
+    def width(self) -> int:
+        return self.first
+
+    def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        x, weight1, weight2, *biases = leaves
+        bias1, bias2 = biases or (None, None)
+        values = F.linear(x, weight1, bias1)
+        if not self.gated:
+            return (F.linear(_ACTIVATIONS[self.activation](values), weight2, bias2),)
+        values, gates = values.chunk(2, dim=-1)
+        return (F.linear(values * _ACTIVATIONS[self.activation](gates), weight2, bias2),)
+
+    def calls(self) -> dict[str, Build]:
+        found: dict[str, Build] = {"flashtile": self._ours}
+        if self.gated and self.activation == "silu":
+            found |= {"liger": _liger_swiglu, "quack": _quack_swiglu}
+        elif self.activation == "gelu_tanh":
+            found["quack"] = _quack_gelu
+        return found
+
+    def _ours(self, others: dict[str, Tensor], **options: Any) -> Way:
+        options |= {"activation": self.activation, "gated": self.gated}
+        mlp: Callable[..., Any] = flashtile.fused_mlp
+        return Way(lambda x, first, second, bias1=None, bias2=None: mlp(x, first, bias1, second, bias2, **options))
+
+
+def _liger_swiglu(others: dict[str, Tensor]) -> Way:
+    """Gates and values come from layers of their own."""
+    from liger_kernel.transformers.functional import liger_swiglu
+
+    def function(x: Tensor, values: Tensor, gates: Tensor, weight2: Tensor) -> Tensor:
+        return F.linear(liger_swiglu(F.linear(x, gates), F.linear(x, values)), weight2)
+
+    return Way(
+        function,
+        own_leaves=lambda leaves: [leaves[0], *leaves[1].chunk(2), leaves[2]],
+        gradients=lambda gradients: [gradients[0], torch.cat(gradients[1:3]), gradients[3]],
+    )
+
+
+def _quack_swiglu(others: dict[str, Tensor]) -> Way:
+    """Its first layer has gates and values in turn."""
+
+    def in_turn(leaves: Tensors) -> Tensors:
+        x, weight1, weight2 = leaves
+        values, gates = weight1.chunk(2)
+        return [x, torch.stack([gates, values], dim=1).flatten(0, 1), weight2]
+
+    def apart(gradients: Tensors) -> Tensors:
+        x, weight1, weight2 = gradients
+        gates, values = weight1.unflatten(0, (-1, 2)).unbind(1)
+        return [x, torch.cat([values, gates]), weight2]
+
+    way = call("quack.mlp.mlp_func", "swiglu", tuned=False)(others)
+    return replace(way, own_leaves=in_turn, gradients=apart)
+
+
+def _quack_gelu(others: dict[str, Tensor]) -> Way:
+    from quack.mlp import mlp_func
+
+    def function(x: Tensor, weight1: Tensor, weight2: Tensor, bias1: Tensor, bias2: Tensor) -> Tensor:
+        return mlp_func(x, weight1, weight2, "gelu_tanh_approx", bias1=bias1, bias2=bias2, tuned=False)
+
+    return Way(function)
+
+
+_Sizes = list[tuple[Any, ...]]
+_NORMS: tuple[_Sizes, _Sizes] = [(16384, width) for width in (1024, 4096, 8192)], [(512, 512)]
+#: Each operation with its cases on a GPU, sizes of large language models in bf16, and on a CPU, small ones in fp32.
+#: Copies are from the size of the smallest case to that of the largest.
+_TABLE: dict[type[Companion], tuple[_Sizes, _Sizes]] = {
+    Copy: ([(1024 * mib,) for mib in (32, 128, 256, 1024, 2048)], [(1024,)]),
+    LayerNorm: _NORMS,
+    RMSNorm: _NORMS,
+    DropoutAddLayerNorm: tuple([(*size, p) for p in (0.1, 0.0) for size in sizes] for sizes in _NORMS),  # type: ignore[dict-item]
+    DropoutAddRMSNorm: _NORMS,
+    Rotary: ([(4, 4096, 32, 128)], [(2, 256, 8, 64)]),
+    CausalSoftmax: ([(8, 16, 2048)], [(1, 4, 256)]),
+    MaskedSoftmax: ([(8, 16, 2048)], [(1, 4, 256)]),
+    CrossEntropy: ([(8192, vocabulary) for vocabulary in (50257, 50304, 128256)], [(256, 1000)]),
+    LinearCrossEntropy: ([(16384, 4096, 128256)], [(256, 64, 1000)]),
+    FusedDense: ([(16384, 4096, 4096)], [(256, 128, 512)]),
+    FusedMLP: (
+        [(16384, 4096, 16384, "gelu_tanh"), (16384, 4096, 16384, "silu", True)],
+        [(256, 128, 512, "gelu_tanh"), (256, 128, 512, "silu", True)],
+    ),
+}
+OPERATIONS = {kind.op: kind for kind in _TABLE}
+
+
+def tables(device: torch.device) -> dict[str, list[Companion]]:
+    """The cases of each operation, copies first."""
+    dtype, place = ("bf16", 0) if device.type == "cuda" else ("fp32", 1)
+    return {kind.op: [kind(dtype, *sizes) for sizes in of_kind[place]] for kind, of_kind in _TABLE.items()}

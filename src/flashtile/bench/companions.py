@@ -9,6 +9,8 @@ Comparisons go by pieces too, each of which must be within the tolerance.
 from __future__ import annotations
 
 import functools
+import importlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,8 +68,22 @@ class Way:
     own_bits: bool = False
 
 
-#: Makes a way from `Inputs.others`.
-Build = Callable[[dict[str, Tensor]], Way]
+#: Makes a way from `Inputs.others`; ours takes a backend too.
+Build = Callable[..., Way]
+
+
+def call(path: str, *arguments: Any, read: Sequence[str] = (), seed: str = "", **options: Any) -> Build:
+    """A package's function, imported when it is needed, of the leaves, the others that it reads, and arguments. `seed`:
+    the argument that takes the seed of dropout, None without."""
+
+    def build(others: dict[str, Tensor], **more: Any) -> Way:
+        module, _, name = path.rpartition(".")
+        function, tensors = getattr(importlib.import_module(module), name), [others[each] for each in read]
+        named = {**options, **more, **({seed: others.get("seed")} if seed else {})}
+        return Way(lambda *leaves: function(*leaves, *tensors, *arguments, **named))
+
+    return build
+
 
 _BACKENDS = {"flashtile-triton": "triton", "flashtile-cpu": "cpu"}
 
@@ -95,22 +111,30 @@ class Random:
 class Companion(AnyCase, ABC):
     """One call of a companion operation. Field names are the keys of `case` in a record.
 
+    Shapes are names of fields, such as "rows columns".
+
     Attributes of the class:
         phases: what is measured.
-        label: the sizes in the name.
-        widest: the field that is the width of the widest matrix of the formula.
-        outputs: names of what the formula returns.
+        label: the sizes in the name; None for all of them.
+        leaves: shapes of what takes a gradient.
+        outputs: shapes of what the formula returns; "" is a mean over all rows.
+        tables: shapes of what each phase reads beside them, for `bytes`.
+        saved: names of the leaves and outputs that a backward reads.
         rowwise: names of leaves, others and outputs that have a row (first dimension) for each row of the problem. The
-            other leaves belong to all rows, and the other outputs are means over them.
+            other leaves belong to all rows.
+        products: rows, columns and features of the products of matrices in a forward.
     """
 
     dtype: str
 
     phases: ClassVar[tuple[str, ...]] = ("fwd", "bwd")
-    label: ClassVar[str] = "{rows}x{columns}"
-    widest: ClassVar[str] = "columns"
-    outputs: ClassVar[tuple[str, ...]] = ("out",)
+    label: ClassVar[str | None] = None
+    leaves: ClassVar[Mapping[str, str]]
+    outputs: ClassVar[Mapping[str, str]]
+    tables: ClassVar[Mapping[str, str]] = {}
+    saved: ClassVar[tuple[str, ...]] = ()
     rowwise: ClassVar[frozenset[str]] = frozenset(("x", "out"))
+    products: ClassVar[tuple[str, ...]] = ()
 
     @property
     def name(self) -> str:
@@ -120,36 +144,56 @@ class Companion(AnyCase, ABC):
     @property
     def size(self) -> str:
         """The part of the name between operation and dtype."""
-        return self.label.format(**vars(self))
+        sizes = {name: value for name, value in vars(self).items() if name != "dtype"}
+        return "x".join(map(str, sizes.values())) if self.label is None else self.label.format(**sizes)
+
+    def shape(self, sizes: str) -> tuple[int, ...]:
+        return tuple(getattr(self, name) for name in sizes.split())
 
     def width(self) -> int:
         """Elements of the widest matrix of the formula, for each row of the problem."""
-        return getattr(self, self.widest)
+        shapes = {**self.leaves, **self.outputs}
+        return max(math.prod(self.shape(shapes[name])[1:]) for name in self.rowwise & shapes.keys())
 
-    @abstractmethod
     def make_inputs(self, random: Random) -> Inputs:
-        """Its tensors."""
+        """Random tensors. Weights of layers are so small that a product keeps the variance."""
+        leaves = {
+            name: random.normal(*(shape := self.shape(sizes)), scale=shape[-1] ** -0.5 if name in self._layers else 1.0)
+            for name, sizes in self.leaves.items()
+        }
+        upstream = [
+            random.normal(*self.shape(sizes)) if sizes else torch.ones((), dtype=random.dtype, device=random.device)
+            for sizes in self.outputs.values()
+        ]
+        return Inputs(leaves, self.others(random, leaves), upstream if len(self.phases) > 1 or self.products else [])
+
+    @property
+    def _layers(self) -> set[str]:
+        return {name for name, sizes in self.leaves.items() if name.startswith("weight") and " " in sizes}
+
+    def others(self, random: Random, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors that take no gradient."""
+        return {}
 
     @abstractmethod
     def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """The outputs in plain PyTorch, in the dtype of the leaves, for any number of rows."""
 
-    def ways(self) -> dict[str, Build]:
-        """Name of an implementation that has the operation -> how it computes it; peers are imported there."""
-        ours = {name: functools.partial(self.flashtile, backend) for name, backend in _BACKENDS.items()}
-        return {**ours, "eager": self.eager, "compile": self._compiled, **self.peers()}
+    def calls(self) -> dict[str, Build]:
+        """How "flashtile", and the packages that have the operation, are called."""
+        return {}
 
-    def flashtile(self, backend: str, others: dict[str, Tensor]) -> Way:
-        """Ours; every operation that names us among its `ways` has it."""
-        raise AssertionError(f"{self.op} is no operation of flashtile")
+    def ways(self) -> dict[str, Build]:
+        """Name of an implementation that has the operation -> how it computes it."""
+        calls = self.calls()
+        ours = calls.pop("flashtile", None)
+        backends = _BACKENDS if ours else {}
+        found = {name: functools.partial(ours, backend=backend) for name, backend in backends.items() if ours}
+        return {**found, "eager": self.eager, "compile": self._compiled, **calls}
 
     def eager(self, others: dict[str, Tensor]) -> Way:
         """The formula as PyTorch runs it."""
         return Way(lambda *leaves: self.formula(leaves, others))
-
-    def peers(self) -> dict[str, Build]:
-        """The packages that have the operation."""
-        return {}
 
     def lacks(self, implementation: str, phase: str) -> str | None:
         """Why an implementation that has the operation cannot run one of its phases, or None."""
@@ -168,6 +212,21 @@ class Companion(AnyCase, ABC):
             AssertionError: they cannot be such bits.
         """
         raise AssertionError(f"{self.op} draws no random bits")
+
+    def bytes(self, phase: str) -> int:
+        """A forward reads leaves and tables and writes outputs; a backward reads what is saved, tables and the
+        gradients of outputs, and writes those of leaves; both read and write each of the forward and its gradient."""
+        forward = [*self.leaves.values(), *self.outputs.values(), *self.tables.values()]
+        if phase == "bwd":
+            named = {**self.leaves, **self.outputs}
+            forward += [named[name] for name in self.saved]
+        elements = sum(math.prod(self.shape(sizes)) for sizes in forward if sizes)
+        return (2 if phase == "fwd+bwd" else 1) * elements * self.torch_dtype.itemsize
+
+    def flops(self, phase: str) -> float | None:
+        """A backward has two products for each of the forward's."""
+        forward = sum(2.0 * math.prod(self.shape(sizes)) for sizes in self.products)
+        return (forward if phase == "fwd" else 3 * forward) if self.products else None
 
 
 IMPLEMENTATIONS = (

@@ -10,7 +10,7 @@ import torch
 
 from flashtile.bench import (
     breakdown,
-    companion_products,
+    companion_cases,
     companions,
     implementations,
     oracle,
@@ -83,7 +83,7 @@ BENCHMARKS = {
         choose=lambda given, device: tables.cases_named(device, given.get("table", ()), given.get("quick", False)),
     ),
     "companions": Benchmark(
-        "Companions", companion_products.OPERATIONS, companion_products.tables, companions.IMPLEMENTATIONS,
+        "Companions", companion_cases.OPERATIONS, companion_cases.tables, companions.IMPLEMENTATIONS,
         companions.CompanionProblem, option="op", needs="named",
     ),
     "serving": Benchmark(

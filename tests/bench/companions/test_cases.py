@@ -6,17 +6,20 @@ import torch
 from flashtile.bench import companions
 from flashtile.bench.base import select_cases, select_implementations
 from flashtile.bench.companion_cases import (
+    OPERATIONS,
     CausalSoftmax,
     Copy,
     CrossEntropy,
     DropoutAddLayerNorm,
     DropoutAddRMSNorm,
+    FusedDense,
+    FusedMLP,
     LayerNorm,
+    LinearCrossEntropy,
     MaskedSoftmax,
     RMSNorm,
     Rotary,
 )
-from flashtile.bench.companion_products import OPERATIONS, FusedDense, FusedMLP, LinearCrossEntropy
 from flashtile.bench.companions import IMPLEMENTATIONS, Random, evaluate
 from flashtile.bench.registry import BENCHMARKS
 from flashtile.bench.start import ChoiceError

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flashtile.bench import companion_products, companions, runner
+from flashtile.bench import companions, runner
 from flashtile.bench.base import Implementation
 from flashtile.bench.commands import measure
 from flashtile.bench.companion_cases import (
@@ -19,13 +19,16 @@ from flashtile.bench.companion_cases import (
     CrossEntropy,
     DropoutAddLayerNorm,
     DropoutAddRMSNorm,
+    FusedDense,
+    FusedMLP,
     LayerNorm,
+    LinearCrossEntropy,
     MaskedSoftmax,
     RMSNorm,
     Rotary,
 )
-from flashtile.bench.companion_products import FusedDense, FusedMLP, LinearCrossEntropy
 from flashtile.bench.companions import IMPLEMENTATIONS, Bound, CompanionProblem, Random, Way, evaluate
+from flashtile.bench.registry import BENCHMARKS
 
 CPU = torch.device("cpu")
 BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}
@@ -131,7 +134,7 @@ def test_dropout_that_does_not_scale_is_found(monkeypatch):
         def function(x, residual, *parameters):
             kept = torch.rand_like(x) >= case.dropout_p
             total = x * kept + residual
-            return case._normalise(total, *parameters), total
+            return case.normalise(total, *parameters), total
 
         return Way(function, own_bits=True)
 
@@ -191,7 +194,7 @@ def test_missing_packages_and_failures_are_reasons(monkeypatch):
     case = LayerNorm("fp32", 7, 33)
     missing = Implementation("liger", ("cpu",), package=("no_such_package", "no-such-package"))
     failing = Implementation("quack", ("cpu",))
-    monkeypatch.setattr(LayerNorm, "peers", lambda self: {"liger": _unreachable, "quack": _unreachable})
+    monkeypatch.setattr(LayerNorm, "calls", lambda self: {"liger": _unreachable, "quack": _unreachable})
     rows = runner.run_case(case, [missing, failing], CPU, CompanionProblem)
     assert [row["why"] for row in rows] == ["no-such-package is not installed"] * 2 + ["RuntimeError: unreachable"] * 2
 
@@ -346,7 +349,8 @@ def _rotate_half(x):
 
 
 def test_command_writes_a_record_of_the_documented_form(tmp_path, monkeypatch):
-    monkeypatch.setattr(companion_products, "_cpu_cases", lambda: TINY)
+    tiny = replace(BENCHMARKS["companions"], tables=lambda device: {"copy": TINY[:1], "rms_norm": TINY[2:3]})
+    monkeypatch.setitem(BENCHMARKS, "companions", tiny)
     output, seen = tmp_path / "record.json", []
     options = {"op": ["copy,rms_norm"], "impl": ["eager"], "seconds": 0.0}
     record = measure("companions", options, output, lambda *given: seen.append((*given[:2], given[3] is None)))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flashtile.bench.base import is_ours
-from flashtile.bench.companion_products import OPERATIONS as COMPANIONS
+from flashtile.bench.companion_cases import OPERATIONS as COMPANIONS
 from flashtile.bench.html import words
 from flashtile.bench.html.charts import Named, Part, by_length, in_order, record_part, styles
 from flashtile.bench.html.drawing import DARK, LIGHT, Chart, DotChart, draw, shared_styles
