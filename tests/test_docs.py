@@ -59,6 +59,13 @@ def _source_files() -> set[str]:
     return {file.name for folder in folders for file in (ROOT / folder).rglob("*.py")}
 
 
+@functools.cache
+def _words_of_the_code() -> set[str]:
+    folders = ("src", "tests", "tools")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)]
+    return {word for path in files for word in (path.stem, *re.findall(r"\w+", path.read_text("utf-8")))}
+
+
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if _SNIPPET.search(path.read_text("utf-8"))], ids=_name)
 def test_snippets_run(path, monkeypatch, capsys):
     """All snippets of a document run in order in one namespace, and print what the document says that they print.
@@ -96,6 +103,21 @@ def test_links_and_files_exist(path):
     if path.parent == ROOT / "docs":  # decisions keep the names of their time
         unknown = set(_SOURCE_FILE.findall(text)) - _source_files()
         assert not unknown, f"names {unknown}"
+
+
+@pytest.mark.parametrize(
+    "name", ["adding_a_feature", "adding_an_operation", "design", "kernels", "reading_the_kernels"]
+)
+def test_names_in_the_pages_about_the_code_exist(name):
+    """Each name in backticks that no prose has: `with_underscores` or `InCapitals`."""
+    prose = re.sub(
+        r"^```.*?^```$", "", (ROOT / "docs" / f"{name}.md").read_text("utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+    named = {word for span in re.findall(r"`([^`\n]+)`", prose) for word in re.findall(r"\w+", span)}
+    unknown = {word for word in named - _words_of_the_code() if re.search(r"\w_\w|[a-z][A-Z]", word)} - {
+        "custom_op"
+    }  # PyTorch's
+    assert not unknown
 
 
 def test_what_was_tried_of_each_package_is_held_by_tests():
