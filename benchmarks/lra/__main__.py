@@ -30,10 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"python -m benchmarks.lra: {error}", file=sys.stderr)
         return 2
-    settings = Settings(
-        given.task, given.batch, given.layers, given.width, given.heads, given.examples, given.held_out,
-        given.learning_rate, "bf16" if device.type == "cuda" else "fp32",
-    )  # fmt: skip
+    names = ("task", "layers", "width", "heads", "examples", "held_out", "learning_rate")
+    dtype = "bf16" if device.type == "cuda" else "fp32"
+    settings = Settings(B=given.batch, dtype=dtype, **{name: getattr(given, name) for name in names})
     command = command_line("python -m benchmarks.lra", arguments)
     recorder = Recorder(device, command, given.output)
 
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # Images are all of one size: there is nothing to unpad.
     impls = given.impl or [name for name, way in ATTENTIONS.items() if not (way.packed and task.grid)]
-    train_all(settings, task, impls, range(given.seeds), budget, device, given.workers, on_row)
+    train_all(settings, task, impls, range(given.seeds), budget, device, workers=given.workers, on_row=on_row)
     return 0
 
 

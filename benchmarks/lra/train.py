@@ -45,7 +45,8 @@ class Run:
     def __init__(
         self, settings: Settings, task: Task, impl: str, seed: int, training: Examples, device: torch.device
     ) -> None:
-        self._settings, self._seed, self._training, self._device = settings, seed, training, device
+        self.settings, self.task, self.impl, self.seed, self.device = settings, task, impl, seed, device
+        self._training = training
         sizes = Sizes(task.vocabulary, task.classes, task.context, settings.layers, settings.width, settings.heads)
         torch.manual_seed(seed)
         self.model = Classifier(sizes, ATTENTIONS[impl], task.grid).to(device)
@@ -54,10 +55,10 @@ class Run:
     def step(self, step: int, steps: int) -> torch.Tensor:
         """One of so many steps; the loss, on the device."""
         for group in self._optimizer.param_groups:
-            group["lr"] = self._settings.learning_rate * _schedule(step, steps)
-        generator = torch.Generator().manual_seed(1_000_003 * self._seed + step)
-        rows = torch.randint(len(self._training), (self._settings.B,), generator=generator)
-        batch = self._training.batch(rows, self._device)
+            group["lr"] = self.settings.learning_rate * _schedule(step, steps)
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + step)
+        rows = torch.randint(len(self._training), (self.settings.B,), generator=generator)
+        batch = self._training.batch(rows, self.device)
         loss = F.cross_entropy(self._logits(batch), batch.labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -70,12 +71,12 @@ class Run:
         """Share of the examples whose class the model names."""
         right = [
             (self._logits(batch).argmax(-1) == batch.labels).sum()
-            for batch in examples.batches(2 * self._settings.B, self._device)
+            for batch in examples.batches(2 * self.settings.B, self.device)
         ]
         return float(torch.stack(right).sum()) / len(examples)
 
     def _logits(self, batch: Examples) -> torch.Tensor:
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._settings.dtype == "bf16"):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bf16"):
             return self.model(batch).float()
 
 
@@ -97,24 +98,20 @@ def train_all(
     training, test = task.make(settings.examples + settings.held_out, 0, task.options, workers).split(settings.held_out)
     left = budget
     if budget.minutes is not None:
-        # What the examples took is gone.
+        # The time that the examples took is gone.
         left = Budget(minutes=max(budget.minutes - (time.perf_counter() - begin) / 60, budget.minutes / 10))
     seconds = [_step_seconds(Run(settings, task, impl, 0, training, device), device) for impl in impls]
     steps = left.steps_each(seconds, len(seeds))
     rows = []
     for seed in seeds:
         for impl in impls:
-            rows.append(_train(settings, task, impl, seed, steps, training, test, device))
+            rows.append(_train(Run(settings, task, impl, seed, training, device), steps, test))
             on_row(rows[-1])
     return rows
 
 
-def _train(
-    settings: Settings, task: Task, impl: str, seed: int, steps: int, training: Examples, test: Examples,
-    device: torch.device,
-) -> dict[str, Any]:  # fmt: skip
-    run = Run(settings, task, impl, seed, training, device)
-    watch = Stopwatch(device)
+def _train(run: Run, steps: int, test: Examples) -> dict[str, Any]:
+    watch, settings = Stopwatch(run.device), run.settings
     watch.start()
     losses = [run.step(step, steps) for step in range(steps)]
     seconds = watch.seconds()
@@ -122,11 +119,12 @@ def _train(
     every = math.ceil(steps / _POINTS)
     means = [sum(part) / len(part) for part in (curve[first : first + every] for first in range(0, steps, every))]
     # `examples` says how they were made; null where a loss is no number, which JSON does not have.
-    case = {**asdict(settings), "S": task.context, "steps": steps, "seed": seed, "made": asdict(task.options)}
+    case = {**asdict(settings), "S": run.task.context, "steps": steps, "seed": run.seed}
+    case["made"] = asdict(run.task.options)
     return make_row(
         f"lra-{settings.task}",
         "train",
-        impl,
+        run.impl,
         case,
         ms=1e3 * seconds / steps,
         accuracy=run.accuracy(test),
@@ -135,7 +133,7 @@ def _train(
         peak_mib=watch.peak_mib(),
         curve=[mean if math.isfinite(mean) else None for mean in means],
         curve_every=every,
-        note=ATTENTIONS[impl].note,
+        note=ATTENTIONS[run.impl].note,
         timer="perf-counter",
     )
 

@@ -154,7 +154,7 @@ def tables_of_all_commands():
     results = Results(plan.make_plan(CPU, 20.0), "a book", trainings, None, points, {})
     yield from (training_table(results), scaling_table(results), doctor.facts_table())
     yield doctor.backends_table([doctor.examine(backend) for backend in doctor.backends()])
-    call = Call(1, 8192, None, 16, None, 64, None, "bf16", True, None, 0.1, False, "auto", "sm_90")
+    call = Call(1, 8192, causal=True, dropout_p=0.1, device="sm_90")
     yield describe_io(call, "sm_90")
 
 

@@ -22,7 +22,7 @@ from flashtile.bench.base import AnyCase, Implementation, select_cases, select_i
 from flashtile.bench.record import Key, Record, Recorder, Row, command_line, require_writable, row_key, write_record
 from flashtile.bench.registry import BENCHMARKS, Options
 from flashtile.bench.report import Report, Table, comparison_tables, reasons
-from flashtile.bench.runner import Announce, announced, run_cases, say_nothing
+from flashtile.bench.runner import Announce, announced, say_nothing, side_stream
 from flashtile.bench.start import ChoiceError
 
 #: Called with index, number of cases and case: before a case is measured with None, and afterwards with its rows.
@@ -64,12 +64,12 @@ def measure(
             ahead.compile_ahead(command, cases, chosen, device, jobs)
     recorder = Recorder(device, command_line(), output)
 
-    def keep_rows(index: int, case: AnyCase, rows: list[Row] | None) -> None:
-        if rows is not None:
+    with side_stream(device):
+        for index, case in enumerate(cases):
+            on_case(index, len(cases), case, None)
+            rows = benchmark.run(case, chosen, device, benchmark.problem, given.get("seconds"), announce)
             recorder.add(rows)
-        on_case(index, len(cases), case, rows)
-
-    run_cases(cases, chosen, device, benchmark.problem, given.get("seconds"), keep_rows, benchmark.run, announce)
+            on_case(index, len(cases), case, rows)
     return recorder.record
 
 

@@ -98,28 +98,6 @@ class Prepared:
         self.spent[phase] += time.perf_counter() - begin
 
 
-def run_cases(
-    cases: Sequence[Any],
-    implementations: Sequence[Implementation],
-    device: torch.device,
-    problem: ProblemOf,
-    seconds: float | None = None,
-    on_case: Callable[[int, Any, list[Row] | None], None] = lambda index, case, rows: None,
-    run: Run | None = None,
-    announce: Announce = say_nothing,
-) -> list[Row]:
-    """Measures all cases. `on_case` is called with the index and the case, before it is measured with None, and
-    afterwards with its rows; `run` measures one, `run_case` if it is None, and the rest is as that has it."""
-    rows: list[Row] = []
-    with side_stream(device):
-        for index, case in enumerate(cases):
-            on_case(index, case, None)
-            case_rows = (run or run_case)(case, implementations, device, problem, seconds, announce)
-            rows += case_rows
-            on_case(index, case, case_rows)
-    return rows
-
-
 def run_case(
     case: Any,
     implementations: Iterable[Any],

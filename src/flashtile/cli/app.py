@@ -182,15 +182,12 @@ def explain(
 
     Exits with 1 when no backend serves the call.
     """
+    given = {name: value for name, value in locals().items() if name not in ("io", "as_json")}
 
     def work() -> bool:
         from flashtile.cli import explain as module
 
-        call = module.Call(
-            batch, seq, seq_k, heads, heads_kv, head_dim, head_dim_v, dtype,
-            causal, window, dropout_p, deterministic, backend, device, mask, bias, softcap, alibi, lengths,
-            sinks, align, block_mask,
-        )  # fmt: skip
+        call = module.Call(**given)
         console = make_console()
         explanation = module.explain(call)
         served = explanation.backend is not None

@@ -24,10 +24,11 @@ _BOTTOM_RIGHT: Literal["bottom_right"] = "bottom_right"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `flashtile.attention`: shapes and flags. `seq_k`, `heads_kv`, `head_dim_v`: None = as the other.
+    """A call of `flashtile.attention`: shapes and flags, by the names of the command's options.
 
     Attributes:
-        batch, seq_q: None = the default, 1 and 1,024.
+        batch, seq: None = the default, 1 and 1,024.
+        seq_k, heads_kv, head_dim_v: None = as the other.
         dtype: fp8 for 8-bit inputs, each with a factor for each key/value head.
         mask, bias: their dimensions, such as "B11K" (`parse_scores_shape`).
         lengths: of packed sequences, such as "300,1024", in place of `batch`, `seq_q` and `seq_k`.
@@ -36,28 +37,28 @@ class Call:
         block_mask: a pattern, such as "window:256" (`parse_block_mask`).
     """
 
-    batch: int | None
-    seq_q: int | None
-    seq_k: int | None
-    heads: int
-    heads_kv: int | None
-    head_dim: int
-    head_dim_v: int | None
-    dtype: str
-    causal: bool
-    window: str | None
-    dropout_p: float
-    deterministic: bool
-    backend: str
-    device: str | None
+    batch: int | None = None
+    seq: int | None = None
+    seq_k: int | None = None
+    heads: int = 16
+    heads_kv: int | None = None
+    head_dim: int = 64
+    head_dim_v: int | None = None
+    dtype: str = "bf16"
+    causal: bool = False
+    window: str | None = None
+    align: str = _BOTTOM_RIGHT
+    dropout_p: float = 0.0
     mask: str | None = None
     bias: str | None = None
     softcap: float | None = None
     alibi: bool = False
-    lengths: str | None = None
     sinks: bool = False
-    align: str = _BOTTOM_RIGHT
     block_mask: str | None = None
+    lengths: str | None = None
+    deterministic: bool = False
+    backend: str = "auto"
+    device: str | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -65,7 +66,7 @@ class Call:
         if self.lengths is not None:
             longest = max(parse_lengths(self.lengths))
             return 1, longest, longest
-        seq_q = 1024 if self.seq_q is None else self.seq_q
+        seq_q = 1024 if self.seq is None else self.seq
         return 1 if self.batch is None else self.batch, seq_q, seq_q if self.seq_k is None else self.seq_k
 
     @property
@@ -96,7 +97,7 @@ def explain(call: Call) -> flashtile.Explanation:
     rows_q: tuple[int, ...] = (batch, seq_q)
     rows_k: tuple[int, ...] = (batch, seq_k)
     if call.lengths is not None:
-        for option, value in (("--batch", call.batch), ("--seq", call.seq_q), ("--seq-k", call.seq_k)):
+        for option, value in (("--batch", call.batch), ("--seq", call.seq), ("--seq-k", call.seq_k)):
             if value is not None:
                 raise UserError(
                     f"{option}: expected none beside --lengths, which says how many sequences there are and how long "

@@ -1,4 +1,4 @@
-"""What the model needs to know of a device: data sheets, each with its source.
+"""Data sheets of devices, as the model needs them, each with its source.
 
 Rates are peaks. Nothing reaches them, so that what follows from them is the least time, not a forecast.
 """
@@ -6,6 +6,7 @@ Rates are peaks. Nothing reaches them, so that what follows from them is the lea
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -53,38 +54,31 @@ _KIB, _MIB = 2**10, 2**20
 _GIGA, _TERA = 1e9, 1e12
 
 
-def _nvidia(
-    name: str,
-    arch: str,
-    *,
-    bandwidth: float,
-    cache_mib: int,
-    tensor: float,
-    single: float,
-    multiprocessors: int,
-    clock: float,
-    shared_kib: int,
-    cache_bytes_per_clock: int | None = None,
-    integers_per_clock: int = 64,
-) -> Device:
-    """A GPU of which the data sheet gives bandwidth, products, multiprocessors and clock.
+class _Gpu(NamedTuple):
+    """What the data sheet of an NVIDIA GPU gives: GB/s, MiB of cache, TFLOP/s of 16-bit and of float32 products,
+    multiprocessors, GHz, KiB of shared memory, and bytes of the cache's two halves per clock."""
 
-    The other rates are per multiprocessor and clock, from table "Throughput of Native Arithmetic Instructions" of the
-    CUDA programming guide: 16 exponentials (special functions) on all of these, and 64 or 128 integer operations.
-    """
-    return Device(
-        name,
-        arch,
-        bandwidth,
-        cache_mib * _MIB,
-        None if cache_bytes_per_clock is None else cache_bytes_per_clock * clock,
-        {**dict.fromkeys(HALF, tensor), torch.float32: single},
-        16 * multiprocessors * clock,
-        integers_per_clock * multiprocessors * clock,
-        multiprocessors,
-        shared_kib * _KIB,
-        split_cache=cache_bytes_per_clock is not None,
-    )
+    arch: str
+    bandwidth: float
+    cache: int
+    tensor: float
+    single: float
+    multiprocessors: int
+    clock: float
+    shared: int
+    cache_rate: int | None = None
+
+    def device(self, name: str) -> Device:
+        """The other rates are per multiprocessor and clock, from table "Throughput of Native Arithmetic Instructions"
+        of the CUDA programming guide: 16 exponentials (special functions) and 64 integer operations on all of these."""
+        clocks = self.multiprocessors * self.clock * _GIGA
+        return Device(
+            name, self.arch, self.bandwidth * _GIGA, self.cache * _MIB,
+            cache_bandwidth=None if self.cache_rate is None else self.cache_rate * self.clock * _GIGA,
+            flops={**dict.fromkeys(HALF, self.tensor * _TERA), torch.float32: self.single * _TERA},
+            exponentials=16 * clocks, integers=64 * clocks, multiprocessors=self.multiprocessors,
+            shared_memory=self.shared * _KIB, split_cache=self.cache_rate is not None,
+        )  # fmt: skip
 
 
 #: Sources: NVIDIA A100 data sheet and whitepaper (312 TFLOP/s bfloat16, 19.5 float32, 40 MB of L2 in two partitions
@@ -95,100 +89,27 @@ def _nvidia(
 #: multiprocessors at 2.52 GHz); AMD Instinct MI300X data sheet (1,307 and 163.4 TFLOP/s, 5.3 TB/s, 304 compute units
 #: at 2.1 GHz, 256 MB of Infinity Cache that delivers 17.2 TB/s). Clocks are those at which the products were stated.
 #: The L2's bytes per clock are published for the A100 alone, and assumed for H100, H200 and B200.
-_TABLE = (
-    _nvidia(
-        "A100",
-        "sm_80",
-        bandwidth=2039 * _GIGA,
-        cache_mib=40,
-        tensor=312 * _TERA,
-        single=19.5 * _TERA,
-        multiprocessors=108,
-        clock=1.41e9,
-        shared_kib=164,
-        cache_bytes_per_clock=5120,
-    ),
-    _nvidia(
-        "A100-40GB",
-        "sm_80",
-        bandwidth=1555 * _GIGA,
-        cache_mib=40,
-        tensor=312 * _TERA,
-        single=19.5 * _TERA,
-        multiprocessors=108,
-        clock=1.41e9,
-        shared_kib=164,
-        cache_bytes_per_clock=5120,
-    ),
-    _nvidia(
-        "H100",
-        "sm_90",
-        bandwidth=3350 * _GIGA,
-        cache_mib=50,
-        tensor=989.4 * _TERA,
-        single=66.9 * _TERA,
-        multiprocessors=132,
-        clock=1.83e9,
-        shared_kib=228,
-        cache_bytes_per_clock=5120,
-    ),
-    _nvidia(
-        "H200",
-        "sm_90",
-        bandwidth=4800 * _GIGA,
-        cache_mib=50,
-        tensor=989.4 * _TERA,
-        single=66.9 * _TERA,
-        multiprocessors=132,
-        clock=1.83e9,
-        shared_kib=228,
-        cache_bytes_per_clock=5120,
-    ),
-    _nvidia(
-        "B200",
-        "sm_100",
-        bandwidth=8000 * _GIGA,
-        cache_mib=126,
-        tensor=2250 * _TERA,
-        single=75 * _TERA,
-        multiprocessors=148,
-        clock=1.85e9,
-        shared_kib=228,
-        cache_bytes_per_clock=5120,
-    ),
-    _nvidia(
-        "RTX 4090",
-        "sm_89",
-        bandwidth=1008 * _GIGA,
-        cache_mib=72,
-        tensor=165.2 * _TERA,
-        single=82.6 * _TERA,
-        multiprocessors=128,
-        clock=2.52e9,
-        shared_kib=100,
-    ),
-    Device(
-        "MI300X",
-        "gfx942",
-        5300 * _GIGA,
-        256 * _MIB,
-        17.2 * _TERA,
-        {**dict.fromkeys(HALF, 1307.4 * _TERA), torch.float32: 163.4 * _TERA},
-        # Four SIMD units of 16 lanes; a transcendental instruction takes four times as long as an ordinary one
-        # (CDNA3 instruction set guide).
-        16 * 304 * 2.1e9,
-        64 * 304 * 2.1e9,
-        304,
-        64 * _KIB,
-    ),
-)
+_NVIDIA = {
+    "A100": _Gpu("sm_80", 2039, 40, 312, 19.5, 108, 1.41, shared=164, cache_rate=5120),
+    "A100-40GB": _Gpu("sm_80", 1555, 40, 312, 19.5, 108, 1.41, shared=164, cache_rate=5120),
+    "H100": _Gpu("sm_90", 3350, 50, 989.4, 66.9, 132, 1.83, shared=228, cache_rate=5120),
+    "H200": _Gpu("sm_90", 4800, 50, 989.4, 66.9, 132, 1.83, shared=228, cache_rate=5120),
+    "B200": _Gpu("sm_100", 8000, 126, 2250, 75, 148, 1.85, shared=228, cache_rate=5120),
+    "RTX 4090": _Gpu("sm_89", 1008, 72, 165.2, 82.6, 128, 2.52, shared=100),
+}
+_MI300X = Device(
+    "MI300X", "gfx942", 5300 * _GIGA, 256 * _MIB, cache_bandwidth=17.2 * _TERA,
+    flops={**dict.fromkeys(HALF, 1307.4 * _TERA), torch.float32: 163.4 * _TERA},
+    # Four SIMD units of 16 lanes; a transcendental instruction takes four times as long as an ordinary one (CDNA3
+    # instruction set guide).
+    exponentials=16 * 304 * 2.1e9, integers=64 * 304 * 2.1e9, multiprocessors=304, shared_memory=64 * _KIB,
+)  # fmt: skip
 
 #: Name -> device. "cpu" is not among them: `measure_cpu` measures the one at hand.
-DEVICES = {device.name: device for device in _TABLE}
+DEVICES = {**{name: gpu.device(name) for name, gpu in _NVIDIA.items()}, _MI300X.name: _MI300X}
 
-#: What an architecture stands for where no device is named.
-_OF_ARCH = {device.arch: device.name for device in reversed(_TABLE) if device.name != "A100-40GB"}
-
+#: Architecture -> the device that it stands for.
+_OF_ARCH = {device.arch: device.name for device in reversed(DEVICES.values()) if device.name != "A100-40GB"}
 
 #: Words in a driver's name for a GPU that say it is another than that of the table.
 _VARIANTS = {"pcie", "nvl", "laptop", "d", "super"}

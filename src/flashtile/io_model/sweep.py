@@ -60,5 +60,6 @@ def _point(shape: Shape, device: Device, block_q: int, block_k: int) -> SweepPoi
     (work,) = tiled(shape, device, [cut]).kernels
     fits = shared <= device.shared_memory
     return SweepPoint(
-        block_q, block_k, work.bytes, work.requested, shared, fits, work.seconds(device), work.bound(device)
-    )
+        block_q, block_k, work.bytes, work.requested, shared_memory=shared, fits=fits,
+        seconds=work.seconds(device), bound=work.bound(device),
+    )  # fmt: skip

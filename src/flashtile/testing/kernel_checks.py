@@ -140,7 +140,7 @@ def _cache_checks(backend: str, dtype: torch.dtype) -> list[KernelCheck]:
         KernelCheck(
             "cache",
             f"d{head_dim}:{head_dim_v}-{'pages' if paged else 'one piece'}-q{seq_q}, {layout}",
-            partial(_run_cache, backend, dtype, head_dim, head_dim_v, paged, seq_q, layout),
+            partial(_run_cache, backend, dtype, (head_dim, head_dim_v), paged, seq_q, layout),
         )
         for (head_dim, head_dim_v), paged, (seq_q, layout) in product(
             ((15, 31), (33, 16), (64, 64), (129, 63)), (False, True), ((1, Layout()), (5, ODD_STRIDE))
@@ -151,14 +151,13 @@ def _cache_checks(backend: str, dtype: torch.dtype) -> list[KernelCheck]:
 def _run_cache(
     backend: str,
     dtype: torch.dtype,
-    head_dim: int,
-    head_dim_v: int,
+    head_dims: tuple[int, int],
     paged: bool,
     seq_q: int,
     layout: Layout,
     device: torch.device,
 ) -> None:
-    generator = torch.Generator().manual_seed(0)
+    (head_dim, head_dim_v), generator = head_dims, torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         values = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype).to(device)

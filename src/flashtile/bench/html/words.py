@@ -34,11 +34,11 @@ def _says(text: str) -> Callable[[Any, Case], str]:
     return lambda value, case: text.format(value)
 
 
-def _matched(*patterns: tuple[str, str], fallback: str) -> Callable[[Any, Case], str]:
+def _matched(patterns: Mapping[str, str], fallback: str) -> Callable[[Any, Case], str]:
     """The text of the first pattern that the value is, filled with the pattern's group."""
 
     def words(value: Any, case: Case) -> str:
-        found = ((re.fullmatch(pattern, str(value)), text) for pattern, text in patterns)
+        found = ((re.fullmatch(pattern, str(value)), text) for pattern, text in patterns.items())
         return next((text.format(*match.groups()) for match, text in found if match), fallback.format(value))
 
     return words
@@ -77,28 +77,24 @@ def _mask(value: Any, case: Case) -> str:
     return f"{share} tiles of {shown[1]}" if shown[1] else f"mask of {share} pairs"
 
 
-_MASKS = _matched(
-    ("padding", "mask of padded keys"), (r"documents(\d+)", "documents of {} tokens (median)"), fallback="mask {}"
-)
-_BIASES = _matched(("1HSS", "bias for each head"), ("BHSS", "bias for each sequence and head"), fallback="bias {}")
-_FUNCTIONS = _matched(
-    ("relative", "function: relative position"), ("alibi", "function: ALiBi"), ("softcap", "function: soft cap"),
-    ("waves", "function with torch.sin and two tables"), ("documents", "mask function: documents"),
-    ("window", "mask function: window"), ("prefix-lm", "mask function: prefix-LM"),
-    ("dilated", "mask function: dilated window"), ("neighborhood", "mask function: 2-D neighbourhood"),
-    ("tree", "mask function: tree"), fallback="function {}",
-)  # fmt: skip
-_VALUES = _matched(
-    ("normal", "normal values"), ("shifted", "q + 3 and k + 3"), ("growing-keys", "keys that grow"),
-    (r"trained-(\d+)", "a trained model's layer {}"), (r"q-times-(\d+)", "q × {}"),
-    (r"first-key-times-(\d+)", "first key × {}"), (r"late-key-times-(\d+)", "a late key × {}"), fallback="{} values",
-)  # fmt: skip
-_ACTIVATIONS = _matched(
-    ("gelu_tanh", "GELU (tanh)"), ("gelu", "GELU"), ("silu", "SiLU"), ("relu", "ReLU"), fallback="{}"
-)
+_MASKS = _matched({"padding": "mask of padded keys", r"documents(\d+)": "documents of {} tokens (median)"}, "mask {}")
+_BIASES = _matched({"1HSS": "bias for each head", "BHSS": "bias for each sequence and head"}, "bias {}")
+_FUNCTIONS = _matched({
+    "relative": "function: relative position", "alibi": "function: ALiBi", "softcap": "function: soft cap",
+    "waves": "function with torch.sin and two tables", "documents": "mask function: documents",
+    "window": "mask function: window", "prefix-lm": "mask function: prefix-LM",
+    "dilated": "mask function: dilated window", "neighborhood": "mask function: 2-D neighbourhood",
+    "tree": "mask function: tree",
+}, "function {}")  # fmt: skip
+_VALUES = _matched({
+    "normal": "normal values", "shifted": "q + 3 and k + 3", "growing-keys": "keys that grow",
+    r"trained-(\d+)": "a trained model's layer {}", r"q-times-(\d+)": "q × {}",
+    r"first-key-times-(\d+)": "first key × {}", r"late-key-times-(\d+)": "a late key × {}",
+}, "{} values")  # fmt: skip
+_ACTIVATIONS = _matched({"gelu_tanh": "GELU (tanh)", "gelu": "GELU", "silu": "SiLU", "relu": "ReLU"}, "{}")
 
 
-#: A key of `case` -> its value in words, in the order in which they are said. Those with None are part of another's.
+#: A key of `case` -> its value in words, in the order in which they are said; None is part of another's.
 _WORDS: dict[str, Callable[[Any, Case], str] | None] = {
     "model": _says("{}"), "task": _says("{}"), "D": _head_dim, "Dv": None,
     "causal": lambda value, case: "causal" if value else "full",
