@@ -120,16 +120,38 @@ def test_names_in_the_pages_about_the_code_exist(name):
     assert not unknown
 
 
+def _tables(text):
+    """The rows of all tables, as lists of cells."""
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+
+
 def test_what_was_tried_of_each_package_is_held_by_tests():
-    """Its files exist by the test above."""
+    """Its files exist by the test above; they name the package, and try what it is said to raise."""
     section = (ROOT / "docs/integrations.md").read_text("utf-8").partition("## What was tried")[2]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
-    assert len(rows) > 10
-    for package, version, works, _, device, tests in rows[2:]:
+    rows = _tables(section)[2:]
+    assert len(rows) > 8
+    for package, version, works, raises, device, tests in rows:
         assert re.search(r"\d", version), package
         assert works, package
         assert re.match(r"CPU|GPU", device), package
-        assert re.search(r"`tests/[\w/]+\.py`", tests), package
+        files = re.findall(r"`(tests/[\w/]+\.py)`", tests)
+        assert files, package
+        source = "".join((ROOT / file).read_text("utf-8") for file in files)
+        name = re.search(r"[\w.]+", package.removeprefix("PyTorch's "))[0]
+        assert name.lower().removeprefix("torch.") in source.lower().replace("_", ""), package
+        assert not raises or re.search(r"pytest\.raises|refused", source), package
+
+
+def test_every_trainer_is_held_by_a_test():
+    text = (ROOT / "docs/integrations.md").read_text("utf-8").partition("\n## Trainers")[2].partition("\n## ")[0]
+    rows = _tables(text)[2:]
+    assert {row[0].strip("`") for row in rows} == {
+        path.name for path in (ROOT / "examples/trainers").glob("*.py") if path.stem != "tiny_llama"
+    }
+    source = (ROOT / "tests/examples/test_trainers.py").read_text("utf-8")
+    for program, version, shows in rows:
+        assert program.strip("`").partition("_")[0] in source, program
+        assert re.search(r"\d\.\d", version) and shows, program
 
 
 def test_the_minutes_that_the_tests_take_are_the_same_everywhere():

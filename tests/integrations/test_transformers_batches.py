@@ -66,9 +66,21 @@ def test_requests_are_those_of_eager(name: str, calls: list[str]) -> None:
     assert set(calls) == {"attention_varlen"}
 
 
+@pytest.mark.parametrize("attention", ["paged|eager", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_requests_are_those_of_transformers_own_batches(name: str, attention: str) -> None:
+    assert batched(name, "flashtile", 4) == batched(name, attention)
+
+
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("blocks", [4, None], ids=str)
-def test_steps_of_decoding_read_pages(blocks: int | None, calls: list[str]) -> None:
-    actual = batched("llama", "flashtile", blocks)
+def test_steps_of_decoding_read_pages(
+    blocks: int | None, padded: bool, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if padded:  # as for CUDA graphs: three requests fill up to four
+        runner = transformers.generation.continuous_batching.model_runner.ModelRunner
+        monkeypatch.setattr(runner, "pad_inputs", property(lambda self: True, lambda self, pads: None), raising=False)
+    actual = batched("llama", "flashtile", blocks, max_requests_per_batch=4)
     assert actual == one_by_one("llama")
     assert set(calls) == {"attention_varlen", "attention_with_kv_cache"}
     calls.clear()
@@ -85,6 +97,7 @@ def test_any_registered_name_is_batched() -> None:
 
 
 def test_what_is_not_batched_is_refused() -> None:
+    from flashtile.integrations.transformers.attention import attend
     from flashtile.integrations.transformers.paged import attend_paged, no_mask
 
     model = build(LANGUAGE["llama"], "flashtile")
@@ -92,7 +105,7 @@ def test_what_is_not_batched_is_refused() -> None:
     with pytest.raises(ValueError, match="cache: expected that of continuous batching"):
         attend_paged(layer, x, x, x, None)
     with pytest.raises(ValueError, match=r"cache: not served by .*generate_batch"):
-        model(torch.ones(1, 3, dtype=torch.long), cache=object())
+        attend(layer, x, x, x, None, cache=object())
     for other in (transformers.masking_utils.bidirectional_mask_function, lambda b, h, q, k: k >= 0):
         with pytest.raises(ValueError, match="attention_mask: expected causal attention"):
             no_mask(mask_function=other)

@@ -30,7 +30,7 @@ PREFIX = "flashtile-paged|"
 _SWITCHES, _DECIDES = "switch_to_cb_friendly_attn", "ensure_decode_fast_path_is_available"
 
 #: What transformers hands to attention for its cache and the rest of the model.
-_OF_BATCH = ("cu_seq_lens_k", "max_length_k", "block_table", "read_index", "write_index")
+_OF_BATCH = ("cu_seq_lens_k", "max_length_k", "block_table", "read_index", "write_index", "k_cache", "v_cache")
 
 
 def attend_paged(
@@ -58,8 +58,9 @@ def attend_paged(
 
     Args:
         query: `[1, H, Q, D]`.
-        key, value: `[1, G, Q, D]`, the new ones.
-        cache: the `PagedAttentionCache`; the new rows are written to it.
+        key, value: `[1, G, Q, D]`, the new ones; from transformers 5.24 on, packed, `[1, G, K, D]`, all.
+        cache: the `PagedAttentionCache`, to which the new rows are written; None from 5.24 on, where the model has done
+            so.
         cu_seq_lens_q: `[R + 1]`.
         kwargs: among them what `cache.update` reads and completes.
 
@@ -68,12 +69,14 @@ def attend_paged(
     """
     packing = {name: kwargs.pop(name, None) for name in _OF_BATCH}
     refuse(output_attentions, kwargs)
-    if cache is None or cu_seq_lens_q is None or attention_mask is not None or position_bias is not None:
+    others = attention_mask is not None or position_bias is not None
+    if cu_seq_lens_q is None or packing["write_index"] is None or others:
         raise ValueError(
             "cache: expected that of continuous batching with its lengths, without attention_mask and position_bias; "
             "call the model after its manager has stopped, or generate one batch with model.generate"
         )
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=packing)
+    if cache is not None:
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=packing)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {
         "scale": scaling,
@@ -92,7 +95,7 @@ def attend_paged(
             **options,
         )  # fmt: skip
         return out.unsqueeze(0), None
-    k_pages, v_pages, block_table = _pages(cache, module.layer_idx, packing)
+    k_pages, v_pages, block_table = _pages(module, packing)
     # Requests that only fill up a batch of fixed size have no keys and no pages: their rows go to page 0, which
     # transformers keeps free for that.
     out = flashtile.attention_with_kv_cache(
@@ -102,14 +105,15 @@ def attend_paged(
     return out.squeeze(1).unsqueeze(0), None
 
 
-def _pages(cache: Any, layer: int, packing: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _pages(module: Any, packing: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values of one layer, `[blocks, page, G, D]`, and the blocks of each request, `[R, blocks]`.
 
-    transformers gives as keys, and as values, all pages of its memory from the first one of them on, and numbers pages.
-    Each `step`th of these belongs to the layer; the others would make the two overlap.
+    A block has a page of keys and one of values for each layer of a kind. transformers gives as keys, and as values,
+    all pages of its memory from the first one of them on, and numbers pages. Only some of these belong to the layer;
+    the others would make the two overlap.
     """
-    allocator = cache.layer_to_allocator[layer]
-    step = allocator.block_physical_stride // allocator.tokens_per_page
+    kinds = initialization.group_layers_by_attn_type(module.config).values()
+    step = 2 * next(len(layers) for layers in kinds if module.layer_idx in layers)
     table: Tensor = packing["block_table"].clamp(min=0) // step
     return packing["k_cache"][::step], packing["v_cache"][::step], table
 
