@@ -298,7 +298,7 @@ def attention_varlen(
     start.
 
     Args:
-        q: `[total_q, heads_q, head_dim]`.
+        q: `[total_q, heads_q, head_dim]`, in the dtypes of `attention`.
         k: `[total_k, heads_kv, head_dim]`.
         v: `[total_k, heads_kv, head_dim_v]`.
         cu_seqlens_q: `[batch + 1]` int32 or int64 on q's device, cumulative lengths that start at 0.
@@ -326,6 +326,10 @@ def attention_varlen(
         TypeError, ValueError: as `attention`. Values in `cu_seqlens` and `key_lengths` are always checked on a CPU.
             On a GPU they are checked only with the environment variable `FLASHTILE_CHECK_VALUES=1`, because reading
             them there synchronises.
+
+    Reference:
+        As `attention`. Pages: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+        PagedAttention" (2023), section 4.
     """
     if by_position:
         refuse_by_position(attention_varlen, by_position)

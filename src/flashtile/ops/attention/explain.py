@@ -94,6 +94,10 @@ def explain(
     `return_max_scores` does. With `deterministic`, the gradients come from kernels that sum in a fixed order. Under
     `torch.autocast` the answer is for the autocast dtype, and q, k and v are cast to it.
 
+    Returns:
+        An `Explanation`, which prints as text. If no backend can serve the call, `backend` is None and `reason` says
+        why.
+
     Raises:
         TypeError, ValueError: as the call itself, and for an unknown device.
     """

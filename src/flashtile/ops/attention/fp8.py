@@ -34,6 +34,9 @@ def quantize_fp8(x: Tensor, heads_kv: int | None = None) -> tuple[Tensor, Tensor
 
     Raises:
         TypeError, ValueError: x is no float tensor of 3 or 4 dimensions, or heads_kv does not divide its heads.
+
+    Reference:
+        Micikevicius et al., "FP8 Formats for Deep Learning" (2022), section 3.
     """
     check_tensors(x=x)
     check_float_dtype("x", x.dtype)

@@ -103,6 +103,9 @@ def attention_part(
 
     Raises:
         TypeError, ValueError: as `attention`, or the part does not lie in the larger call.
+
+    Reference:
+        Liu et al., "Ring Attention with Blockwise Transformers" (2023), section 3.
     """
     given = take(attention_part, options, _PART_NAMES)
     checks.raise_not_bool(return_max_scores=return_max_scores)

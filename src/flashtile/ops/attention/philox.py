@@ -205,6 +205,10 @@ def dropout_mask(dropout_seed: Tensor, dropout_p: float, *, batch: int, heads: i
     Raises:
         TypeError: the seed is no int64 tensor, or a size is no int.
         ValueError: the seed has another shape, the probability is out of range, or a size is negative.
+
+    Reference:
+        Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011): Philox. The contract has the
+        counters (docs/contract.md, "Dropout bits").
     """
     check_dropout_seed(dropout_seed)
     for name, size in (("batch", batch), ("heads", heads), ("seq_q", seq_q), ("seq_k", seq_k)):

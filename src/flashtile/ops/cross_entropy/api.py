@@ -152,7 +152,7 @@ def cross_entropy(
         RuntimeError: with `inplace_backward`, a second backward or one with `create_graph`; with `process_group`, a
             backward with `create_graph`.
 
-    References:
+    Reference:
         Szegedy et al., "Rethinking the Inception Architecture for Computer Vision" (2016): label smoothing. Chowdhery
         et al., "PaLM: Scaling Language Modeling with Pathways" (2022): the loss of lse². Shoeybi et al., "Megatron-LM"
         (2019): the vocabulary divided over processes.
@@ -250,6 +250,10 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: as `cross_entropy`.
         RuntimeError: a backward with `create_graph` of a call with `process_group`.
+
+    Reference:
+        As `cross_entropy`. In chunks of tokens: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training"
+        (2024).
     """
     if other_names:
         refuse_other_names(linear_cross_entropy, other_names)

@@ -140,8 +140,8 @@ def attention_with_kv_cache(
         q: `[batch, seq_q, heads_q, head_dim]`, with cu_seqlens_q `[total_q, heads_q, head_dim]`; float16, bfloat16,
             float32, or float64 (CPU and reference only).
         k_cache: `[batch, capacity, heads_kv, head_dim]` in q's dtype, or in 8 bits as float8_e4m3fn, float8_e5m2 or
-            int8; contiguous in the last dimension. With
-            block_table, pages `[pages, page_size, heads_kv, head_dim]` of any size. `heads_q % heads_kv == 0`.
+            int8; contiguous in the last dimension. With block_table, pages `[pages, page_size, heads_kv, head_dim]` of
+            any size. `heads_q % heads_kv == 0`.
         v_cache: the same with head_dim_v. head_dim is 1 to 576, head_dim_v 1 to 512. Where rows are appended, both
             caches have memory of their own: neither is expanded, and they do not overlap.
         k: `[batch, seq_new, heads_kv, head_dim]`, written to the rows of k_cache from cache_lengths on. seq_new may
@@ -174,11 +174,11 @@ def attention_with_kv_cache(
             belong to no sequence: `out = 0` and `lse = -inf`.
         cu_seqlens_new: the same for k and v; default `cu_seqlens_q`.
         max_seqlen_q: upper bound of the queries of a sequence. Optional; it helps to choose tiles.
-        descale_k: factors of a k_cache of 8 bits, float32: its numbers stand for themselves times `[]` one for all,
-            `[heads_kv]` one for each head, `[entries or pages, heads_kv]` also for each entry or page, or `[entries or
-            pages, rows, heads_kv]` for each row of it. New rows are divided by their factor, cut off at the largest
-            number of the dtype, and rounded. In the last case the call finds the factors of new rows, and writes them.
-            None for 1.
+        descale_k: float32 factors of an 8-bit k_cache; a value is the stored number times its factor. `[]` is one for
+            all, `[heads_kv]` one for each head, `[entries or pages, heads_kv]` also for each entry or page, `[entries
+            or pages, rows, heads_kv]` also for each row. New rows are divided by their factor, clamped to the largest
+            number of the dtype, and rounded. With factors of rows the call chooses those of new rows, and writes them.
+            None is 1.
         descale_v: the same for v_cache.
         tree_mask: bool, which of the last seq_q rows of its sequence a query sees, as the new tokens of a tree that are
             verified together: `[seq_q, seq_q]` or `[batch, seq_q, seq_q]`; with cu_seqlens_q `[total_q, m]`, where m is

@@ -96,7 +96,8 @@ def rms_norm(
 ) -> Tensor:
     """RMS norm over the last dimension: `x / sqrt(mean(x²) + eps) · weight + bias`.
 
-    Arguments, result and errors as in `layer_norm`; `eps` is added to the mean square.
+    x is `[..., hidden]`, weight and bias are `[hidden]` or None. Dtypes, result and errors are those of `layer_norm`;
+    `eps` is added to the mean square.
 
     Reference:
         Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
@@ -204,6 +205,10 @@ def dropout_add_layer_norm(
         TypeError, ValueError: as `layer_norm`. The numbers in subsets are always checked on a CPU. On a GPU they are
             checked only with the environment variable `FLASHTILE_CHECK_VALUES=1`, because reading them there
             synchronises.
+
+    Reference:
+        As `layer_norm`. Huang et al., "Deep Networks with Stochastic Depth" (2016); Touvron et al., "Going Deeper with
+        Image Transformers" (2021), section 2: LayerScale.
     """
     if other_names:
         refuse_other_names(dropout_add_layer_norm, other_names)
@@ -266,7 +271,10 @@ def dropout_add_rms_norm(
     backend: str = "auto",
     **other_names: NoReturn,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Dropout, addition and RMS norm in one pass over memory: `dropout_add_layer_norm` with `rms_norm` in it."""
+    """Dropout, addition and RMS norm in one pass over memory: `dropout_add_layer_norm` with `rms_norm` in it.
+
+    Arguments, results and errors are those of `dropout_add_layer_norm`; `epsilon` is added to the mean square.
+    """
     if other_names:
         refuse_other_names(dropout_add_rms_norm, other_names)
     operands = Operands(

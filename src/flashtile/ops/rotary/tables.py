@@ -101,6 +101,9 @@ def rotary_frequencies(
     Raises:
         TypeError: base is not a number, or scaling is no `RotaryScaling`.
         ValueError: a value is wrong.
+
+    Reference:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), section 3.2.
     """
     _check_dim(dim)
     base = as_float("base", base)

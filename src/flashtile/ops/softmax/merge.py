@@ -126,6 +126,9 @@ def online_softmax(scores: Tensor, values: Tensor, state: OnlineSoftmax | None =
     Raises:
         TypeError: an argument is not a tensor, a dtype is wrong, or state is not what this function returned.
         ValueError: a shape is wrong, or the numbers of keys differ.
+
+    Reference:
+        Milakov, Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3.
     """
     check_tensors(scores=scores, values=values)
     for name, tensor, shape, least in (
@@ -195,6 +198,9 @@ def logsumexp_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     Raises:
         TypeError: something is not a tensor, or outs are not floating point.
         ValueError: there is nothing to merge, or shapes do not match.
+
+    Reference:
+        Milakov, Gimelshein, "Online normalizer calculation for softmax" (2018), section 3.1.
     """
     for name, parts in (("outs", outs), ("lses", lses)):  # both may be tensors that stack the parts
         if not isinstance(parts, (Sequence, Tensor)):
@@ -263,6 +269,9 @@ def merge_attention_(
         TypeError: something is not a tensor.
         ValueError: shapes, dtypes or strides do not fit, acc, row_max and row_sum share memory or are lazily negated,
             or the backend cannot serve the call.
+
+    Reference:
+        As `logsumexp_merge`.
     """
     _BACKENDS.check(backend)
     raise_not_bool(first=first)
