@@ -22,12 +22,12 @@ interface_v1 = served(1, "flash_attn_interface")
 places = pytest.mark.parametrize(("device", "dtype"), CALLS)
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0])
 #: scale, causal, left, right, softcap, slopes, and what they mean.
-CALLS = {
+OPTIONS = {
     "plain": ((0.3, False, -1, -1, 0.0, None), Meaning(scale=0.3)),
     "causal": ((0.3, True, -1, -1, 0.0, None), Meaning(scale=0.3, causal=True)),
     "scores": ((0.3, False, 4, 3, 2.0, SLOPES), Meaning(scale=0.3, window=(4, 3), softcap=2.0, alibi_slopes=SLOPES)),
 }
-calls = pytest.mark.parametrize(("call", "meaning"), CALLS.values(), ids=CALLS.keys())
+calls = pytest.mark.parametrize(("call", "meaning"), OPTIONS.values(), ids=OPTIONS.keys())
 LENGTHS_Q, LENGTHS_K = [5, 0, 9, 3], [7, 4, 9, 11]
 
 
@@ -125,27 +125,6 @@ def test_dropout_of_version_1_from_its_generator():
     interface_v1._flash_attn_backward(dout, q, q, q, out, lse, *one, *rest, rng_state)
     interface_v1._flash_attn_backward(dout, q, q, q, out, lse, *two, *rest, generator=torch.Generator().manual_seed(3))
     assert all(torch.equal(a, b) for a, b in zip(one, two))
-
-
-@places
-def test_parts_of_the_keys_add_up(device, dtype):
-    """What ring attention does: each part's gradients from the results of the whole."""
-    q, k, v = (
-        x.to(device, dtype) for x in (normal(2, 9, 4, 16), normal(2, 14, 2, 16, seed=1), normal(2, 14, 2, 16, seed=2))
-    )
-    dout, call = normal(2, 9, 4, 16, seed=3).to(q), (0.3, False, -1, -1, 0.0, None)
-    out, lse, _, _ = interface._flash_attn_forward(q, k, v, 0.0, *call, False)
-    dq, dk, dv = torch.zeros_like(q, dtype=torch.float64), [], []
-    for part in (slice(0, 5), slice(5, 14)):
-        grads = [torch.empty_like(x) for x in (q, k[:, part], v[:, part])]
-        interface._flash_attn_backward(dout, q, k[:, part], v[:, part], out, lse, *grads, 0.0, *call, False)
-        dq += grads[0]
-        dk.append(grads[1])
-        dv.append(grads[2])
-    check(
-        (dq.to(dtype), torch.cat(dk, 1), torch.cat(dv, 1)),
-        lambda q, k, v: attention_by_definition(q, k, v, Meaning(scale=0.3))[0], (q, k, v), dout,
-    )  # fmt: skip
 
 
 def test_buffers():

@@ -115,33 +115,6 @@ def test_rotary(interleaved, device, dtype):
 
 
 @places
-def test_rotary_in_place(device, dtype):
-    cos, sin = tables(12, 3, device, dtype)
-    qkv, grouped = normal(2, 7, 3, 4, 10), normal(2, 7, 8, 10)
-
-    def expected(qkv):
-        q, k, v = qkv.unbind(2)
-        return torch.stack((turned(q, cos[:7], sin[:7], False), turned(k, cos[:7], sin[:7], False), v), 2)
-
-    for function in (rotary.apply_rotary_emb_qkv_, rotary_v1.apply_rotary_emb_qkv_):
-        check_against(
-            lambda x, function=function: function(x.clone(), cos[:7], sin[:7]), expected, [qkv], device, dtype
-        )
-    x = qkv.to(device, dtype, copy=True)
-    assert rotary.apply_rotary_emb_qkv_(x, cos[:7], sin[:7]) is x and not torch.equal(x, qkv.to(x))
-    check_against(
-        lambda x: rotary.apply_rotary_emb_qkv_(x.clone(), cos, sin, seqlen_offsets=2, num_heads_q=4),
-        lambda x: torch.cat((turned(x[:, :, :6], cos[2:9], sin[2:9], False), x[:, :, 6:]), 2),
-        [grouped], device, dtype,
-    )  # fmt: skip
-    check_against(
-        lambda kv: rotary.apply_rotary_emb_kv_(kv.clone(), cos, sin, True, 1),
-        lambda kv: torch.stack((turned(kv[:, :, 0], cos[1:8], sin[1:8], True), kv[:, :, 1]), 2),
-        [qkv[:, :, 1:]], device, dtype,
-    )  # fmt: skip
-
-
-@places
 def test_rotary_over_a_leaf(device, dtype):
     """flash_attn writes to a leaf that wants a gradient; the gradient is that of what the leaf held."""
     cos, sin = tables(12, 3, device, dtype)
@@ -161,27 +134,6 @@ def test_rotary_over_a_leaf(device, dtype):
             upstream = normal(*out.shape, seed=5).to(out)
             grads = torch.autograd.grad(out, leaf, upstream), torch.autograd.grad(expected, other, upstream)
             assert_same(*grads)
-
-
-@pytest.mark.parametrize("of_a_leaf", (False, True))
-def test_rotary_in_place_compiles_whole(of_a_leaf):
-    cos, sin = tables(12, 3, "cpu", torch.float32)
-
-    def rotate(x):
-        q, qkv, kv = (t if of_a_leaf else t * 1 for t in x)
-        return (
-            rotary.apply_rotary_emb(q, cos, sin, True, inplace=True, seqlen_offsets=2),
-            rotary.apply_rotary_emb_qkv_(qkv, cos, sin, seqlen_offsets=2),
-            rotary.apply_rotary_emb_kv_(kv, cos, sin),
-        )
-
-    results = []
-    for function in (rotate, torch.compile(rotate, fullgraph=True, backend="aot_eager")):
-        leaves = [normal(2, 7, *heads, 10).float().requires_grad_() for heads in ((4,), (3, 4), (2, 4))]
-        out = function(leaves)
-        grads = torch.autograd.grad([o.square().sum() for o in out], leaves)
-        results.append([*out, *grads, *(leaf.detach() for leaf in leaves)])
-    assert_same(*results)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

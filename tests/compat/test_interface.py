@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flashtile.testing import assert_close, assert_same
+from flashtile.testing import assert_same
 from support.attention.compat_cases import (
     CALLS,
     PLACES,
@@ -141,21 +141,6 @@ def test_autograd_classes_are_the_functions(name, dropout_p, device):
         assert not recorded.apply(*leaves, *lengths, *options, False, *block_table, False).requires_grad
 
 
-def test_autograd_classes_compile():
-    q, k = normal(2, 9, 4, 12).float(), normal(2, 14, 2, 12, seed=1).float()
-
-    def call(q, k):
-        return interface.FlashAttnFunc.apply(q, k, 2 * k, 0.0, None, True, (-1, -1), 0.0, None, False, False, True)
-
-    torch.compiler.reset()
-    results = []
-    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-        leaves = [x.clone().requires_grad_() for x in (q, k)]
-        out = run(*leaves)
-        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    assert_same(*results)
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_longest_sequences_may_be_tensors(device):
     q, cu = normal(17, 4, 16).half().to(device), cumulative([5, 0, 9, 3], device)
@@ -170,34 +155,6 @@ def test_longest_sequences_may_be_tensors(device):
             flash_attn_varlen_func(q, q, q, cu, cu, longest, longest, 0.1, return_attn_probs=True)
 
 
-@every_dtype
-def test_lse_is_that_of_each_row(device, dtype):
-    q, k = normal(2, 5, 4, 8).to(device, dtype), normal(2, 7, 2, 8, seed=1).to(device, dtype)
-    out, lse, weights = flash_attn_func(q, k, k, return_attn_probs=True)
-    oracle, eager = (
-        attention_by_definition(q.to(wide), k.to(wide), k.to(wide), Meaning())[1] for wide in (torch.float64, dtype)
-    )
-    assert lse.shape == (2, 4, 5)
-    assert lse.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
-    assert_close("lse", lse, oracle, eager)
-    assert weights.shape == (0,), "weights come with dropout only"
-    assert out.shape == q.shape
-    cu = cumulative([5, 5], device)
-    _, packed_lse, _ = flash_attn_varlen_func(
-        q.flatten(0, 1), k[:, :5].flatten(0, 1), k[:, :5].flatten(0, 1), cu, cu, 5, 5, return_attn_probs=True
-    )
-    assert packed_lse.shape == (4, 10)
-
-
-def test_rows_that_see_nothing_are_zero():
-    q, k = normal(1, 6, 2, 8).float().requires_grad_(), normal(1, 2, 2, 8).float().requires_grad_()
-    out, lse, _ = flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
-    assert (out[:, :4] == 0).all() and lse[:, :, :4].isneginf().all()
-    assert (out[:, 4:] != 0).all()
-    out.sum().backward()
-    assert (q.grad[:, :4] == 0).all() and k.grad.isfinite().all()
-
-
 DROPOUT_P = 0.25
 DROPOUT_OPTIONS = {
     name: (options, meaning) for name, (options, meaning) in OPTIONS.items() if name in ("plain", "causal", "window")
@@ -205,24 +162,6 @@ DROPOUT_OPTIONS = {
     {"softcap": 1.5, "alibi_slopes": SLOPES, "window_size": (4, 1)},
     Meaning(softcap=1.5, alibi_slopes=SLOPES, window=(4, 1)),
 )}  # fmt: skip
-
-
-@places
-@pytest.mark.parametrize(("options", "meaning"), DROPOUT_OPTIONS.values(), ids=DROPOUT_OPTIONS.keys())
-def test_dropout(options, meaning, device, dtype):
-    options, seq_q, seq_k = on(device, options), 33, 40
-    meaning = Meaning(**{**meaning.__dict__, "dropout_p": DROPOUT_P})
-    kept = group_head_dropout(3, device, DROPOUT_P, 2, 4, seq_q, seq_k)
-
-    def dropped(q, k, v):
-        torch.manual_seed(3)
-        return flash_attn_func(q, k, v, DROPOUT_P, **options)
-
-    check_against(
-        dropped,
-        lambda q, k, v: attention_by_definition(q, k, v, meaning, kept)[0],
-        [normal(2, seq_q, 4, 16), normal(2, seq_k, 2, 16, seed=1), normal(2, seq_k, 2, 16, seed=2)], device, dtype,
-    )  # fmt: skip
 
 
 def softmax_from(S_dmask, scores):
@@ -261,31 +200,6 @@ def test_weights_with_dropout(options, meaning, device, dtype):
     assert not torch.equal(out, again), "the next call draws other numbers"
 
 
-@every_dtype
-def test_weights_of_packed_sequences(device, dtype):
-    lengths_q, lengths_k = [5, 0, 33], [7, 4, 20]
-    q, k = normal(38, 4, 16).to(device, dtype), normal(31, 2, 16, seed=1).to(device, dtype)
-    cu_q, cu_k = cumulative(lengths_q, device), cumulative(lengths_k, device)
-    kept = group_head_dropout(5, device, DROPOUT_P, 3, 4, 33, 20)
-    torch.manual_seed(5)
-    _, lse, S_dmask = flash_attn_varlen_func(
-        q, k, k, cu_q, cu_k, 33, 20, DROPOUT_P, causal=True, return_attn_probs=True
-    )
-    assert lse.shape == (4, 38) and S_dmask.shape == (3, 4, 128, 128)
-    for number, (length_q, length_k) in enumerate(zip(lengths_q, lengths_k)):
-        rows = slice(int(cu_q[number]), int(cu_q[number + 1]))
-        columns = slice(int(cu_k[number]), int(cu_k[number + 1]))
-        meaning = Meaning(causal=True)
-        scores = scores_by_definition(q[None, rows].double(), k[None, columns].double(), meaning)
-        weights, dropout = softmax_from(S_dmask[number : number + 1], scores)
-        assert (weights - scores.softmax(-1).nan_to_num(0)).abs().sum() <= weights.numel() * torch.finfo(dtype).eps
-        seen = visible_keys(length_q, length_k, meaning).to(device)
-        assert (dropout[0] == kept[number, :, :length_q, :length_k])[:, seen].all()
-        rest = S_dmask[number].clone()
-        rest[:, :length_q, :length_k] = 0
-        assert (rest == 0).all()
-
-
 def paged(k, lengths, page_size, pages_each, device):
     """Keys in pages in random order: pages, and the table, whose unused entries point nowhere."""
     pages = torch.full((len(lengths) * pages_each + 3, page_size, *k.shape[1:]), math.nan, dtype=k.dtype)
@@ -302,20 +216,6 @@ def paged(k, lengths, page_size, pages_each, device):
     return pages.to(device), table.to(device)
 
 
-@places
-def test_pages(device, dtype):
-    options = on(device, OPTIONS["alibi"][0])
-    lengths_q, lengths_k = [5, 0, 9, 3], [7, 4, 33, 16]
-    q, k, v = normal(17, 4, 8), normal(60, 2, 8, seed=1), normal(60, 2, 8, seed=2)
-    q, k, v = (x.to(dtype) for x in (q, k, v))
-    cu_q, cu_k = cumulative(lengths_q, device), cumulative(lengths_k, device)
-    k_pages, table = paged(k, lengths_k, 16, 3, device)
-    v_pages, _ = paged(v, lengths_k, 16, 3, device)
-    out = flash_attn_varlen_func(q.to(device), k_pages, v_pages, cu_q, cu_k, 9, 33, **options, block_table=table)
-    contiguous = flash_attn_varlen_func(q.to(device), k.to(device), v.to(device), cu_q, cu_k, 9, 33, **options)
-    assert torch.equal(out, contiguous)
-
-
 def test_pages_have_gradients():
     cu_q, cu_k = cumulative([3, 2]), cumulative([5, 20])
     k, q = normal(25, 1, 4).float(), normal(5, 1, 4).float()
@@ -326,27 +226,6 @@ def test_pages_have_gradients():
     flash_attn_varlen_func(q, k, k, cu_q, cu_k, 3, 20).sum().backward()
     expected, _ = paged(k.grad, [5, 20], 16, 2, "cpu")
     assert_same(pages.grad, expected.nan_to_num(0))
-
-
-def test_forward_by_itself():
-    q, k = normal(2, 9, 4, 8).float().requires_grad_(), normal(2, 12, 2, 8, seed=1).float()
-    torch.manual_seed(6)
-    out, lse, weights, rng_state = interface._flash_attn_forward(
-        q, k, k, 0.1, 0.4, True, -1, -1, 0.0, None, return_softmax=True
-    )
-    torch.manual_seed(6)
-    expected = flash_attn_func(q, k, k, 0.1, 0.4, True, return_attn_probs=True)
-    assert not out.requires_grad
-    for got, wanted in zip((out, lse, weights), expected):
-        assert torch.equal(got, wanted.detach())
-    assert rng_state.shape == (2,)
-    cu = cumulative([9, 9])
-    packed = interface._flash_attn_varlen_forward(
-        q.flatten(0, 1), q.flatten(0, 1), q.flatten(0, 1), cu, cu, 9, 9, 0.0, 0.4, True
-    )
-    rows = q.flatten(0, 1)
-    assert torch.equal(packed[0], flash_attn_varlen_func(rows, rows, rows, cu, cu, 9, 9, 0.0, 0.4, True))
-    assert packed[1].shape == (4, 18) and packed[2].numel() == 0
 
 
 def test_keys_left_out_at_both_ends():

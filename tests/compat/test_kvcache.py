@@ -85,47 +85,6 @@ def test_appends_and_rotates(interleaved, rotary_dim, options, meaning, device, 
     check((out, lse, k_cache, v_cache), dtype, meaning, rotary=rotary, interleaved=interleaved)
 
 
-@places
-def test_entries_and_padding(device, dtype):
-    q, k, v, k_cache, v_cache = (t.to(device) for t in inputs(dtype))
-    entries = torch.tensor([3, 0, 2], device=device)
-    # The caches of five sequences, of which three take part, in another order; padding is NaN.
-    first = torch.tensor([2, 0, 9], device=device)
-    wide = [cache.new_full((5, *cache.shape[1:]), 7.0) for cache in (k_cache, v_cache)]
-    for cache, whole in zip((k_cache, v_cache), wide):
-        whole[entries] = cache
-        for entry, padding in zip(entries.tolist(), first.tolist()):
-            whole[entry, :padding] = float("nan")
-    lengths = torch.tensor(LENGTHS, device=device)
-    out, lse = flash_attn_with_kvcache(
-        q, *wide, k, v, cache_seqlens=lengths, cache_batch_idx=entries.int(), cache_leftpad=first.int(), causal=True,
-        return_softmax_lse=True,
-    )  # fmt: skip
-    check((out, lse), dtype, Meaning(causal=True), first=first.tolist())
-    assert (wide[0][[1, 4]] == 7).all()
-
-
-@places
-@pytest.mark.parametrize("page_size", [16, 48])
-def test_pages(page_size, device, dtype):
-    q, k, v, k_cache, v_cache = (t.to(device) for t in inputs(dtype))
-    pages_each = -(-CAPACITY // page_size)
-    order = torch.randperm(3 * pages_each + 2, generator=torch.Generator().manual_seed(0))[: 3 * pages_each]
-    table = order.view(3, pages_each).to(device)
-    pages = []
-    for cache in (k_cache, v_cache):
-        padded = torch.nn.functional.pad(cache, (0, 0, 0, 0, 0, pages_each * page_size - CAPACITY))
-        store = cache.new_full((3 * pages_each + 2, page_size, 2, 16), float("nan"))
-        store[table.flatten()] = padded.unflatten(1, (pages_each, page_size)).flatten(0, 1)
-        pages.append(store)
-    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
-    out, lse = flash_attn_with_kvcache(
-        q, *pages, k, v, cache_seqlens=lengths, block_table=table.int(), causal=True, return_softmax_lse=True
-    )
-    stored = [store[table].flatten(1, 2)[:, :CAPACITY] for store in pages]
-    check((out, lse, *stored), dtype, Meaning(causal=True))
-
-
 def test_nothing_appended_and_one_length_for_all():
     q, _, _, k_cache, v_cache = inputs(torch.float32)
     before = k_cache.clone()

@@ -74,12 +74,6 @@ def test_packed(options, meaning, device, dtype):
     )  # fmt: skip
 
 
-def test_the_legacy_function():
-    qkv, cu = normal(17, 3, 2, 8).float(), cumulative(LENGTHS_Q)
-    expected = flash_attn_unpadded_qkvpacked_func(qkv, cu, 9, 0.0, 0.3, True)
-    assert torch.equal(flash_attn_func(qkv, cu, 0.0, 9, 0.3, True), expected)
-
-
 @places
 @pytest.mark.parametrize("first", [0, 2, 4])
 def test_split(first, device, dtype):
@@ -183,21 +177,6 @@ def test_weights(p, causal, device, dtype):
         )
         assert_close("lse", lse[number, :, :length_q], oracle[1][0], eager[1][0])
         assert_close("out", out[rows], oracle[0][0], eager[0][0])
-
-
-def test_forward_by_itself():
-    q, cu = normal(17, 2, 8).float(), cumulative(LENGTHS_Q)
-    out = torch.full_like(q, math.nan)
-    generator = torch.Generator().manual_seed(4)
-    result, lse, rng_state, weights = interface._flash_attn_forward(
-        q, q, q, out, cu, cu, 9, 9, 0.25, 0.4, True, True, generator=generator
-    )
-    assert result is out and lse.shape == (4, 2, 16) and rng_state.shape == (2,)
-    again = interface._flash_attn_forward(
-        q, q, q, torch.empty_like(q), cu, cu, 9, 9, 0.25, 0.4, True, False, 3, torch.Generator().manual_seed(4)
-    )
-    assert torch.equal(again[0], out) and torch.equal(again[2], rng_state) and again[3] is None
-    assert weights.shape == (4, 2, 16, 64)
 
 
 @places

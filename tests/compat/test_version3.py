@@ -91,36 +91,6 @@ def test_packed(used, options, meaning, device, dtype):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [0, 2])
-def test_packed_without_sequences(rows):
-    """Rows of no sequence are 0, also beside numbers of used rows."""
-    keys, ends = torch.randn(0, 2, 8), torch.zeros(1, dtype=torch.int32)
-    none = torch.zeros(0, dtype=torch.int32)
-    out = flash_attn_varlen_func(torch.randn(rows, 4, 8), keys, keys, ends, ends, 0, 0, seqused_q=none, seqused_k=none)
-    assert torch.equal(out, torch.zeros(rows, 4, 8))
-
-
-@places
-def test_cache(device, dtype):
-    q, k, v = (normal(2, 1, heads, 16, seed=heads).to(device, dtype) for heads in (4, 2, 2))
-    pages = normal(4, 16, 2, 16).to(device, dtype)
-    table = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=device)
-    lengths = torch.tensor([5, 20], dtype=torch.int32, device=device)
-    plan = get_scheduler_metadata(2, 1, 32, 4, 2, 16, lengths)
-    out, lse = flash_attn_with_kvcache(
-        q, pages, pages.clone(), k, v, cache_seqlens=lengths, page_table=table, causal=True, scheduler_metadata=plan,
-        return_softmax_lse=True,
-    )  # fmt: skip
-    keys = pages[table[0].long()].flatten(0, 1)[:6]
-    assert torch.equal(keys[5], k[0, 0]) and lse.shape == (2, 4, 1)
-    values = torch.cat((keys[:5], v[0]))
-    oracle, eager = (
-        attention_by_definition(*(t[None].to(wide) for t in (q[0], keys, values)), Meaning())[0]
-        for wide in (torch.float64, dtype)
-    )
-    assert_close("out", out[0], oracle[0], eager[0])
-
-
 @pytest.mark.parametrize("shape", [(2, 5), (9,)], ids=["dense", "packed"])
 def test_combine(shape):
     outs, lses = normal(3, *shape, 4, 8).float(), normal(3, *shape, 4, seed=1).float()
@@ -192,22 +162,6 @@ def test_chunks_are_short_sequences(monkeypatch):
     assert all(int(pairs.max()) <= 16**2 for pairs, *_ in seen)
     flash_attn_func(x, x, x, attention_chunk=100)
     assert len(seen) == 2, "one chunk is a plain call"
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_chunks_compile(device):
-    q, k = normal(2, 9, 4, 16).float().to(device), normal(2, 14, 2, 16, seed=1).float().to(device)
-
-    def call(q, k):
-        return flash_attn_func(q, k, k, causal=True, attention_chunk=4)
-
-    torch.compiler.reset()
-    results = []
-    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-        leaves = [x.clone().requires_grad_() for x in (q, k)]
-        out = run(*leaves)
-        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    assert_same(*results)
 
 
 def with_second_product(definition):

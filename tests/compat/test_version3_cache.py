@@ -189,28 +189,6 @@ def test_dense_queries(way, queries, options, meaning, device, dtype):
 
 
 @places
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("columns", [24, 500])
-def test_second_product(columns, ragged, device, dtype):
-    counts = (QUERIES, NEW) if ragged else ([2] * 3, [2] * 3)
-    given = inputs(dtype, *counts, columns)
-    q, k, v, qv, caches = given
-    stored = [cache.to(device) for cache in caches]
-    join = torch.cat if ragged else torch.stack
-    places = {"cu_seqlens_q": cumulative(QUERIES, device), "max_seqlen_q": 5} if ragged else {}
-    if ragged:
-        places["cu_seqlens_k_new"] = cumulative(NEW, device)
-    out, lse = flash_attn_with_kvcache(
-        join(q).to(device), *stored, join(k).to(device), join(v).to(device), join(qv).to(device) / 8,
-        cache_seqlens=lengths_on(device), causal=True, return_softmax_lse=True, **places,
-    )  # fmt: skip
-    if not ragged:
-        out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
-    given = *given[:3], [part / 8 for part in qv], caches
-    check((out, lse, *stored), given, Meaning(causal=True), with_qv=True)
-
-
-@places
 @pytest.mark.parametrize("new", [0, 1])
 def test_one_query_in_chunks_needs_no_copy(new, device, dtype, monkeypatch):
     """Decoding: the first key of the last query's chunk is a left padding."""
@@ -275,17 +253,6 @@ def test_8_bits_need_no_copy(page_size, device, monkeypatch):
     for b, length in enumerate(LENGTHS):
         rows = (cache[b : b + 1, :length] for cache in (keys, values))
         check_8_bits(out[b, None], one[b, None], *rows, [factor[b : b + 1] for factor in factors], Meaning(causal=True))
-
-
-@devices
-def test_rows_of_a_table_of_wide_pages(device):
-    """Pages that the kernels read themselves, without a copy."""
-    q, pages = normal(2, 1, 4, 16).float().to(device), normal(6, 16, 2, 16, seed=1).float().to(device)
-    table = torch.tensor([[0, 1], [9, 9], [4, 2]], dtype=torch.int32, device=device)
-    rows, lengths = torch.tensor([2, 0], dtype=torch.int32, device=device), lengths_on(device, [20, 31])
-    given = {"cache_seqlens": lengths, "causal": True}
-    out = flash_attn_with_kvcache(q, pages, pages, page_table=table, cache_batch_idx=rows, **given)
-    assert_same(out, flash_attn_with_kvcache(q, pages, pages, page_table=table[[2, 0]], **given))
 
 
 @devices

@@ -93,21 +93,6 @@ def test_dense(sinks, options, meaning, device, dtype):
     )  # fmt: skip
 
 
-@places
-@options_and_meaning
-@pytest.mark.parametrize("sinks", [False, True])
-def test_packed(sinks, options, meaning, device, dtype):
-    lengths_q, lengths_k = [5, 0, 9, 3], [7, 4, 9, 11]
-    ends = cumulative(lengths_q, device), cumulative(lengths_k, device)
-    inputs = [normal(17, 4, 16), normal(31, 2, 16, seed=1), normal(31, 2, 24, seed=2)] + [normal(4, seed=3)] * sinks
-    check_against(
-        lambda q, k, v, *sink: flash_attn_varlen_func(
-            q, k, v, None, *ends, 9, 11, **options, learnable_sink=sink[0] if sink else None
-        ),
-        lambda q, k, v, *sink: packed_definition(q, k, v, lengths_q, lengths_k, meaning, *sink), inputs, device, dtype,
-    )  # fmt: skip
-
-
 @devices
 @pytest.mark.parametrize("keys", ["packed", "dense", "pages"])
 @pytest.mark.parametrize("dense_queries", [False, True])
