@@ -19,6 +19,7 @@ import flashtile
 pytest.importorskip("mkdocs", reason="the extra 'docs' is not installed")
 pytest.importorskip("material", reason="the extra 'docs' is not installed")
 
+pytestmark = pytest.mark.slow  # the site takes ten seconds to build
 ROOT = Path(__file__).parent.parent
 _REFERENCE = re.compile(r'<(\w+)\b[^>]*?\b(?:src|href)="([^"]*)"')
 #: Elements that a browser loads by itself.

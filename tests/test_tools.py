@@ -24,6 +24,7 @@ def _printed(*command: str) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_the_host_time_of_every_operation_is_measured() -> None:
     times = json.loads(_printed("tools/host_path.py", "--rounds", "1", "--json"))
     operations = {name.split()[0] for name in times}

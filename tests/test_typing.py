@@ -131,6 +131,7 @@ flashtile.cross_entropy(SHOWN, SHOWN, return_z_loss=True).backward()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])
 def test_a_users_file(checker: str, tmp_path: Path) -> None:
     """What is right is accepted, and the last three lines are not."""

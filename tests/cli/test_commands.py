@@ -88,10 +88,11 @@ def test_demo_reports_a_missing_file_without_traceback(tmp_path):
     assert "error: there is no file" in result.output and "missing [draft].txt" in result.output
 
 
-def test_doctor_tries_each_backend():
+def test_doctor_tries_each_backend(monkeypatch):
+    monkeypatch.setattr(doctor, "missing", lambda: [doctor.Missing("numbers", "counting", "pip install them")])
     result = invoke("doctor")
     assert result.exit_code == 0, result.output
-    assert torch.__version__ in result.output
+    assert torch.__version__ in result.output and "Not here" in result.output and "pip install them" in result.output
     assert all(backend in result.output for backend in doctor.backends()) and "works" in result.output
 
 
@@ -147,6 +148,7 @@ def tables_of_all_commands():
     """Tables of the committed records, from every command that has tables."""
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         record = json.loads(path.read_text("utf-8"))
+        del record["rows"][200:]
         if all(row["op"] in (*DRAWN, *OPERATIONS) and "tflops" in row for row in record["rows"]):
             yield from make_report(record, record).tables
     points = [Point(name, 131072, 12345.6, 2**34) for name in ("flashtile", "plain")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from flashtile.testing import run as run_alone
 from flashtile.testing.cases import cancelled_sizes
 from flashtile.testing.tolerance import Size
 from support.distributed.processes import Parallel, start, together
+from support.running.covering import turns
 
 _BASE = AttentionCase(seq_q=96, seq_k=96, batch=2, heads=4, heads_kv=2, head_dim=16, head_dim_v=24)
 _PACKED = replace(_BASE, lengths_q=(5, 0, 40, 17, 26, 8), batch=1)
@@ -86,11 +88,18 @@ _STRATEGIES = {
 
 
 def _jobs(ranks: int) -> dict[str, Parallel]:
-    strategies = _STRATEGIES if ranks == 4 else {"ring": _STRATEGIES["ring"], "all_gather": _STRATEGIES["all_gather"]}
+    """Four ranks have every feature with every strategy, and in contiguous shards with one. Three have it with one."""
+    features = _FEATURES | _ROW_SHARDED
+    if ranks == 3:
+        pairs = turns(features, ("ring", "all_gather"))
+    else:
+        strategies = [name for name in _STRATEGIES if "contiguous" not in name]
+        pairs = [*product(features, strategies), *turns(features, ("ring-contiguous", "all_to_all-contiguous"))]
     jobs = {}
-    for name, (strategy, layout) in strategies.items():
-        features = _FEATURES if "all_to" in strategy else _FEATURES | _ROW_SHARDED
-        jobs |= {f"{name}-{key}": replace(job, strategy=strategy, layout=layout) for key, job in features.items()}
+    for key, name in pairs:
+        strategy, layout = _STRATEGIES[name]
+        if key not in _ROW_SHARDED or "all_to" not in strategy:
+            jobs[f"{name}-{key}"] = replace(features[key], strategy=strategy, layout=layout)
     if ranks == 4:
         jobs |= {f"runs-{key}": replace(job, strategy="all_to_all", in_runs=True) for key, job in _IN_RUNS.items()}
     return jobs

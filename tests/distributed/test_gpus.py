@@ -14,6 +14,7 @@ from flashtile.testing.tolerance import Size
 from support.distributed.compilation import compile_ahead
 from support.distributed.processes import Parallel, start, together
 from support.distributed.tensors import GPU_JOBS
+from support.running.covering import turns
 
 # With `pytest -n 8 --dist loadgroup` one worker runs them, beside other tests.
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.xdist_group("context parallel")]
@@ -42,12 +43,10 @@ _FEATURES = {
 
 
 def _jobs(ranks: int) -> dict[str, Parallel]:
-    strategies = ["ring", "all_to_all", "all_gather"] + (["ring_all_to_all"] if ranks == 4 else [])
-    return {
-        f"{strategy}-{name}": replace(job, strategy=strategy)
-        for strategy in strategies
-        for name, job in _FEATURES.items()
-    }
+    """Four ranks have each feature with two strategies, two ranks with one."""
+    strategies = ["ring", "all_to_all", "all_gather", "ring_all_to_all"][: ranks // 2 + 2]
+    pairs = turns(_FEATURES, strategies, ranks // 2)
+    return {f"{strategy}-{name}": replace(_FEATURES[name], strategy=strategy) for name, strategy in pairs}
 
 
 _ALL = [(ranks, name) for ranks in (2, 4) for name in _jobs(ranks)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,6 @@ from support.models.transformers_cases import (
     run,
     transformers,
 )
-from support.running.missing_packages import run_without
 
 Cache = transformers.cache_utils.Cache
 DOCS = Path(__file__).parents[2] / "docs"
@@ -403,11 +404,14 @@ def test_names_come_and_go() -> None:
         register(None)  # type: ignore[arg-type]
 
 
-def test_without_transformers_the_extra_is_named(tmp_path: Path) -> None:
-    done = run_without({"transformers"}, tmp_path, "-c", "import flashtile.integrations.transformers")
-    assert done.stderr.splitlines()[-1] == (
-        "ImportError: flashtile.integrations.transformers needs transformers 5.17 or newer: "
-        'pip install "transformers>=5.17"'
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for name in [name for name in sys.modules if name.startswith("flashtile.integrations.transformers")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError) as raised:
+        importlib.import_module("flashtile.integrations.transformers")
+    assert str(raised.value) == (
+        'flashtile.integrations.transformers needs transformers 5.17 or newer: pip install "transformers>=5.17"'
     )
 
 

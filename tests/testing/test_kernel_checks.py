@@ -10,6 +10,7 @@ import torch
 import flashtile
 from flashtile.testing.kernel_checks import KernelCheck, kernel_checks
 from flashtile.testing.layouts import ODD_ADDRESS, ODD_STRIDE, Layout
+from support.running.covering import turns
 
 _FP16, _BF16 = torch.float16, torch.bfloat16
 
@@ -79,8 +80,7 @@ def test_one_wrong_element_is_seen(check: KernelCheck, monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [_BF16, _FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("number", range(len(kernel_checks("triton"))))
+@pytest.mark.parametrize(("number", "dtype"), turns(range(len(kernel_checks("triton"))), (_BF16, _FP16)))
 def test_gpu(number: int, dtype: torch.dtype) -> None:
     kernel_checks("triton", dtype)[number].run(torch.device("cuda"))
 

@@ -17,6 +17,7 @@ from flashtile.ops.attention.cpu import tiles
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs, with_arguments
 from support.attention.attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
+from support.running.covering import turns
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 
@@ -71,10 +72,9 @@ def test_interpreted_kernel_agrees_with_the_oracle(case: AttentionCase) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("case", parameters(COMBINED))
-def test_kernel_agrees_with_the_oracle(case: AttentionCase, dtype: torch.dtype) -> None:
-    check(replace(case, dtype=dtype), "triton", "cuda")
+@pytest.mark.parametrize("name, dtype", turns(COMBINED, [torch.float32, torch.bfloat16, torch.float16]), ids=str)
+def test_kernel_agrees_with_the_oracle(name: str, dtype: torch.dtype) -> None:
+    check(replace(COMBINED[name], dtype=dtype), "triton", "cuda")
 
 
 @pytest.mark.gpu

@@ -710,12 +710,11 @@ for seq, heads_kv, arguments in eval(sys.argv[1]):
 """
 
 _LONG_CALLS: list[tuple[int, int, dict[str, Any]]] = [
-    (8192, 2, {}),
-    (8192, 1, {}),
-    (8192, 1, {"causal": True}),
+    (6144, 2, {}),
+    (6144, 1, {"causal": True}),
     (4096, 1, {"dropout_p": 0.2}),
-    (8192, 1, {"alibi": True, "causal": True}),
-    (32768, 1, {"window": (300, 5)}),
+    (6144, 1, {"alibi": True, "causal": True}),
+    (16384, 1, {"window": (300, 5)}),
 ]
 
 

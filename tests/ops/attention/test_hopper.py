@@ -352,8 +352,8 @@ def test_each_part_of_wide_values_has_its_own_lines(packed: bool) -> None:
     assert given["problem.lines"] == 2 * (4 if packed else 8) and given["problem.heads"] == 4
 
 
-#: The widest heads among others; the places that these leave are few.
-_HEADS = list(itertools.product(range(1, 257), range(8, 257, 8)))
+#: Heads at both ends of each chunk of eight columns; the widest leave few places.
+_HEADS = list(itertools.product(sorted({*range(1, 257, 8), *range(8, 257, 8)}), range(8, 257, 8)))
 _WIDE_HEADS = [heads for heads in itertools.product(range(8, 513, 8), repeat=2) if max(heads) > 256]
 #: Lengths, and where there are none on either side, both sides of a band.
 _LENGTHS_AND_BANDS = [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import flashtile
 from flashtile.ops.attention import select
 from flashtile.testing import AttentionCase, check, make_inputs, with_arguments
+from support.running.covering import turns
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
@@ -68,12 +70,14 @@ def _case(change: dict[str, Any], base: AttentionCase) -> AttentionCase:
     return with_arguments(replace(base, **change), **arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+_WIDTHS = [(32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
+
+
 @pytest.mark.parametrize(
-    "head_dim, head_dim_v", [(32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
+    "feature, kind", turns(_FEATURES, product(_WIDTHS, (torch.bfloat16, torch.float16)), 4), ids=str
 )
-@pytest.mark.parametrize("feature", _FEATURES)
-def test_gradients(feature: str, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
+def test_gradients(feature: str, kind: tuple[tuple[int, int], torch.dtype]) -> None:
+    (head_dim, head_dim_v), dtype = kind
     base = replace(_BASE, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
     check(_case(_FEATURES[feature], base), "hopper", "cuda")
 

@@ -19,7 +19,7 @@ import torch
 import flashtile
 from flashtile._backends import devices
 from flashtile.ops.attention import repeated, select
-from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
+from flashtile.testing import AttentionCase, Size, assert_close, check, make_inputs, run, with_arguments
 from gluon_emulator import EmulatedHopper, forget_copies
 from gluon_emulator.serving import served_by
 from support.attention.attention_cases import COMBINED, parameters, score_mod_combined
@@ -98,12 +98,12 @@ def test_scores_of_fewer_columns_than_a_tile_has(hopper: Callable, changes: dict
 
 
 _WIDE: dict[str, dict[str, Any]] = {
+    "one key, other scale": {"seq_k": 1, "head_dim": 448, "head_dim_v": 64, "arguments": {"scale": -0.1}},
     "shared keys, causal": {"heads": 4, "head_dim": 320, "head_dim_v": 264, "arguments": {"causal": True}},
     "one query, sinks": {"seq_q": 1, "head_dim": 512, "head_dim_v": 448, "dtype": torch.float16, "sinks": True},
     "rows that see nothing": {
         "seq_q": 300, "seq_k": 100, "head_dim": 264, "head_dim_v": 512, "sinks": True, "arguments": {"causal": True},
     },
-    "one key, other scale": {"seq_k": 1, "head_dim": 448, "head_dim_v": 64, "arguments": {"scale": -0.1}},
     "window": {
         "seq_k": 200, "head_dim": 384, "head_dim_v": 320, "dtype": torch.float16, "arguments": {"window": (3, 0)},
     },
@@ -163,13 +163,13 @@ def test_backward_of_wide_heads_divides_heads_that_share_keys(hopper: Callable) 
 
 
 _FLOAT32: dict[str, dict[str, Any]] = {
+    "one key, other scale": {"seq_k": 1, "head_dim": 96, "head_dim_v": 64, "arguments": {"scale": -0.1}},
     "shared keys, causal": {"heads": 4, "head_dim": 128, "head_dim_v": 96, "arguments": {"causal": True}},
     "full": {"seq_q": 130, "seq_k": 140, "head_dim": 128, "head_dim_v": 128},
     "one query, sinks": {"seq_q": 1, "head_dim": 72, "head_dim_v": 128, "sinks": True},
     "rows that see nothing": {
         "seq_q": 300, "seq_k": 100, "head_dim": 128, "head_dim_v": 72, "sinks": True, "arguments": {"causal": True},
     },
-    "one key, other scale": {"seq_k": 1, "head_dim": 96, "head_dim_v": 64, "arguments": {"scale": -0.1}},
     "window": {"seq_k": 200, "head_dim": 96, "head_dim_v": 80, "arguments": {"window": (3, 0)}},
     "narrow values": {"head_dim": 80, "head_dim_v": 8, "arguments": {"window": (None, 20), "align": "top_left"}},
     "heads divided": {"heads": 4, "seq_q": 1100, "seq_k": 70, "head_dim": 72, "head_dim_v": 64},
@@ -214,13 +214,13 @@ def test_backward_of_float32(hopper: Callable, changes: dict[str, Any], kernels:
 
 
 _FLOAT32_FORWARD: dict[str, dict[str, Any]] = {
+    "one key, other scale": {"seq_k": 1, "head_dim": 320, "head_dim_v": 64, "arguments": {"scale": -0.1}},
     "shared keys, causal": {"heads": 4, "head_dim": 256, "head_dim_v": 256, "arguments": {"causal": True}},
     "full": {"seq_q": 70, "seq_k": 140, "head_dim": 512, "head_dim_v": 512},
     "one query, sinks": {"seq_q": 1, "head_dim": 136, "head_dim_v": 128, "sinks": True},
     "rows that see nothing": {
         "seq_q": 300, "seq_k": 100, "head_dim": 192, "head_dim_v": 72, "sinks": True, "arguments": {"causal": True},
     },
-    "one key, other scale": {"seq_k": 1, "head_dim": 320, "head_dim_v": 64, "arguments": {"scale": -0.1}},
     "window": {"seq_k": 200, "head_dim": 48, "head_dim_v": 448, "arguments": {"window": (3, 0)}},
     "two chunks, causal": {"head_dim": 72, "head_dim_v": 128, "arguments": {"causal": True}},
     "window, top left": {"head_dim": 160, "head_dim_v": 8, "arguments": {"window": (None, 20), "align": "top_left"}},
@@ -232,13 +232,21 @@ def test_forward_of_float32(hopper: Callable, changes: dict[str, Any]) -> None:
     """Its sums have a fixed order: no order of events changes a bit."""
     case = replace(_SMALL, dtype=torch.float32, **changes)
     inputs = make_inputs(case)
+
+    def forward(backend: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        q, k, v, *sinks = (t.to(dtype) for t in (inputs.q, inputs.k, inputs.v, *inputs.tensors.values()))
+        given = dict(zip(inputs.tensors, sinks))
+        return flashtile.attention(q, k, v, **given, **case.keywords(), return_lse=True, backend=backend)
+
     results = []
     for seed in range(2):
         emulated = hopper(seed=seed)
-        results.append(check(case, "hopper", inputs=inputs))
-        assert emulated.launched[:4] == [*["attention_parts_kernel"] * 3, "attention_float32_forward_kernel"]
-    first, again = results
-    assert all(torch.equal(first[name], again[name]) for name in ("out", "lse"))
+        results.append(forward("hopper", torch.float32))
+        assert emulated.launched == [*["attention_parts_kernel"] * 3, "attention_float32_forward_kernel"]
+    oracle, eager = forward("reference", torch.float64), forward("reference", torch.float32)
+    for name, found, again, exact, plain in zip(("out", "lse"), *results, oracle, eager):
+        assert torch.equal(found, again)
+        assert_close(name, found, exact, plain, Size(1, 1) if name == "lse" else Size())
 
 
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (70, 0), "deterministic": True}], ids=str)

@@ -5,6 +5,7 @@ The forward runs on the Hopper kernels. Gradients come from whichever kernels `e
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch
 import flashtile
 from flashtile.testing import AttentionCase, Size, assert_close, check, make_inputs, with_arguments
 from flashtile.testing.cases import Inputs
-from support.attention.attention_cases import CONSTANT_SCORE_MOD_PAIRS, PAIRS, SCORE_MOD_PAIRS, parameters
+from support.attention.attention_cases import COMBINED, CONSTANT_SCORE_MOD_PAIRS, SCORE_MOD_PAIRS, parameters
+from support.running.covering import turns
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 _BF16 = torch.bfloat16
 _BASE = AttentionCase(batch=2, heads=4, heads_kv=2, seq_q=517, seq_k=643, head_dim=64, head_dim_v=64, dtype=_BF16)
+_WIDTHS = list(zip((32, 64, 80, 96, 128, 192, 256, 64, 128, 256, 32), itertools.cycle((_BF16, torch.float16))))
 _MODELS = {
     "padding mask": {"mask": "b11k"},
     "padding as lengths": {"key_lengths": (643, 130)},
@@ -54,10 +57,9 @@ def _forward(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dty
     return {"out": out, "lse": lse}
 
 
-@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("model", _MODELS)
-def test_forward_of_models(model: str, head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("model, kind", turns(_MODELS, _WIDTHS, 3), ids=str)
+def test_forward_of_models(model: str, kind: tuple[int, torch.dtype]) -> None:
+    head_dim, dtype = kind
     case = _case(_MODELS[model], replace(_BASE, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype))
     inputs = make_inputs(case, "cuda")
     actual = _forward(case, inputs, "hopper", dtype)
@@ -143,7 +145,7 @@ def _pairs() -> dict[str, AttentionCase]:
     """In sizes of several tiles."""
     lengths = {"key_lengths": (600, 17, 0), "lengths_q": (5, 0, 337), "lengths_k": (333, 4, 520)}
     cases = {}
-    for number, (name, case) in enumerate((PAIRS | SCORE_MOD_PAIRS | CONSTANT_SCORE_MOD_PAIRS).items()):
+    for number, (name, case) in enumerate((COMBINED | SCORE_MOD_PAIRS | CONSTANT_SCORE_MOD_PAIRS).items()):
         here: dict[str, Any] = {field: value for field, value in lengths.items() if getattr(case, field)}
         if "key_lengths" in here:
             here["key_lengths"] = here["key_lengths"][: case.batch]

@@ -21,6 +21,7 @@ from flashtile.ops.attention.hopper import schedule as hopper_schedule
 from flashtile.testing import AttentionCase, Size, assert_close, assert_same, check, make_inputs, run, with_arguments
 from support.attention import left_out_tiles
 from support.attention.attention_cases import BASE, COMBINED, EDGES, parameters
+from support.running.covering import turns
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
@@ -66,18 +67,16 @@ _EACH_WIDTH = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", _MASKS, ids=str)
-@pytest.mark.parametrize("head_dim, head_dim_v", _EACH_WIDTH[:-6], ids=str)
-def test_few_tiles(head_dim: int, head_dim_v: int, arguments: dict) -> None:
+@pytest.mark.parametrize("widths, arguments", turns(_EACH_WIDTH[:-6], _MASKS[::-1], 3), ids=str)
+def test_few_tiles(widths: tuple[int, int], arguments: dict) -> None:
     """Of a single consumer each."""
-    check(with_arguments(replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim_v), **arguments), "hopper", "cuda")
+    check(with_arguments(replace(_LARGE, head_dim=widths[0], head_dim_v=widths[1]), **arguments), "hopper", "cuda")
 
 
 @pytest.mark.usefixtures("several_consumers")
-@pytest.mark.parametrize("arguments", _MASKS, ids=str)
-@pytest.mark.parametrize("head_dim, head_dim_v", _EACH_WIDTH, ids=str)
-def test_many_tiles(head_dim: int, head_dim_v: int, arguments: dict) -> None:
-    check(with_arguments(replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim_v), **arguments), "hopper", "cuda")
+@pytest.mark.parametrize("widths, arguments", turns(_EACH_WIDTH, _MASKS, 3), ids=str)
+def test_many_tiles(widths: tuple[int, int], arguments: dict) -> None:
+    check(with_arguments(replace(_LARGE, head_dim=widths[0], head_dim_v=widths[1]), **arguments), "hopper", "cuda")
 
 
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"deterministic": True}], ids=str)

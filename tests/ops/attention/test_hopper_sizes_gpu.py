@@ -10,6 +10,7 @@ import torch
 
 import flashtile
 from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
+from support.running.covering import turns
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
@@ -80,19 +81,16 @@ _FLOAT32: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "head_dim, head_dim_v",
-    [
-        *((128, 128), (96, 96), (72, 128), (128, 64), (80, 8)),
-        *((256, 256), (192, 192), (144, 144), (192, 128), (256, 64), (192, 256), (128, 192)),
-        *((512, 512), (320, 320), (512, 8), (72, 512)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("changes", _FLOAT32.values(), ids=_FLOAT32)
-def test_backward_of_float32(changes: dict[str, Any], head_dim: int, head_dim_v: int) -> None:
+_FLOAT32_WIDTHS = [
+    (128, 128), (96, 96), (72, 128), (128, 64), (80, 8), (256, 256), (192, 192), (144, 144), (192, 128), (256, 64),
+    (192, 256), (128, 192), (512, 512), (320, 320), (512, 8), (72, 512),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("widths, name", turns(_FLOAT32_WIDTHS, _FLOAT32, 4), ids=str)
+def test_backward_of_float32(widths: tuple[int, int], name: str) -> None:
     """Its sums have a fixed order, so each run has the same bits."""
-    case = replace(_BASE, head_dim=head_dim, head_dim_v=head_dim_v, dtype=torch.float32, **changes)
+    case = replace(_BASE, head_dim=widths[0], head_dim_v=widths[1], dtype=torch.float32, **_FLOAT32[name])
     inputs = make_inputs(case, "cuda")
     given = {**inputs.tensors, **case.keywords(), "device": "sm_90"}
     choice = flashtile.explain(inputs.q, inputs.k, inputs.v, **given)
@@ -105,15 +103,10 @@ def test_backward_of_float32(changes: dict[str, Any], head_dim: int, head_dim_v:
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@pytest.mark.parametrize(
-    "head_dim, head_dim_v",
-    [(72, 72), (128, 128), (256, 256), (512, 512), (160, 160), (192, 128), (320, 320), (64, 512), (512, 8)],
-    ids=str,
-)
-@pytest.mark.parametrize("changes", _FLOAT32.values(), ids=_FLOAT32)
-def test_forward_of_float32(changes: dict[str, Any], head_dim: int, head_dim_v: int) -> None:
+@pytest.mark.parametrize("widths, name", turns(_FLOAT32_WIDTHS, _FLOAT32, 2), ids=str)
+def test_forward_of_float32(widths: tuple[int, int], name: str) -> None:
     """Its sums have a fixed order, so each run has the same bits."""
-    case = replace(_BASE, head_dim=head_dim, head_dim_v=head_dim_v, dtype=torch.float32, **changes)
+    case = replace(_BASE, head_dim=widths[0], head_dim_v=widths[1], dtype=torch.float32, **_FLOAT32[name])
     inputs = make_inputs(case, "cuda")
     first = check(case, "hopper", "cuda", inputs=inputs)
     for _ in range(3):

@@ -12,6 +12,7 @@ import flashtile
 from flashtile.testing import AttentionCase, assert_same
 from support.attention.attention_cases import BASE, COMBINED, EDGES, parameters
 from support.attention.max_scores import check
+from support.running.covering import turns
 
 CASES = COMBINED | {name: case for name, case in EDGES.items() if "300" not in name}
 
@@ -35,10 +36,10 @@ def test_on_a_gpu(case: AttentionCase) -> None:
 
 @pytest.mark.hopper
 @pytest.mark.parametrize(
-    "head_dim, dtype", [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)], ids=str
+    "name, kind", turns(CASES, [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)]), ids=str
 )
-@pytest.mark.parametrize("case", parameters(CASES))
-def test_on_hopper(case: AttentionCase, head_dim: int, dtype: torch.dtype) -> None:
+def test_on_hopper(name: str, kind: tuple[int, torch.dtype]) -> None:
+    case, (head_dim, dtype) = CASES[name], kind
     check(replace(case, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype), "hopper", "cuda")
 
 

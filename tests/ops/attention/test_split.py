@@ -15,7 +15,7 @@ from flashtile.ops.attention.seen_keys import visible_keys
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.split.configs import MAX_QUERIES, SplitFacts, no_gain
 from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
-from support.attention.attention_cases import BASE, EDGES, PAIRS, parameters
+from support.attention.attention_cases import BASE, EDGES, PAIRS, combined, parameters
 
 _MULTIPROCESSORS = 132
 
@@ -26,6 +26,7 @@ def _served(case: AttentionCase) -> bool:
 
 
 _SERVED = {name: case for name, case in (PAIRS | EDGES).items() if _served(case)}
+_COMBINED = combined(*(name for name, case in PAIRS.items() if not _served(case)))
 #: What the diagonals depend on, together, and the edges.
 _INTERPRETED = [
     "plain",
@@ -66,7 +67,7 @@ def test_interpreted(case: AttentionCase, splits: None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", parameters(_SERVED))
+@pytest.mark.parametrize("case", parameters({n: case for n, case in (_COMBINED | EDGES).items() if _served(case)}))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_gpu(case: AttentionCase, dtype: torch.dtype, splits: None) -> None:
     check(replace(case, dtype=dtype), "split", "cuda")

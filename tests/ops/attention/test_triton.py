@@ -81,7 +81,7 @@ def test_interpreted_kernels_take_lengths_beyond_the_keys_for_all_keys(
         assert torch.equal(value, expected[name]), name
 
 
-_GROUPED = {name: case for name, case in PAIRS.items() if case.heads_kv < case.heads}
+_GROUPED = {name: case for name, case in COMBINED.items() if case.heads_kv < case.heads}
 #: Features that ask which head or sequence it is.
 _OF_HEADS = ("packed", "bias shared", "alibi", "sinks", "block_mask", "dropout")
 _GROUPED_BY_HEADS = {
@@ -112,7 +112,7 @@ def test_kernels_with_the_heads_that_share_keys_divided(case: AttentionCase, mon
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("case", parameters(PAIRS))
+@pytest.mark.parametrize("case", parameters(COMBINED))
 def test_kernels_agree_with_the_oracle(case: AttentionCase, dtype: torch.dtype) -> None:
     check(replace(case, dtype=dtype), "triton", "cuda")
 

@@ -24,7 +24,7 @@ from support.attention.kv_cache_cases import (
 )
 
 
-@pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
+@pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
 def test_cpu(case: CacheCase) -> None:
     check(case, "cpu")
 

@@ -10,6 +10,7 @@ import torch
 import flashtile
 from flashtile.testing import NormCase, assert_same, check_norm, make_norm_inputs, run_norm
 from support.companions.norm_cases import COMBINED, DTYPES, EDGES, PAIRS, parameters
+from support.running.covering import turns
 
 
 def _interpreted(cases: dict[str, NormCase]) -> list:
@@ -77,11 +78,13 @@ def test_kernels_agree_with_the_oracle(case: NormCase) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hidden", [64, 768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768])
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-@pytest.mark.parametrize("case", parameters(DTYPES))
-def test_kernels_over_many_rows(case: NormCase, rms: bool, hidden: int) -> None:
-    check_norm(replace(case, rms=rms, shape=(1531,), hidden=hidden), "triton", "cuda")
+@pytest.mark.parametrize(
+    "hidden, name",
+    turns([64, 768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768], DTYPES, 3),
+)
+def test_kernels_over_many_rows(hidden: int, name: str) -> None:
+    for rms in (False, True):
+        check_norm(replace(DTYPES[name], rms=rms, shape=(1531,), hidden=hidden), "triton", "cuda")
 
 
 @pytest.mark.gpu

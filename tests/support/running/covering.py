@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any, TypeVar
@@ -38,6 +39,12 @@ def covering_choices(*questions: Iterable[Any]) -> list[tuple[Any, ...]]:
         choice = dict(named[name] for name in chosen)
         found.append(tuple(choice.get(question, of[0]) for question, of in enumerate(answers)))
     return found
+
+
+def turns(many: Iterable[Any], few: Iterable[Any], times: int = 1) -> list[tuple[Any, Any]]:
+    """Each of `many` with `times` of the `few`, which take turns: for tests that need not see each two together."""
+    others = itertools.cycle(few)
+    return [(one, next(others)) for one in many for _ in range(times)]
 
 
 def covering(names: Sequence[str], compatible: Callable[[str, str], bool]) -> list[tuple[str, ...]]:
