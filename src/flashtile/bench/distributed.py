@@ -81,11 +81,11 @@ class ParallelCase(AnyCase):
 def cases_named(device: str, gpus: int, quick: bool = False) -> list[ParallelCase]:
     """32 query and 8 key/value heads of 128 columns, causal and full, 32k to 512k tokens in all."""
     if device == "cpu":
-        return [ParallelCase(1, 64 * gpus, 4, 2, 16, True, "fp32", gpus)]
+        return [ParallelCase(1, 64 * gpus, 4, 2, 16, causal=True, dtype="fp32", gpus=gpus)]
     lengths = (2**15, 2**17) if quick else (2**15, 2**17, 2**18, 2**19)
     # The longest without a mask would take most of the time that the others take together.
     chosen = [(length, causal) for length in lengths for causal in (True, False) if causal or length < 2**19]
-    return [ParallelCase(1, length, 32, 8, 128, causal, "bf16", gpus) for length, causal in chosen]
+    return [ParallelCase(1, length, 32, 8, 128, causal=causal, dtype="bf16", gpus=gpus) for length, causal in chosen]
 
 
 LayoutKind = Literal["zigzag", "contiguous"]
@@ -221,8 +221,10 @@ def bench_distributed(
         print(f"no GPU is here: one case of {cases[0].S} tokens tries the code, and its speeds say nothing of GPUs")
     end = time.time() + limit
     with tempfile.TemporaryDirectory() as folder:
-        shared = (cases, names, device, f"{folder}/store", str(output), command_line(), seconds, end, profile)
-        mp.spawn(_run, shared, nprocs=count)
+        setting = _Setting(
+            names, device, f"{folder}/store", output, command_line(), seconds=seconds, end=end, profiled=profile
+        )
+        mp.spawn(_run, (cases, setting), nprocs=count)
 
 
 def _chosen(cases: Sequence[ParallelCase], lengths: Sequence[int], mask: str) -> list[ParallelCase]:
@@ -244,26 +246,38 @@ _PROFILED_CALLS, _PROFILED_MS = 8, 200.0
 _LONG, _COMPILED = 0.5, 2**15
 
 
-def _run(
-    rank: int, cases: Sequence[ParallelCase], names: Sequence[str], device: str, store: str, output: str,
-    command: str, seconds: float, end: float, profiled: bool,
-) -> None:  # fmt: skip
+class _Setting(NamedTuple):
+    """The same on all ranks: implementations, device type, a file by which they meet, the record, how the program was
+    started, seconds for the samples of a phase, the time from which on nothing new is started, and whether it
+    profiles."""
+
+    names: Sequence[str]
+    device: str
+    store: str
+    output: Path
+    command: str
+    seconds: float
+    end: float
+    profiled: bool
+
+
+def _run(rank: int, cases: Sequence[ParallelCase], setting: _Setting) -> None:
     """One of as many processes as the cases have GPUs; rank 0 writes the record after each case."""
-    gpus = cases[0].gpus
+    gpus, device = cases[0].gpus, setting.device
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=gpus,
-        timeout=timedelta(minutes=5),
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", init_method=f"file://{setting.store}",
+        rank=rank, world_size=gpus, timeout=timedelta(minutes=5),
     )  # fmt: skip
     try:
         mesh = init_device_mesh(device, (gpus,))
         where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
-        recorder = Recorder(where, command, None if rank else Path(output))
+        recorder = Recorder(where, setting.command, None if rank else setting.output)
         checked: dict[tuple[str, bool], tuple[float, str | None]] = {}
         _compile_a_share(cases, where)
         for case in cases:
-            for row in _rows(case, names, mesh, where, checked, seconds, end, profiled):
+            for row in _rows(case, setting, mesh, where, checked):
                 recorder.add([row])
                 if not rank:
                     print(_line(row), flush=True)
@@ -285,28 +299,25 @@ def _compile_a_share(cases: Sequence[ParallelCase], where: torch.device) -> None
 
 def _rows(
     case: ParallelCase,
-    names: Sequence[str],
+    setting: _Setting,
     mesh: DeviceMesh,
     where: torch.device,
     checked: dict[tuple[str, bool], tuple[float, str | None]],
-    seconds: float,
-    end: float,
-    profiled: bool,
 ) -> list[dict[str, Any]]:
     """The rows of a case. All ranks come to the same decisions."""
     rows: list[dict[str, Any]] = []
     alone: dict[str, float] = {}
-    for name in names:
+    for name in setting.names:
         key = name, case.causal
         if key not in checked:
             checked[key] = _agreed(partial(_checked, name, case, mesh, where))
         error, why = checked[key]
-        if why is None and not _agree(time.time() < end):
+        if why is None and not _agree(time.time() < setting.end):
             why = "no time was left"
         times: dict[str, float] = {}
         facts: dict[str, dict[str, Any]] = {}
         if why is None:
-            found, why = _agreed(partial(_measure, name, case, mesh, where, seconds, profiled))
+            found, why = _agreed(partial(_measure, name, case, mesh, where, setting))
             times, facts = found or ({}, {})
         if why is None and name == BASELINE:
             times, facts = _mean_time(times, facts)
@@ -399,7 +410,7 @@ def _error(name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device)
 
 
 def _measure(
-    name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device, seconds: float, profiled: bool
+    name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device, setting: _Setting
 ) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     """Milliseconds of each phase, those of the slowest rank, and what else is known of it on rank 0. All of the work on
     one GPU every rank does by itself, so that a failure there leaves nobody waiting."""
@@ -420,12 +431,12 @@ def _measure(
             if where.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 held = torch.cuda.memory_allocated()
-            ms = _median(function, where, seconds, group)
+            ms = _median(function, where, setting.seconds, group)
             times[phase] = ms if group is None else _agree(ms, dist.ReduceOp.MAX)
             if where.type == "cuda":
                 facts[phase]["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
                 calls = min(_PROFILED_CALLS, int(_PROFILED_MS / max(times[phase], 1e-3)))
-                if profiled and calls and group is not None:
+                if setting.profiled and calls and group is not None:
                     facts[phase]["profile"] = profile_calls(function, calls)
     return times, facts
 
