@@ -85,7 +85,7 @@ def check(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> dic
 
 
 def first_differences(answers: list[list[int]], others: list[list[int]]) -> list[int]:
-    """Of each request, how many tokens come before the first that differs."""
+    """For each request, how many tokens come before the first that differs."""
     pairs = (list(zip(a, b, strict=True)) for a, b in zip(answers, others, strict=True))
     return [next((place for place, (one, other) in enumerate(pair) if one != other), len(pair)) for pair in pairs]
 

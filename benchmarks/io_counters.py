@@ -37,7 +37,7 @@ from flashtile.bench.timing import EventTimer
 DEVICE_MEMORY = {"bytes_read": "dram__bytes_read.sum", "bytes_written": "dram__bytes_write.sum"}
 _WARM_UP_CALLS = 2
 _SECONDS = 1.0
-#: Where CUDA's installers put it when it is not on the path.
+#: CUDA's installers put it here when it is not on the path.
 _PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 
 
@@ -235,7 +235,7 @@ def find_ncu() -> str:
 
 
 def count(ncu: str, name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What each kernel of a computation reads and writes in device memory, counted in a process of its own.
+    """Bytes that each kernel of a computation reads and writes in device memory, counted in a process of its own.
 
     Raises:
         CountersError: as `profile`.
@@ -246,7 +246,7 @@ def count(ncu: str, name: str, options: argparse.Namespace) -> list[dict[str, An
 def profile(
     ncu: str, name: str, child: Sequence[str], metrics: Mapping[str, str] = DEVICE_MEMORY
 ) -> list[dict[str, Any]]:
-    """What `ncu` counts of the kernels of a Python program.
+    """The counts of `ncu` for the kernels of a Python program.
 
     Args:
         ncu: its path.

@@ -90,7 +90,7 @@ def check(options: argparse.Namespace, completions: int, device: torch.device) -
         results.append((found, {name: p.grad.clone() for name, p in problem.model.named_parameters()}))
     (batch, gradients), (tree, found) = results
     assert_same(tree, batch)
-    # What completions add to a gradient cancels: each has an advantage, of either sign.
+    # The shares of completions in a gradient cancel: each has an advantage, of either sign.
     largest = max(size(gradient).largest for gradient in gradients.values())
     assert_same(found, gradients, cancelled=Size(largest, largest))
 

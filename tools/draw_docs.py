@@ -125,7 +125,7 @@ def memory_hierarchy() -> Picture:
 
 
 def traffic() -> Picture:
-    """What passes through device memory in the standard computation, and in the tiled one."""
+    """Traffic through device memory of the standard computation, and of the tiled one."""
     picture = Picture(760, 330, "Standard attention moves the scores through device memory; the tiled one does not")
     picture.text(260, 30, "standard: five kernels", 16, bold=True)
     picture.text(645, 30, "tiled: one kernel", 16, bold=True)
@@ -282,7 +282,7 @@ def online_softmax() -> Picture:
 
 
 def recomputation() -> Picture:
-    """What forward leaves for the backward."""
+    """The tensors that the forward leaves for the backward."""
     picture = Picture(760, 280, "What a forward pass keeps for the backward: all weights, or one number for each row")
     picture.text(190, 32, "standard", 16, bold=True)
     picture.text(570, 32, "tiled", 16, bold=True)
@@ -396,7 +396,7 @@ def _masks() -> dict[str, BlockMask]:
 
 
 def block_masks() -> Picture:
-    """What every ready-made mask shows."""
+    """The visible pairs of every ready-made mask."""
     masks, across, side, step_x, step_y = _masks(), 5, 120, 148, 160
     picture = Picture(30 + across * step_x, 24 + -(-len(masks) // across) * step_y, "The ready-made block masks")
     for number, (name, mask) in enumerate(masks.items()):

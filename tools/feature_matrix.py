@@ -1,4 +1,4 @@
-"""Which backend serves which feature of attention, as the code that chooses says: the table of docs/attention.md.
+"""The backends that serve each feature of attention, by the code that chooses: the table of docs/attention.md.
 
     python tools/feature_matrix.py            # prints the table
     python tools/feature_matrix.py --write    # writes it into docs/attention.md
@@ -31,7 +31,7 @@ DOCUMENT = ROOT / "docs" / "attention.md"
 BEGIN = "<!-- Begin of what `python tools/feature_matrix.py --write` writes. -->\n"
 END = "<!-- End of what `python tools/feature_matrix.py --write` writes. -->\n"
 
-#: What a backend does of a call, from nothing to everything.
+#: How much of a call a backend does, from nothing to everything.
 NOTHING, FORWARD, EVERYTHING = "no", "forward¹", "yes"
 ORDER = (NOTHING, FORWARD, EVERYTHING)
 
@@ -177,7 +177,7 @@ def device_of(backend: str) -> str:
 
 
 def served(case: AttentionCase) -> dict[str, str]:
-    """What each backend does of a call, asked for by name."""
+    """How each backend, asked for by name, serves a call."""
     inputs = make_inputs(case)
     for name in case.learned:
         learned_tensor(inputs.tensors[name]).requires_grad_()

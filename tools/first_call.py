@@ -35,7 +35,7 @@ torch.cuda.synchronize()
 print(time.perf_counter() - begin)
 """
 
-#: What is measured, in this order: the name of the cache's state, the implementation, and the call.
+#: The measurements in their order: the name of the cache's state, the implementation, and the call.
 _CALLS = (
     ("cold", "flashtile-auto", "import flashtile\nflashtile.attention(q, k, v, causal=True)"),
     ("cached", "flashtile-auto", "import flashtile\nflashtile.attention(q, k, v, causal=True)"),

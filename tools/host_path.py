@@ -6,8 +6,8 @@
 
 Tensors are on the CPU, and the code that runs is that of a GPU: the public function, autograd, checks, the choice of
 the backend, the look-up of the plan, allocation and the launch, whose C function is replaced by one that takes any
-arguments. So figures compare two states of the sources; those of a GPU (`flashtile bench host-time`) have
-the driver's part as well.
+arguments. The figures compare two states of the sources; on a GPU (`flashtile bench host-time`) there is the driver's
+part as well.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def pretend_gpu() -> None:
 
 
 def cases() -> dict[str, Callable[[], Any]]:
-    """What is timed, by name."""
+    """The timed calls, by name."""
     import flashtile
 
     def tensor(*shape: int, grad: bool = False, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
     python tools/kernels_repository.py FOLDER --version 1
 
-The kernels package loads a variant under a name of its own (`id` in its metadata), several versions in one process. So
-modules and operators are renamed to that: `import flashtile` and another version of flashtile do not meet it.
+The kernels package loads a variant under a name of its own (`id` in its metadata), several versions in one process.
+Modules and operators are therefore renamed to that: `import flashtile` and another version of flashtile do not meet it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "flashtile"
 
-#: What a model needs of the package.
+#: Parts of the package that a model needs.
 _PARTS = ("__init__.py", "_public.py", "_backends", "ops", "modules")
 
 BACKENDS = ("cpu", "cuda")
 
-#: Where the package is meant, not its name in a message or a comment; each with what follows the name.
+#: Places that mean the package, not its name in a message or a comment; each with what follows the name.
 _NAMES = [
     re.compile(pattern, re.MULTILINE)
     for pattern in (

@@ -1,11 +1,11 @@
-"""Which machine code the tests compile, as a list of hashes: to show that a change of the kernels' source leaves it.
+"""Hashes of the machine code that tests compile: to show that a change of the kernels' source leaves it.
 
     python tools/machine_code_hashes.py before.txt                    # every test that compiles, without a GPU
     python tools/machine_code_hashes.py after.txt -k hopper           # those that pytest selects
     python tools/machine_code_hashes.py --compare before.txt after.txt
 
-A line is a kernel, its target and a hash of its instructions. Where a kernel's parameters lie in the constant bank, and
-what it is called, is no part of the hash. Kernels are compiled without line tables, for ptxas chooses some registers by
+A line is a kernel, its target and a hash of its instructions. Its name, and the place of its parameters in the
+constant bank, are no part of the hash. Kernels are compiled without line tables, for ptxas chooses some registers by
 them: with tables, the same PTX from other lines has another hash. The tests run, too: a list is written only if they
 pass.
 """
@@ -26,7 +26,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 _FOLDER = "FLASHTILE_MACHINE_CODE_HASHES"
 
-#: What tests of machine code call.
+#: Functions that tests of machine code call.
 _CHECK = "check_code("
 
 

@@ -1,4 +1,4 @@
-"""What a package index shows of flashtile: addresses of the project, and a README whose links work there.
+"""The page of flashtile on a package index: addresses of the project, and a README whose links work there.
 
 In the repository the README's links are relative, so that they work in a checkout and in a fork. An index has no files
 beside the README, so a build makes them absolute, by the `repository` in `pyproject.toml`. As long as that is empty,
@@ -33,7 +33,7 @@ def readme_for_index(text: str, repository: str) -> str:
 
 
 def addresses(repository: str) -> dict[str, str]:
-    """What stands under `[project.urls]`."""
+    """The entries of `[project.urls]`."""
     if not repository:
         return {}
     paths = {

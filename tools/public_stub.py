@@ -46,7 +46,7 @@ class Module:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of a module, also of `if TYPE_CHECKING`."""
+    """The imports of a module, also those of `if TYPE_CHECKING`."""
     for node in body:
         yield node
         if isinstance(node, ast.If):

@@ -1,4 +1,4 @@
-"""Which benchmark records are older than the kernels that they time.
+"""Lists the benchmark records that are older than the kernels that they time.
 
     python tools/record_age.py            # prints the table
     python tools/record_age.py --write    # writes it into benchmarks/results/README.md

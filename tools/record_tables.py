@@ -100,7 +100,7 @@ def means(record: str, ours: str | tuple[str, ...], peers: Iterable[str], keep: 
     return [str(len(forward.values)), forward.cell, backward.cell]
 
 
-# Which cases of a record a row of a table counts.
+# The cases of a record that a row of a table counts.
 
 
 def is_grouped(case: Case) -> bool:
@@ -329,7 +329,7 @@ def on_h100() -> list[list[str]]:
 
 
 def function_ratios(phase: str, keep: Keep = any_case) -> Ratios:
-    """Of the later record, where it has a function."""
+    """The ratios of the later record, if it has a function."""
     later = {row["case"]["function"] for row in rows_of("h200-score-functions")}
     found: list[float] = []
     for record, is_later in (("h200-score-functions", True), ("h200-functions", False)):
@@ -426,7 +426,7 @@ def decoding() -> list[list[str]]:
 
 
 _SERVING = "h100-serving"
-#: What most calls of that record have; a case has no further keys then.
+#: Common parts of the calls of that record; a case has no further keys then.
 _USUAL: Case = {"H": 32, "Hkv": 8, "D": 128, "Dv": 128, "Sq": 1, "page": 16, "append": False, "dtype": "bf16"}
 #: Calls of the table: what they are, the case, and what their time is compared with: an implementation, other cases.
 _KINDS: list[tuple[str, Case, str, list[Case]]] = [

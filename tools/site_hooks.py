@@ -1,4 +1,4 @@
-"""What the site of the documents has beside the files of docs/ (hooks of MkDocs, named in mkdocs.yml).
+"""The parts of the site of the documents beside the files of docs/ (hooks of MkDocs, named in mkdocs.yml).
 
 - Documents of the repository that lie elsewhere become pages: CONTRIBUTING, CHANGELOG, the list of records. The README
   does not, because the site begins with docs/index.md.
@@ -150,7 +150,7 @@ def _name(path: Path) -> str:
 
 
 def _place(path: Path) -> str:
-    """Where a file of the repository is on the site."""
+    """The place of a file of the repository on the site."""
     name = _name(path)
     if name.startswith("docs/"):
         return name.removeprefix("docs/")
@@ -218,7 +218,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """What lets the search work without a server comes with the site, instead of from another."""
+    """The script that lets the search work without a server comes with the site, instead of from another."""
     return _with_own_worker(output, page.file.src_uri)
 
 

@@ -32,7 +32,7 @@ from flashtile.testing.layouts import Layout
 #: Widths of heads: those of real models, and for the portable kernels any number of columns.
 _WIDTHS = (32, 40, 64, 80, 96, 128, 192, 256, 320, 512)
 _MOST_COLUMNS = 300
-#: Where the emulator is.
+#: The place of the emulator.
 _TESTS = str(Path(__file__).resolve().parent.parent / "tests")
 #: Longer sequences of emulated calls are cut to a quarter.
 _LONGEST_EMULATED = 450

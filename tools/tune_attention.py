@@ -51,7 +51,7 @@ def make_case(head_dim: int, seq: int, dtype: torch.dtype) -> dict[str, torch.Te
 
 
 def source_of(kernel: str, head_dim: int, causal: bool, dtype: torch.dtype, tiles: TileConfig) -> KernelSource:
-    """What a call of `kernel_call` launches with these tiles. It says nothing of lengths that they divide."""
+    """The launch of `kernel_call` with these tiles. It says nothing of lengths that they divide."""
     shape = (1, 4096, HIDDEN // head_dim, head_dim)
     spec = AttentionSpec(head_dim**-0.5, None, 0 if causal else None)
     from_tables, plan.choose_tiles = plan.choose_tiles, lambda *_: tiles

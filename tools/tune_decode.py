@@ -73,7 +73,7 @@ class Problem:
         )  # fmt: skip
 
     def chosen_splits(self, tiles: AttendTiles) -> int:
-        """Those that a call would take with these tiles."""
+        """The tiles that a call would take, with these."""
         programs = self.batch * self.heads_kv * -(-self.tile_key.rows // tiles.block_m)
         slots = multiprocessors(DEVICE) * resident_programs(device_facts(DEVICE), tiles, self.tile_key)
         return choose_splits(programs, -(-self.rows // tiles.block_n), slots)

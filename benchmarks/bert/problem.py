@@ -2,7 +2,7 @@
 
 All implementations begin with the same weights and take the same padded batch. The losses of every token of the
 shortest and the longest sequence, at first and after two steps on these, must be those of transformers' eager model in
-float64. What rounding may do to them, its eager model under autocast says. There PyTorch's norms give float32 and ours
+float64. Its eager model under autocast says what rounding may do to them. There PyTorch's norms give float32 and ours
 bfloat16, so ours is held to an eager model whose norms give bfloat16 as well.
 
 With dropout this check is made without it. Then the weights are set back, and what training with dropout does to the
@@ -265,7 +265,7 @@ class BertProblem(Problem):
         return Training(model, some, self._autocast and dtype is torch.float32).results(PHASE)
 
     def _sampled(self) -> dict[str, Tensor]:
-        """What dropout does in transformers' eager model."""
+        """Samples of the effect of dropout in transformers' eager model."""
 
         def make() -> Training:
             model = self._built(_transformers("eager"), self.case)

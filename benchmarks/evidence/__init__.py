@@ -1,1 +1,1 @@
-"""What the scripts that train models as evidence have in common."""
+"""The common parts of the scripts that train models as evidence."""

@@ -71,7 +71,7 @@ def train_curves(
 def differences(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     """Implementation -> largest and mean difference of its losses from those of the first row.
 
-    Of the second half of the steps, of which each is the mean over a tenth: single losses differ by rounding that grows
+    Ratios are of the second half of the steps, each the mean over a tenth: single losses differ by rounding that grows
     from step to step, so curves are compared by what they show.
     """
     first = _smooth(rows[0]["curve"])

@@ -23,7 +23,7 @@ _BLOCK = 64
 
 @dataclass(frozen=True)
 class Where:
-    """Where the tokens of a batch are.
+    """The places of the tokens of a batch.
 
     Attributes:
         lengths: int32 `[B]` of a padded batch; None where all are as long as the tensor.

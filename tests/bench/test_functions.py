@@ -113,7 +113,7 @@ def test_a_mask_with_one_pair_too_many_is_found():
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_on_a_gpu(case):
-    """What FlexAttention computes otherwise may be found wrong or refused; of ours nothing may be."""
+    """A different result of FlexAttention may be found wrong or refused; ours may not."""
     case = replace(case, S=1024, D=64, Dv=64, dtype="bf16")
     with side_stream(CUDA):
         rows = run_case(case, named("flashtile-triton", "flashtile-builtin", "flex"), CUDA, AttentionProblem, 0)

@@ -187,7 +187,7 @@ def test_charts_of_a_group_have_different_titles_and_every_group_names_machine_a
 
 # --- in a browser ---------------------------------------------------------------------------------------------------
 
-#: What reaches past the screen or its own box, or is cut off in a picture.
+#: Elements that reach past the screen or their own box, or are cut off in a picture.
 _OVERFLOWS = """
 (() => {
   const screen = document.documentElement.clientWidth;

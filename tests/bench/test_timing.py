@@ -1,4 +1,4 @@
-"""Which timer a call on a GPU gets."""
+"""The timers of calls on a GPU."""
 
 from __future__ import annotations
 

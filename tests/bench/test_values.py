@@ -1,4 +1,4 @@
-"""What the tensors of a case hold: other numbers than normal ones, and the activations of a trained model."""
+"""Contents of the tensors of a case: other numbers than normal ones, and the activations of a trained model."""
 
 from __future__ import annotations
 

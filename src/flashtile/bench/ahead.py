@@ -83,7 +83,7 @@ def call_once(benchmark: str, case: Any, name: str, device_type: str) -> None:
 
 
 def _run_phases(make_problem: ProblemOf, case: Any, implementation: Implementation, device: torch.device) -> bool:
-    """Whether there was memory. What else fails, the measuring process will meet again."""
+    """Whether there was memory. The measuring process meets other failures again."""
     with contextlib.suppress(Exception), implementation.context():
         try:
             problem = make_problem(case, device)

@@ -1,5 +1,5 @@
-"""What all benchmarks have: cases, implementations, and the problem of a case, to which implementations are bound and
-by which their results are judged."""
+"""The parts of all benchmarks: cases, implementations, and the problem of a case, which binds implementations to its
+tensors and judges their results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AnyCase:
 
     @property
     def kind(self) -> str:
-        """What it is a case of, among which means are taken."""
+        """Its kind; means are taken over the cases of a kind."""
         return self.op
 
     @property
@@ -194,7 +194,7 @@ class Problem(ABC):
         """Whether the results of a phase are right."""
 
     def speed(self, phase: str, ms: float) -> dict[str, Any]:
-        """What a row says of a speed beside the time, `tflops` and `gbps` among it."""
+        """The keys of a row that say its speed beside the time, `tflops` and `gbps` among them."""
         flops = self.case.flops(phase)
         return {"tflops": None if flops is None else flops / ms / 1e9, "gbps": self.case.bytes(phase) / ms / 1e6}
 
@@ -204,7 +204,7 @@ def is_ours(impl: str) -> bool:
 
 
 def select_named(option: str, names: Iterable[str], known: Mapping[str, _Named], place: str) -> list[_Named]:
-    """What an option names, each once.
+    """The things that an option names, each once.
 
     Raises:
         ChoiceError: a name is unknown in this place.
@@ -230,7 +230,7 @@ def select_tables(
 def select_implementations(
     implementations: Iterable[Implementation], names: Sequence[str], device: torch.device
 ) -> list[Implementation]:
-    """Those named, or all defaults of a device.
+    """The named implementations, or all defaults of a device.
 
     Raises:
         ChoiceError: a name is unknown, or not for this device.

@@ -48,7 +48,7 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = No
     """
     weights = scores(q, k, mask).softmax(dim=-1)
     if dropout_p:
-        # What `torch.nn.functional.dropout` runs on a GPU; on a CPU that would be several steps.
+        # `torch.nn.functional.dropout` runs this on a GPU; on a CPU it would be several steps.
         weights, _ = torch.native_dropout(weights, dropout_p, True)
     return torch.bmm(weights, v)
 

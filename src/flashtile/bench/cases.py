@@ -143,7 +143,7 @@ class Case(AnyCase):
         return {name: getattr(self, name) for name in ("causal", "window", "dropout_p", "softcap")}
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of q, k and v in flashtile's layout."""
+        """Shapes of q, k and v in flashtile's layout."""
         rows = (self.B, self.S) if self.lengths is None else (self.tokens,)
         key_rows = rows if self.Sk is None else (self.B, self.Sk)
         return (*rows, self.H, self.D), (*key_rows, self.Hkv, self.D), (*key_rows, self.Hkv, self.Dv)

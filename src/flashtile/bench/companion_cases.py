@@ -245,7 +245,7 @@ def _liger_rotary(others: dict[str, Tensor]) -> Way:
 
 @dataclass(frozen=True)
 class CausalSoftmax(Companion):
-    """`flashtile.scaled_causal_softmax` of scores `[B, H, S, S]`. What is masked out need not be read."""
+    """`flashtile.scaled_causal_softmax` of scores `[B, H, S, S]`. Masked scores need not be read."""
 
     B: int
     H: int

@@ -2,8 +2,8 @@
 
 The formula, in ordinary PyTorch functions, serves three times: as the implementations `eager` and `compile`, in float64
 as the oracle, and in the dtype of the inputs as what the tolerance policy compares with. It runs on as many rows at a
-time as fit into memory. What has no row of its own, such as the gradient of a weight, is added up over them in float64.
-Comparisons go by pieces too, each of which must be within the tolerance.
+time as fit into memory. Tensors without rows of their own, such as the gradient of a weight, are summed over these
+parts in float64. Comparisons go by pieces too, each of which must be within the tolerance.
 """
 
 from __future__ import annotations
@@ -405,7 +405,7 @@ def _evaluate_rows(
 
 
 def _pieces(found: Tensor, exact: Tensor, eager: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """What was found in the dtype of the formula's, beside the two others, some rows at a time."""
+    """Pieces of some rows: the result in the dtype of the formula, and the two others."""
     if not found.dim() or found.shape != exact.shape:
         yield found.to(eager.dtype), exact, eager
         return

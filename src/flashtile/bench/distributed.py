@@ -93,7 +93,7 @@ Strategy = Literal["ring", "all_to_all", "all_gather", "ring_all_to_all"]
 
 
 class Share(NamedTuple):
-    """What an implementation computes with on one rank.
+    """The tensors and the function of an implementation on one rank.
 
     Attributes:
         leaves: q, k and v of this rank, which want gradients, in flashtile's layout.
@@ -351,7 +351,7 @@ def _mean_time(
 
 
 def _agreed(action: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What an action gave here, and why it failed on any rank."""
+    """The result of an action here, and why it failed on any rank."""
     found, why = None, None
     try:
         found = action()

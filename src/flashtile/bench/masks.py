@@ -99,7 +99,7 @@ def visible_tiles(tiles: int, density: float) -> int:
 
 @functools.cache
 def tile_layout(seq: int, mask: str) -> Tensor:
-    """Which tiles a mask shows: bool `[tiles, tiles]` on the CPU, always the same for a name.
+    """The tiles that a mask shows: bool `[tiles, tiles]` on the CPU, always the same for a name.
 
     All on the diagonal, so that every query sees a key and every key is seen, and others at random.
     """
@@ -113,7 +113,7 @@ def tile_layout(seq: int, mask: str) -> Tensor:
 
 
 def tile_rows(seq: int, mask: str, rows: range, device: torch.device) -> Tensor:
-    """What some queries see of random tiles: bool `[rows, seq]`."""
+    """The keys that some queries see of random tiles: bool `[rows, seq]`."""
     tile, _ = parse_tiles(mask)
     by_row = torch.arange(rows.start, rows.stop, device="cpu") // tile
     return tile_layout(seq, mask)[by_row].to(device).repeat_interleave(tile, dim=1)
@@ -284,7 +284,7 @@ def tree_segments(seq: int) -> tuple[list[int], list[int]]:
 
 
 def _tree_visible(seq: int, device: torch.device) -> Visible:
-    """Where children stand right behind their parent, a token is seen up to the end of the last segment below it."""
+    """Children stand right behind their parent, so a token is seen up to the end of the last segment below it."""
     lengths, parents = tree_segments(seq)
     last = list(accumulate(lengths))
     for segment in range(len(parents) - 1, -1, -1):
@@ -365,6 +365,6 @@ def learns(name: str | None) -> bool:
 
 
 def shown(name: str, seq: int, rows: range, keys: range, device: torch.device) -> Tensor:
-    """What some queries see of some keys: bool `[rows, keys]`, from the function of the indices."""
+    """The keys, of some, that some queries see: bool `[rows, keys]`, from the function of the indices."""
     q_index = torch.arange(rows.start, rows.stop, device=device)[:, None]
     return visible(name, seq, device)(q_index, torch.arange(keys.start, keys.stop, device=device)[None, :])

@@ -2,9 +2,9 @@
 
 The oracle is `flashtile.attention(backend="reference")` in float64, and the tolerance is the project's one policy
 (`flashtile.testing`). Whole heads are checked, with every query and key of theirs, because a gradient of k or v
-sums over all queries. Where all heads would be too much work, evenly spaced ones are, the first and the last of the
-batch among them. With dropout they are the first heads of the first batch entry, since the random bits depend on a
-head's index. In a packed batch, the chosen heads of every sequence and every document are checked, one by one. With a
+sums over all queries. If all heads would be too much work, evenly spaced ones are checked, the first and the last of
+the batch among them. With dropout they are the first heads of the first batch entry, since the random bits depend on
+a head's index. In a packed batch, the chosen heads of every sequence and every document are checked, one by one. With a
 bias the chosen heads are checked in every batch entry, because its gradient may sum over them. A mask of a function is
 evaluated for every pair that is checked, and a function of scores reads the tables of the chosen heads.
 Queries go through in blocks, so that no fp64 matrix grows past `_SCORES`.
@@ -257,8 +257,8 @@ def _blocks(case: Case, q: Tensor) -> Iterator[tuple[slice, slice]]:
 def _shown(
     case: Case, rows: slice, keys: slice, mask: Tensor | None, device: torch.device, start: int
 ) -> Tensor | None:
-    """What some queries see: of tiles made from their layout, of a function of the indices evaluated. Other documents
-    are computed one by one instead."""
+    """The keys that some queries see: made from the layout of tiles, or by evaluating a function of the indices.
+    Documents are computed one by one instead."""
     if mask is not None:
         return mask if mask.shape[2] == 1 else mask[:, :, rows]
     if case.function in masks.MASKS:

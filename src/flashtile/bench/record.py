@@ -42,11 +42,11 @@ FACTS = {
     "system": "system",
 }
 
-#: What every row has, with the type of its value.
+#: Keys of every row, with the types of their values.
 _OF_EVERY_ROW: dict[str, type | tuple[type, ...]] = {
     "op": str, "phase": str, "impl": str, "case": dict, "ms": (int, float, type(None)),
 }  # fmt: skip
-#: What rows measure: speeds divide by it, and pictures take its logarithm.
+#: Keys of measured values: speeds divide by them, and pictures take their logarithms.
 _MEASURED = ("ms", "tflops", "gbps", "tokens_per_s", "peak_mib", "memory_mib")
 
 #: Implementations that are measured beside others, but do not compute the same call.
@@ -156,7 +156,7 @@ def _wrong_measure(row: Row) -> str | None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file, and its folder where there is none. Where that fails, what was there stays: a record is written
+    """Writes a file, and its folder where there is none. If that fails, the earlier file stays: a record is written
     after each case, and a full disk must not take the cases before.
 
     Raises:
@@ -269,7 +269,7 @@ def _cpu_name() -> str:
 
 
 def _output(command: list[str]) -> str | None:
-    """What a command prints, or None when it is missing or fails."""
+    """The output of a command, or None when it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -335,5 +335,5 @@ def peers(rows: Iterable[Row]) -> list[str]:
 
 
 def row_key(row: Row) -> Key:
-    """What a row measured: the same in two records."""
+    """Identifies what a row measured, the same in two records."""
     return case_key(row), row["impl"], row["phase"], row.get("step", "")

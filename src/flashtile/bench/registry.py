@@ -33,7 +33,7 @@ Tables = Callable[[torch.device], Mapping[str, Sequence[AnyCase]]]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What a command measures.
+    """A command of `flashtile bench`.
 
     Attributes:
         title: of its tables.

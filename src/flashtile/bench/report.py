@@ -23,7 +23,7 @@ from flashtile.bench.record import (
 from flashtile.bench.registry import case_name, find_benchmark, find_case
 from flashtile.bench.tables import find_table
 
-#: What a speed is given in -> its key in a row.
+#: Units of speeds -> their keys in a row.
 _SPEEDS = {"TFLOP/s": "tflops", "GB/s": "gbps", "tokens/s": "tokens_per_s"}
 _PHASES = {"fwd": "forward", "bwd": "backward"}
 
@@ -49,8 +49,8 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
 
     Attention in TFLOP/s. Companion operations in TFLOP/s where they are products, in GB/s where memory bounds them,
     then with the share of a copy's speed that ours reaches; so is serving, by the bytes of its cache. Training in
-    tokens each second. Where rows have them, also tables of the memory that they take, and of the share of the
-    GPU's peak.
+    tokens each second. If rows have them, there are also tables of the memory that they take, and of the
+    share of the GPU's peak.
     """
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:

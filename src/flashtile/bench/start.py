@@ -1,4 +1,4 @@
-"""What commands need before torch is imported: the error of the benchmarks, and settings of the process."""
+"""Needed before torch is imported: the error of the benchmarks, and settings of the process."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def cpu_grouped_cases() -> list[Case]:
 
 
 def cpu_feature_cases() -> list[Case]:
-    """What changes or hides scores, with 8 heads of 64, and windows of Swin."""
+    """Masks, biases and windows with 8 heads of 64, and windows of Swin."""
     changes: tuple[dict[str, Any], ...] = ({"mask": PADDING}, {"mask": "random0.5"}, {"bias": "1HSS"})
     cases = (
         *(_case(2, 512, 8, 64, **change) for change in changes),
@@ -157,8 +157,8 @@ def feature_cases() -> list[Case]:
 
 
 def shape_cases() -> list[Case]:
-    """Shapes of models that the other tables do not have, among them sizes of heads between the powers of two. What few
-    implementations serve comes last."""
+    """Shapes of models that the other tables do not have, among them sizes of heads between the powers of two. Cases
+    that few implementations serve come last."""
     few = ((80, 1024, False), (96, 1024, True), (192, 1024, False), (256, 1024, True))
     long = ((80, 16384, True), (96, 16384, False), (224, 16384, True))
     return [
@@ -372,6 +372,6 @@ def _few(cases: list[Case], device: torch.device) -> list[Case]:
 
 
 def _kind(case: Case) -> tuple[Any, ...]:
-    """What a case has of all that not every case has."""
+    """The optional parts that a case has."""
     parts = case.window, case.lengths, case.mask, case.softcap, case.bias, case.Sk
     return *(part is not None for part in parts), case.function

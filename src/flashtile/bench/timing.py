@@ -29,7 +29,7 @@ _LONG_MS = 20.0
 
 Span = tuple[float, float]
 
-#: What kernels are for, by parts of their names; the first that fits. All others are "other": copies, sums, divisions.
+#: Purposes of kernels, by parts of their names; the first that fits. All others are "other": copies, sums, divisions.
 _KINDS = {
     "transfers": ("nccl",),
     "attention": ("attention_", "flash", "fmha"),
@@ -204,7 +204,7 @@ def step_facts(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
 
 
 def _called(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
-    """What a call returns, and the bytes by which memory grew at most."""
+    """The results of a call, and the bytes by which memory grew at most."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -89,7 +89,7 @@ class TrainCase(AnyCase):
         """Operations of the model: two for each weight of a product and token, and attention's half of S²; a backward
         twice that.
 
-        What an implementation computes again is no work of the model.
+        Recomputation by an implementation is no work of the model.
         """
         sizes = self.sizes
         weights = 12 * sizes.layers * sizes.width**2 + sizes.vocabulary * sizes.width
@@ -122,7 +122,7 @@ def cases_named(
     """The cases of the named models, of all when none is named.
 
     Args:
-        contexts: lengths of the sequences; the case's own when empty. Where no batch is given, a step has as many
+        contexts: lengths of the sequences; the case's own when empty. If no batch is given, a step has as many
             tokens as that case, and at least one sequence.
         steps: of training before what is measured, without dropout.
         dropout_p: probability of each dropout in what is measured.
@@ -398,7 +398,7 @@ class TrainProblem(base.Problem):
         return Training(model, checked, autocast, _ORACLE_BATCH).results(PHASE)
 
     def _sampled(self) -> dict[str, Tensor]:
-        """What dropout does in the plain formula."""
+        """Samples of the effect of dropout in the plain formula."""
         checked = checked_tokens(self._tokens)
 
         def make() -> Training:
@@ -409,7 +409,7 @@ class TrainProblem(base.Problem):
 
 
 def checked_tokens(tokens: Tensor) -> Tensor:
-    """Those inputs and labels of each sequence that are checked."""
+    """The inputs and labels of each sequence that are checked."""
     return tokens[:, : _CHECKED_TOKENS + 1]
 
 

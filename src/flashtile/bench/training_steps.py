@@ -30,7 +30,7 @@ from flashtile.bench.timing import step_facts
 
 PHASE = "fwd+bwd+step"
 _CHECKED_STEPS = 2
-#: Of dropout: steps, and trainings of the reference.
+#: Steps with dropout.
 _STEPS = 2
 #: Trainings of the reference.
 _REFERENCES = 8
@@ -141,7 +141,7 @@ class Steps(base.Bound, Generic[Batch]):
         return found
 
     def samples(self, batch: Batch) -> dict[str, Tensor]:
-        """What dropout does to a batch (see above); nothing without dropout. Takes steps."""
+        """Samples of the effect of dropout on a batch (see above); nothing without dropout. Takes steps."""
         return sample(self, batch) if self._drops else {}
 
     def _step_losses(self, batch: Batch) -> dict[str, Tensor]:

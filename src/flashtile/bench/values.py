@@ -1,7 +1,7 @@
-"""What the tensors of a case hold: random normal numbers, others that make scores large, and those of a trained model.
+"""Contents of the tensors of a case: random normal numbers, others that make scores large, and a trained model's.
 
-A kernel's time may depend on its inputs: scores that rise late make an online softmax rescale. So `Case.values` names
-what q, k and v hold:
+A kernel's time may depend on its inputs: scores that rise late make an online softmax rescale. `Case.values` names
+the contents of q, k and v:
 
 - `normal`: standard normal numbers.
 - `q-times-8`: normal, q multiplied by 8. Scores then have a standard deviation of 8.

@@ -148,7 +148,7 @@ def bench_breakdown(
     full: Annotated[bool, typer.Option("--full", help="Without the causal mask.")] = False,
     dtype: Annotated[str | None, typer.Option(help="fp16, bf16, fp32 or fp64.")] = None,
 ) -> None:
-    """Where standard attention spends its time: each of its steps, beside one call of ours."""
+    """The time of each step of standard attention, beside one call of ours."""
 
 
 @bench.command("distributed", cls=_Command)

@@ -71,7 +71,7 @@ def print_table(console: Console, table: Table, emphasise: int = 0) -> None:
     """Draws a table; the last `emphasise` columns in bold.
 
     A table that is wider than the console is drawn in parts, each with the columns that name its lines, so that cells
-    are wrapped between words only. Where a single column is too wide, its words are folded; nothing is cut off.
+    are wrapped between words only. Words of a single column that is too wide are folded; nothing is cut off.
     """
     keys, rest = list(range(table.keys)), list(range(table.keys, len(table.headings)))
     strong = set(rest[len(rest) - emphasise :])

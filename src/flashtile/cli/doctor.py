@@ -76,7 +76,7 @@ def default_backend() -> str:
 
 
 def _explained(backend: str, device: torch.device | str) -> flashtile.Explanation:
-    """What the call of `examine` would run."""
+    """The answer of `flashtile.explain` for the call of `examine`."""
     dtype = torch.float16 if isinstance(device, str) else _dtype(device)
     q = torch.empty(1, 96, 1, 32, dtype=dtype, device="meta")
     return flashtile.explain(q, q, q, causal=True, backend=backend, device=device)
@@ -100,7 +100,7 @@ class Missing:
 
 
 def missing() -> list[Missing]:
-    """What flashtile could use on this machine and does not find."""
+    """Packages and programs that flashtile could use on this machine and does not find."""
     found = []
     if default_device().type == "cpu" and any(map(os.path.exists, _GPU_DRIVERS)):
         remedy = "install the build of torch for it: https://pytorch.org/get-started/locally/"
@@ -132,7 +132,7 @@ def backends_table(diagnoses: list[Diagnosis]) -> Table:
 
 @dataclass(frozen=True)
 class KernelResult:
-    """What a check of `--check-kernels` found: no problem, or the first line of what went wrong."""
+    """The result of a check of `--check-kernels`: no problem, or the first line of what went wrong."""
 
     backend: str
     check: KernelCheck
@@ -144,7 +144,7 @@ _MOST_PROCESSES = 8
 
 
 def backends_to_check() -> list[str]:
-    """Those with kernels of their own for the default device."""
+    """The backends with kernels of their own for the default device."""
     explained = {backend: _explained(backend, default_device()) for backend in backends()}
     return [name for name, found in explained.items() if any(kernel.backend == name for kernel in found.kernels)]
 

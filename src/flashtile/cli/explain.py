@@ -160,7 +160,7 @@ def explain(call: Call) -> flashtile.Explanation:
 
 
 def describe_io(call: Call, name: str, measure: bool = False) -> Table | str:
-    """What the call moves and computes, standard and in tiles, by `flashtile.io_model`; or why that is not told.
+    """Bytes and FLOPs of the call, standard and in tiles, by `flashtile.io_model`; or why they are not told.
 
     Args:
         call: as for `explain`, which served it.

@@ -15,7 +15,7 @@ from flashtile.cli.explain import parse_dtype
 
 @dataclass(frozen=True)
 class Shape:
-    """What kernels are compiled for; the batch does not matter to them."""
+    """A shape that kernels are compiled for; the batch does not matter to them."""
 
     head_dim: int
     dtype: str

@@ -55,7 +55,7 @@ _GIGA, _TERA = 1e9, 1e12
 
 
 class _Gpu(NamedTuple):
-    """What the data sheet of an NVIDIA GPU gives: GB/s, MiB of cache, TFLOP/s of 16-bit and of float32 products,
+    """The data sheet of an NVIDIA GPU: GB/s, MiB of cache, TFLOP/s of 16-bit and of float32 products,
     multiprocessors, GHz, KiB of shared memory, and bytes of the cache's two halves per clock."""
 
     arch: str

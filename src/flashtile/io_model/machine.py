@@ -16,7 +16,7 @@ _SECONDS = 0.15
 _COPY, _VECTOR = 2**28, 2**16
 #: Rows and columns of a product: of 16-bit numbers fewer, because some processors multiply them very slowly.
 _PRODUCTS = {torch.float32: 512, torch.float64: 512, torch.bfloat16: 256, torch.float16: 256}
-#: Where the system does not tell: the least that a processor of the last decade has.
+#: If the system does not tell: the least that a processor of the last decade has.
 _CACHE = 8 * 2**20
 
 

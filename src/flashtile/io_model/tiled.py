@@ -1,7 +1,7 @@
 """The tiled computation: what each kernel of flashtile reads, writes and computes.
 
 A kernel holds some rows on chip and walks over the others: the forward and dq hold queries, dk/dv and the backward for
-Hopper hold keys. What is held is read once. What moves is asked for by every program, and mostly answered by the cache:
+Hopper hold keys. Held tensors are read once. Moving ones are asked for by every program, mostly from the cache:
 
 - Programs that read the same keys (or queries) run next to each other. If what the programs that run at once read fits
   in the cache together, it crosses device memory once.
@@ -65,7 +65,7 @@ class _Walk:
 
     def keys(self, *tensors: str, sums: Sequence[str] = ()) -> list[Transfer]:
         """Reads of tensors as long as the keys, once for each tile of queries that sees them, and sums of gradients as
-        long, to which each of those tiles adds. Of "split", the heads of a group are in one tile."""
+        long, to which each of those tiles adds. With "split", the heads of a group are in one tile."""
         group = 1 if self.cut.backend == "split" else self.shape.heads // self.shape.kv_heads
         return self._moving(tensors, sums, self._asked_keys * group, -(-self.shape.seq_q // self.cut.block_q) * group)
 
@@ -84,7 +84,7 @@ class _Walk:
         return others.get(tensor) or self.sizes[tensor if tensor in self.sizes else tensor.removeprefix("d")]
 
     def held(self, reads: str = "", writes: str = "") -> list[Transfer]:
-        """What crosses device memory once."""
+        """Transfers that cross device memory once."""
         found = [Transfer(name, self.size(name)) for name in reads.split(", ") if name]
         return found + [Transfer(name, self.size(name), writes=True) for name in writes.split(", ") if name]
 

@@ -88,7 +88,7 @@ class AttentionCase:
 
 
 _SHAPED = ("bias", "mask", "alibi_slopes")
-#: What else than q, k and v has a gradient: tensors, and the score function, whose table has it.
+#: Arguments beside q, k and v that have a gradient: tensors, and the score function, whose table has it.
 LEARNED = ("bias", "alibi_slopes", "sinks", "score_mod")
 
 

@@ -1,4 +1,4 @@
-"""Where a tensor's elements lie in memory, apart from their values: wider rows, and addresses that are not aligned."""
+"""Memory layouts of tensors, apart from their values: wider rows, and addresses that are not aligned."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _allowed(eager: Tensor, oracle: Tensor, dtype: torch.dtype, cancelled: Size)
 
 
 def _select_elements(tensor: Tensor, those: Tensor) -> Tensor:
-    """Elements of a tensor. Where these are all, it is the tensor itself, because picking them takes long."""
+    """Elements of a tensor. If these are all, it is the tensor itself, because picking them takes long."""
     return tensor if those.all() else tensor[those]
 
 

@@ -147,7 +147,7 @@ def test_wrong_training_without_dropout_is_found_first():
 
 
 def test_training_begins_again_after_the_check_without_dropout():
-    """What dropout does is measured from the first weights, with a new optimizer."""
+    """The effect of dropout is measured from the first weights, with a new optimizer."""
     weights, tokens = make_weights(CASE, CPU), make_tokens(CASE, CPU)
     once, alone = (Training(build_plain(CASE, weights), tokens, False, drops=True) for _ in range(2))
     found, expected = once.results(""), dropout.sample(alone, tokens)

@@ -224,7 +224,7 @@ def _page(
 
 
 def _introduction(records: Sequence[Named]) -> str:
-    """What was measured, and on what."""
+    """Says what was measured, and on what."""
     titles = list(dict.fromkeys(find_benchmark(row["op"]).title.lower() for named in records for row in named.rows))
     machines = list(dict.fromkeys(named.machine for named in records))
     versions = sorted({str((named.record.get("versions") or {}).get("torch")) for named in records} - {"None"})

@@ -1,4 +1,4 @@
-"""What a record gives on the page: lines over lengths and steps as charts, and all else as tables."""
+"""The part of a record on the page: lines over lengths and steps as charts, and all else as tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Named:
 
     @property
     def machine(self) -> str:
-        """What was measured."""
+        """The GPUs or the processor that was measured."""
         if self.facts.get("gpu"):
             count = max((row["case"].get("gpus", 1) for row in self.rows), default=1)
             return str(self.facts["gpu"]) if count == 1 else f"{count} × {self.facts['gpu']}"
@@ -70,7 +70,7 @@ class Part:
 
 
 def in_order(records: Sequence[Named]) -> list[Named]:
-    """Those of GPUs first, and of these the ones with the most comparisons of plain attention."""
+    """Records of GPUs first, and among these the ones with the most comparisons of plain attention."""
 
     def comparisons(named: Named) -> int:
         absent = ("window", "lengths", "mask", "softcap", "bias", "function", "dropout_p", "Sk")
@@ -241,7 +241,7 @@ def group_families(rows: Rows) -> tuple[list[Family], list[Row]]:
 
 
 def family_labels(families: Sequence[Family], said: Facets) -> list[str]:
-    """What is not said already of the cases of each."""
+    """Names of families, without what is said already."""
     return words.case_labels([family.case for family in families], said) if families else []
 
 
@@ -255,7 +255,7 @@ def _title(op: str | None, phase: str, label: str = "") -> str:
 
 
 def _said(rows: Rows) -> Facets:
-    """What stands above the charts of some rows."""
+    """The facets that are said above the charts of some rows."""
     return words.common_facets([row["case"] for row in rows])
 
 
@@ -377,7 +377,7 @@ def _intensity(row: Row, device: io_model.Device) -> float | None:
 
 def by_length(records: Sequence[Named]) -> list[LineChart]:
     """Speed, then ratio to the best peer, by length, of the kind of call that most programs make: causal, heads of 128;
-    else one with many lengths. Of the first record that has such."""
+    else one with many lengths. The first record that has such counts."""
     for named in records:
         families = [one for one in group_families(attention_rows(named))[0] if ratios_to_best(one.rows)]
         if families:

@@ -350,7 +350,7 @@ def _length(value: float) -> str:
     return f"{value / 1024:.0f}k" if value >= 1024 and value % 1024 == 0 else f"{value:.0f}"
 
 
-#: What nobody sees: that all that is drawn lies within the axes, names of fonts, turns by nothing.
+#: Invisible parts: clip paths that hold all that is drawn, names of fonts, rotations by nothing.
 _UNSEEN = re.compile(
     r'<metadata>.*?</metadata>|<style.*?</style>|<clipPath.*?</clipPath>|<!--.*?-->| clip-path="[^"]*"'
     r'|<path d="[^"]*" style="fill: none"/>|font-family: [^;"]*(?:; )?|; stroke-linecap: square'
@@ -360,8 +360,8 @@ _UNSEEN = re.compile(
 
 
 def _embedded(svg: str, title: str, number: int) -> str:
-    """What matplotlib wrote, as an element of a page: with identifiers of its own, in the page's colours and width, and
-    without what nobody sees, which is most of it."""
+    """Turns a file of matplotlib into an element of a page: with identifiers of its own, in the page's colours and
+    width, and without what nobody sees, which is most of it."""
     text = re.sub(r">\s+<", "><", _UNSEEN.sub("", svg[svg.index("<svg") :]).replace("xlink:href", "href"))
     wanted = {name: f"f{number}-{place}" for place, name in enumerate(dict.fromkeys(re.findall(r"#([\w-]+)", text)))}
     text = re.sub(r' id="([^"]+)"', lambda found: f' id="{wanted[found[1]]}"' if found[1] in wanted else "", text)

@@ -1,7 +1,7 @@
-"""What records hold, in words: cases, operations, phases and implementations.
+"""Contents of records in words: cases, operations, phases and implementations.
 
-A case is told by facets, such as `{"D": "head_dim 64", "mask": "causal"}`. Where several cases stand together, each is
-named by the facets in which they differ, and those that all have are said once.
+A case is told by facets, such as `{"D": "head_dim 64", "mask": "causal"}`. If several cases stand together, each is
+named by the facets in which they differ, and common facets are said once.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ _DETAILS = (
 )  # fmt: skip
 #: Options that 0 switches off.
 _ZERO_IS_ABSENT = ("dropout_p", "softcap")
-#: What is said where a case has none of what others have.
+#: The name of a case that has none of the facets of others.
 NOTHING = "plain"
 
 OPERATIONS = {
@@ -208,7 +208,7 @@ def full_name(name: str) -> str:
 
 
 def describe_kind(op: str, case: Case, on_gpu: bool) -> str:
-    """What kind of call a row measured, in words: of attention by what it has, else the operation."""
+    """The kind of call that a row measured, in words: of attention by what it has, else the operation."""
     if op in ("serving", "decode"):
         with contextlib.suppress(TypeError):  # keys of another version
             return ServingCase.from_record(case).kind.capitalize()
@@ -243,7 +243,7 @@ def case_facets(case: Case) -> Facets:
 
 
 def common_facets(cases: Iterable[Case]) -> Facets:
-    """What all of some cases have, without details."""
+    """The facets that all cases have, without details."""
     first, *others = [case_facets(case) for case in cases] or [{}]
     return {
         key: words

@@ -45,7 +45,7 @@ ATTENTIONS: dict[str, CausalAttention] = {OURS: flashtile_attention, PLAIN: plai
 
 @dataclass(frozen=True)
 class Options:
-    """What the user chose.
+    """The choices of the user.
 
     Attributes:
         text_file: None for Python's own help texts.

@@ -62,7 +62,7 @@ def make_plan(device: torch.device, seconds: float) -> Plan:
             batch=_cuda_batch(device),
             max_steps=200,
             # Adam's first steps move every weight by the learning rate, all in step: the wider and deeper the model,
-            # the smaller they must be. Where the loss has a spike, differences by rounding grow to whole nats; at 3e-4
+            # the smaller they must be. At a spike of the loss, differences by rounding grow to whole nats; at 3e-4
             # they grow ten times as large as here, and the loss falls no faster.
             learning_rate=1e-4,
             warm_up_steps=100,

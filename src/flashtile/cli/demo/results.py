@@ -1,4 +1,4 @@
-"""What a demo run found: as JSON, as a table, as a page in Markdown."""
+"""The results of a demo run: as JSON, as a table, as a page in Markdown."""
 
 from __future__ import annotations
 

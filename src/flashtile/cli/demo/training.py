@@ -25,7 +25,7 @@ FEWEST_STEPS = 12
 
 @dataclass(frozen=True)
 class Training:
-    """What a training gave.
+    """The results of a training.
 
     Attributes:
         losses: of each step, in nats for a byte.
