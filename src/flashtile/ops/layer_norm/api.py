@@ -96,8 +96,7 @@ def rms_norm(
 ) -> Tensor:
     """RMS norm over the last dimension: `x / sqrt(mean(x²) + eps) · weight + bias`.
 
-    x is `[..., hidden]`, weight and bias are `[hidden]` or None. Dtypes, result and errors are those of `layer_norm`;
-    `eps` is added to the mean square.
+    x is `[..., hidden]`; arguments, result and errors are those of `layer_norm`. `eps` is added to the mean square.
 
     Reference:
         Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
@@ -177,8 +176,8 @@ def dropout_add_layer_norm(
         bias: `[hidden]`, or None for 0.
         dropout_p: probability, in [0, 1), that an element is dropped; the others are scaled by 1/(1 - p).
         epsilon: added to the variance.
-        rowscale: `[...]`, a factor for each row of x0 (stochastic depth); no gradient flows to it.
-        layerscale: `[hidden]`, a factor for each column of x0.
+        rowscale: `[...]`, a factor for each row of x0 (stochastic depth, Huang et al., 2016); it has no gradient.
+        layerscale: `[hidden]`, a factor for each column of x0 (Touvron et al., 2021).
         prenorm: also return x, the residual of the next layer. Where x is x0 as it came (nothing is added, dropped or
             scaled, and its dtype stays), x is x0 itself or a view of it, not a copy: what writes to one changes both.
         residual_in_fp32: without a residual, x is float32.
@@ -202,13 +201,8 @@ def dropout_add_layer_norm(
         this order: z, z1 (with weight1), x (with prenorm), the dropout mask of x0 and that of x1 (bool, True = kept).
 
     Raises:
-        TypeError, ValueError: as `layer_norm`. The numbers in subsets are always checked on a CPU. On a GPU they are
-            checked only with the environment variable `FLASHTILE_CHECK_VALUES=1`, because reading them there
-            synchronises.
-
-    Reference:
-        As `layer_norm`. Huang et al., "Deep Networks with Stochastic Depth" (2016); Touvron et al., "Going Deeper with
-        Image Transformers" (2021), section 2: LayerScale.
+        TypeError, ValueError: as `layer_norm`. The numbers in subsets are always checked on a CPU, on a GPU with the
+            environment variable `FLASHTILE_CHECK_VALUES=1` only, because reading them there synchronises.
     """
     if other_names:
         refuse_other_names(dropout_add_layer_norm, other_names)
