@@ -30,8 +30,8 @@ EMPTY = "#e9edf2"
 SPEEDS = {
     "flashtile-hopper": ("flashtile", Q),
     "fa4": ("FlashAttention-4", K),
-    "sdpa-cudnn": ("PyTorch, cuDNN", "#8593a3"),
-    "sdpa-flash": ("PyTorch, FlashAttention-2", "#c3ccd6"),
+    "sdpa-cudnn": ("PyTorch, cuDNN", "#6b7a8c"),
+    "sdpa-flash": ("PyTorch, FlashAttention-2", "#a7b3c0"),
 }
 
 #: The row of docs/how_it_works.md: scores and values of six keys, in tiles of two.

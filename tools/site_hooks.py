@@ -68,6 +68,8 @@ GUIDES = {
 _OTHER_NAMES = re.compile(
     r'(?:<span class="p">,</span>)?\s*<span class="o">\*\*</span><span class="n">other_names</span>'
 )
+#: One that catches arguments by position, which a signature writes as a bare asterisk.
+_BY_POSITION = re.compile(r'(<span class="o">\*</span>)<span class="n">by_position</span>')
 _EXAMPLE = re.compile(r"^```python\n.*?^```\n", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"^```python\n.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
@@ -210,11 +212,12 @@ def _api_page(name: str, title: str, members: list[str]) -> str:
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     """Docstrings announce a block with two colons, of which a reader needs one, or none where they stand alone.
 
-    Signatures lose the parameter that catches other libraries' names.
+    Signatures lose the parameters that catch other libraries' names and arguments by position.
     """
     if not page.file.src_uri.startswith("api/"):
         return html
-    return _OTHER_NAMES.sub("", html.replace("<p>::</p>", "").replace("::</p>", ":</p>"))
+    html = _BY_POSITION.sub(r"\1", _OTHER_NAMES.sub("", html))
+    return html.replace("<p>::</p>", "").replace("::</p>", ":</p>")
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:

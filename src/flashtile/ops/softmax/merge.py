@@ -258,8 +258,8 @@ def merge_attention_(
 
     Args:
         acc: float32 (float64 for float64) `[batch, rows, heads, head_dim]`, contiguous in the last dimension.
-        row_max: `[batch, heads, rows]` in the dtype of acc, contiguous in the last dimension. The same holds for
-            row_sum, with the same strides.
+        row_max: `[batch, heads, rows]` in the dtype of acc, contiguous in the last dimension.
+        row_sum: the same, with the strides of row_max.
         out: `[batch, rows, heads, head_dim]`, normalised, contiguous in the last dimension.
         lse: `[batch, heads, rows]` in the dtype of acc, natural logarithm.
         first: this is the first part: acc, row_max and row_sum may contain anything, and become this part.
