@@ -19,7 +19,7 @@ from benchmarks.bert.problem import IMPLEMENTATIONS, MODELS, BertProblem, make_c
 from benchmarks.evidence.text import load_text
 from flashtile.bench.record import Recorder, command_line
 from flashtile.bench.runner import run_case, side_stream
-from flashtile.bench.start import ChoiceError
+from flashtile.bench.start import UserError
 from flashtile.bench.training_steps import check_dropout
 
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in found:
                 speed = row.get("why") or f"{row['ms']:.1f} ms, {row['tokens_per_s']:.0f} tokens/s"
                 print(f"  {row['impl']:20} {speed}", flush=True)
-    except (ChoiceError, ValueError) as error:
+    except (UserError, ValueError) as error:
         print(f"python -m benchmarks.bert: {error}", file=sys.stderr)
         return 2
     return 0

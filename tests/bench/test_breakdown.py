@@ -14,7 +14,7 @@ from flashtile.bench.html import charts
 from flashtile.bench.oracle import AttentionProblem
 from flashtile.bench.registry import BENCHMARKS
 from flashtile.bench.report import breakdown_tables, comparison_tables, make_report
-from flashtile.bench.start import ChoiceError
+from flashtile.bench.start import UserError
 from flashtile.testing import assert_same
 from support.running.command_line import invoke
 
@@ -107,13 +107,13 @@ def test_the_page_has_a_chart_of_it():
     "case", [Case(1, 64, 4, 2, 16, 16), Case(1, 64, 2, 2, 16, 16, window=(8, 0))], ids=["grouped", "window"]
 )
 def test_other_cases_are_refused(case):
-    with pytest.raises(ChoiceError, match="expected a dense case"):
+    with pytest.raises(UserError, match="expected a dense case"):
         run_breakdown(case, [], CPU, AttentionProblem)
 
 
 def test_matrices_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**34))
-    with pytest.raises(ChoiceError, match=r"take 14 GiB, and 1 are free; take a smaller --batch or --seq"):
+    with pytest.raises(UserError, match=r"take 14 GiB, and 1 are free; take a smaller --batch or --seq"):
         run_breakdown(breakdown.default_case(CUDA), [], CUDA, AttentionProblem)
 
 

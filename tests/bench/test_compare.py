@@ -12,7 +12,7 @@ from flashtile.bench import commands
 from flashtile.bench.cases import Case
 from flashtile.bench.record import read_record
 from flashtile.bench.report import comparison_tables, differences, make_report
-from flashtile.bench.start import ChoiceError
+from flashtile.bench.start import UserError
 
 CASE = Case(1, 512, 4, 4, 64, 64).record()
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def test_what_is_no_record_is_refused(text, message, tmp_path):
     path = tmp_path / "record.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ChoiceError, match=message):
+    with pytest.raises(UserError, match=message):
         read_record(path)
 
 
@@ -127,13 +127,13 @@ def test_the_tree_that_is_worked_on_counts_as_it_is(repository):
     ],
 )
 def test_what_cannot_be_compared_is_named(repository, ref, arguments, message):
-    with pytest.raises(ChoiceError, match=message):
+    with pytest.raises(UserError, match=message):
         commands.measure_against(ref, arguments, lambda *run: None, rounds=1)
 
 
 def test_outside_a_checkout_there_is_nothing_to_compare_with(tmp_path, monkeypatch):
     monkeypatch.setattr(flashtile, "__file__", str(tmp_path / "__init__.py"))
-    with pytest.raises(ChoiceError, match="expected flashtile to run from a git checkout"):
+    with pytest.raises(UserError, match="expected flashtile to run from a git checkout"):
         commands.checkout()
 
 

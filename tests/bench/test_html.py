@@ -16,7 +16,7 @@ from flashtile.bench.html import make_verdict, words, write_report
 from flashtile.bench.html.charts import Named, in_order, record_part, styles
 from flashtile.bench.html.drawing import DotChart, LineChart, Series, draw
 from flashtile.bench.serving_cases import ServingCase
-from flashtile.bench.start import ChoiceError
+from flashtile.bench.start import UserError
 from support.running.browser import CHROMIUM, open_browser
 
 RECORDS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
@@ -476,7 +476,7 @@ def test_names_in_records_are_text_for_every_part_of_the_page(name, tmp_path):
 def test_a_row_without_a_time_or_a_speed_is_refused(key, value, tmp_path):
     path = tmp_path / "r.json"
     path.write_text(json.dumps(record([{**row("flashtile-triton", length(64), 1.0), key: value}])))
-    with pytest.raises(ChoiceError, match=rf"got {key} .* in row 1; take the row out"):
+    with pytest.raises(UserError, match=rf"got {key} .* in row 1; take the row out"):
         write_report([path], tmp_path / "page.html")
 
 

@@ -19,13 +19,13 @@ import flashtile.cli
 from flashtile.bench import commands, runner
 from flashtile.bench.companion_cases import OPERATIONS
 from flashtile.bench.report import Table, make_report
+from flashtile.bench.start import UserError
 from flashtile.cli import doctor, warmup
 from flashtile.cli.console import print_table, print_text
 from flashtile.cli.demo import plan
 from flashtile.cli.demo.results import Results, scaling_table, training_table
 from flashtile.cli.demo.scaling import Point
 from flashtile.cli.demo.training import Training
-from flashtile.cli.errors import CommandError, UserError
 from flashtile.cli.explain import Call, describe_io, parse_window
 from flashtile.models import GPTConfig
 from flashtile.testing.kernel_checks import KernelCheck
@@ -350,7 +350,7 @@ def test_warmup_runs_every_shape():
 
 
 def test_warmup_reports_an_impossible_shape():
-    with pytest.raises(CommandError, match="head_dim from 1 to 512, got 600"):
+    with pytest.raises(UserError, match="head_dim from 1 to 512, got 600"):
         warmup.warm_up(warmup.shapes([600], ["fp32"], True, 1, None, 4), CPU, lambda shape: None)
 
 

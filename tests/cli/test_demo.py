@@ -16,12 +16,12 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 import flashtile
+from flashtile.bench.start import UserError
 from flashtile.cli.demo import command, plan, scaling, text, training
 from flashtile.cli.demo.command import Options, run_demo
 from flashtile.cli.demo.isolation import PieceFailedError, run_piece
 from flashtile.cli.demo.results import Results, scaling_table, training_table, verdict
 from flashtile.cli.demo.scaling import Point
-from flashtile.cli.errors import UserError
 from flashtile.models import GPT, GPTConfig, flashtile_attention, plain_attention
 
 pytestmark = pytest.mark.unpoisoned
@@ -318,7 +318,7 @@ def test_an_output_folder_that_takes_no_file_is_explained_before_any_work(book, 
 
 @pytest.fixture
 def without_matplotlib(monkeypatch):
-    monkeypatch.setattr("flashtile.cli.errors.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("flashtile.bench.start.importlib.util.find_spec", lambda name: None)
 
 
 def test_without_matplotlib_the_demo_goes_on_and_names_the_extra(book, tmp_path, without_matplotlib):

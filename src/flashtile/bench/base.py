@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile import testing
-from flashtile.bench.start import ChoiceError
+from flashtile.bench.start import UserError
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -207,11 +207,11 @@ def select_named(option: str, names: Iterable[str], known: Mapping[str, _Named],
     """The things that an option names, each once.
 
     Raises:
-        ChoiceError: a name is unknown in this place.
+        UserError: a name is unknown in this place.
     """
     chosen = dict.fromkeys(names)
     if unknown := [name for name in chosen if name not in known]:
-        raise ChoiceError(f"{option}: no {', '.join(unknown)} on {place}; there are: {', '.join(known)}")
+        raise UserError(f"{option}: no {', '.join(unknown)} on {place}; there are: {', '.join(known)}")
     return [known[name] for name in chosen]
 
 
@@ -221,7 +221,7 @@ def select_tables(
     """The cases of the tables that an option names, of all when none is named; with `quick` the first of each.
 
     Raises:
-        ChoiceError: there is no table of a name.
+        UserError: there is no table of a name.
     """
     chosen = select_named(option, names or list(known), known, device.type)
     return list(dict.fromkeys(case for cases in chosen for case in cases[: 1 if quick else None]))
@@ -233,7 +233,7 @@ def select_implementations(
     """The named implementations, or all defaults of a device.
 
     Raises:
-        ChoiceError: a name is unknown, or not for this device.
+        UserError: a name is unknown, or not for this device.
     """
     here = {each.name: each for each in implementations if device.type in each.devices}
     return select_named("--impl", names or [each.name for each in here.values() if each.default], here, device.type)
@@ -243,7 +243,7 @@ def select_cases(cases: Sequence[_Case], patterns: Sequence[str]) -> list[_Case]
     """The cases whose name matches one of the shell patterns (`d64-causal-*`); a bare word matches anywhere.
 
     Raises:
-        ChoiceError: a pattern matches no case.
+        UserError: a pattern matches no case.
     """
     chosen = [] if patterns else list(cases)
     for pattern in patterns:
@@ -251,7 +251,7 @@ def select_cases(cases: Sequence[_Case], patterns: Sequence[str]) -> list[_Case]
         found = [case for case in cases if fnmatch.fnmatch(case.name, glob)]
         if not found:
             names = ", ".join(case.name for case in cases)
-            raise ChoiceError(f"--cases: {pattern!r} matches no case; there are: {names}")
+            raise UserError(f"--cases: {pattern!r} matches no case; there are: {names}")
         chosen += [case for case in found if case not in chosen]
     return chosen
 

@@ -22,7 +22,7 @@ from flashtile.bench.base import DTYPES, Implementation, device_memory, select_n
 from flashtile.bench.cases import Case
 from flashtile.bench.record import Row
 from flashtile.bench.runner import Announce, ProblemOf, announced, run_case, say_nothing
-from flashtile.bench.start import ChoiceError
+from flashtile.bench.start import UserError
 from flashtile.bench.timing import make_timer
 
 #: The operation of these rows, and the step that stands for all of another implementation.
@@ -87,7 +87,7 @@ class Steps:
 
     def __init__(self, case: Case, device: torch.device) -> None:
         if case.window is not None or case.lengths is not None or case.changes_scores or case.H != case.Hkv:
-            raise ChoiceError("breakdown: expected a dense case without windows, masks and grouped heads, got another")
+            raise UserError("breakdown: expected a dense case without windows, masks and grouped heads, got another")
         generator = torch.Generator(device).manual_seed(0)
         rows = case.B * case.H, case.S
 
@@ -163,7 +163,7 @@ def run_breakdown(
         seconds: time for the samples of each step; None for the device's default.
 
     Raises:
-        ChoiceError: the case has something else, is no call of ours, or its matrices do not fit the device's memory.
+        UserError: the case has something else, is no call of ours, or its matrices do not fit the device's memory.
     """
     seconds = _SECONDS[device.type] if seconds is None else seconds
     _check_memory(case, device)
@@ -188,14 +188,14 @@ def _check_call(case: Case, device: torch.device) -> None:
     try:
         flashtile.explain(q, k, v, causal=case.causal, dropout_p=case.dropout_p, device=device)
     except ValueError as error:
-        raise ChoiceError(f"breakdown: {error}") from None
+        raise UserError(f"breakdown: {error}") from None
 
 
 def _check_memory(case: Case, device: torch.device) -> None:
     needed = _MATRICES * case.B * case.H * case.S**2 * case.torch_dtype.itemsize
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else device_memory(device)
     if free is not None and needed > free:
-        raise ChoiceError(
+        raise UserError(
             f"breakdown: the matrices of {case.name} with batch {case.B} take {needed / 2**30:.0f} GiB, and "
             f"{free / 2**30:.0f} are {'free' if device.type == 'cuda' else 'there'}; take a smaller --batch or --seq"
         )

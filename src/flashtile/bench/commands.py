@@ -23,7 +23,7 @@ from flashtile.bench.record import Key, Record, Recorder, Row, command_line, req
 from flashtile.bench.registry import BENCHMARKS, Options
 from flashtile.bench.report import Report, Table, comparison_tables, reasons
 from flashtile.bench.runner import Announce, announced, say_nothing, side_stream
-from flashtile.bench.start import ChoiceError
+from flashtile.bench.start import UserError
 
 #: Called with index, number of cases and case: before a case is measured with None, and afterwards with its rows.
 OnCase = Callable[[int, int, Any, list[Row] | None], None]
@@ -51,7 +51,7 @@ def measure(
         announce: called before each step of a case.
 
     Raises:
-        ChoiceError: `output` cannot be written, a value does not fit, a pattern or a name matches nothing, or a package
+        UserError: `output` cannot be written, a value does not fit, a pattern or a name matches nothing, or a package
             that is needed is not installed.
     """
     require_writable(output)
@@ -88,7 +88,7 @@ def _implementations(
     """The named implementations of a benchmark, or its defaults.
 
     Raises:
-        ChoiceError: a name is unknown, or a package that is needed is not installed.
+        UserError: a name is unknown, or a package that is needed is not installed.
     """
     benchmark = BENCHMARKS[command]
     known = benchmark.implementations
@@ -98,7 +98,7 @@ def _implementations(
     missing = {each.name: why for each in chosen if (why := each.missing())}
     if missing and (benchmark.needs == "all" or (benchmark.needs == "named" and names)):
         there = [each.name for each in chosen if each.name not in missing]
-        raise ChoiceError(
+        raise UserError(
             f"--impl: expected implementations that can run here, got {', '.join(missing)}: "
             f"{', '.join(dict.fromkeys(missing.values()))}; install it"
             + (f", or measure the others: --impl {' '.join(there)}" if there else "")
@@ -121,7 +121,7 @@ def describe(command: str, device: torch.device) -> str:
 def check_seconds(seconds: float | None) -> None:
     """Refuses what is no time for samples: below zero, without an end, or NaN. Zero is for one sample."""
     if seconds is not None and not 0 <= seconds < math.inf:
-        raise ChoiceError(f"--seconds: expected a time of at least 0, got {seconds}; 0.1 is a tenth of a second")
+        raise UserError(f"--seconds: expected a time of at least 0, got {seconds}; 0.1 is a tenth of a second")
 
 
 def as_arguments(command: str, options: Options, device: torch.device) -> list[str]:
@@ -173,7 +173,7 @@ def compare_with_commit(
         on_run: called with the tree, the number of runs before, and that of all.
 
     Raises:
-        ChoiceError: `output` cannot be written, or as `measure_against`.
+        UserError: `output` cannot be written, or as `measure_against`.
     """
     require_writable(output)
     arguments = as_arguments(command, options, default_device())
@@ -200,7 +200,7 @@ def measure_against(
         rounds: how often each tree runs.
 
     Raises:
-        ChoiceError: flashtile runs from no checkout, there is no such commit, or a tree cannot run the arguments.
+        UserError: flashtile runs from no checkout, there is no such commit, or a tree cannot run the arguments.
     """
     root = checkout()
     commit = _git(root, "rev-parse", "--verify", "--short=12", f"{ref}^{{commit}}")
@@ -213,7 +213,7 @@ def measure_against(
                 found[name].append(_run(tree, arguments, Path(folder) / "record.json"))
     there = merge(found[ref])
     if not str(there["commit"]).startswith(commit):
-        raise ChoiceError(
+        raise UserError(
             f"--against: expected to measure commit {commit}, measured {there['commit']}; flashtile is "
             "imported from another place than PYTHONPATH"
         )
@@ -224,14 +224,14 @@ def checkout() -> Path:
     """The repository that flashtile runs from.
 
     Raises:
-        ChoiceError: it runs from no checkout.
+        UserError: it runs from no checkout.
     """
     package = Path(flashtile.__file__).parent
     try:
         root = Path(_git(package, "rev-parse", "--show-toplevel"))
         _git(root, "ls-files", "--error-unmatch", str(package / "__init__.py"))
-    except ChoiceError:
-        raise ChoiceError(f"--against: expected flashtile to run from a git checkout, it runs from {package}") from None
+    except UserError:
+        raise UserError(f"--against: expected flashtile to run from a git checkout, it runs from {package}") from None
     return root
 
 
@@ -290,7 +290,7 @@ def _run(tree: Path, arguments: Sequence[str], output: Path) -> Record:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tree)
     if done.returncode:
         ending = "\n".join((done.stderr or done.stdout).strip().splitlines()[-4:])
-        raise ChoiceError(f"--against: {' '.join(arguments)} ended with {done.returncode} in {tree.name}:\n{ending}")
+        raise UserError(f"--against: {' '.join(arguments)} ended with {done.returncode} in {tree.name}:\n{ending}")
     record: Record = json.loads(output.read_text("utf-8"))
     return record
 
@@ -299,7 +299,7 @@ def _git(folder: Path, *arguments: str) -> str:
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
     except FileNotFoundError:
-        raise ChoiceError("--against: needs git, which is not installed") from None
+        raise UserError("--against: needs git, which is not installed") from None
     except subprocess.CalledProcessError as error:
-        raise ChoiceError(f"--against: git {' '.join(arguments)}: {error.stderr.strip()}") from None
+        raise UserError(f"--against: git {' '.join(arguments)}: {error.stderr.strip()}") from None
     return done.stdout.strip()

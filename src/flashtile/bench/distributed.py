@@ -28,7 +28,7 @@ from flashtile.bench.base import AnyCase, judge, select_named
 from flashtile.bench.commands import check_seconds
 from flashtile.bench.record import Recorder, command_line, require_writable
 from flashtile.bench.runner import describe
-from flashtile.bench.start import ChoiceError
+from flashtile.bench.start import UserError
 from flashtile.bench.timing import describe_profile, profile_calls, time_calls
 from flashtile.distributed import context_parallel_attention, shard_sequence
 
@@ -206,11 +206,11 @@ def bench_distributed(
     The options are those of the command line. The baseline, one GPU alone, is always measured.
 
     Raises:
-        ChoiceError: there are not as many GPUs, an option matches nothing, or `output` cannot be written.
+        UserError: there are not as many GPUs, an option matches nothing, or `output` cannot be written.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and gpus is not None and gpus > torch.cuda.device_count():
-        raise ChoiceError(f"--gpus: expected at most {torch.cuda.device_count()}, the GPUs of this machine, got {gpus}")
+        raise UserError(f"--gpus: expected at most {torch.cuda.device_count()}, the GPUs of this machine, got {gpus}")
     check_seconds(seconds)
     count = gpus or (torch.cuda.device_count() if device == "cuda" else 2)
     cases = _chosen(cases_named(device, count, quick), lengths, mask)
@@ -233,7 +233,7 @@ def _chosen(cases: Sequence[ParallelCase], lengths: Sequence[int], mask: str) ->
     known = sorted({case.S for case in cases})
     unknown = sorted(set(lengths) - set(known))
     if unknown:
-        raise ChoiceError(
+        raise UserError(
             f"--lengths: expected some of the table's, {', '.join(map(str, known))}, got {', '.join(map(str, unknown))}"
         )
     return [case for case in cases if case.causal in causal and (not lengths or case.S in lengths)]

@@ -24,7 +24,7 @@ import torch
 
 import flashtile
 from flashtile.bench.base import device_memory, is_ours
-from flashtile.bench.start import ChoiceError
+from flashtile.bench.start import UserError
 
 _PEER_PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "liger-kernel", "quack-kernels", "transformers")
 
@@ -114,25 +114,25 @@ def read_record(path: Path) -> Record:
     """A record from its file.
 
     Raises:
-        ChoiceError: there is no such file, or it is no record.
+        UserError: there is no such file, or it is no record.
     """
     try:
         record = json.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ChoiceError(f"record: {path} cannot be read: {why}") from None
+        raise UserError(f"record: {path} cannot be read: {why}") from None
     except json.JSONDecodeError as error:
-        raise ChoiceError(f"record: {path} is no JSON file: {error}") from None
+        raise UserError(f"record: {path} is no JSON file: {error}") from None
     if not isinstance(record, dict) or not isinstance(record.get("rows"), list):
-        raise ChoiceError(f"record: expected an object with a list of rows in {path}; `flashtile bench -o` writes one")
+        raise UserError(f"record: expected an object with a list of rows in {path}; `flashtile bench -o` writes one")
     for number, row in enumerate(record["rows"], 1):
         if not _is_row(row):
-            raise ChoiceError(
+            raise UserError(
                 f"record: expected rows with {', '.join(_OF_EVERY_ROW)} in {path}, got row {number}: {str(row)[:80]}; "
                 "`flashtile bench -o` writes such"
             )
         if wrong := _wrong_measure(row):
-            raise ChoiceError(
+            raise UserError(
                 f"record: expected times above 0 and finite speeds and sizes in {path}, got {wrong} in row {number}; "
                 "take the row out, or write null for what was not measured"
             )
@@ -160,7 +160,7 @@ def write_whole(path: Path, text: str) -> None:
     after each case, and a full disk must not take the cases before.
 
     Raises:
-        ChoiceError: it cannot be written.
+        UserError: it cannot be written.
     """
     # Beside a file; a device is no file that another could take the place of.
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp") if path.is_file() or not path.exists() else path
@@ -172,14 +172,14 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         if beside != path:
             beside.unlink(missing_ok=True)
-        raise ChoiceError(f"{path} cannot be written: {error.strerror}; name a file in another folder") from None
+        raise UserError(f"{path} cannot be written: {error.strerror}; name a file in another folder") from None
 
 
 def require_writable(path: Path | None, option: str = "--output") -> None:
     """Makes the folder of a file that is to be written in the end, before anything is measured for it.
 
     Raises:
-        ChoiceError: the file cannot be written.
+        UserError: the file cannot be written.
     """
     if path is None:
         return
@@ -188,7 +188,7 @@ def require_writable(path: Path | None, option: str = "--output") -> None:
         existed = path.exists()
         path.open("ab").close()
     except OSError as error:
-        raise ChoiceError(
+        raise UserError(
             f"{option}: expected a file that can be written, got {path}: {error.strerror}; name one in another folder"
         ) from None
     if not existed:

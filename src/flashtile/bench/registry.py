@@ -63,7 +63,7 @@ class Benchmark:
         """The cases that options choose.
 
         Raises:
-            ChoiceError: a name is unknown.
+            UserError: a name is unknown.
         """
         if self.choose is not None:
             return self.choose(given, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
 
@@ -9,13 +10,18 @@ import warnings
 _NO_NUMPY = "Failed to initialize NumPy"
 
 
-class ChoiceError(ValueError):
-    """A table, a case or an implementation was asked for that is not there."""
+class UserError(ValueError):
+    """A mistake or a lack that the user can mend; its message is all that he needs to see."""
 
 
 def how_to_install(extra: str) -> str:
     """How an extra of flashtile is installed. It is on no package index: whoever takes the name there is another."""
     return f'in a checkout of flashtile, pip install ".[{extra}]"'
+
+
+def installed(package: str) -> bool:
+    """Whether an optional package is there, without importing it."""
+    return importlib.util.find_spec(package) is not None
 
 
 def silence_numpy_warning() -> None:

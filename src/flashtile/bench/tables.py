@@ -348,7 +348,7 @@ def cases_named(device: torch.device, names: Sequence[str] = (), quick: bool = F
         quick: a few cases that show every kind, instead of all.
 
     Raises:
-        ChoiceError: there is no table of a name.
+        UserError: there is no table of a name.
     """
     known = tables(device)
     for name in names:

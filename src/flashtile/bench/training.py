@@ -97,44 +97,32 @@ class TrainCase(AnyCase):
         return 3.0 * self.tokens * (2 * weights + attention)
 
 
-def training_cases(device: torch.device, batch: int | None = None) -> list[TrainCase]:
-    """Cases of a device, with another batch size where one is given."""
-    cases = [TrainCase("gpt2-tiny", 2, 64, "fp32")]
+def training_cases(device: torch.device) -> list[TrainCase]:
+    """Cases of a device."""
     if device.type == "cuda":
-        cases = [TrainCase("gpt2-small", 16, 1024), TrainCase("gpt2-medium", 8, 1024)]
-    return cases if batch is None else [replace(case, B=batch) for case in cases]
+        return [TrainCase("gpt2-small", 16, 1024), TrainCase("gpt2-medium", 8, 1024)]
+    return [TrainCase("gpt2-tiny", 2, 64, "fp32")]
 
 
 def chosen_cases(given: Mapping[str, Any], device: torch.device) -> list[TrainCase]:
-    """The cases that options of the command line choose."""
-    choice = (given.get("batch"), given.get("context", ()), given.get("after", 0), given.get("dropout", 0.0))
-    return cases_named(device, given.get("model", ()), *choice)[: 1 if given.get("quick") else None]
-
-
-def cases_named(
-    device: torch.device,
-    models: Sequence[str],
-    batch: int | None,
-    contexts: Sequence[int] = (),
-    steps: int = 0,
-    dropout_p: float = 0.0,
-) -> list[TrainCase]:
-    """The cases of the named models, of all when none is named.
-
-    Args:
-        contexts: lengths of the sequences; the case's own when empty. If no batch is given, a step has as many
-            tokens as that case, and at least one sequence.
-        steps: of training before what is measured, without dropout.
-        dropout_p: probability of each dropout in what is measured.
+    """The cases that options of the command line choose: `model` (all models without it), `batch`, `context` (each is
+    measured; without a batch a step has as many tokens as the model's case, and at least one sequence), `after`,
+    `dropout` and `quick`.
 
     Raises:
-        ChoiceError: there is no such model on this device, or `dropout_p` is no probability below 1.
+        UserError: there is no such model on this device, or the dropout is no probability below 1.
     """
-    check_dropout(dropout_p)
-    known = {case.model: case for case in training_cases(device, batch)}
-    chosen = select_named("--model", models or list(known), known, device.type)
-    longer = [replace(c, S=seq, B=batch or max(1, c.tokens // seq)) for seq in contexts for c in chosen]
-    return [replace(case, steps=steps, dropout_p=dropout_p) for case in longer or chosen]
+    check_dropout(dropout_p := given.get("dropout", 0.0))
+    known = {case.model: case for case in training_cases(device)}
+    chosen = select_named("--model", given.get("model") or list(known), known, device.type)
+    batch, wanted = given.get("batch"), {"steps": given.get("after", 0), "dropout_p": dropout_p}
+    cases = [
+        replace(case, S=seq, B=batch or max(1, case.tokens // seq), **wanted)
+        for context in given.get("context") or [None]
+        for case in chosen
+        for seq in [context or case.S]
+    ]
+    return cases[: 1 if given.get("quick") else None]
 
 
 def make_weights(case: TrainCase, device: torch.device, seed: int = 0) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from flashtile.bench import base
 from flashtile.bench.base import Verdict
-from flashtile.bench.start import ChoiceError
+from flashtile.bench.start import UserError
 from flashtile.bench.timing import step_facts
 
 PHASE = "fwd+bwd+step"
@@ -174,7 +174,7 @@ class Steps(base.Bound, Generic[Batch]):
 def check_dropout(dropout_p: float) -> None:
     """Refuses what is no probability below 1."""
     if not 0 <= dropout_p < 1:
-        raise ChoiceError(f"--dropout: expected a probability in [0, 1), got {dropout_p}; 0.1 is GPT-2's and BERT's")
+        raise UserError(f"--dropout: expected a probability in [0, 1), got {dropout_p}; 0.1 is GPT-2's and BERT's")
 
 
 def sample(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.bench.start import UserError
 from flashtile.models import GPT, GPTConfig
 
 NORMAL = "normal"
@@ -108,19 +109,19 @@ def activations(device: torch.device, steps: int = _STEPS, config: GPTConfig = M
 
 def help_text_tokens(batch: int, seq: int, generator: torch.Generator) -> Tensor:
     """Bytes of Python's help texts, int64 `[batch, seq + 1]`, from places that the generator draws."""
-    text = torch.frombuffer(bytearray(_help_texts().read_bytes()), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(help_texts().read_bytes()), dtype=torch.uint8)
     starts = torch.randint(text.numel() - seq - 1, (batch,), generator=generator, device="cpu")
     return torch.stack([text[start : start + seq + 1] for start in starts.tolist()]).long()
 
 
 @functools.cache
-def _help_texts() -> Path:
-    """The texts that every Python brings along.
+def help_texts() -> Path:
+    """The texts that every Python brings along, `pydoc_data/topics.py`.
 
     Raises:
-        FileNotFoundError: this Python comes without them.
+        UserError: this Python comes without them.
     """
     spec = importlib.util.find_spec("pydoc_data.topics")
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        raise FileNotFoundError("this Python comes without pydoc_data/topics.py")
+        raise UserError("this Python comes without pydoc_data/topics.py, the default text; give a file to learn from")
     return Path(spec.origin)

@@ -17,8 +17,8 @@ from flashtile.bench.commands import OnCase, compare_with_commit, describe_progr
 from flashtile.bench.record import Row, read_record
 from flashtile.bench.report import Report, make_report
 from flashtile.bench.runner import Announce
+from flashtile.bench.start import UserError
 from flashtile.cli.console import make_console, print_table, print_text
-from flashtile.cli.errors import UserError
 
 #: Endings of the headings whose columns stand out.
 _RESULTS = ("/ best", "here / there")

@@ -15,8 +15,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from flashtile.bench.start import ChoiceError
-from flashtile.cli.errors import CommandError
+from flashtile.bench.start import UserError
 
 if TYPE_CHECKING:
     from flashtile.bench.report import Table
@@ -33,7 +32,7 @@ def run_command(work: Callable[[], bool]) -> None:
     """Runs a command's work and ends the program: 0 for True, 1 for False, 2 with a message for what went wrong."""
     try:
         succeeded = work()
-    except (CommandError, ChoiceError) as error:
+    except UserError as error:
         make_console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         raise typer.Exit(2) from None
     if not succeeded:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import os
 import shutil
@@ -20,7 +19,7 @@ from flashtile import testing
 from flashtile.bench.commands import default_device
 from flashtile.bench.record import FACTS, machine, versions
 from flashtile.bench.report import Table
-from flashtile.bench.start import how_to_install
+from flashtile.bench.start import how_to_install, installed
 from flashtile.testing.kernel_checks import KernelCheck, kernel_checks
 
 _CPU = torch.device("cpu")
@@ -114,7 +113,7 @@ def missing() -> list[Missing]:
         if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
             found.append(Missing("Python.h", "Triton's launch stubs", "on Debian: apt-get install python3-dev"))
     for package, (purpose, remedy) in _OPTIONAL.items():
-        if importlib.util.find_spec(package) is None:
+        if not installed(package):
             found.append(Missing(package, purpose, remedy))
     return found
 

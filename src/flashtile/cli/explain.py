@@ -14,7 +14,7 @@ import flashtile
 from flashtile import io_model, patterns
 from flashtile.bench.base import DTYPES
 from flashtile.bench.report import Table
-from flashtile.cli.errors import UserError
+from flashtile.bench.start import UserError
 from flashtile.io_model.text import comparison_lines
 
 #: The name of 8-bit inputs, which have a forward only.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 import flashtile
-from flashtile.cli.errors import CommandError
+from flashtile.bench.start import UserError
 from flashtile.cli.explain import parse_dtype
 
 
@@ -41,7 +41,7 @@ def shapes(
 
 def require_gpu() -> torch.device:
     if not torch.cuda.is_available():
-        raise CommandError("there is no GPU here, so there is nothing to compile for; the CPU backend needs no warm-up")
+        raise UserError("there is no GPU here, so there is nothing to compile for; the CPU backend needs no warm-up")
     return torch.device("cuda")
 
 
@@ -57,5 +57,5 @@ def warm_up(wanted: list[Shape], device: torch.device, on_shape: Callable[[Shape
         try:
             out = flashtile.attention(q, k, v, causal=shape.causal)
         except (TypeError, ValueError) as error:
-            raise CommandError(f"{shape}: {error}") from None
+            raise UserError(f"{shape}: {error}") from None
         out.backward(torch.zeros_like(out))

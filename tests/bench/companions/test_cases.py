@@ -22,7 +22,7 @@ from flashtile.bench.companion_cases import (
 )
 from flashtile.bench.companions import IMPLEMENTATIONS, Random, evaluate
 from flashtile.bench.registry import BENCHMARKS
-from flashtile.bench.start import ChoiceError
+from flashtile.bench.start import UserError
 from flashtile.testing import assert_same
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -89,9 +89,9 @@ def test_every_operation_has_cases_everywhere():
 def test_choosing():
     assert {case.op for case in cases_named(CPU, ["rotary", "copy"])} == {"rotary", "copy"}
     assert [case.name for case in select_cases(cases_named(CUDA), ["rms_norm-*4096*"])] == ["rms_norm-16384x4096-bf16"]
-    with pytest.raises(ChoiceError, match="--op: no attention on cpu; there are: copy, layer_norm"):
+    with pytest.raises(UserError, match="--op: no attention on cpu; there are: copy, layer_norm"):
         cases_named(CPU, ["attention"])
-    with pytest.raises(ChoiceError, match="--impl: no liger on cpu; there are: flashtile-cpu, eager, compile"):
+    with pytest.raises(UserError, match="--impl: no liger on cpu; there are: flashtile-cpu, eager, compile"):
         select_implementations(IMPLEMENTATIONS, ["liger"], CPU)
     assert [i.name for i in select_implementations(IMPLEMENTATIONS, [], CUDA)][-2:] == ["liger", "quack"]
 

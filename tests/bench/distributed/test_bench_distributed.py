@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashtile.bench.distributed import PHASES, bench_distributed, cases_named
-from flashtile.bench.start import ChoiceError
+from flashtile.bench.start import UserError
 from flashtile.bench.timing import covered, describe_profile, summary
 
 
@@ -62,13 +62,13 @@ def test_cases_are_of_all_gpus_together():
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_options_that_match_nothing_are_refused(tmp_path, options, message):
-    with pytest.raises(ChoiceError, match=message):
+    with pytest.raises(UserError, match=message):
         bench_distributed(tmp_path / "record.json", **options)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_record_that_cannot_be_written_is_refused_at_once(tmp_path):
-    with pytest.raises(ChoiceError, match="--output: expected a file that can be written, got"):
+    with pytest.raises(UserError, match="--output: expected a file that can be written, got"):
         bench_distributed(tmp_path, gpus=None)
 
 

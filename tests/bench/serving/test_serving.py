@@ -15,7 +15,7 @@ from flashtile.bench.registry import BENCHMARKS, case_name, find_case
 from flashtile.bench.report import mean_tables, speed_tables
 from flashtile.bench.serving import IMPLEMENTATIONS, ServingProblem, gather_rows, make_inputs
 from flashtile.bench.serving_cases import ServingCase, tables
-from flashtile.bench.start import ChoiceError
+from flashtile.bench.start import UserError
 from support.running.command_line import invoke
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -165,9 +165,9 @@ def test_cases_of_the_same_kernels_do_not_follow_one_another():
 
 @needs_no_gpu
 def test_choices_are_checked():
-    with pytest.raises(ChoiceError, match="--impl: no fast on cpu"):
+    with pytest.raises(UserError, match="--impl: no fast on cpu"):
         measure("serving", {"impl": ["fast"]})
-    with pytest.raises(ChoiceError, match="--table: no other on cpu"):
+    with pytest.raises(UserError, match="--table: no other on cpu"):
         measure("serving", {"table": ["other"]})
 
 

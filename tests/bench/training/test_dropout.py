@@ -14,14 +14,14 @@ from flashtile.bench import training_steps as dropout
 from flashtile.bench.base import Implementation
 from flashtile.bench.commands import as_arguments, measure
 from flashtile.bench.report import speed_tables
-from flashtile.bench.start import ChoiceError
+from flashtile.bench.start import UserError
 from flashtile.bench.training import (
     IMPLEMENTATIONS,
     TrainCase,
     Training,
     TrainProblem,
     build_plain,
-    cases_named,
+    chosen_cases,
     make_tokens,
     make_weights,
     plain_logits,
@@ -179,7 +179,7 @@ def test_samples_that_are_not_finite_are_wrong():
 
 
 def test_cases_and_records_say_the_dropout(tmp_path):
-    (case,) = cases_named(CUDA, ["gpt2-small"], None, dropout_p=0.1)
+    (case,) = chosen_cases({"model": ["gpt2-small"], "dropout": 0.1}, CUDA)
     assert case.name == "gpt2-small-b16-s1024-p0.1-bf16" and case.record()["dropout_p"] == 0.1
     assert "dropout_p" not in replace(case, dropout_p=0.0).record()
     arguments = as_arguments("train", {"model": ["gpt2-small"], "dropout": 0.1}, CUDA)
@@ -194,7 +194,7 @@ def test_cases_and_records_say_the_dropout(tmp_path):
 
 @pytest.mark.parametrize("dropout_p", [-0.1, 1.0, float("nan")])
 def test_what_is_no_probability_is_refused(dropout_p, capsys):
-    with pytest.raises(ChoiceError, match=r"--dropout: expected a probability in \[0, 1\), got"):
-        cases_named(CPU, [], None, dropout_p=dropout_p)
+    with pytest.raises(UserError, match=r"--dropout: expected a probability in \[0, 1\), got"):
+        chosen_cases({"dropout": dropout_p}, CPU)
     assert bert_script.main(["--model=bert-tiny", f"--dropout={dropout_p}"]) == 2
     assert "--dropout: expected a probability" in capsys.readouterr().err

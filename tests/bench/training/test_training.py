@@ -12,7 +12,7 @@ from flashtile.bench import training as problem
 from flashtile.bench.base import Implementation, select_implementations
 from flashtile.bench.commands import as_arguments, measure
 from flashtile.bench.report import mean_tables, reasons, speed_tables
-from flashtile.bench.start import ChoiceError
+from flashtile.bench.start import UserError
 from flashtile.bench.training import (
     IMPLEMENTATIONS,
     MODELS,
@@ -20,7 +20,7 @@ from flashtile.bench.training import (
     Training,
     TrainProblem,
     build_plain,
-    cases_named,
+    chosen_cases,
     judge_losses,
     make_tokens,
     make_weights,
@@ -148,20 +148,22 @@ def test_peaks_are_known_by_name(monkeypatch):
 
 
 def test_choosing():
-    assert [case.name for case in cases_named(CUDA, ["gpt2-medium"], 4)] == ["gpt2-medium-b4-s1024-bf16"]
-    assert [case.model for case in cases_named(CUDA, [], None)] == ["gpt2-small", "gpt2-medium"]
+    assert [case.name for case in chosen_cases({"model": ["gpt2-medium"], "batch": 4}, CUDA)] == [
+        "gpt2-medium-b4-s1024-bf16"
+    ]
+    assert [case.model for case in chosen_cases({}, CUDA)] == ["gpt2-small", "gpt2-medium"]
     assert [each.name for each in select_implementations(IMPLEMENTATIONS, [], CUDA)] == [
         "flashtile", "flashtile-fused-loss", "flashtile-compile",
         "transformers-eager", "transformers-sdpa", "transformers-compile",
     ]  # fmt: skip
-    with pytest.raises(ChoiceError, match="--model: no gpt2-small on cpu; there are: gpt2-tiny"):
-        cases_named(CPU, ["gpt2-small"], None)
+    with pytest.raises(UserError, match="--model: no gpt2-small on cpu; there are: gpt2-tiny"):
+        chosen_cases({"model": ["gpt2-small"]}, CPU)
 
 
 def test_contexts_keep_the_number_of_tokens():
-    names = [case.name for case in cases_named(CUDA, ["gpt2-small"], None, [1024, 4096, 65536])]
+    names = [case.name for case in chosen_cases({"model": ["gpt2-small"], "context": [1024, 4096, 65536]}, CUDA)]
     assert names == ["gpt2-small-b16-s1024-bf16", "gpt2-small-b4-s4096-bf16", "gpt2-small-b1-s65536-bf16"]
-    assert [case.B for case in cases_named(CUDA, [], 2, [4096])] == [2, 2]
+    assert [case.B for case in chosen_cases({"batch": 2, "context": [4096]}, CUDA)] == [2, 2]
     arguments = as_arguments("train", {"model": ["gpt2-small"], "context": [1024, 4096], "batch": 2}, CUDA)
     assert arguments[1:8] == ["--model", "gpt2-small", "--context", "1024", "4096", "--batch", "2"]
 

@@ -6,7 +6,6 @@ machine, for a user's own record as for those of the project. All else is folded
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from flashtile.bench.record import (
 )
 from flashtile.bench.registry import find_benchmark
 from flashtile.bench.report import BREAKDOWN
-from flashtile.bench.start import how_to_install
+from flashtile.bench.start import how_to_install, installed
 
 _NO_PICTURES = f"The page has tables only. Pictures need matplotlib: {how_to_install('plots')}."
 _TITLE, _NAMES = "flashtile: measured", "Names of implementations"
@@ -163,7 +162,7 @@ def write_report(paths: Sequence[Path], output: Path) -> Written:
         output: HTML file; its folder is made where there is none.
 
     Raises:
-        ChoiceError: a file is no record, or the page cannot be written.
+        UserError: a file is no record, or the page cannot be written.
     """
     records = in_order([Named(read_record(path), path) for path in paths])
     verdict, parts = make_verdict(records), [record_part(named) for named in records]
@@ -172,7 +171,7 @@ def write_report(paths: Sequence[Path], output: Path) -> Written:
     pictures: dict[int, str] = {}
     first = () if verdict is None else verdict.charts
     charts = [*first, *(chart for part in parts for chart in part.charts)]
-    if importlib.util.find_spec("matplotlib") is None:
+    if not installed("matplotlib"):
         notes.append(_NO_PICTURES)
     else:
         colours = styles(records)

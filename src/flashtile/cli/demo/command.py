@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flashtile.bench.start import how_to_install
+from flashtile.bench.start import UserError, how_to_install, installed
 from flashtile.cli.console import print_table, print_text
 from flashtile.cli.demo.isolation import run_piece
 from flashtile.cli.demo.plan import Plan
@@ -30,7 +30,6 @@ from flashtile.cli.demo.results import (
 from flashtile.cli.demo.scaling import Point, measure_scaling
 from flashtile.cli.demo.text import load_text
 from flashtile.cli.demo.training import FEWEST_STEPS, Training, compare, train
-from flashtile.cli.errors import UserError, installed, require
 from flashtile.models import flashtile_attention, plain_attention
 from flashtile.models.gpt import CausalAttention
 
@@ -76,8 +75,8 @@ def run_demo(
     attentions = attentions or ATTENTIONS
     text, text_name = load_text(options.text_file, plan.model.context)
     _make_folder(options.output)
-    if options.pictures:
-        require("matplotlib", "plots", "--pictures")
+    if options.pictures and not installed("matplotlib"):
+        raise UserError(f"--pictures needs matplotlib: {how_to_install('plots')}")
     _introduce(console, plan, text, text_name)
 
     if options.steps is None:

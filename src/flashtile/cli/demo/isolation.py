@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from flashtile.cli.errors import CommandError
+from flashtile.bench.start import UserError
 
 Report = Callable[..., None]
 
 
-class PieceFailedError(CommandError):
+class PieceFailedError(UserError):
     """A measured piece ended with an error, or its process was killed."""
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
-from flashtile.cli.errors import UserError
+from flashtile.bench.start import UserError
+from flashtile.bench.values import help_texts
 
 #: More than this much text changes nothing in a few hundred steps.
 _MAX_BYTES = 32 * 2**20
@@ -24,7 +24,7 @@ def load_text(path: Path | None, context: int) -> tuple[bytes, str]:
     Raises:
         UserError: there is no such file, or it is too short.
     """
-    path, name = (_default_text(), "Python's help topics") if path is None else (path, path.name)
+    path, name = (help_texts(), "Python's help topics") if path is None else (path, path.name)
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_BYTES)
@@ -39,10 +39,3 @@ def load_text(path: Path | None, context: int) -> tuple[bytes, str]:
             f"{path} holds {len(text)} bytes; the model sees {context} at once and needs at least {2 * context}"
         )
     return text, name
-
-
-def _default_text() -> Path:
-    spec = importlib.util.find_spec("pydoc_data.topics")
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        raise UserError("this Python comes without pydoc_data/topics.py, the default text; give a file to learn from")
-    return Path(spec.origin)
