@@ -199,7 +199,8 @@ def explain(
         print_text(console, str(explanation))
         if not call.present:
             print_text(
-                console, f"{explanation.device} need not be here: the answer is from flashtile's table of devices"
+                console,
+                f"{explanation.device} need not be in this machine: the answer is from flashtile's table of devices",
             )
         if isinstance(io_work, str):
             print_text(console, io_work)

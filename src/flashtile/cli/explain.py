@@ -169,8 +169,8 @@ def describe_io(call: Call, name: str, measure: bool = False) -> Table | str:
     """
     if not call.plain:
         return (
-            "IO model: it has no packed sequences, no 8-bit inputs, and none of --mask, --bias, --softcap, --alibi, "
-            "--sinks, --align and --block-mask"
+            "IO model: no figures, because it does not cover packed sequences, 8-bit inputs, --mask, --bias, "
+            "--softcap, --alibi, --sinks, --align and --block-mask"
         )
     if call.place == "cpu":
         if not measure:
