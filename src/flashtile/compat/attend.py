@@ -57,12 +57,12 @@ def attend(
     if chunk < 0:
         refuse("attention_chunk", "at least 0, which is no chunks", chunk, "it counts positions")
     if q.dtype is not torch.float8_e4m3fn:
-        return _attend(q, k, v, layout, call, used, chunk, qv)
+        return _attend(q, k, v, layout, call, used=used, chunk=chunk, qv=qv)
     if qv is not None:
         refuse("qv", "None beside float8_e4m3fn inputs", qv, "pass 16-bit q, k, v and qv")
     inputs = q, k, v, *(descale for descale in call.descales if descale is not None)
     with torch.no_grad():
-        results = _attend(q, k, v, layout, call, used, chunk, None)
+        results = _attend(q, k, v, layout, call, used=used, chunk=chunk)
     recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     return _WithoutBackward.apply(*results, *inputs) if recorded else results
 
@@ -83,21 +83,22 @@ class _WithoutBackward(torch.autograd.Function):
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: Packed | None, call: Call, used: Tensor | None, chunk: int,
-    qv: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: Packed | None, call: Call, *, used: Tensor | None = None, chunk: int,
+    qv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if layout is None and chunk and not q.shape[1] <= k.shape[1] <= chunk:
         layout = Packed(equal_lengths(q), equal_lengths(k), q.shape[1], k.shape[1])
         of_qv = None if qv is None else qv.flatten(0, 1)
-        results = _attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), layout, call, None, chunk, of_qv)
-        return as_dense(*results, *q.shape[:2])
+        batch, rows = q.shape[:2]
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        return as_dense(*_attend(q, k, v, layout, call, chunk=chunk, qv=of_qv), batch, rows)
     if layout is not None:
         k, v, layout = with_packed_keys(k, v, with_longest(layout))
         assert layout is not None
         if used is not None:
             rows_of_q, ends, back = only_used_rows(q, layout.cu_seqlens_q, used)
             of_qv = None if qv is None else only_used_rows(qv, layout.cu_seqlens_q, used)[0]
-            return back(*_attend(rows_of_q, k, v, layout._replace(cu_seqlens_q=ends), call, None, chunk, of_qv))
+            return back(*_attend(rows_of_q, k, v, layout._replace(cu_seqlens_q=ends), call, chunk=chunk, qv=of_qv))
         if chunk:
             layout, sequence = _chunks(layout, (q.shape[0], k.shape[0]), chunk)
             descales = tuple(None if one is None else one.index_select(0, sequence) for one in call.descales)

@@ -310,7 +310,7 @@ def entropy_forward(logits: Tensor, labels: Tensor, smoothing: float, total_clas
     """Losses and log-sum-exp of each row of logits `[rows, classes]`, float32."""
     _check_classes(logits, total_classes)
     lse = _wide(logits).logsumexp(1)
-    return cross_entropy_of_lse(logits, labels, lse, smoothing, 1.0, 0.0, _NO_LABEL, False)[0], lse
+    return cross_entropy_of_lse(logits, labels, lse, label_smoothing=smoothing, ignore_index=_NO_LABEL)[0], lse
 
 
 @_ENTROPY.takes
@@ -322,7 +322,9 @@ def entropy_backward(
     """The gradient of the logits, with inplace in their memory."""
     _check_classes(logits, total_classes)
     leaf = logits.detach().requires_grad_()
-    losses, _ = cross_entropy_of_lse(leaf, labels, max_log_sum_exp, smoothing, 1.0, 0.0, _NO_LABEL, bool(inplace))
+    losses, _ = cross_entropy_of_lse(
+        leaf, labels, max_log_sum_exp, label_smoothing=smoothing, ignore_index=_NO_LABEL, inplace_backward=bool(inplace)
+    )
     return torch.autograd.grad(losses, leaf, grad_loss.to(losses.dtype))[0]
 
 

@@ -195,8 +195,8 @@ def in_fragments(weights: Tensor) -> Tensor:
     `(steps, blocks, 4, 8, 4, 2, 2, 2)`: what the converters of flash_attn 1 undo.
     """
     batch, heads, rows, columns = weights.shape
-    split = weights.view(batch, heads, rows // 16, 2, 8, columns // 64, 4, 2, 4, 2)
-    return split.permute(0, 1, 2, 5, 6, 4, 8, 3, 7, 9).reshape(weights.shape)
+    split = weights.view((batch, heads, rows // 16, 2, 8, columns // 64, 4, 2, 4, 2))
+    return split.permute((0, 1, 2, 5, 6, 4, 8, 3, 7, 9)).reshape(weights.shape)
 
 
 def shifted(x: Tensor, start: Tensor) -> Tensor:

@@ -63,8 +63,8 @@ class CrossEntropyLoss(modules.CrossEntropyLoss):
 
 
 def cross_entropy_of_lse(
-    logits: Tensor, labels: Tensor, lse: Tensor, label_smoothing: float, logit_scale: float, lse_square_scale: float,
-    ignore_index: int, inplace_backward: bool,
+    logits: Tensor, labels: Tensor, lse: Tensor, *, label_smoothing: float, logit_scale: float = 1.0,
+    lse_square_scale: float = 0.0, ignore_index: int, inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`cross_entropy_loss` from a log-sum-exp: losses and their part of lse², float32 (float64 for float64)."""
     if logits.dim() != 2 or labels.shape != logits.shape[:1] or lse.shape != labels.shape:

@@ -75,7 +75,8 @@ def register(name: str = "flashtile", *, backend: str = "auto", deterministic: b
         attn_mask = _four_dimensions(attn_mask, query, key)
         options: dict[str, Any] = {"scale": scale, "backend": backend, "deterministic": deterministic}
         if _parallel_config is not None:
-            return _parallel(query, key, value, attn_mask, dropout_p, is_causal, return_lse, _parallel_config, options)
+            refused = {"dropout_p": dropout_p, "is_causal": is_causal}
+            return _parallel((query, key, value), attn_mask, refused, return_lse, _parallel_config, options)
         options |= {"dropout_p": dropout_p, **_visible(attn_mask, is_causal, query)}
         if not return_lse:
             return flashtile.attention(query, key, value, **options)
@@ -141,27 +142,24 @@ def _visible(mask: Tensor | None, is_causal: bool, query: Tensor) -> dict[str, A
 
 
 def _parallel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    inputs: tuple[Tensor, ...],
     mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
+    refused: dict[str, Any],
     return_lse: bool,
     parallel_config: Any,
     options: dict[str, Any],
 ) -> Any:
-    """Attention over sequences that are cut over ranks; diffusers exchanges keys, values and heads."""
+    """Attention over sequences that are cut over ranks; diffusers exchanges keys, values and heads. `inputs`: q, k and
+    v. `refused`: arguments that must not be given."""
     in_ring = parallel_config.context_parallel_config.ring_degree > 1
-    for name, given in (
-        ("dropout_p", dropout_p), ("is_causal", is_causal), ("attn_mask", in_ring and mask is not None),
-        ("attn_mask that learns", mask is not None and mask.requires_grad),
-    ):  # fmt: skip
+    if mask is not None:
+        refused |= {"attn_mask": in_ring, "attn_mask that learns": mask.requires_grad}
+    for name, given in refused.items():
         if given:
             raise ValueError(f"{name}: expected none over sequences that are cut over ranks, got one")
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (t.to(dtype) for t in (query, key, value))
+    device = inputs[0].device.type
+    if torch.is_autocast_enabled(device):
+        inputs = (*(t.to(torch.get_autocast_dtype(device)) for t in inputs),)
 
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_: Any, **how: Any) -> Any:
         ctx.visible = _visible(mask, False, q)
@@ -178,6 +176,6 @@ def _parallel(
         return grads.q, grads.k, grads.v
 
     return attention_dispatch._templated_context_parallel_attention(
-        query, key, value, mask, dropout_p, is_causal, options["scale"], False, return_lse,
+        *inputs, mask, scale=options["scale"], enable_gqa=False, return_lse=return_lse,
         forward_op=forward, backward_op=backward, _parallel_config=parallel_config,
     )  # fmt: skip

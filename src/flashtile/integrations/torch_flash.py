@@ -84,20 +84,8 @@ class _Operators:
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
 
-    def sdpa_forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        return_debug_mask: bool = False,
-        *,
-        scale: float | None = None,
-    ) -> tuple[Any, ...]:
-        return self.sdpa_forward_quantized(
-            query, key, value, None, None, None, dropout_p, is_causal, return_debug_mask, scale=scale
-        )
+    def sdpa_forward(self, query: Tensor, key: Tensor, value: Tensor, *given: Any, **options: Any) -> tuple[Any, ...]:
+        return self.sdpa_forward_quantized(query, key, value, None, None, None, *given, **options)
 
     def sdpa_forward_quantized(
         self,
@@ -114,12 +102,10 @@ class _Operators:
         scale: float | None = None,
     ) -> tuple[Any, ...]:
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        seq_q, seq_k = q.shape[1], k.shape[1]
-        out, lse, seed, unused, weights = self.forward_quantized(
-            q, k, v, None, None, seq_q, seq_k, dropout_p, is_causal, return_debug_mask, q_descale, k_descale, v_descale,
-            scale=scale,
-        )  # fmt: skip
-        return out.transpose(1, 2), lse, None, None, seq_q, seq_k, seed, unused, weights
+        sizes, flags = (None, None, q.shape[1], k.shape[1]), (dropout_p, is_causal, return_debug_mask)
+        descales = q_descale, k_descale, v_descale
+        out, lse, *state, weights = self.forward_quantized(q, k, v, *sizes, *flags, *descales, scale=scale)
+        return out.transpose(1, 2), lse, *sizes, *state, weights
 
     def sdpa_backward(
         self,
@@ -142,27 +128,11 @@ class _Operators:
     ) -> tuple[Tensor, ...]:
         dout, q, k, v, out = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
         rest = max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset
-        grads = self.backward(dout, q, k, v, out, logsumexp, None, None, *rest, scale=scale)
+        grads = self.backward(dout, q, k, v, out, logsumexp, *(None, None, *rest), scale=scale)
         return tuple(grad.transpose(1, 2) for grad in grads)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cum_seq_q: Tensor | None,
-        cum_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        return_debug_mask: bool,
-        **options: Any,
-    ) -> tuple[Tensor, ...]:
-        return self.forward_quantized(
-            query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, None, None,
-            None, **options,
-        )  # fmt: skip
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *given: Any, **options: Any) -> tuple[Tensor, ...]:
+        return self.forward_quantized(query, key, value, *(*given, None, None, None), **options)
 
     def forward_quantized(
         self,
@@ -211,15 +181,19 @@ class _Operators:
                     "seqused_k, block_table: expected packed queries with cum_seq_q, and pages with seqused_k, got "
                     f"query {list(query.shape)}; use flashtile.attention_with_kv_cache"
                 )
+            if block_table is not None and dropout_p:
+                raise NotImplementedError(
+                    f"dropout_p: expected 0 beside block_table, got {dropout_p}; pages are for inference"
+                )
             if block_table is not None:
-                return self._over_pages(query, key, value, cum_seq_q, max_q, max_k, seqused_k, block_table, options)
-            offsets = cum_seq_q if cum_seq_k is None else cum_seq_k
-            if is_causal or options["window"] is not None:  # the diagonal ends at the last key that counts
-                key, value, offsets = gathered_keys(key, value, offsets, max_k, lengths=seqused_k)
-                offsets = offsets.to(cum_seq_q.dtype)
+                cum_seq_k, options["block_table"], options["key_lengths"] = None, block_table, seqused_k
             else:
-                options["key_lengths"] = seqused_k
-            cum_seq_k = offsets
+                cum_seq_k = cum_seq_q if cum_seq_k is None else cum_seq_k
+                if is_causal or options["window"] is not None:  # the diagonal ends at the last key that counts
+                    key, value, cum_seq_k = gathered_keys(key, value, cum_seq_k, max_k, lengths=seqused_k)
+                    cum_seq_k = cum_seq_k.to(cum_seq_q.dtype)
+                else:
+                    options["key_lengths"] = seqused_k
         with torch.no_grad():  # autograd is above these operators
             seed = flashtile.draw_dropout_seed(query.device) if dropout_p else None
             options["dropout_seed"] = seed
@@ -234,30 +208,6 @@ class _Operators:
             if return_debug_mask and seed is not None:
                 return *results[:-1], _signed_weights(query, key, dropout_p, seed, options)
             return results
-
-    def _over_pages(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cum_seq_q: Tensor,
-        max_q: int,
-        max_k: int,
-        lengths: Tensor,
-        block_table: Tensor,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, ...]:
-        """Packed queries on keys and values in pages."""
-        if dropout := options.pop("dropout_p"):
-            raise NotImplementedError(
-                f"dropout_p: expected 0 beside block_table, got {dropout}; pages are for inference"
-            )
-        with torch.no_grad():
-            out, lse = flashtile.attention_varlen(
-                query, key, value, cum_seq_q, max_seqlen_q=max_q, max_seqlen_k=max_k, key_lengths=lengths,
-                block_table=block_table, return_lse=True, **options,
-            )  # fmt: skip
-        return _results(query, out, lse, None)
 
     def forward_to(self, out: Tensor, query: Tensor, *arguments: Any, **options: Any) -> Tensor:
         results = self.forward(query, *arguments, **options)

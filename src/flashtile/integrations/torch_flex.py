@@ -93,8 +93,9 @@ def _call_route(
     from flashtile.integrations import torch_flex
 
     return torch_flex._route_now(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux
-    )
+        query, key, value, score_mod, block_mask, scale=scale, enable_gqa=enable_gqa, return_lse=return_lse,
+        kernel_options=kernel_options, return_aux=return_aux,
+    )  # fmt: skip
 
 
 _pytorchs_function = Substitute(_begin, _put)

@@ -11,6 +11,7 @@ Shape letters: T tokens that decode, H query heads, L latent columns, R rotated 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -59,30 +60,15 @@ class FlashtileMLAImpl(MLACommonImpl[MLACommonMetadata]):
 
     can_return_lse_for_decode: bool = True
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        **mla_args: Any,
-    ) -> None:
-        if attn_type != AttentionType.DECODER:
-            raise NotImplementedError(f"attn_type: expected decoder, got {attn_type}; choose another attention backend")
-        given = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
-        for name, value in given.items():
-            if value:  # vLLM's own prefill of latent attention has none of them
-                raise NotImplementedError(f"{name}: expected None, got {value}; choose another attention backend")
-        super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
-            attn_type, kv_sharing_target_layer_name, **mla_args,
-        )  # fmt: skip
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        given = inspect.signature(MLACommonImpl).bind(*arguments, **options).arguments
+        if given["attn_type"] != AttentionType.DECODER:
+            kind = given["attn_type"]
+            raise NotImplementedError(f"attn_type: expected decoder, got {kind}; choose another attention backend")
+        for name in ("alibi_slopes", "sliding_window", "logits_soft_cap"):
+            if given[name]:  # vLLM's own prefill of latent attention has none of them
+                raise NotImplementedError(f"{name}: expected None, got {given[name]}; choose another attention backend")
         self._invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.supports_quant_query_input = False  # queries stay in 16 bits beside caches in 8
 
@@ -145,8 +131,8 @@ class FlashtileMLAPrefill(MLAPrefillBackend):
         vLLM passes `out` and `output_scale` to backends that say so.
         """
         batch = self._prefill_metadata
-        starts, longest = batch.query_start_loc, batch.max_query_len
-        found, lse = self._attend(q, k, v, starts, starts, longest, longest, True)
+        sizes = (batch.query_start_loc,) * 2 + (batch.max_query_len,) * 2
+        found, lse = self._attend(q, k, v, sizes, causal=True)
         return (found, lse) if return_softmax_lse else found
 
     def run_prefill_context_chunk(
@@ -154,12 +140,11 @@ class FlashtileMLAPrefill(MLAPrefillBackend):
     ) -> tuple[Tensor, Tensor]:
         """Each token to a slice of the rows before its chunk."""
         sizes = chunk.query_start_loc, chunk.cu_seq_lens, chunk.max_query_len, chunk.max_seq_len
-        return self._attend(q, k, v, *sizes, False)
+        return self._attend(q, k, v, sizes, causal=False)
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, longest: int, longest_k: int,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sizes: Any, causal: bool) -> tuple[Tensor, Tensor]:
+        """`sizes`: where the queries and the keys of each prompt begin, and the longest of both."""
+        starts, starts_k, longest, longest_k = sizes
         return flashtile.attention_varlen(
             q, k, v, starts, starts_k, max_seqlen_q=longest, max_seqlen_k=longest_k, causal=causal, scale=self.scale,
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT), return_lse=True,
