@@ -16,6 +16,7 @@ import torch.utils.deterministic
 
 import flashtile
 from flashtile.ops.attention.repeated import forget_calls
+from flashtile.ops.common.repeated import forget_calls as forget_companion_calls
 from flashtile.ops.kv_cache.repeated import forget_calls as forget_cache_calls
 from support.compilation import remembered_checks
 from support.running import selection
@@ -150,9 +151,10 @@ def poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(autouse=True)
 def forgotten_calls() -> None:
-    """A test may change what calls of attention are decided by; so each decides anew about its own."""
+    """A test may change what calls are decided by; so each decides anew about its own."""
     forget_calls()
     forget_cache_calls()
+    forget_companion_calls()
 
 
 @pytest.fixture

@@ -13,6 +13,15 @@ def power_of_two_factor(*numbers: int) -> int:
     return bits & -bits
 
 
+def misalignment(*tensors: Tensor | None) -> int:
+    """Addresses modulo 16, put together: 0 where all are multiples of 16."""
+    addresses = 0
+    for tensor in tensors:
+        if tensor is not None:
+            addresses |= tensor.data_ptr()
+    return addresses & 15
+
+
 def used_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """The strides, but 0 in the place of those of dimensions of one that 16 does not divide: they lead nowhere, and
     PyTorch lets them be any number, also of a contiguous tensor."""

@@ -24,6 +24,11 @@ class Layout(NamedTuple):
     dtype: torch.dtype
 
 
+def layouts(tensors: Any) -> Any:
+    """The layouts of a NamedTuple of tensors, in one of the same kind; None for None. Plans are found by them."""
+    return type(tensors)(*[None if t is None else Layout(tuple(t.shape), t.stride(), t.dtype) for t in tensors])
+
+
 def contiguous(shape: Sequence[int], dtype: torch.dtype) -> Layout:
     """The layout of a contiguous tensor."""
     shape = tuple(shape)  # a plain one: the fast allocation takes no torch.Size

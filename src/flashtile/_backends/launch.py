@@ -333,9 +333,9 @@ def plan_cache(make: Callable[..., _Made]) -> functools._lru_cache_wrapper[_Made
     """Keeps what a function plans, by its arguments: all that a call shows without its tensors' contents."""
 
     @functools.wraps(make)
-    def plan(*arguments: Any) -> _Made:
+    def plan(*arguments: Any, **named: Any) -> _Made:
         with _collecting_nothing():
-            return make(*arguments)
+            return make(*arguments, **named)
 
     cached = functools.lru_cache(maxsize=4096)(plan)
     _PLAN_CACHES.append(cached.cache_clear)

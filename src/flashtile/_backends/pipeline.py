@@ -99,9 +99,10 @@ class Pipeline:
         launches: what a run launches, in order.
         run: enqueues the kernels. It is given addresses, as `launch.pointer` has them, and returns `outputs`, and
             behind them the scratch buffer, if there is one.
+        on: the same from tensors, and without the scratch buffer.
     """
 
-    __slots__ = ("launches", "outputs", "plans", "run", "scratch")
+    __slots__ = ("launches", "on", "outputs", "plans", "run", "scratch")
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class Pipeline:
         scratch: Mapping[str, int] | None = None,
         zeroed: Collection[str] = (),
         repeated: Mapping[str, str] | None = None,
+        unused: Collection[str] = (),
     ) -> None:
         """
         Args:
@@ -120,6 +122,8 @@ class Pipeline:
             scratch: parts of the scratch buffer, in numbers of 32 bits; 0 for one that this call does not have.
             zeroed: outputs that are filled with zeros first, where they exist.
             repeated: kernels that are launched once for each address of a buffer; `run` is given a list for that one.
+            unused: buffers that kernels take and do not touch, as their constants say. These get the address of the
+                first buffer, and so do outputs and parts of the scratch buffer that this call does not have.
 
         Raises:
             TypeError: a kernel takes a buffer that the pass does not have.
@@ -129,19 +133,26 @@ class Pipeline:
         self.scratch = None if scratch is None else Scratch(**scratch)
         layouts = [*self.outputs.values(), *([] if self.scratch is None else [self.scratch.layout])]
         parts = () if self.scratch is None else self.scratch.parts
-        places = {name: place for place, name in enumerate((*given, *self.outputs, *parts))}
+        places = dict.fromkeys((*unused, *outputs, *(scratch or ())), 0)
+        places |= {name: place for place, name in enumerate((*given, *self.outputs, *parts))}
         launched = {name: kernel for name, kernel in kernels.items() if kernel.programs}
         self.launches = tuple(self.plans[name] for name in launched)
         often = {name: places[buffer] for name, buffer in (repeated or {}).items()}
         steps = [_step(kernel, self.plans[name], places, often.get(name)) for name, kernel in launched.items()]
         filled = [place for place, name in enumerate(self.outputs) if name in zeroed]
         self.run: Callable[..., list[Tensor]] = _runner(allocator(layouts, device), filled, self.scratch, steps)
+        self.on = _on_tensors(self.run, len(self.outputs))
 
     def scratch_part(self, made: Sequence[Tensor], name: str) -> Tensor | None:
         """A part of the scratch buffer of a run, as float32; None if the pass does not have it."""
         if self.scratch is None or name not in self.scratch.parts:
             return None
         return self.scratch.part(made[-1], name)
+
+
+def _on_tensors(run: Callable[..., list[Tensor]], outputs: int) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """`Pipeline.on`."""
+    return lambda tensors: run(*map(_POINTER, tensors))[:outputs]
 
 
 def _runner(

@@ -17,9 +17,11 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import KernelSource, Plan
+from flashtile._backends.pipeline import Pipeline
 from flashtile.ops.cross_entropy import kernels
-from flashtile.ops.cross_entropy.spec import CrossEntropySpec
+from flashtile.ops.cross_entropy.spec import CrossEntropySpec, LossInputs, LossUpstream
 from support.compilation.checked_code import check_code
 from support.compilation.machine_code import TURNS, Binary, call_on, check_fit, once_in_families, sass
 
@@ -44,28 +46,31 @@ class Call(NamedTuple):
     def spec(self) -> CrossEntropySpec:
         return CrossEntropySpec(self.smoothing, self.scale, 0.01, -100, "mean", False, 0, self.width, "", self.softcap)
 
+    def inputs(self) -> LossInputs:
+        """The layouts of its tensors."""
+        logits: Any = Layout((self.rows, self.width), (self.width + self.padding, 1), self.dtype)
+        labels: Any = contiguous((self.rows,), self.label_dtype)
+        weights: Any = contiguous((self.width + 1,), _FP32) if self.weighted else None
+        return LossInputs(logits, labels, weights)
+
 
 def forward_plan(device: devices.DeviceFacts, call: Call) -> Plan:
     """The plan of a forward call."""
-    return _planned(
-        kernels._forward_plan, device, call.dtype, call.label_dtype, (call.rows, call.width), call.width + call.padding,
-        call.misalignment, call.partial, call.weighted, call.spec(),
-    )  # fmt: skip
+    facts = call.misalignment, call.partial, call.spec()
+    return _planned(kernels._forward_pipeline, device, call.inputs(), *facts).plans["forward"]
 
 
 def backward_plan(device: devices.DeviceFacts, call: Call) -> Plan:
     """The plan of a backward call whose gradient has memory of its own."""
-    vector = 16 // call.dtype.itemsize
-    strides = (call.width + call.padding, call.width + call.padding % vector)
-    return _planned(
-        kernels._backward_plan, device, call.dtype, call.label_dtype, (call.rows, call.width), 0, strides,
-        (call.misalignment, 0), True, call.weighted, call.spec(),
-    )  # fmt: skip
+    scalar: Any = contiguous((), _FP32)
+    normaliser: Any = contiguous((call.rows, 2), _FP32)
+    given, facts = LossUpstream(scalar, scalar, *call.inputs(), normaliser), (call.misalignment, False, call.spec())
+    return _planned(kernels._backward_pipeline, device, given, *facts).plans["backward"]
 
 
-def _planned(plan: Any, device: devices.DeviceFacts, *arguments: Any) -> Plan:
+def _planned(make: Any, device: devices.DeviceFacts, *arguments: Any) -> Pipeline:
     with mock.patch.object(kernels, "device_facts", return_value=device):
-        return plan.__wrapped__(*arguments, torch.device("cuda", 0))
+        return make.__wrapped__(*arguments, torch.device("cuda", 0))
 
 
 _PLANS = {"forward": forward_plan, "backward": backward_plan}
@@ -132,14 +137,14 @@ def test_gradients_at_another_distance_from_a_vector() -> None:
 @pytest.mark.parametrize("label_dtype", [torch.int32, torch.int64], ids=str)
 def test_reduction_compiles(label_dtype: torch.dtype, mean: bool) -> None:
     spec = Call().spec()._replace(reduction="mean" if mean else "sum", z_loss=True)
-    weighted = mean == (label_dtype is torch.int64)
-    plan = _planned(kernels._reduce_plan, _HOPPER, label_dtype, 4096, weighted, spec)
+    call = Call(label_dtype=label_dtype, weighted=mean == (label_dtype is torch.int64))
+    plan = _planned(kernels._forward_pipeline, _HOPPER, call.inputs(), 0, False, spec).plans["reduce"]
     check_code(plan.source, "sm_90", check_fit, _HOPPER.shared_memory)
 
 
 @pytest.mark.parametrize("dtype", [_BF16, _FP32], ids=str)
 def test_multiplication_is_in_whole_vectors(dtype: torch.dtype) -> None:
-    plan = _planned(kernels._multiply_plan, _HOPPER, dtype, 2**20)
+    plan = _planned(kernels._multiply_pipeline, _HOPPER, dtype, 2**20).plans["multiply"]
     check_code(plan.source, "sm_90", _check_moves)
 
 

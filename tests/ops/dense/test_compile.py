@@ -19,9 +19,11 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import KernelSource, Plan
+from flashtile._backends.pipeline import Pipeline
 from flashtile.ops.dense import kernels
-from flashtile.ops.dense.spec import ACTIVATIONS, ActivationSpec
+from flashtile.ops.dense.spec import ACTIVATIONS, Activated, ActivationSpec, ActivationUpstream, Summed, Wanted
 from support.compilation.checked_code import check_code
 from support.compilation.machine_code import (
     TURNS,
@@ -53,23 +55,21 @@ class Call(NamedTuple):
 
 def plan(kernel: str, device: devices.DeviceFacts, call: Call) -> Plan:
     """The plan of a call."""
-    return activate_plan(device, call) if kernel == "activate" else sum_plan(kernel, device, call).main
+    if kernel == "activate":
+        spec = ActivationSpec(call.activation, call.gated)
+        given = Activated(contiguous((call.rows, call.width * (1 + call.gated)), call.dtype))
+        return _planned(kernels._activate_pipeline, device, given, call.misalignment, spec).plans["activate"]
+    return sum_pipeline(kernel, device, call).plans["main"]
 
 
-def activate_plan(device: devices.DeviceFacts, call: Call) -> Plan:
-    return _planned(kernels._activate_plan, device, *_where(call), ActivationSpec(call.activation, call.gated))
-
-
-def sum_plan(kernel: str, device: devices.DeviceFacts, call: Call) -> kernels.SumPlan:
-    """The plans of what may sum columns."""
-    flags = (ActivationSpec(call.activation, call.gated), call.wants_bias, call.wants_hidden)
+def sum_pipeline(kernel: str, device: devices.DeviceFacts, call: Call) -> Pipeline:
+    """The launches of what may sum columns."""
+    x = contiguous((call.rows, call.width), call.dtype)
+    given = ActivationUpstream(x, contiguous((call.rows, call.width * (1 + call.gated)), call.dtype))
+    flags = (ActivationSpec(call.activation, call.gated), Wanted(call.wants_bias, call.wants_hidden))
     if kernel == "column_sum":
-        flags = (kernels._COLUMN_SUM, True, False)
-    return _planned(kernels._backward_plan, device, kernel, *_where(call), *flags)
-
-
-def _where(call: Call) -> tuple[torch.dtype, int, int, int]:
-    return call.dtype, call.rows, call.width, call.misalignment
+        given, flags = Summed(x), (kernels._COLUMN_SUM, Wanted(True, False))
+    return _planned(kernels._sum_pipeline, device, given, call.misalignment, *flags)
 
 
 def _planned(make: Any, device: devices.DeviceFacts, *arguments: Any) -> Any:
@@ -140,8 +140,7 @@ def _check_vectors(binary: Binary, shared_memory: int, kernel: str) -> None:
 
 @pytest.mark.parametrize("name", ["gelu_tanh", "odd"])
 def test_reduce_compiles(name: str) -> None:
-    reduce = sum_plan("activate_backward", _HOPPER, _CALLS[name]).reduce
-    assert reduce is not None
+    reduce = sum_pipeline("activate_backward", _HOPPER, _CALLS[name]).plans["reduce"]
     check_code(reduce.source, "sm_90", check_fit, _HOPPER.shared_memory)
 
 
@@ -158,7 +157,7 @@ def test_other_numbers_of_rows_need_no_other_binary(kernel: str) -> None:
 def test_nothing_is_launched_for_nothing(kernel: str, rows: int, width: int) -> None:
     assert plan(kernel, _HOPPER, Call(rows=rows, width=width)).programs == 0
     if kernel != "activate":
-        assert sum_plan(kernel, _HOPPER, Call(rows=rows, width=width)).reduce is None
+        assert not sum_pipeline(kernel, _HOPPER, Call(rows=rows, width=width)).launches
 
 
 @pytest.mark.parametrize(
@@ -167,10 +166,10 @@ def test_nothing_is_launched_for_nothing(kernel: str, rows: int, width: int) -> 
 )
 def test_partial_sums_are_few(rows: int, width: int, splits: int, programs: int) -> None:
     """As many programs as are on the GPU at once, each with a strip of columns, and no split without a tile."""
-    found = sum_plan("activate_backward", _HOPPER, Call(rows=rows, width=width))
-    assert (found.main.outputs[-1].shape[0], found.main.programs) == (splits, programs)
-    assert found.main.scalars == (rows, splits)
-    assert found.reduce is not None and found.reduce.scalars == (splits,)
+    found = sum_pipeline("activate_backward", _HOPPER, Call(rows=rows, width=width))
+    main, reduce = found.launches
+    assert (main.programs, main.scalars, reduce.scalars) == (programs, (rows, splits), (splits,))
+    assert found.scratch is not None and found.scratch.parts == {"partial": (0, splits * width)}
 
 
 @pytest.mark.parametrize("width", [1, 17, 255, 257, 1024, 16385])

@@ -20,10 +20,12 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import KernelSource, Plan
-from flashtile.ops.common.tiles import SumPlan, held_row_tile
+from flashtile._backends.pipeline import Pipeline
+from flashtile.ops.common.tiles import held_row_tile
 from flashtile.ops.layer_norm import kernels
-from flashtile.ops.layer_norm.spec import MAX_COLUMNS, NormSpec, Operands, Upstream
+from flashtile.ops.layer_norm.spec import MAX_COLUMNS, NormSpec, Operands, Upstream, Wanted
 from support.compilation.checked_code import check_code
 from support.compilation.machine_code import (
     Binary,
@@ -44,7 +46,7 @@ class Call(NamedTuple):
     """A call as the launch sees it.
 
     Attributes:
-        tensors: names of the optional tensors that are there.
+        optional: names of the optional tensors that are there.
         misalignment: the addresses of all tensors modulo 16.
     """
 
@@ -52,7 +54,7 @@ class Call(NamedTuple):
     dtype: torch.dtype = _BF16
     sum_dtype: torch.dtype = _BF16
     weight_dtype: torch.dtype = _BF16
-    tensors: tuple[str, ...] = ("weight", "bias")
+    optional: tuple[str, ...] = ("weight", "bias")
     rms: bool = False
     dropout_p: float = 0.0
     rows: int = 4096
@@ -76,35 +78,31 @@ class Call(NamedTuple):
         always = {"x", "rstd"} | (set() if self.rms else {"mean"})
         always |= {"dropout_seed"} if self.dropout_p else set()
         always |= {"dz"} | {
-            given for given, tensor in (("dz1", "weight1"), ("dx", "residual")) if tensor in self.tensors
+            given for given, tensor in (("dz1", "weight1"), ("dx", "residual")) if tensor in self.optional
         }
-        always |= {"x0"} if "residual" in fields or "layerscale" in self.tensors else set()
-        return {name: found[name] if name in always or name in self.tensors else None for name in fields}
+        always |= {"x0"} if "residual" in fields or "layerscale" in self.optional else set()
+        return {name: found[name] if name in always or name in self.optional else None for name in fields}
+
+    def tensors(self, kind: type) -> Any:
+        """The layouts of `Operands` or `Upstream`."""
+        matrices = {"x0", "x1", "residual", "x", "dz", "dz1", "dx"}
+        rows = {"mean", "rstd", "rowscale", "x0_subset", "out_subset"}
+        shapes = {**dict.fromkeys(matrices, (self.rows, self.width)), **dict.fromkeys(rows, (self.rows,))}
+        dtypes = self.dtypes(kind._fields).items()
+        return kind(*[None if t is None else contiguous(shapes.get(name, (self.width,)), t) for name, t in dtypes])
 
 
 def forward_plan(device: devices.DeviceFacts, call: Call) -> Plan:
     """The plan of a forward call."""
-    dtypes = call.dtypes(Operands._fields)
-    modified = bool(call.dropout_p) or {"rowscale", "layerscale", "x0_subset", "x1", "residual"} & set(call.tensors)
-    strides = (call.width, call.width if "x1" in call.tensors else 0, call.width if "residual" in call.tensors else 0)
-    return _planned(
-        kernels._forward_plan, device, tuple(dtypes.values()), call.rows, call.width, strides, call.misalignment,
-        bool(modified or call.dtype is not call.sum_dtype), call.spec(),
-    )  # fmt: skip
+    make, operands = kernels._forward_pipeline, call.tensors(Operands)
+    return _planned(make, device, operands, call.misalignment, call.spec()).plans["forward"]
 
 
-def backward_plan(device: devices.DeviceFacts, call: Call) -> SumPlan:
-    """The plans of a backward call with a gradient of x from above where there is a residual."""
-    dtypes = call.dtypes(Upstream._fields)
-    residual = "residual" in call.tensors
-    own = bool(call.dropout_p) or call.dtype is not call.sum_dtype or "layerscale" in call.tensors
-    parameters = (dtypes[name] is not None for name in ("weight", "bias", "weight1", "bias1", "layerscale"))
-    present = (residual or not own, own, own and "x1" in call.tensors, *parameters)
-    return _planned(
-        kernels._backward_plan, device, tuple(dtypes.values()), present,
-        call.rows, call.width, (call.width, 0, call.width if residual else 0, call.width, call.width),
-        call.misalignment, call.rows, call.spec(),
-    )  # fmt: skip
+def backward_pipeline(device: devices.DeviceFacts, call: Call) -> Pipeline:
+    """The launches of a backward call with a gradient of x from above where there is a residual."""
+    wanted = Wanted(call.rows, "residual" in call.optional, "x1" in call.optional, True)
+    make, given = kernels._backward_pipeline, call.tensors(Upstream)
+    return _planned(make, device, given, call.misalignment, call.spec(), wanted)
 
 
 def _planned(plan: Any, device: devices.DeviceFacts, *arguments: Any) -> Any:
@@ -115,7 +113,7 @@ def _planned(plan: Any, device: devices.DeviceFacts, *arguments: Any) -> Any:
         return plan.__wrapped__(*arguments, torch.device("cuda", 0))
 
 
-_PLANS = {"forward": forward_plan, "backward": lambda device, call: backward_plan(device, call).main}
+_PLANS = {"forward": forward_plan, "backward": lambda device, call: backward_pipeline(device, call).plans["main"]}
 _EVERYTHING = ("weight", "bias", "residual", "weight1", "bias1", "layerscale", "rowscale", "x0_subset", "out_subset")
 
 _CALLS = {
@@ -125,14 +123,14 @@ _CALLS = {
     "16384": Call(16384),
     "65536": Call(MAX_COLUMNS),
     "fp32": Call(4096, _FP32, _FP32, _FP32),
-    "mixed": Call(4096, sum_dtype=_FP32, weight_dtype=_FP32, tensors=("weight", "bias", "residual"), dropout_p=0.1),
-    "rms": Call(4096, tensors=("weight",), rms=True),
-    "odd": Call(1001, tensors=("weight", "bias", "residual")),
-    "dropout": Call(8192, tensors=("weight", "bias", "residual"), dropout_p=0.1),
-    "dropout_looped": Call(16384, tensors=("weight", "bias", "residual"), dropout_p=0.1),
-    "parallel": Call(4096, tensors=("weight", "bias", "residual", "x1", "weight1", "bias1"), dropout_p=0.1),
-    "everything": Call(4096, sum_dtype=_FP32, weight_dtype=_FP32, tensors=_EVERYTHING, dropout_p=0.1),
-    "everything_looped": Call(20000, sum_dtype=_FP32, weight_dtype=_FP32, tensors=_EVERYTHING, dropout_p=0.1),
+    "mixed": Call(4096, sum_dtype=_FP32, weight_dtype=_FP32, optional=("weight", "bias", "residual"), dropout_p=0.1),
+    "rms": Call(4096, optional=("weight",), rms=True),
+    "odd": Call(1001, optional=("weight", "bias", "residual")),
+    "dropout": Call(8192, optional=("weight", "bias", "residual"), dropout_p=0.1),
+    "dropout_looped": Call(16384, optional=("weight", "bias", "residual"), dropout_p=0.1),
+    "parallel": Call(4096, optional=("weight", "bias", "residual", "x1", "weight1", "bias1"), dropout_p=0.1),
+    "everything": Call(4096, sum_dtype=_FP32, weight_dtype=_FP32, optional=_EVERYTHING, dropout_p=0.1),
+    "everything_looped": Call(20000, sum_dtype=_FP32, weight_dtype=_FP32, optional=_EVERYTHING, dropout_p=0.1),
     "fp32_looped": Call(4100, _FP32, _FP32, _FP32, (*_EVERYTHING[:3], "weight1", "bias1", "layerscale"), dropout_p=0.3),
 }
 #: What is compiled for other architectures than sm_90, and on which: those that differ in memory or instructions. Long
@@ -207,7 +205,7 @@ def _assert_memory_is_read_and_written_16_bytes_at_a_time(phase: str, code: str)
 
 def test_dropout_bits_are_made_where_they_are_used() -> None:
     """Without dropout as with it, only the two sums of a row pass through shared memory."""
-    call = Call(4096, tensors=("weight", "bias", "residual"))
+    call = Call(4096, optional=("weight", "bias", "residual"))
     exchanges = [
         sass(binary_of(_source("sm_90", "forward", call._replace(dropout_p=p)), _HOPPER)).count("STS")
         for p in (0.0, 0.1)
@@ -217,8 +215,8 @@ def test_dropout_bits_are_made_where_they_are_used() -> None:
 
 def test_long_rows_with_dropout_are_held_whole_where_sums_are_few() -> None:
     def looped(width: int, *more: str) -> bool:
-        call = Call(width, tensors=("weight", "bias", "residual", *more), dropout_p=0.1)
-        return backward_plan(_HOPPER, call).main.source.function is kernels.norm_backward_looped_kernel
+        call = Call(width, optional=("weight", "bias", "residual", *more), dropout_p=0.1)
+        return backward_pipeline(_HOPPER, call).plans["main"].source.function is kernels.norm_backward_looped_kernel
 
     assert not looped(8192) and not looped(8192, "layerscale")
     assert looped(8192, "weight1", "bias1") and looped(8193)
@@ -230,7 +228,7 @@ def _assert_partial_sums_are_added_within_threads(code: str) -> None:
     assert len(re.findall(r"\bSTS", code)) <= 6
 
 
-_REDUCE = {name: backward_plan(_HOPPER, call).reduce for name, call in _CALLS.items()}
+_REDUCE = {name: backward_pipeline(_HOPPER, call).plans.get("reduce") for name, call in _CALLS.items()}
 
 
 @pytest.mark.parametrize("name", with_news({name: plan.source for name, plan in _REDUCE.items() if plan is not None}))
@@ -259,8 +257,9 @@ def test_alignment(misalignment: int, width: int, multiples: tuple[int, int]) ->
 
 @pytest.mark.parametrize("rows, programs", [(0, 0), (1, 1), (100, 100), (263, 263), (10**6, 264)])
 def test_backward_programs_stay(rows: int, programs: int) -> None:
-    plan = backward_plan(_HOPPER, Call(4096, rows=rows))
-    assert (plan.main.programs, plan.main.outputs[-1].shape[0]) == (programs, 2)
+    found = backward_pipeline(_HOPPER, Call(4096, rows=rows))
+    assert found.plans["main"].programs == programs
+    assert (found.scratch.parts if found.scratch else {}) == ({"partial": (0, 2 * programs * 4096)} if programs else {})
 
 
 @pytest.mark.parametrize("width", [1, 16, 17, 100, 1024, 1025, 2048, 4097, 8192, 8193, 16385, MAX_COLUMNS])

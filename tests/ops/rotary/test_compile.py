@@ -15,10 +15,10 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
-from flashtile._backends.allocate import contiguous_strides
+from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.rotary import kernels
-from flashtile.ops.rotary.spec import RotarySpec
+from flashtile.ops.rotary.spec import RotarySpec, Rotation
 from support.compilation.checked_code import check_code
 from support.compilation.machine_code import TURNS, Binary, call_on, check_fit, once_in_families, sass
 
@@ -44,13 +44,18 @@ class Call(NamedTuple):
 
 def plan(device: devices.DeviceFacts, call: Call) -> Plan:
     """The plan of a call."""
+    has_k = call.heads_q < call.heads_rotated
+    table = contiguous((8192, call.half), call.table_dtype)
+    ids = call.offsets_dtype and call.of_rows and contiguous((call.shape[0], call.of_rows), call.offsets_dtype)
+    rotation = Rotation(
+        contiguous(call.shape, call.dtype), table, table, table if has_k else None, table if has_k else None,
+        contiguous(call.shape[:1], call.offsets_dtype) if call.offsets_dtype and not ids else None,
+        None if call.sequences is None else contiguous((call.sequences + 1,), torch.int32), ids,
+    )  # fmt: skip
+    spec = RotarySpec(call.interleaved, False, call.heads_q, call.heads_rotated, 0)
     with mock.patch.object(kernels, "device_facts", return_value=device):
-        return kernels._plan.__wrapped__(
-            call.dtype, call.table_dtype, call.shape, contiguous_strides(call.shape), (8192, call.half),
-            (call.half,) * 2 + ((call.half,) * 2 if call.heads_q < call.heads_rotated else (0, 0)), call.offsets_dtype,
-            None if call.sequences is None else (torch.int32, call.sequences), call.of_rows, 0, call.inplace,
-            RotarySpec(call.interleaved, False, call.heads_q, call.heads_rotated, 0), torch.device("cuda", 0),
-        )  # fmt: skip
+        pipeline = kernels._pipeline.__wrapped__(rotation, 0, call.inplace, spec, torch.device("cuda", 0))
+    return pipeline.plans["rotary"]
 
 
 _CALLS = {

@@ -16,11 +16,11 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
-from flashtile._backends.allocate import contiguous_strides
+from flashtile._backends.allocate import Layout, contiguous, contiguous_strides
 from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.common.tiles import held_row_tile
 from flashtile.ops.softmax import kernels
-from flashtile.ops.softmax.spec import SoftmaxSpec
+from flashtile.ops.softmax.spec import MergedPart, SoftmaxGradient, SoftmaxInputs, SoftmaxSpec
 from support.compilation.checked_code import check_code
 from support.compilation.machine_code import TURNS, Binary, call_on, check_fit, once_in_families, sass
 
@@ -40,12 +40,12 @@ class Call(NamedTuple):
 
 def plan(kernel: str, device: devices.DeviceFacts, call: Call) -> Plan:
     """The plan of a call."""
-    strides = (call.rows * call.width, 0, call.width, 1) if call.mask and kernel == "forward" else None
+    x = contiguous((8, 16, call.rows, call.width), call.dtype)
+    mask = Layout(x.shape, (call.rows * call.width, 0, call.width, 1), torch.bool) if call.mask else None
+    tensors = SoftmaxInputs(x, mask) if kernel == "forward" else SoftmaxGradient(x, x)
+    spec, gpu = SoftmaxSpec(0.1, call.causal), torch.device("cuda", 0)
     with mock.patch.object(kernels, "device_facts", return_value=device):
-        return kernels._plan.__wrapped__(
-            kernel, call.dtype, (8, 16, call.rows, call.width), strides, 0, 0, SoftmaxSpec(0.1, call.causal),
-            torch.device("cuda", 0),
-        )  # fmt: skip
+        return kernels._pipeline.__wrapped__(kernel, tensors, (0, 0), spec, gpu).plans[kernel]
 
 
 _CALLS = {
@@ -107,10 +107,11 @@ def test_cuts_are_sound(width: int) -> None:
 
 def merge_plan(step: str, dtype: torch.dtype, width: int, device: devices.DeviceFacts) -> Plan:
     """The plan of a merge of aligned tensors `[2, 100, 3, width]`, in memory for a multiple of 16 columns."""
-    shape, memory, statistics = (2, 100, 3, width), (2, 100, 3, -(-width // 16) * 16), (2, 3, 100)
-    strides = (*(contiguous_strides(memory),) * 2, *(contiguous_strides(statistics),) * 2)
+    shape, memory, of_rows = (2, 100, 3, width), (2, 100, 3, -(-width // 16) * 16), contiguous((2, 3, 100), _FP32)
+    acc, out = (Layout(shape, contiguous_strides(memory), of) for of in (_FP32, dtype))
+    part = MergedPart(acc, of_rows, of_rows, out, of_rows)
     with mock.patch.object(kernels, "device_facts", return_value=device):
-        return kernels._merge_plan.__wrapped__(step, dtype, shape, strides, 0, torch.device("cuda", 0))
+        return kernels._merge_pipeline.__wrapped__(step, part, 0, torch.device("cuda", 0)).plans[step]
 
 
 def _merges() -> list[Any]:

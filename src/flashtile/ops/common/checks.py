@@ -33,6 +33,11 @@ def readable(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" or read_on_request(tensor)
 
 
+def may_be_readable(tensor: Tensor) -> bool:
+    """Whether there are calls in which the values of a tensor like this one may be read."""
+    return CHECK_VALUES or tensor.device.type == "cpu"
+
+
 def read_on_request(tensor: Tensor) -> bool:
     """Whether `FLASHTILE_CHECK_VALUES=1` asks for checks of values, and those of a tensor can be read now."""
     return CHECK_VALUES and not (tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing())

@@ -19,7 +19,7 @@ try:
 except ImportError:
     _TensorGuards = None
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 # Asked on each call, and by short names.
 _tracing, _modes = torch._C._get_tracing_state, torch._C._len_torch_dispatch_stack
 _transforms, _profiling = torch._C._are_functorch_transforms_active, torch.autograd._profiler_enabled
@@ -38,24 +38,33 @@ def unobserved(*tensors: Tensor | None) -> bool:
     if _compiling():
         return False
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg()):
+        if tensor is not None and (type(tensor) not in PLAIN or tensor.is_neg()):
             return False
     first = tensors[0]
     assert first is not None
     if _tracing() is not None:
-        return not _intercepted()
+        _refuse_onnx("an operator of flashtile")
+        return False
     return (first.is_cuda or first.is_cpu) and not (_modes() or _transforms() or _profiling())
 
 
 def undisturbed() -> bool:
-    """Whether PyTorch would only pass on a call of `plain` tensors, and differentiates nothing forwards."""
-    return not _compiling() and forward_ad._current_level < 0 and not _intercepted()
+    """Whether PyTorch would only pass on a call of `plain` tensors, which autograd alone may record: no compiler,
+    trace, mode, transform, forward-mode differentiation or profiler sees it."""
+    return not (
+        _compiling()
+        or forward_ad._current_level >= 0
+        or _tracing() is not None
+        or _modes()
+        or _transforms()
+        or _profiling()
+    )
 
 
 def plain(*tensors: Tensor) -> bool:
     """Whether arguments are tensors in the memory of a CPU or a GPU, of no subclass and with their own numbers."""
     return all(
-        type(tensor) in _PLAIN
+        type(tensor) in PLAIN
         and (tensor.is_cuda or tensor.is_cpu)
         and tensor.layout is torch.strided
         and not tensor.is_neg()
@@ -90,14 +99,6 @@ def recogniser(*tensors: Tensor) -> Callable[..., bool]:
 
 def _looks(tensor: Tensor) -> tuple:
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def _intercepted() -> bool:
-    """Whether something intercepts, records or traces what the dispatcher is given."""
-    if _tracing() is not None:
-        _refuse_onnx("an operator of flashtile")
-        return True
-    return _modes() > 0 or _transforms() or _profiling()
 
 
 def _refuse_onnx(name: str) -> None:

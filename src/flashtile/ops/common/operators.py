@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.common import dispatch
+from flashtile.ops.common.checks import may_be_readable
 from flashtile.ops.common.flops import register_flops
+from flashtile.ops.common.repeated import Launch, RepeatedCall, call_table, expander, in_shape, is_view
+from flashtile.ops.common.rows import contiguous
+from flashtile.ops.common.watch import watching
 
 #: What a field of a NamedTuple is in a schema. Sizes may be symbolic.
 _SCHEMA_TYPES: dict[Any, str] = {
@@ -41,6 +45,8 @@ class Operator(NamedTuple):
         scalars: NamedTuples of its scalars.
         results: `Tensor`; a NamedTuple of tensors, some of them None; or None: what it writes to is returned.
         present: of `(tensors, *scalars)`, which fields of `results` there are; None = all.
+        prepare: of `(tensors, *scalars, backend)`, a function that runs it for tensors that lie like these; None where
+            each call is decided about.
         overload: PyTorch's object for it.
         decomposition: of `(tensors, *scalars)`, the same in PyTorch's operations.
     """
@@ -50,6 +56,7 @@ class Operator(NamedTuple):
     scalars: tuple[type, ...]
     results: type | None
     present: Callable[..., Sequence[bool]] | None
+    prepare: Callable[..., Launch | None]
     overload: torch._ops.OpOverload
     decomposition: Callable[..., Any] | None
 
@@ -100,14 +107,22 @@ def operator(
     returned = "()" if results is None else "Tensor" if results is Tensor else "Tensor[]"
     _LIBRARY.define(f"{name}({', '.join(_fields(kinds, written))}, str backend) -> {returned}")
     overload = getattr(torch.ops.flashtile, name).default
+    prepare: Callable[..., Launch | None] = getattr(run, "prepare", _prepare_nothing)
     if written:
         run = _returning(run, written[0])
+    launches = call_table()
 
     def call(given: Any, *rest: Any) -> Any:
-        return run(given, *rest) if dispatch.unobserved(*given) else observed(given, *rest)
-
-    def single_call(given: Any, spec: Any, backend: str) -> Any:
-        return run(given, spec, backend) if dispatch.unobserved(*given) else observed(given, spec, backend)
+        found = launches.run(given, rest)
+        if found is None:
+            if not dispatch.unobserved(*given):
+                return observed(given, *rest)
+            launch = prepare(given, *rest)
+            if launch is None:
+                return run(given, *rest)
+            launches.keep(given, rest, launch)
+            found = launch([tensor for tensor in given if tensor is not None])
+        return found[0] if results is Tensor else made.unpacked(found, given, *rest[:-1])
 
     def observed(given: Any, *rest: Any) -> Any:
         flat = overload(*given, *[each for group in rest[:-1] for each in group], rest[-1])
@@ -135,10 +150,12 @@ def operator(
     dispatch.register_fake(f"flashtile::{name}", traced, _LIBRARY)
     if flops is not None:
         register_flops(name, lambda *flat, **_: flops(*_nested(kinds, flat)))
-    made = OPERATORS[name] = Operator(
-        single_call if len(scalars) == 1 else call, tensors, scalars, results, present, overload, decomposition
-    )
+    made = OPERATORS[name] = Operator(call, tensors, scalars, results, present, prepare, overload, decomposition)
     return made
+
+
+def _prepare_nothing(given: Any, *rest: Any) -> None:
+    """For operators whose calls are each decided about."""
 
 
 def _returning(run: Callable[..., Any], written: str) -> Callable[..., Any]:
@@ -151,18 +168,95 @@ def _returning(run: Callable[..., Any], written: str) -> Callable[..., Any]:
     return returning
 
 
-def on_backend(backends: Any, function: str) -> Callable[..., Any]:
-    """`run` of an operator that a function `(tensors, *scalars)` of each backend computes, from contiguous tensors."""
+class OnBackend:
+    """`run` of an operator that a function `(tensors, *scalars)` of each backend computes.
 
-    def run(given: Any, *rest: Any) -> Any:
-        module = backends.implementation(rest[-1], given[0].device, given[0].dtype)
-        for tensor in given:
-            if tensor is not None and not tensor.is_contiguous():
-                given = type(given)(*[t if t is None else t.contiguous() for t in given])
-                break
-        return getattr(module, function)(given, *rest[:-1])
+    A backend's module may have a function `<function>_pipeline` beside it, with the same arguments. It returns the
+    `Pipeline` that launches the kernels for tensors that lie like these.
+    """
 
-    return run
+    def __init__(
+        self,
+        backends: Any,
+        function: str,
+        *,
+        dtype: Callable[..., torch.dtype] | None = None,
+        arrange: Callable[[Any], Any] = contiguous,
+        check: Callable[..., None] | None = None,
+        checked: Callable[[Any], Sequence[Tensor | None]] | None = None,
+    ) -> None:
+        """
+        Args:
+            backends: those of the operation.
+            function: its name.
+            dtype: of `(tensors, *scalars)`, by which the backend is chosen; without it, that of the first tensor.
+            arrange: the tensors as the backends take them.
+            check: of `(tensors, *scalars)`, checks values.
+            checked: the tensors whose values `check` reads, where it may.
+        """
+        self._backends, self._function, self._dtype = backends, function, dtype
+        self._arrange, self._check, self._checked = arrange, check, checked
+
+    def __call__(self, given: Any, *rest: Any) -> Any:
+        if self._check is not None:
+            self._check(given, *rest[:-1])
+        return getattr(self.module(given, *rest), self._function)(self._arrange(given), *rest[:-1])
+
+    def prepare(self, given: Any, *rest: Any) -> Launch | None:
+        """See `Operator.prepare`."""
+        tensors = () if self._checked is None else self._checked(given)
+        if watching() or any(tensor is not None and may_be_readable(tensor) for tensor in tensors):
+            return None
+        if self._arrange(given) is not given:
+            return None
+        module, scalars = self.module(given, *rest), rest[:-1]
+        pipeline = getattr(module, f"{self._function}_pipeline", None)
+        if pipeline is not None:
+            return pipeline(given, *scalars).on
+        function, kind = getattr(module, self._function), type(given)
+        expand = expander([tensor is not None for tensor in given])
+        shapes = [tensor.shape for tensor in given if tensor is not None]
+
+        def launch(tensors: Sequence[Tensor]) -> list[Tensor]:
+            flat = [t if t.shape == shape else in_shape(t, shape) for t, shape in zip(tensors, shapes)]
+            found = function(kind(*expand((None, *flat))), *scalars)
+            return [found] if isinstance(found, Tensor) else packed(found)
+
+        return launch
+
+    def module(self, given: Any, *rest: Any) -> Any:
+        """The backend's module that serves a call."""
+        dtype = given[0].dtype if self._dtype is None else self._dtype(given, *rest[:-1])
+        return self._backends.implementation(rest[-1], given[0].device, dtype)
+
+
+class Differentiable(NamedTuple):
+    """A differentiable function `(inputs, spec, backend)`, and what `differentiable` made it of.
+
+    Attributes:
+        repeat: of `(tensors, inputs, spec, backend)`, what runs calls like this one; None where each is decided about.
+            `inputs` are the tensors of the call, or views of them with fewer dimensions.
+        found_gradients: what the backward finds, of `(its tensors, ctx, its scalars, backend)`.
+    """
+
+    run: Callable[..., Any]
+    repeat: Callable[..., RepeatedCall | None]
+    forward: Operator
+    backward: Operator
+    save: Callable[..., Any]
+    outputs: int
+    constants: int
+    complete: Callable[..., Any] | None
+    gradients: Callable[..., Any] | None
+    found_gradients: Callable[..., Any]
+
+    def __call__(self, inputs: Any, spec: Any, backend: str) -> Any:
+        return self.run(inputs, spec, backend)
+
+    @property
+    def single(self) -> bool:
+        """The forward has one result, a tensor."""
+        return self.forward.results is Tensor
 
 
 def differentiable(
@@ -172,9 +266,11 @@ def differentiable(
     save: Callable[..., tuple[Sequence[Tensor | None], tuple[Any, ...]]],
     *,
     outputs: int = 1,
+    constants: int = 0,
+    before: Callable[[Any], None] | None = None,
     complete: Callable[..., Any] | None = None,
     gradients: Callable[..., Sequence[Tensor | None]] | None = None,
-) -> Callable[..., Any]:
+) -> Differentiable:
     """A function `(inputs, spec, backend)` that calls a forward operator, and whose derivative is a backward operator.
 
     The reference computes, in PyTorch's operations, what those cannot: calls under `torch.func` transforms or in
@@ -184,9 +280,11 @@ def differentiable(
         forward: with one NamedTuple of scalars, the spec.
         backward: its tensors are the gradients of the outputs, and after these what is saved.
         reference: module with `forward(inputs, spec)` and `backward(tensors, *scalars)`, both differentiable.
-        save: of `(inputs, results, spec, ctx)`, the tensors that the backward reads, and the scalars that it takes
-            besides the spec. What is saved must be an input or an output, or the reference must make it anew.
-        outputs: how many of the results, the first ones, are differentiable; the function returns None for the others.
+        save: of `(inputs, results, spec, ctx)`, the tensors that the backward reads, and its scalars. What is saved
+            must be an input or an output, or the reference must make it anew.
+        outputs: how many of the results, the first ones, are differentiable.
+        constants: how many after these are returned too, without a derivative; the function returns None for others.
+        before: of ctx, is called before a backward reads what was saved.
         complete: of the backward's `(tensors, ctx, *scalars)`, the same with zeros for gradients that are None and must
             not be.
         gradients: of `(what the backward found, *scalars)`, the gradients of the first inputs; others have none.
@@ -201,34 +299,36 @@ def differentiable(
         if type(spec) is not spec_type:
             inputs, spec = inputs_type(*flat[:tensors]), spec_type(*flat[tensors:-1])
         found = call(inputs, spec, backend)
-        saved, more = save(inputs, found, spec, ctx)
+        saved, scalars = save(inputs, found, spec, ctx)
         ctx.save_for_backward(*saved)
-        ctx.call = (spec, *more), backend, (None,) * (len(flat) - 1)
+        ctx.call = scalars, backend, (None,) * (len(flat) - 1)
         if single:
             return found
         ctx.set_materialize_grads(False)
         ctx.present = [t is not None for t in found[:outputs]]
-        return tuple(t for t in found[:outputs] if t is not None)
+        ctx.mark_non_differentiable(*(t for t in found[outputs : outputs + constants] if t is not None))
+        return tuple(t for t in found[: outputs + constants] if t is not None)
 
     def differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if before is not None:
+            before(ctx)
         scalars, backend, nothing = ctx.call
         if not single:
             rest = iter(upstream)
             upstream = tuple(next(rest) if there else None for there in ctx.present)
-        given = gradient_type(*upstream, *ctx.saved_tensors)
+        found = found_gradients(gradient_type(*upstream, *ctx.saved_tensors), ctx, scalars, backend)
+        of_inputs = (found,) if gradients is None else gradients(found, *scalars)
+        return *of_inputs, *nothing[len(of_inputs) - 1 :]
+
+    def found_gradients(given: Any, ctx: Any, scalars: tuple[Any, ...], backend: str) -> Any:
         if complete is not None:
             given = complete(given, ctx, *scalars)
-        if dispatch.batched(*upstream):
-            found = reference.backward(given, *scalars)
-        elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if dispatch.batched(*given[:outputs]):
+            return reference.backward(given, *scalars)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             flat = recorded_again.apply(*given, given, scalars, backend)
-            found = flat if backward.results is Tensor else backward.unpacked(flat, given, *scalars)
-        else:
-            found = call_backward(given, *scalars, backend)
-        if gradients is None:
-            return (found, *nothing)
-        of_inputs = gradients(found, *scalars)
-        return *of_inputs, *nothing[len(of_inputs) - 1 :]
+            return flat if backward.results is Tensor else backward.unpacked(flat, given, *scalars)
+        return call_backward(given, *scalars, backend)
 
     def record_again(ctx: Any, *flat: Any) -> Any:
         given, scalars, backend = flat[-3:]
@@ -266,7 +366,17 @@ def differentiable(
             flat = apply(*inputs, inputs, spec, backend)
         return flat if single else forward.unpacked(flat, inputs, spec)
 
-    return run
+    def repeat(tensors: Sequence[Tensor | None], inputs: Any, spec: Any, backend: str) -> RepeatedCall | None:
+        if not (dispatch.undisturbed() and all(map(is_view, inputs, tensors))):
+            return None
+        launch = forward.prepare(inputs, spec, backend)
+        return None if launch is None else RepeatedCall(made, tensors, inputs, spec, backend, launch)
+
+    made = Differentiable(
+        run=run, repeat=repeat, forward=forward, backward=backward, save=save, outputs=outputs, constants=constants,
+        complete=complete, gradients=gradients, found_gradients=found_gradients,
+    )  # fmt: skip
+    return made
 
 
 def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:

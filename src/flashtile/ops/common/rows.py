@@ -35,6 +35,13 @@ def last_contiguous(tensors: Given) -> Given:
     return tensors
 
 
+def contiguous(tensors: Any) -> Any:
+    """A NamedTuple of tensors and None, each tensor contiguous."""
+    if all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+        return tensors
+    return type(tensors)(*[t if t is None else t.contiguous() for t in tensors])
+
+
 def logsumexp(x: Tensor, dim: int) -> Tensor:
     """`ln Σ exp(x)` over a dimension, which is kept. In differentiable operations that trace with
     sizes that depend on data; PyTorch's own asks whether x is empty while it is traced."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from flashtile._backends.devices import DeviceFacts
-
-if TYPE_CHECKING:
-    from flashtile._backends.launch import Plan
 
 
 def power_of_two(number: int) -> int:
@@ -57,9 +54,9 @@ class RowTile(NamedTuple):
         return _REGISTERS // threads if threads else None
 
     @property
-    def compiled(self) -> tuple[int, int, int | None]:
-        """The last arguments of `make_plan`: warps, stages and registers."""
-        return self.num_warps, self.num_stages, self.max_registers
+    def compiled(self) -> dict[str, Any]:
+        """Warps, stages and registers, as a `Kernel` takes them by name."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "max_registers": self.max_registers}
 
     def looped(self, width: int) -> bool:
         """Whether a row takes several tiles."""
@@ -101,15 +98,3 @@ REDUCE = RowTile(rows=64, block_n=32, num_warps=4)
 def held_row_tile(width: int, device: DeviceFacts) -> RowTile:
     """The cut of a kernel that holds whole rows."""
     return row_tile(_HELD_ROWS, width, device)
-
-
-class SumPlan(NamedTuple):
-    """The launches of what may sum columns.
-
-    Attributes:
-        main: programs that each store partial sums, if sums are wanted.
-        reduce: adds them up; None where there is nothing to add.
-    """
-
-    main: Plan
-    reduce: Plan | None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import dispatch, dtensor
+from flashtile.ops.common import checks, dispatch, dtensor
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.checks import (
     INDEX_DTYPES,
@@ -21,8 +22,9 @@ from flashtile.ops.common.checks import (
     read_on_request,
 )
 from flashtile.ops.common.memory import check_own_numbers
-from flashtile.ops.common.operators import operator
+from flashtile.ops.common.operators import OnBackend, differentiable, operator
 from flashtile.ops.common.other_names import refuse_other_names
+from flashtile.ops.common.repeated import Launch, call_table
 from flashtile.ops.common.rows import compute_dtype
 from flashtile.ops.common.sizes import differ
 from flashtile.ops.cross_entropy import spec as reference
@@ -39,8 +41,8 @@ from flashtile.ops.cross_entropy.spec import (
     LossInputs,
     LossUpstream,
     Results,
+    empty_gradient,
     forward_on_group,
-    gradient_strides,
     make_spec,
     resolve_class_weights,
     result_shapes,
@@ -49,6 +51,7 @@ from flashtile.ops.cross_entropy.spec import (
 )
 
 _BACKENDS = standard_backends("cross_entropy")
+_CALLS = call_table()
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -159,6 +162,14 @@ def cross_entropy(
     """
     if other_names:
         refuse_other_names(cross_entropy, other_names)
+    given = LossInputs(logits, labels, class_weights)
+    scalars = (
+        label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction, process_group, softcap, return_z_loss,
+        backend,
+    )  # fmt: skip
+    repeated = None if inplace_backward is not False else _CALLS.run(given, scalars)
+    if repeated is not None:
+        return repeated
     _BACKENDS.check(backend)
     _check_logits(logits)
     _check_labels(labels, logits.shape[:-1], logits.device, "logits")
@@ -175,8 +186,15 @@ def cross_entropy(
     if inplace_backward:
         _check_inplace(logits)
     weights = resolve_class_weights(class_weights, logits.dtype, logits.device, spec.vocabulary)
-    loss, z_loss = _run(LossInputs(_rows(logits), labels.reshape(-1), weights), spec, inplace_backward, backend)
-    return _shaped(loss, z_loss, labels, reduction)
+    inputs = LossInputs(_rows(logits), labels.reshape(-1), weights)
+    if dispatch.transformed():
+        refuse_transformed(spec, inplace_backward)
+    elif not inplace_backward and not checks.CHECK_VALUES and (reduction != "none" or labels.dim() == 1):
+        again = _loss.repeat(given, inputs, spec, backend)
+        if again is not None:
+            _CALLS.keep(given, scalars, again if return_z_loss else lambda present: again(present)[0])
+    found = (_loss_inplace if inplace_backward else _loss)(inputs, spec, backend)
+    return _shaped(found.loss, found.z_loss, labels, reduction)
 
 
 @overload
@@ -379,83 +397,24 @@ def _check_inplace(logits: Tensor) -> None:
 # --- operators and autograd ------------------------------------------------------------------------------------------
 
 
-def _run(inputs: LossInputs, spec: CrossEntropySpec, inplace: bool, backend: str) -> tuple[Tensor, Tensor | None]:
-    """Runs the operator, recorded by autograd where a gradient is wanted. Returns loss and z_loss."""
-    if dispatch.transformed():
-        # Under torch.func transforms and forward-mode differentiation, PyTorch's own operations compute the call.
-        dispatch.refuse_named_backend(backend)
-        refuse_transformed(spec, inplace)
-        results = reference.forward(inputs, spec)
-    elif torch.is_grad_enabled() and inputs.logits.requires_grad:
-        arguments = spec if torch.compiler.is_compiling() else (inputs, spec)
-        loss, *z_loss = _apply(*inputs, *arguments, inplace, backend)
-        return loss, z_loss[0] if z_loss else None
-    else:
-        results = _forward(inputs, spec, backend)
-    return results.loss, results.z_loss
+class _OnGroup(OnBackend):
+    """The forward of rows whose columns may be spread over processes, which then communicate."""
+
+    def __call__(self, inputs: LossInputs, spec: CrossEntropySpec, backend: str) -> Results:
+        return forward_on_group(self.module(inputs, spec, backend), _contiguous_labels(inputs), spec)
+
+    def prepare(self, inputs: LossInputs, spec: CrossEntropySpec, backend: str) -> Launch | None:
+        return None if spec.group else super().prepare(inputs, spec, backend)
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """The forward pass recorded for a backward. Returns the loss, and z_loss where it is asked for."""
-
-    @staticmethod
-    def forward(ctx, logits, labels, weights, *arguments):
-        inputs, spec, inplace, backend = arguments[-4:]
-        if type(spec) is not CrossEntropySpec:
-            inputs, spec = LossInputs(logits, labels, weights), CrossEntropySpec(*arguments[:-2])
-        results = _forward(inputs, spec, backend)
-        ctx.save_for_backward(*inputs, results.normaliser, results.scale)
-        ctx.scalars = spec, inplace, backend, (None,) * (2 + len(arguments))
-        ctx.spent = False
-        if results.z_loss is None:
-            return (results.loss,)
-        ctx.mark_non_differentiable(results.z_loss)
-        return results.loss, results.z_loss
-
-    @staticmethod
-    def backward(ctx, dloss, *rest):
-        spec, inplace, backend, nothing = ctx.scalars
-        compiling = torch.compiler.is_compiling()
-        if inplace and ctx.spent:
-            raise RuntimeError(
-                "inplace_backward: expected one backward, got a second one: the first has written over the logits; "
-                "use inplace_backward=False"
-            )
-        *inputs, normaliser, scale = ctx.saved_tensors
-        given = LossUpstream(dloss, scale, *inputs, normaliser)
-        if dispatch.batched(dloss):
-            dlogits = reference.backward(given, spec)
-        elif torch.is_grad_enabled() and not compiling:
-            refuse_second_order(spec, inplace)
-            dlogits = reference.differentiable_backward(dloss, LossInputs(*inputs), spec)
-        elif not inplace:
-            dlogits = _backward(given, spec, backend)
-        else:
-            ctx.spent = not compiling
-            dlogits = _inplace_backward(given._replace(logits=given.logits.detach()), spec, backend)
-        return dlogits, *nothing
-
-
-_apply = dispatch.direct_apply(_CrossEntropy)
-
-
-def _run_forward(inputs: LossInputs, spec: CrossEntropySpec, backend: str) -> Results:
-    module = _BACKENDS.implementation(backend, inputs.logits.device, inputs.logits.dtype)
-    return forward_on_group(module, _contiguous(inputs), spec)
-
-
-def _run_backward(given: LossUpstream, spec: CrossEntropySpec, backend: str, inplace: bool = False) -> Tensor:
+def _run_inplace_backward(given: LossUpstream, spec: CrossEntropySpec, backend: str) -> None:
     logits = given.logits
-    dlogits = _BACKENDS.implementation(backend, logits.device, logits.dtype).backward(_contiguous(given), spec, inplace)
-    if inplace:
-        # Whoever saved the logits too, and reads them after this, hears of it from autograd.
-        torch.autograd.graph.increment_version(logits)
-        return logits
-    strides = gradient_strides(logits)
-    return dlogits if dlogits.stride() == strides else logits.new_empty_strided(logits.shape, strides).copy_(dlogits)
+    _BACKENDS.implementation(backend, logits.device, logits.dtype).backward(_contiguous_labels(given), spec, True)
+    # Whoever saved the logits too, and reads them after this, hears of it from autograd.
+    torch.autograd.graph.increment_version(logits)
 
 
-def _contiguous(given: Any) -> Any:
+def _contiguous_labels(given: Any) -> Any:
     """Kernels read labels as a vector without gaps."""
     return given if given.labels.is_contiguous() else given._replace(labels=given.labels.contiguous())
 
@@ -466,32 +425,72 @@ def _decomposed(inputs: LossInputs, spec: CrossEntropySpec) -> Results:
     return reference.forward(inputs, spec)
 
 
+def _save(inputs: LossInputs, results: Results, spec: CrossEntropySpec, ctx: Any) -> Any:
+    ctx.spent = False
+    return (results.scale, *inputs, results.normaliser), (spec,)
+
+
+def _differentiable_backward(given: LossUpstream, spec: CrossEntropySpec) -> Tensor:
+    return reference.differentiable_backward(given.dloss, LossInputs(*given[2:5]), spec)
+
+
+def _complete(given: LossUpstream, ctx: Any, spec: CrossEntropySpec, inplace: bool = False) -> LossUpstream:
+    """Refuses what has no second derivative, and makes zeros of a gradient that is not there."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        refuse_second_order(spec, inplace)
+    if given.dloss is None:
+        shape = given.labels.shape if spec.reduction == "none" else ()
+        given = given._replace(dloss=given.normaliser.new_zeros(shape))
+    return given
+
+
+def _check_unspent(ctx: Any) -> None:
+    if ctx.spent:
+        raise RuntimeError(
+            "inplace_backward: expected one backward, got a second one: the first has written over the logits; "
+            "use inplace_backward=False"
+        )
+
+
+def _spend(given: LossUpstream, ctx: Any, spec: CrossEntropySpec) -> LossUpstream:
+    given = _complete(given, ctx, spec, True)
+    ctx.spent = not torch.compiler.is_compiling() and not dispatch.batched(given.dloss)
+    return given._replace(logits=given.logits.detach())
+
+
 _forward = operator(
     "cross_entropy_forward",
     LossInputs,
     (CrossEntropySpec,),
     Results,
-    run=_run_forward,
+    run=_OnGroup(_BACKENDS, "forward", arrange=_contiguous_labels),
     fake=lambda inputs, spec: [
         inputs.logits.new_empty(shape, dtype=compute_dtype(inputs.logits.dtype))
         for shape in result_shapes(inputs.logits.shape[0], spec)
     ],
     present=lambda inputs, spec: results_present(spec),
     decomposition=_decomposed,
-).call
+)
 _backward = operator(
     "cross_entropy_backward",
     LossUpstream,
     (CrossEntropySpec,),
     Tensor,
-    run=_run_backward,
-    fake=lambda given, spec: given.logits.new_empty_strided(given.logits.shape, gradient_strides(given.logits)),
-).call
+    run=OnBackend(
+        _BACKENDS, "backward", dtype=lambda given, spec: given.logits.dtype, arrange=_contiguous_labels,
+    ),
+    fake=lambda given, spec: empty_gradient(given.logits),
+)  # fmt: skip
 _inplace_backward = operator(
     "cross_entropy_backward_",
     LossUpstream,
     (CrossEntropySpec,),
     None,
-    run=partial(_run_backward, inplace=True),
+    run=_run_inplace_backward,
     writes="logits",
-).call
+)
+_formulas = SimpleNamespace(forward=reference.forward, backward=_differentiable_backward)
+_loss = differentiable(_forward, _backward, _formulas, _save, constants=1, complete=_complete)
+_loss_inplace = differentiable(
+    _forward, _inplace_backward, _formulas, _save, constants=1, before=_check_unspent, complete=_spend
+)

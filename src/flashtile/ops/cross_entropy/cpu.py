@@ -16,7 +16,7 @@ from flashtile.ops.cross_entropy.spec import (
     LossUpstream,
     Results,
     Statistics,
-    gradient_strides,
+    empty_gradient,
 )
 
 
@@ -49,9 +49,7 @@ def read(inputs: LossInputs, spec: CrossEntropySpec) -> Statistics:
 def backward(given: LossUpstream, spec: CrossEntropySpec, inplace: bool = False) -> Tensor:
     """The gradient of the logits; in their memory where asked for."""
     dloss, scale, logits, labels, weights, normaliser = given
-    dlogits = logits
-    if not inplace:
-        dlogits = torch.empty_strided(logits.shape, gradient_strides(logits), dtype=logits.dtype, device="cpu")
+    dlogits = logits if inplace else empty_gradient(logits)
     factors = formulas.factors(dloss.expand_as(labels), scale, labels, normaliser, spec)
     pivot = normaliser[:, 0]
     of_exponentials = formulas.exponential_factors(normaliser, labels, spec, weights)

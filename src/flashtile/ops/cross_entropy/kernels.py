@@ -11,28 +11,26 @@ registers, in the first and the last tile alone. See `ops/cross_entropy/spec.py`
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile._backends.alignment import power_of_two_factor
-from flashtile._backends.allocate import contiguous, empty
+from flashtile._backends.alignment import misalignment, power_of_two_factor
+from flashtile._backends.allocate import Layout, contiguous, layouts
 from flashtile._backends.devices import DeviceFacts, device_facts
 from flashtile._backends.launch import (
     Parameter,
-    Plan,
     float32,
     int32,
     int64,
-    make_plan,
     named_constants,
     plan_cache,
-    pointer,
     pointer_to,
 )
+from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.triton.functions import tanh
 from flashtile.ops.cross_entropy.spec import (
@@ -42,6 +40,7 @@ from flashtile.ops.cross_entropy.spec import (
     Results,
     Statistics,
     gradient_strides,
+    results_present,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -369,163 +368,132 @@ def tile_config(width: int, itemsize: int, vector: int, device: DeviceFacts) -> 
 
 #: Statistics of a row, and sums of them.
 _STATISTICS = pointer_to(torch.float32)
+#: The parameter that is not called as its tensor.
+_WEIGHTS = {"weights_ptr": "class_weights"}
 
 
 def forward(inputs: LossInputs, spec: CrossEntropySpec) -> Results:
     """Runs the forward kernel on logits with contiguous rows, and that of the reduction."""
-    logits, labels, weights = inputs
-    plan = _forward_plan_for(inputs, spec, partial=False)
-    losses, z_losses, normaliser = plan.allocate()
-    plan.launch(*map(pointer, (logits, labels, weights, losses, z_losses, normaliser)))
-    if spec.reduction == "none":
-        return Results(losses, z_losses, normaliser, None)
-    plan = _reduce_plan(labels.dtype, logits.shape[0], weights is not None, spec, logits.device)
-    loss, z_loss, scale = plan.allocate()
-    plan.launch(*map(pointer, (losses, z_losses, labels, weights, loss, z_loss, scale)))
-    return Results(loss, z_loss, normaliser, scale)
+    rest = iter(forward_pipeline(inputs, spec).on([tensor for tensor in inputs if tensor is not None]))
+    return Results(*[next(rest) if there else None for there in results_present(spec)])  # type: ignore[arg-type]
 
 
 def read(inputs: LossInputs, spec: CrossEntropySpec) -> Statistics:
     """The statistics of the columns that are here."""
-    plan = _forward_plan_for(inputs, spec, partial=True)
-    target, total, normaliser = plan.allocate()
-    plan.launch(*map(pointer, (*inputs, target, total, normaliser)))
-    return Statistics(normaliser, target, total)
+    pipeline = _forward_pipeline(layouts(inputs), misalignment(inputs.logits), True, spec, inputs.logits.device)
+    return Statistics(*pipeline.on([tensor for tensor in inputs if tensor is not None]))
 
 
 def backward(given: LossUpstream, spec: CrossEntropySpec, inplace: bool = False) -> Tensor:
     """Runs the backward kernel on logits with contiguous rows; writes to their memory where asked to."""
-    dloss, scale, logits, labels, weights, normaliser = given
-    shape, device = (logits.shape[0], logits.shape[1]), logits.device
-    dlogits = logits if inplace else empty(shape, gradient_strides(logits), logits.dtype, device)
-    plan = _backward_plan(
-        logits.dtype,
-        labels.dtype,
-        shape,
-        dloss.stride(0) if dloss.dim() else 0,
-        (logits.stride(0), dlogits.stride(0)),
-        (logits.data_ptr() & 15, dlogits.data_ptr() & 15),
-        scale is not None,
-        weights is not None,
-        spec,
-        device,
-    )
-    plan.launch(*map(pointer, (dloss, scale, logits, labels, weights, normaliser, dlogits)))
-    return dlogits
+    found = backward_pipeline(given, spec, inplace).on([tensor for tensor in given if tensor is not None])
+    return given.logits if inplace else found[0]
 
 
 def multiply(gradient: Tensor, factor: Tensor) -> None:
     """Multiplies a contiguous gradient by a scalar, in place, in float32 whatever its dtype."""
-    plan = _multiply_plan(gradient.dtype, gradient.numel(), gradient.device)
-    plan.launch(pointer(gradient), pointer(factor))
+    _multiply_pipeline(gradient.dtype, gradient.numel(), gradient.device).on((gradient, factor))
 
 
-def _forward_plan_for(inputs: LossInputs, spec: CrossEntropySpec, partial: bool) -> Plan:
-    logits, labels, weights = inputs
-    shape, stride, misalignment = (logits.shape[0], logits.shape[1]), logits.stride(0), logits.data_ptr() & 15
-    weighted, device = weights is not None, logits.device
-    return _forward_plan(logits.dtype, labels.dtype, shape, stride, misalignment, partial, weighted, spec, device)
+def forward_pipeline(inputs: LossInputs, spec: CrossEntropySpec) -> Pipeline:
+    """The launches of a forward."""
+    return _forward_pipeline(layouts(inputs), misalignment(inputs.logits), False, spec, inputs.logits.device)
+
+
+def backward_pipeline(given: LossUpstream, spec: CrossEntropySpec, inplace: bool = False) -> Pipeline:
+    """The launch of a backward."""
+    return _backward_pipeline(layouts(given), misalignment(given.logits), inplace, spec, given.logits.device)
 
 
 @plan_cache
-def _forward_plan(
-    dtype: torch.dtype,
-    label_dtype: torch.dtype,
-    shape: tuple[int, int],
-    stride: int,
-    misalignment: int,
-    partial: bool,
-    weighted: bool,
-    spec: CrossEntropySpec,
-    device: torch.device,
-) -> Plan:
-    """`partial`: of `read`, which wants statistics and no losses."""
-    rows, width = shape
+def _forward_pipeline(
+    inputs: Any, misalignment: int, partial: bool, spec: CrossEntropySpec, device: torch.device
+) -> Pipeline:
+    """`inputs`: the layouts of `LossInputs`; `misalignment` of the logits; `partial`: of `read`, which wants statistics
+    and no losses."""
+    logits, labels, weights = inputs
+    (rows, width), itemsize = logits.shape, logits.dtype.itemsize
     check_rows("logits", rows)
-    itemsize = dtype.itemsize
     config = tile_config(width, itemsize, 16 // itemsize, device_facts(device))
     parameters = {
-        **_parameters(dtype, label_dtype, spec),
-        "stride_row": int64(stride),
+        **_parameters(logits.dtype, labels.dtype, spec),
+        "stride_row": int64(logits.strides[0]),
         "lead": int32(misalignment // itemsize),
+        "rows": int32(rows),
     }
-    has_z = partial or spec.z_loss
+    reduces, mean = not partial and spec.reduction != "none", spec.reduction == "mean"
     constants = {
         "WIDTH": width,
         **named_constants(config),
-        "SMOOTHING": spec.label_smoothing > 0,
+        **_flags(weights, spec),
         "SIGN": (spec.factor > 0) - (spec.factor < 0),
         "PARTIAL": partial,
-        "HAS_Z": has_z,
-        "CAPPED": spec.softcap > 0,
-        "WEIGHTED": weighted,
+        "HAS_Z": partial or spec.z_loss,
+        "MEAN": mean,
     }
-    of_rows = contiguous((rows,), torch.float32)
-    outputs = (of_rows, of_rows if has_z else None, contiguous((rows, 2), torch.float32))
-    kernel = cross_entropy_forward_kernel
-    return make_plan(kernel, parameters, constants, rows, device, config.num_warps, outputs=outputs)
+    losses, of_each = {"loss_ptr": "losses", "z_ptr": "z_losses", **_WEIGHTS}, contiguous((rows,), torch.float32)
+    kernel = Kernel(cross_entropy_forward_kernel, parameters, constants, rows, losses, config.num_warps)
+    kernels, given = {"forward": kernel}, [name for name, t in inputs._asdict().items() if t is not None]
+    normaliser, unused = contiguous((rows, 2), torch.float32), {"class_weights"}
+    if not reduces:
+        outputs = {"losses": of_each, "z_losses": of_each if partial or spec.z_loss else None}
+        ordered = {"normaliser": normaliser, **outputs} if partial else {**outputs, "normaliser": normaliser}
+        return Pipeline(device, kernels, given, ordered, unused=unused)
+    block_n, num_warps = REDUCE
+    scalar, constants = contiguous((), torch.float32), {**constants, "BLOCK_N": block_n}
+    buffers = {**losses, "loss_out_ptr": "loss", "z_out_ptr": "z_loss"}
+    kernels["reduce"] = Kernel(cross_entropy_reduce_kernel, parameters, constants, 1, buffers, num_warps)
+    optional = {"z_loss": scalar if spec.z_loss else None, "normaliser": normaliser, "scale": scalar if mean else None}
+    scratch = {"losses": rows, "z_losses": rows if spec.z_loss else 0}
+    return Pipeline(device, kernels, given, {"loss": scalar, **optional}, scratch, unused=unused)
 
 
 @plan_cache
-def _backward_plan(
-    dtype: torch.dtype,
-    label_dtype: torch.dtype,
-    shape: tuple[int, int],
-    dloss_stride: int,
-    strides: tuple[int, int],
-    misalignments: tuple[int, int],
-    has_scale: bool,
-    weighted: bool,
-    spec: CrossEntropySpec,
-    device: torch.device,
-) -> Plan:
-    """`strides` and `misalignments` of logits and dlogits."""
-    (rows, width), itemsize = shape, dtype.itemsize
-    # As many columns as rows of both are equally far from a multiple of.
-    lead, dlead = (misalignment // itemsize for misalignment in misalignments)
-    vector = min(16 // itemsize, power_of_two_factor(lead - dlead, strides[0] - strides[1]))
+def _backward_pipeline(
+    given: Any, misalignment: int, inplace: bool, spec: CrossEntropySpec, device: torch.device
+) -> Pipeline:
+    """`given`: the layouts of `LossUpstream`; `misalignment` of the logits."""
+    dloss, scale, logits, labels, weights, _ = given
+    (rows, width), itemsize = logits.shape, logits.dtype.itemsize
+    strides = logits.strides if inplace else gradient_strides(width, logits.strides[0], itemsize)
+    dlogits = Layout(logits.shape, strides, logits.dtype)
+    # As many columns as rows of both are equally far from a multiple of. New memory begins at one.
+    lead, distance = misalignment // itemsize, logits.strides[0] - dlogits.strides[0]
+    vector = min(16 // itemsize, power_of_two_factor(0 if inplace else lead, distance))
     config = tile_config(width, itemsize, vector, device_facts(device))
     tiles = _tiles(width, config)
     parameters = {
-        **_parameters(dtype, label_dtype, spec),
-        "stride_dloss": int64(dloss_stride),
-        "stride_row": int64(strides[0]),
-        "stride_drow": int64(strides[1]),
+        **_parameters(logits.dtype, labels.dtype, spec),
+        "stride_dloss": int64(dloss.strides[0] if dloss.shape else 0),
+        "stride_row": int64(logits.strides[0]),
+        "stride_drow": int64(dlogits.strides[0]),
         "lead": int32(lead % vector),
     }
     constants = {
         "WIDTH": width,
         **named_constants(config),
+        **_flags(weights, spec),
         "TILES": tiles,
-        "SMOOTHING": spec.label_smoothing > 0,
-        "HAS_SCALE": has_scale,
-        "CAPPED": spec.softcap > 0,
-        "WEIGHTED": weighted,
+        "HAS_SCALE": scale is not None,
     }
-    kernel = cross_entropy_backward_kernel
-    return make_plan(kernel, parameters, constants, rows * tiles, device, config.num_warps)
+    buffers = {**_WEIGHTS, "dlogits_ptr": "logits"} if inplace else _WEIGHTS
+    kernel = Kernel(cross_entropy_backward_kernel, parameters, constants, rows * tiles, buffers, config.num_warps)
+    names = [name for name, tensor in given._asdict().items() if tensor is not None]
+    outputs = {"dlogits": None if inplace else dlogits}
+    return Pipeline(device, {"backward": kernel}, names, outputs, unused={"scale", "class_weights"})
 
 
 @plan_cache
-def _reduce_plan(
-    label_dtype: torch.dtype, rows: int, weighted: bool, spec: CrossEntropySpec, device: torch.device
-) -> Plan:
-    parameters = {**_parameters(torch.float32, label_dtype, spec), "rows": int32(rows)}
-    block_n, num_warps = REDUCE
-    mean, scalar = spec.reduction == "mean", contiguous((), torch.float32)
-    constants = {"BLOCK_N": block_n, "MEAN": mean, "HAS_Z": spec.z_loss, "WEIGHTED": weighted}
-    outputs = scalar, scalar if spec.z_loss else None, scalar if mean else None
-    kernel = cross_entropy_reduce_kernel
-    return make_plan(kernel, parameters, constants, 1, device, num_warps, outputs=outputs)
-
-
-@plan_cache
-def _multiply_plan(dtype: torch.dtype, size: int, device: torch.device) -> Plan:
+def _multiply_pipeline(dtype: torch.dtype, size: int, device: torch.device) -> Pipeline:
     block_n, num_warps = MULTIPLY
     # The gradient begins where its memory was allocated.
     parameters = {"gradient_ptr": pointer_to(dtype, 16), "factor_ptr": _STATISTICS, "size": int64(size)}
-    programs = -(-size // block_n)
-    return make_plan(multiply_kernel, parameters, {"BLOCK_N": block_n}, programs, device, num_warps)
+    kernel = Kernel(multiply_kernel, parameters, {"BLOCK_N": block_n}, -(-size // block_n), num_warps=num_warps)
+    return Pipeline(device, {"multiply": kernel}, ["gradient", "factor"], {})
+
+
+def _flags(weights: Layout | None, spec: CrossEntropySpec) -> dict[str, bool]:
+    return {"SMOOTHING": spec.label_smoothing > 0, "CAPPED": spec.softcap > 0, "WEIGHTED": weights is not None}
 
 
 def _parameters(dtype: torch.dtype, label_dtype: torch.dtype, spec: CrossEntropySpec) -> dict[str, Parameter]:

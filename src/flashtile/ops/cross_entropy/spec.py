@@ -233,14 +233,19 @@ def resolve_class_weights(
     return torch.cat((class_weights, class_weights.sum(dim=0, keepdim=True)))
 
 
-def gradient_strides(logits: Tensor) -> tuple[int, int]:
-    """Strides of the gradient of logits `[rows, columns]`.
+def gradient_strides(columns: int, row_stride: int, itemsize: int) -> tuple[int, int]:
+    """Strides of the gradient of logits `[rows, columns]` whose rows are so far apart.
 
     Nearly contiguous: each row begins where, within 16 bytes, that of the logits does, so that both can be read and
     written in whole vectors.
     """
-    columns, vector = logits.shape[1], 16 // logits.element_size()
-    return columns + (logits.stride(0) - columns) % vector, 1
+    return columns + (row_stride - columns) % (16 // itemsize), 1
+
+
+def empty_gradient(logits: Tensor) -> Tensor:
+    """Memory for the gradient of logits."""
+    strides = gradient_strides(logits.shape[1], logits.stride(0), logits.element_size())
+    return logits.new_empty_strided(logits.shape, strides)
 
 
 # --- from what was read of rows to losses and gradients, in PyTorch operations ---------------------------------------
@@ -423,8 +428,8 @@ def backward(given: LossUpstream, spec: CrossEntropySpec, inplace: bool = False)
     """The gradient of the logits, in their dtype; in their memory where asked for."""
     dloss, scale, logits, labels, weights, normaliser = given
     wide = logits.to(compute_dtype(logits.dtype))
-    dlogits = gradient(dloss, scale, wide, labels, normaliser, spec, weights).to(logits.dtype)
-    return logits.copy_(dlogits) if inplace else dlogits
+    dlogits = gradient(dloss, scale, wide, labels, normaliser, spec, weights)
+    return (logits if inplace else empty_gradient(logits)).copy_(dlogits)
 
 
 def multiply(gradient: Tensor, factor: Tensor) -> None:
@@ -434,9 +439,9 @@ def multiply(gradient: Tensor, factor: Tensor) -> None:
 
 def differentiable_backward(dloss: Tensor, inputs: LossInputs, spec: CrossEntropySpec) -> Tensor:
     """The gradient of the logits as a function of `dloss` and of the logits alone, for the second derivative."""
-    inputs = inputs._replace(logits=_counted(inputs.logits, inputs.labels, spec))
-    found = forward(inputs, spec)
-    return backward(LossUpstream(dloss, found.scale, *inputs, found.normaliser), spec)
+    logits, labels, weights = inputs._replace(logits=_counted(inputs.logits, inputs.labels, spec))
+    found, wide = forward(LossInputs(logits, labels, weights), spec), logits.to(compute_dtype(logits.dtype))
+    return gradient(dloss, found.scale, wide, labels, found.normaliser, spec, weights).to(logits.dtype)
 
 
 def linear(

@@ -19,12 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile._backends.alignment import power_of_two_factor
-from flashtile._backends.allocate import Layout, contiguous
+from flashtile._backends.alignment import misalignment, power_of_two_factor
+from flashtile._backends.allocate import contiguous, layouts
 from flashtile._backends.devices import DeviceFacts, device_facts, multiprocessors
-from flashtile._backends.launch import Plan, int32, make_plan, named_constants, plan_cache, pointer, pointer_to
+from flashtile._backends.launch import Parameter, int32, named_constants, plan_cache, pointer_to
+from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.common.checks import check_rows
-from flashtile.ops.common.tiles import REDUCE, RowTile, SumPlan
+from flashtile.ops.common.tiles import REDUCE, RowTile
 from flashtile.ops.common.triton.functions import reduce_partial
 from flashtile.ops.dense.spec import Activated, ActivationGradients, ActivationSpec, ActivationUpstream, Summed, Wanted
 
@@ -219,136 +220,100 @@ def backward_config(width: int, gated: bool, bytes_per_column: int, device: Devi
     return config._replace(num_stages=max(1, min(config.num_stages, 1 + room // (tile * bytes_per_column))))
 
 
-_KERNELS = {
-    "activate": activate_kernel,
-    "activate_backward": activate_backward_kernel,
-    "column_sum": column_sum_kernel,
-    "reduce": reduce_kernel,
-}
 _COLUMN_SUM = ActivationSpec("none", False)
 
 
 def activate(given: Activated, spec: ActivationSpec) -> Tensor:
     """hidden `[R, F]` of contiguous pre."""
-    (pre,) = given
-    rows, columns = pre.shape
-    plan = _activate_plan(pre.dtype, rows, spec.width(columns), pre.data_ptr() & 15, spec, pre.device)
-    (hidden,) = plan.allocate()
-    plan.launch(pointer(pre), pointer(hidden))
-    return hidden
+    return activate_pipeline(given, spec).on(given)[0]
 
 
 def activate_backward(given: ActivationUpstream, spec: ActivationSpec, wanted: Wanted) -> ActivationGradients:
     """See `spec.ActivationGradients`; dhidden and pre are contiguous."""
-    dhidden, pre = given
-    (rows, width), dtype, device = dhidden.shape, pre.dtype, pre.device
-    misalignment = (dhidden.data_ptr() | pre.data_ptr()) & 15
-    plan = _backward_plan("activate_backward", dtype, rows, width, misalignment, spec, *wanted, device)
-    dpre, hidden, partial = plan.main.allocate()
-    plan.main.launch(*map(pointer, (dhidden, pre, dpre, hidden, partial)))
-    return ActivationGradients(dpre, None if partial is None else _reduced(partial, plan, dtype), hidden)
+    dpre, *rest = activate_backward_pipeline(given, spec, wanted).on(given)
+    return ActivationGradients(dpre, *[rest.pop(0) if there else None for there in wanted])
 
 
 def column_sum(given: Summed) -> Tensor:
     """The sum over rows of contiguous x, in its dtype."""
-    (x,) = given
-    rows, width = x.shape
-    plan = _backward_plan("column_sum", x.dtype, rows, width, x.data_ptr() & 15, _COLUMN_SUM, True, False, x.device)
-    (partial,) = plan.main.allocate()
-    plan.main.launch(pointer(x), pointer(partial))
-    return _reduced(partial, plan, x.dtype)
+    return column_sum_pipeline(given).on(given)[0]
 
 
-def _reduced(partial: Tensor, plan: SumPlan, dtype: torch.dtype) -> Tensor:
-    """The sum of partial sums `[splits, columns]`."""
-    if plan.reduce is None:
-        return torch.zeros(partial.shape[1], dtype=dtype, device=partial.device)
-    (total,) = plan.reduce.allocate()
-    plan.reduce.launch(pointer(partial), pointer(total))
-    return total
+def activate_pipeline(given: Activated, spec: ActivationSpec) -> Pipeline:
+    """The launch of an activation."""
+    return _activate_pipeline(layouts(given), misalignment(*given), spec, given.pre.device)
+
+
+def activate_backward_pipeline(given: ActivationUpstream, spec: ActivationSpec, wanted: Wanted) -> Pipeline:
+    """The launches of its backward."""
+    return _sum_pipeline(layouts(given), misalignment(*given), spec, wanted, given.pre.device)
+
+
+def column_sum_pipeline(given: Summed) -> Pipeline:
+    """The launches of a sum over rows."""
+    return _sum_pipeline(layouts(given), misalignment(*given), _COLUMN_SUM, Wanted(True, False), given.x.device)
 
 
 @plan_cache
-def _activate_plan(
-    dtype: torch.dtype, rows: int, width: int, misalignment: int, spec: ActivationSpec, device: torch.device
-) -> Plan:
+def _activate_pipeline(given: Any, misalignment: int, spec: ActivationSpec, device: torch.device) -> Pipeline:
+    """`given`: the layout of `Activated`."""
+    (rows, columns), _, dtype = given.pre
+    width = spec.width(columns)
     check_rows("x", rows)
     config = activate_config(max(width, 1), device_facts(device))
     programs = -(-rows // config.rows) * -(-width // config.block_n)
-    outputs = (contiguous((rows, width), dtype),)
-    return _plan(
-        "activate", dtype, width, misalignment, config=config, programs=programs, device=device,
-        scalars={"rows": rows}, outputs=outputs, spec=spec,
-    )  # fmt: skip
+    parameters = {**_tensors(dtype, misalignment), "rows": int32(rows)}
+    constants = {**_constants(width, config), "ACTIVATION": spec.activation, "GATED": spec.gated}
+    kernel = Kernel(activate_kernel, parameters, constants, programs, **config.compiled)
+    return Pipeline(device, {"activate": kernel}, ["pre"], {"hidden": contiguous((rows, width), dtype)})
 
 
 @plan_cache
-def _backward_plan(
-    kernel: str,
-    dtype: torch.dtype,
-    rows: int,
-    width: int,
-    misalignment: int,
-    spec: ActivationSpec,
-    sums_bias: bool,
-    stores_hidden: bool,
-    device: torch.device,
-) -> SumPlan:
-    """The plan of "activate_backward" or "column_sum"."""
+def _sum_pipeline(
+    given: Any, misalignment: int, spec: ActivationSpec, wanted: Wanted, device: torch.device
+) -> Pipeline:
+    """The launches of a kernel that may sum over rows. `given`: the layouts of `ActivationUpstream` or `Summed`."""
+    shape, _, dtype = given[0]
+    rows, width = shape
     check_rows("x", rows)
-    tensors = 1 if kernel == "column_sum" else 3 if spec.gated else 2
+    sums_alone = spec == _COLUMN_SUM
+    tensors = 1 if sums_alone else 3 if spec.gated else 2
     config = backward_config(max(width, 1), spec.gated, tensors * dtype.itemsize, device_facts(device))
     strips, tiles = -(-width // config.block_n), -(-rows // config.rows)
     resident = multiprocessors(device) * config.programs_per_multiprocessor
     splits = min(tiles, max(1, resident // strips)) if strips else 0
     columns = 2 * width if spec.gated else width
-    hidden = contiguous((rows, width), dtype) if stores_hidden else None
-    partial = contiguous((splits, columns), torch.float32) if sums_bias else None
-    outputs = (partial,) if kernel == "column_sum" else (contiguous((rows, columns), dtype), hidden, partial)
-    main = _plan(
-        kernel, dtype, width, misalignment, config=config, programs=strips * splits, device=device,
-        scalars={"rows": rows, "splits": splits}, outputs=outputs, spec=spec, sums_bias=sums_bias,
-        stores_hidden=stores_hidden,
-    )  # fmt: skip
-    if not sums_bias or not splits:
-        return SumPlan(main, None)
-    strips, total = -(-columns // REDUCE.block_n), (contiguous((columns,), dtype),)
-    reduce = _plan(
-        "reduce", dtype, columns, 0, config=REDUCE, programs=strips, device=device, scalars={"splits": splits},
-        outputs=total,
-    )  # fmt: skip
-    return SumPlan(main, reduce)
-
-
-def _plan(
-    kernel: str,
-    dtype: torch.dtype,
-    width: int,
-    misalignment: int,
-    *,
-    config: RowTile,
-    programs: int,
-    device: torch.device,
-    scalars: dict[str, int],
-    outputs: tuple[Layout | None, ...],
-    spec: ActivationSpec = _COLUMN_SUM,
-    sums_bias: bool = False,
-    stores_hidden: bool = False,
-) -> Plan:
-    """`width`: columns of hidden, or of what is summed; `misalignment`: all addresses modulo 16, put together."""
-    names = ("pre_ptr", "hidden_ptr", "dhidden_ptr", "dpre_ptr", "x_ptr", "sum_ptr")
-    parameters = {
-        **dict.fromkeys(names, pointer_to(dtype, power_of_two_factor(misalignment))),
-        "partial_ptr": pointer_to(torch.float32, 16),
-        **{name: int32(number) for name, number in scalars.items()},
+    outputs = {
+        "dpre": None if sums_alone else contiguous((rows, columns), dtype),
+        "sum": contiguous((columns,), dtype) if wanted.wants_bias else None,
+        "hidden": contiguous(shape, dtype) if wanted.wants_hidden else None,
     }
-    constants: dict[str, Any] = {
-        "WIDTH": width,
-        **named_constants(config),
+    parameters = {**_tensors(dtype, misalignment), "rows": int32(rows), "splits": int32(splits)}
+    constants = {
+        **_constants(width, config),
         "STAGES": config.num_stages,
         "ACTIVATION": spec.activation,
         "GATED": spec.gated,
-        "SUMS_BIAS": sums_bias,
-        "STORES_HIDDEN": stores_hidden,
+        "SUMS_BIAS": wanted.wants_bias,
+        "STORES_HIDDEN": wanted.wants_hidden,
     }
-    return make_plan(_KERNELS[kernel], parameters, constants, programs, device, *config.compiled, outputs)
+    function = column_sum_kernel if sums_alone else activate_backward_kernel
+    kernels = {"main": Kernel(function, parameters, constants, strips * splits, **config.compiled)}
+    if wanted.wants_bias:
+        parameters = {**_tensors(dtype, 0), "splits": int32(splits)}
+        programs = -(-columns // REDUCE.block_n) if splits else 0
+        kernels["reduce"] = Kernel(reduce_kernel, parameters, _constants(columns, REDUCE), programs, **REDUCE.compiled)
+    zeroed = () if splits else ("sum",)
+    scratch = {"partial": splits * columns} if wanted.wants_bias and splits else None
+    return Pipeline(device, kernels, given._fields, outputs, scratch, zeroed, unused={"partial"})
+
+
+def _tensors(dtype: torch.dtype, misalignment: int) -> dict[str, Parameter]:
+    """`misalignment`: all addresses modulo 16, put together."""
+    names = ("pre_ptr", "hidden_ptr", "dhidden_ptr", "dpre_ptr", "x_ptr", "sum_ptr")
+    tensor = pointer_to(dtype, power_of_two_factor(misalignment))
+    return {**dict.fromkeys(names, tensor), "partial_ptr": pointer_to(torch.float32, 16)}
+
+
+def _constants(width: int, config: RowTile) -> dict[str, Any]:
+    return {"WIDTH": width, **named_constants(config)}

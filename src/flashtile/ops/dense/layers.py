@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from flashtile.ops.common import dispatch
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.flops import product_flops
-from flashtile.ops.common.operators import on_backend, operator
+from flashtile.ops.common.operators import OnBackend, operator
 from flashtile.ops.common.rows import compute_dtype
 from flashtile.ops.dense import spec as reference
 from flashtile.ops.dense.spec import Activated, ActivationGradients, ActivationSpec, ActivationUpstream, Summed, Wanted
@@ -261,7 +261,7 @@ _activate_operator = operator(
     Activated,
     (ActivationSpec,),
     Tensor,
-    run=on_backend(_BACKENDS, "activate"),
+    run=OnBackend(_BACKENDS, "activate"),
     fake=lambda given, spec: given.pre.new_empty(given.pre.shape[0], spec.width(given.pre.shape[1])),
     decomposition=reference.activate,
 ).call
@@ -270,7 +270,7 @@ _activate_backward_operator = operator(
     ActivationUpstream,
     (ActivationSpec, Wanted),
     ActivationGradients,
-    run=on_backend(_BACKENDS, "activate_backward"),
+    run=OnBackend(_BACKENDS, "activate_backward"),
     fake=lambda given, spec, wanted: [
         given.pre.new_empty(shape) for shape in (given.pre.shape, given.pre.shape[1:], given.dhidden.shape)
     ],
@@ -281,7 +281,7 @@ _column_sum_operator = operator(
     Summed,
     (),
     Tensor,
-    run=on_backend(_BACKENDS, "column_sum"),
+    run=OnBackend(_BACKENDS, "column_sum"),
     fake=lambda given: given.x.new_empty(given.x.shape[1]),
     decomposition=reference.column_sum,
 ).call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 from flashtile.ops.common import dtensor
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.checks import raise_not_bool, resolve_dropout
-from flashtile.ops.common.operators import differentiable, operator
+from flashtile.ops.common.operators import OnBackend, differentiable, operator
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.philox import draw_dropout_seed, keep_rows
+from flashtile.ops.common.repeated import RepeatedCall, Run, call_table
 from flashtile.ops.common.rows import compute_dtype, last_contiguous
 from flashtile.ops.layer_norm import checks
 from flashtile.ops.layer_norm import spec as reference
@@ -23,11 +25,14 @@ from flashtile.ops.layer_norm.spec import (
     Operands,
     Upstream,
     Wanted,
+    flattened,
+    makes_sum,
     present_gradients,
     present_results,
 )
 
 _BACKENDS = standard_backends("layer_norm")
+_CALLS = call_table()
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -279,14 +284,12 @@ def dropout_add_rms_norm(
 
 
 def _plain(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    zero_centered: bool,
-    backend: str,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, zero_centered: bool, backend: str
 ) -> Tensor:
+    given, scalars = (x, weight, bias), (rms, eps, zero_centered, backend)
+    found = _CALLS.run(given, scalars)
+    if found is not None:
+        return found
     checks.check_input("x", x)
     checks.check_parameter("weight", weight, x, "x")
     checks.check_parameter("bias", bias, x, "x")
@@ -299,7 +302,12 @@ def _plain(
         )  # fmt: skip
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     spec = NormSpec(rms, checks.resolve_epsilon("eps", eps), 0.0, 1.0, zero_centered, x.dtype, rows.shape[0])
-    z = _norm(Operands(rows, weight=weight, bias=bias), spec, backend).z
+    operands = Operands(x, weight=weight, bias=bias)
+    flat = operands._replace(x0=rows)
+    repeated = _norm.repeat(operands, flat, spec, backend) if x.dim() > 1 else None
+    if repeated is not None:
+        _CALLS.keep(given, scalars, lambda present: repeated(present)[0])
+    z = _norm(flat, spec, backend).z
     return z if x.dim() == 2 else z.view(x.shape)
 
 
@@ -316,13 +324,14 @@ def _dropout_add_norm(
     return_dropout_mask: bool,
     backend: str,
 ) -> Tensor | tuple[Tensor, ...]:
+    given = operands
+    scalars = (rms, epsilon, dropout_p, rowscale_const, zero_centered, residual_in_fp32, out_numrows, prenorm)
+    found = None if return_dropout_mask else _CALLS.run(given, (*scalars, backend))
+    if found is not None:
+        return found
     _BACKENDS.check(backend)
-    raise_not_bool(
-        zero_centered_weight=zero_centered,
-        residual_in_fp32=residual_in_fp32,
-        prenorm=prenorm,
-        return_dropout_mask=return_dropout_mask,
-    )
+    raise_not_bool(zero_centered_weight=zero_centered, residual_in_fp32=residual_in_fp32)
+    raise_not_bool(prenorm=prenorm, return_dropout_mask=return_dropout_mask)
     rowscale_const = checks.resolve_rowscale_const(rowscale_const, operands.x0)
     shape = checks.check_operands(operands, rowscale_const)
     dropout_p = resolve_dropout(dropout_p, operands.dropout_seed, operands.x0.device, "elements", "x0")
@@ -331,18 +340,22 @@ def _dropout_add_norm(
     elif operands.dropout_seed is None:
         operands = operands._replace(dropout_seed=draw_dropout_seed(operands.x0.device))
     if dtensor.present(*operands):
-        scalars = (rms, epsilon, dropout_p, rowscale_const, zero_centered, residual_in_fp32, out_numrows)
-        return _sharded(operands, *scalars, prenorm, return_dropout_mask, backend)
-    flat = _flatten(operands)
+        return _sharded(operands, *scalars, return_dropout_mask, backend)
+    flat = flattened(operands)
     spec = NormSpec(
         rms,
         checks.resolve_epsilon("epsilon", epsilon),
         dropout_p,
         rowscale_const,
         zero_centered,
-        _sum_dtype(operands, residual_in_fp32),
+        checks.resolve_sum_dtype(operands, residual_in_fp32),
         checks.resolve_out_rows(operands.out_subset, out_numrows, flat.rows),
     )
+    if not return_dropout_mask and operands.x0_subset is operands.out_subset is None and len(shape) > 1:
+        repeated = _norm.repeat(operands, flat, spec, backend)
+        if repeated is not None:
+            drawn = operands.dropout_seed is not given.dropout_seed and dropout_p > 0
+            _CALLS.keep(given, (*scalars, backend), _again(repeated, prenorm, makes_sum(flat, spec), drawn))
     z, z1, x, _, _ = _norm(flat, spec, backend)
     out_shape = shape if operands.out_subset is None else z.shape
     results = [z.view(out_shape)]
@@ -353,6 +366,17 @@ def _dropout_add_norm(
     if return_dropout_mask:
         results += _masks(operands, flat, dropout_p)
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _again(repeated: RepeatedCall, prenorm: bool, sums: bool, draws_seed: bool) -> Run:
+    """A function that runs calls like an earlier one. `prenorm`: x is returned; `sums`: it is not x0."""
+
+    def run(present: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
+        found = repeated([*present, draw_dropout_seed(present[0].device)] if draws_seed else present)
+        results = (*found[: len(found) - sums], *([found[-1] if sums else present[0]] if prenorm else ()))
+        return results[0] if len(results) == 1 else results
+
+    return run
 
 
 def _sharded(operands: Operands, *arguments: Any) -> Any:
@@ -374,24 +398,6 @@ def _sharded(operands: Operands, *arguments: Any) -> Any:
     return dtensor.call(function, given, "*.", ("weight", "bias", "weight1", "bias1", "layerscale"))
 
 
-def _flatten(operands: Operands) -> Operands:
-    """Matrices as rows, row numbers and factors of rows as vectors."""
-    columns = operands.x0.shape[-1]
-    changes = {
-        name: tensor.reshape(-1, columns) if name in ("x0", "residual", "x1") else tensor.reshape(-1)
-        for name in ("x0", "residual", "x1", "rowscale", "x0_subset", "out_subset")
-        if (tensor := getattr(operands, name)) is not None
-    }
-    return operands._replace(**changes)
-
-
-def _sum_dtype(operands: Operands, residual_in_fp32: bool) -> torch.dtype:
-    if operands.residual is not None:
-        return operands.residual.dtype
-    dtype = operands.x0.dtype
-    return torch.float32 if residual_in_fp32 and dtype is not torch.float64 else dtype
-
-
 def _masks(operands: Operands, flat: Operands, dropout_p: float) -> list[Tensor]:
     """Which elements of x0, and of x1 where there is one, were kept: bool, of their shapes."""
     tensors = [operands.x0] if operands.x1 is None else [operands.x0, operands.x1]
@@ -403,17 +409,6 @@ def _masks(operands: Operands, flat: Operands, dropout_p: float) -> list[Tensor]
 
 
 # --- operators -------------------------------------------------------------------------------------------------------
-
-
-def _run_forward(operands: Operands, spec: NormSpec, backend: str) -> Normalised:
-    checks.check_values(operands, spec)
-    module = _BACKENDS.implementation(backend, operands.x0.device, spec.sum_dtype)
-    return module.forward(last_contiguous(operands), spec)
-
-
-def _run_backward(given: Upstream, spec: NormSpec, wanted: Wanted, backend: str) -> Gradients:
-    module = _BACKENDS.implementation(backend, given.dz.device, spec.sum_dtype)
-    return module.backward(last_contiguous(given), spec, wanted)
 
 
 def _fake_forward(operands: Operands, spec: NormSpec) -> list[Tensor]:
@@ -450,7 +445,7 @@ def _save(operands: Operands, results: Normalised, spec: NormSpec, ctx: Any) -> 
     weights = any(ctx.needs_input_grad[3 : len(operands)])
     wanted = Wanted(operands.x0.shape[0], operands.residual is not None, operands.x1 is not None, weights)
     ctx.dtype = operands.x0.dtype
-    return (x, x0, results.mean, results.rstd, *operands[3:]), (wanted,)
+    return (x, x0, results.mean, results.rstd, *operands[3:]), (spec, wanted)
 
 
 def _complete(given: Upstream, ctx: Any, spec: NormSpec, wanted: Wanted) -> Upstream:
@@ -477,7 +472,10 @@ _norm = differentiable(
         Operands,
         (NormSpec,),
         Normalised,
-        run=_run_forward,
+        run=OnBackend(
+            _BACKENDS, "forward", dtype=lambda operands, spec: spec.sum_dtype, arrange=last_contiguous,
+            check=checks.check_values, checked=lambda operands: (operands.x0_subset, operands.out_subset),
+        ),
         fake=_fake_forward,
         present=present_results,
         decomposition=_decomposed,
@@ -487,7 +485,7 @@ _norm = differentiable(
         Upstream,
         (NormSpec, Wanted),
         Gradients,
-        run=_run_backward,
+        run=OnBackend(_BACKENDS, "backward", dtype=lambda given, spec, wanted: spec.sum_dtype, arrange=last_contiguous),
         fake=_fake_backward,
         present=present_gradients,
     ),
@@ -496,4 +494,4 @@ _norm = differentiable(
     outputs=3,
     complete=_complete,
     gradients=_input_gradients,
-)
+)  # fmt: skip

@@ -113,6 +113,13 @@ def resolve_out_rows(out_subset: Tensor | None, out_numrows: int, rows: int) -> 
     return out_numrows
 
 
+def resolve_sum_dtype(operands: Operands, residual_in_fp32: bool) -> torch.dtype:
+    if operands.residual is not None:
+        return operands.residual.dtype
+    dtype = operands.x0.dtype
+    return torch.float32 if residual_in_fp32 and dtype is not torch.float64 else dtype
+
+
 def resolve_epsilon(name: str, epsilon: float) -> float:
     epsilon = as_float(name, epsilon)
     if not 0.0 <= epsilon < math.inf:

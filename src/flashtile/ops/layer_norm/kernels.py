@@ -20,27 +20,23 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from flashtile._backends.alignment import power_of_two_factor
-from flashtile._backends.allocate import Layout, contiguous
+from flashtile._backends.alignment import misalignment, power_of_two_factor
+from flashtile._backends.allocate import Layout, contiguous, layouts
 from flashtile._backends.devices import DeviceFacts, device_facts, multiprocessors
 from flashtile._backends.launch import (
     Parameter,
-    Plan,
     float32,
     int32,
     int64,
-    make_plan,
     named_constants,
     plan_cache,
-    pointer,
     pointer_to,
-    pointers,
 )
+from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.philox import keep_threshold
-from flashtile.ops.common.tiles import REDUCE, RowTile, SumPlan, row_tile
+from flashtile.ops.common.tiles import REDUCE, RowTile, row_tile
 from flashtile.ops.common.tiles import held_row_tile as forward_config
 from flashtile.ops.common.triton.functions import reduce_partial
 from flashtile.ops.common.triton.philox import kept_in_rows, load_seed
@@ -53,6 +49,7 @@ from flashtile.ops.layer_norm.spec import (
     Wanted,
     makes_sum,
     present_gradients,
+    present_results,
 )
 
 # --- what the kernels share: addresses of rows, the sum that is normalised, statistics, parameters --------------------
@@ -564,161 +561,117 @@ def backward_config(width: int, sums: int, bytes_per_column: int, dropout: bool,
 #: Inputs whose gradients are sums over rows.
 _SUMMED = ("weight", "bias", "weight1", "bias1", "layerscale")
 
+Dtypes = dict[str, "torch.dtype | None"]
+
 
 def forward(operands: Operands, spec: NormSpec) -> Normalised:
     """Runs the forward kernel. Operands as the operator gives them: rows contiguous in themselves."""
-    x0, residual, x1, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, seed = operands
-    rows, width, device = operands.rows, x0.shape[1], x0.device
-    sums = makes_sum(operands, spec)
-    plan = _forward_plan(
-        _dtypes(operands), rows, width, _row_strides(x0, x1, residual), _misalignment(operands), sums, spec, device
-    )
-    z, z1, x, mean, rstd = plan.allocate()
-    if out_subset is not None:
-        _fill_with_zeros(z, z1)
-    tensors = (x0, x1, residual, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, seed)
-    plan.launch(*pointers((*tensors, z, z1, x, mean, rstd)))
-    return Normalised(z, z1, x, mean, rstd)
+    rest = iter(forward_pipeline(operands, spec).on([t for t in operands if t is not None]))
+    return Normalised(*[next(rest) if there else None for there in present_results(operands, spec)])  # type: ignore[arg-type]
 
 
 def backward(given: Upstream, spec: NormSpec, wanted: Wanted) -> Gradients:
     """Runs the backward kernel, and where there are gradients of parameters, the one that adds their parts."""
-    dz, dz1, dx, x, x0, mean, rstd, weight, _, weight1, _, rowscale, layerscale, x0_subset, out_subset, seed = given
-    (rows, width), device = x.shape, x.device
-    main, reduce = _backward_plan(
-        _dtypes(given),
-        present_gradients(given, spec, wanted),
-        rows,
-        width,
-        _row_strides(dz, dz1, dx, x, x0),
-        _misalignment(given),
-        wanted.x0_rows,
-        spec,
-        device,
-    )
-    dsum, dx0, dx1, partial = main.allocate()
-    if x0_subset is not None:
-        _fill_with_zeros(dx0)
-    tensors = (dz, dz1, dx, x, x0, mean, rstd, weight, weight1, rowscale, layerscale, x0_subset, out_subset, seed)
-    main.launch(*pointers((*tensors, dsum, dx0, dx1, partial)))
-    if reduce is None:
-        return Gradients(dsum, dx0, dx1)
-    sums = reduce.allocate()
-    if main.programs:
-        reduce.launch(*map(pointer, (partial, *sums)))
-    else:
-        _fill_with_zeros(*sums)
-    return Gradients(dsum, dx0, dx1, *sums)
+    rest = iter(backward_pipeline(given, spec, wanted).on([t for t in given if t is not None]))
+    return Gradients(*[next(rest) if there else None for there in present_gradients(given, spec, wanted)])
 
 
-def _fill_with_zeros(*tensors: Tensor | None) -> None:
-    for tensor in tensors:
-        if tensor is not None:
-            tensor.zero_()
+def forward_pipeline(operands: Operands, spec: NormSpec) -> Pipeline:
+    """The launch of a forward."""
+    return _forward_pipeline(layouts(operands), misalignment(*operands), spec, operands.x0.device)
 
 
-def _dtypes(tensors: Sequence[Tensor | None]) -> tuple[torch.dtype | None, ...]:
-    return (*[None if t is None else t.dtype for t in tensors],)
-
-
-def _row_strides(*matrices: Tensor | None) -> tuple[int, ...]:
-    return (*[0 if t is None else t.stride(0) for t in matrices],)
-
-
-def _misalignment(tensors: Sequence[Tensor | None]) -> int:
-    """Addresses modulo 16, put together: 0 where all are multiples of 16."""
-    addresses = 0
-    for tensor in tensors:
-        if tensor is not None:
-            addresses |= tensor.data_ptr()
-    return addresses & 15
+def backward_pipeline(given: Upstream, spec: NormSpec, wanted: Wanted) -> Pipeline:
+    """The launches of a backward."""
+    return _backward_pipeline(layouts(given), misalignment(*given), spec, wanted, given.x.device)
 
 
 @plan_cache
-def _forward_plan(
-    dtypes: tuple[torch.dtype | None, ...],
-    rows: int,
-    width: int,
-    strides: tuple[int, ...],
-    misalignment: int,
-    sums: bool,
-    spec: NormSpec,
-    device: torch.device,
-) -> Plan:
-    """`dtypes` of the operands; `strides` of the rows of x0, x1 and residual."""
+def _forward_pipeline(operands: Any, misalignment: int, spec: NormSpec, device: torch.device) -> Pipeline:
+    """`operands`: their layouts."""
+    rows, width = operands.rows, operands.x0.shape[1]
     check_rows("x0", rows)
-    names = dict(zip(Operands._fields, dtypes))
+    names, strides = _dtypes(operands), _row_strides(operands, ("x0", "x1", "residual"))
     config = forward_config(width, device_facts(device))
-    tensors = names | {
+    results = {
         "z": names["x0"],
         "z1": names["weight1"] and names["x0"],
-        "x": spec.sum_dtype if sums else None,
+        "x": spec.sum_dtype if makes_sum(operands, spec) else None,
         "mean": None if spec.rms else torch.float32,
         "rstd": torch.float32,
     }
     parameters = {
-        **_parameters(tensors, dict(zip(("x0", "x1", "residual"), strides)), misalignment, rows, spec),
+        **_parameters(names | results, strides, misalignment, rows, spec),
         "epsilon": float32(spec.epsilon),
     }
-    constants = _constants(names, width, spec, config)
-    kernels = norm_forward_kernel, norm_forward_looped_kernel
-    programs = -(-rows // config.rows)
-    out = spec.out_rows, width
-    outputs = _outputs(tensors, {"z": out, "z1": out, "x": (rows, width), "mean": (rows,), "rstd": (rows,)})
-    return make_plan(kernels[config.looped(width)], parameters, constants, programs, device, *config.compiled, outputs)
+    out, statistics = (spec.out_rows, width), (rows,)
+    shapes = {"z": out, "z1": out, "x": (rows, width), "mean": statistics, "rstd": statistics}
+    function = (norm_forward_kernel, norm_forward_looped_kernel)[config.looped(width)]
+    constants, programs = _constants(names, width, spec, config), -(-rows // config.rows)
+    kernel = Kernel(function, parameters, constants, programs, _SEED, **config.compiled)
+    zeroed = ("z", "z1") if names["out_subset"] else ()
+    return Pipeline(device, {"forward": kernel}, _there(names), _outputs(results, shapes), zeroed=zeroed)
 
 
 @plan_cache
-def _backward_plan(
-    dtypes: tuple[torch.dtype | None, ...],
-    present: tuple[bool, ...],
-    rows: int,
-    width: int,
-    strides: tuple[int, ...],
-    misalignment: int,
-    x0_rows: int,
-    spec: NormSpec,
-    device: torch.device,
-) -> SumPlan:
-    """`dtypes` of `Upstream`; `strides` of the rows of dz, dz1, dx, x and x0."""
-    names = dict(zip(Upstream._fields, dtypes))
-    stores_dsum, stores_dx0, stores_dx1, *sums = present
-    dz_dtype, sum_dtype = names["dz"], names["x"]
-    assert dz_dtype is not None and sum_dtype is not None
-    tensors = names | {
-        "dsum": sum_dtype if stores_dsum else None,
-        "dx0": dz_dtype if stores_dx0 else None,
-        "dx1": dz_dtype if stores_dx1 else None,
-        "partial": torch.float32,
-    }
-    loaded = [dtype for dtype in map(tensors.get, ("dz", "dz1", "dx", "x", "x0")) if dtype is not None]
-    bytes_per_column = sum(dtype.itemsize for dtype in loaded)
-    config = backward_config(width, sum(sums), bytes_per_column, spec.dropout_p > 0, device_facts(device))
-    summed = {f"SUMS_{name.upper()}": there for name, there in zip(_SUMMED, sums, strict=True)}
+def _backward_pipeline(given: Any, misalignment: int, spec: NormSpec, wanted: Wanted, device: torch.device) -> Pipeline:
+    """`given`: the layouts of `Upstream`."""
+    (rows, width), present = given.x.shape, present_gradients(given, spec, wanted)
+    names, strides = _dtypes(given), _row_strides(given, ("dz", "dz1", "dx", "x", "x0"))
+    own, sums = dict(zip(("dsum", "dx0", "dx1"), present)), dict(zip(_SUMMED, present[3:], strict=True))
+    made = {name: (names["x"] if name == "dsum" else names["dz"]) if there else None for name, there in own.items()}
+    loaded = [dtype for dtype in map(names.get, strides) if dtype is not None]
+    bytes_per_column, count = sum(dtype.itemsize for dtype in loaded), sum(sums.values())
+    config = backward_config(width, count, bytes_per_column, spec.dropout_p > 0, device_facts(device))
+    summed = {f"SUMS_{name.upper()}": there for name, there in sums.items()}
     constants = {**_constants(names, width, spec, config), **summed, "STAGES": config.num_stages}
-    parameters = _parameters(tensors, dict(zip(("dz", "dz1", "dx", "x", "x0"), strides)), misalignment, rows, spec)
+    tensors = names | made | {"partial": torch.float32}
+    parameters = _parameters(tensors, strides, misalignment, rows, spec)
     programs = min(-(-rows // config.rows), multiprocessors(device) * config.programs_per_multiprocessor)
-    kernels = norm_backward_kernel, norm_backward_looped_kernel
-    matrices = {"dsum": (rows, width), "dx0": (x0_rows, width), "dx1": (rows, width)}
-    outputs = _outputs(tensors, {**matrices, "partial": (sum(sums), programs, width)})
-    main = make_plan(kernels[config.looped(width)], parameters, constants, programs, device, *config.compiled, outputs)
-    if not any(sums):
-        return SumPlan(main, None)
-    totals = {f"d{name}": names[name] if there else None for name, there in zip(_SUMMED, sums, strict=True)}
-    parameters = {f"{name}_ptr": pointer_to(dtype or torch.float32, 16) for name, dtype in totals.items()}
-    parameters |= {"partial_ptr": pointer_to(torch.float32, 16), "programs": int32(programs)}
-    constants = {**summed, "WIDTH": width, **named_constants(REDUCE)}
-    strips, outputs = -(-width // REDUCE.block_n), _outputs(totals, dict.fromkeys(totals, (width,)))
-    kernel = norm_reduce_kernel
-    return SumPlan(main, make_plan(kernel, parameters, constants, strips, device, *REDUCE.compiled, outputs))
+    function = (norm_backward_kernel, norm_backward_looped_kernel)[config.looped(width)]
+    kernels = {"main": Kernel(function, parameters, constants, programs, _SEED, **config.compiled)}
+    totals = {f"d{name}": names[name] if there else None for name, there in sums.items()}
+    if count:
+        parameters = {f"{name}_ptr": pointer_to(dtype or torch.float32, 16) for name, dtype in totals.items()}
+        parameters |= {"partial_ptr": pointer_to(torch.float32, 16), "programs": int32(programs)}
+        constants = {**summed, "WIDTH": width, **named_constants(REDUCE)}
+        strips = -(-width // REDUCE.block_n) if programs else 0
+        kernels["reduce"] = Kernel(norm_reduce_kernel, parameters, constants, strips, **REDUCE.compiled)
+    shapes = {
+        "dsum": (rows, width),
+        "dx0": (wanted.x0_rows, width),
+        "dx1": (rows, width),
+        **dict.fromkeys(totals, (width,)),
+    }
+    zeroed = [*(["dx0"] if names["x0_subset"] else []), *([] if programs else totals)]
+    scratch = {"partial": count * programs * width} if count and programs else None
+    outputs = _outputs(made | totals, shapes)
+    return Pipeline(device, kernels, _there(names), outputs, scratch, zeroed, unused={"partial"})
 
 
-def _outputs(
-    dtypes: Mapping[str, torch.dtype | None], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[Layout | None, ...]:
+#: The parameter that is not called as its tensor.
+_SEED = {"seed_ptr": "dropout_seed"}
+
+
+def _dtypes(tensors: Any) -> Dtypes:
+    """By name; None for a tensor that is not there. `tensors`: layouts."""
+    return {name: None if tensor is None else tensor.dtype for name, tensor in tensors._asdict().items()}
+
+
+def _row_strides(tensors: Any, names: Sequence[str]) -> dict[str, int]:
+    """By name; 0 for a matrix that is not there."""
+    matrices = {name: getattr(tensors, name) for name in names}
+    return {name: 0 if matrix is None else matrix.strides[0] for name, matrix in matrices.items()}
+
+
+def _there(dtypes: Dtypes) -> list[str]:
+    """The names of the tensors of a call."""
+    return [name for name, dtype in dtypes.items() if dtype is not None]
+
+
+def _outputs(dtypes: Dtypes, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Layout | None]:
     """The layouts of contiguous tensors; `dtypes` has None for one that is not written."""
-    of_each = ((shape, dtypes[name]) for name, shape in shapes.items())
-    return tuple(None if dtype is None else contiguous(shape, dtype) for shape, dtype in of_each)
+    return {name: None if dtype is None else contiguous(shapes[name], dtype) for name, dtype in dtypes.items()}
 
 
 def _parameters(

@@ -143,6 +143,17 @@ class Gradients(NamedTuple):
     dlayerscale: Tensor | None = None
 
 
+def flattened(operands: Operands) -> Operands:
+    """Matrices as rows, row numbers and factors of rows as vectors."""
+    columns = operands.x0.shape[-1]
+    changes = {
+        name: tensor.reshape(-1, columns) if name in ("x0", "residual", "x1") else tensor.reshape(-1)
+        for name in ("x0", "residual", "x1", "rowscale", "x0_subset", "out_subset")
+        if (tensor := getattr(operands, name)) is not None
+    }
+    return operands._replace(**changes)
+
+
 def is_modified(tensors: Operands | Upstream, spec: NormSpec) -> bool:
     """Whether x0 reaches the sum other than as it is."""
     return (

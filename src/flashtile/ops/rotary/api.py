@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,8 +13,6 @@ from torch import Tensor
 from flashtile.ops.common import dispatch, dtensor
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.checks import (
-    INDEX_DTYPES,
-    check_device,
     check_float_dtype,
     check_lengths,
     check_tensors,
@@ -21,17 +20,18 @@ from flashtile.ops.common.checks import (
     readable,
 )
 from flashtile.ops.common.memory import check_writable
-from flashtile.ops.common.operators import operator
+from flashtile.ops.common.operators import OnBackend, differentiable, operator
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.packed import check_cu_seqlens, check_cu_seqlens_values, check_max_seqlen
+from flashtile.ops.common.repeated import call_table
 from flashtile.ops.common.rows import last_contiguous
-from flashtile.ops.common.sizes import differ, known
+from flashtile.ops.common.sizes import known
 from flashtile.ops.rotary import spec as reference
 from flashtile.ops.rotary import tables
 from flashtile.ops.rotary.spec import RotarySpec, Rotation, positions
 
 _BACKENDS = standard_backends("rotary")
-_TENSORS = len(Rotation._fields)
+_CALLS = call_table()
 
 _DENSE = ("batch", "seq", "heads", "head_dim")
 _PACKED = ("total", "heads", "head_dim")
@@ -92,16 +92,19 @@ def apply_rotary(
     """
     if other_names:
         refuse_other_names(apply_rotary, other_names)
+    where, flags = (seqlen_offsets, cu_seqlens, max_seqlen, position_ids), (interleaved, inplace, conjugate)
+    call = _call((x, cos, sin, None, None), where, (backend, "x", *flags))
+    repeated = _CALLS.run(*call)
+    if repeated is not None:
+        return repeated
     layout = _layout(cu_seqlens, position_ids)
     _check_input("x", x, layout)
     if dtensor.present(x, cos, sin):
-        call = partial(
+        function = partial(
             apply_rotary, interleaved=interleaved, max_seqlen=max_seqlen, conjugate=conjugate, backend=backend
         )
-        return _sharded(call, x, "bsh.", inplace, seqlen_offsets, (cos, sin, None, None), cu_seqlens, position_ids)
-    heads = x.shape[-2]
-    where, flags = (seqlen_offsets, cu_seqlens, max_seqlen, position_ids), (interleaved, inplace, conjugate)
-    return _rotate("x", x, (cos, sin, None, None), heads, heads, flags, where, backend)
+        return _sharded(function, x, "bsh.", inplace, seqlen_offsets, (cos, sin, None, None), cu_seqlens, position_ids)
+    return _rotate(call, x, (x.shape[-2], x.shape[-2]), flags, where)
 
 
 def apply_rotary_qkv(
@@ -147,6 +150,11 @@ def apply_rotary_qkv(
     """
     if other_names:
         refuse_other_names(apply_rotary_qkv, other_names)
+    where, flags = (seqlen_offsets, cu_seqlens, max_seqlen, position_ids), (interleaved, inplace, False)
+    call = _call((qkv, cos, sin, cos_k, sin_k), where, (backend, "qkv", *flags, num_heads_q))
+    repeated = _CALLS.run(*call)
+    if repeated is not None:
+        return repeated
     check_tensors(qkv=qkv)
     layout = _layout(cu_seqlens, position_ids)
     rows = len(layout) - 2
@@ -154,11 +162,11 @@ def apply_rotary_qkv(
     if not apart:
         _check_input("qkv", qkv, (*layout[:-2], "heads_q + 2 heads_kv", "head_dim"))
     if dtensor.present(qkv, cos, sin, cos_k, sin_k):
-        call = partial(
+        function = partial(
             apply_rotary_qkv, interleaved=interleaved, num_heads_q=num_heads_q, max_seqlen=max_seqlen, backend=backend
         )
         letters, angles = "bs.h." if apart else "bs..", (cos, sin, cos_k, sin_k)
-        return _sharded(call, qkv, letters, inplace, seqlen_offsets, angles, cu_seqlens, position_ids)
+        return _sharded(function, qkv, letters, inplace, seqlen_offsets, angles, cu_seqlens, position_ids)
     if apart:
         if num_heads_q not in (None, qkv.shape[-2]):
             raise ValueError(
@@ -171,8 +179,7 @@ def apply_rotary_qkv(
         flat = qkv
     if cos_k is None and sin_k is None:
         heads_q = heads_rotated
-    where, flags = (seqlen_offsets, cu_seqlens, max_seqlen, position_ids), (interleaved, inplace, False)
-    rotated = _rotate("qkv", flat, (cos, sin, cos_k, sin_k), heads_q, heads_rotated, flags, where, backend)
+    rotated = _rotate(call, flat, (heads_q, heads_rotated), flags, where)
     return qkv if inplace else rotated.view(qkv.shape)
 
 
@@ -213,16 +220,22 @@ def apply_rotary_kv(
     """
     if other_names:
         refuse_other_names(apply_rotary_kv, other_names)
+    where, flags = (seqlen_offsets, cu_seqlens, max_seqlen, position_ids), (interleaved, inplace, False)
+    call = _call((kv, cos, sin, None, None), where, (backend, "kv", *flags))
+    repeated = _CALLS.run(*call)
+    if repeated is not None:
+        return repeated
     layout = (*_layout(cu_seqlens, position_ids)[:-2], "2", "heads", "head_dim")
     _check_input("kv", kv, layout)
     if kv.shape[-3] != 2:
         raise ValueError(f"kv: expected [{', '.join(layout)}], got shape {tuple(kv.shape)}; stack k and v")
     if dtensor.present(kv, cos, sin):
-        call = partial(apply_rotary_kv, interleaved=interleaved, max_seqlen=max_seqlen, backend=backend)
-        return _sharded(call, kv, "bs.h.", inplace, seqlen_offsets, (cos, sin, None, None), cu_seqlens, position_ids)
+        function = partial(apply_rotary_kv, interleaved=interleaved, max_seqlen=max_seqlen, backend=backend)
+        return _sharded(
+            function, kv, "bs.h.", inplace, seqlen_offsets, (cos, sin, None, None), cu_seqlens, position_ids
+        )
     heads, flat = kv.shape[-2], _merge_heads("kv", kv, inplace)
-    where, flags = (seqlen_offsets, cu_seqlens, max_seqlen, position_ids), (interleaved, inplace, False)
-    rotated = _rotate("kv", flat, (cos, sin, None, None), heads, heads, flags, where, backend)
+    rotated = _rotate(call, flat, (heads, heads), flags, where)
     return kv if inplace else rotated.view(kv.shape)
 
 
@@ -273,23 +286,30 @@ def _merge_heads(name: str, packed: Tensor, inplace: bool) -> Tensor:
     return packed.flatten(-3, -2)
 
 
-def _rotate(
-    name: str,
-    x: Tensor,
-    angles: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    heads_q: int,
-    heads_rotated: int,
-    flags: tuple[bool, bool, bool],
-    where: tuple[int | Tensor, Tensor | None, int | None, Tensor | None],
-    backend: str,
-) -> Tensor:
-    """`flags`: interleaved, inplace and conjugate; `where`: seqlen_offsets, cu_seqlens, max_seqlen and position_ids."""
+#: seqlen_offsets, cu_seqlens, max_seqlen and position_ids.
+_Where = tuple["int | Tensor", "Tensor | None", "int | None", "Tensor | None"]
+#: The tensors of a call, and its other arguments: the backend, the name of the first tensor, and more.
+_Call = tuple[Rotation, tuple[Any, ...]]
+
+
+def _call(tensors: Sequence[Any], where: _Where, scalars: tuple[Any, ...]) -> _Call:
+    """What a call is looked up by. `tensors`: x and the tables."""
+    offsets, cu_seqlens, max_seqlen, position_ids = where
+    of_sequences = offsets if isinstance(offsets, Tensor) else None
+    offset = offsets if of_sequences is None else None
+    return Rotation._make((*tensors, of_sequences, cu_seqlens, position_ids)), (*scalars, offset, max_seqlen)
+
+
+def _rotate(call: _Call, x: Tensor, heads: tuple[int, int], flags: tuple[bool, bool, bool], where: _Where) -> Tensor:
+    """Checks and runs a call. `x`: the first tensor with heads in one dimension; `heads`: of q, and those that are
+    rotated; `flags`: interleaved, inplace and conjugate."""
+    given, (backend, name, *_) = call
     _BACKENDS.check(backend)
     (interleaved, inplace, conjugate), (seqlen_offsets, cu_seqlens, max_seqlen, position_ids) = flags, where
     raise_not_bool(interleaved=interleaved, inplace=inplace, conjugate=conjugate)
     if inplace:
         check_writable(name, x, "leave inplace out")
-    cos, sin, cos_k, sin_k = angles
+    _, cos, sin, cos_k, sin_k, *_ = given
     tables.check_tables(name, x, cos, sin)
     if (cos_k is None) is not (sin_k is None):
         raise ValueError("cos_k, sin_k: expected both or neither, got one; pass the pair of tables of the keys")
@@ -309,9 +329,13 @@ def _rotate(
         if longest is not None and not known(x.numel() == 0):
             tables.check_table_length(cos, longest, offset, "make the table longer")
     else:
-        _check_positions(position_ids, name, x, seqlen_offsets, cu_seqlens, max_seqlen)
-    spec = RotarySpec(interleaved, conjugate, heads_q, heads_rotated, offset)
-    return _run(Rotation(x, cos, sin, cos_k, sin_k, offsets, cu_seqlens, position_ids), spec, inplace, backend)
+        tables.check_positions(position_ids, name, x, seqlen_offsets, cu_seqlens, max_seqlen)
+    spec = RotarySpec(interleaved, conjugate, *heads, offset)
+    rotation = given._replace(x=x, offsets=offsets)
+    repeated = None if inplace else _rotated.repeat(given, rotation, spec, backend)
+    if repeated is not None:
+        _CALLS.keep(*call, repeated)
+    return _run(rotation, spec, inplace, backend)
 
 
 def _check_input(name: str, x: Tensor, layout: tuple[str, ...]) -> None:
@@ -350,33 +374,6 @@ def _resolve_offsets(offsets: int | Tensor, batch: int, device: torch.device, of
     return offsets, None
 
 
-def _check_positions(
-    position_ids: Tensor,
-    name: str,
-    x: Tensor,
-    offsets: int | Tensor,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-) -> None:
-    """Checks type, shape and device of a position for each row, and that nothing else says where rows are."""
-    check_tensors(position_ids=position_ids)
-    if position_ids.dtype not in INDEX_DTYPES:
-        raise TypeError(f"position_ids: expected dtype int32 or int64, got {position_ids.dtype}; cast it")
-    check_device("position_ids", position_ids, x.device, name)
-    others = (("seqlen_offsets", offsets if isinstance(offsets, Tensor) or not known(offsets == 0) else None),)
-    for other, given in (*others, ("cu_seqlens", cu_seqlens), ("max_seqlen", max_seqlen)):
-        if given is not None:
-            raise ValueError(f"{other}: expected none beside position_ids, got a value; add it to position_ids")
-    rows = tuple(x.shape[:-2])
-    found = tuple(position_ids.shape)
-    alike = len(found) == len(rows) == 2 and known(found[0] == 1)
-    if differ(found[alike:], rows[alike:]):
-        also = f" or {(1, rows[1])}" if len(rows) == 2 else ""
-        raise ValueError(
-            f"position_ids: expected shape {rows}{also}, a position for each row of {name}, got {found}; reshape it"
-        )
-
-
 def _check_values(rotation: Rotation, spec: RotarySpec) -> None:
     """Checks positions against the table: always on a CPU, on a GPU with FLASHTILE_CHECK_VALUES=1."""
     offsets, cu_seqlens, position_ids = rotation.offsets, rotation.cu_seqlens, rotation.position_ids
@@ -402,17 +399,20 @@ def _check_values(rotation: Rotation, spec: RotarySpec) -> None:
 # --- operators -------------------------------------------------------------------------------------------------------
 
 
-def _run_on_backend(rotation: Rotation, spec: RotarySpec, backend: str, inplace: bool = False) -> Tensor:
+def _dtype(rotation: Rotation, spec: RotarySpec) -> torch.dtype:
+    return torch.float64 if torch.float64 in (rotation.x.dtype, rotation.cos.dtype) else rotation.x.dtype
+
+
+def _run_inplace(rotation: Rotation, spec: RotarySpec, backend: str) -> None:
     _check_values(rotation, spec)
     x = rotation.x
-    dtype = torch.float64 if torch.float64 in (x.dtype, rotation.cos.dtype) else x.dtype
-    module = _BACKENDS.implementation(backend, x.device, dtype)
-    rotated = module.forward(last_contiguous(rotation), spec, inplace)
-    if inplace and not x.is_inference():
+    module = _BACKENDS.implementation(backend, x.device, _dtype(rotation, spec))
+    rotated = module.forward(last_contiguous(rotation), spec, True)
+    if not x.is_inference():
         # Kernels write past PyTorch's back: an earlier operation that keeps x for its gradient must learn of it.
         torch.autograd.graph.increment_version(x)
-    # In-place on a last dimension that is not contiguous: what was rotated is a copy.
-    return x.copy_(rotated) if inplace and rotated is not x else rotated
+    if rotated is not x:  # a copy, because the last dimension is not contiguous
+        x.copy_(rotated)
 
 
 _rotary = operator(
@@ -420,54 +420,62 @@ _rotary = operator(
     Rotation,
     (RotarySpec,),
     Tensor,
-    run=_run_on_backend,
+    run=OnBackend(
+        _BACKENDS, "forward", dtype=_dtype, arrange=last_contiguous, check=_check_values,
+        checked=lambda rotation: (rotation.offsets, rotation.cu_seqlens, rotation.position_ids),
+    ),
     fake=lambda rotation, spec: rotation.x.new_empty(rotation.x.shape),
     decomposition=reference.rotate,
-).call
-_rotary_inplace = operator(
-    "rotary_", Rotation, (RotarySpec,), None, run=partial(_run_on_backend, inplace=True), writes="x"
-).call
+)  # fmt: skip
+
+
+def _rotate_by_formula(rotation: Rotation, spec: RotarySpec) -> Tensor:
+    """In PyTorch's operations; of several gradients at a time by the operator, which PyTorch calls for one after
+    another."""
+    if dispatch.batched(rotation.x):
+        return _rotary.overload(*rotation, *spec, "auto")
+    return reference.rotate(rotation, spec)
+
+
+_rotary_inplace = operator("rotary_", Rotation, (RotarySpec,), None, run=_run_inplace, writes="x").call
+#: The backward is the rotation the other way.
+_rotated = differentiable(
+    _rotary,
+    _rotary,
+    SimpleNamespace(forward=reference.rotate, backward=_rotate_by_formula),
+    save=lambda rotation, out, spec, ctx: (rotation[1:], (spec._replace(conjugate=not spec.conjugate),)),
+)
 
 
 def _run(rotation: Rotation, spec: RotarySpec, inplace: bool, backend: str) -> Tensor:
     """Runs the operator, recorded by autograd where a gradient is wanted. Returns the rotated x."""
+    if not inplace:
+        return _rotated(rotation, spec, backend)
     x = rotation.x
-    if dispatch.transformed():
-        dispatch.refuse_named_backend(backend)
-        rotated = reference.rotate(rotation, spec)
-        return x.copy_(rotated) if inplace else rotated
     recorded = torch.is_grad_enabled() and x.requires_grad
-    if inplace and (torch.compiler.is_exporting() or (recorded and torch.compiler.is_compiling())):
+    if dispatch.transformed() or torch.compiler.is_exporting() or (recorded and torch.compiler.is_compiling()):
         # The compiler turns the copy into a write to x, and knows its derivative. What is exported may have to run
         # without flashtile, and only the operator that writes nothing in place is one of PyTorch's others.
-        return x.copy_(_run(rotation, spec, False, backend))
-    if recorded:
-        return _apply(*rotation, *spec, inplace, backend)
-    return (_rotary_inplace if inplace else _rotary)(rotation, spec, backend)
+        return x.copy_(_rotated(rotation, spec, backend))
+    return _apply(rotation, spec, backend, *rotation) if recorded else _rotary_inplace(rotation, spec, backend)
 
 
-class _Rotary(torch.autograd.Function):
-    """The rotation recorded for a backward, which is the rotation the other way, recorded in its turn."""
+class _RotaryInplace(torch.autograd.Function):
+    """The rotation in place, recorded for a backward."""
 
     @staticmethod
-    def forward(ctx, *flat):
-        rotation, spec = Rotation(*flat[:_TENSORS]), RotarySpec(*flat[_TENSORS:-2])
-        inplace, backend = flat[-2:]
-        ctx.save_for_backward(*rotation[1:])
+    def forward(ctx, rotation, spec, backend, x, *tables):
+        ctx.save_for_backward(*tables)
         ctx.scalars = spec._replace(conjugate=not spec.conjugate), backend
-        if inplace:
-            ctx.mark_dirty(rotation.x)
-        return (_rotary_inplace if inplace else _rotary)(rotation, spec, backend)
+        ctx.mark_dirty(x)
+        return _rotary_inplace(rotation, spec, backend)
 
     @staticmethod
     def backward(ctx, dout):
-        back, backend = ctx.scalars
-        rotation = Rotation(dout, *ctx.saved_tensors)
-        if dispatch.batched(dout):
-            dx = torch.ops.flashtile.rotary(*rotation, *back, backend)  # PyTorch calls it for one after another
-        else:
-            dx = _run(rotation, back, False, backend)
-        return dx, *(None,) * (_TENSORS + len(back) + 1)
+        (spec, backend), rotation = ctx.scalars, Rotation(dout, *ctx.saved_tensors)
+        run = _rotate_by_formula if dispatch.batched(dout) else partial(_rotated, backend=backend)
+        dx = run(rotation, spec)
+        return None, None, None, dx, *(None,) * len(ctx.saved_tensors)
 
 
-_apply = dispatch.direct_apply(_Rotary)
+_apply = dispatch.direct_apply(_RotaryInplace)

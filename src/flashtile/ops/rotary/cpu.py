@@ -9,7 +9,7 @@ from flashtile.ops.common.rows import compute_dtype, row_blocks
 from flashtile.ops.rotary.spec import RotarySpec, Rotation, positions
 
 
-def forward(rotation: Rotation, spec: RotarySpec, inplace: bool) -> Tensor:
+def forward(rotation: Rotation, spec: RotarySpec, inplace: bool = False) -> Tensor:
     """The rotated x: a new tensor, or x itself."""
     x, cos, sin, cos_k, sin_k, *_ = rotation
     out = x if inplace else torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -7,27 +7,25 @@ reads the angles of its rows once and turns all their heads. See `ops/rotary/spe
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile._backends.alignment import power_of_two_factor
-from flashtile._backends.allocate import contiguous, contiguous_strides
+from flashtile._backends.alignment import misalignment, power_of_two_factor
+from flashtile._backends.allocate import contiguous, layouts
 from flashtile._backends.devices import DeviceFacts, device_facts
 from flashtile._backends.launch import (
-    Plan,
     int32,
     int64,
-    make_plan,
     named_constants,
     plan_cache,
-    pointer,
     pointer_to,
     stride_parameters,
 )
+from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.tiles import power_of_two
 from flashtile.ops.rotary.spec import RotarySpec, Rotation
@@ -187,76 +185,49 @@ def rotary_config(heads: int, head_dim: int, half: int, device: DeviceFacts) -> 
     return RotaryConfig(block_s, block_h, block_half, power_of_two(head_dim - 2 * half), 128 // device.warp_size)
 
 
-def forward(rotation: Rotation, spec: RotarySpec, inplace: bool) -> Tensor:
+def forward(rotation: Rotation, spec: RotarySpec, inplace: bool = False) -> Tensor:
     """The rotated x: a new tensor, or x itself."""
-    x, cos, sin, cos_k, sin_k, offsets, cu_seqlens, ids = rotation
-    of_rows = None if ids is None else 0 if ids.shape[0] == 1 or ids.dim() == 1 else ids.stride(0)
-    offsets = offsets if ids is None else ids
-    addresses = x.data_ptr() | cos.data_ptr() | sin.data_ptr()
-    if cos_k is not None and sin_k is not None:
-        addresses |= cos_k.data_ptr() | sin_k.data_ptr()
-    plan = _plan(
-        x.dtype,
-        cos.dtype,
-        x.shape,
-        x.stride(),
-        tuple(cos.shape),
-        tuple(0 if t is None else t.stride(0) for t in rotation[1:5]),
-        None if offsets is None else offsets.dtype,
-        None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape[0] - 1),
-        of_rows,
-        addresses & 15,
-        inplace,
-        spec,
-        x.device,
-    )
-    out = x if inplace else plan.allocate()[0]
-    plan.launch(*map(pointer, (x, out, cos, sin, cos_k, sin_k, offsets, cu_seqlens)))
-    return out
+    pipeline = forward_pipeline(rotation, spec, inplace)
+    found = pipeline.on([tensor for tensor in rotation if tensor is not None])
+    return rotation.x if inplace else found[0]
+
+
+def forward_pipeline(rotation: Rotation, spec: RotarySpec, inplace: bool = False) -> Pipeline:
+    """The launch of a rotation."""
+    return _pipeline(layouts(rotation), misalignment(*rotation[:5]), inplace, spec, rotation.x.device)
+
+
+_TABLES = ("cos", "sin", "cos_k", "sin_k")
 
 
 @plan_cache
-def _plan(
-    dtype: torch.dtype,
-    table_dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    table: tuple[int, int],
-    table_strides: tuple[int, ...],
-    offsets_dtype: torch.dtype | None,
-    sequences: tuple[torch.dtype, int] | None,
-    of_rows: int | None,
-    misalignment: int,
-    inplace: bool,
-    spec: RotarySpec,
-    device: torch.device,
-) -> Plan:
-    """`shape` and `strides` of x, `table` of cos, `table_strides` of the rows of cos, sin, cos_k and sin_k. `of_rows`:
-    if the offsets are positions of rows, their stride from one sequence to the next."""
-    *outer, heads, head_dim = shape
-    positions, half = table
+def _pipeline(rotation: Any, misalignment: int, inplace: bool, spec: RotarySpec, device: torch.device) -> Pipeline:
+    """`rotation`: the layouts of its tensors; `misalignment` of x and the tables."""
+    x, cos, _, _, _, offsets, cu_seqlens, ids = rotation
+    (*outer, heads, head_dim), (positions, half) = x.shape, cos.shape
     tokens = functools.reduce(int.__mul__, outer, 1)
     check_rows("x", tokens)
     check_rows("cos", positions)
-    x_strides = _row_strides(strides)
-    out_strides = x_strides if inplace else _row_strides(contiguous_strides(shape))
+    x_strides, table_strides = _row_strides(x.strides), [0 if t is None else t.strides[0] for t in rotation[1:5]]
+    out = contiguous(x.shape, x.dtype)
+    out_strides = x_strides if inplace else _row_strides(out.strides)
     multiple = power_of_two_factor(*x_strides, *out_strides, *table_strides)
     config = rotary_config(heads, head_dim, half, device_facts(device))
     # Rows in one dimension are those of one sequence to the kernel, unless it has cumulative lengths.
     seq, batch = (tokens, 1) if len(outer) == 1 else (outer[1], outer[0])
-    batch = batch if sequences is None else sequences[1]
-    tensor, angles = (pointer_to(of, power_of_two_factor(misalignment)) for of in (dtype, table_dtype))
-    dimensions, tables = ("batch", "row", "head"), ("cos", "sin", "cos_k", "sin_k")
+    batch = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    tensor, angles = (pointer_to(of.dtype, power_of_two_factor(misalignment)) for of in (x, cos))
+    dimensions, starts = ("batch", "row", "head"), offsets if ids is None else ids
     parameters = {
         **dict.fromkeys(("x_ptr", "out_ptr"), tensor),
-        **dict.fromkeys((f"{name}_ptr" for name in tables), angles),
+        **dict.fromkeys((f"{name}_ptr" for name in _TABLES), angles),
         # Constants say which of these and of cos_k and sin_k are there.
-        "offsets_ptr": pointer_to(offsets_dtype or torch.int32),
-        "cu_seqlens_ptr": pointer_to(torch.int32 if sequences is None else sequences[0]),
+        "offsets_ptr": pointer_to(torch.int32 if starts is None else starts.dtype),
+        "cu_seqlens_ptr": pointer_to(torch.int32 if cu_seqlens is None else cu_seqlens.dtype),
         **stride_parameters("x", dict(zip(dimensions, x_strides)), multiple),
         **stride_parameters("out", dict(zip(dimensions, out_strides)), multiple),
-        **{f"stride_{name}": int64(stride, multiple) for name, stride in zip(tables, table_strides)},
-        "stride_offsets": int64(of_rows or 0),
+        **{f"stride_{name}": int64(stride, multiple) for name, stride in zip(_TABLES, table_strides)},
+        "stride_offsets": int64(ids.strides[0] if ids is not None and len(ids.shape) > 1 and ids.shape[0] > 1 else 0),
         "tokens": int32(tokens),
         "seq": int32(max(seq, 1)),
         "batch": int32(batch),
@@ -275,13 +246,16 @@ def _plan(
         "COPIES": not inplace,
         # Where nothing changes, all heads are copied as those past the last rotated one.
         "HAS_K": spec.heads_q < spec.heads_rotated,
-        "HAS_OFFSETS": offsets_dtype is not None,
-        "OF_ROWS": of_rows is not None,
-        "PACKED": sequences is not None,
+        "HAS_OFFSETS": starts is not None,
+        "OF_ROWS": ids is not None,
+        "PACKED": cu_seqlens is not None,
     }
-    programs = 0 if 0 in shape or (inplace and not half) else -(-tokens // config.block_s)
-    outputs = () if inplace else (contiguous(shape, dtype),)
-    return make_plan(rotary_kernel, parameters, constants, programs, device, config.num_warps, outputs=outputs)
+    programs = 0 if 0 in x.shape or (inplace and not half) else -(-tokens // config.block_s)
+    buffers = {**({"out_ptr": "x"} if inplace else {}), **({} if ids is None else {"offsets_ptr": "position_ids"})}
+    kernel = Kernel(rotary_kernel, parameters, constants, programs, buffers, config.num_warps)
+    given = [name for name, tensor in rotation._asdict().items() if tensor is not None]
+    unused = set(Rotation._fields) - set(given)
+    return Pipeline(device, {"rotary": kernel}, given, {"out": None if inplace else out}, unused=unused)
 
 
 def _row_strides(strides: tuple[int, ...]) -> tuple[int, int, int]:

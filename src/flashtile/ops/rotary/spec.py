@@ -80,7 +80,7 @@ def positions(rotation: Rotation, spec: RotarySpec) -> Tensor:
     return torch.where(sequence < batch, position.long(), -1)
 
 
-def forward(rotation: Rotation, spec: RotarySpec, inplace: bool) -> Tensor:
+def forward(rotation: Rotation, spec: RotarySpec, inplace: bool = False) -> Tensor:
     """The rotated x: a new tensor, or x itself."""
     rotated = rotate(rotation, spec)
     return rotation.x.copy_(rotated) if inplace else rotated

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.common.checks import (
+    INDEX_DTYPES,
     as_float,
     check_count,
     check_device,
@@ -18,7 +19,7 @@ from flashtile.ops.common.checks import (
     check_tensors,
     finite_float,
 )
-from flashtile.ops.common.sizes import exceeds
+from flashtile.ops.common.sizes import differ, exceeds, known
 
 
 @dataclass(frozen=True)
@@ -232,4 +233,31 @@ def check_table_length(cos: Tensor, rows: int, offset: int, remedy: str) -> None
         raise ValueError(
             f"cos: expected at least {rows + offset} positions, {rows} rows from position {offset} on, "
             f"got {cos.shape[0]}; {remedy}"
+        )
+
+
+def check_positions(
+    position_ids: Tensor,
+    name: str,
+    x: Tensor,
+    offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+) -> None:
+    """Checks type, shape and device of a position for each row, and that nothing else says where rows are."""
+    check_tensors(position_ids=position_ids)
+    if position_ids.dtype not in INDEX_DTYPES:
+        raise TypeError(f"position_ids: expected dtype int32 or int64, got {position_ids.dtype}; cast it")
+    check_device("position_ids", position_ids, x.device, name)
+    others = (("seqlen_offsets", offsets if isinstance(offsets, Tensor) or not known(offsets == 0) else None),)
+    for other, given in (*others, ("cu_seqlens", cu_seqlens), ("max_seqlen", max_seqlen)):
+        if given is not None:
+            raise ValueError(f"{other}: expected none beside position_ids, got a value; add it to position_ids")
+    rows = tuple(x.shape[:-2])
+    found = tuple(position_ids.shape)
+    alike = len(found) == len(rows) == 2 and known(found[0] == 1)
+    if differ(found[alike:], rows[alike:]):
+        also = f" or {(1, rows[1])}" if len(rows) == 2 else ""
+        raise ValueError(
+            f"position_ids: expected shape {rows}{also}, a position for each row of {name}, got {found}; reshape it"
         )

@@ -10,26 +10,21 @@ from torch import Tensor
 
 from flashtile.ops.common import checks, dtensor
 from flashtile.ops.common.backends import standard_backends
-from flashtile.ops.common.operators import differentiable, operator
+from flashtile.ops.common.operators import OnBackend, differentiable, operator
 from flashtile.ops.common.other_names import refuse_other_names
+from flashtile.ops.common.repeated import call_table
 from flashtile.ops.common.sizes import broadcasts
 from flashtile.ops.softmax import spec as reference
 from flashtile.ops.softmax.spec import MAX_COLUMNS, SoftmaxGradient, SoftmaxInputs, SoftmaxSpec
 
 _BACKENDS = standard_backends("softmax")
+_CALLS = call_table()
 
 
-def _run_forward(inputs: SoftmaxInputs, spec: SoftmaxSpec, backend: str) -> Tensor:
+def _contiguous_scores(inputs: SoftmaxInputs) -> SoftmaxInputs:
+    """A mask has any strides."""
     x, mask = inputs
-    module = _BACKENDS.implementation(backend, x.device, x.dtype)
-    return module.forward(inputs if x.is_contiguous() else SoftmaxInputs(x.contiguous(), mask), spec)
-
-
-def _run_backward(given: SoftmaxGradient, spec: SoftmaxSpec, backend: str) -> Tensor:
-    dout, out = given
-    if not dout.is_contiguous() or not out.is_contiguous():
-        given = SoftmaxGradient(dout.contiguous(), out.contiguous())
-    return _BACKENDS.implementation(backend, out.device, out.dtype).backward(given, spec)
+    return inputs if x.is_contiguous() else SoftmaxInputs(x.contiguous(), mask)
 
 
 _softmax = differentiable(
@@ -38,7 +33,7 @@ _softmax = differentiable(
         SoftmaxInputs,
         (SoftmaxSpec,),
         Tensor,
-        run=_run_forward,
+        run=OnBackend(_BACKENDS, "forward", arrange=_contiguous_scores),
         fake=lambda inputs, spec: inputs.x.new_empty(inputs.x.shape),
         decomposition=reference.forward,
     ),
@@ -47,11 +42,11 @@ _softmax = differentiable(
         SoftmaxGradient,
         (SoftmaxSpec,),
         Tensor,
-        run=_run_backward,
+        run=OnBackend(_BACKENDS, "backward"),
         fake=lambda given, spec: given.out.new_empty(given.out.shape),
     ),
     reference,
-    save=lambda inputs, out, spec, ctx: ((out,), ()),
+    save=lambda inputs, out, spec, ctx: ((out,), (spec,)),
 )
 
 
@@ -79,6 +74,10 @@ def scaled_masked_softmax(
     """
     if other_names:
         refuse_other_names(scaled_masked_softmax, other_names)
+    given, scalars = SoftmaxInputs(x, mask), (False, scale, backend)
+    found = _CALLS.run(given, scalars)
+    if found is not None:
+        return found
     _check(x, backend)
     if x.dim() != 4:
         raise ValueError(
@@ -91,7 +90,7 @@ def scaled_masked_softmax(
             lambda _, x, mask: scaled_masked_softmax(x, mask, scale, backend=backend),
             {"x": (x, "*."), "mask": (mask, "*.")}, "*.",
         )  # fmt: skip
-    return _softmax(SoftmaxInputs(x, mask), SoftmaxSpec(_scale(scale, x.dtype), False), backend)
+    return _run(given, SoftmaxInputs(x, mask), SoftmaxSpec(_scale(scale, x.dtype), False), scalars)
 
 
 def scaled_causal_softmax(x: Tensor, scale: float = 1.0, *, backend: str = "auto", **other_names: NoReturn) -> Tensor:
@@ -117,13 +116,25 @@ def scaled_causal_softmax(x: Tensor, scale: float = 1.0, *, backend: str = "auto
     """
     if other_names:
         refuse_other_names(scaled_causal_softmax, other_names)
+    given, scalars = SoftmaxInputs(x, None), (True, scale, backend)
+    found = _CALLS.run(given, scalars)
+    if found is not None:
+        return found
     _check(x, backend)
     if dtensor.present(x):
         return dtensor.call(lambda _, x: scaled_causal_softmax(x, scale, backend=backend), {"x": (x, "*..")}, "*..")
     seq_q, seq_k = x.shape[-2:]
     matrices = x if x.dim() == 4 else x.reshape(1, math.prod(x.shape[:-2]), seq_q, seq_k)
-    spec = SoftmaxSpec(_scale(scale, x.dtype), True)
-    return _softmax(SoftmaxInputs(matrices, None), spec, backend).view(x.shape)
+    return _run(given, SoftmaxInputs(matrices, None), SoftmaxSpec(_scale(scale, x.dtype), True), scalars).view(x.shape)
+
+
+def _run(given: SoftmaxInputs, inputs: SoftmaxInputs, spec: SoftmaxSpec, scalars: tuple[bool, float, str]) -> Tensor:
+    """Runs a call that was checked. `given`: its tensors, of which the operator takes views; `scalars`: its other
+    arguments."""
+    repeated = _softmax.repeat(given, inputs, spec, scalars[-1])
+    if repeated is not None:
+        _CALLS.keep(given, scalars, repeated)
+    return _softmax(inputs, spec, scalars[-1])
 
 
 def _check(x: Tensor, backend: str) -> None:

@@ -11,28 +11,28 @@ columns; acc and out `[batch, rows, heads, WIDTH]`, row_max, row_sum and lse `[b
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile._backends.alignment import power_of_two_factor
-from flashtile._backends.allocate import contiguous
+from flashtile._backends.alignment import misalignment, power_of_two_factor
+from flashtile._backends.allocate import contiguous, layouts
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import (
-    Plan,
     float32,
     int32,
-    make_plan,
     named_constants,
     plan_cache,
-    pointer,
     pointer_to,
     stride_parameters,
 )
+from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.common.checks import check_programs, check_rows
 from flashtile.ops.common.tiles import held_row_tile
-from flashtile.ops.softmax.spec import SoftmaxGradient, SoftmaxInputs, SoftmaxSpec
+from flashtile.ops.softmax.spec import MergedPart, SoftmaxGradient, SoftmaxInputs, SoftmaxSpec
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -247,52 +247,38 @@ def merge_finish_kernel(
 
 def forward(inputs: SoftmaxInputs, spec: SoftmaxSpec) -> Tensor:
     """Runs the forward kernel on a contiguous x; a mask has any strides."""
-    x, mask = inputs
-    if mask is not None:
-        mask = mask.view(torch.uint8)
-    plan = _plan(
-        "forward",
-        x.dtype,
-        x.shape,
-        None if mask is None else mask.stride(),
-        x.data_ptr() & 15,
-        0 if mask is None else mask.data_ptr() & 15,
-        spec,
-        x.device,
-    )
-    (out,) = plan.allocate()
-    plan.launch(pointer(x), pointer(mask), pointer(out))
-    return out
+    return forward_pipeline(inputs, spec).on([tensor for tensor in inputs if tensor is not None])[0]
 
 
 def backward(given: SoftmaxGradient, spec: SoftmaxSpec) -> Tensor:
     """Runs the backward kernel on contiguous tensors."""
-    dout, out = given
-    addresses = dout.data_ptr() | out.data_ptr()
-    plan = _plan("backward", out.dtype, out.shape, None, addresses & 15, 0, spec, out.device)
-    (dx,) = plan.allocate()
-    plan.launch(pointer(dout), pointer(out), pointer(dx))
-    return dx
+    return backward_pipeline(given, spec).on(given)[0]
+
+
+def forward_pipeline(inputs: SoftmaxInputs, spec: SoftmaxSpec) -> Pipeline:
+    """The launch of the forward."""
+    return _pipeline("forward", layouts(inputs), (*map(misalignment, inputs),), spec, inputs.x.device)
+
+
+def backward_pipeline(given: SoftmaxGradient, spec: SoftmaxSpec) -> Pipeline:
+    """The launch of the backward."""
+    return _pipeline("backward", layouts(given), (misalignment(*given), 0), spec, given.out.device)
 
 
 @plan_cache
-def _plan(
-    kernel: str,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    mask_strides: tuple[int, ...] | None,
-    misalignment: int,
-    mask_misalignment: int,
-    spec: SoftmaxSpec,
-    device: torch.device,
-) -> Plan:
+def _pipeline(
+    step: str, tensors: Any, misalignments: tuple[int, int], spec: SoftmaxSpec, device: torch.device
+) -> Pipeline:
+    """`tensors`: the layouts of those of the step; `misalignments` of the scores, and of the mask."""
+    forward, (shape, _, dtype) = step == "forward", tensors[0]
+    mask = tensors.mask if forward else None
     batch, heads, seq_q, seq_k = shape
     rows = batch * heads * seq_q
     check_rows("x", rows)
     config = held_row_tile(max(seq_k, 1), device_facts(device))
-    *of_rows, of_columns = mask_strides or (0, 0, 0, 0)
-    mask_multiple = power_of_two_factor(mask_misalignment, *of_rows)
-    tensor = pointer_to(dtype, power_of_two_factor(misalignment))
+    *of_rows, of_columns = (0, 0, 0, 0) if mask is None else mask.strides
+    mask_multiple = power_of_two_factor(misalignments[1], *of_rows)
+    tensor = pointer_to(dtype, power_of_two_factor(misalignments[0]))
     parameters = {
         **dict.fromkeys(("x_ptr", "out_ptr", "dout_ptr", "dx_ptr"), tensor),
         "mask_ptr": pointer_to(torch.uint8, mask_multiple),
@@ -307,12 +293,16 @@ def _plan(
         "WIDTH": seq_k,
         **named_constants(config),
         "CAUSAL": spec.causal,
-        "HAS_MASK": mask_strides is not None,
+        "HAS_MASK": mask is not None,
     }
     programs = -(-rows // config.rows) if seq_k else 0
-    outputs = (contiguous(shape, dtype),)
-    function = {"forward": softmax_forward_kernel, "backward": softmax_backward_kernel}[kernel]
-    return make_plan(function, parameters, constants, programs, device, *config.compiled, outputs)
+    kernel = Kernel(
+        softmax_forward_kernel if forward else softmax_backward_kernel, parameters, constants, programs,
+        **config.compiled,
+    )  # fmt: skip
+    given = [name for name, tensor in tensors._asdict().items() if tensor is not None]
+    outputs = {"out" if forward else "dx": contiguous(shape, dtype)}
+    return Pipeline(device, {step: kernel}, given, outputs, unused={"mask"})
 
 
 #: Elements of a tile of the merge: 32 for each thread of 4 warps, eight loads of 16 bytes of float32.
@@ -334,52 +324,40 @@ def merge_finish(acc: Tensor, row_max: Tensor, row_sum: Tensor, dtype: torch.dty
 
 def _merge(step: str, acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor) -> None:
     """`step`: "first" or "next" for a part that joins, "finish" for the result."""
-    plan = _merge_plan(
-        step,
-        out.dtype,
-        acc.shape,
-        (acc.stride(), out.stride(), row_max.stride(), lse.stride()),
-        (acc.data_ptr() | out.data_ptr()) & 15,
-        acc.device,
-    )
-    plan.launch(*map(pointer, (acc, row_max, row_sum, out, lse)))
+    tensors = MergedPart(acc, row_max, row_sum, out, lse)
+    _merge_pipeline(step, layouts(tensors), misalignment(acc, out), acc.device).on(tensors)
 
 
 @plan_cache
-def _merge_plan(
-    step: str,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[tuple[int, ...], ...],
-    misalignment: int,
-    device: torch.device,
-) -> Plan:
-    """`dtype` of out, `shape` of acc, `strides` of acc, out, row_max and lse."""
-    batch, rows, heads, width = shape
+def _merge_pipeline(step: str, tensors: Any, misalignment: int, device: torch.device) -> Pipeline:
+    """`tensors`: the layouts of `MergedPart`; `misalignment` of acc and out."""
+    acc, row_max, _, out, lse = tensors
+    batch, rows, heads, width = acc.shape
     check_rows("acc", rows)
     tile_rows, columns = merge_tile(width)
     programs = batch * heads * -(-rows // tile_rows) if width else 0
     check_programs("acc", programs)
-    acc_strides, out_strides, row_strides, lse_strides = strides
     # A result goes to contiguous memory.
-    of_columns = acc_strides[:3] if step == "finish" else (*acc_strides[:3], *out_strides[:3])
-    tensors, multiple = power_of_two_factor(misalignment), power_of_two_factor(*of_columns)
+    of_columns = acc.strides[:3] if step == "finish" else (*acc.strides[:3], *out.strides[:3])
+    alignment, multiple = power_of_two_factor(misalignment), power_of_two_factor(*of_columns)
     dimensions = "batch", "row", "head"
     parameters = {
-        "acc_ptr": pointer_to(torch.float32, tensors),
-        "out_ptr": pointer_to(dtype, tensors),
+        "acc_ptr": pointer_to(torch.float32, alignment),
+        "out_ptr": pointer_to(out.dtype, alignment),
         **dict.fromkeys(("max_ptr", "sum_ptr", "lse_ptr"), pointer_to(torch.float32)),
-        **stride_parameters("acc", dict(zip(dimensions, acc_strides)), multiple),
-        **stride_parameters("out", dict(zip(dimensions, out_strides)), multiple),
-        **stride_parameters("max", dict(zip(("batch", "head"), row_strides))),
-        **stride_parameters("lse", dict(zip(("batch", "head"), lse_strides))),
+        **stride_parameters("acc", dict(zip(dimensions, acc.strides)), multiple),
+        **stride_parameters("out", dict(zip(dimensions, out.strides)), multiple),
+        **stride_parameters("max", dict(zip(("batch", "head"), row_max.strides))),
+        **stride_parameters("lse", dict(zip(("batch", "head"), lse.strides))),
         "rows": int32(rows),
         "heads": int32(heads),
     }
     constants = {"WIDTH": width, "ROWS": tile_rows, "BLOCK_D": columns, "FIRST": step == "first"}
-    kernel = merge_finish_kernel if step == "finish" else merge_part_kernel
+    function = merge_finish_kernel if step == "finish" else merge_part_kernel
     num_warps = max(1, _MERGE_WARPS * 32 // device_facts(device).warp_size)
-    return make_plan(kernel, parameters, constants, programs, device, num_warps)
+    buffers = {"max_ptr": "row_max", "sum_ptr": "row_sum"}
+    kernel = Kernel(function, parameters, constants, programs, buffers, num_warps)
+    return Pipeline(device, {step: kernel}, MergedPart._fields, {})
 
 
 def merge_tile(width: int) -> tuple[int, int]:

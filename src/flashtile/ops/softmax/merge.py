@@ -30,6 +30,7 @@ from flashtile.ops.common.operators import operator
 from flashtile.ops.common.rows import compute_dtype, logsumexp
 from flashtile.ops.common.sizes import differ, known
 from flashtile.ops.softmax import spec as reference
+from flashtile.ops.softmax.spec import MergedPart
 
 _BACKENDS = standard_backends("softmax")
 
@@ -40,16 +41,6 @@ class Merge(NamedTuple):
     acc: Tensor
     row_max: Tensor
     row_sum: Tensor
-
-
-class MergedPart(NamedTuple):
-    """A running merge, and the part that joins it."""
-
-    acc: Tensor
-    row_max: Tensor
-    row_sum: Tensor
-    out: Tensor
-    lse: Tensor
 
 
 class IsFirst(NamedTuple):

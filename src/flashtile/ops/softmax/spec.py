@@ -48,6 +48,16 @@ class SoftmaxGradient(NamedTuple):
     out: Tensor
 
 
+class MergedPart(NamedTuple):
+    """A running merge, and the part that joins it."""
+
+    acc: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 def forward(inputs: SoftmaxInputs, spec: SoftmaxSpec) -> Tensor:
     """The softmax, in the dtype of x."""
     x, mask = inputs
