@@ -254,6 +254,14 @@ def test_tables_are_those_of_the_records(path):
     assert record_tables.with_tables(text) == text, "run python tools/record_tables.py --write"
 
 
+def test_tables_of_older_code_say_so():
+    ages = record_tables._ages()
+    assert set(ages) == {path.stem for path in (ROOT / "benchmarks/results").glob("*.json")}
+    for name, (same, functions) in ages.items():
+        said = record_tables.older_code([name])
+        assert (f" {same} of {functions} " in said) if 2 * same < functions else not said
+
+
 def test_every_table_is_in_a_document():
     text = "".join(path.read_text("utf-8") for path in record_tables.DOCUMENTS)
     assert not [name for name in record_tables.TABLES if f"<!-- {name}, by tools/record_tables.py -->" not in text]

@@ -5,7 +5,8 @@
 
 A table stands behind a line `<!-- NAME, by tools/record_tables.py -->`, where NAME is a key of `TABLES`. A test
 compares. Above 1, flashtile is faster; means are geometric. Only the format of records is used, no module of flashtile.
-A table of a record that is not there yet is left out.
+A table of a record that is not there yet is left out. Where less than half of the kernels' functions are as they were
+in a record (`tools/record_age.py` writes how many), a line below the table says so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / name for name in ("README.md", "docs/figures.md", "docs/which_one.md", "docs/kv_cache.md")]
-_PLACE = re.compile(r"(?<=<!-- )([\w-]+)(?=, by tools/record_tables\.py -->\n\n)((?:[^|\n].*\n\n)?)((?:\|.*\n)*\n?)")
+_PLACE = re.compile(
+    r"(?<=<!-- )([\w-]+)(?=, by tools/record_tables\.py -->\n\n)"
+    r"((?:[^|*\n].*\n\n)?)((?:\|.*\n)*\n?)(?:\*Older code: .*\n\n)?"
+)
 
 Row = dict[str, Any]
 Case = dict[str, Any]
@@ -34,9 +38,18 @@ CPU_PEERS = ("sdpa-flash", "sdpa-math", "sdpa-gathered", "matmul")
 ALL_PEERS = (*PEERS, "sdpa-efficient", "flex", "torch-varlen")
 
 
-@functools.cache
+#: The records that the table at hand was made from.
+_read: set[str] = set()
+
+
 def rows_of(record: str) -> list[Row]:
     """The rows of a record that have a speed."""
+    _read.add(record)
+    return _rows_of(record)
+
+
+@functools.cache
+def _rows_of(record: str) -> list[Row]:
     text = (ROOT / "benchmarks" / "results" / f"{record}.json").read_text("utf-8")
     return [row for row in json.loads(text)["rows"] if row["ms"] is not None]
 
@@ -568,6 +581,28 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
 }
 
 
+#: Tables that stand for whole pages, not for the code of a record.
+_SUMMARIES = {"readme-speeds", "which-one"}
+
+
+@functools.cache
+def _ages() -> dict[str, tuple[int, int]]:
+    """For each record, how many functions of its kernels are as they were, of how many."""
+    text = (ROOT / "benchmarks" / "results" / "README.md").read_text("utf-8")
+    rows = re.findall(r"^\| `([\w-]+)\.json` \| \w+ \| (\d+) of (\d+) \|$", text, re.MULTILINE)
+    return {name: (int(same), int(functions)) for name, same, functions in rows}
+
+
+def older_code(records: Iterable[str]) -> str:
+    """A line that says which share of the kernels' functions is unchanged, where it is less than half."""
+    ages = [_ages()[record] for record in records if record in _ages()]
+    old = sorted({age for age in ages if 2 * age[0] < age[1]})
+    if not old:
+        return ""
+    counts = " and ".join(f"{same} of {functions}" for same, functions in old)
+    return f"*Older code: of the kernels' functions, {counts} are unchanged.*\n\n"
+
+
 def markdown(table: list[list[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in table]
     return "\n".join([lines[0], "|" + "---|" * len(table[0]), *lines[1:]]) + "\n"
@@ -577,8 +612,10 @@ def with_tables(text: str) -> str:
     """A document with its tables made anew."""
 
     def made(place: re.Match[str]) -> str:
+        _read.clear()
         try:
-            return place[1] + place[2] + markdown(TABLES[place[1]]()) + "\n"
+            table = markdown(TABLES[place[1]]()) + "\n"
+            return place[1] + place[2] + table + ("" if place[1] in _SUMMARIES else older_code(_read))
         except FileNotFoundError:  # the record is not there yet
             return place[1] + place[2]
 
