@@ -31,8 +31,7 @@ _MOST_CALLS = 4096
 #: Of one key, with tensors that differ in strides, dtypes, devices or addresses.
 _MOST_ALIKE = 8
 
-#: Types of what may be given, and of the other arguments. Types are in the key too: True equals 1, and is refused.
-_GIVEN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None), int))
+#: Types of the other arguments. The key has types too: True equals 1, and is refused.
 _OPTION_TYPES = frozenset((bool, int, float, str, type(None)))
 _LENGTHS, _STARTS, _NEW_STARTS = map(CacheCall._fields.index, ("cache_lengths", "cu_seqlens_q", "cu_seqlens_new"))
 _PAIRS = tuple(map(CacheCall._fields.index, ("k_cache", "v_cache", "descale_k", "descale_v")))
@@ -115,7 +114,7 @@ def call_key(
             return None
         options = (*options, *window)
     types, option_types = (*map(type, given),), (*map(type, options),)
-    if not (_GIVEN_TYPES.issuperset(types) and _OPTION_TYPES.issuperset(option_types)):
+    if not _OPTION_TYPES.issuperset(option_types):
         return None
     if max_seqlen_q is not None:
         if type(max_seqlen_q) is not int or not 0 < max_seqlen_q < _LONGEST:
