@@ -30,7 +30,7 @@ MAX_LINES_OF_KERNELS = 800
 #: Parameters of a function of a kernel file; what belongs together is a `NamedTuple`.
 MAX_PARAMETERS = 40
 #: Files of attention whose code names a modifier, at most (docs/adding_a_feature.md has the number).
-MAX_FILES_OF_A_MODIFIER = 23
+MAX_FILES_OF_A_MODIFIER = 10
 #: The parts of an operation whose functions are public.
 FRONTS = {"api", "merge"}
 #: Parts of attention that hand on all side inputs alike.

@@ -1767,7 +1767,7 @@ def test_machine_code_of_features_of_the_backward(form: str) -> None:
     limits = _Limits(memory, wide if max(heads) > 128 else _BACKWARD_SPILLS)
     assert not (of.call.aux.dropout_seed and config.statistics_multiplied)
     additions = None
-    if of.call.learns_slopes and config.sums_by_tma:
+    if of.call.wanted.slopes and config.sums_by_tma:
         # A thread adds for two keys in each step, and no other additions are its own.
         owners = 1 if config.split_roles else 2
         additions = 2 * owners * config.parts
@@ -2144,10 +2144,10 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         assert grad.shape == of.shape and alignment.aligned(grad)
     main, begin = launched["backward"], launched["begin"]
     assert ("masked_dout_ptr" in begin) == ("blocks" in name or "hidden" in name)
-    assert ("sink_sums_ptr" in begin) == ("sinks" in name)
-    begin.pop("sink_sums_ptr", None)  # a tensor of its own
+    assert ("logit_sums_ptr" in begin) == ("sinks" in name)
+    begin.pop("logit_sums_ptr", None)  # a tensor of its own
     assert begin["dout_ptr"] == dout.data_ptr()
-    assert begin.get("sink_logits_ptr") == (None if sinks is None else pointer(sinks))
+    assert begin.get("row_logits_ptr") == (None if sinks is None else pointer(sinks))
     assert main["dout_desc"] == begin.get("masked_dout_ptr", begin["dout_ptr"])
     assert ("dout_tail_desc" in main) == bool(backward_configs.backward_chunks(dout.shape[-1])[1])
     for given, at in {"q": q, "k": k, "v": v, "dk": grads.k, "dv": grads.v}.items():
@@ -2176,7 +2176,7 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     assert ("turns_ptr" in main) == ordered
     lists = None if side.block_lists is None else side.block_lists.data_ptr()
     assert main.get("problem.side.block_lists") == lists
-    order = ("sums_ptr", "statistics_ptr", "masked_dout_ptr", "counter_ptr", "turns_ptr", "sink_sums_ptr")
+    order = ("sums_ptr", "statistics_ptr", "masked_dout_ptr", "counter_ptr", "turns_ptr", "logit_sums_ptr")
     buffers = [begin[of] for of in order if of in begin]
     assert buffers == sorted(buffers)
     assert all(at % 16 == 0 for at in buffers)

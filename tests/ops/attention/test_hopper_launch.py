@@ -228,7 +228,7 @@ def test_a_forward_of_float32_passes_what_its_kernels_declare(launched: dict[str
     out, lse = launch.forward(q, k, v, side, spec)
     arguments = launched["attention_float32_forward_kernel"].arguments
     assert arguments["out_ptr"] == out.data_ptr() and arguments["lse_ptr"] == lse.data_ptr()
-    assert arguments["sinks_ptr"] == (None if side.sinks is None else side.sinks.data_ptr())
+    assert arguments["problem.side.sinks"] == (None if side.sinks is None else side.sinks.data_ptr())
     # The last tensor that is split is v.
     split = launched["attention_parts_kernel"].arguments
     assert split["numbers_ptr"] == v.data_ptr() and split["parts_ptr"] == arguments["v_desc"].address
@@ -332,7 +332,7 @@ def test_a_backward_passes_what_its_kernels_declare(
     assert begin["masked_dout_ptr"] in (None, masked_dout) and begin["counter_ptr"] >= masked_dout + masked_dout_bytes
     turns = begin["counter_ptr"] + 4
     assert begin["turns_ptr"] is None or begin["turns_ptr"] >= turns
-    assert bool(begin["sink_sums_ptr"]) is (side.sinks is not None)
+    assert bool(begin["logit_sums_ptr"]) is (side.sinks is not None)
 
 
 def _without_slopes(call: _Call) -> _Call:

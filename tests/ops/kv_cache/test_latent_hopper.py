@@ -227,7 +227,7 @@ def test_served(call: SplitCall) -> None:
         ({"window_left": 5}, "no window"),
         ({"window_right": 5}, "no window"),
         ({"softcap": 2.0}, "no soft cap"),
-        ({"sinks": True}, "sinks"),
+        ({"row_logits": True}, "sinks"),
         ({"scale": -1.0}, "positive scale"),
         ({"misalignment": 8}, "multiples of 16 bytes"),
         ({"strides": ((16 * 600, 16 * 600, 600), *_DECODE.strides[1:])}, "contiguous"),

@@ -218,11 +218,6 @@ class Call(NamedTuple):
         return self.spec.banded or self.aux.key_lengths is not None or self.aux.by_distance
 
     @property
-    def learns_slopes(self) -> bool:
-        """Whether the gradient of ALiBi's slopes is wanted."""
-        return self.wanted.alibi_slopes
-
-    @property
     def max_seqlens(self) -> tuple[int, int]:
         """Upper bounds of the lengths of queries and keys."""
         return self.aux.max_seqlen_q, self.aux.max_seqlen_k

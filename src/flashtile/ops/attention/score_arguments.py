@@ -85,14 +85,14 @@ def _taken_apart(
     `sizes`: batch entries, or sequences, and heads."""
     if parts.softcap and spec.softcap:
         return False
-    if parts.slopes is not None and (side.alibi_slopes is not None or not _is_alibi(parts.slopes, side, spec)):
+    if parts.slopes is not None and (side.by_distance or not _counts_from_last(parts.slopes, side, spec)):
         return False
     if parts.bias is None:
         return True
     return side.bias is None and side.cu_seqlens_q is None and _is_bias(parts.bias, function, side, q, sizes)
 
 
-def _is_alibi(slopes: Slopes, side: SideInputs, spec: AttentionSpec) -> bool:
+def _counts_from_last(slopes: Slopes, side: SideInputs, spec: AttentionSpec) -> bool:
     """Whether the distance of a function is ALiBi's, which counts from the last query and key."""
     if side.cu_seqlens_q is None:
         same_lengths = known(side.max_seqlen_q == side.max_seqlen_k)

@@ -237,6 +237,11 @@ class Wanted(NamedTuple):
     captured: tuple[bool, ...] = ()
 
     @property
+    def slopes(self) -> bool:
+        """Whether the gradient of ALiBi's slopes is wanted."""
+        return self.alibi_slopes
+
+    @property
     def flags(self) -> tuple[bool, ...]:
         """One for each tensor."""
         return (self.bias, self.alibi_slopes, self.sinks, *self.captured)

@@ -202,11 +202,11 @@ def sum_layouts(call: Call, rows: int, programs: int | None = None) -> dict[str,
     kernel of so many `programs` sums the gradient of the sinks, also its parts `[batch, heads, tiles]`, packed `[heads,
     tiles]`."""
     layouts = {}
-    if call.learns_slopes:
+    if call.wanted.slopes:
         layouts["slope_sums"] = contiguous((*call.lse_shape[:-1], rows), torch.float32)
     if call.aux.has_row_logit and programs is not None:
         heads = call.lse_shape[:-1]
-        layouts["sink_sums"] = contiguous((*heads, programs // math.prod(heads)), torch.float32)
+        layouts["logit_sums"] = contiguous((*heads, programs // math.prod(heads)), torch.float32)
     return layouts
 
 
@@ -223,8 +223,8 @@ def learned_gradients(
     gradients: dict[str, Tensor | None] = {"bias": found.get("dbias")}
     if "slope_sums" in found:
         gradients["alibi_slopes"] = slope_gradient(found["slope_sums"], side, cu_seqlens)
-    if wanted.sinks and "sink_sums" in found:
-        sums = found["sink_sums"]
+    if wanted.sinks and "logit_sums" in found:
+        sums = found["logit_sums"]
         gradients["sinks"] = sums.sum((0, -1) if sums.dim() == 3 else -1).neg_()
     elif wanted.sinks and side.sinks is not None and "statistics" in found:
         gradients["sinks"] = _sink_gradient(found["statistics"], side.sinks, own_delta)

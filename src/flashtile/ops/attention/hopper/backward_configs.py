@@ -252,7 +252,7 @@ def backward_config(call: Call) -> BackwardConfig:
         derivatives_apart=separates_derivatives(call),
         moved_bias=moved_bias,
         own_bias=call.wanted.bias and matches_scores(call) and not derivatives,
-        bias_alone=moved_bias and tables == BIAS_BYTES and not (changed or call.learns_slopes),
+        bias_alone=moved_bias and tables == BIAS_BYTES and not (changed or call.wanted.slopes),
         loads_tables=tables > (BIAS_BYTES if moved_bias else 1),
     )
 
@@ -266,7 +266,7 @@ def separates_derivatives(call: Call) -> bool:
     """`derivatives_apart` of a call."""
     spec = call.spec
     of_function = has_function_derivative(spec.score_program)
-    return derivatives_apart(spec.softcap > 0, of_function, call.learns_slopes, spec.dropout_p > 0)
+    return derivatives_apart(spec.softcap > 0, of_function, call.wanted.slopes, spec.dropout_p > 0)
 
 
 def derivatives_apart(softcap: bool, of_function: bool, learned_slopes: bool, dropout: bool) -> bool:

@@ -400,7 +400,7 @@ def _columns_together(WIDTH):
 @gluon.jit
 def attention_begin_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, cleared_ptr, turns_ptr, counter_ptr, masked_dout_ptr,
-    sink_logits_ptr, sink_sums_ptr, cu_seqlens_q_ptr, row_statistics_ptr, side, order,
+    row_logits_ptr, logit_sums_ptr, cu_seqlens_q_ptr, row_statistics_ptr, side, order,
     stride_dout_batch, stride_dout_row, stride_dout_head, batch, heads, rows_q, query_tiles, lone_tiles, lse_unit,
     side_numbers, near_rows_k,
     HEAD_DIM_V: gl.constexpr, E: gl.constexpr, D: gl.constexpr, M: gl.constexpr,
@@ -416,8 +416,8 @@ def attention_begin_kernel(
     count the tiles that they take and say where they are.
 
     `masked_dout_ptr`: where rows may see no key, dout for the main kernel, in the layout of out, with zeros in these
-    rows. Their weights of 0 would not stop NaN there. `sink_logits_ptr`: the sinks that lse counts, or None.
-    `sink_sums_ptr`: the tile's part of minus their gradient. `row_statistics_ptr`: `[*lse.shape, 4]`, where the
+    rows. Their weights of 0 would not stop NaN there. `row_logits_ptr`: the sinks that lse counts, or None.
+    `logit_sums_ptr`: the tile's part of minus their gradient. `row_statistics_ptr`: `[*lse.shape, 4]`, where the
     portable kernel of the bias's gradient reads what its `row_statistics_tile` stores; None where nobody wants that.
     `side`, `side_numbers`, `near_rows_k`: the side inputs and the number of keys, for ALiBi; all None without it.
     `order`: the `SequenceOrder` by which the main kernel of a packed call goes; None of others."""
@@ -455,10 +455,10 @@ def attention_begin_kernel(
     lse = gl.load(lse_ptr + numbers, mask=row < rows, other=float("-inf"))
     if masked_dout_ptr is not None:
         hidden = lse == float("-inf")
-        if sink_logits_ptr is not None:
+        if row_logits_ptr is not None:
             # A row with tiny weights may look like one that sees its sink alone, and has gradients. So finite numbers
             # stay, which do no harm. Because out is 0, delta is NaN where dout is not finite.
-            alone = _sees_sink_alone(lse, gl.load(sink_logits_ptr + head), out)
+            alone = _sees_logit_alone(lse, gl.load(row_logits_ptr + head), out)
             hidden = hidden | (alone & (delta != delta))
         delta = gl.where(hidden, 0.0, delta)
         gl.store(masked_dout_ptr + elements, gl.where(hidden[:, None], 0.0, dout), mask=mask)
@@ -466,15 +466,15 @@ def attention_begin_kernel(
     if HAS_DLSE:
         # A row that saw no key has no gradient, even where its dlse is NaN (as when two such rows are merged).
         delta -= gl.where(seen, gl.load(dlse_ptr + numbers, mask=row < rows, other=0.0), 0.0)
-    if sink_logits_ptr is not None:
+    if row_logits_ptr is not None:
         # Rows past the last sequence have no sink, whatever their delta is.
-        weight = gl.where(lse == float("-inf"), 0.0, gl.exp2((gl.load(sink_logits_ptr + head) - lse) * LOG2_E))
-        gl.store(sink_sums_ptr + number, gl.sum(gl.where(weight == 0.0, 0.0, weight * delta), 0))
+        weight = gl.where(lse == float("-inf"), 0.0, gl.exp2((gl.load(row_logits_ptr + head) - lse) * LOG2_E))
+        gl.store(logit_sums_ptr + number, gl.sum(gl.where(weight == 0.0, 0.0, weight * delta), 0))
         if HAS_DLSE and masked_dout_ptr is not None:
             # The gradient of lse in a row that sees its sink alone belongs to the sink, to nobody else.
             delta = gl.where(alone, gl.where(gl.abs(delta) < float("inf"), delta, 0.0), delta)
     near_lse = lse
-    if side.alibi_slopes is not None:
+    if near_rows_k is not None:
         seq_k, keys = _count_keys(sequence, batch, side, near_rows_k, PACKED)
         slope = load_slope(side, side_numbers, sequence, head, sequence < batch)
         shift = distance_shift(rows, seq_k, side_numbers.origin)
@@ -482,7 +482,7 @@ def attention_begin_kernel(
     if row_statistics_ptr is not None:
         gl.store(row_statistics_ptr + 4 * numbers, _in_log2(lse), mask=row < rows)
         gl.store(row_statistics_ptr + 4 * numbers + 1, delta, mask=row < rows)
-        if side.alibi_slopes is not None:
+        if near_rows_k is not None:
             by_row = raised_to_near(lse, slope, shift, near_shift(shift, row, keys, 1), 1)
             gl.store(row_statistics_ptr + 4 * numbers + 3, _in_log2(by_row), mask=row < rows)
     lse = _in_log2(near_lse)
@@ -546,9 +546,9 @@ def _store_parts(base, numbers, FOURTH: gl.constexpr):
 
 
 @gluon.jit
-def _sees_sink_alone(lse, sink, out):
+def _sees_logit_alone(lse, logit, out):
     """Whether rows `[M]` see their sink alone: they have `out = 0` and the sink as their lse, up to rounding."""
-    near = gl.abs(sink - lse) <= 1e-6 + 1e-6 * gl.abs(lse)
+    near = gl.abs(logit - lse) <= 1e-6 + 1e-6 * gl.abs(lse)
     return near & (gl.sum(gl.abs(out.to(gl.float32)), 1) == 0.0)
 
 

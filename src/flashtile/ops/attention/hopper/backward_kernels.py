@@ -46,7 +46,7 @@ from flashtile.ops.attention.spec import NOTHING_WANTED
 _MOVED = ("q", "k", "v", "dout", "statistics", "sums", "dq", "dk", "dv", "bias", "bias_gradient")
 
 #: The buffers of parameters whose names say what a kernel does with them, or of whom they are.
-_BUFFERS = {"cleared_ptr": "sums", "turns_ptr": "semaphores", "sink_logits_ptr": "sinks"}
+_BUFFERS = {"cleared_ptr": "sums", "turns_ptr": "semaphores", "row_logits_ptr": "sinks"}
 
 #: Parts of a bias at most: each costs a write and a read of the whole bias in float32.
 _MOST_PARTS = 8
@@ -90,7 +90,7 @@ def begin_kernel(
         "turns_ptr": optional(ordered, pointer_to(torch.int32)),
         "counter_ptr": pointer_to(torch.int32),
         "masked_dout_ptr": optional(call.may_hide_rows, tensor),
-        **dict.fromkeys(("sink_logits_ptr", "sink_sums_ptr"), optional(call.aux.has_row_logit, statistics)),
+        **dict.fromkeys(("row_logits_ptr", "logit_sums_ptr"), optional(call.aux.has_row_logit, statistics)),
         "cu_seqlens_q_ptr": _offsets(call.aux.cu_seqlens_q),
         "row_statistics_ptr": optional(row_statistics, statistics),
         **_near_keys(call, covered=schedule is not None and schedule.is_covered(call)),

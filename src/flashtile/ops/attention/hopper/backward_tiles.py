@@ -196,7 +196,7 @@ class Problem(NamedTuple):
         return Problem(
             side=side.pointers,
             order_ptr=optional(call.packed, pointer_to(torch.int32)),
-            slope_sums_ptr=optional(call.learns_slopes, pointer_to(torch.float32)),
+            slope_sums_ptr=optional(call.wanted.slopes, pointer_to(torch.float32)),
             score_change=change,
             window=window_parameters(call.spec),
             scale=float32(call.spec.scale),
@@ -614,8 +614,8 @@ def modified_scores(s, key, first_query, first_key, head, tables, work, problem,
             inner = derivatives
     if side.bias is not None:
         s = add_bias(s, tables.bias, LOG2_E / units.scale_log2)
-    if side.alibi_slopes is not None:
-        slope = load_slope(side, problem.numbers, work.sequence, work.first_head + head, True)
+    slope = load_slope(side, problem.numbers, work.sequence, work.first_head + head, True)
+    if slope is not None:
         shift = distance_shift(work.seq_q, work.seq_k, problem.numbers.origin)
         near = near_shift(shift, first_query // config.M * config.M, work.keys, config.M)
         s = lowered_by_distance(s, key, first_query + near, slope * (LOG2_E / units.scale_log2))

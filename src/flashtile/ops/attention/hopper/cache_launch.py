@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ def plan_chunks(call: SplitCall, outer: int, most_left: int, device: torch.devic
     kernel = kernel._replace(buffers={"cu_seqlens_k": "cu_seqlens_q"})
     lengths, entries, _, table, starts, new_starts, _ = call.index_dtypes
     optional = {
-        "cu_seqlens_q": starts, "alibi_slopes": call.slope_dims, "sinks": call.sinks, "lengths": lengths,
+        "cu_seqlens_q": starts, "alibi_slopes": call.slope_dims, "sinks": call.row_logits, "lengths": lengths,
         "entries": entries, "table": table, "new_starts": new_starts,
     }  # fmt: skip
     given = "q", "k", "v", "counter", "out", "lse", *(name for name, there in optional.items() if there), "length"
@@ -92,7 +92,8 @@ def _describe(call: SplitCall, outer: int, device: torch.device) -> Call:
         return TensorFacts(call.dtype, shape, strides, call.misalignment)
 
     offsets = None if starts is None else TensorFacts(starts, (batch + 1,), (1,))
-    slopes: tuple[int, ...] = (batch, heads) if call.slope_dims == 2 else (heads,)
+    by_head = {"alibi_slopes": (batch, heads)[2 - call.slope_dims :], "sinks": (heads,)[not call.row_logits :]}
+    modifiers: Any = {name: TensorFacts(torch.float32, of, (1,) * len(of)) for name, of in by_head.items() if of}
     return Call(
         "auto",
         "forward",
@@ -106,14 +107,7 @@ def _describe(call: SplitCall, outer: int, device: torch.device) -> Call:
         q=facts((*queries, heads, head_dim), q_strides[packed:]),
         k=facts((outer, rows, heads_kv, head_dim), k_strides),
         v=facts((outer, rows, heads_kv, head_dim_v), v_strides),
-        aux=AuxFacts(
-            cu_seqlens_q=offsets,
-            cu_seqlens_k=offsets,
-            max_seqlen_q=seq_q,
-            max_seqlen_k=call.capacity,
-            alibi_slopes=TensorFacts(torch.float32, slopes, (1,) * len(slopes)) if call.slope_dims else None,
-            sinks=TensorFacts(torch.float32, (heads,), (1,)) if call.sinks else None,
-        ),
+        aux=AuxFacts(offsets, offsets, seq_q, call.capacity)._replace(**modifiers),
         machine=current_machine(device),
         device=device,
     )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from flashtile.ops.attention.hopper.backward_pieces import ROWS
 from flashtile.ops.attention.hopper.convert import HIGH, LOW, MIDDLE, PARTS, split_bf16x3, without_nan
-from flashtile.ops.attention.hopper.forward_softmax import finite, join_sink, load_sink
+from flashtile.ops.attention.hopper.modifiers import finite, join_row_logit, load_row_logit
 from flashtile.ops.attention.hopper.primitives import (
     LN_2,
     Chunks,
@@ -42,16 +42,15 @@ from flashtile.ops.attention.hopper.wide_backward import (
 
 
 class Results(NamedTuple):
-    """Where out and lse go, and the sinks or None."""
+    """Where out and lse go."""
 
     out_ptr: Any
     lse_ptr: Any
-    sinks_ptr: Any
 
 
 @gluon.jit
 def attention_float32_forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, sinks_ptr, problem,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, problem,
     CHUNKS: gl.constexpr, VALUE_CHUNKS: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAYING: gl.constexpr,
     PLACES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr, MASKS: gl.constexpr,
@@ -63,7 +62,7 @@ def attention_float32_forward_kernel(
     first = make_rings(0, loads, config, STAYING, PLACES)
     second = make_rings(1, loads, config, STAYING, PLACES)
     partial = make_partial_scores()
-    results = Results(out_ptr, lse_ptr, sinks_ptr)
+    results = Results(out_ptr, lse_ptr)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -114,9 +113,9 @@ def store_results(
     layout: gl.constexpr = product_layout(CHUNK)
     reference = finite(top)
     own = 1.0
-    if results.sinks_ptr is not None:
-        rows = HeadRows(work.sequence, work.own_head, 0, 0)
-        row_sum, reference, own = join_sink(row_sum, reference, load_sink(results.sinks_ptr, rows, problem.batch))
+    logit = load_row_logit(problem.side, work.own_head, work.sequence < problem.batch)
+    if logit is not None:
+        row_sum, reference, own = join_row_logit(row_sum, reference, logit)
     inverse = gl.where(row_sum == 0.0, 0.0, own / row_sum)
     row = work.first + gl.arange(0, M, gl.SliceLayout(1, layout))
     exists = row < problem.rows_q

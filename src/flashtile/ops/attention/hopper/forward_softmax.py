@@ -50,8 +50,10 @@ from flashtile.ops.attention.hopper.modifiers import (
     capped,
     head_dropout,
     hide_by_mask,
+    join_row_logit,
     kept_weights,
     load_descale,
+    load_row_logit,
     load_slope,
     load_table,
     lowered_by_distance,
@@ -426,9 +428,9 @@ def head_scale(units, factor):
 @gluon.jit
 def head_slope(problem, sequence, head, unit, exists):
     """ALiBi's slope of a head, in units of its scores; None without ALiBi."""
-    slope = None
-    if problem.side.alibi_slopes is not None:
-        slope = load_slope(problem.side, problem.numbers, sequence, head, exists) * (LOG2_E / unit)
+    slope = load_slope(problem.side, problem.numbers, sequence, head, exists)
+    if slope is not None:
+        slope *= LOG2_E / unit
     return slope
 
 
@@ -554,12 +556,10 @@ def store_statistics(softmax, rows, view, part, problem, output, config):
     reference = softmax.reference
     own = 1.0
     side = problem.side
-    slope = None
-    if side.alibi_slopes is not None:
-        slope = load_slope(side, problem.numbers, rows.sequence, rows.head, rows.sequence < problem.batch)
-    if side.sinks is not None:
-        sink = _raised_to_near(load_sink(side.sinks, rows, problem.batch), slope, view, 1)
-        row_sum, reference, own = join_sink(row_sum, reference, sink)
+    slope = load_slope(side, problem.numbers, rows.sequence, rows.head, rows.sequence < problem.batch)
+    logit = load_row_logit(side, rows.head, rows.sequence < problem.batch)
+    if logit is not None:
+        row_sum, reference, own = join_row_logit(row_sum, reference, _raised_to_near(logit, slope, view, 1))
     if config.EIGHT_BITS:
         descales = problem.numbers.descales
         exists = rows.sequence < problem.batch
@@ -590,28 +590,6 @@ def _raised_to_near(statistic, slope, view, SIGN: gl.constexpr):
     if slope is not None:
         statistic = raised_to_near(statistic, slope, view.distance_shift, view.near_shift, SIGN)
     return statistic
-
-
-@gluon.jit
-def load_sink(sinks_ptr, rows, batch):
-    """The sink of a head. The rows past the end of a packed call (sequence number `batch`) have none."""
-    return gl.load(sinks_ptr + rows.head, mask=rows.sequence < batch, other=float("-inf"))
-
-
-@gluon.jit
-def join_sink(row_sum, reference, sink):
-    """Row sums and maxima with the sink among them, and the factor that leads from a row's old unit to the new one."""
-    sink *= LOG2_E
-    seen = gl.where(row_sum == 0.0, float("-inf"), reference)
-    top = finite(gl.maximum(seen, sink))
-    own = gl.exp2(seen - top)
-    return row_sum * own + gl.exp2(sink - top), top, own
-
-
-@gluon.jit
-def finite(m):
-    """The maximum of a row, 0 instead of -inf where it has seen nothing: a difference to -inf would be NaN."""
-    return gl.where(m == float("-inf"), 0.0, m)
 
 
 @gluon.jit

@@ -17,7 +17,7 @@ from flashtile._backends.launch import Plan, named_constants, plan_cache, pointe
 from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile._backends.tma import TmaTensor, broadcast_layout, strided_layout
 from flashtile.ops.attention.arguments import Aux
-from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts, describe_call
+from flashtile.ops.attention.call import Call, TensorFacts, describe_call
 from flashtile.ops.attention.gpu.parameters import aux_buffers, aux_tensors, positive_scale
 from flashtile.ops.attention.gpu.reductions import lse_without_keys
 from flashtile.ops.attention.gpu.score_functions import score_bounds
@@ -277,11 +277,10 @@ def _plan_float32(call: Call) -> ForwardPlan:
         parameters[f"{name}_desc"] = TmaTensor(f"{name}_parts", torch.bfloat16, box, moved)
         if programs:
             kernels[f"parts_{name}"] = parts_kernel(name, f"{name}_parts", of.shape, of.strides, widths[name])
-    without_side = describe_side(call._replace(aux=AuxFacts()), covered=False, by_column=False)
+    side = describe_side(call, covered=False, by_column=False)
     parameters |= {
         **dict.fromkeys(("out_ptr", "lse_ptr"), pointer_to(torch.float32, 16)),
-        "sinks_ptr": pointer_to(torch.float32 if call.aux.has_row_logit else None),
-        "problem": SeparateProblem.from_call(call, without_side.pointers, own_tiles=tiles),
+        "problem": SeparateProblem.from_call(call, side.pointers, own_tiles=tiles),
     }
     constants = {
         **named_constants(config),

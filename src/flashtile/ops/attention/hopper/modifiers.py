@@ -48,9 +48,11 @@ class ScoreUnits(NamedTuple):
 
 @gluon.jit
 def load_slope(side, numbers, sequence, head, seen):
-    """ALiBi's slope of one head of one sequence; 0 where `seen` says that nothing is there."""
-    place = side.alibi_slopes + sequence * numbers.stride_slopes_batch + head
-    return gl.load(place, mask=seen, other=0.0)
+    """ALiBi's slope of one head of one sequence; 0 where `seen` says that nothing is there. None without slopes."""
+    slope = None
+    if side.alibi_slopes is not None:
+        slope = gl.load(side.alibi_slopes + sequence * numbers.stride_slopes_batch + head, mask=seen, other=0.0)
+    return slope
 
 
 @gluon.jit
@@ -75,6 +77,31 @@ def raised_to_near(statistic, slope, shift, near, SIGN: gl.constexpr):
     """A row statistic of scores (natural logarithm) as one of scores with the `near_shift` for `shift`, for SIGN 1; for
     -1 the other way round. One operation, which rounds once."""
     return gl.fma(gl.abs(shift - near).to(gl.float32), SIGN * slope, statistic)
+
+
+@gluon.jit
+def load_row_logit(side, head, seen):
+    """The sink of a head; -inf where `seen` says that nothing is there. None without sinks."""
+    sink = None
+    if side.sinks is not None:
+        sink = gl.load(side.sinks + head, mask=seen, other=float("-inf"))
+    return sink
+
+
+@gluon.jit
+def join_row_logit(row_sum, reference, logit):
+    """Row sums and maxima with the logit among them, and the factor that leads from a row's old unit to the new one."""
+    logit *= LOG2_E
+    seen = gl.where(row_sum == 0.0, float("-inf"), reference)
+    top = finite(gl.maximum(seen, logit))
+    own = gl.exp2(seen - top)
+    return row_sum * own + gl.exp2(logit - top), top, own
+
+
+@gluon.jit
+def finite(m):
+    """The maximum of a row, 0 instead of -inf where it has seen nothing: a difference to -inf would be NaN."""
+    return gl.where(m == float("-inf"), 0.0, m)
 
 
 @gluon.jit

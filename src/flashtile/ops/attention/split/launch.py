@@ -23,8 +23,8 @@ from flashtile.ops.common.split_keys.plan import SplitCall, SplitPlan, split_pla
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Runs the kernels. Shapes as in `flashtile.attention`. Returns (out, lse)."""
-    others = side.key_lengths, side.alibi_slopes, side.sinks
-    return attend(_plan_for(q, k, v, side, spec), (q, k, v), others, k.shape[1])
+    _, *by_head = side.learnable
+    return attend(_plan_for(q, k, v, side, spec), (q, k, v), (side.key_lengths, *by_head), k.shape[1])
 
 
 def prepare_forward(
@@ -38,7 +38,7 @@ def prepare_forward(
 
 
 def _plan_for(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> SplitPlan:
-    lengths, slopes = side.key_lengths, side.alibi_slopes
+    lengths = side.key_lengths
     return _plan(
         q.device,
         q.dtype,
@@ -46,8 +46,8 @@ def _plan_for(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Attention
         (q.stride(), k.stride(), v.stride()),
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
         None if lengths is None else lengths.dtype,
-        0 if slopes is None else slopes.dim(),
-        side.sinks is not None,
+        side.slope_dims,
+        side.has_row_logit,
         spec,
         torch._C._get_cublas_allow_tf32(),
     )
@@ -66,7 +66,7 @@ def split_call(
     misalignment: int,
     lengths_dtype: torch.dtype | None,
     slope_dims: int,
-    sinks: bool,
+    row_logits: bool,
     spec: AttentionSpec,
     allow_tf32: bool,
 ) -> SplitCall:
@@ -91,5 +91,5 @@ def split_call(
         visible=last - first,
         softcap=spec.softcap,
         slope_dims=slope_dims,
-        sinks=sinks,
+        row_logits=row_logits,
     )

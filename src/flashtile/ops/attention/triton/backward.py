@@ -37,11 +37,11 @@ from flashtile.ops.attention.triton.scores import (
     function_gradient,
     kept_weights,
     listed_tile,
-    load_alibi,
+    load_distance,
     load_line,
     load_table,
     moved_near,
-    sees_sink_alone,
+    sees_logit_alone,
     slope_gradients,
     tile_scores,
     uncapped_gradient,
@@ -119,14 +119,12 @@ def attention_dq_kernel(
     row = tl.arange(0, BLOCK_M)
     statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED) + first + row
     keys = valid_keys(side.key_lengths, sequence, batch, seq_k)
-    alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k)
+    distance = load_distance(side, numbers, sequence, head, batch, seq_q, seq_k)
     dout_tile = load_rows(dout_base, dout_strides, 0, rows_left, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
     out_tile = load_rows(out_base, out_strides, 0, rows_left, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
-    apart = None
-    if alibi is not None:
-        apart = apart_from_near(first + row, alibi, keys)
+    apart = apart_from_near(first + row, distance, keys)
     lse, delta, hidden = row_statistics_tile(
-        rows, statistics, first + row < seq_q, out_tile, dout_tile, side, head, alibi, apart,
+        rows, statistics, first + row < seq_q, out_tile, dout_tile, side, head, distance, apart,
         HIDES_ROWS=rows.quiet is not None,
     )  # fmt: skip
     if rows.quiet is not None:
@@ -145,7 +143,7 @@ def attention_dq_kernel(
         blocks = load_line(side, numbers, sequence, head, first // constants.TILE_Q)
         visited = TileRanges(0, visited.full_begin, visited.full_end, blocks.entries * constants.TILE_K)
     columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
-    modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, keys, matrix)
+    modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, distance, keys, matrix)
     dq, slope_sums = _sum_dq(
         q_base, dout_base, k_base, v_base, q_strides, dout_strides, k_strides, v_strides,
         lse, delta, rows_left, visited, first, keys, shift, window, scale,
@@ -164,10 +162,10 @@ def attention_dq_kernel(
 
 @triton.jit
 def row_statistics_tile(
-    rows, places, inside, out_tile, dout_tile, side, head, alibi, apart, HIDES_ROWS: tl.constexpr
+    rows, places, inside, out_tile, dout_tile, side, head, distance, apart, HIDES_ROWS: tl.constexpr
 ):  # fmt: skip
     """lse in units of log2 and delta of some rows, `[M]`, and which of them see no key. `places`: of rows in lse,
-    `inside`: those that exist. With `alibi` the lse is that of scores whose distances are less by `apart`.
+    `inside`: those that exist. With `distance` the lse is that of scores whose distances are less by `apart`.
     `HIDES_ROWS`: rows may see no key. Stores for the kernels that follow (`rows.statistics`) the lse that the forward
     returned and delta, with sinks and a dlse also a third number, the delta of the sinks, and with ALiBi a fourth, the
     lse that is returned here."""
@@ -176,26 +174,27 @@ def row_statistics_tile(
     lse = tl.where(natural_lse == float("-inf"), float("inf"), natural_lse * LOG2_E)
     delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     hidden = lse == float("inf")
+    alone = None
     if HIDES_ROWS:
-        if side.sinks is not None:
+        alone = sees_logit_alone(lse, side, head, out_tile)
+        if alone is not None:
             # A row with tiny weights may look like one that sees its sink alone, and has gradients; so finite numbers,
             # which do no harm, stay. As out is 0, delta is NaN where dout is not finite.
-            alone = sees_sink_alone(lse, side, head, out_tile)
             hidden = hidden | (alone & (delta != delta))
         delta = tl.where(hidden, 0.0, delta)
     if rows.dlse is not None:
         dlse = tl.load(rows.dlse + places, mask=inside, other=0.0)
         # A row that saw no key has no gradient, even where its dlse is NaN (as when two such rows are merged).
         delta -= tl.where(lse == float("inf"), 0.0, dlse)
-        if side.sinks is not None:
+        if alone is not None:
             # A gradient through lse to a row that sees its sink alone belongs to the sink, and to nobody else.
             tl.store(rows.statistics + 4 * places + 2, delta, mask=inside)
             delta = tl.where(alone, tl.where(tl.abs(delta) < float("inf"), delta, 0.0), delta)
     if rows.statistics is not None:
         pair = tl.arange(0, 2)[None, :]
         tl.store(rows.statistics + 4 * places[:, None] + pair, tl.join(lse, delta), mask=inside[:, None])
-    if alibi is not None:
-        lse = tl.where(lse == float("inf"), lse, tl.fma(apart, alibi.slope, natural_lse) * LOG2_E)
+    if distance is not None:
+        lse = tl.where(lse == float("inf"), lse, tl.fma(apart, distance.slope, natural_lse) * LOG2_E)
         if rows.statistics is not None:
             tl.store(rows.statistics + 4 * places + 3, lse, mask=inside)
     return lse, delta, hidden
@@ -254,7 +253,7 @@ def _sum_dq(
             dprobs = tl.where(kept, dprobs * modifiers.numbers.dropout.scale, 0.0)
         dscores = probs * (dprobs - delta[:, None])
         if SUMS_SLOPES:
-            slope_sums += slope_gradients(dscores, row, column, modifiers.alibi)
+            slope_sums += slope_gradients(dscores, row, column, modifiers.distance)
         if SCORE_DERIVATIVE is not None:
             # Rows past the end, too, whose weights may be NaN.
             hidden = (probs == 0.0) | (lse == float("inf"))[:, None]
@@ -309,7 +308,7 @@ def attention_dkdv_kernel(
         dout_base = head_pointer(dout_ptr, dout_strides, sequence, begin_q, head, PACKED)
         statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED)
         function = ScoreFunction(captured, captured_sizes, None)
-        alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k)
+        distance = load_distance(side, numbers, sequence, head, batch, seq_q, seq_k)
         matrix = dropout_matrix(numbers.origin, sequence, head, heads)
         blocks = None
         walked = visited
@@ -317,7 +316,7 @@ def attention_dkdv_kernel(
             blocks = load_line(side, numbers, sequence, head, first // constants.TILE_K)
             walked = TileRanges(0, visited.full_begin, visited.full_end, blocks.entries * constants.TILE_Q)
         columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
-        modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, keys, matrix)
+        modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, distance, keys, matrix)
         dk, dv = _sum_dkdv(
             dk, dv, k_tile, v_tile, k_base, v_base, q_base, dout_base, k_strides, v_strides, q_strides, dout_strides,
             statistics_ptr + 4 * statistics, walked, first, keys, shift, seq_q, window, scale,
@@ -358,7 +357,7 @@ def _sum_dkdv(
         if blocks is not None:
             start, kind = listed_tile(blocks, step, constants.TILE_Q, BLOCK_M)
         row = start + tl.arange(0, BLOCK_M)
-        lse, delta = _load_statistics(statistics_base, row, seq_q, WHOLE, modifiers.alibi is not None)
+        lse, delta = _load_statistics(statistics_base, row, seq_q, WHOLE, modifiers.distance is not None)
         if CHUNK:
             scores = product_by_chunks(
                 k_base, k_strides, 0, keys - first, q_base, q_strides, start, seq_q,
@@ -407,8 +406,8 @@ def _sum_dkdv(
 
 
 @triton.jit
-def _load_statistics(base, row, rows, WHOLE: tl.constexpr, ALIBI: tl.constexpr):
-    """lse (in units of log2) and delta of some rows. `ALIBI`: lse of scores relative to the nearest key.
+def _load_statistics(base, row, rows, WHOLE: tl.constexpr, NEAR: tl.constexpr):
+    """lse (in units of log2) and delta of some rows. `NEAR`: lse of scores relative to the nearest key.
 
     They lie side by side in 16 bytes, most often half of them unused: a tile of them is then large enough that the
     compiler loads it once for all threads, not once in each (40 load instructions per tile against 9, and fewer
@@ -422,7 +421,7 @@ def _load_statistics(base, row, rows, WHOLE: tl.constexpr, ALIBI: tl.constexpr):
     evens, odds = tl.split(tl.reshape(quads, (quads.shape[0], 2, 2)))
     lse, _ = tl.split(evens)
     delta, near_lse = tl.split(odds)
-    if ALIBI:
+    if NEAR:
         lse = near_lse
     return lse, delta
 
@@ -485,13 +484,13 @@ def attention_short_backward_kernel(
         dout_tile = load_rows(dout_base, dout_strides, 0, rows_q, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
         out_tile = load_rows(out_base, out_strides, 0, rows_q, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
         statistics = row_statistics_offset(sequence, head, heads, 0, rows_q, False) + row
-        alibi = load_alibi(side, numbers, sequence, head, batch, rows_q, rows_k)
+        distance = load_distance(side, numbers, sequence, head, batch, rows_q, rows_k)
         apart = None
-        if alibi is not None:
+        if distance is not None:
             # In a part of a larger call all keys may be far. The nearest one of each row would take registers.
-            alibi, apart = moved_near(alibi, keys, BLOCK_M)
+            distance, apart = moved_near(distance, keys, BLOCK_M)
         lse, delta, hidden = row_statistics_tile(
-            rows, statistics, row < rows_q, out_tile, dout_tile, side, head, alibi, apart, HIDES_ROWS
+            rows, statistics, row < rows_q, out_tile, dout_tile, side, head, distance, apart, HIDES_ROWS
         )
         if HIDES_ROWS:
             lse = tl.where(hidden, float("inf"), lse)
@@ -500,7 +499,7 @@ def attention_short_backward_kernel(
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         dprobs = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
         matrix = dropout_matrix(numbers.origin, sequence, head, heads)
-        modifiers = Modifiers(side, numbers, columns, softcap, None, sequence, head, alibi, None, matrix)
+        modifiers = Modifiers(side, numbers, columns, softcap, None, sequence, head, distance, None, matrix)
         scores, tanh = tile_scores(
             scores, scale, 0, 0, modifiers, 0, constants, MODIFIED, False,
             TRANSPOSED=False, SCORE_FUNCTION=None, BRANCHES=False, bias_tile=bias_tile,
@@ -524,7 +523,7 @@ def attention_short_backward_kernel(
         store_rows(dv_base, dv_strides, 0, rows_k, tl.where(valid, dv, 0.0), shape.HEAD_DIM_V, BLOCK_N, BLOCK_E)
         dscores = probs * (dprobs - delta[:, None])
         if rows.slope_sums is not None:
-            slope_sums = slope_gradients(dscores, row, column, alibi, apart)
+            slope_sums = slope_gradients(dscores, row, column, distance, apart)
             if HIDES_ROWS:
                 slope_sums = tl.where(hidden, 0.0, slope_sums)
             tl.store(rows.slope_sums + statistics, slope_sums, mask=row < rows_q)

@@ -19,10 +19,11 @@ from flashtile.ops.attention.triton.scores import (
     TableColumns,
     dropout_matrix,
     kept_weights,
-    load_alibi,
+    load_distance,
     load_line,
     load_table,
     load_tile_kind,
+    statistic_column,
     tile_scores,
 )
 from flashtile.ops.attention.triton.tiles import (
@@ -130,8 +131,7 @@ def attention_dbias_kernel(
             )  # fmt: skip
             row = first + tl.arange(0, BLOCK_M)
             statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED) + row
-            # lse, with ALiBi that of scores relative to the nearest key, or delta.
-            which = 3 - 2 * second if side.alibi_slopes is not None else second
+            which = statistic_column(side, second)
             if WHOLE:
                 statistic = tl.load(statistics_ptr + 4 * statistics + which)
             else:
@@ -140,9 +140,9 @@ def attention_dbias_kernel(
             product *= tl.where(second == 0, scale, numbers.dropout.scale)
             if second == 0:
                 function = ScoreFunction(captured, captured_sizes, None)
-                alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k)
+                distance = load_distance(side, numbers, sequence, head, batch, seq_q, seq_k)
                 columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
-                modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, keys, None)
+                modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, distance, keys, None)
                 scores, _tanh = tile_scores(
                     product, 1.0, first, start, modifiers, kind, constants, True, q_ptr.dtype.element_ty == tl.float32,
                     TRANSPOSED=False, SCORE_FUNCTION=SCORE_FUNCTION, BRANCHES=False, bias_tile=bias_tile,

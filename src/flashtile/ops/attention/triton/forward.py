@@ -30,9 +30,8 @@ from flashtile.ops.attention.triton.scores import (
     dropout_matrix,
     kept_weights,
     listed_tile,
-    load_alibi,
+    load_distance,
     load_line,
-    load_sink,
     raised_to_near,
     start_softmax,
     tile_scores,
@@ -97,23 +96,19 @@ def attention_forward_kernel(
         # The host sees to the scale alone, not to its product with factors. NaN stays.
         scale = tl.where(tl.abs(scale) < LEAST_SCALE, LEAST_SCALE, scale)
     function = ScoreFunction(captured, captured_sizes, None)
-    alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k)
+    distance = load_distance(side, numbers, sequence, head, batch, seq_q, seq_k)
     matrix = dropout_matrix(numbers.origin, sequence, head, heads)
     blocks = None
     if constants.TILE_Q:
         blocks = load_line(side, numbers, sequence, head, first // constants.TILE_Q)
         visited = TileRanges(0, visited.full_begin, visited.full_end, blocks.entries * constants.TILE_K)
     row = tl.arange(0, BLOCK_M)
-    sink = load_sink(side, head, sequence, batch)
-    if sink is not None:
-        if alibi is not None:
-            sink = raised_to_near(sink, first + row, alibi, keys, 1)
-        sink *= LOG2_E
     columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
-    modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, keys, matrix)
+    modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, distance, keys, matrix)
+    row_max, row_sum = start_softmax(modifiers, first, batch, BLOCK_M)
     acc, row_max, row_sum, score_max = _visit_key_tiles(
         q_base, k_base, v_base, q_strides, k_strides, v_strides, visited, first, seq_q, keys, shift, window, scale,
-        modifiers, blocks, sink, constants, shape,
+        row_max, row_sum, modifiers, blocks, constants, shape,
         WHOLE, ALL_VISIBLE, ALIGNED, PRECISION, MODIFIED, MAX_SCORES=max_scores_ptr is not None,
         SCORE_FUNCTION=SCORE_FUNCTION,
     )  # fmt: skip
@@ -126,9 +121,8 @@ def attention_forward_kernel(
         inverse *= load_descale(side.descale_v, descales.v, sequence, head_kv, batch)
     lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2)
     score_max *= LN_2
-    if alibi is not None:
-        lse = raised_to_near(lse, first + row, alibi, keys, -1)
-        score_max = raised_to_near(score_max, first + row, alibi, keys, -1)
+    lse = raised_to_near(lse, first + row, modifiers, -1)
+    score_max = raised_to_near(score_max, first + row, modifiers, -1)
     statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED)
     lse_base = lse_ptr + statistics + first
     tl.store(lse_base + row, lse, mask=first + row < seq_q)
@@ -142,11 +136,12 @@ def attention_forward_kernel(
 @triton.jit
 def _visit_key_tiles(
     q_base, k_base, v_base, q_strides, k_strides, v_strides, visited, first, seq_q, keys, shift, window, scale,
-    modifiers, blocks, sink, constants, shape,
+    row_max, row_sum, modifiers, blocks, constants, shape,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, MAX_SCORES: tl.constexpr, SCORE_FUNCTION: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the key tiles of `visited`, or over those that `blocks` lists.
+    """The online softmax over the key tiles of `visited`, or over those that `blocks` lists. `row_max`, `row_sum`: of
+    `start_softmax`.
 
     Returns acc, row_max (in units of log2), row_sum, and row_max again, with `MAX_SCORES` without the sink.
 
@@ -158,7 +153,6 @@ def _visit_key_tiles(
     BLOCK_D: tl.constexpr = shape.BLOCK_D
     BLOCK_E: tl.constexpr = shape.BLOCK_E
     CHUNK: tl.constexpr = shape.CHUNK
-    row_max, row_sum = start_softmax(sink, BLOCK_M)
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     if MAX_SCORES:
         score_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -235,13 +229,13 @@ def attention_column_sums_kernel(
     keys = valid_keys(side.key_lengths, sequence, batch, seq_k)
     shift = 0 if TOP_LEFT else seq_k - seq_q
     visited = query_tile_ranges(first, keys, shift, seq_q, window, constants, shape)
-    alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k)
+    distance = load_distance(side, numbers, sequence, head, batch, seq_q, seq_k)
     blocks = None
     if constants.TILE_Q:
         blocks = load_line(side, numbers, sequence, head, first // constants.TILE_K)
         visited = TileRanges(0, visited.full_begin, visited.full_end, blocks.entries * constants.TILE_Q)
     columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
-    modifiers = Modifiers(side, numbers, columns, softcap, None, sequence, head, alibi, keys, None)
+    modifiers = Modifiers(side, numbers, columns, softcap, None, sequence, head, distance, keys, None)
     sums = _sum_weights(
         q_base, k_base, q_strides, k_strides, lse_base, visited, first, keys, shift, seq_q, window, scale,
         modifiers, blocks, constants, shape,
@@ -277,8 +271,7 @@ def _sum_weights(
             start, kind = listed_tile(blocks, step, constants.TILE_Q, BLOCK_M)
         row = start + tl.arange(0, BLOCK_M)
         lse = tl.load(lse_base + row, mask=row < seq_q, other=float("-inf"))
-        if modifiers.alibi is not None:
-            lse = raised_to_near(lse, row, modifiers.alibi, keys, 1)
+        lse = raised_to_near(lse, row, modifiers, 1)
         # In units of log2; +inf for rows that saw nothing, so that their weights are 0.
         lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
         if CHUNK:

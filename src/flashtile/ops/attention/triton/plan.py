@@ -254,7 +254,7 @@ def _tensors(planned: _Planned) -> dict[str, Any]:
             lse=statistics,
             dlse=dlse,
             statistics=pointer_to(torch.float32 if not short or call.aux.has_row_logit else None, 16),
-            slope_sums=pointer_to(torch.float32 if call.learns_slopes else None),
+            slope_sums=pointer_to(torch.float32 if call.wanted.slopes else None),
             quiet=pointer_to(dtype if planned.hides_rows and not short else None, 16),
         ),
         "max_scores_ptr": pointer_to(torch.float32 if call.spec.returns_max_scores else None),

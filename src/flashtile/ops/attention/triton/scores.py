@@ -32,8 +32,8 @@ from flashtile.ops.common.triton.functions import tanh
 from flashtile.ops.common.triton.functions import tanh as hyperbolic_tangent
 
 
-class Alibi(NamedTuple):
-    """ALiBi of one head: `-slope · |i + diagonal - j|`."""
+class Distance(NamedTuple):
+    """The term of one head that depends on the distance (ALiBi): `-slope · |i + diagonal - j|`."""
 
     slope: Any
     diagonal: Any
@@ -66,9 +66,9 @@ class Modifiers(NamedTuple):
         side, numbers: the side inputs (`parameters`).
         columns: `TableColumns`.
         softcap, function: None without one.
-        alibi: `load_alibi`.
-        near_keys: how many keys may be visible, if ALiBi's scores are relative to the nearest of them
-            (`near_diagonal`); None if they are as they are.
+        distance: `load_distance`.
+        near_keys: how many keys may be visible, if distances are relative to the nearest of them (`near_diagonal`);
+            None if they are as they are.
         dropout_matrix: `dropout_matrix`.
     """
 
@@ -79,7 +79,7 @@ class Modifiers(NamedTuple):
     function: Any
     sequence: Any
     head: Any
-    alibi: Any
+    distance: Any
     near_keys: Any
     dropout_matrix: Any
 
@@ -130,13 +130,13 @@ def modified_scores(
             first_row, first_column, BLOCK_M, BLOCK_N, float("nan"), TRANSPOSED,
         )  # fmt: skip
         scores += tile.to(tl.float32)
-    if modifiers.alibi is not None:
+    if modifiers.distance is not None:
         row = first_row + tl.arange(0, BLOCK_M)
         column = first_column + tl.arange(0, BLOCK_N)
-        diagonal = row + modifiers.alibi.diagonal
+        diagonal = row + modifiers.distance.diagonal
         if modifiers.near_keys is not None:
-            diagonal = near_diagonal(row, modifiers.alibi, modifiers.near_keys)
-        scores -= modifiers.alibi.slope * alibi_distance(diagonal, column, TRANSPOSED)
+            diagonal = near_diagonal(row, modifiers.distance, modifiers.near_keys)
+        scores -= modifiers.distance.slope * _distances(diagonal, column, TRANSPOSED)
     if modifiers.side.mask is not None:
         shown = load_table(
             modifiers.side.mask, modifiers.numbers.mask, modifiers.columns.mask, modifiers.sequence, modifiers.head,
@@ -254,51 +254,57 @@ def load_table(
 
 
 @triton.jit
-def load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k):
-    """`Alibi` of one head of one sequence; None without slopes. Rows past the end (sequence number `batch`) have slope
-    0."""
-    alibi = None
+def load_distance(side, numbers, sequence, head, batch, seq_q, seq_k):
+    """`Distance` of one head of one sequence; None without slopes. Rows past the end (sequence number `batch`) have
+    slope 0."""
+    distance = None
     if side.alibi_slopes is not None:
         place = side.alibi_slopes + sequence * numbers.stride_slopes_batch + head
         slope = tl.load(place, mask=sequence < batch, other=0.0)
         diagonal = seq_k - seq_q
         if numbers.origin.diagonal is not None:
             diagonal += numbers.origin.diagonal
-        alibi = Alibi(slope, diagonal)
-    return alibi
+        distance = Distance(slope, diagonal)
+    return distance
 
 
 @triton.jit
-def near_diagonal(row, alibi, keys):
+def near_diagonal(row, distance, keys):
     """The keys at no distance from some rows, but no farther away than the first or the last key. All keys of such a
     row lie on one side of it: their distances are less by the same number, so weights stay the same, and scores are
     small numbers, which float32 holds exactly enough."""
-    return tl.minimum(tl.maximum(row + alibi.diagonal, 0), tl.maximum(keys - 1, 0))
+    return tl.minimum(tl.maximum(row + distance.diagonal, 0), tl.maximum(keys - 1, 0))
 
 
 @triton.jit
-def raised_to_near(statistic, row, alibi, keys, SIGN: tl.constexpr):
+def raised_to_near(statistic, row, modifiers, SIGN: tl.constexpr):
     """A row statistic of scores (natural logarithm) as one of scores relative to `near_diagonal`, for SIGN 1; for -1
-    the other way round. One operation, which rounds once."""
-    return tl.fma(apart_from_near(row, alibi, keys), SIGN * alibi.slope, statistic)
+    the other way round. One operation, which rounds once. Without slopes it is the same."""
+    if modifiers.distance is not None:
+        apart = apart_from_near(row, modifiers.distance, modifiers.near_keys)
+        statistic = tl.fma(apart, SIGN * modifiers.distance.slope, statistic)
+    return statistic
 
 
 @triton.jit
-def apart_from_near(row, alibi, keys):
-    """By how much `near_diagonal` differs from the keys at no distance."""
-    return tl.abs(row + alibi.diagonal - near_diagonal(row, alibi, keys)).to(tl.float32)
+def apart_from_near(row, distance, keys):
+    """By how much `near_diagonal` differs from the keys at no distance; None without slopes."""
+    apart = None
+    if distance is not None:
+        apart = tl.abs(row + distance.diagonal - near_diagonal(row, distance, keys)).to(tl.float32)
+    return apart
 
 
 @triton.jit
-def moved_near(alibi, keys, ROWS: tl.constexpr):
-    """`Alibi` of the first `ROWS` queries, moved until one of them is at no distance from the nearest key if all keys
-    lie on one side of them, and by how much."""
-    diagonal = tl.minimum(tl.maximum(alibi.diagonal, 1 - ROWS), tl.maximum(keys - 1, 0))
-    return Alibi(alibi.slope, diagonal), tl.abs(alibi.diagonal - diagonal).to(tl.float32)
+def moved_near(distance, keys, ROWS: tl.constexpr):
+    """`Distance` of the first `ROWS` queries, moved until one of them is at no distance from the nearest key if all
+    keys lie on one side of them, and by how much."""
+    diagonal = tl.minimum(tl.maximum(distance.diagonal, 1 - ROWS), tl.maximum(keys - 1, 0))
+    return Distance(distance.slope, diagonal), tl.abs(distance.diagonal - diagonal).to(tl.float32)
 
 
 @triton.jit
-def alibi_distance(diagonal, column, TRANSPOSED: tl.constexpr):
+def _distances(diagonal, column, TRANSPOSED: tl.constexpr):
     """`|diagonal - j|`."""
     if TRANSPOSED:
         distance = diagonal[None, :] - column[:, None]
@@ -308,32 +314,35 @@ def alibi_distance(diagonal, column, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def slope_gradients(dscores, row, column, alibi, apart=None):
+def slope_gradients(dscores, row, column, distance, apart=None):
     """The part of a tile `[M, N]` in minus the gradient of the slope, by rows `[M]`. `apart`: what `moved_near` took
     off the distances."""
-    distance = alibi_distance(row + alibi.diagonal, column, TRANSPOSED=False)
+    distances = _distances(row + distance.diagonal, column, TRANSPOSED=False)
     if apart is not None:
-        distance += apart
-    return tl.sum(dscores * distance, 1)
+        distances += apart
+    return tl.sum(dscores * distances, 1)
+
+
+@triton.jit
+def statistic_column(side, second):
+    """Where the dq kernel stores delta of a row if `second` is 1, else lse, with slopes that of scores relative to the
+    nearest key."""
+    column = second
+    if side.alibi_slopes is not None:
+        column = 3 - 2 * second
+    return column
 
 
 # Sinks
 
 
 @triton.jit
-def load_sink(side, head, sequence, batch):
-    """The sink of one head; None without sinks. Rows past the end (sequence number `batch`) have none, which is
-    -inf."""
-    sink = None
-    if side.sinks is not None:
-        sink = tl.load(side.sinks + head, mask=sequence < batch, other=float("-inf"))
-    return sink
-
-
-@triton.jit
-def start_softmax(sink, BLOCK_M: tl.constexpr):
-    """Maximum and sum of M rows before the first key: those of the sink, if there is one."""
-    if sink is not None:
+def start_softmax(modifiers, first_row, batch, BLOCK_M: tl.constexpr):
+    """Maximum (in units of log2) and sum of M rows before the first key: those of the sink, if there is one. Rows past
+    the end (sequence number `batch`) have none."""
+    if modifiers.side.sinks is not None:
+        sink = tl.load(modifiers.side.sinks + modifiers.head, mask=modifiers.sequence < batch, other=float("-inf"))
+        sink = raised_to_near(sink, first_row + tl.arange(0, BLOCK_M), modifiers, 1) * LOG2_E
         row_max = tl.full((BLOCK_M,), 0.0, tl.float32) + sink
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     else:
@@ -343,12 +352,15 @@ def start_softmax(sink, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def sees_sink_alone(lse, side, head, out_tile):
-    """Rows `[M]` of a head that see their sink alone: they have `out = 0` and the sink as their lse (in units of
-    log2), up to rounding."""
-    sink = tl.load(side.sinks + head)
-    near = tl.abs(sink * LOG2_E - lse) <= 1e-6 + 1e-6 * tl.abs(lse)
-    return near & (tl.sum(tl.abs(out_tile.to(tl.float32)), 1) == 0.0)
+def sees_logit_alone(lse, side, head, out_tile):
+    """Rows `[M]` of a head that see their sink alone: they have `out = 0` and the sink as their lse (in units of log2),
+    up to rounding. None without sinks."""
+    alone = None
+    if side.sinks is not None:
+        sink = tl.load(side.sinks + head)
+        near = tl.abs(sink * LOG2_E - lse) <= 1e-6 + 1e-6 * tl.abs(lse)
+        alone = near & (tl.sum(tl.abs(out_tile.to(tl.float32)), 1) == 0.0)
+    return alone
 
 
 # Dropout

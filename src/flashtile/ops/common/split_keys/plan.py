@@ -119,7 +119,7 @@ class SplitCall(NamedTuple):
     visible: int = 0
     softcap: float = 0.0
     slope_dims: int = 0
-    sinks: bool = False
+    row_logits: bool = False
     num_splits: int = 0
     cache_dtype: torch.dtype | None = None
     descale_strides: tuple[_Shape | None, ...] = (None, None)
@@ -205,7 +205,7 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "lse_ptr": statistic,
         "sequences": Sequences(*map(pointer_to, call.index_dtypes)),
         "slopes_ptr": pointer_to(torch.float32 if call.slope_dims else None),
-        "sinks_ptr": pointer_to(torch.float32 if call.sinks else None),
+        "sinks_ptr": pointer_to(torch.float32 if call.row_logits else None),
         "descales": Descales(*(pointer_to(None if of is None else torch.float32) for of in call.descale_strides)),
         "length": Parameter("i32", 1, GIVEN),
         "q_strides": RowStrides(*(int64(stride, multiple) for stride in q_strides)),

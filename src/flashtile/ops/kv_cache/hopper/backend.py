@@ -46,7 +46,7 @@ def latent_unsupported_reason(call: SplitCall, device: DeviceFacts) -> str | Non
         ),
         _has_16_bits(call),
         (call.window_left is None and right in (None, 0), "it has no window"),
-        (not call.softcap and not call.slope_dims and not call.sinks, "it has no soft cap, ALiBi or sinks"),
+        (not call.softcap and not call.slope_dims and not call.row_logits, "it has no soft cap, ALiBi or sinks"),
         (call.scale > 0 and call.capacity > 0, "it takes a positive scale, and a cache that has rows"),
         (
             call.misalignment % 16 == 0 and row % 8 == 0 and row > 0 and outer % row == 0,

@@ -170,7 +170,7 @@ def _plan(
         visible=visible_rows(capacity, seq_q, spec.window_left, spec.window_right),
         softcap=spec.softcap,
         slope_dims=slope_dims,
-        sinks=has_sinks,
+        row_logits=has_sinks,
         num_splits=1 if spec.batch_invariant else spec.num_splits,
         cache_dtype=cache_dtype,
         descale_strides=descale_strides,
