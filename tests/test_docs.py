@@ -256,7 +256,8 @@ def test_tables_are_those_of_the_records(path):
 
 def test_tables_of_older_code_say_so():
     ages = record_tables._ages()
-    assert set(ages) == {path.stem for path in (ROOT / "benchmarks/results").glob("*.json")}
+    records = {path.stem for path in (ROOT / "benchmarks/results").glob("*.json")}
+    assert set(ages) == records, "run python tools/record_age.py --write"
     for name, (same, functions) in ages.items():
         said = record_tables.older_code([name])
         assert (f" {same} of {functions} " in said) if 2 * same < functions else not said
