@@ -4,7 +4,8 @@
 
 Prints, for each kernel, head size and mask, the configurations from fast to slow. A person copies the winner, with
 its reason, into `flashtile/ops/attention/triton/configs.py`; nothing is tuned on a user's machine. Every
-configuration must give the gradients and outputs of the first one before its time counts.
+configuration must give the gradients and outputs of the first one before its time counts. Kernels of the backward are
+timed in the whole of it, where all other kernels are as the tables have them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import itertools
 import json
 import multiprocessing
 import os
+import statistics
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
 from flashtile._backends.devices import device_facts
-from flashtile._backends.launch import KernelSource, clear_plans, compile_kernel, pointer, pointers
-from flashtile.ops.attention.call import describe_backward, describe_call
+from flashtile._backends.launch import KernelSource, clear_plans, compile_kernel
+from flashtile.bench.timing import make_timer
+from flashtile.ops.attention.call import Call, describe_backward, describe_call
 from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch, plan
 from flashtile.ops.attention.triton.tile_tables import TileConfig
@@ -28,6 +33,7 @@ from flashtile.ops.common.tiles import tile_width
 
 TOKENS, HIDDEN = 16384, 2048
 KEPT = 5
+SECONDS = 0.02
 
 
 def candidates(kernel: str, head_dim: int, dtype: torch.dtype) -> list[TileConfig]:
@@ -50,66 +56,59 @@ def make_case(head_dim: int, seq: int, dtype: torch.dtype) -> dict[str, torch.Te
     return {name: torch.randn(shape, device="cuda", dtype=dtype) for name in ("q", "k", "v", "dout")}
 
 
-def source_of(kernel: str, head_dim: int, causal: bool, dtype: torch.dtype, tiles: TileConfig) -> KernelSource:
-    """The launch of `kernel_call` with these tiles. It says nothing of lengths that they divide."""
-    shape = (1, 4096, HIDDEN // head_dim, head_dim)
-    spec = AttentionSpec(head_dim**-0.5, None, 0 if causal else None)
-    from_tables, plan.choose_tiles = plan.choose_tiles, lambda *_: tiles
+@contextmanager
+def with_tiles(kernel: str, tiles: TileConfig) -> Iterator[None]:
+    """Plans take these tiles for a kernel in the place of the table's."""
+    from_tables = plan.choose_tiles
+    plan.choose_tiles = lambda name, *given: tiles if name == kernel else from_tables(name, *given)
+    clear_plans()
     try:
-        q = torch.empty(shape, dtype=dtype, device="cuda")
-        side = SideInputs(None, None, shape[1], shape[1])
-        if kernel == "forward":
-            call = describe_call("forward", (q, q, q), side, spec)
-        else:
-            call = describe_backward(BackwardInputs(q, None, q, q, q, q, q), side, spec, Wanted())
-        made = plan._kernel.__wrapped__(kernel, call)
+        yield
     finally:
         plan.choose_tiles = from_tables
-    return made.kernel.source
+        clear_plans()
+
+
+def describe(kernel: str, q: torch.Tensor, causal: bool) -> Call:
+    """The call that a kernel is launched for, by a tensor like q."""
+    spec, side = (
+        AttentionSpec(q.shape[-1] ** -0.5, None, 0 if causal else None),
+        SideInputs(None, None, *[q.shape[1]] * 2),
+    )
+    if kernel == "forward":
+        return describe_call("forward", (q, q, q), side, spec)
+    return describe_backward(BackwardInputs(q, None, q, q, q, q, q), side, spec, Wanted())
+
+
+def source_of(kernel: str, call: Call, tiles: TileConfig) -> KernelSource:
+    """The launch with these tiles. It says nothing of lengths that they divide."""
+    with with_tiles(kernel, tiles):
+        return plan.kernel_for(kernel, call).kernel.source
 
 
 def compile_one(task) -> tuple[int, int] | None:
     """Fills Triton's disk cache, in a process of its own. Returns shared memory, or None if it does not fit."""
     kernel, head_dim, causal, dtype, tiles, facts = task
-    source = source_of(kernel, head_dim, causal, dtype, tiles)
+    q = torch.empty(1, 4096, HIDDEN // head_dim, head_dim, dtype=dtype, device="cuda")
     try:
-        compiled = compile_kernel(source, facts)
+        compiled = compile_kernel(source_of(kernel, describe(kernel, q, causal), tiles), facts)
         return compiled.metadata.shared if compiled.metadata.shared <= facts.shared_memory else None
     except Exception as error:  # a configuration that the compiler rejects is not a candidate
         print("rejected", kernel, head_dim, tiles, type(error).__name__)
         return None
 
 
-def time_call(call, repeats: int = 7) -> float:
-    """Median milliseconds of a call, by events."""
-    call()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for begin, end in events:
-        begin.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return sorted(begin.elapsed_time(end) for begin, end in events)[repeats // 2]
-
-
 def kernel_call(kernel: str, tensors: dict, causal: bool):
-    """A function that runs just this kernel and returns its results."""
+    """A function that runs the kernel, those of a backward with the others, and returns its results."""
     q, k, v, dout = (tensors[name] for name in ("q", "k", "v", "dout"))
     spec = AttentionSpec(q.shape[-1] ** -0.5, None, 0 if causal else None)
     side = SideInputs(None, None, q.shape[1], k.shape[1])
     if kernel == "forward":
         return lambda: launch.forward(q, k, v, side, spec)
     if ("saved", causal) not in tensors:
-        out, lse = launch.forward(q, k, v, side, spec)
-        tensors["saved", causal] = BackwardInputs(dout, None, q, k, v, out, lse)
-    inputs = tensors["saved", causal]
-    call = describe_backward(inputs, side, spec, Wanted())
-    given = pointers(q, k, v, inputs.out, dout, inputs.lse, None)
-    # Planned when it runs, with the tiles of that time.
-    if kernel == "dq":
-        return lambda: launch.plan_alone("dq", call).run(*given)[:1]
-    _, statistics, *_ = launch.plan_alone("dq", call).run(*given)
-    return lambda: launch.plan_alone("dkdv", call).run(*given, pointer(statistics))[:2]
+        tensors["saved", causal] = launch.forward(q, k, v, side, spec)
+    inputs = BackwardInputs(dout, None, q, k, v, *tensors["saved", causal])
+    return lambda: launch.backward(*inputs, side=side, spec=spec, wanted=Wanted())[:3]
 
 
 def main() -> None:
@@ -152,23 +151,18 @@ def measure(kernel: str, head_dim: int, causal: bool, tiles: TileConfig, tensors
     """Times one configuration; `error` is its distance from the first one's results."""
     row = {"kernel": kernel, "head_dim": head_dim, "causal": causal, "tiles": list(tiles), "ms": None}
     call = kernel_call(kernel, tensors, causal)
-    from_tables, plan.choose_tiles = plan.choose_tiles, lambda *_: tiles
-    clear_plans()
     try:
-        results = call()
-        first = tensors.setdefault((kernel, causal), results)
-        row["error"] = max(
-            ((a - b).float().norm() / b.float().norm()).item() for a, b in zip(results, first, strict=True)
-        )
-        if row["error"] < 0.01:
-            row["ms"] = time_call(call)
-        else:
-            row["why"] = f"differs from the first configuration by {row['error']:.1e}"
+        with with_tiles(kernel, tiles):
+            results = call()
+            first = tensors.setdefault((kernel, causal), results)
+            distances = [(a - b).float().norm() / b.float().norm() for a, b in zip(results, first, strict=True)]
+            row["error"] = max(map(float, distances))
+            if row["error"] < 0.01:
+                row["ms"] = statistics.median(make_timer(call, torch.device("cuda")).sample(SECONDS))
+            else:
+                row["why"] = f"differs from the first configuration by {row['error']:.1e}"
     except Exception as error:  # reported in the table: a configuration may not launch
         row["why"] = repr(error)[:200]
-    finally:
-        plan.choose_tiles = from_tables
-        clear_plans()
     return row
 
 

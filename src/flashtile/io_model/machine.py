@@ -36,17 +36,10 @@ def measure_cpu() -> Device:
     multiply = _fastest(lambda: integers * 3)
     flops = {dtype: 2 * size**3 / _fastest(_product(dtype, size)) for dtype, size in _PRODUCTS.items()}
     return Device(
-        "this CPU",
-        "cpu",
-        2 * _COPY / copy,
-        _last_cache(),
-        None,
-        flops,
-        _VECTOR / exponential,
-        _VECTOR / multiply,
-        torch.get_num_threads(),
-        0,
-    )
+        "this CPU", "cpu", 2 * _COPY / copy, _last_cache(), cache_bandwidth=None, flops=flops,
+        exponentials=_VECTOR / exponential, integers=_VECTOR / multiply,
+        multiprocessors=torch.get_num_threads(), shared_memory=0,
+    )  # fmt: skip
 
 
 def _product(dtype: torch.dtype, size: int) -> Callable[[], object]:
