@@ -122,6 +122,11 @@ def cases() -> dict[str, Callable[[], Any]]:
     logits, labels = tensor(64, 1000), torch.zeros(64, dtype=torch.int64)
     companion("cross_entropy", flashtile.cross_entropy, logits, labels)
     companion("softmax", flashtile.scaled_causal_softmax, tensor(2, 4, 64, 64))
+    companion("layer_norm of sequences", flashtile.layer_norm, tensor(2, 32, 1024), weight, bias)
+    # Products are computed, so they are small.
+    small, square, vector = tensor(2, 8, 16), tensor(16, 16), tensor(16)
+    companion("dense", flashtile.fused_dense, small, square, vector)
+    companion("mlp", flashtile.fused_mlp, small, square, vector, square, vector)
     caches, lengths = tensor(2, 2, 512, 2, 64), torch.tensor([9, 7], dtype=torch.int32)
     query, new, angles = tensor(2, 1, 4, 64), tensor(2, 1, 2, 64), tensor(512, 32)
     appended = {"k": new, "v": new.clone(), "rotary_cos": angles, "rotary_sin": angles.clone()}

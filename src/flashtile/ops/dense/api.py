@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -12,11 +13,13 @@ from flashtile.ops.common import dispatch, dtensor
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.checks import check_choice, check_device, check_float_dtype, check_tensors, raise_not_bool
 from flashtile.ops.common.other_names import refuse_other_names
+from flashtile.ops.common.repeated import call_table, expander
 from flashtile.ops.common.sizes import differ
 from flashtile.ops.dense.layers import MlpOperands, run_dense, run_mlp, run_weight_gradient
 from flashtile.ops.dense.spec import ACTIVATIONS, ActivationSpec
 
 _BACKENDS = standard_backends("dense")
+_CALLS = call_table()
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -94,6 +97,10 @@ def fused_dense(
     """
     if other_names:
         refuse_other_names(fused_dense, other_names)
+    tensors, scalars = (x, weight, bias, main_grad), (return_residual, backend, torch.is_grad_enabled())
+    found = _run_repeated(tensors, scalars)
+    if found is not None:
+        return found
     _BACKENDS.check(backend)
     raise_not_bool(return_residual=return_residual)
     _check_input("x", x)
@@ -111,13 +118,7 @@ def fused_dense(
         )  # fmt: skip
         return (out, given) if return_residual else out
     _check_backend(x, backend)
-    # A residual of another dtype than the products' keeps its own, and its gradient is added outside of them.
-    within = return_residual and x is given
-    out, residual = run_dense(_rows(x), weight, bias, main_grad, within, backend)
-    out = _shaped(out, x)
-    if not return_residual:
-        return out
-    return out, _shaped(residual, x) if within else given
+    return _run(_dense, (x, weight, bias, main_grad), (tensors, scalars))
 
 
 @overload
@@ -194,6 +195,11 @@ def fused_mlp(
     """
     if other_names:
         refuse_other_names(fused_mlp, other_names)
+    tensors = (x, weight1, bias1, weight2, bias2, main_grad1, main_grad2)
+    scalars = (return_residual, backend, torch.is_grad_enabled(), activation, gated, checkpoint_level)
+    found = _run_repeated(tensors, scalars)
+    if found is not None:
+        return found
     _BACKENDS.check(backend)
     raise_not_bool(return_residual=return_residual)
     spec = _resolve_activation(activation, gated)
@@ -225,13 +231,41 @@ def fused_mlp(
         )  # fmt: skip
         return (out, given) if return_residual else out
     _check_backend(x, backend)
-    within = return_residual and x is given
-    operands = MlpOperands(_rows(x), weight1, bias1, weight2, bias2)
-    out, residual = run_mlp(operands, (main_grad1, main_grad2), spec, level, within, backend)
-    out = _shaped(out, x)
-    if not return_residual:
-        return out
-    return out, _shaped(residual, x) if within else given
+    operands = MlpOperands(x, weight1, bias1, weight2, bias2)
+    return _run(_mlp, (*operands, main_grad1, main_grad2), (tensors, scalars), spec, level)
+
+
+def _run_repeated(tensors: tuple[Any, ...], scalars: tuple[Any, ...]) -> Any:
+    """The results of a call like an earlier one; None for others, and for all whose operands may be cast."""
+    return None if torch._C._is_any_autocast_enabled() else _CALLS.run(tensors, scalars)
+
+
+def _run(layer: Callable[..., Any], operands: tuple[Any, ...], call: tuple[Any, Any], *more: Any) -> Any:
+    """Runs a call that was checked. `operands`: its tensors as `torch.autocast` gives them; `call`: its tensors and its
+    scalars, the first of which are return_residual and backend; `more`: what the layer takes beside these."""
+    (given, *_), (return_residual, backend, *_) = call
+    if all(one is other for one, other in zip(operands, call[0])):
+        expand = expander([tensor is not None for tensor in operands])
+        _CALLS.keep(*call, lambda present: layer(*expand((None, *present)), *more, return_residual, backend))
+        return layer(*operands, *more, return_residual, backend)
+    # A residual of another dtype than the products' keeps its own, and its gradient is added outside of them.
+    within = return_residual and operands[0] is given
+    found = layer(*operands, *more, within, backend)
+    return (found, given) if return_residual and not within else found
+
+
+def _dense(
+    x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, return_residual: bool, backend: str
+) -> Tensor | tuple[Tensor, Tensor]:
+    found = run_dense(_rows(x), weight, bias, main_grad, return_residual, backend)
+    return (_shaped(found[0], x), _shaped(found[1], x)) if return_residual else _shaped(found[0], x)
+
+
+def _mlp(*arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
+    x, *others, main_grad1, main_grad2, spec, level, return_residual, backend = arguments
+    operands, main_grads = MlpOperands(_rows(x), *others), (main_grad1, main_grad2)
+    found = run_mlp(operands, main_grads, spec, level, return_residual, backend)
+    return (_shaped(found[0], x), _shaped(found[1], x)) if return_residual else _shaped(found[0], x)
 
 
 def linear_bias_wgrad(

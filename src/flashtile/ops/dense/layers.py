@@ -46,7 +46,7 @@ def run_dense(
     elif dispatch.recorded((x, weight, bias)):
         if torch.compiler.is_compiling():
             x, weight, bias, main_grad = dispatch.distinct((x, weight, bias, main_grad))  # type: ignore[assignment]
-        results = _Dense.apply(x, weight, bias, main_grad, return_residual, backend)
+        results = _apply_dense(x, weight, bias, main_grad, return_residual, backend)
         return results if return_residual else (results, x)
     return F.linear(x, weight, bias), x
 
@@ -68,7 +68,7 @@ def run_mlp(
         tensors: Any = (*operands, *main_grads)
         if torch.compiler.is_compiling():
             tensors = dispatch.distinct(tensors)
-        results = _Mlp.apply(*tensors, *spec, checkpoint_level, return_residual, backend)
+        results = _apply_mlp(*tensors, *spec, checkpoint_level, return_residual, backend)
         return results if return_residual else (results, x)
     hidden = _activate(F.linear(x, weight1, bias1), spec, backend)
     return F.linear(hidden, weight2, bias2), x
@@ -154,6 +154,9 @@ class _Mlp(torch.autograd.Function):
                 dout.contiguous(), dresidual, ctx.saved_tensors, ctx.main_grads, spec, wanted, backend
             )
         return *grads, *(None,) * 7
+
+
+_apply_dense, _apply_mlp = map(dispatch.direct_apply, (_Dense, _Mlp))
 
 
 def _mlp_backward(
