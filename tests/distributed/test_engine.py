@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.distributed.engine import Call, backward, forward
+from flashtile.distributed.engine import Call, Given, backward, forward
 from flashtile.distributed.exchange import Message, Pending
 from flashtile.distributed.layout import Layout
 from flashtile.distributed.merge import RunningMerge, Sum
@@ -87,7 +87,7 @@ def simulate(case: AttentionCase, ranks: int, strategy: str) -> dict[str, Tensor
         with torch.no_grad():
             q, k, v, dout = (shard(t, rank) for t in (inputs.q, inputs.k, inputs.v, inputs.dout))
             out, lse = forward(call, q, k, v, None, None, None)
-            found = backward(call, dout, shard(inputs.dlse, rank, 2), q, k, v, out, lse, None, None)
+            found = backward(call, Given(dout, shard(inputs.dlse, rank, 2), q, k, v, out, lse))
         results[rank] = {
             "out": out, "lse": lse, "dq": found.q.finish(), "dk": found.k.finish(), "dv": found.v.finish(),
         }  # fmt: skip

@@ -215,23 +215,25 @@ def context_parallel_attention(
     located = bias, mask, alibi_slopes, key_lengths, block_mask, function
     positional = bool(dropout_p) or any(each is not None for each in located)
     ring = places.groups[0].size if strategy != "all_to_all" else 1
-    problem = make_problem((length_q, length_k), ring, layout, causal, align, window, documents, positional)
+    problem = make_problem((length_q, length_k), ring, layout, band, documents, positional)
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     exchange: Exchange = places.groups[0] if strategy != "all_to_all" else Alone()
     heads = q.shape[-2]
     call = Call(
-        make_schedule(strategy, problem), exchange, settings | {"scale": _scale(scale, q.shape[-1])}, band, key_lengths,
-        dropout_seed, mask, 0, heads, row_sharded, longest, return_max_scores, block_mask,
-        function and function._replace(captured=()),
+        make_schedule(strategy, problem), exchange, settings | {"scale": _scale(scale, q.shape[-1])}, band,
+        key_lengths=key_lengths, dropout_seed=dropout_seed, mask=mask, head=0, heads=heads, row_sharded=row_sharded,
+        longest=longest, max_scores=return_max_scores, block_mask=block_mask,
+        score_mod=function and function._replace(captured=()),
     )  # fmt: skip
     statistics: list[Any] = [None if t is None else t.to(wide) for t in (alibi_slopes, sinks)]
     if packed:
         q, k, v = q[None], k[None], v[None]
     results: tuple[Tensor, ...]
+    tensors = q, k, v, bias, *statistics, *captured
     if strategy in ("ring", "all_gather"):
-        results = ContextAttention.apply(call, q, k, v, bias, *statistics, *captured)
+        results = ContextAttention.apply(call, *tensors)
     else:
-        results = _run_by_heads(places, layout, return_lse, call, q, k, v, bias, *statistics, *captured)
+        results = _run_by_heads(places, layout, return_lse, call, *tensors)
     asked = (results[0], *results[1:][not return_lse :])
     asked = tuple(t[0] for t in asked) if packed else asked
     return asked if return_lse or return_max_scores else asked[0]
@@ -245,10 +247,7 @@ def _run_by_heads(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    *captured: Tensor,
+    *others: Tensor | None,
 ) -> Any:
     """(out, lse), or (out, lse, max_scores), tokens exchanged for heads before and after; lse is None where it is not
     wanted."""
@@ -258,23 +257,23 @@ def _run_by_heads(
     cut_q, cut_k = (Layout(t.shape[1] * group.size, group.size, kind) for t in (q, k))
     k, v = (shared_out(t, group.size) for t in (k, v))
     exchange, runs = HeadExchange(group, cut_q, cut_k), local_head_runs(call.schedule, q, k.shape[2], group.size)
-    return AttentionByHeads.apply(exchange, call, runs, wants_lse, q, k, v, bias, slopes, sinks, *captured)
+    return AttentionByHeads.apply(exchange, call, runs, wants_lse, q, k, v, *others)
 
 
 def make_problem(
     lengths: tuple[int, int],
     ring: int,
     layout: LayoutKind,
-    causal: bool,
-    align: str,
-    window: Window | None,
+    band: dict[str, Any],
     documents: tuple[int, ...],
     positional: bool,
 ) -> Problem:
-    """What a schedule needs to know of a call. `lengths`: of queries and keys in the whole sequence."""
-    left, right = (None, None) if window is None else window
+    """What a schedule needs to know of a call. `lengths`: of queries and keys in the whole sequence. `band`: its
+    arguments causal, align and window."""
+    left, right = band["window"] or (None, None)
     cut_q, cut_k = (Layout(length, ring, layout) for length in lengths)
-    return Problem(cut_q, cut_k, (left, 0 if causal else right), align == "top_left", documents, positional)
+    right = 0 if band["causal"] else right
+    return Problem(cut_q, cut_k, (left, right), band["align"] == "top_left", documents, positional)
 
 
 @functools.lru_cache(maxsize=256)

@@ -287,6 +287,20 @@ def _in_order(call: Call, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([parts[rank][:, c.local : c.local + c.length] for _, rank, c in sorted(runs)], dim=1)
 
 
+class Given(NamedTuple):
+    """The tensors of a backward: what the forward got and returned, and the gradients of its results."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
+
+
 @dataclass
 class Results:
     """Sums of the gradients of one rank."""
@@ -299,36 +313,25 @@ class Results:
     captured: list[Tensor | None]
 
 
-def backward(
-    call: Call,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    slopes: Tensor | None,
-) -> Results:
+def backward(call: Call, given: Given) -> Results:
     """The gradients of this rank's queries, keys and values from those of all ranks' results; bias, slopes and what the
     score function reads want theirs where they require one, and get this rank's part."""
     captured = () if call.score_mod is None else call.score_mod.captured
     of_bias, of_slopes, *of_captured = (
-        None if t is None or not t.requires_grad else torch.zeros(t.shape, dtype=lse.dtype, device=t.device)
-        for t in (bias, slopes, *captured)
+        None if t is None or not t.requires_grad else torch.zeros(t.shape, dtype=given.lse.dtype, device=t.device)
+        for t in (given.bias, given.slopes, *captured)
     )
-    results = Results(Sum(q), Sum(k), Sum(v), of_bias, of_slopes, of_captured)
+    results = Results(Sum(given.q), Sum(given.k), Sum(given.v), of_bias, of_slopes, of_captured)
     returning: deque[_Returning] = deque()
-    blocks = _Blocks(call, k, v, "backward")
+    blocks = _Blocks(call, given.k, given.v, "backward")
     with arriving(chain(blocks.coming, _pending(returning))):
         for step in range(len(call.schedule.steps)):
             block = blocks.take()
-            dk, dv = Sum(block[0]), Sum(block[1])
+            of_block = Sum(block[0]), Sum(block[1])
             for work in call.works(step):
-                _add_work(call, work, results, dk, dv, dout, dlse, q, *block, out, lse, bias, slopes)
+                _add_work(call, work, results, of_block, given._replace(k=block[0], v=block[1]))
             del block
-            returning.append(_return(call, step, blocks, results, dk, dv, k, v))
+            returning.append(_return(call, step, blocks, results, of_block, given))
             while len(returning) > 1:
                 _take_returned(results, returning.popleft())
     while returning:
@@ -336,24 +339,9 @@ def backward(
     return results
 
 
-def _add_work(
-    call: Call,
-    work: Work,
-    results: Results,
-    dk: Sum,
-    dv: Sum,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    slopes: Tensor | None,
-) -> None:
-    """Adds the gradients of one call."""
-    rows = slice(*work.rows)
+def _add_work(call: Call, work: Work, results: Results, of_block: tuple[Sum, Sum], given: Given) -> None:
+    """Adds the gradients of one call, those of its keys and values to `of_block`."""
+    rows, (dout, dlse, q, k, v, out, lse, bias, slopes) = slice(*work.rows), given
     taken = _taken(work, q, k, v)
     of_rows = dout[:, rows], out[:, rows], lse[..., rows], None if dlse is None else dlse[..., rows]
     if work.mode == "packed":
@@ -364,7 +352,7 @@ def _add_work(
             arguments[name] = arguments[name].detach().requires_grad_()
     grads = flashtile.attention_backward(of_rows[0], *taken, of_rows[1], of_rows[2], dlse=of_rows[3], **arguments)
     of_qkv = [t[None] if work.mode == "packed" else t for t in grads[:3]]
-    for total, where, part in zip((results.q, dk, dv), (work.rows, work.keys, work.keys), of_qkv):
+    for total, where, part in zip((results.q, *of_block), (work.rows, work.keys, work.keys), of_qkv):
         total.add(where, part)
     if results.bias is not None:
         target = call.table(results.bias, work)
@@ -392,15 +380,15 @@ def _pending(returning: deque[_Returning]) -> Iterator[Pending]:
 
 
 def _return(
-    call: Call, step: int, blocks: _Blocks, results: Results, dk: Sum, dv: Sum, k: Tensor, v: Tensor
+    call: Call, step: int, blocks: _Blocks, results: Results, of_block: tuple[Sum, Sum], given: Given
 ) -> _Returning:
     """Starts the way back of the gradients of a step's keys and values; those of a rank's own keys are there."""
     rank, schedule = call.exchange.rank, call.schedule
     outgoing = tuple(t for t in schedule.outgoing(step, rank) if t.target != rank)
     incoming = schedule.incoming(step, rank)
     if not schedule.steps[step].transfers and call.works(step):
-        incoming = (Transfer(rank, rank, (0, k.shape[1])),)
-    grads = (dk.finish(), dv.finish()) if incoming else ()
+        incoming = (Transfer(rank, rank, (0, given.k.shape[1])),)
+    grads = [total.finish() for total in of_block] if incoming else []
     sends = []
     for transfer in incoming:
         for total, grad in zip((results.k, results.v), grads):
@@ -409,7 +397,7 @@ def _return(
                 total.add(transfer.keys, part)
             else:
                 sends.append(Message(transfer.source, part))
-    receives = [Message(t.target, _empty(of, t)) for t in outgoing for of in (k, v)]
+    receives = [Message(t.target, _empty(of, t)) for t in outgoing for of in (given.k, given.v)]
     return _Returning(outgoing, blocks.used(sends, receives))
 
 
@@ -440,7 +428,7 @@ class ContextAttention(torch.autograd.Function):
     def forward(ctx, call, q, k, v, bias, slopes, sinks, *captured):
         results = forward(call.reading(captured), q, k, v, bias, slopes, sinks)
         out, lse, *max_scores = (t.detach() for t in results)  # no views, which autograd refuses to change in place
-        ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks, *captured)
+        ctx.save_for_backward(*(q, k, v, out, lse, bias, slopes, sinks), *captured)
         ctx.call = call
         ctx.mark_non_differentiable(*max_scores)
         ctx.set_materialize_grads(False)
@@ -452,41 +440,31 @@ class ContextAttention(torch.autograd.Function):
         q, k, v, out, lse, bias, slopes, sinks, *captured = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        wanted = ctx.needs_input_grad[4:]
-        return None, *gradients(ctx.call, dout, dlse, q, k, v, out, lse, bias, slopes, sinks, captured, wanted)
+        given = Given(dout, dlse, *(q, k, v, out, lse), bias, slopes)
+        return None, *gradients(ctx.call, given, sinks, captured, ctx.needs_input_grad[4:])
 
 
 def gradients(
-    call: Call,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    captured: Sequence[Tensor],
-    wanted: Sequence[bool],
+    call: Call, given: Given, sinks: Tensor | None, captured: Sequence[Tensor], wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, bias, slopes, sinks and each captured tensor, in its input's dtype; `wanted`: which of
     those behind v."""
-    bias, slopes = (None if t is None else t.detach().requires_grad_(wants) for t, wants in zip((bias, slopes), wanted))
+    tables = given.bias, given.slopes
+    bias, slopes = (None if t is None else t.detach().requires_grad_(wants) for t, wants in zip(tables, wanted))
     call = call.reading(tuple(t.detach().requires_grad_(wants) for t, wants in zip(captured, wanted[3:])))
-    results = backward(call, dout, dlse, q, k, v, out, lse, bias, slopes)
+    results = backward(call, given._replace(bias=bias, slopes=slopes))
     of_bias, of_slopes, *of_captured = (
         None if total is None or of is None else total.to(of.dtype)
         for total, of in zip((results.bias, results.slopes, *results.captured), (bias, slopes, *captured))
     )
-    dsinks = _sink_gradient(dout, dlse, out, lse, sinks) if sinks is not None and wanted[2] else None
+    dsinks = _sink_gradient(given, sinks) if sinks is not None and wanted[2] else None
     return results.q.finish(), results.k.finish(), results.v.finish(), of_bias, of_slopes, dsinks, *of_captured
 
 
-def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def _sink_gradient(given: Given, sinks: Tensor) -> Tensor:
     """Minus the sum over rows of what a sink weighs times delta, `[heads]`."""
-    delta = (dout.to(lse.dtype) * out).sum(-1).transpose(-1, -2)  # [batch, heads, rows]
+    lse, dlse = given.lse, given.dlse
+    delta = (given.dout.to(lse.dtype) * given.out).sum(-1).transpose(-1, -2)  # [batch, heads, rows]
     if dlse is not None:
         delta = delta - dlse
     blind = lse == float("-inf")

@@ -91,7 +91,7 @@ def explain_context_parallel(
         expected = "a pair of numbers" if two else "a number"
         raise ValueError(f"ranks: expected {expected} of at least 1 for strategy={strategy!r}, got {ranks!r}")
     band = {"causal": causal, "align": align, "window": window}
-    _check_call(q, k, v, math.prod(numbers), strategy, cu_seqlens, band, options)
+    _check_call({"q": q, "k": k, "v": v}, math.prod(numbers), strategy, cu_seqlens, band, options)
     ring, exchanging = ranks if isinstance(ranks, tuple) else ((1, ranks) if strategy == "all_to_all" else (ranks, 1))
     check_heads(q.shape[-2], k.shape[-2], exchanging)
     of_rank = max(1, k.shape[-2] // exchanging)
@@ -100,9 +100,7 @@ def explain_context_parallel(
     documents = () if cu_seqlens is None else check_documents(cu_seqlens, lengths[0])
     names = ("bias", "mask", "alibi_slopes", "key_lengths", "block_mask", "score_mod")
     positional = bool(options.get("dropout_p")) or any(options.get(name) is not None for name in names)
-    schedule = make_schedule(
-        strategy, make_problem(lengths, ring, layout, causal, align, window, documents, positional)
-    )
+    schedule = make_schedule(strategy, make_problem(lengths, ring, layout, band, documents, positional))
     works = [work for step in schedule.steps for of_rank in step.work for work in of_rank]
     largest = max(works, key=lambda work: work.pairs, default=None)
     runs = local_head_runs(schedule, q if q.dim() == 4 else q[None], of_rank * exchanging, exchanging)
@@ -114,9 +112,7 @@ def explain_context_parallel(
 
 
 def _check_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: dict[str, Tensor],
     ranks: int,
     strategy: str,
     cu_seqlens: Sequence[int] | Tensor | None,
@@ -124,15 +120,15 @@ def _check_call(
     options: dict[str, Any],
 ) -> None:
     """Refuses what the call itself would, of its arguments."""
-    packed = cu_seqlens is not None
+    packed, q = cu_seqlens is not None, qkv["q"]
     given = {name: options.get(name) for name in TENSORS}
-    check_tensors({"q": q, "k": k, "v": v} | given, packed)
+    check_tensors(qkv | given, packed)
     bias, mask = (with_four_dims(name, given[name]) for name in ("bias", "mask"))
     row_sharded = has_shard_rows(bias, mask, strategy, ranks, q.shape[-3] * ranks, packed)
     documents = () if cu_seqlens is None else check_documents(cu_seqlens, q.shape[0] * ranks)
     functions = "block_mask", "score_mod"
     settings = {name: value for name, value in options.items() if name not in given and name not in functions}
-    tensors = {"q": q, "k": k, "v": v} | given | {"bias": bias, "mask": mask}
+    tensors = qkv | given | {"bias": bias, "mask": mask}
     check_whole(ranks, tensors, band | settings, documents, row_sharded, options.get("block_mask"))
 
 

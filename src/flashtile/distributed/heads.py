@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashtile.distributed.engine import Call, forward, gradients
+from flashtile.distributed.engine import Call, Given, forward, gradients
 from flashtile.distributed.exchange import GroupExchange, Message, Pending, arriving
 from flashtile.distributed.layout import Layout
 from flashtile.distributed.schedule import HeadRun, Schedule, head_runs
@@ -265,10 +265,11 @@ class AttentionByHeads(torch.autograd.Function):
         with arriving(moving):
             for number, ((run, call, heads), here) in enumerate(zip(ctx.calls, tuple(moving))):
                 of_out, *of_lse = here.wait()
-                grads = gradients(
-                    call, of_out, _as_lse(of_lse[0]) if of_lse else None, *kept[5 * number : 5 * number + 5],
-                    *(table.of(heads) for table in tables[:3]), captured, ctx.needs_input_grad[7:],
-                )  # fmt: skip
+                bias, slopes, sinks = (table.of(heads) for table in tables[:3])
+                of_lse = _as_lse(of_lse[0]) if of_lse else None
+                run_kept = kept[5 * number : 5 * number + 5]
+                run_given = Given(of_out, of_lse, *run_kept, bias, slopes)
+                grads = gradients(call, run_given, sinks, captured, ctx.needs_input_grad[7:])
                 where = f"backward, gradients of some tokens, from heads {run.heads}"
                 places = exchange.run_views(run, (dq,), (dk, dv))
                 moving.append(exchange.gather(grads[:3], layouts, places, where))

@@ -319,10 +319,9 @@ def _whole_shard_causal(problem: Problem, shard: Sequence[Chunk], band: Band) ->
 def _rectangles(problem: Problem, band: Band, queries: Chunk, keys: Chunk) -> Iterator[Work]:
     """What a chunk of queries sees of a chunk of keys, in one rectangle, or one for each document."""
     if not problem.documents:
-        work = _rectangle(
-            band, queries, keys, range(queries.start, queries.stop), range(keys.start, keys.stop), 0,
-            problem.queries.length, problem.keys.length, 0,
-        )  # fmt: skip
+        rows, columns = range(queries.start, queries.stop), range(keys.start, keys.stop)
+        frame = 0, problem.queries.length, problem.keys.length, 0
+        work = _rectangle(band, queries, keys, rows, columns, frame)
         if work is not None:
             yield work
         return
@@ -339,7 +338,7 @@ def _rectangles(problem: Problem, band: Band, queries: Chunk, keys: Chunk) -> It
         if low <= begin <= end <= high:
             inside.append((document, begin, end))
         elif rows and columns:
-            work = _rectangle(band, queries, keys, rows, columns, begin, end - begin, end - begin, document)
+            work = _rectangle(band, queries, keys, rows, columns, (begin, end - begin, end - begin, document))
             if work is not None:
                 yield work
     if any(begin < end for _, begin, end in inside):  # low < high then, so that they follow one another
@@ -354,24 +353,17 @@ def _packed(band: Band, queries: Chunk, keys: Chunk, inside: list[tuple[int, int
     return Work(
         (begin - queries.start + queries.local, end - queries.start + queries.local),
         (begin - keys.start + keys.local, end - keys.start + keys.local),
-        "packed", 0, 0, max(lengths), max(lengths), first, lengths,
-        sum(band.pairs(range(length), range(length)) for length in lengths),
+        "packed", 0, 0, max(lengths), max(lengths), document=first, lengths=lengths,
+        pairs=sum(band.pairs(range(length), range(length)) for length in lengths),
     )  # fmt: skip
 
 
 def _rectangle(
-    band: Band,
-    queries: Chunk,
-    keys: Chunk,
-    rows: range,
-    columns: range,
-    begin: int,
-    seq_q: int,
-    seq_k: int,
-    document: int,
+    band: Band, queries: Chunk, keys: Chunk, rows: range, columns: range, frame: tuple[int, int, int, int]
 ) -> Work | None:
-    """The part of a rectangle in which anything is visible. `begin`: where positions count from."""
-    lowest, highest = band
+    """The part of a rectangle in which anything is visible. `frame`: where positions count from, the lengths of queries
+    and keys from there, and the number of the document."""
+    (lowest, highest), (begin, seq_q, seq_k, document) = band, frame
     # The diagonals of a band are the same counted from the start of a document, of which both have the same.
     if highest is not None:  # row i sees up to i + highest
         columns = range(columns.start, _up(min(columns.stop, rows.stop - 1 + highest + 1), columns))
@@ -386,7 +378,7 @@ def _rectangle(
     return Work(
         (rows.start + first_q, rows.stop + first_q),
         (columns.start + first_k, columns.stop + first_k),
-        mode, rows.start - begin, columns.start - begin, seq_q, seq_k, document, (), pairs,
+        mode, rows.start - begin, columns.start - begin, seq_q, seq_k, document=document, pairs=pairs,
     )  # fmt: skip
 
 
