@@ -16,9 +16,8 @@ class _Item(SimpleNamespace):
     __eq__ = object.__eq__
 
 
-def _item(name: str, slow: bool = False, **parameters: object) -> SimpleNamespace:
+def _item(name: str, *marks: str, **parameters: object) -> SimpleNamespace:
     callspec = {"callspec": SimpleNamespace(params=parameters)} if parameters else {}
-    marks = {"slow"} if slow else set()
     return _Item(nodeid=name, get_closest_marker=lambda mark: True if mark in marks else None, **callspec)
 
 
@@ -31,13 +30,16 @@ def test_the_quick_part_has_one_case_of_a_test_and_of_each_of_its_kernels() -> N
         _item("test_a.py::test_fits[dq-2]", kernel="dq", width=2),
         _item("test_a.py::test_fits[dkdv-1]", kernel="dkdv", width=1),
         _item("test_b.py::test_one"),
-        _item("test_b.py::test_all", slow=True),
-        _item("test_b.py::test_some[1]", slow=True, case=1),
+        _item("test_b.py::test_all", "slow"),
+        _item("test_b.py::test_some[1]", "slow", case=1),
         _item("test_b.py::test_some[2]", case=2),
+        _item("test_b.py::test_some[3]", "interpreter", case=3),
+        _item("test_b.py::test_some[4]", "interpreter", case=4),
     ]
     parts = selection.parts(items)
     assert [item.nodeid for item in parts["rest"]] == [
-        "test_a.py::test_widths[2]", "test_a.py::test_fits[dq-2]", "test_b.py::test_all", "test_b.py::test_some[1]"
+        "test_a.py::test_widths[2]", "test_a.py::test_fits[dq-2]", "test_b.py::test_all", "test_b.py::test_some[1]",
+        "test_b.py::test_some[4]",
     ]  # fmt: skip
     assert [item for item in items if item in parts["quick"] or item in parts["rest"]] == items
 

@@ -486,20 +486,6 @@ def test_rows_past_the_last_sequence(small_tiles):
     assert all((grad[:45] != 0).any() for grad in grads)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_padding_may_be_anything(packed, small_tiles):
-    case = replace(BASE, key_lengths=(0, 50, 101)[: 2 + packed])
-    case = replace(case, lengths_q=(60, 60, 30), lengths_k=(60, 90, 101)) if packed else case
-    inputs = make_inputs(case)
-    starts = [0, 60, 150] if packed else [0, 101]
-    ends = [60, 150, 251] if packed else [101, 202]
-    for start, end, length in zip(starts, ends, case.key_lengths):
-        for tensor in (inputs.k, inputs.v):
-            tensor.flatten(0, -3)[start + length : end] = float("nan")
-    results = check(case, "cpu", inputs=inputs)
-    assert not any(value.isnan().any() for value in results.values())
-
-
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -575,25 +561,6 @@ def test_blind_rows_pass_nothing_on(small_tiles):
     assert not any(value.isnan().any() for value in results.values())
     assert (results["out"][:, :20] == 0).all()
     assert (results["dq"][:, :20] == 0).all()
-
-
-@pytest.mark.parametrize("heads_kv", [4, 2])
-@pytest.mark.parametrize("by_torch", [True, False], ids=["torch", "tiles"])
-def test_broadcast_and_strided_inputs(heads_kv, by_torch, small_tiles, monkeypatch):
-    if not by_torch:
-        monkeypatch.setattr(cpu, "served_by_torch", lambda *_: (False, "flashtile tiles: the test wants them"))
-    q = torch.randn(2, 90, 1, 24).expand(2, 90, 4, 24)
-    k = torch.randn(1, heads_kv, 24, 90).permute(0, 3, 1, 2).expand(2, -1, -1, -1)
-    v = torch.randn(2, 90, heads_kv, 48)[..., ::2]
-    inputs = replace(make_inputs(replace(BASE, seq_q=90, seq_k=90, heads_kv=heads_kv)), q=q, k=k, v=v)
-    results = check(replace(BASE, seq_q=90, seq_k=90, heads_kv=heads_kv), "cpu", inputs=inputs)
-    assert all(value.is_contiguous() for value in results.values())
-
-
-def test_backward_is_deterministic():
-    case = find_case("gqa", "dropout", "causal")
-    first, second = (run(case, make_inputs(case), "cpu") for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("features", [("gqa", "causal"), ("packed", "window"), ("dropout", "key_lengths")], ids=str)
@@ -675,15 +642,6 @@ def test_empty_tiles_of_a_block_mask_are_not_computed(density, side, monkeypatch
     flashtile.attention(q, q, q, block_mask=block_mask, backend="cpu")
     assert len(made) == round(density * (1024 // side) ** 2)
     assert {shape[1] for shape in made} == {side}
-
-
-def test_values_out_of_sight_do_not_matter():
-    """NaN in keys that no query sees, whole tiles of them, reaches nothing."""
-    case = AttentionCase(batch=1, seq_q=64, seq_k=2048, arguments={"window": (200, 0)})
-    clean, dirty = make_inputs(case), make_inputs(case)
-    dirty.k[:, :1024] = dirty.v[:, :1024] = float("nan")
-    clean, dirty = run(case, clean, "cpu"), run(case, dirty, "cpu")
-    assert_same(clean, dirty)
 
 
 #: Each call runs in a process of its own, whose peak is that of the call: `getrusage` counts what the process was

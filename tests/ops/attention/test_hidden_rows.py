@@ -14,6 +14,7 @@ from flashtile import BlockMask
 from flashtile.ops.attention.call import describe_call
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import assert_close, assert_same
+from support.running.places import places
 
 NAN = float("nan")
 
@@ -98,39 +99,26 @@ def check(
             assert_close(key, value, oracle[key], eager[key])
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+#: Places of every row of `HIDING`; the Hopper kernels have some of them.
+EVERYWHERE = ("reference", "cpu", "interpreted", "gpu")
+
+
+@places(*EVERYWHERE, dtypes=True)
 @pytest.mark.parametrize("name", HIDING)
-def test_nan_from_above_does_not_spread(name: str, backend: str) -> None:
-    check(name, backend)
+def test_nan_from_above_does_not_spread(name: str, backend: str, device: str, dtype: torch.dtype) -> None:
+    check(name, backend, device, dtype)
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("name", HIDING)
-def test_nan_from_above_does_not_spread_in_interpreted_kernels(name: str) -> None:
-    check(name, "triton")
+@places("interpreted", "gpu", dtypes=True)
+def test_nan_from_above_does_not_spread_in_wide_heads(backend: str, device: str, dtype: torch.dtype) -> None:
+    check("mask", backend, device, dtype, width=272)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", HIDING)
-def test_nan_from_above_does_not_spread_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    check(name, "triton", "cuda", dtype)
-
-
-@pytest.mark.interpreter
-def test_nan_from_above_does_not_spread_in_interpreted_kernels_of_wide_heads() -> None:
-    check("mask", "triton", width=272)
-
-
-@pytest.mark.gpu
-def test_nan_from_above_does_not_spread_in_wide_heads_on_a_gpu() -> None:
-    check("mask", "triton", "cuda", torch.bfloat16, width=272)
-
-
-@pytest.mark.hopper
+@places("hopper", dtypes=True)
 @pytest.mark.parametrize("name", IN_HOPPER_KERNELS)
-def test_nan_from_above_does_not_spread_in_hopper_kernels(name: str) -> None:
-    check(name, "hopper", "cuda", torch.bfloat16)
+def test_nothing_spreads_in_hopper_kernels(name: str, backend: str, device: str, dtype: torch.dtype) -> None:
+    check(name, backend, device, dtype)
+    check_sinks(name, backend, device, dtype)
 
 
 # --- rows that see a sink alone -------------------------------------------------------------------------------------
@@ -150,32 +138,16 @@ def check_sinks(name: str, backend: str, device: str = "cpu", dtype: torch.dtype
     assert not loud["q"][blind].any()
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@places(*EVERYWHERE, dtypes=True)
 @pytest.mark.parametrize("name", HIDING)
-def test_a_row_that_sees_its_sink_alone_passes_nothing_on(name: str, backend: str) -> None:
-    check_sinks(name, backend)
+def test_a_row_that_sees_its_sink_alone_passes_nothing_on(
+    name: str, backend: str, device: str, dtype: torch.dtype
+) -> None:
+    check_sinks(name, backend, device, dtype)
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("name", HIDING)
-def test_a_row_that_sees_its_sink_alone_passes_nothing_on_in_interpreted_kernels(name: str) -> None:
-    check_sinks(name, "triton")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", HIDING)
-def test_a_row_that_sees_its_sink_alone_passes_nothing_on_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    check_sinks(name, "triton", "cuda", dtype)
-
-
-@pytest.mark.hopper
-@pytest.mark.parametrize("name", IN_HOPPER_KERNELS)
-def test_a_row_that_sees_its_sink_alone_passes_nothing_on_in_hopper_kernels(name: str) -> None:
-    check_sinks(name, "hopper", "cuda", torch.bfloat16)
-
-
-def _row_that_sees_a_key(backend: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+@places(*EVERYWHERE, "hopper", dtypes=True)
+def test_a_row_that_sees_a_key_spreads_nan_beside_a_sink(backend: str, device: str, dtype: torch.dtype) -> None:
     shapes = (1, 6, 1, 64 if device == "cuda" else 16), (1, 4, 1, 64 if device == "cuda" else 16)
     q, k = (torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes)
     out = flashtile.attention(q, k, k, causal=True, sinks=torch.zeros(1, device=device), backend=backend)
@@ -186,23 +158,8 @@ def _row_that_sees_a_key(backend: str, device: str = "cpu", dtype: torch.dtype =
     assert dk.isnan().any()
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_a_row_that_sees_a_key_spreads_nan_beside_a_sink(backend: str) -> None:
-    _row_that_sees_a_key(backend)
-
-
-@pytest.mark.interpreter
-def test_a_row_that_sees_a_key_spreads_nan_in_interpreted_kernels() -> None:
-    _row_that_sees_a_key("triton")
-
-
-@pytest.mark.hopper
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
-def test_a_row_that_sees_a_key_spreads_nan_on_a_gpu(backend: str) -> None:
-    _row_that_sees_a_key(backend, "cuda", torch.bfloat16)
-
-
-def _rows_past_the_end(backend: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+@places(*EVERYWHERE, "hopper", dtypes=True)
+def test_rows_past_the_last_sequence_give_sinks_no_gradient(backend: str, device: str, dtype: torch.dtype) -> None:
     q = torch.randn(20, 2, 64 if device == "cuda" else 16).to(device, dtype).requires_grad_()
     sinks = torch.zeros(2, device=device).requires_grad_()
     cu_seqlens = torch.tensor([0, 5, 13], device=device)
@@ -211,26 +168,6 @@ def _rows_past_the_end(backend: str, device: str = "cpu", dtype: torch.dtype = t
     quiet = torch.autograd.grad(out, (q, sinks), upstream, retain_graph=True)
     upstream[13:] = NAN
     assert_same(torch.autograd.grad(out, (q, sinks), upstream), quiet)
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_rows_past_the_last_sequence_give_sinks_no_gradient(backend: str) -> None:
-    _rows_past_the_end(backend)
-
-
-@pytest.mark.interpreter
-def test_interpreted_rows_past_the_last_sequence_give_sinks_no_gradient() -> None:
-    _rows_past_the_end("triton")
-
-
-@pytest.mark.gpu
-def test_rows_past_the_last_sequence_give_sinks_no_gradient_on_a_gpu() -> None:
-    _rows_past_the_end("triton", "cuda")
-
-
-@pytest.mark.hopper
-def test_rows_past_the_last_sequence_give_sinks_no_gradient_in_hopper_kernels() -> None:
-    _rows_past_the_end("hopper", "cuda", torch.bfloat16)
 
 
 # --- what the host knows --------------------------------------------------------------------------------------------

@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile.ops.attention import cpu
@@ -128,42 +126,6 @@ def test_gradgradcheck_of_some_inputs(wanted: tuple[int, ...]) -> None:
 
 
 @both_backends
-def test_create_graph_does_not_change_the_gradients(backend: str) -> None:
-    tensors = call_inputs()
-    loss = loss_of(attend(backend, **tensors))
-    plain = torch.autograd.grad(loss, list(tensors.values()), retain_graph=True)
-    recorded = torch.autograd.grad(loss, list(tensors.values()), create_graph=True)
-    assert_same(dict(zip(tensors, recorded)), dict(zip(tensors, plain)))
-
-
-@both_backends
-@pytest.mark.parametrize("wanted", [*((name,) for name in LEARNED), ("q", "bias"), ("k", "sinks"), ("q", "k", "v")])
-def test_gradients_of_some_inputs_only(wanted: tuple[str, ...], backend: str) -> None:
-    everything = gradients(lambda **given: attend(backend, **given), call_inputs())
-    tensors = call_inputs()
-    for name, tensor in tensors.items():
-        tensor.requires_grad_(name in wanted)
-    loss_of(attend(backend, **tensors)).backward()
-    assert {name for name, tensor in tensors.items() if tensor.grad is not None} == set(wanted)
-    assert_same({name: tensors[name].grad for name in wanted}, {name: everything[name] for name in wanted})
-
-
-@both_backends
-@pytest.mark.parametrize("output", [0, 1], ids=["out", "lse"])
-def test_gradient_through_one_output(output: int, backend: str) -> None:
-    tensors = call_inputs(dtype=torch.float64)
-    del tensors["v"]
-    v = leaf(2, 6, 2, 8, dtype=torch.float64, seed=7)
-    both = attend(backend, **tensors, v=v)
-    zero = torch.zeros_like(both[1 - output])
-    upstream = torch.randn_like(both[output])
-    pair = (upstream, zero) if output == 0 else (zero, upstream)
-    expected = torch.autograd.grad(both, list(tensors.values()), pair, retain_graph=True)
-    assert_same(torch.autograd.grad(both[output], list(tensors.values()), upstream), expected)
-    assert all(grad.any() for grad in expected)
-
-
-@both_backends
 def test_one_bias_in_two_calls(backend: str) -> None:
     first, second = call_inputs(), call_inputs()
     bias = first["bias"]
@@ -181,26 +143,6 @@ def test_change_in_place_between_forward_and_backward_is_noticed(name: str, back
     tensors[name].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@both_backends
-def test_inputs_are_not_changed(backend: str) -> None:
-    tensors = {**call_inputs(), "mask": torch.rand(2, 1, 6, 6) < 0.5}
-    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    loss_of(attend(backend, **tensors)).backward()
-    identical({name: tensor.detach() for name, tensor in tensors.items()}, before)
-
-
-@both_backends
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_without_recording(mode: Callable[[], Any], backend: str) -> None:
-    tensors = call_inputs()
-    expected = attend(backend, **tensors)
-    with mode():
-        out, lse = attend(backend, **tensors)
-    assert not out.requires_grad
-    assert torch.equal(out, expected[0])
-    assert torch.equal(lse, expected[1])
 
 
 @both_backends
@@ -290,21 +232,6 @@ def test_subclasses_beside_q_see_the_operators(name: str, backend: str) -> None:
     assert torch.ops.flashtile.attention_backward.default in seen
 
 
-def test_fake_tensors_give_shapes_without_computing() -> None:
-    with FakeTensorMode():
-        tensors = {name: torch.empty(t.shape).requires_grad_() for name, t in call_inputs().items()}
-        grads = gradients(attend, tensors)
-    assert {name: grad.shape for name, grad in grads.items()} == {name: t.shape for name, t in tensors.items()}
-
-
-def test_meta_tensors_give_shapes_without_computing() -> None:
-    tensors = {name: tensor.detach().to("meta") for name, tensor in call_inputs().items()}
-    tensors["v"] = torch.empty(2, 6, 2, 16, device="meta")
-    out, lse = attend(**tensors, mask=torch.empty(6, 6, dtype=torch.bool, device="meta"))
-    assert (out.shape, lse.shape, out.device.type) == ((2, 6, 4, 16), (2, 4, 6), "meta")
-    assert lse.dtype is torch.float32
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 @both_backends
 def test_one_compilation_serves_all_sizes(backend: str) -> None:
@@ -318,64 +245,7 @@ def test_one_compilation_serves_all_sizes(backend: str) -> None:
     assert len(compilations) == 2, "the first with fixed sizes, the second with free ones"
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-@both_backends
-def test_compiled_packed(backend: str) -> None:
-    def function(**tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return flashtile.attention_varlen(
-            **tensors, cu_seqlens_q=cu_seqlens, max_seqlen_q=6, max_seqlen_k=6, return_lse=True, backend=backend
-        )
-
-    compiled, _ = compiled_with_count(function)
-    for lengths in ((5, 6), (3, 0, 6)):
-        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-        tensors = call_inputs() | {n: leaf(sum(lengths), h, 8, seed=h) for n, h in zip("qkv", (4, 2, 2))}
-        assert_same(gradients(compiled, tensors), gradients(function, tensors))
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("wanted", [("bias",), ("alibi_slopes", "sinks"), ("q", "k", "v")], ids="+".join)
-def test_compiled_with_gradients_of_some_inputs(wanted: tuple[str, ...]) -> None:
-    def function(**some: Tensor) -> tuple[Tensor, Tensor]:
-        return attend(**{**constant, **some})
-
-    tensors = call_inputs()
-    constant = {name: tensor.detach() for name, tensor in tensors.items() if name not in wanted}
-    compiled, _ = compiled_with_count(function)
-    some = {name: tensors[name] for name in wanted}
-    assert_same(gradients(compiled, some), gradients(function, some))
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_with_one_tensor_in_several_places() -> None:
-    # q [2, 2, 2, 2] is a bias of the same shape, and the slopes are the sinks.
-    def function(x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        return attend(q=x, k=x, v=x, bias=x, alibi_slopes=s, sinks=s)
-
-    compiled, _ = compiled_with_count(function)
-    tensors = {"x": leaf(2, 2, 2, 2), "s": leaf(2)}
-    assert_same(gradients(compiled, tensors), gradients(function, tensors))
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_without_gradients() -> None:
-    compiled, _ = compiled_with_count(attend)
-    tensors = {name: tensor.detach() for name, tensor in call_inputs().items()}
-    tensors["mask"] = torch.rand(6, 6) < 0.7
-    assert_same(compiled(**tensors), attend(**tensors))
-
-
 # --- torch.func, checkpointing --------------------------------------------------------------------------------------
-
-
-@both_backends
-@pytest.mark.parametrize("name", LEARNED)
-def test_func_grad_equals_autograd(name: str, backend: str) -> None:
-    tensors = call_inputs()
-    expected = gradients(lambda **given: attend(backend, **given), tensors)[name]
-    constant = {key: tensor.detach() for key, tensor in tensors.items()}
-    actual = torch.func.grad(lambda given: loss_of(attend(backend, **{**constant, name: given})))(constant[name])
-    assert torch.equal(actual, expected)
 
 
 def test_func_second_order_equals_autograd() -> None:
@@ -407,29 +277,6 @@ def test_vmap_with_softcap_equals_a_loop(backend: str) -> None:
     stacked = torch.stack((q, 2 * q, -q))
     function = lambda q: flashtile.attention(q, k, v, softcap=0.5, backend=backend)  # noqa: E731
     assert_same(torch.func.vmap(function)(stacked), torch.stack([function(one) for one in stacked]))
-
-
-@both_backends
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_activation_checkpointing(reentrant: bool, backend: str) -> None:
-    def function(*given: Tensor) -> tuple[Tensor, Tensor]:
-        return attend(backend, **dict(zip(tensors, given)), dropout_p=0.2)
-
-    def replayed(**given: Tensor) -> tuple[Tensor, Tensor]:
-        torch.manual_seed(3)
-        return checkpoint(function, *given.values(), use_reentrant=reentrant)
-
-    def plain(**given: Tensor) -> tuple[Tensor, Tensor]:
-        torch.manual_seed(3)
-        return function(*given.values())
-
-    tensors = call_inputs()
-    found = []
-    for way in (replayed, plain):
-        loss_of(way(**tensors)).backward()  # re-entrant checkpoints take no torch.autograd.grad
-        found.append({name: tensor.grad for name, tensor in tensors.items()})
-        tensors = call_inputs()
-    assert_same(*found)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

@@ -198,21 +198,6 @@ def test_row_without_visible_key(options: dict[str, Any], backend: str) -> None:
     assert not quiet[0][:, :2].any()
 
 
-SIZES = [(2, 0, 5), (2, 5, 0), (2, 0, 0), (0, 5, 5)]
-
-
-@pytest.mark.parametrize("batch, seq_q, seq_k", SIZES, ids=str)
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.5}], ids=str)
-def test_sizes_of_zero(batch: int, seq_q: int, seq_k: int, options: dict[str, Any], backend: str) -> None:
-    q, k, v = (normal(batch, s, 2, 8).requires_grad_() for s in (seq_q, seq_k, seq_k))
-    out, lse = flashtile.attention(q, k, v, return_lse=True, backend=backend, **options)
-    assert (out.shape, lse.shape) == ((batch, seq_q, 2, 8), (batch, 2, seq_q))
-    assert not out.any()
-    assert (lse == -INFINITY).all()
-    gradients = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
-    assert not any(gradient.any() for gradient in gradients)
-
-
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0)], ids=str)
 @pytest.mark.parametrize("rows", [0, 3])
 def test_packed_without_any_row(lengths: tuple[int, ...], rows: int, backend: str) -> None:
@@ -227,51 +212,11 @@ def test_packed_without_any_row(lengths: tuple[int, ...], rows: int, backend: st
 
 # --- packed sequences and key lengths -------------------------------------------------------------------------------
 
-PACKED = [
-    ((3, 5), (3, 5), {}),
-    ((3, 5), (3, 5), {"causal": True}),
-    ((3, 0, 5, 1), (3, 0, 5, 1), {"causal": True}),
-    ((4, 2, 0), (1, 7, 3), {"causal": True}),
-    ((4, 2, 3), (6, 0, 3), {"causal": True, "align": "top_left"}),
-    ((70, 1, 40), (20, 90, 40), {"window": (5, 9)}),
-    ((4, 6), (5, 6), {"key_lengths": (2, 6), "causal": True}),
-    ((4, 6), (5, 6), {"key_lengths": (0, 3)}),
-]
-
 
 def packed_inputs(lengths_q: tuple[int, ...], lengths_k: tuple[int, ...]) -> list[Tensor]:
     """q of 4 heads, k and v of 2, with one row at the end that no sequence owns."""
     sizes = ((sum(lengths_q), 4), (sum(lengths_k), 2), (sum(lengths_k), 2))
     return [normal(total + 1, heads, 8, seed=seed).requires_grad_() for seed, (total, heads) in enumerate(sizes)]
-
-
-@pytest.mark.parametrize("lengths_q, lengths_k, options", PACKED, ids=str)
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=["int32", "int64"])
-def test_packed_is_a_loop_of_dense_calls(
-    lengths_q: tuple[int, ...], lengths_k: tuple[int, ...], options: dict[str, Any], index: torch.dtype, backend: str
-) -> None:
-    options = {**options, "return_lse": True, "backend": backend}
-    key_lengths = torch.tensor(options.pop("key_lengths", lengths_k), dtype=index)
-    q, k, v = inputs = packed_inputs(lengths_q, lengths_k)
-    cu_q, cu_k = cumulative(lengths_q), cumulative(lengths_k)
-    out, lse = flashtile.attention_varlen(q, k, v, cu_q.to(index), cu_k.to(index), key_lengths=key_lengths, **options)
-
-    outs, lses = [], []
-    for b in range(len(lengths_q)):
-        rows, columns = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
-        one, one_lse = flashtile.attention(
-            q[None, rows], k[None, columns], v[None, columns], key_lengths=key_lengths[b : b + 1], **options
-        )
-        outs.append(one[0])
-        lses.append(one_lse[0])
-    assert_same(out[:-1], torch.cat(outs))
-    assert_same(lse[:, :-1], torch.cat(lses, dim=1))
-    assert not out[-1].any()
-    assert (lse[:, -1] == -INFINITY).all()
-
-    gradients = torch.autograd.grad(out.sin().sum(), inputs)
-    assert_same(gradients, torch.autograd.grad(torch.cat(outs).sin().sum(), inputs))
-    assert not any(gradient[-1].any() for gradient in gradients)
 
 
 def test_equal_lengths_packed_are_a_batch_with_the_same_dropout(backend: str) -> None:
