@@ -14,7 +14,8 @@ import argparse
 import itertools
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashtile._backends.devices import device_facts
+from flashtile._backends.launch import clear_plans
 from flashtile.bench.timing import make_timer
 from flashtile.ops.common.tiles import RowTile
 from flashtile.ops.layer_norm import kernels
@@ -111,29 +113,26 @@ def milliseconds(call: Callable[[], Any]) -> float:
     return statistics.median(make_timer(call, DEVICE).sample(SECONDS))
 
 
-def with_cut(phase: str, config: RowTile, call: Callable[[], Any]) -> Any:
-    """Runs a call with a cut in the place of the table's."""
+@contextmanager
+def with_choice(phase: str, choose: Callable[..., RowTile]) -> Iterator[None]:
+    """Calls take the cut of this function in the place of the table's."""
     name = f"{phase}_config"
     from_table = getattr(kernels, name)
-    setattr(kernels, name, lambda *_: config)
-    getattr(kernels, f"_{phase}_plan").cache_clear()
+    setattr(kernels, name, choose)
+    clear_plans()
     try:
-        return call()
+        yield
     finally:
         setattr(kernels, name, from_table)
-        getattr(kernels, f"_{phase}_plan").cache_clear()
+        clear_plans()
 
 
 def table_cut(phase: str, problem: Problem) -> RowTile:
     """The cut that a call takes by itself."""
-    seen = []
+    seen: list[RowTile] = []
     from_table = getattr(kernels, f"{phase}_config")
-    setattr(kernels, f"{phase}_config", lambda *given: seen.append(from_table(*given)) or seen[-1])
-    getattr(kernels, f"_{phase}_plan").cache_clear()
-    try:
+    with with_choice(phase, lambda *given: seen.append(from_table(*given)) or seen[-1]):
         getattr(problem, phase)()
-    finally:
-        setattr(kernels, f"{phase}_config", from_table)
     return seen[0]
 
 
@@ -149,8 +148,9 @@ def measure(phase: str, problem: Problem, limit: int | None) -> list[dict[str, A
     for config in [table, *(c for c in candidates(phase, width) if c != table)][:limit]:
         row: dict[str, Any] = {"cut": list(config), "table": config == table, "ms": None}
         try:
-            found = with_cut(phase, config, lambda: (error(call(), first), milliseconds(call)))
-            row |= {"error": found[0], "ms": found[1] if found[0] < 0.01 else None}
+            with with_choice(phase, lambda *given, config=config: config):
+                row["error"] = error(call(), first)
+                row["ms"] = milliseconds(call) if row["error"] < 0.01 else None
         except Exception as problem_of_cut:  # reported: a cut may not compile, or not fit
             row["why"] = repr(problem_of_cut)[:200]
         rows.append(row)
