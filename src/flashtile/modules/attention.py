@@ -164,7 +164,7 @@ class FlashSelfAttention(_Attention):
         if other_names:
             refuse_other_names(self, FlashSelfAttention.forward, other_names)
         q, k, v = _unpacked("qkv", qkv, 3, cu_seqlens is not None)
-        return self._attend(q, k, v, causal, cu_seqlens, max_seqlen, None, max_seqlen)
+        return self._attend(q, k, v, causal, cu_seqlens, max_seqlen, max_seqlen_k=max_seqlen)
 
 
 class FlashCrossAttention(_Attention):
@@ -199,7 +199,8 @@ class FlashCrossAttention(_Attention):
         if other_names:
             refuse_other_names(self, FlashCrossAttention.forward, other_names)
         k, v = _unpacked("kv", kv, 2, cu_seqlens is not None)
-        return self._attend(q, k, v, causal, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
+        of_keys = cu_seqlens_k, max_seqlen_k
+        return self._attend(q, k, v, causal, cu_seqlens, max_seqlen, *of_keys)
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,15 @@ class KVCache:
         self.v[:, self.length : end] = v
         self.length = end
         return self.k[:, :end], self.v[:, :end]
+
+
+class _Lengths(NamedTuple):
+    """Of packed sequences, as the arguments of `MHA.forward`."""
+
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_k: int | None = None
 
 
 class MHA(nn.Module):
@@ -213,68 +222,59 @@ class MHA(nn.Module):
         """
         if other_names:
             refuse_other_names(self, MHA.forward, other_names)
+        lengths = _Lengths(cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
         if position_ids is None and block_mask is None:
-            out = self._output(x, x_kv, key_padding_mask, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, cache)
+            out = self._output(x, x_kv, key_padding_mask, lengths, cache)
         else:
-            others = (x_kv, key_padding_mask, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, cache)
+            others = (x_kv, key_padding_mask, *lengths, cache)
             self._check_tree(x, position_ids, block_mask, any(other is not None for other in others))
-            out = self._attend(x, None, None, None, None, None, position_ids, block_mask)
+            out = self._attend(x, None, lengths, position_ids, block_mask)
         return (out, x) if self.return_residual else out
 
     def _output(
         self,
         x: Tensor,
-        x_kv: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        max_seqlen_k: int | None = None,
+        x_kv: Tensor | None,
+        key_padding_mask: Tensor | None,
+        lengths: _Lengths = _Lengths(),  # noqa: B008
         cache: KVCache | Sequence[KVCache] | None = None,
     ) -> Tensor:
-        self._check_inputs(x, x_kv, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
+        self._check_inputs(x, x_kv, lengths)
         if key_padding_mask is not None:
-            self._check_mask(x, x_kv, key_padding_mask, cu_seqlens)
+            self._check_mask(x, x_kv, key_padding_mask, lengths.cu_seqlens)
         if cache is not None:
-            self._check_cache(key_padding_mask, cu_seqlens)
+            self._check_cache(key_padding_mask, lengths.cu_seqlens)
             return self._decode(x, self._own(cache))
         if key_padding_mask is None:
-            return self._attend(x, x_kv, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
-        if x_kv is not None:
-            return self._masked_cross(x, x_kv, key_padding_mask)
-        kept = unpad_input(x, key_padding_mask)
-        out = self._attend(kept.x, None, kept.cu_seqlens, kept.max_seqlen, None, None)
-        return pad_input(out, kept.indices, *key_padding_mask.shape)
+            return self._attend(x, x_kv, lengths)
+        kept = unpad_input(x if x_kv is None else x_kv, key_padding_mask)
+        if x_kv is None:
+            out = self._attend(kept.x, None, _Lengths(kept.cu_seqlens, kept.max_seqlen))
+            return pad_input(out, kept.indices, *key_padding_mask.shape)
+        # Queries are packed too, all of one length.
+        batch, seq = x.shape[:2]
+        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * seq
+        out = self._attend(x.flatten(0, 1), kept.x, _Lengths(cu_seqlens, seq, kept.cu_seqlens, kept.max_seqlen))
+        return out.unflatten(0, (batch, seq))
 
     def _attend(
         self,
         x: Tensor,
         x_kv: Tensor | None,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-        cu_seqlens_k: Tensor | None,
-        max_seqlen_k: int | None,
+        lengths: _Lengths,
         position_ids: Tensor | None = None,
         block_mask: BlockMask | None = None,
     ) -> Tensor:
         if x_kv is None:
-            cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
+            cu_seqlens, max_seqlen, *_ = lengths
+            lengths = _Lengths(cu_seqlens, max_seqlen, cu_seqlens, max_seqlen)
             longest = None if cu_seqlens is None else max_seqlen
             q, k, v = self._project(x, longest, 0, cu_seqlens, max_seqlen, position_ids)
         else:
             q = self._heads(self.Wq(x), self.num_heads)
             k, v = self._heads(self.Wkv(x_kv), 2 * self.num_heads_kv).chunk(2, dim=-2)
         masks = () if block_mask is None else (block_mask,)
-        out = self.inner_attn(q, k, v, None, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, *masks)
-        return self.out_proj(out.flatten(-2))
-
-    def _masked_cross(self, x: Tensor, x_kv: Tensor, mask: Tensor) -> Tensor:
-        """Queries are packed too, all of one length."""
-        batch, seq = x.shape[:2]
-        kept = unpad_input(x_kv, mask)
-        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * seq
-        out = self._attend(x.flatten(0, 1), kept.x, cu_seqlens, seq, kept.cu_seqlens, kept.max_seqlen)
-        return out.unflatten(0, (batch, seq))
+        return self.out_proj(self.inner_attn(q, k, v, None, *lengths, *masks).flatten(-2))
 
     def _decode(self, x: Tensor, cache: KVCache) -> Tensor:
         # Tables for all that fits, made once: those for each length would be new in every step.
@@ -308,7 +308,8 @@ class MHA(nn.Module):
             tables = self.rotary_emb.tables(positions, x.device)
             style = self.rotary_emb.interleaved, _output_is_ours(self.Wqkv)
             qkv = flashtile.apply_rotary_qkv(
-                qkv, *tables, *style, offset, self.num_heads, cu_seqlens, max_seqlen, position_ids=position_ids
+                qkv, *tables, *style, seqlen_offsets=offset, num_heads_q=self.num_heads, cu_seqlens=cu_seqlens,
+                max_seqlen=max_seqlen, position_ids=position_ids,
             )  # fmt: skip
         q, k, v = qkv.split([self.num_heads, self.num_heads_kv, self.num_heads_kv], dim=-2)
         return q, k, v
@@ -325,15 +326,7 @@ class MHA(nn.Module):
             )
         return cache[self.layer_idx]
 
-    def _check_inputs(
-        self,
-        x: Tensor,
-        x_kv: Tensor | None,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-        cu_seqlens_k: Tensor | None,
-        max_seqlen_k: int | None,
-    ) -> None:
+    def _check_inputs(self, x: Tensor, x_kv: Tensor | None, lengths: _Lengths) -> None:
         """Checks which arguments go together, and their shapes; the functions below check their contents."""
         if (x_kv is None) is self.cross_attn:
             expected, came = ("a tensor", "None") if self.cross_attn else ("None", "a tensor")
@@ -341,6 +334,7 @@ class MHA(nn.Module):
                 f"x_kv: expected {expected} with cross_attn={self.cross_attn}, got {came}; without cross_attn x "
                 "attends to itself"
             )
+        cu_seqlens = lengths.cu_seqlens
         layout = "[batch, seq, embed_dim]" if cu_seqlens is None else "[total, embed_dim], packed by cu_seqlens"
         for name, given in (("x", x), ("x_kv", x_kv)):
             if given is None:
@@ -351,14 +345,13 @@ class MHA(nn.Module):
                 )
         if x_kv is not None and cu_seqlens is None and differ(x_kv.shape[:1], x.shape[:1]):
             raise ValueError(f"x_kv: expected the batch of x, {x.shape[0]}, got {x_kv.shape[0]}")
-        of_keys = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
-        for name, value in ({"max_seqlen": max_seqlen} | of_keys).items() if cu_seqlens is None else ():
-            if value is not None:
-                raise ValueError(f"{name}: expected None without cu_seqlens, got a value; it belongs to packed inputs")
-        for name, value in () if self.cross_attn else of_keys.items():
-            if value is not None:
-                raise ValueError(f"{name}: expected None with cross_attn=False, got a value; keys are those of x")
-        if self.cross_attn and cu_seqlens is not None and cu_seqlens_k is None:
+        named = [name for name, value in zip(_Lengths._fields, lengths) if value is not None]
+        if named and cu_seqlens is None:
+            raise ValueError(f"{named[0]}: expected None without cu_seqlens, got a value; it belongs to packed inputs")
+        of_keys = [name for name in named if name.endswith("_k")]
+        if of_keys and not self.cross_attn:
+            raise ValueError(f"{of_keys[0]}: expected None with cross_attn=False, got a value; keys are those of x")
+        if self.cross_attn and cu_seqlens is not None and lengths.cu_seqlens_k is None:
             raise ValueError("cu_seqlens_k: expected a tensor beside cu_seqlens with cross_attn=True, got None")
 
     def _check_mask(self, x: Tensor, x_kv: Tensor | None, mask: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -385,7 +378,7 @@ class MHA(nn.Module):
         if not isinstance(self.inner_attn, InnerAttention):
             other = type(self.inner_attn).__name__
             raise ValueError(f"position_ids, block_mask: expected None with {other} as attention, got a value")
-        self._check_inputs(x, None, None, None, None, None)
+        self._check_inputs(x, None, _Lengths())
         left, right = self.inner_attn.window
         xpos = self.rotary_emb is not None and self.rotary_emb.scale_base is not None
         if position_ids is not None and (left is not None or right or self.use_alibi or xpos):
@@ -481,7 +474,7 @@ class FlashMHA(MHA):
         if need_weights:
             raise ValueError("need_weights: expected False, got True; attention weights are never in memory as a whole")
         x = x if self.batch_first else x.transpose(0, 1)
-        out = self._output(x, key_padding_mask=key_padding_mask)
+        out = self._output(x, None, key_padding_mask)
         return (out if self.batch_first else out.transpose(0, 1)), None
 
 

@@ -68,24 +68,16 @@ class _Perceptron(nn.Module):
     """Two linear layers, `fc1` with a row or two for each hidden feature, and `fc2`."""
 
     def __init__(
-        self,
-        in_features: int,
-        hidden_features: int,
-        out_features: int | None,
-        gated: bool,
-        bias1: bool,
-        bias2: bool,
-        return_residual: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+        self, in_features: int, hidden_features: int, out_features: int | None, biases: tuple[bool, bool], gated: bool,
+        return_residual: bool, **where: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         out_features = in_features if out_features is None else out_features
         check_sizes(in_features=in_features, hidden_features=hidden_features, out_features=out_features)
         self.return_residual = return_residual
         rows = 2 * hidden_features if gated else hidden_features
-        self.fc1 = nn.Linear(in_features, rows, bias=bias1, device=device, dtype=dtype)
-        self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, device=device, dtype=dtype)
+        self.fc1 = nn.Linear(in_features, rows, bias=biases[0], **where)
+        self.fc2 = nn.Linear(hidden_features, out_features, bias=biases[1], **where)
 
 
 class Mlp(_Perceptron):
@@ -116,7 +108,8 @@ class Mlp(_Perceptron):
         dtype: torch.dtype | None = None,
     ) -> None:
         hidden = _hidden_features(in_features, False) if hidden_features is None else hidden_features
-        super().__init__(in_features, hidden, out_features, False, bias1, bias2, return_residual, device, dtype)
+        biases = bias1, bias2
+        super().__init__(in_features, hidden, out_features, biases, False, return_residual, device=device, dtype=dtype)
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -161,7 +154,8 @@ class GatedMlp(_Perceptron):
         dtype: torch.dtype | None = None,
     ) -> None:
         hidden = _rounded_up(8 * in_features // 3 if hidden_features is None else hidden_features, multiple_of)
-        super().__init__(in_features, hidden, out_features, True, bias1, bias2, return_residual, device, dtype)
+        biases = bias1, bias2
+        super().__init__(in_features, hidden, out_features, biases, True, return_residual, device=device, dtype=dtype)
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -211,7 +205,8 @@ class FusedMlp(_Perceptron):
         accumulate_main_grad: bool = False,
     ) -> None:
         hidden = _hidden_features(in_features, gated) if hidden_features is None else hidden_features
-        super().__init__(in_features, hidden, out_features, gated, bias1, bias2, return_residual, device, dtype)
+        biases = bias1, bias2
+        super().__init__(in_features, hidden, out_features, biases, gated, return_residual, device=device, dtype=dtype)
         self.activation = activation
         self.checkpoint_level = checkpoint_level
         self.gated = gated

@@ -165,8 +165,9 @@ class RotaryEmbedding(nn.Module):
         cos, sin, cos_k, sin_k = self.tables(positions, qkv.device)
         if kv is None:
             return flashtile.apply_rotary_qkv(
-                qkv, cos, sin, cos_k, sin_k, self.interleaved, True, seqlen_offset, num_heads_q
-            )
+                qkv, cos, sin, cos_k, sin_k, self.interleaved, True,
+                seqlen_offsets=seqlen_offset, num_heads_q=num_heads_q,
+            )  # fmt: skip
         q = flashtile.apply_rotary(qkv, cos, sin, self.interleaved, True, seqlen_offset)
         of_keys = (cos, sin) if cos_k is None or sin_k is None else (cos_k, sin_k)
         return q, flashtile.apply_rotary_kv(kv, *of_keys, self.interleaved, True, seqlen_offset)
