@@ -21,6 +21,7 @@ from flashtile.ops.attention.triton import launch
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
 from support.attention.attention_cases import BASE, COMBINED, EDGES, PAIRS, combined, parameters
+from support.running.places import places
 
 
 @pytest.mark.interpreter
@@ -152,18 +153,15 @@ def test_float32_kernels_over_many_tiles(head_dim: int) -> None:
     check(with_arguments(case, causal=True), "triton", "cuda")
 
 
-@pytest.mark.parametrize(
-    "device",
-    [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)],
-)
-def test_float32_kernels_pass_on_nan_and_infinity(device: str) -> None:
+@places("interpreted", "gpu")
+def test_float32_kernels_pass_on_nan_and_infinity(backend: str, device: str) -> None:
     q, k, v = (torch.randn(1, 70, 5, 32, device=device) for _ in range(3))
     q[0, 40, 0, 3] = k[0, 7, 1, 5] = v[0, 9, 2, 1] = torch.inf
     k[0, 8, 3, 5] = v[0, 11, 4, 0] = torch.nan
     oracle = flashtile.attention(q.double(), k.double(), v.double(), backend="reference")
     eager = flashtile.attention(q, k, v, backend="reference")
     assert eager.isinf().any() and eager.isnan().any()
-    assert_close("out", flashtile.attention(q, k, v, backend="triton"), oracle, eager)
+    assert_close("out", flashtile.attention(q, k, v, backend=backend), oracle, eager)
 
 
 @pytest.mark.gpu
@@ -290,31 +288,28 @@ def test_inputs_on_a_device_that_is_not_current() -> None:
         check(with_arguments(_LARGE, causal=True), "triton", "cuda:1", inputs=inputs)
 
 
-def _side_inputs_of_any_layout(device: str) -> None:
+@places("interpreted", "gpu")
+def test_side_inputs_of_any_layout(backend: str, device: str) -> None:
     case = replace(BASE, lengths_q=(5, 0, 37), lengths_k=(33, 9, 20), key_lengths=(9, 9, 9))
     inputs = make_inputs(with_arguments(case, dropout_p=0.2), device)
-    expected = run(with_arguments(case, dropout_p=0.2), inputs, "triton")
+    expected = run(with_arguments(case, dropout_p=0.2), inputs, backend)
     tensors = inputs.tensors
     tensors["cu_seqlens_q"] = tensors["cu_seqlens_q"].repeat_interleave(2)[::2]
     tensors["cu_seqlens_k"] = tensors["cu_seqlens_k"].long()
     tensors["key_lengths"] = tensors["key_lengths"][:1].expand(3)
     tensors["dropout_seed"] = tensors["dropout_seed"].repeat_interleave(3)[::3]
-    actual = run(with_arguments(case, dropout_p=0.2), inputs, "triton")
+    actual = run(with_arguments(case, dropout_p=0.2), inputs, backend)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-@pytest.mark.interpreter
-def test_interpreted_side_inputs_of_any_layout() -> None:
-    _side_inputs_of_any_layout("cpu")
-
-
-@pytest.mark.gpu
-def test_side_inputs_of_any_layout() -> None:
-    _side_inputs_of_any_layout("cuda")
-
-
-def _lengths_past_32_bits_show_all_keys(backend: str, device: str) -> None:
-    """In 32 bits the first would be 0, and the second negative."""
+@places("interpreted", "gpu")
+@pytest.mark.parametrize("splits", [False, True])
+def test_lengths_past_32_bits_show_all_keys(
+    splits: bool, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 32 bits the first would be 0, and the second negative. On a GPU nobody asks for them before the kernels do."""
+    monkeypatch.setattr(checks, "check_values", lambda *_: None)
+    backend = "split" if splits else backend
     q, k = torch.randn(2, 3, 2, 16, device=device), torch.randn(2, 300, 2, 16, device=device)
     q.requires_grad_()
     lengths = torch.tensor([2**40, 2**31 + 7], device=device)
@@ -325,37 +320,14 @@ def _lengths_past_32_bits_show_all_keys(backend: str, device: str) -> None:
     assert_same(grad, wanted)
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("backend", ["triton", "split"])
-def test_interpreted_lengths_past_32_bits_show_all_keys(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "check_values", lambda *_: None)  # as on a GPU, where nobody asked for it
-    _lengths_past_32_bits_show_all_keys(backend, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "split"])
-def test_lengths_past_32_bits_show_all_keys(backend: str) -> None:
-    _lengths_past_32_bits_show_all_keys(backend, "cuda")
-
-
-def _scale_of_expanded_queries(scale: float, device: str) -> None:
+@places("interpreted", "gpu")
+@pytest.mark.parametrize("scale", [0.0, -0.5], ids=str)
+def test_scale_of_expanded_queries(scale: float, backend: str, device: str) -> None:
     """PyTorch's copies of them, in a batch of one and with an odd stride, have heads innermost."""
     q = torch.randn(50, device=device).as_strided((1, 20, 2, 8), (1, 0, 0, 1)).requires_grad_()
     k, v = torch.randn(2, 1, 20, 2, 8, device=device)
     results = []
     for given in (q, q.contiguous()):
-        out = flashtile.attention(given, k, v, scale=scale, backend="triton")
+        out = flashtile.attention(given, k, v, scale=scale, backend=backend)
         results.append((out, *torch.autograd.grad(out.square().sum(), given)))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("scale", [0.0, -0.5], ids=str)
-def test_interpreted_scale_of_expanded_queries(scale: float) -> None:
-    _scale_of_expanded_queries(scale, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("scale", [0.0, -0.5], ids=str)
-def test_scale_of_expanded_queries(scale: float) -> None:
-    _scale_of_expanded_queries(scale, "cuda")

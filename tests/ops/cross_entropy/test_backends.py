@@ -9,11 +9,13 @@ import torch
 
 import flashtile
 from support.companions.cross_entropy_cases import CrossEntropyCase, check, parameters
+from support.running.places import places
 
 
+@places("cpu", "interpreted", "gpu")
 @pytest.mark.parametrize("case", parameters())
-def test_cpu(case: CrossEntropyCase) -> None:
-    check(case, "cpu")
+def test_agrees_with_the_oracle(case: CrossEntropyCase, backend: str, device: str) -> None:
+    check(case, backend, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -21,18 +23,6 @@ def test_cpu_dtypes(dtype: torch.dtype) -> None:
     case = CrossEntropyCase((4, 50257), dtype, label_smoothing=0.1, lse_square_scale=0.01)
     check(case, "cpu")
     check(replace(case, inplace_backward=True, reduction="none"), "cpu")
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("case", parameters())
-def test_interpreted(case: CrossEntropyCase) -> None:
-    check(case, "triton")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", parameters())
-def test_gpu(case: CrossEntropyCase) -> None:
-    check(case, "triton", "cuda")
 
 
 @pytest.mark.gpu

@@ -13,31 +13,21 @@ import flashtile
 from flashtile.ops.dense.spec import ACTIVATIONS
 from flashtile.testing import assert_close
 from support.companions.dense_cases import MlpCase, check, make_operands, parameters, run_mlp
+from support.running.places import places
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 _dense = torch.ops.flashtile
 
 
+@places("cpu", "interpreted", "gpu")
 @pytest.mark.parametrize("case", parameters())
-def test_cpu(case: MlpCase) -> None:
-    check(case, "cpu")
+def test_agrees_with_the_oracle(case: MlpCase, backend: str, device: str) -> None:
+    check(case, backend, device)
 
 
 def test_cpu_float64() -> None:
     check(MlpCase(dtype=torch.float64, activation="gelu"), "cpu")
     check(MlpCase(dtype=torch.float64, gated=True, level=2), "cpu")
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("case", parameters())
-def test_interpreted(case: MlpCase) -> None:
-    check(case, "triton")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", parameters())
-def test_gpu(case: MlpCase) -> None:
-    check(case, "triton", "cuda")
 
 
 def check_steps(backend: str, pre: Tensor, dhidden: Tensor, activation: str, gated: bool) -> None:
@@ -56,7 +46,9 @@ def check_steps(backend: str, pre: Tensor, dhidden: Tensor, activation: str, gat
         assert_close(f"{activation}-{gated}-{tuple(pre.shape)}: {name}", value, oracle[name], eager[name])
 
 
-def check_extremes(backend: str, activation: str, device: str) -> None:
+@places("cpu", "interpreted", "gpu")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_extremes(activation: str, backend: str, device: str) -> None:
     """Large numbers and NaN, each in a column of its own; where relu is 0 it stops an infinite gradient."""
     infinity, nan = float("inf"), float("nan")
     pre = torch.tensor([[0.0, -0.0, 1e-10, -1e-10, 30.0, -30.0, 1e4, -1e4, 6e4, -6e4, nan]], device=device)
@@ -64,23 +56,6 @@ def check_extremes(backend: str, activation: str, device: str) -> None:
         check_steps(backend, pre, torch.full_like(pre, upstream), activation, False)
         gates = torch.cat((torch.full_like(pre, 2.0), pre), dim=1)
         check_steps(backend, gates, torch.full_like(pre, upstream), activation, True)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_cpu_extremes(activation: str) -> None:
-    check_extremes("cpu", activation, "cpu")
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_interpreted_extremes(activation: str) -> None:
-    check_extremes("triton", activation, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gpu_extremes(activation: str) -> None:
-    check_extremes("triton", activation, "cuda")
 
 
 def _normal(*shape: int, dtype: torch.dtype, device: str = "cuda", seed: int = 0) -> Tensor:

@@ -11,6 +11,7 @@ import flashtile
 from flashtile.testing import NormCase, assert_same, check_norm, make_norm_inputs, run_norm
 from support.companions.norm_cases import COMBINED, DTYPES, EDGES, PAIRS, parameters
 from support.running.covering import turns
+from support.running.places import places
 
 
 def _interpreted(cases: dict[str, NormCase]) -> list:
@@ -37,30 +38,22 @@ def test_interpreted_kernels_take_all_dtypes(case: NormCase, rms: bool) -> None:
     check_norm(replace(case, rms=rms), "triton")
 
 
-@pytest.mark.interpreter
-def test_interpreted_kernels_take_strided_inputs() -> None:
-    _check_strided("cpu")
-
-
-@pytest.mark.interpreter
-def test_interpreted_kernels_read_no_factors_past_the_last_row() -> None:
-    _check_factors_past_the_last_row("cpu")
-
-
-def _check_factors_past_the_last_row(device: str) -> None:
+@places("interpreted", "gpu")
+def test_kernels_read_no_factors_past_the_last_row(backend: str, device: str) -> None:
     """A tile has more rows than there are; what lies behind the factors is NaN, and would be in the sums over rows."""
     factors = torch.full((300,), float("nan"), device=device)
     factors[:3] = torch.tensor([0.5, 2.0, -1.0])
     x0, layerscale = torch.randn(3, 16, device=device), torch.randn(16, device=device, requires_grad=True)
     arguments = x0, None, None, None, 0.0, 1e-5, factors[:3], layerscale
-    out = flashtile.dropout_add_layer_norm(*arguments, backend="triton")
+    out = flashtile.dropout_add_layer_norm(*arguments, backend=backend)
     expected = flashtile.dropout_add_layer_norm(*arguments, backend="reference")
     upstream = torch.randn_like(out)
     grads = [torch.autograd.grad(result, layerscale, upstream)[0] for result in (out, expected)]
     assert_same(grads[0], grads[1])
 
 
-def _check_strided(device: str) -> None:
+@places("interpreted", "gpu")
+def test_kernels_take_strided_inputs(backend: str, device: str) -> None:
     case = NormCase(shape=(12,), hidden=24, residual_dtype=torch.float32)
     inputs = make_norm_inputs(case, device)
     given = inputs.differentiable
@@ -68,7 +61,7 @@ def _check_strided(device: str) -> None:
     given["residual"] = given["residual"][:1].expand(12, 24)
     given["weight"] = given["weight"].repeat_interleave(2)[::2]
     inputs.upstream[0] = inputs.upstream[0][:, :1].expand(12, 24)
-    check_norm(case, "triton", device, inputs=inputs)
+    check_norm(case, backend, device, inputs=inputs)
 
 
 @pytest.mark.gpu
@@ -91,16 +84,6 @@ def test_kernels_over_many_rows(hidden: int, name: str) -> None:
 @pytest.mark.parametrize("hidden", [1024, 2047, 4096, 8192])
 def test_kernels_with_everything(hidden: int) -> None:
     check_norm(replace(PAIRS["everything"], shape=(1201,), hidden=hidden), "triton", "cuda")
-
-
-@pytest.mark.gpu
-def test_kernels_take_strided_inputs() -> None:
-    _check_strided("cuda")
-
-
-@pytest.mark.gpu
-def test_kernels_read_no_factors_past_the_last_row() -> None:
-    _check_factors_past_the_last_row("cuda")
 
 
 @pytest.mark.gpu

@@ -10,31 +10,21 @@ import torch
 import flashtile
 from flashtile.testing import assert_same
 from support.companions.rotary_cases import COMBINED, EDGES, RotaryCase, check, parameters
+from support.running.places import places
 
 _DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
+@places("cpu", "interpreted", "gpu")
 @pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
-def test_cpu(case: RotaryCase) -> None:
-    check(case, "cpu")
+def test_agrees_with_the_oracle(case: RotaryCase, backend: str, device: str) -> None:
+    check(case, backend, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_cpu_dtypes(dtype: torch.dtype) -> None:
     check(RotaryCase(dtype=dtype), "cpu")
     check(RotaryCase(dtype=dtype, table_dtype=dtype, interleaved=True), "cpu")
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
-def test_interpreted(case: RotaryCase) -> None:
-    check(case, "triton")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
-def test_gpu(case: RotaryCase) -> None:
-    check(case, "triton", "cuda")
 
 
 @pytest.mark.gpu

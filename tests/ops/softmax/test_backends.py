@@ -10,11 +10,13 @@ import torch
 import flashtile
 from flashtile.testing import assert_close
 from support.companions.softmax_cases import SoftmaxCase, check, parameters
+from support.running.places import places
 
 
+@places("cpu", "interpreted", "gpu")
 @pytest.mark.parametrize("case", parameters())
-def test_cpu(case: SoftmaxCase) -> None:
-    check(case, "cpu")
+def test_agrees_with_the_oracle(case: SoftmaxCase, backend: str, device: str) -> None:
+    check(case, backend, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -23,20 +25,7 @@ def test_cpu_dtypes(dtype: torch.dtype) -> None:
     check(SoftmaxCase((2, 700, 700), dtype=dtype, causal=True), "cpu")
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("case", parameters())
-def test_interpreted(case: SoftmaxCase) -> None:
-    check(case, "triton")
-
-
-@pytest.mark.parametrize(
-    ("backend", "device"),
-    [
-        ("cpu", "cpu"),
-        pytest.param("triton", "cpu", marks=pytest.mark.interpreter),
-        pytest.param("triton", "cuda", marks=pytest.mark.gpu),
-    ],
-)
+@places("cpu", "interpreted", "gpu")
 def test_the_largest_numbers(backend: str, device: str) -> None:
     """Rows of the smallest number, as added masks write it, and of the largest, beside others."""
     limits = torch.finfo(torch.float32)
@@ -46,12 +35,6 @@ def test_the_largest_numbers(backend: str, device: str) -> None:
         x[:, 2, :, 2:] = limits.min
         out = flashtile.scaled_masked_softmax(x, None, scale=1.0, backend=backend)
         assert_close("out", out, x.double().softmax(-1), x.softmax(-1))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", parameters())
-def test_gpu(case: SoftmaxCase) -> None:
-    check(case, "triton", "cuda")
 
 
 @pytest.mark.gpu
