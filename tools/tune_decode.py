@@ -27,6 +27,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile._backends.devices import device_facts, multiprocessors
+from flashtile._backends.launch import clear_plans
 from flashtile.bench.timing import make_timer
 from flashtile.ops.common.split_keys import configs
 from flashtile.ops.common.split_keys.configs import (
@@ -38,7 +39,7 @@ from flashtile.ops.common.split_keys.configs import (
     resident_programs,
     shared_memory,
 )
-from flashtile.ops.kv_cache.triton.plan import _plan
+from flashtile.ops.kv_cache.repeated import forget_calls
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -94,12 +95,17 @@ def with_tiles(tiles: AttendTiles) -> Iterator[None]:
     """Calls take these tiles in the place of the table's."""
     from_table = configs.choose_tiles
     configs.choose_tiles = lambda *_: tiles
-    _plan.cache_clear()
+    _forget()
     try:
         yield
     finally:
         configs.choose_tiles = from_table
-        _plan.cache_clear()
+        _forget()
+
+
+def _forget() -> None:
+    clear_plans()
+    forget_calls()
 
 
 def milliseconds(call: Callable[[], Any], seconds: float) -> float:

@@ -172,8 +172,9 @@ def test_strides_of_dimensions_of_one_do_not_count() -> None:
     """Strides of a batch of one and of a single query may be odd."""
     from flashtile.ops.attention.split.launch import split_call
 
-    shapes, strides = ((1, 1, 8, 64), *[(1, 100, 2, 64)] * 2), ((1, 7, 64, 1), *[(1, 128, 64, 1)] * 2)
-    call = split_call(torch.bfloat16, shapes, strides, 0, None, 0, False, AttentionSpec(1.0), False)
+    q = torch.empty_strided((1, 1, 8, 64), (1, 7, 64, 1), device="meta")
+    k = torch.empty_strided((1, 100, 2, 64), (1, 128, 64, 1), device="meta")
+    call = split_call(q, k, k, SideInputs(None, None, 1, 100), AttentionSpec(1.0))
     assert call.strides == ((0, 0, 64), (0, 128, 64), (0, 128, 64))
 
 

@@ -61,7 +61,7 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
     outer, rows, table = call.batch, call.capacity, None
     if call.page_size is not None:
         pages = call.capacity // call.page_size
-        outer, rows, table = call.batch * pages, call.page_size, ((call.batch, pages), (pages, 1))
+        outer, rows, table = call.batch * pages, call.page_size, plan._Form((call.batch, pages), (pages, 1))
     packed = call.total_q is not None
     q_rows, new_rows = ((call.total_q,),) * 2 if packed else ((call.batch, call.seq_q), (call.batch, call.seq_new))
     q, k, v = (
@@ -76,9 +76,10 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
     tree_dtype = None if call.tree is None else torch.uint8
     spec = call.spec._replace(max_seqlen_q=call.seq_q) if packed else call.spec
 
-    def form(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def form(shape: tuple[int, ...], packed: bool = False) -> plan._Form:
         batch_stride, row_stride, *rest = contiguous_strides(shape)
-        return shape, (batch_stride, 1 if call.odd_rows and shape[1] == 1 else row_stride, *rest)
+        strides = batch_stride, 1 if call.odd_rows and shape[1] == 1 else row_stride, *rest
+        return plan._Form((1, *shape), (0, *strides)) if packed else plan._Form(shape, strides)
 
     with (
         mock.patch.object(plan, "device_facts", return_value=device),
@@ -87,14 +88,28 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
         mock.patch.object(split_plans, "multiprocessors", return_value=multiprocessors),
         mock.patch.object(plan, "chunks_unsupported_reason", return_value="the portable kernels are meant"),
     ):
-        return plan._plan.__wrapped__(
-            call.dtype, torch.device("cuda", 0), tuple(map(form, (q, k, v))),
-            None if new is None else tuple(map(form, new)),
-            None if new is None else ((65536, call.half), call.half, call.half, call.table_dtype),
-            (*call.index_dtypes[:3], None if table is None else torch.int32, *starts, tree_dtype), table,
-            call.slope_dims, call.sinks, call.batch if packed else None, call.cache_dtype or call.dtype,
-            (call.factors, call.factors), call.tree, call.latent, (call.misalignment, 0), spec, call.allow_tf32,
-        )  # fmt: skip
+        facts = plan.CacheFacts(
+            dtype=call.dtype,
+            device=torch.device("cuda", 0),
+            q=form(q, packed),
+            k_cache=form(k),
+            v_cache=form(v),
+            new=() if new is None else tuple(form(shape, packed) for shape in new),
+            angles=None if new is None else ((65536, call.half), call.half, call.half, call.table_dtype),
+            index_dtypes=(*call.index_dtypes[:3], None if table is None else torch.int32, *starts, tree_dtype),
+            table=table,
+            slope_dims=call.slope_dims,
+            has_sinks=call.sinks,
+            sequences=call.batch if packed else None,
+            cache_dtype=call.cache_dtype or call.dtype,
+            descale_strides=(call.factors, call.factors),
+            tree=call.tree,
+            at_one_address=call.latent,
+            misalignments=(call.misalignment, 0),
+            spec=spec,
+            allow_tf32=call.allow_tf32,
+        )
+        return plan._plan.__wrapped__(facts)
 
 
 _INVARIANT = CacheSpec(0, 0.1, 999, 0, batch_invariant=True)

@@ -408,6 +408,7 @@ def checked_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     window: Window,
     scale: float,
     softcap: float,

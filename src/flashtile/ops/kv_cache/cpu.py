@@ -92,14 +92,14 @@ def _attend(q: Tensor, piece: _Piece, call: CacheCall, spec: CacheSpec, tree: Te
         q,
         piece.keys,
         piece.values,
-        (spec.window_left, spec.window_right),
-        spec.scale,
-        spec.softcap,
-        slopes[piece.sequences] if slopes is not None and slopes.dim() == 2 else slopes,
-        call.sinks,
-        "cpu",
-        None if tree is None else visible_in_tree(tree, piece.keys.shape[1])[:, None],
-        spec.batch_invariant,
+        window=(spec.window_left, spec.window_right),
+        scale=spec.scale,
+        softcap=spec.softcap,
+        alibi_slopes=slopes[piece.sequences] if slopes is not None and slopes.dim() == 2 else slopes,
+        sinks=call.sinks,
+        backend="cpu",
+        mask=None if tree is None else visible_in_tree(tree, piece.keys.shape[1])[:, None],
+        batch_invariant=spec.batch_invariant,
     )
 
 

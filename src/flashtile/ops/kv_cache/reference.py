@@ -49,14 +49,14 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
             _rotated_queries(call, spec, q[queries], before[sequence])[None],
             gathered(call.k_cache, call.descale_k, where, q.dtype)[None],
             gathered(call.v_cache, call.descale_v, where, q.dtype)[None],
-            (spec.window_left, spec.window_right),
-            spec.scale,
-            spec.softcap,
-            slopes[sequence] if slopes is not None and slopes.dim() == 2 else slopes,
-            call.sinks,
-            "reference",
-            None if mask is None else mask[None, None],
-            spec.batch_invariant,
+            window=(spec.window_left, spec.window_right),
+            scale=spec.scale,
+            softcap=spec.softcap,
+            alibi_slopes=slopes[sequence] if slopes is not None and slopes.dim() == 2 else slopes,
+            sinks=call.sinks,
+            backend="reference",
+            mask=None if mask is None else mask[None, None],
+            batch_invariant=spec.batch_invariant,
         )
         out[queries], lse[:, queries] = result[0], result_lse[0]
     return shaped_results(call, out, lse)

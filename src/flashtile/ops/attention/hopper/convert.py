@@ -17,6 +17,7 @@ from flashtile._backends.launch import int32, pointer_to, stride_parameters
 from flashtile._backends.pipeline import Kernel
 from flashtile.ops.attention.hopper.primitives import pack
 from flashtile.ops.common.checks import check_programs
+from flashtile.ops.common.tiles import power_of_two
 
 #: The parts of a number, in the order in which they lie in a row.
 LOW, MIDDLE, HIGH = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -29,11 +30,10 @@ _VALUES = gl.constexpr(8)
 @gluon.jit
 def attention_parts_kernel(
     numbers_ptr, parts_ptr, stride_numbers_batch, stride_numbers_row, stride_numbers_head, heads, rows, tiles,
-    HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Writes the parts of `ROWS` rows of one head, `[batch, rows, heads, 3 · WIDTH]`, contiguous; past `HEAD_DIM` they
     are zeros. `tiles`: of so many rows, in a sequence. Addresses and strides are multiples of 16 bytes."""
-    COLUMNS: gl.constexpr = next_power_of_two(WIDTH)
     ACROSS: gl.constexpr = min(COLUMNS // _VALUES, 32)
     layout: gl.constexpr = gl.BlockedLayout([1, _VALUES], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
     number = gl.program_id(0)
@@ -54,11 +54,6 @@ def attention_parts_kernel(
     gl.store(place + HIGH * WIDTH, high, mask=written)
     gl.store(place + MIDDLE * WIDTH, middle, mask=written)
     gl.store(place + LOW * WIDTH, low, mask=written)
-
-
-@gluon.constexpr_function
-def next_power_of_two(number):
-    return 1 << (number - 1).bit_length()
 
 
 @gluon.jit
@@ -158,6 +153,6 @@ def parts_kernel(numbers: str, parts: str, shape: tuple[int, ...], strides: tupl
         "rows": int32(rows),
         "tiles": int32(tiles),
     }
-    constants = {"HEAD_DIM": head_dim, "WIDTH": width, "ROWS": rows_together}
+    constants = {"HEAD_DIM": head_dim, "WIDTH": width, "COLUMNS": power_of_two(width), "ROWS": rows_together}
     buffers = {"numbers_ptr": numbers, "parts_ptr": parts}
     return Kernel(attention_parts_kernel, parameters, constants, programs, buffers)

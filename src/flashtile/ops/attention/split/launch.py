@@ -6,7 +6,6 @@ There is a forward only: out and lse mean what they mean in every backend, so th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,52 +37,30 @@ def prepare_forward(
 
 
 def _plan_for(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> SplitPlan:
-    lengths = side.key_lengths
-    return _plan(
-        q.device,
-        q.dtype,
-        (q.shape, k.shape, v.shape),
-        (q.stride(), k.stride(), v.stride()),
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-        None if lengths is None else lengths.dtype,
-        side.slope_dims,
-        side.has_row_logit,
-        spec,
-        torch._C._get_cublas_allow_tf32(),
-    )
+    return _plan(q.device, split_call(q, k, v, side, spec))
 
 
 @plan_cache
-def _plan(device: torch.device, *facts: Any) -> SplitPlan:
-    """`facts`: the arguments of `split_call`."""
-    return split_plan(split_call(*facts), device)
+def _plan(device: torch.device, call: SplitCall) -> SplitPlan:
+    return split_plan(call, device)
 
 
-def split_call(
-    dtype: torch.dtype,
-    shapes: tuple[tuple[int, ...], ...],
-    strides: tuple[tuple[int, ...], ...],
-    misalignment: int,
-    lengths_dtype: torch.dtype | None,
-    slope_dims: int,
-    row_logits: bool,
-    spec: AttentionSpec,
-    allow_tf32: bool,
-) -> SplitCall:
+def split_call(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> SplitCall:
     """A call of attention as the kernels' plan sees it: a cache of one length, whose diagonal is told."""
-    (batch, seq_q, heads, head_dim), _, (_, seq_k, heads_kv, head_dim_v) = shapes
+    (batch, seq_q, heads, head_dim), (_, seq_k, heads_kv, head_dim_v) = q.shape, v.shape
     check_rows("k", seq_k, MAX_POSITIONS)
     first, last = visible_keys(seq_q, seq_k, spec)
     bottom_right = seq_k - seq_q
+    lengths, slope_dims = side.key_lengths, side.slope_dims
     return SplitCall(
-        dtype,
-        (batch, seq_q, heads, heads_kv, head_dim, head_dim_v),
-        tuple(used_strides(shape[:-1], stride) for shape, stride in zip(shapes, strides)),
-        misalignment,
-        seq_k,
-        spec.scale,
-        allow_tf32,
-        (lengths_dtype, *[None] * 6),
+        dtype=q.dtype,
+        shape=(batch, seq_q, heads, heads_kv, head_dim, head_dim_v),
+        strides=tuple(used_strides(tensor.shape[:-1], tensor.stride()) for tensor in (q, k, v)),
+        misalignment=(q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+        capacity=seq_k,
+        scale=spec.scale,
+        allow_tf32=torch._C._get_cublas_allow_tf32(),
+        index_dtypes=(None if lengths is None else lengths.dtype, *[None] * 6),
         window_left=spec.window_left,
         window_right=spec.window_right,
         diagonal=0 if spec.top_left else bottom_right,
@@ -91,5 +68,5 @@ def split_call(
         visible=last - first,
         softcap=spec.softcap,
         slope_dims=slope_dims,
-        row_logits=row_logits,
+        row_logits=side.has_row_logit,
     )
