@@ -13,13 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashtile._backends import devices
+from support.compilation import needs_triton  # noqa: F401
 
-if devices.triton_missing():
-    pytest.skip(devices.triton_missing(), allow_module_level=True)
-if devices.interpreting():
-    pytest.skip("is about compiled kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
-
+# isort: split
 import triton
 
 from flashtile._backends.launch import KernelSource, Parameter, pointer_to, specialise

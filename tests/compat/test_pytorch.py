@@ -95,6 +95,7 @@ for name, implementation in NAMES.items():
 """
 
 
+@pytest.mark.slow
 def test_transformers_calls_it():
     pytest.importorskip("transformers")
     done = run_python("-c", textwrap.dedent(TRANSFORMERS))

@@ -108,6 +108,7 @@ def simulate(case: AttentionCase, ranks: int, strategy: str) -> dict[str, Tensor
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_the_error_does_not_grow_with_the_number_of_ranks(strategy, dtype):

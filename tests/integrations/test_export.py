@@ -260,6 +260,7 @@ def test_a_model_of_transformers_exports_and_decomposes() -> None:
     unregister()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, padded", [("gpt2", False), ("mistral", True)], ids=["gpt2-whole", "mistral-padded"])
 def test_a_model_of_transformers_exports_for_any_batch_and_length(name: str, padded: bool) -> None:
     pytest.importorskip("transformers")

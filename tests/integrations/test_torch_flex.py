@@ -73,6 +73,7 @@ def test_parameters_are_those_of_pytorch() -> None:
     assert (code.co_argcount, code.co_flags) == (PYTORCHS.co_argcount, PYTORCHS.co_flags)
 
 
+@pytest.mark.slow
 def test_models_of_transformers_run_on_it() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -11,23 +11,20 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile._backends import devices, together
-from support.attention.backend_calls import HOPPER
+from support.compilation import needs_triton  # noqa: F401
 
-if devices.triton_missing():
-    pytest.skip(devices.triton_missing(), allow_module_level=True)
-if devices.interpreting():
-    pytest.skip("launches take addresses: needs TRITON_INTERPRET unset", allow_module_level=True)
-
+# isort: split
 from triton import jit
 from triton import language as tl
 
 from flashtile._backends import launch as backend_launch
+from flashtile._backends import together
 from flashtile.ops.attention import calls, repeated
 from flashtile.ops.attention.hopper import launch as hopper
 from flashtile.ops.attention.score_tracing import trace_score_mod
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, wanted_gradients
 from flashtile.ops.attention.triton import launch as triton
+from support.attention.backend_calls import HOPPER
 
 _Q = torch.zeros(2, 200, 4, 64, dtype=torch.bfloat16)
 _K = torch.zeros(2, 150, 2, 64, dtype=torch.bfloat16)

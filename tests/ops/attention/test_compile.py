@@ -12,16 +12,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from flashtile._backends import devices
+from support.compilation import needs_triton  # noqa: F401
 
-if devices.triton_missing():
-    pytest.skip(devices.triton_missing(), allow_module_level=True)
-if devices.interpreting():
-    pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
-
+# isort: split
 import triton
 
 import flashtile
+from flashtile._backends import devices
 from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.call import TensorFacts

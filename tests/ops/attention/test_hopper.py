@@ -12,15 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from flashtile._backends import devices
+from support.compilation import needs_triton  # noqa: F401
 
-if devices.triton_missing():
-    pytest.skip(devices.triton_missing(), allow_module_level=True)
-if devices.interpreting():
-    pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
-
+# isort: split
 from flashtile import BlockMask, patterns
-from flashtile._backends import alignment, tma
+from flashtile._backends import alignment, devices, tma
 from flashtile._backends import launch as backend_launch
 from flashtile._backends.allocate import Layout, contiguous_strides
 from flashtile._backends.launch import KernelSource, pointer

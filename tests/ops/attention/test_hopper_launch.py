@@ -15,13 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flashtile._backends import devices
+from support.compilation import needs_triton  # noqa: F401
 
-if devices.triton_missing():
-    pytest.skip(devices.triton_missing(), allow_module_level=True)
-if devices.interpreting():
-    pytest.skip("launches take addresses: needs TRITON_INTERPRET unset", allow_module_level=True)
-
+# isort: split
 from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
 from flashtile._backends.launch import KernelSource

@@ -9,14 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from flashtile._backends import devices
+from support.compilation import needs_triton  # noqa: F401
 
-if devices.triton_missing():
-    pytest.skip(devices.triton_missing(), allow_module_level=True)
-if devices.interpreting():
-    pytest.skip("runs and compiles Gluon kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
-
+# isort: split
 import flashtile
+from flashtile._backends import devices
 from flashtile._backends.allocate import contiguous_strides
 from flashtile.ops.common.split_keys.plan import SplitCall
 from flashtile.ops.kv_cache import reference

@@ -8,13 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
+from support.compilation import needs_triton  # noqa: F401
+
+# isort: split
 from flashtile._backends import devices
-
-if devices.triton_missing():
-    pytest.skip(devices.triton_missing(), allow_module_level=True)
-if devices.interpreting():
-    pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
-
 from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.rotary import kernels
