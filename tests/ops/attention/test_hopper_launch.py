@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import namedtuple
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from flashtile.ops.attention.hopper import (
     backward_configs,
     backward_launch,
     cache_launch,
+    configs,
     launch,
 )
 from flashtile.ops.attention.hopper.backend import unsupported_reason
@@ -459,3 +461,16 @@ def test_counters_live_when_outputs_are_allocated(rows: str, monkeypatch: pytest
     }
     with pytest.raises(_AllocatedError):
         call[rows]()
+
+
+def test_a_number_for_a_kernel_is_a_field_of_its_struct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/adding_a_feature.md: the struct alone is changed; the launch and the compiled form have the number."""
+    as_it_is = launch.Problem
+    more: Any = namedtuple("more", (*as_it_is._fields, "extra"))
+    more.from_call = lambda call, *rest: more(*as_it_is.from_call(call, *rest), backend_launch.int32(7))
+    monkeypatch.setattr(launch, "Problem", more)
+    q = torch.empty(1, 256, 4, 64, dtype=torch.bfloat16)
+    call = hopper_call("forward", q, q, q, SideInputs(), AttentionSpec(0.125))
+    kernel = launch.forward_kernel(call, configs.forward_config(call), 4, 2, 4, dynamic=False)
+    found = backend_launch.specialise(kernel.function, kernel.described, kernel.constants, kernel.num_warps)
+    assert found.run_time["problem.extra"] == backend_launch.int32(7)
