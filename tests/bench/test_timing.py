@@ -30,13 +30,13 @@ def test_what_a_busy_host_may_have_taken_is_captured(
 
 @pytest.mark.gpu
 def test_a_graph_whose_replay_is_wrong_is_refused() -> None:
-    x = torch.arange(1.0, 100.0, device="cuda")
+    x, changing = torch.arange(1.0, 100.0, device="cuda"), torch.ones(9, device="cuda")
 
     def wrong() -> torch.Tensor:
         return x * 3 if torch.cuda.is_current_stream_capturing() else x * 2
 
     with torch.cuda.stream(torch.cuda.Stream()):
-        for function in (lambda: x * 2, lambda: x.mul_(1.1)):  # the second gives other results each time
+        for function in (lambda: x * 2, lambda: changing.mul_(1.1)):  # the second gives other results each time
             assert timing.make_timer(function, x.device).kind == "cuda-graph"
         with pytest.raises(timing.WrongReplayError):
             timing.make_timer(wrong, x.device)
