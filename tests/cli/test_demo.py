@@ -17,7 +17,7 @@ from rich.console import Console
 
 import flashtile
 from flashtile.bench.start import UserError
-from flashtile.cli.demo import command, plan, scaling, text, training
+from flashtile.cli.demo import command, plan, scaling, training
 from flashtile.cli.demo.command import Options, run_demo
 from flashtile.cli.demo.isolation import PieceFailedError, run_piece
 from flashtile.cli.demo.results import Results, scaling_table, training_table, verdict
@@ -273,14 +273,14 @@ def test_a_killed_process_is_noticed(capfd):
 
 
 def test_default_text_is_long():
-    content, name = text.load_text(None, 512)
+    content, name = training.load_text(None, 512)
     assert len(content) > 100_000 and name == "Python's help topics"
 
 
 def test_any_bytes_are_a_text(tmp_path):
     path = tmp_path / "noise.bin"
     path.write_bytes(bytes(range(256)) * 4)
-    content, name = text.load_text(path, 64)
+    content, name = training.load_text(path, 64)
     assert len(content) == 1024 and name == "noise.bin"
 
 
@@ -291,14 +291,14 @@ def test_too_short_a_text_is_explained(tmp_path, content, message):
     path = tmp_path / "text"
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
-        text.load_text(path, 64)
+        training.load_text(path, 64)
 
 
 def test_no_file_or_a_folder_is_explained(tmp_path):
     with pytest.raises(UserError, match="there is no file"):
-        text.load_text(tmp_path / "missing", 64)
+        training.load_text(tmp_path / "missing", 64)
     with pytest.raises(UserError, match="is a folder"):
-        text.load_text(tmp_path, 64)
+        training.load_text(tmp_path, 64)
 
 
 def test_output_that_is_a_file_is_explained(book):

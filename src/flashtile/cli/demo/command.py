@@ -28,8 +28,7 @@ from flashtile.cli.demo.results import (
     write_markdown,
 )
 from flashtile.cli.demo.scaling import Point, measure_scaling
-from flashtile.cli.demo.text import load_text
-from flashtile.cli.demo.training import FEWEST_STEPS, Training, compare, train
+from flashtile.cli.demo.training import FEWEST_STEPS, Training, compare, load_text, train
 from flashtile.models import flashtile_attention, plain_attention
 from flashtile.models.gpt import CausalAttention
 
