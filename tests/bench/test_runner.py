@@ -14,12 +14,7 @@ from flashtile.bench import implementations, oracle, runner
 from flashtile.bench.base import Implementation, select_implementations
 from flashtile.bench.cases import Case, make_inputs, packed_case
 from flashtile.bench.commands import command_line, measure
-from flashtile.bench.implementations import (
-    IMPLEMENTATIONS,
-    build_flashtile,
-    hopper_limits,
-    torch_varlen_options,
-)
+from flashtile.bench.implementations import IMPLEMENTATIONS, build_flashtile, hopper_limits, torch_varlen_options
 from flashtile.bench.oracle import AttentionProblem, Oracle
 from flashtile.bench.record import commit, make_record, write_record
 from flashtile.bench.runner import run_host_time

@@ -309,10 +309,7 @@ def test_explain_tells_what_moves_or_why_it_does_not(options, text):
         (("--lengths", 5, "--seq", 5), "--seq: expected none beside --lengths"),
         (("--block-mask", "window:3"), "--block-mask: expected causal, window:LEFT,RIGHT"),
         (("--align", "left"), "align: expected one of 'bottom_right', 'top_left', got 'left'"),
-        (
-            ("--device", "h300"),
-            "got h300; name the architecture of a GPU whose name is not known",
-        ),
+        (("--device", "h300"), "got h300; name the architecture of a GPU whose name is not known"),
         (("--heads", 3, "--heads-kv", 2), "expected a number of heads that divides"),
         (("--dropout-p", 2), "expected a probability"),
         (("--backend", "magic"), "expected one of 'auto'"),

@@ -92,8 +92,7 @@ def test_nothing_appended_and_one_length_for_all():
     expected, _ = attention_by_definition(q, k_cache[:, :7], v_cache[:, :7], Meaning())
     assert_same(out, expected)
     assert_same(
-        flash_attn_with_kvcache(q, k_cache, v_cache),
-        attention_by_definition(q, k_cache, v_cache, Meaning())[0],
+        flash_attn_with_kvcache(q, k_cache, v_cache), attention_by_definition(q, k_cache, v_cache, Meaning())[0]
     )
     assert torch.equal(k_cache, before)
 

@@ -46,11 +46,7 @@ def test_activations(name, device, dtype):
 
 
 #: Name of a gradient, and the function that it belongs to.
-GRADIENTS = {
-    "gelu_bwd": gelu_tanh,
-    "relu_bwd": F.relu,
-    "sqrelu_bwd": activations.sqrelu_fwd,
-}
+GRADIENTS = {"gelu_bwd": gelu_tanh, "relu_bwd": F.relu, "sqrelu_bwd": activations.sqrelu_fwd}
 
 
 @every_dtype

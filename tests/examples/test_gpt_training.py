@@ -265,10 +265,7 @@ def test_help_explains_every_option(capsys):
         ({"steps": 0}, "--steps: expected at least 1, got 0"),
         ({"dropout": 1.0}, "--dropout: expected less than 1, got 1"),
         ({"clip": float("nan")}, "--clip: expected at least 0, got nan"),
-        (
-            {"data": Path("docs"), "output": Path("docs/run")},
-            "--output: expected a folder outside of --data, docs",
-        ),
+        ({"data": Path("docs"), "output": Path("docs/run")}, "--output: expected a folder outside of --data, docs"),
         ({"data": Path("docs"), "cache": Path("docs")}, "--cache: expected a folder outside of --data, docs, got docs"),
         ({"output": Path("README.md")}, "--output: expected a folder, got README.md, as .*README.md is a file"),
         ({"cache": Path("README.md/cache")}, "--cache: expected a folder, got README.md/cache, as .*README.md is a"),

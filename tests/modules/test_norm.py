@@ -13,9 +13,7 @@ from flashtile.testing import assert_same
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"eps": 0.1}, {"elementwise_affine": False}, {"bias": False}, {"dtype": torch.float64}],
-    ids=str,
+    "options", [{}, {"eps": 0.1}, {"elementwise_affine": False}, {"bias": False}, {"dtype": torch.float64}], ids=str
 )
 @pytest.mark.parametrize("shape", [6, (6,), (4, 6)], ids=str)
 @pytest.mark.parametrize("ours, theirs", [(LayerNorm, nn.LayerNorm), (RMSNorm, nn.RMSNorm)], ids=["layer", "rms"])

@@ -350,11 +350,7 @@ def of_blocks(size: int) -> BlockMask:
     "build, error, message",
     [
         (lambda: BlockMask.from_dense([[True]]), TypeError, "mask: expected a torch.Tensor, got list"),
-        (
-            lambda: BlockMask.from_dense(TRUE.float()),
-            TypeError,
-            "mask: expected dtype bool",
-        ),
+        (lambda: BlockMask.from_dense(TRUE.float()), TypeError, "mask: expected dtype bool"),
         (lambda: BlockMask.from_dense(TRUE[0]), ValueError, "mask: expected shape [seq_q, seq_k] or [batch, heads,"),
         (lambda: BlockMask.from_dense(TRUE[None]), ValueError, "got (1, 130, 130)"),
         (lambda: BlockMask.from_dense(TRUE, 128), TypeError, "tile: expected a pair of ints (tile_q, tile_k), got 128"),
@@ -376,11 +372,7 @@ def of_blocks(size: int) -> BlockMask:
             TypeError,
             "one with the parameters (q, k)",
         ),
-        (
-            lambda: BlockMask.from_predicate(indexed(TRUE), 1, 1, -5, 5),
-            ValueError,
-            "seq_q: expected a size of",
-        ),
+        (lambda: BlockMask.from_predicate(indexed(TRUE), 1, 1, -5, 5), ValueError, "seq_q: expected a size of"),
         (lambda: BlockMask.from_predicate(indexed(TRUE), 1, 2.0, 5, 5), TypeError, "heads: expected an int, got 2.0"),
         (
             lambda: laid_out(layout=TRUE.double()),
@@ -392,37 +384,21 @@ def of_blocks(size: int) -> BlockMask:
             ValueError,
             "layout: expected (3, 3) tiles of (64, 64) for 130 queries and 130 keys, got (130, 130)",
         ),
-        (
-            lambda: laid_out(TRUE[:5]),
-            ValueError,
-            "element_mask: expected 130 × 130 pairs",
-        ),
+        (lambda: laid_out(TRUE[:5]), ValueError, "element_mask: expected 130 × 130 pairs"),
         (
             lambda: laid_out(TRUE.expand(2, 1, 130, 130), layout=TRUE[:3, :3].expand(3, 1, 3, 3)),
             ValueError,
             "element_mask: expected 130 × 130 pairs, and the batch and heads of layout, (3, 1), or 1",
         ),
-        (
-            lambda: laid_out(TRUE.int()),
-            TypeError,
-            "element_mask: expected dtype bool",
-        ),
+        (lambda: laid_out(TRUE.int()), TypeError, "element_mask: expected dtype bool"),
         (
             lambda: laid_out(TRUE.expand(8, 130, 130)[:, :64, :64]),
             ValueError,
             "element_mask: expected (9, 64, 64), a mask for each tile that the layout names, got (8, 64, 64)",
         ),
-        (
-            lambda: laid_out(TRUE.to("meta")),
-            ValueError,
-            "element_mask: expected the device of layout, cpu, got meta",
-        ),
+        (lambda: laid_out(TRUE.to("meta")), ValueError, "element_mask: expected the device of layout, cpu, got meta"),
         (lambda: BlockMask.from_flex(TRUE), TypeError, "block_mask: expected a BlockMask of torch.nn"),
-        (
-            lambda: of_blocks(40),
-            ValueError,
-            "tile: expected multiples of 16, got (40, 40)",
-        ),
+        (lambda: of_blocks(40), ValueError, "tile: expected multiples of 16, got (40, 40)"),
     ],
 )
 def test_errors(build, error, message):

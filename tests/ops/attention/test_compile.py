@@ -445,8 +445,7 @@ _FEATURES = {
         Call(block_tile=(192, 64), bias=_BIAS), {"constants.TILE_Q": 192, "constants.TILE_K": 64}
     ),
     "packed_block_mask": _Feature(
-        Call(block_tile=(128, 128), sequences=3, bias=_BIAS),
-        {"constants.TILE_Q": 128, "PACKED": True, "WHOLE": False},
+        Call(block_tile=(128, 128), sequences=3, bias=_BIAS), {"constants.TILE_Q": 128, "PACKED": True, "WHOLE": False}
     ),
     "max_scores": _Feature(Call(max_scores=True, sinks=True), {}),
     "score_mod": _Feature(Call(score_mod=_RELATIVE), {"captured.tensor0": "*fp32", "captured_sizes.size0_1": "i32"}),

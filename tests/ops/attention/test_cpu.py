@@ -46,10 +46,7 @@ FEATURES = {
     "window_left_causal": ("band", lambda case: with_arguments(case, window=(9, None), causal=True)),
     "window_right_top_left": ("band", lambda case: with_arguments(case, window=(None, 40), align="top_left")),
     "more_queries": ("sizes", lambda case: replace(case, seq_q=101, seq_k=33)),
-    "key_lengths": (
-        "lengths",
-        lambda case: replace(case, key_lengths=(0, 29) if not case.packed else (29, 0, 5, 7)),
-    ),
+    "key_lengths": ("lengths", lambda case: replace(case, key_lengths=(0, 29) if not case.packed else (29, 0, 5, 7))),
     "packed": (
         "sizes",
         lambda case: replace(

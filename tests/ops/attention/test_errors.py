@@ -153,12 +153,7 @@ OPTIONS = [
     Bad("seed-shape", ValueError, {"dropout_seed": seed(3)}, ("dropout_seed: expected shape (2,)", "got (3,)")),
     Bad("seed-device", ValueError, {"dropout_seed": seed(2, device="meta")}, ("dropout_seed: expected the device",)),
     Bad("seed-packed", TypeError, {"dropout_p": 0.1, "dropout_seed": 7}, ("dropout_seed: expected",), packed),
-    Bad(
-        "backend",
-        ValueError,
-        {"backend": "cuda"},
-        ("backend: expected one of 'auto'", "got 'cuda'; 'auto'"),
-    ),
+    Bad("backend", ValueError, {"backend": "cuda"}, ("backend: expected one of 'auto'", "got 'cuda'; 'auto'")),
     Bad("backend-none", ValueError, {"backend": None}, ("backend: expected one of", "got None")),
     Bad(
         "keyword",
@@ -254,10 +249,7 @@ SCORES = [
     Bad(
         "bias-beside-bfloat16",
         TypeError,
-        {
-            **{name: zeros(2, 4, 2, 8, dtype=torch.bfloat16) for name in "qkv"},
-            "bias": zeros(4, dtype=torch.float16),
-        },
+        {**{name: zeros(2, 4, 2, 8, dtype=torch.bfloat16) for name in "qkv"}, "bias": zeros(4, dtype=torch.float16)},
         ("bias: expected the dtype of q, torch.bfloat16, or torch.float32", "got torch.float16"),
     ),
     Bad(

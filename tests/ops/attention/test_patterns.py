@@ -409,11 +409,7 @@ def test_long_patterns_look_at_few_tiles(build, examined, monkeypatch):
         (lambda: patterns.documents(lengths=torch.tensor([3, -1])), ValueError, "lengths: expected at least 0, got -1"),
         (lambda: patterns.documents(lengths=7), TypeError, "lengths: expected a tensor or a list of ints, got int"),
         (lambda: patterns.documents(ids=[1, 2]), TypeError, "ids: expected a torch.Tensor, got list"),
-        (
-            lambda: patterns.documents(ids=torch.zeros(5)),
-            TypeError,
-            "ids: expected dtype int32 or int64, got torch",
-        ),
+        (lambda: patterns.documents(ids=torch.zeros(5)), TypeError, "ids: expected dtype int32 or int64, got torch"),
         (
             lambda: patterns.documents(ids=torch.zeros(1, 2, 3, dtype=torch.int64)),
             ValueError,

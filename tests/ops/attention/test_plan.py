@@ -28,12 +28,7 @@ _KERNELS = ("forward", "dq", "dkdv")
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"seq_q": 8192, "seq_k": 8192},
-        {"seq_q": 2048, "seq_k": 6144},
-        {"batch": 7},
-        {"window_right": 5},
-    ],
+    [{"seq_q": 8192, "seq_k": 8192}, {"seq_q": 2048, "seq_k": 6144}, {"batch": 7}, {"window_right": 5}],
     ids=str,
 )
 @pytest.mark.parametrize("kernel", _KERNELS)
@@ -79,10 +74,7 @@ def test_which_checks_are_left_out(kernel: str, change: dict, whole: bool, all_v
     assert (constants["WHOLE"], constants["ALL_VISIBLE"]) == (whole, all_visible)
 
 
-@pytest.mark.parametrize(
-    "kernel, rows, heads",
-    [("forward", "seq_q", 6), ("dq", "seq_q", 6), ("dkdv", "seq_k", 2)],
-)
+@pytest.mark.parametrize("kernel, rows, heads", [("forward", "seq_q", 6), ("dq", "seq_q", 6), ("dkdv", "seq_k", 2)])
 def test_programs_of_a_dense_call(kernel: str, rows: str, heads: int) -> None:
     call = Call(batch=3, heads=6, heads_kv=2, seq_q=300, seq_k=500)
     result = plan(kernel, _HOPPER, call)

@@ -318,11 +318,7 @@ def test_third_derivative() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        lambda x: (x, x, x),
-        lambda x: (x, 2 * x, x.tanh()),
-        lambda x: (x, x.flip(1), x[..., :1]),
-    ],
+    [lambda x: (x, x, x), lambda x: (x, 2 * x, x.tanh()), lambda x: (x, x.flip(1), x[..., :1])],
     ids=["same", "made-of-each-other", "partly"],
 )
 def test_double_backward_of_inputs_that_depend_on_each_other(arguments: Callable[[Tensor], Any]) -> None:

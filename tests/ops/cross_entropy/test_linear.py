@@ -365,11 +365,7 @@ _X, _WEIGHT, _LABELS = torch.randn(2, 3, 4), torch.randn(7, 4), torch.zeros(2, 3
         ({"x": [1]}, TypeError, "x: expected a torch.Tensor, got list"),
         ({"x": _X.int()}, TypeError, "x: expected dtype float16"),
         ({"x": torch.ones(())}, ValueError, "x: expected shape (..., features), got ()"),
-        (
-            {"weight": torch.ones(7, 5)},
-            ValueError,
-            "weight: expected shape (vocabulary, 4), with the last",
-        ),
+        ({"weight": torch.ones(7, 5)}, ValueError, "weight: expected shape (vocabulary, 4), with the last"),
         ({"weight": torch.ones(0, 4)}, ValueError, "weight: expected a first dimension from 1 to"),
         ({"weight": _WEIGHT.double()}, TypeError, "weight: expected the dtype of x, torch.float32, got torch.float64"),
         ({"weight": _WEIGHT.to("meta")}, ValueError, "weight: expected the device of x, cpu, got meta"),

@@ -224,15 +224,7 @@ def _check_copies(binary: Binary, tiles: int) -> None:
     assert binary.shared_memory >= tiles
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "decode_paged_16",
-        "head_256",
-        "head_512",
-        "fp8_chunk",
-    ],
-)
+@pytest.mark.parametrize("name", ["decode_paged_16", "head_256", "head_512", "fp8_chunk"])
 def test_as_many_programs_as_are_counted_on_fit_a_multiprocessor(name: str) -> None:
     call = _CALLS[name]
     rows = call.seq_q * call.heads // call.heads_kv

@@ -72,8 +72,7 @@ def test_kernels_agree_with_the_oracle(case: NormCase) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "hidden, name",
-    turns([64, 768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768], DTYPES, 3),
+    "hidden, name", turns([64, 768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768], DTYPES, 3)
 )
 def test_kernels_over_many_rows(hidden: int, name: str) -> None:
     for rms in (False, True):

@@ -131,9 +131,7 @@ def packed(
         arguments |= {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
     joined = [torch.cat([getattr(each, name) for each in batch]) for name in ("q", "k", "v", "dout")]
     found = _with_gradients(
-        joined[:3],
-        lambda q, k, v: flashtile.attention_varlen(q, k, v, starts, return_lse=True, **arguments),
-        joined[3],
+        joined[:3], lambda q, k, v: flashtile.attention_varlen(q, k, v, starts, return_lse=True, **arguments), joined[3]
     )
     found = [found[0], found[1].transpose(0, 1), *found[2:]]
     own = slice(ends[place], ends[place + 1])

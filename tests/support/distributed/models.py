@@ -186,10 +186,7 @@ def second_derivatives(mesh: DeviceMesh) -> dict[str, tuple[Tensor, Tensor]]:
     for sequence in (False, True):
         torch.manual_seed(13)
         first, second = nn.Linear(6, 4, dtype=torch.float64), nn.Linear(4, 6, dtype=torch.float64)
-        cut = (
-            ColumnParallelLinear.of(first, mesh, None, sequence),
-            RowParallelLinear.of(second, mesh, sequence),
-        )
+        cut = (ColumnParallelLinear.of(first, mesh, None, sequence), RowParallelLinear.of(second, mesh, sequence))
         x = torch.randn(2, 4, 6, dtype=torch.float64)
         (expected,) = _curvature((first, second), x)
         given = x.chunk(mesh.size(), 1)[mesh.get_local_rank()] if sequence else x
