@@ -29,7 +29,7 @@ import flashtile
 VOCABULARY, WIDTH, HEADS, HEADS_KV, HEAD_DIM, LAYERS = 61, 128, 4, 2, 64, 2
 PAGE, LONGEST = 16, 256
 
-#: What attends: the number of the layer, q, k and v to out, all packed.
+#: The attention function: from the number of the layer, q, k and v to out, all packed.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 

@@ -29,7 +29,7 @@ _DECISIVE = dict.fromkeys(
 
 
 def identity_of(options: Options, learner: Learner, processes: Processes, fingerprint: str) -> dict[str, Any]:
-    """What must be the same for a training to go on as if it had not been interrupted."""
+    """The settings that must be the same for a training to go on as if it had not been interrupted."""
     return {
         "model": asdict(learner.config),
         "data": fingerprint,
@@ -40,7 +40,7 @@ def identity_of(options: Options, learner: Learner, processes: Processes, finger
 
 
 class Checkpoints:
-    """Those in a folder.
+    """The checkpoints in a folder.
 
     Args:
         folder: of the training.

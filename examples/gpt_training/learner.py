@@ -162,7 +162,7 @@ class Learner:
         return self._training_loss(tokens)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds: this process's part of the weights and of the optimizer's moments."""
+        """The contents of a checkpoint: this process's part of the weights and of the optimizer's moments."""
         model, optimizer = get_state_dict(self._model, self._optimizer, options=_as_stored(self._processes.tensor > 1))
         return _with_rows({"model": model, "optimizer": optimizer}, self._orders, stored=False)
 

@@ -33,7 +33,7 @@ def option(
 
 @dataclass(frozen=True)
 class Options:
-    """What a training is asked to do. The help texts of the fields are those of `--help`."""
+    """The options of a training. The help texts of the fields are those of `--help`."""
 
     data: Path = option(
         "data", "text file, or folder of text files (all except hidden ones, in the order of their names)"

@@ -46,7 +46,7 @@ class Processes:
 
     @property
     def replica(self) -> int:
-        """Which of them this process has, or shares."""
+        """The number of this process, or of those that share its data."""
         return self.rank // (self.context * self.tensor)
 
     def mesh(self) -> DeviceMesh:

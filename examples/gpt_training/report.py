@@ -1,4 +1,4 @@
-"""What a training says: lines or a progress bar, metrics.jsonl, speed, and the picture of the losses."""
+"""The output of a training: lines or a progress bar, metrics.jsonl, speed, and the picture of the losses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def flops_of_token(model: GPT) -> float:
     """Operations of the model, forward and backward: six for each weight of a product, and three times attention's
     forward.
 
-    Only half of the scores is counted, because the other half is masked. What is computed again is no work of the
+    Only half of the scores is counted, because the other half is masked. Work that is done again is no work of the
     model.
     """
     config = model.config
@@ -79,7 +79,7 @@ class Report:
     Args:
         folder: of metrics.jsonl.
         active: whether this is rank 0.
-        start: steps that are done. What an interrupted process wrote about later ones is dropped.
+        start: steps that are done. Lines of an interrupted process about later ones are dropped.
         steps: of the whole training.
     """
 
@@ -97,7 +97,7 @@ class Report:
             self._bar = _Bar(start, steps)
 
     def entries(self) -> list[dict[str, Any]]:
-        """What is in metrics.jsonl. A last line that was cut off is none."""
+        """The lines of metrics.jsonl. A last line that was cut off is none."""
         if not self.file.exists():
             return []
         text = self.file.read_text("utf-8")

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-#: What the defaults in tables are written with.
+#: The words that defaults in tables are written with.
 _WORDS = {"torch": torch, "LayerNorm": nn.LayerNorm, "Dropout": nn.Dropout, "gelu": F.gelu, "sigmoid": F.sigmoid}
 #: `name(arguments)`, where arguments may have one pair of parentheses in another.
 _ENTRY = re.compile(r"([\w.]+)\(((?:[^()]|\([^()]*\))*)\)")
@@ -46,7 +46,7 @@ class Names(NamedTuple):
         return list(dict.fromkeys(name.partition(".")[0] for name in self.arguments))
 
     def found(self) -> dict[str, Any]:
-        """What each name stands for."""
+        """The object behind each name."""
         found: dict[str, Any] = {}
         for home in reversed(self.homes):
             found |= vars(importlib.import_module(home if "." in home else f"flashtile.compat.{home}"))

@@ -3,7 +3,7 @@
 Beside the arguments of version 2 they have chunks of positions, a second product in the scores, and 8-bit inputs that
 may require grad. Position `i + seq_k - seq_q` of a query and position `j` of a key are cut into chunks, and a query
 sees the keys of its own chunk only. The queries of a chunk are neighbours, and so are its keys, and its last query
-lies at its last key: each chunk is a sequence of its own. So only what is visible is computed.
+lies at its last key: each chunk is a sequence of its own, and only what is visible is computed.
 
     B batch or sequences, N chunks of all of them, H query heads, G key/value heads, R rows, Sq, Sk (longest) lengths,
     D, Dv columns

@@ -218,7 +218,7 @@ def weights(
 ) -> Tensor:
     """`S_dmask`: weights `exp(score - maximum of the row)`, negative where dropped and 0 where not visible.
 
-    They are a matrix of all scores. Where sequences are packed, their lengths are read on the host.
+    They are a matrix of all scores. The lengths of packed sequences are read on the host.
 
     Returns:
         `[B, H, Sq', Sk']` in q's dtype, each sequence from its start, padded with 0 to multiples of so many rows and

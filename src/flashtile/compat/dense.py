@@ -22,7 +22,7 @@ _DENSE, _LINEAR, _MLP = (VERSION_2.modules[f"ops.{name}"] for name in ("fused_de
 _ONE_DEVICE = "these layers compute on one device"
 #: The activations of flash_attn in the words of flashtile.
 _ACTIVATIONS = {"gelu_approx": "gelu_tanh", "relu": "relu", "sqrelu": "squared_relu"}
-#: Those of ops.triton.linear, and the gradient of the argument from (gradient of the result, argument).
+#: The activations of ops.triton.linear, and the gradient of the argument from (gradient of the result, argument).
 _WITH_GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Any], Tensor]]] = {
     "id": (lambda x: x, lambda g, x: g),
     "gelu": (F.gelu, lambda g, x: torch.ops.aten.gelu_backward(g, x)),

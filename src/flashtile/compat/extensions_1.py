@@ -248,7 +248,7 @@ def dropout_add_ln_parallel_residual_bwd(**given: Any) -> Results:
 
 @torch.no_grad()
 def _forward(a: SimpleNamespace, x0: Tensor, weight: Tensor, bias: Tensor | None, **more: Any) -> list[Any]:
-    """What flashtile returns with the sum and masks of bytes, mu and rsigma."""
+    """flashtile's results with the sum and masks of bytes, mu and rsigma."""
     z, *rest = fused_norm(a.is_rms_norm)(
         x0, a.residual, weight, bias, a.dropout_p, a.epsilon, prenorm=True, residual_in_fp32=a.residual_in_fp32,
         return_dropout_mask=a.dropout_p > 0, dropout_seed=calls.drawn_seed(x0, a.dropout_p, a.gen), **more,

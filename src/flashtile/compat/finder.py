@@ -257,7 +257,7 @@ def _portions(name: str) -> list[str]:
 
 
 def _elsewhere(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None:
-    """What the other finders know of a name. Imports nothing, neither the module nor the packages around it."""
+    """The spec that other finders have for a name. Imports neither the module nor the packages around it."""
     around = name.rpartition(".")[0]
     if around and path is None:
         package = sys.modules.get(around)

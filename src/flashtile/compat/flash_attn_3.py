@@ -9,7 +9,7 @@ Shapes, softmax_scale, causal, window_size, softcap and deterministic mean what 
 - `q_descale`, `k_descale` and `v_descale`, float32 `[batch, heads_kv]`, belong to float8_e4m3fn inputs, whose result is
   bfloat16. Such inputs may require grad; a backward raises.
 - `attention_chunk`: position `i + seq_k - seq_q` of a query and position `j` of a key are cut into chunks of so many
-  positions, and a query sees the keys of its own chunk. 0 is no chunks. What is not seen is not computed.
+  positions, and a query sees the keys of its own chunk. 0 is no chunks. Only what is seen is computed.
 - `num_splits`, `pack_gqa`, `sm_margin` and `scheduler_metadata` say how kernels share the work. No result depends on
   them. flashtile decides for itself and does not use them, except num_splits of a call with a cache.
 - `return_attn_probs`: also return lse, float32 `[batch, heads, seq_q]`, packed `[heads, total_q]`; differentiable. No

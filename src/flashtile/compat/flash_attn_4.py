@@ -11,8 +11,8 @@ Shapes, softmax_scale, causal, softcap and deterministic mean what they mean in 
   score_mod, which flashtile computes itself.
 - `num_splits`, `pack_gqa`, `min_seqlen_k`, `scheduler_metadata` and `disable_scheduler_metadata` say how kernels share
   the work, and no result depends on them. `return_lse` changes nothing, because lse is always returned.
-- `qv`, in the shape of q with the columns of v, as in FlashAttention-3 (`flashtile.compat.flash_attn_3`). Where q and
-  qv have more than 512 columns together, sinks, functions and blocks raise beside it.
+- `qv`, in the shape of q with the columns of v, as in FlashAttention-3 (`flashtile.compat.flash_attn_3`). Sinks,
+  functions and blocks raise beside q and qv of more than 512 columns together.
 - `gather_kv_indices`, `gather_bwd_recompute_p`, `gather_bwd_token_chunk` and `seqlen_k_per_split` raise.
 
 Returned are out and lse, float32 `[batch, heads, seq_q]`, packed `[heads, total_q]`. Both are differentiable.
@@ -123,7 +123,7 @@ def get_scheduler_metadata(seqlen_k_per_split: int | None, **given: Any) -> Tens
 
 
 def _split_options(q: Tensor, given: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
-    """The options among arguments, and the other arguments. What is not served is refused."""
+    """The options among arguments, and the other arguments. Refuses what is not served."""
     for name in [name for name in _NOT_SERVED if name in given]:
         refused = given.pop(name)
         refuse_given(_NOT_SERVED[name], **{name: None if refused is False else refused})
@@ -137,7 +137,7 @@ def _split_options(q: Tensor, given: dict[str, Any]) -> tuple[Call, dict[str, An
 
 
 def _asks(rest: dict[str, Any]) -> bool:
-    """Whether there are functions or blocks. What only functions read is refused without one."""
+    """Whether there are functions or blocks. Refuses what only functions read where there is none."""
     if rest["score_mod"] is None and rest["mask_mod"] is None:
         of_functions = {name: rest[name] for name in ("aux_tensors", "aux_scalars")}
         refuse_given("they are for score_mod and mask_mod; leave them out", **of_functions)

@@ -40,7 +40,7 @@ class SeqlenInfo(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What functions are told beside a score and its place.
+    """The facts that functions are told beside a score and its place.
 
     Attributes:
         batch, heads, seq_q, seq_k: sizes; of packed sequences the longest.
@@ -165,7 +165,7 @@ def block_mask_of(
     mask_mod: Callable[..., Any] | None,
     problem: Problem,
 ) -> flashtile.BlockMask | None:
-    """What blocks, or a function, or both show, as flashtile takes it. Reads values on the host: it waits for a GPU.
+    """The mask of blocks, of a function, or of both, as flashtile takes it. Reads values on the host, and so waits.
 
     Args:
         blocks: the function says what is visible in its mask blocks; without a function all of it is.
@@ -245,7 +245,7 @@ def _check_backward(
 
 
 def _listed(name: str, count: Tensor, index: Tensor | None, columns: int) -> Tensor:
-    """Which blocks are in a list: bool `[batch, heads, blocks_q, at least columns]`."""
+    """The blocks that are in a list: bool `[batch, heads, blocks_q, at least columns]`."""
     if index is None or count.dim() != 3 or index.dim() != 4 or index.shape[:3] != count.shape:
         raise ValueError(
             f"{name}_cnt, {name}_idx: expected [batch, heads, blocks_q] and [batch, heads, blocks_q, blocks_k], got "

@@ -238,7 +238,7 @@ class MHA(modules.MHA):
     def _check_given(
         self, x_kv: Any, key_padding_mask: Any, cu_seqlens: Any, max_seqlen: Any, subset: Any, params: Any
     ) -> None:
-        """Which arguments go together."""
+        """Checks which arguments go together."""
         if not self.cross_attn and (x_kv is not None or subset is not None):
             refuse("x_kv, mixer_subset", "None without cross_attn", "one", "self-attention reads x alone")
         if cu_seqlens is not None:

@@ -131,7 +131,7 @@ def check_documents(cu_seqlens: Sequence[int] | Tensor, total: int) -> tuple[int
 
 
 def longest_document(documents: tuple[int, ...], *tables: Tensor | flashtile.BlockMask | None) -> int | None:
-    """What bias, mask and block mask of packed documents count up to; None without them."""
+    """The size up to which bias, mask and block mask of packed documents count; None without them."""
     given = [table for table in tables if table is not None]
     if not documents or not given:
         return None

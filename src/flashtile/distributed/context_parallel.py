@@ -268,7 +268,7 @@ def make_problem(
     documents: tuple[int, ...],
     positional: bool,
 ) -> Problem:
-    """What a schedule needs to know of a call. `lengths`: of queries and keys in the whole sequence. `band`: its
+    """The facts of a call that a schedule needs. `lengths`: of queries and keys in the whole sequence. `band`: its
     arguments causal, align and window."""
     left, right = band["window"] or (None, None)
     cut_q, cut_k = (Layout(length, ring, layout) for length in lengths)
@@ -291,7 +291,7 @@ def traced(score_mod: ScoreMod | None, q: Tensor) -> flashtile.ScoreFunction | N
 
 
 def _described_function(function: flashtile.ScoreFunction | None) -> tuple[Any, ...] | None:
-    """What ranks compare of a score function: what it computes, and the kinds of the tensors that it reads."""
+    """The parts of a score function that ranks compare: its program, and the kinds of the tensors that it reads."""
     if function is None:
         return None
     grad = torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""What context parallelism costs, on paper: time of each strategy from rates of compute and of links.
+"""The cost of context parallelism, on paper: time of each strategy from rates of compute and of links.
 
 Letters: `N` ranks, `s` tokens of a shard, `H` and `Hkv` query and key/value heads, `D` head_dim. The schedules are
 those of `schedule`; what is derived from the formulas is in docs/distributed.md.

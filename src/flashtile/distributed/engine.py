@@ -70,7 +70,7 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """How many of the queries here are of the sequence, or of a document: the first ones. Those behind the last
+        """How many of the queries here are of the sequence, or of a document: the first ones. The rows behind the last
         document have no sink."""
         problem = self.schedule.problem
         end = problem.documents[-1] if problem.documents else problem.queries.length
@@ -125,7 +125,7 @@ class Call:
 def place_and_band(
     work: Work, band: dict[str, Any], positional: bool, head: int, heads: int
 ) -> tuple[flashtile.AttentionPart, dict[str, Any]]:
-    """Where a call lies in the sequence, or in the packed batch, and its arguments causal, align and window.
+    """The place of a call in the sequence, or in the packed batch, and its arguments causal, align and window.
 
     Args:
         band: those arguments of the whole sequence.
@@ -221,8 +221,8 @@ class _Blocks:
         return (received[0], received[1]) if call.schedule.incoming(step, call.exchange.rank) else self._own
 
     def used(self, sends: Sequence[Message] = (), receives: Sequence[Message] = ()) -> _Beside:
-        """Those that were taken last have been computed, and nothing refers to them. What else is to be sent now goes
-        with the next ones: of two transfers the second would begin when a kernel holds all multiprocessors."""
+        """The blocks that were taken last have been computed, and nothing refers to them. Other messages of now go with
+        the next ones: of two transfers the second would begin when a kernel holds all multiprocessors."""
         return self._start_next(sends, receives)
 
     def _travels(self, step: int) -> bool:
@@ -252,7 +252,7 @@ class _Blocks:
 
 
 class _Beside(NamedTuple):
-    """What is received beside keys and values: of a transfer all but the first tensors."""
+    """The tensors received beside keys and values: of a transfer all but the first ones."""
 
     pending: Pending
     first: int
@@ -271,8 +271,8 @@ def _side_by_side(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _apart(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values `[batch, keys, heads, columns]`, shaped as a rank's own, where they lie side by side. What the
-    kernels could not read so is copied."""
+    """Keys and values `[batch, keys, heads, columns]`, shaped as a rank's own, where they lie side by side; copies
+    where the kernels could not read them so."""
     edge = k.shape[2] * k.shape[3]
     of_k, of_v = both[..., :edge].unflatten(2, k.shape[2:]), both[..., edge:].unflatten(2, v.shape[2:])
     if any(width * both.element_size() % 16 for width in (edge, k.shape[3], v.shape[3])):

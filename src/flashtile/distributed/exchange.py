@@ -1,4 +1,4 @@
-"""What ranks send one another, over a process group of torch.distributed: nothing here knows what it is for.
+"""Messages between ranks, over a process group of torch.distributed: nothing here knows what they are for.
 
 Transfers are started and waited for apart, so that a block travels while the one before it is computed: NCCL has a
 stream of its own for them, and waiting makes the current stream wait, not the host.
@@ -46,7 +46,7 @@ class Pending:
         self._received, self._held = received, held
 
     def wait(self) -> Sequence[Tensor]:
-        """What was received, ready for the current stream."""
+        """The received tensors, ready for the current stream."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -56,7 +56,7 @@ class Pending:
 
 @contextmanager
 def arriving(pending: Iterable[Pending]) -> Iterator[None]:
-    """What is on its way arrives also where the body fails, so that the ranks are still of one mind for their next
+    """Transfers on their way arrive also where the body fails, so that the ranks are still of one mind for their next
     exchange; but not where a transfer failed."""
     try:
         yield
@@ -113,7 +113,7 @@ class GroupExchange:
 
     @property
     def identity(self) -> tuple[str, int]:
-        """What tells this group from others in a process's life."""
+        """The identity of this group in a process's life."""
         return self._group.group_name, id(self._group)
 
     def global_rank(self, place: int) -> int:

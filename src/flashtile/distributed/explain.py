@@ -1,4 +1,4 @@
-"""What a context-parallel call would do: its schedule and its kernels, without processes."""
+"""The schedule and the kernels of a context-parallel call, without processes."""
 
 from __future__ import annotations
 

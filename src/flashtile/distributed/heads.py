@@ -55,7 +55,7 @@ class Bundle:
 
 
 class Paths(NamedTuple):
-    """What crosses between a bundle's tokens in sequence and its shards by rank, either way.
+    """The transfers between a bundle's tokens in sequence and its shards by rank, either way.
 
     Attributes:
         whole: the other ranks' tokens, in sequence.
@@ -70,7 +70,7 @@ class Paths(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """What ranks exchange to have all tokens of some heads.
+    """The exchange by which ranks get all tokens of some heads.
 
     Attributes:
         group: of the ranks.
@@ -90,7 +90,7 @@ class HeadExchange:
 
     def scatter(self, tensors: Sequence[Tensor], layouts: Sequence[Layout], where: str) -> Pending:
         """Starts the way of `[batch, rows, ranks, heads, head_dim]`, heads by the rank that gets them, to all tokens of
-        this rank's. What is received are views `[batch, sequence, heads, head_dim]`."""
+        this rank's. The results are views `[batch, sequence, heads, head_dim]`."""
         ranks = self.group.size
         sends, receives, received = [], [], []
         own: list[tuple[Tensor, Tensor]] = []
@@ -280,7 +280,7 @@ class AttentionByHeads(torch.autograd.Function):
         return None, None, None, None, dq, dk, dv, *(table.grad for table in tables)
 
 
-#: Where bias, slopes and sinks have their heads. Tensors that a score function reads are whole everywhere (None).
+#: The dimensions in which bias, slopes and sinks have their heads. A score function's tensors are whole (None).
 _DIMS = (1, -1, 0)
 
 

@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def divisor(self) -> int:
-        """What the length must be a multiple of."""
+        """The number that divides the length."""
         return self.ring * (2 if self.kind == "zigzag" and self.ring > 1 else 1) * self.inner
 
     @property

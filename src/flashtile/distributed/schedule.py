@@ -3,7 +3,7 @@
 In a ring of `N` ranks, at step `t` rank `r` has the keys of rank `r - t`. They come straight from their owner, not from
 hand to hand: every rank sends one block and receives one at each step, as in a ring, but only those keys are sent that
 some query of the receiver sees, and gradients go straight back to the owner, who adds them up in the order of the
-steps. What no query sees is neither sent nor computed.
+steps. Keys that no query sees are neither sent nor computed.
 
 Numbers of rows and keys here are those of the shards; `row`, `column` count within the whole sequence, or within the
 document of a packed one.
@@ -93,7 +93,7 @@ class Transfer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What happens at the same time.
+    """The transfers and work of one time.
 
     Attributes:
         transfers: of keys and values, before the work; of their gradients the other way, after it. If keys
@@ -119,7 +119,7 @@ class HeadRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be computed, as far as a schedule needs to know.
+    """The call to be computed, as far as a schedule needs to know it.
 
     Attributes:
         queries, keys: how both sequences are cut.
@@ -165,7 +165,7 @@ class Schedule:
         return self.problem.queries.ring
 
     def incoming(self, step: int, rank: int) -> tuple[Transfer, ...]:
-        """What a rank receives in a step: of a ring at most one block."""
+        """The transfers that a rank receives in a step: of a ring at most one block."""
         return tuple(t for t in self.steps[step].transfers if t.target == rank)
 
     def outgoing(self, step: int, rank: int) -> tuple[Transfer, ...]:
@@ -317,7 +317,7 @@ def _whole_shard_causal(problem: Problem, shard: Sequence[Chunk], band: Band) ->
 
 
 def _rectangles(problem: Problem, band: Band, queries: Chunk, keys: Chunk) -> Iterator[Work]:
-    """What a chunk of queries sees of a chunk of keys, in one rectangle, or one for each document."""
+    """The part of a chunk of keys that a chunk of queries sees, in one rectangle, or one for each document."""
     if not problem.documents:
         rows, columns = range(queries.start, queries.stop), range(keys.start, keys.stop)
         frame = 0, problem.queries.length, problem.keys.length, 0

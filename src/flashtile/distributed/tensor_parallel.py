@@ -105,7 +105,7 @@ def _scattered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def enter(tensor: Tensor, mesh: DeviceMesh, sequence_parallel: bool = False) -> Tensor:
-    """What all ranks use, each for its part of the features: the same on all, or shards of tokens that are gathered."""
+    """The input of all ranks, each for its part of the features: alike, or shards of tokens that are gathered."""
     if sequence_parallel:
         _check_has_tokens(tensor)
     return (_Gather if sequence_parallel else _Enter).apply(tensor, mesh.get_group())

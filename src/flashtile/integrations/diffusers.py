@@ -132,7 +132,7 @@ def _four_dimensions(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor 
 
 
 def _visible(mask: Tensor | None, is_causal: bool, query: Tensor) -> dict[str, Any]:
-    """What a mask and is_causal mean, as arguments of `flashtile.attention`."""
+    """A mask and is_causal as arguments of `flashtile.attention`."""
     options: dict[str, Any] = {"causal": is_causal, "align": "top_left"} if is_causal else {}
     if mask is not None and mask.dtype is torch.bool:
         options["mask"] = mask

@@ -107,28 +107,10 @@ class _Operators:
         out, lse, *state, weights = self.forward_quantized(q, k, v, *sizes, *flags, *descales, scale=scale)
         return out.transpose(1, 2), lse, *sizes, *state, weights
 
-    def sdpa_backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        cum_seq_q: Tensor | None,
-        cum_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        philox_seed: Tensor,
-        philox_offset: Tensor,
-        *,
-        scale: float | None = None,
-    ) -> tuple[Tensor, ...]:
-        dout, q, k, v, out = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
-        rest = max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset
-        grads = self.backward(dout, q, k, v, out, logsumexp, *(None, None, *rest), scale=scale)
+    def sdpa_backward(self, *given: Any, scale: float | None = None) -> tuple[Tensor, ...]:
+        dout, q, k, v, out = (t.transpose(1, 2) for t in given[:5])
+        lse, rest = given[5], given[8:]  # between them the offsets of nested tensors, which come packed instead
+        grads = self.backward(dout, q, k, v, out, lse, *(None, None, *rest), scale=scale)
         return tuple(grad.transpose(1, 2) for grad in grads)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *given: Any, **options: Any) -> tuple[Tensor, ...]:

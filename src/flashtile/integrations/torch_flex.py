@@ -17,10 +17,10 @@ from flashtile.integrations.substitute import Substitute
 #: The module of transformers that has FlexAttention, and the function there through which its models call it.
 _TRANSFORMERS, _ITS_FUNCTION = "transformers.integrations.flex_attention", "compile_friendly_flex_attention"
 
-#: What a function does and which arguments it has.
+#: The attributes that say what a function does and which arguments it has.
 _PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 
-#: What serves PyTorch's function while a context is open.
+#: The function that serves PyTorch's while a context is open.
 _route_now: Callable[..., Any]
 
 

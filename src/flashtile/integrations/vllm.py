@@ -52,7 +52,7 @@ def register() -> None:
 
 
 class ServedByFlashtile:
-    """What both backends answer alike when vLLM asks about flashtile."""
+    """The answers that both backends give alike when vLLM asks about flashtile."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *EIGHT_BITS]
@@ -79,7 +79,7 @@ class ServedByFlashtile:
 
 
 class FlashtileBackend(ServedByFlashtile, AttentionBackend):
-    """What vLLM asks about flashtile before it chooses it."""
+    """The answers to what vLLM asks before it chooses flashtile."""
 
     @staticmethod
     def get_name() -> str:

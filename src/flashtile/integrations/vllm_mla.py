@@ -32,7 +32,7 @@ from flashtile.integrations.vllm import EIGHT_BITS, MLA_NAME, ServedByFlashtile
 
 
 class FlashtileMLABackend(ServedByFlashtile, MLACommonBackend):
-    """What vLLM asks about flashtile before it chooses it."""
+    """The answers to what vLLM asks before it chooses flashtile."""
 
     @staticmethod
     def get_name() -> str:

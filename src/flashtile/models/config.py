@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flashtile.modules import FusedMlp
 from flashtile.modules.sizes import check_sizes
 
-#: What stands between the two layers of an MLP; "swiglu" is a gate, `values · silu(gates)`.
+#: The activations between the two layers of an MLP; "swiglu" is a gate, `values · silu(gates)`.
 Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu"]
 ACTIVATIONS: tuple[Activation, ...] = ("gelu", "gelu_tanh", "relu", "swiglu")
 
@@ -154,7 +154,7 @@ def check_tokens(tokens: Tensor) -> None:
 
 
 def make_mlp(config: GPTConfig | BertConfig, bias: bool, **where: Any) -> Callable[[int], nn.Module]:
-    """What makes the MLP of a block; `where` is device and dtype."""
+    """The maker of a block's MLP; `where` is device and dtype."""
     gated = config.activation == "swiglu"
     hidden = 4 * config.width if config.hidden is None else config.hidden
     activation = "silu" if gated else config.activation

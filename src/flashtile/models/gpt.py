@@ -26,7 +26,7 @@ from flashtile.modules.layers import computes_only
 #: Causal self-attention: (q, k, v) -> out, each `[B, S, H, D]`.
 CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-#: What to do with a model whose weights ranks share.
+#: The remedy for a model whose weights ranks share.
 _OF_PARTS = "compute hidden(tokens), and its loss with flashtile.distributed.vocabulary_loss"
 
 
@@ -291,7 +291,7 @@ def _block(config: GPTConfig, layer: int, where: dict[str, Any]) -> Block | Para
         **where,
     )
     mlp = make_mlp(config, config.mlp_bias, **where)
-    # What enters the first block are the embeddings.
+    # The first block gets the embeddings.
     dropout = config.residual_dropout if layer else config.embedding_dropout
     common: dict[str, Any] = {"residual_in_fp32": config.residual_in_fp32, "norm_cls": _norm(config, where)}
     if config.parallel:

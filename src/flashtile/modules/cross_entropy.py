@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class _Loss(nn.Module):
-    """What the losses share: options, no parameters."""
+    """The options that the losses share; no parameters."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()

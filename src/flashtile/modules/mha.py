@@ -79,7 +79,7 @@ class KVCache:
 
 
 class _Lengths(NamedTuple):
-    """Of packed sequences, as the arguments of `MHA.forward`."""
+    """The lengths of packed sequences, by their names as arguments of `MHA.forward`."""
 
     cu_seqlens: Tensor | None = None
     max_seqlen: int | None = None

@@ -11,7 +11,7 @@ import flashtile
 
 
 class _Norm(nn.Module):
-    """What layer norm and RMS norm share: the normalised shape, and parameters of it."""
+    """The parts that layer norm and RMS norm share: the normalised shape, and parameters of it."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None

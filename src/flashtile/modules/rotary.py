@@ -12,7 +12,7 @@ from flashtile.modules.sizes import known
 
 
 class Source(NamedTuple):
-    """What tables were made from.
+    """The source that tables were made from.
 
     Attributes:
         frequencies: the buffer `inv_freq`.
@@ -81,7 +81,7 @@ class RotaryEmbedding(nn.Module):
         return made
 
     def _source(self) -> Source:
-        """What tables that are made now are made from."""
+        """The source of tables that are made now."""
         frequencies = self.inv_freq
         if torch.compiler.is_compiling():
             return Source(frequencies, -1)
@@ -117,7 +117,7 @@ class RotaryEmbedding(nn.Module):
     def _compute_tables(
         self, positions: int, device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        # Those on the meta device have no values, in a model that was made there and got its parameters later.
+        # Frequencies on the meta device have no values, in a model that was made there and got its parameters later.
         frequencies = self._first_frequencies(device) if self.inv_freq.is_meta else self.inv_freq
         if hasattr(frequencies, "full_tensor"):  # a DTensor, where distribute_module has replicated the buffers
             frequencies = frequencies.full_tensor()

@@ -37,7 +37,7 @@ _FEW_QUERIES = 16
 
 
 class Visible(NamedTuple):
-    """What queries see of the keys that are in use."""
+    """The keys in use that queries see."""
 
     keys: int
     causal: bool = False
@@ -160,7 +160,7 @@ def visible_keys(
     is_causal: bool | None,
     sliding_window: int | None,
 ) -> Visible:
-    """What a mask and the module's own attributes say."""
+    """The keys that a mask and the module's own attributes let queries see."""
     if attention_mask is None or attention_mask.dim() == 2:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         return _by_module(attention_mask, seq_q, seq_k, bool(causal), sliding_window)
@@ -198,7 +198,7 @@ def _tree_mask(
     key: Tensor,
     sliding_window: int | None,
 ) -> BlockMask | None:
-    """What the tokens of a tree see in one layer; None if there is none."""
+    """The keys that the tokens of a tree see in one layer; None if there is none."""
     if tree is None:
         return None
     mask = None if attention_mask is None else compact.decode(attention_mask)

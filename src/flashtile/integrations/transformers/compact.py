@@ -3,7 +3,7 @@
 transformers makes a mask once for a model call, by one function, and hands it through all layers to another, the
 attention. Between them it is a tensor of four dimensions, which some models slice, copy or move. A mask of
 `[batch, 1, seq_q, seq_k]` would hold what three numbers say: that it is causal, that it has a window, which keys are
-padding. So these facts travel in the dtype and the shape of a small tensor, `[B, 1 + flags, 1, n]`:
+padding. These facts travel in the dtype and the shape of a small tensor, `[B, 1 + flags, 1, n]`:
 
 ======  ==========================================================================================
 dtype   what the last dimension holds
@@ -28,7 +28,7 @@ _EVERYTHING, _KEYS, _ENDS, _TREE = torch.int8, torch.uint8, torch.int32, torch.i
 
 
 class Band(NamedTuple):
-    """Which keys a query may see by its position; the last query lies at the last key."""
+    """The keys that a query may see by its position; the last query lies at the last key."""
 
     causal: bool = False
     #: A sliding window, of the size that the model's configuration says.
@@ -75,7 +75,7 @@ def _encode(band: Band, content: Tensor) -> Tensor:
 
 
 def decode(mask: Tensor) -> CompactMask | None:
-    """What a mask says, where it is a compact one."""
+    """The facts in a mask, where it is a compact one."""
     if mask.dtype not in (_EVERYTHING, _KEYS, _ENDS, _TREE) or mask.dim() != 4:
         return None
     flags = mask.shape[1] - 1

@@ -24,7 +24,7 @@ from flashtile.integrations.transformers.attention import refuse, visible_keys, 
 from flashtile.integrations.transformers.masks import pattern_within_sequences
 from flashtile.integrations.transformers.registration import add_implementation
 
-#: What a call may not bring, and what to do instead.
+#: Arguments that a call may not bring, and what to do instead.
 _REFUSED = {
     "attention_mask": "leave it out; pad at the end, where causal tokens before do not look, and ignore those labels",
     "position_ids": "leave them out: they are made of the mesh and the layout",
@@ -157,8 +157,8 @@ def _make_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor:
-    """What transformers' mask functions make: of shards, which band of the whole sequence is visible. Its positions,
-    which jump where chunks meet, look like packed sequences to transformers, and are none."""
+    """The result of transformers' mask functions for shards: the band of the whole sequence that is visible. Positions
+    jump where chunks meet, and so look like packed sequences to transformers, but are none."""
     band = None if torch.compiler.is_compiling() else pattern_within_sequences(mask_function)
     if band is None or attention_mask is not None or q_length != kv_length:
         raise ValueError(

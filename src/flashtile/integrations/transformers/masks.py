@@ -194,7 +194,7 @@ def _made_by(function: Any, maker: Callable[..., Any], *example: Any) -> dict[st
 
 
 def _ends(sequence_of_row: Tensor) -> Tensor:
-    """Where each sequence ends, of all rows of the batch in one row; a row of the batch begins a sequence."""
+    """The ends of the sequences, of all rows of the batch in one row; a row of the batch begins a sequence."""
     last = torch.ones_like(sequence_of_row, dtype=torch.bool)
     last[:, :-1] = sequence_of_row[:, 1:] != sequence_of_row[:, :-1]
     return last.flatten().nonzero().flatten() + 1

@@ -26,10 +26,10 @@ from flashtile.integrations.transformers.masks import pattern_within_sequences
 #: makes no masks for such names.
 PREFIX = "flashtile-paged|"
 
-#: Where transformers chooses the implementation, and whether steps of decoding read pages by a block table.
+#: The places where transformers chooses the implementation, and whether steps of decoding read pages.
 _SWITCHES, _DECIDES = "switch_to_cb_friendly_attn", "ensure_decode_fast_path_is_available"
 
-#: What transformers hands to attention for its cache and the rest of the model.
+#: Arguments that transformers hands to attention for its cache and the rest of the model.
 _OF_BATCH = ("cu_seq_lens_k", "max_length_k", "block_table", "read_index", "write_index", "k_cache", "v_cache")
 
 

@@ -18,7 +18,7 @@ from flashtile.integrations.transformers.attention import attend
 from flashtile.integrations.transformers.masks import make_mask
 from flashtile.integrations.transformers.paged import PREFIX, attend_paged, no_mask, serve_batches
 
-#: Where transformers checks the name of an implementation before a model is built.
+#: The place where transformers checks the name of an implementation before a model is built.
 _CHECK = "_check_and_adjust_attn_implementation"
 _registered: set[str] = set()
 _OLDEST = (5, 17)
