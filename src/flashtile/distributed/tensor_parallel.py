@@ -9,6 +9,7 @@ them, a row layer scatters its sums. Reference: Shoeybi et al., "Megatron-LM" (2
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -177,71 +178,10 @@ def sharded(tensor: Tensor, mesh: DeviceMesh, dim: int, order: Tensor | None = N
         return nn.Parameter(DTensor.from_local(part, mesh, [Shard(dim)], run_check=False), learned)
 
 
-class ColumnParallelLinear(nn.Module):
-    """A linear layer whose output features are divided over the ranks.
+class _ParallelLinear(nn.Module):
+    """A linear layer whose weight is divided over ranks, along its dimension `_dim`."""
 
-    Args:
-        in_features: features of the input, which is whole on all ranks.
-        out_features: output features of all ranks together; the number of ranks divides it.
-        mesh: the ranks, with one dimension.
-        bias: the layer has a bias, which is divided too.
-        sequence_parallel: the input is this rank's shard of the tokens; the layer gathers all shards.
-        device, dtype: device and dtype of the parameters. All ranks draw the same weights, so give them the same seed.
-    """
-
-    #: For `MHA`, which may then rotate what the layer returns in place.
-    keeps_no_output = True
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        mesh: DeviceMesh,
-        bias: bool = True,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self._take(nn.Linear(in_features, out_features, bias, device, dtype), mesh, None, sequence_parallel)
-
-    @classmethod
-    def of(
-        cls, linear: nn.Linear, mesh: DeviceMesh, order: Tensor | None = None, sequence_parallel: bool = False
-    ) -> ColumnParallelLinear:
-        """The layer with the weights of a whole one. `order`: the rows in the order in which they are divided."""
-        check_plain(nn.Linear, linear)
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        made._take(linear, mesh, order, sequence_parallel)
-        return made
-
-    def _take(self, linear: nn.Linear, mesh: DeviceMesh, order: Tensor | None, sequence_parallel: bool) -> None:
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.mesh, self.order, self.sequence_parallel = mesh, order, sequence_parallel
-        self.weight = sharded(linear.weight, mesh, 0, order)
-        self.bias = None if linear.bias is None else sharded(linear.bias, mesh, 0, order)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., in_features]` -> `[..., out_features / ranks]`; with sequence_parallel for all tokens."""
-        bias = None if self.bias is None else local(self.bias)
-        return F.linear(enter(x, self.mesh, self.sequence_parallel), local(self.weight), bias)
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, ranks={self.mesh.size()}, bias={self.bias is not None}"
-
-
-class RowParallelLinear(nn.Module):
-    """A linear layer whose input features are divided over the ranks. The products are summed over the ranks.
-
-    Args:
-        in_features: input features of all ranks together; the number of ranks divides it.
-        out_features: features of the output, which is whole on all ranks.
-        mesh: the ranks, with one dimension.
-        bias: the layer has a bias, the same on all ranks, which is added once.
-        sequence_parallel: each rank keeps a shard of the output's tokens.
-        device, dtype: as for `ColumnParallelLinear`.
-    """
+    _dim = 0
 
     def __init__(
         self,
@@ -257,19 +197,70 @@ class RowParallelLinear(nn.Module):
         self._take(nn.Linear(in_features, out_features, bias, device, dtype), mesh, sequence_parallel)
 
     @classmethod
-    def of(cls, linear: nn.Linear, mesh: DeviceMesh, sequence_parallel: bool = False) -> RowParallelLinear:
-        """The layer with the weights of a whole one."""
+    def _of(cls, linear: nn.Linear, mesh: DeviceMesh, sequence_parallel: bool, order: Tensor | None = None) -> Any:
         check_plain(nn.Linear, linear)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._take(linear, mesh, sequence_parallel)
+        made._take(linear, mesh, sequence_parallel, order)
         return made
 
-    def _take(self, linear: nn.Linear, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    def _take(self, linear: nn.Linear, mesh: DeviceMesh, sequence_parallel: bool, order: Tensor | None = None) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.mesh, self.sequence_parallel = mesh, sequence_parallel
-        self.weight = sharded(linear.weight, mesh, 1)
-        self.bias = linear.bias
+        self.mesh, self.order, self.sequence_parallel = mesh, order, sequence_parallel
+        self.weight = sharded(linear.weight, mesh, self._dim, order)
+        whole = self._dim == 1 or linear.bias is None
+        self.bias = linear.bias if whole else sharded(linear.bias, mesh, 0, order)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, ranks={self.mesh.size()}, bias={self.bias is not None}"
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear layer whose output features are divided over the ranks.
+
+    Args:
+        in_features: features of the input, which is whole on all ranks.
+        out_features: output features of all ranks together; the number of ranks divides it.
+        mesh: the ranks, with one dimension.
+        bias: the layer has a bias, which is divided too.
+        sequence_parallel: the input is this rank's shard of the tokens; the layer gathers all shards.
+        device, dtype: device and dtype of the parameters. All ranks draw the same weights, so give them the same seed.
+    """
+
+    #: For `MHA`, which may then rotate what the layer returns in place.
+    keeps_no_output = True
+
+    @classmethod
+    def of(
+        cls, linear: nn.Linear, mesh: DeviceMesh, order: Tensor | None = None, sequence_parallel: bool = False
+    ) -> ColumnParallelLinear:
+        """The layer with the weights of a whole one. `order`: the rows in the order in which they are divided."""
+        return cls._of(linear, mesh, sequence_parallel, order)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in_features]` -> `[..., out_features / ranks]`; with sequence_parallel for all tokens."""
+        bias = None if self.bias is None else local(self.bias)
+        return F.linear(enter(x, self.mesh, self.sequence_parallel), local(self.weight), bias)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """A linear layer whose input features are divided over the ranks. The products are summed over the ranks.
+
+    Args:
+        in_features: input features of all ranks together; the number of ranks divides it.
+        out_features: features of the output, which is whole on all ranks.
+        mesh: the ranks, with one dimension.
+        bias: the layer has a bias, the same on all ranks, which is added once.
+        sequence_parallel: each rank keeps a shard of the output's tokens.
+        device, dtype: as for `ColumnParallelLinear`.
+    """
+
+    _dim = 1
+
+    @classmethod
+    def of(cls, linear: nn.Linear, mesh: DeviceMesh, sequence_parallel: bool = False) -> RowParallelLinear:
+        """The layer with the weights of a whole one."""
+        return cls._of(linear, mesh, sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in_features / ranks]` -> `[..., out_features]`; with sequence_parallel for this rank's tokens."""
@@ -283,9 +274,6 @@ class RowParallelLinear(nn.Module):
         # If ranks have shards of the tokens, each sees a part of the bias's gradient.
         bias = sum_over_ranks(self.bias, self.mesh) if self.sequence_parallel else self.bias
         return out + bias.to(out.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, ranks={self.mesh.size()}, bias={self.bias is not None}"
 
 
 class VocabParallelEmbedding(nn.Module):
