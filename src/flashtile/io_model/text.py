@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from flashtile.io_model.devices import Device
 from flashtile.io_model.shape import Shape
 from flashtile.io_model.standard import standard
-from flashtile.io_model.sweep import SweepPoint
-from flashtile.io_model.tiled import tiled
+from flashtile.io_model.tiled import SweepPoint, tiled
 from flashtile.io_model.work import Computation, Work
 
 
