@@ -341,7 +341,7 @@ def test_warmup_runs_every_shape():
     seen = []
     warmup.warm_up(wanted, CPU, seen.append)
     assert seen == wanted and len(wanted) == 4
-    assert {(shape.head_dim, shape.causal) for shape in wanted} == {(d, c) for d in (8, 16) for c in (False, True)}
+    assert {(case.D, case.causal) for case in wanted} == {(d, c) for d in (8, 16) for c in (False, True)}
 
 
 def test_warmup_reports_an_impossible_shape():

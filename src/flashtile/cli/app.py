@@ -16,6 +16,7 @@ from flashtile.cli.console import make_console, print_json, print_table, print_t
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from flashtile.bench.cases import Case
     from flashtile.cli.doctor import KernelResult
 
 app = typer.Typer(
@@ -255,8 +256,8 @@ def warmup(
         with Progress(console=console) as progress:
             task = progress.add_task("compiling", total=len(wanted))
 
-            def on_shape(shape: module.Shape) -> None:
-                progress.update(task, completed=wanted.index(shape), description=str(shape))
+            def on_shape(case: Case) -> None:
+                progress.update(task, completed=wanted.index(case), description=case.name)
 
             module.warm_up(wanted, device, on_shape)
             progress.update(task, completed=len(wanted))

@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 
 import flashtile
+from flashtile.bench.cases import Case
 from flashtile.bench.start import UserError
 from flashtile.cli.explain import parse_dtype
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A shape that kernels are compiled for; the batch does not matter to them."""
-
-    head_dim: int
-    dtype: str
-    causal: bool
-    heads: int
-    heads_kv: int
-    seq: int
-
-    def __str__(self) -> str:
-        return f"head_dim {self.head_dim}, {self.dtype}, {'causal' if self.causal else 'full'}"
-
-
 def shapes(
     head_dims: Iterable[int], dtypes: Iterable[str], causal: bool | None, heads: int, heads_kv: int | None, seq: int
-) -> list[Shape]:
-    """All combinations; `causal=None` means with and without."""
-    flags = (False, True) if causal is None else (causal,)
+) -> list[Case]:
+    """All combinations, of batch 1, which does not matter to kernels; `causal=None` means with and without."""
     return [
-        Shape(head_dim, dtype, flag, heads, heads_kv or heads, seq)
-        for head_dim, dtype, flag in itertools.product(head_dims, dtypes, flags)
+        Case(1, seq, heads, heads_kv or heads, head_dim, head_dim, causal=flag, dtype=dtype)
+        for head_dim, dtype, flag in itertools.product(
+            head_dims, dtypes, (False, True) if causal is None else (causal,)
+        )
     ]
 
 
@@ -45,17 +31,14 @@ def require_gpu() -> torch.device:
     return torch.device("cuda")
 
 
-def warm_up(wanted: list[Shape], device: torch.device, on_shape: Callable[[Shape], None]) -> None:
-    """Runs a forward and backward of batch 1 of each shape, which leaves its kernels in Triton's cache on disk."""
-    for shape in wanted:
-        on_shape(shape)
-        dtype = parse_dtype(shape.dtype)
-        q, k, v = (
-            torch.zeros(1, shape.seq, heads, shape.head_dim, dtype=dtype, device=device, requires_grad=True)
-            for heads in (shape.heads, shape.heads_kv, shape.heads_kv)
-        )
+def warm_up(wanted: list[Case], device: torch.device, on_shape: Callable[[Case], None]) -> None:
+    """Runs a forward and backward of each shape, which leaves its kernels in Triton's cache on disk."""
+    for case in wanted:
+        on_shape(case)
+        dtype = parse_dtype(case.dtype)
+        q, k, v = (torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for shape in case.shapes())
         try:
-            out = flashtile.attention(q, k, v, causal=shape.causal)
+            out = flashtile.attention(q, k, v, causal=case.causal)
         except (TypeError, ValueError) as error:
-            raise UserError(f"{shape}: {error}") from None
+            raise UserError(f"{case.name}: {error}") from None
         out.backward(torch.zeros_like(out))
