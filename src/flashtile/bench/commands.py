@@ -19,7 +19,17 @@ import torch
 import flashtile
 from flashtile.bench import ahead
 from flashtile.bench.base import AnyCase, Implementation, select_cases, select_implementations
-from flashtile.bench.record import Key, Record, Recorder, Row, command_line, require_writable, row_key, write_record
+from flashtile.bench.record import (
+    SPEEDS,
+    Key,
+    Record,
+    Recorder,
+    Row,
+    command_line,
+    require_writable,
+    row_key,
+    write_record,
+)
 from flashtile.bench.registry import BENCHMARKS, Options
 from flashtile.bench.report import Report, Table, comparison_tables, reasons
 from flashtile.bench.runner import Announce, announced, say_nothing, side_stream
@@ -152,7 +162,7 @@ def describe_progress(index: int, total: int, case: AnyCase, rows: list[Row], se
 
 
 def _speed(row: Row) -> float:
-    return next(row[key] for key in ("tokens_per_s", "tflops", "gbps", "ms") if row.get(key) is not None)
+    return next(row[key] for key in (*SPEEDS.values(), "ms") if row.get(key) is not None)
 
 
 #: How often each tree runs.
@@ -276,9 +286,8 @@ def _median_row(rows: list[Row]) -> Row:
     median = statistics.median(times)
     # Speeds are work by time: they follow the time of the first run to the median.
     scale = rows[0]["ms"] / median
-    speeds = {
-        key: rows[0][key] * scale for key in ("tflops", "gbps", "tokens_per_s", "mfu") if rows[0].get(key) is not None
-    }
+    keys = (key for key in (*SPEEDS.values(), "mfu") if rows[0].get(key) is not None)
+    speeds = {key: rows[0][key] * scale for key in keys}
     return {**rows[0], **speeds, "ms": median, "round_ms": times}
 
 

@@ -46,8 +46,10 @@ FACTS = {
 _OF_EVERY_ROW: dict[str, type | tuple[type, ...]] = {
     "op": str, "phase": str, "impl": str, "case": dict, "ms": (int, float, type(None)),
 }  # fmt: skip
+#: Units of speeds -> their keys in a row. The first that a row has tells most.
+SPEEDS = {"tokens/s": "tokens_per_s", "TFLOP/s": "tflops", "GB/s": "gbps"}
 #: Keys of measured values: speeds divide by them, and pictures take their logarithms.
-_MEASURED = ("ms", "tflops", "gbps", "tokens_per_s", "peak_mib", "memory_mib")
+_MEASURED = ("ms", *SPEEDS.values(), "peak_mib", "memory_mib")
 
 #: Implementations that are measured beside others, but do not compute the same call.
 YARDSTICKS = ("copy", "dense")

@@ -10,6 +10,7 @@ from flashtile.bench.base import is_ours
 from flashtile.bench.breakdown import BREAKDOWN, FUSED
 from flashtile.bench.cases import Case
 from flashtile.bench.record import (
+    SPEEDS,
     Ratio,
     Record,
     Row,
@@ -23,8 +24,6 @@ from flashtile.bench.record import (
 from flashtile.bench.registry import case_name, find_benchmark, find_case
 from flashtile.bench.tables import find_table
 
-#: Units of speeds -> their keys in a row.
-_SPEEDS = {"TFLOP/s": "tflops", "GB/s": "gbps", "tokens/s": "tokens_per_s"}
 _PHASES = {"fwd": "forward", "bwd": "backward"}
 
 
@@ -159,7 +158,7 @@ def _unit(row: Row) -> str:
 def _speed(row: Row | None, unit: str) -> str:
     if row is None or row["ms"] is None:
         return "–"
-    speed = row[_SPEEDS[unit]]
+    speed = row[SPEEDS[unit]]
     return f"{speed:.0f}" if speed >= 100 else f"{speed:.3g}"
 
 

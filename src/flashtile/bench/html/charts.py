@@ -14,14 +14,12 @@ from flashtile.bench.cases import Case
 from flashtile.bench.html import words
 from flashtile.bench.html.drawing import Chart, DotChart, GridChart, Headings, LineChart, Lines, Series, figure
 from flashtile.bench.html.words import Facets
-from flashtile.bench.record import Record, Row, case_key, ratios_to_best
+from flashtile.bench.record import SPEEDS, Record, Row, case_key, ratios_to_best
 from flashtile.bench.serving_cases import BALANCE
 
 _LENGTH = "sequence length (tokens)"
 #: The fewest lengths that are drawn as a line, and points of a curve of losses.
 _LEAST_LENGTHS, _POINTS = 3, 60
-#: Speeds -> their keys in a row; the first that a row has is shown, else its time.
-_SPEEDS = {"tokens/s": "tokens_per_s", "TFLOP/s": "tflops", "GB/s": "gbps"}
 
 
 @dataclass(frozen=True)
@@ -197,10 +195,10 @@ def _figures(row: Row) -> Iterator[tuple[str, Row]]:
     elif row["op"].endswith("-host"):
         yield "µs", {**row, "µs": row["ms"] * 1e3}
     else:
-        unit = next((unit for unit, key in _SPEEDS.items() if row.get(key) is not None), "ms")
+        unit = next((unit for unit, key in SPEEDS.items() if row.get(key) is not None), "ms")
         if row["op"] == "serving" and row["tflops"] * 1e3 < BALANCE * row["gbps"]:
             unit = "GB/s"
-        yield unit, {**row, unit: row[_SPEEDS.get(unit, "ms")]}
+        yield unit, {**row, unit: row[SPEEDS.get(unit, "ms")]}
 
 
 def _table(rows: Rows, unit: str, said: Facets) -> tuple[Headings, Lines]:
