@@ -1,4 +1,4 @@
-"""What a compiler may be told of addresses and strides. No formulas of any operation."""
+"""Facts that a compiler may be told of addresses and strides. No formulas of any operation."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Triton's wheel has two, of CUDA 12 and of CUDA 13. From Triton 3.9 on it takes the newer one for sm_90 as well, which
 keeps fewer values of the Hopper kernels in registers: forwards take up to twice as long
-(`decisions/compilers.md`). So the kernels of this package take the older one there, unless a user has said
+(`decisions/compilers.md`). The kernels of this package therefore take the older one there, unless a user has said
 which one to take.
 """
 
@@ -21,7 +21,7 @@ from triton import knobs
 from flashtile._backends import observe
 from flashtile._backends.devices import DeviceFacts, triton_version
 
-#: What says which ptxas Triton calls for sm_90: its knob, and a user's variable.
+#: Names that say which ptxas Triton calls for sm_90: its knob, and a user's variable.
 _KNOB, _VARIABLE = "ptxas_blackwell", "TRITON_PTXAS_BLACKWELL_PATH"
 
 #: The first Triton that takes the newer one for sm_90.

@@ -12,7 +12,7 @@ import torch
 
 
 class DeviceFacts(NamedTuple):
-    """What kernel selection needs to know of a GPU.
+    """Facts of a GPU that kernel selection needs.
 
     Attributes:
         arch: "sm_90" or "gfx942".

@@ -1,7 +1,7 @@
 """Gluon, Triton's lower-level language, under the same names for every version of Triton that flashtile takes.
 
 Kernels import the language from here, and nothing of `triton.experimental` from elsewhere: it is experimental, and its
-names move. What differs between versions is settled here.
+names move. Differences between versions are settled here.
 """
 
 from __future__ import annotations

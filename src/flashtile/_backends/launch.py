@@ -9,8 +9,8 @@ interpreter.
 A kernel's parameter may be a NamedTuple; its description is then one too, of parameters, constants and NamedTuples. It
 is flattened: its fields are arguments like others, by names such as "numbers.bias.rows".
 
-An operation looks its plans up under what a call looks like from outside (`plan_cache`). So a call like an earlier one
-costs no decision and no compilation.
+An operation looks its plans up under what a call looks like from outside (`plan_cache`). A call like an earlier one
+thus costs no decision and no compilation.
 """
 
 from __future__ import annotations
@@ -383,7 +383,7 @@ def _collecting_nothing() -> Iterator[None]:
 
 
 def _paths(source: KernelSource) -> dict[str, tuple[int, ...]]:
-    """Where Triton finds each run-time parameter: its number, and in a NamedTuple the number of the field."""
+    """The place where Triton finds each run-time parameter: its number, and in a NamedTuple the number of the field."""
     groups, known = dict(source.groups), set(source.constant_names)
     return {
         leaf: path
@@ -427,7 +427,7 @@ def make_launch(
 
 
 def _words(source: KernelSource, scalars: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What follows the given arguments in a call of a C function: it would take 0.4 µs to read past constants and
+    """The arguments behind the given ones in a call of a C function: it would take 0.4 µs to read past constants and
     parameters that are compiled away."""
     first = len(source.types) - len(scalars)
     assert "fp32" not in source.types[:first], f"{source.function.__name__}: float32 is the same for all launches"

@@ -1,13 +1,13 @@
 """How a launch reaches the driver. Versions of Triton differ in the function for it, and in what that function takes.
 
 Triton's launcher object looks at every argument of every launch, and encodes TMA descriptors anew each time. That takes
-as long as all the rest of a call. So the C functions behind it that are known here are called directly, with plain
-arguments: no tuples, no constants, and descriptors that are encoded already (`tma.descriptor_maker`).
+as long as all the rest of a call. The C functions behind it that are known here are therefore called directly, with
+plain arguments: no tuples, no constants, and descriptors that are encoded already (`tma.descriptor_maker`).
 
-CUDA takes from each argument as many bytes as the parameter has, and reads no argument past the last parameter. So
-every argument but a descriptor is an integer of 64 bits, floating point by its bits. Triton 3.6 writes a function in C
-for each list of parameter types, and a C compiler takes about a third of a second: zeros fill up to a multiple of 16
-arguments there, and a kernel finds a function that was compiled for another one.
+CUDA takes from each argument as many bytes as the parameter has, and reads no argument past the last parameter. Every
+argument but a descriptor is therefore an integer of 64 bits, floating point by its bits. Triton 3.6 writes a function
+in C for each list of parameter types, and a C compiler takes about a third of a second: zeros fill up to a multiple of
+16 arguments there, and a kernel finds a function that was compiled for another one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def placed(places: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Any, ..
 
 
 #: Held while a kernel's C function is loaded. Triton 3.6 loads each as a module of the same name. For a name Python
-#: keeps one object, which gets the function of any module that is loaded again. So a thread could take that of another.
+#: keeps one object, which gets the function of any module that is loaded again. A thread could thus take that of
+#: another.
 _loading = threading.Lock()
 
 

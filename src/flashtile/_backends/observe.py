@@ -1,4 +1,4 @@
-"""What a process may watch of flashtile, by environment variables read when flashtile is imported: names in profiles,
+"""Observation of flashtile in a process, by environment variables read when flashtile is imported: names in profiles,
 and a log of what is chosen. `docs/performance.md` tells users.
 """
 

@@ -109,7 +109,7 @@ class TmaTensor(NamedTuple):
         return descriptor_parameter(self.dtype, self.box, self.swizzled)
 
     def maker(self) -> Callable[[int], tuple]:
-        """What makes the descriptor from an address."""
+        """The function that makes the descriptor from an address."""
         assert self.box is not None and self.layout is not None, f"{self.buffer}: nothing moves it"
         return descriptor_maker(self.dtype, self.box, self.layout, self.swizzled)
 
@@ -155,7 +155,7 @@ def _described(dtype: torch.dtype, box: tuple[int, ...], layout: TensorLayout, s
 
 
 class _Address(NamedTuple):
-    """What a descriptor reads of its tensor, without keeping the tensor alive."""
+    """The part of a tensor that a descriptor reads, without keeping the tensor alive."""
 
     address: int
     dtype: torch.dtype

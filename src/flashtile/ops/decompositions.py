@@ -1,4 +1,4 @@
-"""What flashtile's operators are in PyTorch's own: for graphs that go where flashtile is not."""
+"""flashtile's operators in PyTorch's own: for graphs that go where flashtile is not."""
 
 from __future__ import annotations
 

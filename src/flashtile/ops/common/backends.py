@@ -21,7 +21,7 @@ from flashtile.ops.common.watch import watched
 
 
 class AnyCall(Protocol):
-    """What every description of a call has; operations may add to it."""
+    """The fields that every description of a call has; operations may add to it."""
 
     @property
     def requested(self) -> str:
@@ -52,7 +52,7 @@ Served = TypeVar("Served", bound=AnyCall, contravariant=True)
 
 
 class StandardCall(NamedTuple):
-    """What decides which backend serves a call of an operation with the standard backends.
+    """The facts that decide which backend serves a call of an operation with the standard backends.
 
     Attributes:
         dtype: float64 where any tensor of the call is.

@@ -137,7 +137,7 @@ def recorded(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without what it does first for `torch.func` transforms, which must have taken another way. Where
+    """`function.apply` without what it does first for `torch.func` transforms, which must have taken another way. If
     torch.compile traces it, it is `function.apply`."""
     direct: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
@@ -155,7 +155,7 @@ def transformed() -> bool:
 def register_fake(name: str, fake: Callable[..., Any], library: torch.library.Library) -> None:
     """Registers what an operator returns under tracing: `fake`.
 
-    Where inductor has no lowering for an operator, it makes one when it first meets it. PyTorch before 2.13 writes out,
+    If inductor has no lowering for an operator, it makes one when it first meets it. PyTorch before 2.13 writes out,
     for a log that nobody reads, all that the arguments were computed from, as a tree: behind some blocks of a
     Transformer that does not end. For the operators of a list it makes one without; fakes run before it looks.
     """

@@ -5,9 +5,9 @@ same in all of them, and may be sharded: every rank then computes its part of th
 that each call needs as a whole, and "*" stands for the leading dimensions, each with a letter of its own. For example,
 a norm is `{"x": "*.", "weight": "."} -> "*."`, and a linear layer `{"x": "*i", "weight": "oi", "bias": "o"} -> "*o"`.
 
-For each dimension of the mesh one letter is chosen, the one along which most elements are sharded already. What is not
-sharded along it, is redistributed, as PyTorch does for its own operators. Gradients follow from the same letters: a
-tensor without the letter gets a part of its gradient on every rank, and the parts are added up.
+For each dimension of the mesh one letter is chosen, the one along which most elements are sharded already. Tensors
+that are not sharded along it are redistributed, as PyTorch does for its own operators. Gradients follow from the same
+letters: a tensor without the letter gets a part of its gradient on every rank, and the parts are added up.
 
 PyTorch's module of DTensors is never imported for a call without any.
 """

@@ -3,7 +3,7 @@
 A formula gets the arguments of its operator and `out_val`, its results. It counts as PyTorch's own do: two operations
 for each multiplication and addition, of matrix products alone, and pairs that a mask hides too.
 
-PyTorch's module imports Triton, which `import flashtile` does not. So the formulas are registered when a program
+PyTorch's module imports Triton, which `import flashtile` does not. The formulas are therefore registered when a program
 imports that module.
 """
 
@@ -34,7 +34,7 @@ def register_flops(name: str, formula: Callable[..., int]) -> None:
 
 
 def product_flops(rows: int, inner: int, columns: int) -> int:
-    """Of a product `[rows, inner] [inner, columns]`."""
+    """FLOPs of a product `[rows, inner] [inner, columns]`."""
     return 2 * rows * inner * columns
 
 

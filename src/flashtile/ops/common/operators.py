@@ -22,7 +22,7 @@ from flashtile.ops.common.repeated import Launch, RepeatedCall, call_table, expa
 from flashtile.ops.common.rows import contiguous
 from flashtile.ops.common.watch import watching
 
-#: What a field of a NamedTuple is in a schema. Sizes may be symbolic.
+#: The type of a NamedTuple's field in a schema. Sizes may be symbolic.
 _SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -150,7 +150,10 @@ def operator(
     dispatch.register_fake(f"flashtile::{name}", traced, _LIBRARY)
     if flops is not None:
         register_flops(name, lambda *flat, **_: flops(*_nested(kinds, flat)))
-    made = OPERATORS[name] = Operator(call, tensors, scalars, results, present, prepare, overload, decomposition)
+    made = OPERATORS[name] = Operator(
+        call, tensors, scalars, results, present=present, prepare=prepare, overload=overload,
+        decomposition=decomposition,
+    )  # fmt: skip
     return made
 
 
@@ -280,8 +283,8 @@ def differentiable(
         forward: with one NamedTuple of scalars, the spec.
         backward: its tensors are the gradients of the outputs, and after these what is saved.
         reference: module with `forward(inputs, spec)` and `backward(tensors, *scalars)`, both differentiable.
-        save: of `(inputs, results, spec, ctx)`, the tensors that the backward reads, and its scalars. What is saved
-            must be an input or an output, or the reference must make it anew.
+        save: of `(inputs, results, spec, ctx)`, the tensors that the backward reads, and its scalars. A saved tensor
+            is an input or an output, or the reference makes it anew.
         outputs: how many of the results, the first ones, are differentiable.
         constants: how many after these are returned too, without a derivative; the function returns None for others.
         before: of ctx, is called before a backward reads what was saved.
@@ -402,10 +405,10 @@ def _nested(kinds: Sequence[type], flat: Sequence[Any]) -> list[Any]:
 
 
 def packed(found: Any) -> Any:
-    """What an operator returns."""
+    """The return value of an operator."""
     return found if isinstance(found, Tensor) else [t for t in found if t is not None]
 
 
 def _flat(found: Any) -> Any:
-    """What an `autograd.Function` returns."""
+    """The return value of an `autograd.Function`."""
     return found if isinstance(found, Tensor) else tuple(t for t in found if t is not None)

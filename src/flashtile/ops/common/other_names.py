@@ -136,7 +136,7 @@ def refuse_by_position(function: Callable[..., Any], given: Sequence[Any]) -> No
 
 
 def _by_name(function: Callable[..., Any], given: Sequence[Any]) -> str:
-    """What to write instead of arguments by position."""
+    """The words to write instead of arguments by position."""
     if function.__name__ == "attention" and any(_kind(value) == "integers" for value in given):
         return "flashtile.attention_varlen takes packed sequences"
     for order in _ORDERS[function.__name__]:
@@ -147,7 +147,7 @@ def _by_name(function: Callable[..., Any], given: Sequence[Any]) -> str:
     return "write the others by name, as in causal=True"
 
 
-#: What arguments that other libraries take by position are.
+#: The kinds of the arguments that other libraries take by position.
 _KINDS = {
     "mask": "booleans", "bias": "numbers", "alibi_slopes": "numbers", "window": "pair", "causal": "bool",
     "deterministic": "bool", "dropout_p": "number", "scale": "number", "softcap": "number", "max_seqlen_q": "number",
@@ -156,7 +156,7 @@ _KINDS = {
 
 
 def _kind(value: Any) -> str:
-    """What the value of an argument is, as `_KINDS` names it; for others the name of its type."""
+    """The kind of an argument's value, as `_KINDS` names it; for others the name of its type."""
     if isinstance(value, Tensor):
         return "booleans" if value.dtype is torch.bool else "numbers" if value.is_floating_point() else "integers"
     if isinstance(value, (int, float)):

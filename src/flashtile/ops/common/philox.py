@@ -52,8 +52,8 @@ def philox_words(seed: Tensor, counters: tuple[Tensor, Tensor, Tensor, Tensor]) 
     keys_a = ((seed & _MASK32) + rounds * _WEYL_A) & _MASK32
     keys_b = (((seed >> 32) & _MASK32) + rounds * _WEYL_B) & _MASK32
     keys = list(zip(keys_a.unbind(), keys_b.unbind()))
-    # A product of two 32-bit numbers fills the 64 bits, sign included, so both its halves are exact. What c1 and c3
-    # carry above 32 bits falls away with the next mask.
+    # A product of two 32-bit numbers fills the 64 bits, sign included, so both its halves are exact. The bits of c1
+    # and c3 above 32 fall away with the next mask.
     for key_a, key_b in keys[:_MIXING_ROUNDS]:
         product_a, product_b = c0 * _MULTIPLIER_A, c2 * _MULTIPLIER_B
         c0 = ((product_b >> 32) ^ (c1 ^ key_a)).bitwise_and_(_MASK32)
@@ -72,7 +72,7 @@ def philox_words(seed: Tensor, counters: tuple[Tensor, Tensor, Tensor, Tensor]) 
 
 
 def keep_rows(seed: Tensor, dropout_p: float, stream: int, rows: int, columns: int) -> Tensor:
-    """Which elements of a matrix `[rows, columns]` are kept: bool of that shape, True = kept.
+    """The kept elements of a matrix `[rows, columns]`: bool of that shape, True = kept.
 
     Args:
         seed: `[2]` int64 (seed, offset).

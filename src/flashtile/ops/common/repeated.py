@@ -34,13 +34,13 @@ _TABLES: list[CallTable] = []
 
 
 class CallTable:
-    """What runs calls of one function, from the tensors that they have."""
+    """Functions that run the calls of one public function, from the tensors that these have."""
 
     def __init__(self) -> None:
         self._calls: dict[Hashable, list[tuple[Callable[..., bool], Run]]] = {}
 
     def run(self, tensors: Tensors, scalars: tuple[Any, ...]) -> Any:
-        """What the function that was kept of a call like this returns; None for a new one. `scalars` are all its other
+        """Runs a call like an earlier one, and returns its results; None for a new one. `scalars` are all its other
         arguments."""
         if not dispatch.undisturbed():
             return None
@@ -126,7 +126,7 @@ class RepeatedCall:
         shapes = [(tensors[place].shape, inputs[place].shape) for place in self._places]
         self._flat = {given: flat for given, flat in shapes if given != flat and given.numel() == flat.numel()}
         self._viewed = inputs[0].shape, tensors[0].shape
-        # What is saved is found by where it comes from: `save` is asked once, with stand-ins for results.
+        # Saved tensors are found by their sources: `save` is asked once, with stand-ins for results.
         forward = made.forward
         there = [True] if forward.results is Tensor or forward.present is None else forward.present(inputs, spec)
         stand_ins: list[Any] = [object() for each in there if each]

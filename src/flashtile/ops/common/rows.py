@@ -1,4 +1,4 @@
-"""What operations on rows have in common: the dtype that computes, blocks of rows for a CPU's caches, strides."""
+"""Parts that operations on rows have in common: the dtype that computes, blocks of rows for a CPU's caches, strides."""
 
 from __future__ import annotations
 

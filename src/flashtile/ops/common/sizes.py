@@ -1,5 +1,5 @@
 """Comparing sizes. While PyTorch traces, a size that depends on data (`x[kept].shape[0]`) is not known, and a condition
-on it raises. What cannot be decided then is checked when the traced program runs."""
+on it raises. An open condition is checked when the traced program runs."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ def _inspect_inputs(label: str, inputs: dict[str, Any]) -> dict[str, str] | None
 def _check_outputs(label: str, result: Any, inputs: dict[str, str]) -> None:
     """Raises where a result has what no input had.
 
-    Where an input hides something by -inf, infinite results may be right. So may -inf in what comes after the first
-    result of a forward: the log-sum-exp of a row that sees nothing.
+    If an input hides something by -inf, infinite results may be right. -inf may be right, too, in what comes after the
+    first result of a forward: the log-sum-exp of a row that sees nothing.
 
     Raises:
         FloatingPointError: naming call, result and inputs.

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
         backend: str
 
     class LogitsOptions(LossOptions, total=False):
-        """Those of `cross_entropy`."""
+        """Optional arguments of `cross_entropy`."""
 
         inplace_backward: bool
 
@@ -163,10 +163,12 @@ def cross_entropy(
     if other_names:
         refuse_other_names(cross_entropy, other_names)
     given = LossInputs(logits, labels, class_weights)
-    scalars = (
-        label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction, process_group, softcap, return_z_loss,
-        backend,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "label_smoothing": label_smoothing, "logit_scale": logit_scale, "lse_square_scale": lse_square_scale,
+        "ignore_index": ignore_index, "reduction": reduction, "process_group": process_group, "softcap": softcap,
+        "return_z_loss": return_z_loss,
+    }  # fmt: skip
+    scalars = (*options.values(), backend)
     repeated = None if inplace_backward is not False else _CALLS.run(given, scalars)
     if repeated is not None:
         return repeated
@@ -174,11 +176,7 @@ def cross_entropy(
     _check_logits(logits)
     _check_labels(labels, logits.shape[:-1], logits.device, "logits")
     raise_not_bool(inplace_backward=inplace_backward)
-    columns = logits.shape[-1]
-    spec = make_spec(
-        columns, logits.dtype, label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction, return_z_loss,
-        process_group, softcap,
-    )  # fmt: skip
+    spec = make_spec(logits.shape[-1], logits.dtype, **options)
     if dtensor.present(logits, labels, class_weights):
         tensors = {"logits": (logits, "*v"), "labels": (labels, "*"), "class_weights": (class_weights, ".")}
         return _run_sharded(partial(cross_entropy, inplace_backward=inplace_backward, backend=backend), tensors, spec)
@@ -281,8 +279,9 @@ def linear_cross_entropy(
     check_linear(x, weight, bias)
     _check_labels(labels, x.shape[:-1], x.device, "x")
     spec = make_spec(
-        weight.shape[0], x.dtype, label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction,
-        return_z_loss, process_group, softcap,
+        weight.shape[0], x.dtype, label_smoothing=label_smoothing, logit_scale=logit_scale,
+        lse_square_scale=lse_square_scale, ignore_index=ignore_index, reduction=reduction, process_group=process_group,
+        softcap=softcap, return_z_loss=return_z_loss,
     )  # fmt: skip
     if dtensor.present(x, weight, labels, bias, class_weights):
         tensors = {
@@ -365,7 +364,7 @@ def _check_labels(labels: Tensor, shape: tuple[int, ...], device: torch.device, 
 
 
 def _check_label_values(labels: Tensor, spec: CrossEntropySpec) -> None:
-    """Where `FLASHTILE_CHECK_VALUES=1` asks for it, checks that each label is one. A compiled graph cannot."""
+    """Checks that each label is one, if `FLASHTILE_CHECK_VALUES=1` asks for it. A compiled graph cannot."""
     if torch.compiler.is_compiling() or not read_on_request(labels):
         return
     wrong = (labels != spec.ignore_index) & ((labels < 0) | (labels >= spec.vocabulary))

@@ -497,7 +497,8 @@ def _flags(weights: Layout | None, spec: CrossEntropySpec) -> dict[str, bool]:
 
 
 def _parameters(dtype: torch.dtype, label_dtype: torch.dtype, spec: CrossEntropySpec) -> dict[str, Parameter]:
-    """What the kernels have in common. Addresses and strides of rows are of any alignment: kernels find it out."""
+    """The parameters that the kernels have in common. Addresses and strides of rows are of any alignment: kernels find
+    it out."""
     statistics = ("weights", "loss", "z", "normaliser", "dloss", "scale", "loss_out", "z_out")
     return {
         **dict.fromkeys(("logits_ptr", "dlogits_ptr"), pointer_to(dtype)),

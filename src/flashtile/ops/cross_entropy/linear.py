@@ -1,9 +1,9 @@
 """The last linear layer and its cross-entropy, chunk by chunk of tokens: logits of one chunk at a time.
 
-A chunk's logits become their own gradient in place, and that at once what it adds to the gradients of x and weight. So
-a pass costs three matrix products, as the separate layers do, and no logits are kept.
+A chunk's logits become their own gradient in place, and that at once what it adds to the gradients of x and weight. A
+pass thus costs three matrix products, as the separate layers do, and no logits are kept.
 
-Where sums over chunks are held: while there are at most `MAX_ROUNDINGS` chunks, the gradient of the weight is in its
+The dtype of sums over chunks: while there are at most `MAX_ROUNDINGS` chunks, the gradient of the weight is in its
 own dtype, and each product adds to it, which rounds it once. With more chunks, and always in float16, whose range the
 sum may leave, it is in float32. The gradient of the bias always is.
 """
@@ -71,7 +71,7 @@ class LinearUpstream(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients are asked for."""
+    """The gradients that are asked for."""
 
     dx: bool
     dweight: bool
@@ -90,7 +90,7 @@ class LinearGradients(NamedTuple):
 
 
 class LinearResults(NamedTuple):
-    """What a forward pass gives: `Results`, and the gradients of the reduced loss where they are asked for."""
+    """The results of a forward pass: `Results`, and the gradients of the reduced loss where they are asked for."""
 
     loss: Tensor
     z_loss: Tensor | None
@@ -297,8 +297,8 @@ def run_linear_cross_entropy(
     """Runs the operator, recorded by autograd where a gradient is wanted. Returns loss and z_loss.
 
     A reduced loss has a scalar gradient, so the forward pass makes the gradients already, for a gradient of 1, and the
-    backward multiplies. Losses of each token have one each: the backward makes their logits again. So does a second
-    backward through the same graph, as the first has given its memory away.
+    backward multiplies. Losses of each token have one each: the backward makes their logits again. A second backward
+    through the same graph does so too, as the first has given its memory away.
     """
     transformed = dispatch.transformed()
     if transformed:

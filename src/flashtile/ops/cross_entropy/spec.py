@@ -1,4 +1,4 @@
-"""What a cross-entropy call means: its scalars and tensors, the formulas from what was read of rows to losses and
+"""The meaning of a cross-entropy call: its scalars and tensors, the formulas from what was read of rows to losses and
 gradients, and the eager reference, written to be read and not to be fast.
 
 For a row of logits `[vocabulary]` and its label y, in float32 (float64 for float64)::
@@ -21,9 +21,9 @@ is large, and softmax and loss with it::
     exp_sum = Σ exp(logit_scale · (logits - pivot))               lse = logit_scale · pivot + ln exp_sum
 
 Losses and gradients are made of differences from the pivot, in which the offset is gone. With a soft cap, pivots and
-differences are those of s, whose size the cap bounds, and the factor on them is 1. Where the label is
-`ignore_index`, loss and gradient are 0, whatever the row holds. Where it lies outside of the vocabulary, they are NaN.
-The mean is the sum over the rows that are not ignored, over their number, or over the sum of their w[y].
+differences are those of s, whose size the cap bounds, and the factor on them is 1. If the label is `ignore_index`,
+loss and gradient are 0, whatever the row holds. If it lies outside of the vocabulary, they are NaN. The mean is the
+sum over the rows that are not ignored, over their number, or over the sum of their w[y].
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class LossUpstream(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a forward pass gives.
+    """The results of a forward pass.
 
     Attributes:
         loss: `[rows]`, or a scalar where it is reduced.
@@ -127,7 +127,7 @@ class Results(NamedTuple):
 
 
 def results_present(spec: CrossEntropySpec) -> tuple[bool, ...]:
-    """Which fields of `Results` there are."""
+    """True for each field of `Results` that there is."""
     return True, spec.z_loss, True, spec.reduction == "mean"
 
 
@@ -138,7 +138,7 @@ def result_shapes(rows: int, spec: CrossEntropySpec) -> tuple[tuple[int, ...], .
 
 
 class Statistics(NamedTuple):
-    """What is known of rows after the columns that are here were read; of ignored rows it means nothing.
+    """Statistics of rows over the columns of this process; those of ignored rows mean nothing.
 
     Attributes:
         normaliser: `[rows, 2]`, pivot and exp_sum.
@@ -156,14 +156,15 @@ class Statistics(NamedTuple):
 def make_spec(
     columns: int,
     dtype: torch.dtype,
+    *,
     label_smoothing: float,
     logit_scale: float,
     lse_square_scale: float,
     ignore_index: int,
     reduction: str,
-    return_z_loss: bool,
     process_group: ProcessGroup | None,
     softcap: float | None,
+    return_z_loss: bool,
 ) -> CrossEntropySpec:
     """Checks the scalars of a call; `columns` are those of this process, `dtype` that of its logits."""
     label_smoothing = as_float("label_smoothing", label_smoothing)
@@ -185,17 +186,10 @@ def make_spec(
     if process_group is not None:
         first, vocabulary, group = _share(process_group, columns)
     return CrossEntropySpec(
-        label_smoothing,
-        logit_scale,
-        lse_square_scale,
-        ignore_index,
-        reduction,
-        return_z_loss,
-        first,
-        vocabulary,
-        group,
-        resolve_softcap(softcap, logit_scale, dtype),
-    )
+        label_smoothing=label_smoothing, logit_scale=logit_scale, lse_square_scale=lse_square_scale,
+        ignore_index=ignore_index, reduction=reduction, z_loss=return_z_loss, first=first, vocabulary=vocabulary,
+        group=group, softcap=resolve_softcap(softcap, logit_scale, dtype),
+    )  # fmt: skip
 
 
 def _share(process_group: ProcessGroup, columns: int) -> tuple[int, int, str]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         backend: str
 
     class MlpOptions(TypedDict, total=False):
-        """Those of `fused_mlp`."""
+        """Optional arguments of `fused_mlp`."""
 
         activation: str
         gated: bool

@@ -66,7 +66,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def derivative(upstream, x, ACTIVATION: tl.constexpr):
-    """The gradient of x from that of its activation, float32. Where relu is 0 no gradient passes, whatever it is."""
+    """The gradient of x from that of its activation, float32. No gradient passes where relu is 0, whatever it is."""
     if ACTIVATION == "relu":
         return tl.where(x <= 0.0, 0.0, upstream)
     elif ACTIVATION == "squared_relu":

@@ -1,4 +1,4 @@
-"""What a perceptron call means: its scalars and tensors, and the eager reference, written to be read and not to be
+"""The meaning of a perceptron call: its scalars and tensors, and the eager reference, written to be read and not to be
 fast.
 
 With `R` rows of `K` columns, `F` hidden and `N` output columns::
@@ -57,26 +57,26 @@ class ActivationSpec(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a backward pass between the products makes besides dpre: its sum over rows, and hidden."""
+    """The results of a backward pass between the products besides dpre: its sum over rows, and hidden."""
 
     wants_bias: bool
     wants_hidden: bool
 
 
 class Activated(NamedTuple):
-    """What is activated: `[R, F]`, gated `[R, 2F]`."""
+    """The tensor that is activated: `[R, F]`, gated `[R, 2F]`."""
 
     pre: Tensor
 
 
 class Summed(NamedTuple):
-    """What is summed over its rows: `[R, N]`."""
+    """The tensor that is summed over its rows: `[R, N]`."""
 
     x: Tensor
 
 
 class ActivationUpstream(NamedTuple):
-    """What the backward of an activation reads: the gradient of hidden `[R, F]`, and pre."""
+    """The tensors that the backward of an activation reads: the gradient of hidden `[R, F]`, and pre."""
 
     dhidden: Tensor
     pre: Tensor
@@ -134,7 +134,7 @@ def column_sum(given: Summed) -> Tensor:
 
 
 def _value_and_factor(x: Tensor, spec: ActivationSpec) -> tuple[Tensor | None, Tensor]:
-    """What is gated, or None, and the activation."""
+    """The gated values, or None, and the activation."""
     function = ACTIVATIONS[spec.activation]
     if not spec.gated:
         return None, function(x)
@@ -143,7 +143,7 @@ def _value_and_factor(x: Tensor, spec: ActivationSpec) -> tuple[Tensor | None, T
 
 
 def _derivative(upstream: Tensor, x: Tensor, activation: str) -> Tensor:
-    """The gradient of x from that of its activation. Where relu is 0 no gradient passes, whatever it is."""
+    """The gradient of x from that of its activation. No gradient passes where relu is 0, whatever it is."""
     if activation == "relu":
         return torch.where(x <= 0, 0, upstream)
     if activation == "squared_relu":

@@ -183,7 +183,7 @@ def dropout_add_layer_norm(
         epsilon: added to the variance.
         rowscale: `[...]`, a factor for each row of x0 (stochastic depth, Huang et al., 2016); it has no gradient.
         layerscale: `[hidden]`, a factor for each column of x0 (Touvron et al., 2021).
-        prenorm: also return x, the residual of the next layer. Where x is x0 as it came (nothing is added, dropped or
+        prenorm: also return x, the residual of the next layer. If x is x0 as it came (nothing is added, dropped or
             scaled, and its dtype stays), x is x0 itself or a view of it, not a copy: what writes to one changes both.
         residual_in_fp32: without a residual, x is float32.
         return_dropout_mask: also return which elements of x0 (and of x1) were kept.
@@ -212,8 +212,9 @@ def dropout_add_layer_norm(
     if other_names:
         refuse_other_names(dropout_add_layer_norm, other_names)
     operands = Operands(
-        x0, residual, x1, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, dropout_seed
-    )
+        x0=x0, residual=residual, x1=x1, weight=weight, bias=bias, weight1=weight1, bias1=bias1, rowscale=rowscale,
+        layerscale=layerscale, x0_subset=x0_subset, out_subset=out_subset, dropout_seed=dropout_seed,
+    )  # fmt: skip
     scalars = (False, epsilon, dropout_p, rowscale_const, zero_centered_weight, residual_in_fp32, out_numrows)
     return _dropout_add_norm(operands, *scalars, prenorm, return_dropout_mask, backend)
 
@@ -277,8 +278,9 @@ def dropout_add_rms_norm(
     if other_names:
         refuse_other_names(dropout_add_rms_norm, other_names)
     operands = Operands(
-        x0, residual, x1, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, dropout_seed
-    )
+        x0=x0, residual=residual, x1=x1, weight=weight, bias=bias, weight1=weight1, bias1=bias1, rowscale=rowscale,
+        layerscale=layerscale, x0_subset=x0_subset, out_subset=out_subset, dropout_seed=dropout_seed,
+    )  # fmt: skip
     scalars = (True, epsilon, dropout_p, rowscale_const, zero_centered_weight, residual_in_fp32, out_numrows)
     return _dropout_add_norm(operands, *scalars, prenorm, return_dropout_mask, backend)
 
@@ -399,7 +401,7 @@ def _sharded(operands: Operands, *arguments: Any) -> Any:
 
 
 def _masks(operands: Operands, flat: Operands, dropout_p: float) -> list[Tensor]:
-    """Which elements of x0, and of x1 where there is one, were kept: bool, of their shapes."""
+    """The kept elements of x0, and of x1 if there is one: bool, of their shapes."""
     tensors = [operands.x0] if operands.x1 is None else [operands.x0, operands.x1]
     if flat.dropout_seed is None:
         return [torch.ones_like(tensor, dtype=torch.bool) for tensor in tensors]

@@ -50,11 +50,12 @@ def backward(given: Upstream, spec: NormSpec, wanted: Wanted) -> Gradients:
     dx1 = _dropped(gradient, 1, given, spec).to(dz.dtype) if present[2] else None
     dx0 = dlayerscale = None
     if present[1]:
-        # Where dsum is the same memory, it must not change.
+        # If dsum is the same memory, it must not change.
         dx0, dlayerscale = _x0_gradients(
             gradient.clone() if dsum is gradient else gradient, dz.dtype, given, spec, wanted
         )
-    return Gradients(dsum, dx0, dx1, dweight, dbias, dweight1, dbias1, dlayerscale)
+    of_parameters = {"dweight1": dweight1, "dbias1": dbias1, "dlayerscale": dlayerscale}
+    return Gradients(dsum, dx0, dx1, dweight, dbias, **of_parameters)
 
 
 def _add(operands: Operands, spec: NormSpec) -> Tensor:
@@ -151,7 +152,7 @@ def _layer_backward(
             rstd[rows, None],
             weight,
             weight,  # stands for the bias, of which only the dtype counts
-            [True, of_weight, of_bias],
+            output_mask=[True, of_weight, of_bias],
         )
 
     if x.dtype is rstd.dtype or not x.shape[0]:

@@ -57,7 +57,7 @@ from flashtile.ops.layer_norm.spec import (
 
 @triton.jit
 def tile_mask(row, columns, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Which elements of a tile exist: bool `[M, N]`. A tile of one row is never past the last."""
+    """The elements of a tile that exist: bool `[M, N]`. A tile of one row is never past the last."""
     inside = (columns < WIDTH)[None, :]
     if ROWS > 1:
         inside = inside & (row < rows)[:, None]
@@ -90,7 +90,7 @@ def branch_factor(
     rowscale_ptr, layerscale_ptr, seed, offset, source, exists, columns, first_column, threshold, scale, stream,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """What an element of x0 (stream 0) or x1 (stream 1) is multiplied by on its way into the sum: `[M, N]` or less.
+    """The factor on an element of x0 (stream 0) or x1 (stream 1) on its way into the sum: `[M, N]` or less.
     `exists` `[M]`: rows of the tile that are there."""
     factor = tl.full([ROWS, 1], 1.0, tl.float32) * scale
     if rowscale_ptr is not None:
@@ -184,88 +184,79 @@ def norm_forward_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr,
     RMS: tl.constexpr, WEIGHT_ADD: tl.constexpr,
 ):  # fmt: skip
-    """Rows that registers hold: each is read once, M rows to a program."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [M]
-    columns = tl.arange(0, BLOCK_N)  # [N]
-    seed, offset = load_seed(seed_ptr, DROPOUT)
-    x = load_sum(
-        x0_ptr, x1_ptr, residual_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset, x_ptr,
-        stride_x0, stride_x1, stride_residual, row, columns, 0, rows, threshold, scale_x0, scale_x1,
-        WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT,
-    )  # fmt: skip
-    # The mean is taken off before squaring: E[x²] - E[x]² would lose a small variance on a large mean.
-    mean = row.to(tl.float32) * 0.0
-    if not RMS:
-        mean = tl.sum(x, axis=1) / WIDTH  # [M]
-        x = x - mean[:, None]
-        if BLOCK_N > WIDTH:
-            x = tl.where((columns < WIDTH)[None, :], x, 0.0)
-    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + epsilon)  # [M]
-    store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, RMS)
-    store_outputs(
-        x * rstd[:, None], weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, out_subset_ptr, z_ptr, z1_ptr, row, columns,
-        rows, WIDTH, ROWS, WEIGHT_ADD,
-    )  # fmt: skip
+    """M rows to a program. Rows that registers hold are read once.
 
-
-@triton.jit
-def norm_forward_looped_kernel(
-    x0_ptr, x1_ptr, residual_ptr, weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, rowscale_ptr, layerscale_ptr,
-    x0_subset_ptr, out_subset_ptr, seed_ptr, z_ptr, z1_ptr, x_ptr, mean_ptr, rstd_ptr,
-    stride_x0, stride_x1, stride_residual, rows, threshold, scale_x0, scale_x1, epsilon,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr,
-    RMS: tl.constexpr, WEIGHT_ADD: tl.constexpr,
-):  # fmt: skip
-    """Longer rows: N columns at a time, first for the statistics, then, out of the L2 cache, for the outputs.
-
-    Each of the N places of a tile keeps the running mean and sum of squares of what passes it (Welford 1962); they are
+    Longer ones are read N columns at a time, first for the statistics, then, out of the L2 cache, for the outputs.
+    Each of the N places of a tile keeps the running mean and sum of squares of what passes it (Welford 1962). They are
     put together once, at the end (Chan, Golub, LeVeque 1979).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [M]
-    seed, offset = load_seed(seed_ptr, DROPOUT)
-    place_mean = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    place_squares = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    for first in range(0, WIDTH, BLOCK_N):
-        columns = first + tl.arange(0, BLOCK_N)
+    if BLOCK_N >= WIDTH:
+        columns = tl.arange(0, BLOCK_N)  # [N]
+        seed, offset = load_seed(seed_ptr, DROPOUT)
         x = load_sum(
             x0_ptr, x1_ptr, residual_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset, x_ptr,
-            stride_x0, stride_x1, stride_residual, row, columns, first, rows, threshold, scale_x0, scale_x1,
+            stride_x0, stride_x1, stride_residual, row, columns, 0, rows, threshold, scale_x0, scale_x1,
             WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT,
         )  # fmt: skip
-        if RMS:
-            place_squares += x * x
-        else:
-            inside = (columns < WIDTH)[None, :]
-            change = tl.where(inside, x - place_mean, 0.0)
-            place_mean += change * (1.0 / (first // BLOCK_N + 1))
-            place_squares += tl.where(inside, change * (x - place_mean), 0.0)
-
-    mean = row.to(tl.float32) * 0.0
-    if RMS:
-        rstd = tl.rsqrt(tl.sum(place_squares, axis=1) / WIDTH + epsilon)
-    else:
-        # How many elements passed each place: all have WIDTH // N, and the first WIDTH % N one more.
-        more = tl.where(tl.arange(0, BLOCK_N) < WIDTH % BLOCK_N, 1.0, 0.0)
-        passed = (WIDTH // BLOCK_N + more)[None, :]
-        mean = tl.sum(place_mean * passed, axis=1) / WIDTH
-        apart = place_mean - mean[:, None]
-        rstd = tl.rsqrt(tl.sum(place_squares + apart * apart * passed, axis=1) / WIDTH + epsilon)
-    store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, RMS)
-
-    if x_ptr is not None:
-        tl.debug_barrier()  # x is read back, maybe by other threads than those that stored it
-        again_ptr, stride_again = x_ptr, WIDTH
-    else:
-        again_ptr, stride_again = x0_ptr, stride_x0
-    for first in range(0, WIDTH, BLOCK_N):
-        columns = first + tl.arange(0, BLOCK_N)
-        offsets = row.to(tl.int64)[:, None] * stride_again + columns[None, :]
-        inside = tile_mask(row, columns, rows, WIDTH, ROWS)
-        x = tl.load(again_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        # The mean is taken off before squaring: E[x²] - E[x]² would lose a small variance on a large mean.
+        mean = row.to(tl.float32) * 0.0
+        if not RMS:
+            mean = tl.sum(x, axis=1) / WIDTH  # [M]
+            x = x - mean[:, None]
+            if BLOCK_N > WIDTH:
+                x = tl.where((columns < WIDTH)[None, :], x, 0.0)
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + epsilon)  # [M]
+        store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, RMS)
         store_outputs(
-            (x - mean[:, None]) * rstd[:, None], weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, out_subset_ptr, z_ptr,
-            z1_ptr, row, columns, rows, WIDTH, ROWS, WEIGHT_ADD,
+            x * rstd[:, None], weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, out_subset_ptr, z_ptr, z1_ptr, row,
+            columns, rows, WIDTH, ROWS, WEIGHT_ADD,
         )  # fmt: skip
+    else:
+        seed, offset = load_seed(seed_ptr, DROPOUT)
+        place_mean = tl.zeros([ROWS, BLOCK_N], tl.float32)
+        place_squares = tl.zeros([ROWS, BLOCK_N], tl.float32)
+        for first in range(0, WIDTH, BLOCK_N):
+            columns = first + tl.arange(0, BLOCK_N)
+            x = load_sum(
+                x0_ptr, x1_ptr, residual_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset, x_ptr,
+                stride_x0, stride_x1, stride_residual, row, columns, first, rows, threshold, scale_x0, scale_x1,
+                WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT,
+            )  # fmt: skip
+            if RMS:
+                place_squares += x * x
+            else:
+                inside = (columns < WIDTH)[None, :]
+                change = tl.where(inside, x - place_mean, 0.0)
+                place_mean += change * (1.0 / (first // BLOCK_N + 1))
+                place_squares += tl.where(inside, change * (x - place_mean), 0.0)
+
+        mean = row.to(tl.float32) * 0.0
+        if RMS:
+            rstd = tl.rsqrt(tl.sum(place_squares, axis=1) / WIDTH + epsilon)
+        else:
+            # How many elements passed each place: all have WIDTH // N, and the first WIDTH % N one more.
+            more = tl.where(tl.arange(0, BLOCK_N) < WIDTH % BLOCK_N, 1.0, 0.0)
+            passed = (WIDTH // BLOCK_N + more)[None, :]
+            mean = tl.sum(place_mean * passed, axis=1) / WIDTH
+            apart = place_mean - mean[:, None]
+            rstd = tl.rsqrt(tl.sum(place_squares + apart * apart * passed, axis=1) / WIDTH + epsilon)
+        store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, RMS)
+
+        if x_ptr is not None:
+            tl.debug_barrier()  # x is read back, maybe by other threads than those that stored it
+            again_ptr, stride_again = x_ptr, WIDTH
+        else:
+            again_ptr, stride_again = x0_ptr, stride_x0
+        for first in range(0, WIDTH, BLOCK_N):
+            columns = first + tl.arange(0, BLOCK_N)
+            offsets = row.to(tl.int64)[:, None] * stride_again + columns[None, :]
+            inside = tile_mask(row, columns, rows, WIDTH, ROWS)
+            x = tl.load(again_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+            store_outputs(
+                (x - mean[:, None]) * rstd[:, None], weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, out_subset_ptr,
+                z_ptr, z1_ptr, row, columns, rows, WIDTH, ROWS, WEIGHT_ADD,
+            )  # fmt: skip
 
 
 # --- backward: gradients of rows, with partial sums of the parameters' gradients; and their sum -----------------------
@@ -298,7 +289,7 @@ def load_upstream(
     if RMS:
         xhat = x * rstd[:, None]
     else:
-        # Where dz is 0 (outside), xhat need not be.
+        # xhat need not be 0 where dz is (outside).
         xhat = (x - mean[:, None]) * rstd[:, None]
     return dz, dz1, xhat, dxhat
 
@@ -359,123 +350,12 @@ def load_row_statistics(mean_ptr, rstd_ptr, row, rows, RMS: tl.constexpr):
 
 
 @triton.jit
-def norm_backward_kernel(
-    dz_ptr, dz1_ptr, dx_ptr, x_ptr, x0_ptr, mean_ptr, rstd_ptr, weight_ptr, weight1_ptr, rowscale_ptr, layerscale_ptr,
-    x0_subset_ptr, out_subset_ptr, seed_ptr, dsum_ptr, dx0_ptr, dx1_ptr, partial_ptr,
-    stride_dz, stride_dz1, stride_dx, stride_x, stride_x0, rows, threshold, scale_x0, scale_x1,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr,
-    DROPOUT: tl.constexpr, RMS: tl.constexpr,
-    WEIGHT_ADD: tl.constexpr, SUMS_WEIGHT: tl.constexpr, SUMS_BIAS: tl.constexpr, SUMS_WEIGHT1: tl.constexpr,
-    SUMS_BIAS1: tl.constexpr, SUMS_LAYERSCALE: tl.constexpr,
-):  # fmt: skip
-    """Rows that registers hold: each is read once, and so are the next ones while it is worked on."""
-    columns = tl.arange(0, BLOCK_N)  # [N]
-    weight = load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
-    weight1 = load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
-    nothing = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    dweight, dbias, dweight1, dbias1, dlayerscale = nothing, nothing, nothing, nothing, nothing
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = tile * ROWS + tl.arange(0, ROWS)  # [M]
-        mean, rstd = load_row_statistics(mean_ptr, rstd_ptr, row, rows, RMS)
-        dz, dz1, xhat, dxhat = load_upstream(
-            dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean, rstd, row,
-            columns, rows, WIDTH, ROWS, RMS,
-        )  # fmt: skip
-        # Both sums in one exchange between warps.
-        along, constant = tl.reduce((dxhat * xhat, dxhat), 1, _add_pairs)  # [M]
-        dsum = dxhat - xhat * (along / WIDTH)[:, None]
-        if not RMS:
-            dsum -= (constant / WIDTH)[:, None]
-        # Again for each tile: the keys that Philox makes of the seed would stay in registers, which the sums need.
-        seed, offset = load_seed(seed_ptr, DROPOUT)
-        of_layerscale = store_gradients(
-            dsum * rstd[:, None], dx_ptr, dsum_ptr, dx0_ptr, dx1_ptr, x0_ptr, rowscale_ptr, layerscale_ptr,
-            x0_subset_ptr, seed, offset, stride_dx, stride_x0, row, columns, 0, rows, threshold, scale_x0, scale_x1,
-            WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT, SUMS_LAYERSCALE,
-        )  # fmt: skip
-        if SUMS_WEIGHT:
-            dweight += dz * xhat
-        if SUMS_BIAS:
-            dbias += dz
-        if SUMS_WEIGHT1:
-            dweight1 += dz1 * xhat
-        if SUMS_BIAS1:
-            dbias1 += dz1
-        if SUMS_LAYERSCALE:
-            dlayerscale += of_layerscale
-
-    plane = tl.num_programs(0).to(tl.int64) * WIDTH
-    partial_ptr += tl.program_id(0).to(tl.int64) * WIDTH
-    partial_ptr = _store_partial(partial_ptr, dweight, columns, plane, WIDTH, SUMS_WEIGHT)
-    partial_ptr = _store_partial(partial_ptr, dbias, columns, plane, WIDTH, SUMS_BIAS)
-    partial_ptr = _store_partial(partial_ptr, dweight1, columns, plane, WIDTH, SUMS_WEIGHT1)
-    partial_ptr = _store_partial(partial_ptr, dbias1, columns, plane, WIDTH, SUMS_BIAS1)
-    _store_partial(partial_ptr, dlayerscale, columns, plane, WIDTH, SUMS_LAYERSCALE)
-
-
-@triton.jit
 def _store_partial(partial_ptr, tile, columns, plane, WIDTH: tl.constexpr, PRESENT: tl.constexpr):
     """Stores the sum over rows of a tile `[M, N]`; returns where the next one goes."""
     if PRESENT:
         tl.store(partial_ptr + columns, tl.sum(tile, axis=0), mask=columns < WIDTH)
         partial_ptr += plane
     return partial_ptr
-
-
-@triton.jit
-def norm_backward_looped_kernel(
-    dz_ptr, dz1_ptr, dx_ptr, x_ptr, x0_ptr, mean_ptr, rstd_ptr, weight_ptr, weight1_ptr, rowscale_ptr, layerscale_ptr,
-    x0_subset_ptr, out_subset_ptr, seed_ptr, dsum_ptr, dx0_ptr, dx1_ptr, partial_ptr,
-    stride_dz, stride_dz1, stride_dx, stride_x, stride_x0, rows, threshold, scale_x0, scale_x1,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr,
-    DROPOUT: tl.constexpr, RMS: tl.constexpr,
-    WEIGHT_ADD: tl.constexpr, SUMS_WEIGHT: tl.constexpr, SUMS_BIAS: tl.constexpr, SUMS_WEIGHT1: tl.constexpr,
-    SUMS_BIAS1: tl.constexpr, SUMS_LAYERSCALE: tl.constexpr,
-):  # fmt: skip
-    """Longer rows: M rows at a time, N columns at a time, first for the two means, then, out of the L2 cache, for the
-    gradients. The program's partial sums are in memory, and M rows share each reading and writing of them."""
-    plane = tl.num_programs(0).to(tl.int64) * WIDTH
-    partial_ptr += tl.program_id(0).to(tl.int64) * WIDTH
-    seed, offset = load_seed(seed_ptr, DROPOUT)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        row = tile * ROWS + tl.arange(0, ROWS)  # [M]
-        started = tile >= tl.num_programs(0)
-        mean, rstd = load_row_statistics(mean_ptr, rstd_ptr, row, rows, RMS)
-        along_place = tl.zeros([ROWS, BLOCK_N], tl.float32)
-        constant_place = tl.zeros([ROWS, BLOCK_N], tl.float32)
-        for first in tl.range(0, WIDTH, BLOCK_N, num_stages=STAGES):
-            columns = first + tl.arange(0, BLOCK_N)
-            weight = load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
-            weight1 = load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
-            dz, dz1, xhat, dxhat = load_upstream(
-                dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean, rstd,
-                row, columns, rows, WIDTH, ROWS, RMS,
-            )  # fmt: skip
-            along_place += dxhat * xhat
-            constant_place += dxhat
-        along, constant = tl.reduce((along_place, constant_place), 1, _add_pairs)  # [M]
-        tl.debug_barrier()  # partial sums are read back, maybe by other threads than those that stored them
-        for first in tl.range(0, WIDTH, BLOCK_N, num_stages=STAGES):
-            columns = first + tl.arange(0, BLOCK_N)
-            weight = load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
-            weight1 = load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
-            dz, dz1, xhat, dxhat = load_upstream(
-                dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean, rstd,
-                row, columns, rows, WIDTH, ROWS, RMS,
-            )  # fmt: skip
-            dsum = dxhat - xhat * (along / WIDTH)[:, None]
-            if not RMS:
-                dsum -= (constant / WIDTH)[:, None]
-            of_layerscale = store_gradients(
-                dsum * rstd[:, None], dx_ptr, dsum_ptr, dx0_ptr, dx1_ptr, x0_ptr, rowscale_ptr, layerscale_ptr,
-                x0_subset_ptr, seed, offset, stride_dx, stride_x0, row, columns, first, rows, threshold, scale_x0,
-                scale_x1, WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT, SUMS_LAYERSCALE,
-            )  # fmt: skip
-            sums_ptr = _add_partial(partial_ptr, dz * xhat, columns, plane, started, WIDTH, SUMS_WEIGHT)
-            sums_ptr = _add_partial(sums_ptr, dz, columns, plane, started, WIDTH, SUMS_BIAS)
-            sums_ptr = _add_partial(sums_ptr, dz1 * xhat, columns, plane, started, WIDTH, SUMS_WEIGHT1)
-            sums_ptr = _add_partial(sums_ptr, dz1, columns, plane, started, WIDTH, SUMS_BIAS1)
-            _add_partial(sums_ptr, of_layerscale, columns, plane, started, WIDTH, SUMS_LAYERSCALE)
 
 
 @triton.jit
@@ -489,6 +369,109 @@ def _add_partial(partial_ptr, tile, columns, plane, started, WIDTH: tl.constexpr
         tl.store(places, before + tl.sum(tile, axis=0, keep_dims=True), mask=inside)
         partial_ptr += plane
     return partial_ptr
+
+
+@triton.jit
+def norm_backward_kernel(
+    dz_ptr, dz1_ptr, dx_ptr, x_ptr, x0_ptr, mean_ptr, rstd_ptr, weight_ptr, weight1_ptr, rowscale_ptr, layerscale_ptr,
+    x0_subset_ptr, out_subset_ptr, seed_ptr, dsum_ptr, dx0_ptr, dx1_ptr, partial_ptr,
+    stride_dz, stride_dz1, stride_dx, stride_x, stride_x0, rows, threshold, scale_x0, scale_x1,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr,
+    DROPOUT: tl.constexpr, RMS: tl.constexpr,
+    WEIGHT_ADD: tl.constexpr, SUMS_WEIGHT: tl.constexpr, SUMS_BIAS: tl.constexpr, SUMS_WEIGHT1: tl.constexpr,
+    SUMS_BIAS1: tl.constexpr, SUMS_LAYERSCALE: tl.constexpr,
+):  # fmt: skip
+    """Rows that registers hold are read once, and so are the next ones while they are worked on.
+
+    Longer rows are read M at a time, N columns at a time, first for the two means, then, out of the L2 cache, for
+    the gradients. The program's partial sums are in memory then, and M rows share each reading and writing of them.
+    """
+    if BLOCK_N >= WIDTH:
+        columns = tl.arange(0, BLOCK_N)  # [N]
+        weight = load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
+        weight1 = load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
+        nothing = tl.zeros([ROWS, BLOCK_N], tl.float32)
+        dweight, dbias, dweight1, dbias1, dlayerscale = nothing, nothing, nothing, nothing, nothing
+        for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+            row = tile * ROWS + tl.arange(0, ROWS)  # [M]
+            mean, rstd = load_row_statistics(mean_ptr, rstd_ptr, row, rows, RMS)
+            dz, dz1, xhat, dxhat = load_upstream(
+                dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean, rstd,
+                row, columns, rows, WIDTH, ROWS, RMS,
+            )  # fmt: skip
+            # Both sums in one exchange between warps.
+            along, constant = tl.reduce((dxhat * xhat, dxhat), 1, _add_pairs)  # [M]
+            dsum = dxhat - xhat * (along / WIDTH)[:, None]
+            if not RMS:
+                dsum -= (constant / WIDTH)[:, None]
+            # Again for each tile: the keys that Philox makes of the seed would stay in registers, which the sums need.
+            seed, offset = load_seed(seed_ptr, DROPOUT)
+            of_layerscale = store_gradients(
+                dsum * rstd[:, None], dx_ptr, dsum_ptr, dx0_ptr, dx1_ptr, x0_ptr, rowscale_ptr, layerscale_ptr,
+                x0_subset_ptr, seed, offset, stride_dx, stride_x0, row, columns, 0, rows, threshold, scale_x0, scale_x1,
+                WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT, SUMS_LAYERSCALE,
+            )  # fmt: skip
+            if SUMS_WEIGHT:
+                dweight += dz * xhat
+            if SUMS_BIAS:
+                dbias += dz
+            if SUMS_WEIGHT1:
+                dweight1 += dz1 * xhat
+            if SUMS_BIAS1:
+                dbias1 += dz1
+            if SUMS_LAYERSCALE:
+                dlayerscale += of_layerscale
+
+        plane = tl.num_programs(0).to(tl.int64) * WIDTH
+        partial_ptr += tl.program_id(0).to(tl.int64) * WIDTH
+        partial_ptr = _store_partial(partial_ptr, dweight, columns, plane, WIDTH, SUMS_WEIGHT)
+        partial_ptr = _store_partial(partial_ptr, dbias, columns, plane, WIDTH, SUMS_BIAS)
+        partial_ptr = _store_partial(partial_ptr, dweight1, columns, plane, WIDTH, SUMS_WEIGHT1)
+        partial_ptr = _store_partial(partial_ptr, dbias1, columns, plane, WIDTH, SUMS_BIAS1)
+        _store_partial(partial_ptr, dlayerscale, columns, plane, WIDTH, SUMS_LAYERSCALE)
+    else:
+        plane = tl.num_programs(0).to(tl.int64) * WIDTH
+        partial_ptr += tl.program_id(0).to(tl.int64) * WIDTH
+        seed, offset = load_seed(seed_ptr, DROPOUT)
+        for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+            row = tile * ROWS + tl.arange(0, ROWS)  # [M]
+            started = tile >= tl.num_programs(0)
+            mean, rstd = load_row_statistics(mean_ptr, rstd_ptr, row, rows, RMS)
+            along_place = tl.zeros([ROWS, BLOCK_N], tl.float32)
+            constant_place = tl.zeros([ROWS, BLOCK_N], tl.float32)
+            for first in tl.range(0, WIDTH, BLOCK_N, num_stages=STAGES):
+                columns = first + tl.arange(0, BLOCK_N)
+                weight = load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
+                weight1 = load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
+                dz, dz1, xhat, dxhat = load_upstream(
+                    dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean,
+                    rstd, row, columns, rows, WIDTH, ROWS, RMS,
+                )  # fmt: skip
+                along_place += dxhat * xhat
+                constant_place += dxhat
+            along, constant = tl.reduce((along_place, constant_place), 1, _add_pairs)  # [M]
+            tl.debug_barrier()  # partial sums are read back, maybe by other threads than those that stored them
+            for first in tl.range(0, WIDTH, BLOCK_N, num_stages=STAGES):
+                columns = first + tl.arange(0, BLOCK_N)
+                weight = load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
+                weight1 = load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
+                dz, dz1, xhat, dxhat = load_upstream(
+                    dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean,
+                    rstd, row, columns, rows, WIDTH, ROWS, RMS,
+                )  # fmt: skip
+                dsum = dxhat - xhat * (along / WIDTH)[:, None]
+                if not RMS:
+                    dsum -= (constant / WIDTH)[:, None]
+                of_layerscale = store_gradients(
+                    dsum * rstd[:, None], dx_ptr, dsum_ptr, dx0_ptr, dx1_ptr, x0_ptr, rowscale_ptr, layerscale_ptr,
+                    x0_subset_ptr, seed, offset, stride_dx, stride_x0, row, columns, first, rows, threshold, scale_x0,
+                    scale_x1, WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT, SUMS_LAYERSCALE,
+                )  # fmt: skip
+                sums_ptr = _add_partial(partial_ptr, dz * xhat, columns, plane, started, WIDTH, SUMS_WEIGHT)
+                sums_ptr = _add_partial(sums_ptr, dz, columns, plane, started, WIDTH, SUMS_BIAS)
+                sums_ptr = _add_partial(sums_ptr, dz1 * xhat, columns, plane, started, WIDTH, SUMS_WEIGHT1)
+                sums_ptr = _add_partial(sums_ptr, dz1, columns, plane, started, WIDTH, SUMS_BIAS1)
+                _add_partial(sums_ptr, of_layerscale, columns, plane, started, WIDTH, SUMS_LAYERSCALE)
 
 
 @triton.jit
@@ -606,9 +589,8 @@ def _forward_pipeline(operands: Any, misalignment: int, spec: NormSpec, device: 
     }
     out, statistics = (spec.out_rows, width), (rows,)
     shapes = {"z": out, "z1": out, "x": (rows, width), "mean": statistics, "rstd": statistics}
-    function = (norm_forward_kernel, norm_forward_looped_kernel)[config.looped(width)]
     constants, programs = _constants(names, width, spec, config), -(-rows // config.rows)
-    kernel = Kernel(function, parameters, constants, programs, _SEED, **config.compiled)
+    kernel = Kernel(norm_forward_kernel, parameters, constants, programs, _SEED, **config.compiled)
     zeroed = ("z", "z1") if names["out_subset"] else ()
     return Pipeline(device, {"forward": kernel}, _there(names), _outputs(results, shapes), zeroed=zeroed)
 
@@ -628,8 +610,7 @@ def _backward_pipeline(given: Any, misalignment: int, spec: NormSpec, wanted: Wa
     tensors = names | made | {"partial": torch.float32}
     parameters = _parameters(tensors, strides, misalignment, rows, spec)
     programs = min(-(-rows // config.rows), multiprocessors(device) * config.programs_per_multiprocessor)
-    function = (norm_backward_kernel, norm_backward_looped_kernel)[config.looped(width)]
-    kernels = {"main": Kernel(function, parameters, constants, programs, _SEED, **config.compiled)}
+    kernels = {"main": Kernel(norm_backward_kernel, parameters, constants, programs, _SEED, **config.compiled)}
     totals = {f"d{name}": names[name] if there else None for name, there in sums.items()}
     if count:
         parameters = {f"{name}_ptr": pointer_to(dtype or torch.float32, 16) for name, dtype in totals.items()}

@@ -1,5 +1,5 @@
-"""What a normalisation call means: its scalars and tensors, and the eager reference, written to be read and not to be
-fast.
+"""The meaning of a normalisation call: its scalars and tensors, and the eager reference, written to be read and not to
+be fast.
 
 One operation covers layer norm and RMS norm, alone or after dropout and addition. With `R` rows of `N` columns::
 
@@ -9,7 +9,7 @@ One operation covers layer norm and RMS norm, alone or after dropout and additio
     z    = xhat · weight + bias                                        rows picked by out_subset
     z1   = xhat · weight1 + bias1                                      where there is a weight1
 
-`mean`, `rstd` and all arithmetic are float32 (float64 for float64 tensors). What is left out of a call is None.
+`mean`, `rstd` and all arithmetic are float32 (float64 for float64 tensors). Tensors that a call leaves out are None.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Upstream(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients a backward pass makes.
+    """The gradients that a backward pass makes.
 
     Attributes:
         x0_rows: rows of x0.
@@ -176,12 +176,12 @@ def makes_sum(operands: Operands, spec: NormSpec) -> bool:
 
 
 def present_results(operands: Operands, spec: NormSpec) -> tuple[bool, ...]:
-    """Which fields of `Normalised` a forward pass fills."""
+    """True for each field of `Normalised` that a forward pass fills."""
     return True, operands.weight1 is not None, makes_sum(operands, spec), not spec.rms, True
 
 
 def present_gradients(given: Upstream, spec: NormSpec, wanted: Wanted) -> tuple[bool, ...]:
-    """Which fields of `Gradients` a backward pass fills."""
+    """True for each field of `Gradients` that a backward pass fills."""
     own = is_modified(given, spec) or given.dz.dtype is not spec.sum_dtype
     parameters = (given.weight, given.bias, given.weight1, given.bias1, given.layerscale)
     of_parameters = (wanted.weights and parameter is not None for parameter in parameters)

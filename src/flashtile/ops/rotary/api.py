@@ -103,7 +103,7 @@ def apply_rotary(
         function = partial(
             apply_rotary, interleaved=interleaved, max_seqlen=max_seqlen, conjugate=conjugate, backend=backend
         )
-        return _sharded(function, x, "bsh.", inplace, seqlen_offsets, (cos, sin, None, None), cu_seqlens, position_ids)
+        return _sharded(function, call[0], "bsh.", inplace, seqlen_offsets)
     return _rotate(call, x, (x.shape[-2], x.shape[-2]), flags, where)
 
 
@@ -165,8 +165,7 @@ def apply_rotary_qkv(
         function = partial(
             apply_rotary_qkv, interleaved=interleaved, num_heads_q=num_heads_q, max_seqlen=max_seqlen, backend=backend
         )
-        letters, angles = "bs.h." if apart else "bs..", (cos, sin, cos_k, sin_k)
-        return _sharded(function, qkv, letters, inplace, seqlen_offsets, angles, cu_seqlens, position_ids)
+        return _sharded(function, call[0], "bs.h." if apart else "bs..", inplace, seqlen_offsets)
     if apart:
         if num_heads_q not in (None, qkv.shape[-2]):
             raise ValueError(
@@ -231,9 +230,7 @@ def apply_rotary_kv(
         raise ValueError(f"kv: expected [{', '.join(layout)}], got shape {tuple(kv.shape)}; stack k and v")
     if dtensor.present(kv, cos, sin):
         function = partial(apply_rotary_kv, interleaved=interleaved, max_seqlen=max_seqlen, backend=backend)
-        return _sharded(
-            function, kv, "bs.h.", inplace, seqlen_offsets, (cos, sin, None, None), cu_seqlens, position_ids
-        )
+        return _sharded(function, call[0], "bs.h.", inplace, seqlen_offsets)
     heads, flat = kv.shape[-2], _merge_heads("kv", kv, inplace)
     rotated = _rotate(call, flat, (heads, heads), flags, where)
     return kv if inplace else rotated.view(kv.shape)
@@ -246,17 +243,11 @@ def _layout(cu_seqlens: Tensor | None, position_ids: Tensor | None) -> tuple[str
 
 
 def _sharded(
-    call: Callable[..., Tensor],
-    x: Tensor,
-    letters: str,
-    inplace: bool,
-    seqlen_offsets: int | Tensor,
-    angles: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    cu_seqlens: Tensor | None,
-    position_ids: Tensor | None,
+    call: Callable[..., Tensor], given: Rotation, letters: str, inplace: bool, seqlen_offsets: int | Tensor
 ) -> Tensor:
     """A call with DTensors. Rows are sharded only if each has its position. `letters`: the dimensions of dense x."""
     raise_not_bool(inplace=inplace)
+    x, *angles, offsets, cu_seqlens, position_ids = given
     packed = _layout(cu_seqlens, position_ids) is _PACKED
     letters = letters[packed:]
     if position_ids is None:
@@ -264,7 +255,7 @@ def _sharded(
     operands: dict[str, tuple[Tensor | None, str]] = {
         name: (table, "..") for name, table in zip(("cos", "sin", "cos_k", "sin_k"), angles)
     }
-    operands["seqlen_offsets"] = seqlen_offsets if isinstance(seqlen_offsets, Tensor) else None, "." if packed else "b"
+    operands["seqlen_offsets"] = offsets, "." if packed else "b"
     operands |= {"cu_seqlens": (cu_seqlens, "."), "position_ids": (position_ids, "bs"[packed:])}
 
     def function(division: dtensor.Division, x: Tensor, *others: Tensor | None) -> Tensor:
@@ -293,7 +284,7 @@ _Call = tuple[Rotation, tuple[Any, ...]]
 
 
 def _call(tensors: Sequence[Any], where: _Where, scalars: tuple[Any, ...]) -> _Call:
-    """What a call is looked up by. `tensors`: x and the tables."""
+    """The key that a call is looked up by. `tensors`: x and the tables."""
     offsets, cu_seqlens, max_seqlen, position_ids = where
     of_sequences = offsets if isinstance(offsets, Tensor) else None
     offset = offsets if of_sequences is None else None
@@ -454,7 +445,7 @@ def _run(rotation: Rotation, spec: RotarySpec, inplace: bool, backend: str) -> T
     x = rotation.x
     recorded = torch.is_grad_enabled() and x.requires_grad
     if dispatch.transformed() or torch.compiler.is_exporting() or (recorded and torch.compiler.is_compiling()):
-        # The compiler turns the copy into a write to x, and knows its derivative. What is exported may have to run
+        # The compiler turns the copy into a write to x, and knows its derivative. An exported program may have to run
         # without flashtile, and only the operator that writes nothing in place is one of PyTorch's others.
         return x.copy_(_rotated(rotation, spec, backend))
     return _apply(rotation, spec, backend, *rotation) if recorded else _rotary_inplace(rotation, spec, backend)

@@ -52,7 +52,8 @@ def load_angles(
     place = position.to(tl.int64)[:, None, None]
     if BLOCK_S > 1:
         # Several rows have fewer angles than there are threads to share them out to: each would read two bytes, and
-        # the angles would reach their pairs through shared memory. So every head reads them, out of the L1 cache.
+        # the angles would reach their pairs through shared memory. Therefore every head reads them, out of the L1
+        # cache.
         place += tl.zeros([1, BLOCK_H, 1], tl.int64)
     inside = ((position >= 0) & (position < positions))[:, None, None] & (pair < HALF)
     cos = tl.load(cos_ptr + place * stride_cos + pair, mask=inside, other=1.0).to(tl.float32)
@@ -154,8 +155,8 @@ def rotary_kernel(
 
 # --- how the kernel is cut, and its launch ---------------------------------------------------------------------------
 
-#: Pairs of a tile: 8 for each of 128 threads. So a thread has a load of 16 bytes of either half of a head in flight, of
-#: a 16-bit tensor (H200, 16,384 rows of 32 heads of 128, forward: 65.0 µs; twice as many pairs 67.1).
+#: Pairs of a tile: 8 for each of 128 threads. A thread thus has a load of 16 bytes of either half of a head in flight,
+#: of a 16-bit tensor (H200, 16,384 rows of 32 heads of 128, forward: 65.0 µs; twice as many pairs 67.1).
 _PAIRS = 1024
 
 
@@ -244,7 +245,7 @@ def _pipeline(rotation: Any, misalignment: int, inplace: bool, spec: RotarySpec,
         "INTERLEAVED": spec.interleaved,
         "CONJUGATE": spec.conjugate,
         "COPIES": not inplace,
-        # Where nothing changes, all heads are copied as those past the last rotated one.
+        # If nothing changes, all heads are copied as those past the last rotated one.
         "HAS_K": spec.heads_q < spec.heads_rotated,
         "HAS_OFFSETS": starts is not None,
         "OF_ROWS": ids is not None,

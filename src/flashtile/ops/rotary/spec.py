@@ -1,4 +1,5 @@
-"""What a rotary call means: its scalars and tensors, and the eager reference, written to be read and not to be fast.
+"""The meaning of a rotary call: its scalars and tensors, and the eager reference, written to be read and not to be
+fast.
 
 Element pairs of a head turn by an angle that grows with the position of its row. For pair `i` of `rotary_dim / 2`::
 

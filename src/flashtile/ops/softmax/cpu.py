@@ -40,7 +40,7 @@ def backward(given: SoftmaxGradient, spec: SoftmaxSpec) -> Tensor:
     for batch, head, rows in _blocks(out):
         visible = _visible(out, rows) if spec.causal else out.shape[3]
         p, dp = (t[batch, head, rows, :visible].to(dtype) for t in (out, dout))
-        # Where p is 0, no gradient passes, whatever comes from above.
+        # No gradient passes where p is 0, whatever comes from above.
         product = torch.where(p == 0, 0, p * dp)
         gradient = product.addcmul_(p, product.sum(dim=-1, keepdim=True), value=-1)
         dx[batch, head, rows, :visible] = gradient.mul_(spec.scale)

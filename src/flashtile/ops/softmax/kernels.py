@@ -48,7 +48,7 @@ def visible_ends(row, seq_q, WIDTH: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def readable(row, columns, ends, rows, WIDTH: tl.constexpr, CAUSAL: tl.constexpr):
-    """Which elements of a tile to read: bool `[M, N]`. Up to 15 more than are visible, so that vectors stay whole."""
+    """The elements of a tile to read: bool `[M, N]`. Up to 15 more than are visible, so that vectors stay whole."""
     inside = (row < rows)[:, None] & (columns < WIDTH)[None, :]
     if CAUSAL:
         inside = inside & (columns[None, :] < ((ends + 15) // 16 * 16)[:, None])
@@ -136,7 +136,7 @@ def softmax_forward_kernel(
 def load_product(
     dout_ptr, out_ptr, row, columns, ends, rows, WIDTH: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
-    """p and p · dout of a tile, float32 `[M, N]`. Where p is 0 no gradient passes, whatever comes from above."""
+    """p and p · dout of a tile, float32 `[M, N]`. No gradient passes where p is 0, whatever comes from above."""
     offsets = row.to(tl.int64)[:, None] * WIDTH + columns[None, :]
     inside = readable(row, columns, ends, rows, WIDTH, CAUSAL)
     p = tl.load(out_ptr + offsets, mask=inside, other=0.0).to(tl.float32)

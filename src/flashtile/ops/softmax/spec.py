@@ -1,4 +1,5 @@
-"""What a softmax call means: its scalars and tensors, and the eager reference, written to be read and not to be fast.
+"""The meaning of a softmax call: its scalars and tensors, and the eager reference, written to be read and not to be
+fast.
 
 Over the last dimension of x `[batch, heads, seq_q, seq_k]`, in float32 (float64 for float64)::
 
@@ -78,7 +79,7 @@ def backward(given: SoftmaxGradient, spec: SoftmaxSpec) -> Tensor:
     """The gradient of x."""
     dout, out = given
     p, dp = (t.to(compute_dtype(out.dtype)) for t in (out, dout))
-    # Where p is 0, no gradient passes, whatever comes from above.
+    # No gradient passes where p is 0, whatever comes from above.
     product = torch.where(p == 0, 0, p * dp)
     return ((product - p * product.sum(dim=-1, keepdim=True)) * spec.scale).to(out.dtype)
 

@@ -20,7 +20,7 @@ def load_seed(seed_ptr, PRESENT: tl.constexpr):
 
 @triton.jit
 def kept_in_rows(seed, offset, stream, rows, first_column, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Which elements of a tile are kept: bool `[ROWS, COLUMNS]`.
+    """The kept elements of a tile: bool `[ROWS, COLUMNS]`.
 
     `rows` is int32 `[ROWS]`; `first_column` is a multiple of 4.
     """
