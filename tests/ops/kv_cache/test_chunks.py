@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashtile._backends.launch import clear_plans
 from flashtile.ops.attention.hopper import cache_launch
-from flashtile.ops.common.split_keys.plan import SplitCall
+from flashtile.ops.common.split_keys.plan import SplitCall, SplitPlan
 from flashtile.ops.kv_cache import operator, reference
 from flashtile.ops.kv_cache.hopper import backend
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
@@ -81,7 +81,7 @@ def test_emulated(name: str, any_size: pytest.MonkeyPatch) -> None:
     any_size.setattr(emulated.modules["cache_launch"], "current_machine", lambda _: machine)
     any_size.setattr(cache_launch, "plan_chunks", emulated.modules["cache_launch"].plan_chunks)
     any_size.setattr(plan, "device_facts", lambda _: HOPPER.facts)
-    any_size.setattr(launch, "attend", lambda *_: _few_queries(CASES[name], *results[-1]))
+    any_size.setattr(SplitPlan, "run", lambda *_: _few_queries(CASES[name], *results[-1]))
     any_size.setattr(operator._BACKENDS, "implementation", implementation)
     check(CASES[name], "triton")
     assert emulated.launched == ["attention_forward_kernel"]

@@ -245,8 +245,7 @@ def attention_with_kv_cache(
         check_cache(k_cache.dtype, num_splits, shared_rows=shared_rows, cache_left_padding=cache_left_padding)
     if k is not None or v is not None:
         checks.check_appended(q, k_cache, v_cache, k, v, packed, packed and cu_seqlens_new is None)
-    if not (cache_batch_indices is cache_left_padding is block_table is None and known(k_cache.shape[0] == batch)):
-        checks.check_places(q, batch, k_cache, cache_batch_indices, cache_left_padding, block_table)
+    checks.check_places(q, batch, k_cache, cache_batch_indices, cache_left_padding, block_table)
     if torch.is_grad_enabled():
         checks.check_no_gradient(
             q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
@@ -262,17 +261,11 @@ def attention_with_kv_cache(
         refused = {"window": window, "alibi_slopes": alibi_slopes, "rotary_cos": rotary_cos}
         tree_mask = checks.resolve_tree(tree_mask, q, batch, longest if packed else None, causal, refused)
         right = None
-    factors: list[Tensor | None] = [None, None]
-    of_rows = False
-    if not descale_k is descale_v is None:
-        factors, of_rows = checks.resolve_factors(
-            {"descale_k": descale_k, "descale_v": descale_v}, k_cache, k is not None
-        )
+    factors, of_rows = checks.resolve_factors({"descale_k": descale_k, "descale_v": descale_v}, k_cache, k is not None)
     positions = None
     if lengths is None and rotary_cos is not None and not (packed or known(batch == 0)):
         positions = length + max(seq_new or 0, q.shape[1] if (left, right) != (None, None) else min(1, q.shape[1]))
-    if rotary_cos is not None or rotary_sin is not None:
-        checks.check_rotary(q, rotary_cos, rotary_sin, k, positions)
+    checks.check_rotary(q, rotary_cos, rotary_sin, k, positions)
     scale = score_checks.resolve_scale(scale, head_dim, q.dtype)
     spec = CacheSpec(
         length,

@@ -16,14 +16,13 @@ from flashtile._backends.launch import plan_cache
 from flashtile.ops.attention.seen_keys import visible_keys
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
-from flashtile.ops.common.split_keys.launch import attend
 from flashtile.ops.common.split_keys.plan import SplitCall, SplitPlan, split_plan
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Runs the kernels. Shapes as in `flashtile.attention`. Returns (out, lse)."""
     _, *by_head = side.learnable
-    return attend(_plan_for(q, k, v, side, spec), (q, k, v), (side.key_lengths, *by_head), k.shape[1])
+    return _plan_for(q, k, v, side, spec).run((q, k, v), (side.key_lengths, *by_head), k.shape[1])
 
 
 def prepare_forward(
@@ -33,7 +32,7 @@ def prepare_forward(
     if q.dtype is torch.float32 or interpreting():
         return None
     plan, length = _plan_for(q, k, v, side, spec), k.shape[1]
-    return lambda q, k, v, aux: attend(plan, (q, k, v), aux, length)
+    return lambda q, k, v, aux: plan.run((q, k, v), aux, length)
 
 
 def _plan_for(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> SplitPlan:

@@ -6,9 +6,11 @@ sequences are is no part of it, where that stands in a tensor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import Layout, contiguous
@@ -23,6 +25,7 @@ from flashtile._backends.launch import (
     make_plan,
     named_constants,
     pointer_to,
+    pointers,
 )
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 from flashtile.ops.common.split_keys.attend import attend_kernel, combine_kernel
@@ -134,11 +137,32 @@ class SplitCall(NamedTuple):
 
 
 class SplitPlan(NamedTuple):
-    """The launches of a call. `attend` writes out and lse, or parts of them, which `combine` puts together. It is given
-    the length of the sequences last."""
+    """The launches of a call. `attend` writes out and lse, or parts of them, which `combine` puts together."""
 
     attend: Plan
     combine: Plan | None
+
+    def run(
+        self, tensors: tuple[Tensor, Tensor, Tensor], others: Sequence[Tensor | None], length: int
+    ) -> tuple[Tensor, Tensor]:
+        """Attends, and puts the parts together where there are several.
+
+        Args:
+            tensors: q, k and v.
+            others: those of `rows.Sequences`, slopes, sinks, and the factors `[outer, rows, heads_kv]` of k and v of 8
+                bits; in this order those that there are.
+            length: of all sequences, where no tensor has them.
+
+        Returns:
+            out `[batch, seq_q, heads_q, head_dim_v]` and lse `[batch, heads_q, seq_q]`; packed `[total_q, heads_q,
+            head_dim_v]` and `[heads_q, total_q]`.
+        """
+        out, lse = written = self.attend.allocate()
+        self.attend.launch(*pointers((*tensors, *written, *others)), length)
+        if self.combine is not None:
+            out, lse = self.combine.allocate()
+            self.combine.launch(*pointers((*written, out, lse)))
+        return out, lse
 
 
 def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:

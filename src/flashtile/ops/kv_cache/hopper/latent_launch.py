@@ -37,7 +37,7 @@ class LatentPlan(NamedTuple):
     combine: Plan | None
 
     def run(self, q: Tensor, cache: Tensor, indices: tuple[Tensor | None, ...], length: int) -> tuple[Tensor, Tensor]:
-        """(out, lse), as `split_keys.launch.attend`. `indices`: those of `rows.Sequences`."""
+        """(out, lse), as `SplitPlan.run`. `indices`: those of `rows.Sequences`."""
         out, lse = written = self.attend.run(*map(pointer, (q, cache, *indices)), length)
         if self.combine is not None:
             out, lse = self.combine.allocate()

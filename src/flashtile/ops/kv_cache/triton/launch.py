@@ -16,7 +16,6 @@ from torch import Tensor
 from flashtile._backends.devices import device_facts, interpreting
 from flashtile._backends.launch import pointers
 from flashtile.ops.common import checks
-from flashtile.ops.common.split_keys.launch import attend
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton.plan import CachePlan, plan_for
 
@@ -66,7 +65,7 @@ def _launch(plan: CachePlan, tensors: Sequence[Any], length: int) -> tuple[Tenso
     attended = q, k_cache, v_cache
     results = None
     if plan.split is not None:
-        results = attend(plan.split, attended, (*indices, slopes, sinks, descale_k, descale_v), length)
+        results = plan.split.run(attended, (*indices, slopes, sinks, descale_k, descale_v), length)
     if plan.chunks is not None:
         others = starts, slopes, sinks, lengths, entries, table, new_starts
         results = plan.chunks.run(attended, results, others, length)
