@@ -20,7 +20,7 @@ from flashtile.ops.attention.hopper import configs
 from flashtile.ops.attention.hopper import schedule as hopper_schedule
 from flashtile.testing import AttentionCase, Size, assert_close, assert_same, check, make_inputs, run, with_arguments
 from support.attention import left_out_tiles
-from support.attention.attention_cases import BASE, COMBINED, EDGES, parameters
+from support.attention.attention_cases import BASE, COMBINED, EDGES, check_again, check_forward, parameters
 from support.running.covering import turns
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
@@ -131,9 +131,7 @@ def test_backward_of_wide_heads(head_dim: int, head_dim_v: int, dtype: torch.dty
     for heads_kv, seq_q, seq_k in ((4, 517, 643), (2, 300, 65), (1, 1, 700), (2, 700, 1)):
         case = replace(_LARGE, heads_kv=heads_kv, seq_q=seq_q, seq_k=seq_k, dtype=dtype, sinks=heads_kv == 2)
         case = with_arguments(replace(case, head_dim=head_dim, head_dim_v=head_dim_v), **arguments)
-        first = check(case, "hopper", "cuda")
-        again = run(case, make_inputs(case, "cuda"), "hopper")
-        assert all(torch.equal(first[name], again[name]) for name in first)
+        check_again(case, "hopper")
 
 
 _WIDE_LENGTHS = {
@@ -153,9 +151,7 @@ _WIDE_LENGTHS = {
 def test_lengths_and_soft_caps_of_wide_heads(changes: dict, heads: tuple[int, int], arguments: dict) -> None:
     """Sums have a fixed order, so a second run has the same bits."""
     case = with_arguments(replace(_LARGE, head_dim=heads[0], head_dim_v=heads[1], heads_kv=2, **changes), **arguments)
-    first = check(case, "hopper", "cuda")
-    again = run(case, make_inputs(case, "cuda"), "hopper")
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    check_again(case, "hopper")
 
 
 _SCORES = {
@@ -203,12 +199,7 @@ def test_scores_that_move_along_the_keys(course: str, head_dim: int, arguments: 
     q, k, v = (torch.randn(1, rows, 2, head_dim, device="cuda", dtype=dtype) for rows in (1100, 1500, 1500))
     q[..., 0] = 40.0
     k[..., 0] = _course(course, 1500)[:, None].to(dtype)
-    results = [
-        flashtile.attention(*(t.to(wide) for t in (q, k, v)), return_lse=True, backend=backend, **arguments)
-        for wide, backend in ((dtype, "hopper"), (torch.float64, "reference"), (dtype, "reference"))
-    ]
-    for name, size, values in zip(("out", "lse"), (Size(), Size(1, 1)), zip(*results)):
-        assert_close(f"{course}: {name}", *values, size)
+    check_forward(q, k, v, "hopper", **arguments)
 
 
 _LEAPING = {
@@ -309,12 +300,7 @@ def test_values_of_every_kind(values: str, head_dim: int, causal: bool, dtype: t
     torch.manual_seed(8)
     q, k, v = (torch.randn(1, 2100, 2, head_dim, device="cuda", dtype=dtype) for _ in range(3))
     q, k = _SPREADS[values](q, k)
-    results = [
-        flashtile.attention(*(t.to(wide) for t in (q, k, v)), causal=causal, return_lse=True, backend=backend)
-        for wide, backend in ((dtype, "hopper"), (torch.float64, "reference"), (dtype, "reference"))
-    ]
-    for name, size, found in zip(("out", "lse"), (Size(), Size(1, 1)), zip(*results)):
-        assert_close(name, *found, size)
+    check_forward(q, k, v, "hopper", causal=causal)
 
 
 @pytest.mark.parametrize("exponents", [(-4.0, 0.0), (0.0, -9.6)], ids=["rising", "falling"])
@@ -327,12 +313,7 @@ def test_many_small_weights_beside_a_large_one(dtype: torch.dtype, exponents: tu
     k[..., 0] = exponents[1]
     k[:, -1, :, 0] = exponents[0]
     v = torch.rand(1, 8192, 2, 64, device="cuda", dtype=dtype)
-    results = [
-        flashtile.attention(*(t.to(wide) for t in (q, k, v)), return_lse=True, backend=backend)
-        for wide, backend in ((dtype, "hopper"), (torch.float64, "reference"), (dtype, "reference"))
-    ]
-    for name, size, found in zip(("out", "lse"), (Size(), Size(1, 1)), zip(*results)):
-        assert_close(name, *found, size)
+    check_forward(q, k, v, "hopper")
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -529,10 +510,7 @@ def test_short_sequences_of_wide_heads(head_dim: int, head_dim_v: int, arguments
     for batch in (lines, 3 * lines):
         sizes = {"batch": batch, "heads": 1, "heads_kv": 1, "seq_q": 111, "seq_k": 128, "dtype": dtype}
         case = with_arguments(replace(_LARGE, **sizes, head_dim=head_dim, head_dim_v=head_dim_v), **arguments)
-        inputs = make_inputs(case, "cuda")
-        expected = check(case, "hopper", inputs=inputs)
-        again = run(case, inputs, "hopper")
-        assert all(torch.equal(again[name], expected[name]) for name in ("dq", "dk", "dv"))
+        check_again(case, "hopper", names=("dq", "dk", "dv"))
 
 
 @pytest.mark.parametrize(
@@ -558,10 +536,7 @@ def test_thread_blocks_of_whole_lines_sum_dq_alone(head_dim: int, head_dim_v: in
     others = {name: value for name, value in changes.items() if name != "arguments"}
     case = replace(_LARGE, **{**sizes, **others}, head_dim=head_dim, head_dim_v=head_dim_v)
     case = with_arguments(case, **changes.get("arguments", {}))
-    inputs = make_inputs(case, "cuda")
-    expected = check(case, "hopper", inputs=inputs)
-    again = run(case, inputs, "hopper")
-    assert all(torch.equal(again[name], expected[name]) for name in ("dq", "dk", "dv"))
+    check_again(case, "hopper", names=("dq", "dk", "dv"))
 
 
 @pytest.mark.parametrize("heads", [3, 7])
@@ -715,11 +690,7 @@ def test_keys_that_no_query_sees(head_dim: int, changes: dict, arguments: dict) 
     """Their tiles take so little time that a warpgroup which is held up comes to them late. It once waited without an
     end, in some order of events (`test_hopper_emulated`)."""
     case = with_arguments(replace(_LARGE, heads=16, head_dim=head_dim, head_dim_v=head_dim, **changes), **arguments)
-    inputs = make_inputs(case, "cuda")
-    first = check(case, "hopper", inputs=inputs)
-    for _ in range(20):
-        again = run(case, inputs, "hopper")
-        assert torch.equal(again["dk"], first["dk"]) and torch.equal(again["dv"], first["dv"])
+    check_again(case, "hopper", 20, ("dk", "dv"))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -866,11 +837,7 @@ def test_ordered_gradients_of_block_masks_have_the_same_bits_in_every_run(head_d
     if packed:
         case = replace(case, batch=4, lengths_q=(1500, 300, 0, 900), lengths_k=(1700, 333, 60, 1200))
     case = with_arguments(replace(case, block_mask=(128, 256)), deterministic=True)
-    inputs = make_inputs(case, "cuda")
-    first = check(case, "hopper", "cuda", inputs=inputs)
-    for _ in range(20):
-        again = run(case, inputs, "hopper")
-        assert all(torch.equal(first[name], again[name]) for name in first)
+    check_again(case, "hopper", 20)
 
 
 def test_automatic_choice_on_this_gpu() -> None:
@@ -906,11 +873,7 @@ def test_ordered_gradients_have_the_same_bits_in_every_run(
         BASE, seq_q=1500, seq_k=1700, heads=8, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=head_dim, dtype=_BF16
     )
     case = with_arguments(replace(case, **lengths), causal=True, window=window, deterministic=True)
-    inputs = make_inputs(case, "cuda")
-    first = check(case, "hopper", "cuda", inputs=inputs)
-    for _ in range(30):
-        again = run(case, inputs, "hopper")
-        assert all(torch.equal(first[name], again[name]) for name in first)
+    check_again(case, "hopper", 30)
 
 
 def test_no_tile_is_left_out() -> None:

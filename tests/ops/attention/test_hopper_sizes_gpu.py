@@ -10,6 +10,7 @@ import torch
 
 import flashtile
 from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
+from support.attention.attention_cases import check_again
 from support.running.covering import turns
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
@@ -107,11 +108,7 @@ def test_backward_of_float32(widths: tuple[int, int], name: str) -> None:
 def test_forward_of_float32(widths: tuple[int, int], name: str) -> None:
     """Its sums have a fixed order, so each run has the same bits."""
     case = replace(_BASE, head_dim=widths[0], head_dim_v=widths[1], dtype=torch.float32, **_FLOAT32[name])
-    inputs = make_inputs(case, "cuda")
-    first = check(case, "hopper", "cuda", inputs=inputs)
-    for _ in range(3):
-        again = run(case, inputs, "hopper")
-        assert all(torch.equal(first[name], again[name]) for name in ("out", "lse"))
+    check_again(case, "hopper", 3, ("out", "lse"))
 
 
 @pytest.mark.parametrize("causal", [False, True])

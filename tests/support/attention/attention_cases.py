@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from flashtile.testing import AttentionCase, with_arguments
+import flashtile
+from flashtile.testing import AttentionCase, Size, assert_close, check, make_inputs, run, with_arguments
 from support.running.covering import combined_cases
 
 BASE = AttentionCase(seq_q=37, seq_k=53, batch=2, heads=2, heads_kv=2, head_dim=16, head_dim_v=16)
@@ -173,3 +176,22 @@ EDGES = {
 
 def parameters(cases: dict[str, AttentionCase]) -> list:
     return [pytest.param(case, id=name.replace(" ", "_")) for name, case in cases.items()]
+
+
+def check_again(case: AttentionCase, backend: str, runs: int = 1, names: tuple[str, ...] = ()) -> None:
+    """`check` on a GPU, and that other runs have the same bits, in the results of these names or in all."""
+    inputs = make_inputs(case, "cuda")
+    first = check(case, backend, "cuda", inputs=inputs)
+    for _ in range(runs):
+        again = run(case, inputs, backend)
+        assert all(torch.equal(first[name], again[name]) for name in names or first)
+
+
+def check_forward(q: Tensor, k: Tensor, v: Tensor, backend: str, **arguments: Any) -> None:
+    """Holds out and lse of a dense call to the tolerance policy, beside the reference in float64 and in its dtype."""
+    results = [
+        flashtile.attention(*(t.to(dtype) for t in (q, k, v)), return_lse=True, backend=which, **arguments)
+        for dtype, which in ((q.dtype, backend), (torch.float64, "reference"), (q.dtype, "reference"))
+    ]
+    for name, size, found in zip(("out", "lse"), (Size(), Size(1, 1)), zip(*results)):
+        assert_close(name, *found, size)
