@@ -123,19 +123,6 @@ def test_layouts_of_packed_calls(dense_queries, keys, device):
         assert_close(name, got, exact, plain)
 
 
-def test_used_rows_and_whole_pages():
-    q, pages = normal(9, 4, 16).float(), normal(6, 4, 2, 16, seed=1).float()
-    table, ends = torch.tensor([[1, 0], [5, 3]], dtype=torch.int32), cumulative([4, 5])
-    used = torch.tensor([4, 2], dtype=torch.int32)
-    out, lse = flash_attn_varlen_func(q, pages, pages, None, ends, seqused_q=used, page_table=table)
-    keys = pages[table.long()].flatten(1, 2)
-    for b, rows in enumerate((slice(0, 4), slice(4, 6))):
-        expected, expected_lse = definition(q[None, rows], keys[b : b + 1], keys[b : b + 1], Meaning())
-        assert_same(out[rows], expected[0])
-        assert_same(lse[:, rows], expected_lse[0])
-    assert not out[6:].any() and lse[:, 6:].isneginf().all()
-
-
 def lists(layout):
     """Counts and numbers of the blocks of a layout, the rest of the numbers out of range."""
     count = layout.sum(-1, dtype=torch.int32)
@@ -253,20 +240,6 @@ def test_functions_of_scores_and_places(layout, device, dtype):
     if layout == "packed":
         inputs[1:3] = [normal(18, 2, 16, seed=seed) for seed in (1, 2)]
     check_against(served, definition_of_functions, inputs, device, dtype)
-
-
-def test_blocks_of_packed_sequences():
-    layout = torch.tensor([[True, False, True], [False, True, True]]).view(1, 1, 2, 3)
-    shown = layout.repeat_interleave(128, 2).repeat_interleave(128, 3)
-    lengths_q, lengths_k = [200, 130], [300, 140]
-    q, k = normal(330, 2, 8).float(), normal(440, 1, 8, seed=1).float()
-    out, _ = flash_attn_varlen_func(
-        q, k, k, None, cumulative(lengths_q), cumulative(lengths_k), 200, 300,
-        block_sparse_tensors=BlockSparseTensorsTorch(*lists(layout)),
-    )  # fmt: skip
-    for part, q_part, k_part in zip(out.split(lengths_q), q.split(lengths_q), k.split(lengths_k)):
-        visible = shown[..., : len(q_part), : len(k_part)]
-        assert_same(part, definition(q_part[None], k_part[None], k_part[None], Meaning(), shown=visible)[0][0])
 
 
 def test_parts_put_together():

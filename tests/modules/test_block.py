@@ -127,14 +127,6 @@ def test_a_block_without_mlp(prenorm):
     check_module(block, run_block, plain_block, [torch.randn(2, 7, DIM)], torch.float32)
 
 
-def test_residual_of_the_sublayers():
-    block = make(
-        prenorm=False, return_residual=True,
-        mixer=partial(Mixer, return_residual=True), mlp=partial(Perceptron, return_residual=True),
-    )  # fmt: skip
-    check_module(block, run_block, plain_block, [torch.randn(2, 7, DIM)], torch.float32)
-
-
 def test_dropout_is_that_of_the_function_and_only_in_training():
     block, hidden, residual = make(resid_dropout1=0.5, resid_dropout2=0.25), *torch.randn(2, 2, 7, DIM)
     torch.manual_seed(5)
@@ -162,25 +154,6 @@ def test_a_residual_in_fp32(cls):
     assert residual.dtype is torch.float32 and all(t.dtype is torch.bfloat16 for t in out)
     # Which a PyTorch RMS norm without an eps reads as that of float32.
     assert make(cls, residual_in_fp32=True, norm_cls=nn.RMSNorm).bfloat16()(hidden)[-1].dtype is torch.float32
-
-
-def test_blocks_in_a_row_with_attention():
-    """A pre-norm stack closed by `add_norm`, with the mixer's own arguments."""
-    torch.manual_seed(0)
-    blocks = nn.ModuleList(Block(DIM, partial(MHA, num_heads=3, causal=True), Perceptron) for _ in range(2))
-    last, x = LayerNorm(DIM), torch.randn(2, 7, DIM)
-    mask = torch.ones(2, 7, dtype=torch.bool)
-    mask[0, 4:] = False
-
-    hidden, residual = x, None
-    for block in blocks:
-        hidden, residual = block(hidden, residual, {"key_padding_mask": mask})
-    out = add_norm(last, hidden, residual)
-    stream = x
-    for block in blocks:
-        stream = stream + block.mixer(block.norm1(stream), key_padding_mask=mask)
-        stream = stream + block.mlp(block.norm2(stream))
-    assert_same(out, last(stream))
 
 
 @pytest.mark.parametrize("cls", [Block, ParallelBlock])

@@ -80,16 +80,6 @@ def test_fused_is_plain(name: str, plain: nn.Module, level: int) -> None:
     assert_same(*grads)
 
 
-@pytest.mark.parametrize("module", [Mlp, GatedMlp, FusedMlp, lambda n, **options: FusedDense(n, n, **options)])
-def test_residual(module: Any) -> None:
-    x = torch.randn(2, 6, requires_grad=True)
-    made = module(6, return_residual=True)
-    out, residual = made(x)
-    assert torch.equal(residual, x)
-    both, alone = (torch.autograd.grad(y, x)[0] for y in (out.sum() + residual.sum(), made(x)[0].sum()))
-    assert_same(both, alone + 1)
-
-
 def test_buffers_of_gradients_by_switch_only() -> None:
     x = torch.randn(5, 6)
     dense, mlp = FusedDense(6, 4, accumulate_main_grad=True), FusedMlp(6, 10, accumulate_main_grad=True)

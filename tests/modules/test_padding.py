@@ -45,25 +45,6 @@ def test_any_shape_strides_and_dtype(x):
     check(x, torch.ones(3, 5, dtype=torch.bool))
 
 
-def test_gradients():
-    mask = random_mask(3, 5)
-    x = torch.randn(3, 5, 2, dtype=torch.float64, requires_grad=True)
-    rows = torch.randn(int(mask.sum()), 2, dtype=torch.float64, requires_grad=True)
-    indices = unpad_input(x, mask).indices
-    for function, argument in (
-        (lambda x: unpad_input(x, mask).x, x),
-        (lambda rows: pad_input(rows, indices.int(), 3, 5), rows),
-    ):
-        torch.autograd.gradcheck(function, argument, fast_mode=True)
-        torch.autograd.gradgradcheck(function, argument, fast_mode=True)
-
-
-def test_a_vmapped_gradient():
-    mask, x = random_mask(3, 5), torch.randn(3, 5)
-    jacobian = torch.func.jacrev(lambda x: unpad_input(x, mask).x)(x)
-    assert torch.equal(jacobian.flatten(1), torch.eye(15)[mask.flatten()])
-
-
 def dual(function, x, direction):
     with torch.autograd.forward_ad.dual_level():
         out = function(torch.autograd.forward_ad.make_dual(x, direction))

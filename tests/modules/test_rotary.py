@@ -28,13 +28,6 @@ def test_is_the_functions(scale_base: float | None) -> None:
     assert_same(torch.cat((q[:, :, None], kv), dim=2), expected)
 
 
-def test_grouped_heads() -> None:
-    qkv = torch.randn(2, 7, 8, 16)
-    cos, sin = flashtile.rotary_tables(7, 16)
-    expected = flashtile.apply_rotary_qkv(qkv, cos, sin, num_heads_q=4)
-    assert_same(RotaryEmbedding(16)(qkv.clone(), num_heads_q=4), expected)
-
-
 def test_tables_are_made_once_and_grow() -> None:
     module = RotaryEmbedding(16)
     with torch.inference_mode():
