@@ -21,6 +21,7 @@ from flashtile.ops.attention.triton import launch
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
 from support.attention.attention_cases import BASE, COMBINED, EDGES, PAIRS, combined, parameters
+from support.running.covering import turns
 from support.running.places import places
 
 
@@ -112,10 +113,9 @@ def test_kernels_with_the_heads_that_share_keys_divided(case: AttentionCase, mon
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("case", parameters(COMBINED))
-def test_kernels_agree_with_the_oracle(case: AttentionCase, dtype: torch.dtype) -> None:
-    check(replace(case, dtype=dtype), "triton", "cuda")
+@pytest.mark.parametrize("name, dtype", turns(COMBINED, [torch.float32, torch.bfloat16, torch.float16], 2), ids=str)
+def test_kernels_agree_with_the_oracle(name: str, dtype: torch.dtype) -> None:
+    check(replace(COMBINED[name], dtype=dtype), "triton", "cuda")
 
 
 @pytest.mark.gpu

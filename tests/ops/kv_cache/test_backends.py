@@ -22,6 +22,7 @@ from support.attention.kv_cache_cases import (
     parameters,
     run,
 )
+from support.running.covering import turns
 
 
 @pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
@@ -53,10 +54,9 @@ def test_the_interpreter_does_not_round_to_8_bit_floats() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("case", parameters(COMBINED))
-def test_gpu(case: CacheCase, dtype: torch.dtype) -> None:
-    check(replace(case, dtype=dtype), "triton", "cuda")
+@pytest.mark.parametrize("name, dtype", turns(COMBINED, [torch.float32, torch.bfloat16, torch.float16], 2), ids=str)
+def test_gpu(name: str, dtype: torch.dtype) -> None:
+    check(replace(COMBINED[name], dtype=dtype), "triton", "cuda")
 
 
 @pytest.mark.gpu
