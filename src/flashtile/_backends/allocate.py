@@ -72,27 +72,19 @@ class Scratch:
         return buffer[start : start + size]
 
 
-def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of the given layout. In PyTorch's deterministic mode it is filled as `torch.empty` fills it."""
-    # The fast way allocates on the current device, and on no CPU: there, without a driver, one may not even ask for it.
-    fast = _empty_strided_cuda is not None and device.type == "cuda" and device.index == _cuda_getDevice()
-    if fast and not torch._C._get_deterministic_algorithms():
-        return _empty_strided_cuda(shape, strides, dtype)
-    _check_types(shape, strides)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
 def _check_types(*sizes: tuple[int, ...]) -> None:
     """The fast way takes tuples and nothing else. Tests that take the slow one must see a `torch.Size` too."""
     assert all(type(each) is tuple for each in sizes), sizes
 
 
 def allocator(layouts: Sequence[Layout | None], device: torch.device) -> Callable[[], list[Any]]:
-    """A function that gives memory of each layout, as `empty` does, anew in each call; None for None."""
+    """A function that gives memory of each layout, anew in each call; None for None. In PyTorch's deterministic mode
+    the memory is filled as `torch.empty` fills it."""
     present = [layout for layout in layouts if layout is not None]
     absent = [place for place, layout in enumerate(layouts) if layout is None]
     shapes, strides, dtypes = zip(*present) if present else ((), (), ())
     _check_types(*shapes, *strides)
+    # The fast way allocates on the current device, and on no CPU: there, without a driver, one may not even ask for it.
     index = device.index if _empty_strided_cuda is not None and device.type == "cuda" else None
 
     def allocate() -> list[Any]:

@@ -30,11 +30,11 @@ from flashtile._backends import observe, together
 from flashtile._backends.allocate import Layout, allocator
 from flashtile._backends.assembler import assembler, without_line_tables
 from flashtile._backends.devices import DeviceFacts, compile_target, device_facts, interpreting
-from flashtile._backends.interpret import interpreted
 from flashtile._backends.launcher import (
     Launcher,
     direct,
     filling,
+    interpreted,
     launcher,
     launcher_types,
     with_all_arguments,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import Layout, Scratch, allocator
 from flashtile._backends.devices import interpreting
-from flashtile._backends.launch import KernelSource, Plan, make_plan, pointer, specialise
+from flashtile._backends.launch import KernelSource, Plan, make_plan, pointer, pointers, specialise
 from flashtile._backends.tma import TmaTensor, joined
 
 
@@ -99,7 +99,7 @@ class Pipeline:
         launches: what a run launches, in order.
         run: enqueues the kernels. It is given addresses, as `launch.pointer` has them, and returns `outputs`, and
             behind them the scratch buffer, if there is one.
-        on: the same from tensors, and without the scratch buffer.
+        on: the same from tensors, of which None are left out, and without the scratch buffer.
     """
 
     __slots__ = ("launches", "on", "outputs", "plans", "run", "scratch")
@@ -108,7 +108,7 @@ class Pipeline:
         self,
         device: torch.device,
         kernels: Mapping[str, Kernel],
-        given: Sequence[str],
+        given: Any,
         outputs: Mapping[str, Layout | None],
         scratch: Mapping[str, int] | None = None,
         zeroed: Collection[str] = (),
@@ -117,13 +117,14 @@ class Pipeline:
     ) -> None:
         """
         Args:
-            given: names of the buffers that `run` is given, in order.
+            given: names of the buffers that `run` is given, in order; or a NamedTuple whose fields are these buffers,
+                None for one that the call does not have.
             outputs: None for one that this call does not have.
             scratch: parts of the scratch buffer, in numbers of 32 bits; 0 for one that this call does not have.
             zeroed: outputs that are filled with zeros first, where they exist.
             repeated: kernels that are launched once for each address of a buffer; `run` is given a list for that one.
             unused: buffers that kernels take and do not touch, as their constants say. These get the address of the
-                first buffer, and so do outputs and parts of the scratch buffer that this call does not have.
+                first buffer, and so do all buffers that this call does not have.
 
         Raises:
             TypeError: a kernel takes a buffer that the pass does not have.
@@ -133,7 +134,9 @@ class Pipeline:
         self.scratch = None if scratch is None else Scratch(**scratch)
         layouts = [*self.outputs.values(), *([] if self.scratch is None else [self.scratch.layout])]
         parts = () if self.scratch is None else self.scratch.parts
-        places = dict.fromkeys((*unused, *outputs, *(scratch or ())), 0)
+        fields: tuple[str, ...] = getattr(given, "_fields", ())
+        places = dict.fromkeys((*unused, *fields, *outputs, *(scratch or ())), 0)
+        given = [name for name, buffer in zip(fields, given) if buffer is not None] if fields else given
         places |= {name: place for place, name in enumerate((*given, *self.outputs, *parts))}
         launched = {name: kernel for name, kernel in kernels.items() if kernel.programs}
         self.launches = tuple(self.plans[name] for name in launched)
@@ -150,9 +153,9 @@ class Pipeline:
         return self.scratch.part(made[-1], name)
 
 
-def _on_tensors(run: Callable[..., list[Tensor]], outputs: int) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+def _on_tensors(run: Callable[..., list[Tensor]], outputs: int) -> Callable[[Sequence[Tensor | None]], list[Tensor]]:
     """`Pipeline.on`."""
-    return lambda tensors: run(*map(_POINTER, tensors))[:outputs]
+    return lambda tensors: run(*pointers(tensors))[:outputs]
 
 
 def _runner(

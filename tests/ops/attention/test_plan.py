@@ -312,7 +312,7 @@ def test_memory_elsewhere_is_allocated_without_asking_for_a_gpu(device: str, mon
 
     monkeypatch.setattr(allocate, "_empty_strided_cuda", no_driver)
     monkeypatch.setattr(allocate, "_cuda_getDevice", no_driver, raising=False)
-    assert allocate.empty((2, 3), (3, 1), torch.float32, torch.device(device)).shape == (2, 3)
+    assert allocate.allocator([allocate.contiguous((2, 3), torch.float32)], torch.device(device))()[0].shape == (2, 3)
 
 
 def test_an_out_that_lies_worse_than_the_others_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -374,19 +374,19 @@ _WEIGHTS = {"weights_ptr": "class_weights"}
 
 def forward(inputs: LossInputs, spec: CrossEntropySpec) -> Results:
     """Runs the forward kernel on logits with contiguous rows, and that of the reduction."""
-    rest = iter(forward_pipeline(inputs, spec).on([tensor for tensor in inputs if tensor is not None]))
+    rest = iter(forward_pipeline(inputs, spec).on(inputs))
     return Results(*[next(rest) if there else None for there in results_present(spec)])  # type: ignore[arg-type]
 
 
 def read(inputs: LossInputs, spec: CrossEntropySpec) -> Statistics:
     """The statistics of the columns that are here."""
     pipeline = _forward_pipeline(layouts(inputs), misalignment(inputs.logits), True, spec, inputs.logits.device)
-    return Statistics(*pipeline.on([tensor for tensor in inputs if tensor is not None]))
+    return Statistics(*pipeline.on(inputs))
 
 
 def backward(given: LossUpstream, spec: CrossEntropySpec, inplace: bool = False) -> Tensor:
     """Runs the backward kernel on logits with contiguous rows; writes to their memory where asked to."""
-    found = backward_pipeline(given, spec, inplace).on([tensor for tensor in given if tensor is not None])
+    found = backward_pipeline(given, spec, inplace).on(given)
     return given.logits if inplace else found[0]
 
 
@@ -433,19 +433,18 @@ def _forward_pipeline(
     }
     losses, of_each = {"loss_ptr": "losses", "z_ptr": "z_losses", **_WEIGHTS}, contiguous((rows,), torch.float32)
     kernel = Kernel(cross_entropy_forward_kernel, parameters, constants, rows, losses, config.num_warps)
-    kernels, given = {"forward": kernel}, [name for name, t in inputs._asdict().items() if t is not None]
-    normaliser, unused = contiguous((rows, 2), torch.float32), {"class_weights"}
+    kernels, normaliser = {"forward": kernel}, contiguous((rows, 2), torch.float32)
     if not reduces:
         outputs = {"losses": of_each, "z_losses": of_each if partial or spec.z_loss else None}
         ordered = {"normaliser": normaliser, **outputs} if partial else {**outputs, "normaliser": normaliser}
-        return Pipeline(device, kernels, given, ordered, unused=unused)
+        return Pipeline(device, kernels, inputs, ordered)
     block_n, num_warps = REDUCE
     scalar, constants = contiguous((), torch.float32), {**constants, "BLOCK_N": block_n}
     buffers = {**losses, "loss_out_ptr": "loss", "z_out_ptr": "z_loss"}
     kernels["reduce"] = Kernel(cross_entropy_reduce_kernel, parameters, constants, 1, buffers, num_warps)
     optional = {"z_loss": scalar if spec.z_loss else None, "normaliser": normaliser, "scale": scalar if mean else None}
     scratch = {"losses": rows, "z_losses": rows if spec.z_loss else 0}
-    return Pipeline(device, kernels, given, {"loss": scalar, **optional}, scratch, unused=unused)
+    return Pipeline(device, kernels, inputs, {"loss": scalar, **optional}, scratch)
 
 
 @plan_cache
@@ -478,9 +477,7 @@ def _backward_pipeline(
     }
     buffers = {**_WEIGHTS, "dlogits_ptr": "logits"} if inplace else _WEIGHTS
     kernel = Kernel(cross_entropy_backward_kernel, parameters, constants, rows * tiles, buffers, config.num_warps)
-    names = [name for name, tensor in given._asdict().items() if tensor is not None]
-    outputs = {"dlogits": None if inplace else dlogits}
-    return Pipeline(device, {"backward": kernel}, names, outputs, unused={"scale", "class_weights"})
+    return Pipeline(device, {"backward": kernel}, given, {"dlogits": None if inplace else dlogits})
 
 
 @plan_cache

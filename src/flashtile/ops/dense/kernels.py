@@ -265,7 +265,7 @@ def _activate_pipeline(given: Any, misalignment: int, spec: ActivationSpec, devi
     parameters = {**_tensors(dtype, misalignment), "rows": int32(rows)}
     constants = {**_constants(width, config), "ACTIVATION": spec.activation, "GATED": spec.gated}
     kernel = Kernel(activate_kernel, parameters, constants, programs, **config.compiled)
-    return Pipeline(device, {"activate": kernel}, ["pre"], {"hidden": contiguous((rows, width), dtype)})
+    return Pipeline(device, {"activate": kernel}, given, {"hidden": contiguous((rows, width), dtype)})
 
 
 @plan_cache
@@ -305,7 +305,7 @@ def _sum_pipeline(
         kernels["reduce"] = Kernel(reduce_kernel, parameters, _constants(columns, REDUCE), programs, **REDUCE.compiled)
     zeroed = () if splits else ("sum",)
     scratch = {"partial": splits * columns} if wanted.wants_bias and splits else None
-    return Pipeline(device, kernels, given._fields, outputs, scratch, zeroed, unused={"partial"})
+    return Pipeline(device, kernels, given, outputs, scratch, zeroed, unused={"partial"})
 
 
 def _tensors(dtype: torch.dtype, misalignment: int) -> dict[str, Parameter]:

@@ -549,13 +549,13 @@ Dtypes = dict[str, "torch.dtype | None"]
 
 def forward(operands: Operands, spec: NormSpec) -> Normalised:
     """Runs the forward kernel. Operands as the operator gives them: rows contiguous in themselves."""
-    rest = iter(forward_pipeline(operands, spec).on([t for t in operands if t is not None]))
+    rest = iter(forward_pipeline(operands, spec).on(operands))
     return Normalised(*[next(rest) if there else None for there in present_results(operands, spec)])  # type: ignore[arg-type]
 
 
 def backward(given: Upstream, spec: NormSpec, wanted: Wanted) -> Gradients:
     """Runs the backward kernel, and where there are gradients of parameters, the one that adds their parts."""
-    rest = iter(backward_pipeline(given, spec, wanted).on([t for t in given if t is not None]))
+    rest = iter(backward_pipeline(given, spec, wanted).on(given))
     return Gradients(*[next(rest) if there else None for there in present_gradients(given, spec, wanted)])
 
 
@@ -592,7 +592,7 @@ def _forward_pipeline(operands: Any, misalignment: int, spec: NormSpec, device: 
     constants, programs = _constants(names, width, spec, config), -(-rows // config.rows)
     kernel = Kernel(norm_forward_kernel, parameters, constants, programs, _SEED, **config.compiled)
     zeroed = ("z", "z1") if names["out_subset"] else ()
-    return Pipeline(device, {"forward": kernel}, _there(names), _outputs(results, shapes), zeroed=zeroed)
+    return Pipeline(device, {"forward": kernel}, operands, _outputs(results, shapes), zeroed=zeroed)
 
 
 @plan_cache
@@ -627,7 +627,7 @@ def _backward_pipeline(given: Any, misalignment: int, spec: NormSpec, wanted: Wa
     zeroed = [*(["dx0"] if names["x0_subset"] else []), *([] if programs else totals)]
     scratch = {"partial": count * programs * width} if count and programs else None
     outputs = _outputs(made | totals, shapes)
-    return Pipeline(device, kernels, _there(names), outputs, scratch, zeroed, unused={"partial"})
+    return Pipeline(device, kernels, given, outputs, scratch, zeroed, unused={"partial"})
 
 
 #: The parameter that is not called as its tensor.
@@ -643,11 +643,6 @@ def _row_strides(tensors: Any, names: Sequence[str]) -> dict[str, int]:
     """By name; 0 for a matrix that is not there."""
     matrices = {name: getattr(tensors, name) for name in names}
     return {name: 0 if matrix is None else matrix.strides[0] for name, matrix in matrices.items()}
-
-
-def _there(dtypes: Dtypes) -> list[str]:
-    """The names of the tensors of a call."""
-    return [name for name, dtype in dtypes.items() if dtype is not None]
 
 
 def _outputs(dtypes: Dtypes, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Layout | None]:

@@ -188,8 +188,7 @@ def rotary_config(heads: int, head_dim: int, half: int, device: DeviceFacts) -> 
 
 def forward(rotation: Rotation, spec: RotarySpec, inplace: bool = False) -> Tensor:
     """The rotated x: a new tensor, or x itself."""
-    pipeline = forward_pipeline(rotation, spec, inplace)
-    found = pipeline.on([tensor for tensor in rotation if tensor is not None])
+    found = forward_pipeline(rotation, spec, inplace).on(rotation)
     return rotation.x if inplace else found[0]
 
 
@@ -254,9 +253,7 @@ def _pipeline(rotation: Any, misalignment: int, inplace: bool, spec: RotarySpec,
     programs = 0 if 0 in x.shape or (inplace and not half) else -(-tokens // config.block_s)
     buffers = {**({"out_ptr": "x"} if inplace else {}), **({} if ids is None else {"offsets_ptr": "position_ids"})}
     kernel = Kernel(rotary_kernel, parameters, constants, programs, buffers, config.num_warps)
-    given = [name for name, tensor in rotation._asdict().items() if tensor is not None]
-    unused = set(Rotation._fields) - set(given)
-    return Pipeline(device, {"rotary": kernel}, given, {"out": None if inplace else out}, unused=unused)
+    return Pipeline(device, {"rotary": kernel}, rotation, {"out": None if inplace else out})
 
 
 def _row_strides(strides: tuple[int, ...]) -> tuple[int, int, int]:

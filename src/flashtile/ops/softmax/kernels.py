@@ -247,7 +247,7 @@ def merge_finish_kernel(
 
 def forward(inputs: SoftmaxInputs, spec: SoftmaxSpec) -> Tensor:
     """Runs the forward kernel on a contiguous x; a mask has any strides."""
-    return forward_pipeline(inputs, spec).on([tensor for tensor in inputs if tensor is not None])[0]
+    return forward_pipeline(inputs, spec).on(inputs)[0]
 
 
 def backward(given: SoftmaxGradient, spec: SoftmaxSpec) -> Tensor:
@@ -300,9 +300,7 @@ def _pipeline(
         softmax_forward_kernel if forward else softmax_backward_kernel, parameters, constants, programs,
         **config.compiled,
     )  # fmt: skip
-    given = [name for name, tensor in tensors._asdict().items() if tensor is not None]
-    outputs = {"out" if forward else "dx": contiguous(shape, dtype)}
-    return Pipeline(device, {step: kernel}, given, outputs, unused={"mask"})
+    return Pipeline(device, {step: kernel}, tensors, {"out" if forward else "dx": contiguous(shape, dtype)})
 
 
 #: Elements of a tile of the merge: 32 for each thread of 4 warps, eight loads of 16 bytes of float32.
@@ -357,7 +355,7 @@ def _merge_pipeline(step: str, tensors: Any, misalignment: int, device: torch.de
     num_warps = max(1, _MERGE_WARPS * 32 // device_facts(device).warp_size)
     buffers = {"max_ptr": "row_max", "sum_ptr": "row_sum"}
     kernel = Kernel(function, parameters, constants, programs, buffers, num_warps)
-    return Pipeline(device, {step: kernel}, MergedPart._fields, {})
+    return Pipeline(device, {step: kernel}, tensors, {})
 
 
 def merge_tile(width: int) -> tuple[int, int]:
