@@ -5,8 +5,8 @@
 
 A table stands behind a line `<!-- NAME, by tools/record_tables.py -->`, where NAME is a key of `TABLES`. A test
 compares. Above 1, flashtile is faster; means are geometric. Only the format of records is used, no module of flashtile.
-A table of a record that is not there yet is left out. Where less than half of the kernels' functions are as they were
-in a record (`tools/record_age.py` writes how many), a line below the table says so.
+A table of a record that is not there yet is left out. If less than half of the kernels' functions are as they were in a
+record (`tools/record_age.py` writes how many), a line below the table says so.
 """
 
 from __future__ import annotations
