@@ -30,16 +30,18 @@ from flashtile.modules.attention import InnerAttention
 from flashtile.modules.layers import is_hooked
 
 
-class AttentionParallel(ParallelStyle):
+class _Style(ParallelStyle):
+    def __init__(self, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.sequence_parallel = sequence_parallel
+
+
+class AttentionParallel(_Style):
     """Divides the heads of an `MHA` over the ranks: input projections by columns, the output projection by rows.
 
     Args:
         sequence_parallel: input and output are shards of the tokens.
     """
-
-    def __init__(self, sequence_parallel: bool = False) -> None:
-        super().__init__()
-        self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, MHA) or module.cross_attn or not isinstance(module.inner_attn, InnerAttention):
@@ -65,16 +67,12 @@ class AttentionParallel(ParallelStyle):
         return module
 
 
-class MlpParallel(ParallelStyle):
+class MlpParallel(_Style):
     """Divides the hidden features of an `Mlp`, `GatedMlp` or `FusedMlp` over the ranks.
 
     Args:
         sequence_parallel: input and output are shards of the tokens.
     """
-
-    def __init__(self, sequence_parallel: bool = False) -> None:
-        super().__init__()
-        self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, (Mlp, GatedMlp, FusedMlp)):
@@ -117,16 +115,12 @@ def _fused_forward(module: FusedMlp, x: Tensor) -> Tensor:
     return fc2.finish(part)
 
 
-class BlockParallel(ParallelStyle):
+class BlockParallel(_Style):
     """Divides both parts of a `Block` or `ParallelBlock`. Every rank computes the norms.
 
     Args:
         sequence_parallel: norms and residuals are computed for a shard of the tokens.
     """
-
-    def __init__(self, sequence_parallel: bool = False) -> None:
-        super().__init__()
-        self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, (Block, ParallelBlock)):
@@ -165,16 +159,12 @@ class PositionsOfShards(nn.Module):
         return F.embedding(own, sum_over_ranks(self.weight, self._mesh))
 
 
-class VocabularyParallel(ParallelStyle):
+class VocabularyParallel(_Style):
     """Divides the embedding and the head of a `GPT`: each rank has some tokens of the vocabulary (`vocabulary_loss`).
 
     Args:
         sequence_parallel: the blocks get shards of the sequence.
     """
-
-    def __init__(self, sequence_parallel: bool = False) -> None:
-        super().__init__()
-        self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, GPT):
