@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +19,7 @@ from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, SideInpu
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
 from flashtile.testing.cases import cancelled_sizes
 from flashtile.testing.tolerance import Size
+from support.running.covering import covering
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BASE = AttentionCase(batch=2, seq_q=75, seq_k=101, heads=4, heads_kv=4, head_dim=24, head_dim_v=24)
@@ -67,10 +67,8 @@ FEATURES = {
     "bfloat16": ("dtype", lambda case: replace(case, dtype=torch.bfloat16)),
     "float64": ("dtype", lambda case: replace(case, dtype=torch.float64)),
 }
-PAIRS = [
-    pair for pair in itertools.combinations_with_replacement(FEATURES, 2)
-    if pair[0] == pair[1] or FEATURES[pair[0]][0] != FEATURES[pair[1]][0]
-]  # fmt: skip
+#: Each feature alone, and each two of different kinds in some set.
+SETS = [*((name,) for name in FEATURES), *covering([*FEATURES], lambda one, two: FEATURES[one][0] != FEATURES[two][0])]
 
 
 def find_case(*features: str) -> AttentionCase:
@@ -80,9 +78,9 @@ def find_case(*features: str) -> AttentionCase:
     return case
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_every_pair_of_features_on_tiles(pair, small_tiles, only_tiles):
-    check(find_case(*pair), "cpu")
+@pytest.mark.parametrize("features", SETS, ids="+".join)
+def test_every_pair_of_features_on_tiles(features, small_tiles, only_tiles):
+    check(find_case(*features), "cpu")
 
 
 @pytest.mark.parametrize("seq", [1, 2, 15, 16, 17, 255, 256, 257, 600])

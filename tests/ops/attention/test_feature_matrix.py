@@ -17,7 +17,7 @@ from flashtile._backends import devices
 from flashtile.ops.attention import cpu
 from flashtile.ops.attention.cpu import tiles
 from flashtile.testing import AttentionCase, check
-from support.attention.attention_cases import PAIRS, SCORE_MOD_PAIRS, parameters
+from support.attention.attention_cases import COMBINED, parameters, score_mod_combined
 
 ROOT = Path(__file__).parents[3]
 
@@ -63,8 +63,8 @@ def test_a_pair_is_served_where_both_are() -> None:
 
 #: Pairs with something that changes scores; those of the others are in `test_cpu`, with more sizes.
 _CHANGES = ("softcap", "bias", "mask", "alibi", "sinks", "block_mask")
-ON_CPU = {name: case for name, case in PAIRS.items() if any(change in name for change in (*_CHANGES, "everything"))}
-ON_CPU |= SCORE_MOD_PAIRS
+ON_CPU = {name: case for name, case in COMBINED.items() if any(change in name for change in (*_CHANGES, "everything"))}
+ON_CPU |= score_mod_combined()
 
 
 @pytest.mark.parametrize("case", parameters(ON_CPU))
