@@ -1,0 +1,8 @@
+"""How kernels are described, compiled, launched and watched, for all operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+#: What empties each memory of decisions about calls and launches (`launch.clear_plans`).
+forgetters: list[Callable[[], None]] = []

@@ -26,7 +26,7 @@ import triton
 from torch import Tensor
 from triton.compiler import ASTSource, CompiledKernel
 
-from flashtile._backends import observe, together
+from flashtile._backends import forgetters, observe, together
 from flashtile._backends.allocate import Layout, allocator
 from flashtile._backends.assembler import assembler, without_line_tables
 from flashtile._backends.devices import DeviceFacts, compile_target, device_facts, interpreting
@@ -326,7 +326,6 @@ def make_plan(
 
 
 _Made = TypeVar("_Made")
-_PLAN_CACHES: list[Callable[[], None]] = []
 
 
 def plan_cache(make: Callable[..., _Made]) -> functools._lru_cache_wrapper[_Made]:
@@ -338,14 +337,15 @@ def plan_cache(make: Callable[..., _Made]) -> functools._lru_cache_wrapper[_Made
             return make(*arguments, **named)
 
     cached = functools.lru_cache(maxsize=4096)(plan)
-    _PLAN_CACHES.append(cached.cache_clear)
+    forgetters.append(cached.cache_clear)
     return cached
 
 
 def clear_plans() -> None:
-    """Forgets all plans, for tests and tools that change what they are made from. Compiled kernels stay."""
-    for clear in _PLAN_CACHES:
-        clear()
+    """Forgets all plans, and calls that have one, for tests and tools that change what they are made from. Compiled
+    kernels stay."""
+    for forget in forgetters:
+        forget()
 
 
 def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flashtile._backends import together
+from flashtile._backends import forgetters, together
 from flashtile.ops.attention import checks, select
 from flashtile.ops.attention.arguments import SINGLE, Aux, AuxForm, saved_side, side_tensors
 from flashtile.ops.attention.block_mask import BlockMask
@@ -47,6 +47,7 @@ from flashtile.ops.common.checks import readable
 
 #: Calls by their keys. They are few in a program; one of ever new shapes starts anew from time to time.
 _CALLS: dict[Hashable, list[tuple[Callable[..., bool], RepeatedCall]]] = {}
+forgetters.append(_CALLS.clear)
 _MOST_CALLS = 4096
 #: Of one key, with tensors that differ in strides, dtype, device or in whether they want a gradient.
 _MOST_ALIKE = 8

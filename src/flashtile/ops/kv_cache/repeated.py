@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile._backends import forgetters
 from flashtile.ops.common import dispatch
 from flashtile.ops.common.tiles import power_of_two
 from flashtile.ops.kv_cache.rows import address_facts
@@ -27,6 +28,7 @@ Serve = Callable[[Given, int], "Results | None"]
 
 #: Calls by their keys. They are few in a program; one of ever new shapes starts anew from time to time.
 _CALLS: dict[Hashable, list[tuple[Callable[..., bool], RepeatedCall]]] = {}
+forgetters.append(_CALLS.clear)
 _MOST_CALLS = 4096
 #: Of one key, with tensors that differ in strides, dtypes, devices or addresses.
 _MOST_ALIKE = 8
