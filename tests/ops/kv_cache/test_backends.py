@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.testing import assert_same
+from flashtile.testing import assert_close, assert_same
 from support.attention.kv_cache_cases import (
     BASE,
     COMBINED,
@@ -283,6 +283,28 @@ def test_a_small_weight_times_a_small_factor_counts_in_float16(device: str) -> N
         scale=8 / 512, backend="triton",
     )  # fmt: skip
     assert_same(out, torch.full_like(out, 299 / (math.exp(8) + 299)))
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
+def test_queries_of_any_size_meet_8_bits(size: float, dtype: torch.dtype, device: str) -> None:
+    """They are multiplied in float16, which has a smaller range than bfloat16. Values of odd width are not in pairs."""
+    for head_dim_v in (64, 33):
+        q = (torch.randn(1, 3, 4, 64) * size).bfloat16()
+        k_cache, v_cache = (torch.randint(-96, 97, (1, 50, 2, width)).to(dtype) for width in (64, head_dim_v))
+        arguments = {"causal": True, "scale": 1 / (size * 400)}
+        given = [tensor.to(device) for tensor in (q, k_cache, v_cache)]
+        found = flashtile.attention_with_kv_cache(*given, **arguments, backend="triton").cpu()
+        exact, eager = (
+            flashtile.attention_with_kv_cache(
+                q.to(of), k_cache.to(of), v_cache.to(of), **arguments, backend="reference"
+            )
+            for of in (torch.float64, torch.bfloat16)
+        )
+        assert_close("out", found, exact, eager)
 
 
 @pytest.mark.interpreter

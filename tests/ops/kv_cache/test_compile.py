@@ -224,6 +224,18 @@ def _check_copies(binary: Binary, tiles: int) -> None:
     assert binary.shared_memory >= tiles
 
 
+@pytest.mark.parametrize("name", ["fp8", "e5m2_pages", "int8_rows"])
+def test_numbers_of_8_bits_take_few_instructions(name: str) -> None:
+    """They come to registers 32 bits at a time, and none takes a conversion, of which a multiprocessor does 16 in a
+    cycle."""
+    check_code(plan_of(_CALLS[name]).split.attend.source, "sm_90", _check_widening)
+
+
+def _check_widening(binary: Binary) -> None:
+    code = sass(binary)
+    assert "LDS.U8" not in code and "F2F." not in code and "I2F.F16" not in code
+
+
 @pytest.mark.parametrize("name", ["decode_paged_16", "head_256", "head_512", "fp8_chunk"])
 def test_as_many_programs_as_are_counted_on_fit_a_multiprocessor(name: str) -> None:
     call = _CALLS[name]

@@ -311,7 +311,7 @@ def latent_plans(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_gpu(heads: int, queries: tuple[int, ...] | None, page_size: int | None, latent_plans: list[bool]) -> None:
     case = replace(_GPU, heads=heads, queries=queries, page_size=page_size, capacity=1400)
     check(case, "triton", "cuda")
-    assert latent_plans == [True]
+    assert set(latent_plans) == {True}
 
 
 @pytest.mark.hopper
@@ -327,7 +327,7 @@ def test_gpu(heads: int, queries: tuple[int, ...] | None, page_size: int | None,
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_gpu_changes(change: dict[str, Any], dtype: torch.dtype, latent_plans: list[bool]) -> None:
     check(replace(_GPU, dtype=dtype, **change), "triton", "cuda")
-    assert latent_plans == [True]
+    assert set(latent_plans) == {True}
 
 
 @pytest.mark.hopper

@@ -122,7 +122,7 @@ def operator(
                 return run(given, *rest)
             launches.keep(given, rest, launch)
             found = launch([tensor for tensor in given if tensor is not None])
-        return found[0] if written or results is Tensor else made.unpacked(found, given, *rest[:-1])
+        return found[0] if results is Tensor else made.unpacked(found, given, *rest[:-1])
 
     def observed(given: Any, *rest: Any) -> Any:
         flat = overload(*given, *[each for group in rest[:-1] for each in group], rest[-1])
@@ -171,12 +171,6 @@ def _returning(run: Callable[..., Any], written: str) -> Callable[..., Any]:
     return returning
 
 
-def mark_written(tensor: Tensor) -> None:
-    """Kernels write past PyTorch's back: an operation that keeps a tensor for its gradient must learn of it."""
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
-
-
 class OnBackend:
     """`run` of an operator that a function `(tensors, *scalars)` of each backend computes.
 
@@ -193,7 +187,6 @@ class OnBackend:
         arrange: Callable[[Any], Any] = contiguous,
         check: Callable[..., None] | None = None,
         checked: Callable[[Any], Sequence[Tensor | None]] | None = None,
-        writes: str = "",
     ) -> None:
         """
         Args:
@@ -203,23 +196,14 @@ class OnBackend:
             arrange: the tensors as the backends take them.
             check: of `(tensors, *scalars)`, checks values.
             checked: the tensors whose values `check` reads, where it may.
-            writes: the tensor that the function writes to: its last argument is then True.
         """
         self._backends, self._function, self._dtype = backends, function, dtype
         self._arrange, self._check, self._checked = arrange, check, checked
-        self._writes, self._more = writes, (True,) if writes else ()
 
     def __call__(self, given: Any, *rest: Any) -> Any:
         if self._check is not None:
             self._check(given, *rest[:-1])
-        function = getattr(self.module(given, *rest), self._function)
-        found = function(self._arrange(given), *rest[:-1], *self._more)
-        if self._writes:
-            written = getattr(given, self._writes)
-            mark_written(written)
-            if found is not written:  # a copy that was arranged
-                written.copy_(found)
-        return found
+        return getattr(self.module(given, *rest), self._function)(self._arrange(given), *rest[:-1])
 
     def prepare(self, given: Any, *rest: Any) -> Launch | None:
         """See `Operator.prepare`."""
@@ -228,11 +212,10 @@ class OnBackend:
             return None
         if self._arrange(given) is not given:
             return None
-        module, scalars = self.module(given, *rest), (*rest[:-1], *self._more)
+        module, scalars = self.module(given, *rest), rest[:-1]
         pipeline = getattr(module, f"{self._function}_pipeline", None)
         if pipeline is not None:
-            run = pipeline(given, *scalars).on
-            return self._writing(given, run) if self._writes else run
+            return pipeline(given, *scalars).on
         function, kind = getattr(module, self._function), type(given)
         expand = expander([tensor is not None for tensor in given])
         shapes = [tensor.shape for tensor in given if tensor is not None]
@@ -241,17 +224,6 @@ class OnBackend:
             flat = [t if t.shape == shape else in_shape(t, shape) for t, shape in zip(tensors, shapes)]
             found = function(kind(*expand((None, *flat))), *scalars)
             return [found] if isinstance(found, Tensor) else packed(found)
-
-        return self._writing(given, launch) if self._writes else launch
-
-    def _writing(self, given: Any, run: Launch) -> Launch:
-        present = [name for name, tensor in given._asdict().items() if tensor is not None]
-        place = present.index(self._writes)
-
-        def launch(tensors: Sequence[Tensor]) -> list[Tensor]:
-            run(tensors)
-            mark_written(tensors[place])
-            return [tensors[place]]
 
         return launch
 

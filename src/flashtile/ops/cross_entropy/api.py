@@ -406,6 +406,13 @@ class _OnGroup(OnBackend):
         return None if spec.group else super().prepare(inputs, spec, backend)
 
 
+def _run_inplace_backward(given: LossUpstream, spec: CrossEntropySpec, backend: str) -> None:
+    logits = given.logits
+    _BACKENDS.implementation(backend, logits.device, logits.dtype).backward(_contiguous_labels(given), spec, True)
+    # Whoever saved the logits too, and reads them after this, hears of it from autograd.
+    torch.autograd.graph.increment_version(logits)
+
+
 def _contiguous_labels(given: Any) -> Any:
     """Kernels read labels as a vector without gaps."""
     return given if given.labels.is_contiguous() else given._replace(labels=given.labels.contiguous())
@@ -478,9 +485,7 @@ _inplace_backward = operator(
     LossUpstream,
     (CrossEntropySpec,),
     None,
-    run=OnBackend(
-        _BACKENDS, "backward", dtype=lambda given, spec: given.logits.dtype, arrange=_contiguous_labels, writes="logits"
-    ),
+    run=_run_inplace_backward,
     writes="logits",
 )
 _formulas = SimpleNamespace(forward=reference.forward, backward=_differentiable_backward)

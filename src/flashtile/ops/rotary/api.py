@@ -23,7 +23,7 @@ from flashtile.ops.common.memory import check_writable
 from flashtile.ops.common.operators import OnBackend, differentiable, operator
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.packed import check_cu_seqlens, check_cu_seqlens_values, check_max_seqlen
-from flashtile.ops.common.repeated import Run, call_table, expander
+from flashtile.ops.common.repeated import call_table
 from flashtile.ops.common.rows import last_contiguous
 from flashtile.ops.common.sizes import known
 from flashtile.ops.rotary import spec as reference
@@ -323,11 +323,7 @@ def _rotate(call: _Call, x: Tensor, heads: tuple[int, int], flags: tuple[bool, b
         tables.check_positions(position_ids, name, x, seqlen_offsets, cu_seqlens, max_seqlen)
     spec = RotarySpec(interleaved, conjugate, *heads, offset)
     rotation = given._replace(x=x, offsets=offsets)
-    repeated: Run | None = None
-    if not inplace:
-        repeated = _rotated.repeat(given, rotation, spec, backend)
-    elif dispatch.undisturbed() and _rotary_inplace.prepare(rotation, spec, backend) is not None:
-        repeated = _again(rotation, spec, backend)
+    repeated = None if inplace else _rotated.repeat(given, rotation, spec, backend)
     if repeated is not None:
         _CALLS.keep(*call, repeated)
     return _run(rotation, spec, inplace, backend)
@@ -398,19 +394,30 @@ def _dtype(rotation: Rotation, spec: RotarySpec) -> torch.dtype:
     return torch.float64 if torch.float64 in (rotation.x.dtype, rotation.cos.dtype) else rotation.x.dtype
 
 
-_CHOICE: Any = {
-    "dtype": _dtype, "arrange": last_contiguous, "check": _check_values,
-    "checked": lambda rotation: (rotation.offsets, rotation.cu_seqlens, rotation.position_ids),
-}  # fmt: skip
+def _run_inplace(rotation: Rotation, spec: RotarySpec, backend: str) -> None:
+    _check_values(rotation, spec)
+    x = rotation.x
+    module = _BACKENDS.implementation(backend, x.device, _dtype(rotation, spec))
+    rotated = module.forward(last_contiguous(rotation), spec, True)
+    if not x.is_inference():
+        # Kernels write past PyTorch's back: an earlier operation that keeps x for its gradient must learn of it.
+        torch.autograd.graph.increment_version(x)
+    if rotated is not x:  # a copy, because the last dimension is not contiguous
+        x.copy_(rotated)
+
+
 _rotary = operator(
     "rotary",
     Rotation,
     (RotarySpec,),
     Tensor,
-    run=OnBackend(_BACKENDS, "forward", **_CHOICE),
+    run=OnBackend(
+        _BACKENDS, "forward", dtype=_dtype, arrange=last_contiguous, check=_check_values,
+        checked=lambda rotation: (rotation.offsets, rotation.cu_seqlens, rotation.position_ids),
+    ),
     fake=lambda rotation, spec: rotation.x.new_empty(rotation.x.shape),
     decomposition=reference.rotate,
-)
+)  # fmt: skip
 
 
 def _rotate_by_formula(rotation: Rotation, spec: RotarySpec) -> Tensor:
@@ -421,9 +428,7 @@ def _rotate_by_formula(rotation: Rotation, spec: RotarySpec) -> Tensor:
     return reference.rotate(rotation, spec)
 
 
-_rotary_inplace = operator(
-    "rotary_", Rotation, (RotarySpec,), None, run=OnBackend(_BACKENDS, "forward", **_CHOICE, writes="x"), writes="x"
-)
+_rotary_inplace = operator("rotary_", Rotation, (RotarySpec,), None, run=_run_inplace, writes="x").call
 #: The backward is the rotation the other way.
 _rotated = differentiable(
     _rotary,
@@ -443,19 +448,7 @@ def _run(rotation: Rotation, spec: RotarySpec, inplace: bool, backend: str) -> T
         # The compiler turns the copy into a write to x, and knows its derivative. An exported program may have to run
         # without flashtile, and only the operator that writes nothing in place is one of PyTorch's others.
         return x.copy_(_rotated(rotation, spec, backend))
-    return _apply(rotation, spec, backend, *rotation) if recorded else _rotary_inplace.call(rotation, spec, backend)
-
-
-def _again(rotation: Rotation, spec: RotarySpec, backend: str) -> Run:
-    """A function that runs calls in place like an earlier one."""
-    expand, shape = expander([tensor is not None for tensor in rotation]), rotation.x.shape
-
-    def run(present: Sequence[Tensor]) -> Tensor:
-        x, *others = expand((None, *present))
-        _run(Rotation(x if x.shape == shape else x.view(shape), *others), spec, True, backend)
-        return x
-
-    return run
+    return _apply(rotation, spec, backend, *rotation) if recorded else _rotary_inplace(rotation, spec, backend)
 
 
 class _RotaryInplace(torch.autograd.Function):
@@ -466,7 +459,7 @@ class _RotaryInplace(torch.autograd.Function):
         ctx.save_for_backward(*tables)
         ctx.scalars = spec._replace(conjugate=not spec.conjugate), backend
         ctx.mark_dirty(x)
-        return _rotary_inplace.call(rotation, spec, backend)
+        return _rotary_inplace(rotation, spec, backend)
 
     @staticmethod
     def backward(ctx, dout):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.ops.common.split_keys.eight_bits import powers_of_two, split_pairs, widened
 from flashtile.ops.common.split_keys.rows import (
     packed_rows,
     sequence_lengths,
@@ -35,10 +36,10 @@ def attend_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, lse_ptr,
     sequences, slopes_ptr, sinks_ptr, descales, length,
     q_strides, k_strides, v_strides, k_descale_strides, v_descale_strides, table_strides,
-    batch, heads_kv, seq_q, most, total_q, seq_new, capacity, splits, window, diagonals, scale, softcap,
+    batch, heads_kv, seq_q, most, total_q, seq_new, capacity, splits, window, scale, softcap,
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, AS_FORWARD: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, AS_FORWARD: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """`sequences`: `Sequences`. `descales`: `Descales`. `q_strides`: `RowStrides`, of k, v and their
     factors `CacheStrides`; those of factors without `row` where all rows of a head share one. `table_strides`:
@@ -47,8 +48,9 @@ def attend_kernel(
     product, 0 for all of them. `PARTIAL`: out and lse are those of a split, float32 `[splits, batch, seq_q, heads_q,
     head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the results themselves.
     Of packed queries out is `[total_q, heads_q, head_dim_v]` and lse `[heads_q, total_q]`, of a split behind `splits`.
-    `diagonals`: `Diagonals`. `AS_FORWARD`: in the operations of attention's forward kernel, for the same bits; the
-    scale is positive then."""
+    `AS_FORWARD`: in the operations of attention's forward kernel, for the same bits; the
+    scale is positive then. `PAIRS`: values of 8 bits are loaded two columns at a time, as numbers of 16 bits; a name of
+    `split_pairs`, or None."""
     program = tl.program_id(0)
     if sequences.starts is None:
         first_token = 0
@@ -89,8 +91,8 @@ def attend_kernel(
         # 32 bits wide only after that, like a length.
         left = tl.minimum(tl.maximum(tl.load(sequences.left + sequence), 0), total).to(tl.int32)
     shift = total - seq_q
-    if diagonals.band is not None:
-        shift = diagonals.band
+    if window.diagonal is not None:
+        shift = window.diagonal
     first_query = first_row // GROUP
     last_query = (tl.minimum(first_row + BLOCK_M, rows) - 1) // GROUP
     begin, full_begin, full_end, end = visible_ranges(first_query, last_query, shift, left, total, window)
@@ -152,8 +154,9 @@ def attend_kernel(
         q_rows, there, query, k_base, v_base, table, k_strides, v_strides,
         k_factors, v_factors, k_descale_strides, v_descale_strides, first_tile, last_tile,
         begin, full_begin, full_end, end, shift, window, tree_rows, table_strides.tree_columns,
-        scale, softcap, slope, diagonals.slopes, sink,
+        scale, softcap, slope, sink,
         PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK, PRECISION, AS_FORWARD,
+        PAIRS,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
@@ -205,34 +208,45 @@ def visit_tiles(
     q_rows, there, query, k_base, v_base, table, k_strides, v_strides,
     k_factors, v_factors, k_descale_strides, v_descale_strides, first_tile, last_tile,
     begin, full_begin, full_end, end, shift, window, tree_rows, tree_columns,
-    scale, softcap, slope, slope_diagonal, sink,
+    scale, softcap, slope, sink,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, AS_FORWARD: tl.constexpr,
+    PRECISION: tl.constexpr, AS_FORWARD: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over some key tiles. Returns acc `[M, E]`, row_max (in units of log2) and row_sum `[M]`.
 
     Of keys and values only the rows that some query of the tile sees are loaded, from `begin` to `end`. The others may
-    hold NaN, which a weight of 0 would not remove. Those of 8 bits are widened to the dtype of q. Factors of rows of k
-    go into the scores, those of v into the weights, as parts of the largest so far: a weight times a factor itself
-    may be less than float16 has.
+    hold NaN, which a weight of 0 would not remove. Those of 8 bits are widened to float16, which has each of them and
+    takes the fewest instructions; rows of q in bfloat16 are then multiplied by a power of two, so that they fit.
+    Factors of rows of k go into the scores, those of v into the weights, as parts of the largest so far: a weight times
+    a factor itself may be less than float16 has.
+
+    Columns `2e` and `2e + 1` of values in pairs `[N, E / 2]` have an acc each: a pair moves through shared memory like
+    a number of 16 bits, and only these does the hardware transpose on the way to a product.
     """
-    DTYPE: tl.constexpr = q_rows.dtype.element_ty
-    PRECISE: tl.constexpr = DTYPE == tl.float32
+    EIGHT_BITS: tl.constexpr = k_base.dtype.element_ty.primitive_bitwidth == 8
+    PRECISE: tl.constexpr = q_rows.dtype.element_ty == tl.float32
+    DTYPE: tl.constexpr = tl.float16 if EIGHT_BITS and not PRECISE else q_rows.dtype.element_ty
+    COLUMNS: tl.constexpr = BLOCK_E // 2 if PAIRS is not None else BLOCK_E
+    WIDTH: tl.constexpr = HEAD_DIM_V // 2 if PAIRS is not None else HEAD_DIM_V
     V_WITH_K: tl.constexpr = swizzles_differ(CHUNK if CHUNK else BLOCK_D, BLOCK_E)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     if sink is not None:
         row_max = sink
         row_sum = tl.where(sink == float("-inf"), 0.0, 1.0)
-    acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)  # in units of `largest`, where rows of v have factors
+    acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)  # in units of `largest`, where rows of v have factors
+    acc_odd = acc
     largest = 2.0**-126
     # What scores are still to be multiplied by.
     unit = LOG2_E if (softcap is not None) or (slope is not None) else scale * LOG2_E
-    column_v = tl.arange(0, BLOCK_E)[None, :]
+    column_v = tl.arange(0, COLUMNS)[None, :]
+    q_unit, q_factor = None, None
+    if EIGHT_BITS and q_rows.dtype.element_ty == tl.bfloat16:
+        q_unit, q_factor = powers_of_two(largest_magnitudes(q_rows, there, HEAD_DIM, BLOCK_M, BLOCK_D, CHUNK))
     if not CHUNK:
         column = tl.arange(0, BLOCK_D)[None, :]
-        q_tile = tl.load(q_rows[:, None] + column, mask=there[:, None] & (column < HEAD_DIM), other=0.0)  # [M, D]
+        q_tile = load_queries(q_rows, there, column, q_factor, HEAD_DIM)  # [M, D]
     pages = tile_pages(table, first_tile, last_tile, begin, end, PAGE_SIZE, BLOCK_N)
     for tile in tl.range(first_tile, last_tile):
         start = tile * BLOCK_N
@@ -244,15 +258,19 @@ def visit_tiles(
         k_rows = tile_pointers(k_base, page, start, k_strides, PAGE_SIZE, BLOCK_N)  # [N, 1]
         v_rows = tile_pointers(v_base, page, start, v_strides, PAGE_SIZE, BLOCK_N)
         if not CHUNK:
-            k_tile = tl.load(k_rows + column, mask=valid[:, None] & (column < HEAD_DIM), other=0.0).to(DTYPE)  # [N, D]
+            k_tile = tl.load(k_rows + column, mask=valid[:, None] & (column < HEAD_DIM), other=0.0)  # [N, D]
+        if PAIRS is not None:
+            v_rows = v_rows.to(tl.pointer_type(tl.uint16))
         if V_WITH_K:
-            v_tile = tl.load(v_rows + column_v, mask=valid[:, None] & (column_v < HEAD_DIM_V), other=0.0).to(DTYPE)
+            v_tile = tl.load(v_rows + column_v, mask=valid[:, None] & (column_v < WIDTH), other=0.0)  # [N, E]
         if CHUNK:
             products = products_by_chunks(
-                q_rows, there, k_rows, valid, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION
+                q_rows, there, k_rows, valid, q_factor, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION
             )
         else:
-            products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
+            products = tl.dot(q_tile, tl.trans(widened(k_tile, DTYPE)), input_precision=PRECISION)  # [M, N]
+        if q_unit is not None:
+            products *= q_unit[:, None]
         if (k_factors is not None) and (k_descale_strides.row is not None):
             products *= tile_factors(k_factors, page, start, k_descale_strides, valid, PAGE_SIZE, BLOCK_N)
         if AS_FORWARD:
@@ -267,8 +285,8 @@ def visit_tiles(
             scores = products * (scale * LOG2_E)
         if slope is not None:
             origin = shift
-            if slope_diagonal is not None:
-                origin = slope_diagonal
+            if window.slope_diagonal is not None:
+                origin = window.slope_diagonal
             distance = tl.abs((query + origin)[:, None] - key[None, :])
             scores -= slope[:, None] * distance.to(tl.float32)
         if (start < full_begin) | (start + BLOCK_N > full_end):
@@ -300,29 +318,60 @@ def visit_tiles(
         if (v_factors is not None) and (v_descale_strides.row is not None):
             factors = tile_factors(v_factors, page, start, v_descale_strides, valid, PAGE_SIZE, BLOCK_N)  # [1, N]
             larger = tl.maximum(largest, tl.max(factors))
-            probs *= factors / larger
-            alpha *= largest / larger
+            part = 1.0 / larger
+            probs *= factors * part
+            alpha *= largest * part
             largest = larger
         if not V_WITH_K:
-            v_tile = tl.load(v_rows + column_v, mask=valid[:, None] & (column_v < HEAD_DIM_V), other=0.0).to(DTYPE)
-        acc = tl.dot(probs.to(DTYPE), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+            v_tile = tl.load(v_rows + column_v, mask=valid[:, None] & (column_v < WIDTH), other=0.0)
+        weights = probs.to(DTYPE)
+        if PAIRS is not None:
+            v_tile, odd = split_pairs(v_tile, v_base.dtype.element_ty, PAIRS)
+            acc_odd = tl.dot(weights, widened(odd, DTYPE), acc_odd * alpha[:, None], input_precision=PRECISION)
+        acc = tl.dot(weights, widened(v_tile, DTYPE), acc * alpha[:, None], input_precision=PRECISION)
+    if PAIRS is not None:
+        acc = tl.reshape(tl.join(acc, acc_odd), (BLOCK_M, BLOCK_E))
     if (v_factors is not None) and (v_descale_strides.row is not None):
         acc *= largest
     return acc, row_max, row_sum
 
 
 @triton.jit
+def load_queries(q_rows, there, column, factor, HEAD_DIM: tl.constexpr):
+    """Some columns of the rows of q `[M, columns]`; with a factor for each row in float16."""
+    tile = tl.load(q_rows[:, None] + column, mask=there[:, None] & (column < HEAD_DIM), other=0.0)
+    if factor is not None:
+        tile = (tile.to(tl.float32) * factor[:, None]).to(tl.float16)
+    return tile
+
+
+@triton.jit
+def largest_magnitudes(
+    q_rows, there, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The largest magnitude of each row of q `[M]`, in float32."""
+    COLUMNS: tl.constexpr = CHUNK if CHUNK else BLOCK_D
+    largest = tl.zeros((BLOCK_M,), tl.float32)
+    for first in range(0, BLOCK_D, COLUMNS):
+        column = (first + tl.arange(0, COLUMNS))[None, :]
+        tile = load_queries(q_rows, there, column, None, HEAD_DIM)
+        largest = tl.maximum(largest, tl.max(tl.abs(tile.to(tl.float32)), 1))
+    return largest
+
+
+@triton.jit
 def products_by_chunks(
-    q_rows, there, k_rows, valid, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q_rows, there, k_rows, valid, q_factor, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`q kᵀ` `[M, N]` with only CHUNK columns of the head on chip at a time, for heads too wide for shared memory."""
+    """`q kᵀ` `[M, N]` with only CHUNK columns of the head on chip at a time, for heads too wide for shared memory.
+    `q_factor`: what each row of q is multiplied by; None for 1."""
     products = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, BLOCK_D, CHUNK):
         column = (first + tl.arange(0, CHUNK))[None, :]
-        q_chunk = tl.load(q_rows[:, None] + column, mask=there[:, None] & (column < HEAD_DIM), other=0.0)
-        k_chunk = tl.load(k_rows + column, mask=valid[:, None] & (column < HEAD_DIM), other=0.0).to(q_chunk.dtype)
-        products = tl.dot(q_chunk, tl.trans(k_chunk), products, input_precision=PRECISION)
+        q_chunk = load_queries(q_rows, there, column, q_factor, HEAD_DIM)
+        k_chunk = tl.load(k_rows + column, mask=valid[:, None] & (column < HEAD_DIM), other=0.0)
+        products = tl.dot(q_chunk, tl.trans(widened(k_chunk, q_chunk.dtype)), products, input_precision=PRECISION)
     return products
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import Layout, contiguous
-from flashtile._backends.devices import DeviceFacts, device_facts, multiprocessors
+from flashtile._backends.devices import DeviceFacts, device_facts, interpreting, multiprocessors
 from flashtile._backends.launch import (
     GIVEN,
     Parameter,
@@ -41,7 +41,6 @@ from flashtile.ops.common.split_keys.configs import (
 from flashtile.ops.common.split_keys.rows import (
     CacheStrides,
     Descales,
-    Diagonals,
     RowStrides,
     Sequences,
     TableStrides,
@@ -84,7 +83,7 @@ class SplitCall(NamedTuple):
         misalignment: of the addresses of q, k and v, modulo 16.
         capacity: rows that a sequence of keys can have.
         index_dtypes: of what `rows.Sequences` has; None for one that there is not.
-        page_size, stride_table: of a cache in pages, else 0.
+        page_size, pages, stride_table: of a cache in pages, else 0.
         tree: of the tree, the strides between sequences and between queries, and how many columns it has.
         cut: in the batch-invariant mode; None else.
         most: packed sequences of more queries are left to another kernel, and so are rows of nobody; None: none are.
@@ -112,6 +111,7 @@ class SplitCall(NamedTuple):
     allow_tf32: bool
     index_dtypes: tuple[torch.dtype | None, ...] = (None,) * 7
     page_size: int = 0
+    pages: int = 0
     stride_table: int = 0
     total_q: int | None = None
     seq_new: int = 0
@@ -222,6 +222,10 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
     if call.cut is not None:
         widths, precision = call.cut.widths, call.cut.precision
     partial, statistic = splits > 1, pointer_to(torch.float32)
+    even = head_dim_v % 2 == 0 and min(pointers, multiple) >= 2
+    pairs = None
+    if call.cache_itemsize == 1 and even and widths[1] >= 32:
+        pairs = "prmt" if facts.is_cuda and not interpreting() else "shift"
     parameters = {
         "q_ptr": pointer_to(call.dtype, pointers),
         **dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), pointer_to(call.cache_dtype or call.dtype, pointers)),
@@ -233,8 +237,8 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "descales": Descales(*(pointer_to(None if of is None else torch.float32) for of in call.descale_strides)),
         "length": Parameter("i32", 1, GIVEN),
         "q_strides": RowStrides(*(int64(stride, multiple) for stride in q_strides)),
-        "k_strides": _cache_strides(k_strides, multiple),
-        "v_strides": _cache_strides(v_strides, multiple),
+        "k_strides": _cache_strides(k_strides, multiple, call),
+        "v_strides": _cache_strides(v_strides, multiple, call),
         "k_descale_strides": _factor_strides(call.descale_strides[0]),
         "v_descale_strides": _factor_strides(call.descale_strides[1]),
         "table_strides": TableStrides(
@@ -252,8 +256,7 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "seq_new": int32(call.seq_new if call.index_dtypes[5] is None else None),
         "capacity": int32(call.capacity),
         "splits": int32(splits),
-        "window": Window(*(int32(side) for side in window)),
-        "diagonals": Diagonals(int32(call.diagonal), int32(call.slope_diagonal)),
+        "window": Window(*map(int32, (*window, call.diagonal, call.slope_diagonal))),
         "scale": float32(call.scale),
         "softcap": float32(call.softcap or None),
     }
@@ -268,16 +271,18 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "PARTIAL": partial,
         "PRECISION": precision,
         "AS_FORWARD": call.cut is not None,
+        "PAIRS": pairs,
     }
     cut = tiles.num_warps, tiles.num_stages
     outputs = shaped_results(call, (splits,), torch.float32) if partial else shaped_results(call)
     return make_plan(attend_kernel, parameters, constants, programs, device, *cut, outputs=outputs)
 
 
-def _cache_strides(strides: _Shape, multiple: int) -> CacheStrides:
+def _cache_strides(strides: _Shape, multiple: int, call: SplitCall) -> CacheStrides:
     """The stride of rows is a constant."""
     outer, row, head = strides
-    return CacheStrides(int64(outer, multiple), row, int64(head, multiple))
+    narrow = 0 < call.pages and call.pages * outer + call.page_size * row < 2**31
+    return CacheStrides(int64(outer, multiple), row, int64(head, multiple), narrow or None)
 
 
 def _factor_strides(strides: _Shape | None) -> CacheStrides:

@@ -50,11 +50,13 @@ class RowStrides(NamedTuple):
 
 
 class CacheStrides(NamedTuple):
-    """Elements from one entry (or page), row and head of a cache to the next."""
+    """Elements from one entry (or page), row and head of a cache to the next. `NARROW`: offsets in all pages have 32
+    bits; else None."""
 
     outer: Any
     row: Any
     head: Any
+    NARROW: Any = None
 
 
 class Descales(NamedTuple):
@@ -65,18 +67,18 @@ class Descales(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Keys visible on each side of the diagonal; None: all."""
+    """Which keys are visible to a query.
+
+    Attributes:
+        left, right: keys on each side of the diagonal; None: all.
+        diagonal: the key on the diagonal of the first query; None: that of the last query is the last key.
+        slope_diagonal: likewise, for the distances of ALiBi.
+    """
 
     left: Any
     right: Any
-
-
-class Diagonals(NamedTuple):
-    """Keys on the diagonal of the first query, for the band and for ALiBi; None: that of the last query is the last
-    key."""
-
-    band: Any
-    slopes: Any
+    diagonal: Any
+    slope_diagonal: Any
 
 
 @triton.jit
@@ -140,9 +142,10 @@ def tile_pages(table, tile, last_tile, begin, end, PAGE_SIZE: tl.constexpr, BLOC
 @triton.jit
 def tile_pointers(base, page, start, strides, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Pointers to the first column of the rows from `start` on, `[N, 1]`: wide arithmetic once for the first row,
-    narrow arithmetic inside the tile, where the stride allows it. `strides`: `CacheStrides`; that of rows is a
-    constant."""
+    narrow arithmetic inside the tile, where the stride allows it, and inside all pages, where their stride is narrow.
+    `strides`: `CacheStrides`; that of rows is a constant."""
     row = tl.arange(0, BLOCK_N)[:, None]
+    first = start
     if PAGE_SIZE:
         if PAGE_SIZE % BLOCK_N == 0:
             first = start % PAGE_SIZE
@@ -150,9 +153,9 @@ def tile_pointers(base, page, start, strides, PAGE_SIZE: tl.constexpr, BLOCK_N: 
         else:
             row = (start + row) % PAGE_SIZE
             first = 0
+            if strides.NARROW is not None:
+                return base + (page.to(tl.int32)[:, None] * tl.cast(strides.outer, tl.int32) + row * strides.row)
             base += (page.to(tl.int64) * strides.outer)[:, None]
-    else:
-        first = start
     ROWS: tl.constexpr = BLOCK_N if PAGE_SIZE % BLOCK_N == 0 else PAGE_SIZE
     if strides.row * ROWS >= 2**31:
         row = row.to(tl.int64)

@@ -22,7 +22,7 @@ from flashtile.ops.kv_cache.triton.plan import CachePlan, plan_for
 
 def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
     """(out, lse); shapes as in `flashtile.attention_with_kv_cache`."""
-    if interpreting() and call.q.dtype is torch.bfloat16:
+    if interpreting() and call.k_cache.dtype is torch.bfloat16:
         raise ValueError(
             "backend: 'triton' cannot serve this call: Triton's interpreter multiplies bfloat16 wrongly; use float16 "
             "or float32 there"

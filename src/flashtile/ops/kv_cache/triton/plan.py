@@ -209,6 +209,7 @@ def _split_call(facts: CacheFacts) -> SplitCall:
         allow_tf32=facts.allow_tf32,
         index_dtypes=facts.index_dtypes,
         page_size=facts.page_size,
+        pages=facts.k_cache.shape[0] if facts.page_size else 0,
         stride_table=0 if facts.table is None else facts.table.strides[0],
         total_q=total_q,
         seq_new=0 if packed or not facts.new else facts.new[0].shape[1],
