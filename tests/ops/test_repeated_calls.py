@@ -257,3 +257,23 @@ def test_saved_tensors_may_come_back_as_others() -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.double(), lambda t: t.float()):
             out = flashtile.rms_norm(x, weight)
         assert_same(list(torch.autograd.grad(out.square().sum(), (x, weight))), list(expected))
+
+
+@pytest.mark.interpreter
+def test_interpreted_who_saved_what_a_repeated_call_writes_hears_of_it() -> None:
+    cos, sin = flashtile.rotary_tables(3, 8)
+    for _ in range(3):
+        x = torch.randn(2, 3, 2, 8)
+        saved = (x * torch.ones((), requires_grad=True)).sum()
+        flashtile.apply_rotary(x, cos, sin, inplace=True, backend="triton")
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.backward()
+
+
+def test_a_call_that_only_recording_refuses() -> None:
+    x, weight, main_grad = torch.randn(3, 8), torch.randn(4, 8), torch.zeros(4, 8)
+    for _ in range(2):
+        with torch.no_grad():
+            flashtile.fused_dense(x, weight, main_grad=main_grad)
+        with pytest.raises(ValueError, match=r"^main_grad: expected None for a weight that wants no gradient"):
+            flashtile.fused_dense(x, weight, main_grad=main_grad)

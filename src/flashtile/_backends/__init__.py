@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-#: What empties each memory of decisions about calls and launches (`launch.clear_plans`).
+#: Functions that empty each memory of decisions about calls and launches (`launch.clear_plans`).
 forgetters: list[Callable[[], None]] = []
