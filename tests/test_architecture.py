@@ -167,7 +167,7 @@ HOPPER_VOCABULARY = "attention.hopper.primitives"
 #: A plan that chooses between packages of kernels, and between these and the forward of attention.
 PLAN_OF_CACHES, FORWARD_OVER_CACHES = "kv_cache.triton.plan", "attention.hopper.cache_launch"
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
-COMMON, COMMON_ON_BACKENDS = "common", {"backends", "split_keys", "tiles", "watch"}
+COMMON, COMMON_ON_BACKENDS = "common", {"backends", "repeated", "split_keys", "tiles", "watch"}
 #: One table of what every operation's operators are in PyTorch's own.
 GATHERED = "decompositions"
 #: Packages that stand on the public names, as a user does.

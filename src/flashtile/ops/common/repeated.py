@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile._backends import forgetters
 from flashtile.ops.common import dispatch
 
 #: The tensors of a call, None for one that it does not have. The first is never None.
@@ -93,6 +94,9 @@ def forget_calls() -> None:
     """Forgets the calls of all functions, for tests and tools that change what decides about them."""
     for table in _TABLES:
         table.forget()
+
+
+forgetters.append(forget_calls)
 
 
 def aligned(tensors: Sequence[Tensor]) -> bool:
