@@ -258,6 +258,10 @@ def warpgroup_mma(a: Any, b: Shared, acc: Value, use_acc: Any = True, is_async: 
     return current().start_product(a, b, acc, bool(use_acc))
 
 
+def warpgroup_mma_init(value: Value) -> Value:
+    return value
+
+
 def warpgroup_mma_wait(num_outstanding: int, deps: Sequence[Value]) -> Any:
     settled = current().wait_products(num_outstanding, deps)
     return settled[0] if len(settled) == 1 else tuple(settled)

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.language.core import _aggregate as aggregate
@@ -82,5 +83,6 @@ __all__ = [
     "tma_store",
     "tma_store_wait",
     "warpgroup_mma",
+    "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]

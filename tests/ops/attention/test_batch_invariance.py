@@ -9,7 +9,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,8 +18,12 @@ import flashtile
 from flashtile._backends import devices
 from flashtile._backends.launch import clear_plans
 from flashtile.ops.attention import repeated, select
+from flashtile.ops.kv_cache.hopper import backend
 from flashtile.testing import assert_same
-from support.attention.company import Sequence, differences, in_chunks, search
+from support.attention.company import Sequence, by_steps, differences, in_chunks, over_cache, search
+
+if TYPE_CHECKING:
+    from gluon_emulator import EmulatedHopper
 
 _HALVES = torch.bfloat16, torch.float16
 _WIDTHS = 64, 72, 128, 192, 256
@@ -44,9 +48,9 @@ _needs_emulator = pytest.mark.skipif(
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedHopper]:
     """Calls of "hopper" run in the emulator, and those over caches too."""
-    from flashtile.ops.attention.hopper import cache_launch
+    from flashtile.ops.attention.hopper import cache_launch, steps_launch
     from flashtile.ops.kv_cache import operator
     from flashtile.ops.kv_cache.triton import launch, plan
     from gluon_emulator import EmulatedHopper
@@ -62,8 +66,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     facts = HOPPER._replace(multiprocessors=3)
     monkeypatch.setattr(machine.modules["cache_launch"], "current_machine", lambda _: facts)
     monkeypatch.setattr(cache_launch, "plan_chunks", machine.modules["cache_launch"].plan_chunks)
+    monkeypatch.setattr(machine.modules["steps_launch"], "multiprocessors", lambda _: 12)
+    monkeypatch.setattr(steps_launch, "plan_steps", machine.modules["steps_launch"].plan_steps)
     monkeypatch.setattr(plan, "device_facts", lambda _: HOPPER.facts)
-    yield
+    monkeypatch.setattr(plan, "multiprocessors", lambda _: 12)
+    yield machine
     clear_plans()
 
 
@@ -83,6 +90,40 @@ def test_tiles_hidden_from_a_row_leave_no_trace(dtype: torch.dtype) -> None:
     sequence = Sequence(*inputs, {"causal": True, "backend": "hopper", "batch_invariant": True})
     whole, parts = in_chunks(sequence, [136], {}), in_chunks(sequence, [100, 136], {})
     assert not differences([("whole", whole), ("parts", parts)])
+
+
+_STEPS: dict[str, tuple[torch.dtype, int, int, dict[str, Any]]] = {
+    "bf16": (torch.bfloat16, 72, 72, {"softcap": 9.0}),
+    "fp16": (torch.float16, 192, 64, {}),
+    "rising": (torch.bfloat16, 64, 128, {"scale": 8.0}),
+    "rising fp16": (torch.float16, 64, 64, {"scale": 8.0}),
+    "sinks": (torch.bfloat16, 64, 64, {"sinks": torch.ones(8)}),
+}
+
+
+@_needs_emulator
+@pytest.mark.parametrize("name", _STEPS)
+@pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
+def test_steps_of_one_query(name: str, few: bool, emulated: EmulatedHopper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thread blocks share the keys of few sequences; the heads of a group are rows of one tile."""
+    monkeypatch.setattr(backend, "_FEW_PAIRS", 0.5 if few else 0)
+    dtype, head_dim, head_dim_v, features = _STEPS[name]
+    torch.manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(520, heads, width, dtype=dtype)
+        for heads, width in ((8, head_dim), (2, head_dim), (2, head_dim_v), (8, head_dim_v))
+    )
+    k[:200] *= 5  # references rise late, if scores are large
+    sequence = Sequence(q, k, v, dout, {"causal": True, "backend": "hopper", "batch_invariant": True, **features})
+    other = Sequence(q[:70], k[:70], v[:70], dout[:70], sequence.arguments)
+    results = [
+        ("whole", in_chunks(sequence, [520], {})),
+        ("steps", by_steps(sequence, [other], 1, 2, {})),
+        ("packed", over_cache(sequence, [other], 0, [518, 519, 520], 16, sequence.arguments)),
+    ]
+    assert not differences(results)
+    shared = {"step_weights_kernel", "step_values_kernel"} & set(emulated.launched)
+    assert len(shared) == (2 if few and "sinks" not in features else 0)
 
 
 @pytest.mark.interpreter

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.launch import clear_plans
-from flashtile.ops.attention.hopper import cache_launch
-from flashtile.ops.common.split_keys.plan import SplitCall, SplitPlan
+from flashtile.ops.attention.hopper import cache_launch, steps_launch
+from flashtile.ops.common.split_keys.configs import AttendTiles
+from flashtile.ops.common.split_keys.plan import Cut, SplitCall, SplitPlan
 from flashtile.ops.kv_cache import operator, reference
 from flashtile.ops.kv_cache.hopper import backend
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
@@ -111,13 +112,40 @@ def _wide(head_dim: int, **others: Any) -> SplitCall:
     return _CALL._replace(shape=(8, 512, 32, 8, head_dim, head_dim), strides=strides, **others)
 
 
+#: A step in the batch-invariant mode, in which the heads of a group are rows of a tile.
+_STEP = _CALL._replace(
+    shape=(8, 1, *_CALL.shape[2:]), total_q=None, index_dtypes=(torch.int32, None, None, torch.int32, None, None, None),
+    cut=Cut(AttendTiles(128, 128, 8, 2), "ieee", (128, 128)),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "call", [_wide(64), _CALL._replace(window_left=4095), _wide(512)], ids=["64", "128, window", "512"]
+    "call",
+    [_wide(64), _CALL._replace(window_left=4095), _wide(512), _STEP],
+    ids=["64", "128, window", "512", "invariant step"],
 )
 def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)
     source = cache_launch.plan_chunks(call, 8192, 16, torch.device("cpu")).pipeline.plans["forward"].source
     check_code(source, "sm_90", _check_chunks, HOPPER.facts.shared_memory)
+
+
+@pytest.mark.parametrize("part", ["weights", "values", "forward"])
+@pytest.mark.parametrize("page_size", [16, 0])
+def test_machine_code_of_steps(page_size: int, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)
+    monkeypatch.setattr(steps_launch, "multiprocessors", lambda _: 132)
+    call = _STEP if page_size else _STEP._replace(index_dtypes=(torch.int32, *(None,) * 6), page_size=0, stride_table=0)
+    plan = steps_launch.plan_steps(call, 8192, torch.device("cpu"))
+    source = {**plan.pipeline.plans, **plan.again.pipeline.plans}[part].source
+    check = _check_chunks if part == "forward" else _check_steps
+    check_code(source, "sm_90", check, HOPPER.facts.shared_memory)
+
+
+def _check_steps(binary: Binary, shared_memory: int) -> None:
+    check_fit(binary, shared_memory)
+    check_products(binary)
+    check_barriers(binary)
 
 
 def _check_chunks(binary: Binary, shared_memory: int) -> None:

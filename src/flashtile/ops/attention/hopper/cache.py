@@ -20,6 +20,7 @@ class CacheAddresses(NamedTuple):
         entries: of the entry of the cache of each sequence.
         table: of the pages of each sequence.
         new_starts: of where the rows that are appended to each sequence begin.
+        flags: of some numbers of each query. Sequences of one query that have only 0 there are not served.
     """
 
     lengths: Any
@@ -27,6 +28,7 @@ class CacheAddresses(NamedTuple):
     entries: Any
     table: Any
     new_starts: Any
+    flags: Any
 
 
 class CacheNumbers(NamedTuple):
@@ -38,6 +40,7 @@ class CacheNumbers(NamedTuple):
         capacity: rows that a sequence can have.
         stride_table: from the pages of one sequence to those of the next.
         k_apart, v_apart: rows from one entry or page to the next.
+        flags: how many of a query; None without.
     """
 
     seq_new: Any
@@ -46,6 +49,7 @@ class CacheNumbers(NamedTuple):
     stride_table: Any
     k_apart: Any
     v_apart: Any
+    flags: Any
 
 
 class CachedRows(NamedTuple):
@@ -84,6 +88,13 @@ def locate_in_cache(at, cache, numbers, batch, PACKED: gl.constexpr):
         sequence = gl.minimum(at.sequence, batch - 1)
         if numbers.least is not None:
             length = gl.where(somebody & (length < numbers.least), 0, length)
+    if cache.flags is not None:
+        asked = at.sequence < batch
+        query = sequence
+        if PACKED:
+            asked &= length > 0
+            query = at.begin
+        length = gl.where(_has_flag(cache.flags, query, asked, numbers.flags), length, 0)
     new = numbers.seq_new
     if cache.new_starts is not None:
         _, new = sequence_rows(cache.new_starts, sequence, batch, 0)
@@ -103,6 +114,18 @@ def locate_in_cache(at, cache, numbers, batch, PACKED: gl.constexpr):
             entry = gl.load(cache.entries + sequence).to(gl.int32)
         place = KeyPlace(entry * numbers.k_apart, entry * numbers.v_apart, 0)
     return located, place
+
+
+@gluon.jit
+def _has_flag(flags, query, asked, count):
+    """Whether a query has another number than 0 among `count`; not unless it is `asked`. The caller is one warp."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    found = gl.to_tensor(0)
+    for first in range(0, count, 256):
+        number = first + gl.arange(0, 256, layout)
+        some = gl.load(flags + query * count + number, mask=asked & (number < count), other=0)
+        found = gl.maximum(found, gl.max(some, 0))
+    return found != 0
 
 
 @gluon.jit

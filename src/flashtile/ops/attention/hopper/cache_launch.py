@@ -8,16 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.allocate import allocator, contiguous
+from flashtile._backends.allocate import allocator
 from flashtile._backends.launch import GIVEN, Parameter, int32, int64, pointer, pointer_to, pointers
-from flashtile._backends.pipeline import Pipeline
+from flashtile._backends.pipeline import Kernel, Pipeline
+from flashtile._backends.tma import TmaTensor, strided_layout
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts, current_machine
 from flashtile.ops.attention.hopper.cache import CacheAddresses, CachedRows, CacheNumbers
-from flashtile.ops.attention.hopper.configs import forward_config, value_parts
+from flashtile.ops.attention.hopper.configs import alone_with_stages, forward_config, value_parts
 from flashtile.ops.attention.hopper.launch import forward_kernel, tile_counter
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.common.checks import check_programs
-from flashtile.ops.common.split_keys.plan import SplitCall
+from flashtile.ops.common.split_keys.plan import SplitCall, shaped_results
 from flashtile.ops.common.tiles import box_rows
 
 
@@ -50,36 +51,75 @@ class CacheForward(NamedTuple):
         return out, lse
 
 
-def plan_chunks(call: SplitCall, outer: int, most_left: int, device: torch.device) -> CacheForward:
+def plan_chunks(
+    call: SplitCall, outer: int, most_left: int, device: torch.device, flags: int | None = None
+) -> CacheForward:
     """Everything that can be decided before the tensors' contents are known.
 
     Args:
         call: q dense or packed; k and v are the caches.
         outer: entries or pages of these.
         most_left: packed sequences of up to so many queries are left to another kernel.
+        flags: the launch is given so many numbers of each query, last before the length, and computes those sequences
+            that have another than 0 there; None: all.
     """
-    described = _describe(call, outer, device)
+    results = shaped_results(call)
+    described = describe_over_cache(call, outer, device)
     described.check_sizes()
     config = forward_config(described)
+    if by_group := _takes_heads_as_rows(call):
+        call = _heads_as_rows(call)
+        described = describe_over_cache(call, outer, device)
+        config = alone_with_stages(config, *described.head_dims)
     tiles = described.tiles(described.rows_q, config.block_m)
     lines = value_parts(described.head_dims[1]) * described.lines
     check_programs("q", tiles * lines)
     programs = min(tiles * lines, config.resident * described.multiprocessors)
-    rows = _describe_rows(call, config.block_n, most_left)
+    rows = describe_rows(call, config.block_n, most_left, flags)
     dynamic = tiles * lines > programs
     kernel = forward_kernel(described, config, programs, tiles, lines, dynamic, rows)
     kernel = kernel._replace(buffers={"cu_seqlens_k": "cu_seqlens_q"})
+    if by_group:
+        kernel = kernel._replace(parameters={**kernel.parameters, **_moved_by_group(described, kernel)})
     lengths, entries, _, table, starts, new_starts, _ = call.index_dtypes
     optional = {
         "cu_seqlens_q": starts, "alibi_slopes": call.slope_dims, "sinks": call.row_logits, "lengths": lengths,
-        "entries": entries, "table": table, "new_starts": new_starts,
+        "entries": entries, "table": table, "new_starts": new_starts, "flags": flags,
     }  # fmt: skip
     given = "q", "k", "v", "counter", "out", "lse", *(name for name, there in optional.items() if there), "length"
-    layouts = [contiguous(described.out_shape, call.dtype), contiguous(described.lse_shape, torch.float32)]
-    return CacheForward(Pipeline(device, {"forward": kernel}, given, {}), allocator(layouts, device), dynamic)
+    return CacheForward(Pipeline(device, {"forward": kernel}, given, {}), allocator(results, device), dynamic)
 
 
-def _describe(call: SplitCall, outer: int, device: torch.device) -> Call:
+def _takes_heads_as_rows(call: SplitCall) -> bool:
+    """Whether the query heads that share keys are rows of one tile: each sequence has one query, at its last row, and
+    nothing depends on the head."""
+    _, seq_q, heads, heads_kv, *_ = call.shape
+    plain = call.window_left is None and not call.slope_dims and not call.row_logits
+    return call.total_q is None and seq_q == 1 and heads > heads_kv and plain and call.cut is not None
+
+
+def _heads_as_rows(call: SplitCall) -> SplitCall:
+    """The call with so many queries of fewer heads. Each sees all keys, behind the same comparison as in a chunk."""
+    batch, _, heads, heads_kv, head_dim, head_dim_v = call.shape
+    group = heads // heads_kv
+    (batch_stride, _, head_stride), *others = call.strides
+    strides = (batch_stride, head_stride, group * head_stride), *others
+    right = None if call.window_right is None else max(call.window_right, group - 1)
+    return call._replace(
+        shape=(batch, group, heads_kv, heads_kv, head_dim, head_dim_v), strides=strides, window_right=right
+    )
+
+
+def _moved_by_group(described: Call, kernel: Kernel) -> dict[str, TmaTensor]:
+    """The descriptors of out, whose heads of a group lie side by side."""
+    _, group, heads_kv, head_dim_v = described.out_shape
+    row, line = head_dim_v, group * head_dim_v
+    layout = strided_layout(described.out_shape, (heads_kv * line, row, line, 1))
+    names = "out_desc", "out_tail_desc"
+    return {name: kernel.parameters[name]._replace(layout=layout) for name in names}
+
+
+def describe_over_cache(call: SplitCall, outer: int, device: torch.device) -> Call:
     """The call as attention of its queries, packed or dense, to entries or pages."""
     batch, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
     packed = call.total_q is not None
@@ -113,7 +153,7 @@ def _describe(call: SplitCall, outer: int, device: torch.device) -> Call:
     )
 
 
-def _describe_rows(call: SplitCall, block_n: int, most_left: int) -> CachedRows:
+def describe_rows(call: SplitCall, block_n: int, most_left: int, flags: int | None = None) -> CachedRows:
     """Describes the cache for a kernel with tiles of so many keys."""
     lengths, entries, _, table, starts, new_starts, _ = call.index_dtypes
     (k_outer, k_row, _), (v_outer, v_row, _) = call.strides[1:]
@@ -123,6 +163,7 @@ def _describe_rows(call: SplitCall, block_n: int, most_left: int) -> CachedRows:
         entries=pointer_to(entries),
         table=pointer_to(table),
         new_starts=pointer_to(new_starts),
+        flags=pointer_to(None if flags is None else torch.int32),
     )
     numbers = CacheNumbers(
         seq_new=int32(call.seq_new if new_starts is None else None),
@@ -131,5 +172,6 @@ def _describe_rows(call: SplitCall, block_n: int, most_left: int) -> CachedRows:
         stride_table=int64(call.stride_table if call.page_size else None),
         k_apart=int32(k_outer // k_row),
         v_apart=int32(v_outer // v_row),
+        flags=int32(flags),
     )
     return CachedRows(addresses, numbers, call.page_size, block_n // box_rows(call.page_size, block_n))

@@ -414,6 +414,14 @@ def shared_memory(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: t
     return _shared_memory(config, head_dim, head_dim_v, dtype, queries, outs)
 
 
+def alone_with_stages(config: HopperConfig, head_dim: int, head_dim_v: int) -> HopperConfig:
+    """One consumer instead of several, and as many stages as there is room for: for few rows and many keys of 16 bits.
+    The bits of a row stay."""
+    alone = config._replace(consumers=1, in_turn=False, registers=240, max_registers=168, resident=1)
+    cuts = [alone._replace(stages=stages) for stages in range(config.stages, 2 * config.stages + 3)]
+    return next((cut for cut in reversed(cuts) if shared_memory(cut, head_dim, head_dim_v) <= cut.room), alone)
+
+
 def _shared_memory(
     config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype, queries: int, outs: int
 ) -> int:

@@ -26,6 +26,9 @@ _LEAST_SHARE = 0.5
 _TILE = 64
 #: Bytes of which TMA takes addresses and strides to be multiples.
 _ALIGNED = 16
+#: Steps that thread blocks share: pairs of a query and a key/value head at most, as a share of the multiprocessors,
+#: rows of a tile, and columns of a head.
+_FEW_PAIRS, _STEP_ROWS, _STEP_WIDEST = 0.5, 16, 256
 #: Rows of the cache that a copy moves at least: those that are swizzled together.
 _LEAST_BOX = 8
 
@@ -96,6 +99,15 @@ def _lacked_by_forward(call: SplitCall, device: DeviceFacts) -> str | None:
         (call.index_dtypes[2] is None, "it has no left padding"),
         (call.tree is None and call.scale > 0, "it has no tree, and takes a positive scale"),
     )
+
+
+def shares_steps(call: SplitCall, multiprocessors: int) -> bool:
+    """Whether thread blocks share the keys of a sequence (`steps`), which the forward serves in the batch-invariant
+    mode: each has one query at most, there are few, and nothing depends on the head or the place of a key."""
+    batch, seq_q, heads, heads_kv, *head_dims = call.shape
+    plain = call.window_left is None and not call.slope_dims and not call.row_logits
+    few = (call.total_q or batch) * heads_kv <= _FEW_PAIRS * multiprocessors
+    return seq_q == 1 and plain and few and heads // heads_kv <= _STEP_ROWS and max(head_dims) <= _STEP_WIDEST
 
 
 def unreadable_by_forward(call: SplitCall) -> str | None:

@@ -32,6 +32,7 @@ from flashtile.ops.kv_cache.hopper.backend import (
     chunks_unsupported_reason,
     latent_unsupported_reason,
     most_left,
+    shares_steps,
     unreadable_by_forward,
 )
 from flashtile.ops.kv_cache.rows import address_facts
@@ -41,6 +42,7 @@ from flashtile.ops.kv_cache.triton.configs import append_cut
 
 if TYPE_CHECKING:
     from flashtile.ops.attention.hopper.cache_launch import CacheForward
+    from flashtile.ops.attention.hopper.steps_launch import StepsPlan
     from flashtile.ops.kv_cache.hopper.latent_launch import LatentPlan
 
 _Shape = tuple[int, ...]
@@ -65,12 +67,14 @@ class CachePlan(NamedTuple):
         append: None where nothing is appended. Writes rotated queries, if they are rotated.
         split: None where `latent` or `chunks` serves all sequences.
         chunks: of the sequences with many queries, on Hopper.
+        steps: of one query of each of a few sequences, on Hopper in the batch-invariant mode.
     """
 
     append: Plan | None
     split: SplitPlan | None
     latent: LatentPlan | None = None
     chunks: CacheForward | None = None
+    steps: StepsPlan | None = None
 
 
 class CacheFacts(NamedTuple):
@@ -183,6 +187,10 @@ def _plan(facts: CacheFacts) -> CachePlan:
                 f"k_cache: expected pages and strides that the forward of attention reads in the batch-invariant mode: "
                 f"{reason}; choose others, or leave the mode"
             )
+        if shares_steps(call, multiprocessors(device)):
+            from flashtile.ops.attention.hopper.steps_launch import plan_steps
+
+            return CachePlan(append, None, steps=plan_steps(call, outer, device))
         return CachePlan(append, None, chunks=plan_chunks(call, outer, 0, device))
     most = most_left(call)
     split = None if facts.sequences is None else split_plan(call._replace(most=most, num_splits=1), device)
