@@ -34,7 +34,7 @@ MAX_FILES_OF_A_MODIFIER = 10
 #: The parts of an operation whose functions are public.
 FRONTS = {"api", "merge"}
 #: Parts of attention that hand on all side inputs alike.
-PASS_ON = {"arguments", "calls", "repeated", "column_sums", "inspection", "operator"}
+PASS_ON = {"arguments", "calls", "repeated", "inspection", "operator"}
 #: What each part of an operation's folder may import from that folder. `operator` reaches the implementations through
 #: `select`, and `reference` for the backward of the backward.
 WITHIN_OPERATION = {
@@ -102,7 +102,6 @@ WITHIN_OPERATION = {
         "calls",
         "checks",
         "cpu",
-        "flops",
         "derivatives",
         "hopper",
         "philox",
@@ -118,9 +117,7 @@ WITHIN_OPERATION = {
     "select": {"backend", "call", "spec"},
     "derivatives": {"arguments", "reference", "row_weights", "score_program", "score_tracing", "spec"},
     "row_weights": {"block_mask", "philox", "score_program", "spec"},
-    "inspection": {"canonical", "checks", "column_sums", "operator", "options", "row_weights", "spec"},
-    "column_sums": {"arguments", "calls", "checks", "flops", "operator", "select", "spec"},
-    "flops": {"arguments", "spec"},
+    "inspection": {"arguments", "calls", "canonical", "checks", "operator", "options", "row_weights", "select", "spec"},
     "gpu": {"arguments", "call", "philox", "score_program", "score_tracing", "spec", "tile_lists"},
     "call": {"spec"},
     "philox": {"spec"},

@@ -180,7 +180,10 @@ def attention(
     # A call may be like an earlier one.
     given: repeated.Given = ()
     present: Sequence[Tensor] = ()
-    key = repeated.call_key(q, k, v, causal, align, window, scale, softcap, deterministic, batch_invariant, backend)
+    key = repeated.call_key(
+        q, k, v, causal, align, window, scale,
+        softcap=softcap, deterministic=deterministic, batch_invariant=batch_invariant, backend=backend,
+    )  # fmt: skip
     if key is not None and not plain:
         single = None, None, key_lengths, dropout_seed, bias, mask, alibi_slopes, sinks
         others = dropout_p, return_max_scores, None, None
@@ -344,14 +347,17 @@ def attention_varlen(
             "descale_k": descale_k, "descale_v": descale_v, "return_max_scores": return_max_scores,
         }  # fmt: skip
         return attention_over_pages(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, key_lengths, max_seqlen_k, unserved, block_table=block_table,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, key_lengths, max_seqlen_k, unserved=unserved, block_table=block_table,
             max_seqlen_q=max_seqlen_q, causal=causal, window=window, scale=scale, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse, batch_invariant=batch_invariant,
             backend=backend,
         )  # fmt: skip
     given: repeated.Given = ()
     present: Sequence[Tensor] = ()
-    key = repeated.call_key(q, k, v, causal, align, window, scale, softcap, deterministic, batch_invariant, backend)
+    key = repeated.call_key(
+        q, k, v, causal, align, window, scale,
+        softcap=softcap, deterministic=deterministic, batch_invariant=batch_invariant, backend=backend,
+    )  # fmt: skip
     if key is not None:
         single = cu_seqlens_q, cu_seqlens_k, key_lengths, dropout_seed, bias, mask, alibi_slopes, sinks
         others = dropout_p, return_max_scores, max_seqlen_q, max_seqlen_k
@@ -430,6 +436,6 @@ def unmasked_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
     """A function that computes calls like a checked one in which every query sees every key, for any number of keys;
-    None where the backend has none. Where it returns None, `checked_forward` has to find the result."""
+    None where the backend has none. If it returns None, `checked_forward` has to find the result."""
     spec = AttentionSpec(representable_scale(scale, q.dtype))
     return calls.prepared_unmasked(q, k, v, spec, backend)

@@ -18,6 +18,7 @@ from flashtile.ops.attention.seen_keys import seen_call, unseen_gradients
 from flashtile.ops.attention.spec import (
     NOTHING_WANTED,
     AttentionSpec,
+    BackwardInputs,
     Gradients,
     SideInputs,
     Wanted,
@@ -50,7 +51,7 @@ def serve_forward(
     side = side if plain else readable_side(side)
     if not recorded:
         return owned(implementation.forward(q, k, v, side, spec))
-    with together.Soon(functools.partial(backward_plans, q, k, v, side, spec, backend, wanted)):
+    with together.Soon(functools.partial(backward_plans, q, k, v, side, spec, backend, wanted=wanted)):
         return owned(implementation.forward(q, k, v, side, spec))
 
 
@@ -75,7 +76,7 @@ def backward_plans(
     if seen := seen_call(q, k, v, side, spec):
         k, v, side, spec, *_ = seen
     try:
-        module = select.implementation("backward", q, k, v, side, spec, backend, wanted)
+        module = select.implementation("backward", q, k, v, side, spec, backend, wanted=wanted)
     except ValueError:  # the backward will say so
         return ()
     plans = prepared_function(module, "backward_plans")
@@ -103,9 +104,10 @@ def serve_backward(
     if seen is not None:
         k, v, side, spec, *_ = seen
     dout, q, k, v = (readable_rows(tensor, spec) for tensor in (dout, q, k, v))
-    implementation = select.implementation("backward", q, k, v, side, spec, backend, wanted)
+    implementation = select.implementation("backward", q, k, v, side, spec, backend, wanted=wanted)
     side = side if side.plain else readable_side(side)
-    gradients = implementation.backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)
+    inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
+    gradients = implementation.backward(*inputs, side, spec, wanted)
     return gradients if seen is None else unseen_gradients(gradients, *given, seen)
 
 

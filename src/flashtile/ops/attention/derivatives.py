@@ -69,7 +69,7 @@ def _dense(
         last = min(first + rows_at_once, seq_q)
         rows = torch.arange(first, last, device=q.device)
         first_key, keys = _visible_keys(first, last, seq_q, seq_k, spec)
-        part = Part(rows, None, group, first_key, keys, seq_q, seq_k, sequence)
+        part = Part(rows, None, group, first_key, keys, seq_q, seq_k, sequence=sequence)
         dout, dlse = _rows(q, k, v, part, side, spec, tangents)
         outs.append(dout.transpose(1, 2))
         lses.append(dlse)

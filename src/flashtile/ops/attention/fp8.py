@@ -62,7 +62,7 @@ def quantize_fp8(x: Tensor, heads_kv: int | None = None) -> tuple[Tensor, Tensor
 
 
 def dequantized(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> tuple[Tensor, Tensor, Tensor, SideInputs]:
-    """What 8-bit inputs stand for, in float32, and the side inputs without the factors."""
+    """The numbers that 8-bit inputs stand for, in float32, and the side inputs without the factors."""
     q, k, v = (
         _times(tensor.float(), descale, cu_seqlens)
         for tensor, descale, cu_seqlens in zip(

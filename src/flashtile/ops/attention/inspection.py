@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention import checks, row_weights
+from flashtile.ops.attention import checks, row_weights, select
+from flashtile.ops.attention.arguments import SIDE, SIDE_SCHEMA, SPEC_SCHEMA, side_tensors, unflatten
+from flashtile.ops.attention.calls import readable_side, rows_contiguous
 from flashtile.ops.attention.canonical import (
     DENSE_LAYOUT,
     PACKED_LAYOUT,
@@ -17,11 +19,13 @@ from flashtile.ops.attention.canonical import (
     make_spec,
     resolve_lengths,
 )
-from flashtile.ops.attention.column_sums import run_column_sums
+from flashtile.ops.attention.operator import visited_pairs
 from flashtile.ops.attention.options import ColumnSumsOptions, ProbsOptions, option_names, take, with_options
 from flashtile.ops.attention.row_weights import Part
-from flashtile.ops.attention.spec import SideInputs, lse_dtype, lse_shape
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, lse_dtype, lse_shape
+from flashtile.ops.common import dispatch
 from flashtile.ops.common.checks import INDEX_DTYPES, readable
+from flashtile.ops.common.flops import product_flops, register_flops
 from flashtile.ops.common.sizes import differ
 
 if TYPE_CHECKING:
@@ -202,3 +206,64 @@ def _check_range(name: str, lowest: int, highest: int, size: int, of: str) -> No
     if lowest < 0 or highest >= size:
         wrong = lowest if lowest < 0 else highest
         raise ValueError(f"{name}: expected numbers from 0 to {of} - 1 = {size - 1}, got {wrong}; count from the start")
+
+
+# The operator of column sums, the attention that each key receives: schema, fake and implementation. It has no
+# derivative.
+
+
+_library = torch.library.Library("flashtile", "FRAGMENT")
+_library.define(
+    f"attention_column_sums(Tensor q, Tensor k, Tensor lse, {SIDE_SCHEMA}, {SPEC_SCHEMA}, str backend) -> Tensor"
+)
+_op = torch.ops.flashtile.attention_column_sums.default
+
+
+def run_column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec, backend: str) -> Tensor:
+    """`[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`, in the dtype of lse.
+
+    Raises:
+        ValueError: a gradient is wanted, or the backend cannot serve the call.
+        NotImplementedError: under `torch.func` transforms and in forward mode.
+    """
+    tensors = (q, k, lse, *side_tensors(side))
+    if dispatch.transformed():
+        raise NotImplementedError(
+            "flashtile.attention_column_sums under torch.func or in forward mode: expected none, it has no derivative "
+            "and no batching rule; sum the rows of flashtile.attention_probs"
+        )
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            "q, k, lse, bias, alibi_slopes: expected tensors that want no gradient, as column sums have none, got some "
+            "that do; call it under torch.no_grad(), or sum the rows of flashtile.attention_probs, which has a gradient"
+        )
+    if dispatch.unobserved(*tensors):
+        return _column_sums(q, k, lse, side, spec, backend)
+    return _op(q, k, lse, *side, *spec, backend)
+
+
+def _column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec, backend: str) -> Tensor:
+    checks.check_values(side, q.shape[0], k.shape[0])
+    implementation = select.implementation("column_sums", q, k, k, side, spec, backend)
+    side = side if side.plain else readable_side(side)
+    return implementation.column_sums(rows_contiguous(q), rows_contiguous(k), lse.contiguous(), side, spec)
+
+
+def _implementation(q, k, lse, *rest):
+    with torch.no_grad():
+        return _column_sums(q, k, lse, *unflatten(rest))
+
+
+def _fake(q, k, lse, *rest):
+    shape = (q.shape[0], q.shape[2], k.shape[1]) if q.dim() == 4 else (q.shape[1], k.shape[0])
+    return q.new_empty(shape, dtype=lse_dtype(q.dtype))
+
+
+def _column_sums_flops(q: Tensor, k: Tensor, lse: Tensor, *rest: Any, **_: Any) -> int:
+    return product_flops(visited_pairs(q, k, SideInputs(*rest[:SIDE])), q.shape[-1], 1)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("attention_column_sums", _implementation, _device)
+dispatch.register_fake("flashtile::attention_column_sums", _fake, _library)
+register_flops("attention_column_sums", _column_sums_flops)

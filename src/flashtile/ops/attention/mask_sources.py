@@ -106,7 +106,7 @@ def looked_up(matrix: Tensor, tile: tuple[int, int]) -> Elements:
 
 
 class Source(NamedTuple):
-    """What `tile_lists.build` needs: what is known of tiles, and the elements of those in doubt."""
+    """Input of `tile_lists.build`: what is known of tiles, and the elements of those in doubt."""
 
     bounds: Callable[[Tiles], Bounds]
     elements: Elements

@@ -8,12 +8,12 @@ dispatcher, which costs as much host time as the rest of a call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention import flops
 from flashtile.ops.attention.arguments import (
     GRADIENTS_SCHEMA,
     LEARNED,
@@ -45,7 +45,34 @@ from flashtile.ops.attention.spec import (
     wanted_gradients,
 )
 from flashtile.ops.common import dispatch, dtensor
-from flashtile.ops.common.flops import register_flops
+from flashtile.ops.common.flops import product_flops, register_flops, values_on_host
+
+# Floating-point operations of the operators, as PyTorch counts those of its flash attention: two products forward and
+# five backward over all pairs of a query and a key of one sequence, whether or not a mask shows them.
+
+
+def visited_pairs(q: Tensor, k: Tensor, side: SideInputs) -> int:
+    """Pairs of a query and a key, of all sequences and heads."""
+    if side.cu_seqlens_q is None or side.cu_seqlens_k is None:
+        batch, seq_q, heads, _ = q.shape
+        return batch * seq_q * k.shape[1] * heads
+    ends = values_on_host(side.cu_seqlens_q), values_on_host(side.cu_seqlens_k)
+    if ends[0] is None or ends[1] is None:
+        return q.shape[0] * side.max_seqlen_k * q.shape[1]  # at most
+    lengths = [[end - start for start, end in pairwise(each)] for each in ends if each is not None]
+    return sum(of_q * of_k for of_q, of_k in zip(*lengths)) * q.shape[1]
+
+
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
+    return product_flops(visited_pairs(q, k, SideInputs(*rest[:SIDE])), q.shape[-1] + v.shape[-1], 1)
+
+
+def _backward_flops(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **_: Any
+) -> int:
+    """Scores again, dq and dk; the gradient of the weights, and dv."""
+    return product_flops(visited_pairs(q, k, SideInputs(*rest[:SIDE])), 3 * q.shape[-1] + 2 * v.shape[-1], 1)
+
 
 _library = torch.library.Library("flashtile", "DEF")
 _library.define(
@@ -146,9 +173,10 @@ def run_backward(
     backend: str,
 ) -> Gradients:
     """Runs the backward from given results, which autograd does not record."""
-    if dispatch.unobserved(q, k, v, dout, dlse, out, lse, *side_tensors(side)):
-        return serve_backward(dout, dlse, q, k, v, out, lse, side=side, spec=spec, wanted=wanted, backend=backend)
-    grads = _backward_op(dout, dlse, q, k, v, out, lse, *side, *spec, *wanted, backend)
+    given = dout, dlse, q, k, v, out, lse
+    if dispatch.unobserved(q, *given, *side_tensors(side)):
+        return serve_backward(*given, side=side, spec=spec, wanted=wanted, backend=backend)
+    grads = _backward_op(*given, *side, *spec, *wanted, backend)
     return _gradients(grads[:-1], grads[-1], wanted)
 
 
@@ -416,6 +444,6 @@ dispatch.register_fake("flashtile::attention_forward", _forward_fake, _library)
 dispatch.register_fake("flashtile::attention_backward", _backward_fake, _library)
 torch.library.register_vmap("flashtile::attention_forward", _vmap_rule(_forward_op, 3), lib=_library)
 torch.library.register_vmap("flashtile::attention_backward", _vmap_rule(_backward_op, 7), lib=_library)
-register_flops("attention_forward", flops.forward)
-register_flops("attention_backward", flops.backward)
-register_flops("attention_backward_single", flops.backward)
+register_flops("attention_forward", _forward_flops)
+register_flops("attention_backward", _backward_flops)
+register_flops("attention_backward_single", _backward_flops)

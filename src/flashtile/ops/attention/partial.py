@@ -379,8 +379,8 @@ def _check_results(dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 
 
 class Rectangle(NamedTuple):
-    """Where a part lies in a mask: pairs of a first number and a count. Those of batch entries and heads count where
-    the mask has more than one."""
+    """The place of a part in a mask: pairs of a first number and a count. The numbers of batch entries and heads count
+    where the mask has more than one."""
 
     batch: tuple[int, int]
     heads: tuple[int, int]

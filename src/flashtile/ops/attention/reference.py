@@ -85,7 +85,7 @@ def with_learned(side: SideInputs, wanted: Wanted, learned: Sequence[Tensor]) ->
 
 
 def visible_keys(seq_q: int, seq_k: int, spec: AttentionSpec, device: torch.device) -> Tensor:
-    """Which keys each query sees by the band alone: bool `[seq_q, seq_k]`, True = visible."""
+    """The keys that each query sees by the band alone: bool `[seq_q, seq_k]`, True = visible."""
     diagonal = torch.arange(seq_q, device=device)[:, None] + (0 if spec.top_left else seq_k - seq_q)
     key = torch.arange(seq_k, device=device)[None, :]
     visible = torch.ones(seq_q, seq_k, dtype=torch.bool, device=device)
@@ -192,7 +192,7 @@ def _scores(
 
 
 def _changed(scores: Tensor, side: SideInputs, program: str, visible: Tensor | None, first_sequence: int) -> Tensor:
-    """What the score function makes of `[B, H, Sq, Sk]`."""
+    """Scores `[B, H, Sq, Sk]` after the score function."""
     inputs = {INPUTS[0]: scores}
     for dim, (name, size) in enumerate(zip(INPUTS[1:], scores.shape)):
         first = first_sequence if dim == 0 else 0
@@ -202,8 +202,8 @@ def _changed(scores: Tensor, side: SideInputs, program: str, visible: Tensor | N
 
 
 def _shown(side: SideInputs, spec: AttentionSpec, seq_q: int, seq_k: int, sequences: slice) -> Tensor | bool:
-    """What masks show: bool, broadcasts to `[B, H, Sq, Sk]`. `sequences`: the batch entries, or the packed sequence,
-    among those of the call. A bias of -inf hides too."""
+    """The pairs that masks show: bool, broadcasts to `[B, H, Sq, Sk]`. `sequences`: the batch entries, or the packed
+    sequence, among those of the call. A bias of -inf hides too."""
     shown: Tensor | bool = True
     if side.mask is not None:
         shown = side.mask[..., :seq_q, :seq_k]

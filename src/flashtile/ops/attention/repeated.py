@@ -49,7 +49,7 @@ from flashtile.ops.common.checks import readable
 _CALLS: dict[Hashable, list[tuple[Callable[..., bool], RepeatedCall]]] = {}
 forgetters.append(_CALLS.clear)
 _MOST_CALLS = 4096
-#: Of one key, with tensors that differ in strides, dtype, device or in whether they want a gradient.
+#: Calls of one key, with tensors that differ in strides, dtype, device or in whether they want a gradient.
 _MOST_ALIKE = 8
 
 _TENSORS = (Tensor, torch.nn.Parameter)
@@ -59,11 +59,11 @@ _OPTIONAL = frozenset((*_TENSORS, type(None)))
 #: Types of the sides of a window: True and 1.0 equal 1, but are refused.
 _SIDES = frozenset((int, type(None)))
 
-#: Where `side_tensors` has the offsets of the queries and of the keys, and the dropout seed.
+#: The places in `side_tensors` of the offsets of the queries and of the keys, and the dropout seed.
 _CU_SEQLENS_Q, _CU_SEQLENS_K, _DROPOUT_SEED = map(SINGLE.index, ("cu_seqlens_q", "cu_seqlens_k", "dropout_seed"))
-#: Where it has those that may learn.
+#: The places there of tensors that may learn.
 _LEARNED = tuple(SINGLE.index(name) for name in Wanted._fields[:-1])
-#: Those of which kernels read several elements at once: as fast as they can at multiples of 16 bytes.
+#: The places of tensors of which kernels read several elements at once: as fast as they can at multiples of 16 bytes.
 _READ_IN_VECTORS = frozenset(SINGLE.index(name) for name in ("bias", "mask", "block_lists", "block_patterns"))
 
 Results = tuple[Tensor, ...]
@@ -85,7 +85,7 @@ def call_key(
     batch_invariant: bool,
     backend: str,
 ) -> tuple[Hashable, ...] | None:
-    """What `found` looks a call without other arguments up by; None where PyTorch would do something first, or
+    """The key by which `found` looks up a call without other arguments; None where PyTorch would do something first, or
     arguments equal those of another type."""
     if not dispatch.undisturbed() or not (type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS):
         return None
@@ -361,7 +361,7 @@ class RepeatedCall:
         if seen_call(q, k, v, side, spec) or not read_as_given(spec, dout, q, k, v):
             return general
         contiguous = out.is_contiguous() and lse.is_contiguous() and (dlse is None or dlse.is_contiguous())
-        module = select.implementation("backward", q, k, v, side, spec, self.backend, wanted)
+        module = select.implementation("backward", q, k, v, side, spec, self.backend, wanted=wanted)
         prepare = prepared_function(module, "prepare_backward") if contiguous and _reads_as_given(side, q) else None
         launch = None if prepare is None else prepare(BackwardInputs(dout, dlse, q, k, v, out, lse), side, spec, wanted)
         if launch is None:
@@ -369,22 +369,23 @@ class RepeatedCall:
         in_vectors = self._vector_places()
 
         def run(dout, dlse, q, k, v, out, lse, *aux):
+            inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
             bits = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
             for place in in_vectors:
                 bits |= aux[place].data_ptr()
             if bits % 16:
-                return general(dout, dlse, q, k, v, out, lse, *aux)
-            return launch(BackwardInputs(dout, dlse, q, k, v, out, lse), aux)
+                return general(*inputs, *aux)
+            return launch(inputs, aux)
 
         return run
 
     def _vector_places(self) -> list[int]:
-        """Which of the side inputs kernels read several elements of at once."""
+        """The side inputs of which kernels read several elements at once."""
         return [number for number, place in enumerate(self.form.places) if place in _READ_IN_VECTORS]
 
 
 def _gradient_getter(place: int, wanted: Wanted) -> Callable[[Gradients], Tensor | None] | None:
-    """What picks the gradient of the tensor that `side_tensors` has at a place; None where none is wanted."""
+    """A function that picks the gradient of the tensor that `side_tensors` has at a place; None if none is wanted."""
     if place >= len(SINGLE):
         number = place - len(SINGLE)
         return (lambda grads: grads.captured[number]) if wanted.captured[number] else None

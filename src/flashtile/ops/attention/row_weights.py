@@ -155,7 +155,7 @@ def row_logits(part: Part, side: SideInputs) -> Tensor | None:
 
 
 class Changes(NamedTuple):
-    """What the tangents of scores need of how they came about; None for what the call does not have.
+    """Intermediate results that the tangents of scores need; None for what the call does not have.
 
     Attributes:
         cap: derivative of the soft cap, `[B, H, R, C]`.

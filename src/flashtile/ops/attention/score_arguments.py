@@ -1,7 +1,7 @@
 """A score function as side inputs and spec of a call: as the arguments that say the same, and as a program.
 
 Many functions say in other words what an argument says, and kernels serve arguments faster: TMA brings the tiles of a
-bias, ALiBi's distances cost two instructions, and all of their gradients have Hopper kernels. So a function is taken
+bias, ALiBi's distances cost two instructions, and all of their gradients have Hopper kernels, so a function is taken
 apart. A soft cap stands innermost, slopes and a bias are terms of the sum that is the result::
 
     f(s) = softcap · tanh(s / softcap) - slope[b, h] · |i - j| + bias[b, h, i, j] + …

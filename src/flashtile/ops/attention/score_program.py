@@ -219,7 +219,7 @@ _PLACES = INPUTS[1:]
 @functools.lru_cache(maxsize=1024)
 def moved(text: str) -> tuple[str, tuple[int, ...]]:
     """The same function counted from another place: the program reads one more captured scalar, int32, for each index
-    that it uses, and adds it. Which of (batch, head, q_index, k_index) these are."""
+    that it uses, and adds it. Returns their numbers among (batch, head, q_index, k_index)."""
     program = parse(text)
     used = {*program.results, *(value for step in program.steps for value in step.values)}
     places = tuple(number for number, name in enumerate(_PLACES) if name in used)
@@ -368,7 +368,7 @@ _UNTAGGED = {_aten.floor_divide.default, _aten.floor_divide.Scalar, _aten.hardsw
 _WORDS = {"floor", "trunc", "none", "tanh"}
 _NUMBERS = {"number": (bool, int, float), "float": (bool, int, float), "int": (bool, int), "bool": (bool,)}
 _LARGEST_INTEGER = 2**63 - 1
-#: Of orders and digits, `int` in a signature: the memory that `mvlgamma` takes grows with its order.
+#: The largest order or digit, `int` in a signature: the memory that `mvlgamma` takes grows with its order.
 _LARGEST_ORDER = 64
 
 

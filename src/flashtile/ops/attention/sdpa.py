@@ -89,7 +89,7 @@ def scaled_dot_product_attention(
 
 
 def check_query_key_value(query: Tensor, key: Tensor, value: Tensor, eight_bits: bool = False) -> None:
-    """What `attention` could not say in PyTorch's names. `eight_bits`: float8_e4m3fn is served too."""
+    """Checks that `attention` could not word in PyTorch's names. `eight_bits`: float8_e4m3fn is served too."""
     check_tensors(query=query, key=key, value=value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 2:

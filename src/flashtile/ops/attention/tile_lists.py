@@ -94,7 +94,10 @@ class Places(NamedTuple):
         offsets = grid.rows + grid.columns + 2
         entries = (bits - offsets - grid.rows) // 5
         columns, kinds, rows, row_kinds, ranks, order = (offsets + entries * part for part in range(6))
-        return cls(0, grid.rows + 1, columns, kinds, rows, row_kinds, ranks, order, bits, (bits + length) // 2)
+        return cls(
+            0, grid.rows + 1, columns, kinds, rows, row_kinds, ranks,
+            row_order=order, row_bits=bits, column_bits=(bits + length) // 2,
+        )  # fmt: skip
 
 
 class Tiles(NamedTuple):
@@ -121,7 +124,7 @@ class Tiles(NamedTuple):
         sequence, q_tile = row // grid.tiles_q, row % grid.tiles_q
         first_q, first_k = q_tile * tile_q, column * tile_k
         last_q, last_k = (first_q + tile_q - 1).clamp(max=seq_q - 1), (first_k + tile_k - 1).clamp(max=seq_k - 1)
-        return cls(sequence // heads, sequence % heads, q_tile, column, first_q, last_q, first_k, last_k)
+        return cls(sequence // heads, sequence % heads, q_tile, column, first_q, last_q, first_k, last_k=last_k)
 
 
 class Bounds(NamedTuple):
@@ -343,7 +346,7 @@ def _listed(grid: Grid, table: Tensor) -> tuple[Tensor, ...]:
 
 
 def _lines(table: Tensor, *others: Tensor) -> list[Tensor]:
-    """Where the entries of each line of a table of kinds `[lines, tiles]` begin; then of the entries, one line behind
+    """The begin of the entries of each line of a table of kinds `[lines, tiles]`; then of the entries, one line behind
     the other: tile, kind, and what `others` have there. All have room for the whole table."""
     listed = (table != EMPTY).flatten()
     counts = listed.view(table.shape).sum(1)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from flashtile.ops.attention.cpu import tiled, torch_flash
+from flashtile.ops.attention.cpu.backend import served_by_torch
 from flashtile.ops.attention.cpu.tiled import column_sums, lengths_as_mask
-from flashtile.ops.attention.cpu.torch_served import served_by_torch
 from flashtile.ops.attention.fp8 import dequantized
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, out_dtype
 
@@ -60,7 +60,7 @@ def backward(
     if not spec.batch_invariant:
         k, v, side = lengths_as_mask(q, k, v, side)
     if dlse is None and served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype, wanted)[0]:
-        found = torch_flash.backward(dout, q, k, v, out, lse, side, spec, wanted)
+        found = torch_flash.backward(dout, q, k, v, out, lse, side, spec=spec, wanted=wanted)
         if found is not None:
             return found
-    return tiled.backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)
+    return tiled.backward(dout, dlse, q, k, v, out, lse, side=side, spec=spec, wanted=wanted)

@@ -183,9 +183,10 @@ def blocks(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec, small: b
                 of_q = slice(of_kv.start * group, of_kv.stop * group)
                 first_sequence = segment.sequence + first - segment.batches.start
                 yield Block(
-                    batches, segment.rows, segment.keys, segment.visible, of_q, of_kv, group, tile_rows, tile_keys,
-                    _dropout_words(first_sequence, batches, of_q, heads, side, spec) if spec.dropout_p else None,
-                    first_sequence, segment.diagonal + (0 if spec.origin is None else spec.origin.diagonal),
+                    batches, segment.rows, segment.keys, segment.visible, of_q, of_kv, group,
+                    tile_rows=tile_rows, tile_keys=tile_keys, sequence=first_sequence,
+                    dropout_words=_dropout_words(first_sequence, batches, of_q, heads, side, spec),
+                    diagonal=segment.diagonal + (0 if spec.origin is None else spec.origin.diagonal),
                 )  # fmt: skip
 
 
@@ -201,15 +202,18 @@ def _whole_blocks(segment: Segment, heads_kv: int, group: int, spec: AttentionSp
         for head in range(heads_kv):
             yield Block(
                 slice(entry, entry + 1), segment.rows, segment.keys, segment.visible,
-                slice(head * group, (head + 1) * group), slice(head, head + 1), group, tile_rows, _WHOLE_KEYS, None,
-                segment.sequence + entry - segment.batches.start, diagonal, whole=True, first_row=first_row,
+                slice(head * group, (head + 1) * group), slice(head, head + 1), group,
+                tile_rows=tile_rows, tile_keys=_WHOLE_KEYS, dropout_words=None,
+                sequence=segment.sequence + entry - segment.batches.start,
+                diagonal=diagonal, whole=True, first_row=first_row,
             )  # fmt: skip
 
 
 def _dropout_words(
     first_sequence: int, batches: slice, of_q: slice, heads: int, side: SideInputs, spec: AttentionSpec
-) -> Tensor:
-    assert side.dropout_seed is not None
+) -> Tensor | None:
+    if side.dropout_seed is None:
+        return None
     sequences = range(first_sequence, first_sequence + batches.stop - batches.start)
     return head_words(side.dropout_seed, sequence_heads(sequences, range(of_q.start, of_q.stop), heads, spec.origin))
 

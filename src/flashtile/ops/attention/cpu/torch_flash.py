@@ -104,7 +104,7 @@ def backward(
     """The gradients of a call that is `served_by_torch`, without a gradient of lse; None as in `forward`."""
     causal = _one_rectangle(side, spec, q.shape[-3], k.shape[-3])
     if causal is not None:
-        dq, dk, dv = (t.contiguous() for t in gradients(dout, q, k, v, out, lse, causal, spec.scale))
+        dq, dk, dv = (t.contiguous() for t in gradients(dout, q, k, v, out, lse, causal, scale=spec.scale))
         return Gradients(dq, dk, dv)
     if side.packed:
         dout, q, k, v, out, lse = (t[None] for t in (dout, q, k, v, out, lse))
@@ -136,8 +136,9 @@ def _summed(
             of_rows = lse[part.statistics_index]
             of_rows = of_rows if part.raised is None else of_rows + part.raised
             of_part = gradients(
-                dout[rows], q[rows], k[keys], v[keys], out[rows], of_rows, part.causal, spec.scale, part.table
-            )
+                dout[rows], q[rows], k[keys], v[keys], out[rows], of_rows, part.causal,
+                scale=spec.scale, table=part.table,
+            )  # fmt: skip
             if of_part[0].shape == q.shape and of_part[1].shape == k.shape:
                 return tuple(grad.contiguous() for grad in of_part)
             sums = sums or _zeros(q, k, v)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.cpu import torch_served
+from flashtile.ops.attention.cpu import backend
 from flashtile.ops.attention.cpu.scores import distances, near_diagonals, part, raised_to_near, segment_slopes
 from flashtile.ops.attention.cpu.tiles import LOG2E, Band, Segment, compute_dtype, hidden, seen_by, segments
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
@@ -323,7 +323,7 @@ def attend(
         if found is None:
             return None
         out, lse = found
-    if torch_served.loses_infinite_scores() and lse.isnan().any():
+    if backend.loses_infinite_scores() and lse.isnan().any():
         return None
     # An infinite score makes a row NaN; PyTorch's 16-bit kernel returns numbers for it.
     if out.dtype in (torch.bfloat16, torch.float16) and not math.isfinite(lse.sum().item()):
@@ -447,14 +447,14 @@ def gradients(
     """(dq, dk, dv) of a rectangle, from the out and lse of its rows over all their keys."""
     group = q.shape[2] // k.shape[2]
     # In 16 bits the gradients of stacked rows take two thirds of the time, copies included.
-    gains = q.itemsize < 4 and (q.shape[1] <= _MOST_STACKED_GRADIENTS or torch_served.packs_16_bits())
+    gains = q.itemsize < 4 and (q.shape[1] <= _MOST_STACKED_GRADIENTS or backend.packs_16_bits())
     stacked = group > 1 and not causal and (q.shape[1] <= _MOST_STACKED_QUERIES or gains) and table is None
     dout, q, out = (_stacked(t, group) if stacked else t.transpose(1, 2) for t in (dout, q, out))
     if stacked:
         lse = lse.reshape(lse.shape[0], k.shape[2], -1)
     reread = group > 1 and not stacked
     k, v = _by_head(k, reread), _by_head(v, reread)
-    dq, dk, dv = _backward_op(dout, q, k, v, out, lse, 0.0, causal, attn_mask=table, scale=scale)
+    dq, dk, dv = _backward_op(dout, q, k, v, out, lse, dropout_p=0.0, is_causal=causal, attn_mask=table, scale=scale)
     return _unstacked(dq, group) if stacked else dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
@@ -462,7 +462,7 @@ def _by_head(tensor: Tensor, reread: bool) -> Tensor:
     """`[b, C, Hkv, D]` to `[b, Hkv, C, D]`. If several query heads read a key/value head in turn, a copy whose rows
     lie side by side saves a tenth of the time, unless PyTorch's kernel packs the rows itself."""
     heads_first = tensor.transpose(1, 2)
-    copied = reread and (tensor.itemsize > 2 or not torch_served.packs_16_bits())
+    copied = reread and (tensor.itemsize > 2 or not backend.packs_16_bits())
     return heads_first.contiguous() if copied else heads_first
 
 
@@ -477,7 +477,7 @@ def _stacked(tensor: Tensor, group: int) -> Tensor:
 
 def _repeated(stacked: Tensor, keys: int) -> Tensor:
     """Rows `[b, Hkv, G·R, D]` as PyTorch's kernel gets them: copies of a single one where it is slow with that."""
-    if stacked.shape[2] > 1 or stacked.itemsize > 2 or keys < _FEWEST_KEYS_OF_COPIES or torch_served.packs_16_bits():
+    if stacked.shape[2] > 1 or stacked.itemsize > 2 or keys < _FEWEST_KEYS_OF_COPIES or backend.packs_16_bits():
         return stacked
     return stacked.repeat(1, 1, _COPIES_OF_SINGLE_ROW, 1)
 

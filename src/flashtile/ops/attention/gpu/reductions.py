@@ -33,9 +33,9 @@ def attention_shares_kernel(
     of a share to the next. `D`, `E`: powers of two that hold a line."""
     program = tl.program_id(0)
     if program < tiles:
-        _add_up(dk_shares_ptr, dk_ptr, program, lines, shares, HEAD_DIM, APART, LINES, D)
+        _add_up(dk_shares_ptr, dk_ptr, program, lines, shares, HEAD_DIM, APART, LINES=LINES, WIDTH=D)
     else:
-        _add_up(dv_shares_ptr, dv_ptr, program - tiles, lines, shares, HEAD_DIM_V, APART_V, LINES, E)
+        _add_up(dv_shares_ptr, dv_ptr, program - tiles, lines, shares, HEAD_DIM_V, APART_V, LINES=LINES, WIDTH=E)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ Roles, one for each warpgroup, and a warp that loads:
   wider than 160, apart from 192 with 128 for v; with dropout and the like wider than 128): there are 64 keys. One
   computes `pᵀ` and dv, and hands `pᵀ` to the other, which computes `dsᵀ` and dk.
 - `sum_dq`: multiplies `ds` by the keys and adds the product to a float32 buffer in device memory
-  (`backward_dq.add_to_dq`). Where all keys of a sequence fit one tile it stores dq itself (`store_dq`). Where key tiles
+  (`backward_dq.add_to_dq`). If all keys of a sequence fit one tile it stores dq itself (`store_dq`). If key tiles
   are few and there are lines enough, the thread block takes all key tiles of a line (a key/value head of a sequence).
   Then it keeps the sums for itself, and stores dq with the last key tile.
 - `produce`, one warp: finds the key tiles, publishes them to the others, and loads keys, values, queries, dout and
@@ -27,7 +27,7 @@ Roles, one for each warpgroup, and a warp that loads:
 
 They wait for one another only through the rings in `Shared`.
 
-The inner loop takes the time of the shared-memory pipe more than that of the tensor cores. So lse and delta are taken
+The inner loop takes the time of the shared-memory pipe more than that of the tensor cores, so lse and delta are taken
 off by one more product each, or stored in the order in which threads hold them (`backward_pieces.subtract_statistic`).
 
 Reference: Dao et al., "FlashAttention" (2022), algorithm 4; Shah et al., "FlashAttention-3" (2024), section 3.
@@ -82,8 +82,7 @@ from flashtile.ops.attention.hopper.backward_tiles import (
     tile_work,
     with_dropout,
 )
-from flashtile.ops.attention.hopper.blocks import FULL, BlockLists, make_tile_info
-from flashtile.ops.attention.hopper.modifiers import MovedBias, make_bias_tiles
+from flashtile.ops.attention.hopper.modifiers import FULL, BlockLists, MovedBias, make_bias_tiles, make_tile_info
 from flashtile.ops.attention.hopper.primitives import (
     Chunks,
     make_ring,
@@ -108,7 +107,7 @@ class Descriptors(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What the roles share on chip.
+    """The memory that the roles share on chip.
 
     `q`, `k`, `v`, `dout`: rings that the producer fills. Keys and values have a tile for each 64 keys, queries and dout
     one of M rows. `statistics` arrive with the queries, and so do the tiles of a `bias`, one for each 64 keys, if TMA
@@ -327,13 +326,13 @@ def sum_dk_dv(WHICH: gl.constexpr, config, shared, descriptors, problem, blocks)
             unmasked = work.unmasked_steps
             for index in range(unmasked):
                 step, dropout, sums = _add_step(
-                    steps_done + index, step, dropout, sums, keys, work, config, shared, problem, blocks,
-                    False, WHICH,
+                    steps_done + index, step, dropout, sums, keys, work, config, shared=shared, problem=problem,
+                    blocks=blocks, MASK=False, WHICH=WHICH,
                 )  # fmt: skip
         for index in range(unmasked, work.steps):
             step, dropout, sums = _add_step(
-                steps_done + index, step, dropout, sums, keys, work, config, shared, problem, blocks,
-                config.MASKS, WHICH,
+                steps_done + index, step, dropout, sums, keys, work, config, shared=shared, problem=problem,
+                blocks=blocks, MASK=config.MASKS, WHICH=WHICH,
             )  # fmt: skip
         dv = scaled_by_dropout(sums.dv, problem)
         start_store(descriptors.dv, v, slot, dv, work, first_key, BOUNDED)
@@ -341,7 +340,7 @@ def sum_dk_dv(WHICH: gl.constexpr, config, shared, descriptors, problem, blocks)
         tiles_done += 1
         _wait_dq_summed(work, steps_done, shared)
         dk = scaled(sums.dk, problem.scale)
-        # The next tile needs its keys first. So dk leaves through the place of the values too where it fits there.
+        # The next tile needs its keys first, so dk leaves through the place of the values too where it fits there.
         if k.WIDTH == v.WIDTH and k.TAIL == v.TAIL:
             k.release(slot)
             start_store(descriptors.dk, v, slot, dk, work, first_key, BOUNDED)
@@ -382,19 +381,19 @@ def _add_step(
     q.acquire(slot)
     for part in gl.static_range(config.PARTS):
         s = start_transposed(keys.k, q_tile, part * QUERIES, zeros, q.TAIL)  # [64, QUERIES]
-        s, lse = subtract_statistic(s, keys.ones, shared.statistics, slot, LSE, part * QUERIES, QUERIES, config)
+        s, lse = subtract_statistic(s, keys.ones, shared.statistics, slot, LSE, part * QUERIES, QUERIES, config=config)
         if config.TILE_K > 0:
             if part == 0:
                 step, kind = listed_step(count, config, shared)
         if part == 0:
             dropout = step_dropout(dropout, step, work, problem, config)
-        tables = load_tables(keys.first, slot, step, part, work, shared.bias, problem, config, WHICH)
+        tables = load_tables(keys.first, slot, step, part, work, shared.bias, problem, config=config, WHICH=WHICH)
         s = warpgroup_mma_wait(0, [s])
         p, inner = compute_p(
-            s, lse, keys.positions, keys.first, step, kind, tables, part, work, config, problem, blocks,
-            MASK,
+            s, lse, keys.positions, keys.first, step, kind, tables, part=part, work=work, config=config,
+            problem=problem, blocks=blocks, MASK=MASK,
         )  # fmt: skip
-        weights, p = with_dropout(p, dropout, keys.first, step, part, work, config, problem)
+        weights, p = with_dropout(p, dropout, keys.first, step, part, work, config, problem=problem)
         probs = pack(weights, dtype)
         if config.STATISTICS_MULTIPLIED and not MASK:
             probs = pin_pairs_before_product(probs)
@@ -404,7 +403,9 @@ def _add_step(
         if part == 0:
             dout.acquire(slot)
         dp = start_transposed(keys.v, dout_tile, part * QUERIES, zeros, dout.TAIL)  # [64, QUERIES]
-        dp, delta = subtract_statistic(dp, keys.ones, shared.statistics, slot, DELTA, part * QUERIES, QUERIES, config)
+        dp, delta = subtract_statistic(
+            dp, keys.ones, shared.statistics, slot, DELTA, part * QUERIES, QUERIES, config=config
+        )
         dv = start_sum(probs, dout_tile, part * QUERIES, dv, dout.TAIL)
         dp = warpgroup_mma_wait(products_per_sum(dout), [dp])
         ds = score_gradients(unpack(factors, dtype), dp, delta, dtype, problem, config)
@@ -458,18 +459,18 @@ def sum_dv(config, shared, descriptors, problem, blocks):
             q_tile = q.operand(slot)
             q.acquire(slot)
             s = start_transposed(k_tile, q_tile, 0, zeros, q.TAIL)  # [64, M]
-            s, lse = subtract_statistic(s, None, shared.statistics, slot, LSE, 0, config.M, config)
+            s, lse = subtract_statistic(s, None, shared.statistics, slot, LSE, 0, config.M, config=config)
             if config.TILE_K > 0:
                 step, kind = listed_step(steps_done + index, config, shared)
             dropout = step_dropout(dropout, step, work, problem, config)
-            tables = load_tables(work.first_key, slot, step, 0, work, shared.bias, problem, config, 0)
+            tables = load_tables(work.first_key, slot, step, 0, work, shared.bias, problem, config=config, WHICH=0)
             s = warpgroup_mma_wait(0, [s])
             p, inner = compute_p(
-                s, lse, positions, work.first_key, step, kind, tables, 0, work, config, problem, blocks,
-                config.MASKS,
+                s, lse, positions, work.first_key, step, kind, tables, part=0, work=work, config=config,
+                problem=problem, blocks=blocks, MASK=config.MASKS,
             )  # fmt: skip
             q.release(slot)
-            kept, p = with_dropout(p, dropout, work.first_key, step, 0, work, config, problem)
+            kept, p = with_dropout(p, dropout, work.first_key, step, 0, work, config, problem=problem)
             weights = pack(kept, dtype)
             probs.wait_empty(probs_slot)
             probs.tile(probs_slot).store(gradient_factors(p, inner, weights, problem, config))
@@ -524,7 +525,7 @@ def sum_dk(config, shared, descriptors, problem):
             dout.acquire(slot)
             dp = start_transposed(v_tile, dout_tile, 0, zeros, dout.TAIL)  # [64, M]
             q.acquire(slot)
-            dp, delta = subtract_statistic(dp, None, shared.statistics, slot, DELTA, 0, config.M, config)
+            dp, delta = subtract_statistic(dp, None, shared.statistics, slot, DELTA, 0, config.M, config=config)
             dp = warpgroup_mma_wait(0, [dp])
             dout.release(slot)
             probs.acquire(ds_slot)

@@ -195,7 +195,7 @@ def choose_backward_config(
     `backward_tiles.KernelConfig`. The widest heads have room for derivatives apart and for additions by TMA only if
     these take fewer columns. `block_tile`: (queries, keys) of a block mask's tiles, which the kernel's divide; a
     producer reads the lists. `left`: a window ends on the left.
-    Of `scale` the sign does not matter. `ordered`: the key tiles add to dq in order, which takes TMA, whose additions
+    The sign of `scale` does not matter. `ordered`: the key tiles add to dq in order, which takes TMA, whose additions
     can be awaited without a fence (`backward_dq.pass_dq_turn`). `modified`: there is dropout, a score function, or
     a bias or a mask with rows and columns. Their tiles, random words and indices need registers as derivatives do, and
     dropped weights need delta apart from `dpᵀ`. `moved_bias`: TMA can bring the bias, and does if its tiles fit.
@@ -339,7 +339,7 @@ _BIAS_CUTS = tuple(
     for cut in ((2, 2, 2, 3), (2, 1, 2, 2), (2, 1, 1, 2), (2, 1, 1, 1), (1, 1, 2, 2), (1, 1, 1, 1))
 )
 
-#: Where sequences and heads are left out, if two programs fit on a multiprocessor: one computes while another begins.
+#: Sequences and heads are left out here, if two programs fit on a multiprocessor: one computes while another begins.
 #: Microseconds with one program of two warpgroups, and with these: 75 and 68 (16 sequences of 300 to 512, 16 heads of
 #: 64), 1,043 and 854 (33 of 30 to 4,096, 8 heads of 64), 1,326 and 1,125 (block mask, 4 × 4,096, 16 of 64), 131 and 111
 #: (of 80), 514 and 469 (of 96), 115 and 99 (of 32; three warpgroups 106). At head_dim 128 a single one fits, and the
@@ -442,7 +442,7 @@ class DqEpilogue(NamedTuple):
 
 
 def dq_epilogue(config: BackwardConfig, call: Call) -> DqEpilogue:
-    """Whether dq needs sums of several thread blocks. Where it does not, TMA stores it, also in the rows of wide heads,
+    """Whether dq needs sums of several thread blocks. If it does not, TMA stores it, also in the rows of wide heads,
     whose sums threads add up faster. `config`: the row of the table."""
     stores = config._replace(sums_by_tma=True)
     if backward_shared_memory(stores, *call.head_dims, separates_derivatives(call)) > SHARED_MEMORY:

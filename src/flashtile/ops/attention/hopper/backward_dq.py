@@ -48,8 +48,17 @@ from flashtile.ops.attention.hopper.backward_tiles import (
     tile_work,
     visited_tile,
 )
-from flashtile.ops.attention.hopper.blocks import TILE_HEAD, TILE_NUMBER, TILE_TURN, read_tile_info
-from flashtile.ops.attention.hopper.modifiers import LOG2_E, distance_shift, load_slope, near_shift, raised_to_near
+from flashtile.ops.attention.hopper.modifiers import (
+    LOG2_E,
+    TILE_HEAD,
+    TILE_NUMBER,
+    TILE_TURN,
+    distance_shift,
+    load_slope,
+    near_shift,
+    raised_to_near,
+    read_tile_info,
+)
 from flashtile.ops.attention.hopper.primitives import (
     HeadRows,
     Slot,
@@ -125,7 +134,7 @@ def dq_staging(desc, staging):
 def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, blocks, counter_ptr):
     """Multiplies each `ds` by the keys, 64 queries and `SUM_COLUMNS` columns at a time, and adds the product to dq.
 
-    Where queries see a single key tile the product is dq, and is stored as such. Where this thread block takes whole
+    If queries see a single key tile the product is dq, and is stored as such. If this thread block takes whole
     lines, it begins the product with the sum of the key tiles before, which it has kept, and stores dq with the last of
     them. `ds` is the gradient of a bias that no two scores share, and is stored too (`outputs.bias`).
 
@@ -147,7 +156,7 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
         work = tile_work(tile, problem, config)
         if LOADS:
             for index in range(gl.minimum(work.steps, STAGES)):
-                load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr)
+                load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr=counter_ptr)
             load_keys(work, tiles_done, config, shared, descriptors, problem)
         # It does not wait for the keys. They are there when the others hand over the first `ds`, and where no query
         # sees them they may be gone before it looks.
@@ -157,7 +166,10 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
         for index in range(work.steps):
             if LOADS:
                 if (index > 0) & (index + STAGES - 1 < work.steps):
-                    load_step(work, index + STAGES - 1, steps_done, config, shared, descriptors, problem, counter_ptr)
+                    load_step(
+                        work, index + STAGES - 1, steps_done, config, shared, descriptors, problem,
+                        counter_ptr=counter_ptr,
+                    )  # fmt: skip
             slot = dscores.slot(steps_done + index)
             tile_visited = visited_tile(work, step.tile, config)
             head = step.head
@@ -184,7 +196,7 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
             if outputs.bias is not None:
                 store_bias_gradient(
                     outputs.bias, dscores, slot, work.sequence, work.first_head + head, tile_visited * config.M,
-                    work.first_key, config,
+                    work.first_key, config=config,
                 )  # fmt: skip
             for part in gl.static_range(PARTS):
                 for column in gl.static_range(0, WIDTH, config.SUM_COLUMNS):
@@ -204,7 +216,10 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, b
                             turn = dq_turn(work, step.tile, problem, config)
                         wait_dq_turn(dq_sums.turns_ptr + number, turn_seen, turn)
                     rows = HeadRows(work.sequence, work.first_head + step.head, work.begin_q, work.seq_q)
-                    hand_over_dq(outputs, dq, rows, tile_visited, part, line, column, is_complete, problem, config)
+                    hand_over_dq(
+                        outputs, dq, rows, tile_visited, part, line, column, is_complete=is_complete, problem=problem,
+                        config=config,
+                    )  # fmt: skip
             step = step_after(work, step, config)
             number_before = number
         if config.ORDERED:
@@ -283,8 +298,8 @@ def keep_sum(sums, dq, line):
 
 @gluon.jit
 def add_to_dq(sums, dq, line, config):
-    """Adds a `[64, columns]` block of dq to the sums, from line `line` of 64 numbers on, in the order of `by_threads`.
-    So threads write four numbers side by side, into shared memory without bank conflicts."""
+    """Adds a `[64, columns]` block of dq to the sums, from line `line` of 64 numbers on, in the order of `by_threads`,
+    so threads write four numbers side by side, into shared memory without bank conflicts."""
     BLOCKS: gl.constexpr = dq.shape[1] // 8
     if config.SUMS_BY_TMA:
         tma_store_wait(0)  # until the block before has been read from there
@@ -362,9 +377,9 @@ def wait_dq_turn(turn_ptr, seen, turn):
 
 @gluon.jit
 def pass_dq_turn(turn_ptr):
-    """Lets the next key tile add, once what TMA has added is in the L2 cache, where all additions meet.
+    """Lets the next key tile add, once what TMA has added is in the L2 cache, where all additions meet,
 
-    So the turn needs no release. The fence of a release would wait for everything that the thread block has under way:
+    so the turn needs no release. The fence of a release would wait for everything that the thread block has under way:
     16 % of all cycles.
     """
     await_stores()
@@ -408,7 +423,7 @@ def attention_begin_kernel(
     TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """Writes lse and `delta = rowsum(dout · out) - dlse` of one tile, as `backward_pieces.subtract_statistic` reads
-    them: lse in units of log2. Where they are operands, it writes both in parts and with the opposite sign (`lse_unit`:
+    them: lse in units of log2. If they are operands, it writes both in parts and with the opposite sign (`lse_unit`:
     minus one unit of log2, in units of scores).
 
     It also writes zeros where thread blocks will add up the dq of the tile (`cleared_ptr`, None where they do not; they
@@ -433,8 +448,9 @@ def attention_begin_kernel(
     tile = number % query_tiles
     line = number // query_tiles
     sequence, head, first, begin, rows, _, _ = locate_tile(
-        tile // TOGETHER, line, cu_seqlens_q_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, rows_q, M * TOGETHER, PACKED
-    )
+        tile // TOGETHER, line, cu_seqlens_q_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, other_rows=rows_q,
+        ROWS=M * TOGETHER, PACKED=PACKED,
+    )  # fmt: skip
     first += tile % TOGETHER * M
     WIDTH: gl.constexpr = _at_least(E)
     layout: gl.constexpr = _row_layout(WIDTH)
@@ -456,7 +472,7 @@ def attention_begin_kernel(
     if masked_dout_ptr is not None:
         hidden = lse == float("-inf")
         if row_logits_ptr is not None:
-            # A row with tiny weights may look like one that sees its sink alone, and has gradients. So finite numbers
+            # A row with tiny weights may look like one that sees its sink alone, and has gradients, so finite numbers
             # stay, which do no harm. Because out is 0, delta is NaN where dout is not finite.
             alone = _sees_logit_alone(lse, gl.load(row_logits_ptr + head), out)
             hidden = hidden | (alone & (delta != delta))
@@ -555,8 +571,8 @@ def _sees_logit_alone(lse, logit, out):
 @gluon.constexpr_function
 def _sum_row_layout(COLUMNS):
     """The layout of a block of sums in which each thread reads eight columns of two rows, 8 apart, which lie side by
-    side (`backward_pieces.by_threads`), from 64 columns on also the same of the rows 4 below. Of 16 columns it reads
-    four."""
+    side (`backward_pieces.by_threads`), from 64 columns on also the same of the rows 4 below. It reads four of 16
+    columns."""
     if COLUMNS == 16:
         registers, lanes = [[1], [2], [4]], [[8], [512], [16], [32], [64]]
     elif COLUMNS == 32:
@@ -592,7 +608,7 @@ def attention_end_kernel(
     tile = number % query_tiles
     line = number // query_tiles
     sequence, head, first, begin, rows, _, _ = locate_tile(
-        tile, line, cu_seqlens_q_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, rows_q, M, PACKED
+        tile, line, cu_seqlens_q_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, other_rows=rows_q, ROWS=M, PACKED=PACKED
     )
     COLUMNS: gl.constexpr = _columns_together(D)
     target: gl.constexpr = _dq_row_layout(COLUMNS)

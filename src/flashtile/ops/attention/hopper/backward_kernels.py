@@ -41,7 +41,7 @@ from flashtile.ops.attention.hopper.parameters import LOG2_E, bounded_layout, de
 from flashtile.ops.attention.hopper.schedule import NO_LOOPS, BackwardSchedule, SequenceOrder
 from flashtile.ops.attention.spec import NOTHING_WANTED
 
-#: The tensors that TMA moves in the order of the main kernel's parameters. Those with rows of heads may have a second
+#: The tensors that TMA moves in the order of the main kernel's parameters. Tensors with rows of heads may have a second
 #: chunk of columns, `<name>_tail`.
 _MOVED = ("q", "k", "v", "dout", "statistics", "sums", "dq", "dk", "dv", "bias", "bias_gradient")
 
@@ -321,7 +321,7 @@ def scratch_shapes(call: Call, schedule: BackwardSchedule) -> dict[str, tuple[in
 
 
 def moved_tensors(call: Call, schedule: BackwardSchedule) -> dict[str, TmaTensor]:
-    """What TMA moves, by the parameters of the main kernel."""
+    """The tensors that TMA moves, by the parameters of the main kernel."""
     layouts, statistics = _layouts(call, schedule), torch.float32
     if schedule.config.statistics_multiplied:
         statistics = torch.bfloat16
@@ -362,13 +362,13 @@ def _layouts(call: Call, schedule: BackwardSchedule) -> dict[str, TensorLayout |
 
 
 def row_layouts(call: Call) -> tuple[Any, Any]:
-    """What makes the layout of a tensor with rows of queries, and of keys: TMA ends the rows of a sequence where its
-    length does."""
+    """The functions that make the layout of a tensor with rows of queries, and of keys: TMA ends the rows of a sequence
+    where its length does."""
     return packed_layout if call.packed else strided_layout, bounded_layout if call.bounded else strided_layout
 
 
 def _boxes(call: Call, schedule: BackwardSchedule) -> Mapping[str, tuple[tuple[int, ...] | None, ...]]:
-    """What one copy moves, for each tensor of `_MOVED` and chunk of its columns; None where TMA does not move it."""
+    """The box that one copy moves, for each tensor of `_MOVED` and chunk of its columns; None if TMA does not."""
     config = schedule.config
     head_dim, head_dim_v = call.head_dims
     boxes: dict[str, tuple[tuple[int, ...] | None, ...]] = {}

@@ -72,15 +72,13 @@ class BackwardPlan(NamedTuple):
         return self.pipeline.launches + self.portable_bias
 
     def runner(self, form: AuxForm, spec: AttentionSpec, wanted: Wanted) -> Callable[[BackwardInputs, Aux], Gradients]:
-        """What enqueues the kernels. Gradients that are not wanted are None."""
+        """The function that enqueues the kernels. Gradients that are not wanted are None."""
         run_kernels, more, captured_gradients = self.pipeline.run, self.more, (None,) * len(wanted.captured)
 
         def run(inputs: BackwardInputs, aux: Aux) -> Gradients:
             dout, dlse, q, k, v, out, lse = inputs
-            made = run_kernels(
-                q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr(), lse.data_ptr(),
-                0 if dlse is None else dlse.data_ptr(), *[tensor.data_ptr() for tensor in aux],
-            )  # fmt: skip
+            given = [tensor.data_ptr() for tensor in (q, k, v, out, dout, lse)]
+            made = run_kernels(*given, 0 if dlse is None else dlse.data_ptr(), *[tensor.data_ptr() for tensor in aux])
             if not more:
                 return Gradients(made[0], made[1], made[2], captured=captured_gradients)
             learned = self._side_gradients(made, inputs, form.side(aux), spec, wanted)
@@ -113,8 +111,8 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """Runs the kernels. The portable one computes the gradient of a bias that the Hopper one does not serve. The sums
-    of dq, and where walks meet dk and dv, are added up in no fixed order unless `spec.deterministic`. Of `wanted` they
-    serve all but tensors of score functions (`backend.unsupported_reason`)."""
+    of dq, and where walks meet dk and dv, are added up in no fixed order unless `spec.deterministic`. They serve all of
+    `wanted` but tensors of score functions (`backend.unsupported_reason`)."""
     if not q.numel() or not k.numel() or not v.numel():
         return _gradients_without_keys(dlse, q, k, v, lse, side, wanted)
     sign = 1

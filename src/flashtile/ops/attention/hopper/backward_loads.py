@@ -15,17 +15,18 @@ from flashtile.ops.attention.hopper.backward_tiles import (
     tile_work,
     visited_tile,
 )
-from flashtile.ops.attention.hopper.blocks import (
+from flashtile.ops.attention.hopper.modifiers import (
     FULL,
     TILE_HEAD,
     TILE_KIND,
     TILE_NUMBER,
     TILE_TURN,
+    bias_bytes,
     listed_rank,
     listed_tile,
+    move_bias,
     write_tile_info,
 )
-from flashtile.ops.attention.hopper.modifiers import bias_bytes, move_bias
 from flashtile.ops.attention.hopper.primitives import HeadRows, coordinates
 from flashtile.ops.attention.hopper.schedule import first_tile_number, next_tile_number, shared_progress
 
@@ -34,7 +35,7 @@ from flashtile.ops.attention.hopper.schedule import first_tile_number, next_tile
 def produce(config, shared, descriptors, problem, blocks, counter_ptr):
     """Finds the key tiles of this thread block, and loads what they need as soon as there is a place for it.
 
-    Where there is one place for keys and values, the first queries come before them, because the gradients of the tile
+    If there is one place for keys and values, the first queries come before them, because the gradients of the tile
     before leave through that place last.
     """
     tiles_done = 0
@@ -44,16 +45,16 @@ def produce(config, shared, descriptors, problem, blocks, counter_ptr):
     while tile.first_key >= 0:
         work = tile_work(tile, problem, config)
         if config.TILE_K > 0:
-            _load_listed(work, tiles_done, steps_done, config, shared, descriptors, problem, blocks)
+            _load_listed(work, tiles_done, steps_done, config, shared, descriptors, problem, blocks=blocks)
         else:
             ahead = 0
             if config.KEY_STAGES == 1:
                 ahead = gl.minimum(work.steps, shared.q.STAGES)
             for index in range(ahead):
-                load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr)
+                load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr=counter_ptr)
             load_keys(work, tiles_done, config, shared, descriptors, problem)
             for index in range(ahead, work.steps):
-                load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr)
+                load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr=counter_ptr)
         tiles_done += 1
         steps_done += work.steps
         number = next_tile_number(number, counter_ptr, problem, config)
@@ -78,7 +79,9 @@ def _load_listed(work, tiles_done, steps_done, config, shared, descriptors, prob
                 rank = listed_rank(blocks, entry, step, config.M, config.TILE_Q)
                 turn = rank * (config.TILE_K // config.KEYS) + work.first_key % config.TILE_K // config.KEYS
             tile, kind = listed_tile(blocks, entry, step, True, config.M, config.TILE_Q)
-            load_queries(work, steps_done + index, Step(head, tile), kind, turn, config, shared, descriptors)
+            load_queries(
+                work, steps_done + index, Step(head, tile), kind, turn, config, shared, descriptors=descriptors
+            )
             index += 1
     if index <= AHEAD:
         load_keys(work, tiles_done, config, shared, descriptors, problem)
@@ -116,7 +119,7 @@ def load_step(work, index, steps_done, config, shared, descriptors, problem, cou
         if step.head == 0:
             progress = shared_progress(counter_ptr, work.sequence, work.head_kv, problem)
             gl.store(progress, work.query_tiles - 1 - tile)
-    load_queries(work, steps_done + index, Step(step.head, tile), FULL, 0, config, shared, descriptors)
+    load_queries(work, steps_done + index, Step(step.head, tile), FULL, 0, config, shared, descriptors=descriptors)
 
 
 @gluon.jit
@@ -147,6 +150,7 @@ def load_queries(work, count, step, kind, turn, config, shared, descriptors):
     tma_load(descriptors.statistics, (statistics_row, 0), full, shared.statistics.index(slot.place))
     if shared.bias is not None:
         move_bias(
-            descriptors.bias, shared.bias, slot.place, work.sequence, rows.head, row, work.first_key, full, TILES, True
+            descriptors.bias, shared.bias, slot.place, work.sequence, rows.head, row, work.first_key, barrier=full,
+            PARTS=TILES, ALONG_KEYS=True,
         )  # fmt: skip
     shared.dout.fill(shared.dout.slot(count), descriptors.dout, rows, row, config.PACKED)

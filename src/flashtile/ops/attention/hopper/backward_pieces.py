@@ -150,7 +150,7 @@ def start_transposed(a, b, FIRST: gl.constexpr, zeros, TAIL: gl.constexpr):
 @gluon.jit
 def wide_zeros(ring):
     """A sum as wide as the tiles of a ring, `[64, WIDTH + TAIL]`, in two chunks: at most `_BLOCK` columns, and what is
-    left. Where nothing is left, the second one is not used."""
+    left. If nothing is left, the second one is not used."""
     COLUMNS: gl.constexpr = min(ring.WIDTH, _BLOCK)
     MORE: gl.constexpr = ring.TAIL if ring.TAIL > 0 else max(ring.WIDTH - _BLOCK, 64)
     main = gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
@@ -318,7 +318,7 @@ def pin_pairs_before_product(weights):
 def unpack(x, dtype: gl.constexpr):
     """Undoes `pack`, also in pairs.
 
-    Each float16 gets a register of its own before it is converted. Where ptxas could take the halves of a pair as they
+    Each float16 gets a register of its own before it is converted. When ptxas could take the halves of a pair as they
     lie, it kept pairs in memory, fetched their halves by themselves, and fetched some before it had stored the pair
     (decisions/compilers.md, "Halves of a pair")."""
     if dtype == gl.bfloat16:

@@ -1,7 +1,4 @@
-"""Which key tiles a thread block of the Hopper backward takes, and which query tiles each one visits, in what order.
-
-Letters as in `primitives` and `backward`.
-"""
+"""The key tiles of a thread block of the Hopper backward, and their query tiles. Letters: `primitives`, `backward`."""
 
 from typing import Any, NamedTuple
 
@@ -12,19 +9,12 @@ from flashtile._backends.launch import float32, int32, optional, pointer_to
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.parameters import SideParameters, window_parameters
 from flashtile.ops.attention.hopper.backward_pieces import ROWS, mask_probs, query_tile_ranges
-from flashtile.ops.attention.hopper.blocks import (
+from flashtile.ops.attention.hopper.modifiers import (
     FULL,
+    LOG2_E,
     TILE_HEAD,
     TILE_KIND,
     TILE_NUMBER,
-    line_entries,
-    listed_line,
-    load_bits,
-    read_tile_info,
-    where_visible,
-)
-from flashtile.ops.attention.hopper.modifiers import (
-    LOG2_E,
     TableTiles,
     add_bias,
     capped,
@@ -34,11 +24,16 @@ from flashtile.ops.attention.hopper.modifiers import (
     hide_by_mask,
     in_eights_and_distances,
     kept_weights,
+    line_entries,
+    listed_line,
+    load_bits,
     load_slope,
     load_table,
     lowered_by_distance,
     moved_bias,
     near_shift,
+    read_tile_info,
+    where_visible,
 )
 from flashtile.ops.attention.hopper.parameters import key_rows_apart, score_units
 from flashtile.ops.attention.hopper.primitives import hidden_zero, pack, publish_tile, receive_tile
@@ -59,13 +54,13 @@ from flashtile.ops.attention.hopper.schedule import (
     unmasked_tiles,
 )
 
-#: What stands for the first key: there are no more tiles; a tile has no keys.
+#: In place of the first key: there are no more tiles; a tile has no keys.
 _END, _EMPTY_SLOT = gl.constexpr(-1), gl.constexpr(-2)
 
 
 @aggregate
 class KernelConfig:
-    """What the compiled main kernel is specialised for.
+    """The constants of the compiled main kernel.
 
     KEYS: keys of a tile. M: queries of a tile. PARTS: `pᵀ` and `dsᵀ` are computed for M / PARTS queries at a time.
     SUM_COLUMNS: columns of dq that are summed at a time. DSCORE_STAGES: places for the `dsᵀ` and `pᵀ` that one
@@ -140,7 +135,7 @@ class ScoreChange(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What every role knows of the call, in rows, heads and tiles.
+    """The facts of the call that every role knows, in rows, heads and tiles.
 
     Attributes:
         side, numbers: the side inputs (`parameters`).
@@ -225,7 +220,7 @@ class KeyTile(NamedTuple):
 
 
 class KeyTileWork(NamedTuple):
-    """What a thread block does for one key tile: `steps` steps, for each query tile one for each of `group` heads from
+    """The work of a thread block for a key tile: `steps` steps, for each query tile one for each of `group` heads from
     `first_head` on.
 
     `first_key`: in its sequence. `begin_q`, `seq_q`, `begin_k`, `seq_k`: where the rows of the sequence begin, and how
@@ -345,7 +340,7 @@ def _locate_key_tile(number, problem, blocks, config):
                 head = head_kv * problem.group + which
                 _, steps = line_steps(sequence, head, first_key, seq_q, problem, blocks, config)
                 listed_steps += steps
-    return KeyTile(first_key, sequence, head_kv, begin_q, seq_q, begin_k, seq_k, listed_steps)
+    return KeyTile(first_key, sequence, head_kv, begin_q, seq_q, begin_k, seq_k, listed_steps=listed_steps)
 
 
 @gluon.jit
@@ -354,7 +349,7 @@ def line_steps(sequence, head, first_key, seq_q, problem, blocks, config):
     line = first_key // config.TILE_K
     if config.PACKED:
         exists = sequence < problem.batch
-        entry, steps = listed_line(blocks, sequence, head, line, seq_q, exists, config.M, config.TILE_Q)
+        entry, steps = listed_line(blocks, sequence, head, line, seq_q, exists, config.M, TILE=config.TILE_Q)
     else:
         entry, last_entry = line_entries(blocks, sequence, head, line)
         steps = (last_entry - entry) * (config.TILE_Q // config.M)
@@ -370,7 +365,7 @@ def receive_key_tile(queue, count, config):
 
 @gluon.constexpr_function
 def _told(config):
-    """Which fields of a key tile mean something, in their order."""
+    """The fields of a key tile that mean something, in their order."""
     packed = config.PACKED
     return (True, True, True, packed, packed, packed, packed, config.TILE_K > 0, config.SHARES_PROGRESS)
 
@@ -383,14 +378,14 @@ def receive_next_key_tile(tile, queue, count, config):
     else:
         following = KeyTile(
             gl.to_tensor(_END), tile.sequence, tile.head_kv, tile.begin_q, tile.seq_q, tile.begin_k, tile.seq_k,
-            tile.listed_steps, tile.start_offset,
+            listed_steps=tile.listed_steps, start_offset=tile.start_offset,
         )  # fmt: skip
     return following
 
 
 @gluon.jit
 def tile_work(tile, problem, config):
-    """What is done for a key tile."""
+    """The work for a key tile."""
     group = problem.group
     head_kv = tile.head_kv
     heads_kv = problem.heads_kv
@@ -414,8 +409,8 @@ def tile_work(tile, problem, config):
         if not config.PACKED:
             begin_k = tile.sequence * problem.rows_k
     begin, full_begin, full_end, end = query_tile_ranges(
-        tile.first_key, keys, shift, seq_q, problem.window.left, problem.window.right,
-        config.KEYS, config.M, config.HAS_LEFT, config.HAS_RIGHT,
+        tile.first_key, keys, shift, seq_q, problem.window.left, problem.window.right, config.KEYS, M=config.M,
+        HAS_LEFT=config.HAS_LEFT, HAS_RIGHT=config.HAS_RIGHT,
     )  # fmt: skip
     if config.KEY_LENGTHS:
         end = gl.where(tile.first_key < keys, end, begin)
@@ -486,8 +481,8 @@ def _locate_line(tile, problem, config):
 def visited_tile(work, tile, config):
     """The query tile of a step that would have `tile` if the key tile went down from the last one.
 
-    Where it goes up, the tiles from `reversed_from` on, which are unmasked, come in the opposite order, each in the
-    place of its mirror image. So `tile` will do for masks. Where it began `start_offset` tiles further down, without a
+    If it goes up, the tiles from `reversed_from` on, which are unmasked, come in the opposite order, each in the
+    place of its mirror image, so `tile` will do for masks. If it began `start_offset` tiles further down, without a
     mask, all are shifted.
     """
     if config.REVERSES_WALKS:
@@ -509,7 +504,7 @@ def key_tile_step(work, index, config):
     """Step number `index` of a key tile. With a block mask the producer publishes it instead.
 
     Query tiles come from the last to the first, unless the line is reversed, and all heads of a tile come before the
-    next tile. So thread blocks of a line that began together read the same queries at the same time, with or without a
+    next tile, so thread blocks of a line that began together read the same queries at the same time, with or without a
     causal mask. In order, each follows the one before it by a single step.
     """
     tile = work.first_tile + work.direction * (index // work.group)
@@ -534,7 +529,7 @@ def _rotated(tile, work, config):
 
 @gluon.jit
 def info_slot(count, config, shared):
-    """Where the info of step number `count` lies."""
+    """The place of the info of step number `count`."""
     return count % (shared.q.STAGES + config.DSCORE_STAGES)
 
 
@@ -634,7 +629,9 @@ def compute_p(
     QUERIES: gl.constexpr = config.M // config.PARTS
     query = step.tile * config.M + part * QUERIES
     visited = visited_tile(work, step.tile, config) * config.M + part * QUERIES
-    s, inner = modified_scores(s, positions, visited, first_key, step.head, tables, work, problem, config)
+    s, inner = modified_scores(
+        s, positions, visited, first_key, step.head, tables, work, problem=problem, config=config
+    )
     if config.TILE_K > 0:
         if kind != FULL:
             column = step.tile * config.PARTS + part
@@ -661,17 +658,18 @@ def load_tables(
     QUERIES: gl.constexpr = config.M // config.PARTS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     side = problem.side
-    bias = 0
-    mask = 0
+    bias, mask = 0, 0
     if bias_tiles is not None:
         tile = bias_tiles.index(slot.place * (config.KEYS // ROWS) + WHICH)
         bias = moved_bias(tile, part * QUERIES, QUERIES, s_layout, True)
     elif side.bias is not None:
         bias = _load_table(
-            side.bias, problem.numbers.bias, config.BIAS_COLUMN, first_key, step, part, work, config, 0.0
+            side.bias, problem.numbers.bias, config.BIAS_COLUMN, first_key, step, part, work, config=config, OTHER=0.0
         )
     if side.mask is not None:
-        mask = _load_table(side.mask, problem.numbers.mask, config.MASK_COLUMN, first_key, step, part, work, config, 0)
+        mask = _load_table(
+            side.mask, problem.numbers.mask, config.MASK_COLUMN, first_key, step, part, work, config=config, OTHER=0
+        )
     read = 0
     if config.SCORE_READS is not None:
         first_query = visited_tile(work, step.tile, config) * config.M + part * QUERIES
@@ -693,7 +691,9 @@ def _load_table(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     query = visited_tile(work, step.tile, config) * config.M + part * QUERIES
     first = head_table(pointer, numbers, work.sequence, work.first_head + step.head)
-    return load_table(first, numbers, STRIDE_COLUMN, query, first_key, QUERIES, ROWS, s_layout, OTHER, True)
+    return load_table(
+        first, numbers, STRIDE_COLUMN, query, first_key, QUERIES, ROWS, layout=s_layout, OTHER=OTHER, TRANSPOSED=True
+    )
 
 
 @gluon.jit
@@ -709,7 +709,7 @@ def group_head_dropout(head, work, problem):
 @gluon.jit
 def step_dropout(dropout, step, work, problem, config):
     """The same of a step, from that of the step before. Its words take ten rounds of Philox, one after another, as long
-    as a product. So they are computed anew only where several heads visit the keys, and while a product is in flight.
+    as a product, so they are computed anew only where several heads visit the keys, and while a product is in flight.
     Beside a score function there are no registers to keep them in."""
     if problem.side.dropout_seed is not None:
         if config.SCORE_FUNCTION is not None:
@@ -761,7 +761,7 @@ def compute_ds(inner, config):
 @gluon.jit
 def signed_by_dropout(p, dropout, first_query, first_key):
     """The weights `pᵀ` that dropout keeps, which it does not scale yet, and all weights, with a minus before those that
-    it drops. So which these are takes no registers."""
+    it drops, so which these are takes no registers."""
     layout: gl.constexpr = p.type.layout
     kept = kept_weights(dropout, first_query, first_key, p.shape[1], p.shape[0], layout, True)
     return gl.where(kept, p, 0.0), gl.where(kept, p, -p)

@@ -49,8 +49,18 @@ from flashtile.ops.attention.hopper.backward_tiles import (
     tile_work,
     with_dropout,
 )
-from flashtile.ops.attention.hopper.blocks import EMPTY, FULL, BlockLists, line_entries, load_tile_kind, make_tile_info
-from flashtile.ops.attention.hopper.modifiers import MovedBias, bias_bytes, make_bias_tiles, move_bias
+from flashtile.ops.attention.hopper.modifiers import (
+    EMPTY,
+    FULL,
+    BlockLists,
+    MovedBias,
+    bias_bytes,
+    line_entries,
+    load_tile_kind,
+    make_bias_tiles,
+    make_tile_info,
+    move_bias,
+)
 from flashtile.ops.attention.hopper.primitives import (
     Chunks,
     Slot,
@@ -240,7 +250,7 @@ def _own_tile(problem, work, config, QUERY_TILES: gl.constexpr):
         shift = 0 if config.TOP_LEFT else problem.rows_k - problem.rows_q
         seen_begin, _, _, seen_end = query_tile_ranges(
             first_key, problem.rows_k, shift, problem.rows_q, problem.window.left, problem.window.right, KEYS,
-            config.M, config.HAS_LEFT, config.HAS_RIGHT,
+            M=config.M, HAS_LEFT=config.HAS_LEFT, HAS_RIGHT=config.HAS_RIGHT,
         )  # fmt: skip
         hidden = (first_query_tile >= seen_end) | (first_query_tile + QUERY_TILES <= seen_begin)
         end = gl.where(hidden, begin, end)
@@ -287,7 +297,7 @@ def _key_tile_work(tile, sharer, problem, config):
 
 @gluon.constexpr_function
 def _told(config):
-    """Which fields of a `Sharer` mean something, in their order."""
+    """The fields of a `Sharer` that mean something, in their order."""
     return (True, True, config.PACKED, config.PACKED, config.PACKED, config.PACKED)
 
 
@@ -299,7 +309,7 @@ def _receive_sharer(queue, count, config):
 
 @gluon.jit
 def _hidden(slot, count, shared):
-    """The slot. Where all rings have a single stage it has an address that no compiler sees: ptxas would keep the
+    """The slot. If all rings have a single stage it has an address that no compiler sees: ptxas would keep the
     descriptors of all products in registers, of which there are too few, and get some wrong."""
     if shared.q.STAGES == 1:
         slot = Slot(slot.place + hidden_zero(count), slot.phase)
@@ -323,7 +333,7 @@ def load_tiles(
     for which in gl.static_range(QUERY_TILES):
         move_bias(
             descriptors.bias, bias.tiles, which, tile.sequence, tile.head, _query_tile(tile, which, problem) * config.M,
-            tile.first_key, full, WARPGROUPS, True,
+            tile.first_key, barrier=full, PARTS=WARPGROUPS, ALONG_KEYS=True,
         )  # fmt: skip
     if _leaves_out(config):
         _load_visited(SHARED_BY_HEADS, tile, config, shared, descriptors, problem)
@@ -335,7 +345,7 @@ def load_tiles(
             load_keys(work, count, config, shared, descriptors, problem)
             for which in gl.static_range(QUERY_TILES):
                 step = Step(head, _query_tile(tile, which, problem))
-                load_queries(work, count * QUERY_TILES + which, step, FULL, 0, config, shared, descriptors)
+                load_queries(work, count * QUERY_TILES + which, step, FULL, 0, config, shared, descriptors=descriptors)
 
 
 @gluon.jit
@@ -359,7 +369,7 @@ def _load_visited(SHARED_BY_HEADS: gl.constexpr, tile, config, shared, descripto
         if visited:
             publish_tile(shared.queue, count, sharer, _told(config))
             load_keys(work, count, config, shared, descriptors, problem)
-            load_queries(work, count, Step(head, query_tile), kind, 0, config, shared, descriptors)
+            load_queries(work, count, Step(head, query_tile), kind, 0, config, shared, descriptors=descriptors)
             count += 1
     publish_tile(shared.queue, count, Sharer(-1, 0), _told(config))
 
@@ -381,8 +391,9 @@ def sum_tile(
         sharer = _receive_sharer(shared.queue, count, config)
         while sharer.sequence >= 0:
             first, second = _add_sharer(
-                first, second, count, sharer, QUERY_TILES, tile, config, shared, bias.tiles, problem, WHICH
-            )
+                first, second, count, sharer, QUERY_TILES, tile, config, shared=shared, bias_tiles=bias.tiles,
+                problem=problem, WHICH=WHICH,
+            )  # fmt: skip
             count += 1
             sharer = _receive_sharer(shared.queue, count, config)
     else:
@@ -390,8 +401,9 @@ def sum_tile(
             count = number - tile.begin
             sharer = _sharer(tile, number, problem, config, SHARED_BY_HEADS)
             first, second = _add_sharer(
-                first, second, count, sharer, QUERY_TILES, tile, config, shared, bias.tiles, problem, WHICH
-            )
+                first, second, count, sharer, QUERY_TILES, tile, config, shared=shared, bias_tiles=bias.tiles,
+                problem=problem, WHICH=WHICH,
+            )  # fmt: skip
     _store(first, 0, tile, gradient_ptr, config, work, WHICH)
     if QUERY_TILES > 1:
         _store(second, 1, tile, gradient_ptr, config, work, WHICH)
@@ -407,11 +419,15 @@ def _add_sharer(
     slot = _hidden(shared.k.slot(count, WHICH), count, shared)
     shared.k.acquire(slot)
     shared.v.acquire(slot)
-    first += _score_gradients(count, 0, QUERY_TILES, head, slot, tile, work, config, shared, bias_tiles, problem, WHICH)
+    first += _score_gradients(
+        count, 0, QUERY_TILES, head, slot, tile, work, config=config, shared=shared, bias_tiles=bias_tiles,
+        problem=problem, WHICH=WHICH,
+    )  # fmt: skip
     if QUERY_TILES > 1:
         second += _score_gradients(
-            count, 1, QUERY_TILES, head, slot, tile, work, config, shared, bias_tiles, problem, WHICH
-        )
+            count, 1, QUERY_TILES, head, slot, tile, work, config=config, shared=shared, bias_tiles=bias_tiles,
+            problem=problem, WHICH=WHICH,
+        )  # fmt: skip
     shared.k.release(slot)
     shared.v.release(slot)
     return first, second
@@ -439,13 +455,16 @@ def _score_gradients(
     s = start_transposed(shared.k.operand(key_slot), q.operand(slot), 0, zeros, q.TAIL)  # [64, M]
     dout.acquire(slot)
     dp = start_transposed(shared.v.operand(key_slot), dout.operand(slot), 0, zeros, dout.TAIL)  # [64, M]
-    s, lse = subtract_statistic(s, None, shared.statistics, slot, LSE, 0, config.M, config)
+    s, lse = subtract_statistic(s, None, shared.statistics, slot, LSE, 0, config.M, config=config)
     dropout = group_head_dropout(step.head, work, problem)
-    tables = load_tables(first_key, Slot(which, 0), step, 0, work, bias_tiles, problem, config, WHICH)
+    tables = load_tables(first_key, Slot(which, 0), step, 0, work, bias_tiles, problem, config=config, WHICH=WHICH)
     s = warpgroup_mma_wait(2 if dout.TAIL > 0 else 1, [s])
-    p, _ = compute_p(s, lse, positions, first_key, step, kind, tables, 0, work, config, problem, blocks, config.MASKS)
-    _, p = with_dropout(p, dropout, first_key, step, 0, work, config, problem)
-    dp, delta = subtract_statistic(dp, None, shared.statistics, slot, DELTA, 0, config.M, config)
+    p, _ = compute_p(
+        s, lse, positions, first_key, step, kind, tables, part=0, work=work, config=config, problem=problem,
+        blocks=blocks, MASK=config.MASKS,
+    )  # fmt: skip
+    _, p = with_dropout(p, dropout, first_key, step, 0, work, config, problem=problem)
+    dp, delta = subtract_statistic(dp, None, shared.statistics, slot, DELTA, 0, config.M, config=config)
     dp = warpgroup_mma_wait(0, [dp])
     dout.release(slot)
     q.release(slot)

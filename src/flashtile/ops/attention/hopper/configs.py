@@ -370,7 +370,7 @@ def matches_scores(call: Call) -> bool:
     )
 
 
-#: What `table_bytes` counts for a bias that TMA brings.
+#: The bytes that `table_bytes` counts for a bias that TMA brings.
 BIAS_BYTES = 2
 
 

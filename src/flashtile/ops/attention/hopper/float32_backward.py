@@ -57,7 +57,7 @@ def attention_float32_dv_kernel(
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr, MASKS: gl.constexpr,
 ):  # fmt: skip
     """dv of 128 keys, 64 of each of two warpgroups. Constants: `wide_backward.KernelConfig`."""
-    config = dense_config(True, 2 * ROWS, 1, 1, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
+    config = dense_config(True, 2 * ROWS, 1, 1, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS=MASKS)
     keys = make_ring(Chunks(k_desc, None), 2 * PARTS, 0)
     visited = Operands(
         of_scores=make_ring(Chunks(q_desc, None), PARTS, 2), of_values=make_ring(Chunks(dout_desc, None), PARTS, 2)
@@ -82,7 +82,7 @@ def attention_float32_dk_dq_kernel(
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr, MASKS: gl.constexpr,
 ):  # fmt: skip
     """dk of 64 keys, or dq of 64 queries. Constants: `wide_backward.KernelConfig`."""
-    config = dense_config(OF_KEYS, ROWS, 1, 1, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
+    config = dense_config(OF_KEYS, ROWS, 1, 1, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS=MASKS)
     shared = Shared(
         own=Operands(
             of_scores=make_ring(Chunks(own_scores_desc, None), PARTS, 0),
@@ -151,7 +151,7 @@ def sum_values(
         p = compute_p(s, lse, first, step, work, problem, config)
         total = add_product(total, p, visited.of_values, turn, 0)
         step = step_after(work, step, config)
-    store_sums(total, 1.0, 0, dv_ptr, first, work, problem, config, HEAD_DIM_V)
+    store_sums(total, 1.0, 0, dv_ptr, first, work, problem, config=config, HEAD_DIM=HEAD_DIM_V)
 
 
 @gluon.jit
@@ -174,7 +174,7 @@ def weigh(config, shared, gradient_ptr, statistics_ptr, problem, HEAD_DIM: gl.co
         ds = exchange.place.load(product_layout(ROWS))
         total = add_product(total, ds, visited.of_scores, turn, 0)
         step = step_after(work, step, config)
-    store_sums(total, problem.scale, 0, gradient_ptr, work.first, work, problem, config, HEAD_DIM)
+    store_sums(total, problem.scale, 0, gradient_ptr, work.first, work, problem, config=config, HEAD_DIM=HEAD_DIM)
 
 
 @gluon.jit
@@ -197,7 +197,7 @@ def differentiate(config, shared, gradient_ptr, statistics_ptr, problem, HEAD_DI
         mbarrier.arrive(exchange.gradients_there.index(0), count=1)
         total = add_product(total, ds, visited.of_scores, turn, HALF)
         step = step_after(work, step, config)
-    store_sums(total, problem.scale, HALF, gradient_ptr, work.first, work, problem, config, HEAD_DIM)
+    store_sums(total, problem.scale, HALF, gradient_ptr, work.first, work, problem, config=config, HEAD_DIM=HEAD_DIM)
 
 
 # Products of parts
@@ -211,9 +211,9 @@ def step_turn(index, step):
 
 @gluon.jit
 def part_slot(turn, PLACE: gl.constexpr):
-    """The slot of a part in its turn: a ring has a place for each part of a step.
+    """The slot of a part in its turn: a ring has a place for each part of a step,
 
-    So it lies at a constant place. If the compiler saw that, it would keep the descriptors of all products in
+    so it lies at a constant place. If the compiler saw that, it would keep the descriptors of all products in
     registers, which the loops do not have.
     """
     return Slot(PLACE + turn.zero, turn.phase)
@@ -269,15 +269,15 @@ def add_product(total, a, visited, turn, COLUMN: gl.constexpr):
         visited.acquire(part_slot(turn, part))
     COLUMNS: gl.constexpr = total.shape[1]
     product = gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
-    product = start_columns(product, middle, visited, MIDDLE, turn, COLUMN, COLUMNS, False)
-    product = start_columns(product, low, visited, HIGH, turn, COLUMN, COLUMNS, True)
-    product = start_columns(product, high, visited, LOW, turn, COLUMN, COLUMNS, True)
-    product = start_columns(product, middle, visited, HIGH, turn, COLUMN, COLUMNS, True)
-    product = start_columns(product, high, visited, MIDDLE, turn, COLUMN, COLUMNS, True)
+    product = start_columns(product, middle, visited, MIDDLE, turn, COLUMN, COLUMNS, ADDS=False)
+    product = start_columns(product, low, visited, HIGH, turn, COLUMN, COLUMNS, ADDS=True)
+    product = start_columns(product, high, visited, LOW, turn, COLUMN, COLUMNS, ADDS=True)
+    product = start_columns(product, middle, visited, HIGH, turn, COLUMN, COLUMNS, ADDS=True)
+    product = start_columns(product, high, visited, MIDDLE, turn, COLUMN, COLUMNS, ADDS=True)
     product = without_nan(warpgroup_mma_wait(0, [product]))
     visited.release(part_slot(turn, MIDDLE))
     visited.release(part_slot(turn, LOW))
-    product = start_columns(product, high, visited, HIGH, turn, COLUMN, COLUMNS, True)
+    product = start_columns(product, high, visited, HIGH, turn, COLUMN, COLUMNS, ADDS=True)
     product = warpgroup_mma_wait(0, [product])
     visited.release(part_slot(turn, HIGH))
     return total + product

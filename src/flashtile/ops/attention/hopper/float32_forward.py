@@ -42,7 +42,7 @@ from flashtile.ops.attention.hopper.wide_backward import (
 
 
 class Results(NamedTuple):
-    """Where out and lse go."""
+    """Addresses of out and lse."""
 
     out_ptr: Any
     lse_ptr: Any
@@ -57,7 +57,7 @@ def attention_float32_forward_kernel(
 ):  # fmt: skip
     """`STAYING`: chunks of queries of each warpgroup that stay on chip. `PLACES`: for the tiles that stream to each.
     The others: `KernelConfig`."""
-    config = dense_config(False, M, CHUNKS, VALUE_CHUNKS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
+    config = dense_config(False, M, CHUNKS, VALUE_CHUNKS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS=MASKS)
     loads = Loads(q_desc, k_desc, v_desc)
     first = make_rings(0, loads, config, STAYING, PLACES)
     second = make_rings(1, loads, config, STAYING, PLACES)
@@ -102,7 +102,7 @@ def attend(
         row_sum = row_sum * decay + gl.sum(p, 1)
         out, read = add_products(out, decay, p, rings.stream, read)
         step = step_after(work, step, config)
-    store_results(WHICH, out, row_sum, top, results, work, problem, config, HEAD_DIM_V)
+    store_results(WHICH, out, row_sum, top, results, work, problem, config=config, HEAD_DIM_V=HEAD_DIM_V)
 
 
 @gluon.jit
@@ -164,7 +164,7 @@ def load_operands(
     STREAMING: gl.constexpr = FIRST + STAYING * STRIDE
     work = tile_work(problem, config)
     own = HeadRows(work.sequence, work.own_head, 0, 0)
-    load_staying(own_ring, STAYING, FIRST, STRIDE, COUNT, loads.own, own, work.first)
+    load_staying(own_ring, STAYING, FIRST, STRIDE, COUNT, loads.own, own, row=work.first)
     loaded = 0
     step = first_step(work)
     for _ in range(work.steps):
@@ -203,7 +203,7 @@ def load_chunk(stream, loaded, chunk, COUNT: gl.constexpr, descriptor, rows, row
 
 @gluon.jit
 def parts_column(chunk, PART: gl.constexpr, COUNT: gl.constexpr):
-    """Where a tile begins in a row of parts of `COUNT` chunks each."""
+    """The begin of a tile in a row of parts of `COUNT` chunks each."""
     return PART * (COUNT * CHUNK) + chunk * CHUNK
 
 
@@ -376,7 +376,8 @@ def load_share(WHICH: gl.constexpr, STAYING: gl.constexpr, config, rings, loads,
     """Producer of a warpgroup: its chunks."""
     load_operands(
         resident_chunks(WHICH, STAYING, config.CHUNKS), WHICH, config.CHUNKS, first_result_chunk(WHICH),
-        config.VALUE_CHUNKS, config.VALUE_CHUNKS, SHARERS, config, rings.own, rings.stream, loads, problem,
+        config.VALUE_CHUNKS, config.VALUE_CHUNKS, SHARERS, config=config, own_ring=rings.own, stream=rings.stream,
+        loads=loads, problem=problem,
     )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def attention_float32_wide_dv_kernel(
 ):  # fmt: skip
     """dv of 64 keys. `STAYING`: chunks of keys of each warpgroup that stay on chip. `PLACES`: for the tiles that stream
     to each. The others: `KernelConfig`."""
-    config = dense_config(True, ROWS, CHUNKS, VALUE_CHUNKS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
+    config = dense_config(True, ROWS, CHUNKS, VALUE_CHUNKS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS=MASKS)
     loads = Loads(k_desc, q_desc, dout_desc)
     first = make_rings(0, loads, config, STAYING, PLACES)
     second = make_rings(1, loads, config, STAYING, PLACES)
@@ -88,7 +88,7 @@ def attention_float32_wide_dk_dq_kernel(
 ):  # fmt: skip
     """dk of 64 keys, or dq of 64 queries. `STAYING_SCORES`, `STAYING_VALUES`: own chunks that stay on chip.
     `WEIGHT_PLACES`, `GRADIENT_PLACES`: for the tiles that stream to either consumer. The others: `KernelConfig`."""
-    config = dense_config(OF_KEYS, ROWS, CHUNKS, VALUE_CHUNKS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS)
+    config = dense_config(OF_KEYS, ROWS, CHUNKS, VALUE_CHUNKS, HAS_LEFT, HAS_RIGHT, TOP_LEFT, MASKS=MASKS)
     shared = Shared(
         own_scores=make_ring(Chunks(own_scores_desc, None), STAYING_SCORES * PARTS, 0),
         own_values=make_ring(Chunks(own_values_desc, None), STAYING_VALUES * PARTS, 0),
@@ -122,8 +122,8 @@ def attention_float32_wide_dk_dq_kernel(
 def load_for_weights(STAYING: gl.constexpr, config, shared, loads, problem):
     """Loads what `weigh` multiplies."""
     load_operands(
-        STAYING, 0, config.CHUNKS, 0, first_half(config), config.CHUNKS, 1, config, shared.own_scores,
-        shared.for_weights, loads, problem,
+        STAYING, 0, config.CHUNKS, 0, first_half(config), config.CHUNKS, 1, config=config, own_ring=shared.own_scores,
+        stream=shared.for_weights, loads=loads, problem=problem,
     )  # fmt: skip
 
 
@@ -131,8 +131,8 @@ def load_for_weights(STAYING: gl.constexpr, config, shared, loads, problem):
 def load_for_gradients(STAYING: gl.constexpr, config, shared, loads, problem):
     """Loads what `differentiate` multiplies."""
     load_operands(
-        STAYING, 0, config.VALUE_CHUNKS, first_half(config), config.CHUNKS, config.CHUNKS, 1, config,
-        shared.own_values, shared.for_gradients, loads, problem,
+        STAYING, 0, config.VALUE_CHUNKS, first_half(config), config.CHUNKS, config.CHUNKS, 1, config=config,
+        own_ring=shared.own_values, stream=shared.for_gradients, loads=loads, problem=problem,
     )  # fmt: skip
 
 
@@ -156,7 +156,9 @@ def sum_values(
         p = compute_p(s, lse, work.first, step, work, problem, config)
         total, read = add_products(total, None, p, rings.stream, read)
         step = step_after(work, step, config)
-    store_chunks(total, 1.0, first_result_chunk(WHICH), SHARERS, dv_ptr, work, problem, config, HEAD_DIM_V)
+    store_chunks(
+        total, 1.0, first_result_chunk(WHICH), SHARERS, dv_ptr, work, problem, config=config, HEAD_DIM=HEAD_DIM_V
+    )
 
 
 @gluon.constexpr_function
@@ -184,7 +186,7 @@ def weigh(STAYING: gl.constexpr, config, shared, gradient_ptr, statistics_ptr, p
         ds = exchange.place.load(product_layout(ROWS))
         total, read = add_products(total, None, ds, stream, read)
         step = step_after(work, step, config)
-    store_chunks(total, problem.scale, 0, 1, gradient_ptr, work, problem, config, HEAD_DIM)
+    store_chunks(total, problem.scale, 0, 1, gradient_ptr, work, problem, config=config, HEAD_DIM=HEAD_DIM)
 
 
 @gluon.jit
@@ -207,7 +209,9 @@ def differentiate(
         mbarrier.arrive(exchange.gradients_there.index(0), count=1)
         total, read = add_products(total, None, ds, stream, read)
         step = step_after(work, step, config)
-    store_chunks(total, problem.scale, first_half(config), 1, gradient_ptr, work, problem, config, HEAD_DIM)
+    store_chunks(
+        total, problem.scale, first_half(config), 1, gradient_ptr, work, problem, config=config, HEAD_DIM=HEAD_DIM
+    )
 
 
 @gluon.jit
@@ -218,6 +222,6 @@ def store_chunks(
     """Stores the sums of the own rows, times `scale`: every `STRIDE`-th chunk of the gradient from `FIRST` on."""
     for chunk in gl.static_range(len(total)):
         store_sums(
-            total[chunk], scale, (FIRST + chunk * STRIDE) * CHUNK, gradient_ptr, work.first, work, problem, config,
-            HEAD_DIM,
+            total[chunk], scale, (FIRST + chunk * STRIDE) * CHUNK, gradient_ptr, work.first, work, problem,
+            config=config, HEAD_DIM=HEAD_DIM,
         )  # fmt: skip

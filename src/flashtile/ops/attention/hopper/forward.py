@@ -34,15 +34,6 @@ from flashtile._backends.launch import int32
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.parameters import SideParameters, window_parameters
 from flashtile.ops.attention.gpu.score_functions import captured_parameters
-from flashtile.ops.attention.hopper.blocks import (
-    FULL,
-    TILE_KIND,
-    TILE_NUMBER,
-    BlockLists,
-    load_bits,
-    make_tile_info,
-    read_tile_info,
-)
 from flashtile.ops.attention.hopper.cache import CachedRows
 from flashtile.ops.attention.hopper.forward_producer import (
     Rings,
@@ -81,11 +72,18 @@ from flashtile.ops.attention.hopper.forward_softmax import (
     weights_by_sums,
 )
 from flashtile.ops.attention.hopper.modifiers import (
+    FULL,
+    TILE_KIND,
+    TILE_NUMBER,
+    BlockLists,
     MovedBias,
     distance_shift,
     head_table,
+    load_bits,
     make_bias_tiles,
+    make_tile_info,
     near_shift,
+    read_tile_info,
 )
 from flashtile.ops.attention.hopper.parameters import key_rows_apart, score_units
 from flashtile.ops.attention.hopper.primitives import (
@@ -158,7 +156,7 @@ class Tensors(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What every role knows of the call.
+    """The facts of the call that every role knows.
 
     Attributes:
         side, numbers: the side inputs (`parameters`).
@@ -227,7 +225,7 @@ class BlockMask(NamedTuple):
 
 
 class View(NamedTuple):
-    """Which keys a consumer's rows see. `row` `[M]`: its rows, from `first` on; `shift`: the key of row 0's diagonal;
+    """The keys that a consumer's rows see. `row` `[M]`: its rows, from `first` on; `shift`: key of row 0's diagonal;
     `distance_shift`, `near_shift`: as the functions of `scores`; `keys`: how many there are; `tiles`: the key tiles to
     visit."""
 
@@ -430,7 +428,7 @@ def consume(WHICH: gl.constexpr, config, queue, rings, output, problem, blocks):
     while tile.first >= 0:
         tiles_received += 1
         tile, key_tiles = consume_tile(
-            tile, tiles_received, key_tiles, config, queue, rings, output, problem, blocks, WHICH
+            tile, tiles_received, key_tiles, config, queue, rings, output, problem=problem, blocks=blocks, WHICH=WHICH
         )
     tma_store_wait(0)
 
@@ -445,7 +443,7 @@ def consume_tile(
     v = rings.v
     s_layout: gl.constexpr = product_layout(k.ROWS, k.tiles.dtype.primitive_bitwidth)
     ROWS: gl.constexpr = config.CONSUMERS * M
-    # Where a tile has more rows than a key tile has keys, a band often hides whole key tiles from a consumer.
+    # If a tile has more rows than a key tile has keys, a band often hides whole key tiles from a consumer.
     SKIPS: gl.constexpr = (config.HAS_LEFT or config.HAS_RIGHT) and config.TILE_Q == 0 and ROWS > k.ROWS
     # With a single stage the producer has to wait for the key tiles that are left out before it finds the next tile.
     LEAVES_OUT_FIRST: gl.constexpr = SKIPS and config.HAS_LEFT and config.ONE_STAGE
@@ -467,8 +465,8 @@ def consume_tile(
     first = tile.first + WHICH * M
     row = first + gl.arange(0, M, gl.SliceLayout(1, s_layout))
     visited, before, after = consumer_key_tiles(
-        tile.first, first, rows.length, shift, keys, problem.window.left, problem.window.right, ROWS, k.ROWS,
-        config.HAS_LEFT, config.HAS_RIGHT, SKIPS,
+        tile.first, first, rows.length, shift, keys, problem.window.left, problem.window.right, ROWS=ROWS, N=k.ROWS,
+        HAS_LEFT=config.HAS_LEFT, HAS_RIGHT=config.HAS_RIGHT, SKIPS=SKIPS,
     )  # fmt: skip
     if SKIPS:
         key_tiles = skip_key_tiles(before, key_tiles, rings, config, WHICH)
@@ -500,8 +498,8 @@ def consume_tile(
         tiles=visited,
     )
     cap_scale = head_cap_scale(problem.units, factor)
-    modifiers = HeadModifiers(problem.numbers, unit, cap_scale, slope, bias, mask, dropout, function)
-    attended = attend(query, q_slot, key_tiles, modifiers, view, blocks, rings, config, WHICH)
+    modifiers = HeadModifiers(problem.numbers, unit, cap_scale, slope, bias, mask, dropout, function=function)
+    attended = attend(query, q_slot, key_tiles, modifiers, view, blocks, rings, config=config, WHICH=WHICH)
     v.acquire(attended.slot)
     out = start_values(attended.p, attended.out, v, attended.slot)
     if not config.Q_IN_REGISTERS and config.OUT_PLACES > 0:
@@ -518,7 +516,10 @@ def consume_tile(
     if LEAVES_OUT_FIRST:
         following = receive_query_tile(queue, tiles_received, config)
     column = value_column(part, rings, config)
-    store_epilogue(out, inverse, rows, first, column, tiles_received, rings, q_slot, output, config, WHICH)
+    store_epilogue(
+        out, inverse, rows, first, column, tiles_received, rings, q_slot=q_slot, output=output, config=config,
+        WHICH=WHICH,
+    )  # fmt: skip
     return following, key_tiles
 
 
@@ -575,9 +576,9 @@ def attend(query, q_slot, key_tiles, modifiers, view, blocks, rings, config, WHI
     n, kind, bits = key_tile_at(view.tiles.end - 1, slot, view, blocks, k, config)
     query_here = step_query(query, q_slot, key_tiles, rings, s_layout, config)
     scores = start_scores(query_here, rings, slot, zeros, config)
-    tables = load_table_tiles(n, slot, modifiers, view, rings, config, s_layout, WHICH)
+    tables = load_table_tiles(n, slot, modifiers, view, rings, config, s_layout, WHICH=WHICH)
     s = wait_scores(scores, rings, slot, 0)
-    s = modify_scores(s, n, kind, bits, tables, modifiers, view, True, config)
+    s = modify_scores(s, n, kind, bits, tables, modifiers, view, MAY_CUT=True, config=config)
     reference = first_reference(row_maximum(s) * modifiers.scale_log2, dtype)
     probs = gl.exp2(exponents(s, modifiers.scale_log2, reference))
     softmax = Softmax(reference, first_sums(probs, dtype, config), largest_weights(probs, config))
@@ -588,12 +589,17 @@ def attend(query, q_slot, key_tiles, modifiers, view, blocks, rings, config, WHI
         key_tiles += 1
         query_here = step_query(query, q_slot, key_tiles, rings, s_layout, config)
         s, out, slot, n = scores_during_values(
-            query_here, p, out, v_slot, key_tiles, done, zeros, modifiers, view, blocks, rings, config, WHICH
-        )
+            query_here, p, out, v_slot, key_tiles, done, zeros, modifiers=modifiers, view=view, blocks=blocks,
+            rings=rings, config=config, WHICH=WHICH,
+        )  # fmt: skip
         if dtype == gl.float16:
-            p, softmax, out = weights_by_maxima(s, n, modifiers, view, softmax, out, v, v_slot, p_layout, config, WHICH)
+            p, softmax, out = weights_by_maxima(
+                s, n, modifiers, view, softmax, out, v, v_slot=v_slot, p_layout=p_layout, config=config, WHICH=WHICH
+            )
         else:
-            p, softmax, out = weights_by_sums(s, n, modifiers, view, softmax, out, v, v_slot, p_layout, config, WHICH)
+            p, softmax, out = weights_by_sums(
+                s, n, modifiers, view, softmax, out, v, v_slot=v_slot, p_layout=p_layout, config=config, WHICH=WHICH
+            )
     return Attended(p, out, softmax, key_tiles, slot)
 
 
@@ -620,9 +626,9 @@ def scores_during_values(
     if config.IN_TURN:
         end_turn(WHICH, config.CONSUMERS)
     n, kind, bits = key_tile_at(view.tiles.begin + view.tiles.end - 1 - done, slot, view, blocks, k, config)
-    tables = load_table_tiles(n, slot, modifiers, view, rings, config, s_layout, WHICH)
+    tables = load_table_tiles(n, slot, modifiers, view, rings, config, s_layout, WHICH=WHICH)
     s = wait_scores(scores, rings, slot, PRODUCTS)
-    s = modify_scores(s, n, kind, bits, tables, modifiers, view, MAY_CUT, config)
+    s = modify_scores(s, n, kind, bits, tables, modifiers, view, MAY_CUT=MAY_CUT, config=config)
     return s, out, slot, n
 
 

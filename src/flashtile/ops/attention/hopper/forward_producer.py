@@ -3,14 +3,6 @@
 from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import gl, gluon
-from flashtile.ops.attention.hopper.blocks import (
-    TILE_KIND,
-    TILE_NUMBER,
-    line_entries,
-    listed_line,
-    listed_tile,
-    write_tile_info,
-)
 from flashtile.ops.attention.hopper.cache import (
     KeyPlace,
     box_pages,
@@ -19,7 +11,18 @@ from flashtile.ops.attention.hopper.cache import (
     locate_in_cache,
     sequence_pages,
 )
-from flashtile.ops.attention.hopper.modifiers import bias_bytes, head_table, last_shown, move_bias
+from flashtile.ops.attention.hopper.modifiers import (
+    TILE_KIND,
+    TILE_NUMBER,
+    bias_bytes,
+    head_table,
+    last_shown,
+    line_entries,
+    listed_line,
+    listed_tile,
+    move_bias,
+    write_tile_info,
+)
 from flashtile.ops.attention.hopper.primitives import (
     Chunks,
     HeadRows,

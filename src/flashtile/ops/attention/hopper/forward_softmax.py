@@ -5,20 +5,20 @@ The reference `r` `[M]` cancels out of `o / l`. It only keeps powers of two with
 running maximum of a row. It moves when weights would leave the range of their dtype, and then `o` and `l` are rescaled.
 
 bfloat16 weights have all their bits from 2⁻¹²⁶ to 2¹²⁷. The reference is placed well above the first scores that a row
-sees, and stays until a weight passes 2³². The sums of a tile show that before the tile is multiplied by `v`. So the
+sees, and stays until a weight passes 2³². The sums of a tile show that before the tile is multiplied by `v`, so the
 loop needs no maxima, shuffles or rescaling, a third of the usual instructions. A tile with such a weight is
 exponentiated once more, against new references.
 
 float16 weights have all their bits from 2⁻¹⁴ to 2¹⁵. The reference is the maximum of the first tile, and stays until a
 score is larger by 15 in log2. The loop compares the maximum of each tile before it takes exponentials.
 
-Whether a reference moves is decided for each row by its own scores. So the bits of a row do not depend on other rows,
+Whether a reference moves is decided for each row by its own scores, so the bits of a row do not depend on other rows,
 nor on tiles that are hidden from it (`first_reference`, `first_sums`). A warp that has nothing to raise does not wait
 for one that has.
 
 FlashAttention-4 rescales lazily too, at a threshold of 8.
 
-What changes scores and weights is applied in this order, each an object that `modifiers` or `blocks` has:
+Modifiers of scores and weights are applied in this order, each an object that `modifiers` or `blocks` has:
 
 - once for a tile of queries, what belongs to its head (`consume_tile` in `forward`);
 - for each key tile, before the wait for the product: `load_table_tiles`, so that their latency passes meanwhile;
@@ -41,8 +41,8 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.blocks import FULL, where_visible
 from flashtile.ops.attention.hopper.modifiers import (
+    FULL,
     LEAST_UNIT,
     LOG2_E,
     TableTiles,
@@ -59,6 +59,7 @@ from flashtile.ops.attention.hopper.modifiers import (
     lowered_by_distance,
     moved_bias,
     raised_to_near,
+    where_visible,
 )
 from flashtile.ops.attention.hopper.primitives import (
     LN_2,
@@ -362,7 +363,7 @@ def larger(one, other, config):
 
 
 class HeadModifiers(NamedTuple):
-    """What changes the scores of one head of one sequence.
+    """The modifiers of the scores of one head of one sequence.
 
     Attributes:
         numbers: `parameters.SideNumbers`.
@@ -466,13 +467,14 @@ def load_table_tiles(n, slot, modifiers, view, rings, config, layout: gl.constex
     elif modifiers.bias is not None:
         # Past the end of the table NaN, so that too small a table is seen; rows past those of q count for nothing.
         bias = load_table(
-            modifiers.bias, modifiers.numbers.bias, config.BIAS_COLUMN, view.first, n * N, M, N, layout, float("nan"),
-            False,
+            modifiers.bias, modifiers.numbers.bias, config.BIAS_COLUMN, view.first, n * N, M, N, layout=layout,
+            OTHER=float("nan"), TRANSPOSED=False,
         )  # fmt: skip
     if modifiers.mask is not None:
         mask = load_table(
-            modifiers.mask, modifiers.numbers.mask, config.MASK_COLUMN, view.first, n * N, M, N, layout, 0, False
-        )
+            modifiers.mask, modifiers.numbers.mask, config.MASK_COLUMN, view.first, n * N, M, N, layout=layout, OTHER=0,
+            TRANSPOSED=False,
+        )  # fmt: skip
     read = 0
     if config.SCORE_READS is not None:
         function = modifiers.function
@@ -506,7 +508,7 @@ def modify_scores(s, n, kind, bits, tables, modifiers, view, MAY_CUT: gl.constex
         if (n < view.tiles.full_begin) | (n >= view.tiles.full_end):
             s = mask_scores(
                 s, view.row, n * s.shape[1], view.shift, view.keys, view.window_left, view.window_right,
-                config.HAS_LEFT, config.HAS_RIGHT,
+                HAS_LEFT=config.HAS_LEFT, HAS_RIGHT=config.HAS_RIGHT,
             )  # fmt: skip
     return s
 
@@ -524,7 +526,7 @@ def drop_weights(probs, n, modifiers, view):
 
 
 class Output(NamedTuple):
-    """Where results go: `tiles` in shared memory on their way out, as `Chunks`, which consumers that share one use in
+    """Places for results: `tiles` in shared memory on their way out, as `Chunks`, which consumers that share one use in
     turn (`free`), or None where out leaves through the place of the queries; `descriptors` of out; lse; and the largest
     scores, or None."""
 

@@ -94,7 +94,7 @@ class ForwardPlan(NamedTuple):
         return self.pipeline.plans["forward"]
 
     def runner(self) -> Callable[[Tensor, Tensor, Tensor, Aux], tuple[Tensor, ...]]:
-        """What enqueues the kernels, and returns what `forward` does."""
+        """The function that enqueues the kernels, and returns what `forward` does."""
         run_kernels, results, dynamic, device = self.pipeline.run, self.results, self.dynamic, self.kernel.device
 
         def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, ...]:
@@ -159,7 +159,7 @@ def plan_forward(call: Call) -> ForwardPlan:
 
 
 def _plan(call: Call) -> ForwardPlan:
-    """Of 16 and 8 bits."""
+    """A forward of 16 and 8 bits."""
     spec, aux, dtype = call.spec, call.aux, call.dtype
     config = forward_config(call)
     whole_rows, _ = whole_sizes(call)
@@ -167,7 +167,7 @@ def _plan(call: Call) -> ForwardPlan:
     check_programs("q", tiles * lines)
     has_work = 0 not in call.q.shape and call.rows_k
     programs = min(tiles * lines, config.resident * call.multiprocessors) if has_work else 0
-    # Where tiles are alike, each program takes its share in turn, which needs no atomics.
+    # If tiles are alike, each program takes its share in turn, which needs no atomics.
     uneven = call.bounded or spec.banded or aux.block_lists is not None or _same_for_all_rows(aux.mask)
     short = min(call.rows_q, call.rows_k) <= _SHORT_ROWS and not _keep_keys_near(config, call.rows_q)
     dynamic = (uneven or call.rows_k >= _LONG_KEYS or short) and tiles * lines > programs
@@ -230,7 +230,7 @@ def forward_kernel(
 
 
 def _moved_tensors(call: Call, config: HopperConfig, cache: CachedRows | None) -> dict[str, TmaTensor]:
-    """What TMA moves, by the parameters of the kernel: each tensor once for either chunk of its columns."""
+    """The tensors that TMA moves, by the parameters of the kernel: each tensor once for either chunk of its columns."""
     dtype, (by_query, by_key), bias = call.dtype, row_layouts(call), call.aux.bias
     bounded, keys = call.bounded, config.block_n
     if cache is not None:

@@ -1,4 +1,4 @@
-"""What changes scores and weights in the Hopper kernels: soft cap, ALiBi, bias, mask, dropout, factors of 8-bit inputs.
+"""Modifiers of scores and weights in the Hopper kernels: soft cap, ALiBi, bias, mask, dropout, factors of 8-bit inputs.
 
 What a call does not have is None when the kernel compiles.
 
@@ -13,7 +13,7 @@ over and over: without rows, a padding mask `[batch, 1, 1, seq_k]` is one vector
 
 **Dropout** keeps weights by the bits of `flashtile.ops.attention.philox`. One call of Philox2x32-7 gives two words, for
 the weights `(r, c)`, `(r, c+8)`, `(r+8, c)` and `(r+8, c+8)`. In the result of a product, one thread holds all four, of
-`S` as well as of `Sᵀ`. So the counters of a tile `[R, C]` are a tensor `[R/2, C/2]` in the layout in which each thread
+`S` as well as of `Sᵀ`, so the counters of a tile `[R, C]` are a tensor `[R/2, C/2]` in the layout in which each thread
 has the calls of its own weights, and no word moves. A call takes seven rounds of one wide multiplication and one
 exclusive or of three numbers.
 
@@ -31,7 +31,7 @@ from flashtile._backends.gluon import gl, gluon, tma_load
 from flashtile.ops.attention.gpu.score_functions import compiled
 from flashtile.ops.attention.gpu.score_source import SINE_SOURCE, function_source, reads_source, with_derivative_source
 from flashtile.ops.attention.gpu.score_writer import ScoreBounds
-from flashtile.ops.attention.hopper.primitives import matrix
+from flashtile.ops.attention.hopper.primitives import M, matrix, number_places, read_number, write_number
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -185,7 +185,7 @@ def move_bias(
     bias, tiles, place, sequence, head, query, key, barrier, PARTS: gl.constexpr, ALONG_KEYS: gl.constexpr
 ):  # fmt: skip
     """Producer: starts the loads of the tiles of stage `place` of a head's bias, from `query` and `key` on, beside each
-    other along queries or keys. Where a bias broadcasts along sequences or heads, its descriptor has one of them."""
+    other along queries or keys. If a bias broadcasts along sequences or heads, its descriptor has one of them."""
     sequence = gl.where(bias.numbers.stride_batch == 0, 0, sequence)
     head = gl.where(bias.numbers.stride_head == 0, 0, head)
     for part in gl.static_range(PARTS):
@@ -218,7 +218,7 @@ def load_table(
     It belongs to scores `[QUERIES, KEYS]`, TRANSPOSED `[KEYS, QUERIES]`, in the layout of a product, and comes in
     eights of their columns, `[rows, columns / 8, 8]` (`in_eights`), with 1 in the place of what broadcasts.
 
-    Which eight it is, is known when the kernel compiles. So a thread has an address for each of its rows, and constants
+    Which eight it is, is known when the kernel compiles, so a thread has an address for each of its rows, and constants
     for what lies beside.
     """
     ROWS: gl.constexpr = KEYS if TRANSPOSED else QUERIES
@@ -323,7 +323,7 @@ class HeadDropout(NamedTuple):
 
 @gluon.jit
 def head_dropout(side, numbers, sequence, head, heads):
-    """What `kept_weights` needs to know of a head, from the side inputs (`parameters`)."""
+    """Numbers of a head that `kept_weights` needs, from the side inputs (`parameters`)."""
     seed = gl.load(side.dropout_seed)
     offset = gl.load(side.dropout_seed + 1)
     origin = numbers.origin
@@ -345,7 +345,7 @@ def kept_weights(
     dropout, first_query, first_key, QUERIES: gl.constexpr, KEYS: gl.constexpr, layout: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """Which weights of a tile are kept: bool `[QUERIES, KEYS]`, TRANSPOSED `[KEYS, QUERIES]`, in the layout of a
+    """The weights of a tile that are kept: bool `[QUERIES, KEYS]`, TRANSPOSED `[KEYS, QUERIES]`, in the layout of a
     product of a warpgroup. `first_query` and `first_key` are multiples of 16, also in the numbers of the larger call.
     """
     ROWS: gl.constexpr = KEYS if TRANSPOSED else QUERIES
@@ -475,3 +475,163 @@ def gluon_reads(text: str, bounds: ScoreBounds | None, with_derivative: bool = F
     """The `@gluon.jit` function of its reads before the scores are there; None where there are none."""
     source = reads_source(text, bounds, with_derivative)
     return None if source is None else compiled(source, gluon.jit, _NAMES)
+
+
+# Walking over the tiles of a block mask in the Hopper kernels.
+#
+# The mask's lists name, for each line (a row of its tiles, in the backward a column), the tiles that have something
+# visible. The producer reads them. For each tile it publishes, through shared memory, the number and the kind: FULL,
+# EMPTY, or the place of the pattern. Consumers then read the bits of the pattern, one for each row and column of
+# their 64 rows: in the forward while the scores are computed, in the backward, which lacks the registers, after that.
+# Stored tiles are TILE_Q × TILE_K, multiples of the kernels' tiles. Both are 0 where there is no block mask.
+
+
+#: As in `flashtile.ops.attention.tile_lists`.
+FULL = gl.constexpr(-1)
+EMPTY = gl.constexpr(-2)
+
+#: Fields that a producer publishes of a listed tile, and how many they are: its number, its kind, and in the backward
+#: the head (counted from the first one) and how many tiles of keys add to its dq before this one.
+TILE_NUMBER, TILE_KIND, TILE_HEAD, TILE_TURN = (gl.constexpr(field) for field in range(4))
+TILE_INFO_FIELDS = gl.constexpr(4)
+
+
+class BlockLists(NamedTuple):
+    """The lists of a block mask. `numbers`: where in them the parts begin that a kernel reads, and how far apart the
+    lines of two batch entries and of two heads are (`parameters.BlockNumbers`)."""
+
+    lists_ptr: Any
+    numbers: Any
+
+
+@gluon.jit
+def _first_line(blocks, sequence, head):
+    """The first line of a head, among the lines of all heads."""
+    return sequence * blocks.numbers.stride_batch + head * blocks.numbers.stride_head
+
+
+@gluon.jit
+def line_entries(blocks, sequence, head, line):
+    """The begin and the end of the entries of a line."""
+    pointer = blocks.lists_ptr + blocks.numbers.offsets + _first_line(blocks, sequence, head) + line
+    return gl.load(pointer), gl.load(pointer + 1)
+
+
+@gluon.jit
+def listed_line(blocks, sequence, head, line, rows, exists, OTHER: gl.constexpr, TILE: gl.constexpr):
+    """The begin of the entries of a line of a packed call, and how many tiles of `OTHER` they list before row `rows`.
+
+    The lists are made for the longest sequence. Entries ascend, so those that begin past the end of a shorter one come
+    last. A sequence that does not `exist` has no line: rows past the last sequence.
+    """
+    pointer = blocks.lists_ptr + blocks.numbers.offsets + _first_line(blocks, sequence, head) + line
+    entry = gl.load(pointer, mask=exists, other=0)
+    low = entry
+    high = gl.load(pointer + 1, mask=exists, other=0)
+    while low < high:
+        middle = (low + high) // 2
+        if gl.load(blocks.lists_ptr + blocks.numbers.tiles + middle) * TILE < rows:
+            low = middle + 1
+        else:
+            high = middle
+    last = gl.load(blocks.lists_ptr + blocks.numbers.tiles + (low - 1), mask=low > entry, other=-1)
+    past_end = gl.maximum((last + 1) * (TILE // OTHER) - gl.cdiv(rows, OTHER), 0)
+    return entry, (low - entry) * (TILE // OTHER) - past_end
+
+
+@gluon.jit
+def load_tile_kind(blocks, entry, last_entry, tile):
+    """The kind of a tile of the line whose entries lie between these two; EMPTY where it is not listed. By one warp."""
+    STEP: gl.constexpr = 128
+    place = gl.arange(0, STEP, gl.BlockedLayout([STEP // 32], [32], [1], [0]))
+    kind = gl.to_tensor(EMPTY)
+    for first in range(entry, last_entry, STEP):
+        pointer = blocks.lists_ptr + first + place
+        inside = place < last_entry - first
+        tiles = gl.load(pointer + blocks.numbers.tiles, mask=inside, other=-1)
+        kinds = gl.load(pointer + blocks.numbers.kinds, mask=inside, other=EMPTY)
+        kind = gl.maximum(kind, gl.max(gl.where(tiles == tile, kinds, EMPTY), 0))  # EMPTY is the least
+    return kind
+
+
+@gluon.jit
+def listed_tile(blocks, entry, step, listed, OTHER: gl.constexpr, TILE: gl.constexpr):
+    """Number and kind of the kernel's tile `step` of a line whose entries begin at `entry`, where `TILE` is cut into
+    tiles of `OTHER`. A line without entries (not `listed`) has one, of which nothing is visible."""
+    place = blocks.lists_ptr + entry + step // (TILE // OTHER)
+    tile = gl.load(place + blocks.numbers.tiles, mask=listed, other=0) * (TILE // OTHER) + step % (TILE // OTHER)
+    return tile, gl.load(place + blocks.numbers.kinds, mask=listed, other=EMPTY)
+
+
+@gluon.jit
+def listed_rank(blocks, entry, step, OTHER: gl.constexpr, TILE: gl.constexpr):
+    """How many stored tiles are before that of `listed_tile` in the other list that it is in. The ranks of all entries
+    lie behind their kinds, as these do behind their numbers."""
+    numbers = blocks.numbers
+    return gl.load(blocks.lists_ptr + entry + step // (TILE // OTHER) + (2 * numbers.kinds - numbers.tiles))
+
+
+@gluon.jit
+def make_tile_info(PLACES: gl.constexpr):
+    """Room for what the producer publishes of so many listed tiles."""
+    return number_places(PLACES * TILE_INFO_FIELDS)
+
+
+@gluon.jit
+def write_tile_info(tile_info, place, FIELD: gl.constexpr, number):
+    """The producer's side, before the tile itself is announced."""
+    write_number(tile_info.index(place * TILE_INFO_FIELDS + FIELD), number)
+
+
+@gluon.jit
+def read_tile_info(tile_info, place, FIELD: gl.constexpr):
+    return read_number(tile_info.index(place * TILE_INFO_FIELDS + FIELD))
+
+
+@gluon.constexpr_function
+def _bits_layout(WORDS):
+    """Each thread has the words of both rows that it has scores of."""
+    words = [[0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
+    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([*words, [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, WORDS])
+
+
+@gluon.jit
+def load_bits(
+    blocks, kind, first_row, column, COLUMNS: gl.constexpr, TILE_ROWS: gl.constexpr, TILE_COLUMNS: gl.constexpr
+):
+    """`[64, COLUMNS / 32]` words: what is visible of the `column`-th tile of COLUMNS to 64 rows from `first_row` on. Of
+    a tile without a pattern nothing is read, and all words are 0."""
+    WORDS: gl.constexpr = COLUMNS // 32
+    layout: gl.constexpr = _bits_layout(WORDS)
+    # What all threads share first: then a thread's own part is a single offset.
+    base = blocks.lists_ptr + blocks.numbers.bits + kind.to(gl.int64) * (TILE_ROWS * TILE_COLUMNS // 32)
+    base += first_row % TILE_ROWS * (TILE_COLUMNS // 32) + column % (TILE_COLUMNS // COLUMNS) * WORDS
+    row = gl.arange(0, M, gl.SliceLayout(1, layout))[:, None]
+    word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
+    pattern = gl.zeros([M, WORDS], gl.int32, layout) + kind >= 0
+    return gl.load(base + (row * (TILE_COLUMNS // 32) + word), mask=pattern, other=0)
+
+
+@gluon.jit
+def where_visible(bits, x, OTHER: gl.constexpr):
+    """`x` `[64, C]`, fragments of a product, where the bit of an element is set in `bits` `[64, C / 32]`; else `OTHER`.
+
+    A thread has two neighbours of every eight columns. Which eight, and which neighbour, is known when the kernel
+    compiles; so words are shifted to the thread's own two once, and then each bit is a constant.
+    """
+    C: gl.constexpr = x.shape[1]
+    parts = gl.reshape(x, [M, C // 32, 4, 4, 2])
+    layout: gl.constexpr = parts.type.layout
+    of_word: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout)))
+    of_eight: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
+    of_two: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, layout))))
+    of_one: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    words = gl.convert_layout(bits, of_word, assert_trivial=True).to(gl.uint32)[:, :, None, None, None]
+    own = words >> (2 * gl.arange(0, 4, of_two)).to(gl.uint32)[None, None, None, :, None]
+    place = (
+        8 * gl.arange(0, 4, of_eight)[None, None, :, None, None] + gl.arange(0, 2, of_one)[None, None, None, None, :]
+    )
+    place = place.to(gl.uint32)
+    shown = gl.where(((own >> place) & 1) != 0, parts, OTHER)
+    return gl.convert_layout(gl.reshape(shown, x.shape), x.type.layout, assert_trivial=True)

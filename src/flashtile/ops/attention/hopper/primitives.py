@@ -32,7 +32,7 @@ _FIELDS, _FIELDS_OF_LISTED = gl.constexpr(7), gl.constexpr(8)
 
 
 class Chunks(NamedTuple):
-    """Descriptors, operands or sums of the chunks that a head_dim is cut into. Where one chunk holds the whole head,
+    """Descriptors, operands or sums of the chunks that a head_dim is cut into. If one chunk holds the whole head,
     nothing reads `tail`. It is None, or a placeholder where a function returns it, which Triton allows no None."""
 
     main: Any
@@ -49,7 +49,7 @@ class HeadRows(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Where a tile lies in a ring, and the parity of the barrier that says it is there."""
+    """The place of a tile in a ring, and the parity of the barrier that says it is there."""
 
     place: Any
     phase: Any
@@ -200,11 +200,11 @@ def make_ring(
     if READERS > 0:
         empty = barriers(STAGES * PARTS, READERS * WARPGROUP)
     if tail_desc is None:
-        ring = Ring(tiles, tiles, full, empty, ROWS, WIDTH, 0, STAGES, PARTS)
+        ring = Ring(tiles, tiles, full, empty, ROWS, WIDTH, 0, STAGES=STAGES, PARTS=PARTS)
     else:
         tail_shape: gl.constexpr = _ring_shape(STAGES * PARTS, LOADS, tail_desc.block_shape)
         tail = gl.allocate_shared_memory(desc.dtype, tail_shape, tail_desc.layout)
-        ring = Ring(tiles, tail, full, empty, ROWS, WIDTH, tail_desc.block_shape[-1], STAGES, PARTS)
+        ring = Ring(tiles, tail, full, empty, ROWS, WIDTH, tail_desc.block_shape[-1], STAGES=STAGES, PARTS=PARTS)
     return ring
 
 
@@ -224,7 +224,7 @@ def make_tile_queue(READERS: gl.constexpr, PACKED_AND_LISTED: gl.constexpr, WARP
 
 @gluon.jit
 def ring_slot(count, STAGES: gl.constexpr):
-    """Where the tile number `count` lies in a ring, and the phase of its `full` barrier when it is there."""
+    """The place of tile number `count` in a ring, and the phase of its `full` barrier when it is there."""
     return count % STAGES, (count // STAGES) & 1
 
 
@@ -262,11 +262,11 @@ def tile_slice(tile, FIRST: gl.constexpr, COUNT: gl.constexpr, DIM: gl.constexpr
 
 @gluon.jit
 def coordinates(rows, row, column, PACKED: gl.constexpr):
-    """Where TMA finds row `row` of a head of a sequence (`HeadRows`), from `column` on.
+    """The coordinates of row `row` of a head of a sequence (`HeadRows`), from `column` on.
 
     Dense tensors have the dimensions (batch, row, head, column). A packed tensor is described with rows three times
     (`packed_layout`): the third counts so that it ends with the sequence, the second makes up for it, and the first
-    for both, by wrapping around 64 bits. So the hardware's bounds check is that of one sequence: what is past its end
+    for both, by wrapping around 64 bits, so the hardware's bounds check is that of one sequence: what is past its end
     is read as zero and never written.
     """
     if PACKED:
@@ -382,12 +382,16 @@ def consumer_key_tiles(
 
     SKIPS: it visits what its own rows from `my_first` on see, and at least one tile. Otherwise it visits all.
     """
-    loaded = key_tile_ranges(first, rows, shift, keys, window_left, window_right, ROWS, N, HAS_LEFT, HAS_RIGHT)
+    loaded = key_tile_ranges(
+        first, rows, shift, keys, window_left, window_right, ROWS, N=N, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT
+    )
     visited = loaded
     before = 0
     after = 0
     if SKIPS:
-        mine = key_tile_ranges(my_first, rows, shift, keys, window_left, window_right, M, N, HAS_LEFT, HAS_RIGHT)
+        mine = key_tile_ranges(
+            my_first, rows, shift, keys, window_left, window_right, M, N=N, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT
+        )
         begin = gl.minimum(mine.begin, loaded.end - 1)
         end = gl.minimum(mine.end, loaded.end)
         before = loaded.end - end

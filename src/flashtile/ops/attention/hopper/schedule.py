@@ -1,4 +1,4 @@
-"""Which tile a thread block of the Hopper kernels takes next, and how the backward's work is divided: host and device.
+"""The tile that a thread block of the Hopper kernels takes next, and the parts of the backward's work: host and device.
 
 The forward takes query tiles, the backward key tiles. A key tile visits the query tiles of the heads that share it: its
 *walk*. The host chooses how walks are divided and in what order they go (`BackwardSchedule`); the device functions
@@ -16,8 +16,8 @@ from flashtile.ops.attention.hopper.backward_configs import (
     backward_config,
     dq_epilogue,
 )
-from flashtile.ops.attention.hopper.blocks import _first_line
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
+from flashtile.ops.attention.hopper.modifiers import _first_line
 from flashtile.ops.attention.hopper.parameters import is_covered, whole_sizes
 
 #: (batch, head) pairs whose tiles run side by side: few enough that their keys and values stay in the L2 cache.
@@ -29,7 +29,7 @@ TILES_AT_THE_END = gl.constexpr(256)
 
 @gluon.jit
 def tile_in_order(number, tiles, lines, together, closing, UNEVEN: gl.constexpr):
-    """Which tile of which line the `number`-th is.
+    """The tile and the line of number `number`.
 
     If a mask makes tiles uneven, tiles with the most keys (the last of a line) come first, so that short ones fill up
     the end. Tiles of lines that take turns together (`line_group`) follow one another, heads fastest, and share keys in
@@ -92,7 +92,7 @@ def sequence_rows(cu_seqlens_ptr, sequence, batch, total):
 
 
 class LocatedTile(NamedTuple):
-    """Where a tile lies: sequence, head, its first row in the sequence (at or past the length: an empty slot), and
+    """The place of a tile: sequence, head, its first row in the sequence (at or past the length: an empty slot), and
     where the sequence begins and how long it is, in the tensor that the tiles divide and in the other one."""
 
     sequence: Any
@@ -109,7 +109,7 @@ def locate_tile(
     tile, line, cu_seqlens_ptr, other_cu_seqlens_ptr, batch, heads, rows, other_rows,
     ROWS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Where tile number `tile` of a line lies. `rows`, `other_rows`: lengths, or the totals of a packed call."""
+    """The place of tile number `tile` of a line. `rows`, `other_rows`: lengths, or the totals of a packed call."""
     if PACKED:
         sequence = find_sequence(cu_seqlens_ptr, tile, batch, ROWS)
         head = line
@@ -258,7 +258,7 @@ def first_tile_number(counter_ptr, problem, config):
     """The number of this thread block's first key tile: that of its program id, but in order whichever tile is next.
 
     In order, thread blocks wait for tiles with smaller numbers. Beside a kernel of another stream some thread blocks
-    begin only when others have ended. So nobody may wait for the tile of a thread block that has not begun. Thread
+    begin only when others have ended, so nobody may wait for the tile of a thread block that has not begun. Thread
     blocks that are not persistent begin in the order of their numbers.
     """
     number = gl.program_id(0)
@@ -296,7 +296,7 @@ def _lines_together(tiles):
 
 @gluon.jit
 def _closing_lines(tiles, group):
-    """How many lines take turns at the end of a call. Where heads share keys, no more than have 8 thread blocks each at
+    """How many lines take turns at the end of a call. If heads share keys, no more than have 8 thread blocks each at
     work, which read the same queries, because more are too many for the L2 cache. With twice as many lines, 64 and 8
     heads of 1,024 tokens take 7 % longer. With that many lines at 2,048 tokens they take 18 % less than with 8."""
     closing = closing_lines(tiles)
@@ -314,9 +314,9 @@ def reverses_line(line, lines, together):
     """Whether (1 or 0) the key tiles of a line under a causal mask add from the last one on and visit queries upwards.
 
     Key tiles that start together at their diagonals each follow the one with the next keys, and wait for it. They end
-    one after another, and the one with the last keys ends first. So the tiles of the next line start one after another,
+    one after another, and the one with the last keys ends first, so the tiles of the next line start one after another,
     and the longest, with the first keys, starts first. Going down from the last query tile, each of them follows the
-    one with the keys before, and they end together. So lines go up and down in turn, and the last lines go down. If all
+    one with the keys before, and they end together, so lines go up and down in turn, and the last lines go down. If all
     lines went up, thread blocks would drift apart and end apart. If all went down, those that start together would
     wait.
     """
@@ -336,7 +336,7 @@ def reverses_walk(tile, tiles, line, lines, group, programs):
 
     The first ones, with the most query tiles, start together at the last query tile. Under a causal mask they end one
     after the other. The one with the last keys ends first, and its thread block takes the longest key tile that is
-    left. So key tiles that go up from their diagonal are at the same query tile at any time, although they start one
+    left, so key tiles that go up from their diagonal are at the same query tile at any time, although they start one
     after the other. They end together at the last query tile, where those of the next round start.
     """
     _, lines_here = line_group(line, lines, _lines_together(tiles), _closing_lines(tiles, group))
@@ -363,11 +363,11 @@ def rotated_start(begin, end, width, config):
 
 @gluon.jit
 def shared_progress(counter_ptr, sequence, head_kv, problem):
-    """Where the key tiles of a line say how many query tiles, from the last one down, lie before the one that they are
-    at. It is behind the count of tiles.
+    """The place at which the key tiles of a line say how many query tiles, from the last one down, lie before the one
+    that they are at. It is behind the count of tiles.
 
     Thread blocks that visit the same queries together read them once from memory. But some multiprocessors are faster,
-    and each key tile takes them further apart, until the L2 cache has dropped for one what another has read. So each
+    and each key tile takes them further apart, until the L2 cache has dropped for one what another has read, so each
     key tile begins where another one is. Without a mask that does not matter: behind the first query tile comes the
     last. A model of 132 thread blocks and a cache of 35 MB has 8 fetches of each tile instead of 142 (64 and 8 heads,
     32k).
@@ -549,7 +549,7 @@ def choose_loops(call: Call, schedule: BackwardSchedule, group: int) -> Loops:
     """The loops of the main kernel. `group`: query heads that a key tile visits."""
     config, loops, spec = schedule.config, schedule.loops, call.spec
     may_end = call.bounded or call.rows_k % config.block_n != 0
-    # Where statistics are operands, the product that takes lse off hides the keys past the end.
+    # If statistics are operands, the product that takes lse off hides the keys past the end.
     loops = loops._replace(MASKS=spec.banded or (may_end and not config.statistics_multiplied))
     if loops.SINGLE_KEY_TILE:
         # No key tile comes after another that its walk could meet.
@@ -573,7 +573,7 @@ def shares_in_cache(call: Call, schedule: BackwardSchedule, shares: int, query_t
     """Into how many shares the query heads of a key/value head are divided, at least `shares`, so that thread blocks
     find in the L2 cache what others have read and added to.
 
-    In a band, walks differ in length. So one that follows another begins at its own time, and meets no other walk over
+    In a band, walks differ in length, so one that follows another begins at its own time, and meets no other walk over
     the same queries, unless walks take turns in two rounds (`backward_tiles.reverses_walk`). What all walks under way
     read and add to has to stay in the cache then. That is as much as they visit query heads. Tiles of 64 keys have
     twice as many walks to meet, and do not stay together in two rounds either.
@@ -662,7 +662,7 @@ def _may_share_progress(call: Call, config: BackwardConfig) -> bool:
 
 
 def _may_reverse_lines(call: Call) -> bool:
-    """Whether every second group of lines may be reversed (`backward_tiles.reverses_line`). Where heads share keys the
+    """Whether every second group of lines may be reversed (`backward_tiles.reverses_line`). If heads share keys the
     thread blocks of a line would be too far apart for the L2 cache, because a query tile is a step for each head."""
     spec = call.spec
     may = spec.deterministic and not spec.batch_invariant

@@ -131,7 +131,7 @@ NARROW = 64
 #: (`parts_pay`).
 HALF_WIDE, LONG_KEYS = 128, 1024
 
-#: So many keys for each tile of queries are enough: where there are few tiles, what counts is how long one takes.
+#: This many keys for each tile of queries are enough: where there are few tiles, what counts is how long one takes.
 #: Milliseconds on an H100, hopper and triton, 8 heads of 128, causal: 1 × 256 tokens 0.026 and 0.031, 1 × 512 0.040 and
 #: 0.058, 1 × 1,000 0.070 and 0.116, 4 × 512 0.068 and 0.080, 16 × 512 0.265 and 0.260; full 8 × 256 0.064 and 0.045, 32
 #: × 512 0.646 and 0.601. With 8 heads of 256, 8 × 256 tokens: 0.095 and 0.239.

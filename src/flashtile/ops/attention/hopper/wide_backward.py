@@ -1,7 +1,7 @@
 """Backward kernels for Hopper of heads wider than 256 columns: dv, and dk or dq. `backward_dq` has the kernel before
 them.
 
-dk and dv of 64 keys and 512 columns would take all registers of a multiprocessor. So each gradient has a launch of its
+dk and dv of 64 keys and 512 columns would take all registers of a multiprocessor, so each gradient has a launch of its
 own, and computes the scores again. A thread block has the sum of its *own* rows in registers, and *visits* the rows of
 the other side, 64 at a time. With `c = scale · log2(e)` (letters as in `backward`)::
 
@@ -16,7 +16,7 @@ the other side, 64 at a time. With `c = scale · log2(e)` (letters as in `backwa
 dk and dq are one kernel. In either, an operand *of scores* (q or k, `D` columns) is multiplied twice, and one *of
 values* (dout or v, `E` columns) once.
 
-Everything comes in *chunks* of 64 rows and 64 columns, each with a place and barriers of its own. So a place is filled
+Everything comes in *chunks* of 64 rows and 64 columns, each with a place and barriers of its own, so a place is filled
 again as soon as its chunk has been multiplied, and heads of any width are cut alike. TMA fills in zeros past the last
 column, and past the last row that a sequence has or that its key length leaves (`primitives.coordinates`).
 
@@ -80,7 +80,7 @@ _TILES_AT_ONCE = gl.constexpr(128)
 
 @aggregate
 class KernelConfig:
-    """What a kernel is specialised for.
+    """The constants of a compiled kernel.
 
     OF_KEYS: the own rows are keys. OWN_ROWS: rows of a thread block. CHUNKS, VALUE_CHUNKS: chunks of a row of q and k,
     and of dout and v. PARTS: so many thread blocks have the same rows and each a part of the columns, in SUM_CHUNKS
@@ -130,7 +130,7 @@ def dense_config(
 
 
 class Problem(NamedTuple):
-    """What every role knows of the call.
+    """The facts of the call that every role knows.
 
     Attributes:
         side: the side inputs (`parameters`), of which these kernels read sequences and key lengths.
@@ -191,8 +191,8 @@ class Exchange(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What the roles of dk and dq share on chip: rings of either side's `Operands`, and the `Exchange`. The own rows
-    are loaded once."""
+    """The memory that the roles of dk and dq share on chip: rings of either side's `Operands`, and the `Exchange`. The
+    own rows are loaded once."""
 
     own: Any
     visited: Any
@@ -200,7 +200,7 @@ class Shared(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a thread block does: `steps` steps, for each tile of 64 visited rows one for each of `heads` heads.
+    """The work of a thread block: `steps` steps, for each tile of 64 visited rows one for each of `heads` heads.
 
     `first`: the first of the own rows; `own_head`: theirs. `gradient_head`: that of the gradient, which differs where
     heads have shares. `visited_head`: the first of the heads. `begin_q`, `seq_q`, `begin_k`, `seq_k`: where the rows of
@@ -334,7 +334,7 @@ def attention_wide_dk_dq_kernel(
 
 @gluon.jit
 def tile_work(problem, config):
-    """The work of this thread block. Where tiles are uneven, those with the most steps come first."""
+    """The work of this thread block. If tiles are uneven, those with the most steps come first."""
     UNEVEN: gl.constexpr = config.PACKED or config.HAS_LEFT or config.HAS_RIGHT
     number = gl.program_id(0)
     part = number % config.PARTS
@@ -348,14 +348,14 @@ def tile_work(problem, config):
         tile = tiles - 1 - tile  # the first keys are seen by the most queries
     if config.OF_KEYS:
         sequence, head, first, begin_k, seq_k, begin_q, seq_q = locate_tile(
-            tile, line, problem.side.cu_seqlens_k, problem.side.cu_seqlens_q, problem.batch, own_heads,
-            problem.rows_k, problem.rows_q, config.OWN_ROWS, config.PACKED,
+            tile, line, problem.side.cu_seqlens_k, problem.side.cu_seqlens_q, problem.batch, own_heads, problem.rows_k,
+            other_rows=problem.rows_q, ROWS=config.OWN_ROWS, PACKED=config.PACKED,
         )  # fmt: skip
         exists = first < seq_k
     else:
         sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
-            tile, line, problem.side.cu_seqlens_q, problem.side.cu_seqlens_k, problem.batch, own_heads,
-            problem.rows_q, problem.rows_k, config.OWN_ROWS, config.PACKED,
+            tile, line, problem.side.cu_seqlens_q, problem.side.cu_seqlens_k, problem.batch, own_heads, problem.rows_q,
+            other_rows=problem.rows_k, ROWS=config.OWN_ROWS, PACKED=config.PACKED,
         )  # fmt: skip
         exists = first < seq_q
     shift = gl.to_tensor(0) if config.TOP_LEFT else seq_k - seq_q
@@ -371,16 +371,18 @@ def tile_work(problem, config):
     left, right = problem.window.left, problem.window.right
     if config.OF_KEYS:
         begin, full_begin, full_end, end = query_tile_ranges(
-            first, keys, shift, seq_q, left, right, config.OWN_ROWS, ROWS, config.HAS_LEFT, config.HAS_RIGHT
-        )
+            first, keys, shift, seq_q, left, right, config.OWN_ROWS, M=ROWS, HAS_LEFT=config.HAS_LEFT,
+            HAS_RIGHT=config.HAS_RIGHT,
+        )  # fmt: skip
         heads = problem.group
         own_head = head // problem.shares
         visited_head = head * problem.group
         first_tile = end - 1
     else:
         begin, full_begin, full_end, end = key_tile_ranges(
-            first, seq_q, shift, keys, left, right, config.OWN_ROWS, ROWS, config.HAS_LEFT, config.HAS_RIGHT
-        )
+            first, seq_q, shift, keys, left, right, config.OWN_ROWS, N=ROWS, HAS_LEFT=config.HAS_LEFT,
+            HAS_RIGHT=config.HAS_RIGHT,
+        )  # fmt: skip
         heads = gl.to_tensor(1)
         own_head = head
         visited_head = head // (problem.group * problem.shares)
@@ -526,7 +528,7 @@ def sum_values(WHICH: gl.constexpr, config, keys, visited, dv_desc, statistics_p
         read += config.SUM_CHUNKS
         step = step_after(work, step, config)
     column = work.part * (config.SUM_CHUNKS * CHUNK)
-    store_sums(total, 1.0, keys, FIRST, dv_desc, first, column, work, config)
+    store_sums(total, 1.0, keys, FIRST, dv_desc, first, column, work=work, config=config)
 
 
 # dk and dq
@@ -545,14 +547,14 @@ def weigh(config, shared, gradient_desc, statistics_ptr, problem):
     for index in range(work.steps):
         lse = load_statistic(statistics_ptr, LSE, work.first, step, work, problem, config)
         s = chunked_product(own.of_scores, 0, visited.of_scores, index * config.CHUNKS, config.CHUNKS, False)
-        p = compute_p(s, lse, work.first, step, work, problem, config, True)
+        p = compute_p(s, lse, work.first, step, work, problem, config, TIMES_DERIVATIVES=True)
         exchange.place.store(pack(p, dtype))
         mbarrier.arrive(exchange.weights_there.index(0), count=1)
         mbarrier.wait(exchange.gradients_there.index(0), index & 1)
         ds = exchange.place.load(layout)
         total = add_products(total, ds, visited.of_scores, index * config.CHUNKS)
         step = step_after(work, step, config)
-    store_sums(total, problem.scale, own.of_scores, 0, gradient_desc, work.first, 0, work, config)
+    store_sums(total, problem.scale, own.of_scores, 0, gradient_desc, work.first, 0, work=work, config=config)
 
 
 @gluon.jit
@@ -575,11 +577,13 @@ def differentiate(config, shared, gradient_desc, statistics_ptr, problem):
             delta = load_statistic(statistics_ptr, DELTA, work.first, step, work, problem, config)
             total, dp = add_products_and_next(
                 total, ds, visited.of_scores, index * config.CHUNKS + FIRST, own.of_values, visited.of_values,
-                (index + 1) * config.VALUE_CHUNKS, config.VALUE_CHUNKS,
+                (index + 1) * config.VALUE_CHUNKS, VALUE_CHUNKS=config.VALUE_CHUNKS,
             )  # fmt: skip
         ds = hand_over_gradients(dp, delta, work.steps - 1, exchange, dtype)
         total = add_products(total, ds, visited.of_scores, (work.steps - 1) * config.CHUNKS + FIRST)
-    store_sums(total, problem.scale, own.of_scores, FIRST, gradient_desc, work.first, FIRST * CHUNK, work, config)
+    store_sums(
+        total, problem.scale, own.of_scores, FIRST, gradient_desc, work.first, FIRST * CHUNK, work=work, config=config
+    )
 
 
 @gluon.jit
@@ -670,7 +674,7 @@ def add_products_and_next(
     total, a, visited, count, own_values, visited_values, value_count, VALUE_CHUNKS: gl.constexpr
 ):  # fmt: skip
     """`add_products`, and beside them `chunked_product` of the values of the next step, which does not need what they
-    free. So values are loaded meanwhile.
+    free, so values are loaded meanwhile.
 
     Chunks of values for which there was no place in time come behind all sums: nobody waits for them with a chunk of
     the scores' operands in hand, of which there may be a single step on chip.

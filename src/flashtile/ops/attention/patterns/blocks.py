@@ -153,7 +153,7 @@ class _Axis(NamedTuple):
         return token // self.inner % self.size
 
     def visible(self, q: Tensor, k: Tensor) -> Tensor:
-        """By the coordinates of query and key. Those with one remainder of the dilation are numbered on their own."""
+        """By the coordinates of query and key. Tokens with one remainder of the dilation are numbered on their own."""
         remainder = q % self.dilation
         q_number, k_number = q // self.dilation, k // self.dilation
         if self.causal:

@@ -101,8 +101,8 @@ def attention_dq_kernel(
     if IN_WAVES:
         program, exists = wave_program(captured_sums.wave)
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
-        program, side.cu_seqlens_q, side.cu_seqlens_k, batch, heads, rows_q, rows_k,
-        BLOCK_M, PACKED, LAST_FIRST=constants.HAS_RIGHT, BATCH_FIRST=BATCH_FIRST,
+        program, side.cu_seqlens_q, side.cu_seqlens_k, batch, heads, rows_q, rows_k, BLOCK=BLOCK_M, PACKED=PACKED,
+        LAST_FIRST=constants.HAS_RIGHT, BATCH_FIRST=BATCH_FIRST,
     )  # fmt: skip
     if IN_WAVES:
         first = tl.where(exists, first, seq_q)
@@ -120,18 +120,18 @@ def attention_dq_kernel(
     statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED) + first + row
     keys = valid_keys(side.key_lengths, sequence, batch, seq_k)
     distance = load_distance(side, numbers, sequence, head, batch, seq_q, seq_k)
-    dout_tile = load_rows(dout_base, dout_strides, 0, rows_left, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
-    out_tile = load_rows(out_base, out_strides, 0, rows_left, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
+    dout_tile = load_rows(dout_base, dout_strides, 0, rows_left, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, WHOLE=False)
+    out_tile = load_rows(out_base, out_strides, 0, rows_left, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, WHOLE=False)
     apart = apart_from_near(first + row, distance, keys)
     lse, delta, hidden = row_statistics_tile(
-        rows, statistics, first + row < seq_q, out_tile, dout_tile, side, head, distance, apart,
+        rows, statistics, first + row < seq_q, out_tile, dout_tile, side, head, distance=distance, apart=apart,
         HIDES_ROWS=rows.quiet is not None,
     )  # fmt: skip
     if rows.quiet is not None:
         # From here on +inf marks all of them. The loop reads dout as it came: here a row spreads to itself alone.
         quiet_base = head_pointer(rows.quiet, out_strides, sequence, begin_q + first, head, PACKED)
         quiet_tile = tl.where(hidden[:, None], 0.0, dout_tile)
-        store_rows(quiet_base, out_strides, 0, rows_left, quiet_tile, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E)
+        store_rows(quiet_base, out_strides, 0, rows_left, quiet_tile, shape.HEAD_DIM_V, BLOCK_M, BLOCK_COLUMNS=BLOCK_E)
         lse = tl.where(hidden, float("inf"), lse)
 
     shift = 0 if TOP_LEFT else seq_k - seq_q
@@ -143,12 +143,15 @@ def attention_dq_kernel(
         blocks = load_line(side, numbers, sequence, head, first // constants.TILE_Q)
         visited = TileRanges(0, visited.full_begin, visited.full_end, blocks.entries * constants.TILE_K)
     columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
-    modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, distance, keys, matrix)
+    modifiers = Modifiers(
+        side, numbers, columns, softcap, function, sequence, head, distance=distance, near_keys=keys,
+        dropout_matrix=matrix,
+    )  # fmt: skip
     dq, slope_sums = _sum_dq(
-        q_base, dout_base, k_base, v_base, q_strides, dout_strides, k_strides, v_strides,
-        lse, delta, rows_left, visited, first, keys, shift, window, scale,
-        modifiers, blocks,
-        constants, shape, WHOLE, ALL_VISIBLE, ALIGNED, PRECISION, MODIFIED,
+        q_base, dout_base, k_base, v_base, q_strides, dout_strides, k_strides, v_strides=v_strides, lse=lse,
+        delta=delta, rows_left=rows_left, visited=visited, first=first, keys=keys, shift=shift, window=window,
+        scale=scale, modifiers=modifiers, blocks=blocks, constants=constants, shape=shape, WHOLE=WHOLE,
+        ALL_VISIBLE=ALL_VISIBLE, ALIGNED=ALIGNED, PRECISION=PRECISION, MODIFIED=MODIFIED,
         SUMS_SLOPES=rows.slope_sums is not None, SCORE_FUNCTION=SCORE_FUNCTION, SCORE_DERIVATIVE=SCORE_DERIVATIVE,
     )  # fmt: skip
     if rows.quiet is not None:
@@ -157,7 +160,7 @@ def attention_dq_kernel(
     if rows.slope_sums is not None:
         tl.store(rows.slope_sums + statistics, slope_sums, mask=row < rows_left)
     dq_base = head_pointer(dq_ptr, dq_strides, sequence, begin_q + first, head, PACKED)
-    store_rows(dq_base, dq_strides, 0, rows_left, dq * scale, shape.HEAD_DIM, BLOCK_M, BLOCK_D)
+    store_rows(dq_base, dq_strides, 0, rows_left, dq * scale, shape.HEAD_DIM, BLOCK_M, BLOCK_COLUMNS=BLOCK_D)
 
 
 @triton.jit
@@ -218,31 +221,32 @@ def _sum_dq(
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     row = first + tl.arange(0, BLOCK_M)
     if not CHUNK:
-        q_tile = load_rows(q_base, q_strides, 0, rows_left, shape.HEAD_DIM, BLOCK_M, BLOCK_D, False)
-        dout_tile = load_rows(dout_base, dout_strides, 0, rows_left, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
+        q_tile = load_rows(q_base, q_strides, 0, rows_left, shape.HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE=False)
+        dout_tile = load_rows(dout_base, dout_strides, 0, rows_left, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, WHOLE=False)
     unit = LOG2_E if MODIFIED else scale * LOG2_E
     for step in tl.range(visited.begin, visited.end, BLOCK_N):
         start, kind = step, 0
         if blocks is not None:
             start, kind = listed_tile(blocks, step, constants.TILE_K, BLOCK_N)
-        k_tile = load_rows(k_base, k_strides, start, keys, shape.HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE)
+        k_tile = load_rows(k_base, k_strides, start, keys, shape.HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE=WHOLE)
         if CHUNK:
             scores = product_by_chunks(
-                q_base, q_strides, 0, rows_left, k_base, k_strides, start, keys,
-                shape.HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
+                q_base, q_strides, 0, rows_left, k_base, k_strides, start, b_rows=keys, HEAD_DIM=shape.HEAD_DIM,
+                BLOCK_A=BLOCK_M, BLOCK_B=BLOCK_N, BLOCK_COLUMNS=BLOCK_D, CHUNK=CHUNK, PRECISION=PRECISION,
             )  # fmt: skip
             dprobs = product_by_chunks(
-                dout_base, dout_strides, 0, rows_left, v_base, v_strides, start, keys,
-                shape.HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_E, CHUNK, PRECISION,
+                dout_base, dout_strides, 0, rows_left, v_base, v_strides, start, b_rows=keys, HEAD_DIM=shape.HEAD_DIM_V,
+                BLOCK_A=BLOCK_M, BLOCK_B=BLOCK_N, BLOCK_COLUMNS=BLOCK_E, CHUNK=CHUNK, PRECISION=PRECISION,
             )  # fmt: skip
         else:
-            v_tile = load_rows(v_base, v_strides, start, keys, shape.HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE)
+            v_tile = load_rows(v_base, v_strides, start, keys, shape.HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE=WHOLE)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
             dprobs = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
         column = start + tl.arange(0, BLOCK_N)
         scores, tanh = tile_scores(
-            scores, scale, first, start, modifiers, kind, constants, MODIFIED, q_base.dtype.element_ty == tl.float32,
-            TRANSPOSED=False, SCORE_FUNCTION=SCORE_FUNCTION, BRANCHES=True,
+            scores, scale, first, start, modifiers, kind, constants, MODIFIED=MODIFIED,
+            PRECISE=q_base.dtype.element_ty == tl.float32, TRANSPOSED=False, SCORE_FUNCTION=SCORE_FUNCTION,
+            BRANCHES=True,
         )  # fmt: skip
         probs = tl.exp2(scores * unit - lse[:, None])
         if not ALL_VISIBLE and ((start < visited.full_begin) | (start >= visited.full_end)):
@@ -284,8 +288,8 @@ def attention_dkdv_kernel(
     CHUNK: tl.constexpr = shape.CHUNK
     heads_kv = heads // group
     sequence, head_kv, first, begin_k, seq_k, begin_q, seq_q = locate_tile(
-        tl.program_id(0), side.cu_seqlens_k, side.cu_seqlens_q, batch, heads_kv, rows_k, rows_q,
-        BLOCK_N, PACKED, LAST_FIRST=False, BATCH_FIRST=BATCH_FIRST,
+        tl.program_id(0), side.cu_seqlens_k, side.cu_seqlens_q, batch, heads_kv, rows_k, rows_q, BLOCK=BLOCK_N,
+        PACKED=PACKED, LAST_FIRST=False, BATCH_FIRST=BATCH_FIRST,
     )  # fmt: skip
     if first >= seq_k:
         return
@@ -295,8 +299,8 @@ def attention_dkdv_kernel(
     k_base = head_pointer(k_ptr, k_strides, sequence, begin_k + first, head_kv // shares, PACKED)
     v_base = head_pointer(v_ptr, v_strides, sequence, begin_k + first, head_kv // shares, PACKED)
     if not CHUNK:
-        k_tile = load_rows(k_base, k_strides, 0, keys - first, shape.HEAD_DIM, BLOCK_N, BLOCK_D, False)
-        v_tile = load_rows(v_base, v_strides, 0, keys - first, shape.HEAD_DIM_V, BLOCK_N, BLOCK_E, False)
+        k_tile = load_rows(k_base, k_strides, 0, keys - first, shape.HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE=False)
+        v_tile = load_rows(v_base, v_strides, 0, keys - first, shape.HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE=False)
     else:
         k_tile = None
         v_tile = None
@@ -316,12 +320,17 @@ def attention_dkdv_kernel(
             blocks = load_line(side, numbers, sequence, head, first // constants.TILE_K)
             walked = TileRanges(0, visited.full_begin, visited.full_end, blocks.entries * constants.TILE_Q)
         columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
-        modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, distance, keys, matrix)
+        modifiers = Modifiers(
+            side, numbers, columns, softcap, function, sequence, head, distance=distance, near_keys=keys,
+            dropout_matrix=matrix,
+        )  # fmt: skip
         dk, dv = _sum_dkdv(
-            dk, dv, k_tile, v_tile, k_base, v_base, q_base, dout_base, k_strides, v_strides, q_strides, dout_strides,
-            statistics_ptr + 4 * statistics, walked, first, keys, shift, seq_q, window, scale,
-            modifiers, blocks,
-            constants, shape, WHOLE, ALL_VISIBLE, ALIGNED, PRECISION, MODIFIED, SCORE_FUNCTION, SCORE_DERIVATIVE,
+            dk, dv, k_tile, v_tile, k_base, v_base, q_base, dout_base=dout_base, k_strides=k_strides,
+            v_strides=v_strides, q_strides=q_strides, dout_strides=dout_strides,
+            statistics_base=statistics_ptr + 4 * statistics, visited=walked, first=first, keys=keys, shift=shift,
+            seq_q=seq_q, window=window, scale=scale, modifiers=modifiers, blocks=blocks, constants=constants,
+            shape=shape, WHOLE=WHOLE, ALL_VISIBLE=ALL_VISIBLE, ALIGNED=ALIGNED, PRECISION=PRECISION, MODIFIED=MODIFIED,
+            SCORE_FUNCTION=SCORE_FUNCTION, SCORE_DERIVATIVE=SCORE_DERIVATIVE,
         )  # fmt: skip
 
     # Keys past their length read as zeros above; what they gathered is not theirs.
@@ -330,8 +339,8 @@ def attention_dkdv_kernel(
     dv = tl.where(valid, dv, 0.0)
     dk_base = head_pointer(dk_ptr, dk_strides, sequence, begin_k + first, head_kv, PACKED)
     dv_base = head_pointer(dv_ptr, dv_strides, sequence, begin_k + first, head_kv, PACKED)
-    store_rows(dk_base, dk_strides, 0, seq_k - first, dk, shape.HEAD_DIM, BLOCK_N, BLOCK_D)
-    store_rows(dv_base, dv_strides, 0, seq_k - first, dv, shape.HEAD_DIM_V, BLOCK_N, BLOCK_E)
+    store_rows(dk_base, dk_strides, 0, seq_k - first, dk, shape.HEAD_DIM, BLOCK_N, BLOCK_COLUMNS=BLOCK_D)
+    store_rows(dv_base, dv_strides, 0, seq_k - first, dv, shape.HEAD_DIM_V, BLOCK_N, BLOCK_COLUMNS=BLOCK_E)
 
 
 @triton.jit
@@ -360,24 +369,26 @@ def _sum_dkdv(
         lse, delta = _load_statistics(statistics_base, row, seq_q, WHOLE, modifiers.distance is not None)
         if CHUNK:
             scores = product_by_chunks(
-                k_base, k_strides, 0, keys - first, q_base, q_strides, start, seq_q,
-                shape.HEAD_DIM, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK, PRECISION,
+                k_base, k_strides, 0, keys - first, q_base, q_strides, start, b_rows=seq_q, HEAD_DIM=shape.HEAD_DIM,
+                BLOCK_A=BLOCK_N, BLOCK_B=BLOCK_M, BLOCK_COLUMNS=BLOCK_D, CHUNK=CHUNK, PRECISION=PRECISION,
             )  # fmt: skip
         else:
-            q_tile = load_rows(q_base, q_strides, start, seq_q, shape.HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+            q_tile = load_rows(q_base, q_strides, start, seq_q, shape.HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE=WHOLE)
             scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [N, M]
         # Both products before the exponentials: 5 % faster than one on either side of them.
-        dout_tile = load_rows(dout_base, dout_strides, start, seq_q, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, WHOLE)
+        dout_tile = load_rows(dout_base, dout_strides, start, seq_q, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, WHOLE=WHOLE)
         if CHUNK:
             dprobs = product_by_chunks(
-                v_base, v_strides, 0, keys - first, dout_base, dout_strides, start, seq_q,
-                shape.HEAD_DIM_V, BLOCK_N, BLOCK_M, BLOCK_E, CHUNK, PRECISION,
+                v_base, v_strides, 0, keys - first, dout_base, dout_strides, start, b_rows=seq_q,
+                HEAD_DIM=shape.HEAD_DIM_V, BLOCK_A=BLOCK_N, BLOCK_B=BLOCK_M, BLOCK_COLUMNS=BLOCK_E, CHUNK=CHUNK,
+                PRECISION=PRECISION,
             )  # fmt: skip
         else:
             dprobs = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)  # [N, M]
         scores, tanh = tile_scores(
-            scores, scale, start, first, modifiers, kind, constants, MODIFIED, q_base.dtype.element_ty == tl.float32,
-            TRANSPOSED=True, SCORE_FUNCTION=SCORE_FUNCTION, BRANCHES=True,
+            scores, scale, start, first, modifiers, kind, constants, MODIFIED=MODIFIED,
+            PRECISE=q_base.dtype.element_ty == tl.float32, TRANSPOSED=True, SCORE_FUNCTION=SCORE_FUNCTION,
+            BRANCHES=True,
         )  # fmt: skip
         probs = tl.exp2(scores * unit - lse[None, :])
         if not ALL_VISIBLE and ((start < visited.full_begin) | (start >= visited.full_end)):
@@ -400,7 +411,7 @@ def _sum_dkdv(
         if MODIFIED:
             dscores = uncapped_gradient(dscores, tanh, modifiers)
         if CHUNK:
-            q_tile = load_rows(q_base, q_strides, start, seq_q, shape.HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+            q_tile = load_rows(q_base, q_strides, start, seq_q, shape.HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE=WHOLE)
         dk = tl.dot(dscores.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -463,8 +474,8 @@ def attention_short_backward_kernel(
     bias_tile = None
     if side.bias is not None:
         bias_tile = load_table(
-            side.bias, numbers.bias, constants.BIAS_COLUMN, batch_of, head_of, 0, 0, BLOCK_M, BLOCK_N, 0.0,
-            TRANSPOSED=False,
+            side.bias, numbers.bias, constants.BIAS_COLUMN, batch_of, head_of, 0, 0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+            OTHER=0.0, TRANSPOSED=False,
         ).to(tl.float32)  # fmt: skip
         bias_tile += ends
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -478,11 +489,11 @@ def attention_short_backward_kernel(
         v_base = head_pointer(v_ptr, v_strides, sequence, 0, head_kv, False)
         out_base = head_pointer(rows.out, out_strides, sequence, 0, head, False)
         dout_base = head_pointer(rows.dout, dout_strides, sequence, 0, head, False)
-        q_tile = load_rows(q_base, q_strides, 0, rows_q, shape.HEAD_DIM, BLOCK_M, BLOCK_D, False)
-        k_tile = load_rows(k_base, k_strides, 0, keys, shape.HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE)
-        v_tile = load_rows(v_base, v_strides, 0, keys, shape.HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE)
-        dout_tile = load_rows(dout_base, dout_strides, 0, rows_q, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
-        out_tile = load_rows(out_base, out_strides, 0, rows_q, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
+        q_tile = load_rows(q_base, q_strides, 0, rows_q, shape.HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE=False)
+        k_tile = load_rows(k_base, k_strides, 0, keys, shape.HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE=WHOLE)
+        v_tile = load_rows(v_base, v_strides, 0, keys, shape.HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE=WHOLE)
+        dout_tile = load_rows(dout_base, dout_strides, 0, rows_q, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, WHOLE=False)
+        out_tile = load_rows(out_base, out_strides, 0, rows_q, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, WHOLE=False)
         statistics = row_statistics_offset(sequence, head, heads, 0, rows_q, False) + row
         distance = load_distance(side, numbers, sequence, head, batch, rows_q, rows_k)
         apart = None
@@ -490,8 +501,9 @@ def attention_short_backward_kernel(
             # In a part of a larger call all keys may be far. The nearest one of each row would take registers.
             distance, apart = moved_near(distance, keys, BLOCK_M)
         lse, delta, hidden = row_statistics_tile(
-            rows, statistics, row < rows_q, out_tile, dout_tile, side, head, distance, apart, HIDES_ROWS
-        )
+            rows, statistics, row < rows_q, out_tile, dout_tile, side, head, distance=distance, apart=apart,
+            HIDES_ROWS=HIDES_ROWS,
+        )  # fmt: skip
         if HIDES_ROWS:
             lse = tl.where(hidden, float("inf"), lse)
             dout_tile = tl.where(hidden[:, None], 0.0, dout_tile)
@@ -499,10 +511,13 @@ def attention_short_backward_kernel(
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         dprobs = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
         matrix = dropout_matrix(numbers.origin, sequence, head, heads)
-        modifiers = Modifiers(side, numbers, columns, softcap, None, sequence, head, distance, None, matrix)
+        modifiers = Modifiers(
+            side, numbers, columns, softcap, None, sequence, head, distance=distance, near_keys=None,
+            dropout_matrix=matrix,
+        )  # fmt: skip
         scores, tanh = tile_scores(
-            scores, scale, 0, 0, modifiers, 0, constants, MODIFIED, False,
-            TRANSPOSED=False, SCORE_FUNCTION=None, BRANCHES=False, bias_tile=bias_tile,
+            scores, scale, 0, 0, modifiers, 0, constants, MODIFIED=MODIFIED, PRECISE=False, TRANSPOSED=False,
+            SCORE_FUNCTION=None, BRANCHES=False, bias_tile=bias_tile,
         )  # fmt: skip
         if side.bias is None and not ALL_VISIBLE:
             scores += ends
@@ -520,7 +535,9 @@ def attention_short_backward_kernel(
         # Keys past their length read as zeros; what they gathered is not theirs.
         valid = (column < keys)[:, None]
         dv_base = head_pointer(dv_ptr, dv_strides, sequence, 0, head, False)
-        store_rows(dv_base, dv_strides, 0, rows_k, tl.where(valid, dv, 0.0), shape.HEAD_DIM_V, BLOCK_N, BLOCK_E)
+        store_rows(
+            dv_base, dv_strides, 0, rows_k, tl.where(valid, dv, 0.0), shape.HEAD_DIM_V, BLOCK_N, BLOCK_COLUMNS=BLOCK_E
+        )
         dscores = probs * (dprobs - delta[:, None])
         if rows.slope_sums is not None:
             slope_sums = slope_gradients(dscores, row, column, distance, apart)
@@ -534,14 +551,18 @@ def attention_short_backward_kernel(
         dscores = dscores.to(q_tile.dtype)
         dk = tl.dot(tl.trans(dscores), q_tile, input_precision=PRECISION)  # [N, D]
         dk_base = head_pointer(dk_ptr, dk_strides, sequence, 0, head, False)
-        store_rows(dk_base, dk_strides, 0, rows_k, tl.where(valid, dk * scale, 0.0), shape.HEAD_DIM, BLOCK_N, BLOCK_D)
+        store_rows(
+            dk_base, dk_strides, 0, rows_k, tl.where(valid, dk * scale, 0.0), shape.HEAD_DIM, BLOCK_N,
+            BLOCK_COLUMNS=BLOCK_D,
+        )  # fmt: skip
         dq = tl.dot(dscores, k_tile, input_precision=PRECISION)  # [M, D]
         if HIDES_ROWS:
             dq = tl.where(hidden[:, None], 0.0, dq)
         dq_base = head_pointer(dq_ptr, dq_strides, sequence, 0, head, False)
-        store_rows(dq_base, dq_strides, 0, rows_q, dq * scale, shape.HEAD_DIM, BLOCK_M, BLOCK_D)
+        store_rows(dq_base, dq_strides, 0, rows_q, dq * scale, shape.HEAD_DIM, BLOCK_M, BLOCK_COLUMNS=BLOCK_D)
 
     if sums_ptr is not None:
         store_part(
-            sums_ptr, total, row[:, None], column[None, :], part, batch_of, head_of, work, SHARED_ROWS, SHARED_COLUMNS
-        )
+            sums_ptr, total, row[:, None], column[None, :], part, batch_of, head_of, work=work, SHARED_ROWS=SHARED_ROWS,
+            SHARED_COLUMNS=SHARED_COLUMNS,
+        )  # fmt: skip

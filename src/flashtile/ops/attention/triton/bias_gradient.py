@@ -75,9 +75,9 @@ def attention_dbias_kernel(
     # All that shares a tile reads the same bias.
     bias_tile = load_table(
         side.bias, numbers.bias, constants.BIAS_COLUMN, batch_of, head_of, tile_m * BLOCK_M, tile_n * BLOCK_N,
-        BLOCK_M, BLOCK_N, float("nan"), TRANSPOSED=False,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, OTHER=float("nan"), TRANSPOSED=False,
     )  # fmt: skip
-    # Tiles that a window hides are left out. Where all that shares a tile lies in the same place, the whole loop is:
+    # Tiles that a window hides are left out. If all that shares a tile lies in the same place, the whole loop is:
     # a branch in the loop would keep tiles from being fetched ahead.
     BANDED: tl.constexpr = constants.HAS_LEFT or constants.HAS_RIGHT
     HAS_KEY_LENGTHS: tl.constexpr = side.key_lengths is not None
@@ -125,9 +125,9 @@ def attention_dbias_kernel(
                 head_pointer(q_ptr, q_strides, sequence, begin_q, head, PACKED),
                 head_pointer(k_ptr, k_strides, sequence, begin_k, head_kv, PACKED),
                 head_pointer(v_ptr, v_strides, sequence, begin_k, head_kv, PACKED),
-                head_pointer(dout_ptr, dout_strides, sequence, begin_q, head, PACKED),
-                q_strides, k_strides, v_strides, dout_strides,
-                second, first, seq_q, start, keys, shape, WHOLE, PRECISION,
+                head_pointer(dout_ptr, dout_strides, sequence, begin_q, head, PACKED), q_strides, k_strides, v_strides,
+                dout_strides=dout_strides, second=second, first=first, seq_q=seq_q, start=start, keys=keys, shape=shape,
+                WHOLE=WHOLE, PRECISION=PRECISION,
             )  # fmt: skip
             row = first + tl.arange(0, BLOCK_M)
             statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED) + row
@@ -142,10 +142,14 @@ def attention_dbias_kernel(
                 function = ScoreFunction(captured, captured_sizes, None)
                 distance = load_distance(side, numbers, sequence, head, batch, seq_q, seq_k)
                 columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
-                modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, distance, keys, None)
+                modifiers = Modifiers(
+                    side, numbers, columns, softcap, function, sequence, head, distance=distance, near_keys=keys,
+                    dropout_matrix=None,
+                )  # fmt: skip
                 scores, _tanh = tile_scores(
-                    product, 1.0, first, start, modifiers, kind, constants, True, q_ptr.dtype.element_ty == tl.float32,
-                    TRANSPOSED=False, SCORE_FUNCTION=SCORE_FUNCTION, BRANCHES=False, bias_tile=bias_tile,
+                    product, 1.0, first, start, modifiers, kind, constants, MODIFIED=True,
+                    PRECISE=q_ptr.dtype.element_ty == tl.float32, TRANSPOSED=False, SCORE_FUNCTION=SCORE_FUNCTION,
+                    BRANCHES=False, bias_tile=bias_tile,
                 )  # fmt: skip
                 probs = tl.exp2(scores * LOG2_E - statistic[:, None])
                 if not ALL_VISIBLE:
@@ -157,13 +161,19 @@ def attention_dbias_kernel(
             else:
                 if side.dropout_seed is not None:
                     matrix = dropout_matrix(numbers.origin, sequence, head, heads)
-                    dropped = Modifiers(side, numbers, None, softcap, None, sequence, head, None, None, matrix)
+                    dropped = Modifiers(
+                        side, numbers, None, softcap, None, sequence, head, distance=None, near_keys=None,
+                        dropout_matrix=matrix,
+                    )  # fmt: skip
                     kept = kept_weights(dropped, first, start, BLOCK_M, BLOCK_N, ALIGNED)
                     product = tl.where(kept, product, 0.0)
                 total += probs * (product - statistic[:, None])
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    store_part(sums_ptr, total, row, column, part, batch_of, head_of, work, SHARED_ROWS, SHARED_COLUMNS)
+    store_part(
+        sums_ptr, total, row, column, part, batch_of, head_of, work=work, SHARED_ROWS=SHARED_ROWS,
+        SHARED_COLUMNS=SHARED_COLUMNS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -199,23 +209,23 @@ def _product(
         product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if second == 0:
             product = product_by_chunks(
-                q_base, q_strides, first, seq_q, k_base, k_strides, start, keys,
-                shape.HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
+                q_base, q_strides, first, seq_q, k_base, k_strides, start, b_rows=keys, HEAD_DIM=shape.HEAD_DIM,
+                BLOCK_A=BLOCK_M, BLOCK_B=BLOCK_N, BLOCK_COLUMNS=BLOCK_D, CHUNK=CHUNK, PRECISION=PRECISION,
             )  # fmt: skip
         else:
             product = product_by_chunks(
-                dout_base, dout_strides, first, seq_q, v_base, v_strides, start, keys,
-                shape.HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_E, CHUNK, PRECISION,
+                dout_base, dout_strides, first, seq_q, v_base, v_strides, start, b_rows=keys, HEAD_DIM=shape.HEAD_DIM_V,
+                BLOCK_A=BLOCK_M, BLOCK_B=BLOCK_N, BLOCK_COLUMNS=BLOCK_E, CHUNK=CHUNK, PRECISION=PRECISION,
             )  # fmt: skip
     else:
         BLOCK_COLUMNS: tl.constexpr = max(BLOCK_D, BLOCK_E)
         rows_tile = _load_either(
-            second, q_base, q_strides, shape.HEAD_DIM, dout_base, dout_strides, shape.HEAD_DIM_V, first, seq_q,
-            BLOCK_M, BLOCK_COLUMNS, WHOLE,
+            second, q_base, q_strides, shape.HEAD_DIM, dout_base, dout_strides, shape.HEAD_DIM_V, first=first,
+            rows=seq_q, BLOCK_ROWS=BLOCK_M, BLOCK_COLUMNS=BLOCK_COLUMNS, WHOLE=WHOLE,
         )  # fmt: skip
         keys_tile = _load_either(
-            second, k_base, k_strides, shape.HEAD_DIM, v_base, v_strides, shape.HEAD_DIM_V, start, keys,
-            BLOCK_N, BLOCK_COLUMNS, WHOLE,
+            second, k_base, k_strides, shape.HEAD_DIM, v_base, v_strides, shape.HEAD_DIM_V, first=start, rows=keys,
+            BLOCK_ROWS=BLOCK_N, BLOCK_COLUMNS=BLOCK_COLUMNS, WHOLE=WHOLE,
         )  # fmt: skip
         product = tl.dot(rows_tile, tl.trans(keys_tile), input_precision=PRECISION)
     return product

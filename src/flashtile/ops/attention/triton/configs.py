@@ -146,7 +146,7 @@ def tiles_with_keys(call: Call, key: TileKey, tiles: TileConfig) -> TileConfig |
     if one_tile and short and key.dtype.itemsize == 2 and key.block_tile is None:
         tiles = tiles._replace(block_m=min(tiles.block_m, SHORT), num_stages=1)
         # With places for two sequences the next one is fetched ahead: 0.36 ms instead of 0.49 (4,096 × 49 tokens, 6
-        # heads of 32, a bias that learns). Where copies go through registers these have no room for it.
+        # heads of 32, a bias that learns). If copies go through registers these have no room for it.
         ahead = tiles._replace(num_stages=2)
         copies = device.is_cuda and device.capability >= 80
         fits = shared_memory("short_backward", ahead, key) <= device.shared_memory

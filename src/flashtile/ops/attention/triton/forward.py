@@ -11,7 +11,7 @@ For each key tile, with `c = scale · log2(e)`::
     acc   = alpha·acc + p v           [M, E]
 
 and in the end `out = acc / l`, `lse = (m + log2 l) · ln 2`. Letters as in `tiles`. Key tiles come in three runs:
-masked, wholly visible, masked; only the masked ones pay for mask arithmetic. Where a soft cap, a bias, ALiBi or a mask
+masked, wholly visible, masked; only the masked ones pay for mask arithmetic. If a soft cap, a bias, ALiBi or a mask
 changes the scores, `c·s` is what `scores.modified_scores` makes of it. A sink is where `m` and `l` begin: `l = 1` at `m
 = sink · log2(e)`. 8-bit operands come as bytes, and the factors of q and k join the scale, that of v joins `1 / l`.
 
@@ -73,8 +73,8 @@ def attention_forward_kernel(
     score of each row, in the shape of lse, where it is asked for."""
     BLOCK_M: tl.constexpr = shape.BLOCK_M
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
-        tl.program_id(0), side.cu_seqlens_q, side.cu_seqlens_k, batch, heads, rows_q, rows_k,
-        BLOCK_M, PACKED, LAST_FIRST=constants.HAS_RIGHT, BATCH_FIRST=BATCH_FIRST,
+        tl.program_id(0), side.cu_seqlens_q, side.cu_seqlens_k, batch, heads, rows_q, rows_k, BLOCK=BLOCK_M,
+        PACKED=PACKED, LAST_FIRST=constants.HAS_RIGHT, BATCH_FIRST=BATCH_FIRST,
     )  # fmt: skip
     if first >= seq_q:
         return
@@ -104,13 +104,16 @@ def attention_forward_kernel(
         visited = TileRanges(0, visited.full_begin, visited.full_end, blocks.entries * constants.TILE_K)
     row = tl.arange(0, BLOCK_M)
     columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
-    modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, distance, keys, matrix)
+    modifiers = Modifiers(
+        side, numbers, columns, softcap, function, sequence, head, distance=distance, near_keys=keys,
+        dropout_matrix=matrix,
+    )  # fmt: skip
     row_max, row_sum = start_softmax(modifiers, first, batch, BLOCK_M)
     acc, row_max, row_sum, score_max = _visit_key_tiles(
-        q_base, k_base, v_base, q_strides, k_strides, v_strides, visited, first, seq_q, keys, shift, window, scale,
-        row_max, row_sum, modifiers, blocks, constants, shape,
-        WHOLE, ALL_VISIBLE, ALIGNED, PRECISION, MODIFIED, MAX_SCORES=max_scores_ptr is not None,
-        SCORE_FUNCTION=SCORE_FUNCTION,
+        q_base, k_base, v_base, q_strides, k_strides, v_strides, visited, first=first, seq_q=seq_q, keys=keys,
+        shift=shift, window=window, scale=scale, row_max=row_max, row_sum=row_sum, modifiers=modifiers, blocks=blocks,
+        constants=constants, shape=shape, WHOLE=WHOLE, ALL_VISIBLE=ALL_VISIBLE, ALIGNED=ALIGNED, PRECISION=PRECISION,
+        MODIFIED=MODIFIED, MAX_SCORES=max_scores_ptr is not None, SCORE_FUNCTION=SCORE_FUNCTION,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
@@ -130,7 +133,7 @@ def attention_forward_kernel(
         tl.store(max_scores_ptr + statistics + first + row, score_max, mask=first + row < seq_q)
     out_base = head_pointer(out_ptr, out_strides, sequence, begin_q + first, head, PACKED)
     out = acc * inverse[:, None]
-    store_rows(out_base, out_strides, 0, seq_q - first, out, shape.HEAD_DIM_V, BLOCK_M, shape.BLOCK_E)
+    store_rows(out_base, out_strides, 0, seq_q - first, out, shape.HEAD_DIM_V, BLOCK_M, BLOCK_COLUMNS=shape.BLOCK_E)
 
 
 @triton.jit
@@ -161,26 +164,33 @@ def _visit_key_tiles(
     V_WITH_K: tl.constexpr = swizzles_differ(CHUNK if CHUNK else BLOCK_D, BLOCK_E)
     row = first + tl.arange(0, BLOCK_M)
     if not CHUNK:
-        q_tile = as_operand(load_rows(q_base, q_strides, 0, seq_q - first, shape.HEAD_DIM, BLOCK_M, BLOCK_D, False))
+        q_tile = as_operand(
+            load_rows(q_base, q_strides, 0, seq_q - first, shape.HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE=False)
+        )
     for step in tl.range(visited.begin, visited.end, BLOCK_N):
         start, kind = step, 0
         if blocks is not None:
             start, kind = listed_tile(blocks, step, constants.TILE_K, BLOCK_N)
         if not CHUNK:
-            k_tile = as_operand(load_rows(k_base, k_strides, start, keys, shape.HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE))
+            k_tile = as_operand(
+                load_rows(k_base, k_strides, start, keys, shape.HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE=WHOLE)
+            )
         if V_WITH_K:
-            v_tile = as_operand(load_rows(v_base, v_strides, start, keys, shape.HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE))
+            v_tile = as_operand(
+                load_rows(v_base, v_strides, start, keys, shape.HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE=WHOLE)
+            )
         if CHUNK:
             scores = product_by_chunks(
-                q_base, q_strides, 0, seq_q - first, k_base, k_strides, start, keys,
-                shape.HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
+                q_base, q_strides, 0, seq_q - first, k_base, k_strides, start, b_rows=keys, HEAD_DIM=shape.HEAD_DIM,
+                BLOCK_A=BLOCK_M, BLOCK_B=BLOCK_N, BLOCK_COLUMNS=BLOCK_D, CHUNK=CHUNK, PRECISION=PRECISION,
             )  # fmt: skip
         else:
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         column = start + tl.arange(0, BLOCK_N)
         scores, _tanh = tile_scores(
-            scores, scale, first, start, modifiers, kind, constants, MODIFIED, q_base.dtype.element_ty == tl.float32,
-            TRANSPOSED=False, SCORE_FUNCTION=SCORE_FUNCTION, BRANCHES=False,
+            scores, scale, first, start, modifiers, kind, constants, MODIFIED=MODIFIED,
+            PRECISE=q_base.dtype.element_ty == tl.float32, TRANSPOSED=False, SCORE_FUNCTION=SCORE_FUNCTION,
+            BRANCHES=False,
         )  # fmt: skip
         if not ALL_VISIBLE and ((start < visited.full_begin) | (start >= visited.full_end)):
             visible = visible_pairs(row[:, None], column[None, :], shift, keys, window, constants)
@@ -199,7 +209,9 @@ def _visit_key_tiles(
             kept = kept_weights(modifiers, first, start, BLOCK_M, BLOCK_N, ALIGNED)
             probs = tl.where(kept, probs, 0.0)
         if not V_WITH_K:
-            v_tile = as_operand(load_rows(v_base, v_strides, start, keys, shape.HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE))
+            v_tile = as_operand(
+                load_rows(v_base, v_strides, start, keys, shape.HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE=WHOLE)
+            )
         acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
     if not MAX_SCORES:
         score_max = row_max
@@ -217,8 +229,8 @@ def attention_column_sums_kernel(
     of keys."""
     BLOCK_N: tl.constexpr = shape.BLOCK_N
     sequence, head, first, begin_k, seq_k, begin_q, seq_q = locate_tile(
-        tl.program_id(0), side.cu_seqlens_k, side.cu_seqlens_q, batch, heads, rows_k, rows_q,
-        BLOCK_N, PACKED, LAST_FIRST=False, BATCH_FIRST=BATCH_FIRST,
+        tl.program_id(0), side.cu_seqlens_k, side.cu_seqlens_q, batch, heads, rows_k, rows_q, BLOCK=BLOCK_N,
+        PACKED=PACKED, LAST_FIRST=False, BATCH_FIRST=BATCH_FIRST,
     )  # fmt: skip
     if first >= seq_k:
         return
@@ -235,11 +247,13 @@ def attention_column_sums_kernel(
         blocks = load_line(side, numbers, sequence, head, first // constants.TILE_K)
         visited = TileRanges(0, visited.full_begin, visited.full_end, blocks.entries * constants.TILE_Q)
     columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
-    modifiers = Modifiers(side, numbers, columns, softcap, None, sequence, head, distance, keys, None)
+    modifiers = Modifiers(
+        side, numbers, columns, softcap, None, sequence, head, distance=distance, near_keys=keys, dropout_matrix=None
+    )
     sums = _sum_weights(
-        q_base, k_base, q_strides, k_strides, lse_base, visited, first, keys, shift, seq_q, window, scale,
-        modifiers, blocks, constants, shape,
-        WHOLE, ALL_VISIBLE, PRECISION, MODIFIED,
+        q_base, k_base, q_strides, k_strides, lse_base, visited, first, keys=keys, shift=shift, seq_q=seq_q,
+        window=window, scale=scale, modifiers=modifiers, blocks=blocks, constants=constants, shape=shape, WHOLE=WHOLE,
+        ALL_VISIBLE=ALL_VISIBLE, PRECISION=PRECISION, MODIFIED=MODIFIED,
     )  # fmt: skip
     # Keys past their length read as zeros above; what they gathered is not theirs.
     column = tl.arange(0, BLOCK_N)
@@ -263,7 +277,7 @@ def _sum_weights(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     column = first + tl.arange(0, BLOCK_N)
     if not CHUNK:
-        k_tile = load_rows(k_base, k_strides, 0, keys - first, shape.HEAD_DIM, BLOCK_N, BLOCK_D, False)
+        k_tile = load_rows(k_base, k_strides, 0, keys - first, shape.HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE=False)
     unit = LOG2_E if MODIFIED else scale * LOG2_E
     for step in tl.range(visited.begin, visited.end, BLOCK_M):
         start, kind = step, 0
@@ -276,15 +290,15 @@ def _sum_weights(
         lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
         if CHUNK:
             scores = product_by_chunks(
-                q_base, q_strides, start, seq_q, k_base, k_strides, 0, keys - first,
-                shape.HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
+                q_base, q_strides, start, seq_q, k_base, k_strides, 0, b_rows=keys - first, HEAD_DIM=shape.HEAD_DIM,
+                BLOCK_A=BLOCK_M, BLOCK_B=BLOCK_N, BLOCK_COLUMNS=BLOCK_D, CHUNK=CHUNK, PRECISION=PRECISION,
             )  # fmt: skip
         else:
-            q_tile = load_rows(q_base, q_strides, start, seq_q, shape.HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+            q_tile = load_rows(q_base, q_strides, start, seq_q, shape.HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE=WHOLE)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         scores, _tanh = tile_scores(
-            scores, scale, start, first, modifiers, kind, constants, MODIFIED, q_base.dtype.element_ty == tl.float32,
-            TRANSPOSED=False, SCORE_FUNCTION=None, BRANCHES=True,
+            scores, scale, start, first, modifiers, kind, constants, MODIFIED=MODIFIED,
+            PRECISE=q_base.dtype.element_ty == tl.float32, TRANSPOSED=False, SCORE_FUNCTION=None, BRANCHES=True,
         )  # fmt: skip
         probs = tl.exp2(scores * unit - lse[:, None])
         if not ALL_VISIBLE and ((start < visited.full_begin) | (start >= visited.full_end)):

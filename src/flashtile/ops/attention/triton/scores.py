@@ -7,8 +7,8 @@ and `modified_scores` list those that change scores. A new one gets a NamedTuple
 Tiles are `[M, N]`, in the dk/dv kernel (TRANSPOSED) `[N, M]`. `first_row` and `first_column` number the first query and
 the first key of a tile within their sequence.
 
-A user's function of scores is compiled here too. Where the gradients of what it reads are summed in a fixed order, the
-entries to which a tile adds may be any, and many elements may belong to one. So each thread block has sums of its own,
+A user's function of scores is compiled here too. If the gradients of what it reads are summed in a fixed order, the
+entries to which a tile adds may be any, and many elements may belong to one, so each thread block has sums of its own,
 to which it adds row by row: elements of a row with the same entry are summed first, by comparing all pairs, and one of
 them writes. Sums of all thread blocks could take too much memory, so the call comes in waves: launches that follow one
 another on the stream, whose thread blocks go on with the sums of those before.
@@ -91,14 +91,15 @@ def tile_scores(
     bias_tile=None,
 ):  # fmt: skip
     """Scores of a tile of products, -inf where the pattern of a block mask hides them, and the tanh of the soft cap.
-    Bands come after them. Where nothing changes scores (not MODIFIED), they still lack the scale. `kind`: of the tile,
+    Bands come after them. If nothing changes scores (not MODIFIED), they still lack the scale. `kind`: of the tile,
     in a block mask with patterns. `BRANCHES`: a branch leads around the pattern of a full tile (`apply_pattern` says
     where that is faster). Other arguments as in `modified_scores`."""
     scores, tanh = products, products
     if MODIFIED:
         scores, tanh = modified_scores(
-            products, scale, first_row, first_column, modifiers, PRECISE, TRANSPOSED, SCORE_FUNCTION, bias_tile
-        )
+            products, scale, first_row, first_column, modifiers, PRECISE, TRANSPOSED, SCORE_FUNCTION=SCORE_FUNCTION,
+            bias_tile=bias_tile,
+        )  # fmt: skip
     if modifiers.side.block_patterns is not None:
         if BRANCHES:
             if kind >= 0:
@@ -127,7 +128,7 @@ def modified_scores(
         # Past the end of the table NaN, so that too small a table is seen; rows past those of q count for nothing.
         tile = load_table(
             modifiers.side.bias, modifiers.numbers.bias, modifiers.columns.bias, modifiers.sequence, modifiers.head,
-            first_row, first_column, BLOCK_M, BLOCK_N, float("nan"), TRANSPOSED,
+            first_row, first_column, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, OTHER=float("nan"), TRANSPOSED=TRANSPOSED,
         )  # fmt: skip
         scores += tile.to(tl.float32)
     if modifiers.distance is not None:
@@ -140,7 +141,7 @@ def modified_scores(
     if modifiers.side.mask is not None:
         shown = load_table(
             modifiers.side.mask, modifiers.numbers.mask, modifiers.columns.mask, modifiers.sequence, modifiers.head,
-            first_row, first_column, BLOCK_M, BLOCK_N, 0, TRANSPOSED,
+            first_row, first_column, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, OTHER=0, TRANSPOSED=TRANSPOSED,
         )  # fmt: skip
         scores = tl.where(shown != 0, scores, float("-inf"))
     return scores, tanh
@@ -325,8 +326,8 @@ def slope_gradients(dscores, row, column, distance, apart=None):
 
 @triton.jit
 def statistic_column(side, second):
-    """Where the dq kernel stores delta of a row if `second` is 1, else lse, with slopes that of scores relative to the
-    nearest key."""
+    """The column in which the dq kernel stores delta of a row if `second` is 1, else lse, with slopes that of scores
+    relative to the nearest key."""
     column = second
     if side.alibi_slopes is not None:
         column = 3 - 2 * second

@@ -60,8 +60,8 @@ class TileRanges(NamedTuple):
 def find_sequence(cu_seqlens_ptr, slot, batch, BLOCK: tl.constexpr):
     """The sequence that a slot of a packed call belongs to, found on the device without the host's help.
 
-    Sequence `b` owns the slots from `cu_seqlens[b] // BLOCK + b` on: always as many as it has tiles, or one more.
-    So `total // BLOCK + batch + 1` slots hold every tile of any lengths. Rows past `cu_seqlens[batch]` are
+    Sequence `b` owns the slots from `cu_seqlens[b] // BLOCK + b` on: always as many as it has tiles, or one more,
+    so `total // BLOCK + batch + 1` slots hold every tile of any lengths. Rows past `cu_seqlens[batch]` are
     sequence number `batch`, which has no keys.
     """
     CHUNK: tl.constexpr = 256
@@ -291,7 +291,7 @@ def query_tile_ranges(first, keys, shift, rows, window, constants, shape):
 
 @triton.jit
 def visible_pairs(row, column, shift, keys, window, constants):
-    """Which (query row, key column) pairs are visible; `row` and `column` broadcast against each other."""
+    """The (query row, key column) pairs that are visible; `row` and `column` broadcast against each other."""
     visible = (column < keys) & (row == row)
     if constants.HAS_RIGHT:
         visible &= column <= row + (shift + window.right)
