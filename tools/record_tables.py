@@ -418,27 +418,30 @@ def training() -> list[list[str]]:
     return table
 
 
+_SERVING = "h200-serving"
+
+
 def decoding() -> list[list[str]]:
-    """The caches that were measured with pages too, and the smallest."""
+    """GB/s of the cache with one query."""
     found = {
         (row["case"]["B"], row["case"]["S"], row["impl"], row["case"]["page"]): f"{round(row['gbps']):,}"
-        for row in rows_of("h200-decode")
-        if row["op"] != "copy" and not row["case"]["append"]
-    }
+        for row in rows_of(_SERVING)
+        if row["gbps"] and not {"factors", "queries", "latent"} & row["case"].keys()
+        and (row["case"]["Sq"], row["case"]["D"], row["case"]["append"]) == (1, 128, False)
+    }  # fmt: skip
     columns = [
-        *(("flashtile-triton", page) for page in (None, 16, 64)),
+        *(("flashtile-auto", page) for page in (None, 16, 64)), ("copy", None),
         *((peer, None) for peer in ("sdpa-flash", "sdpa-cudnn", "fa4")),
     ]  # fmt: skip
-    heading = ["flashtile (`triton`)", "pages of 16", "pages of 64", "FlashAttention-2", "cuDNN", "FlashAttention-4"]
+    heading = ["flashtile", "pages of 16", "pages of 64", "a copy", "FlashAttention-2", "cuDNN", "FlashAttention-4"]
     table = [["cache", *heading]]
     for batch, length in sorted({key[:2] for key in found}, key=lambda size: size[::-1]):
-        if (batch, length, "flashtile-triton", 16) in found or (batch, length) == (1, 4096):
-            cells = [found.get((batch, length, *column), "–") for column in columns]
+        cells = [found.get((batch, length, *column), "–") for column in columns]
+        if cells[0] != "–":
             table.append([f"{batch} × {length:,}", *cells])
     return table
 
 
-_SERVING = "h100-serving"
 #: Common parts of the calls of that record; a case has no further keys then.
 _USUAL: Case = {"H": 32, "Hkv": 8, "D": 128, "Dv": 128, "Sq": 1, "page": 16, "append": False, "dtype": "bf16"}
 #: Calls of the table: what they are, the case, and what their time is compared with: an implementation, other cases.
