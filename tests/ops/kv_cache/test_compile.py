@@ -155,7 +155,7 @@ _SPILLS: dict[tuple[str, str], int] = {
     ("sm_80", "float32"): 16,
     ("sm_80", "float32_512"): 16,
     ("sm_90", "invariant_256"): 128,
-    ("sm_90", "invariant_float32"): 448,
+    ("sm_90", "invariant_float32"): 464,
 }
 
 

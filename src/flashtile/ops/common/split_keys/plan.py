@@ -83,7 +83,7 @@ class SplitCall(NamedTuple):
         misalignment: of the addresses of q, k and v, modulo 16.
         capacity: rows that a sequence of keys can have.
         index_dtypes: of what `rows.Sequences` has; None for one that there is not.
-        page_size, pages, stride_table: of a cache in pages, else 0.
+        page_size, stride_table, pages: of a cache in pages, and how many there are; else 0.
         tree: of the tree, the strides between sequences and between queries, and how many columns it has.
         cut: in the batch-invariant mode; None else.
         most: packed sequences of more queries are left to another kernel, and so are rows of nobody; None: none are.
@@ -111,7 +111,6 @@ class SplitCall(NamedTuple):
     allow_tf32: bool
     index_dtypes: tuple[torch.dtype | None, ...] = (None,) * 7
     page_size: int = 0
-    pages: int = 0
     stride_table: int = 0
     total_q: int | None = None
     seq_new: int = 0
@@ -130,6 +129,7 @@ class SplitCall(NamedTuple):
     values_in_keys: bool = False
     cut: Cut | None = None
     most: int | None = None
+    pages: int = 0
 
     @property
     def cache_itemsize(self) -> int:
