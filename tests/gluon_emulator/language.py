@@ -175,7 +175,9 @@ def _access(pointer: Value, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.broadcast_tensors(pointer.data, as_value(mask).data)  # type: ignore[return-value]
 
 
-def _load(pointer: Value, mask: Any = True, other: Any = None, volatile: bool = False) -> Value:
+def _load(
+    pointer: Value, mask: Any = True, other: Any = None, cache_modifier: str = "", volatile: bool = False
+) -> Value:
     if volatile:
         current().watch(int(pointer.data))
     addresses, where = _access(pointer, mask)
@@ -308,6 +310,16 @@ def _converted(found: re.Match, dtype: Any, x: Value) -> Value:
     return x.to(dtype)
 
 
+def _widened(found: re.Match, dtype: Any, words: Value, factors: Value | None = None) -> tuple[Value, ...]:
+    """Four numbers of 8 bits in each word, as two words of 16-bit ones."""
+    kind = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}.get(found[1], torch.int8)
+    wide = words.data.contiguous().view(kind).float()
+    if factors is not None:
+        wide = wide * factors.data
+    pairs = wide.to(torch.bfloat16 if found[2] == "bf16x2" else torch.float16).view(torch.int32)
+    return tuple(Value(pairs[..., place::2], of, words._layout) for place, of in enumerate(dtype))
+
+
 def _same(found: re.Match, dtype: Any, x: Value) -> Value:
     return x
 
@@ -378,6 +390,7 @@ def _take_number(found: re.Match, dtype: Any, counter: Value) -> Value:
 
 
 _INSTRUCTIONS = {
+    r"(?s)(e4m3x2|e5m2x2|0x4B000000).*cvt\.rn\.(\w+x2)\.f32": _widened,
     r"tanh\.approx\.f32": _tanh,
     r"rcp\.approx\.ftz\.f32": _reciprocal,
     r"fma\.rn\.f32": _multiplied_and_added,

@@ -52,6 +52,27 @@ CASES = {
     "window_512": replace(
         _UNIFORM, page_size=16, head_dim=512, head_dim_v=512, batch=2, lengths=(150, 201), arguments={"window": (30, 0)}
     ),
+    "pages_of_1": replace(_PACKED, page_size=1, head_dim=128, head_dim_v=128),
+    "pages_of_7": replace(_UNIFORM, page_size=7, head_dim=96, head_dim_v=64, dtype=torch.float16),
+    "pages_of_4_window": replace(_PACKED, page_size=4, arguments={"window": (100, 0)}, length_dtype=torch.int64),
+    "fp8": replace(_UNIFORM, cache_dtype=torch.float8_e4m3fn, factors="heads", entries=(5, 0, 3, 1)),
+    "fp8_rows": replace(
+        _PACKED, cache_dtype=torch.float8_e4m3fn, factors="rows", page_size=16, head_dim=256, head_dim_v=256
+    ),
+    "fp8_e5m2": replace(
+        _PACKED, cache_dtype=torch.float8_e5m2, factors="pages", page_size=2, arguments={"window": (100, 0)}
+    ),
+    "int8": replace(
+        _PACKED,
+        cache_dtype=torch.int8,
+        factors="one",
+        page_size=16,
+        head_dim=128,
+        head_dim_v=128,
+        arguments={"causal": True, "softcap": 5.0},
+        alibi=True,
+        sinks=True,
+    ),
     "right": replace(_PACKED, page_size=16, arguments={"window": (None, 40)}),
 }
 
@@ -60,6 +81,8 @@ CASES = {
 def any_size(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Calls of any size are served, also those that leave most of a GPU idle."""
     monkeypatch.setattr(backend, "_LEAST_SHARE", 0)
+    monkeypatch.setattr(backend, "_ROWS_BY_THREADS", 1)
+    monkeypatch.setattr(backend, "_NARROW", 0)
     clear_plans()
     yield monkeypatch
     clear_plans()
@@ -121,12 +144,21 @@ _STEP = _CALL._replace(
 
 @pytest.mark.parametrize(
     "call",
-    [_wide(64), _CALL._replace(window_left=4095), _wide(512), _STEP],
-    ids=["64", "128, window", "512", "invariant step"],
+    [
+        _wide(64),
+        _CALL._replace(window_left=4095),
+        _wide(512),
+        _STEP,
+        _wide(128, page_size=1),
+        _wide(256, page_size=1),
+        _wide(128, cache_dtype=torch.float8_e4m3fn, descale_strides=((128, 8, 1),) * 2),
+    ],
+    ids=["64", "128, window", "512", "invariant step", "pages of 1", "256, pages of 1", "8 bits"],
 )
 def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)
-    source = cache_launch.plan_chunks(call, 8192, 16, torch.device("cpu")).pipeline.plans["forward"].source
+    planned = cache_launch.plan_chunks(call, 8192, 16, torch.device("cpu"), by_threads=backend.loaded_by_threads(call))
+    source = planned.pipeline.plans["forward"].source
     check_code(source, "sm_90", _check_chunks, HOPPER.facts.shared_memory)
 
 

@@ -14,11 +14,11 @@ from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile._backends.tma import TmaTensor, strided_layout
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts, current_machine
 from flashtile.ops.attention.hopper.cache import CacheAddresses, CachedRows, CacheNumbers
-from flashtile.ops.attention.hopper.configs import alone_with_stages, forward_config, value_parts
+from flashtile.ops.attention.hopper.configs import HopperConfig, alone_with_stages, forward_config, value_parts
 from flashtile.ops.attention.hopper.launch import forward_kernel, tile_counter
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.common.checks import check_programs
-from flashtile.ops.common.split_keys.plan import SplitCall, shaped_results
+from flashtile.ops.common.split_keys.plan import SplitCall, factor_strides, shaped_results
 from flashtile.ops.common.tiles import box_rows
 
 
@@ -42,9 +42,9 @@ class CacheForward(NamedTuple):
         others: tuple[Tensor | None, ...],
         length: int,
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse). `tensors`: q, k and v. `results`: where to write them. `others`: offsets of packed
-        queries, slopes, sinks, lengths, entries, table and offsets of new rows. `length`: of all sequences, where no
-        tensor has them."""
+        """(out, lse). `tensors`: q, k and v. `results`: where to write them. `others`: offsets of packed queries,
+        slopes, sinks, lengths, entries, table, offsets of new rows, and factors of k and v. `length`: of all sequences,
+        where no tensor has them."""
         out, lse = results or self.allocate()
         counter = tile_counter(out.device) if self.dynamic else None
         self.pipeline.run(*pointers(tensors), pointer(counter), *pointers((out, lse, *others)), length)
@@ -52,7 +52,12 @@ class CacheForward(NamedTuple):
 
 
 def plan_chunks(
-    call: SplitCall, outer: int, most_left: int, device: torch.device, flags: int | None = None
+    call: SplitCall,
+    outer: int,
+    most_left: int,
+    device: torch.device,
+    flags: int | None = None,
+    by_threads: bool = False,
 ) -> CacheForward:
     """Everything that can be decided before the tensors' contents are known.
 
@@ -62,11 +67,14 @@ def plan_chunks(
         most_left: packed sequences of up to so many queries are left to another kernel.
         flags: the launch is given so many numbers of each query, last before the length, and computes those sequences
             that have another than 0 there; None: all.
+        by_threads: threads load the rows, not TMA.
     """
     results = shaped_results(call)
     described = describe_over_cache(call, outer, device)
     described.check_sizes()
-    config = forward_config(described)
+    config, registers = forward_config(described), 0
+    if by_threads:
+        config, registers = _by_threads(config, described.head_dims)
     if by_group := _takes_heads_as_rows(call):
         call = _heads_as_rows(call)
         described = describe_over_cache(call, outer, device)
@@ -75,16 +83,18 @@ def plan_chunks(
     lines = value_parts(described.head_dims[1]) * described.lines
     check_programs("q", tiles * lines)
     programs = min(tiles * lines, config.resident * described.multiprocessors)
-    rows = describe_rows(call, config.block_n, most_left, flags)
+    rows = describe_rows(call, config.block_n, most_left, flags, registers)
     dynamic = tiles * lines > programs
     kernel = forward_kernel(described, config, programs, tiles, lines, dynamic, rows)
     kernel = kernel._replace(buffers={"cu_seqlens_k": "cu_seqlens_q"})
     if by_group:
         kernel = kernel._replace(parameters={**kernel.parameters, **_moved_by_group(described, kernel)})
     lengths, entries, _, table, starts, new_starts, _ = call.index_dtypes
+    factors = [strides is not None for strides in call.descale_strides]
     optional = {
         "cu_seqlens_q": starts, "alibi_slopes": call.slope_dims, "sinks": call.row_logits, "lengths": lengths,
-        "entries": entries, "table": table, "new_starts": new_starts, "flags": flags,
+        "entries": entries, "table": table, "new_starts": new_starts, "k_factors": factors[0], "v_factors": factors[1],
+        "flags": flags,
     }  # fmt: skip
     given = "q", "k", "v", "counter", "out", "lse", *(name for name, there in optional.items() if there), "length"
     return CacheForward(Pipeline(device, {"forward": kernel}, given, {}), allocator(results, device), dynamic)
@@ -153,10 +163,42 @@ def describe_over_cache(call: SplitCall, outer: int, device: torch.device) -> Ca
     )
 
 
-def describe_rows(call: SplitCall, block_n: int, most_left: int, flags: int | None = None) -> CachedRows:
-    """Describes the cache for a kernel with tiles of so many keys."""
+#: (widest head_dim, widest head_dim_v, cut, registers of a thread that loads) where threads load the rows: half of the
+#: keys of other calls, so that the loading warpgroup gets registers.
+_LOADED = HopperConfig(
+    consumers=2, block_n=64, stages=4, registers=184, max_registers=128, q_in_registers=False, ahead=32
+)
+_BY_THREADS = (
+    (64, 64, _LOADED._replace(stages=8), 120),
+    (96, 96, _LOADED._replace(in_turn=True), 120),
+    (192, 128, _LOADED, 120),
+    (192, 192, _LOADED._replace(block_n=32, stages=6, ahead=16), 120),
+    (256, 256, _LOADED._replace(block_n=32, in_turn=True, registers=208), 72),
+)
+#: With a single consumer there are fewer threads.
+_ALONE: dict[str, Any] = {"consumers": 1, "in_turn": False, "registers": 240, "max_registers": 168}
+_ALONE_LOADERS = 160
+
+#: What 8-bit rows are, as the kernel knows them.
+_WIDENED: dict[torch.dtype | None, str] = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "s8"}
+
+
+def _by_threads(config: HopperConfig, head_dims: tuple[int, int]) -> tuple[HopperConfig, int]:
+    """The cut where threads load the rows, and their registers; `config`: where TMA does."""
+    *_, row, registers = next(each for each in _BY_THREADS if head_dims[0] <= each[0] and head_dims[1] <= each[1])
+    return (row._replace(**_ALONE), _ALONE_LOADERS) if config.consumers == 1 else (row, registers)
+
+
+def describe_rows(
+    call: SplitCall, block_n: int, most_left: int, flags: int | None = None, registers: int = 0
+) -> CachedRows:
+    """Describes the cache for a kernel with tiles of so many keys. `registers`: of `CachedRows`."""
     lengths, entries, _, table, starts, new_starts, _ = call.index_dtypes
-    (k_outer, k_row, _), (v_outer, v_row, _) = call.strides[1:]
+    (k_outer, k_row, k_head), (v_outer, v_row, v_head) = call.cache_strides
+    words = torch.int32 if registers else None
+    of_word = torch.int32.itemsize // call.cache_itemsize
+    together = 8 // of_word
+    factors = dict(zip("kv", call.descale_strides))
     addresses = CacheAddresses(
         lengths=pointer_to(lengths),
         length=Parameter("i32", 1, GIVEN),
@@ -164,6 +206,9 @@ def describe_rows(call: SplitCall, block_n: int, most_left: int, flags: int | No
         table=pointer_to(table),
         new_starts=pointer_to(new_starts),
         flags=pointer_to(None if flags is None else torch.int32),
+        k=pointer_to(words, 4 * together),
+        v=pointer_to(words, 4 * together),
+        **{f"{of}_factors": pointer_to(None if each is None else torch.float32) for of, each in factors.items()},
     )
     numbers = CacheNumbers(
         seq_new=int32(call.seq_new if new_starts is None else None),
@@ -173,5 +218,13 @@ def describe_rows(call: SplitCall, block_n: int, most_left: int, flags: int | No
         k_apart=int32(k_outer // k_row),
         v_apart=int32(v_outer // v_row),
         flags=int32(flags),
+        k_stride=int32(k_row // of_word if registers else None, together),
+        k_head=int64(k_head // of_word if registers else None, together),
+        v_stride=int32(v_row // of_word if registers else None, together),
+        v_head=int64(v_head // of_word if registers else None, together),
+        **{f"{of}_factors": factor_strides(each) for of, each in factors.items()},
     )
-    return CachedRows(addresses, numbers, call.page_size, block_n // box_rows(call.page_size, block_n))
+    loads = 0 if registers else block_n // box_rows(call.page_size, block_n)
+    return CachedRows(
+        addresses, numbers, call.page_size, loads, registers, _WIDENED.get(call.cache_dtype, "") if registers else ""
+    )

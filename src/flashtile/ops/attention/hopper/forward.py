@@ -38,6 +38,7 @@ from flashtile.ops.attention.hopper.cache import CachedRows
 from flashtile.ops.attention.hopper.forward_producer import (
     Rings,
     key_slot,
+    load_rows,
     load_share,
     produce,
     receive_query_tile,
@@ -122,6 +123,8 @@ class KernelConfig:
     CACHED: gl.constexpr
     PAGE_SIZE: gl.constexpr
     SHARES: gl.constexpr
+    BY_THREADS: gl.constexpr
+    WIDENED: gl.constexpr
     KEY_LENGTHS: gl.constexpr
     MASK_ENDS_KEYS: gl.constexpr
     HAS_LEFT: gl.constexpr
@@ -258,13 +261,16 @@ def attention_forward_kernel(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
     IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
-    PACKED: gl.constexpr, CACHED: gl.constexpr, PAGE_SIZE: gl.constexpr, KEY_LOADS: gl.constexpr, SHARES: gl.constexpr,
-    TOP_LEFT: gl.constexpr, BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr,
+    PACKED: gl.constexpr, CACHED: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, SHARES: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr, WIDENED: gl.constexpr, HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, TOP_LEFT: gl.constexpr, BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr,
     SCORE_COLUMNS: gl.constexpr, VALUE_PARTS: gl.constexpr, SCORE_FUNCTION: gl.constexpr, SCORE_READS: gl.constexpr,
 ):  # fmt: skip
     """`..._tail_desc`: of the second chunk of head_dim. `constants`: `parameters.CallConstants`.
-    `CACHED`: keys and values are rows of a cache, `PAGE_SIZE` of a page, 0 without pages. `KEY_LOADS`: boxes of the
-    descriptors that are a tile of them, loaded in `SHARES` by as many warps. `counter_ptr`: two zeros, through which
+    `CACHED`: keys and values are rows of a cache, `PAGE_SIZE` of a page, 0 without pages. Boxes of the descriptors, of
+    which several may be a tile of `BLOCK_N` keys, are loaded in `SHARES` by as many warps. `LOADER_REGISTERS`: of the
+    threads that load keys and values of so many columns (`HEAD_DIM`, `HEAD_DIM_V`) where TMA does not, without
+    descriptors; else 0. `counter_ptr`: two zeros, through which
     thread blocks take tiles as they come, if they do. `BATCH_FIRST`: the same head of all batch entries comes next,
     because they share a table. `MASK_ENDS_KEYS`: the mask is the same for all rows, and keys past the last one that it
     shows are left out. `SCORE_COLUMNS`: of the first chunk, those that scores are products of (`start_scores`).
@@ -274,7 +280,7 @@ def attention_forward_kernel(
     """
     TILE_K: gl.constexpr = constants.TILE_K
     config = KernelConfig(
-        EIGHT_BITS=k_desc.dtype.primitive_bitwidth == 8,
+        EIGHT_BITS=q_desc.dtype.primitive_bitwidth == 8,
         CONSUMERS=CONSUMERS,
         Q_IN_REGISTERS=Q_IN_REGISTERS,
         AHEAD=AHEAD,
@@ -284,6 +290,8 @@ def attention_forward_kernel(
         CACHED=CACHED,
         PAGE_SIZE=PAGE_SIZE,
         SHARES=SHARES,
+        BY_THREADS=LOADER_REGISTERS > 0,
+        WIDENED=WIDENED,
         KEY_LENGTHS=problem.side.key_lengths is not None,
         MASK_ENDS_KEYS=MASK_ENDS_KEYS,
         HAS_LEFT=constants.HAS_LEFT,
@@ -309,20 +317,24 @@ def attention_forward_kernel(
         bias=MovedBias(bias_desc, problem.numbers.bias),
     )
     keys = tensors.k
+    values = tensors.v
+    if LOADER_REGISTERS > 0:
+        keys = tensors.q
+        values = tensors.out
     k_tail = None
     if STAGES == 1 and k_tail_desc is not None:
         keys = Chunks(k_desc, None)
-        k_tail = make_ring(Chunks(k_tail_desc, None), STAGES=STAGES, READERS=CONSUMERS, LOADS=KEY_LOADS, WRITERS=SHARES)
+        k_tail = make_ring(Chunks(k_tail_desc, None), STAGES=STAGES, READERS=CONSUMERS, KEYS=BLOCK_N, WRITERS=SHARES)
     bias_tiles = None
     if bias_desc is not None:
         bias_tiles = make_bias_tiles(bias_desc, STAGES, CONSUMERS)
     rings = Rings(
         q=make_ring(tensors.q, STAGES=QUERY_PLACES, READERS=1, PARTS=CONSUMERS),
-        k=make_ring(keys, STAGES=STAGES, READERS=CONSUMERS, LOADS=KEY_LOADS, WRITERS=SHARES),
+        k=make_ring(keys, STAGES=STAGES, READERS=CONSUMERS, KEYS=BLOCK_N, WRITERS=SHARES),
         k_tail=k_tail,
         v=make_ring(
-            tensors.v, STAGES=STAGES, READERS=CONSUMERS, LOADS=KEY_LOADS, WRITERS=SHARES,
-            OWN=CACHED and constants.HAS_LEFT,
+            values, STAGES=STAGES, READERS=CONSUMERS, KEYS=BLOCK_N, WRITERS=SHARES,
+            OWN=CACHED and constants.HAS_LEFT and LOADER_REGISTERS == 0,
         ),
         bias=bias_tiles,
     )  # fmt: skip
@@ -336,13 +348,34 @@ def attention_forward_kernel(
         lse_ptr=lse_ptr,
         max_scores_ptr=max_scores_ptr,
     )
-    queue = make_tile_queue(CONSUMERS, PACKED and TILE_K > 0, SHARES - 1)
+    queue = make_tile_queue(CONSUMERS, PACKED and TILE_K > 0, SHARES - 1 if LOADER_REGISTERS == 0 else 4)
     tile_info = None
     if TILE_K > 0:
         tile_info = make_tile_info(STAGES)
     blocks = BlockMask(lists=BlockLists(problem.side.block_lists, problem.numbers.blocks), tile_info=tile_info)
     fence_async_shared()
-    if CONSUMERS == 1 and SHARES == 1:
+    if CONSUMERS == 1 and LOADER_REGISTERS > 0:
+        gl.warp_specialize(
+            [
+                (consume, (0, config, queue, rings, output, problem, blocks)),
+                (produce, (config, queue, counter_ptr, rings, tensors, problem, blocks)),
+                (load_rows, (config, queue, rings, problem, HEAD_DIM, HEAD_DIM_V)),
+            ],
+            [1, 4],
+            [PRODUCER_REGISTERS, LOADER_REGISTERS],
+        )
+    elif LOADER_REGISTERS > 0:
+        gl.warp_specialize(
+            [
+                (consume, (0, config, queue, rings, output, problem, blocks)),
+                (consume, (1, config, queue, rings, output, problem, blocks)),
+                (produce, (config, queue, counter_ptr, rings, tensors, problem, blocks)),
+                (load_rows, (config, queue, rings, problem, HEAD_DIM, HEAD_DIM_V)),
+            ],
+            [4, 1, 4],
+            [REGISTERS, PRODUCER_REGISTERS, LOADER_REGISTERS],
+        )
+    elif CONSUMERS == 1 and SHARES == 1:
         gl.warp_specialize(
             [
                 (consume, (0, config, queue, rings, output, problem, blocks)),

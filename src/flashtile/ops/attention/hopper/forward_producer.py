@@ -2,14 +2,22 @@
 
 from typing import Any, NamedTuple
 
-from flashtile._backends.gluon import gl, gluon
+from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier
 from flashtile.ops.attention.hopper.cache import (
     KeyPlace,
+    RowSource,
+    SeenRows,
     box_pages,
     clear_rows,
+    fetch_rows,
+    head_factors,
     load_boxes,
     locate_in_cache,
+    look_up,
+    put_rows,
+    sequence_entry,
     sequence_pages,
+    sequence_place,
 )
 from flashtile.ops.attention.hopper.modifiers import (
     TILE_KIND,
@@ -73,7 +81,7 @@ class QueryTile(NamedTuple):
     keys: Any
 
 
-class SeenRows(NamedTuple):
+class ClearedRows(NamedTuple):
     """Of a sequence in a cache under a window: the first row that any of its queries sees; the first row of the last
     key tile to come, which is cleared up to there (`clear_rows`); and the phase of the barriers for that."""
 
@@ -127,6 +135,93 @@ def load_share(SHARE: gl.constexpr, config, queue, rings, tensors, problem):
             load_values(slot, pages, rings, tensors, rows, row, 0, seen, numbers, config, SHARE)
             key_tiles += 1
         tile = receive_query_tile(queue, tiles_received, config)
+
+
+@gluon.jit
+def load_rows(config, queue, rings, problem, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr):
+    """A warpgroup that loads keys and values where TMA does not, through registers: while a tile waits for its place,
+    the next one is on its way."""
+    ROWS: gl.constexpr = config.CONSUMERS * M
+    N: gl.constexpr = rings.k.ROWS
+    ALIKE: gl.constexpr = rings.v.WIDTH == rings.k.WIDTH and rings.v.TAIL == rings.k.TAIL
+    cache = problem.cache
+    numbers = problem.cache_numbers
+    tiles_received = 0
+    key_tiles = 0
+    tile = receive_query_tile(queue, tiles_received, config)
+    while tile.first >= 0:
+        tiles_received += 1
+        keys = tile.seq_k
+        seq_q = tile.seq_q if config.PACKED else problem.rows_q
+        shift = keys - seq_q
+        visited = key_tile_ranges(
+            tile.first, seq_q, shift, keys, problem.window.left, problem.window.right, ROWS, N,
+            config.HAS_LEFT, config.HAS_RIGHT,
+        )  # fmt: skip
+        first = 0
+        if config.HAS_LEFT:
+            first = gl.maximum(shift - problem.window.left, 0)
+        sequence = gl.minimum(tile.sequence, problem.batch - 1)
+        head = tile.head // problem.group
+        place = sequence_place(sequence, cache, numbers, problem.batch)
+        entry = 0
+        if config.PAGE_SIZE == 0 and cache.k_factors is not None:
+            entry = sequence_entry(sequence, cache)
+        seen = SeenRows(first, keys, place.table)
+        k_source = RowSource(
+            cache.k + (gl.to_tensor(place.k_begin).to(gl.int64) * numbers.k_stride + head * numbers.k_head),
+            head_factors(cache.k_factors, numbers.k_factors, entry, head),
+            numbers.k_stride,
+            numbers.k_apart,
+            numbers.k_factors,
+        )
+        v_source = RowSource(
+            cache.v + (gl.to_tensor(place.v_begin).to(gl.int64) * numbers.v_stride + head * numbers.v_head),
+            head_factors(cache.v_factors, numbers.v_factors, entry, head),
+            numbers.v_stride,
+            numbers.v_apart,
+            numbers.v_factors,
+        )
+        row = (visited.end - 1) * N
+        pages = look_up(rings.k, row, seen, config, True)
+        v_pages = pages
+        if not ALIKE:
+            v_pages = look_up(rings.v, row, seen, config, True)
+        k = fetch_rows(k_source, rings.k, row, pages, seen, HEAD_DIM, config, True)
+        v = fetch_rows(v_source, rings.v, row, v_pages, seen, HEAD_DIM_V, config, True)
+        row -= N
+        pages = look_up(rings.k, row, seen, config, True)
+        if not ALIKE:
+            v_pages = look_up(rings.v, row, seen, config, True)
+        for _ in range(visited.begin + 1, visited.end):
+            slot = rings.k.slot(key_tiles)
+            put_rows(rings.k, slot, k, k_source, config)
+            put_rows(rings.v, slot, v, v_source, config)
+            publish_rows(rings.v, slot)
+            publish_rows(rings.k, slot)
+            k = fetch_rows(k_source, rings.k, row, pages, seen, HEAD_DIM, config, False)
+            if ALIKE:
+                v_pages = pages
+            v = fetch_rows(v_source, rings.v, row, v_pages, seen, HEAD_DIM_V, config, False)
+            row -= N
+            key_tiles += 1
+            pages = look_up(rings.k, row, seen, config, False)
+            if not ALIKE:
+                v_pages = look_up(rings.v, row, seen, config, False)
+        slot = rings.k.slot(key_tiles)
+        put_rows(rings.k, slot, k, k_source, config)
+        publish_rows(rings.k, slot)
+        put_rows(rings.v, slot, v, v_source, config)
+        publish_rows(rings.v, slot)
+        key_tiles += 1
+        tile = receive_query_tile(queue, tiles_received, config)
+
+
+@gluon.jit
+def publish_rows(ring, slot):
+    """Each thread makes what it wrote visible to products, and when all have, the tile is there."""
+    fence_async_shared()
+    mbarrier.arrive(ring.full.index(slot.place), count=1)
 
 
 @gluon.jit
@@ -190,47 +285,50 @@ def produce_tile(
             at.first, at.length, shift, keys, problem.window.left, problem.window.right, ROWS, N,
             config.HAS_LEFT, config.HAS_RIGHT,
         )  # fmt: skip
-        key_begin = visited.begin
-        key_end = visited.end
-        if config.TILE_Q > 0:
-            key_begin = 0
-            key_end = gl.maximum(listed, 1)
-        column = value_column(part, rings, config)
-        seen = seen_rows(at.length, keys, key_begin, tiles_published - 1, problem, config, N)
-        row_before = 0
-        for done in range(0, key_end - key_begin):
-            n = key_end - 1 - done
+        if not config.BY_THREADS:
+            key_begin = visited.begin
+            key_end = visited.end
             if config.TILE_Q > 0:
-                n, kind = listed_tile(blocks.lists, entry, n, listed > 0, N, config.TILE_K)
-            row = n * N
-            slot = key_slot(rings, key_tiles)
-            pages = (0,)
-            if config.PAGE_SIZE > 0:
-                pages = box_pages(tensors.k.main, row, keys, place.table, config, N, 0)
-            rings.k.wait_empty(slot)
-            if config.TILE_Q > 0:
-                write_tile_info(blocks.tile_info, slot.place, TILE_NUMBER, n)
-                write_tile_info(blocks.tile_info, slot.place, TILE_KIND, kind)
-            head = at.head // problem.group
-            key_rows = HeadRows(at.sequence, head, place.k_begin, keys)
-            value_rows = HeadRows(at.sequence, head, place.v_begin, keys)
-            load_keys(slot, at, pages, rings, tensors, key_rows, row, numbers, config, 0)
-            if config.ONE_STAGE:
-                # Keys become free before the values of the tile before, so they are loaded before these.
-                if done > 0:
-                    before = key_slot(rings, key_tiles - 1)
-                    pages = (0,)
-                    if config.PAGE_SIZE > 0:
-                        pages = box_pages(tensors.v.main, row_before, keys, place.table, config, N, 0)
-                    load_values(before, pages, rings, tensors, value_rows, row_before, column, seen, numbers, config, 0)
-                row_before = row
-            else:
-                load_values(slot, pages, rings, tensors, value_rows, row, column, seen, numbers, config, 0)
-            key_tiles += 1
+                key_begin = 0
+                key_end = gl.maximum(listed, 1)
+            column = value_column(part, rings, config)
+            seen = seen_rows(at.length, keys, key_begin, tiles_published - 1, problem, config, N)
+            row_before = 0
+            for done in range(0, key_end - key_begin):
+                n = key_end - 1 - done
+                if config.TILE_Q > 0:
+                    n, kind = listed_tile(blocks.lists, entry, n, listed > 0, N, config.TILE_K)
+                row = n * N
+                slot = key_slot(rings, key_tiles)
+                pages = (0,)
+                if config.PAGE_SIZE > 0:
+                    pages = box_pages(tensors.k.main, row, keys, place.table, config, N, 0)
+                rings.k.wait_empty(slot)
+                if config.TILE_Q > 0:
+                    write_tile_info(blocks.tile_info, slot.place, TILE_NUMBER, n)
+                    write_tile_info(blocks.tile_info, slot.place, TILE_KIND, kind)
+                head = at.head // problem.group
+                key_rows = HeadRows(at.sequence, head, place.k_begin, keys)
+                value_rows = HeadRows(at.sequence, head, place.v_begin, keys)
+                load_keys(slot, at, pages, rings, tensors, key_rows, row, numbers, config, 0)
+                if config.ONE_STAGE:
+                    # Keys become free before the values of the tile before, so they are loaded before these.
+                    if done > 0:
+                        before = key_slot(rings, key_tiles - 1)
+                        pages = (0,)
+                        if config.PAGE_SIZE > 0:
+                            pages = box_pages(tensors.v.main, row_before, keys, place.table, config, N, 0)
+                        load_values(
+                            before, pages, rings, tensors, value_rows, row_before, column, seen, numbers, config, 0
+                        )
+                    row_before = row
+                else:
+                    load_values(slot, pages, rings, tensors, value_rows, row, column, seen, numbers, config, 0)
+                key_tiles += 1
         # Asking early would divide the tiles by who began one first, not by who is done first (1 × 1,000 tokens, 32
         # heads of 128: 24.1 µs instead of 21.4). While the answer comes, consumers have the last key tiles before them.
         following = next_number(number, counter_ptr, problem.dynamic)
-        if config.ONE_STAGE:
+        if config.ONE_STAGE and not config.BY_THREADS:
             last = key_slot(rings, key_tiles - 1)
             value_rows = HeadRows(at.sequence, at.head // problem.group, place.v_begin, keys)
             pages = (0,)
@@ -307,7 +405,7 @@ def load_keys(slot, at, pages, rings, tensors, rows, row, cache, config, SHARE: 
 @gluon.jit
 def load_values(slot, pages, rings, tensors, rows, row, column, seen, cache, config, SHARE: gl.constexpr):
     """Loads a tile of values, from a column on, as soon as its slot is free. `pages`: of `box_pages`. `seen`: a
-    `SeenRows`."""
+    `ClearedRows`."""
     rings.v.wait_empty(slot)
     if config.CACHED and config.HAS_LEFT:
         last = row == seen.last_tile
@@ -323,11 +421,12 @@ def load_values(slot, pages, rings, tensors, rows, row, column, seen, cache, con
 
 @gluon.jit
 def seen_rows(seq_q, keys, begin, tiles, problem, config, N: gl.constexpr):
-    """The `SeenRows` of a tile of queries, whose key tiles begin with number `begin`; `tiles`: how many came before."""
+    """The `ClearedRows` of a tile of queries, whose key tiles begin with number `begin`; `tiles`: how many came
+    before."""
     first = 0
     if config.CACHED and config.HAS_LEFT:
         first = gl.maximum(keys - seq_q - problem.window.left, 0)
-    return SeenRows(first, begin * N, tiles & 1)
+    return ClearedRows(first, begin * N, tiles & 1)
 
 
 @gluon.constexpr_function

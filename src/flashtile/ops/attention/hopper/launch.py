@@ -199,6 +199,7 @@ def forward_kernel(
     covered = is_covered(call, config.block_m, config.block_n)
     side = describe_side(call, covered=covered, by_column=False, group=call.group)
     bounds = score_bounds(call) if covered else None
+    by_threads = cache is not None and cache.registers > 0
     parameters = {
         **_moved_tensors(call, config, cache),
         "lse_ptr": pointer_to(torch.float32),
@@ -215,12 +216,14 @@ def forward_kernel(
         "PACKED": call.packed,
         "CACHED": cache is not None,
         "PAGE_SIZE": 0 if cache is None else cache.page_size,
-        "KEY_LOADS": 1 if cache is None else cache.loads,
         "SHARES": 1 if cache is None or config.stages == 1 else load_shares(cache.loads),
+        "LOADER_REGISTERS": cache.registers if cache is not None else 0,
+        "WIDENED": "" if cache is None else cache.widened,
+        **dict(zip(("HEAD_DIM", "HEAD_DIM_V"), call.head_dims if by_threads else (0, 0))),
         "TOP_LEFT": spec.banded and spec.top_left,
         # What is larger than keys and values is read by those that run at the same time.
         "BATCH_FIRST": not call.packed and call.batch > 1 and any(map(_shared_by_batch, (aux.bias, aux.mask))),
-        "SCORE_COLUMNS": score_columns(call.head_dims[0], dtype),
+        "SCORE_COLUMNS": min(score_columns(call.head_dims[0], dtype), 128 if by_threads else 256),
         "VALUE_PARTS": value_parts(call.head_dims[1]),
         "MASK_ENDS_KEYS": _same_for_all_rows(aux.mask),
         "SCORE_FUNCTION": None if spec.score_program is None else gluon_function(spec.score_program, bounds),
@@ -234,9 +237,12 @@ def _moved_tensors(call: Call, config: HopperConfig, cache: CachedRows | None) -
     dtype, (by_query, by_key), bias = call.dtype, row_layouts(call), call.aux.bias
     bounded, keys = call.bounded, config.block_n
     if cache is not None:
-        bounded, by_key, keys = True, bounded_layout, config.block_n // cache.loads
+        bounded, by_key, keys = True, bounded_layout, config.block_n // cache.loads if cache.loads else 0
     head_dim, head_dim_v = call.head_dims
     chunks, chunks_v = column_chunks(head_dim, dtype), value_chunks(head_dim_v)
+    if cache is not None and cache.registers:
+        # So many threads are left fewer registers at the start than a product of 256 columns is compiled with.
+        chunks, chunks_v = ((128, 128) if widths == (256, 0) else widths for widths in (chunks, chunks_v))
     v_strides, out_strides = call.v.strides, contiguous(call.out_shape, dtype).strides
     if dtype is FP8:
         v_strides = contiguous(call.v.shape, dtype).strides
@@ -251,7 +257,7 @@ def _moved_tensors(call: Call, config: HopperConfig, cache: CachedRows | None) -
         ("out", "out", out_dtype(dtype), call.packed, CONSUMER_ROWS, chunks_v, by_query(call.out_shape, out_strides)),
     ):  # fmt: skip
         for part, width in zip(("", "_tail"), widths):
-            box = ((1, 1) if ends else (1,)) + (rows, 1, width) if width else None
+            box = ((1, 1) if ends else (1,)) + (rows, 1, width) if width and rows else None
             moved[f"{name}{part}_desc"] = TmaTensor(buffer, of_type, box, layout)
     # Past the end of a bias NaN, so that too small a bias is seen; rows past those of q count for nothing.
     layout = None if bias is None else broadcast_layout(bias.shape, bias.strides, nan_outside=True)

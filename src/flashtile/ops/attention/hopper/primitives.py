@@ -182,19 +182,20 @@ def release(barrier):
 
 @gluon.jit
 def make_ring(
-    descriptors, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr = 1, LOADS: gl.constexpr = 1,
+    descriptors, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr = 1, KEYS: gl.constexpr = 0,
     WRITERS: gl.constexpr = 1, OWN: gl.constexpr = False,
 ):  # fmt: skip
-    """A ring of tiles of `LOADS` boxes of the descriptors, each filled by `WRITERS` warps and emptied by `READERS`
-    consumers. `OWN`: each of the warps has a full barrier of its own, behind those of the tiles.
+    """A ring of tiles as wide as the boxes of the descriptors, of as many rows or of `KEYS`, each filled by `WRITERS`
+    warps and emptied by `READERS` consumers. `OWN`: each of the warps has a full barrier of its own, behind those of
+    the tiles.
 
     With 0 it is loaded once, and has no barriers for being empty: where nobody waits for a barrier, the compiler lays
     tiles over it, and what made the barrier may come after what TMA loads there."""
     desc = descriptors.main
     tail_desc = descriptors.tail
-    ROWS: gl.constexpr = LOADS * desc.block_shape[-3]
+    ROWS: gl.constexpr = KEYS if KEYS > 0 else desc.block_shape[-3]
     WIDTH: gl.constexpr = desc.block_shape[-1]
-    tiles = gl.allocate_shared_memory(desc.dtype, _ring_shape(STAGES * PARTS, LOADS, desc.block_shape), desc.layout)
+    tiles = gl.allocate_shared_memory(desc.dtype, _ring_shape(STAGES * PARTS, ROWS, desc.block_shape), desc.layout)
     full = barriers(STAGES * PARTS, WRITERS, WRITERS if OWN else 0)
     empty = full
     if READERS > 0:
@@ -202,17 +203,17 @@ def make_ring(
     if tail_desc is None:
         ring = Ring(tiles, tiles, full, empty, ROWS, WIDTH, 0, STAGES=STAGES, PARTS=PARTS)
     else:
-        tail_shape: gl.constexpr = _ring_shape(STAGES * PARTS, LOADS, tail_desc.block_shape)
+        tail_shape: gl.constexpr = _ring_shape(STAGES * PARTS, ROWS, tail_desc.block_shape)
         tail = gl.allocate_shared_memory(desc.dtype, tail_shape, tail_desc.layout)
         ring = Ring(tiles, tail, full, empty, ROWS, WIDTH, tail_desc.block_shape[-1], STAGES=STAGES, PARTS=PARTS)
     return ring
 
 
 @gluon.constexpr_function
-def _ring_shape(places, loads, box):
-    """The shape of so many tiles of `loads` boxes, one behind the other along their rows."""
-    *outer, rows, heads, width = box
-    return [places, *outer, loads * rows, heads, width]
+def _ring_shape(places, rows, box):
+    """The shape of so many tiles, of so many rows instead of those of a box."""
+    *outer, _, heads, width = box
+    return [places, *outer, rows, heads, width]
 
 
 @gluon.jit

@@ -183,7 +183,7 @@ def step_weights_kernel(
     queries = Chunks(q_desc, q_tail_desc)
     keys = Chunks(k_desc, k_tail_desc)
     q = make_ring(queries, STAGES=1, READERS=0)
-    k = make_ring(keys, STAGES=STAGES, READERS=1, LOADS=KEY_LOADS)
+    k = make_ring(keys, STAGES=STAGES, READERS=1, KEYS=KEY_LOADS * k_desc.block_shape[-3])
     program = gl.program_id(0)
     split = program % problem.splits
     step = locate_step(program // problem.splits, starts, cache, numbers, problem, k.ROWS)
@@ -334,7 +334,7 @@ def step_values_kernel(
     config = StepConfig(GROUP=GROUP, AHEAD=0, PAGE_SIZE=PAGE_SIZE, SCORE_COLUMNS=0, SHARES=1, Q_IN_REGISTERS=False)
     WIDTH: gl.constexpr = v_desc.block_shape[-1]
     PARTS: gl.constexpr = (VALUE_COLUMNS + WIDTH - 1) // WIDTH
-    v = make_ring(Chunks(v_desc, None), STAGES=STAGES, READERS=1, LOADS=KEY_LOADS)
+    v = make_ring(Chunks(v_desc, None), STAGES=STAGES, READERS=1, KEYS=KEY_LOADS * v_desc.block_shape[-3])
     shape: gl.constexpr = [STAGES, 1, M, v.ROWS]
     weights = gl.allocate_shared_memory(weights_desc.dtype, shape, weights_desc.layout)
     weights_full = barriers(STAGES, 1)

@@ -135,6 +135,11 @@ class SplitCall(NamedTuple):
     def cache_itemsize(self) -> int:
         return (self.cache_dtype or self.dtype).itemsize
 
+    @property
+    def cache_strides(self) -> list[tuple[int, int, int]]:
+        """Those of k and v (outer, row, head). Behind a page of one row comes the next page."""
+        return [(outer, outer if self.page_size == 1 else row, head) for outer, row, head in self.strides[1:]]
+
 
 class SplitPlan(NamedTuple):
     """The launches of a call. `attend` writes out and lse, or parts of them, which `combine` puts together."""
@@ -239,8 +244,8 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "q_strides": RowStrides(*(int64(stride, multiple) for stride in q_strides)),
         "k_strides": _cache_strides(k_strides, multiple, call),
         "v_strides": _cache_strides(v_strides, multiple, call),
-        "k_descale_strides": _factor_strides(call.descale_strides[0]),
-        "v_descale_strides": _factor_strides(call.descale_strides[1]),
+        "k_descale_strides": factor_strides(call.descale_strides[0]),
+        "v_descale_strides": factor_strides(call.descale_strides[1]),
         "table_strides": TableStrides(
             int64(call.stride_table),
             int32(None if not call.slope_dims else heads if call.slope_dims == 2 else 0),
@@ -285,7 +290,7 @@ def _cache_strides(strides: _Shape, multiple: int, call: SplitCall) -> CacheStri
     return CacheStrides(int64(outer, multiple), row, int64(head, multiple), narrow or None)
 
 
-def _factor_strides(strides: _Shape | None) -> CacheStrides:
+def factor_strides(strides: _Shape | None) -> CacheStrides:
     """Without one of rows where these and their pages share a factor."""
     outer, row, head = strides or (0, 0, 0)
     shared = outer == row == 0

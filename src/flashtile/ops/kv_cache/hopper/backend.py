@@ -18,17 +18,22 @@ if TYPE_CHECKING:
 #: Whether something holds, and the reason for which a call is not served where it does not.
 _Condition = tuple[bool, str]
 
-#: Query rows of a tile, and columns of a head at most, of the forward of attention.
-_QUERY_ROWS, _WIDEST = 64, 512
+#: Query rows of a tile, and columns of a head at most, of the forward of attention; the latter also where threads load.
+_QUERY_ROWS, _WIDEST, _WIDEST_BY_THREADS = 64, 512, 256
 #: Multiprocessors with a tile of the forward at least, as a share of all: with fewer at work, keys are to be split.
 _LEAST_SHARE = 0.5
 #: Keys of a tile.
 _TILE = 64
+#: Where threads load rows: the queries of a sequence from which on the forward is faster, and the columns of a head up
+#: to which the portable kernel is.
+_ROWS_BY_THREADS, _NARROW = 128, 64
 #: Bytes of which TMA takes addresses and strides to be multiples.
 _ALIGNED = 16
 #: Steps that thread blocks share: pairs of a query and a key/value head at most, as a share of the multiprocessors,
 #: rows of a tile, and columns of a head.
 _FEW_PAIRS, _STEP_ROWS, _STEP_WIDEST = 0.5, 16, 256
+#: Elements of which strides are multiples: those that TMA moves and those that a thread loads.
+_TOGETHER = 8
 #: Rows of the cache that a copy moves at least: those that are swizzled together.
 _LEAST_BOX = 8
 
@@ -66,9 +71,11 @@ def _consecutive(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def most_left(call: SplitCall) -> int:
-    """Queries of a sequence up to which the portable kernel serves it: those that fill one of its tiles."""
+    """Queries of a sequence up to which the portable kernel serves it: those that fill one of its tiles, or too few for
+    one of the forward's where threads load."""
     _, _, heads, heads_kv, *_ = call.shape
-    return max(_QUERY_ROWS * heads_kv // heads, 1)
+    least = _ROWS_BY_THREADS - 1 if loaded_by_threads(call) else 1
+    return max(_QUERY_ROWS * heads_kv // heads, least)
 
 
 def chunks_unsupported_reason(call: SplitCall, device: DeviceFacts, multiprocessors: int) -> str | None:
@@ -77,13 +84,15 @@ def chunks_unsupported_reason(call: SplitCall, device: DeviceFacts, multiprocess
     call's features alone."""
     reason = _lacked_by_forward(call, device)
     if reason or call.cut is not None:
-        return reason
+        return reason or (_has_16_bits(call)[1] if call.cache_itemsize == 1 else None)
     batch, seq_q, heads, *_ = call.shape
     tiles = heads * -(-(call.total_q or batch * seq_q) // _QUERY_ROWS)
     if seq_q <= most_left(call):
         return "so few queries fill one tile of the portable kernel"
     if call.num_splits:
         return "it does not split keys"
+    if loaded_by_threads(call) and max(call.shape[-2:]) <= _NARROW:
+        return f"for heads up to {_NARROW} columns the portable kernel loads such rows sooner"
     if tiles < _LEAST_SHARE * multiprocessors:
         return "for so few tiles keys are split"
     return unreadable_by_forward(call)
@@ -93,7 +102,7 @@ def _lacked_by_forward(call: SplitCall, device: DeviceFacts) -> str | None:
     *_, head_dim, head_dim_v = call.shape
     return _first_reason(
         _runs_on(device),
-        _has_16_bits(call),
+        (call.dtype in (torch.float16, torch.bfloat16), "it takes q in a 16-bit dtype"),
         (call.capacity > 0 and all(call.shape), "it takes calls that are not empty"),
         (max(head_dim, head_dim_v) <= _WIDEST, f"its heads have up to {_WIDEST} columns"),
         (call.index_dtypes[2] is None, "it has no left padding"),
@@ -110,19 +119,43 @@ def shares_steps(call: SplitCall, multiprocessors: int) -> bool:
     return seq_q == 1 and plain and few and heads // heads_kv <= _STEP_ROWS and max(head_dims) <= _STEP_WIDEST
 
 
+def loaded_by_threads(call: SplitCall) -> bool:
+    """Whether threads load the rows of the caches for the forward: TMA moves no such pages, or they are widened."""
+    return call.cache_itemsize == 1 or not _has_moved_pages(call)[0]
+
+
 def unreadable_by_forward(call: SplitCall) -> str | None:
-    """Why TMA cannot read the caches, q or out as they lie; None where it can."""
-    (outer_k, row_k, _), (outer_v, row_v, _) = call.strides[1:]
+    """Why it cannot read the caches, q or out as they lie; None where it can. In the batch-invariant mode threads load
+    nothing: their tiles have other keys than those of attention."""
+    (outer_k, row_k, _), (outer_v, row_v, _) = call.cache_strides
     used = [stride for strides in call.strides for stride in strides]
+    by_threads = loaded_by_threads(call) and call.cut is None
+    own_factors = any(strides is not None and any(strides[:2]) for strides in call.descale_strides)
+    conditions = [
+        (
+            max(call.shape[-2:]) <= _WIDEST_BY_THREADS,
+            f"where TMA does not load, its heads have up to {_WIDEST_BY_THREADS} columns",
+        ),
+        (
+            all(columns % _TOGETHER == 0 for columns in call.shape[-2:]),
+            f"where TMA does not load, its heads have multiples of {_TOGETHER} columns",
+        ),
+        (
+            not own_factors or call.dtype is torch.bfloat16,
+            "rows times their factors may leave the range of float16",
+        ),
+    ]
+    if not by_threads:
+        conditions = [_has_moved_pages(call)]
     return _first_reason(
-        _has_moved_pages(call),
+        *conditions,
         (
             row_k > 0 and row_v > 0 and outer_k % row_k == 0 and outer_v % row_v == 0,
             "entries or pages lie whole rows apart",
         ),
         (
-            (math.gcd(*used) * call.dtype.itemsize | call.misalignment) % _ALIGNED == 0,
-            f"TMA takes addresses and strides of multiples of {_ALIGNED} bytes",
+            math.gcd(*used) % _TOGETHER == 0 and call.misalignment % _ALIGNED == 0,
+            f"it takes addresses at multiples of {_ALIGNED} bytes, and strides of multiples of {_TOGETHER} elements",
         ),
     )
 

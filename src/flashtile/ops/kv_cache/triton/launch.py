@@ -66,9 +66,10 @@ def _launch(plan: CachePlan, tensors: Sequence[Any], length: int) -> tuple[Tenso
     results = None
     if plan.split is not None:
         results = plan.split.run(attended, (*indices, slopes, sinks, descale_k, descale_v), length)
-    others = starts, slopes, sinks, lengths, entries, table, new_starts
+    others: tuple[Any, ...] = starts, slopes, sinks, lengths, entries, table, new_starts
     if plan.steps is not None:
         results = plan.steps.run(attended, others, length)
+    others = *others, descale_k, descale_v
     if plan.chunks is not None:
         results = plan.chunks.run(attended, results, others, length)
     assert results is not None

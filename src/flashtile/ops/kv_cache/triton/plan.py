@@ -31,6 +31,7 @@ from flashtile.ops.common.tiles import power_of_two
 from flashtile.ops.kv_cache.hopper.backend import (
     chunks_unsupported_reason,
     latent_unsupported_reason,
+    loaded_by_threads,
     most_left,
     shares_steps,
     unreadable_by_forward,
@@ -194,7 +195,8 @@ def _plan(facts: CacheFacts) -> CachePlan:
         return CachePlan(append, None, chunks=plan_chunks(call, outer, 0, device))
     most = most_left(call)
     split = None if facts.sequences is None else split_plan(call._replace(most=most, num_splits=1), device)
-    return CachePlan(append, split, chunks=plan_chunks(call, outer, most, device))
+    by_threads = loaded_by_threads(call)
+    return CachePlan(append, split, chunks=plan_chunks(call, outer, most, device, by_threads=by_threads))
 
 
 def _split_call(facts: CacheFacts) -> SplitCall:
