@@ -49,7 +49,12 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The phases for which a backend is chosen."""
     found: list[str] = []
     choose = select.implementation
-    monkeypatch.setattr(select, "implementation", lambda phase, *call: (found.append(phase), choose(phase, *call))[1])
+
+    def implementation(phase: str, *call: Any, **more: Any) -> Any:
+        found.append(phase)
+        return choose(phase, *call, **more)
+
+    monkeypatch.setattr(select, "implementation", implementation)
     return found
 
 

@@ -53,11 +53,11 @@ def _only_the_backward(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Forwards of the portable kernels; what has served the backwards."""
     serve, served = select.implementation, []
 
-    def implementation(phase: Any, q: Any, k: Any, v: Any, side: Any, spec: Any, backend: str, *more: Any) -> Any:
+    def implementation(phase: Any, q: Any, k: Any, v: Any, side: Any, spec: Any, backend: str, **more: Any) -> Any:
         if phase == "backward":
             served.append(backend)
         portable = phase == "forward" and backend == "hopper"
-        return serve(phase, q, k, v, side, spec, "triton" if portable else backend, *more)
+        return serve(phase, q, k, v, side, spec, "triton" if portable else backend, **more)
 
     monkeypatch.setattr(select, "implementation", implementation)
     yield served
