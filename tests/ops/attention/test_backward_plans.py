@@ -117,7 +117,7 @@ def test_a_recorded_forward_says_which_launches_follow(monkeypatch: pytest.Monke
             seen.append(len(together.launched_soon()))
             return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
 
-    monkeypatch.setattr(calls.select, "implementation", lambda *_: Module)
+    monkeypatch.setattr(calls.select, "implementation", lambda *_, **wanted: Module)
     repeated.forget_calls()
     q, k, v = (torch.zeros(1, 8, 2, 16) for _ in range(3))
     for arguments in ({}, {"alibi_slopes": torch.zeros(2)}):

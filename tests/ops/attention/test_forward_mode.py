@@ -59,7 +59,7 @@ def tangents(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dty
         # The operator would use the formula: its inputs are caught, and the function behind it is differentiated.
         seen: list[Any] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("flashtile.ops.attention.repeated.call_key", lambda *_: None)
+            patch.setattr("flashtile.ops.attention.repeated.call_key", lambda *_, **options: None)
             patch.setattr("flashtile.ops.attention.api.run_attention", lambda *given: (seen.append(given), (0, 0))[1])
             call(leaves)
         *_, side, spec, _ = seen[0]

@@ -463,10 +463,10 @@ class _RotaryInplace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        (spec, backend), rotation = ctx.scalars, Rotation(dout, *ctx.saved_tensors)
+        (spec, backend), tables = ctx.scalars, ctx.saved_tensors  # read once, as activation checkpointing asks for
         run = _rotate_by_formula if dispatch.batched(dout) else partial(_rotated, backend=backend)
-        dx = run(rotation, spec)
-        return None, None, None, dx, *(None,) * len(ctx.saved_tensors)
+        dx = run(Rotation(dout, *tables), spec)
+        return None, None, None, dx, *(None,) * len(tables)
 
 
 _apply = dispatch.direct_apply(_RotaryInplace)
