@@ -187,7 +187,7 @@ def cross_entropy(
     inputs = LossInputs(_rows(logits), labels.reshape(-1), weights)
     if dispatch.transformed():
         refuse_transformed(spec, inplace_backward)
-    elif not inplace_backward and not checks.CHECK_VALUES and (reduction != "none" or labels.dim() == 1):
+    elif not inplace_backward and not checks.CHECK_VALUES and labels.dim() == 1:
         again = _loss.repeat(given, inputs, spec, backend)
         if again is not None:
             _CALLS.keep(given, scalars, again if return_z_loss else lambda present: again(present)[0])

@@ -306,7 +306,8 @@ def _plain(
     spec = NormSpec(rms, checks.resolve_epsilon("eps", eps), 0.0, 1.0, zero_centered, x.dtype, rows.shape[0])
     operands = Operands(x, weight=weight, bias=bias)
     flat = operands._replace(x0=rows)
-    repeated = _norm.repeat(operands, flat, spec, backend) if x.dim() > 1 else None
+    # Rows alone: a repeated call keeps tensors as they come, and activation checkpointing compares what calls keep.
+    repeated = _norm.repeat(operands, flat, spec, backend) if x.dim() == 2 else None
     if repeated is not None:
         _CALLS.keep(given, scalars, lambda present: repeated(present)[0])
     z = _norm(flat, spec, backend).z
@@ -353,7 +354,7 @@ def _dropout_add_norm(
         checks.resolve_sum_dtype(operands, residual_in_fp32),
         checks.resolve_out_rows(operands.out_subset, out_numrows, flat.rows),
     )
-    if not return_dropout_mask and operands.x0_subset is operands.out_subset is None and len(shape) > 1:
+    if not return_dropout_mask and operands.x0_subset is operands.out_subset is None and len(shape) == 2:
         repeated = _norm.repeat(operands, flat, spec, backend)
         if repeated is not None:
             drawn = operands.dropout_seed is not given.dropout_seed and dropout_p > 0
