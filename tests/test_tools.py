@@ -32,7 +32,7 @@ def test_the_host_time_of_every_operation_is_measured() -> None:
     times = json.loads(_printed("tools/host_path.py", "--rounds", "1", "--json"))
     operations = {name.split()[0] for name in times}
     norms = {"layer_norm", "rms_norm", "dropout_add_rms_norm"}
-    assert operations == {"attention", *norms, "rotary", "cross_entropy", "softmax", "kv_cache"}
+    assert operations == {"attention", *norms, "rotary", "cross_entropy", "softmax", "dense", "mlp", "kv_cache"}
     assert all(0 < time < 1e5 for time in times.values())
 
 
