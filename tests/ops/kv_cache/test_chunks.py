@@ -162,7 +162,12 @@ def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
     check_code(source, "sm_90", _check_chunks, HOPPER.facts.shared_memory)
 
 
-@pytest.mark.parametrize("part", ["weights", "values", "forward"])
+@pytest.mark.parametrize("page_size", [16, 0])
+def test_machine_code_of_step_values(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_machine_code_of_steps(page_size, "values", monkeypatch)
+
+
+@pytest.mark.parametrize("part", ["weights", "forward"])
 @pytest.mark.parametrize("page_size", [16, 0])
 def test_machine_code_of_steps(page_size: int, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)
