@@ -45,10 +45,10 @@ class Case:
 _NORM_OPTIONS = {"eps": 0.5, "zero_centered_weight": True}
 _DROPPED = {"dropout_p": 0.25, "epsilon": 0.5, "prenorm": False, "rowscale_const": 0.5, "dropout_seed": None}
 CASES = {
-    "layer_norm": Case(flashtile.layer_norm, {"x": (2, 8), "weight": (8,), "bias": (8,)}, _NORM_OPTIONS),
+    "layer_norm": Case(flashtile.layer_norm, {"x": (2, 3, 8), "weight": (8,), "bias": (8,)}, _NORM_OPTIONS),
     "rms_norm": Case(flashtile.rms_norm, {"x": (2, 8), "weight": (8,)}, _NORM_OPTIONS, eps=1e-5),
     "dropout_add": Case(
-        flashtile.dropout_add_layer_norm, {"x0": (2, 8), "residual": (2, 8), "weight": (8,), "bias": (8,)},
+        flashtile.dropout_add_layer_norm, {"x0": (2, 3, 8), "residual": (2, 3, 8), "weight": (8,), "bias": (8,)},
         _DROPPED, dropout_p=0.5, dropout_seed=_SEED, prenorm=True,
     ),
     "rotary": Case(
@@ -60,7 +60,7 @@ CASES = {
         flashtile.apply_rotary_qkv, {"qkv": (2, 3, 3, 2, 8), "cos": (3, 4), "sin": (3, 4)}, {"interleaved": True}
     ),
     "cross_entropy": Case(
-        flashtile.cross_entropy, {"logits": (2, 9), "labels": (2,)},
+        flashtile.cross_entropy, {"logits": (2, 3, 9), "labels": (2, 3)},
         {
             "label_smoothing": 0.1, "logit_scale": 0.5, "lse_square_scale": 0.1, "ignore_index": 3, "reduction": "sum",
             "softcap": 2.0, "return_z_loss": True, "inplace_backward": True,
@@ -301,6 +301,7 @@ def test_a_first_call_keeps_for_its_backward_what_later_ones_do(rows: tuple[int,
         "fused_dense": lambda: flashtile.fused_dense(x * 1, wide, None, return_residual=True),
         "fused_mlp": lambda: flashtile.fused_mlp(x * 1, wide, None, narrow, bias),
         "scaled_causal_softmax": lambda: flashtile.scaled_causal_softmax(heads.mT @ heads * 1),
+        "scaled_causal_softmax of matrices": lambda: flashtile.scaled_causal_softmax((heads.mT @ heads)[0] * 1),
     }
     for name, call in calls.items():
         kept = [_kept_shapes(call) for _ in range(3)]

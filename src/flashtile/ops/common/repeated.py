@@ -60,15 +60,17 @@ class CallTable:
                     return run(present) if aligned(present) else None
         return None
 
-    def keep(self, tensors: Tensors, scalars: tuple[Any, ...], run: Run) -> None:
-        """Keeps what runs calls like this one, unless its tensors are not plain, or something sees it."""
+    def keep(self, tensors: Tensors, scalars: tuple[Any, ...], run: Run) -> list[Tensor] | None:
+        """Keeps what runs calls like this one, and returns the tensors that it takes; None where it does not, because
+        these are not plain, or something sees the call. Activation checkpointing compares what a call and its
+        repetition keep for a backward, so a differentiable call that is kept is run by `run` too."""
         present = [tensor for tensor in tensors if tensor is not None]
         if (
             not (dispatch.undisturbed() and dispatch.plain(*present))
             or dispatch.batched(*present)
             or not aligned(present)
         ):
-            return
+            return None
         if len(self._calls) >= _MOST_CALLS:
             self._calls.clear()
         assert tensors[0] is not None
@@ -77,6 +79,7 @@ class CallTable:
         if len(alike) >= _MOST_ALIKE:
             alike.clear()
         alike.append((dispatch.recogniser(*present), run))
+        return present
 
     def forget(self) -> None:
         """Forgets all calls."""

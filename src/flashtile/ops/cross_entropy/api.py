@@ -187,10 +187,12 @@ def cross_entropy(
     inputs = LossInputs(_rows(logits), labels.reshape(-1), weights)
     if dispatch.transformed():
         refuse_transformed(spec, inplace_backward)
-    elif not inplace_backward and not checks.CHECK_VALUES and labels.dim() == 1:
+    elif not inplace_backward and not checks.CHECK_VALUES and (reduction != "none" or labels.dim() == 1):
         again = _loss.repeat(given, inputs, spec, backend)
         if again is not None:
-            _CALLS.keep(given, scalars, again if return_z_loss else lambda present: again(present)[0])
+            run = again if return_z_loss else lambda present: again(present)[0]
+            if kept := _CALLS.keep(given, scalars, run):
+                return run(kept)
     found = (_loss_inplace if inplace_backward else _loss)(inputs, spec, backend)
     return _shaped(found.loss, found.z_loss, labels, reduction)
 

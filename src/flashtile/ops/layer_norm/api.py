@@ -306,10 +306,9 @@ def _plain(
     spec = NormSpec(rms, checks.resolve_epsilon("eps", eps), 0.0, 1.0, zero_centered, x.dtype, rows.shape[0])
     operands = Operands(x, weight=weight, bias=bias)
     flat = operands._replace(x0=rows)
-    # Rows alone: a repeated call keeps tensors as they come, and activation checkpointing compares what calls keep.
-    repeated = _norm.repeat(operands, flat, spec, backend) if x.dim() == 2 else None
-    if repeated is not None:
-        _CALLS.keep(given, scalars, lambda present: repeated(present)[0])
+    repeated = _norm.repeat(operands, flat, spec, backend) if x.dim() > 1 else None
+    if repeated is not None and (kept := _CALLS.keep(given, scalars, lambda present: repeated(present)[0])):
+        return repeated(kept)[0]
     z = _norm(flat, spec, backend).z
     return z if x.dim() == 2 else z.view(x.shape)
 
@@ -354,11 +353,14 @@ def _dropout_add_norm(
         checks.resolve_sum_dtype(operands, residual_in_fp32),
         checks.resolve_out_rows(operands.out_subset, out_numrows, flat.rows),
     )
-    if not return_dropout_mask and operands.x0_subset is operands.out_subset is None and len(shape) == 2:
+    if not return_dropout_mask and operands.x0_subset is operands.out_subset is None and len(shape) > 1:
         repeated = _norm.repeat(operands, flat, spec, backend)
         if repeated is not None:
-            drawn = operands.dropout_seed is not given.dropout_seed and dropout_p > 0
-            _CALLS.keep(given, (*scalars, backend), _again(repeated, prenorm, makes_sum(flat, spec), drawn))
+            drawn = operands.dropout_seed if operands.dropout_seed is not given.dropout_seed else None
+            sums = makes_sum(flat, spec)
+            kept = _CALLS.keep(given, (*scalars, backend), _again(repeated, prenorm, sums, drawn is not None))
+            if kept is not None:
+                return _again(repeated, prenorm, sums, False)(kept if drawn is None else [*kept, drawn])
     z, z1, x, _, _ = _norm(flat, spec, backend)
     out_shape = shape if operands.out_subset is None else z.shape
     results = [z.view(out_shape)]
@@ -372,7 +374,7 @@ def _dropout_add_norm(
 
 
 def _again(repeated: RepeatedCall, prenorm: bool, sums: bool, draws_seed: bool) -> Run:
-    """A function that runs calls like an earlier one. `prenorm`: x is returned; `sums`: it is not x0."""
+    """A function that runs calls that lie alike. `prenorm`: x is returned; `sums`: it is not x0."""
 
     def run(present: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
         found = repeated([*present, draw_dropout_seed(present[0].device)] if draws_seed else present)
