@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,13 +44,10 @@ from flashtile.ops.attention.spec import (
 from flashtile.ops.common import dispatch
 from flashtile.ops.common.batch_invariance import MODE
 from flashtile.ops.common.checks import readable
+from flashtile.ops.common.repeated import Alike, Memory, keep_alike
 
-#: Calls by their keys. They are few in a program; one of ever new shapes starts anew from time to time.
-_CALLS: dict[Hashable, list[tuple[Callable[..., bool], RepeatedCall]]] = {}
-forgetters.append(_CALLS.clear)
-_MOST_CALLS = 4096
-#: Calls of one key, with tensors that differ in strides, dtype, device or in whether they want a gradient.
-_MOST_ALIKE = 8
+_CALLS: Memory[RepeatedCall] = Memory()
+forgetters.append(_CALLS.forget)
 
 _TENSORS = (Tensor, torch.nn.Parameter)
 #: Types of the tensors beside q, k and v.
@@ -69,7 +66,6 @@ _READ_IN_VECTORS = frozenset(SINGLE.index(name) for name in ("bias", "mask", "bl
 Results = tuple[Tensor, ...]
 #: The tensors beside q, k and v as a caller gave them, in the order of `side_tensors`.
 Given = tuple[Any, ...]
-Kept = TypeVar("Kept")
 
 
 def call_key(
@@ -156,7 +152,7 @@ def key_with_aux(
 def found(key: Hashable, q: Tensor, k: Tensor, v: Tensor, present: Sequence[Tensor] = ()) -> RepeatedCall | None:
     """The call that such tensors with such a key made before; None for a new one. `present`: of the given tensors
     beside q, k and v, those that are not None."""
-    for recognises, call in _CALLS.get(key, ()):
+    for recognises, call in _CALLS.find(key, ()):
         if recognises(q, k, v, *present):
             return call
     return None
@@ -180,12 +176,10 @@ def new_call(
     resolved = _resolutions(given, side)
     if resolved is None:
         return None
-    if len(_CALLS) >= _MOST_CALLS:
-        _CALLS.clear()
     wanted = wanted_gradients(saved_side(given, (0, 0)))
     requires_grad = any(tensor.requires_grad for tensor in tensors)
     call = RepeatedCall(AuxForm.from_side(side), spec, backend, resolved, wanted=wanted, requires_grad=requires_grad)
-    _keep(_CALLS.setdefault(key, []), dispatch.recogniser(*tensors), call)
+    _CALLS.keep(key, tensors, call)
     return call
 
 
@@ -222,16 +216,9 @@ def _resolutions(given: Given, side: SideInputs) -> tuple[Resolution, ...] | Non
     return tuple(found)
 
 
-def _keep(entries: list[tuple[Callable[..., bool], Kept]], recognises: Callable[..., bool], kept: Kept) -> None:
-    """Keeps something for tensors that are recognised."""
-    if len(entries) >= _MOST_ALIKE:
-        entries.clear()
-    entries.append((recognises, kept))
-
-
 def forget_calls() -> None:
     """Forgets all calls, for tests and tools that change what decides about them."""
-    _CALLS.clear()
+    _CALLS.forget()
 
 
 class RepeatedCall:
@@ -274,7 +261,7 @@ class RepeatedCall:
         self._learned = [_gradient_getter(place, wanted) for place in form.places]
         self.forward: Callable[..., Results] = self._first_forward
         self.recorded_forward: Callable[..., Results] = self._first_recorded_forward
-        self._backwards: tuple[list, list] = [], []
+        self._backwards: tuple[Alike[Any], Alike[Any]] = [], []
 
     def aux(self, present: Sequence[Tensor], q: Tensor) -> Sequence[Tensor]:
         """The side inputs of a call that there are, where they are not the given tensors."""
@@ -298,7 +285,7 @@ class RepeatedCall:
         run = self._general_backward
         if lie_as_usual(dout, *saved[:5]):
             run = self._backward_like(dout, dlse, *saved)
-            _keep(entries, dispatch.recogniser(*given), run)
+            keep_alike(entries, given, run)
         return run(dout, dlse, *saved)
 
     def _first_forward(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux = ()) -> Results:

@@ -120,7 +120,7 @@ def operator(
             launch = prepare(given, *rest)
             if launch is None:
                 return run(given, *rest)
-            launches.keep(given, rest, launch)
+            launches.keep_call(given, rest, launch)
             found = launch([tensor for tensor in given if tensor is not None])
         return found[0] if results is Tensor else made.unpacked(found, given, *rest[:-1])
 

@@ -11,7 +11,7 @@ import itertools
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,19 +26,51 @@ Run = Callable[[Sequence[Tensor]], Any]
 #: The same of an operator: to the results that the call has.
 Launch = Callable[[Sequence[Tensor]], list[Tensor]]
 
-#: Calls are few in a program; a table of ever new ones starts anew from time to time.
+#: Calls are few in a program; a memory of ever new ones starts anew from time to time.
 _MOST_CALLS = 4096
 #: Calls of one key, whose tensors differ in what only the guard sees.
 _MOST_ALIKE = 8
 
 _TABLES: list[CallTable] = []
+Kept = TypeVar("Kept")
+#: What is kept of calls of one key, each with a guard on their tensors.
+Alike = list[tuple[Callable[..., bool], Kept]]
 
 
-class CallTable:
-    """Functions that run the calls of one public function, from the tensors that these have."""
+def keep_alike(alike: Alike[Kept], tensors: Sequence[Tensor], kept: Kept) -> None:
+    """Keeps something for tensors that the guard takes for these."""
+    if len(alike) >= _MOST_ALIKE:
+        alike.clear()
+    alike.append((dispatch.recogniser(*tensors), kept))
+
+
+class Memory(Generic[Kept]):
+    """What is kept of calls, by a key of their arguments and a guard on their tensors.
+
+    Attributes:
+        find: the `Alike` of a key, and its second argument where there is none.
+    """
 
     def __init__(self) -> None:
-        self._calls: dict[Hashable, list[tuple[Callable[..., bool], Run]]] = {}
+        self._calls: dict[Hashable, Alike[Kept]] = {}
+        self.find = self._calls.get
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def keep(self, key: Hashable, tensors: Sequence[Tensor], kept: Kept) -> None:
+        """Keeps something for such a key and such tensors."""
+        if len(self._calls) >= _MOST_CALLS:
+            self._calls.clear()
+        keep_alike(self._calls.setdefault(key, []), tensors, kept)
+
+    def forget(self) -> None:
+        """Forgets all calls."""
+        self._calls.clear()
+
+
+class CallTable(Memory[Run]):
+    """Functions that run the calls of one public function, from the tensors that these have."""
 
     def run(self, tensors: Tensors, scalars: tuple[Any, ...]) -> Any:
         """Runs a call like an earlier one, and returns its results; None for a new one. `scalars` are all its other
@@ -50,7 +82,7 @@ class CallTable:
             return None
         try:
             # Scalars of other types may be equal: True, 1 and 1.0.
-            alike = self._calls.get((first.shape, scalars, (*map(type, scalars),), (*map(type, tensors),)))
+            alike = self.find((first.shape, scalars, (*map(type, scalars),), (*map(type, tensors),)))
         except (RuntimeError, TypeError):  # a nested tensor has no shape; a list is no key
             return None
         if alike is not None:
@@ -60,7 +92,7 @@ class CallTable:
                     return run(present) if aligned(present) else None
         return None
 
-    def keep(self, tensors: Tensors, scalars: tuple[Any, ...], run: Run) -> list[Tensor] | None:
+    def keep_call(self, tensors: Tensors, scalars: tuple[Any, ...], run: Run) -> list[Tensor] | None:
         """Keeps what runs calls like this one, and returns the tensors that it takes; None where it does not, because
         these are not plain, or something sees the call. Activation checkpointing compares what a call and its
         repetition keep for a backward, so a differentiable call that is kept is run by `run` too."""
@@ -71,19 +103,9 @@ class CallTable:
             or not aligned(present)
         ):
             return None
-        if len(self._calls) >= _MOST_CALLS:
-            self._calls.clear()
         assert tensors[0] is not None
-        key = tensors[0].shape, scalars, (*map(type, scalars),), (*map(type, tensors),)
-        alike = self._calls.setdefault(key, [])
-        if len(alike) >= _MOST_ALIKE:
-            alike.clear()
-        alike.append((dispatch.recogniser(*present), run))
+        self.keep((tensors[0].shape, scalars, (*map(type, scalars),), (*map(type, tensors),)), present, run)
         return present
-
-    def forget(self) -> None:
-        """Forgets all calls."""
-        self._calls.clear()
 
 
 def call_table() -> CallTable:
@@ -199,7 +221,7 @@ class RepeatedCall:
             results = [each for each in (found if isinstance(found, tuple) else (found,)) if each is not None]
             places = [next((at for at, r in enumerate(results) if r is each), None) for each in gradients]
             if launch is not None:
-                self._backwards.keep(given, (), self._backward_like(launch, places))
+                self._backwards.keep_call(given, (), self._backward_like(launch, places))
         return [
             each if each is None or each.shape == shape else each.view(shape)
             for each, shape in zip(gradients, self._shapes)

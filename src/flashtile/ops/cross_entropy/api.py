@@ -191,7 +191,7 @@ def cross_entropy(
         again = _loss.repeat(given, inputs, spec, backend)
         if again is not None:
             run = again if return_z_loss else lambda present: again(present)[0]
-            if kept := _CALLS.keep(given, scalars, run):
+            if kept := _CALLS.keep_call(given, scalars, run):
                 return run(kept)
     found = (_loss_inplace if inplace_backward else _loss)(inputs, spec, backend)
     return _shaped(found.loss, found.z_loss, labels, reduction)

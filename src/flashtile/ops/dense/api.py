@@ -246,7 +246,7 @@ def _run(layer: Callable[..., Any], operands: tuple[Any, ...], call: tuple[Any, 
     (given, *_), (return_residual, backend, *_) = call
     if all(one is other for one, other in zip(operands, call[0])):
         expand = expander([tensor is not None for tensor in operands])
-        _CALLS.keep(*call, lambda present: layer(*expand((None, *present)), *more, return_residual, backend))
+        _CALLS.keep_call(*call, lambda present: layer(*expand((None, *present)), *more, return_residual, backend))
         return layer(*operands, *more, return_residual, backend)
     # A residual of another dtype than the products' keeps its own, and its gradient is added outside of them.
     within = return_residual and operands[0] is given

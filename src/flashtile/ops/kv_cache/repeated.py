@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flashtile._backends import forgetters
 from flashtile.ops.common import dispatch
+from flashtile.ops.common.repeated import Memory
 from flashtile.ops.common.tiles import power_of_two
 from flashtile.ops.kv_cache.rows import address_facts
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
@@ -26,12 +27,8 @@ Given = tuple[Any, ...]
 #: cannot tell.
 Serve = Callable[[Given, int], "Results | None"]
 
-#: Calls by their keys. They are few in a program; one of ever new shapes starts anew from time to time.
-_CALLS: dict[Hashable, list[tuple[Callable[..., bool], RepeatedCall]]] = {}
-forgetters.append(_CALLS.clear)
-_MOST_CALLS = 4096
-#: Of one key, with tensors that differ in strides, dtypes, devices or addresses.
-_MOST_ALIKE = 8
+_CALLS: Memory[RepeatedCall] = Memory()
+forgetters.append(_CALLS.forget)
 
 #: Types of the other arguments. The key has types too: True equals 1, and is refused.
 _OPTION_TYPES = frozenset((bool, int, float, str, type(None)))
@@ -131,11 +128,11 @@ def call_key(
 
 def served(key: Hashable, given: Given) -> Results | None:
     """(out, lse) of a call like an earlier one; None for all others."""
-    entries = _CALLS.get(key)
-    if entries is None:
+    alike = _CALLS.find(key)
+    if alike is None:
         return None
     present = _present(given)
-    for recognises, call in entries:
+    for recognises, call in alike:
         if recognises(*present) and call.fits(given):
             return call.run(given)
     return None
@@ -167,16 +164,11 @@ def remember(
     serve = prepare(call, spec)
     if serve is None:
         return
-    if len(_CALLS) >= _MOST_CALLS:
-        _CALLS.clear()
-    entries = _CALLS.setdefault(key, [])
-    if len(entries) >= _MOST_ALIKE:
-        entries.clear()
     k_cache, v_cache, descale_k, descale_v = _PAIRS
     written = () if call.k is None else (k_cache, v_cache, *((descale_k, descale_v) if spec.factors_of_rows else ()))
     pairs = tuple(_pair(given, *places, call.v is not None) for places in zip(written[::2], written[1::2]))
-    entry = RepeatedCall(serve, spec.length, _longest(call, spec), address_facts(given), pairs, written)
-    entries.append((dispatch.recogniser(*present), entry))
+    kept = RepeatedCall(serve, spec.length, _longest(call, spec), address_facts(given), pairs, written)
+    _CALLS.keep(key, present, kept)
 
 
 def _pair(given: Given, first: int, second: int, apart: bool) -> Pair:
@@ -202,4 +194,4 @@ def _longest(call: CacheCall, spec: CacheSpec) -> int:
 
 def forget_calls() -> None:
     """Forgets all calls, for tests and tools that change what decides about them."""
-    _CALLS.clear()
+    _CALLS.forget()

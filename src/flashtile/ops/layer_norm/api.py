@@ -302,12 +302,11 @@ def _plain(
             lambda _, x, weight, bias: _plain(x, weight, bias, eps, rms, zero_centered, backend),
             {"x": (x, "*."), "weight": (weight, "."), "bias": (bias, ".")}, "*.", ("weight", "bias"),
         )  # fmt: skip
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    spec = NormSpec(rms, checks.resolve_epsilon("eps", eps), 0.0, 1.0, zero_centered, x.dtype, rows.shape[0])
     operands = Operands(x, weight=weight, bias=bias)
-    flat = operands._replace(x0=rows)
+    flat = operands._replace(x0=x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
+    spec = NormSpec(rms, checks.resolve_epsilon("eps", eps), 0.0, 1.0, zero_centered, x.dtype, flat.x0.shape[0])
     repeated = _norm.repeat(operands, flat, spec, backend) if x.dim() > 1 else None
-    if repeated is not None and (kept := _CALLS.keep(given, scalars, lambda present: repeated(present)[0])):
+    if repeated is not None and (kept := _CALLS.keep_call(given, scalars, lambda present: repeated(present)[0])):
         return repeated(kept)[0]
     z = _norm(flat, spec, backend).z
     return z if x.dim() == 2 else z.view(x.shape)
@@ -345,22 +344,18 @@ def _dropout_add_norm(
         return _sharded(operands, *scalars, return_dropout_mask, backend)
     flat = flattened(operands)
     spec = NormSpec(
-        rms,
-        checks.resolve_epsilon("epsilon", epsilon),
-        dropout_p,
-        rowscale_const,
-        zero_centered,
+        rms, checks.resolve_epsilon("epsilon", epsilon), dropout_p, rowscale_const, zero_centered,
         checks.resolve_sum_dtype(operands, residual_in_fp32),
         checks.resolve_out_rows(operands.out_subset, out_numrows, flat.rows),
-    )
+    )  # fmt: skip
     if not return_dropout_mask and operands.x0_subset is operands.out_subset is None and len(shape) > 1:
         repeated = _norm.repeat(operands, flat, spec, backend)
         if repeated is not None:
-            drawn = operands.dropout_seed if operands.dropout_seed is not given.dropout_seed else None
-            sums = makes_sum(flat, spec)
-            kept = _CALLS.keep(given, (*scalars, backend), _again(repeated, prenorm, sums, drawn is not None))
+            seed, sums = operands.dropout_seed, makes_sum(flat, spec)
+            drawn = [] if seed is None or seed is given.dropout_seed else [seed]
+            kept = _CALLS.keep_call(given, (*scalars, backend), _again(repeated, prenorm, sums, bool(drawn)))
             if kept is not None:
-                return _again(repeated, prenorm, sums, False)(kept if drawn is None else [*kept, drawn])
+                return _again(repeated, prenorm, sums, False)([*kept, *drawn])
     z, z1, x, _, _ = _norm(flat, spec, backend)
     out_shape = shape if operands.out_subset is None else z.shape
     results = [z.view(out_shape)]

@@ -324,7 +324,7 @@ def _rotate(call: _Call, x: Tensor, heads: tuple[int, int], flags: tuple[bool, b
     spec = RotarySpec(interleaved, conjugate, *heads, offset)
     rotation = given._replace(x=x, offsets=offsets)
     repeated = None if inplace else _rotated.repeat(given, rotation, spec, backend)
-    if repeated is not None and (kept := _CALLS.keep(*call, repeated)):
+    if repeated is not None and (kept := _CALLS.keep_call(*call, repeated)):
         return repeated(kept)
     return _run(rotation, spec, inplace, backend)
 

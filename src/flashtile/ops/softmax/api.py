@@ -132,7 +132,7 @@ def _run(given: SoftmaxInputs, inputs: SoftmaxInputs, spec: SoftmaxSpec, scalars
     """Runs a call that was checked. `given`: its tensors, of which the operator takes views; `scalars`: its other
     arguments."""
     repeated = _softmax.repeat(given, inputs, spec, scalars[-1])
-    if repeated is not None and (kept := _CALLS.keep(given, scalars, repeated)):
+    if repeated is not None and (kept := _CALLS.keep_call(given, scalars, repeated)):
         return repeated(kept)
     return _softmax(inputs, spec, scalars[-1])
 
