@@ -39,7 +39,6 @@ from flashtile.ops.common.split_keys.configs import (
     resident_programs,
     shared_memory,
 )
-from flashtile.ops.kv_cache.repeated import forget_calls
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -95,17 +94,12 @@ def with_tiles(tiles: AttendTiles) -> Iterator[None]:
     """Calls take these tiles in the place of the table's."""
     from_table = configs.choose_tiles
     configs.choose_tiles = lambda *_: tiles
-    _forget()
+    clear_plans()
     try:
         yield
     finally:
         configs.choose_tiles = from_table
-        _forget()
-
-
-def _forget() -> None:
-    clear_plans()
-    forget_calls()
+        clear_plans()
 
 
 def milliseconds(call: Callable[[], Any], seconds: float) -> float:

@@ -197,7 +197,9 @@ class _ParallelLinear(nn.Module):
         self._take(nn.Linear(in_features, out_features, bias, device, dtype), mesh, sequence_parallel)
 
     @classmethod
-    def _of(cls, linear: nn.Linear, mesh: DeviceMesh, sequence_parallel: bool, order: Tensor | None = None) -> Any:
+    def _from_linear(
+        cls, linear: nn.Linear, mesh: DeviceMesh, sequence_parallel: bool, order: Tensor | None = None
+    ) -> Any:
         check_plain(nn.Linear, linear)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
@@ -235,7 +237,7 @@ class ColumnParallelLinear(_ParallelLinear):
         cls, linear: nn.Linear, mesh: DeviceMesh, order: Tensor | None = None, sequence_parallel: bool = False
     ) -> ColumnParallelLinear:
         """The layer with the weights of a whole one. `order`: the rows in the order in which they are divided."""
-        return cls._of(linear, mesh, sequence_parallel, order)
+        return cls._from_linear(linear, mesh, sequence_parallel, order)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in_features]` -> `[..., out_features / ranks]`; with sequence_parallel for all tokens."""
@@ -260,7 +262,7 @@ class RowParallelLinear(_ParallelLinear):
     @classmethod
     def of(cls, linear: nn.Linear, mesh: DeviceMesh, sequence_parallel: bool = False) -> RowParallelLinear:
         """The layer with the weights of a whole one."""
-        return cls._of(linear, mesh, sequence_parallel)
+        return cls._from_linear(linear, mesh, sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in_features / ranks]` -> `[..., out_features]`; with sequence_parallel for this rank's tokens."""

@@ -154,7 +154,7 @@ def _packed(
             name: None if tangent is None else tangent[None, where]
             for name, tangent, where in (("q", tangents.q, rows), ("k", tangents.k, keys), ("v", tangents.v, keys))
         }
-        own = tangents._replace(**moved, side=tangents.side.of_sequence(sequence))
+        own = tangents._replace(**moved, side=tangents.side.for_sequence(sequence))
         dout, dlse = _dense(q[None, rows], k[None, keys], v[None, keys], one, spec, own, sequence)
         outs.append(dout[0])
         lses.append(dlse[0])

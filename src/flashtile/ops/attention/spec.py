@@ -215,9 +215,9 @@ class SideInputs(AuxInputs[Tensor]):
         assert self.cu_seqlens_q is not None and self.cu_seqlens_k is not None
         bounds = zip(pairwise(self.cu_seqlens_q.tolist()), pairwise(self.cu_seqlens_k.tolist()))
         for sequence, (rows, keys) in enumerate(bounds):
-            yield sequence, slice(*rows), slice(*keys), self.of_sequence(sequence)
+            yield sequence, slice(*rows), slice(*keys), self.for_sequence(sequence)
 
-    def of_sequence(self, sequence: int) -> SideInputs:
+    def for_sequence(self, sequence: int) -> SideInputs:
         """The side inputs of a dense call of one packed sequence."""
         lengths, slopes = self.key_lengths, self.alibi_slopes
         return self._replace(

@@ -122,15 +122,15 @@ def scores_view(block: Block, tensor: Tensor) -> Tensor:
 
 def _slopes_view(block: Block, slopes: Tensor) -> Tensor:
     """`[H]` or `[sequences, H]` to `[b | 1, h, G, 1, 1]`."""
-    return _slopes_of(block, slopes)[:, block.heads].unflatten(1, (-1, block.group))[..., None, None]
+    return _part_slopes(block, slopes)[:, block.heads].unflatten(1, (-1, block.group))[..., None, None]
 
 
 def segment_slopes(segment: Segment, side: SideInputs) -> Tensor | None:
     """ALiBi's slopes of a segment, `[b | 1, H, 1, 1]`; None without them."""
-    return None if side.alibi_slopes is None else _slopes_of(segment, side.alibi_slopes)[..., None, None]
+    return None if side.alibi_slopes is None else _part_slopes(segment, side.alibi_slopes)[..., None, None]
 
 
-def _slopes_of(part: Block | Segment, slopes: Tensor) -> Tensor:
+def _part_slopes(part: Block | Segment, slopes: Tensor) -> Tensor:
     """`[H]` or `[sequences, H]` to `[b | 1, H]`."""
     return slopes[_sequences(part)] if slopes.dim() == 2 else slopes[None]
 

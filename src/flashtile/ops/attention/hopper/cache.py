@@ -247,7 +247,7 @@ TOGETHER = gl.constexpr(8)
 
 
 class RowSource(NamedTuple):
-    """Where the rows of a head of a sequence lie in one of the caches.
+    """The place of the rows of a head of a sequence in one of the caches.
 
     Attributes:
         rows: address of the head in row 0 of the sequence's entry, or of page 0.
@@ -309,8 +309,8 @@ def row_layout(WIDTH, WORDS):
 
 @gluon.jit
 def tile_rows(row, seen, ROWS: gl.constexpr, layout: gl.constexpr):
-    """The rows of a tile from `row` on. Those that nobody sees are the nearest that somebody sees: rows that count for
-    nothing, but are finite."""
+    """The rows of a tile from `row` on. In place of a row that nobody sees stands the nearest that somebody sees: it
+    counts for nothing, but is finite."""
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     return gl.minimum(gl.maximum(rows, seen.first), seen.end - 1)
 

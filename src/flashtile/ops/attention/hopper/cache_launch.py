@@ -169,7 +169,6 @@ _LOADED = HopperConfig(
     consumers=2, block_n=64, stages=4, registers=184, max_registers=128, q_in_registers=False, ahead=32
 )
 _BY_THREADS = (
-    (64, 64, _LOADED._replace(stages=8), 120),
     (96, 96, _LOADED._replace(in_turn=True), 120),
     (192, 128, _LOADED, 120),
     (192, 192, _LOADED._replace(block_n=32, stages=6, ahead=16), 120),
@@ -179,7 +178,7 @@ _BY_THREADS = (
 _ALONE: dict[str, Any] = {"consumers": 1, "in_turn": False, "registers": 240, "max_registers": 168}
 _ALONE_LOADERS = 160
 
-#: What 8-bit rows are, as the kernel knows them.
+#: The kernel's names of 8-bit rows.
 _WIDENED: dict[torch.dtype | None, str] = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "s8"}
 
 

@@ -241,7 +241,7 @@ def _moved_tensors(call: Call, config: HopperConfig, cache: CachedRows | None) -
     head_dim, head_dim_v = call.head_dims
     chunks, chunks_v = column_chunks(head_dim, dtype), value_chunks(head_dim_v)
     if cache is not None and cache.registers:
-        # So many threads are left fewer registers at the start than a product of 256 columns is compiled with.
+        # A product of 256 columns is compiled with more registers than so many threads have at the start.
         chunks, chunks_v = ((128, 128) if widths == (256, 0) else widths for widths in (chunks, chunks_v))
     v_strides, out_strides = call.v.strides, contiguous(call.out_shape, dtype).strides
     if dtype is FP8:

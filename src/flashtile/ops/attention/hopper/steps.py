@@ -70,7 +70,7 @@ SUMS = gl.constexpr(8)
 
 @aggregate
 class StepConfig:
-    """What the kernels are specialised for. `GROUP`: query heads that share a key/value head, at most `ROWS`. `AHEAD`,
+    """Constants of the kernels. `GROUP`: query heads that share a key/value head, at most `ROWS`. `AHEAD`,
     `SCORE_COLUMNS`: as in the forward. `PAGE_SIZE`: 0 without pages. `SHARES`: one warp loads."""
 
     GROUP: gl.constexpr
@@ -205,7 +205,7 @@ def step_weights_kernel(
 
 
 class Written(NamedTuple):
-    """Where the results of `step_weights_kernel` go."""
+    """Pointers to the results of `step_weights_kernel`."""
 
     weights: Any
     sums: Any

@@ -216,7 +216,7 @@ def visit_tiles(
     """The online softmax over some key tiles. Returns acc `[M, E]`, row_max (in units of log2) and row_sum `[M]`.
 
     Of keys and values only the rows that some query of the tile sees are loaded, from `begin` to `end`. The others may
-    hold NaN, which a weight of 0 would not remove. Those of 8 bits are widened to float16, which has each of them and
+    hold NaN, which a weight of 0 would not remove. Numbers of 8 bits are widened to float16, which has each and
     takes the fewest instructions; rows of q in bfloat16 are then multiplied by a power of two, so that they fit.
     Factors of rows of k go into the scores, those of v into the weights, as parts of the largest so far: a weight times
     a factor itself may be less than float16 has.

@@ -164,8 +164,8 @@ def choose_tiles(device: DeviceFacts, tile_key: TileKey) -> AttendTiles:
 def _hopper_table(tile_key: TileKey) -> _Table:
     if tile_key.rows > 16:
         return _HOPPER
-    # Of 8 bits 64 keys in 4 stages are half as much on the way, and a tile's fixed cost is half of it: in pages of 16
-    # 85 µs and 308 for 8 sequences of 16,384 and 65,536, 72 and 280 in tiles of 128; in pages of 64 147 and 167.
+    # Tiles of 64 and 128 keys of 8 bits, µs for 8 sequences of 16,384 rows and of 65,536 in pages of 16: 85 and 308, 72
+    # and 280, since a tile has a fixed cost; for 64 of 4,096 in pages of 64, where a tile has one page: 147 and 167.
     wide = tile_key.page_size % 128 == 0 or (tile_key.eight_bits and tile_key.page_size % 64)
     return _HOPPER_FEW_ROWS if wide else _HOPPER_SMALL_PAGES
 

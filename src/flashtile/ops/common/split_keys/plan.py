@@ -137,7 +137,7 @@ class SplitCall(NamedTuple):
 
     @property
     def cache_strides(self) -> list[tuple[int, int, int]]:
-        """Those of k and v (outer, row, head). Behind a page of one row comes the next page."""
+        """Strides of k and v (outer, row, head). Behind a page of one row comes the next page."""
         return [(outer, outer if self.page_size == 1 else row, head) for outer, row, head in self.strides[1:]]
 
 
