@@ -216,7 +216,10 @@ class RepeatedCall:
         of_inputs = (found,) if made.gradients is None else made.gradients(found, *self.scalars)
         gradients = [of_inputs[place] if place < len(of_inputs) else None for place in self._places]
         whole = made.complete is None or made.complete(flat, self._stand_in, *self.scalars) is flat
-        if whole and not torch.is_grad_enabled() and all(map(is_view, given, flat)):
+        tensors = [tensor for tensor in given if tensor is not None]
+        # Several gradients at once have no address that could be compared.
+        kept = whole and not torch.is_grad_enabled() and not dispatch.batched(*tensors)
+        if kept and all(map(is_view, given, flat)):
             launch = made.backward.prepare(flat, *self.scalars, self._backend)
             results = [each for each in (found if isinstance(found, tuple) else (found,)) if each is not None]
             places = [next((at for at, r in enumerate(results) if r is each), None) for each in gradients]
