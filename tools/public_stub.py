@@ -2,7 +2,9 @@
 
 The functions collect arguments that they do not have in `*by_position: NoReturn` and `**other_names: NoReturn`, so that
 an error can say what these are called here. An editor would show both in each signature. In the stub they are left out,
-and overloads name all optional arguments. `--write` writes the file; a test holds it to the sources.
+and overloads name all optional arguments. A function without overloads that returns `A | B` has three in the stub: A
+without the arguments that ask for more (`return_*`), B with the first of them, and `A | B` if that is not known.
+`--write` writes the file; a test holds it to the sources.
 """
 
 from __future__ import annotations
@@ -10,11 +12,17 @@ from __future__ import annotations
 import argparse
 import ast
 import builtins
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[1] / "src"
 STUB = SOURCES / "flashtile" / "_public.pyi"
+TYPING = {name: f"from typing import {name}" for name in ("Literal", "overload")}
+#: Arguments that ask for more results, where their names do not say so.
+ASK_FOR_MORE = dict.fromkeys(
+    ("dropout_add_layer_norm", "dropout_add_rms_norm"), ("prenorm", "return_dropout_mask", "weight1")
+)
 
 
 class Module:
@@ -85,6 +93,31 @@ def _signature(function: ast.FunctionDef, implementation: ast.FunctionDef) -> as
     )  # fmt: skip
 
 
+def _overloads(function: ast.FunctionDef) -> list[ast.FunctionDef]:
+    """Those of a function that returns `A | B`, before the function; for others it alone."""
+    named = [each.arg for each in (*function.args.args, *function.args.kwonlyargs)]
+    asking = ASK_FOR_MORE.get(function.name) or tuple(name for name in named if name.startswith("return_"))
+    if not asking or not isinstance(function.returns, ast.BinOp):
+        return [function]
+    fewer, more, unknown = (copy.deepcopy(function) for _ in range(3))
+    fewer.returns, more.returns = function.returns.left, function.returns.right
+    for argument in (*fewer.args.args, *fewer.args.kwonlyargs):
+        if argument.arg in asking:
+            is_flag = ast.unparse(argument.annotation or ast.Constant(None)) == "bool"
+            argument.annotation = ast.parse("Literal[False]" if is_flag else "None", mode="eval").body
+    # An argument without a default, and those behind it, are taken by name only.
+    first, arguments = asking[0], more.args
+    while first in (each.arg for each in arguments.args):
+        arguments.kwonlyargs.insert(0, arguments.args.pop())
+        arguments.kw_defaults.insert(0, arguments.defaults.pop())
+    at = next(at for at, each in enumerate(arguments.kwonlyargs) if each.arg == first)
+    arguments.kwonlyargs[at].annotation = ast.parse("Literal[True]", mode="eval").body
+    arguments.kw_defaults[at] = None
+    for each in (fewer, more, unknown):
+        each.decorator_list = [ast.Name("overload")]
+    return [fewer, more, unknown, function]
+
+
 def _names(signature: ast.FunctionDef) -> set[str]:
     """The names that a signature needs, also in annotations that are strings."""
     return {node.id for node in ast.walk(signature) if isinstance(node, ast.Name)} - set(dir(builtins))
@@ -107,13 +140,15 @@ def stub() -> str:
             if alias.name not in exported:
                 continue
             functions = [] if module is None else module.functions.get(alias.name, [])
+            functions = _overloads(functions[0]) if len(functions) == 1 else functions
             if not functions:
                 imports[alias.name] = f"from {node.module} import {alias.name} as {alias.name}"
             for function in functions[:-1] or functions:
                 signature = _signature(function, functions[-1])
                 written.append(ast.unparse(signature))
                 assert module is not None
-                imports = {name: module.origins[name] for name in _names(signature)} | imports
+                origins = TYPING | module.origins
+                imports = {name: origins[name] for name in _names(signature)} | imports
     head = '"""The public names for type checkers and editors. Written by tools/public_stub.py."""'
     return "\n".join([head, *sorted(imports.values()), ast.unparse(names), *written]) + "\n"
 

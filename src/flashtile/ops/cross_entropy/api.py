@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -55,43 +55,6 @@ _CALLS = call_table()
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from typing_extensions import Unpack
-
-    class LossOptions(TypedDict, total=False):
-        """The optional arguments of both functions, for type checkers: `return_z_loss` says what a call returns."""
-
-        label_smoothing: float
-        logit_scale: float
-        lse_square_scale: float
-        ignore_index: int
-        reduction: str
-        process_group: ProcessGroup | None
-        softcap: float | None
-        class_weights: Tensor | None
-        backend: str
-
-    class LogitsOptions(LossOptions, total=False):
-        """Optional arguments of `cross_entropy`."""
-
-        inplace_backward: bool
-
-
-@overload
-def cross_entropy(
-    logits: Tensor, labels: Tensor, *, return_z_loss: Literal[False] = False, **options: Unpack[LogitsOptions],
-) -> Tensor: ...  # fmt: skip
-
-
-@overload
-def cross_entropy(
-    logits: Tensor, labels: Tensor, *, return_z_loss: Literal[True], **options: Unpack[LogitsOptions],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-@overload
-def cross_entropy(
-    logits: Tensor, labels: Tensor, *, return_z_loss: bool = False, **options: Unpack[LogitsOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def cross_entropy(
@@ -195,27 +158,6 @@ def cross_entropy(
                 return run(kept)
     found = (_loss_inplace if inplace_backward else _loss)(inputs, spec, backend)
     return _shaped(found.loss, found.z_loss, labels, reduction)
-
-
-@overload
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, return_z_loss: Literal[False] = False,
-    **options: Unpack[LossOptions],
-) -> Tensor: ...  # fmt: skip
-
-
-@overload
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, return_z_loss: Literal[True],
-    **options: Unpack[LossOptions],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-@overload
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, return_z_loss: bool = False,
-    **options: Unpack[LossOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def linear_cross_entropy(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,46 +20,6 @@ from flashtile.ops.dense.spec import ACTIVATIONS, ActivationSpec
 
 _BACKENDS = standard_backends("dense")
 _CALLS = call_table()
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    class LayerOptions(TypedDict, total=False):
-        """Optional arguments of `fused_dense`, for type checkers: `return_residual` says what a call returns."""
-
-        main_grad: Tensor | None
-        backend: str
-
-    class MlpOptions(TypedDict, total=False):
-        """Optional arguments of `fused_mlp`."""
-
-        activation: str
-        gated: bool
-        checkpoint_level: int
-        main_grad1: Tensor | None
-        main_grad2: Tensor | None
-        backend: str
-
-
-@overload
-def fused_dense(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, return_residual: Literal[False] = False,
-    **options: Unpack[LayerOptions],
-) -> Tensor: ...  # fmt: skip
-
-
-@overload
-def fused_dense(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, return_residual: Literal[True],
-    **options: Unpack[LayerOptions],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-@overload
-def fused_dense(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, return_residual: bool = False,
-    **options: Unpack[LayerOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def fused_dense(
@@ -119,27 +79,6 @@ def fused_dense(
         return (out, given) if return_residual else out
     _check_backend(x, backend)
     return _run(_dense, (x, weight, bias, main_grad), (tensors, scalars))
-
-
-@overload
-def fused_mlp(
-    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, *,
-    return_residual: Literal[False] = False, **options: Unpack[MlpOptions],
-) -> Tensor: ...  # fmt: skip
-
-
-@overload
-def fused_mlp(
-    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, *,
-    return_residual: Literal[True], **options: Unpack[MlpOptions],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-@overload
-def fused_mlp(
-    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, *,
-    return_residual: bool = False, **options: Unpack[MlpOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def fused_mlp(

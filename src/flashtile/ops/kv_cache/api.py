@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -21,75 +21,6 @@ from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 _BACKENDS = standard_backends("kv_cache")
 
 Window = tuple[int | None, int | None]
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    class Options(TypedDict, total=False):
-        """The optional arguments, for type checkers: with `return_lse` a call returns a pair."""
-
-        cache_lengths: int | Tensor | None
-        cache_batch_indices: Tensor | None
-        cache_left_padding: Tensor | None
-        block_table: Tensor | None
-        rotary_cos: Tensor | None
-        rotary_sin: Tensor | None
-        rotary_interleaved: bool
-        scale: float | None
-        causal: bool
-        window: Window | None
-        softcap: float | None
-        alibi_slopes: Tensor | None
-        sinks: Tensor | None
-        cu_seqlens_q: Tensor | None
-        cu_seqlens_new: Tensor | None
-        max_seqlen_q: int | None
-        descale_k: Tensor | None
-        descale_v: Tensor | None
-        tree_mask: Tensor | None
-        shared_rows: int | None
-        num_splits: int | None
-        batch_invariant: bool
-        backend: str
-
-
-@overload
-def attention_with_kv_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[Options],
-) -> Tensor: ...
-
-
-@overload
-def attention_with_kv_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[Options],
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def attention_with_kv_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    *,
-    return_lse: bool = False,
-    **options: Unpack[Options],
-) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention_with_kv_cache(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, overload
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,23 +33,6 @@ from flashtile.ops.layer_norm.spec import (
 
 _BACKENDS = standard_backends("layer_norm")
 _CALLS = call_table()
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    class NormOptions(TypedDict, total=False):
-        """Optional arguments of the norms after dropout and addition, for type checkers: without those that say what a
-        call returns."""
-
-        x1: Tensor | None
-        bias1: Tensor | None
-        zero_centered_weight: bool
-        x0_subset: Tensor | None
-        out_subset: Tensor | None
-        rowscale_const: float
-        out_numrows: int
-        dropout_seed: Tensor | None
-        backend: str
 
 
 def layer_norm(
@@ -109,33 +92,6 @@ def rms_norm(
     if other_names:
         refuse_other_names(rms_norm, other_names)
     return _plain(x, weight, bias, eps, True, zero_centered_weight, backend)
-
-
-@overload
-def dropout_add_layer_norm(
-    x0: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, dropout_p: float = 0.0,
-    epsilon: float = 1e-5, rowscale: Tensor | None = None, layerscale: Tensor | None = None,
-    prenorm: Literal[False] = False, residual_in_fp32: bool = False, return_dropout_mask: Literal[False] = False, *,
-    weight1: None = None, **options: Unpack[NormOptions],
-) -> Tensor: ...  # fmt: skip
-
-
-@overload
-def dropout_add_layer_norm(
-    x0: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, dropout_p: float = 0.0,
-    epsilon: float = 1e-5, rowscale: Tensor | None = None, layerscale: Tensor | None = None, *, prenorm: Literal[True],
-    residual_in_fp32: bool = False, return_dropout_mask: bool = False, weight1: Tensor | None = None,
-    **options: Unpack[NormOptions],
-) -> tuple[Tensor, ...]: ...  # fmt: skip
-
-
-@overload
-def dropout_add_layer_norm(
-    x0: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, dropout_p: float = 0.0,
-    epsilon: float = 1e-5, rowscale: Tensor | None = None, layerscale: Tensor | None = None, prenorm: bool = False,
-    residual_in_fp32: bool = False, return_dropout_mask: bool = False, *, weight1: Tensor | None = None,
-    **options: Unpack[NormOptions],
-) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
 
 def dropout_add_layer_norm(
@@ -217,33 +173,6 @@ def dropout_add_layer_norm(
     )  # fmt: skip
     scalars = (False, epsilon, dropout_p, rowscale_const, zero_centered_weight, residual_in_fp32, out_numrows)
     return _dropout_add_norm(operands, *scalars, prenorm, return_dropout_mask, backend)
-
-
-@overload
-def dropout_add_rms_norm(
-    x0: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None = None, dropout_p: float = 0.0,
-    epsilon: float = 1e-5, rowscale: Tensor | None = None, layerscale: Tensor | None = None,
-    prenorm: Literal[False] = False, residual_in_fp32: bool = False, return_dropout_mask: Literal[False] = False, *,
-    weight1: None = None, **options: Unpack[NormOptions],
-) -> Tensor: ...  # fmt: skip
-
-
-@overload
-def dropout_add_rms_norm(
-    x0: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None = None, dropout_p: float = 0.0,
-    epsilon: float = 1e-5, rowscale: Tensor | None = None, layerscale: Tensor | None = None, *, prenorm: Literal[True],
-    residual_in_fp32: bool = False, return_dropout_mask: bool = False, weight1: Tensor | None = None,
-    **options: Unpack[NormOptions],
-) -> tuple[Tensor, ...]: ...  # fmt: skip
-
-
-@overload
-def dropout_add_rms_norm(
-    x0: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None = None, dropout_p: float = 0.0,
-    epsilon: float = 1e-5, rowscale: Tensor | None = None, layerscale: Tensor | None = None, prenorm: bool = False,
-    residual_in_fp32: bool = False, return_dropout_mask: bool = False, *, weight1: Tensor | None = None,
-    **options: Unpack[NormOptions],
-) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
 
 def dropout_add_rms_norm(
