@@ -144,7 +144,7 @@ def poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
-    monkeypatch.setattr("flashtile.ops.attention.canonical.deterministic_mode", lambda: False)
+    monkeypatch.setattr("flashtile.ops.attention.options.deterministic_mode", lambda: False)
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = fill

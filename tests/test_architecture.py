@@ -34,22 +34,19 @@ MAX_FILES_OF_A_MODIFIER = 10
 #: The parts of an operation whose functions are public.
 FRONTS = {"api", "merge"}
 #: Parts of attention that hand on all side inputs alike.
-PASS_ON = {"arguments", "calls", "repeated", "inspection", "operator"}
+PASS_ON = {"calls", "repeated", "inspection", "operator"}
 #: What each part of an operation's folder may import from that folder. `operator` reaches the implementations through
 #: `select`, and `reference` for the backward of the backward.
 WITHIN_OPERATION = {
     "__init__": set(),
     "api": {
-        "arguments",
         "block_mask",
         "calls",
-        "canonical",
         "checks",
         "linear",
         "layers",
         "operator",
         "options",
-        "pages",
         "repeated",
         "select",
         "sharded",
@@ -57,21 +54,17 @@ WITHIN_OPERATION = {
         "spec",
         "tables",
     },
-    "pages": set(),
     "shared": {"operator", "rows", "spec"},
     "trees": set(),
     "rows": {"spec"},
-    "canonical": {"block_mask", "checks", "options", "philox", "score_arguments", "select", "spec"},
     "score_arguments": {"score_program", "score_tracing", "spec"},
-    "options": {"block_mask", "score_program"},
+    "options": {"block_mask", "checks", "philox", "score_arguments", "score_program", "select", "spec"},
     "checks": {"block_mask", "rows", "spec"},
     "sdpa": {"api", "spec"},
     "flex": {"api", "block_mask", "options", "score_tracing", "sdpa"},
-    "explain": {"backend", "call", "canonical", "checks", "options", "partial", "seen_keys", "select", "spec"},
-    "backend": {"spec"},
+    "explain": {"call", "options", "partial", "select", "spec"},
     "partial": {
         "block_mask",
-        "canonical",
         "checks",
         "operator",
         "options",
@@ -81,24 +74,20 @@ WITHIN_OPERATION = {
         "spec",
         "tile_lists",
     },
-    "arguments": {"spec"},
-    "calls": {"checks", "score_program", "seen_keys", "select", "spec"},
-    "seen_keys": {"spec"},
+    "calls": {"call", "checks", "score_program", "select", "spec"},
     "repeated": {
-        "arguments",
         "block_mask",
+        "call",
         "calls",
         "checks",
         "philox",
         "rows",
         "score_tracing",
-        "seen_keys",
         "select",
         "spec",
     },
-    "sharded": {"arguments", "checks", "losses", "score_program", "spec"},
+    "sharded": {"checks", "losses", "score_program", "spec"},
     "operator": {
-        "arguments",
         "calls",
         "checks",
         "cpu",
@@ -114,11 +103,11 @@ WITHIN_OPERATION = {
         "triton",
     },
     # And the `backend` of each package, which needs no Triton.
-    "select": {"backend", "call", "spec"},
-    "derivatives": {"arguments", "reference", "row_weights", "score_program", "score_tracing", "spec"},
+    "select": {"call", "spec"},
+    "derivatives": {"reference", "row_weights", "score_program", "score_tracing", "spec"},
     "row_weights": {"block_mask", "philox", "score_program", "spec"},
-    "inspection": {"arguments", "calls", "canonical", "checks", "operator", "options", "row_weights", "select", "spec"},
-    "gpu": {"arguments", "call", "philox", "score_program", "score_tracing", "spec", "tile_lists"},
+    "inspection": {"calls", "checks", "operator", "options", "row_weights", "select", "spec"},
+    "gpu": {"call", "philox", "score_program", "score_tracing", "spec", "tile_lists"},
     "call": {"spec"},
     "philox": {"spec"},
     "fp8": {"spec"},
@@ -137,7 +126,6 @@ WITHIN_OPERATION = {
     "score_tracing": {"score_program", "score_symbols"},
     "reference": {"block_mask", "fp8", "philox", "rows", "score_program", "spec"},
     "cpu": {
-        "backend",
         "block_mask",
         "call",
         "fp8",
@@ -149,9 +137,9 @@ WITHIN_OPERATION = {
         "spec",
     },
     "kernels": {"spec"},
-    "triton": {"arguments", "backend", "call", "gpu", "rows", "spec"},
-    "hopper": {"arguments", "backend", "call", "gpu", "spec"},
-    "split": {"backend", "call", "seen_keys", "spec"},
+    "triton": {"call", "gpu", "rows", "spec"},
+    "hopper": {"call", "gpu", "spec"},
+    "split": {"call", "spec"},
 }
 #: What the Hopper kernels take from the portable ones: the gradient of a bias that they do not serve themselves.
 PORTABLE_BIAS_GRADIENT = {

@@ -99,7 +99,7 @@ def test_the_parts_mean_what_the_function_does(name: str, monkeypatch: pytest.Mo
     def whole(side: SideInputs, spec: AttentionSpec, q: Tensor, score_mod: Any) -> tuple[SideInputs, AttentionSpec]:
         return add_program(side, spec, flashtile.trace_score_mod(score_mod, dtype=q.dtype))
 
-    monkeypatch.setattr("flashtile.ops.attention.canonical.add_score_mod", whole)
+    monkeypatch.setattr("flashtile.ops.attention.options.add_score_mod", whole)
     for one, other in zip(found, results(), strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:

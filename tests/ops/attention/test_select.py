@@ -12,8 +12,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.ops.attention import select
-from flashtile.ops.attention.backend import KernelChoice
-from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.call import Call, KernelChoice
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.common.backends import Backend, StandardCall, standard_backends
 from support.running.command_line import invoke

@@ -11,7 +11,7 @@ import torch
 
 import flashtile
 from flashtile._backends import devices
-from flashtile.ops.attention.seen_keys import visible_keys
+from flashtile.ops.attention.call import visible_keys
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.split.configs import MAX_QUERIES, SplitFacts, no_gain
 from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.ops.attention.seen_keys import seen_call, visible_keys
+from flashtile.ops.attention.call import seen_call, visible_keys
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import assert_close
 

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NoReturn, overload
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from torch import Tensor
 
-from flashtile.ops.attention import calls, checks, repeated
-from flashtile.ops.attention.arguments import side_tensors
+from flashtile.ops.attention import calls, repeated
 from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.canonical import (
+from flashtile.ops.attention.operator import run_attention, run_repeated, run_resolved, run_unrecorded
+from flashtile.ops.attention.options import (
     DENSE_LAYOUT,
     PACKED_LAYOUT,
-    add_scores,
-    build_spec,
+    Align,
+    DenseOptions,
+    ScoreMod,
+    Taken,
+    VarlenOptions,
+    Window,
     checked_qkv,
     representable_scale,
+    resolve_call,
     resolve_dropout,
 )
-from flashtile.ops.attention.operator import run_attention, run_repeated, run_resolved, run_unrecorded
-from flashtile.ops.attention.options import Align, DenseOptions, ScoreMod, Taken, VarlenOptions, Window
-from flashtile.ops.attention.pages import attention_over_pages
 from flashtile.ops.attention.select import invariant_tiles as invariant_tiles
-from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, side_tensors
+from flashtile.ops.common.checks import check_lengths, check_tensors, raise_not_bool, readable
 from flashtile.ops.common.other_names import refuse_by_position, refuse_other_names
+from flashtile.ops.common.packed import check_cu_seqlens, check_max_seqlen
+from flashtile.ops.kv_cache.api import attention_with_kv_cache
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -168,13 +173,11 @@ def attention(
     if other_names:
         refuse_other_names(attention, other_names)
     if not (type(return_lse) is type(return_max_scores) is bool):
-        checks.raise_not_bool(return_lse=return_lse, return_max_scores=return_max_scores)
-    unchanged = (
+        raise_not_bool(return_lse=return_lse, return_max_scores=return_max_scores)
+    plain = (
         bias is None and alibi_slopes is None and mask is None and block_mask is None and score_mod is None
         and sinks is None and descale_q is None and descale_k is None and descale_v is None
-    )  # fmt: skip
-    plain = (
-        unchanged and key_lengths is None and dropout_seed is None and type(dropout_p) is float and not dropout_p
+        and key_lengths is None and dropout_seed is None and type(dropout_p) is float and not dropout_p
         and return_max_scores is False
     )  # fmt: skip
     # A call may be like an earlier one.
@@ -193,30 +196,31 @@ def attention(
         out_only = not (return_lse or return_max_scores)
         return _returned(run_repeated(q, k, v, present, call, out_only), return_lse, return_max_scores)
     q, k, v = checked_qkv(q, k, v, DENSE_LAYOUT, eight_bits=True)
-    if key_lengths is not None:
-        checks.check_lengths("key_lengths", key_lengths, q.shape[0], q.device, "one length for each batch entry")
-    if type(dropout_p) is not float or dropout_p or dropout_seed is not None:
-        dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
-    spec = build_spec(
-        q, causal, align, window, scale, dropout_p=dropout_p, deterministic=deterministic, backend=backend,
-        softcap=softcap, batch_invariant=batch_invariant,
+    options = Taken(
+        causal, align, window, scale, key_lengths, softcap, bias, alibi_slopes, mask, dropout_p, dropout_seed,
+        deterministic, backend, sinks, descale_q, descale_k, descale_v, block_mask, None, None,
+        return_lse, return_max_scores, score_mod, batch_invariant,
     )  # fmt: skip
-    side = SideInputs(None, None, q.shape[1], k.shape[1], key_lengths, dropout_seed)
-    if not unchanged or q.dtype is FP8:
-        options = Taken(
-            bias=bias, mask=mask, alibi_slopes=alibi_slopes, block_mask=block_mask, score_mod=score_mod, sinks=sinks,
-            descale_q=descale_q, descale_k=descale_k, descale_v=descale_v,
-        )  # fmt: skip
-        side, spec = add_scores(side, spec, q, k, v, q.shape[0], options)
-    if return_max_scores:
-        spec = spec._replace(returns_max_scores=True)
-    call = None if key is None else repeated.new_call(key, q, k, v, given, side=side, spec=spec, backend=backend)
+    return _first_call(q, k, v, options, key, given)
+
+
+def _first_call(
+    q: Tensor, k: Tensor, v: Tensor, options: Taken, key: Hashable | None, given: repeated.Given,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    """Runs a call that is like no earlier one. `key`, `given`: of `repeated`, which keeps a call that has a key."""
+    dropout = resolve_dropout(options.dropout_p, options.dropout_seed, q.device)
+    side, spec = resolve_call(q, k, v, options, cu_seqlens_q, cu_seqlens_k, dropout)
+    call = None
+    if key is not None:
+        call = repeated.new_call(key, q, k, v, given, side=side, spec=spec, backend=options.backend)
+    results: Tensor | tuple[Tensor, ...]
     if call is not None:
         aux = [tensor for tensor in side_tensors(side) if tensor is not None]
-        results = run_resolved(q, k, v, aux, call, not (return_lse or return_max_scores))
+        results = run_resolved(q, k, v, aux, call, not (options.return_lse or options.return_max_scores))
     else:
-        results = run_attention(q, k, v, side, spec, backend)
-    return _returned(results, return_lse, return_max_scores)
+        results = run_attention(q, k, v, side, spec, options.backend)
+    return _returned(results, options.return_lse, options.return_max_scores)
 
 
 def _returned(
@@ -339,14 +343,14 @@ def attention_varlen(
     if other_names:
         refuse_other_names(attention_varlen, other_names)
     if not (type(return_lse) is type(return_max_scores) is bool):
-        checks.raise_not_bool(return_lse=return_lse, return_max_scores=return_max_scores)
+        raise_not_bool(return_lse=return_lse, return_max_scores=return_max_scores)
     if block_table is not None:
         unserved = {
             "align": align != "bottom_right", "dropout_p": dropout_p, "dropout_seed": dropout_seed, "bias": bias,
             "mask": mask, "block_mask": block_mask, "score_mod": score_mod, "descale_q": descale_q,
             "descale_k": descale_k, "descale_v": descale_v, "return_max_scores": return_max_scores,
         }  # fmt: skip
-        return attention_over_pages(
+        return _attention_over_pages(
             q, k, v, cu_seqlens_q, cu_seqlens_k, key_lengths, max_seqlen_k, unserved=unserved, block_table=block_table,
             max_seqlen_q=max_seqlen_q, causal=causal, window=window, scale=scale, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks, return_lse=return_lse, batch_invariant=batch_invariant,
@@ -367,47 +371,55 @@ def attention_varlen(
         out_only = not (return_lse or return_max_scores)
         return _returned(run_repeated(q, k, v, present, call, out_only), return_lse, return_max_scores)
     q, k, v = checked_qkv(q, k, v, PACKED_LAYOUT, eight_bits=True)
-    if cu_seqlens_k is None:
-        cu_seqlens_k = cu_seqlens_q
-    batch = checks.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q.device)
-    checks.check_max_seqlen("max_seqlen_q", max_seqlen_q)
-    checks.check_max_seqlen("max_seqlen_k", max_seqlen_k)
-    if key_lengths is not None:
-        checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each sequence")
-    if type(dropout_p) is not float or dropout_p or dropout_seed is not None:
-        dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
-    spec = build_spec(
-        q, causal, align, window, scale, dropout_p=dropout_p, deterministic=deterministic, backend=backend,
-        softcap=softcap, batch_invariant=batch_invariant,
+    check_tensors(cu_seqlens_q=cu_seqlens_q)
+    options = Taken(
+        causal, align, window, scale, key_lengths, softcap, bias, alibi_slopes, mask, dropout_p, dropout_seed,
+        deterministic, backend, sinks, descale_q, descale_k, descale_v, block_mask, max_seqlen_q, max_seqlen_k,
+        return_lse, return_max_scores, score_mod, batch_invariant,
     )  # fmt: skip
-    side = SideInputs(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        q.shape[0] if max_seqlen_q is None else max_seqlen_q,
-        k.shape[0] if max_seqlen_k is None else max_seqlen_k,
-        key_lengths,
-        dropout_seed,
-    )
-    unchanged = (
-        bias is None and alibi_slopes is None and mask is None and block_mask is None and score_mod is None
-        and sinks is None and descale_q is None and descale_k is None and descale_v is None
-    )  # fmt: skip
-    if not unchanged or q.dtype is FP8:
-        options = Taken(
-            bias=bias, mask=mask, alibi_slopes=alibi_slopes, block_mask=block_mask, score_mod=score_mod, sinks=sinks,
-            descale_q=descale_q, descale_k=descale_k, descale_v=descale_v,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        )  # fmt: skip
-        side, spec = add_scores(side, spec, q, k, v, batch, options)
-    if return_max_scores:
-        spec = spec._replace(returns_max_scores=True)
-    call = None if key is None else repeated.new_call(key, q, k, v, given, side=side, spec=spec, backend=backend)
-    if call is not None:
-        aux = [tensor for tensor in side_tensors(side) if tensor is not None]
-        results = run_resolved(q, k, v, aux, call, not (return_lse or return_max_scores))
-    else:
-        results = run_attention(q, k, v, side, spec, backend)
-    return _returned(results, return_lse, return_max_scores)
+    return _first_call(q, k, v, options, key, given, cu_seqlens_q, cu_seqlens_k)
+
+
+def _attention_over_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    key_lengths: Tensor | None,
+    max_seqlen_k: int | None,
+    unserved: dict[str, Any],
+    **options: Any,
+) -> Tensor | tuple[Tensor, ...]:
+    """Shapes as in `flashtile.attention_varlen`. `unserved`: arguments that only calls without pages have, which must
+    be None or false."""
+    for name, value in unserved.items():
+        if value is not None and value is not False and (isinstance(value, Tensor) or value):
+            raise ValueError(
+                f"{name}: expected its default beside block_table, got another value; attention over pages is for "
+                "inference, without dropout, bias, masks, score functions and 8-bit inputs"
+            )
+    if (key_lengths is None) is (cu_seqlens_k is None):
+        raise ValueError(
+            "key_lengths: expected the number of keys of each sequence beside block_table, either as key_lengths or by "
+            f"cu_seqlens_k, got {'neither' if key_lengths is None else 'both'}; pass key_lengths"
+        )
+    check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    check_tensors(q=q)
+    entries = check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device)
+    if cu_seqlens_k is not None:
+        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q.device, entries, ", as many as for queries")
+        key_lengths = cu_seqlens_k.diff()
+    elif key_lengths is not None:
+        check_lengths("key_lengths", key_lengths, entries - 1, q.device, "one length for each sequence")
+    if max_seqlen_k is not None and key_lengths is not None and key_lengths.numel() and readable(key_lengths):
+        longest = int(key_lengths.max())
+        if longest > max_seqlen_k:
+            raise ValueError(
+                f"max_seqlen_k: expected an upper bound of the sequence lengths, got {max_seqlen_k} for a sequence of "
+                f"{longest}; leave it out if it is not known"
+            )
+    return attention_with_kv_cache(q, k, v, cache_lengths=key_lengths, cu_seqlens_q=cu_seqlens_q, **options)
 
 
 def checked_forward(

@@ -1,14 +1,20 @@
 """The one description of a call: all that may decide which backend serves it, which kernels run, and how.
 
 A `Call` has no contents and no addresses of tensors, so it is hashable. A backend is chosen by it, launches are planned
-from it and found again by it, `explain` answers from it, and tests compile the kernels of calls whose GPU is not there.
+from it and found again by it, `explain` answers from it (`KernelChoice`), and tests compile the kernels of calls whose
+GPU is not there.
+
+No backend computes keys of a dense call that its band hides from every query: their contents, NaN included, have no
+effect, and no kernel loads them. A call over the other keys (`SeenCall`) is a part of the call: the sides of the window
+are shifted, and `Origin` says where its columns lie.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +23,16 @@ from flashtile._backends import devices
 from flashtile._backends.alignment import used_strides
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import DeviceFacts
-from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, AuxInputs, BackwardInputs, SideInputs, Wanted
+from flashtile.ops.attention.spec import (
+    NOTHING_WANTED,
+    AttentionSpec,
+    AuxInputs,
+    BackwardInputs,
+    Gradients,
+    Origin,
+    SideInputs,
+    Wanted,
+)
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 
 #: Queries and keys of the one sequence by which kernels of the batch-invariant mode are cut: those of a long call.
@@ -348,3 +363,114 @@ def describe_backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionS
     dout, dlse, q, k, v, *_ = inputs
     call = describe_call("backward", (q, k, v), side, spec, wanted=wanted)
     return call._replace(dout=tensor_facts(dout), has_dlse=dlse is not None)
+
+
+class SeenCall(NamedTuple):
+    """A call over the keys that some query sees, `[first, last)` of those given. Fields as in `attention`."""
+
+    k: Tensor
+    v: Tensor
+    side: SideInputs
+    spec: AttentionSpec
+    first: int
+    last: int
+
+
+def visible_keys(seq_q: int, seq_k: int, spec: AttentionSpec) -> tuple[int, int]:
+    """First key that the band shows some query, and one past the last."""
+    diagonal = 0 if spec.top_left else seq_k - seq_q
+    first, last = 0, seq_k
+    if spec.window_left is not None:
+        first = min(max(first, diagonal - spec.window_left), seq_k)
+    if spec.window_right is not None:
+        last = min(last, diagonal + seq_q + spec.window_right)
+    return first, max(first, last)
+
+
+def seen_call(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> SeenCall | None:
+    """The call over the keys that some query sees; None where these are all, or where it would be another call.
+
+    A block mask has the length of all keys. Dropout bits, score functions and the tiles of the batch-invariant mode
+    depend on the number of a key, so such calls leave out only keys at the end.
+    """
+    if not spec.banded or side.packed or spec.block_shape is not None:
+        return None
+    seq_q, seq_k = q.shape[1], k.shape[1]
+    first, last = visible_keys(seq_q, seq_k, spec)
+    if spec.dropout_p or spec.score_program is not None or spec.batch_invariant:
+        first = 0
+    if not seq_q or last - first == seq_k:
+        return None
+    # The key of query 0's diagonal, counted from `first`, less where the shorter call would have it.
+    shift = -first if spec.top_left else seq_k - last
+    changes: dict[str, Any] = {
+        "window_left": None if spec.window_left is None else spec.window_left - shift,
+        "window_right": None if spec.window_right is None else spec.window_right + shift,
+    }
+    if last < seq_k and side.by_distance:
+        origin = Origin(0, 0, 0, 0, q.shape[2]) if spec.origin is None else spec.origin
+        changes["origin"] = origin._replace(diagonal=origin.diagonal + seq_k - last)
+    lengths = side.key_lengths
+    side = side._replace(
+        max_seqlen_k=last - first,
+        key_lengths=lengths if lengths is None or not first else (lengths - first).clamp(min=0),
+        bias=_columns(side.bias, first, last),
+        mask=_columns(side.mask, first, last),
+    )
+    return SeenCall(k[:, first:last], v[:, first:last], side, spec._replace(**changes), first, last)
+
+
+def _columns(table: Tensor | None, first: int, last: int) -> Tensor | None:
+    return table if table is None or table.shape[3] == 1 else table[..., first:last]
+
+
+def unseen_gradients(found: Gradients, k: Tensor, v: Tensor, bias: Tensor | None, call: SeenCall) -> Gradients:
+    """The gradients of a call from those of its `seen_call`. `k`, `v`, `bias`: as they were given."""
+    dbias = found.bias
+    if dbias is not None and bias is not None and bias.shape[3] > 1:
+        dbias = _with_zeros(dbias, bias, 3, call)
+    return found._replace(k=_with_zeros(found.k, k, 1, call), v=_with_zeros(found.v, v, 1, call), bias=dbias)
+
+
+def _with_zeros(gradient: Tensor, of: Tensor, dim: int, call: SeenCall) -> Tensor:
+    """A gradient in the shape of the whole tensor, 0 for keys that no query sees."""
+    whole = torch.zeros(of.shape, dtype=gradient.dtype, device=gradient.device)
+    whole.narrow(dim, call.first, call.last - call.first).copy_(gradient)
+    return whole
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """A kernel that a call runs.
+
+    Attributes:
+        name: "forward", "dq", "dkdv", "short_backward" where one kernel computes all gradients, or "dbias" for the
+            gradient of a bias; on Hopper "forward" or "backward", "dv", "dk" and "dq" where each is a kernel, and
+            before them "widen" for 8-bit values and "parts" for float32; on the CPU a description of what computes the
+            call.
+        tiles: block sizes, warps and stages; None if the kernel has no tiles of flashtile's.
+        shared_memory: estimate of the shared memory of one thread block in bytes; 0 if it uses none.
+        backend: the backend of the kernel. Forward and backward may have different ones.
+        parts: into how many parts the keys of a sequence are split.
+        summary: the tiles in words.
+    """
+
+    name: str
+    tiles: Any = None
+    shared_memory: int = 0
+    backend: str = ""
+    parts: int = 1
+    summary: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.backend}): {self.summary}" if self.summary else self.name
+
+
+def summarise(
+    block: tuple[int, int], warps: str, stages: int, shared_memory: int, rows: str = "queries", more: str = ""
+) -> str:
+    """Tiles in words, for `KernelChoice.summary`. `block`: rows and keys of a tile; `more`: what else there is."""
+    return (
+        f"{block[0]} {rows} × {block[1]} keys, {warps}, {stages} stages, about {shared_memory // 1024} KiB of shared "
+        f"memory{more}"
+    )

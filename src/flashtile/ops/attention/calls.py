@@ -13,8 +13,8 @@ from torch import Tensor
 from flashtile._backends import together
 from flashtile._backends.alignment import aligned
 from flashtile.ops.attention import checks, select
+from flashtile.ops.attention.call import seen_call, unseen_gradients
 from flashtile.ops.attention.score_program import check_captured
-from flashtile.ops.attention.seen_keys import seen_call, unseen_gradients
 from flashtile.ops.attention.spec import (
     NOTHING_WANTED,
     AttentionSpec,

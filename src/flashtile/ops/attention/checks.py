@@ -13,52 +13,10 @@ from torch import Tensor
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.spec import FP8, MAX_HEAD_DIM, SideInputs, out_dtype
 from flashtile.ops.common import packed, sizes
-from flashtile.ops.common.checks import (
-    FLOAT_DTYPES,
-    check_choice,
-    check_device,
-    check_lengths,
-    check_tensors,
-    raise_not_bool,
-    readable,
-    resolve_dropout,
-    type_name,
-)
+from flashtile.ops.common.checks import FLOAT_DTYPES, check_device, check_tensors, readable, type_name
 from flashtile.ops.common.dispatch import transformed
-from flashtile.ops.common.packed import check_cu_seqlens_values, check_max_seqlen
-from flashtile.ops.common.score_checks import (
-    resolve_alibi_slopes,
-    resolve_scale,
-    resolve_sinks,
-    resolve_softcap,
-    resolve_window,
-)
-
-__all__ = [
-    "autocast",
-    "autocast_casts",
-    "check_block_mask",
-    "check_choice",
-    "check_cu_seqlens",
-    "check_forward_only",
-    "check_lengths",
-    "check_longest",
-    "check_max_seqlen",
-    "check_qkv",
-    "check_tensors",
-    "check_values",
-    "raise_not_bool",
-    "resolve_alibi_slopes",
-    "resolve_bias",
-    "resolve_descale",
-    "resolve_dropout",
-    "resolve_mask",
-    "resolve_scale",
-    "resolve_sinks",
-    "resolve_softcap",
-    "resolve_window",
-    "warn_swapped_layout",
-]
+from flashtile.ops.common.packed import check_cu_seqlens_values
+from flashtile.ops.common.score_checks import resolve_alibi_slopes, resolve_sinks
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str], eight_bits: bool = False) -> None:

@@ -25,11 +25,19 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention import reference, row_weights
-from flashtile.ops.attention.arguments import saved_side, side_tensors, unflatten_backward
 from flashtile.ops.attention.row_weights import Part
 from flashtile.ops.attention.score_program import UPSTREAM, read, run
 from flashtile.ops.attention.score_tracing import derivative
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted, lse_dtype, lse_shape
+from flashtile.ops.attention.spec import (
+    AttentionSpec,
+    SideInputs,
+    Wanted,
+    lse_dtype,
+    lse_shape,
+    saved_side,
+    side_tensors,
+    unflatten_backward,
+)
 from flashtile.ops.common import dispatch
 
 #: Scores that are made at a time, but for at least as many rows as `_FEWEST_ROWS` of all heads.

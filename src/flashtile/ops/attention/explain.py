@@ -9,22 +9,21 @@ import torch
 from torch import Tensor
 
 from flashtile._backends import devices
-from flashtile.ops.attention import checks
-from flashtile.ops.attention.backend import KernelChoice
-from flashtile.ops.attention.call import Call, Machine, describe_call
-from flashtile.ops.attention.canonical import (
+from flashtile.ops.attention.call import Call, KernelChoice, Machine, describe_call, seen_call
+from flashtile.ops.attention.options import (
     DENSE_LAYOUT,
     PACKED_LAYOUT,
-    add_scores,
+    ExplainOptions,
     checked_qkv,
-    make_spec,
-    resolve_lengths,
+    option_names,
+    resolve_call,
+    take,
+    with_options,
 )
-from flashtile.ops.attention.options import ExplainOptions, option_names, take, with_options
 from flashtile.ops.attention.partial import AttentionPart, placed
-from flashtile.ops.attention.seen_keys import seen_call
 from flashtile.ops.attention.select import BACKENDS
 from flashtile.ops.attention.spec import FP8, wanted_gradients
+from flashtile.ops.common.checks import raise_not_bool, resolve_dropout
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -102,18 +101,14 @@ def explain(
         TypeError, ValueError: as the call itself, and for an unknown device.
     """
     given = take(explain, options, _NAMES)
-    checks.raise_not_bool(return_lse=given.return_lse, return_max_scores=given.return_max_scores)
+    raise_not_bool(return_lse=given.return_lse, return_max_scores=given.return_max_scores)
     packed = cu_seqlens_q is not None
     q, k, v = checked_qkv(q, k, v, PACKED_LAYOUT if packed else DENSE_LAYOUT, eight_bits=True)
     seed = given.dropout_seed
-    dropout_p = checks.resolve_dropout(given.dropout_p, seed, seed.device if isinstance(seed, Tensor) else q.device)
-    spec = make_spec(q, given, dropout_p)
-    bounds = given.max_seqlen_q, given.max_seqlen_k
-    side, batch = resolve_lengths(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths)
-    side, spec = add_scores(side._replace(dropout_seed=seed), spec, q, k, v, batch, given)
+    dropout_p = resolve_dropout(given.dropout_p, seed, seed.device if isinstance(seed, Tensor) else q.device)
+    side, spec = resolve_call(q, k, v, given, cu_seqlens_q, cu_seqlens_k, (dropout_p, seed))
     if part is not None:
         spec = placed(spec, part, q.shape[-3], k.shape[-3], q.shape[-2], packed, given)
-    spec = spec._replace(returns_max_scores=given.return_max_scores)
     if seen := seen_call(q, k, v, side, spec):
         k, v, side, spec, *_ = seen
     name, device_type, facts, multiprocessors = _resolve_device(q.device if device is None else device)

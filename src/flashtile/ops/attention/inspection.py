@@ -9,22 +9,33 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention import checks, row_weights, select
-from flashtile.ops.attention.arguments import SIDE, SIDE_SCHEMA, SPEC_SCHEMA, side_tensors, unflatten
 from flashtile.ops.attention.calls import readable_side, rows_contiguous
-from flashtile.ops.attention.canonical import (
+from flashtile.ops.attention.operator import visited_pairs
+from flashtile.ops.attention.options import (
     DENSE_LAYOUT,
     PACKED_LAYOUT,
-    add_scores,
+    ColumnSumsOptions,
+    ProbsOptions,
     checked_qkv,
-    make_spec,
-    resolve_lengths,
+    option_names,
+    resolve_call,
+    take,
+    with_options,
 )
-from flashtile.ops.attention.operator import visited_pairs
-from flashtile.ops.attention.options import ColumnSumsOptions, ProbsOptions, option_names, take, with_options
 from flashtile.ops.attention.row_weights import Part
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, lse_dtype, lse_shape
+from flashtile.ops.attention.spec import (
+    SIDE,
+    SIDE_SCHEMA,
+    SPEC_SCHEMA,
+    AttentionSpec,
+    SideInputs,
+    lse_dtype,
+    lse_shape,
+    side_tensors,
+    unflatten,
+)
 from flashtile.ops.common import dispatch
-from flashtile.ops.common.checks import INDEX_DTYPES, readable
+from flashtile.ops.common.checks import INDEX_DTYPES, check_device, check_tensors, readable, resolve_dropout
 from flashtile.ops.common.flops import product_flops, register_flops
 from flashtile.ops.common.sizes import differ
 
@@ -75,7 +86,7 @@ def attention_probs(
         Vaswani et al., "Attention Is All You Need" (2017), section 3.2.1.
     """
     given = take(attention_probs, options, _PROBS_NAMES)
-    checks.check_tensors(q=q, k=k)
+    check_tensors(q=q, k=k)
     if q.dim() == 3:
         raise ValueError(
             f"q: expected 4 dimensions [batch, seq, heads, head_dim], got a packed shape {tuple(q.shape)}; cut out one "
@@ -84,16 +95,13 @@ def attention_probs(
     q, k, _ = checked_qkv(q, k, k, DENSE_LAYOUT)
     batch, seq_q, heads_q, _ = q.shape
     seq_k = k.shape[1]
-    if given.key_lengths is not None:
-        checks.check_lengths("key_lengths", given.key_lengths, batch, q.device, "one length for each batch entry")
-    dropout_p = checks.resolve_dropout(given.dropout_p, given.dropout_seed, q.device)
+    dropout_p = resolve_dropout(given.dropout_p, given.dropout_seed, q.device)
     if dropout_p and given.dropout_seed is None:
         raise ValueError(
             f"dropout_seed: expected the seed of the call beside dropout_p={dropout_p}, got None; give both calls one "
             "that flashtile.draw_dropout_seed(device) makes, or leave dropout_p out for the weights before dropout"
         )
-    side = SideInputs(None, None, seq_q, seq_k, given.key_lengths, given.dropout_seed if dropout_p else None)
-    side, spec = add_scores(side, make_spec(q, given, dropout_p), q, k, k, batch, given)
+    side, spec = resolve_call(q, k, k, given, dropout=(dropout_p, given.dropout_seed if dropout_p else None))
     checks.check_values(side, seq_q, seq_k)
     row_numbers = _chosen("rows", rows, seq_q, "seq_q", q.device)
     if row_numbers is None:
@@ -147,15 +155,12 @@ def attention_column_sums(
         "H2O: Heavy-Hitter Oracle" (2023), section 4, choose the keys to keep by such sums.
     """
     given = take(attention_column_sums, options, _COLUMN_SUMS_NAMES)
-    checks.check_tensors(q=q, k=k, lse=lse)
+    check_tensors(q=q, k=k, lse=lse)
     packed = cu_seqlens_q is not None
     q, k, _ = checked_qkv(q, k, k, PACKED_LAYOUT if packed else DENSE_LAYOUT)
     _check_lse(lse, q)
-    spec = make_spec(q, given._replace(deterministic=True), 0.0)._replace(batch_invariant=False)
-    bounds = given.max_seqlen_q, given.max_seqlen_k
-    side, batch = resolve_lengths(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths)
-    side, spec = add_scores(side, spec, q, k, k, batch, given)
-    return run_column_sums(q, k, lse, side, spec, given.backend)
+    side, spec = resolve_call(q, k, k, given._replace(deterministic=True), cu_seqlens_q, cu_seqlens_k)
+    return run_column_sums(q, k, lse, side, spec._replace(batch_invariant=False), given.backend)
 
 
 def _check_lse(lse: Tensor, q: Tensor) -> None:
@@ -167,7 +172,7 @@ def _check_lse(lse: Tensor, q: Tensor) -> None:
         )
     if lse.dtype is not dtype:
         raise TypeError(f"lse: expected dtype {dtype}, as attention returns it, got {lse.dtype}; do not cast it")
-    checks.check_device("lse", lse, q.device)
+    check_device("lse", lse, q.device)
 
 
 def _chosen(name: str, chosen: Chosen, size: int, of: str, device: torch.device) -> Tensor | None:
@@ -181,13 +186,13 @@ def _chosen(name: str, chosen: Chosen, size: int, of: str, device: torch.device)
         # Not from start to stop: of an empty slice they need not lie in the direction of the step.
         return numbers.start + numbers.step * torch.arange(len(numbers), device=device)
     if isinstance(chosen, Tensor):
-        checks.check_tensors(**{name: chosen})
+        check_tensors(**{name: chosen})
         if chosen.dtype not in INDEX_DTYPES:
             remedy = "use mask.nonzero().squeeze(1)" if chosen.dtype is torch.bool else "cast it"
             raise TypeError(f"{name}: expected dtype int32 or int64, got {chosen.dtype}; {remedy}")
         if chosen.dim() != 1:
             raise ValueError(f"{name}: expected one dimension, got shape {tuple(chosen.shape)}; flatten it")
-        checks.check_device(name, chosen, device)
+        check_device(name, chosen, device)
         if readable(chosen) and not torch.compiler.is_compiling() and chosen.numel():
             _check_range(name, int(chosen.min()), int(chosen.max()), size, of)
         return chosen.long()

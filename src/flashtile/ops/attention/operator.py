@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.arguments import (
+from flashtile.ops.attention.calls import serve_backward, serve_forward
+from flashtile.ops.attention.derivatives import DifferentiableBackward
+from flashtile.ops.attention.repeated import RepeatedCall
+from flashtile.ops.attention.sharded import run_sharded
+from flashtile.ops.attention.spec import (
     GRADIENTS_SCHEMA,
     LEARNED,
     SIDE,
@@ -24,24 +28,18 @@ from flashtile.ops.attention.arguments import (
     SPEC,
     SPEC_SCHEMA,
     WANTED_SCHEMA,
-    flat,
-    saved_side,
-    side_tensors,
-    unflatten,
-    unflatten_backward,
-)
-from flashtile.ops.attention.calls import serve_backward, serve_forward
-from flashtile.ops.attention.derivatives import DifferentiableBackward
-from flashtile.ops.attention.repeated import RepeatedCall
-from flashtile.ops.attention.sharded import run_sharded
-from flashtile.ops.attention.spec import (
     AttentionSpec,
     Gradients,
     SideInputs,
     Wanted,
+    flat,
     lse_dtype,
     lse_shape,
     out_dtype,
+    saved_side,
+    side_tensors,
+    unflatten,
+    unflatten_backward,
     wanted_gradients,
 )
 from flashtile.ops.common import dispatch, dtensor

@@ -17,14 +17,27 @@ from torch import Tensor
 
 from flashtile.ops.attention import checks
 from flashtile.ops.attention.block_mask import BlockMask, from_bounds
-from flashtile.ops.attention.canonical import DENSE_LAYOUT, PACKED_LAYOUT, add_scores, make_spec, resolve_dropout
 from flashtile.ops.attention.operator import run_attention, run_backward
-from flashtile.ops.attention.options import AttentionOptions, PartOptions, Taken, option_names, take, with_options
+from flashtile.ops.attention.options import (
+    DENSE_LAYOUT,
+    PACKED_LAYOUT,
+    AttentionOptions,
+    PartOptions,
+    Taken,
+    add_scores,
+    make_spec,
+    option_names,
+    resolve_dropout,
+    take,
+    with_options,
+)
 from flashtile.ops.attention.score_arguments import add_program
 from flashtile.ops.attention.score_program import UNCHANGED, ScoreFunction, moved
 from flashtile.ops.attention.score_tracing import resolve_score_mod
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted, lse_shape
 from flashtile.ops.attention.tile_lists import Bounds, Grid, Tiles
+from flashtile.ops.common.checks import check_lengths, check_tensors, raise_not_bool
+from flashtile.ops.common.packed import check_max_seqlen
 from flashtile.ops.common.sizes import differ, exceeds, known
 
 if TYPE_CHECKING:
@@ -108,8 +121,8 @@ def attention_part(
         Liu et al., "Ring Attention with Blockwise Transformers" (2023), section 3.
     """
     given = take(attention_part, options, _PART_NAMES)
-    checks.raise_not_bool(return_max_scores=return_max_scores)
-    checks.check_tensors(q=q, k=k, v=v)
+    raise_not_bool(return_max_scores=return_max_scores)
+    check_tensors(q=q, k=k, v=v)
     q, k, v = checks.autocast(q, k, v)
     side, spec = _described(q, k, v, part, cu_seqlens, max_seqlen, given)
     spec = spec._replace(returns_max_scores=return_max_scores)
@@ -174,7 +187,7 @@ def attention_backward(
         Dao, "FlashAttention-2" (2023), algorithm 2; Liu et al., "Ring Attention with Blockwise Transformers" (2023).
     """
     given = take(attention_backward, options, _BACKWARD_NAMES)
-    checks.check_tensors(q=q, k=k, v=v)
+    check_tensors(q=q, k=k, v=v)
     side, spec = _described(
         q, k, v, part, cu_seqlens, max_seqlen, given, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k
     )
@@ -228,14 +241,14 @@ def _described(
     spec = make_spec(q, given, dropout_p)
     key_lengths = given.key_lengths
     if key_lengths is not None:
-        checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each batch entry")
+        check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each batch entry")
     rows, columns = (q.shape[0], k.shape[0]) if packed else (q.shape[1], k.shape[1])
     if part is not None:
         spec = placed(spec, part, rows, columns, q.shape[-2], packed, given)
         if key_lengths is not None and not packed and (part.column or not known(columns >= part.seq_k)):
             key_lengths = (key_lengths - part.column).clamp(0, columns)
-    checks.check_max_seqlen("max_seqlen", max_seqlen)
-    checks.check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    check_max_seqlen("max_seqlen", max_seqlen)
+    check_max_seqlen("max_seqlen_k", max_seqlen_k)
     longest_q = rows if max_seqlen is None else max_seqlen
     longest_k = columns if max_seqlen_k is None else max_seqlen_k
     side = SideInputs(cu_seqlens, cu_seqlens_k, longest_q, longest_k, key_lengths, dropout_seed)
@@ -362,12 +375,12 @@ def _shifted(spec: AttentionSpec, shift: int, rows: int, columns: int) -> Attent
 
 
 def _check_results(dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
-    checks.check_tensors(dout=dout, out=out, lse=lse)
+    check_tensors(dout=dout, out=out, lse=lse)
     rows = (*q.shape[:-1], v.shape[-1])
     statistics = torch.float64 if q.dtype is torch.float64 else torch.float32
     given = [("dout", dout, rows, q.dtype), ("out", out, rows, q.dtype), ("lse", lse, lse_shape(q), statistics)]
     if dlse is not None:
-        checks.check_tensors(dlse=dlse)
+        check_tensors(dlse=dlse)
         given.append(("dlse", dlse, lse_shape(q), statistics))
     for name, tensor, shape, dtype in given:
         if differ(tensor.shape, shape) or tensor.dtype is not dtype or tensor.device != q.device:

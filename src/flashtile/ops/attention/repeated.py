@@ -17,8 +17,8 @@ from torch import Tensor
 
 from flashtile._backends import forgetters, together
 from flashtile.ops.attention import checks, select
-from flashtile.ops.attention.arguments import SINGLE, Aux, AuxForm, saved_side, side_tensors
 from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.call import seen_call
 from flashtile.ops.attention.calls import (
     backward_plans,
     lie_as_usual,
@@ -31,14 +31,18 @@ from flashtile.ops.attention.calls import (
 )
 from flashtile.ops.attention.philox import draw_dropout_seed
 from flashtile.ops.attention.score_tracing import resolve_score_mod
-from flashtile.ops.attention.seen_keys import seen_call
 from flashtile.ops.attention.spec import (
     FP8,
+    SINGLE,
     AttentionSpec,
+    Aux,
+    AuxForm,
     BackwardInputs,
     Gradients,
     SideInputs,
     Wanted,
+    saved_side,
+    side_tensors,
     wanted_gradients,
 )
 from flashtile.ops.common import dispatch

@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from flashtile._backends.allocate import contiguous_strides
-from flashtile.ops.attention.backend import KernelChoice
-from flashtile.ops.attention.call import Call, Phase, TensorFacts, describe_call
+from flashtile.ops.attention.call import Call, KernelChoice, Phase, TensorFacts, describe_call
 from flashtile.ops.attention.cpu.backend import BACKEND as CPU
 from flashtile.ops.attention.hopper.backend import BACKEND as HOPPER
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, SideInputs, Wanted

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.arguments import SINGLE, saved_side, side_tensors
 from flashtile.ops.attention.score_program import UNCHANGED, moved
-from flashtile.ops.attention.spec import AttentionSpec, Origin, SideInputs, Wanted
+from flashtile.ops.attention.spec import SINGLE, AttentionSpec, Origin, SideInputs, Wanted, saved_side, side_tensors
 from flashtile.ops.common import dtensor
 
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flashtile.ops.attention.backend import KernelChoice
-from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.call import Call, KernelChoice
 from flashtile.ops.attention.spec import FP8, AttentionSpec, AuxInputs, Wanted
 from flashtile.ops.common.backends import Backend, cpu_unsupported_reason
 

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.launch import Parameter, float32, int32, int64, pointer_to
-from flashtile.ops.attention.arguments import SINGLE, Aux, side_tensors
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts
 from flashtile.ops.attention.philox import keep_threshold
-from flashtile.ops.attention.spec import FP8, AttentionSpec, Origin, SideInputs
+from flashtile.ops.attention.spec import FP8, SINGLE, AttentionSpec, Aux, Origin, SideInputs, side_tensors
 from flashtile.ops.attention.tile_lists import Grid, Places
 from flashtile.ops.common.checks import MAX_POSITIONS
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from flashtile.ops.attention.backend import KernelChoice, summarise
-from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.call import Call, KernelChoice, summarise
 from flashtile.ops.attention.gpu.schedule import SHORT, length_class
 from flashtile.ops.attention.gpu.score_source import unsupported_operation
 from flashtile.ops.attention.hopper import backward_configs, configs

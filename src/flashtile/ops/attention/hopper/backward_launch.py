@@ -13,7 +13,6 @@ from flashtile._backends.alignment import aligned
 from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import Plan, plan_cache
 from flashtile._backends.pipeline import Pipeline
-from flashtile.ops.attention.arguments import Aux, AuxForm
 from flashtile.ops.attention.call import Call, describe_backward
 from flashtile.ops.attention.gpu.parameters import (
     aux_buffers,
@@ -46,7 +45,7 @@ from flashtile.ops.attention.hopper.parameters import by_whole_rows, ends_by_row
 from flashtile.ops.attention.hopper.schedule import BackwardSchedule
 from flashtile.ops.attention.hopper.separate_configs import has_separate_kernels
 from flashtile.ops.attention.hopper.separate_launch import separate_kernels
-from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
+from flashtile.ops.attention.spec import AttentionSpec, Aux, AuxForm, BackwardInputs, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton.launch import backward_bias, plan_bias_gradient
 
 #: The buffers that a run is given, before the side inputs.

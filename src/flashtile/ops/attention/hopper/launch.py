@@ -16,7 +16,6 @@ from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import Plan, named_constants, plan_cache, pointer, pointer_to
 from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile._backends.tma import TmaTensor, broadcast_layout, strided_layout
-from flashtile.ops.attention.arguments import Aux
 from flashtile.ops.attention.call import Call, TensorFacts, describe_call
 from flashtile.ops.attention.gpu.parameters import aux_buffers, aux_tensors, positive_scale
 from flashtile.ops.attention.gpu.reductions import lse_without_keys
@@ -57,7 +56,7 @@ from flashtile.ops.attention.hopper.separate_configs import (
     choose_float32_forward_config,
 )
 from flashtile.ops.attention.hopper.wide_backward import Problem as SeparateProblem
-from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, out_dtype
+from flashtile.ops.attention.spec import FP8, AttentionSpec, Aux, SideInputs, out_dtype
 from flashtile.ops.common.checks import check_programs
 
 __all__ = ["backward", "backward_plans", "forward", "prepare_backward", "prepare_forward"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from flashtile.ops.attention.backend import KernelChoice, summarise
-from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.seen_keys import visible_keys
+from flashtile.ops.attention.call import Call, KernelChoice, summarise, visible_keys
 from flashtile.ops.attention.spec import FP8
 from flashtile.ops.attention.split.configs import MAX_QUERIES, dense_facts, no_gain
 from flashtile.ops.common.backends import Backend, triton_unsupported_reason

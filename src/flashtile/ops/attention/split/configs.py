@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashtile.ops.attention.seen_keys import visible_keys
+from flashtile.ops.attention.call import visible_keys
 from flashtile.ops.attention.spec import AttentionSpec
 
 #: With more queries than this, nobody asks whether to split.

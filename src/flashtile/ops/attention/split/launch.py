@@ -13,7 +13,7 @@ from torch import Tensor
 from flashtile._backends.alignment import used_strides
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import plan_cache
-from flashtile.ops.attention.seen_keys import visible_keys
+from flashtile.ops.attention.call import visible_keys
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 from flashtile.ops.common.split_keys.plan import SplitCall, SplitPlan, split_plan

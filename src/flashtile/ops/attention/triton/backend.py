@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashtile._backends.devices import DeviceFacts
-from flashtile.ops.attention.backend import KernelChoice, summarise
-from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.call import Call, KernelChoice, summarise
 from flashtile.ops.attention.gpu.score_source import unsupported_operation
 from flashtile.ops.attention.triton.configs import (
     KernelName,

@@ -12,7 +12,6 @@ from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import Plan, plan_cache, pointer, pointers
 from flashtile._backends.pipeline import Kernel, Pipeline
-from flashtile.ops.attention.arguments import Aux, AuxForm
 from flashtile.ops.attention.call import Call, describe_backward, describe_call
 from flashtile.ops.attention.gpu.parameters import (
     aux_buffers,
@@ -25,6 +24,8 @@ from flashtile.ops.attention.spec import (
     FP8,
     NOTHING_WANTED,
     AttentionSpec,
+    Aux,
+    AuxForm,
     BackwardInputs,
     Gradients,
     SideInputs,
