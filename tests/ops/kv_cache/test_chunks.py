@@ -73,6 +73,9 @@ CASES = {
         alibi=True,
         sinks=True,
     ),
+    "tree": replace(_UNIFORM, page_size=16, tree=True, head_dim=128, head_dim_v=128),
+    "trees": replace(_PACKED, page_size=16, tree=True, arguments={"causal": True, "softcap": 5.0}, sinks=True),
+    "trees_int8": replace(_PACKED, tree=True, cache_dtype=torch.int8, factors="heads", page_size=1),
     "right": replace(_PACKED, page_size=16, arguments={"window": (None, 40)}),
 }
 
@@ -152,8 +155,9 @@ _STEP = _CALL._replace(
         _wide(128, page_size=1),
         _wide(256, page_size=1),
         _wide(128, cache_dtype=torch.float8_e4m3fn, descale_strides=((128, 8, 1),) * 2),
+        _CALL._replace(window_right=None, tree=(0, 64, 64), index_dtypes=(*_CALL.index_dtypes[:6], torch.uint8)),
     ],
-    ids=["64", "128, window", "512", "invariant step", "pages of 1", "256, pages of 1", "8 bits"],
+    ids=["64", "128, window", "512", "invariant step", "pages of 1", "256, pages of 1", "8 bits", "tree"],
 )
 def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)

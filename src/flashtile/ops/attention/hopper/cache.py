@@ -23,6 +23,7 @@ class CacheAddresses(NamedTuple):
         flags: of some numbers of each query. Sequences of one query that have only 0 there are not served.
         k, v: of the caches, where threads load them.
         k_factors, v_factors: of what 8-bit rows are multiplied by.
+        tree: of which of the last rows each query sees.
     """
 
     lengths: Any
@@ -35,6 +36,7 @@ class CacheAddresses(NamedTuple):
     v: Any
     k_factors: Any
     v_factors: Any
+    tree: Any
 
 
 class CacheNumbers(NamedTuple):
@@ -49,6 +51,8 @@ class CacheNumbers(NamedTuple):
         flags: how many of a query; None without.
         k_stride, k_head, v_stride, v_head: where threads load, words from one row and head to the next.
         k_factors, v_factors: likewise of the factors; without one of rows if all rows of a head share theirs.
+        tree, tree_query, tree_columns: from the tree of one sequence to the next, from one query to the next there, and
+            how many columns it has.
     """
 
     seq_new: Any
@@ -64,6 +68,9 @@ class CacheNumbers(NamedTuple):
     v_head: Any
     k_factors: Any
     v_factors: Any
+    tree: Any
+    tree_query: Any
+    tree_columns: Any
 
 
 class CachedRows(NamedTuple):
@@ -124,6 +131,34 @@ def locate_in_cache(at, cache, numbers, batch, PACKED: gl.constexpr):
         total = gl.where(somebody, total, 0)
     located = LocatedTile(at.sequence, at.head, at.first, at.begin, length, 0, total)
     return located, sequence_place(sequence, cache, numbers, batch)
+
+
+class Tree(NamedTuple):
+    """Which of the last rows of its sequence each query sees.
+
+    Attributes:
+        first: address of the row of the tree that the first query of the sequence has.
+        stride: from one of these rows to the next.
+        rows, columns: how many there are.
+    """
+
+    first: Any
+    stride: Any
+    rows: Any
+    columns: Any
+
+
+@gluon.jit
+def sequence_tree(cache, numbers, rows, PACKED: gl.constexpr):
+    """The `Tree` of the queries of a sequence, `HeadRows`; None without."""
+    tree = None
+    if cache.tree is not None:
+        if PACKED:
+            before = gl.to_tensor(rows.begin).to(gl.int64) * numbers.tree_query
+        else:
+            before = gl.to_tensor(rows.sequence).to(gl.int64) * numbers.tree
+        tree = Tree(cache.tree + before, numbers.tree_query, rows.length, numbers.tree_columns)
+    return tree
 
 
 @gluon.jit

@@ -43,8 +43,8 @@ class CacheForward(NamedTuple):
         length: int,
     ) -> tuple[Tensor, Tensor]:
         """(out, lse). `tensors`: q, k and v. `results`: where to write them. `others`: offsets of packed queries,
-        slopes, sinks, lengths, entries, table, offsets of new rows, and factors of k and v. `length`: of all sequences,
-        where no tensor has them."""
+        slopes, sinks, lengths, entries, table, offsets of new rows, factors of k and v, and the tree. `length`: of all
+        sequences, where no tensor has them."""
         out, lse = results or self.allocate()
         counter = tile_counter(out.device) if self.dynamic else None
         self.pipeline.run(*pointers(tensors), pointer(counter), *pointers((out, lse, *others)), length)
@@ -89,12 +89,12 @@ def plan_chunks(
     kernel = kernel._replace(buffers={"cu_seqlens_k": "cu_seqlens_q"})
     if by_group:
         kernel = kernel._replace(parameters={**kernel.parameters, **_moved_by_group(described, kernel)})
-    lengths, entries, _, table, starts, new_starts, _ = call.index_dtypes
+    lengths, entries, _, table, starts, new_starts, tree = call.index_dtypes
     factors = [strides is not None for strides in call.descale_strides]
     optional = {
         "cu_seqlens_q": starts, "alibi_slopes": call.slope_dims, "sinks": call.row_logits, "lengths": lengths,
         "entries": entries, "table": table, "new_starts": new_starts, "k_factors": factors[0], "v_factors": factors[1],
-        "flags": flags,
+        "tree": tree, "flags": flags,
     }  # fmt: skip
     given = "q", "k", "v", "counter", "out", "lse", *(name for name, there in optional.items() if there), "length"
     return CacheForward(Pipeline(device, {"forward": kernel}, given, {}), allocator(results, device), dynamic)
@@ -192,7 +192,7 @@ def describe_rows(
     call: SplitCall, block_n: int, most_left: int, flags: int | None = None, registers: int = 0
 ) -> CachedRows:
     """Describes the cache for a kernel with tiles of so many keys. `registers`: of `CachedRows`."""
-    lengths, entries, _, table, starts, new_starts, _ = call.index_dtypes
+    lengths, entries, _, table, starts, new_starts, tree = call.index_dtypes
     (k_outer, k_row, k_head), (v_outer, v_row, v_head) = call.cache_strides
     words = torch.int32 if registers else None
     of_word = torch.int32.itemsize // call.cache_itemsize
@@ -208,7 +208,9 @@ def describe_rows(
         k=pointer_to(words, 4 * together),
         v=pointer_to(words, 4 * together),
         **{f"{of}_factors": pointer_to(None if each is None else torch.float32) for of, each in factors.items()},
+        tree=pointer_to(tree),
     )
+    of_sequence, of_query, columns = call.tree or (None, None, None)
     numbers = CacheNumbers(
         seq_new=int32(call.seq_new if new_starts is None else None),
         least=int32(None if starts is None else most_left + 1),
@@ -222,6 +224,9 @@ def describe_rows(
         v_stride=int32(v_row // of_word if registers else None, together),
         v_head=int64(v_head // of_word if registers else None, together),
         **{f"{of}_factors": factor_strides(each) for of, each in factors.items()},
+        tree=int64(of_sequence),
+        tree_query=int64(of_query),
+        tree_columns=int32(columns),
     )
     loads = 0 if registers else block_n // box_rows(call.page_size, block_n)
     return CachedRows(

@@ -34,7 +34,7 @@ from flashtile._backends.launch import int32
 from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.gpu.parameters import SideParameters, window_parameters
 from flashtile.ops.attention.gpu.score_functions import captured_parameters
-from flashtile.ops.attention.hopper.cache import CachedRows
+from flashtile.ops.attention.hopper.cache import CachedRows, sequence_tree
 from flashtile.ops.attention.hopper.forward_producer import (
     Rings,
     key_slot,
@@ -531,7 +531,12 @@ def consume_tile(
         tiles=visited,
     )
     cap_scale = head_cap_scale(problem.units, factor)
-    modifiers = HeadModifiers(problem.numbers, unit, cap_scale, slope, bias, mask, dropout, function=function)
+    tree = None
+    if config.CACHED:
+        tree = sequence_tree(problem.cache, problem.cache_numbers, rows, config.PACKED)
+    modifiers = HeadModifiers(
+        problem.numbers, unit, cap_scale, slope, bias, mask, dropout, function=function, tree=tree
+    )
     attended = attend(query, q_slot, key_tiles, modifiers, view, blocks, rings, config=config, WHICH=WHICH)
     v.acquire(attended.slot)
     out = start_values(attended.p, attended.out, v, attended.slot)

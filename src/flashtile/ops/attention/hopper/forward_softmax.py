@@ -51,6 +51,7 @@ from flashtile.ops.attention.hopper.modifiers import (
     capped,
     head_dropout,
     hide_by_mask,
+    hide_outside_tree,
     join_row_logit,
     kept_weights,
     load_descale,
@@ -373,6 +374,7 @@ class HeadModifiers(NamedTuple):
         bias, mask: pointers (`tables.head_table`); None without.
         dropout: `dropout.HeadDropout`; None without.
         function: `FunctionInputs`.
+        tree: `cache.Tree`; None without.
     """
 
     numbers: Any
@@ -383,6 +385,7 @@ class HeadModifiers(NamedTuple):
     mask: Any
     dropout: Any
     function: Any
+    tree: Any
 
 
 class FunctionInputs(NamedTuple):
@@ -504,6 +507,9 @@ def modify_scores(s, n, kind, bits, tables, modifiers, view, MAY_CUT: gl.constex
         s = lowered_by_distance(s, view.row + view.near_shift, first_key, modifiers.slope)
     if modifiers.mask is not None:
         s = hide_by_mask(s, tables.mask)
+    if modifiers.tree is not None:
+        if first_key + s.shape[1] > view.shift:
+            s = hide_outside_tree(s, modifiers.tree, view.first, first_key - view.shift)
     if config.TILE_Q > 0:
         if kind != FULL:
             s = where_visible(bits, s, float("-inf"))

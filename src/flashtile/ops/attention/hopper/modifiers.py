@@ -303,6 +303,25 @@ def hide_by_mask(scores, mask):
     return gl.convert_layout(changed, scores.type.layout, assert_trivial=True)
 
 
+@gluon.jit
+def hide_outside_tree(scores, tree, first_query, first_key):
+    """Scores `[R, C]` of queries and keys from these on, -inf where the `cache.Tree` does not show the key. `first_key`
+    counts from the tree's first column; all queries see the keys before that."""
+    eights = in_eights(scores)
+    layout: gl.constexpr = eights.type.layout
+    row = gl.arange(0, scores.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    eight = 8 * gl.arange(0, scores.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    before = within < -first_key - eight
+    inside = (within < tree.columns - first_key - eight) & (row < tree.rows - first_query)
+    place = tree.first + (first_query + row).to(gl.int64) * tree.stride
+    shown = gl.load(
+        place + first_key.to(gl.int64) + within + eight, mask=inside & (within >= -first_key - eight), other=0
+    )
+    changed = gl.reshape(gl.where(before | (shown != 0), eights, float("-inf")), scores.shape)
+    return gl.convert_layout(changed, scores.type.layout, assert_trivial=True)
+
+
 _ROUNDS, _HEAD_ROUNDS = gl.constexpr(7), gl.constexpr(10)
 _MULTIPLIER = gl.constexpr(0xD256D193)
 _MULTIPLIER_A, _MULTIPLIER_B = gl.constexpr(0xD2511F53), gl.constexpr(0xCD9E8D57)

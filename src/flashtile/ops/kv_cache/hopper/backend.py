@@ -106,7 +106,8 @@ def _lacked_by_forward(call: SplitCall, device: DeviceFacts) -> str | None:
         (call.capacity > 0 and all(call.shape), "it takes calls that are not empty"),
         (max(head_dim, head_dim_v) <= _WIDEST, f"its heads have up to {_WIDEST} columns"),
         (call.index_dtypes[2] is None, "it has no left padding"),
-        (call.tree is None and call.scale > 0, "it has no tree, and takes a positive scale"),
+        (call.scale > 0, "it takes a positive scale"),
+        (call.tree is None or call.cut is None, "it has no tree in the batch-invariant mode"),
     )
 
 

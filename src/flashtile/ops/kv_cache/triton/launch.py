@@ -69,7 +69,7 @@ def _launch(plan: CachePlan, tensors: Sequence[Any], length: int) -> tuple[Tenso
     others: tuple[Any, ...] = starts, slopes, sinks, lengths, entries, table, new_starts
     if plan.steps is not None:
         results = plan.steps.run(attended, others, length)
-    others = *others, descale_k, descale_v
+    others = *others, descale_k, descale_v, tree
     if plan.chunks is not None:
         results = plan.chunks.run(attended, results, others, length)
     assert results is not None
