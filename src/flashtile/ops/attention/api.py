@@ -26,9 +26,15 @@ from flashtile.ops.attention.options import (
 )
 from flashtile.ops.attention.select import invariant_tiles as invariant_tiles
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, side_tensors
-from flashtile.ops.common.checks import check_lengths, check_tensors, raise_not_bool, readable
+from flashtile.ops.common.checks import (
+    check_cu_seqlens,
+    check_lengths,
+    check_max_seqlen,
+    check_tensors,
+    raise_not_bool,
+    readable,
+)
 from flashtile.ops.common.other_names import refuse_by_position, refuse_other_names
-from flashtile.ops.common.packed import check_cu_seqlens, check_max_seqlen
 from flashtile.ops.kv_cache.api import attention_with_kv_cache
 
 if TYPE_CHECKING:

@@ -12,11 +12,18 @@ from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.spec import FP8, MAX_HEAD_DIM, SideInputs, out_dtype
-from flashtile.ops.common import packed, sizes
-from flashtile.ops.common.checks import FLOAT_DTYPES, check_device, check_tensors, readable, type_name
+from flashtile.ops.common import checks, sizes
+from flashtile.ops.common.checks import (
+    FLOAT_DTYPES,
+    check_cu_seqlens_values,
+    check_device,
+    check_tensors,
+    readable,
+    resolve_alibi_slopes,
+    resolve_sinks,
+    type_name,
+)
 from flashtile.ops.common.dispatch import transformed
-from flashtile.ops.common.packed import check_cu_seqlens_values
-from flashtile.ops.common.score_checks import resolve_alibi_slopes, resolve_sinks
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str], eight_bits: bool = False) -> None:
@@ -241,8 +248,8 @@ def check_block_mask(block_mask: BlockMask, q: Tensor, sizes: tuple[int, int, in
 
 def check_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, device: torch.device) -> int:
     """Checks the two cumulative length vectors against each other; returns the number of sequences."""
-    entries = packed.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, device)
-    packed.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, device, entries, ", as many for keys as for queries")
+    entries = checks.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, device)
+    checks.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, device, entries, ", as many for keys as for queries")
     return entries - 1
 
 

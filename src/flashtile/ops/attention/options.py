@@ -23,11 +23,18 @@ from flashtile.ops.attention.score_arguments import add_score_mod, check_derivat
 from flashtile.ops.attention.score_program import ScoreFunction
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
 from flashtile.ops.common.batch_invariance import MODE, check_attention
-from flashtile.ops.common.checks import check_choice, check_lengths, check_tensors, raise_not_bool
+from flashtile.ops.common.checks import (
+    check_choice,
+    check_lengths,
+    check_max_seqlen,
+    check_tensors,
+    raise_not_bool,
+    resolve_scale,
+    resolve_softcap,
+    resolve_window,
+)
 from flashtile.ops.common.checks import resolve_dropout as checked_dropout
 from flashtile.ops.common.other_names import refuse_other_names
-from flashtile.ops.common.packed import check_max_seqlen
-from flashtile.ops.common.score_checks import resolve_scale, resolve_softcap, resolve_window
 
 Align = Literal["bottom_right", "top_left"]
 Window = tuple[int | None, int | None]

@@ -36,8 +36,7 @@ from flashtile.ops.attention.score_program import UNCHANGED, ScoreFunction, move
 from flashtile.ops.attention.score_tracing import resolve_score_mod
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted, lse_shape
 from flashtile.ops.attention.tile_lists import Bounds, Grid, Tiles
-from flashtile.ops.common.checks import check_lengths, check_tensors, raise_not_bool
-from flashtile.ops.common.packed import check_max_seqlen
+from flashtile.ops.common.checks import check_lengths, check_max_seqlen, check_tensors, raise_not_bool
 from flashtile.ops.common.sizes import differ, exceeds, known
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from flashtile.ops.common.checks import raise_not_bool
+from flashtile.ops.common.checks import raise_not_bool, refuse
 
 
 class _Mode:
@@ -64,12 +64,8 @@ def check_cache(dtype: torch.dtype, num_splits: int | None, **refused: object) -
             f"batch_invariant: expected caches in q's dtype, got {dtype}: a tile of 8-bit rows has one unit, which "
             "depends on all of them; keep the caches in 16 bits, or leave the mode"
         )
-    for name, value in refused.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}: expected None in the batch-invariant mode, got {type(value).__name__}: it says where the "
-                f"sums of a sequence are cut; leave {name} out, or leave the mode"
-            )
+    remedy = "it says where the sums of a sequence are cut; leave it out, or leave the mode"
+    refuse("in the batch-invariant mode", remedy, **refused)
     if num_splits not in (None, 1):
         raise ValueError(
             f"num_splits: expected None or 1 in the batch-invariant mode, got {num_splits}: splits end where the "

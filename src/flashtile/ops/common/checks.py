@@ -60,6 +60,14 @@ def check_tensors(**tensors: Tensor) -> None:
             raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}; pass {name}.to_dense()")
 
 
+def check_input(name: str, x: Tensor, shape: str, remedy: str, least: int = 1) -> None:
+    """Checks the tensor that a call computes with: its dtype, and that it has at least so many dimensions."""
+    check_tensors(**{name: x})
+    check_float_dtype(name, x.dtype)
+    if x.dim() < least:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}; {remedy}")
+
+
 def check_function(name: str, function: object, takes: str, instead: str) -> None:
     """Checks that an argument is a function that can be called with these arguments by position.
 
@@ -95,7 +103,7 @@ def check_rows(name: str, rows: int, most: int = MAX_ROWS) -> None:
 
 def check_count(name: str, count: int, remedy: str, least: int = 0) -> None:
     """For a number of things that are to be made, which an exported program may leave open."""
-    if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
+    if not is_integer(count):
         raise TypeError(f"{name}: expected an int, got {count!r}; {remedy}")
     if count < least:
         raise ValueError(f"{name}: expected at least {least}, got {count}; {remedy}")
@@ -120,6 +128,33 @@ def check_float_dtype(name: str, dtype: torch.dtype) -> None:
 def check_device(name: str, tensor: Tensor, device: torch.device, of: str = "q") -> None:
     if tensor.device != device:
         raise ValueError(f"{name}: expected the device of {of}, {device}, got {tensor.device}; move it")
+
+
+def check_dtype(name: str, tensor: Tensor, dtype: torch.dtype, of: str, remedy: str = "cast one of them") -> None:
+    if tensor.dtype is not dtype:
+        raise TypeError(f"{name}: expected the dtype of {of}, {dtype}, got {tensor.dtype}; {remedy}")
+
+
+def check_index_dtype(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{name}: expected dtype int32 or int64, got {tensor.dtype}; cast it")
+
+
+def check_wants_no_gradient(name: str, tensor: Tensor, what: str = "tensor", remedy: str = "detach it") -> None:
+    if tensor.requires_grad:
+        raise ValueError(f"{name}: expected a {what} that wants no gradient, got one with requires_grad=True; {remedy}")
+
+
+def refuse(beside: str, remedy: str, **arguments: object) -> None:
+    """Raises for arguments that are not None, and cannot be `beside` another one."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name}: expected None {beside}, got {type(value).__name__}; {remedy}")
+
+
+def is_integer(value: object) -> bool:
+    """Whether an argument is an int, which may be symbolic, and no bool."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def raise_not_bool(**flags: bool) -> None:
@@ -210,8 +245,7 @@ def check_lengths(name: str, lengths: Tensor, size: int, device: torch.device, m
             f"{name}: expected an int32 or int64 tensor, got {type(lengths).__name__}; use torch.tensor(...)"
         )
     check_tensors(**{name: lengths})
-    if lengths.dtype not in INDEX_DTYPES:
-        raise TypeError(f"{name}: expected dtype int32 or int64, got {lengths.dtype}; cast it")
+    check_index_dtype(name, lengths)
     if differ(lengths.shape, (size,)):
         raise ValueError(
             f"{name}: expected shape ({size},), {meaning}, got {tuple(lengths.shape)}; it is a vector of integers, "
@@ -229,5 +263,142 @@ def check_table_pair(cos_name: str, cos: Tensor, sin_name: str, sin: Tensor, nam
         )
     if sin.shape != cos.shape:
         raise ValueError(f"{sin_name}: expected the shape of {cos_name}, {tuple(cos.shape)}, got {tuple(sin.shape)}")
-    if sin.dtype is not cos.dtype:
-        raise TypeError(f"{sin_name}: expected the dtype of {cos_name}, {cos.dtype}, got {sin.dtype}; cast one of them")
+    check_dtype(sin_name, sin, cos.dtype, cos_name)
+
+
+# --- packed sequences: where each begins, and how long the longest is -------------------------------------------------
+
+
+def check_cu_seqlens(
+    name: str, cu_seqlens: Tensor, device: torch.device, entries: int | None = None, meaning: str = "", of: str = "q"
+) -> int:
+    """Checks cumulative lengths, not their values; returns how many there are. `entries`: how many there must be. `of`:
+    the tensor whose device it is."""
+    check_tensors(**{name: cu_seqlens})
+    if entries is None:
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+            raise ValueError(
+                f"{name}: expected shape (batch + 1,), got {tuple(cu_seqlens.shape)}; an empty batch is "
+                "torch.zeros(1, dtype=torch.int32)"
+            )
+        entries = cu_seqlens.shape[0]
+    check_lengths(name, cu_seqlens, entries, device, f"batch + 1 cumulative lengths{meaning}", of)
+    return entries
+
+
+def check_max_seqlen(name: str, max_seqlen: int | None) -> None:
+    if max_seqlen is None:
+        return
+    if isinstance(max_seqlen, Tensor):
+        raise TypeError(f"{name}: expected an int, got a Tensor; reading it would synchronise, leave it out instead")
+    if not is_integer(max_seqlen):
+        raise TypeError(f"{name}: expected an int, got {max_seqlen!r}; leave it out if it is not known")
+    if known(max_seqlen < 0):
+        raise ValueError(
+            f"{name}: expected an upper bound of the sequence lengths, at least 0, got {max_seqlen}; leave it out"
+        )
+    if known(max_seqlen >= LARGEST_COUNT):
+        raise ValueError(f"{name}: expected an upper bound below 2**62, got {max_seqlen}; leave it out")
+
+
+def check_cu_seqlens_values(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int | None = None) -> None:
+    """Checks the values of cumulative lengths against the number of packed rows and the longest sequence."""
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if first != 0:
+        raise ValueError(f"{name}: expected to start at 0, got {first}; prepend 0 to the cumulative lengths")
+    lengths = cu_seqlens.diff()
+    if (lengths < 0).any():
+        where = int((lengths < 0).nonzero()[0])
+        raise ValueError(
+            f"{name}: expected cumulative lengths that never decrease, got {int(cu_seqlens[where])} then "
+            f"{int(cu_seqlens[where + 1])} at index {where + 1}; pass lengths.cumsum(0) behind a 0"
+        )
+    if last > total:
+        raise ValueError(
+            f"{name}: expected its last value to be at most the packed total, {total}, got {last}; pass all of the rows"
+        )
+    if max_seqlen is not None and lengths.numel() and int(lengths.max()) > max_seqlen:
+        raise ValueError(
+            f"max_seqlen{name.removeprefix('cu_seqlens')}: expected an upper bound of the sequence lengths, got "
+            f"{max_seqlen} for a sequence of {int(lengths.max())}; leave it out if it is not known"
+        )
+
+
+# --- what shapes and changes the scores of attention ------------------------------------------------------------------
+
+
+def resolve_window(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+    """The canonical (left, right) of `causal` and `window` together."""
+    if window is None:
+        left = right = None
+    else:
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise TypeError(f"window: expected a pair (left, right), got {window!r}; use None for an unlimited side")
+        left, right = window
+        for side, keys in (("left", left), ("right", right)):
+            if keys is None:
+                continue
+            if isinstance(keys, bool) or not isinstance(keys, int):
+                raise TypeError(f"window: expected int or None on the {side}, got {keys!r}; None is unlimited")
+            if not 0 <= keys < 2**31:
+                raise ValueError(
+                    f"window: expected {side} from 0 to 2**31 - 1, got {keys}; use None for an unlimited side"
+                )
+    return left, 0 if causal else right
+
+
+def resolve_scale(scale: float | None, head_dim: int, dtype: torch.dtype) -> float:
+    """The scale of the scores of q in a dtype."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    why_not_tensor = "reading it would synchronise, multiply q by it instead"
+    remedy = "leave it out for 1/sqrt(head_dim)"
+    return finite_float("scale", scale, remedy, why_not_tensor, dtype)
+
+
+def resolve_softcap(softcap: float | None, scale: float, dtype: torch.dtype) -> float:
+    """The soft cap as a float, 0.0 for none, beside the scale of the scores of q in a dtype."""
+    if softcap is None:
+        return 0.0
+    softcap = as_float("softcap", softcap)
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap: expected a finite number of at least 0, got {softcap}; leave it out for no cap")
+    largest = largest_number(dtype)
+    if softcap > largest or abs(scale) > softcap * largest > 0:
+        raise ValueError(
+            f"softcap: expected at most {largest:.1e}, and as much of scale / softcap, got {softcap} beside a scale of "
+            f"{scale}; leave it out for no cap"
+        )
+    return softcap
+
+
+def resolve_alibi_slopes(alibi_slopes: Tensor, batch: int, heads: int, q: Tensor) -> Tensor:
+    """Slopes `[heads]` or `[batch, heads]` in the dtype of lse."""
+    check_tensors(alibi_slopes=alibi_slopes)
+    if differ(alibi_slopes.shape, (heads,)) and differ(alibi_slopes.shape, (batch, heads)):
+        raise ValueError(
+            f"alibi_slopes: expected shape [heads_q] = [{heads}] or [batch, heads_q] = [{batch}, {heads}], got "
+            f"{list(alibi_slopes.shape)}; slopes belong to query heads"
+        )
+    return _as_statistics("alibi_slopes", alibi_slopes, q)
+
+
+def resolve_sinks(sinks: Tensor, heads: int, q: Tensor) -> Tensor:
+    """Sinks `[heads]` in the dtype of lse."""
+    check_tensors(sinks=sinks)
+    if tuple(sinks.shape) != (heads,):
+        raise ValueError(
+            f"sinks: expected shape [heads_q] = [{heads}], one logit for each query head, got {list(sinks.shape)}; "
+            "query heads that share keys have one each"
+        )
+    return _as_statistics("sinks", sinks, q)
+
+
+def _as_statistics(name: str, tensor: Tensor, q: Tensor) -> Tensor:
+    """A small tensor in float32, or float64 beside float64 q."""
+    check_device(name, tensor, q.device)
+    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    narrow = q.dtype if q.dtype.itemsize > 1 else torch.bfloat16  # beside 8 bits that of out
+    if tensor.dtype not in (narrow, wide):
+        raise TypeError(f"{name}: expected dtype {wide}, or that of out, {narrow}, got {tensor.dtype}; cast it")
+    return tensor.to(wide)

@@ -43,9 +43,9 @@ from flashtile.ops.common.checks import (
     check_tensors,
     finite_float,
     raise_not_bool,
+    resolve_softcap,
 )
 from flashtile.ops.common.rows import compute_dtype
-from flashtile.ops.common.score_checks import resolve_softcap
 from flashtile.ops.common.sizes import differ
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import score_checks
+from flashtile.ops.common import checks as score_checks
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.batch_invariance import MODE, check_cache
 from flashtile.ops.common.checks import raise_not_bool

@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.common.checks import (
+    check_cu_seqlens,
+    check_cu_seqlens_values,
     check_device,
     check_float_dtype,
     check_lengths,
+    check_max_seqlen,
     check_table_pair,
     check_tensors,
     readable,
 )
 from flashtile.ops.common.eight_bits import EIGHT_BITS
 from flashtile.ops.common.memory import check_own_numbers, check_writable, share_memory
-from flashtile.ops.common.packed import check_cu_seqlens, check_cu_seqlens_values, check_max_seqlen
 from flashtile.ops.common.sizes import differ, exceeds
 from flashtile.ops.common.split_keys.configs import MAX_SPLITS
 from flashtile.ops.kv_cache.rows import are_columns, lengths_before, new_counts, numbered, places, query_counts

@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.ops.common.checks import INDEX_DTYPES, check_tensors, readable
-from flashtile.ops.common.packed import check_cu_seqlens, check_cu_seqlens_values, check_max_seqlen
+from flashtile.ops.common.checks import (
+    INDEX_DTYPES,
+    check_cu_seqlens,
+    check_cu_seqlens_values,
+    check_max_seqlen,
+    check_tensors,
+    readable,
+)
 
 
 def tree_mask(parents: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:

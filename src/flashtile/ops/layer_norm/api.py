@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile.ops.common import dtensor
 from flashtile.ops.common.backends import standard_backends
-from flashtile.ops.common.checks import raise_not_bool, resolve_dropout
+from flashtile.ops.common.checks import check_tensors, finite_float, raise_not_bool, resolve_dropout
 from flashtile.ops.common.operators import OnBackend, differentiable, operator
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.philox import draw_dropout_seed, keep_rows
@@ -18,18 +18,7 @@ from flashtile.ops.common.repeated import RepeatedCall, Run, call_table
 from flashtile.ops.common.rows import compute_dtype, last_contiguous
 from flashtile.ops.layer_norm import checks
 from flashtile.ops.layer_norm import spec as reference
-from flashtile.ops.layer_norm.spec import (
-    Gradients,
-    Normalised,
-    NormSpec,
-    Operands,
-    Upstream,
-    Wanted,
-    flattened,
-    makes_sum,
-    present_gradients,
-    present_results,
-)
+from flashtile.ops.layer_norm.spec import Gradients, Normalised, NormSpec, Operands, Upstream, Wanted
 
 _BACKENDS = standard_backends("layer_norm")
 _CALLS = call_table()
@@ -168,9 +157,8 @@ def dropout_add_layer_norm(
     if other_names:
         refuse_other_names(dropout_add_layer_norm, other_names)
     operands = Operands(
-        x0=x0, residual=residual, x1=x1, weight=weight, bias=bias, weight1=weight1, bias1=bias1, rowscale=rowscale,
-        layerscale=layerscale, x0_subset=x0_subset, out_subset=out_subset, dropout_seed=dropout_seed,
-    )  # fmt: skip
+        x0, residual, x1, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, dropout_seed
+    )
     scalars = (False, epsilon, dropout_p, rowscale_const, zero_centered_weight, residual_in_fp32, out_numrows)
     return _dropout_add_norm(operands, *scalars, prenorm, return_dropout_mask, backend)
 
@@ -207,9 +195,8 @@ def dropout_add_rms_norm(
     if other_names:
         refuse_other_names(dropout_add_rms_norm, other_names)
     operands = Operands(
-        x0=x0, residual=residual, x1=x1, weight=weight, bias=bias, weight1=weight1, bias1=bias1, rowscale=rowscale,
-        layerscale=layerscale, x0_subset=x0_subset, out_subset=out_subset, dropout_seed=dropout_seed,
-    )  # fmt: skip
+        x0, residual, x1, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, dropout_seed
+    )
     scalars = (True, epsilon, dropout_p, rowscale_const, zero_centered_weight, residual_in_fp32, out_numrows)
     return _dropout_add_norm(operands, *scalars, prenorm, return_dropout_mask, backend)
 
@@ -262,7 +249,8 @@ def _dropout_add_norm(
     _BACKENDS.check(backend)
     raise_not_bool(zero_centered_weight=zero_centered, residual_in_fp32=residual_in_fp32)
     raise_not_bool(prenorm=prenorm, return_dropout_mask=return_dropout_mask)
-    rowscale_const = checks.resolve_rowscale_const(rowscale_const, operands.x0)
+    check_tensors(x0=operands.x0)
+    rowscale_const = finite_float("rowscale_const", rowscale_const, "1.0 changes nothing", dtype=operands.x0.dtype)
     shape = checks.check_operands(operands, rowscale_const)
     dropout_p = resolve_dropout(dropout_p, operands.dropout_seed, operands.x0.device, "elements", "x0")
     if not dropout_p:
@@ -271,7 +259,7 @@ def _dropout_add_norm(
         operands = operands._replace(dropout_seed=draw_dropout_seed(operands.x0.device))
     if dtensor.present(*operands):
         return _sharded(operands, *scalars, return_dropout_mask, backend)
-    flat = flattened(operands)
+    flat = reference.flattened(operands)
     spec = NormSpec(
         rms, checks.resolve_epsilon("epsilon", epsilon), dropout_p, rowscale_const, zero_centered,
         checks.resolve_sum_dtype(operands, residual_in_fp32),
@@ -280,7 +268,7 @@ def _dropout_add_norm(
     if not return_dropout_mask and operands.x0_subset is operands.out_subset is None and len(shape) > 1:
         repeated = _norm.repeat(operands, flat, spec, backend)
         if repeated is not None:
-            seed, sums = operands.dropout_seed, makes_sum(flat, spec)
+            seed, sums = operands.dropout_seed, reference.makes_sum(flat, spec)
             drawn = [] if seed is None or seed is given.dropout_seed else [seed]
             kept = _CALLS.keep_call(given, (*scalars, backend), _again(repeated, prenorm, sums, bool(drawn)))
             if kept is not None:
@@ -406,7 +394,7 @@ _norm = differentiable(
             check=checks.check_values, checked=lambda operands: (operands.x0_subset, operands.out_subset),
         ),
         fake=_fake_forward,
-        present=present_results,
+        present=reference.present_results,
         decomposition=_decomposed,
     ),
     operator(
@@ -416,7 +404,7 @@ _norm = differentiable(
         Gradients,
         run=OnBackend(_BACKENDS, "backward", dtype=lambda given, spec, wanted: spec.sum_dtype, arrange=last_contiguous),
         fake=_fake_backward,
-        present=present_gradients,
+        present=reference.present_gradients,
     ),
     reference,
     _save,

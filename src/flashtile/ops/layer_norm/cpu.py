@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.ops.common.philox import keep_rows
 from flashtile.ops.common.rows import compute_dtype, row_blocks
+from flashtile.ops.layer_norm import spec as formulas
 from flashtile.ops.layer_norm.spec import (
     Gradients,
     Normalised,
@@ -17,28 +17,28 @@ from flashtile.ops.layer_norm.spec import (
     Operands,
     Upstream,
     Wanted,
-    is_modified,
-    makes_sum,
-    present_gradients,
+    dropped,
+    pick,
+    put,
 )
 
 
 def forward(operands: Operands, spec: NormSpec) -> Normalised:
     """See `spec`. Shapes as in `Operands`."""
-    x = _add(operands, spec) if makes_sum(operands, spec) else None
+    x = _add(operands, spec) if formulas.makes_sum(operands, spec) else None
     # Outputs come in the dtype of what is normalised, so that must not be narrower than x0.
     summed = operands.x0 if x is None else x.to(torch.promote_types(x.dtype, operands.x0.dtype))
     z, mean, rstd = _output(summed, operands.weight, operands.bias, spec)
     z1 = None
     if operands.weight1 is not None:
         z1, _, _ = _output(summed, operands.weight1, operands.bias1, spec)
-        z1 = _put(z1.to(operands.x0.dtype), operands.out_subset, spec.out_rows)
-    return Normalised(_put(z.to(operands.x0.dtype), operands.out_subset, spec.out_rows), z1, x, mean, rstd)
+        z1 = put(z1.to(operands.x0.dtype), operands.out_subset, spec.out_rows)
+    return Normalised(put(z.to(operands.x0.dtype), operands.out_subset, spec.out_rows), z1, x, mean, rstd)
 
 
 def backward(given: Upstream, spec: NormSpec, wanted: Wanted) -> Gradients:
     """See `spec.Gradients`."""
-    present, (dz, dz1, dx, *_) = present_gradients(given, spec, wanted), given
+    present, (dz, dz1, dx, *_) = formulas.present_gradients(given, spec, wanted), given
     gradient, dweight, dbias = _norm_backward(dz, given.weight, given.bias, given, spec, wanted)
     dweight1 = dbias1 = None
     if dz1 is not None:
@@ -47,7 +47,7 @@ def backward(given: Upstream, spec: NormSpec, wanted: Wanted) -> Gradients:
     if dx is not None:
         gradient += dx
     dsum = gradient.to(spec.sum_dtype) if present[0] else None
-    dx1 = _dropped(gradient, 1, given, spec).to(dz.dtype) if present[2] else None
+    dx1 = dropped(gradient, 1, given, spec).to(dz.dtype) if present[2] else None
     dx0 = dlayerscale = None
     if present[1]:
         # If dsum is the same memory, it must not change.
@@ -61,18 +61,18 @@ def backward(given: Upstream, spec: NormSpec, wanted: Wanted) -> Gradients:
 def _add(operands: Operands, spec: NormSpec) -> Tensor:
     """x `[R, N]` in sum_dtype."""
     x0, residual, x1 = operands.x0, operands.residual, operands.x1
-    if not is_modified(operands, spec) and x1 is None:
+    if not formulas.is_modified(operands, spec) and x1 is None:
         return x0.to(spec.sum_dtype) if residual is None else torch.add(x0, residual).to(spec.sum_dtype)
     x = x0.to(compute_dtype(x0.dtype), copy=True)
     if operands.rowscale is not None:
         x *= operands.rowscale[:, None]
     if operands.layerscale is not None:
         x *= operands.layerscale
-    x = _pick(_dropped(x, 0, operands, spec), operands.x0_subset)
+    x = pick(dropped(x, 0, operands, spec), operands.x0_subset)
     if spec.rowscale_const != 1.0:
         x *= spec.rowscale_const
     if x1 is not None:
-        x += _dropped(x1.to(x.dtype), 1, operands, spec)
+        x += dropped(x1.to(x.dtype), 1, operands, spec)
     if residual is not None:
         x += residual
     return x.to(spec.sum_dtype)
@@ -120,7 +120,7 @@ def _norm_backward(
     dz: Tensor, weight: Tensor | None, bias: Tensor | None, given: Upstream, spec: NormSpec, wanted: Wanted
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of the norm of x for one output: x's in float32, weight's and bias's in their dtypes."""
-    x, dz = given.x, _pick(dz, given.out_subset)
+    x, dz = given.x, pick(dz, given.out_subset)
     of_weight, of_bias = (wanted.weights and parameter is not None for parameter in (weight, bias))
     full_weight, _ = _parameters(x, weight, bias, spec)
     if spec.rms:
@@ -195,41 +195,13 @@ def _x0_gradients(
     dx0 = gradient
     if spec.rowscale_const != 1.0:
         dx0 *= spec.rowscale_const
-    dx0 = _put(dx0, given.x0_subset, wanted.x0_rows)
+    dx0 = put(dx0, given.x0_subset, wanted.x0_rows)
     if given.rowscale is not None:
         dx0 *= given.rowscale[:, None]
-    dx0 = _dropped(dx0, 0, given, spec)
+    dx0 = dropped(dx0, 0, given, spec)
     dlayerscale = None
     if given.layerscale is not None:
         if wanted.weights and given.x0 is not None:
             dlayerscale = torch.linalg.vecdot(dx0, given.x0.to(dx0.dtype), dim=0).to(given.layerscale.dtype)
         dx0 *= given.layerscale
     return dx0.to(dtype), dlayerscale
-
-
-def _dropped(x: Tensor, stream: int, tensors: Operands | Upstream, spec: NormSpec) -> Tensor:
-    """x without what dropout drops, and the rest scaled; x itself without dropout."""
-    if tensors.dropout_seed is None:
-        return x
-    kept = keep_rows(tensors.dropout_seed, spec.dropout_p, stream, x.shape[0], x.shape[1])
-    return torch.where(kept, x / (1 - spec.dropout_p), 0)
-
-
-def _pick(matrix: Tensor, subset: Tensor | None) -> Tensor:
-    """Rows of a matrix by number from 1; 0 is a row of zeros."""
-    if subset is None:
-        return matrix
-    picked = matrix.new_zeros(subset.shape[0], matrix.shape[1])
-    present = subset.nonzero().view(-1)
-    picked[present] = matrix[subset[present].long() - 1]
-    return picked
-
-
-def _put(matrix: Tensor, subset: Tensor | None, rows: int) -> Tensor:
-    """The inverse of `_pick`: each row at its number from 1, those of number 0 nowhere, and zeros elsewhere."""
-    if subset is None:
-        return matrix
-    placed = matrix.new_zeros(rows, matrix.shape[1])
-    present = subset.nonzero().view(-1)
-    placed[subset[present].long() - 1] = matrix[present]
-    return placed

@@ -209,9 +209,9 @@ def add(operands: Operands, spec: NormSpec) -> Tensor:
         x = x * spec.rowscale_const
     if operands.layerscale is not None:
         x = x * operands.layerscale
-    x = pick(_dropped(x, 0, operands, spec), operands.x0_subset)
+    x = pick(dropped(x, 0, operands, spec), operands.x0_subset)
     if operands.x1 is not None:
-        x = x + _dropped(operands.x1, 1, operands, spec)
+        x = x + dropped(operands.x1, 1, operands, spec)
     if operands.residual is not None:
         x = x + operands.residual
     return x.to(spec.sum_dtype)
@@ -253,11 +253,11 @@ def backward(given: Upstream, spec: NormSpec, wanted: Wanted) -> Gradients:
     into_x0 = put(gradient, given.x0_subset, wanted.x0_rows) * spec.rowscale_const
     if given.rowscale is not None:
         into_x0 = into_x0 * given.rowscale[:, None]
-    into_x0 = _dropped(into_x0, 0, given, spec)  # the gradient of layerscale · x0
+    into_x0 = dropped(into_x0, 0, given, spec)  # the gradient of layerscale · x0
     values = (
         gradient.to(spec.sum_dtype),
         (into_x0 if given.layerscale is None else into_x0 * given.layerscale).to(dz.dtype),
-        _dropped(gradient, 1, given, spec).to(dz.dtype),
+        dropped(gradient, 1, given, spec).to(dz.dtype),
         _sum(upstream[0] * xhat, given.weight),
         _sum(upstream[0], given.bias),
         _sum(upstream[-1] * xhat, given.weight1),
@@ -281,10 +281,12 @@ def put(matrix: Tensor, subset: Tensor | None, rows: int) -> Tensor:
     return matrix.new_zeros(rows + 1, matrix.shape[1]).index_copy(0, subset.long(), matrix)[1:].clone()
 
 
-def _dropped(x: Tensor, stream: int, tensors: Operands | Upstream, spec: NormSpec) -> Tensor:
+def dropped(x: Tensor, stream: int, tensors: Operands | Upstream, spec: NormSpec) -> Tensor:
+    """x without what dropout drops, and the rest scaled; x itself without dropout."""
     if tensors.dropout_seed is None:
         return x
-    return x * keep_rows(tensors.dropout_seed, spec.dropout_p, stream, x.shape[0], x.shape[1]) / (1 - spec.dropout_p)
+    kept = keep_rows(tensors.dropout_seed, spec.dropout_p, stream, x.shape[0], x.shape[1])
+    return torch.where(kept, x / (1 - spec.dropout_p), 0)
 
 
 def _effective(weight: Tensor, spec: NormSpec, dtype: torch.dtype) -> Tensor:

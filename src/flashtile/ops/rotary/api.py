@@ -13,8 +13,11 @@ from torch import Tensor
 from flashtile.ops.common import dispatch, dtensor
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.checks import (
+    check_cu_seqlens,
+    check_cu_seqlens_values,
     check_float_dtype,
     check_lengths,
+    check_max_seqlen,
     check_tensors,
     raise_not_bool,
     readable,
@@ -22,7 +25,6 @@ from flashtile.ops.common.checks import (
 from flashtile.ops.common.memory import check_writable
 from flashtile.ops.common.operators import OnBackend, differentiable, operator
 from flashtile.ops.common.other_names import refuse_other_names
-from flashtile.ops.common.packed import check_cu_seqlens, check_cu_seqlens_values, check_max_seqlen
 from flashtile.ops.common.repeated import call_table
 from flashtile.ops.common.rows import last_contiguous
 from flashtile.ops.common.sizes import known
