@@ -13,42 +13,15 @@ from torch import Tensor
 
 from flashtile.ops.common import checks, dispatch, dtensor
 from flashtile.ops.common.backends import standard_backends
-from flashtile.ops.common.checks import (
-    INDEX_DTYPES,
-    check_device,
-    check_float_dtype,
-    check_tensors,
-    raise_not_bool,
-    read_on_request,
-)
 from flashtile.ops.common.memory import check_own_numbers
 from flashtile.ops.common.operators import OnBackend, differentiable, operator
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.repeated import Launch, call_table
 from flashtile.ops.common.rows import compute_dtype
 from flashtile.ops.common.sizes import differ
+from flashtile.ops.cross_entropy import linear
 from flashtile.ops.cross_entropy import spec as reference
-from flashtile.ops.cross_entropy.linear import (
-    LinearOperands,
-    check_linear,
-    check_vocabulary,
-    refuse_second_order,
-    refuse_transformed,
-    run_linear_cross_entropy,
-)
-from flashtile.ops.cross_entropy.spec import (
-    CrossEntropySpec,
-    LossInputs,
-    LossUpstream,
-    Results,
-    empty_gradient,
-    forward_on_group,
-    make_spec,
-    resolve_class_weights,
-    result_shapes,
-    results_present,
-    weight_sum,
-)
+from flashtile.ops.cross_entropy.spec import CrossEntropySpec, LossInputs, LossUpstream, Results
 
 _BACKENDS = standard_backends("cross_entropy")
 _CALLS = call_table()
@@ -138,18 +111,18 @@ def cross_entropy(
     _BACKENDS.check(backend)
     _check_logits(logits)
     _check_labels(labels, logits.shape[:-1], logits.device, "logits")
-    raise_not_bool(inplace_backward=inplace_backward)
-    spec = make_spec(logits.shape[-1], logits.dtype, **options)
+    checks.raise_not_bool(inplace_backward=inplace_backward)
+    spec = reference.make_spec(logits.shape[-1], logits.dtype, **options)
     if dtensor.present(logits, labels, class_weights):
         tensors = {"logits": (logits, "*v"), "labels": (labels, "*"), "class_weights": (class_weights, ".")}
         return _run_sharded(partial(cross_entropy, inplace_backward=inplace_backward, backend=backend), tensors, spec)
     _check_label_values(labels, spec)
     if inplace_backward:
         _check_inplace(logits)
-    weights = resolve_class_weights(class_weights, logits.dtype, logits.device, spec.vocabulary)
+    weights = reference.resolve_class_weights(class_weights, logits.dtype, logits.device, spec.vocabulary)
     inputs = LossInputs(_rows(logits), labels.reshape(-1), weights)
     if dispatch.transformed():
-        refuse_transformed(spec, inplace_backward)
+        linear.refuse_transformed(spec, inplace_backward)
     elif not inplace_backward and not checks.CHECK_VALUES and (reduction != "none" or labels.dim() == 1):
         again = _loss.repeat(given, inputs, spec, backend)
         if again is not None:
@@ -218,11 +191,11 @@ def linear_cross_entropy(
     if other_names:
         refuse_other_names(linear_cross_entropy, other_names)
     _BACKENDS.check(backend)
-    check_tensors(x=x, weight=weight)
+    checks.check_tensors(x=x, weight=weight)
     x, weight, bias = dispatch.autocast((x, weight, bias))
-    check_linear(x, weight, bias)
+    linear.check_linear(x, weight, bias)
     _check_labels(labels, x.shape[:-1], x.device, "x")
-    spec = make_spec(
+    spec = reference.make_spec(
         weight.shape[0], x.dtype, label_smoothing=label_smoothing, logit_scale=logit_scale,
         lse_square_scale=lse_square_scale, ignore_index=ignore_index, reduction=reduction, process_group=process_group,
         softcap=softcap, return_z_loss=return_z_loss,
@@ -234,9 +207,9 @@ def linear_cross_entropy(
         }  # fmt: skip
         return _run_sharded(partial(linear_cross_entropy, backend=backend), tensors, spec)
     _check_label_values(labels, spec)
-    weights = resolve_class_weights(class_weights, x.dtype, x.device, spec.vocabulary)
-    operands = LinearOperands(x.reshape(labels.numel(), x.shape[-1]), weight, bias, labels.reshape(-1), weights)
-    loss, z_loss = run_linear_cross_entropy(operands, spec, backend)
+    weights = reference.resolve_class_weights(class_weights, x.dtype, x.device, spec.vocabulary)
+    operands = linear.LinearOperands(x.reshape(labels.numel(), x.shape[-1]), weight, bias, labels.reshape(-1), weights)
+    loss, z_loss = linear.run_linear_cross_entropy(operands, spec, backend)
     return _shaped(loss, z_loss, labels, reduction)
 
 
@@ -258,9 +231,7 @@ def _run_sharded(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A loss with DTensors. `function`: a public function, without the options that `spec` says."""
     if spec.group:
-        raise ValueError(
-            "process_group: expected None with DTensors, whose placements say it, got a group; leave it out"
-        )
+        raise ValueError("process_group: expected None with DTensors, whose placements say it, got one; leave it out")
     options = {
         "label_smoothing": spec.label_smoothing, "logit_scale": spec.logit_scale, "ignore_index": spec.ignore_index,
         "lse_square_scale": spec.lse_square_scale, "softcap": spec.softcap, "return_z_loss": spec.z_loss,
@@ -276,8 +247,8 @@ def _run_sharded(
         if not later:
             return losses
         labels, dtype = given["labels"], losses[0].dtype
-        weights = resolve_class_weights(given["class_weights"], dtype, labels.device, spec.vocabulary)
-        return *losses, weight_sum(labels, weights, spec).to(dtype)
+        weights = reference.resolve_class_weights(given["class_weights"], dtype, labels.device, spec.vocabulary)
+        return *losses, reference.weight_sum(labels, weights, spec).to(dtype)
 
     of_rows = "*" if spec.reduction == "none" else ""
     losses = dtensor.call(call, operands, of_rows, ("weight", "bias", "class_weights"), complete="v")
@@ -288,28 +259,25 @@ def _run_sharded(
 
 
 def _check_logits(logits: Tensor) -> None:
-    check_tensors(logits=logits)
-    check_float_dtype("logits", logits.dtype)
-    if logits.dim() < 1:
-        raise ValueError(f"logits: expected shape (..., vocabulary), got {tuple(logits.shape)}; unsqueeze them")
-    check_vocabulary("logits", "last dimension", logits.shape[-1])
+    checks.check_input("logits", logits, "(..., vocabulary)", "unsqueeze them")
+    linear.check_vocabulary("logits", "last dimension", logits.shape[-1])
 
 
 def _check_labels(labels: Tensor, shape: tuple[int, ...], device: torch.device, of: str) -> None:
     """Checks type, shape and device of the labels, not their values."""
-    check_tensors(labels=labels)
-    if labels.dtype not in INDEX_DTYPES:
+    checks.check_tensors(labels=labels)
+    if labels.dtype not in checks.INDEX_DTYPES:
         raise TypeError(f"labels: expected dtype int64 or int32, got {labels.dtype}; they are class numbers, cast them")
     if differ(labels.shape, shape):
         raise ValueError(
             f"labels: expected the shape of {of} without its last dimension, {tuple(shape)}, got {tuple(labels.shape)}"
         )
-    check_device("labels", labels, device, of)
+    checks.check_device("labels", labels, device, of)
 
 
 def _check_label_values(labels: Tensor, spec: CrossEntropySpec) -> None:
     """Checks that each label is one, if `FLASHTILE_CHECK_VALUES=1` asks for it. A compiled graph cannot."""
-    if torch.compiler.is_compiling() or not read_on_request(labels):
+    if torch.compiler.is_compiling() or not checks.read_on_request(labels):
         return
     wrong = (labels != spec.ignore_index) & ((labels < 0) | (labels >= spec.vocabulary))
     if wrong.any():
@@ -344,7 +312,7 @@ class _OnGroup(OnBackend):
     """The forward of rows whose columns may be spread over processes, which then communicate."""
 
     def __call__(self, inputs: LossInputs, spec: CrossEntropySpec, backend: str) -> Results:
-        return forward_on_group(self.module(inputs, spec, backend), _contiguous_labels(inputs), spec)
+        return reference.forward_on_group(self.module(inputs, spec, backend), _contiguous_labels(inputs), spec)
 
     def prepare(self, inputs: LossInputs, spec: CrossEntropySpec, backend: str) -> Launch | None:
         return None if spec.group else super().prepare(inputs, spec, backend)
@@ -380,7 +348,7 @@ def _differentiable_backward(given: LossUpstream, spec: CrossEntropySpec) -> Ten
 def _complete(given: LossUpstream, ctx: Any, spec: CrossEntropySpec, inplace: bool = False) -> LossUpstream:
     """Refuses what has no second derivative, and makes zeros of a gradient that is not there."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        refuse_second_order(spec, inplace)
+        linear.refuse_second_order(spec, inplace)
     if given.dloss is None:
         shape = given.labels.shape if spec.reduction == "none" else ()
         given = given._replace(dloss=given.normaliser.new_zeros(shape))
@@ -409,9 +377,9 @@ _forward = operator(
     run=_OnGroup(_BACKENDS, "forward", arrange=_contiguous_labels),
     fake=lambda inputs, spec: [
         inputs.logits.new_empty(shape, dtype=compute_dtype(inputs.logits.dtype))
-        for shape in result_shapes(inputs.logits.shape[0], spec)
+        for shape in reference.result_shapes(inputs.logits.shape[0], spec)
     ],
-    present=lambda inputs, spec: results_present(spec),
+    present=lambda inputs, spec: reference.results_present(spec),
     decomposition=_decomposed,
 )
 _backward = operator(
@@ -422,7 +390,7 @@ _backward = operator(
     run=OnBackend(
         _BACKENDS, "backward", dtype=lambda given, spec: given.logits.dtype, arrange=_contiguous_labels,
     ),
-    fake=lambda given, spec: empty_gradient(given.logits),
+    fake=lambda given, spec: reference.empty_gradient(given.logits),
 )  # fmt: skip
 _inplace_backward = operator(
     "cross_entropy_backward_",

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from flashtile.ops.common.rows import BLOCK, compute_dtype, row_blocks
 from flashtile.ops.cross_entropy import spec as formulas
-from flashtile.ops.cross_entropy.spec import (
-    CrossEntropySpec,
-    LossInputs,
-    LossUpstream,
-    Results,
-    Statistics,
-    empty_gradient,
-)
+from flashtile.ops.cross_entropy.spec import CrossEntropySpec, LossInputs, LossUpstream, Results, Statistics
 
 
 def forward(inputs: LossInputs, spec: CrossEntropySpec) -> Results:
@@ -49,7 +42,7 @@ def read(inputs: LossInputs, spec: CrossEntropySpec) -> Statistics:
 def backward(given: LossUpstream, spec: CrossEntropySpec, inplace: bool = False) -> Tensor:
     """The gradient of the logits; in their memory where asked for."""
     dloss, scale, logits, labels, weights, normaliser = given
-    dlogits = logits if inplace else empty_gradient(logits)
+    dlogits = logits if inplace else formulas.empty_gradient(logits)
     factors = formulas.factors(dloss.expand_as(labels), scale, labels, normaliser, spec)
     pivot = normaliser[:, 0]
     of_exponentials = formulas.exponential_factors(normaliser, labels, spec, weights)

@@ -19,22 +19,12 @@ from torch import Tensor
 
 from flashtile.ops.common import dispatch
 from flashtile.ops.common.backends import standard_backends
-from flashtile.ops.common.checks import check_device, check_float_dtype, check_tensors
+from flashtile.ops.common.checks import check_device, check_dtype, check_input, check_tensors
 from flashtile.ops.common.flops import product_flops
 from flashtile.ops.common.operators import operator
 from flashtile.ops.common.rows import compute_dtype
 from flashtile.ops.cross_entropy import spec as reference
-from flashtile.ops.cross_entropy.spec import (
-    MAX_COLUMNS,
-    CrossEntropySpec,
-    LossInputs,
-    LossUpstream,
-    add_up,
-    forward_on_group,
-    mean_scale,
-    result_shapes,
-    results_present,
-)
+from flashtile.ops.cross_entropy.spec import MAX_COLUMNS, CrossEntropySpec, LossInputs, LossUpstream
 
 _BACKENDS = standard_backends("cross_entropy")
 
@@ -117,7 +107,7 @@ def forward(module: ModuleType, operands: LinearOperands, spec: CrossEntropySpec
     """
     x, _, _, labels, weights = operands
     dtype = compute_dtype(x.dtype)
-    scale = mean_scale(labels, spec, dtype, weights) if spec.reduction == "mean" else None
+    scale = reference.mean_scale(labels, spec, dtype, weights) if spec.reduction == "mean" else None
     one, factor = torch.ones((), dtype=dtype, device=x.device), None if x.dtype is torch.float16 else scale
     each = spec._replace(reduction="none")
     sums = _Sums(operands, wanted, spec)
@@ -125,7 +115,7 @@ def forward(module: ModuleType, operands: LinearOperands, spec: CrossEntropySpec
     loss = torch.empty(len(labels), dtype=dtype, device=x.device)
     z_loss = torch.empty_like(loss) if spec.z_loss else None
     for rows, logits in _chunks(operands):
-        found = forward_on_group(module, LossInputs(logits, labels[rows], weights), each)
+        found = reference.forward_on_group(module, LossInputs(logits, labels[rows], weights), each)
         loss[rows], normaliser[rows] = found.loss, found.normaliser
         if z_loss is not None and found.z_loss is not None:
             z_loss[rows] = found.z_loss
@@ -237,7 +227,7 @@ class _Sums:
                 dweight[part].copy_(product)
 
     def found(self) -> LinearGradients:
-        add_up(self._dx, self._spec)  # each process has the part of its columns
+        reference.add_up(self._dx, self._spec)  # each process has the part of its columns
         dweight = self._dweight
         if dweight is not None:
             dweight = dweight.to(weight_sum_dtype(self._operands.x.dtype))
@@ -255,10 +245,7 @@ def _float32_product(a: Tensor, b: Tensor) -> Tensor:
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Checks the operands of the linear layer."""
-    check_tensors(x=x, weight=weight)
-    check_float_dtype("x", x.dtype)
-    if x.dim() < 1:
-        raise ValueError(f"x: expected shape (..., features), got {tuple(x.shape)}; unsqueeze it")
+    check_input("x", x, "(..., features)", "unsqueeze it")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"weight: expected shape (vocabulary, {x.shape[-1]}), with the last dimension of x, got "
@@ -275,10 +262,7 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         if tensor is None:
             continue
         check_device(name, tensor, x.device, "x")
-        if tensor.dtype != x.dtype:
-            raise TypeError(
-                f"{name}: expected the dtype of x, {x.dtype}, got {tensor.dtype}; cast one, or use torch.autocast"
-            )
+        check_dtype(name, tensor, x.dtype, "x", "cast one, or use torch.autocast")
 
 
 def check_vocabulary(name: str, dimension: str, size: int) -> None:
@@ -432,7 +416,7 @@ def _fake(operands: LinearOperands, spec: CrossEntropySpec, wanted: Wanted) -> l
     dtype = compute_dtype(x.dtype)
     gradients = zip((x, weight, bias), (x.dtype, weight_sum_dtype(x.dtype), dtype))
     return [
-        *(x.new_empty(shape, dtype=dtype) for shape in result_shapes(x.shape[0], spec)),
+        *(x.new_empty(shape, dtype=dtype) for shape in reference.result_shapes(x.shape[0], spec)),
         *(None if t is None else t.new_empty(t.shape, dtype=of) for t, of in gradients),
     ]
 
@@ -452,7 +436,7 @@ _forward = operator(
     LinearResults,
     run=_run_forward,
     fake=_fake,
-    present=lambda operands, spec, wanted: (*results_present(spec), *wanted),
+    present=lambda operands, spec, wanted: (*reference.results_present(spec), *wanted),
     flops=_flops,
 ).call
 _backward = operator(

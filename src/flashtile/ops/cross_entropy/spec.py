@@ -36,15 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flashtile.ops.common.checks import (
-    as_float,
-    check_choice,
-    check_device,
-    check_tensors,
-    finite_float,
-    raise_not_bool,
-    resolve_softcap,
-)
+from flashtile.ops.common import checks
 from flashtile.ops.common.rows import compute_dtype
 from flashtile.ops.common.sizes import differ
 
@@ -167,28 +159,28 @@ def make_spec(
     return_z_loss: bool,
 ) -> CrossEntropySpec:
     """Checks the scalars of a call; `columns` are those of this process, `dtype` that of its logits."""
-    label_smoothing = as_float("label_smoothing", label_smoothing)
+    label_smoothing = checks.as_float("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(
             f"label_smoothing: expected a share from 0 to 1, got {label_smoothing}; 0.1 spreads a tenth of the target"
         )
     undefined = "the loss is not defined with it"
     why_not_tensor = "reading it would synchronise, multiply the logits by it instead"
-    logit_scale = finite_float("logit_scale", logit_scale, undefined, why_not_tensor, dtype)
-    lse_square_scale = finite_float("lse_square_scale", lse_square_scale, undefined, dtype=dtype)
+    logit_scale = checks.finite_float("logit_scale", logit_scale, undefined, why_not_tensor, dtype)
+    lse_square_scale = checks.finite_float("lse_square_scale", lse_square_scale, undefined, dtype=dtype)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index: expected an int, got {ignore_index!r}; use int(...)")
     if not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index: expected an integer of 64 bits, as labels are, got {ignore_index}; pass -100")
-    check_choice("reduction", reduction, REDUCTIONS)
-    raise_not_bool(return_z_loss=return_z_loss)
+    checks.check_choice("reduction", reduction, REDUCTIONS)
+    checks.raise_not_bool(return_z_loss=return_z_loss)
     first, vocabulary, group = 0, columns, ""
     if process_group is not None:
         first, vocabulary, group = _share(process_group, columns)
     return CrossEntropySpec(
         label_smoothing=label_smoothing, logit_scale=logit_scale, lse_square_scale=lse_square_scale,
         ignore_index=ignore_index, reduction=reduction, z_loss=return_z_loss, first=first, vocabulary=vocabulary,
-        group=group, softcap=resolve_softcap(softcap, logit_scale, dtype),
+        group=group, softcap=checks.resolve_softcap(softcap, logit_scale, dtype),
     )  # fmt: skip
 
 
@@ -209,20 +201,18 @@ def resolve_class_weights(
     None for none. `dtype` and `device` of the logits."""
     if class_weights is None:
         return None
-    check_tensors(class_weights=class_weights)
+    checks.check_tensors(class_weights=class_weights)
     wide = compute_dtype(dtype)
     if class_weights.dtype not in (dtype, wide):
         raise TypeError(f"class_weights: expected dtype {wide} or {dtype}, got {class_weights.dtype}; cast it")
-    check_device("class_weights", class_weights, device, "the logits")
+    checks.check_device("class_weights", class_weights, device, "the logits")
     if differ(tuple(class_weights.shape), (vocabulary,)):
         raise ValueError(
             f"class_weights: expected shape ({vocabulary},), a weight for each class of the whole vocabulary, got "
             f"{tuple(class_weights.shape)}"
         )
-    if class_weights.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "class_weights: expected a tensor that wants no gradient, got one with requires_grad=True; detach it"
-        )
+    if torch.is_grad_enabled():
+        checks.check_wants_no_gradient("class_weights", class_weights)
     class_weights = class_weights.to(wide)
     return torch.cat((class_weights, class_weights.sum(dim=0, keepdim=True)))
 
