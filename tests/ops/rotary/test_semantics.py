@@ -284,9 +284,9 @@ BAD = {
     ),
     "ids-batch": (ValueError, {"position_ids": _IDS[[0, 1, 1]]}, ("position_ids: expected shape (2, 4)", "(3, 4)")),
     "ids-packed": (ValueError, {"position_ids": _IDS[0]}, ("x: expected 3 dimensions [total, heads, head_dim]",)),
-    "ids-rank": (ValueError, {**_PACKED, "position_ids": _IDS}, ("cu_seqlens: expected none beside position_ids",)),
-    "ids-offset": (ValueError, {"position_ids": _IDS, "seqlen_offsets": 1}, ("seqlen_offsets: expected none beside",)),
-    "ids-longest": (ValueError, {"position_ids": _IDS, "max_seqlen": 4}, ("max_seqlen: expected none beside",)),
+    "ids-rank": (ValueError, {**_PACKED, "position_ids": _IDS}, ("cu_seqlens: expected None beside position_ids",)),
+    "ids-offset": (ValueError, {"position_ids": _IDS, "seqlen_offsets": 1}, ("seqlen_offsets: expected None beside",)),
+    "ids-longest": (ValueError, {"position_ids": _IDS, "max_seqlen": 4}, ("max_seqlen: expected None beside",)),
     "ids-device": (ValueError, {"position_ids": _IDS.to("meta")}, ("position_ids: expected the device of x, cpu",)),
     "ids-far": (ValueError, {"position_ids": _IDS * 8}, ("cos: expected at least 33 positions", "got 32")),
     "ids-negative": (

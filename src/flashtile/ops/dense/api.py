@@ -9,9 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import dispatch, dtensor
+from flashtile.ops.common import checks, dispatch, dtensor
 from flashtile.ops.common.backends import standard_backends
-from flashtile.ops.common.checks import check_choice, check_device, check_float_dtype, check_tensors, raise_not_bool
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.repeated import call_table, expander
 from flashtile.ops.common.sizes import differ
@@ -20,6 +19,8 @@ from flashtile.ops.dense.spec import ACTIVATIONS, ActivationSpec
 
 _BACKENDS = standard_backends("dense")
 _CALLS = call_table()
+#: The shape of an input, and what to do if it has no dimension.
+_FEATURES = "(..., features)", "give it a last dimension"
 
 
 def fused_dense(
@@ -62,8 +63,8 @@ def fused_dense(
     if found is not None:
         return found
     _BACKENDS.check(backend)
-    raise_not_bool(return_residual=return_residual)
-    _check_input("x", x)
+    checks.raise_not_bool(return_residual=return_residual)
+    checks.check_input("x", x, *_FEATURES)
     given = x
     x, weight, bias = dispatch.autocast((x, weight, bias))
     _check_weight("weight", weight, x, x.shape[-1])
@@ -140,10 +141,12 @@ def fused_mlp(
     if found is not None:
         return found
     _BACKENDS.check(backend)
-    raise_not_bool(return_residual=return_residual)
-    spec = _resolve_activation(activation, gated)
-    level = _resolve_checkpoint_level(checkpoint_level)
-    _check_input("x", x)
+    checks.raise_not_bool(return_residual=return_residual)
+    checks.check_choice("activation", activation, tuple(ACTIVATIONS))
+    checks.raise_not_bool(gated=gated)
+    spec = ActivationSpec(activation, gated)
+    _check_checkpoint_level(checkpoint_level)
+    checks.check_input("x", x, *_FEATURES)
     given = x
     x, weight1, bias1, weight2, bias2 = dispatch.autocast((x, weight1, bias1, weight2, bias2))
     _check_weight("weight1", weight1, x, x.shape[-1])
@@ -160,7 +163,7 @@ def fused_mlp(
         out = dtensor.call(
             lambda division, x, weight1, bias1, weight2, bias2: fused_mlp(
                 x, weight1, bias1, weight2, division.once("h", bias2), activation=activation, gated=gated,
-                checkpoint_level=level, backend=backend,
+                checkpoint_level=checkpoint_level, backend=backend,
             ),
             {
                 "x": (x, "*."), "weight1": (weight1, hidden + "."), "bias1": (bias1, hidden),
@@ -171,7 +174,7 @@ def fused_mlp(
         return (out, given) if return_residual else out
     _check_backend(x, backend)
     operands = MlpOperands(x, weight1, bias1, weight2, bias2)
-    return _run(_mlp, (*operands, main_grad1, main_grad2), (tensors, scalars), spec, level)
+    return _run(_mlp, (*operands, main_grad1, main_grad2), (tensors, scalars), spec, checkpoint_level)
 
 
 def _run_repeated(tensors: tuple[Any, ...], scalars: tuple[Any, ...]) -> Any:
@@ -229,10 +232,12 @@ def linear_bias_wgrad(
         TypeError, ValueError: as `fused_dense`.
     """
     _BACKENDS.check(backend)
-    raise_not_bool(bias=bias)
-    _check_input("x", x)
+    checks.raise_not_bool(bias=bias)
+    checks.check_input("x", x, *_FEATURES)
     _check_dout(dout, x)
-    _check_no_gradient(x=x, dout=dout)
+    if torch.is_grad_enabled():
+        for name, tensor in (("x", x), ("dout", dout)):
+            checks.check_wants_no_gradient(name, tensor, remedy="detach it, or call under torch.no_grad()")
     _check_main_grad("main_grad", main_grad, (dout.shape[-1], x.shape[-1]), x)
     if dtensor.present(x, dout, main_grad):
         _check_no_main_grad(main_grad=main_grad)
@@ -263,16 +268,9 @@ def _check_backend(x: Tensor, backend: str) -> None:
         _BACKENDS.implementation(backend, x.device, x.dtype)
 
 
-def _check_input(name: str, x: Tensor) -> None:
-    check_tensors(**{name: x})
-    check_float_dtype(name, x.dtype)
-    if x.dim() < 1:
-        raise ValueError(f"{name}: expected shape (..., features), got {tuple(x.shape)}; give it a last dimension")
-
-
 def _check_weight(name: str, weight: Tensor, x: Tensor, columns: int | None = None) -> None:
     """Checks a matrix; `columns` is the last dimension of x where it multiplies x."""
-    check_tensors(**{name: weight})
+    checks.check_tensors(**{name: weight})
     if weight.dim() != 2 or columns not in (None, weight.shape[1]):
         wanted = "(rows, columns)" if columns is None else f"(rows, {columns}), the last dimension of x its second"
         raise ValueError(f"{name}: expected shape {wanted}, got {tuple(weight.shape)}; transpose or reshape it")
@@ -283,7 +281,7 @@ def _check_bias(name: str, bias: Tensor | None, x: Tensor, weight: Tensor) -> No
     """Checks a vector over the rows of a weight."""
     if bias is None:
         return
-    check_tensors(**{name: bias})
+    checks.check_tensors(**{name: bias})
     if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
         raise ValueError(
             f"{name}: expected shape ({weight.shape[0]},), one for each row of its weight, got {tuple(bias.shape)}"
@@ -292,12 +290,8 @@ def _check_bias(name: str, bias: Tensor | None, x: Tensor, weight: Tensor) -> No
 
 
 def _check_like(name: str, tensor: Tensor, x: Tensor) -> None:
-    if tensor.device != x.device:
-        check_device(name, tensor, x.device, "x")
-    if tensor.dtype is not x.dtype:
-        raise TypeError(
-            f"{name}: expected the dtype of x, {x.dtype}, got {tensor.dtype}; cast one of them, or use torch.autocast"
-        )
+    checks.check_device(name, tensor, x.device, "x")
+    checks.check_dtype(name, tensor, x.dtype, "x", "cast one of them, or use torch.autocast")
 
 
 def _check_mlp_shapes(weight1: Tensor, weight2: Tensor, spec: ActivationSpec) -> None:
@@ -316,8 +310,8 @@ def _check_main_grad(name: str, main_grad: Tensor | None, shape: tuple[int, ...]
     """Checks a buffer that takes the gradient of a weight of `shape`, in products of x's dtype."""
     if main_grad is None:
         return
-    check_tensors(**{name: main_grad})
-    check_device(name, main_grad, x.device, "x")
+    checks.check_tensors(**{name: main_grad})
+    checks.check_device(name, main_grad, x.device, "x")
     if main_grad.shape != shape:
         raise ValueError(f"{name}: expected the shape of its weight, {tuple(shape)}, got {tuple(main_grad.shape)}")
     if main_grad.dtype is not x.dtype and (main_grad.dtype is not torch.float32 or x.dtype is torch.float64):
@@ -325,19 +319,15 @@ def _check_main_grad(name: str, main_grad: Tensor | None, shape: tuple[int, ...]
             f"{name}: expected the dtype of the products, {x.dtype}, or float32 for narrower ones, got "
             f"{main_grad.dtype}; make the buffer in one of these"
         )
-    if main_grad.requires_grad:
-        raise ValueError(
-            f"{name}: expected a buffer that wants no gradient, got one with requires_grad=True; detach it"
-        )
+    checks.check_wants_no_gradient(name, main_grad, "buffer")
 
 
 def _check_dout(dout: Tensor, x: Tensor) -> None:
-    _check_input("dout", dout)
-    check_device("dout", dout, x.device, "x")
+    checks.check_input("dout", dout, *_FEATURES)
+    checks.check_device("dout", dout, x.device, "x")
     if differ(dout.shape[:-1], x.shape[:-1]):
         raise ValueError(f"dout: expected the rows of x, shape {(*x.shape[:-1], 'features')}, got {tuple(dout.shape)}")
-    if dout.dtype is not x.dtype:
-        raise TypeError(f"dout: expected the dtype of x, {x.dtype}, got {dout.dtype}; cast one of them")
+    checks.check_dtype("dout", dout, x.dtype, "x")
 
 
 def _check_accumulates(name: str, main_grad: Tensor | None, weight: Tensor) -> None:
@@ -351,31 +341,12 @@ def _check_accumulates(name: str, main_grad: Tensor | None, weight: Tensor) -> N
 
 def _check_no_main_grad(**buffers: Tensor | None) -> None:
     """Checks that there is no buffer for gradients beside DTensors, whose shards of a batch would have to be summed."""
-    for name, buffer in buffers.items():
-        if buffer is not None:
-            raise ValueError(f"{name}: expected None with DTensors, got a tensor; take the gradient from weight.grad")
+    checks.refuse("with DTensors", "take the gradient from weight.grad", **buffers)
 
 
-def _check_no_gradient(**tensors: Tensor) -> None:
-    """Checks that nothing asks for a derivative of what has none."""
-    for name, tensor in tensors.items():
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            raise ValueError(
-                f"{name}: expected a tensor that wants no gradient, got one with requires_grad=True; detach it, or "
-                "call under torch.no_grad()"
-            )
-
-
-def _resolve_activation(activation: str, gated: bool) -> ActivationSpec:
-    check_choice("activation", activation, tuple(ACTIVATIONS))
-    raise_not_bool(gated=gated)
-    return ActivationSpec(activation, gated)
-
-
-def _resolve_checkpoint_level(level: int) -> int:
+def _check_checkpoint_level(level: int) -> None:
     if not isinstance(level, int) or isinstance(level, bool) or level not in (0, 1, 2):
         raise ValueError(
             f"checkpoint_level: expected 0 (keep all), 1 (make the activation again) or 2 (the first product too), "
             f"got {level!r}"
         )
-    return level

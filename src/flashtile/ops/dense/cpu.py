@@ -12,15 +12,8 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.common.rows import compute_dtype, row_blocks
-from flashtile.ops.dense.spec import (
-    ACTIVATIONS,
-    Activated,
-    ActivationGradients,
-    ActivationSpec,
-    ActivationUpstream,
-    Summed,
-    Wanted,
-)
+from flashtile.ops.dense import spec as formulas
+from flashtile.ops.dense.spec import Activated, ActivationGradients, ActivationSpec, ActivationUpstream, Summed, Wanted
 
 _aten = torch.ops.aten
 
@@ -43,7 +36,7 @@ def activate(given: Activated, spec: ActivationSpec) -> Tensor:
     """hidden `[R, F]`."""
     (pre,) = given
     hidden = pre.new_empty(pre.shape[0], spec.width(pre.shape[1]))
-    function, dtype = ACTIVATIONS[spec.activation], compute_dtype(pre.dtype)
+    function, dtype = formulas.ACTIVATIONS[spec.activation], compute_dtype(pre.dtype)
     for rows in row_blocks(*pre.shape):
         block = pre[rows].to(dtype)
         if spec.gated:
@@ -74,7 +67,7 @@ def _differentiate(
     dhidden: Tensor, pre: Tensor, spec: ActivationSpec, wants_hidden: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of a block of pre, and its activation where it is wanted."""
-    function, derivative = ACTIVATIONS[spec.activation], _DERIVATIVES[spec.activation]
+    function, derivative = formulas.ACTIVATIONS[spec.activation], _DERIVATIVES[spec.activation]
     if not spec.gated:
         return derivative(dhidden, pre), function(pre) if wants_hidden else None
     value, gate = pre.chunk(2, dim=1)

@@ -10,18 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import dispatch, dtensor
+from flashtile.ops.common import checks, dispatch, dtensor
 from flashtile.ops.common.backends import standard_backends
-from flashtile.ops.common.checks import (
-    check_cu_seqlens,
-    check_cu_seqlens_values,
-    check_float_dtype,
-    check_lengths,
-    check_max_seqlen,
-    check_tensors,
-    raise_not_bool,
-    readable,
-)
 from flashtile.ops.common.memory import check_writable
 from flashtile.ops.common.operators import OnBackend, differentiable, operator
 from flashtile.ops.common.other_names import refuse_other_names
@@ -131,24 +121,15 @@ def apply_rotary_qkv(
     Args:
         qkv: `[batch, seq, 3, heads, head_dim]`, or `[batch, seq, heads_q + 2 heads_kv, head_dim]` with num_heads_q;
             with cu_seqlens or position_ids `[total]`: `[total, ...]`.
-        cos: tables for the queries, and without cos_k also for the keys; see `apply_rotary`.
-        sin: the same.
-        cos_k: tables for the keys, if they differ (xPos).
-        sin_k: the same.
-        interleaved: which elements form a pair; see `apply_rotary`.
+        cos, sin: tables for the queries, and without cos_k also for the keys.
+        cos_k, sin_k: tables for the keys, if they differ (xPos).
         inplace: write to qkv, and return it.
-        seqlen_offsets: position of the first row; see `apply_rotary`.
         num_heads_q: heads of q, for the second layout.
-        cu_seqlens: where packed sequences begin; see `apply_rotary`.
-        max_seqlen: length of the longest of them.
-        position_ids: a position for each row; see `apply_rotary`.
-        backend: as for `apply_rotary`.
+
+    The other arguments, and errors, are those of `apply_rotary`.
 
     Returns:
         qkv in its shape and dtype, rotated.
-
-    Raises:
-        TypeError, ValueError: as `apply_rotary`.
     """
     if other_names:
         refuse_other_names(apply_rotary_qkv, other_names)
@@ -157,7 +138,7 @@ def apply_rotary_qkv(
     repeated = _CALLS.run(*call)
     if repeated is not None:
         return repeated
-    check_tensors(qkv=qkv)
+    checks.check_tensors(qkv=qkv)
     layout = _layout(cu_seqlens, position_ids)
     rows = len(layout) - 2
     apart = qkv.dim() == rows + 3 and qkv.shape[rows] == 3
@@ -203,21 +184,13 @@ def apply_rotary_kv(
     Args:
         kv: `[batch, seq, 2, heads, head_dim]`, or `[total, 2, heads, head_dim]` with cu_seqlens or position_ids
             `[total]`.
-        cos: tables for the keys; see `apply_rotary`.
-        sin: the same.
-        interleaved: which elements form a pair; see `apply_rotary`.
+        cos, sin: tables for the keys.
         inplace: write to kv, and return it.
-        seqlen_offsets: position of the first row; see `apply_rotary`.
-        cu_seqlens: where packed sequences begin; see `apply_rotary`.
-        max_seqlen: length of the longest of them.
-        position_ids: a position for each row; see `apply_rotary`.
-        backend: as for `apply_rotary`.
+
+    The other arguments, and errors, are those of `apply_rotary`.
 
     Returns:
         kv in its shape and dtype, rotated.
-
-    Raises:
-        TypeError, ValueError: as `apply_rotary`.
     """
     if other_names:
         refuse_other_names(apply_rotary_kv, other_names)
@@ -248,7 +221,7 @@ def _sharded(
     call: Callable[..., Tensor], given: Rotation, letters: str, inplace: bool, seqlen_offsets: int | Tensor
 ) -> Tensor:
     """A call with DTensors. Rows are sharded only if each has its position. `letters`: the dimensions of dense x."""
-    raise_not_bool(inplace=inplace)
+    checks.raise_not_bool(inplace=inplace)
     x, *angles, offsets, cu_seqlens, position_ids = given
     packed = _layout(cu_seqlens, position_ids) is _PACKED
     letters = letters[packed:]
@@ -270,7 +243,7 @@ def _sharded(
 
 def _merge_heads(name: str, packed: Tensor, inplace: bool) -> Tensor:
     """`[..., parts, heads, head_dim]` as `[..., parts · heads, head_dim]`."""
-    raise_not_bool(inplace=inplace)
+    checks.raise_not_bool(inplace=inplace)
     if inplace and packed.shape[-3] > 1 and packed.stride(-3) != packed.shape[-2] * packed.stride(-2):
         raise ValueError(
             f"{name}: expected heads that follow one another in memory for inplace=True, got strides "
@@ -299,7 +272,7 @@ def _rotate(call: _Call, x: Tensor, heads: tuple[int, int], flags: tuple[bool, b
     given, (backend, name, *_) = call
     _BACKENDS.check(backend)
     (interleaved, inplace, conjugate), (seqlen_offsets, cu_seqlens, max_seqlen, position_ids) = flags, where
-    raise_not_bool(interleaved=interleaved, inplace=inplace, conjugate=conjugate)
+    checks.raise_not_bool(interleaved=interleaved, inplace=inplace, conjugate=conjugate)
     if inplace:
         check_writable(name, x, "leave inplace out")
     _, cos, sin, cos_k, sin_k, *_ = given
@@ -315,9 +288,13 @@ def _rotate(call: _Call, x: Tensor, heads: tuple[int, int], flags: tuple[bool, b
             )
     offset, offsets = 0, None
     if position_ids is None:
-        batch = x.shape[0] if cu_seqlens is None else check_cu_seqlens("cu_seqlens", cu_seqlens, x.device, of=name) - 1
+        batch = (
+            x.shape[0]
+            if cu_seqlens is None
+            else checks.check_cu_seqlens("cu_seqlens", cu_seqlens, x.device, of=name) - 1
+        )
         offset, offsets = _resolve_offsets(seqlen_offsets, batch, x.device, name)
-        check_max_seqlen("max_seqlen", max_seqlen)
+        checks.check_max_seqlen("max_seqlen", max_seqlen)
         longest = x.shape[1] if cu_seqlens is None else max_seqlen
         if longest is not None and not known(x.numel() == 0):
             tables.check_table_length(cos, longest, offset, "make the table longer")
@@ -332,8 +309,7 @@ def _rotate(call: _Call, x: Tensor, heads: tuple[int, int], flags: tuple[bool, b
 
 
 def _check_input(name: str, x: Tensor, layout: tuple[str, ...]) -> None:
-    check_tensors(**{name: x})
-    check_float_dtype(name, x.dtype)
+    checks.check_input(name, x, f"({', '.join(layout)})", "reshape it", 0)
     if x.dim() != len(layout):
         raise ValueError(
             f"{name}: expected {len(layout)} dimensions [{', '.join(layout)}], got shape {tuple(x.shape)}; "
@@ -343,7 +319,7 @@ def _check_input(name: str, x: Tensor, layout: tuple[str, ...]) -> None:
 
 def _check_heads(num_heads_q: int | None, heads: int) -> tuple[int, int]:
     """Heads of q, and of q and k together, of packed `[..., heads_q + 2 heads_kv, head_dim]`."""
-    if isinstance(num_heads_q, bool) or not isinstance(num_heads_q, (int, torch.SymInt)):
+    if num_heads_q is None or not checks.is_integer(num_heads_q):
         raise TypeError(
             f"num_heads_q: expected an int for qkv of 4 dimensions, got {num_heads_q!r}; it says which heads are q's"
         )
@@ -358,9 +334,9 @@ def _check_heads(num_heads_q: int | None, heads: int) -> tuple[int, int]:
 def _resolve_offsets(offsets: int | Tensor, batch: int, device: torch.device, of: str) -> tuple[int, Tensor | None]:
     """The offset of all sequences, and those of each."""
     if isinstance(offsets, Tensor):
-        check_lengths("seqlen_offsets", offsets, batch, device, "one offset for each sequence", of)
+        checks.check_lengths("seqlen_offsets", offsets, batch, device, "one offset for each sequence", of)
         return 0, offsets
-    if isinstance(offsets, bool) or not isinstance(offsets, (int, torch.SymInt)):
+    if not checks.is_integer(offsets):
         raise TypeError(f"seqlen_offsets: expected an int or an integer tensor, got {offsets!r}")
     if known(offsets < 0):
         raise ValueError(f"seqlen_offsets: expected at least 0, got {offsets}; it is the position of the first row")
@@ -371,10 +347,10 @@ def _check_values(rotation: Rotation, spec: RotarySpec) -> None:
     """Checks positions against the table: always on a CPU, on a GPU with FLASHTILE_CHECK_VALUES=1."""
     offsets, cu_seqlens, position_ids = rotation.offsets, rotation.cu_seqlens, rotation.position_ids
     given = next((each for each in (position_ids, cu_seqlens, offsets) if each is not None), None)
-    if given is None or not readable(given) or not rotation.x.numel():
+    if given is None or not checks.readable(given) or not rotation.x.numel():
         return
     if cu_seqlens is not None:
-        check_cu_seqlens_values("cu_seqlens", cu_seqlens, rotation.x.shape[0])
+        checks.check_cu_seqlens_values("cu_seqlens", cu_seqlens, rotation.x.shape[0])
         if cu_seqlens.shape[0] == 1:
             return
     if offsets is not None and offsets.numel() and int(offsets.min()) < 0:

@@ -9,16 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flashtile.ops.common.checks import (
-    INDEX_DTYPES,
-    as_float,
-    check_count,
-    check_device,
-    check_float_dtype,
-    check_table_pair,
-    check_tensors,
-    finite_float,
-)
+from flashtile.ops.common import checks
 from flashtile.ops.common.sizes import differ, exceeds, known
 
 
@@ -59,23 +50,23 @@ class RotaryScaling:
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "ntk", "yarn"):
             raise ValueError(f"kind: expected 'linear', 'ntk' or 'yarn', got {self.kind!r}")
-        if not 1 <= as_float("factor", self.factor) < math.inf:
+        if not 1 <= checks.as_float("factor", self.factor) < math.inf:
             raise ValueError(f"factor: expected at least 1, got {self.factor}; it says how many times longer")
         if self.kind != "yarn":
             return
         length = self.original_length
-        if length is None or not 0 < as_float("original_length", length) < math.inf:
+        if length is None or not 0 < checks.as_float("original_length", length) < math.inf:
             raise ValueError(
                 f"original_length: expected a positive number for 'yarn', got {length}; it is the context trained on"
             )
-        fast, slow = as_float("beta_fast", self.beta_fast), as_float("beta_slow", self.beta_slow)
+        fast, slow = checks.as_float("beta_fast", self.beta_fast), checks.as_float("beta_slow", self.beta_slow)
         if not 0 < slow <= fast < math.inf:
             raise ValueError(
                 f"beta_slow, beta_fast: expected turns above 0, the slow ones no more than the fast, got {slow} and "
                 f"{fast}; 1 and 32 are usual"
             )
         if self.attention_factor is not None:
-            finite_float("attention_factor", self.attention_factor, "leave it out for the usual one")
+            checks.finite_float("attention_factor", self.attention_factor, "leave it out for the usual one")
 
     @property
     def magnitude(self) -> float:
@@ -107,7 +98,7 @@ def rotary_frequencies(
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), section 3.2.
     """
     _check_dim(dim)
-    base = as_float("base", base)
+    base = checks.as_float("base", base)
     if not 0 < base < math.inf:
         raise ValueError(f"base: expected a positive number, got {base}; 10000 is usual")
     if scaling is not None and not isinstance(scaling, RotaryScaling):
@@ -174,8 +165,8 @@ def rotary_tables(
     Reference:
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
-    check_count("positions", positions, "pass the length of the table")
-    check_float_dtype("dtype", dtype)
+    checks.check_count("positions", positions, "pass the length of the table")
+    checks.check_float_dtype("dtype", dtype)
     frequencies = rotary_frequencies(dim, base, scaling, device)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequencies)
     magnitude = 1.0 if scaling is None else scaling.magnitude
@@ -204,9 +195,9 @@ def xpos_scale(positions: int, dim: int, scale_base: float, *, device: torch.dev
     Reference:
         Sun et al., "A Length-Extrapolatable Transformer" (2022).
     """
-    check_count("positions", positions, "pass the length of the table")
+    checks.check_count("positions", positions, "pass the length of the table")
     _check_dim(dim)
-    scale_base = as_float("scale_base", scale_base)
+    scale_base = checks.as_float("scale_base", scale_base)
     if not 0 < scale_base < math.inf:
         raise ValueError(f"scale_base: expected a positive number, got {scale_base}; 512 is usual")
     step = (torch.arange(0, dim, 2, dtype=torch.float32, device=device) + 0.4 * dim) / (1.4 * dim)
@@ -217,15 +208,12 @@ def xpos_scale(positions: int, dim: int, scale_base: float, *, device: torch.dev
 def check_tables(name: str, x: Tensor, cos: Tensor, sin: Tensor, suffix: str = "") -> None:
     """Checks a pair of tables against x `[..., head_dim]`, whose name is given."""
     cos_name, sin_name = f"cos{suffix}", f"sin{suffix}"
-    check_tensors(**{cos_name: cos, sin_name: sin})
+    checks.check_tensors(**{cos_name: cos, sin_name: sin})
     for table_name, table in ((cos_name, cos), (sin_name, sin)):
-        check_float_dtype(table_name, table.dtype)
-        check_device(table_name, table, x.device, name)
-        if table.requires_grad:
-            raise ValueError(
-                f"{table_name}: expected a table that wants no gradient, got one with requires_grad=True; detach it"
-            )
-    check_table_pair(cos_name, cos, sin_name, sin, name, x.shape[-1])
+        checks.check_float_dtype(table_name, table.dtype)
+        checks.check_device(table_name, table, x.device, name)
+        checks.check_wants_no_gradient(table_name, table, "table")
+    checks.check_table_pair(cos_name, cos, sin_name, sin, name, x.shape[-1])
 
 
 def check_table_length(cos: Tensor, rows: int, offset: int, remedy: str) -> None:
@@ -245,14 +233,14 @@ def check_positions(
     max_seqlen: int | None,
 ) -> None:
     """Checks type, shape and device of a position for each row, and that nothing else says where rows are."""
-    check_tensors(position_ids=position_ids)
-    if position_ids.dtype not in INDEX_DTYPES:
-        raise TypeError(f"position_ids: expected dtype int32 or int64, got {position_ids.dtype}; cast it")
-    check_device("position_ids", position_ids, x.device, name)
-    others = (("seqlen_offsets", offsets if isinstance(offsets, Tensor) or not known(offsets == 0) else None),)
-    for other, given in (*others, ("cu_seqlens", cu_seqlens), ("max_seqlen", max_seqlen)):
-        if given is not None:
-            raise ValueError(f"{other}: expected none beside position_ids, got a value; add it to position_ids")
+    checks.check_tensors(position_ids=position_ids)
+    checks.check_index_dtype("position_ids", position_ids)
+    checks.check_device("position_ids", position_ids, x.device, name)
+    given = offsets if isinstance(offsets, Tensor) or not known(offsets == 0) else None
+    checks.refuse(
+        "beside position_ids", "add it to position_ids",
+        seqlen_offsets=given, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+    )  # fmt: skip
     rows = tuple(x.shape[:-2])
     found = tuple(position_ids.shape)
     alike = len(found) == len(rows) == 2 and known(found[0] == 1)
