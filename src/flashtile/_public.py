@@ -21,8 +21,7 @@ from flashtile.ops.common.other_names import hide_collected
 from flashtile.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
 from flashtile.ops.decompositions import decompositions
 from flashtile.ops.dense.api import fused_dense, fused_mlp, linear_bias_wgrad
-from flashtile.ops.kv_cache.api import attention_with_kv_cache
-from flashtile.ops.kv_cache.trees import tree_mask
+from flashtile.ops.kv_cache.api import attention_with_kv_cache, tree_mask
 from flashtile.ops.layer_norm.api import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
 from flashtile.ops.rotary.api import apply_rotary, apply_rotary_kv, apply_rotary_qkv
 from flashtile.ops.rotary.tables import RotaryScaling, rotary_frequencies, rotary_tables, xpos_scale

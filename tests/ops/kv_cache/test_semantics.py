@@ -644,7 +644,7 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "splits-type": (TypeError, {"num_splits": 2.0}, "num_splits: expected an int or None, got 2.0"),
     "causal": (TypeError, {"causal": 1}, "causal: expected True or False, got 1"),
     "backend": (ValueError, {"backend": "fast"}, "backend: expected one of 'auto'"),
-    "gradient": (ValueError, {"q": _Q.clone().requires_grad_()}, "q: expected a tensor that wants no gradient, got re"),
+    "gradient": (ValueError, {"q": _Q.clone().requires_grad_()}, "q: expected a tensor that wants no gradient, got o"),
     "gradient-sinks": (ValueError, {"sinks": torch.ones(4, requires_grad=True)}, "sinks: expected a tensor that want"),
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.ops.common.eight_bits import EIGHT_BITS
-from flashtile.ops.kv_cache.rows import indexable, quantized
+from flashtile.ops.kv_cache.spec import indexable, quantized
 from flashtile.testing import Size, assert_close
 from support.running.covering import combined_cases
 

@@ -135,7 +135,13 @@ def check_dtype(name: str, tensor: Tensor, dtype: torch.dtype, of: str, remedy: 
         raise TypeError(f"{name}: expected the dtype of {of}, {dtype}, got {tensor.dtype}; {remedy}")
 
 
-def check_index_dtype(name: str, tensor: Tensor) -> None:
+def check_index(name: str, tensor: Tensor) -> None:
+    """Checks that an argument is a tensor of integers."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{name}: expected an int32 or int64 tensor, got {type(tensor).__name__}; use torch.tensor(...)"
+        )
+    check_tensors(**{name: tensor})
     if tensor.dtype not in INDEX_DTYPES:
         raise TypeError(f"{name}: expected dtype int32 or int64, got {tensor.dtype}; cast it")
 
@@ -149,7 +155,8 @@ def refuse(beside: str, remedy: str, **arguments: object) -> None:
     """Raises for arguments that are not None, and cannot be `beside` another one."""
     for name, value in arguments.items():
         if value is not None:
-            raise ValueError(f"{name}: expected None {beside}, got {type(value).__name__}; {remedy}")
+            got = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{name}: expected None {beside}, got {got}; {remedy}")
 
 
 def is_integer(value: object) -> bool:
@@ -240,12 +247,7 @@ def check_dropout_seed(dropout_seed: Tensor) -> None:
 
 def check_lengths(name: str, lengths: Tensor, size: int, device: torch.device, meaning: str, of: str = "q") -> None:
     """Checks shape, dtype and device of a vector of integers (lengths, offsets, row numbers), not its values."""
-    if not isinstance(lengths, Tensor):
-        raise TypeError(
-            f"{name}: expected an int32 or int64 tensor, got {type(lengths).__name__}; use torch.tensor(...)"
-        )
-    check_tensors(**{name: lengths})
-    check_index_dtype(name, lengths)
+    check_index(name, lengths)
     if differ(lengths.shape, (size,)):
         raise ValueError(
             f"{name}: expected shape ({size},), {meaning}, got {tuple(lengths.shape)}; it is a vector of integers, "

@@ -1,4 +1,4 @@
-"""The public function: what a user calls. It checks, builds the spec, and hands on to the operator."""
+"""The public functions: what a user calls. They check, build the spec, and hand on to the operator."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import checks as score_checks
+from flashtile.ops.common import checks as common
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.batch_invariance import MODE, check_cache
-from flashtile.ops.common.checks import raise_not_bool
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.sizes import known
 from flashtile.ops.kv_cache import checks, repeated
-from flashtile.ops.kv_cache.operator import remember, run_with_cache
-from flashtile.ops.kv_cache.shared import resolve_shared_rows, run_with_shared_rows
+from flashtile.ops.kv_cache.operator import remember, run_with_cache, run_with_shared_rows
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 
 _BACKENDS = standard_backends("kv_cache")
@@ -162,7 +160,7 @@ def attention_with_kv_cache(
         if key is not None and (results := repeated.served(key, given)) is not None:
             return results if return_lse else results[0]
     _BACKENDS.check(backend)
-    raise_not_bool(
+    common.raise_not_bool(
         causal=causal, rotary_interleaved=rotary_interleaved, return_lse=return_lse, batch_invariant=batch_invariant
     )
     packed = cu_seqlens_q is not None
@@ -171,22 +169,23 @@ def attention_with_kv_cache(
     if cu_seqlens_q is not None:
         batch = checks.check_packed(q, k, cu_seqlens_q, cu_seqlens_new, max_seqlen_q)
     elif cu_seqlens_new is not None or max_seqlen_q is not None:
-        checks.check_not_packed(cu_seqlens_new=cu_seqlens_new, max_seqlen_q=max_seqlen_q)
+        given_packed = {"cu_seqlens_new": cu_seqlens_new, "max_seqlen_q": max_seqlen_q}
+        common.refuse("without cu_seqlens_q", "it is for packed queries", **given_packed)
     if invariant:
         check_cache(k_cache.dtype, num_splits, shared_rows=shared_rows, cache_left_padding=cache_left_padding)
     if k is not None or v is not None:
         checks.check_appended(q, k_cache, v_cache, k, v, packed, packed and cu_seqlens_new is None)
     checks.check_places(q, batch, k_cache, cache_batch_indices, cache_left_padding, block_table)
     if torch.is_grad_enabled():
-        checks.check_no_gradient(
-            q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-            alibi_slopes=alibi_slopes, sinks=sinks, descale_k=descale_k, descale_v=descale_v,
-        )  # fmt: skip
+        remedy = "call it under torch.no_grad(), or train with flashtile.attention: a cache is for inference"
+        for name, tensor in zip(CacheCall._fields, given):
+            if isinstance(tensor, Tensor):
+                common.check_wants_no_gradient(name, tensor, remedy=remedy)
     capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
     # How many rows each sequence of a packed call has, the host does not know.
     seq_new = None if k is None else 0 if packed else k.shape[1]
     length, lengths = checks.resolve_lengths(cache_lengths, q, batch, capacity, seq_new)
-    left, right = score_checks.resolve_window(causal, window)
+    left, right = common.resolve_window(causal, window)
     longest = 0 if not packed else q.shape[0] if max_seqlen_q is None else max_seqlen_q
     if tree_mask is not None:
         refused = {"window": window, "alibi_slopes": alibi_slopes, "rotary_cos": rotary_cos}
@@ -197,23 +196,15 @@ def attention_with_kv_cache(
     if lengths is None and rotary_cos is not None and not (packed or known(batch == 0)):
         positions = length + max(seq_new or 0, q.shape[1] if (left, right) != (None, None) else min(1, q.shape[1]))
     checks.check_rotary(q, rotary_cos, rotary_sin, k, positions)
-    scale = score_checks.resolve_scale(scale, head_dim, q.dtype)
+    scale = common.resolve_scale(scale, head_dim, q.dtype)
     spec = CacheSpec(
-        length,
-        scale,
-        left,
-        right,
-        softcap=score_checks.resolve_softcap(softcap, scale, q.dtype),
-        interleaved=rotary_interleaved,
-        num_splits=checks.resolve_splits(num_splits),
-        max_seqlen_q=longest,
-        factors_of_rows=of_rows,
-        batch_invariant=invariant,
-    )
+        length, scale, left, right, common.resolve_softcap(softcap, scale, q.dtype), rotary_interleaved,
+        checks.resolve_splits(num_splits), longest, of_rows, invariant,
+    )  # fmt: skip
     call = CacheCall(*given)._replace(  # type: ignore[arg-type]
         cache_lengths=lengths,
-        alibi_slopes=None if alibi_slopes is None else score_checks.resolve_alibi_slopes(alibi_slopes, batch, heads, q),
-        sinks=None if sinks is None else score_checks.resolve_sinks(sinks, heads, q),
+        alibi_slopes=None if alibi_slopes is None else common.resolve_alibi_slopes(alibi_slopes, batch, heads, q),
+        sinks=None if sinks is None else common.resolve_sinks(sinks, heads, q),
         cu_seqlens_new=cu_seqlens_q if cu_seqlens_new is None and k is not None else cu_seqlens_new,
         descale_k=factors[0],
         descale_v=factors[1],
@@ -226,8 +217,61 @@ def attention_with_kv_cache(
             "window": window, "alibi_slopes": alibi_slopes, "rotary_cos": rotary_cos,
             "cache_left_padding": cache_left_padding,
         }  # fmt: skip
-        shared = resolve_shared_rows(shared_rows, capacity, refused)
+        shared = checks.resolve_shared_rows(shared_rows, capacity, refused)
         out, lse = run_with_shared_rows(call, spec, shared, backend)
     if key is not None:
         remember(key, given, call, spec, backend)
     return (out, lse) if return_lse else out
+
+
+def tree_mask(parents: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
+    """Which tokens of a tree each of its tokens sees: itself and those above it, up to the root.
+
+    It is the `tree_mask` of `flashtile.attention_with_kv_cache`. Nothing waits for a GPU.
+
+    Args:
+        parents: int32 or int64 `[seq]` or `[batch, seq]`: for each token the number of the one that it continues, or -1
+            if it continues the sequence itself. A token stands after its parent.
+        cu_seqlens: `[batch + 1]`: parents are packed, `[total]`, and count from the start of their sequence.
+            Those past the last sequence may be anything.
+        max_seqlen: tokens of a packed sequence at most; default `total`. Only beside cu_seqlens.
+
+    Returns:
+        bool `[seq, seq]`, `[batch, seq, seq]`, or packed `[total, max_seqlen]`.
+
+    Raises:
+        TypeError, ValueError: a dtype or shape is wrong; on a CPU also if a token does not stand after its parent, or
+            if cu_seqlens or max_seqlen does not fit.
+    """
+    common.check_index("parents", parents)
+    packed, device = cu_seqlens is not None, parents.device
+    if parents.dim() not in ((1,) if packed else (1, 2)):
+        raise ValueError(
+            f"parents: expected {'[total] beside cu_seqlens' if packed else '[seq] or [batch, seq]'}, got shape "
+            f"{tuple(parents.shape)}"
+        )
+    values = common.readable(parents) and not torch.compiler.is_compiling()
+    tokens, above = torch.arange(parents.numel(), device=device), parents.flatten().long()
+    if cu_seqlens is not None:
+        common.check_cu_seqlens("cu_seqlens", cu_seqlens, device)
+        common.check_max_seqlen("max_seqlen", max_seqlen)
+        if values:
+            common.check_cu_seqlens_values("cu_seqlens", cu_seqlens, parents.numel(), max_seqlen)
+        above = above.where(tokens < cu_seqlens[-1], -1)
+        width = parents.numel() if max_seqlen is None else max_seqlen
+        sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+        first = cu_seqlens.long()[sequence]
+    else:
+        common.refuse("without cu_seqlens", "it is for packed parents", max_seqlen=max_seqlen)
+        width = parents.shape[-1]
+        first = tokens - tokens % max(width, 1)
+    number = tokens - first
+    if values and bool(((above >= number) | (above < -1)).any()):
+        raise ValueError("parents: expected the number of an earlier token, or -1, got another one; sort the tokens")
+    # By doubling: what a token sees in so many steps, it and what its ancestor sees; a token behind all sees nothing.
+    shown = torch.zeros(tokens.shape[0] + 1, width, dtype=torch.bool, device=device)
+    shown[:-1] = number[:, None] == torch.arange(width, device=device)
+    ancestor = torch.cat([torch.where(above < 0, tokens.shape[0], first + above), tokens.new_tensor([tokens.shape[0]])])
+    for _ in range(max(width - 1, 0).bit_length()):
+        shown, ancestor = shown | shown[ancestor], ancestor[ancestor]
+    return shown[:-1] if packed else shown[:-1].view(*parents.shape, width)

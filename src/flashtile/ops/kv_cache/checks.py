@@ -7,32 +7,31 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from flashtile.ops.common.checks import (
-    check_cu_seqlens,
-    check_cu_seqlens_values,
-    check_device,
-    check_float_dtype,
-    check_lengths,
-    check_max_seqlen,
-    check_table_pair,
-    check_tensors,
-    readable,
-)
+from flashtile.ops.common import checks as common
 from flashtile.ops.common.eight_bits import EIGHT_BITS
 from flashtile.ops.common.memory import check_own_numbers, check_writable, share_memory
 from flashtile.ops.common.sizes import differ, exceeds
 from flashtile.ops.common.split_keys.configs import MAX_SPLITS
-from flashtile.ops.kv_cache.rows import are_columns, lengths_before, new_counts, numbered, places, query_counts
-from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM, MAX_HEAD_DIM_V, CacheCall, CacheSpec
+from flashtile.ops.kv_cache.spec import (
+    MAX_HEAD_DIM,
+    MAX_HEAD_DIM_V,
+    CacheCall,
+    CacheSpec,
+    are_columns,
+    lengths_before,
+    new_counts,
+    numbered,
+    places,
+    query_counts,
+)
 
-_Int = (int, torch.SymInt)
 _REMEDY = "make the cache once for all steps"
 
 
 def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool, packed: bool) -> None:
     """Checks ranks, dtypes, devices, heads and head dimensions of q and both caches."""
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    check_float_dtype("q", q.dtype)
+    common.check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    common.check_float_dtype("q", q.dtype)
     if q.dim() != (3 if packed else 4):
         expected, remedy = (
             ("3 dimensions [total_q, heads_q, head_dim] beside cu_seqlens_q", "leave cu_seqlens_q out where all "
@@ -50,16 +49,13 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool, packe
             )
         if cache.dtype not in EIGHT_BITS:
             _check_like("q", q, name, cache)
-        check_device(name, cache, q.device)
+        common.check_device(name, cache, q.device)
         if cache.shape[-1] > 1 and cache.stride(-1) != 1:
             raise ValueError(
                 f"{name}: expected a last dimension that is contiguous, got strides {cache.stride()}; keep the cache "
                 "as [..., heads_kv, head_dim], a copy at every call would cost more than the attention"
             )
-    if k_cache.dtype is not v_cache.dtype:
-        raise TypeError(
-            f"v_cache: expected the dtype of k_cache, {k_cache.dtype}, got {v_cache.dtype}; use one for both"
-        )
+    common.check_dtype("v_cache", v_cache, k_cache.dtype, "k_cache", "use one for both")
     if differ(k_cache.shape[:-1], v_cache.shape[:-1]):
         raise ValueError(
             f"v_cache: expected the {first}, {second}, heads_kv of k_cache, {tuple(k_cache.shape[:-1])}, got "
@@ -69,9 +65,8 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool, packe
 
 
 def _check_like(of: str, q: Tensor, name: str, tensor: Tensor) -> None:
-    if tensor.dtype is not q.dtype:
-        raise TypeError(f"{name}: expected the dtype of {of}, {q.dtype}, got {tensor.dtype}; cast one of them")
-    check_device(name, tensor, q.device, of)
+    common.check_dtype(name, tensor, q.dtype, of)
+    common.check_device(name, tensor, q.device, of)
 
 
 def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -93,20 +88,13 @@ def check_packed(
     q: Tensor, k: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_new: Tensor | None, max_seqlen_q: int | None
 ) -> int:
     """Checks where sequences begin in packed q and k; returns the number of sequences."""
-    entries = check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device)
+    entries = common.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device)
     if cu_seqlens_new is not None:
         if k is None:
-            raise ValueError("cu_seqlens_new: expected None without new k and v, got a tensor; pass k and v")
-        check_cu_seqlens("cu_seqlens_new", cu_seqlens_new, q.device, entries, ", as many as for queries")
-    check_max_seqlen("max_seqlen_q", max_seqlen_q)
+            common.refuse("without new k and v", "pass k and v", cu_seqlens_new=cu_seqlens_new)
+        common.check_cu_seqlens("cu_seqlens_new", cu_seqlens_new, q.device, entries, ", as many as for queries")
+    common.check_max_seqlen("max_seqlen_q", max_seqlen_q)
     return entries - 1
-
-
-def check_not_packed(**packed: Tensor | int | None) -> None:
-    """Raises for an argument of packed calls in one that is not."""
-    for name, value in packed.items():
-        if value is not None:
-            raise ValueError(f"{name}: expected None without cu_seqlens_q, got {value!r}; it is for packed queries")
 
 
 def check_appended(
@@ -119,7 +107,7 @@ def check_appended(
     for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if tensor is None:
             continue
-        check_tensors(**{name: tensor})
+        common.check_tensors(**{name: tensor})
         _check_like("q", q, name, tensor)
         heads, head_dim = cache.shape[2:]
         same = () if packed and not as_q else q.shape[:1]
@@ -151,15 +139,13 @@ def resolve_factors(
         if descale is None:
             expanded.append(None)
             continue
-        check_tensors(**{name: descale})
+        common.check_tensors(**{name: descale})
         if k_cache.dtype not in EIGHT_BITS:
-            raise ValueError(
-                f"{name}: expected None beside caches of {k_cache.dtype}, got a tensor; factors belong to caches of "
-                "float8_e4m3fn, float8_e5m2 or int8"
-            )
+            remedy = "factors belong to caches of float8_e4m3fn, float8_e5m2 or int8"
+            common.refuse(f"beside caches of {k_cache.dtype}", remedy, **{name: descale})
         if descale.dtype is not torch.float32:
             raise TypeError(f"{name}: expected dtype float32, got {descale.dtype}; cast it")
-        check_device(name, descale, k_cache.device, "k_cache")
+        common.check_device(name, descale, k_cache.device, "k_cache")
         if descale.dim() > 3 or differ(descale.shape, kinds[descale.dim()]):
             raise ValueError(
                 f"{name}: expected shape [], [heads_kv], [entries or pages, heads_kv] or [entries or pages, rows, "
@@ -190,14 +176,16 @@ def check_places(
     """Checks what says where the rows of a sequence lie."""
     if cache_batch_indices is not None:
         if block_table is not None:
-            raise ValueError(
-                "cache_batch_indices: expected None beside block_table, got a tensor; the rows of the table say where "
-                "a sequence lies, so select those: block_table[cache_batch_indices]"
+            remedy = (
+                "the rows of the table say where a sequence lies, so select those: block_table[cache_batch_indices]"
             )
+            common.refuse("beside block_table", remedy, cache_batch_indices=cache_batch_indices)
         meaning = "an entry of the cache for each sequence of q"
-        check_lengths("cache_batch_indices", cache_batch_indices, batch, q.device, meaning)
+        common.check_lengths("cache_batch_indices", cache_batch_indices, batch, q.device, meaning)
     if cache_left_padding is not None:
-        check_lengths("cache_left_padding", cache_left_padding, batch, q.device, "a first row for each sequence of q")
+        common.check_lengths(
+            "cache_left_padding", cache_left_padding, batch, q.device, "a first row for each sequence of q"
+        )
     if block_table is not None:
         _check_block_table(q, batch, k_cache, block_table)
     elif cache_batch_indices is None and differ(k_cache.shape[:1], (batch,)):
@@ -208,19 +196,13 @@ def check_places(
 
 
 def _check_block_table(q: Tensor, batch: int, k_cache: Tensor, block_table: Tensor) -> None:
-    if not isinstance(block_table, Tensor):
-        raise TypeError(
-            f"block_table: expected an int32 or int64 tensor, got {type(block_table).__name__}; use torch.tensor(...)"
-        )
-    check_tensors(block_table=block_table)
-    if block_table.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"block_table: expected dtype int32 or int64, got {block_table.dtype}; cast it")
+    common.check_index("block_table", block_table)
     if block_table.dim() != 2 or differ(block_table.shape[:1], (batch,)):
         raise ValueError(
             f"block_table: expected shape [batch, max_pages] with the batch size of q, {batch}, got "
             f"{tuple(block_table.shape)}"
         )
-    check_device("block_table", block_table, q.device)
+    common.check_device("block_table", block_table, q.device)
     if not k_cache.shape[1]:
         raise ValueError(
             "k_cache: expected pages of at least one row beside block_table, [pages, page_size, heads_kv, head_dim], "
@@ -232,20 +214,15 @@ def resolve_tree(
     tree_mask: Tensor, q: Tensor, batch: int, longest: int | None, causal: bool, refused: Mapping[str, object]
 ) -> Tensor:
     """A tree as `[batch, seq_q, seq_q]`. `longest`: of packed sequences, whose tree is `[total_q, ...]`; else None."""
-    check_tensors(tree_mask=tree_mask)
+    common.check_tensors(tree_mask=tree_mask)
     if tree_mask.dtype is not torch.bool:
         raise TypeError(
             f"tree_mask: expected dtype bool, got {tree_mask.dtype}; flashtile.tree_mask makes it from parents"
         )
-    check_device("tree_mask", tree_mask, q.device)
+    common.check_device("tree_mask", tree_mask, q.device)
     if not causal:
         raise ValueError("causal: expected True beside tree_mask, which stands for the causal mask, got False")
-    for name, value in refused.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}: expected None beside tree_mask, got {type(value).__name__}; rows of a tree do not lie at the "
-                "positions of their tokens"
-            )
+    common.refuse("beside tree_mask", "rows of a tree do not lie at the positions of their tokens", **refused)
     if longest is not None:
         if tree_mask.dim() != 2 or differ(tree_mask.shape[:1], q.shape[:1]) or exceeds(longest, tree_mask.shape[1]):
             raise ValueError(
@@ -275,11 +252,11 @@ def resolve_lengths(
             )
         return capacity, None
     if isinstance(cache_lengths, Tensor):
-        check_lengths("cache_lengths", cache_lengths, batch, q.device, "a length for each sequence of q")
+        common.check_lengths("cache_lengths", cache_lengths, batch, q.device, "a length for each sequence of q")
         if seq_new is not None and seq_new > capacity:
             _raise_too_long(seq_new, 0, capacity)
         return 0, cache_lengths
-    if isinstance(cache_lengths, bool) or not isinstance(cache_lengths, _Int):
+    if not common.is_integer(cache_lengths):
         raise TypeError(f"cache_lengths: expected an int or an int32 or int64 tensor, got {cache_lengths!r}")
     if cache_lengths < 0:
         raise ValueError(f"cache_lengths: expected at least 0, got {cache_lengths}; it is the number of rows in use")
@@ -303,15 +280,13 @@ def check_rotary(q: Tensor, cos: Tensor | None, sin: Tensor | None, k: Tensor | 
         raise ValueError(f"{missing}: expected a table beside {given}, got None; flashtile.rotary_tables makes both")
     if cos is None or sin is None:
         return
-    check_tensors(rotary_cos=cos, rotary_sin=sin)
+    common.check_tensors(rotary_cos=cos, rotary_sin=sin)
     if k is None:
-        raise ValueError(
-            "rotary_cos: expected None without new k and v, got a table; rotate q with flashtile.apply_rotary"
-        )
+        common.refuse("without new k and v", "rotate q with flashtile.apply_rotary", rotary_cos=cos)
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        check_float_dtype(name, table.dtype)
-        check_device(name, table, q.device)
-    check_table_pair("rotary_cos", cos, "rotary_sin", sin, "q", q.shape[-1])
+        common.check_float_dtype(name, table.dtype)
+        common.check_device(name, table, q.device)
+    common.check_table_pair("rotary_cos", cos, "rotary_sin", sin, "q", q.shape[-1])
     if positions is not None:
         _check_table_length(cos, positions)
 
@@ -335,16 +310,6 @@ def resolve_splits(num_splits: int | None) -> int:
             f"num_splits: expected from 1 to {MAX_SPLITS}, got {num_splits}; None chooses it from the sizes"
         )
     return num_splits
-
-
-def check_no_gradient(**tensors: Tensor | None) -> None:
-    """Raises where autograd would have to record the call."""
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            raise ValueError(
-                f"{name}: expected a tensor that wants no gradient, got requires_grad=True; attention over a cache is "
-                "for inference: call it under torch.no_grad(), or train with flashtile.attention"
-            )
 
 
 def check_destinations(call: CacheCall, spec: CacheSpec) -> None:
@@ -378,12 +343,12 @@ def check_destinations(call: CacheCall, spec: CacheSpec) -> None:
 
 def check_values(call: CacheCall, spec: CacheSpec) -> None:
     """Checks lengths, indices and pages: always on a CPU, on a GPU with FLASHTILE_CHECK_VALUES=1."""
-    if not readable(call.q) or not call.batch:
+    if not common.readable(call.q) or not call.batch:
         return
     if call.cu_seqlens_q is not None:
-        check_cu_seqlens_values("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0], spec.max_seqlen_q)
+        common.check_cu_seqlens_values("cu_seqlens_q", call.cu_seqlens_q, call.q.shape[0], spec.max_seqlen_q)
     if call.cu_seqlens_new is not None and call.k is not None:
-        check_cu_seqlens_values("cu_seqlens_new", call.cu_seqlens_new, call.k.shape[0])
+        common.check_cu_seqlens_values("cu_seqlens_new", call.cu_seqlens_new, call.k.shape[0])
     before = [spec.length] * call.batch if call.cache_lengths is None else call.cache_lengths.tolist()
     new = new_counts(call)
     if min(before) < 0:
@@ -442,4 +407,35 @@ def _check_range(name: str, what: str, indices: Tensor, size: int) -> None:
         raise ValueError(
             f"{name}: expected numbers of the {size} {what} of the cache, from 0 to {size - 1}, got "
             f"{low if low < 0 else high}"
+        )
+
+
+def resolve_shared_rows(shared_rows: int, capacity: int, refused: Mapping[str, object]) -> int:
+    """The number of common rows. `refused`: arguments that a call with such rows does not take."""
+    if isinstance(shared_rows, bool) or not isinstance(shared_rows, int):
+        raise TypeError(f"shared_rows: expected an int or None, got {shared_rows!r}; it is the same for all sequences")
+    if not 0 <= shared_rows <= capacity:
+        raise ValueError(
+            f"shared_rows: expected from 0 to {capacity}, the rows of a sequence, got {shared_rows}; it is how many "
+            "first rows all sequences have in common"
+        )
+    remedy = "what depends on the position of a query is not the same for all sequences"
+    common.refuse("beside shared_rows", remedy, **refused)
+    return shared_rows
+
+
+def check_behind_shared_rows(call: CacheCall, spec: CacheSpec, shared: int) -> None:
+    """Whether all queries stand behind the common rows, as checks of values are."""
+    if torch.compiler.is_compiling() or not common.readable(call.q):
+        return
+    before = lengths_before(call, spec).tolist()
+    firsts = [
+        min(length, length + new - queries)
+        for length, new, queries in zip(before, new_counts(call), query_counts(call))
+        if new or queries
+    ]
+    if firsts and min(firsts) < shared:
+        raise ValueError(
+            f"shared_rows: expected at most {max(min(firsts), 0)}, the rows before the first new row and the first "
+            f"query of each sequence, got {shared}; pass fewer"
         )

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.api import checked_forward, unmasked_forward
-from flashtile.ops.kv_cache.rows import (
+from flashtile.ops.kv_cache.spec import (
+    CacheCall,
+    CacheSpec,
     indexable,
     lengths_before,
+    lse_dtype,
     new_counts,
     numbered,
     packed_rows,
@@ -27,7 +30,6 @@ from flashtile.ops.kv_cache.rows import (
     visible_in_tree,
     widened,
 )
-from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype
 from flashtile.ops.rotary.api import apply_rotary
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from flashtile.ops.common import dispatch, watch
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.flops import product_flops, register_flops, values_on_host
 from flashtile.ops.kv_cache import checks, repeated
-from flashtile.ops.kv_cache.rows import new_counts, query_counts
-from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype
+from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype, new_counts, query_counts
+from flashtile.ops.softmax.merge import finish_attention, merge_attention_
 
 _BACKENDS = standard_backends("kv_cache")
 
@@ -134,3 +135,54 @@ for _name in ("attention_cached", "attention_cached_"):
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
     dispatch.register_fake(f"flashtile::{_name}", _fake, _library)
     register_flops(_name, _flops)
+
+
+# --- a common prefix -------------------------------------------------------------------------------------------------
+# Its rows are read once for all sequences, and the results are merged. The queries of all sequences are those of a
+# single one that attends to the prefix, and each sequence attends to the rows behind it. Every query stands behind the
+# prefix, so it sees all of that.
+
+
+def run_with_shared_rows(call: CacheCall, spec: CacheSpec, shared: int, backend: str) -> tuple[Tensor, Tensor]:
+    """(out, lse) as of `run_with_cache`."""
+    if not shared or not call.batch:
+        return run_with_cache(call, spec, backend)
+    checks.check_behind_shared_rows(call, spec, shared)
+    left = torch.full((call.batch,), shared, dtype=torch.int32, device=call.q.device)
+    own, own_lse = run_with_cache(call._replace(cache_left_padding=left), spec, backend)
+    of_prefix, prefix_lse = run_with_cache(*_prefix_call(call, spec, shared), backend)
+    packed, (heads, width) = call.cu_seqlens_q is not None, own.shape[-2:]
+    batch, rows = (1, call.q.shape[0]) if packed else call.q.shape[:2]
+    acc = own.new_empty((batch, rows, heads, width), dtype=own_lse.dtype)
+    row_max, row_sum = own_lse.new_empty((2, batch, heads, rows))
+    parts = (
+        (of_prefix, prefix_lse.view(heads, batch, rows).transpose(0, 1)),
+        (own, own_lse.view(batch, heads, rows)),
+    )
+    for number, (part, lse) in enumerate(parts):
+        merge_attention_(acc, row_max, row_sum, part.view(acc.shape), lse, first=not number, backend=backend)
+    out, lse = finish_attention(acc, row_max, row_sum, own.dtype, backend=backend)
+    return out.view(own.shape), lse.view(own_lse.shape)
+
+
+def _prefix_call(call: CacheCall, spec: CacheSpec, shared: int) -> tuple[CacheCall, CacheSpec]:
+    """The call in which all queries attend to the prefix, where sequence 0 has it."""
+    q, starts, longest = call.q, call.cu_seqlens_q, 0
+    if starts is None:
+        q = q.flatten(0, 1)[None]
+    else:
+        starts, longest = starts[:: call.batch], q.shape[0]  # the first and the last
+    prefix = CacheCall(
+        q, call.k_cache, call.v_cache,
+        cache_batch_indices=_first(call.cache_batch_indices), block_table=_first(call.block_table),
+        cu_seqlens_q=starts, descale_k=call.descale_k, descale_v=call.descale_v,
+    )  # fmt: skip
+    if prefix.block_table is prefix.cache_batch_indices is None:
+        caches = ("k_cache", "v_cache", "descale_k", "descale_v")
+        prefix = prefix._replace(**{name: _first(getattr(call, name)) for name in caches})
+    return prefix, spec._replace(length=shared, window_left=None, window_right=None, max_seqlen_q=longest)
+
+
+def _first(tensor: Tensor | None) -> Any:
+    """The part of sequence 0."""
+    return None if tensor is None else tensor[:1]

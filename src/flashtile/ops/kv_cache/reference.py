@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.api import checked_forward
-from flashtile.ops.kv_cache.rows import (
+from flashtile.ops.kv_cache.spec import (
+    CacheCall,
+    CacheSpec,
     gathered,
     lengths_before,
+    lse_dtype,
     new_counts,
     packed_rows,
     places,
@@ -23,7 +26,6 @@ from flashtile.ops.kv_cache.rows import (
     store,
     visible_in_tree,
 )
-from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype
 from flashtile.ops.rotary.api import apply_rotary
 
 

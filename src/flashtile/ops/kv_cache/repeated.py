@@ -17,8 +17,7 @@ from flashtile._backends import forgetters
 from flashtile.ops.common import dispatch
 from flashtile.ops.common.repeated import Memory
 from flashtile.ops.common.tiles import power_of_two
-from flashtile.ops.kv_cache.rows import address_facts
-from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
+from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, address_facts
 
 Results = tuple[Tensor, Tensor]
 #: The arguments in the order of `CacheCall`. The lengths may be an int.

@@ -233,8 +233,7 @@ def check_positions(
     max_seqlen: int | None,
 ) -> None:
     """Checks type, shape and device of a position for each row, and that nothing else says where rows are."""
-    checks.check_tensors(position_ids=position_ids)
-    checks.check_index_dtype("position_ids", position_ids)
+    checks.check_index("position_ids", position_ids)
     checks.check_device("position_ids", position_ids, x.device, name)
     given = offsets if isinstance(offsets, Tensor) or not known(offsets == 0) else None
     checks.refuse(

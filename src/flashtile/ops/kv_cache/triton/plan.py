@@ -36,8 +36,7 @@ from flashtile.ops.kv_cache.hopper.backend import (
     shares_steps,
     unreadable_by_forward,
 )
-from flashtile.ops.kv_cache.rows import address_facts
-from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM_V, CacheCall, CacheSpec
+from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM_V, CacheCall, CacheSpec, address_facts
 from flashtile.ops.kv_cache.triton.append import append_kernel
 from flashtile.ops.kv_cache.triton.configs import append_cut
 
