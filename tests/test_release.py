@@ -27,6 +27,8 @@ SOURCE = Path(flashtile.__file__).parent
 #: What importing flashtile may take beyond importing torch, as a part of that. It takes 0.11 to 0.13, and Triton would
 #: add 0.14.
 MOST_OF_TORCH = 0.15
+#: Packages that only parts of flashtile need.
+OPTIONAL = ("typer", "rich", "matplotlib", "jinja2", "numpy", "transformers", "diffusers")
 _BUILT = ("src", "tests", "docs", "decisions", "examples", "benchmarks", "packaging", "tools")
 _FILES = ("CITATION.cff", "LICENSE", "Makefile", "mkdocs.yml", ".gitignore", "pyproject.toml", "requirements-dev.txt")
 
@@ -218,7 +220,7 @@ def test_the_sdist_has_what_its_tests_need(builds):
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
-def test_import_is_quick_beyond_torch(tmp_path):
+def test_import_is_quick_beyond_torch_and_loads_no_kernel_compiler_or_optional_package(tmp_path):
     """Processor time of the quickest of some processes, as other work on the machine does not count, beside that of
     torch, as machines differ; of compiled sources, as an installation has them."""
     shutil.copytree(SOURCE, tmp_path / "flashtile", ignore=shutil.ignore_patterns("__pycache__"))
@@ -227,9 +229,9 @@ def test_import_is_quick_beyond_torch(tmp_path):
         "import sys, time\n"
         "start = time.process_time()\n"
         "import torch\n"
-        "middle = time.process_time()\n"
+        "middle, before = time.process_time(), set(sys.modules)\n"
         "import flashtile\n"
-        "print((time.process_time() - middle) / (middle - start), 'triton' in sys.modules)\n"
+        "print((time.process_time() - middle) / (middle - start), *set(sys.modules) - before)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     parts = []
@@ -237,8 +239,10 @@ def test_import_is_quick_beyond_torch(tmp_path):
         output = subprocess.run(
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=True
         ).stdout
-        part, triton_loaded = output.split()
-        assert triton_loaded == "False"
+        part, *loaded = output.split()
+        heavy = (*OPTIONAL, "triton", "torch._dynamo", "torch._inductor", "torch.distributed.tensor")
+        assert "torch.utils.flop_counter" not in loaded
+        assert not [name for name in loaded if any(f"{name}.".startswith(f"{each}.") for each in heavy)]
         parts.append(float(part))
         if parts[-1] <= MOST_OF_TORCH:
             return

@@ -148,7 +148,6 @@ def tables_of_all_commands():
     """Tables of the committed records, from every command that has tables."""
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         record = json.loads(path.read_text("utf-8"))
-        del record["rows"][200:]
         if all(row["op"] in (*DRAWN, *OPERATIONS) and "tflops" in row for row in record["rows"]):
             yield from make_report(record, record).tables
     points = [Point(name, 131072, 12345.6, 2**34) for name in ("flashtile", "plain")]
@@ -160,12 +159,20 @@ def tables_of_all_commands():
     yield describe_io(call, "sm_90")
 
 
+def widest_lines(table):
+    """Lines with the longest cell or the longest word of a column: the widths of columns depend on no others."""
+    sizes = (len, lambda cell: max(map(len, cell.split()), default=0))
+    columns = range(len(table.headings))
+    return [max(table.lines, key=lambda line: size(line[column])) for column in columns for size in sizes]
+
+
 def test_tables_fit_80_columns_and_break_no_word():
     count = 0
     for table in tables_of_all_commands():
-        shown = drawn(table, 80)
+        lines = widest_lines(table)
+        shown = drawn(replace(table, lines=lines), 80)
         assert max(map(len, shown.splitlines())) <= 80, shown
-        words = {word for line in (table.headings, *table.lines) for cell in line for word in cell.split()}
+        words = {word for line in (table.headings, *lines) for cell in line for word in cell.split()}
         assert words <= set(shown.split()), words - set(shown.split())
         count += 1
     assert count > 30

@@ -235,18 +235,13 @@ def test_runner(options, release, program, capsys):
     assert capsys.readouterr().out == f"{release} __main__ {[program, '--size', '3']} beside\n"
 
 
-def test_runner_as_a_command(program):
-    done = run_python("-m", "flashtile.compat", program, "--help")
-    assert done.stdout == f"2.8.3 __main__ {[program, '--help']} beside\n", done.stderr
-
-
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no -P")
-def test_runner_leaves_a_safe_path_alone(tmp_path):
+def test_runner_as_a_command_leaves_a_safe_path_alone(program, tmp_path):
     """There the first folder is not that of the program, and need not be found again."""
-    folder_with({"needed.py": ""}, tmp_path / "first")
-    folder = folder_with({"program.py": "import flash_attn, needed\n"}, tmp_path / "programs")
-    done = run_python("-P", "-m", "flashtile.compat", f"{folder}/program.py", path=str(tmp_path / "first"))
-    assert not done.returncode, done.stderr
+    path = folder_with({"beside.py": ""}, tmp_path / "first")
+    folder = folder_with({"program.py": SCRIPT}, tmp_path / "programs")
+    done = run_python("-P", "-m", "flashtile.compat", f"{folder}/program.py", "--help", path=path)
+    assert done.stdout == f"2.8.3 __main__ {[f'{folder}/program.py', '--help']} beside\n", done.stderr
 
 
 def test_runner_refuses(real, program, capsys):

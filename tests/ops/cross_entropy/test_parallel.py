@@ -12,20 +12,26 @@ import torch.multiprocessing as mp
 import flashtile
 from flashtile.testing import assert_same
 from support.companions.cross_entropy_parallel import check, check_linear, run_process
+from support.distributed.processes import forking
+
+
+def _two_processes(folder: Path, backend: str, device: str) -> None:
+    forking()
+    mp.start_processes(run_process, (2, str(folder / "store"), backend, device), nprocs=2, start_method="forkserver")
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    mp.spawn(run_process, (2, str(tmp_path / "store"), "cpu", "cpu"), nprocs=2)
+    _two_processes(tmp_path, "cpu", "cpu")
 
 
 @pytest.mark.interpreter
 def test_two_processes_interpreted(tmp_path: Path) -> None:
-    mp.spawn(run_process, (2, str(tmp_path / "store"), "triton", "cpu"), nprocs=2)
+    _two_processes(tmp_path, "triton", "cpu")
 
 
 @pytest.mark.multi_gpu
 def test_two_gpus(tmp_path: Path) -> None:
-    mp.spawn(run_process, (2, str(tmp_path / "store"), "triton", "cuda"), nprocs=2)
+    _two_processes(tmp_path, "triton", "cuda")
 
 
 def test_a_group_of_one(tmp_path: Path) -> None:
