@@ -102,11 +102,7 @@ def measure(shape: io_model.Shape, device: io_model.Device, ncu: str | None, opt
 
 
 def row(
-    shape: io_model.Shape,
-    point: io_model.SweepPoint,
-    ms: float,
-    error: float,
-    kernels: list[dict[str, Any]] | None,
+    shape: io_model.Shape, point: io_model.SweepPoint, ms: float, error: float, kernels: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
     """A row: predicted and, with `kernels`, counted. `error` is the distance from the first tiles' output."""
     counted = None

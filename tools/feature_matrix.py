@@ -114,8 +114,7 @@ FEATURES = (
     ),
     Feature("float64", (_dtype(torch.float64),)),
     Feature(
-        "head_dim a multiple of 8, up to 256, and another one of v",
-        (_heads(64, 64), _heads(192, 128), _heads(8, 256)),
+        "head_dim a multiple of 8, up to 256, and another one of v", (_heads(64, 64), _heads(192, 128), _heads(8, 256))
     ),
     Feature("head_dim up to 256, not a multiple of 8, contiguous tensors", (_heads(20, 64), _heads(65, 64))),
     Feature("head_dim of v not a multiple of 8", (_heads(64, 20), _heads(20, 20))),
@@ -145,8 +144,7 @@ FEATURES = (
         (lambda case: replace(case, heads_kv=2), lambda case: replace(case, heads_kv=1)),
     ),
     Feature(
-        "packed sequences",
-        (lambda case: replace(case, key_lengths=None, lengths_q=(5, 0, 37), lengths_k=(33, 4, 20)),),
+        "packed sequences", (lambda case: replace(case, key_lengths=None, lengths_q=(5, 0, 37), lengths_k=(33, 4, 20)),)
     ),
     Feature("`key_lengths`", (lambda case: replace(case, key_lengths=(9,) * (3 if case.packed else 2)),)),
     Feature("`softcap`", (_arguments(softcap=2.0),)),
@@ -155,10 +153,7 @@ FEATURES = (
     Feature("`alibi_slopes`, with gradient", (lambda case: replace(case, alibi_slopes="h", constant=()),)),
     Feature("`bias`, with gradient", (_bias,)),
     Feature("`mask`", (lambda case: replace(case, mask="11qk"),)),
-    Feature(
-        "`block_mask`",
-        tuple(map(_block_mask, ((128, 128), (256, 128), (64, 64), (64, 256)))),
-    ),
+    Feature("`block_mask`", tuple(map(_block_mask, ((128, 128), (256, 128), (64, 64), (64, 256))))),
     Feature("`score_mod`", (lambda case: replace(case, score_mod=True, constant=("score_mod",)),)),
     Feature(
         "`score_mod`, with gradients of captured tensors", (lambda case: replace(case, score_mod=True, constant=()),)

@@ -18,6 +18,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,8 +55,30 @@ def _rows_of(record: str) -> list[Row]:
     return [row for row in json.loads(text)["rows"] if row["ms"] is not None]
 
 
-def any_case(_: Case) -> bool:
-    return True
+#: The cases of a record that a row of a table counts.
+KEEP: dict[str, Keep] = {
+    "all": lambda case: True,
+    "grouped": lambda case: case["H"] != case["Hkv"],
+    "mla": lambda case: case["D"] != case["Dv"],
+    "window": lambda case: case["window"] is not None,
+    "plain": lambda case: not any(KEEP[kind](case) for kind in ("grouped", "mla", "window")),
+    "bias": lambda case: case["bias"] is not None,
+    "mask": lambda case: case["mask"] is not None,
+    "softcap": lambda case: case["softcap"] is not None,
+    **{name: partial(lambda name, case: (case["mask"] or "").startswith(name), name)
+       for name in ("tiles", "documents", "padding", "random")},
+    "dropout, narrow heads": lambda case: case["dropout_p"] > 0 and case["D"] <= 64,
+    "dropout, wide heads": lambda case: case["dropout_p"] > 0 and case["D"] > 64,
+    "long": lambda case: case["S"] > 200 and not case["Sk"] and case["window"] is None,
+    "short": lambda case: not KEEP["long"](case) and case["window"] is None,
+    "72 to 112": lambda case: KEEP["long"](case) and 72 <= case["D"] <= 112,
+    "128 to 256": lambda case: KEEP["long"](case) and 128 <= case["D"] <= 256,
+    "decoding": lambda case: "kib" not in case and not case.get("append"),
+}  # fmt: skip
+
+
+def heads_of(low: int, high: int) -> Keep:
+    return lambda case: low <= case["D"] <= high and case["window"] is None
 
 
 class Ratios(NamedTuple):
@@ -83,7 +106,7 @@ class Ratios(NamedTuple):
 
 
 def ratios(
-    record: str, phase: str, ours: str | tuple[str, ...], peers: Iterable[str] = ALL_PEERS, keep: Keep = any_case
+    record: str, phase: str, ours: str | tuple[str, ...], peers: Iterable[str] = ALL_PEERS, keep: Keep = KEEP["all"]
 ) -> Ratios:
     """`ours` may name several implementations, of which the last that has a case counts."""
     times: dict[str, dict[str, float]] = {}
@@ -99,60 +122,16 @@ def ratios(
     return Ratios([best[key] / mine[key] for key in best])
 
 
-def compared(record: str, ours: str, peers: Iterable[str], keep: Keep = any_case) -> list[str]:
+def compared(record: str, ours: str | tuple[str, ...], peers: Iterable[str], keep: Keep = KEEP["all"]) -> list[str]:
     """How many cases; mean (lowest) and how many are slower, forward and then backward."""
-    peers = tuple(peers)
     forward, backward = (ratios(record, phase, ours, peers, keep) for phase in (FORWARD, BACKWARD))
     return [str(len(forward.values)), forward.full_cell, forward.slower, backward.full_cell, backward.slower]
 
 
-def means(record: str, ours: str | tuple[str, ...], peers: Iterable[str], keep: Keep = any_case) -> list[str]:
+def means(record: str, ours: str | tuple[str, ...], peers: Iterable[str], keep: Keep = KEEP["all"]) -> list[str]:
     """How many cases; mean (lowest), forward and then backward."""
-    peers = tuple(peers)
     forward, backward = (ratios(record, phase, ours, peers, keep) for phase in (FORWARD, BACKWARD))
     return [str(len(forward.values)), forward.cell, backward.cell]
-
-
-# The cases of a record that a row of a table counts.
-
-
-def is_grouped(case: Case) -> bool:
-    return case["H"] != case["Hkv"]
-
-
-def is_mla(case: Case) -> bool:
-    return case["D"] != case["Dv"]
-
-
-def is_window(case: Case) -> bool:
-    return case["window"] is not None
-
-
-def is_plain(case: Case) -> bool:
-    return not (is_grouped(case) or is_mla(case) or is_window(case))
-
-
-KINDS = (is_plain, is_grouped, is_mla, is_window)
-
-
-def has_bias(case: Case) -> bool:
-    return case["bias"] is not None
-
-
-def has_mask(case: Case) -> bool:
-    return case["mask"] is not None
-
-
-def heads_of(low: int, high: int) -> Keep:
-    return lambda case: low <= case["D"] <= high and not is_window(case)
-
-
-def function_of(name: str, head_dim: int) -> Keep:
-    return lambda case: (case["function"], case["D"]) == (name, head_dim)
-
-
-def mask_begins(name: str) -> Keep:
-    return lambda case: (case["mask"] or "").startswith(name)
 
 
 # The tables.
@@ -163,7 +142,7 @@ def hopper_speeds() -> list[list[str]]:
     cases = {json.dumps(row["case"]): row["case"] for row in rows_of("h200-attention")}
     table = [["head_dim", "mask", "flashtile (`hopper`)", "FlashAttention-2", "cuDNN", "FlashAttention-4"]]
     for key, case in cases.items():
-        if is_plain(case) and case["S"] == 8192:
+        if KEEP["plain"](case) and case["S"] == 8192:
             flops = 4 * case["B"] * case["H"] * case["S"] ** 2 * case["D"] / (2 if case["causal"] else 1)
             speeds = [
                 " / ".join(
@@ -178,28 +157,68 @@ def hopper_speeds() -> list[list[str]]:
 
 COMPARED = ["cases", "forward", "slower in", "backward", "slower in"]
 MEANS = ["cases", "forward", "backward"]
-_NAMES = {"sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN", "fa4": "FlashAttention-4"}
+_NAMES = {"sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN", "fa4": "FlashAttention-4", "flex": "FlexAttention"}
+_HOPPER = ("h200-attention", "flashtile-hopper", PEERS)
+_H100 = ("h100-attention", "flashtile-auto", PEERS)
+_MASKS = ("h200-masks", ("flashtile-triton", "flashtile-hopper"), ("flex",))
+_FEATURES = ("h100-features", "flashtile-auto", ALL_PEERS)
+_SHAPES = ("h200-shapes", "flashtile-auto", ALL_PEERS)
+_FLOAT32 = ("h100-float32", "flashtile-auto", ("sdpa-efficient",))
+_PORTABLE = ("h200-attention-portable", "flashtile-triton")
+#: Tables of ratios: the first heading, what is said of the cases, and for each line its name and arguments of that.
+_RATIOS: dict[str, tuple[str, Callable[..., list[str]], dict[str, tuple[Any, ...]]]] = {
+    "hopper-peers": ("`hopper` against", compared, {
+        **{_NAMES[peer]: (*_HOPPER[:2], (peer,), KEEP["plain"]) for peer in PEERS},
+        "the fastest of these, case by case": (*_HOPPER, KEEP["plain"]),
+    }),
+    "hopper-others": ("`hopper` against the fastest peer", compared, {
+        "64 and 8 heads of 128, 2k to 32k tokens": (*_HOPPER, KEEP["grouped"]),
+        "head_dim 192, of v 128, 8,192 tokens": (*_HOPPER, KEEP["mla"]),
+        "a window of 128 keys, head_dim 64": (*_HOPPER, KEEP["window"]),
+        "packed: sequences of 30 to 10,035 tokens":
+            ("h200-attention-packed", "flashtile-hopper", ("fa4", "torch-varlen")),
+    }),
+    "portable": ("`triton` against", compared, {
+        _NAMES[peer]: (*_PORTABLE, (peer,)) for peer in ("sdpa-flash", "flex", "sdpa-cudnn")
+    }),
+    "masks": ("flashtile against FlexAttention", means, {
+        "block masks, 5 to 50 % of the tiles (`hopper`)": (*_MASKS, KEEP["tiles"]),
+        "causal windows of 128 to 4,096 keys (`hopper`)": (*_MASKS, KEEP["window"]),
+        "a soft cap (`hopper`)": (*_MASKS, KEEP["softcap"]),
+        "a bias shared by the batch, with its gradient (`triton`)": (*_MASKS, KEEP["bias"]),
+        "65,536 tokens of documents (`hopper`)": (*_MASKS, KEEP["documents"]),
+    }),
+    "features": ("feature", means, {
+        "dropout 0.1, heads of 32 and 64": (*_FEATURES, KEEP["dropout, narrow heads"]),
+        "dropout 0.1, heads of 96 to 256": (*_FEATURES, KEEP["dropout, wide heads"]),
+        "a bias with its gradient": (*_FEATURES, KEEP["bias"]),
+        "a mask of padded keys `[B, 1, 1, S]`": (*_FEATURES, KEEP["padding"]),
+        "a random mask `[1, 1, S, S]`": (*_FEATURES, KEEP["random"]),
+    }),
+    "shapes": ("other shapes", compared, {
+        "heads of 72 to 112": (*_SHAPES, KEEP["72 to 112"]),
+        "heads of 128 to 256": (*_SHAPES, KEEP["128 to 256"]),
+        "heads of 320 and 512": (*_SHAPES, heads_of(320, 512)),
+        "windows of 127 to 4,096 keys, grouped heads": (*_SHAPES, KEEP["window"]),
+        "sequences of 49 to 197 tokens, or 77 keys": (*_SHAPES, KEEP["short"]),
+        "all of them": _SHAPES,
+        "the same on an H100, in earlier code": ("h100-shapes", *_SHAPES[1:]),
+    }),
+    "float32": ("float32, heads of", compared, {
+        "32 and 64": (*_FLOAT32, heads_of(32, 64)), "96 and 128": (*_FLOAT32, heads_of(96, 128)),
+        "160 to 256": (*_FLOAT32, heads_of(160, 256)), "512": (*_FLOAT32, heads_of(512, 512)), "all": _FLOAT32,
+    }),
+    "on-h100": ("on an H100", compared, {
+        "plain attention": (*_H100, KEEP["plain"]), "grouped heads": (*_H100, KEEP["grouped"]),
+        "head_dim 192, of v 128": (*_H100, KEEP["mla"]), "window of 128 keys": (*_H100, KEEP["window"]),
+    }),
+}  # fmt: skip
 
 
-def hopper_peers() -> list[list[str]]:
-    table = [["`hopper` against", *COMPARED]]
-    for peer, name in _NAMES.items():
-        table.append([name, *compared("h200-attention", "flashtile-hopper", (peer,), is_plain)])
-    fastest = compared("h200-attention", "flashtile-hopper", PEERS, is_plain)
-    return [*table, ["the fastest of these, case by case", *fastest]]
-
-
-def hopper_others() -> list[list[str]]:
-    rows = {
-        "64 and 8 heads of 128, 2k to 32k tokens": is_grouped,
-        "head_dim 192, of v 128, 8,192 tokens": is_mla,
-        "a window of 128 keys, head_dim 64": is_window,
-    }
-    table = [["`hopper` against the fastest peer", *COMPARED]]
-    for name, keep in rows.items():
-        table.append([name, *compared("h200-attention", "flashtile-hopper", PEERS, keep)])
-    packed = compared("h200-attention-packed", "flashtile-hopper", ("fa4", "torch-varlen"))
-    return [*table, ["packed: sequences of 30 to 10,035 tokens", *packed]]
+def ratio_table(name: str) -> list[list[str]]:
+    heading, cells, lines = _RATIOS[name]
+    found = [[line, *cells(*arguments)] for line, arguments in lines.items()]
+    return [[heading, *(COMPARED if cells is compared else MEANS)], *found]
 
 
 def readme_speeds() -> list[list[str]]:
@@ -210,13 +229,13 @@ def readme_speeds() -> list[list[str]]:
         "a window of 128 keys, head_dim 64, 8,192 tokens",
         "packed: 65,536 tokens in sequences of 30 to 10,035",
     )
-    rows = [hopper_peers()[-1], *hopper_others()[1:]]
+    rows = [ratio_table("hopper-peers")[-1], *ratio_table("hopper-others")[1:]]
     cells = [[name, row[1], row[2], row[4]] for name, row in zip(names, rows, strict=True)]
     return [["`hopper` against the fastest of them", *MEANS], *cells]
 
 
 def which_one() -> list[list[str]]:
-    peers = hopper_peers()[1:4]
+    peers = ratio_table("hopper-peers")[1:4]
     table = [["flashtile against", "where", "forward", "backward"]]
     for name, where, row in zip(
         ("SDPA with FlashAttention-2", "SDPA with cuDNN", "FlashAttention-4"),
@@ -225,9 +244,9 @@ def which_one() -> list[list[str]]:
         strict=True,
     ):
         table.append([name, where, row[2], row[4]])
-    blocks = masks()[1]
+    blocks = ratio_table("masks")[1]
     table.append(["FlexAttention", f"block masks, {blocks[1]} cases", *blocks[2:]])
-    biases = means("h100-features", "flashtile-auto", ("flex", "sdpa-efficient"), has_bias)
+    biases = means("h100-features", "flashtile-auto", ("flex", "sdpa-efficient"), KEEP["bias"])
     name = "the fastest of FlexAttention and SDPA's memory-efficient kernel"
     return [*table, [name, f"a bias with its gradient, {biases[0]} cases", *biases[1:]]]
 
@@ -259,64 +278,6 @@ def values() -> list[list[str]]:
     return table
 
 
-def portable() -> list[list[str]]:
-    names = {"sdpa-flash": "FlashAttention-2", "flex": "FlexAttention", "sdpa-cudnn": "cuDNN"}
-    cells = [[name, *compared("h200-attention-portable", "flashtile-triton", (peer,))] for peer, name in names.items()]
-    return [["`triton` against", *COMPARED], *cells]
-
-
-def masks() -> list[list[str]]:
-    kinds: dict[str, Keep] = {
-        "block masks, 5 to 50 % of the tiles (`hopper`)": mask_begins("tiles"),
-        "causal windows of 128 to 4,096 keys (`hopper`)": is_window,
-        "a soft cap (`hopper`)": lambda case: case["softcap"] is not None,
-        "a bias shared by the batch, with its gradient (`triton`)": has_bias,
-        "65,536 tokens of documents (`hopper`)": mask_begins("documents"),
-    }
-    ours = ("flashtile-triton", "flashtile-hopper")
-    cells = [[name, *means("h200-masks", ours, ("flex",), keep)] for name, keep in kinds.items()]
-    return [["flashtile against FlexAttention", *MEANS], *cells]
-
-
-def features() -> list[list[str]]:
-    kinds: dict[str, Keep] = {
-        "dropout 0.1, heads of 32 and 64": lambda case: case["dropout_p"] > 0 and case["D"] <= 64,
-        "dropout 0.1, heads of 96 to 256": lambda case: case["dropout_p"] > 0 and case["D"] > 64,
-        "a bias with its gradient": has_bias,
-        "a mask of padded keys `[B, 1, 1, S]`": mask_begins("padding"),
-        "a random mask `[1, 1, S, S]`": mask_begins("random"),
-    }
-    cells = [[name, *means("h100-features", "flashtile-auto", ALL_PEERS, keep)] for name, keep in kinds.items()]
-    return [["feature", *MEANS], *cells]
-
-
-def shapes() -> list[list[str]]:
-    def is_long(case: Case) -> bool:
-        return case["S"] > 200 and not case["Sk"] and not is_window(case)
-
-    kinds: dict[str, Keep] = {
-        "heads of 72 to 112": lambda case: is_long(case) and 72 <= case["D"] <= 112,
-        "heads of 128 to 256": lambda case: is_long(case) and 128 <= case["D"] <= 256,
-        "heads of 320 and 512": heads_of(320, 512),
-        "windows of 127 to 4,096 keys, grouped heads": is_window,
-        "sequences of 49 to 197 tokens, or 77 keys": lambda case: not is_long(case) and not is_window(case),
-    }
-    table = [["other shapes", *COMPARED]]
-    for name, keep in kinds.items():
-        table.append([name, *compared("h200-shapes", "flashtile-auto", ALL_PEERS, keep)])
-    for name, record in (("all of them", "h200-shapes"), ("the same on an H100, in earlier code", "h100-shapes")):
-        table.append([name, *compared(record, "flashtile-auto", ALL_PEERS)])
-    return table
-
-
-def float32() -> list[list[str]]:
-    kinds = {"32 and 64": (32, 64), "96 and 128": (96, 128), "160 to 256": (160, 256), "512": (512, 512)}
-    table = [["float32, heads of", *COMPARED]]
-    for name, limits in kinds.items():
-        table.append([name, *compared("h100-float32", "flashtile-auto", ("sdpa-efficient",), heads_of(*limits))])
-    return [*table, ["all", *compared("h100-float32", "flashtile-auto", ("sdpa-efficient",))]]
-
-
 def random_shapes() -> list[list[str]]:
     common, odd = ("sdpa-cudnn", "fa4"), ("sdpa-flash", "sdpa-cudnn")
     kinds = (
@@ -332,26 +293,16 @@ def random_shapes() -> list[list[str]]:
     return table
 
 
-def on_h100() -> list[list[str]]:
-    names = ("plain attention", "grouped heads", "head_dim 192, of v 128", "window of 128 keys")
-    cells = [
-        [name, *compared("h100-attention", "flashtile-auto", PEERS, keep)]
-        for name, keep in zip(names, KINDS, strict=True)
-    ]
-    return [["on an H100", *COMPARED], *cells]
-
-
-def function_ratios(phase: str, keep: Keep = any_case) -> Ratios:
-    """The ratios of the later record, if it has a function."""
+def function_ratios(phase: str, name: str, head_dim: int) -> Ratios:
+    """The ratios of the later record, if it has the function."""
     later = {row["case"]["function"] for row in rows_of("h200-score-functions")}
-    found: list[float] = []
-    for record, is_later in (("h200-score-functions", True), ("h200-functions", False)):
+    rows_of("h200-functions")
+    record = "h200-score-functions" if name in later else "h200-functions"
 
-        def wanted(case: Case, is_later: bool = is_later) -> bool:
-            return keep(case) and (case["function"] in later) == is_later
+    def wanted(case: Case) -> bool:
+        return (case["function"], case["D"]) == (name, head_dim)
 
-        found += ratios(record, phase, "flashtile-auto", ("flex",), wanted).values
-    return Ratios(found)
+    return ratios(record, phase, "flashtile-auto", ("flex",), wanted)
 
 
 def functions() -> list[list[str]]:
@@ -359,7 +310,7 @@ def functions() -> list[list[str]]:
     for name in dict.fromkeys(row["case"]["function"] for row in rows_of("h200-functions")):
         cells = []
         for phase in (FORWARD, BACKWARD):
-            found = [function_ratios(phase, function_of(name, head_dim)) for head_dim in (128, 64)]
+            found = [function_ratios(phase, name, head_dim) for head_dim in (128, 64)]
             cells.append(", ".join(f"{each.mean:.2f}" if each.values else "–" for each in found))
         table.append([f"`{name}`", *cells])
     return table
@@ -512,11 +463,11 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 def on_a_cpu() -> list[list[str]]:
     """Against the fastest of PyTorch's flash attention, its math path and gathered pages."""
     kinds: list[tuple[str, str, Keep]] = [
-        ("a step of decoding, one query", "cpu-decode", lambda case: "kib" not in case and not case.get("append")),
-        ("grouped heads, 256 and 1,024 tokens", "cpu-grouped", any_case),
-        ("windows of 128 and 256 keys", "cpu-features", is_window),
-        ("masks, 512 tokens", "cpu-features", has_mask),
-        ("a bias with its gradient", "cpu-features", has_bias),
+        ("a step of decoding, one query", "cpu-decode", KEEP["decoding"]),
+        ("grouped heads, 256 and 1,024 tokens", "cpu-grouped", KEEP["all"]),
+        ("windows of 128 and 256 keys", "cpu-features", KEEP["window"]),
+        ("masks, 512 tokens", "cpu-features", KEEP["mask"]),
+        ("a bias with its gradient", "cpu-features", KEEP["bias"]),
     ]
     table = [["on one core", "dtype", *MEANS]]
     for name, record, keep in kinds:
@@ -559,29 +510,12 @@ def host_time() -> list[list[str]]:
 
 
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
-    "hopper-speeds": hopper_speeds,
-    "hopper-peers": hopper_peers,
-    "hopper-others": hopper_others,
-    "readme-speeds": readme_speeds,
-    "which-one": which_one,
-    "values": values,
-    "portable": portable,
-    "masks": masks,
-    "features": features,
-    "shapes": shapes,
-    "float32": float32,
-    "random-shapes": random_shapes,
-    "on-h100": on_h100,
-    "functions": functions,
-    "companions": companions,
-    "training": training,
-    "decoding": decoding,
-    "serving-chunks": serving_chunks,
-    "serving-kinds": serving_kinds,
-    "on-a-cpu": on_a_cpu,
-    "several-gpus": several_gpus,
-    "host-time": host_time,
-}
+    **{name: partial(ratio_table, name) for name in _RATIOS},
+    "hopper-speeds": hopper_speeds, "readme-speeds": readme_speeds, "which-one": which_one, "values": values,
+    "random-shapes": random_shapes, "functions": functions, "companions": companions, "training": training,
+    "decoding": decoding, "serving-chunks": serving_chunks, "serving-kinds": serving_kinds, "on-a-cpu": on_a_cpu,
+    "several-gpus": several_gpus, "host-time": host_time,
+}  # fmt: skip
 
 
 #: Tables that stand for whole pages, not for the code of a record.

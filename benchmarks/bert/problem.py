@@ -32,11 +32,7 @@ _EAGER_BATCH = 16
 _OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01, "fused": True}
 
 #: Layers, heads, width, vocabulary.
-MODELS = {
-    "bert-large": (24, 16, 1024, 30522),
-    "bert-base": (12, 12, 768, 30522),
-    "bert-tiny": (2, 2, 32, 128),
-}
+MODELS = {"bert-large": (24, 16, 1024, 30522), "bert-base": (12, 12, 768, 30522), "bert-tiny": (2, 2, 32, 128)}
 
 
 @dataclass(frozen=True)

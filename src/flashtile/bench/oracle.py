@@ -191,11 +191,7 @@ def _reference(
 
 
 def _reference_in_blocks(
-    case: Case,
-    tensors: dict[str, Tensor],
-    dropout_seed: Tensor | None,
-    mask: Tensor | None = None,
-    start: int = 0,
+    case: Case, tensors: dict[str, Tensor], dropout_seed: Tensor | None, mask: Tensor | None = None, start: int = 0
 ) -> dict[str, Tensor]:
     """The same for `[n, S, heads, D]`, by blocks of queries. `start`: where this part of the sequence starts."""
     q, k, v = tensors["q"], tensors["k"], tensors["v"]

@@ -114,12 +114,7 @@ def _mean_cells(ratios: Sequence[Ratio]) -> list[str]:
     values = [ratio.value for ratio in ratios]
     lowest = min(ratios, key=lambda ratio: ratio.value)
     figures = (geometric_mean(values), min(values), max(values))
-    return [
-        *(f"{f:.2f}" for f in figures),
-        str(len(values)),
-        lowest.peer,
-        case_name(vars(lowest)),
-    ]
+    return [*(f"{f:.2f}" for f in figures), str(len(values)), lowest.peer, case_name(vars(lowest))]
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:

@@ -124,8 +124,7 @@ def bench_train(
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a step.")] = None,
     context: Annotated[
-        list[int] | None,
-        typer.Option(min=1, metavar="NUMBERS", help="Tokens of a sequence; each number is measured."),
+        list[int] | None, typer.Option(min=1, metavar="NUMBERS", help="Tokens of a sequence; each number is measured.")
     ] = None,
     after: Annotated[int, typer.Option(min=0, help="Steps of training before what is measured.")] = 0,
     dropout: Annotated[float, typer.Option(min=0, help="Probability of each of GPT-2's dropouts.")] = 0.0,
@@ -195,12 +194,7 @@ def bench_distributed(
 
 
 def _measure(
-    command: str,
-    choice: dict[str, Any],
-    output: Path | None,
-    compare: Path | None,
-    against: str | None,
-    show: bool,
+    command: str, choice: dict[str, Any], output: Path | None, compare: Path | None, against: str | None, show: bool
 ) -> None:
     """Measures, or with `show` lists what there is to measure."""
 

@@ -139,10 +139,7 @@ def _hopper_backward(walk: _Walk) -> list[Work]:
     """Three launches: statistics and zeros, all five products, and sums of dq to dq."""
     sums = Transfer("sums of dq", walk.size("q") * 4 // walk.shape.dtype.itemsize, writes=True)
     begin = [*walk.held("out, dout, lse", "statistics"), sums]
-    main = [
-        *walk.held("k, v", "dk, dv"),
-        *walk.queries("q", "dout", "statistics", sums=["dq"]),
-    ]
+    main = [*walk.held("k, v", "dk, dv"), *walk.queries("q", "dout", "statistics", sums=["dq"])]
     end = [Transfer(sums.tensor, sums.size), *walk.held("", "dq")]
     dtype = walk.shape.dtype
     return [
@@ -201,10 +198,7 @@ class SweepPoint:
 
 
 def sweep(
-    shape: Shape,
-    device: Device,
-    block_q: Iterable[int] = (16, 32, 64, 128, 256),
-    block_k: Iterable[int] = (64,),
+    shape: Shape, device: Device, block_q: Iterable[int] = (16, 32, 64, 128, 256), block_k: Iterable[int] = (64,)
 ) -> list[SweepPoint]:
     """A point for each pair of sizes, for the portable forward kernel.
 

@@ -243,11 +243,7 @@ def cancelled_sizes(case: AttentionCase, inputs: Inputs, oracle: dict[str, Tenso
     tensors = {name: value for name, value in inputs.tensors.items() if name != "dropout_seed"}
     delta = (inputs.dout.double() * oracle["out"]).norm(dim=-1, keepdim=True)
     probe = replace(
-        inputs,
-        v=torch.ones_like(inputs.v[..., :1]),
-        dout=delta,
-        dlse=torch.zeros_like(inputs.dlse),
-        tensors=tensors,
+        inputs, v=torch.ones_like(inputs.v[..., :1]), dout=delta, dlse=torch.zeros_like(inputs.dlse), tensors=tensors
     )
     weighted = run(replace(case, arguments=arguments), probe, "reference", torch.float64)["dv"]
     by_scores = {}
