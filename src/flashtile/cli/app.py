@@ -11,7 +11,8 @@ import typer
 import flashtile
 from flashtile.bench.start import wait_without_spinning
 from flashtile.cli.bench_app import bench
-from flashtile.cli.console import make_console, print_json, print_table, print_text, run_command
+from flashtile.cli.console import ends, make_console, print_json, print_table, print_text, takes
+from flashtile.cli.explain import Call
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,6 +47,7 @@ def options(
 
 
 @app.command()
+@ends
 def demo(
     text_file: Annotated[
         Path | None, typer.Argument(help="Any file to learn from, text or not. Default: Python's own help texts.")
@@ -62,58 +64,53 @@ def demo(
         bool | None,
         typer.Option("--pictures/--no-pictures", help="Draw the PNGs; default: where matplotlib is installed."),
     ] = None,
-) -> None:
+) -> bool:
     """Train a small GPT on flashtile and on plain attention, and compare losses, speed and memory.
 
     Exits with 1 when the two loss curves disagree.
     """
 
-    def work() -> bool:
-        from flashtile.bench.commands import default_device
-        from flashtile.cli.demo.command import Options, run_demo
-        from flashtile.cli.demo.plan import make_plan
+    from flashtile.bench.commands import default_device
+    from flashtile.cli.demo.command import Options, run_demo
+    from flashtile.cli.demo.plan import make_plan
 
-        device = default_device()
-        plan = make_plan(device, seconds or (110 if device.type == "cuda" else 85))
-        return run_demo(Options(text_file, output, steps, pictures), plan, make_console())
-
-    run_command(work)
+    device = default_device()
+    plan = make_plan(device, seconds or (110 if device.type == "cuda" else 85))
+    return run_demo(Options(text_file, output, steps, pictures), plan, make_console())
 
 
 @app.command()
+@ends
 def doctor(
     check_kernels: Annotated[
         bool,
         typer.Option("--check-kernels", help="Compare every kernel with the reference, over many layouts of tensors."),
     ] = False,
     as_json: _Json = False,
-) -> None:
+) -> bool:
     """Show versions, the device and what is missing, and try each backend.
 
     Exits with 1 when the backend that "auto" takes here does not work, or a kernel gives a wrong result.
     """
 
-    def work() -> bool:
-        wait_without_spinning()
-        from flashtile.cli import doctor as module
+    wait_without_spinning()
+    from flashtile.cli import doctor as module
 
-        console = make_console()
-        diagnoses = [module.examine(backend) for backend in module.backends()]
-        auto = next(d for d in diagnoses if d.backend == module.default_backend())
-        lacks = module.missing()
-        if not as_json:
-            print_table(console, module.facts_table())
-            if lacks:
-                print_table(console, module.missing_table(lacks))
-            print_table(console, module.backends_table(diagnoses))
-            verdict = "works" if auto.problem is None else "does not work"
-            print_text(console, f'backend="auto" takes {auto.backend} here, which {verdict}.')
-        results = _check_kernels(console, show=not as_json) if check_kernels else []
-        if as_json:
-            print_json(module.as_data(diagnoses, auto, lacks, results))
-        return auto.problem is None and not any(result.problem for result in results)
-
-    run_command(work)
+    console = make_console()
+    diagnoses = [module.examine(backend) for backend in module.backends()]
+    auto = next(d for d in diagnoses if d.backend == module.default_backend())
+    lacks = module.missing()
+    if not as_json:
+        print_table(console, module.facts_table())
+        if lacks:
+            print_table(console, module.missing_table(lacks))
+        print_table(console, module.backends_table(diagnoses))
+        verdict = "works" if auto.problem is None else "does not work"
+        print_text(console, f'backend="auto" takes {auto.backend} here, which {verdict}.')
+    results = _check_kernels(console, show=not as_json) if check_kernels else []
+    if as_json:
+        print_json(module.as_data(diagnoses, auto, lacks, results))
+    return auto.problem is None and not any(result.problem for result in results)
 
 
 def _check_kernels(console: Console, show: bool) -> list[KernelResult]:
@@ -142,98 +139,65 @@ def _check_kernels(console: Console, show: bool) -> list[KernelResult]:
 
 
 @app.command()
+@ends
+@takes(Call)
 def explain(
-    batch: Annotated[int | None, typer.Option(min=0, help="Batch size; default: 1.")] = None,
-    seq: Annotated[int | None, typer.Option(min=0, help="Number of queries; default: 1024.")] = None,
-    seq_k: Annotated[int | None, typer.Option(min=0, help="Number of keys; default: as queries.")] = None,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
-    heads_kv: Annotated[int | None, typer.Option(min=1, help="Key/value heads; default: as query heads.")] = None,
-    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head of q and k.")] = 64,
-    head_dim_v: Annotated[int | None, typer.Option(min=1, help="Size of a head of v; default: as q and k.")] = None,
-    dtype: Annotated[str, typer.Option(help="fp16, bf16, fp32 or fp64; fp8 for 8-bit inputs.")] = "bf16",
-    causal: Annotated[bool, typer.Option("--causal", help="No key right of the diagonal.")] = False,
-    window: Annotated[str | None, typer.Option(help="LEFT,RIGHT keys, such as 256,0 or 256,none.")] = None,
-    align: Annotated[
-        str, typer.Option(help="Where the diagonal of --causal and --window ends: bottom_right or top_left.")
-    ] = "bottom_right",
-    dropout_p: Annotated[float, typer.Option(help="Probability of dropping a weight.")] = 0.0,
-    mask: Annotated[str | None, typer.Option(help="Shape of a mask: BHQK with 1s, such as B11K for padding.")] = None,
-    bias: Annotated[str | None, typer.Option(help="Shape of a learned bias, such as 1HQK.")] = None,
-    softcap: Annotated[float | None, typer.Option(help="Soft cap of the scores.")] = None,
-    alibi: Annotated[bool, typer.Option("--alibi", help="With slopes of ALiBi.")] = False,
-    sinks: Annotated[bool, typer.Option("--sinks", help="With attention sinks, a logit for each query head.")] = False,
-    block_mask: Annotated[
-        str | None, typer.Option(help="A pattern: causal, window:256,0, documents:300,724, prefix:100, big-bird, ….")
-    ] = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Packed sequences, such as 300,1024, in place of --batch and --seq.")
-    ] = None,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Bit-for-bit gradients.")] = False,
-    backend: Annotated[str, typer.Option(help="auto, or one by name: split, hopper, triton, cpu, reference.")] = "auto",
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, or a GPU that need not be here: h100, or an architecture, sm_90.")
-    ] = None,
+    call: Call,
     io: Annotated[
         bool | None,
         typer.Option("--io/--no-io", help="FLOPs, bytes and least time, standard and in tiles; default: on a GPU."),
     ] = None,
     as_json: _Json = False,
-) -> None:
+) -> bool:
     """Say which backend and kernel a call would take, and why, without running it.
 
     Exits with 1 when no backend serves the call.
     """
-    given = {name: value for name, value in locals().items() if name not in ("io", "as_json")}
 
-    def work() -> bool:
-        from flashtile.cli import explain as module
+    from flashtile.cli import explain as module
 
-        call = module.Call(**given)
-        console = make_console()
-        explanation = module.explain(call)
-        served = explanation.backend is not None
-        tells_io = served and io is not False
-        io_work = module.describe_io(call, explanation.device, measure=bool(io)) if tells_io else None
-        if as_json:
-            print_json(module.as_data(call, explanation, io_work))
-            return served
-        print_text(console, str(explanation))
-        if not call.present:
-            print_text(
-                console,
-                f"{explanation.device} need not be in this machine: the answer is from flashtile's table of devices",
-            )
-        if isinstance(io_work, str):
-            print_text(console, io_work)
-        elif io_work is not None:
-            print_table(console, io_work)
+    console = make_console()
+    explanation = module.explain(call)
+    served = explanation.backend is not None
+    tells_io = served and io is not False
+    io_work = module.describe_io(call, explanation.device, measure=bool(io)) if tells_io else None
+    if as_json:
+        print_json(module.as_data(call, explanation, io_work))
         return served
-
-    run_command(work)
+    print_text(console, str(explanation))
+    if not call.present:
+        print_text(
+            console,
+            f"{explanation.device} need not be in this machine: the answer is from flashtile's table of devices",
+        )
+    if isinstance(io_work, str):
+        print_text(console, io_work)
+    elif io_work is not None:
+        print_table(console, io_work)
+    return served
 
 
 @app.command()
+@ends
 def report(
     records: Annotated[list[Path], typer.Argument(help="Records, as `flashtile bench --output` writes them.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
-) -> None:
+) -> bool:
     """Draw benchmark records as one page of HTML that needs no network."""
 
-    def work() -> bool:
-        from flashtile.bench.html import write_report
+    from flashtile.bench.html import write_report
 
-        console = make_console()
-        written = write_report(records, output)
-        for note in written.notes:
-            print_text(console, note, "yellow")
-        of = "a record" if len(records) == 1 else f"{len(records)} records"
-        print_text(console, f"{written.pictures} charts and {written.tables} tables of {of}: {output}")
-        return True
-
-    run_command(work)
+    console = make_console()
+    written = write_report(records, output)
+    for note in written.notes:
+        print_text(console, note, "yellow")
+    of = "a record" if len(records) == 1 else f"{len(records)} records"
+    print_text(console, f"{written.pictures} charts and {written.tables} tables of {of}: {output}")
+    return True
 
 
 @app.command()
+@ends
 def warmup(
     head_dim: Annotated[list[int], typer.Option(min=1, help="Head size; repeat for several.")] = [64, 128],  # noqa: B006
     dtype: Annotated[list[str], typer.Option(help="fp16, bf16 or fp32; repeat for several.")] = ["bf16"],  # noqa: B006
@@ -241,28 +205,25 @@ def warmup(
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
     heads_kv: Annotated[int | None, typer.Option(min=1, help="Key/value heads; default: as query heads.")] = None,
     seq: Annotated[int, typer.Option(min=1, help="Sequence length, which may decide the tiles.")] = 2048,
-) -> None:
+) -> bool:
     """Compile kernels ahead into Triton's cache on disk, by running each shape once with batch 1."""
 
-    def work() -> bool:
-        from rich.progress import Progress
+    from rich.progress import Progress
 
-        from flashtile.cli import warmup as module
+    from flashtile.cli import warmup as module
 
-        device = module.require_gpu()
-        wanted = module.shapes(head_dim, dtype, causal, heads, heads_kv, seq)
-        begin = time.perf_counter()
-        console = make_console()
-        with Progress(console=console) as progress:
-            task = progress.add_task("compiling", total=len(wanted))
+    device = module.require_gpu()
+    wanted = module.shapes(head_dim, dtype, causal, heads, heads_kv, seq)
+    begin = time.perf_counter()
+    console = make_console()
+    with Progress(console=console) as progress:
+        task = progress.add_task("compiling", total=len(wanted))
 
-            def on_shape(case: Case) -> None:
-                progress.update(task, completed=wanted.index(case), description=case.name)
+        def on_shape(case: Case) -> None:
+            progress.update(task, completed=wanted.index(case), description=case.name)
 
-            module.warm_up(wanted, device, on_shape)
-            progress.update(task, completed=len(wanted))
-        seconds = time.perf_counter() - begin
-        print_text(console, f"kernels for {len(wanted)} shapes are ready, after {seconds:.0f} s.")
-        return True
-
-    run_command(work)
+        module.warm_up(wanted, device, on_shape)
+        progress.update(task, completed=len(wanted))
+    seconds = time.perf_counter() - begin
+    print_text(console, f"kernels for {len(wanted)} shapes are ready, after {seconds:.0f} s.")
+    return True

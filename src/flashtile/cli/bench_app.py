@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from flashtile.bench.start import wait_without_spinning
-from flashtile.cli.console import make_console, run_command
+from flashtile.cli.console import ends, make_console, with_signature
 
 bench = typer.Typer(
     help="Measure speed beside other implementations on this machine. Several names are separated by spaces or commas.",
@@ -86,14 +86,10 @@ def _benchmark(name: str, *shared: str) -> Callable[[Callable[..., None]], None]
             options.append(inspect.Parameter(option, of_kind, default=default, annotation=Annotated[kind, said]))
 
         def command(**choice: Any) -> None:
-            _measure(name, {option: value for option, value in choice.items() if option not in _LAST}, **{
-                option: choice[option] for option in _LAST
-            })  # fmt: skip
+            last = {option: choice.pop(option) for option in _LAST}
+            _measure(name, choice, **last)
 
-        command.__doc__ = declared.__doc__
-        command.__annotations__ = {option.name: option.annotation for option in options}
-        command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-        bench.command(name, cls=_Command)(command)
+        bench.command(name, cls=_Command)(with_signature(command, declared, options))
 
     return register
 
@@ -151,6 +147,7 @@ def bench_breakdown(
 
 
 @bench.command("distributed", cls=_Command)
+@ends
 def bench_distributed(
     output: Annotated[Path, typer.Option("--output", "-o", help="JSON file for the record.")],
     gpus: Annotated[
@@ -167,47 +164,42 @@ def bench_distributed(
         bool, typer.Option("--profile", help="Where each one's time goes, and how much of it is hidden.")
     ] = False,
     limit: Annotated[float, typer.Option(min=0, help="Seconds after which nothing new is started.")] = 240.0,
-) -> None:
+) -> bool:
     """Context parallelism over the GPUs of this machine, ours beside PyTorch's own; wrong results get no speed.
 
     A machine without a GPU has one case, of 64 tokens a process, which tries the code and tells no speeds of GPUs.
     """
 
-    def work() -> bool:
-        from flashtile.bench import distributed
+    from flashtile.bench import distributed
 
-        names = [part for name in impl or () for part in name.split(",") if part]
-        distributed.bench_distributed(
-            output,
-            gpus=gpus,
-            quick=quick,
-            lengths=lengths or (),
-            mask=mask,
-            impl=names,
-            seconds=seconds,
-            profile=profile,
-            limit=limit,
-        )
-        return True
-
-    run_command(work)
+    names = [part for name in impl or () for part in name.split(",") if part]
+    distributed.bench_distributed(
+        output,
+        gpus=gpus,
+        quick=quick,
+        lengths=lengths or (),
+        mask=mask,
+        impl=names,
+        seconds=seconds,
+        profile=profile,
+        limit=limit,
+    )
+    return True
 
 
+@ends
 def _measure(
     command: str, choice: dict[str, Any], output: Path | None, compare: Path | None, against: str | None, show: bool
-) -> None:
+) -> bool:
     """Measures, or with `show` lists what there is to measure."""
 
-    def work() -> bool:
-        if choice.get("quick"):
-            wait_without_spinning()
-        from flashtile.cli import bench as module
+    if choice.get("quick"):
+        wait_without_spinning()
+    from flashtile.cli import bench as module
 
-        console = make_console()
-        if show:
-            console.print(module.describe(command), markup=False)
-            return True
-        module.measure(console, command, choice, output, compare, against)
+    console = make_console()
+    if show:
+        console.print(module.describe(command), markup=False)
         return True
-
-    run_command(work)
+    module.measure(console, command, choice, output, compare, against)
+    return True

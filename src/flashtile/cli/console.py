@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import re
 import textwrap
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from rich import box
@@ -20,6 +22,7 @@ from flashtile.bench.start import UserError
 if TYPE_CHECKING:
     from flashtile.bench.report import Table
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 #: The space between a number and a unit.
 _UNIT = re.compile(r"(?<=\d) (?=(?:%|×|[A-Za-zµ]{1,3}|bytes|steps)\b)")
 
@@ -28,15 +31,43 @@ def make_console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False)
 
 
-def run_command(work: Callable[[], bool]) -> None:
-    """Runs a command's work and ends the program: 0 for True, 1 for False, 2 with a message for what went wrong."""
-    try:
-        succeeded = work()
-    except UserError as error:
-        make_console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
-        raise typer.Exit(2) from None
-    if not succeeded:
-        raise typer.Exit(1)
+def ends(work: Callable[..., bool]) -> Callable[..., None]:
+    """A command that ends the program: with 0 for True, 1 for False, 2 and a message for what went wrong."""
+
+    @functools.wraps(work)
+    def command(*given: Any, **options: Any) -> None:
+        try:
+            succeeded = work(*given, **options)
+        except UserError as error:
+            make_console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+            raise typer.Exit(2) from None
+        if not succeeded:
+            raise typer.Exit(1)
+
+    return command
+
+
+def takes(kind: type) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
+    """Makes a command of a function whose first argument is a dataclass: its fields become options."""
+
+    def changed(function: Callable[..., bool]) -> Callable[..., bool]:
+        def command(**given: Any) -> bool:
+            made = kind(**{name: given.pop(name) for name in list(given) if name in kind.__dataclass_fields__})
+            return function(made, **given)
+
+        of_kind = inspect.signature(kind, eval_str=True).parameters.values()
+        parameters = [*of_kind, *[*inspect.signature(function, eval_str=True).parameters.values()][1:]]
+        return with_signature(command, function, parameters)
+
+    return changed
+
+
+def with_signature(command: _Command, like: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> _Command:
+    """A function with the name and the help of another, and with these parameters, from which typer makes options."""
+    command.__name__, command.__doc__ = like.__name__, like.__doc__
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
 
 
 def print_text(console: Console, text: str, style: str | None = None) -> None:

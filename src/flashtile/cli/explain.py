@@ -6,9 +6,10 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
+from typer import Option
 
 import flashtile
 from flashtile import io_model, patterns
@@ -24,41 +25,41 @@ _BOTTOM_RIGHT: Literal["bottom_right"] = "bottom_right"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `flashtile.attention`: shapes and flags, by the names of the command's options.
+    """A call of `flashtile.attention`, as the options of the command say it.
 
-    Attributes:
-        batch, seq: None = the default, 1 and 1,024.
-        seq_k, heads_kv, head_dim_v: None = as the other.
-        dtype: fp8 for 8-bit inputs, each with a factor for each key/value head.
-        mask, bias: their dimensions, such as "B11K" (`parse_scores_shape`).
-        lengths: of packed sequences, such as "300,1024", in place of `batch`, `seq_q` and `seq_k`.
-        sinks: with a logit for each query head.
-        align: which corner of the scores the diagonal of `causal` and `window` ends in.
-        block_mask: a pattern, such as "window:256" (`parse_block_mask`).
+    8-bit inputs have a factor for each key/value head, and sinks a logit for each query head.
     """
 
-    batch: int | None = None
-    seq: int | None = None
-    seq_k: int | None = None
-    heads: int = 16
-    heads_kv: int | None = None
-    head_dim: int = 64
-    head_dim_v: int | None = None
-    dtype: str = "bf16"
-    causal: bool = False
-    window: str | None = None
-    align: str = _BOTTOM_RIGHT
-    dropout_p: float = 0.0
-    mask: str | None = None
-    bias: str | None = None
-    softcap: float | None = None
-    alibi: bool = False
-    sinks: bool = False
-    block_mask: str | None = None
-    lengths: str | None = None
-    deterministic: bool = False
-    backend: str = "auto"
-    device: str | None = None
+    batch: Annotated[int | None, Option(min=0, help="Batch size; default: 1.")] = None
+    seq: Annotated[int | None, Option(min=0, help="Number of queries; default: 1024.")] = None
+    seq_k: Annotated[int | None, Option(min=0, help="Number of keys; default: as queries.")] = None
+    heads: Annotated[int, Option(min=1, help="Query heads.")] = 16
+    heads_kv: Annotated[int | None, Option(min=1, help="Key/value heads; default: as query heads.")] = None
+    head_dim: Annotated[int, Option(min=1, help="Size of a head of q and k.")] = 64
+    head_dim_v: Annotated[int | None, Option(min=1, help="Size of a head of v; default: as q and k.")] = None
+    dtype: Annotated[str, Option(help="fp16, bf16, fp32 or fp64; fp8 for 8-bit inputs.")] = "bf16"
+    causal: Annotated[bool, Option("--causal", help="No key right of the diagonal.")] = False
+    window: Annotated[str | None, Option(help="LEFT,RIGHT keys, such as 256,0 or 256,none.")] = None
+    align: Annotated[
+        str, Option(help="Where the diagonal of --causal and --window ends: bottom_right or top_left.")
+    ] = _BOTTOM_RIGHT
+    dropout_p: Annotated[float, Option(help="Probability of dropping a weight.")] = 0.0
+    mask: Annotated[str | None, Option(help="Shape of a mask: BHQK with 1s, such as B11K for padding.")] = None
+    bias: Annotated[str | None, Option(help="Shape of a learned bias, such as 1HQK.")] = None
+    softcap: Annotated[float | None, Option(help="Soft cap of the scores.")] = None
+    alibi: Annotated[bool, Option("--alibi", help="With slopes of ALiBi.")] = False
+    sinks: Annotated[bool, Option("--sinks", help="With attention sinks, a logit for each query head.")] = False
+    block_mask: Annotated[
+        str | None, Option(help="A pattern: causal, window:256,0, documents:300,724, prefix:100, big-bird, ….")
+    ] = None
+    lengths: Annotated[
+        str | None, Option(help="Packed sequences, such as 300,1024, in place of --batch and --seq.")
+    ] = None
+    deterministic: Annotated[bool, Option("--deterministic", help="Bit-for-bit gradients.")] = False
+    backend: Annotated[str, Option(help="auto, or one by name: split, hopper, triton, cpu, reference.")] = "auto"
+    device: Annotated[
+        str | None, Option(help="cpu, cuda, or a GPU that need not be here: h100, or an architecture, sm_90.")
+    ] = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:
