@@ -299,7 +299,7 @@ def test_a_peer_with_dropout_bits_of_its_own_is_judged_without_dropout_and_timed
     rows = run_case(_DROPPED, [peer("flashtile-cpu"), peer("sdpa-math")], CPU)
     assert len(rows) == 4 and all(row["ms"] for row in rows)
     bound = AttentionProblem(_DROPPED, CPU).bind(peer("sdpa-math"))
-    first, second = bound.forward(), bound.forward()
+    (first,), (second,) = bound.forward(), bound.forward()
     assert not torch.equal(first, second), "other weights are dropped each time"
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flashtile.bench.base import Implementation
+from flashtile.bench.record import grouped
 from flashtile.bench.registry import BENCHMARKS
 from flashtile.bench.runner import ProblemOf
 
@@ -99,8 +100,6 @@ def _run_phases(make_problem: ProblemOf, case: Any, implementation: Implementati
 
 def _alike_apart(cases: Sequence[Any]) -> list[Any]:
     """The cases with those far apart that may run the same kernels, so that the second finds those of the first."""
-    alike: dict[str, list[Any]] = {}
-    for case in cases:
-        kind = {name: value for name, value in case.record().items() if name not in ("B", "S", "lengths")}
-        alike.setdefault(str((case.op, kind)), []).append(case)
+    sizes = ("B", "S", "lengths")
+    alike = grouped(cases, lambda case: str((case.op, [kv for kv in case.record().items() if kv[0] not in sizes])))
     return [case for turn in zip_longest(*alike.values()) for case in turn if case is not None]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flashtile import testing
 from flashtile.bench.start import UserError
+from flashtile.bench.timing import Uncaptured, peak_facts
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -152,7 +153,7 @@ def judge(tensors: Iterable[tuple[str, Tensor, Tensor, Tensor]]) -> Verdict:
     return Verdict(worst, "wrong result: " + "; ".join(wrong.values()) if wrong else None)
 
 
-class Bound(ABC):
+class AnyBound(ABC):
     """An implementation with its own copy of a case's tensors."""
 
     @property
@@ -167,6 +168,127 @@ class Bound(ABC):
     def facts(self, phase: str) -> dict[str, Any]:
         """Further keys of the row of a phase."""
         return {}
+
+
+Tensors = list[Tensor]
+
+
+@dataclass
+class Inputs:
+    """Tensors of a case.
+
+    Attributes:
+        leaves: what takes a gradient, by name.
+        others: what takes none: labels, masks, tables.
+        upstream: gradients of the outputs, in their order.
+    """
+
+    leaves: dict[str, Tensor]
+    others: dict[str, Tensor]
+    upstream: Tensors
+
+
+def _same(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an implementation computes a case, in the layout it calls its own.
+
+    Attributes:
+        function: own leaves -> its output, or outputs.
+        own_leaves: from the case's leaves.
+        own_upstream: from the gradients of the case's outputs.
+        outputs: from its outputs to the case's.
+        gradients: from the gradients of its leaves to those of the case's.
+        own_bits: drops elements by random bits of its own, which must be read off its results.
+    """
+
+    function: Callable[..., Any]
+    own_leaves: Callable[[Tensors], Tensors] = _same
+    own_upstream: Callable[[Tensors], Tensors] = _same
+    outputs: Callable[[Tensors], Tensors] = _same
+    gradients: Callable[[Tensors], Tensors] = _same
+    own_bits: bool = False
+
+
+class Bound(AnyBound):
+    """Calls of one implementation with its own copies of the leaves, without arguments.
+
+    Args:
+        way: how it computes the case.
+        inputs: of the case.
+        outputs: names of its outputs.
+        peak: the phase that is told the memory of forward and backward, beside inputs and gradients, on a GPU.
+        records: the forward is one as in training, which keeps what a backward needs.
+        captured: a CUDA graph may hold the backward.
+    """
+
+    def __init__(
+        self, way: Way, inputs: Inputs, outputs: Sequence[str], peak: str, records: bool = False, captured: bool = True
+    ) -> None:
+        self.way, self._inputs, self._names, self._peak = way, inputs, outputs, peak
+        self._records, self._captured = records, captured
+        copies = (own.clone(memory_format=torch.contiguous_format) for own in self._own_leaves())
+        self._leaves = [copy.requires_grad_() for copy in copies]
+        # Some peers look at whether a leaf wants a gradient even where autograd is off. Writing to `data`, unlike to
+        # `detach()`, leaves a graph that was kept for the backward valid.
+        self._constants = [leaf.data for leaf in self._leaves]
+        self._outputs: Tensors = []
+        self._upstream: Tensors = []
+
+    @property
+    def calls(self) -> Mapping[str, Callable[[], Any]]:
+        backward = self.backward if self._captured else Uncaptured(self.backward)
+        forward = self.forward if self._records else self.forward_without_grad
+        return {"fwd": forward, "bwd": backward, "fwd+bwd": self.forward_backward}
+
+    def forward(self) -> Tensors:
+        """A forward as in training: what the backward needs is kept."""
+        return _as_list(self.way.function(*self._leaves))
+
+    def forward_without_grad(self) -> Tensors:
+        """A forward that keeps nothing for a backward."""
+        with torch.no_grad():
+            return _as_list(self.way.function(*self._constants))
+
+    def backward(self) -> tuple[Tensor, ...]:
+        """The backward alone, through the graph of the last results of a backward."""
+        return torch.autograd.grad(self._outputs, self._leaves, self._upstream, retain_graph=True)
+
+    def forward_backward(self) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self.forward(), self._leaves, self._upstream)
+
+    def results(self, phase: str) -> dict[str, Tensor]:
+        """Runs a phase once on fresh copies of the inputs; outputs, and after a backward gradients (`d` + name)."""
+        for constant, source in zip(self._constants, self._own_leaves(), strict=True):
+            constant.copy_(source)  # peers that work in place have written over what they were given
+        if phase == "fwd":
+            return self._named_outputs(self.calls["fwd"]())
+        outputs = self.forward()
+        upstream = zip(outputs, self.way.own_upstream(self._inputs.upstream), strict=True)
+        # In the strides of the outputs, so that no implementation has to rearrange them first.
+        self._upstream = [torch.empty_like(out, requires_grad=False).copy_(d) for out, d in upstream]
+        results = self._named_outputs([out.detach().clone() for out in outputs])
+        if phase == "bwd":
+            self._outputs = outputs  # the graph that every backward alone goes through
+        gradients = torch.autograd.grad(outputs, self._leaves, self._upstream, retain_graph=phase == "bwd")
+        names = [f"d{name}" for name in self._inputs.leaves]
+        return results | dict(zip(names, self.way.gradients(list(gradients)), strict=True))
+
+    def facts(self, phase: str) -> dict[str, Any]:
+        return peak_facts(self.forward_backward, self._leaves) if phase == self._peak else {}
+
+    def _own_leaves(self) -> Tensors:
+        return self.way.own_leaves(list(self._inputs.leaves.values()))
+
+    def _named_outputs(self, outputs: Tensors) -> dict[str, Tensor]:
+        return dict(zip(self._names, self.way.outputs(outputs), strict=True))
+
+
+def _as_list(outputs: Any) -> Tensors:
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
 
 class Problem(ABC):

@@ -21,11 +21,11 @@ from flashtile.bench import ahead
 from flashtile.bench.base import AnyCase, Implementation, select_cases, select_implementations
 from flashtile.bench.record import (
     SPEEDS,
-    Key,
     Record,
     Recorder,
     Row,
     command_line,
+    grouped,
     require_writable,
     row_key,
     write_record,
@@ -261,10 +261,7 @@ def merge(records: Sequence[Record]) -> Record:
 
     A row that has no time in some run has none.
     """
-    by_key: dict[Key, list[Row]] = {}
-    for record in records:
-        for row in record["rows"]:
-            by_key.setdefault(row_key(row), []).append(row)
+    by_key = grouped((row for record in records for row in record["rows"]), row_key)
     return {**records[0], "rows": [_median_row(rows) for rows in by_key.values()]}
 
 

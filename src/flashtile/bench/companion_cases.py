@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashtile
-from flashtile.bench.companions import Build, Companion, Inputs, Random, Tensors, Way, call
+from flashtile.bench.base import Inputs, Tensors, Way
+from flashtile.bench.companions import Build, Companion, Random, call
 
 _EPSILON = 1e-5
 _DROPOUT_SEED = (1234567, 89)

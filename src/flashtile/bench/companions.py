@@ -20,53 +20,7 @@ import torch
 from torch import Tensor
 
 from flashtile.bench import base
-from flashtile.bench.base import AnyCase, Implementation, Verdict, judge
-from flashtile.bench.timing import peak_facts
-
-Tensors = list[Tensor]
-#: Leaves in the order of `Inputs.leaves` -> the output, or outputs.
-Function = Callable[..., Any]
-
-
-@dataclass
-class Inputs:
-    """Tensors of a case.
-
-    Attributes:
-        leaves: what takes a gradient, by name.
-        others: what takes none: labels, masks, tables.
-        upstream: gradients of the outputs, in their order.
-    """
-
-    leaves: dict[str, Tensor]
-    others: dict[str, Tensor]
-    upstream: Tensors
-
-
-def _same(tensors: Tensors) -> Tensors:
-    return tensors
-
-
-@dataclass(frozen=True)
-class Way:
-    """How an implementation computes a case, in the layout it calls its own.
-
-    Attributes:
-        function: own leaves -> its outputs.
-        own_leaves: from the case's leaves.
-        own_upstream: from the gradients of the case's outputs.
-        outputs: from its outputs to the case's.
-        gradients: from the gradients of its leaves to those of the case's.
-        own_bits: drops elements by random bits of its own, which must be read off its results.
-    """
-
-    function: Function
-    own_leaves: Callable[[Tensors], Tensors] = _same
-    own_upstream: Callable[[Tensors], Tensors] = _same
-    outputs: Callable[[Tensors], Tensors] = _same
-    gradients: Callable[[Tensors], Tensors] = _same
-    own_bits: bool = False
-
+from flashtile.bench.base import AnyCase, Bound, Implementation, Inputs, Verdict, Way, judge
 
 #: Makes a way from `Inputs.others`; ours takes a backend too.
 Build = Callable[..., Way]
@@ -239,71 +193,6 @@ IMPLEMENTATIONS = (
 )
 
 
-class Bound(base.Bound):
-    """Calls of one implementation in one case, without arguments."""
-
-    def __init__(self, way: Way, case: Companion, inputs: Inputs) -> None:
-        self.way = way
-        self._case, self._inputs = case, inputs
-        self._leaves = [own.clone().requires_grad_() for own in self._own_leaves()]
-        # Some peers look at whether a leaf wants a gradient even where autograd is off. Writing to `data`, unlike to
-        # `detach()`, leaves a graph that was kept for the backward valid.
-        self._constants = [leaf.data for leaf in self._leaves]
-        self._outputs: Tensors = []
-        self._upstream: Tensors = []
-
-    @property
-    def calls(self) -> Mapping[str, Callable[[], Any]]:
-        return {"fwd": self.forward, "bwd": self.backward, "fwd+bwd": self.forward_backward}
-
-    def forward(self) -> Tensors:
-        """A forward that keeps nothing for a backward."""
-        with torch.no_grad():
-            return _as_list(self.way.function(*self._constants))
-
-    def backward(self) -> tuple[Tensor, ...]:
-        """The backward alone."""
-        return torch.autograd.grad(self._outputs, self._leaves, self._upstream, retain_graph=True)
-
-    def forward_backward(self) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(_as_list(self.way.function(*self._leaves)), self._leaves, self._upstream)
-
-    def results(self, phase: str) -> dict[str, Tensor]:
-        """Runs a phase once on fresh copies of the inputs; outputs, and after a backward gradients (`d` + name)."""
-        self._refresh()
-        if phase == "fwd":
-            return self._named_outputs(self.forward())
-        outputs = _as_list(self.way.function(*self._leaves))
-        upstream = zip(outputs, self.way.own_upstream(self._inputs.upstream), strict=True)
-        # In the strides of the outputs, so that no implementation has to rearrange them first.
-        self._upstream = [torch.empty_like(out, requires_grad=False).copy_(d) for out, d in upstream]
-        results = self._named_outputs([out.detach().clone() for out in outputs])
-        if phase == "bwd":
-            self._outputs = outputs  # the graph that every backward alone goes through
-        gradients = torch.autograd.grad(outputs, self._leaves, self._upstream, retain_graph=phase == "bwd")
-        names = [f"d{name}" for name in self._inputs.leaves]
-        return results | dict(zip(names, self.way.gradients(list(gradients)), strict=True))
-
-    def facts(self, phase: str) -> dict[str, Any]:
-        """For forward and backward together on a GPU: the memory that they take in addition to inputs and gradients."""
-        return peak_facts(self.forward_backward, self._leaves) if phase == "fwd+bwd" else {}
-
-    def _own_leaves(self) -> Tensors:
-        return self.way.own_leaves(list(self._inputs.leaves.values()))
-
-    def _refresh(self) -> None:
-        """Peers that work in place have written over what they were given."""
-        for constant, source in zip(self._constants, self._own_leaves(), strict=True):
-            constant.copy_(source)
-
-    def _named_outputs(self, outputs: Tensors) -> dict[str, Tensor]:
-        return dict(zip(self._case.outputs, self.way.outputs(outputs), strict=True))
-
-
-def _as_list(outputs: Any) -> Tensors:
-    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
-
-
 class CompanionProblem(base.Problem):
     """A case on a device. How implementations call the operation is with its cases (`Companion.ways`)."""
 
@@ -323,7 +212,8 @@ class CompanionProblem(base.Problem):
         return super().unsupported(implementation, phase) or self.case.lacks(implementation.name, phase)
 
     def bind(self, implementation: Implementation) -> Bound:
-        return Bound(self._ways[implementation.name](self._inputs.others), self.case, self._inputs)
+        way = self._ways[implementation.name](self._inputs.others)
+        return Bound(way, self._inputs, tuple(self.case.outputs), peak="fwd+bwd")
 
     def judge(self, bound: Bound, phase: str, results: dict[str, Tensor]) -> Verdict:
         return self._oracle.judge(results, bound.way.own_bits)

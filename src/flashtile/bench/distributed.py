@@ -306,7 +306,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """The rows of a case. All ranks come to the same decisions."""
     rows: list[dict[str, Any]] = []
-    alone: dict[str, float] = {}
+    alone: dict[str, dict[str, Any]] = {}
     for name in setting.names:
         key = name, case.causal
         if key not in checked:
@@ -314,40 +314,34 @@ def _rows(
         error, why = checked[key]
         if why is None and not _agree(time.time() < setting.end):
             why = "no time was left"
-        times: dict[str, float] = {}
-        facts: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, Any]] | None = None
         if why is None:
             found, why = _agreed(partial(_measure, name, case, mesh, where, setting))
-            times, facts = found or ({}, {})
-        if why is None and name == BASELINE:
-            times, facts = _mean_time(times, facts)
         if name == BASELINE:
-            alone = times
+            alone = found = _mean_time(found) if found else {}
         gpus = 1 if name == BASELINE else case.gpus
         for phase in PHASES:
-            ms = times.get(phase)
+            facts = (found or {}).get(phase, {"ms": None})
+            ms = facts["ms"]
             rows.append(
                 {
                     "op": case.op, "phase": phase, "impl": name, "case": case.record(), "ms": ms,
                     "tflops": None if ms is None else case.flops(phase) / ms / 1e9, "gbps": None, "error": error,
                     "timer": "cuda-events" if where.type == "cuda" else "perf-counter",
                     # One GPU's time for all of the work over all GPUs' time.
-                    "efficiency": alone[phase] / (ms * gpus) if ms and phase in alone else None, **facts.get(phase, {}),
+                    "efficiency": alone[phase]["ms"] / (ms * gpus) if ms and phase in alone else None, **facts,
                 }
                 | ({} if why is None else {"why": why})
             )  # fmt: skip
     return rows
 
 
-def _mean_time(
-    times: dict[str, float], facts: dict[str, dict[str, Any]]
-) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+def _mean_time(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """One GPU's time: the mean of what each takes for all of the work, at the same time as the others. GPUs of a kind
     differ by some percent, and which one is the first is chance."""
-    mine = torch.tensor([times[phase] for phase in PHASES], dtype=torch.float64, device="cpu")
+    mine = torch.tensor([found[phase]["ms"] for phase in PHASES], dtype=torch.float64, device="cpu")
     of_phase = dict(zip(PHASES, torch.stack(_gathered(mine), 1).tolist()))
-    facts = {phase: {**facts[phase], "ms_of_gpus": of_phase[phase]} for phase in PHASES}
-    return {phase: statistics.fmean(each) for phase, each in of_phase.items()}, facts
+    return {phase: {**found[phase], "ms": statistics.fmean(ms), "ms_of_gpus": ms} for phase, ms in of_phase.items()}
 
 
 def _agreed(action: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -411,61 +405,43 @@ def _error(name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device)
 
 def _measure(
     name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device, setting: _Setting
-) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-    """Milliseconds of each phase, those of the slowest rank, and what else is known of it on rank 0. All of the work on
-    one GPU every rank does by itself, so that a failure there leaves nobody waiting."""
-    times: dict[str, float] = {}
-    facts: dict[str, dict[str, Any]] = {}
+) -> dict[str, dict[str, Any]]:
+    """`ms` of each phase, that of the slowest rank, and what else is known of it on rank 0. All of the work on one GPU
+    every rank does by itself, so that a failure there leaves nobody waiting."""
+    found: dict[str, dict[str, Any]] = {}
     with IMPLEMENTATIONS[name](case, mesh, case.tensors(where)) as share:
 
         def both() -> tuple[Tensor, ...]:
             return torch.autograd.grad(share.forward(), share.leaves, share.dout)
 
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return share.forward()
-
         group = None if name == BASELINE else dist.group.WORLD
-        for phase, function in zip(PHASES, (forward, both)):
-            facts[phase] = {}
+        for phase, function in zip(PHASES, (torch.no_grad()(share.forward), both)):
             if where.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 held = torch.cuda.memory_allocated()
             ms = _median(function, where, setting.seconds, group)
-            times[phase] = ms if group is None else _agree(ms, dist.ReduceOp.MAX)
+            found[phase] = {"ms": ms if group is None else _agree(ms, dist.ReduceOp.MAX)}
             if where.type == "cuda":
-                facts[phase]["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
-                calls = min(_PROFILED_CALLS, int(_PROFILED_MS / max(times[phase], 1e-3)))
+                found[phase]["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
+                calls = min(_PROFILED_CALLS, int(_PROFILED_MS / max(found[phase]["ms"], 1e-3)))
                 if setting.profiled and calls and group is not None:
-                    facts[phase]["profile"] = profile_calls(function, calls)
-    return times, facts
+                    found[phase]["profile"] = profile_calls(function, calls)
+    return found
 
 
 def _median(function: Callable[[], Any], where: torch.device, seconds: float, group: dist.ProcessGroup | None) -> float:
-    """Median milliseconds of some calls, as many as fit; all ranks make as many. Kernels are compiled by now."""
-    first = _samples(function, where, 1)[0]
+    """Median milliseconds of some calls, as many as fit; all ranks make as many. Kernels are compiled by now. On a GPU
+    the host runs ahead, as in a training: its time, and how far ranks are apart, count once, not each time."""
+    first = time_calls(function, 1, where)[0]
     short = first <= _LONG * 1e3
     if not (short if group is None else _agree(short)):
         return first
-    first = _samples(function, where, 1)[0]
+    first = time_calls(function, 1, where)[0]
     calls = max(1, min(20, int(seconds * 1e3 / first)))
     if group is not None:
         calls = int(_agree(calls))
         dist.barrier()
-    return statistics.median(_samples(function, where, calls))
-
-
-def _samples(function: Callable[[], Any], where: torch.device, calls: int) -> list[float]:
-    """Milliseconds of some calls. On a GPU the host runs ahead, as in a training: its time, and how far ranks are
-    apart, count once, not each time."""
-    if where.type == "cuda":
-        return time_calls(function, calls)
-    samples = []
-    for _ in range(calls):
-        start = time.perf_counter()
-        function()
-        samples.append((time.perf_counter() - start) * 1e3)
-    return samples
+    return statistics.median(time_calls(function, calls, where))
 
 
 def _line(row: dict[str, Any]) -> str:

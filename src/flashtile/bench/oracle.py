@@ -13,7 +13,7 @@ Queries go through in blocks, so that no fp64 matrix grows past `_SCORES`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -23,10 +23,9 @@ from torch import Tensor
 
 import flashtile
 from flashtile.bench import base, masks
-from flashtile.bench.base import Implementation, Verdict, judge, spread
+from flashtile.bench.base import Implementation, Tensors, Verdict, Way, judge, spread
 from flashtile.bench.cases import Case, Inputs, make_inputs
 from flashtile.bench.masks import tile_rows
-from flashtile.bench.timing import Uncaptured, peak_facts
 from flashtile.bench.values import NORMAL
 
 #: Elements of one fp64 score matrix that the check may hold at once.
@@ -36,59 +35,25 @@ TENSORS = {"fwd": ("out",), "bwd": ("out", "dq", "dk", "dv", "dbias", "dtable0",
 
 
 class Bound(base.Bound):
-    """Calls of one implementation in one case, without arguments. Making one runs the forward that `backward` goes
-    through.
-
-    PyTorch keeps the seed of a forward outside a graph on the host, where a captured backward cannot read it.
-    """
+    """Calls of one implementation in one case. PyTorch keeps the seed of a forward outside a graph on the host, where a
+    captured backward cannot read it."""
 
     def __init__(self, implementation: Implementation, case: Case, inputs: Inputs) -> None:
         self.implementation = implementation
-        self._own_dropout = implementation.own_dropout and case.dropout_p > 0
-        self._function = implementation.build(case, inputs)
-        more = {} if inputs.bias is None else {"dbias": inputs.bias}  # heads come first in every layout
+        leaves = {"q": inputs.q, "k": inputs.k, "v": inputs.v} | ({} if inputs.bias is None else {"bias": inputs.bias})
         if masks.learns(case.function):
-            more |= {f"dtable{number}": table for number, table in enumerate(inputs.tables)}
-        self._more = tuple(more)
-        own = [*map(self.change_layout, (inputs.q, inputs.k, inputs.v)), *more.values()]
-        self._leaves = [t.clone(memory_format=torch.contiguous_format).requires_grad_() for t in own]
-        self._out = self.forward()
-        # In the strides of the output, so that no implementation has to rearrange it first.
-        self._dout = torch.empty_like(self._out, requires_grad=False).copy_(self.change_layout(inputs.dout))
+            leaves |= {f"table{number}": table for number, table in enumerate(inputs.tables)}
+        change = self._change_layout
+        way = Way(implementation.build(case, inputs), change, change, change, change)
+        captured = not (implementation.own_dropout and case.dropout_p)
+        given = base.Inputs(leaves, {}, [inputs.dout])
+        super().__init__(way, given, ("out",), peak="bwd", records=True, captured=captured)
 
-    def change_layout(self, tensor: Tensor) -> Tensor:
-        """From flashtile's layout to the implementation's, and back."""
-        return tensor.transpose(1, 2) if self.implementation.heads_first else tensor
-
-    def forward(self) -> Tensor:
-        """A forward as in training: what the backward needs is kept."""
-        return self._function(*self._leaves)
-
-    def forward_without_grad(self) -> Tensor:
-        with torch.no_grad():
-            return self.forward()
-
-    def backward(self) -> tuple[Tensor, ...]:
-        """The backward alone."""
-        return torch.autograd.grad(self._out, self._leaves, self._dout, retain_graph=True)
-
-    def forward_backward(self) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(self.forward(), self._leaves, self._dout)
-
-    @property
-    def calls(self) -> Mapping[str, Callable[[], Any]]:
-        return {"fwd": self.forward, "bwd": Uncaptured(self.backward) if self._own_dropout else self.backward}
-
-    def results(self, phase: str) -> dict[str, Tensor]:
-        if phase == "fwd":
-            return {"out": self.change_layout(self.forward())}
-        dq, dk, dv, *more = self.backward()
-        tensors = (*map(self.change_layout, (self._out, dq, dk, dv)), *more)
-        return dict(zip(("out", "dq", "dk", "dv", *self._more), tensors, strict=True))
-
-    def facts(self, phase: str) -> dict[str, Any]:
-        """For a backward on a GPU: the memory that it and its forward take in addition to inputs and gradients."""
-        return peak_facts(self.forward_backward, self._leaves) if phase == "bwd" else {}
+    def _change_layout(self, tensors: Tensors) -> Tensors:
+        """From flashtile's layout to the implementation's, and back; heads of a bias come first in every layout."""
+        if not self.implementation.heads_first:
+            return tensors
+        return [tensor.transpose(1, 2) for tensor in tensors[:3]] + tensors[3:]
 
 
 class AttentionProblem(base.Problem):

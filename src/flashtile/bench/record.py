@@ -15,10 +15,10 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -57,6 +57,8 @@ YARDSTICKS = ("copy", "dense")
 #: A file holds a record, and a record has a row for each measurement.
 Record = dict[str, Any]
 Row = dict[str, Any]
+_Item = TypeVar("_Item")
+_Group = TypeVar("_Group")
 #: Case, implementation, phase, and the step of a breakdown.
 Key = tuple[str, str, str, str]
 
@@ -295,6 +297,19 @@ def case_key(row: Row) -> str:
     return json.dumps([row["op"], row["case"]], sort_keys=True)
 
 
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Group]) -> dict[_Group, list[_Item]]:
+    """Items by what a function says of them, in the order in which they come."""
+    found: dict[_Group, list[_Item]] = {}
+    for each in items:
+        found.setdefault(key(each), []).append(each)
+    return found
+
+
+def by_case(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
+    """Key of a case -> implementation -> row."""
+    return {key: {row["impl"]: row for row in of_case} for key, of_case in grouped(rows, case_key).items()}
+
+
 def ratios_to_best(rows: Iterable[Row]) -> list[Ratio]:
     """One ratio for each of our rows with a speed, against the fastest peer with a speed; none without a peer.
     Yardsticks are no peers."""
@@ -302,20 +317,14 @@ def ratios_to_best(rows: Iterable[Row]) -> list[Ratio]:
 
 
 def _ratios(rows: Iterable[Row]) -> list[Ratio]:
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if row["ms"] is not None:
-            groups.setdefault((case_key(row), row["phase"]), []).append(row)
     found = []
-    for group in groups.values():
-        peers = [row for row in group if not is_ours(row["impl"])]
-        if not peers:
-            continue
-        best = min(peers, key=lambda row: row["ms"])
+    timed = (row for row in rows if row["ms"] is not None)
+    for group in grouped(timed, lambda row: (case_key(row), row["phase"])).values():
+        best = min((row for row in group if not is_ours(row["impl"])), key=lambda row: row["ms"], default=None)
         found += [
             Ratio(row["impl"], row["op"], row["phase"], row["case"], best["impl"], best["ms"] / row["ms"])
             for row in group
-            if is_ours(row["impl"])
+            if best is not None and is_ours(row["impl"])
         ]
     return found
 

@@ -14,8 +14,10 @@ from flashtile.bench.record import (
     Ratio,
     Record,
     Row,
+    by_case,
     case_key,
     geometric_mean,
+    grouped,
     peers,
     ratios_to_best,
     ratios_to_peer,
@@ -51,22 +53,17 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
     tokens each second. If rows have them, there are also tables of the memory that they take, and of the
     share of the GPU's peak.
     """
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((find_benchmark(row["op"]).title, row["phase"], _unit(row)), []).append(row)
+    groups = grouped(rows, lambda row: (find_benchmark(row["op"]).title, row["phase"], _unit(row)))
     copies = [row for row in rows if row["op"] == "copy" and row["ms"] is not None]
-    found = [
-        _speed_table(f"{kind} {phase}", unit, of_group, copies) for (kind, phase, unit), of_group in groups.items()
-    ]
-    memory = [row for row in rows if "peak_mib" in row]
-    if memory:
-        found.append(_figures("Memory beside what stays (MiB)", memory, lambda row: f"{row['peak_mib']:.0f}"))
-    shares = [row for row in rows if row.get("mfu") is not None]
-    if shares:
-        found.append(
-            _figures("The model's FLOPs as a share of the GPU's peak", shares, lambda row: f"{row['mfu']:.1%}")
+    found = [_speed_table(f"{kind} {phase}", unit, of_kind, copies) for (kind, phase, unit), of_kind in groups.items()]
+    return found + [
+        _figures(title, those, lambda row, key=key, form=form: format(row[key], form))  # type: ignore[misc]
+        for title, key, form in (
+            ("Memory beside what stays (MiB)", "peak_mib", ".0f"),
+            ("The model's FLOPs as a share of the GPU's peak", "mfu", ".1%"),
         )
-    return found
+        if (those := [row for row in rows if row.get(key) is not None])
+    ]
 
 
 def host_table(rows: Sequence[Row]) -> Table:
@@ -88,12 +85,12 @@ def mean_tables(rows: Sequence[Row]) -> list[Table]:
 
     None without a peer.
     """
-    by_table: dict[str, list[Row]] = {}
-    for row in rows:
+
+    def table_of(row: Row) -> str:
         case = find_case(row)
-        name = f"{find_table(case)} table" if isinstance(case, Case) else case.kind
-        by_table.setdefault(name, []).append(row)
-    found = [_mean_table(name, of_table) for name, of_table in by_table.items()]
+        return f"{find_table(case)} table" if isinstance(case, Case) else case.kind
+
+    found = [_mean_table(name, of_table) for name, of_table in grouped(rows, table_of).items()]
     return [table for table in found if table.lines]
 
 
@@ -101,11 +98,10 @@ def _mean_table(name: str, rows: Sequence[Row]) -> Table:
     lines = []
     for against in ("best peer", *peers(rows)):
         found = ratios_to_best(rows) if against == "best peer" else ratios_to_peer(rows, against)
-        for ours in dict.fromkeys(ratio.ours for ratio in found):
-            for phase in _phases(rows):
-                chosen = [ratio for ratio in found if ratio.ours == ours and ratio.phase == phase]
-                if chosen:
-                    lines.append([f"{ours} / {against}", phase, *_mean_cells(chosen)])
+        for ours, of_ours in grouped(found, lambda ratio: ratio.ours).items():
+            by_phase = grouped(of_ours, lambda ratio: ratio.phase)
+            for phase in sorted(by_phase, key=_phases(rows).index):
+                lines.append([f"{ours} / {against}", phase, *_mean_cells(by_phase[phase])])
     headings = ["speed ratio", "phase", "geometric mean", "lowest", "highest", "cases", "lowest against", "lowest at"]
     return Table(f"Our speed over the peers': {name}", headings, lines, keys=2)
 
@@ -119,14 +115,13 @@ def _mean_cells(ratios: Sequence[Ratio]) -> list[str]:
 
 def reasons(rows: Sequence[Row]) -> list[str]:
     """A line for each implementation and reason for which it has no speed."""
-    cases: dict[tuple[str, str], set[str]] = {}
-    for row in rows:
-        if row["ms"] is None:
-            cases.setdefault((row["impl"], row["why"]), set()).add(f"{case_name(row)} {row['phase']}")
-    return [
-        f"{impl}: {why} ({next(iter(where)) if len(where) == 1 else f'{len(where)} measurements'})"
-        for (impl, why), where in cases.items()
-    ]
+    lines = []
+    for (impl, why), found in grouped(
+        (row for row in rows if row["ms"] is None), lambda row: (row["impl"], row["why"])
+    ).items():
+        where = {f"{case_name(row)} {row['phase']}" for row in found}
+        lines.append(f"{impl}: {why} ({where.pop() if len(where) == 1 else f'{len(where)} measurements'})")
+    return lines
 
 
 def _speed_table(title: str, unit: str, rows: list[Row], copies: list[Row]) -> Table:
@@ -135,8 +130,7 @@ def _speed_table(title: str, unit: str, rows: list[Row], copies: list[Row]) -> T
     beside_copy = ours if unit == "GB/s" and copies else []
     ratios = {(case_key(vars(ratio)), ratio.ours): ratio for ratio in ratios_to_best(rows)}
     lines = []
-    for key in dict.fromkeys(map(case_key, rows)):
-        of_case = {row["impl"]: row for row in rows if case_key(row) == key}
+    for key, of_case in by_case(rows).items():
         speeds = [_speed(of_case.get(impl), unit) for impl in impls]
         shares = [_copy_share(of_case.get(impl), copies) for impl in beside_copy]
         compared = [f"{ratios[key, impl].value:.2f}" if (key, impl) in ratios else "–" for impl in ours]
@@ -183,11 +177,10 @@ def _moved(row: Row) -> float:
 def _figures(title: str, rows: list[Row], figure: Callable[[Row], str]) -> Table:
     """One figure of each implementation in each case."""
     impls = list(dict.fromkeys(row["impl"] for row in rows))
-    lines = []
-    for key in dict.fromkeys(map(case_key, rows)):
-        of_case = {row["impl"]: row for row in rows if case_key(row) == key}
-        cells = [figure(of_case[impl]) if impl in of_case else "–" for impl in impls]
-        lines.append([case_name(next(iter(of_case.values()))), *cells])
+    lines = [
+        [case_name(next(iter(of.values()))), *(figure(of[impl]) if impl in of else "–" for impl in impls)]
+        for of in by_case(rows).values()
+    ]
     return Table(title, ["case", *impls], lines)
 
 
@@ -205,21 +198,13 @@ def comparison_tables(rows: Sequence[Row], earlier: Sequence[Row], title: str) -
     """
     before = {row_key(row): row for row in earlier if row.get("ms") is not None}
     common = [(before[row_key(row)], row) for row in rows if row.get("ms") is not None and row_key(row) in before]
+    times = ((row, old["ms"], row["ms"]) for old, row in common)
     lines = [
-        [
-            case_name(row),
-            row["impl"],
-            _step(row),
-            f"{old['ms']:.4g}",
-            f"{row['ms']:.4g}",
-            f"{old['ms'] / row['ms']:.3f}",
-        ]
-        for old, row in common
+        [case_name(row), row["impl"], _step(row), f"{there:.4g}", f"{here:.4g}", f"{there / here:.3f}"]
+        for row, there, here in times
     ]
-    return [
-        Table(title, ["case", "implementation", "phase", "ms there", "ms here", "speed here / there"], lines, keys=3),
-        _means(common),
-    ]
+    headings = ["case", "implementation", "phase", "ms there", "ms here", "speed here / there"]
+    return [Table(title, headings, lines, keys=3), _means(common)]
 
 
 def differences(record: Record, earlier: Record) -> list[str]:
@@ -234,13 +219,11 @@ def differences(record: Record, earlier: Record) -> list[str]:
 
 
 def _means(common: Sequence[tuple[Row, Row]]) -> Table:
-    ratios: dict[tuple[str, str], list[float]] = {}
-    for old, row in common:
-        ratios.setdefault((row["impl"], _step(row)), []).append(old["ms"] / row["ms"])
-    lines = [
-        [impl, phase, f"{geometric_mean(of):.3f}", f"{min(of):.3f}", f"{max(of):.3f}", str(len(of))]
-        for (impl, phase), of in ratios.items()
-    ]
+    lines = []
+    for key, pairs in grouped(common, lambda pair: (pair[1]["impl"], _step(pair[1]))).items():
+        ratios = [old["ms"] / row["ms"] for old, row in pairs]
+        figures = geometric_mean(ratios), min(ratios), max(ratios)
+        lines.append([*key, *(f"{figure:.3f}" for figure in figures), str(len(ratios))])
     headings = ["implementation", "phase", "geometric mean", "lowest", "highest", "cases"]
     return Table("Speed here over there", headings, lines, keys=2)
 

@@ -233,6 +233,7 @@ def run_host_time(
             try:
                 with announced(announce, f"timing {each.name}"), each.context():
                     bound = prepared.bind(each)
+                    bound.results("bwd")
                     calls = bound.forward_without_grad, bound.forward, bound.forward_backward
                     times = {phase: _host_ms(call, device) for phase, call in zip(HOST_PHASES, calls, strict=True)}
             except Exception as error:  # a fact about this implementation, for the record

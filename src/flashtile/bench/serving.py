@@ -310,7 +310,7 @@ IMPLEMENTATIONS = (
 )  # fmt: skip
 
 
-class BoundStep(base.Bound):
+class BoundStep(base.AnyBound):
     """The step of an implementation."""
 
     def __init__(self, name: str, step: Step) -> None:

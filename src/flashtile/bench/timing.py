@@ -7,6 +7,7 @@ that of the thread if PyTorch has only one.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -115,16 +116,22 @@ class CpuTimer:
         return samples
 
 
-def time_calls(function: Callable[[], Any], calls: int) -> list[float]:
-    """Milliseconds of each of some calls, between CUDA events on the current stream; the host runs ahead of the GPU."""
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
+def time_calls(function: Callable[[], Any], calls: int, device: torch.device | None = None) -> list[float]:
+    """Milliseconds of each of some calls, on a GPU between CUDA events on the current stream; the host runs ahead."""
+    if device is not None and device.type != "cuda":
+        marks = [time.perf_counter()]
+        for _ in range(calls):
+            function()
+            marks.append(time.perf_counter())
+        return [(end - start) * 1e3 for start, end in itertools.pairwise(marks)]
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
     torch.cuda.synchronize()
-    for start, end in marks:
-        start.record()
+    for begin, done in events:
+        begin.record()
         function()
-        end.record()
+        done.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in marks]
+    return [begin.elapsed_time(done) for begin, done in events]
 
 
 class EventTimer:

@@ -8,6 +8,7 @@ import json
 import re
 import textwrap
 from collections.abc import Callable, Container, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
@@ -52,7 +53,8 @@ def takes(kind: type) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
 
     def changed(function: Callable[..., bool]) -> Callable[..., bool]:
         def command(**given: Any) -> bool:
-            made = kind(**{name: given.pop(name) for name in list(given) if name in kind.__dataclass_fields__})
+            names = {field.name for field in fields(kind)}
+            made = kind(**{name: given.pop(name) for name in list(given) if name in names})
             return function(made, **given)
 
         of_kind = inspect.signature(kind, eval_str=True).parameters.values()

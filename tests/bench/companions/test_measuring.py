@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from flashtile.bench import companions, runner
-from flashtile.bench.base import Implementation
+from flashtile.bench.base import Bound, Implementation, Way
 from flashtile.bench.commands import measure
 from flashtile.bench.companion_cases import (
     CausalSoftmax,
@@ -27,7 +27,7 @@ from flashtile.bench.companion_cases import (
     RMSNorm,
     Rotary,
 )
-from flashtile.bench.companions import IMPLEMENTATIONS, Bound, CompanionProblem, Random, Way, evaluate
+from flashtile.bench.companions import IMPLEMENTATIONS, CompanionProblem, Random, evaluate
 from flashtile.bench.registry import BENCHMARKS
 
 CPU = torch.device("cpu")
@@ -111,7 +111,7 @@ def test_dropout_bits_are_read_off_where_gradients_cancel(kind):
     """In 16 bits the gradients of the two outputs add up to exactly 0 for some elements that were kept."""
     case = kind("bf16", 256, 512, 0.1)
     inputs = case.make_inputs(Random(CPU, torch.bfloat16))
-    bound = Bound(case.eager(inputs.others), case, inputs)
+    bound = Bound(case.eager(inputs.others), inputs, tuple(case.outputs), peak="")
     results = bound.results("bwd")
     found = case.with_bits(results, inputs)["keep"]
     assert (found & (results["dx"] == 0)).any() and not found.all()
@@ -218,7 +218,7 @@ def test_results_are_those_of_fresh_inputs():
         x.data.zero_()
         return out
 
-    bound = Bound(Way(overwrite), case, inputs)
+    bound = Bound(Way(overwrite), inputs, tuple(case.outputs), peak="")
     expected = case.formula(list(inputs.leaves.values()), {})[0]
     for phase in ("fwd", "bwd", "fwd"):
         assert torch.equal(bound.results(phase)["out"], expected)

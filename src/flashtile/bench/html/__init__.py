@@ -7,6 +7,7 @@ machine, for a user's own record as for those of the project. All else is folded
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from flashtile.bench.record import (
     FACTS,
     Ratio,
     geometric_mean,
+    grouped,
     ratios_to_best,
     read_record,
     require_writable,
@@ -84,12 +86,9 @@ def make_verdict(records: Sequence[Named]) -> Verdict | None:
     found = [one for named in records for one in _compared(named)]
     if not found:
         return None
-    machines = list(dict.fromkeys(one.machine for one in found))
-    sentences = tuple(_sentence(machine, [one for one in found if one.machine == machine]) for machine in machines)
-    groups: dict[tuple[str, str, str], list[Ratio]] = {}
-    for one in found:
-        groups.setdefault((one.kind, one.phase, one.machine), []).append(one.ratio)
-    lines = [_line(*place, of_group) for place, of_group in sorted(groups.items(), key=lambda group: group[0][:1])]
+    sentences = tuple(_sentence(*of_machine) for of_machine in grouped(found, lambda one: one.machine).items())
+    groups = grouped(found, lambda one: (one.kind, one.phase, one.machine))
+    lines = [_line(*place, [one.ratio for one in groups[place]]) for place in sorted(groups, key=lambda key: key[0])]
     headings = ("kind of call", "phase", "machine", "mean", "lowest", "highest", "cases", "lowest against")
     charts = [*_overview(found), *by_length(records)][:_CHARTS]
     return Verdict(sentences, headings, tuple(lines), tuple(charts))
@@ -117,10 +116,8 @@ def _sentence(machine: str, found: Sequence[_Compared]) -> str:
     values = [one.ratio.value for one in found]
     faster = sum(value > 1 for value in values)
     cases = f"{faster:,} of {len(values):,} comparisons" if faster < len(values) else f"all {faster:,} comparisons"
-    kinds: dict[str, list[float]] = {}
-    for one in found:
-        kinds.setdefault(one.kind, []).append(one.ratio.value)
-    means = sorted((geometric_mean(of_kind), kind) for kind, of_kind in kinds.items())
+    kinds = grouped(found, lambda one: one.kind)
+    means = sorted((geometric_mean(one.ratio.value for one in of_kind), kind) for kind, of_kind in kinds.items())
     slower = [f"{kind} ({mean:.2f})" for mean, kind in means if mean < 0.995]
     return (
         f"On {machine} flashtile is faster than the fastest other implementation in {cases}, "
@@ -255,17 +252,15 @@ def _column_names(headings: Sequence[str], name: str) -> str:
 
 def _unknown(named: Named) -> list[str]:
     """A line for each kind of thing in a record that this version does not know, and shows as it stands."""
-    counts: dict[tuple[str, str], int] = {}
     rows = named.record["rows"]
     found = [(f"unknown operation {row['op']!r} in", "") for row in rows if row["op"] not in words.OPERATIONS]
-    for row in rows:
-        found += [
-            (f"unknown key {key!r} in the case of", f" of {row['op']!r}") for key in words.unknown_keys(row["case"])
-        ]
-    for each in found:
-        counts[each] = counts.get(each, 0) + 1
+    found += [
+        (f"unknown key {key!r} in the case of", f" of {row['op']!r}")
+        for row in rows
+        for key in words.unknown_keys(row["case"])
+    ]
     return [
         f"{named.path.name}: {what} {'1 row' if count == 1 else f'{count} rows'}{of}; it is shown unchanged. Another "
         "version of flashtile may have written it"
-        for (what, of), count in counts.items()
+        for (what, of), count in Counter(found).items()
     ]

@@ -14,7 +14,7 @@ from flashtile.bench.cases import Case
 from flashtile.bench.html import words
 from flashtile.bench.html.drawing import Chart, DotChart, GridChart, Headings, LineChart, Lines, Series, figure
 from flashtile.bench.html.words import Facets
-from flashtile.bench.record import SPEEDS, Record, Row, case_key, ratios_to_best
+from flashtile.bench.record import SPEEDS, Record, Row, case_key, grouped, ratios_to_best
 from flashtile.bench.serving_cases import BALANCE
 
 _LENGTH = "sequence length (tokens)"
@@ -105,11 +105,10 @@ def record_part(named: Named) -> Part:
     found_grids, in_grids = grids(rows)
     charts += [*found_grids, *breakdowns(rows)]
     tables = []
-    by_kind: dict[tuple[str, str, str], list[Row]] = {}
-    for row in (row for row in rows if "step" not in row):
-        for unit, found in _figures(row):
-            by_kind.setdefault((row["op"], row["phase"], unit), []).append(found)
-    for (op, phase, unit), of_kind in by_kind.items():
+    figures = ((unit, found) for row in rows if "step" not in row for unit, found in _figures(row))
+    by_kind = grouped(figures, lambda each: (each[1]["op"], each[1]["phase"], each[0]))
+    for (op, phase, unit), found in by_kind.items():
+        of_kind = [row for _, row in found]
         others = [row for row in of_kind if case_key(row) not in in_grids]
         rest = [*(row for row in of_kind if case_key(row) in in_grids), *group_families(others)[1]]
         charts += speeds(others, unit, unit, said)
@@ -223,12 +222,13 @@ class Family:
 
 def group_families(rows: Rows) -> tuple[list[Family], list[Row]]:
     """Families with enough lengths for lines, and the rows of no such family."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
+
+    def kind(row: Row) -> str:
         long = isinstance(row["case"].get("S"), int) and not row["case"].get("lengths")
-        kind = [row["op"], row["phase"], _without_length(row["case"])] if long else None
-        found.setdefault(json.dumps(kind, sort_keys=True), []).append(row)
-    families, rest = [], found.pop("null", [])
+        return json.dumps(long and [row["op"], row["phase"], _without_length(row["case"])], sort_keys=True)
+
+    found = grouped(rows, kind)
+    families, rest = [], found.pop("false", [])
     for members in found.values():
         if len({row["case"]["S"] for row in members}) < _LEAST_LENGTHS:
             rest += members
@@ -258,26 +258,26 @@ def _said(rows: Rows) -> Facets:
 
 
 def _series(rows: Rows, key: str) -> tuple[Series, ...]:
-    points: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        points.setdefault(row["impl"], []).append((row["case"]["S"], row[key]))
-    return tuple(Series(impl, tuple(sorted(found))) for impl, found in points.items())
+    return tuple(
+        Series(impl, tuple(sorted((row["case"]["S"], row[key]) for row in of_impl)))
+        for impl, of_impl in grouped(rows, lambda row: row["impl"]).items()
+    )
 
 
 def ratios(rows: Rows) -> list[LineChart]:
     """A chart for each phase and implementation of ours, with a line for each family."""
     families, _ = group_families(rows)
     labels = family_labels(families, _said(rows))
-    lines: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
-    for family, label in zip(families, labels, strict=True):
-        for ratio in ratios_to_best(family.rows):
-            of_family = lines.setdefault((ratio.phase, ratio.ours), {}).setdefault(label, [])
-            of_family.append((ratio.case["S"], ratio.value))
+    pairs = [(label, one) for family, label in zip(families, labels) for one in ratios_to_best(family.rows)]
+    lines = grouped(pairs, lambda pair: (pair[1].phase, pair[1].ours))
     several = len({ours for _, ours in lines}) > 1
     return [
         LineChart(
             _title(None, phase, words.full_name(ours) if several else "") + ": speed over the best peer",
-            tuple(Series(name, tuple(sorted(points))) for name, points in found.items()),
+            tuple(
+                Series(label, tuple(sorted((one.case["S"], one.value) for _, one in of_label)))
+                for label, of_label in grouped(found, lambda pair: pair[0]).items()
+            ),
             _LENGTH,
             "× the best peer",
             level=1.0,
@@ -300,9 +300,7 @@ def lengths(rows: Rows) -> list[Chart]:
 
 def losses(rows: Rows) -> list[Chart]:
     """Losses of rows that have a `curve`, each point the mean of some steps."""
-    curves: dict[str, list[Row]] = {}
-    for row in rows:
-        curves.setdefault(case_key(row), []).append(row)
+    curves = grouped(rows, case_key)
     labels = words.case_labels([of_case[0]["case"] for of_case in curves.values()], _said(rows))
     charts: list[Chart] = []
     for label, of_case in zip(labels, curves.values(), strict=True):
