@@ -282,7 +282,7 @@ WIDE = torch.zeros(1, 5, 2, 500)
             "sinks: expected None beside q and qv of 516 columns",
         ),
         ({"gather_kv_indices": X}, "gather_kv_indices: expected None.*mask_mod"),
-        ({"gather_bwd_recompute_p": True}, "gather_bwd_recompute_p: expected None"),
+        ({"gather_bwd_recompute_p": True}, "gather_bwd_recompute_p: expected False"),
         ({"gather_bwd_token_chunk": 8}, "gather_bwd_token_chunk: expected None"),
         ({"score_mod": in_cute}, "score_mod: expected a Python function .* got one written in CuTe"),
         ({"mask_mod": in_cute}, "mask_mod: expected a Python function .* got one written in CuTe"),

@@ -53,18 +53,19 @@ def sqrelu_bwd(g: Tensor, x: Tensor) -> Tensor:
 
 def swiglu_fwd(x: Tensor, y: Tensor) -> Tensor:
     """`silu(x) · y`, rounded once."""
-    return (F.silu(_wide(x)) * _wide(y)).to(x.dtype)
+    return (F.silu(wide(x)) * wide(y)).to(x.dtype)
 
 
 def swiglu_bwd(x: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of x and y from that of `swiglu_fwd`."""
-    wide, dout = _wide(x), _wide(g)
-    gate = wide.sigmoid()
-    dx = dout * _wide(y) * gate * (1 + wide * (1 - gate))
-    return dx.to(x.dtype), (dout * wide * gate).to(y.dtype)
+    x_wide, dout = wide(x), wide(g)
+    gate = x_wide.sigmoid()
+    dx = dout * wide(y) * gate * (1 + x_wide * (1 - gate))
+    return dx.to(x.dtype), (dout * x_wide * gate).to(y.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """x in float32, or wider where it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -78,8 +79,8 @@ def _recorded(name: str, function: Callable[..., Tensor], gradient: Callable[...
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         return gradient(grad_output, *ctx.saved_tensors)
 
-    own = VERSION_2.modules["ops.activations"].made(f"{name}.forward", forward, function.__doc__)
-    methods = {"forward": staticmethod(own), "backward": staticmethod(backward)}
+    forward.__doc__ = function.__doc__
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(name, (torch.autograd.Function,), {"__doc__": function.__doc__, "__module__": __name__, **methods})
 
 
@@ -87,3 +88,5 @@ GeLUFunction = _recorded("GeLUFunction", bias_gelu, bias_gelu_back)
 FastGeLUFunction = _recorded("FastGeLUFunction", gelu_fwd, gelu_bwd)
 SwiGLUFunction = _recorded("SwiGLUFunction", swiglu_fwd, lambda g, x, y: swiglu_bwd(x, y, g))
 bias_gelu_impl, fast_gelu_impl, swiglu = GeLUFunction.apply, FastGeLUFunction.apply, SwiGLUFunction.apply
+
+VERSION_2.serve(globals())

@@ -1,30 +1,35 @@
 """Modules of other libraries as tables of names and arguments, and functions that have the arguments of their table.
 
-A body takes all arguments by name, picks those that it uses, and hands on the rest::
+A body picks by name the arguments that it uses, and hands on the rest; it may serve several names::
 
-    INTERFACE = Names(("flash_attn_2",), "", {"flash_attn_kvpacked_func": "q, kv, dropout_p=0.0, causal=False"})
+    def flash_attn_func(return_attn_probs, **given): ...
+    flash_attn_kvpacked_func = flash_attn_func
 
-    @INTERFACE.takes
-    def flash_attn_kvpacked_func(kv, **given):
-        return flash_attn_func(k=kv[..., 0, :, :], v=kv[..., 1, :, :], **given)
+    Names(("flash_attn_2",), "", {"flash_attn_kvpacked_func": "q, kv, dropout_p=0.0, causal=False"}).serve(globals())
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 #: The words that defaults in tables are written with.
 _WORDS = {"torch": torch, "LayerNorm": nn.LayerNorm, "Dropout": nn.Dropout, "gelu": F.gelu, "sigmoid": F.sigmoid}
 #: `name(arguments)`, where arguments may have one pair of parentheses in another.
 _ENTRY = re.compile(r"([\w.]+)\(((?:[^()]|\([^()]*\))*)\)")
+#: An argument that is not served, or has no effect.
+_MARK = re.compile(r"(\w+)(?:=\w+)?([!~])")
+
+#: The condition that an argument is not its default, None, True or False.
+_IS_ANOTHER = {"None": "{} is not None", "True": "not {}"}
 
 
 class Names(NamedTuple):
@@ -34,11 +39,14 @@ class Names(NamedTuple):
         homes: modules that have them, by full name or by that in `flashtile.compat`; the first that has one counts.
         prefix: what they begin with there, where there are others of the same name.
         arguments: name -> arguments, as one writes them; of a class those of its constructor, and "Class.method".
+        unused: name -> arguments that its body does not get: of one with a remedy only the default is served, the
+            others have no effect.
     """
 
     homes: tuple[str, ...]
     prefix: str
     arguments: dict[str, str]
+    unused: Mapping[str, Mapping[str, str]] = {}
 
     @property
     def public(self) -> list[str]:
@@ -53,47 +61,97 @@ class Names(NamedTuple):
         own = {name.removeprefix(self.prefix): value for name, value in found.items() if name.startswith(self.prefix)}
         return {name: (own if name in own else found)[name] for name in self.public}
 
-    def takes(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        """A function or method with the arguments of its name in the table, which calls body with all of them by name;
-        `self` and `ctx` are given by place."""
-        name = body.__qualname__.removesuffix(".__init__")
-        return self.made(name, body, body.__doc__)
+    def serve(self, home: dict[str, Any]) -> None:
+        """Gives the functions and methods of a module, by its globals, the arguments of their names in the table."""
+        for name, arguments in self.arguments.items():
+            own, _, method = name.partition(".")
+            own = self.prefix + own if self.prefix + own in home else own
+            if own not in home or "*args" in arguments:
+                continue
+            value, unused = home[own], self.unused.get(name, {})
+            body = getattr(value, method) if method else value
+            if not unused and _described(inspect.signature(body)) == _described(_parsed(arguments)):
+                continue
+            if not isinstance(value, type):
+                made = home[own] = adapted(own, arguments, body, unused)
+                made.__doc__ = body.__doc__
+            elif method:
+                made = adapted(f"{own}.{method}", arguments, body, unused)
+                made.__doc__ = body.__doc__
+                setattr(value, method, staticmethod(made) if arguments.startswith("ctx") else made)
+            else:
+                made = value.__init__ = adapted(f"{own}.__init__", arguments, value.__init__, unused)  # type: ignore[misc]
+            made.__module__ = home["__name__"]
 
-    def made(self, name: str, body: Callable[..., Any], doc: str | None) -> Callable[..., Any]:
-        """The same of a body that serves several names."""
-        made = adapted(name, self.arguments[name.removeprefix(self.prefix)], body)
-        made.__module__, made.__doc__ = f"flashtile.compat.{self.homes[0]}", doc
-        return made
 
-
-def tables(text: str) -> dict[str, Names]:
+def tables(text: str, remedies: Mapping[str, str] = {}) -> dict[str, Names]:
     """The modules of a text.
 
     A line without indentation is `module = home`, or `module = home, second home`, or `module = home: prefix`; "." is
     the module that the others are in. `name(arguments)` of the module follow, indented; of two alike the last counts.
+    Of an argument that is marked by "!" only the default is served (False where there is none), and `remedies` says by
+    its name what to do instead; one that is marked by "~" has no effect.
     """
     modules = {}
     for part in re.split(r"^(?=\S)", text.strip(), flags=re.MULTILINE)[1:]:
         header, _, entries = part.partition("\n")
         module, homes, prefix = (re.split(" = |: ", header) + [""])[:3]
-        arguments = {name: " ".join(given.split()) for name, given in _ENTRY.findall(entries)}
-        modules[module] = Names(tuple(homes.split(", ")), prefix, arguments)
+        arguments, unused = {}, {}
+        for name, given in _ENTRY.findall(entries):
+            arguments[name] = re.sub("[!~]", "", " ".join(given.split()))
+            if marks := _MARK.findall(given):
+                unused[name] = {argument: remedies[argument] if mark == "!" else "" for argument, mark in marks}
+        modules[module] = Names(tuple(homes.split(", ")), prefix, arguments, unused)
     return modules
 
 
-def adapted(name: str, arguments: str, body: Callable[..., Any]) -> Callable[..., Any]:
-    """A function or method with these arguments that calls body with them, as `Names.takes` tells."""
+def adapted(name: str, arguments: str, body: Callable[..., Any], unused: Mapping[str, str] = {}) -> Callable[..., Any]:
+    """A function or method with these arguments that calls body with them by name, `self` and `ctx` by place; `unused`
+    as in `Names`."""
     own = name.rpartition(".")[2]
-    if own == "__init__" or own[:1].isupper():  # a constructor
-        own, arguments = "__init__", f"self, {arguments}"
+    if own == "__init__":
+        arguments = f"self, {arguments}"
     parsed = ast.parse(f"def f({arguments}): ...").body[0].args  # type: ignore[attr-defined]
-    given = [one.arg for one in parsed.args]
-    handed = [each if each in ("self", "ctx") else f"{each}={each}" for each in given]
+    names = [one.arg for one in parsed.args]
+    served = dict.fromkeys(names, "False") | dict(zip(reversed(names), map(ast.unparse, reversed(parsed.defaults))))
+    lines = [
+        f"if {_IS_ANOTHER.get(served[one], '{}').format(one)}:\n            "
+        f"_refuse({one!r}, {served[one]!r}, {one}, {remedy!r})"
+        for one, remedy in unused.items() if remedy
+    ]  # fmt: skip
+    handed = [each if each in ("self", "ctx") else f"{each}={each}" for each in names if each not in unused]
     handed += [] if parsed.kwarg is None else [f"**{parsed.kwarg.arg}"]
+    lines.append(f"return _body({', '.join(handed)})")
     # The body is a closure, because torch.compile looks for globals in a module.
     space: dict[str, Any] = {**_WORDS}
-    source = f"    def {own}({arguments}):\n        return _body({', '.join(handed)})\n"
-    exec(f"def around(_body):\n{source}    return {own}", space)
-    made = space["around"](body)
+    source = f"    def {own}({arguments}):\n        " + "\n        ".join(lines)
+    exec(f"def around(_body, _refuse):\n{source}\n    return {own}", space)
+    made = space["around"](body, refuse)
     made.__qualname__ = name
     return made
+
+
+def _parsed(arguments: str) -> inspect.Signature:
+    """The signature that arguments are."""
+    space: dict[str, Any] = {**_WORDS}
+    exec(f"def f({arguments}): ...", space)
+    return inspect.signature(space["f"])
+
+
+def _described(signature: inspect.Signature) -> list[tuple[Any, ...]]:
+    """What must be alike for a function to have the arguments of a table as it is."""
+    return [(each.name, each.kind, each.default) for each in signature.parameters.values()]
+
+
+def refuse(name: str, expected: str, given: object, remedy: str) -> NoReturn:
+    """Raises for an argument that is not served."""
+    plain = given is None or isinstance(given, (bool, int, float, str))
+    came = repr(given) if plain else "a tensor" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+    raise ValueError(f"{name}: expected {expected}, got {came}; {remedy}")
+
+
+def refuse_given(remedy: str, **arguments: object) -> None:
+    """Raises for the first of these arguments that is not None."""
+    for name, given in arguments.items():
+        if given is not None:
+            refuse(name, "None", given, remedy)

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flashtile.compat.adapter import refuse
 from flashtile.compat.calls import (
     Call,
     Packed,
     as_dense,
     computed,
     equal_lengths,
-    refuse,
     window,
     with_longest,
     with_packed_keys,

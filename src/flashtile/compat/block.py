@@ -16,7 +16,6 @@ from flashtile.compat.mha import MHA
 from flashtile.compat.signatures import VERSION_2
 from flashtile.modules.layers import computes_only
 
-_BLOCK = VERSION_2.modules["modules.block"]
 _RMS_NORMS = nn.RMSNorm, modules.RMSNorm, flash_norms.RMSNorm
 Make = Callable[[int], nn.Module]
 
@@ -90,7 +89,6 @@ class Block(_Block):
             `_shared_params`.
     """
 
-    @_BLOCK.takes
     def __init__(
         self, prenorm: bool, resid_dropout2: float, drop_path1: float, drop_path2: float, return_residual: bool,
         sequence_parallel: bool, mark_shared_params: bool, **given: Any,
@@ -106,7 +104,6 @@ class Block(_Block):
             self.norm2 = given["norm_cls"](given["dim"])
         self._mark(sequence_parallel, mark_shared_params)
 
-    @_BLOCK.takes
     def forward(
         self, hidden_states: Tensor, residual: Tensor | None, mixer_subset: Any, mixer_kwargs: dict[str, Any] | None
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -150,7 +147,6 @@ class ParallelBlock(_Block):
         tied_norm: the MLP reads the mixer's norm; there is no norm2.
     """
 
-    @_BLOCK.takes
     def __init__(
         self, resid_dropout2: float, tied_norm: bool, sequence_parallel: bool, mark_shared_params: bool, **given: Any
     ) -> None:
@@ -162,7 +158,6 @@ class ParallelBlock(_Block):
             self.norm2 = given["norm_cls"](given["dim"])
         self._mark(sequence_parallel, mark_shared_params)
 
-    @_BLOCK.takes
     def forward(
         self, hidden_states1: Tensor, hidden_states2: Tensor | None, residual: Tensor | None,
         mixer_kwargs: dict[str, Any] | None,
@@ -201,12 +196,12 @@ def add_norm(
         return [norm(total.to(dtype)) for norm in norms], total.float() if in_fp32 else total
     eps = torch.finfo(torch.promote_types(branches[0].dtype, torch.float32)).eps if first.eps is None else first.eps
     second = {} if len(norms) == 1 else {"weight1": last.weight, "bias1": getattr(last, "bias", None)}
-    *normed, total = flash_norms.layer_norm_fn(
+    results: Any = flash_norms.layer_norm_fn(
         branches[0], first.weight, getattr(first, "bias", None), residual, branches[1] if len(branches) == 2 else None,
         **second, eps=eps, dropout_p=dropout_p.pop(), prenorm=True, residual_in_fp32=residual_in_fp32,
         is_rms_norm=isinstance(first, _RMS_NORMS), out_dtype=dtype,
     )  # fmt: skip
-    return normed, total
+    return list(results[:-1]), results[-1]
 
 
 def _fusible(norms: Sequence[Any]) -> bool:
@@ -220,3 +215,6 @@ def _fusible(norms: Sequence[Any]) -> bool:
         if norm.weight is None or norm.weight.dim() != 1:
             return False
     return len({(isinstance(norm, _RMS_NORMS), norm.eps) for norm in norms}) == 1
+
+
+VERSION_2.serve(globals())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -387,17 +387,3 @@ def unpacked(name: str, packed: Tensor, parts: int, layout: str) -> tuple[Tensor
             f"{name}: expected shape [{layout}, {parts}, heads, head_dim], got {list(packed.shape)}; stack its parts"
         )
     return packed.unbind(-3)
-
-
-def refuse(name: str, expected: str, given: object, remedy: str) -> NoReturn:
-    """Raises for an argument that is not served."""
-    plain = given is None or isinstance(given, (bool, int, float, str))
-    came = repr(given) if plain else "a tensor" if isinstance(given, Tensor) else f"a {type(given).__name__}"
-    raise ValueError(f"{name}: expected {expected}, got {came}; {remedy}")
-
-
-def refuse_given(remedy: str, **arguments: object) -> None:
-    """Raises for the first of these arguments that is not None."""
-    for name, given in arguments.items():
-        if given is not None:
-            refuse(name, "None", given, remedy)

@@ -15,11 +15,9 @@ from torch.nn import functional as F
 import flashtile
 from flashtile import modules
 from flashtile.compat.activations import gelu_bwd, gelu_fwd, sqrelu_bwd, sqrelu_fwd
-from flashtile.compat.calls import refuse, refuse_given
+from flashtile.compat.adapter import refuse
 from flashtile.compat.signatures import VERSION_2
 
-_DENSE, _LINEAR, _MLP = (VERSION_2.modules[f"ops.{name}"] for name in ("fused_dense", "triton.linear", "triton.mlp"))
-_ONE_DEVICE = "these layers compute on one device"
 #: The activations of flash_attn in the words of flashtile.
 _ACTIVATIONS = {"gelu_approx": "gelu_tanh", "relu": "relu", "sqrelu": "squared_relu"}
 #: The activations of ops.triton.linear, and the gradient of the argument from (gradient of the result, argument).
@@ -37,34 +35,22 @@ def _chosen(activation: str, known: dict[str, Any]) -> Any:
     return known[activation]
 
 
-@_DENSE.takes
-def fused_dense_func(
-    x: Tensor, weight: Tensor, bias: Tensor | None, return_residual: bool, process_group: Any, **_: Any
-) -> Tensor | tuple[Tensor, Tensor]:
-    """A linear layer, `x weightᵀ + bias`; with return_residual also x. `sequence_parallel` belongs to process_group."""
-    refuse_given(_ONE_DEVICE, process_group=process_group)
+def fused_dense_func(x: Tensor, weight: Tensor, bias: Tensor | None, return_residual: bool) -> Any:
+    """A linear layer, `x weightᵀ + bias`; with return_residual also x. process_group must be None."""
     return flashtile.fused_dense(x, weight, bias, return_residual=return_residual)
 
 
 class FusedDense(modules.FusedDense):
     """`flashtile.modules.FusedDense`: a linear layer."""
 
-    @_DENSE.takes
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-
-    @_DENSE.takes
-    def forward(self, x: Tensor, process_group: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """`[..., in_features] -> [..., out_features]`; with return_residual also x."""
-        refuse_given(_ONE_DEVICE, process_group=process_group)
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
+        """`[..., in_features] -> [..., out_features]`; with return_residual also x. process_group must be None."""
         return super().forward(x)
 
 
-@_DENSE.takes
 def fused_mlp_func(
-    save_pre_act: bool, activation: str, checkpoint_lvl: int, return_residual: bool, process_group: Any, heuristic: int,
-    sequence_parallel: bool, **tensors: Any,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    save_pre_act: bool, activation: str, checkpoint_lvl: int, return_residual: bool, **tensors: Any
+) -> Tensor | tuple[Tensor, Tensor]:
     """Linear layer, activation, linear layer.
 
     Args:
@@ -74,7 +60,6 @@ def fused_mlp_func(
         checkpoint_lvl: what is kept for the backward, 0 to 2; see `flashtile.fused_mlp`.
         heuristic, sequence_parallel: nothing depends on them here; process_group must be None.
     """
-    refuse_given(_ONE_DEVICE, process_group=process_group)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values())
     if not save_pre_act and wanted:
         refuse("save_pre_act", "True where a gradient is wanted", False, "call it under torch.no_grad()")
@@ -86,19 +71,15 @@ class FusedMLP(modules.FusedMlp):
     """`flashtile.modules.FusedMlp`: linear layer, activation, linear layer. `activation` and `heuristic` are those of
     `fused_mlp_func`, and `checkpoint_lvl` is `checkpoint_level` there."""
 
-    @_DENSE.takes
     def __init__(self, activation: str, checkpoint_lvl: int, heuristic: int | str, **given: Any) -> None:
         super().__init__(activation=_chosen(activation, _ACTIVATIONS), checkpoint_level=checkpoint_lvl, **given)
         self.heuristic = heuristic
 
-    @_DENSE.takes
-    def forward(self, x: Tensor, process_group: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """`[..., in_features] -> [..., out_features]`; with return_residual also x."""
-        refuse_given(_ONE_DEVICE, process_group=process_group)
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """`[..., in_features] -> [..., out_features]`; with return_residual also x. process_group must be None."""
         return super().forward(x)
 
 
-@_LINEAR.takes
 @torch.no_grad()
 def triton_linear_act(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save_act_input: bool
@@ -114,7 +95,6 @@ def triton_linear_act(
     return (out, before) if save_act_input else out
 
 
-@_LINEAR.takes
 @torch.no_grad()
 def triton_dgrad_act(grad_output: Tensor, weight: Tensor, activation: str, act_input: Tensor | None) -> Tensor:
     """`(grad_output weight) · act'(act_input)`: the gradient of what the activation before a linear layer was taken of.
@@ -129,7 +109,6 @@ def triton_dgrad_act(grad_output: Tensor, weight: Tensor, activation: str, act_i
     return gradient(grad_output @ weight, act_input)
 
 
-@_MLP.takes
 def fused_dense_sqrelu_dense_function(checkpoint_lvl: int, **tensors: Any) -> Any:
     """`relu(x weight1ᵀ + bias1)² weight2ᵀ + bias2`.
 
@@ -141,9 +120,8 @@ def fused_dense_sqrelu_dense_function(checkpoint_lvl: int, **tensors: Any) -> An
 class FusedDenseSqreluDense(modules.FusedMlp):
     """`flashtile.modules.FusedMlp` with the square of ReLU; `bias1` and `bias2` must be True."""
 
-    @_MLP.takes
-    def __init__(self, bias1: bool, bias2: bool, checkpoint_lvl: int, **given: Any) -> None:
-        for name, bias in (("bias1", bias1), ("bias2", bias2)):
-            if not bias:
-                refuse(name, "True", bias, "flashtile.modules.FusedMlp also has layers without biases")
+    def __init__(self, checkpoint_lvl: int, **given: Any) -> None:
         super().__init__(activation="squared_relu", checkpoint_level=checkpoint_lvl, **given)
+
+
+VERSION_2.serve(globals())

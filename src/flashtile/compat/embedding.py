@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from flashtile import modules
-from flashtile.compat.calls import refuse_given
+from flashtile.compat.adapter import refuse_given
 from flashtile.compat.signatures import VERSION_2
 
-_EMBEDDINGS, _PATCHES = VERSION_2.modules["modules.embedding"], VERSION_2.modules["layers.patch_embed"]
 _ONE_DEVICE = "these layers compute on one device, flashtile.distributed.VocabParallelEmbedding on several"
 
 
@@ -29,7 +28,6 @@ class GPT2Embeddings(nn.Module):
         device, dtype: of the parameters.
     """
 
-    @_EMBEDDINGS.takes
     def __init__(
         self, embed_dim: int, vocab_size: int, max_position_embeddings: int, padding_idx: int | None,
         word_embed_proj_dim: int | None, **place: Any,
@@ -60,7 +58,6 @@ class BertEmbeddings(GPT2Embeddings):
     """Embeddings of tokens, positions and segments, added up; arguments as `GPT2Embeddings`, and `type_vocab_size`, the
     number of segments; 0 or less for no embedding of segments."""
 
-    @_EMBEDDINGS.takes
     def __init__(self, embed_dim: int, type_vocab_size: int, **given: Any) -> None:
         super().__init__(embed_dim, **given)
         self.type_vocab_size = type_vocab_size
@@ -68,8 +65,9 @@ class BertEmbeddings(GPT2Embeddings):
             place = {name: given[name] for name in ("device", "dtype")}
             self.token_type_embeddings = nn.Embedding(type_vocab_size, embed_dim, **place)
 
-    @_EMBEDDINGS.takes
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None, token_type_ids: Tensor | None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
         """`[batch, seq]` -> `[batch, seq, embed_dim]`; positions by default from 0 on, segments by default 0."""
         embeddings = super().forward(input_ids, position_ids)
         if self.type_vocab_size > 0:
@@ -109,7 +107,6 @@ class PatchEmbed(nn.Module):
         bias, fused_bias_fc: the projection has a bias; it is a `flashtile.modules.FusedDense`.
     """
 
-    @_PATCHES.takes
     def __init__(
         self, img_size: Any, patch_size: Any, in_chans: int, embed_dim: int, norm_layer: Any, flatten: bool, bias: bool,
         fused_bias_fc: bool,
@@ -140,3 +137,6 @@ class PatchEmbed(nn.Module):
         cut = x.unflatten(3, (columns, width)).unflatten(2, (rows, height))
         patches = self.proj(cut.permute(0, 2, 4, 1, 3, 5).flatten(3))
         return self.norm(patches.flatten(1, 2) if self.flatten else patches)
+
+
+VERSION_2.serve(globals())

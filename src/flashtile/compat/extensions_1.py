@@ -22,14 +22,12 @@ from torch import Tensor
 
 import flashtile
 from flashtile.compat import calls, flash_attn_1
-from flashtile.compat.activations import gelu_bwd, gelu_fwd
-from flashtile.compat.calls import refuse
+from flashtile.compat.activations import gelu_bwd, gelu_fwd, wide
+from flashtile.compat.adapter import refuse
 from flashtile.compat.losses import cross_entropy_of_lse
 from flashtile.compat.norms import fused_norm
 from flashtile.compat.signatures import EXTENSIONS
 
-_ATTENTION, _DENSE = EXTENSIONS["flash_attn_cuda"], EXTENSIONS["fused_dense_lib"]
-_NORMS, _ENTROPY = EXTENSIONS["dropout_layer_norm"], EXTENSIONS["xentropy_cuda_lib"]
 #: Queries and keys of a block of a block mask.
 _TILE = (16, 256)
 #: No label is ignored here: the loss around it does that.
@@ -42,22 +40,19 @@ Gradients = tuple[Tensor | None, ...]
 # flash_attn_cuda
 
 
-@_ATTENTION.takes
-def attention_fwd(p_dropout: float, is_causal: bool, gen: Any, zero_tensors: bool, **given: Any) -> list[Tensor]:
+def attention_fwd(p_dropout: float, is_causal: bool, gen: Any, **given: Any) -> list[Tensor]:
     """Attention, written to `out`: lse, rng_state, and with return_softmax the weights."""
     given |= {"dropout_p": p_dropout, "causal": is_causal, "generator": gen}
     return [part for part in flash_attn_1._flash_attn_forward(**given)[1:] if part is not None]
 
 
-@_ATTENTION.takes
-def attention_bwd(p_dropout: float, is_causal: bool, gen: Any, zero_tensors: bool, **given: Any) -> list[Tensor]:
+def attention_bwd(p_dropout: float, is_causal: bool, gen: Any, **given: Any) -> list[Tensor]:
     """The gradients, written to dq, dk and dv: these and `rowsum(dout · out)`."""
     given |= {"dropout_p": p_dropout, "causal": is_causal, "generator": gen}
     return list(flash_attn_1._flash_attn_backward(**given))
 
 
-@_ATTENTION.takes
-def attention_fwd_block(return_softmax: bool, **given: Any) -> list[Tensor]:
+def attention_fwd_block(**given: Any) -> list[Tensor]:
     """Block-sparse attention: out `[total_q, heads, head_dim]` and lse.
 
     Args:
@@ -66,14 +61,11 @@ def attention_fwd_block(return_softmax: bool, **given: Any) -> list[Tensor]:
         return_softmax: must be False, because the weights are never in memory.
         gen: draws the dropout seed; None for torch's own generator.
     """
-    if return_softmax:
-        refuse("return_softmax", "False", True, "attention weights are never in memory as a whole")
     apart = calls.taken_apart(_with_blocks(**given), top_left=True)
     out, lse, *_ = calls.forward(apart, False, given["gen"])
     return [out, flash_attn_1.padded_lse(lse, given["cu_seqlens_q"], given["max_seqlen_q"])]
 
 
-@_ATTENTION.takes
 def attention_bwd_block(gen: torch.Generator | None, p_dropout: float, q: Tensor, **given: Any) -> list[Tensor]:
     """The gradients of `fwd_block`, written to dq, dk and dv: these and `rowsum(dout · out)`.
 
@@ -120,39 +112,36 @@ def linear_bias_residual_backward(input: Tensor, weight: Tensor, d_output: Tenso
     return d_input.addmm_(d_output, weight), *linear_bias_wgrad(input, d_output)
 
 
-@_DENSE.takes
-def linear_gelu_forward(save_gelu_in: bool, heuristic: int, **layer: Tensor) -> list[Tensor]:
+def linear_gelu_forward(save_gelu_in: bool, **layer: Tensor) -> list[Tensor]:
     """`gelu(input weightᵀ + bias)` by the tanh formula, and with save_gelu_in what it was taken of."""
     before = linear_bias_forward(**layer)
     return [gelu_fwd(before), before] if save_gelu_in else [gelu_fwd(before)]
 
 
-@_DENSE.takes
-def linear_act_forward(is_gelu: bool, save_pre_act: bool, heuristic: int, **layer: Tensor) -> list[Tensor]:
+def linear_act_forward(is_gelu: bool, save_pre_act: bool, **layer: Tensor) -> list[Tensor]:
     """As `linear_gelu_forward`; without is_gelu ReLU, of which nothing can be saved here (it was a mask of bits)."""
-    if is_gelu:
-        return linear_gelu_forward(**layer, save_gelu_in=save_pre_act, heuristic=heuristic)
-    if save_pre_act:
+    if save_pre_act and not is_gelu:
         refuse("save_pre_act", "False with ReLU", True, "use flashtile.fused_mlp with activation='relu'")
-    return [linear_bias_forward(**layer).relu_()]
+    before = linear_bias_forward(**layer)
+    after = gelu_fwd(before) if is_gelu else before.relu_()
+    return [after, before] if save_pre_act else [after]
 
 
-@_DENSE.takes
 @torch.no_grad()
 def bias_act_linear_dgrad_bgrad(
-    weight: Tensor, d_output: Tensor, pre_act: Tensor, is_gelu: bool, heuristic: int
+    weight: Tensor, d_output: Tensor, pre_act: Tensor, is_gelu: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of what the activation was taken of, and of the bias before it."""
     if not is_gelu:
         refuse("is_gelu", "True", False, "use flashtile.fused_mlp with activation='relu'")
     before = gelu_bwd(d_output @ weight, pre_act)
-    return before, _wide(before).sum(0).to(before.dtype)
+    return before, wide(before).sum(0).to(before.dtype)
 
 
 @torch.no_grad()
-def _perceptron_backward(
+def linear_residual_gelu_linear_backward(
     input: Tensor, gelu_in: Tensor, output1: Tensor, weight1: Tensor, weight2: Tensor, d_output2: Tensor,
-    heuristic: int, d_input: Tensor | None = None,
+    d_input: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     """The gradients of input, weight1, bias1, weight2 and bias2 of a perceptron; that of input is added to d_input, in
     place, where it is given."""
@@ -162,15 +151,12 @@ def _perceptron_backward(
     return *linear_bias_residual_backward(input, weight1, before, d_input), *of_second
 
 
-_doc = _perceptron_backward.__doc__
-linear_gelu_linear_backward = _DENSE.made("linear_gelu_linear_backward", _perceptron_backward, _doc)
-linear_residual_gelu_linear_backward = _DENSE.made("linear_residual_gelu_linear_backward", _perceptron_backward, _doc)
+linear_gelu_linear_backward = linear_residual_gelu_linear_backward
 
 
 # dropout_layer_norm
 
 
-@_NORMS.takes
 def dropout_add_ln_fwd(**given: Any) -> Results:
     """z, x, mask, mu and rsigma::
 
@@ -189,7 +175,6 @@ def dropout_add_ln_fwd(**given: Any) -> Results:
     return [z, x if changed else _unless_same(x, a.input, a), *(mask or [None]), mu, rsigma]
 
 
-@_NORMS.takes
 @torch.no_grad()
 def dropout_add_ln_bwd(**given: Any) -> Results:
     """The gradients of x0, residual, gamma and beta, two None, and with colscale its gradient and None.
@@ -218,7 +203,6 @@ def dropout_add_ln_bwd(**given: Any) -> Results:
     return [(of_x0 * a.colscale).to(a.dz.dtype), dresidual, dgamma, dbeta, None, None, dcolscale, None]
 
 
-@_NORMS.takes
 def dropout_add_ln_parallel_residual_fwd(**given: Any) -> Results:
     """z0, z1, x, two masks, mu and rsigma of `x = dropout(input0) + dropout(input1) + residual`."""
     a = SimpleNamespace(**given)
@@ -229,7 +213,6 @@ def dropout_add_ln_parallel_residual_fwd(**given: Any) -> Results:
     return [z0, z1, x if a.input1 is not None else _unless_same(x, a.input0, a), *masks, mu, rsigma]
 
 
-@_NORMS.takes
 @torch.no_grad()
 def dropout_add_ln_parallel_residual_bwd(**given: Any) -> Results:
     """The gradients of x0, x1, residual, gamma0, beta0, gamma1 and beta1, and four None."""
@@ -254,7 +237,7 @@ def _forward(a: SimpleNamespace, x0: Tensor, weight: Tensor, bias: Tensor | None
         return_dropout_mask=a.dropout_p > 0, dropout_seed=calls.drawn_seed(x0, a.dropout_p, a.gen), **more,
     )  # fmt: skip
     rest = [one.to(torch.uint8) if one.dtype is torch.bool else one for one in rest]
-    x = _wide(rest[0] if more.get("weight1") is None else rest[1])
+    x = wide(rest[0] if more.get("weight1") is None else rest[1])
     if a.is_rms_norm:
         return [z, *rest, x.new_zeros(x.shape[0]), (x.square().mean(-1) + a.epsilon).rsqrt()]
     variance, mean = torch.var_mean(x, -1, correction=0)
@@ -273,20 +256,16 @@ def _norm_gradient(a: SimpleNamespace, dz: Tensor, gamma: Tensor) -> tuple[Tenso
 
     where an RMS norm has no `mean(w)`.
     """
-    normed = (_wide(a.x) - a.mu[:, None]) * a.rsigma[:, None]
-    weighted = _wide(dz) * gamma
+    normed = (wide(a.x) - a.mu[:, None]) * a.rsigma[:, None]
+    weighted = wide(dz) * gamma
     inner = weighted - normed * (weighted * normed).mean(-1, keepdim=True)
     inner = inner if a.is_rms_norm else inner - weighted.mean(-1, keepdim=True)
-    dgamma, dbeta = (_wide(dz) * normed).sum(0), _wide(dz).sum(0)
+    dgamma, dbeta = (wide(dz) * normed).sum(0), wide(dz).sum(0)
     return inner * a.rsigma[:, None], dgamma.to(gamma.dtype), dbeta.to(gamma.dtype)
 
 
 def _kept(gradient: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
     return gradient if mask is None else gradient * mask / (1 - dropout_p)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 # rotary_emb, xentropy_cuda_lib, scaled_masked_softmax_cuda, scaled_upper_triang_masked_softmax_cuda
@@ -298,22 +277,20 @@ def apply_rotary(x1: Tensor, x2: Tensor, cos: Tensor, sin: Tensor, out1: Tensor,
 
     All have one shape, or broadcast to it; out1 and out2 may be x1 and x2. Arithmetic is float32 (float64 for float64).
     """
-    a, b, cos, sin = (_wide(x) for x in (x1, x2, cos, -sin if conj else sin))
+    a, b, cos, sin = (wide(x) for x in (x1, x2, cos, -sin if conj else sin))
     first, second = a * cos - b * sin, a * sin + b * cos
     out1.copy_(first)
     out2.copy_(second)
 
 
-@_ENTROPY.takes
 @torch.no_grad()
 def entropy_forward(logits: Tensor, labels: Tensor, smoothing: float, total_classes: int) -> tuple[Tensor, Tensor]:
     """Losses and log-sum-exp of each row of logits `[rows, classes]`, float32."""
     _check_classes(logits, total_classes)
-    lse = _wide(logits).logsumexp(1)
+    lse = wide(logits).logsumexp(1)
     return cross_entropy_of_lse(logits, labels, lse, label_smoothing=smoothing, ignore_index=_NO_LABEL)[0], lse
 
 
-@_ENTROPY.takes
 @torch.enable_grad()
 def entropy_backward(
     grad_loss: Tensor, logits: Tensor, max_log_sum_exp: Tensor, labels: Tensor, smoothing: float, inplace: bool,
@@ -352,7 +329,7 @@ def masked_backward(output_grads: Tensor, softmax_results: Tensor, scale_factor:
 
     Masked elements have y = 0, so their gradient is 0.
     """
-    dy, y = _wide(output_grads), _wide(softmax_results)
+    dy, y = wide(output_grads), wide(softmax_results)
     return (scale_factor * y * (dy - (dy * y).sum(-1, keepdim=True))).to(softmax_results.dtype)
 
 
@@ -362,3 +339,7 @@ causal_backward = masked_backward
 def masked_get_batch_per_block(query_seq_len: int, key_seq_len: int, batches: int, attn_heads: int) -> int:
     """Rows that must go together: 1, because numbers of rows that no power of two divides are served as well."""
     return 1
+
+
+for _names in EXTENSIONS.values():
+    _names.serve(globals())

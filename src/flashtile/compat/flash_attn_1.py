@@ -1,4 +1,4 @@
-"""flash_attn 1.0.9 (2023): its functions; `modules_1` has its modules, `extensions_1` its extensions.
+"""flash_attn 1.0.9 (2023), where it is not version 2; `extensions_1` has its compiled extensions.
 
 The functions of attention are calls of `flashtile.attention_varlen`. Their arguments mean what they mean in version 2
 (`flashtile.compat.flash_attn_2`), but:
@@ -23,23 +23,26 @@ from torch import Tensor, nn
 
 import flashtile
 from flashtile import modules
-from flashtile.compat import calls
-from flashtile.compat.calls import Given, Output, refuse_given, taken_apart
+from flashtile.compat import block, calls, mha, rotary
+from flashtile.compat.adapter import refuse, refuse_given
+from flashtile.compat.calls import Given, Output, taken_apart
 from flashtile.compat.padding import kept_rows
 from flashtile.compat.rows import locate_rows
 from flashtile.compat.signatures import VERSION_1
 
-_INTERFACE = VERSION_1.modules["flash_attn_interface"]
 #: Rows of lse and of the weights are padded to a multiple of the first, keys to one of the second.
 PROBS_MULTIPLE = (16, 64)
 
 
-def attend(**given: Any) -> Output:
-    """out; with return_attn_probs out, lse and the weights in their own layout."""
+def flash_attn_unpadded_func(return_attn_probs: bool, **given: Any) -> Output:
+    """Attention of packed sequences, q, k and v or kv `[total_k, 2, heads_kv, ...]`, or qkv `[total, 3, heads, ...]`:
+    out; with return_attn_probs out, lse and the weights in their own layout."""
     apart = taken_apart(given, top_left=True)
-    return_weights = apart.rest["return_attn_probs"]
-    results = _attend(apart, return_weights, calls.drawn_seed(apart.q, apart.call.dropout_p))
-    return results if return_weights else results[0]
+    results = _attend(apart, return_attn_probs, calls.drawn_seed(apart.q, apart.call.dropout_p))
+    return results if return_attn_probs else results[0]
+
+
+flash_attn_unpadded_kvpacked_func = flash_attn_unpadded_qkvpacked_func = flash_attn_unpadded_func
 
 
 def _attend(apart: Given, return_weights: bool, seed: Tensor | None) -> tuple[Tensor, ...]:
@@ -52,26 +55,11 @@ def _attend(apart: Given, return_weights: bool, seed: Tensor | None) -> tuple[Te
     return out, padded_lse(lse, layout.cu_seqlens_q, layout.max_seqlen_q), made
 
 
-flash_attn_unpadded_func = _INTERFACE.made(
-    "flash_attn_unpadded_func", attend, "Attention of packed sequences: out, or (out, lse, S_dmask)."
-)
-flash_attn_unpadded_kvpacked_func = _INTERFACE.made(
-    "flash_attn_unpadded_kvpacked_func", attend, "As `flash_attn_unpadded_func`, with kv `[total_k, 2, heads_kv, ...]`."
-)
-flash_attn_unpadded_qkvpacked_func = _INTERFACE.made(
-    "flash_attn_unpadded_qkvpacked_func",
-    attend,
-    "As `flash_attn_unpadded_func`, with qkv `[total, 3, heads, ...]`.",
-)
-
-
-@_INTERFACE.takes
 def flash_attn_func(max_s: int, **given: Any) -> Output:
     """`flash_attn_unpadded_qkvpacked_func` with the arguments of earlier versions."""
-    return attend(max_seqlen=max_s, **given)
+    return flash_attn_unpadded_qkvpacked_func(max_seqlen=max_s, **given)
 
 
-@_INTERFACE.takes
 def flash_attn_unpadded_qkvpacked_split_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen0: int, max_seqlen1: int, batch_size0: int, return_attn_probs: bool,
     **options: Any,
@@ -117,13 +105,11 @@ def flash_attn_unpadded_qkvpacked_split_func(
     return out, torch.cat(lses), first[2], others[2]
 
 
-@_INTERFACE.takes
 def _get_block_size(**given: Any) -> int:
     """Keys of a block of `S_dmask`: all of them, because its elements refer to the maximum of the whole row."""
     return 1 << 30
 
 
-@_INTERFACE.takes
 @torch.no_grad()
 def _flash_attn_forward(
     out: Tensor, return_softmax: bool, generator: torch.Generator | None, **given: Any
@@ -140,7 +126,6 @@ def _flash_attn_forward(
     return out, lse, seed, in_fragments(made) if return_softmax else None
 
 
-@_INTERFACE.takes
 def _flash_attn_backward(num_splits: int, **given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The backward by itself, by `flashtile.attention_backward`, written to dq, dk and dv.
 
@@ -247,7 +232,6 @@ def blockmask_layout(converted: Tensor) -> Tensor:
     return layout.scatter_(0, row.t(), True)[:rows]
 
 
-@VERSION_1.modules["flash_blocksparse_attn_interface"].takes
 def flash_blocksparse_attn_func(blockmask: Tensor, convert_mask: bool, **given: Any) -> Tensor:
     """`flashtile.modules.flash_blocksparse_attn_func`; without convert_mask, `blockmask` is what `convert_blockmask`
     makes of a layout."""
@@ -268,3 +252,156 @@ def scaled_upper_triang_masked_softmax(inputs: Tensor, _: Any, scale: float) -> 
 def scaled_masked_softmax(inputs: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Softmax of `scale · inputs` `[batch, heads, seq_q, seq_k]` without what mask, True = out, takes away."""
     return flashtile.scaled_masked_softmax(inputs, mask, scale)
+
+
+# flash_attn.flash_attention, flash_blocksparse_attention, modules, layers.rotary, losses
+
+
+class FlashAttention(modules.FlashSelfAttention):
+    """Attention of packed queries, keys and values: `flashtile.modules.FlashSelfAttention` with padding masks."""
+
+    def __init__(self, softmax_scale: float | None = None, attention_dropout: float = 0.0) -> None:
+        super().__init__(softmax_scale=softmax_scale, attention_dropout=attention_dropout)
+
+    def forward(  # type: ignore[override]
+        self, qkv: Tensor, key_padding_mask: Tensor | None, causal: bool, cu_seqlens: Tensor | None, max_s: int | None
+    ) -> tuple[Tensor, None]:
+        """Attention of qkv to itself, and None in the place of weights, so that need_weights must be False.
+
+        qkv is `[batch, seq, 3, heads, head_dim]`, or with cu_seqlens `[batch + 1]` and max_s, the longest sequence,
+        `[total, 3, heads, head_dim]`. key_padding_mask is bool `[batch, seq]`, True = keep; other rows give 0.
+        """
+        if cu_seqlens is not None and (key_padding_mask is not None or max_s is None):
+            raise ValueError(
+                "cu_seqlens: expected max_s beside it and no key_padding_mask; packed sequences have no padding"
+            )
+        if key_padding_mask is None:
+            return super().forward(qkv, causal, cu_seqlens, max_s if cu_seqlens is not None else None), None
+        rows, indices, ends, longest = unpad_input(qkv, key_padding_mask)
+        out = super().forward(rows, causal, ends, longest)
+        return modules.pad_input(out, indices, qkv.shape[0], qkv.shape[1]), None
+
+
+class FlashBlocksparseAttention(modules.FlashBlocksparseAttention):
+    """`flashtile.modules.FlashBlocksparseAttention`, where `softmax_temp` is `softmax_scale`, for sequences of at most
+    max_seq_length. There are no parameters; the mask goes where qkv is, whatever `device` and `dtype` are."""
+
+    def __init__(
+        self, sparsity_config: Any, softmax_temp: float | None = None, max_seq_length: int = 2048, **given: Any
+    ) -> None:
+        super().__init__(sparsity_config, softmax_temp, given["attention_dropout"])
+        self.max_seq_length = max_seq_length
+
+    def forward(self, qkv: Tensor, key_padding_mask: Any, **given: Any) -> Any:  # type: ignore[override]
+        """As there. attn_mask must be None; a key_padding_mask may be an object with a `bool_matrix`; convert_mask says
+        in which form the mask is kept, and changes nothing here."""
+        longest = given["max_s"] if given["cu_seqlens"] is not None else qkv.shape[1]
+        if longest is not None and longest > self.max_seq_length:
+            refuse("max_seq_length", f"at least {longest}, the sequence of the call", self.max_seq_length, "raise it")
+        return super().forward(qkv, getattr(key_padding_mask, "bool_matrix", key_padding_mask), **given)
+
+
+class FlashBlocksparseMHA(modules.FlashBlocksparseMHA):
+    """`flashtile.modules.FlashBlocksparseMHA` around `FlashBlocksparseAttention`; arguments as there."""
+
+    def __init__(self, sparsity_config: Any, max_seq_length: int, **given: Any) -> None:
+        super().__init__(sparsity_config=sparsity_config, **given)
+        self.embed_dim = given["embed_dim"]
+        self.inner_attn = FlashBlocksparseAttention(
+            sparsity_config, attention_dropout=given["attention_dropout"], max_seq_length=max_seq_length
+        )
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Any, need_weights: bool, **same: Any
+    ) -> tuple[Tensor, None]:
+        """Attention of x `[batch, seq, embed_dim]` to itself.
+
+        `x_ignored_` and `x_ignored_1_` stand where other modules have keys and values: they must be x, or None.
+        """
+        for name, given in same.items():
+            if given is not None and given is not x:
+                refuse(name, "x or None", given, "this is self-attention")
+        qkv = self.Wqkv(x).unflatten(-1, (3, self.num_heads, -1))
+        out, _ = self.inner_attn(qkv, attn_mask, key_padding_mask, self.causal, need_weights=need_weights)
+        return self.out_proj(out.flatten(2)), None
+
+
+class _TopLeft:
+    """The diagonal of attention begins at the first key."""
+
+    def __init__(self, triton: bool = False, **given: Any) -> None:
+        super().__init__(**given)
+        self.triton = triton
+
+    def options(self, q: Tensor, causal: bool | None = None) -> dict[str, Any]:
+        return super().options(q, causal) | {"align": "top_left"}  # type: ignore[misc]
+
+
+class FlashSelfAttention(_TopLeft, modules.FlashSelfAttention):
+    """`flashtile.modules.FlashSelfAttention`; the diagonal begins at the first key. `triton` chose another kernel."""
+
+
+class FlashCrossAttention(_TopLeft, modules.FlashCrossAttention):
+    """`flashtile.modules.FlashCrossAttention`; the diagonal begins at the first key. `triton` chose another kernel."""
+
+
+class MHA(mha.MHA):
+    """Multi-head self-attention or cross-attention; arguments as those of version 2 that have the same name.
+
+    The causal diagonal of cross-attention with use_flash_attn begins at the first key.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        if self.use_flash_attn:
+            options = {"causal": self.causal, "softmax_scale": given["softmax_scale"]}
+            options["attention_dropout"] = given["dropout"]
+            self.inner_attn, self.inner_cross_attn = FlashSelfAttention(**options), FlashCrossAttention(**options)
+
+
+class Block(block.Block):
+    """`Block` of version 2; the default mixer is the `MHA` of version 1."""
+
+    mha = MHA
+
+
+class ParallelBlock(block.ParallelBlock):
+    """`ParallelBlock` of version 2; the default mixer is the `MHA` of version 1."""
+
+    mha = MHA
+
+
+class GatedMlp(modules.GatedMlp):
+    """`flashtile.modules.GatedMlp`, whose hidden features are a multiple of 256."""
+
+
+apply_rotary_emb_func, apply_rotary_emb_qkv_ = rotary.apply_rotary_emb, rotary.apply_rotary_emb_qkv_
+
+
+class RotaryEmbedding(modules.RotaryEmbedding):
+    """`flashtile.modules.RotaryEmbedding` of packed qkv; `pos_idx_in_fp32` must be True: positions are exact."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.pos_idx_in_fp32 = True
+
+    def forward(self, qkv: Tensor, seqlen_offset: int = 0) -> Tensor:  # type: ignore[override]
+        """Rotates qkv `[batch, seq, 3, heads, head_dim]` in place, from position seqlen_offset on."""
+        rotated = super().forward(qkv, seqlen_offset=seqlen_offset)
+        assert isinstance(rotated, Tensor)
+        return rotated
+
+
+class CrossEntropyLoss(modules.CrossEntropyLoss):
+    """`flashtile.modules.CrossEntropyLoss` with the arguments of flash_attn 1; reduction is "mean" or "none"."""
+
+    def __init__(self, reduction: str, **given: Any) -> None:
+        if reduction not in ("mean", "none"):
+            raise ValueError(f"reduction: expected 'mean' or 'none', got {reduction!r}; sum the losses of 'none'")
+        super().__init__(reduction=reduction, **given)
+
+
+CrossEntropyLossApex = CrossEntropyLoss
+
+
+VERSION_1.serve(globals())

@@ -1,23 +1,15 @@
 """flash_attn 2.8.3: the functions of attention, each a call of `flashtile.attention` or `attention_varlen`.
 
-What the arguments mean, for all functions here:
+docs/migrating.md ("flash-attn 2") says what arguments mean here, and what differs:
 
 - q `[batch, seq_q, heads, head_dim]`, k and v `[batch, seq_k, heads_kv, head_dim]`; packed `[total, heads, head_dim]`
-  with `cu_seqlens_q` and `cu_seqlens_k`, int32 `[batch + 1]`. `heads_kv` divides `heads`. dtypes and head sizes are
-  those of `flashtile.attention`.
-- dropout_p: probability that an attention weight is dropped.
-- softmax_scale: factor on the scores; default `1/sqrt(head_dim)`.
-- causal: no key right of the diagonal is visible, which ends at the last key.
-- window_size: (left, right) number of keys visible on each side of the diagonal, -1 = unlimited.
-- softcap: scores become `softcap · tanh(score / softcap)`; 0 = none.
-- alibi_slopes: float32 `[heads]` or `[batch, heads]`; scores lose `slope · |i + seq_k - seq_q - j|`.
-- deterministic: gradients are the same in every run.
-- return_attn_probs: also return lse, float32 `[batch, heads, seq_q]` (packed `[heads, total_q]`), and `S_dmask`: with
-  dropout `[batch, heads, seq_q', seq_k']`, lengths rounded up to multiples of 128, of elements
-  `exp(score - maximum of the row)`, negative where dropped; without dropout an empty tensor. That is a matrix of
-  `seq_q × seq_k`, for tests.
-
-A row that sees no key is 0, with an lse of -inf. Raised are the `TypeError` and `ValueError` of the public functions.
+  with `cu_seqlens_q` and `cu_seqlens_k`, int32 `[batch + 1]`. `heads_kv` divides `heads`.
+- causal: no key right of the diagonal is visible, which ends at the last key. window_size: keys on each side, -1 =
+  unlimited.
+- alibi_slopes: float32 `[heads]` or `[batch, heads]`.
+- return_attn_probs: also return lse, float32 `[batch, heads, seq_q]` (packed `[heads, total_q]`), -inf for a row that
+  sees no key, and `S_dmask`: with dropout `[batch, heads, seq_q', seq_k']`, lengths rounded up to multiples of 128, of
+  elements `exp(score - maximum of the row)`, negative where dropped; without dropout an empty tensor.
 """
 
 from __future__ import annotations
@@ -33,36 +25,27 @@ from flashtile.compat.calls import Output, attend, taken_apart
 from flashtile.compat.rows import locate_rows
 from flashtile.compat.signatures import VERSION_2
 
-_INTERFACE = VERSION_2.modules["flash_attn_interface"]
+
+def flash_attn_func(**given: Any) -> Output:
+    """Attention of a dense batch: out, or (out, lse, S_dmask). Arguments as in the module's text; k and v may be one kv
+    `[batch, seq_k, 2, heads_kv, head_dim]`, or q, k and v one qkv `[batch, seq, 3, heads, head_dim]`."""
+    return attend(**given)
 
 
-flash_attn_func = _INTERFACE.made("flash_attn_func", attend, "Attention of a dense batch: out, or (out, lse, S_dmask).")
-flash_attn_kvpacked_func = _INTERFACE.made(
-    "flash_attn_kvpacked_func", attend, "As `flash_attn_func`, with kv `[batch, seq_k, 2, heads_kv, head_dim]`."
-)
-flash_attn_qkvpacked_func = _INTERFACE.made(
-    "flash_attn_qkvpacked_func", attend, "As `flash_attn_func`, with qkv `[batch, seq, 3, heads, head_dim]`."
-)
-flash_attn_varlen_func = _INTERFACE.made(
-    "flash_attn_varlen_func",
-    attend,
-    """Attention of packed sequences: out, or (out, lse, S_dmask).
+def flash_attn_varlen_func(**given: Any) -> Output:
+    """Attention of packed sequences: out, or (out, lse, S_dmask). Arguments as in the module's text; k and v may be one
+    kv `[total_k, 2, heads_kv, head_dim]`, or q, k and v one qkv `[total, 3, heads, head_dim]`.
 
     With `block_table`, int32 `[batch, pages of a sequence]`, k and v are pages `[pages, page_size, heads_kv, head_dim]`
-    and `cu_seqlens_k` tells the lengths. They are gathered into a packed copy first.
-    """,
-)
-flash_attn_varlen_kvpacked_func = _INTERFACE.made(
-    "flash_attn_varlen_kvpacked_func",
-    attend,
-    "As `flash_attn_varlen_func`, with kv `[total_k, 2, heads_kv, ...]`.",
-)
-flash_attn_varlen_qkvpacked_func = _INTERFACE.made(
-    "flash_attn_varlen_qkvpacked_func", attend, "As `flash_attn_varlen_func`, with qkv `[total, 3, heads, ...]`."
-)
+    and `cu_seqlens_k` tells the lengths.
+    """
+    return attend(**given)
 
 
-@_INTERFACE.takes
+flash_attn_kvpacked_func = flash_attn_qkvpacked_func = flash_attn_func
+flash_attn_varlen_kvpacked_func = flash_attn_varlen_qkvpacked_func = flash_attn_varlen_func
+
+
 def flash_attn_with_kvcache(return_softmax_lse: bool, num_splits: int, **given: Any) -> Output:
     """One step of decoding, by `flashtile.attention_with_kv_cache`, where shapes and meanings are told.
 
@@ -84,24 +67,20 @@ def flash_attn_with_kvcache(return_softmax_lse: bool, num_splits: int, **given: 
     )  # fmt: skip
 
 
-@_INTERFACE.takes
 def _get_block_size_n(**given: Any) -> int:
     """Keys of a block of `S_dmask`: all of them, because its elements refer to the maximum of the whole row."""
     return 1 << 30
 
 
-@_INTERFACE.takes
 def _flash_attn_forward(return_softmax: bool, **given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The forward by itself: out, lse, S_dmask and rng_state, int64 `[2]`, which the backward wants."""
     return calls.forward(taken_apart(given), return_softmax)
 
 
-@_INTERFACE.takes
 def _flash_attn_varlen_forward(return_softmax: bool, **given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The packed forward by itself, as `_flash_attn_forward`.
 
     `leftpad_k` and `seqused_k`, int32 `[batch]`, take keys away at the beginning and at the end of each sequence.
-    `zero_tensors` changes nothing: rows that belong to no sequence are always 0.
     """
     return calls.forward(taken_apart(given), return_softmax)
 
@@ -115,7 +94,6 @@ def _gradients(dout: Tensor, out: Tensor, softmax_lse: Tensor, rng_state: Tensor
     return calls.row_sums(dout, out)
 
 
-@_INTERFACE.takes
 def _flash_attn_backward(
     dout: Tensor, out: Tensor, softmax_lse: Tensor, rng_state: Tensor | None, **given: Any
 ) -> Tensor:
@@ -130,11 +108,10 @@ def _flash_attn_backward(
     return torch.nn.functional.pad(sums, (0, -sums.shape[-1] % 128))
 
 
-@_INTERFACE.takes
 def _flash_attn_varlen_backward(
     dout: Tensor, out: Tensor, softmax_lse: Tensor, rng_state: Tensor | None, **given: Any
 ) -> Tensor:
-    """The packed backward by itself, as `_flash_attn_backward`; `zero_tensors` as in `_flash_attn_varlen_forward`.
+    """The packed backward by itself, as `_flash_attn_backward`.
 
     Returns:
         `rowsum(dout · out)`, float32 `[heads, total_q + 128 · batch]`: those of sequence `b` begin at row
@@ -146,7 +123,7 @@ def _flash_attn_varlen_backward(
     return spread.index_add_(1, ends[sequence] + within + 128 * sequence, sums * there)
 
 
-def _class(name: str, doc: str) -> type:
+def _class(name: str, function: str) -> type:
     """A class in the place of an autograd class, for programs that call `apply` of one: that is the function, because
     flashtile records its own calls. It takes return_softmax and whether autograd records (`is_grad_enabled`)."""
 
@@ -154,18 +131,17 @@ def _class(name: str, doc: str) -> type:
         with torch.set_grad_enabled(torch.is_grad_enabled() and is_grad_enabled):
             return attend(return_attn_probs=return_softmax, **given)
 
-    arguments = _INTERFACE.arguments[f"{name}.forward"]
-    methods = {
-        "forward": _INTERFACE.made(f"{name}.forward", lambda ctx, **given: run(**given), doc),
-        "apply": adapted(f"{name}.apply", arguments.removeprefix("ctx, "), run),
-    }
+    arguments = VERSION_2.modules["flash_attn_interface"].arguments[f"{name}.forward"].removeprefix("ctx, ")
+    methods = {"forward": lambda ctx, **given: run(**given), "apply": adapted(f"{name}.apply", arguments, run)}
     static = {method: staticmethod(function) for method, function in methods.items()}
-    return type(name, (), {"__doc__": doc, "__module__": __name__, **static})
+    return type(name, (), {"__doc__": f"`{function}`.", "__module__": __name__, **static})
 
 
-FlashAttnFunc = _class("FlashAttnFunc", "Attention of a dense batch; `flash_attn_func`.")
-FlashAttnKVPackedFunc = _class("FlashAttnKVPackedFunc", "`flash_attn_kvpacked_func`.")
-FlashAttnQKVPackedFunc = _class("FlashAttnQKVPackedFunc", "`flash_attn_qkvpacked_func`.")
-FlashAttnVarlenFunc = _class("FlashAttnVarlenFunc", "Attention of packed sequences; `flash_attn_varlen_func`.")
-FlashAttnVarlenKVPackedFunc = _class("FlashAttnVarlenKVPackedFunc", "`flash_attn_varlen_kvpacked_func`.")
-FlashAttnVarlenQKVPackedFunc = _class("FlashAttnVarlenQKVPackedFunc", "`flash_attn_varlen_qkvpacked_func`.")
+FlashAttnFunc = _class("FlashAttnFunc", "flash_attn_func")
+FlashAttnKVPackedFunc = _class("FlashAttnKVPackedFunc", "flash_attn_kvpacked_func")
+FlashAttnQKVPackedFunc = _class("FlashAttnQKVPackedFunc", "flash_attn_qkvpacked_func")
+FlashAttnVarlenFunc = _class("FlashAttnVarlenFunc", "flash_attn_varlen_func")
+FlashAttnVarlenKVPackedFunc = _class("FlashAttnVarlenKVPackedFunc", "flash_attn_varlen_kvpacked_func")
+FlashAttnVarlenQKVPackedFunc = _class("FlashAttnVarlenQKVPackedFunc", "flash_attn_varlen_qkvpacked_func")
+
+VERSION_2.serve(globals())

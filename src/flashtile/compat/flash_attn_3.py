@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.compat.adapter import refuse_given
 from flashtile.compat.attend import attend
 from flashtile.compat.cache import Cache, attend_with_cache
-from flashtile.compat.calls import Call, Output, refuse_given, split_options, taken_apart, written
+from flashtile.compat.calls import Call, Output, split_options, taken_apart, written
 from flashtile.compat.rows import locate_rows
 from flashtile.compat.signatures import VERSION_3
-
-_INTERFACE = VERSION_3.modules["."]
 
 
 def _with_factors(q: Tensor, call: Call, rest: dict[str, Any]) -> Call:
@@ -42,31 +41,22 @@ def _with_factors(q: Tensor, call: Call, rest: dict[str, Any]) -> Call:
     return call._replace(descales=tuple(descales.values()))
 
 
-def _attend(**given: Any) -> Output:
-    q, k, v, layout, call, rest = taken_apart(given)
-    call = _with_factors(q, call, rest)
-    used, qv = rest.get("seqused_q"), rest.get("qv")
-    out, lse = attend(q, k, v, layout, call, used=used, chunk=rest["attention_chunk"], qv=qv)
-    return (out, lse) if rest["return_attn_probs"] else out
-
-
-flash_attn_func = _INTERFACE.made(
-    "flash_attn_func",
-    _attend,
-    "Attention of a dense batch: q `[batch, seq_q, heads, head_dim]`, k and v `[batch, seq_k, heads_kv, ...]`.",
-)
-flash_attn_varlen_func = _INTERFACE.made(
-    "flash_attn_varlen_func",
-    _attend,
-    """Attention of packed sequences: q `[total_q, heads, head_dim]`, k and v `[total_k, heads_kv, ...]`.
+def _attend(attention_chunk: int, return_attn_probs: bool, **given: Any) -> Output:
+    """Attention of a dense batch: q `[batch, seq_q, heads, head_dim]`, k and v `[batch, seq_k, heads_kv, ...]`; or of
+    packed sequences: q `[total_q, heads, head_dim]`, k and v `[total_k, heads_kv, ...]`.
 
     `seqused_q` and `seqused_k`, int32 `[batch]`, are how many rows of each sequence there are; default all. Rows of the
     result past seqused_q are 0, and their lse is -inf. With either, the rows are copied first.
-    """,
-)
+    """
+    q, k, v, layout, call, rest = taken_apart(given)
+    call = _with_factors(q, call, rest)
+    out, lse = attend(q, k, v, layout, call, used=rest.get("seqused_q"), chunk=attention_chunk, qv=rest.get("qv"))
+    return (out, lse) if return_attn_probs else out
 
 
-@_INTERFACE.takes
+flash_attn_func = flash_attn_varlen_func = _attend
+
+
 def flash_attn_qkvpacked_func(qkv: Tensor, num_heads_q: int | None, **given: Any) -> Output:
     """As `flash_attn_func`, with qkv `[batch, seq, 3, heads, head_dim]`, or with num_heads_q
     `[batch, seq, heads_q + 2 heads_kv, head_dim]`."""
@@ -81,7 +71,6 @@ def flash_attn_qkvpacked_func(qkv: Tensor, num_heads_q: int | None, **given: Any
     return _attend(q=q, k=k, v=v, **given)
 
 
-@_INTERFACE.takes
 def flash_attn_with_kvcache(
     q: Tensor, qv: Tensor | None, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None, attention_chunk: int,
     num_splits: int, return_softmax_lse: bool, rotary_interleaved: bool, **given: Any,
@@ -115,7 +104,6 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-@_INTERFACE.takes
 def get_scheduler_metadata(cache_seqlens: Tensor, **given: Any) -> Tensor:
     """What `scheduler_metadata` takes: an empty tensor, because the kernels read the lengths by themselves."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
@@ -157,4 +145,6 @@ def combine(
     return written("out", merged, out), lse
 
 
-flash_attn_combine = _INTERFACE.made("flash_attn_combine", combine, combine.__doc__)
+flash_attn_combine = combine
+
+VERSION_3.serve(globals())

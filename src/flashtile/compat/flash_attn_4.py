@@ -25,23 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.compat.adapter import refuse, refuse_given
 from flashtile.compat.attend import attend
-from flashtile.compat.calls import Call, Packed, as_dense, equal_lengths, refuse, refuse_given, split_options
+from flashtile.compat.calls import Call, Packed, as_dense, equal_lengths, split_options
 from flashtile.compat.flash_attn_3 import combine
 from flashtile.compat.functions import Problem, block_mask_of, check_derivative, score_function
 from flashtile.compat.signatures import VERSION_4
 
-_INTERFACE = VERSION_4.modules["interface"]
-_GATHERS = "it belongs to gather_kv_indices, which is not served; leave it out"
-_NOT_SERVED = {
-    "gather_kv_indices": "show each query its keys by a mask_mod, or gather them and call attention for each query",
-    "gather_bwd_recompute_p": _GATHERS,
-    "gather_bwd_token_chunk": _GATHERS,
-    "seqlen_k_per_split": "flashtile chooses where keys are split; deterministic=True makes gradients repeatable",
-}
 
-
-@_INTERFACE.takes
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     """Attention of a dense batch: q `[batch, seq_q, heads, head_dim]`, k and v `[batch, seq_k, heads_kv, ...]`."""
     call, rest = _split_options(q, given)
@@ -51,7 +42,6 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tens
     return attend(q, k, v, None, call, qv=rest["qv"])
 
 
-@_INTERFACE.takes
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None, max_seqlen_k: int | None, seqused_q: Tensor | None, seqused_k: Tensor | None,
@@ -101,20 +91,15 @@ def flash_attn_varlen_func(
     return (out, lse) if dense is None else as_dense(out, lse, *dense)
 
 
-@_INTERFACE.takes
-def flash_attn_combine(return_lse: bool, virtual_batch_idx: Tensor | None, **given: Any) -> tuple[Tensor, Any]:
+def flash_attn_combine(return_lse: bool, **given: Any) -> tuple[Tensor, Any]:
     """Attention over disjoint keys, put together (`flashtile.compat.flash_attn_3.combine`); lse is None without
     return_lse."""
-    remedy = "it says in which order a kernel takes the sequences; no result depends on it"
-    refuse_given(remedy, virtual_batch_idx=virtual_batch_idx)
     merged, lse = combine(**given)
     return merged, lse if return_lse else None
 
 
-@_INTERFACE.takes
-def get_scheduler_metadata(seqlen_k_per_split: int | None, **given: Any) -> Tensor:
+def get_scheduler_metadata(**given: Any) -> Tensor:
     """What `scheduler_metadata` takes: an empty tensor, because the kernels read the lengths by themselves."""
-    refuse_given(_NOT_SERVED["seqlen_k_per_split"], seqlen_k_per_split=seqlen_k_per_split)
     names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
     for lengths in (given[name] for name in names):
         if lengths is not None:
@@ -123,10 +108,7 @@ def get_scheduler_metadata(seqlen_k_per_split: int | None, **given: Any) -> Tens
 
 
 def _split_options(q: Tensor, given: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
-    """The options among arguments, and the other arguments. Refuses what is not served."""
-    for name in [name for name in _NOT_SERVED if name in given]:
-        refused = given.pop(name)
-        refuse_given(_NOT_SERVED[name], **{name: None if refused is False else refused})
+    """The options among arguments, and the other arguments."""
     given["window_size"] = tuple(-1 if side is None else side for side in given["window_size"])
     given["softcap"] = given["softcap"] or 0.0
     sinks, score_mod = given.pop("learnable_sink"), given.pop("score_mod")
@@ -168,3 +150,6 @@ def _with_functions(call: Call, rest: dict[str, Any], sizes: Any, device: torch.
         check_derivative(function, backward, problem)
     blocks, blocks_bwd = rest["block_sparse_tensors"], rest.get("block_sparse_tensors_bwd")
     return call._replace(score_mod=function, block_mask=block_mask_of(blocks, blocks_bwd, rest["mask_mod"], problem))
+
+
+VERSION_4.serve(globals())

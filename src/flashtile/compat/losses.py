@@ -12,15 +12,13 @@ from torch import Tensor
 
 import flashtile
 from flashtile import modules
-from flashtile.compat.calls import refuse
+from flashtile.compat.adapter import refuse
 from flashtile.compat.signatures import VERSION_2
 
-_LOSSES, _TRITON = VERSION_2.modules["losses.cross_entropy"], VERSION_2.modules["ops.triton.cross_entropy"]
 #: Elements of logits that the backward makes wide at a time.
 _CHUNK = 1 << 24
 
 
-@_TRITON.takes
 def cross_entropy_loss(logits: Tensor, labels: Tensor, precomputed_lse: Tensor | None, **given: Any) -> Any:
     """Cross-entropy of each row, and the part of lse² in it.
 
@@ -41,14 +39,12 @@ def cross_entropy_loss(logits: Tensor, labels: Tensor, precomputed_lse: Tensor |
 class CrossEntropyLoss(modules.CrossEntropyLoss):
     """`flashtile.modules.CrossEntropyLoss` with flash_attn's order of arguments, and `precomputed_lse` in a call."""
 
-    @_LOSSES.takes
     def __init__(self, reduction: str, **given: Any) -> None:
         if reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
         super().__init__(reduction=reduction, **given)
 
-    @_LOSSES.takes
-    def forward(self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None) -> Any:
+    def forward(self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None) -> Any:
         """The loss of `input` `[rows, classes]` against `target` `[rows]`, or (loss, z_loss)."""
         if precomputed_lse is None:
             return super().forward(input, target)
@@ -112,3 +108,6 @@ class _CrossEntropy(torch.autograd.Function):
             probs.scatter_add_(1, label[part, None], probs.new_full((probs.shape[0], 1), smoothing - 1))
             grad[part] = (probs * factor[part, None]).masked_fill_(~counts[part, None], 0)
         return grad, *(None,) * 7
+
+
+VERSION_2.serve(globals())

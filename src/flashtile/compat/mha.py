@@ -10,10 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile import modules
-from flashtile.compat.calls import refuse, window
+from flashtile.compat.adapter import refuse
+from flashtile.compat.calls import window
 from flashtile.compat.signatures import VERSION_2
-
-_MHA = VERSION_2.modules["modules.mha"]
 
 
 def get_alibi_slopes(nheads: int) -> list[float]:
@@ -23,10 +22,6 @@ def get_alibi_slopes(nheads: int) -> list[float]:
 
 class FlashCrossAttention(modules.FlashCrossAttention):
     """`flashtile.modules.FlashCrossAttention`: q and kv, dense or packed; dropout in training only."""
-
-    @_MHA.takes
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
 
 
 class _MaskedAttention(nn.Module):
@@ -108,7 +103,6 @@ class MHA(modules.MHA):
         checkpointing: attention is computed again in the backward.
     """
 
-    @_MHA.takes
     def __init__(
         self, dwconv: bool, fused_bias_fc: bool, use_flash_attn: bool, checkpointing: bool, dropout: float, **given: Any
     ) -> None:
@@ -149,8 +143,7 @@ class MHA(modules.MHA):
         weight, shape = self.out_proj.weight, (batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim)
         return torch.empty(shape, dtype=dtype or weight.dtype, device=weight.device)
 
-    @_MHA.takes
-    def forward(
+    def forward(  # type: ignore[override]
         self, x: Tensor, x_kv: Tensor | None, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None,
         max_seqlen: int | None, mixer_subset: Any, inference_params: Any, **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
@@ -258,3 +251,6 @@ class MHA(modules.MHA):
 def _convolved(conv: Any, x: Tensor) -> Tensor:
     """A convolution over tokens `[batch, seq, width]`: each sees itself and the two before it."""
     return conv(x.transpose(1, 2))[..., :-2].transpose(1, 2).contiguous()
+
+
+VERSION_2.serve(globals())

@@ -15,11 +15,9 @@ from torch.nn import functional as F
 
 import flashtile
 from flashtile import modules
-from flashtile.compat.adapter import Names
 from flashtile.compat.calls import written
 from flashtile.compat.signatures import VERSION_2
 
-_LAYER, _RMS, _TRITON = (VERSION_2.modules[f"ops.{name}"] for name in ("layer_norm", "rms_norm", "triton.layer_norm"))
 Results = Tensor | tuple[Tensor | None, ...]
 
 
@@ -41,7 +39,6 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 class RMSNorm(modules.RMSNorm):
     """`flashtile.modules.RMSNorm` of the last dimension, hidden_size."""
 
-    @_RMS.takes
     def __init__(self, hidden_size: int, eps: float, **place: Any) -> None:
         super().__init__(hidden_size, eps, **place)
 
@@ -94,22 +91,23 @@ def _normed_twice(rms: bool, weight0: Tensor, bias0: Tensor | None, **given: Any
     return results
 
 
-def _named(names: Names, name: str, body: Callable[..., Results]) -> Callable[..., Any]:
-    return names.made(name, partial(body, names is _RMS), body.__doc__)
+def _serving(rms: bool, body: Callable[..., Results]) -> Callable[..., Any]:
+    """A body for one of the norms."""
+    made = partial(body, rms)
+    made.__doc__ = body.__doc__
+    return made
 
 
-dropout_add_layer_norm = _named(_LAYER, "dropout_add_layer_norm", _normed)
-dropout_add_rms_norm = _named(_RMS, "dropout_add_rms_norm", _normed)
-dropout_add_layer_norm_subset = _named(_LAYER, "dropout_add_layer_norm_subset", _normed_subset)
-dropout_add_rms_norm_subset = _named(_RMS, "dropout_add_rms_norm_subset", _normed_subset)
-dropout_add_layer_norm_parallel_residual = _named(_LAYER, "dropout_add_layer_norm_parallel_residual", _normed_twice)
-dropout_add_rms_norm_parallel_residual = _named(_RMS, "dropout_add_rms_norm_parallel_residual", _normed_twice)
+dropout_add_layer_norm, dropout_add_rms_norm = (_serving(rms, _normed) for rms in (False, True))
+dropout_add_layer_norm_subset, dropout_add_rms_norm_subset = (_serving(rms, _normed_subset) for rms in (False, True))
+dropout_add_layer_norm_parallel_residual, dropout_add_rms_norm_parallel_residual = (
+    _serving(rms, _normed_twice) for rms in (False, True)
+)
 
 
 # ops.triton.layer_norm
 
 
-@_TRITON.takes
 def layer_norm_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, x1: Tensor | None, eps: float,
     residual_in_fp32: bool, is_rms_norm: bool, return_dropout_mask: bool, out_dtype: torch.dtype | None,
@@ -150,7 +148,6 @@ def layer_norm_fn(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-@_TRITON.takes
 def rms_norm_fn(**given: Any) -> Results:
     """As `layer_norm_fn` with `is_rms_norm=True`."""
     return layer_norm_fn(is_rms_norm=True, **given)
@@ -191,11 +188,9 @@ def _by_formula(
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-layer_norm_ref = _TRITON.made("layer_norm_ref", partial(_by_formula, False), _by_formula.__doc__)
-rms_norm_ref = _TRITON.made("rms_norm_ref", partial(_by_formula, True), _by_formula.__doc__)
+layer_norm_ref, rms_norm_ref = (_serving(rms, _by_formula) for rms in (False, True))
 
 
-@_TRITON.takes
 def layer_norm_linear_fn(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None, linear_weight: Tensor,
     linear_bias: Tensor | None, eps: float, prenorm: bool, is_rms_norm: bool, residual_in_fp32: bool,
@@ -216,7 +211,6 @@ class TritonRMSNorm(modules.RMSNorm):
     """RMS norm of the last dimension, hidden_size, after dropout (in training only) and addition; with
     zero_centered_weight the factor is `1 + weight`."""
 
-    @_TRITON.takes
     def __init__(
         self, hidden_size: int, eps: float, dropout_p: float, zero_centered_weight: bool, **place: Any
     ) -> None:
@@ -228,11 +222,13 @@ class TritonRMSNorm(modules.RMSNorm):
         assert self.weight is not None
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
 
-    @_TRITON.takes
-    def forward(self, x: Tensor, **given: Any) -> Results:
+    def forward(self, x: Tensor, **given: Any) -> Any:  # type: ignore[override]
         """The norm of `dropout(x) + residual`, `[..., hidden]`; with prenorm also the sum."""
         dropout_p = self.drop.p if self.drop is not None and self.training else 0.0
         return rms_norm_fn(
-            x, self.weight, None, eps=self.eps, dropout_p=dropout_p, zero_centered_weight=self.zero_centered_weight,
-            **given,
+            x=x, weight=self.weight, bias=None, eps=self.eps, dropout_p=dropout_p,
+            zero_centered_weight=self.zero_centered_weight, **given,
         )  # fmt: skip
+
+
+VERSION_2.serve(globals())

@@ -15,8 +15,6 @@ from flashtile import modules
 from flashtile.compat.calls import computed, taken_apart
 from flashtile.compat.signatures import VERSION_2
 
-_TRITON = VERSION_2.modules["flash_attn_triton"]
-
 
 def kept_rows(attention_mask: Tensor) -> Tensor:
     """A mask of any dtype as bool; not 0 is kept."""
@@ -88,7 +86,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     return modules.pad_input(hidden_states, indices, batch, seqlen)
 
 
-def _attend(bias: Tensor | None, **given: Any) -> Tensor:
+def flash_attn_func(bias: Tensor | None, **given: Any) -> Tensor:
     """Attention of a dense batch; `flashtile.attention` with `align="top_left"`.
 
     Args:
@@ -101,12 +99,9 @@ def _attend(bias: Tensor | None, **given: Any) -> Tensor:
     return computed(*taken_apart(given, top_left=True)[:5], bias=bias)
 
 
-flash_attn_func = _TRITON.made("flash_attn_func", _attend, _attend.__doc__)
-flash_attn_kvpacked_func = _TRITON.made("flash_attn_kvpacked_func", _attend, _attend.__doc__)
-flash_attn_qkvpacked_func = _TRITON.made("flash_attn_qkvpacked_func", _attend, _attend.__doc__)
+flash_attn_kvpacked_func = flash_attn_qkvpacked_func = flash_attn_func
 
 
-@_TRITON.takes
 @torch.no_grad()
 def _flash_attn_forward(softmax_scale: float | None, bias: Tensor | None, **given: Any) -> tuple[Tensor, Tensor, float]:
     """The forward by itself: out, lse `[batch, heads, seq_q rounded up to 128]`, -inf past the end, and the scale."""
@@ -114,3 +109,6 @@ def _flash_attn_forward(softmax_scale: float | None, bias: Tensor | None, **give
     apart = taken_apart(given | {"softmax_scale": scale}, top_left=True)
     out, lse = computed(*apart[:5], bias=bias, return_lse=True)
     return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 128), value=-math.inf), scale
+
+
+VERSION_2.serve(globals())

@@ -16,16 +16,12 @@ import flashtile
 from flashtile import modules
 from flashtile.compat.signatures import VERSION_2
 
-_LAYERS, _TRITON = VERSION_2.modules["layers.rotary"], VERSION_2.modules["ops.triton.rotary"]
 
-
-@_TRITON.takes
 def apply_rotary(**given: Any) -> Tensor:
     """Rotates x `[batch, seq, heads, head_dim]`, packed `[total, heads, head_dim]`; see `flashtile.apply_rotary`."""
     return flashtile.apply_rotary(**given)
 
 
-@_LAYERS.takes
 def apply_rotary_emb(x: Tensor, inplace: bool, **given: Any) -> Tensor:
     """Rotates x `[batch, seq, heads, head_dim]`, packed `[total, heads, head_dim]`; see `flashtile.apply_rotary`."""
     return _in_place(flashtile.apply_rotary, x, **given) if inplace else flashtile.apply_rotary(x, **given)
@@ -34,7 +30,6 @@ def apply_rotary_emb(x: Tensor, inplace: bool, **given: Any) -> Tensor:
 apply_rotary_emb_func = apply_rotary_emb
 
 
-@_LAYERS.takes
 def apply_rotary_emb_qkv_(qkv: Tensor, **given: Any) -> Tensor:
     """Rotates queries and keys of qkv in place.
 
@@ -43,7 +38,6 @@ def apply_rotary_emb_qkv_(qkv: Tensor, **given: Any) -> Tensor:
     return _in_place(flashtile.apply_rotary_qkv, qkv, **given)
 
 
-@_LAYERS.takes
 def apply_rotary_emb_kv_(kv: Tensor, **given: Any) -> Tensor:
     """Rotates the keys of kv `[batch, seq, 2, heads, head_dim]` in place."""
     return _in_place(flashtile.apply_rotary_kv, kv, **given)
@@ -62,10 +56,6 @@ def _in_place(rotate: Callable[..., Tensor], x: Tensor, **given: Any) -> Tensor:
 
 class RotaryEmbedding(modules.RotaryEmbedding):
     """`flashtile.modules.RotaryEmbedding`; arguments and `forward` are the same."""
-
-    @_LAYERS.takes
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
@@ -90,3 +80,6 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     ]
     turned, rest = x[..., :rotated], x[..., rotated:]
     return torch.cat((turned * both[0] + rotate_half(turned, interleaved) * both[1], rest), dim=-1)
+
+
+VERSION_2.serve(globals())

@@ -7,7 +7,7 @@ theirs.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashtile.compat.adapter import Names, tables
 
@@ -31,7 +31,30 @@ class Served(NamedTuple):
     modules: dict[str, Names]
     shim: str = ""
 
+    def serve(self, home: dict[str, Any]) -> None:
+        """Gives what a module of `flashtile.compat`, by its globals, has of these names their arguments."""
+        for names in self.modules.values():
+            if home["__name__"].rpartition(".")[2] in names.homes:
+                names.serve(home)
 
+
+_GATHERS = "it belongs to gather_kv_indices, which is not served; leave it out"
+_BIASES = "flashtile.modules.FusedMlp also has layers without biases"
+#: What to do instead of an argument that is not served, of which tables mark the default by "!".
+_REMEDIES = {
+    "attn_mask": "what is visible is said by sparsity_config, and padding by key_padding_mask",
+    "bias1": _BIASES,
+    "bias2": _BIASES,
+    "gather_bwd_recompute_p": _GATHERS,
+    "gather_bwd_token_chunk": _GATHERS,
+    "gather_kv_indices": "show each query its keys by a mask_mod, or gather them and call attention for each query",
+    "need_weights": "attention weights are never in memory as a whole",
+    "pos_idx_in_fp32": "positions are always exact",
+    "process_group": "these layers compute on one device",
+    "return_softmax": "attention weights are never in memory as a whole",
+    "seqlen_k_per_split": "flashtile chooses where keys are split; deterministic=True makes gradients repeatable",
+    "virtual_batch_idx": "it says in which order a kernel takes the sequences; no result depends on it",
+}
 _FIRST_COMMITTED = "not recorded; the table is as first committed", "2026-11-21"
 _LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 _PLACE = "device=None, dtype=None"
@@ -97,12 +120,12 @@ flash_attn_triton = padding
     flash_attn_func(q, k, v, {_BIAS}); flash_attn_kvpacked_func(q, kv, {_BIAS}); flash_attn_qkvpacked_func(qkv, {_BIAS})
     _flash_attn_forward(q, k, v, {_BIAS})
 ops.fused_dense = dense
-    fused_dense_func(x, weight, bias=None, return_residual=False, process_group=None, sequence_parallel=True)
+    fused_dense_func(x, weight, bias=None, return_residual=False, process_group=None!, sequence_parallel=True~)
     FusedDense(in_features, out_features, bias=True, return_residual=False, {_PLACE})
-    FusedDense.forward(self, x, process_group=None)
+    FusedDense.forward(self, x, process_group=None!)
     fused_mlp_func(x, weight1, weight2, bias1=None, bias2=None, activation='gelu_approx', save_pre_act=True,
-        return_residual=False, checkpoint_lvl=0, heuristic=0, process_group=None, sequence_parallel=True)
-    FusedMLP({_FUSED_MLP}); FusedMLP.forward(self, x, process_group=None)
+        return_residual=False, checkpoint_lvl=0, heuristic=0~, process_group=None!, sequence_parallel=True~)
+    FusedMLP({_FUSED_MLP}); FusedMLP.forward(self, x, process_group=None!)
 ops.layer_norm = norms, flashtile.modules
     layer_norm(x, weight, bias, epsilon)
     dropout_add_layer_norm({_DROPOUT_ADD}, rowscale=None, layerscale=None, {_PRENORM})
@@ -120,7 +143,7 @@ ops.triton.linear = dense
     triton_dgrad_act(grad_output, weight, activation='id', act_input=None)
 ops.triton.mlp = dense
     fused_dense_sqrelu_dense_function(x, weight1, bias1, weight2, bias2, checkpoint_lvl=0)
-    FusedDenseSqreluDense({_MLP}, bias1=True, bias2=True, checkpoint_lvl=0, {_PLACE})
+    FusedDenseSqreluDense({_MLP}, bias1=True!, bias2=True!, checkpoint_lvl=0, {_PLACE})
     FusedDenseSqreluDense.forward(self, x)
 modules.embedding = embedding
     GPT2Embeddings(embed_dim, vocab_size, max_position_embeddings, padding_idx=None, word_embed_proj_dim=None,
@@ -168,10 +191,10 @@ flash_attn_interface = flash_attn_2
     _get_block_size_n(device, head_dim, is_dropout, is_causal); _flash_attn_forward(q, k, v, {_V2_RAW}, return_softmax)
     _flash_attn_varlen_forward(q, k, v, {_LENGTHS}, dropout_p, softmax_scale, causal, window_size_left=-1,
         window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None,
-        seqused_k=None, zero_tensors=False)
+        seqused_k=None, zero_tensors=False~)
     _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, {_V2_RAW}, deterministic, rng_state=None)
     _flash_attn_varlen_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, {_LENGTHS}, {_V2_RAW}, deterministic,
-        rng_state=None, zero_tensors=False)
+        rng_state=None, zero_tensors=False~)
     FlashAttnFunc.forward(ctx, q, k, v, {_V2_CLASS}, is_grad_enabled=True)
     FlashAttnKVPackedFunc.forward(ctx, q, kv, {_V2_CLASS}, is_grad_enabled=True)
     FlashAttnQKVPackedFunc.forward(ctx, qkv, {_V2_CLASS}, is_grad_enabled=True)
@@ -223,7 +246,7 @@ modules.mlp = dense, flashtile.modules
 modules.block = block
     {_BLOCKS}
 """
-VERSION_2 = Served(2, "flash_attn", "2.8.3", ("2.8.3", *_FIRST_COMMITTED), tables(_MODULES_2))
+VERSION_2 = Served(2, "flash_attn", "2.8.3", ("2.8.3", *_FIRST_COMMITTED), tables(_MODULES_2, _REMEDIES))
 
 _V1 = "dropout_p, softmax_scale=None, causal=False, return_attn_probs=False, deterministic=False"
 _V1_LOSS = "ignore_index=-100, reduction='mean', label_smoothing=0.0, inplace_backward=False, process_group=None"
@@ -234,25 +257,25 @@ flash_attn_interface = flash_attn_1
     flash_attn_unpadded_qkvpacked_split_func(qkv, cu_seqlens, max_seqlen0, max_seqlen1, batch_size0, {_V1})
     flash_attn_func(qkv, cu_seqlens, dropout_p, max_s, softmax_scale=None, causal=False, return_attn_probs=False)
     _get_block_size(device, head_dim, is_dropout)
-    _flash_attn_forward(q, k, v, out, {_LENGTHS}, dropout_p, softmax_scale, causal, return_softmax, num_splits=0,
+    _flash_attn_forward(q, k, v, out, {_LENGTHS}, dropout_p, softmax_scale, causal, return_softmax, num_splits=0~,
         generator=None)
     _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, {_LENGTHS}, dropout_p, softmax_scale, causal,
         rng_state=None, num_splits=0, generator=None)
-flash_attention = modules_1, flashtile.modules
+flash_attention = flash_attn_1, flashtile.modules
     FlashAttention(softmax_scale=None, attention_dropout=0.0)
     FlashAttention.forward(self, qkv, key_padding_mask=None, causal=False, cu_seqlens=None, max_s=None,
-        need_weights=False)
+        need_weights=False!)
     FlashMHA(embed_dim, num_heads, bias=True, batch_first=True, attention_dropout=0.0, causal=False, {_PLACE})
     FlashMHA.forward(self, x, key_padding_mask=None, need_weights=False)
 flash_blocksparse_attn_interface = flash_attn_1
     convert_blockmask(blockmask, causal)
     flash_blocksparse_attn_func(qkv, cu_seqlens, blockmask, dropout_p, max_s, softmax_scale=None, causal=False,
         return_attn_probs=False, convert_mask=True)
-flash_blocksparse_attention = modules_1
+flash_blocksparse_attention = flash_attn_1
     FlashBlocksparseAttention(sparsity_config, softmax_temp=None, attention_dropout=0.0, max_seq_length=2048,
         {_PLACE})
-    FlashBlocksparseAttention.forward(self, qkv, attn_mask=None, key_padding_mask=None, causal=False,
-        cu_seqlens=None, max_s=None, need_weights=False, convert_mask=True)
+    FlashBlocksparseAttention.forward(self, qkv, attn_mask=None!, key_padding_mask=None, causal=False,
+        cu_seqlens=None, max_s=None, need_weights=False, convert_mask=True~)
     FlashBlocksparseMHA(embed_dim, num_heads, sparsity_config, bias=True, batch_first=True, attention_dropout=0.0,
         causal=False, max_seq_length=2048, {_PLACE}, **kwargs)
     FlashBlocksparseMHA.forward(self, x, x_ignored_, x_ignored_1_, attn_mask=None, key_padding_mask=None,
@@ -262,72 +285,72 @@ fused_softmax = flash_attn_1
 bert_padding = flash_attn_1, padding
     {_INDICES}
     unpad_input(hidden_states, attention_mask)
-layers.rotary = modules_1, rotary
+layers.rotary = flash_attn_1, rotary
     {_TURNS}
     apply_rotary_emb_func(x, cos, sin, interleaved=False, inplace=False)
     apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False)
-    RotaryEmbedding(dim, base=10000.0, interleaved=False, scale_base=None, pos_idx_in_fp32=True, device=None)
+    RotaryEmbedding(dim, base=10000.0, interleaved=False, scale_base=None, pos_idx_in_fp32=True!, device=None)
     RotaryEmbedding.forward(self, qkv, seqlen_offset=0)
-losses.cross_entropy = modules_1
+losses.cross_entropy = flash_attn_1
     CrossEntropyLoss({_V1_LOSS}); CrossEntropyLoss.forward(self, input, target); CrossEntropyLossApex({_V1_LOSS})
-losses.cross_entropy_apex = modules_1
+losses.cross_entropy_apex = flash_attn_1
     CrossEntropyLoss({_V1_LOSS}); CrossEntropyLossApex({_V1_LOSS})
 ops.activations = activations
     {_ACTIVATIONS}
-modules.mha = modules_1, mha
+modules.mha = flash_attn_1, mha
     {_ATTENTION_MODULES}
     FlashSelfAttention({_INNER}, triton=False); FlashCrossAttention({_INNER}, triton=False)
     MHA(embed_dim, num_heads, {_MHA}, {_MHA_END})
-    MHA.allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, fused_ft_kernel=True)
-modules.mlp = modules_1, dense, flashtile.modules
+    MHA.allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, fused_ft_kernel=True~)
+modules.mlp = flash_attn_1, dense, flashtile.modules
     {_PERCEPTRONS}
     GatedMlp({_MLP}, activation=sigmoid, bias1=True, bias2=True, multiple_of=256, return_residual=False, {_PLACE})
-modules.block = modules_1
+modules.block = flash_attn_1
     {_BLOCKS}
 """
-VERSION_1 = Served(1, "flash_attn", "1.0.9", ("1.0.9", *_FIRST_COMMITTED), tables(_MODULES_1))
+VERSION_1 = Served(1, "flash_attn", "1.0.9", ("1.0.9", *_FIRST_COMMITTED), tables(_MODULES_1, _REMEDIES))
 
 _FACTORS = "q_descale=None, k_descale=None, v_descale=None"
 _V3 = (
     f"softmax_scale=None, causal=False, qv=None, {_FACTORS}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
-    "num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False"
+    "num_splits=1~, pack_gqa=None~, deterministic=False, sm_margin=0~, return_attn_probs=False"
 )
 _MODULES_3 = f"""
 . = flash_attn_3
     flash_attn_func(q, k, v, {_V3}); flash_attn_varlen_func(q, k, v, {_LENGTHS}, seqused_q=None, seqused_k=None, {_V3})
     flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, {_FACTORS}, window_size=(-1, -1),
-        attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False)
+        attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0~, return_attn_probs=False)
     flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
         cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None,
         cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, {_FACTORS}, softmax_scale=None, causal=False,
-        window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None,
-        num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False)
+        window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None~,
+        num_splits=0, pack_gqa=None~, sm_margin=0~, return_softmax_lse=False)
     flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None)
     get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim,
         cache_seqlens, qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
         cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0,
         has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0)
 """
-VERSION_3 = Served(3, "flash_attn_3", "3.0.0b1", ("3.0.0b1", *_FIRST_COMMITTED), tables(_MODULES_3))
+VERSION_3 = Served(3, "flash_attn_3", "3.0.0b1", ("3.0.0b1", *_FIRST_COMMITTED), tables(_MODULES_3, _REMEDIES))
 
 _V4 = (
-    "softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, "
-    "pack_gqa=None, deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None"
+    "softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1~, "
+    "pack_gqa=None~, deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None"
 )
-_V4_GATHER = "gather_bwd_recompute_p=False, gather_bwd_token_chunk=None"
+_V4_GATHER = "gather_bwd_recompute_p=False!, gather_bwd_token_chunk=None!"
 _V4_INTERFACE = f"""
-    flash_attn_func(q, k, v, qv=None, gather_kv_indices=None, {_V4}, aux_tensors=None, aux_scalars=None,
-        block_sparse_tensors=None, block_sparse_tensors_bwd=None, return_lse=False, {_V4_GATHER})
+    flash_attn_func(q, k, v, qv=None, gather_kv_indices=None!, {_V4}, aux_tensors=None, aux_scalars=None,
+        block_sparse_tensors=None, block_sparse_tensors_bwd=None, return_lse=False~, {_V4_GATHER})
     flash_attn_varlen_func(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
-        max_seqlen_k=None, min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None,
-        {_V4}, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False, scheduler_metadata=None,
-        seqlen_k_per_split=None, disable_scheduler_metadata=False, {_V4_GATHER})
+        max_seqlen_k=None, min_seqlen_k=None~, seqused_q=None, seqused_k=None, gather_kv_indices=None!, page_table=None,
+        {_V4}, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False~,
+        scheduler_metadata=None~, seqlen_k_per_split=None!, disable_scheduler_metadata=False~, {_V4_GATHER})
     flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None, cu_seqlens=None, seqused=None,
-        virtual_batch_idx=None, return_lse=True)
+        virtual_batch_idx=None!, return_lse=True)
     get_scheduler_metadata(max_seqlen_q, max_seqlen_k, nheads, nheads_kv, headdim, num_splits, headdim_v=None,
         pack_gqa=None, causal=False, window_size_left=None, window_size_right=None, seqlen_k_new=0, cu_seqlens_q=None,
         cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, leftpad_k=None,
-        seqlen_k_per_split=None)
+        seqlen_k_per_split=None!)
 """
 _MODULES_4 = f"""
 . = flash_attn_4
@@ -340,16 +363,17 @@ block_sparsity = functions
 # get_scheduler_metadata was read in a public annotated copy of flash_attn/cute/interface.py that names no release; its
 # private `_arch` is left out.
 _READ_4 = "4.0.0b36", "a list of the signatures of flash_attn.cute at that version", "2026-11-28"
-VERSION_4 = Served(4, "flash_attn_4", "4.0.0", _READ_4, tables(_MODULES_4))
+VERSION_4 = Served(4, "flash_attn_4", "4.0.0", _READ_4, tables(_MODULES_4, _REMEDIES))
 
 _PARAMETERS = (
-    "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale, zero_tensors, is_causal"
+    "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale, zero_tensors~, is_causal"
 )
 _BLOCKMASK = "cu_seqlens_q, cu_seqlens_k, blockmask, max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale, is_causal"
 _GRADIENTS = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
 _SECOND_LAYER = "input, gelu_in, output1, weight1, weight2, d_output2"
 #: The compiled extensions of flash_attn 1 that programs import by themselves.
-EXTENSIONS = tables(f"""
+EXTENSIONS = tables(
+    f"""
 dropout_layer_norm = extensions_1
     dropout_add_ln_fwd(input, residual, gamma, beta, rowscale, colscale, x0_subset, z_subset, dropout_p, epsilon,
         rowscale_const, z_numrows, gen, residual_in_fp32=False, is_rms_norm=False)
@@ -362,15 +386,15 @@ dropout_layer_norm = extensions_1
 flash_attn_cuda = extensions_1: attention_
     fwd(q, k, v, out, {_PARAMETERS}, return_softmax, num_splits, gen=None)
     bwd({_GRADIENTS}, {_PARAMETERS}, num_splits, gen=None, rng_state=None)
-    fwd_block(q, k, v, {_BLOCKMASK}, return_softmax, gen=None); bwd_block({_GRADIENTS}, {_BLOCKMASK}, gen=None)
+    fwd_block(q, k, v, {_BLOCKMASK}, return_softmax!, gen=None); bwd_block({_GRADIENTS}, {_BLOCKMASK}, gen=None)
 fused_dense_lib = extensions_1
     linear_bias_forward(input, weight, bias); linear_bias_wgrad(input, d_output, has_d_bias=True)
     linear_bias_backward(input, weight, d_output); linear_bias_residual_backward(input, weight, d_output, d_input)
-    linear_gelu_forward(input, weight, bias, save_gelu_in, heuristic)
-    linear_gelu_linear_backward({_SECOND_LAYER}, heuristic)
-    linear_residual_gelu_linear_backward({_SECOND_LAYER}, d_input, heuristic)
-    linear_act_forward(input, weight, bias, is_gelu, save_pre_act, heuristic)
-    bias_act_linear_dgrad_bgrad(weight, d_output, pre_act, is_gelu, heuristic)
+    linear_gelu_forward(input, weight, bias, save_gelu_in, heuristic~)
+    linear_gelu_linear_backward({_SECOND_LAYER}, heuristic~)
+    linear_residual_gelu_linear_backward({_SECOND_LAYER}, d_input, heuristic~)
+    linear_act_forward(input, weight, bias, is_gelu, save_pre_act, heuristic~)
+    bias_act_linear_dgrad_bgrad(weight, d_output, pre_act, is_gelu, heuristic~)
 rotary_emb = extensions_1
     apply_rotary(x1, x2, cos, sin, out1, out2, conj)
 scaled_masked_softmax_cuda = extensions_1: masked_
@@ -381,7 +405,9 @@ scaled_upper_triang_masked_softmax_cuda = extensions_1: causal_
 xentropy_cuda_lib = extensions_1: entropy_
     forward(logits, labels, smoothing, total_classes=-1)
     backward(grad_loss, logits, max_log_sum_exp, labels, smoothing, inplace, total_classes=-1)
-""")
+""",
+    _REMEDIES,
+)
 
 #: For each module name that can be installed, its versions; the first is the default.
 SERVED: dict[str, tuple[Served, ...]] = {
