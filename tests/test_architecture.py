@@ -60,8 +60,7 @@ WITHIN_OPERATION = {
     "score_arguments": {"score_program", "score_tracing", "spec"},
     "options": {"block_mask", "checks", "philox", "score_arguments", "score_program", "select", "spec"},
     "checks": {"block_mask", "rows", "spec"},
-    "sdpa": {"api", "spec"},
-    "flex": {"api", "block_mask", "options", "score_tracing", "sdpa"},
+    "pytorch": {"api", "block_mask", "options", "score_tracing", "spec"},
     "explain": {"call", "options", "partial", "select", "spec"},
     "partial": {
         "block_mask",
@@ -120,7 +119,7 @@ WITHIN_OPERATION = {
     "mask_sources": {"tile_lists"},
     "mask_intervals": {"mask_sources", "tile_lists"},
     "block_mask": {"mask_intervals", "mask_sources", "tile_lists"},
-    "patterns": {"block_mask", "mask_sources", "tile_lists"},
+    "patterns": {"block_mask", "mask_intervals", "mask_sources", "tile_lists"},
     "score_program": set(),
     "score_symbols": {"score_program"},
     "score_tracing": {"score_program", "score_symbols"},

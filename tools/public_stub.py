@@ -3,7 +3,8 @@
 The functions collect arguments that they do not have in `*by_position: NoReturn` and `**other_names: NoReturn`, so that
 an error can say what these are called here. An editor would show both in each signature. In the stub they are left out,
 and overloads name all optional arguments. A function without overloads that returns `A | B` has three in the stub: A
-without the arguments that ask for more (`return_*`), B with the first of them, and `A | B` if that is not known.
+without the arguments that ask for more (`return_*`), B with the first of them, and `A | B` if that is not known. With
+`A | B | C`, B is for the first of them alone, and C for the second.
 `--write` writes the file; a test holds it to the sources.
 """
 
@@ -94,28 +95,48 @@ def _signature(function: ast.FunctionDef, implementation: ast.FunctionDef) -> as
 
 
 def _overloads(function: ast.FunctionDef) -> list[ast.FunctionDef]:
-    """Those of a function that returns `A | B`, before the function; for others it alone."""
+    """Those of a function that returns `A | B` or more, before the function; for others it alone."""
     named = [each.arg for each in (*function.args.args, *function.args.kwonlyargs)]
     asking = ASK_FOR_MORE.get(function.name) or tuple(name for name in named if name.startswith("return_"))
     if not asking or not isinstance(function.returns, ast.BinOp):
         return [function]
-    fewer, more, unknown = (copy.deepcopy(function) for _ in range(3))
-    fewer.returns, more.returns = function.returns.left, function.returns.right
-    for argument in (*fewer.args.args, *fewer.args.kwonlyargs):
+    fewer, *more, unknown = (copy.deepcopy(function) for _ in range(len(_alternatives(function.returns)) + 1))
+    fewer.returns, *_ = _alternatives(function.returns)
+    _leave_out(fewer, asking)
+    for number, (each, returns) in enumerate(zip(more, _alternatives(function.returns)[1:])):
+        each.returns = returns
+        _ask(each, asking[number])
+        if len(more) > 1:
+            _leave_out(each, asking[number + 1 :])
+    for each in (fewer, *more, unknown):
+        each.decorator_list = [ast.Name("overload")]
+    return [fewer, *more, unknown, function]
+
+
+def _alternatives(returns: ast.expr) -> list[ast.expr]:
+    """A, B and C of `A | B | C`."""
+    return [*_alternatives(returns.left), returns.right] if isinstance(returns, ast.BinOp) else [returns]
+
+
+def _leave_out(function: ast.FunctionDef, asking: tuple[str, ...]) -> None:
+    """Arguments that ask for more results do not here."""
+    for argument in (*function.args.args, *function.args.kwonlyargs):
         if argument.arg in asking:
             is_flag = ast.unparse(argument.annotation or ast.Constant(None)) == "bool"
             argument.annotation = ast.parse("Literal[False]" if is_flag else "None", mode="eval").body
-    # An argument without a default, and those behind it, are taken by name only.
-    first, arguments = asking[0], more.args
-    while first in (each.arg for each in arguments.args):
+
+
+def _ask(function: ast.FunctionDef, name: str) -> None:
+    """An argument asks for more results: it has no default, so it and those behind it are taken by name only."""
+    arguments = function.args
+    while name in (each.arg for each in arguments.args):
         arguments.kwonlyargs.insert(0, arguments.args.pop())
         arguments.kw_defaults.insert(0, arguments.defaults.pop())
-    at = next(at for at, each in enumerate(arguments.kwonlyargs) if each.arg == first)
-    arguments.kwonlyargs[at].annotation = ast.parse("Literal[True]", mode="eval").body
+    at = next(at for at, each in enumerate(arguments.kwonlyargs) if each.arg == name)
+    kind = arguments.kwonlyargs[at].annotation
+    literal = ast.parse("Literal[True]", mode="eval").body
+    arguments.kwonlyargs[at].annotation = kind.left if isinstance(kind, ast.BinOp) else literal
     arguments.kw_defaults[at] = None
-    for each in (fewer, more, unknown):
-        each.decorator_list = [ast.Name("overload")]
-    return [fewer, more, unknown, function]
 
 
 def _names(signature: ast.FunctionDef) -> set[str]:

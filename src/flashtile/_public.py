@@ -7,15 +7,14 @@ from flashtile.ops.attention import patterns
 from flashtile.ops.attention.api import attention, attention_varlen
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.explain import Explanation, explain
-from flashtile.ops.attention.flex import flex_attention
 from flashtile.ops.attention.fp8 import quantize_fp8
 from flashtile.ops.attention.inspection import attention_column_sums, attention_probs
 from flashtile.ops.attention.options import AttentionOptions
 from flashtile.ops.attention.partial import AttentionPart, attention_backward, attention_part
 from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
+from flashtile.ops.attention.pytorch import flex_attention, scaled_dot_product_attention
 from flashtile.ops.attention.score_program import ScoreFunction
 from flashtile.ops.attention.score_tracing import trace_score_mod
-from flashtile.ops.attention.sdpa import scaled_dot_product_attention
 from flashtile.ops.common.batch_invariance import batch_invariant_mode
 from flashtile.ops.common.other_names import hide_collected
 from flashtile.ops.cross_entropy.api import cross_entropy, linear_cross_entropy

@@ -195,7 +195,7 @@ def attention(
     deterministic: bool = False,
     batch_invariant: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, ...]: ...
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, ...]: ...
 @overload
 def attention_varlen(
     q: Tensor,
@@ -331,7 +331,7 @@ def attention_varlen(
     deterministic: bool = False,
     batch_invariant: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, ...]: ...
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, ...]: ...
 def explain(
     q: Tensor,
     k: Tensor,
@@ -343,70 +343,6 @@ def explain(
     part: AttentionPart | None = None,
     **options: Unpack[ExplainOptions],
 ) -> Explanation: ...
-@overload
-def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | FlexBlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: Literal[False] = False,
-    kernel_options: dict[str, Any] | None = None,
-    *,
-    return_aux: None = None,
-    backend: str = "auto",
-    deterministic: bool = False,
-) -> Tensor: ...
-@overload
-def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | FlexBlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    return_lse: Literal[True],
-    kernel_options: dict[str, Any] | None = None,
-    return_aux: None = None,
-    backend: str = "auto",
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | FlexBlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: Literal[False] = False,
-    kernel_options: dict[str, Any] | None = None,
-    *,
-    return_aux: AuxRequest,
-    backend: str = "auto",
-    deterministic: bool = False,
-) -> tuple[Tensor, AuxOutput]: ...
-@overload
-def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: ScoreMod | None = None,
-    block_mask: BlockMask | FlexBlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: dict[str, Any] | None = None,
-    *,
-    return_aux: AuxRequest | None = None,
-    backend: str = "auto",
-    deterministic: bool = False,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 def quantize_fp8(x: Tensor, heads_kv: int | None = None) -> tuple[Tensor, Tensor]: ...
 def attention_column_sums(
     q: Tensor,
@@ -449,9 +385,70 @@ def attention_part(
 def dropout_mask(
     dropout_seed: Tensor, dropout_p: float, *, batch: int, heads: int, seq_q: int, seq_k: int
 ) -> Tensor: ...
-def trace_score_mod(
-    score_mod: Callable[..., Any], *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-) -> ScoreFunction: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | FlexBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: None = None,
+    backend: str = "auto",
+    deterministic: bool = False,
+) -> Tensor: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | FlexBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_aux: None = None,
+    backend: str = "auto",
+    deterministic: bool = False,
+    return_lse: Literal[True],
+    kernel_options: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | FlexBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest,
+    backend: str = "auto",
+    deterministic: bool = False,
+) -> tuple[Tensor, AuxOutput]: ...
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | FlexBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    backend: str = "auto",
+    deterministic: bool = False,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -465,6 +462,9 @@ def scaled_dot_product_attention(
     backend: str = "auto",
     deterministic: bool = False,
 ) -> Tensor: ...
+def trace_score_mod(
+    score_mod: Callable[..., Any], *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> ScoreFunction: ...
 def batch_invariant_mode(enabled: bool = True) -> Iterator[None]: ...
 @overload
 def cross_entropy(

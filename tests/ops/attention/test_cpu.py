@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import flashtile
 from flashtile.ops.attention import cpu, reference
-from flashtile.ops.attention.cpu import backend, tiled, tiles, torch_flash, torch_parts
+from flashtile.ops.attention.cpu import backend, tiled, tiles, torch_parts
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, SideInputs
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
 from flashtile.testing.cases import cancelled_sizes
@@ -299,7 +299,7 @@ def test_splits_of_the_keys(dtype, heads_kv, seq_q, seq_k, always_split, no_tile
 def test_a_single_row_is_repeated_where_that_is_faster(batch, seq_k, splits, dtype, packs, no_tiles, monkeypatch):
     """One query of each head, with a key/value head of its own. PyTorch's kernel gets one row or four."""
     monkeypatch.setattr(backend, "packs_16_bits", lambda: packs)
-    monkeypatch.setattr(torch_flash, "splitting_pays", lambda q, k: splits)
+    monkeypatch.setattr(cpu, "splitting_pays", lambda q, k: splits)
     rows, forward_op = set(), torch_parts._forward_op
 
     def counted(q, *rest, **scale):

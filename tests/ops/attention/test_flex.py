@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, and_masks, create_block_mask
 
 import flashtile
-from flashtile.ops.attention import flex
+from flashtile.ops.attention import pytorch as flex
 from flashtile.testing import assert_same
 
 HEADS, SEQ = 4, 150

@@ -15,7 +15,7 @@ from flashtile.ops.attention.options import Taken
 
 #: Function -> the class of its options.
 FUNCTIONS: dict[Callable[..., Any], type] = {
-    flashtile.attention: options.DenseOptions,
+    flashtile.attention: options.Options,
     flashtile.attention_varlen: options.PackedOptions,
     flashtile.explain: options.ExplainOptions,
     flashtile.attention_probs: options.ProbsOptions,

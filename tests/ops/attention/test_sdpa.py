@@ -329,7 +329,7 @@ def test_keys_of_few_heads_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> No
         assert k.untyped_storage().data_ptr() == key.untyped_storage().data_ptr()
         return attention(q, k, v, **options)
 
-    monkeypatch.setattr("flashtile.ops.attention.sdpa.attention", watch)
+    monkeypatch.setattr("flashtile.ops.attention.pytorch.attention", watch)
     query, key = torch.randn(2, 4, 7, 8), torch.randn(2, 1, 9, 8)
     sdpa(query, key, key)
     key = torch.randn(1, 2, 9, 8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -14,10 +14,8 @@ from flashtile.ops.attention.options import (
     DENSE_LAYOUT,
     PACKED_LAYOUT,
     Align,
-    DenseOptions,
     ScoreMod,
     Taken,
-    VarlenOptions,
     Window,
     checked_qkv,
     representable_scale,
@@ -36,37 +34,6 @@ from flashtile.ops.common.checks import (
 )
 from flashtile.ops.common.other_names import refuse_by_position, refuse_other_names
 from flashtile.ops.kv_cache.api import attention_with_kv_cache
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *,
-    return_lse: Literal[False] = False, return_max_scores: Literal[False] = False, **options: Unpack[DenseOptions],
-) -> Tensor: ...  # fmt: skip
-
-
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *,
-    return_lse: Literal[True], return_max_scores: Literal[False] = False, **options: Unpack[DenseOptions],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *,
-    return_lse: bool = False, return_max_scores: Literal[True], **options: Unpack[DenseOptions],
-) -> tuple[Tensor, ...]: ...  # fmt: skip
-
-
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *,
-    return_lse: bool = False, return_max_scores: bool = False, **options: Unpack[DenseOptions],
-) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
 
 def attention(
@@ -97,7 +64,7 @@ def attention(
     batch_invariant: bool = False,
     backend: str = "auto",
     **other_names: NoReturn,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, ...]:
     """Exact attention, `softmax(scale · q kᵀ) v`, in memory linear in the sequence length.
 
     Differentiable in q, k, v, bias, alibi_slopes, sinks and the tensors that score_mod reads, also through `lse`; not
@@ -240,34 +207,6 @@ def _returned(
     return results if isinstance(results, Tensor) else results[0]
 
 
-@overload
-def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
-    return_lse: Literal[False] = False, return_max_scores: Literal[False] = False, **options: Unpack[VarlenOptions],
-) -> Tensor: ...  # fmt: skip
-
-
-@overload
-def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
-    return_lse: Literal[True], return_max_scores: Literal[False] = False, **options: Unpack[VarlenOptions],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-@overload
-def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
-    return_lse: bool = False, return_max_scores: Literal[True], **options: Unpack[VarlenOptions],
-) -> tuple[Tensor, ...]: ...  # fmt: skip
-
-
-@overload
-def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
-    return_lse: bool = False, return_max_scores: bool = False, **options: Unpack[VarlenOptions],
-) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
-
-
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -301,7 +240,7 @@ def attention_varlen(
     batch_invariant: bool = False,
     backend: str = "auto",
     **other_names: NoReturn,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, ...]:
     """Exact attention over sequences of different lengths, packed one after another without padding.
 
     Sequence `b` has the queries `q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]` and the keys

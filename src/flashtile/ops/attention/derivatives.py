@@ -169,7 +169,7 @@ def _packed(
         end = rows.stop
     rest = q.shape[0] - end  # rows past the last sequence
     outs.append(q.new_zeros(rest, q.shape[1], v.shape[-1]))
-    lses.append(q.new_zeros(q.shape[1], rest, dtype=row_weights.statistics_dtype(q.dtype)))
+    lses.append(q.new_zeros(q.shape[1], rest, dtype=lse_dtype(q.dtype)))
     return torch.cat(outs, dim=0), torch.cat(lses, dim=1)
 
 

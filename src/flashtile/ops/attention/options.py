@@ -84,24 +84,14 @@ class Options(AttentionOptions, total=False):
     batch_invariant: bool
 
 
-class DenseOptions(Options, total=False):
-    """Options of `attention`."""
-
-
 class PackedOptions(Options, total=False):
-    """Options of `attention_varlen` that say how it computes."""
+    """Arguments of `attention_varlen` that say how it computes."""
 
     max_seqlen_q: int | None
     max_seqlen_k: int | None
 
 
-class VarlenOptions(PackedOptions, total=False):
-    """Options of `attention_varlen`."""
-
-    block_table: Tensor | None
-
-
-class ExplainOptions(DenseOptions, PackedOptions, total=False):
+class ExplainOptions(PackedOptions, total=False):
     """Options of `explain`."""
 
     return_lse: bool

@@ -21,7 +21,7 @@ from torch import Tensor
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.philox import keep_rows
 from flashtile.ops.attention.score_program import INPUTS, apply, parse
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, lse_dtype
 from flashtile.ops.common.rows import logsumexp
 
 
@@ -62,11 +62,6 @@ class Weights(NamedTuple):
     lse: Tensor
 
 
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores and weights."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager:
     """Keeps autocast from narrowing the products here: it has decided about q, k and v already."""
     if not torch._C._is_any_autocast_enabled() or device.type == "meta":
@@ -79,7 +74,7 @@ def load_rows(tensor: Tensor, part: Part) -> Tensor:
     rows = tensor.index_select(1, part.rows)
     if part.heads is not None:
         rows = rows.index_select(2, part.heads)
-    by_head = rows.to(statistics_dtype(tensor.dtype)).transpose(1, 2)  # [B, H, R, D]
+    by_head = rows.to(lse_dtype(tensor.dtype)).transpose(1, 2)  # [B, H, R, D]
     return _stacked(by_head, part)
 
 
@@ -90,7 +85,7 @@ def load_keys(tensor: Tensor, part: Part, heads: int, side: SideInputs) -> Tenso
     keys = tensor.narrow(1, part.first_key, part.keys)
     if part.heads is not None:
         keys = keys.index_select(2, part.heads // (heads // tensor.shape[2]))
-    keys = keys.to(statistics_dtype(tensor.dtype)).transpose(1, 2)
+    keys = keys.to(lse_dtype(tensor.dtype)).transpose(1, 2)
     if side.key_lengths is not None:
         keys = keys.masked_fill(~_valid(part, side.key_lengths)[:, :, 0, :, None], 0)
     return keys

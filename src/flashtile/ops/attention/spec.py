@@ -269,6 +269,10 @@ class BackwardInputs(NamedTuple):
     out: Tensor
     lse: Tensor
 
+    def of_batch(self) -> BackwardInputs:
+        """Packed tensors as a batch of one."""
+        return BackwardInputs(*(None if tensor is None else tensor[None] for tensor in self))  # type: ignore[arg-type]
+
 
 class Gradients(NamedTuple):
     """Results of a backward: a gradient in the shape and dtype of each input; None for what was not wanted."""

@@ -6,6 +6,7 @@ work inside the tiles. Shapes are named in `tiles`. Reference: Dao, "FlashAttent
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from flashtile.ops.attention.cpu import tiles
 from flashtile.ops.attention.cpu.scores import (
+    Derivatives,
     Modifiers,
     SideGradients,
     TileMask,
@@ -25,8 +27,8 @@ from flashtile.ops.attention.cpu.scores import (
     split_heads,
     wholly_hidden,
 )
-from flashtile.ops.attention.cpu.tiles import LN2, LOG2E, Block, Scratch
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
+from flashtile.ops.attention.cpu.tiles import LN2, LOG2E, Block, KeyTile, Scratch
+from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -41,77 +43,84 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     ]
     tile_mask = call_tile_mask(side, spec)
     for block in tiles.blocks(q, k, side, spec, is_scattered(tile_mask)):
-        _forward_block(block, q, k, v, out, statistics, side, spec=spec, tile_mask=tile_mask)
+        _forward_block(_block_scores(block, q, k, v, side, spec, tile_mask), q, v, out, statistics, side, spec)
     return tuple(t[0] if side.packed else t for t in (out, *statistics))
 
 
-def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    side: SideInputs,
-    spec: AttentionSpec,
-    wanted: Wanted,
-) -> Gradients:
+def backward(given: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> Gradients:
     """The gradients of a call from its outputs and their gradients."""
     if side.packed:
-        dout, q, k, v, out, lse = (t[None] for t in (dout, q, k, v, out, lse))
-        dlse = None if dlse is None else dlse[None]
-    grads = tuple(t.new_zeros(t.shape) for t in (q, k, v))
+        given = given.of_batch()
+    _, _, q, k, v, *_ = given
+    grads = [t.new_zeros(t.shape) for t in (q, k, v)]
     of_side, tile_mask = SideGradients(side, wanted, tiles.compute_dtype(q.dtype)), call_tile_mask(side, spec)
     for block in tiles.blocks(q, k, side, spec, is_scattered(tile_mask)):
-        _backward_block(
-            block,
-            dout,
-            dlse,
-            q,
-            k,
-            v,
-            out,
-            lse=lse,
-            grads=grads,
-            of_side=of_side,
-            side=side,
-            spec=spec,
-            tile_mask=tile_mask,
-        )
+        _backward_block(_block_scores(block, q, k, v, side, spec, tile_mask), given, grads, of_side, side, spec)
     dq, dk, dv = (grad[0] if side.packed else grad for grad in grads)
     return Gradients(dq, dk, dv, *of_side.finish(side))
 
 
-def _forward_block(
-    block: Block,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    statistics: list[Tensor],
-    side: SideInputs,
-    spec: AttentionSpec,
-    tile_mask: TileMask | None,
-) -> None:
-    """Writes a block's part of out and of `statistics`: lse, and the largest scores if they are asked for."""
-    computed, multiplied = tiles.compute_dtype(q.dtype), tiles.product_dtype(q.dtype)
-    k_matrices, v_matrices = tiles.load_keys(block, k, computed), tiles.load_keys(block, v, multiplied)
-    q_view, out_view = tiles.row_view(block, q), tiles.row_view(block, out)
-    views = [tiles.statistics_view(block, statistic) for statistic in statistics]
-    scratch = tiles.make_scratch(block, q, v)
-    modifiers, logits = block_modifiers(block, side, spec, tile_mask), row_logits(block, side)
-    for rows in tiles.query_tiles(block):
-        q_tile = tiles.load_rows(q_view, rows, computed).mul_(spec.scale * LOG2E)
-        raised = raised_rows(block, rows, modifiers)
-        softmax = _OnlineSoftmax(q_tile, v.shape[-1], logits, raised, spec.returns_max_scores)
+def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    """The sum over queries of the weights of each key, `[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`, in the
+    dtype of lse."""
+    if side.packed:
+        q, k, lse = q[None], k[None], lse[None]
+    sums = lse.new_zeros(q.shape[0], q.shape[2], k.shape[1])
+    tile_mask = call_tile_mask(side, spec)
+    for block in tiles.blocks(q, k, side, spec, is_scattered(tile_mask)):
+        _sum_block(_block_scores(block, q, k, k, side, spec, tile_mask), q, lse, sums, spec)
+    return sums[0] if side.packed else sums
+
+
+class _BlockScores(NamedTuple):
+    """What the scores of a block are made of.
+
+    Attributes:
+        k: `[N, S, D]`, in the compute dtype.
+    """
+
+    block: Block
+    modifiers: Modifiers | None
+    k: Tensor
+    scratch: Scratch
+
+    def tiles(self, rows: range, q_tile: Tensor) -> Iterator[tuple[KeyTile, Tensor, Derivatives | None]]:
+        """The key tiles that some rows see, each with its scores `[N, G·R, C]`, times log₂e, -inf where they are
+        hidden, and their derivatives. The scores of each tile lie where those of the one before lay. `q_tile`: times
+        scale · log₂e."""
+        block, modifiers, k, scratch = self
         for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys, block.whole):
             if wholly_hidden(modifiers, rows, keys):
                 continue
-            scores = tiles.score_tile(keys, q_tile, k_matrices, scratch.scores)
-            if modifiers is not None:
-                modify(scores, block, rows, keys, modifiers)
+            scores = tiles.score_tile(keys, q_tile, k, scratch.scores)
+            changes = None if modifiers is None else modify(scores, block, rows, keys, modifiers)
             tiles.mask_band(scores, block, rows, keys)
+            yield keys, scores, changes
+
+
+def _block_scores(
+    block: Block, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, tile_mask: TileMask | None
+) -> _BlockScores:
+    modifiers = block_modifiers(block, side, spec, tile_mask)
+    k_matrices = tiles.load_keys(block, k, tiles.compute_dtype(k.dtype))
+    return _BlockScores(block, modifiers, k_matrices, tiles.make_scratch(block, q, v))
+
+
+def _forward_block(
+    made: _BlockScores, q: Tensor, v: Tensor, out: Tensor, statistics: list[Tensor], side: SideInputs,
+    spec: AttentionSpec,
+) -> None:  # fmt: skip
+    """Writes a block's part of out and of `statistics`: lse, and the largest scores if they are asked for."""
+    block, scratch = made.block, made.scratch
+    v_matrices = tiles.load_keys(block, v, tiles.product_dtype(v.dtype))
+    q_view, out_view = tiles.row_view(block, q), tiles.row_view(block, out)
+    views = [tiles.statistics_view(block, statistic) for statistic in statistics]
+    logits = row_logits(block, side)
+    for rows in tiles.query_tiles(block):
+        q_tile = tiles.load_rows(q_view, rows, made.k.dtype).mul_(spec.scale * LOG2E)
+        raised = raised_rows(block, rows, made.modifiers)
+        softmax = _OnlineSoftmax(q_tile, v.shape[-1], logits, raised, spec.returns_max_scores)
+        for keys, scores, _ in made.tiles(rows, q_tile):
             kept = tiles.keep_weights(block, rows, keys, spec, scratch)
             softmax.add(scores, v_matrices[:, keys.start : keys.stop], kept, scratch)
         out_tile, *statistics_tiles = softmax.finish(spec.dropout_p)
@@ -195,24 +204,17 @@ class _BackwardRows(NamedTuple):
 
 
 def _load_backward_rows(
-    block: Block,
-    rows: range,
-    q: Tensor,
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    raised: Tensor | None,
-    spec: AttentionSpec,
+    block: Block, rows: range, given: BackwardInputs, raised: Tensor | None, spec: AttentionSpec
 ) -> _BackwardRows:
-    computed, multiplied = tiles.compute_dtype(q.dtype), tiles.product_dtype(q.dtype)
-    q, dout, out = (tiles.load_rows(tiles.row_view(block, t), rows, computed) for t in (q, dout, out))
-    lse = tiles.load_rows(tiles.statistics_view(block, lse), rows, computed, outside=float("-inf"))
+    dtype = given.q.dtype
+    computed, multiplied = tiles.compute_dtype(dtype), tiles.product_dtype(dtype)
+    q, dout, out = (tiles.load_rows(tiles.row_view(block, t), rows, computed) for t in (given.q, given.dout, given.out))
+    lse = tiles.load_rows(tiles.statistics_view(block, given.lse), rows, computed, outside=float("-inf"))
     if raised is not None:
         lse.add_(raised)
     delta = out.mul_(dout).sum(dim=-1, keepdim=True)
-    if dlse is not None:
-        delta.sub_(tiles.load_rows(tiles.statistics_view(block, dlse), rows, computed))
+    if given.dlse is not None:
+        delta.sub_(tiles.load_rows(tiles.statistics_view(block, given.dlse), rows, computed))
     blind = lse.isneginf()
     if blind.any():
         # Whatever comes from above, and even if it is NaN, nothing may pass through such a row.
@@ -228,156 +230,85 @@ def _load_backward_rows(
     )
 
 
-class _KeysAndGradients(NamedTuple):
-    """Keys and values of a block, and the sums of their gradients in the compute dtype: `[N, S, D]` each.
-
-    Attributes:
-        k, v: in the compute dtype, for the scores and for the gradients of the weights.
-        k_product: the keys in the product dtype, for the gradients of queries.
-        dk: without the factor scale / (1 - dropout_p).
-        dv: without the factor 1 / (1 - dropout_p).
-    """
-
-    k: Tensor
-    v: Tensor
-    k_product: Tensor
-    dk: Tensor
-    dv: Tensor
-
-
-def _load_keys_and_gradients(block: Block, k: Tensor, v: Tensor) -> _KeysAndGradients:
-    multiplied = tiles.product_dtype(k.dtype)
-    k, v = (tiles.load_keys(block, t, tiles.compute_dtype(t.dtype)) for t in (k, v))
-    return _KeysAndGradients(k, v, k.to(multiplied), torch.zeros_like(k), torch.zeros_like(v))
-
-
 def _backward_block(
-    block: Block,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grads: tuple[Tensor, ...],
-    of_side: SideGradients,
-    side: SideInputs,
+    made: _BlockScores, given: BackwardInputs, grads: list[Tensor], of_side: SideGradients, side: SideInputs,
     spec: AttentionSpec,
-    tile_mask: TileMask | None,
-) -> None:
+) -> None:  # fmt: skip
     """Writes the gradients of a block into `grads`, (dq, dk, dv), and adds its part to those of the side inputs."""
-    matrices = _load_keys_and_gradients(block, k, v)
-    scratch = tiles.make_scratch(block, q, v)
-    dq_view = tiles.row_view(block, grads[0])
-    keep_probability = 1 - spec.dropout_p
-    modifiers, logits = block_modifiers(block, side, spec, tile_mask), row_logits(block, side)
+    block, modifiers, k, scratch = made
+    v = tiles.load_keys(block, given.v, k.dtype)
+    k_product = k.to(tiles.product_dtype(given.k.dtype))
+    # The sums of the gradients of keys and values, without the factors that come at the end.
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    dq_view, keep_probability, logits = tiles.row_view(block, grads[0]), 1 - spec.dropout_p, row_logits(block, side)
     for rows in tiles.query_tiles(block):
         raised = raised_rows(block, rows, modifiers)
-        row = _load_backward_rows(block, rows, q, dout, out, lse, dlse, raised=raised, spec=spec)
+        row = _load_backward_rows(block, rows, given, raised, spec)
         dq_tile = torch.zeros_like(row.q_scaled)
         if logits is not None:
-            by_head = row.lse.unflatten(1, (block.group, -1))
-            of_rows = logits if raised is None else logits + raised.view_as(by_head) * LOG2E
-            weights = (of_rows - by_head).exp2_().view_as(row.lse)
-            # A row that sees its sink alone has out = 0: NaN from above, or infinity, shows in its delta.
-            if not row.delta.isfinite().all():
-                blind = _blind_rows(block, rows, row, matrices, modifiers, scratch)
-                delta = _lse_delta(block, rows, row, dlse).mul_(keep_probability)
-                of_side.add_rows(weights, torch.where(blind, delta, row.delta), block, rows, 1 / keep_probability)
-                row = _BackwardRows(*(t.masked_fill(blind, float("inf") if t is row.lse else 0) for t in row))
-            else:
-                of_side.add_rows(weights, row.delta, block, rows, 1 / keep_probability)
-        for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys, block.whole):
-            if wholly_hidden(modifiers, rows, keys):
-                continue
-            scores = tiles.score_tile(keys, row.q_scaled, matrices.k, scratch.scores)
-            changes = None if modifiers is None else modify(scores, block, rows, keys, modifiers)
-            tiles.mask_band(scores, block, rows, keys)
+            row = _add_logits(made, rows, row, logits, raised, given.dlse, of_side, keep_probability)
+        for keys, scores, changes in made.tiles(rows, row.q_scaled):
             kept = tiles.keep_weights(block, rows, keys, spec, scratch)
-            weights, dscores = _score_gradients(row, slice(keys.start, keys.stop), scores, kept, matrices, scratch)
+            at = slice(keys.start, keys.stop)
+            # The weights, in place of the scores, and the gradients of the scores.
+            weights = scores.sub_(row.lse).exp2_()
+            dscores = tiles.product(row.dout, v[:, at].transpose(1, 2), scratch.dweights)
+            if kept is not None:
+                dscores.mul_(kept)
+            dscores.sub_(row.delta).mul_(weights)
             of_side.add_scores(dscores, block, rows, range(keys.start, keys.stop), 1 / keep_probability)
             if modifiers is not None and changes is not None:
                 of_side.change_back(dscores, weights, block, rows, modifiers, changes, 1 / keep_probability)
-            _add_products(
-                row,
-                slice(keys.start, keys.stop),
-                weights,
-                dscores=dscores,
-                kept=kept,
-                matrices=matrices,
-                dq_tile=dq_tile,
-                scratch=scratch,
-            )
+            if kept is not None:
+                weights.mul_(kept)
+            weights = tiles.converted(weights, scratch.converted)
+            tiles.add_product(dv[:, at], weights.transpose(1, 2), row.dout_product, scratch.products)
+            dscores = tiles.converted(dscores, scratch.converted)
+            tiles.add_product(dk[:, at], dscores.transpose(1, 2), row.q_product, scratch.products)
+            tiles.add_product(dq_tile, dscores, k_product[:, at], scratch.products)
         tiles.store_rows(dq_view, rows, dq_tile.mul_(spec.scale / keep_probability))
-    matrices.dk.mul_(spec.scale / keep_probability)
-    matrices.dv.div_(keep_probability)
-    for grad, total in zip(grads[1:], (matrices.dk, matrices.dv)):
-        tiles.store_keys(block, grad, total)
+    tiles.store_keys(block, grads[1], dk.mul_(spec.scale / keep_probability))
+    tiles.store_keys(block, grads[2], dv.div_(keep_probability))
 
 
-def _blind_rows(
-    block: Block,
-    rows: range,
-    row: _BackwardRows,
-    matrices: _KeysAndGradients,
-    modifiers: Modifiers | None,
-    scratch: Scratch,
-) -> Tensor:
-    """Rows that see no key, whatever sink they have: bool `[N, G·R, 1]`. The scores are made once more for it."""
-    seen = torch.zeros_like(row.lse, dtype=torch.bool)
-    for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys, block.whole):
-        if not wholly_hidden(modifiers, rows, keys):
-            scores = tiles.score_tile(keys, row.q_scaled, matrices.k, scratch.scores)
-            if modifiers is not None:
-                modify(scores, block, rows, keys, modifiers)
-            tiles.mask_band(scores, block, rows, keys)
-            seen |= (scores != float("-inf")).any(dim=-1, keepdim=True)
-    return ~seen
+def _add_logits(
+    made: _BlockScores, rows: range, row: _BackwardRows, logits: Tensor, raised: Tensor | None, dlse: Tensor | None,
+    of_side: SideGradients, keep_probability: float,
+) -> _BackwardRows:  # fmt: skip
+    """Takes in the gradients of the logits of some rows. Returns the rows; those that see their sink alone have out =
+    0, so NaN from above, or infinity, shows in their delta, and nothing of them reaches queries and keys."""
+    block, by_head = made.block, row.lse.unflatten(1, (made.block.group, -1))
+    of_rows = logits if raised is None else logits + raised.view_as(by_head) * LOG2E
+    weights = (of_rows - by_head).exp2_().view_as(row.lse)
+    delta = row.delta
+    if not delta.isfinite().all():
+        blind = torch.ones_like(row.lse, dtype=torch.bool)  # rows that see no key; their scores are made once more
+        for _, scores, _ in made.tiles(rows, row.q_scaled):
+            blind &= (scores == float("-inf")).all(dim=-1, keepdim=True)
+        # 0 in rows without a sink, too
+        of_blind = torch.zeros_like(delta)
+        if dlse is not None:
+            of_blind = tiles.load_rows(tiles.statistics_view(block, dlse), rows, delta.dtype).neg_()
+            of_blind.masked_fill_(row.lse == float("inf"), 0).mul_(keep_probability)
+        delta = torch.where(blind, of_blind, delta)
+        row = _BackwardRows(*(t.masked_fill(blind, float("inf") if t is row.lse else 0) for t in row))
+    of_side.add_rows(weights, delta, block, rows, 1 / keep_probability)
+    return row
 
 
-def _lse_delta(block: Block, rows: range, row: _BackwardRows, dlse: Tensor | None) -> Tensor:
-    """Delta of rows whose out is 0: `-dlse`, `[N, G·R, 1]`; 0 in rows without a sink, too."""
-    if dlse is None:
-        return torch.zeros_like(row.delta)
-    delta = tiles.load_rows(tiles.statistics_view(block, dlse), rows, row.delta.dtype).neg_()
-    return delta.masked_fill_(row.lse == float("inf"), 0)
-
-
-def _score_gradients(
-    row: _BackwardRows,
-    keys: slice,
-    scores: Tensor,
-    kept: Tensor | None,
-    matrices: _KeysAndGradients,
-    scratch: Scratch,
-) -> tuple[Tensor, Tensor]:
-    """The weights of a tile of scores, which it overwrites, and the gradients of the scores: `[N, G·R, C]` each."""
-    weights = scores.sub_(row.lse).exp2_()
-    dweights = tiles.product(row.dout, matrices.v[:, keys].transpose(1, 2), scratch.dweights)
-    if kept is not None:
-        dweights.mul_(kept)
-    return weights, dweights.sub_(row.delta).mul_(weights)
-
-
-def _add_products(
-    row: _BackwardRows,
-    keys: slice,
-    weights: Tensor,
-    dscores: Tensor,
-    kept: Tensor | None,
-    matrices: _KeysAndGradients,
-    dq_tile: Tensor,
-    scratch: Scratch,
-) -> None:
-    """The part of a tile in dq, dk and dv; it overwrites the weights."""
-    if kept is not None:
-        weights.mul_(kept)
-    weights = tiles.converted(weights, scratch.converted)
-    tiles.add_product(matrices.dv[:, keys], weights.transpose(1, 2), row.dout_product, scratch.products)
-    dscores = tiles.converted(dscores, scratch.converted)
-    tiles.add_product(matrices.dk[:, keys], dscores.transpose(1, 2), row.q_product, scratch.products)
-    tiles.add_product(dq_tile, dscores, matrices.k_product[:, keys], scratch.products)
+def _sum_block(made: _BlockScores, q: Tensor, lse: Tensor, sums: Tensor, spec: AttentionSpec) -> None:
+    block = made.block
+    q_view, lse_view = tiles.row_view(block, q), tiles.statistics_view(block, lse)
+    target = sums[block.batches, block.heads, block.keys].unflatten(1, (-1, block.group))  # [b, h, G, S]
+    for rows in tiles.query_tiles(block):
+        q_tile = tiles.load_rows(q_view, rows, made.k.dtype).mul_(spec.scale * LOG2E)
+        row_lse = tiles.load_rows(lse_view, rows, made.k.dtype)
+        if (raised := raised_rows(block, rows, made.modifiers)) is not None:
+            row_lse.add_(raised)
+        row_lse = torch.where(row_lse.isneginf(), float("inf"), row_lse).mul_(LOG2E)
+        for keys, scores, _ in made.tiles(rows, q_tile):
+            weights = split_heads(scores.sub_(row_lse).exp2_(), block, rows)
+            target[..., keys.start : keys.stop].add_(weights.sum(dim=-2))
 
 
 #: How many scores take as long as what a sequence of another length costs the host.
@@ -414,48 +345,3 @@ def _without_large(tensor: Tensor, hidden: Tensor) -> Tensor:
     if not rows.numel() or rows.abs().amax() <= _LARGEST_HIDDEN:
         return tensor
     return tensor.masked_fill(hidden[:, :, None, None], 0)
-
-
-def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
-    """The sum over queries of the weights of each key, `[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`, in the
-    dtype of lse."""
-    if side.packed:
-        q, k, lse = q[None], k[None], lse[None]
-    sums = lse.new_zeros(q.shape[0], q.shape[2], k.shape[1])
-    tile_mask = call_tile_mask(side, spec)
-    for block in tiles.blocks(q, k, side, spec, is_scattered(tile_mask)):
-        _add_block(block, q, k, lse, sums, side, spec, tile_mask=tile_mask)
-    return sums[0] if side.packed else sums
-
-
-def _add_block(
-    block: Block,
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    sums: Tensor,
-    side: SideInputs,
-    spec: AttentionSpec,
-    tile_mask: TileMask | None,
-) -> None:
-    computed = tiles.compute_dtype(q.dtype)
-    k_matrices = tiles.load_keys(block, k, computed)
-    q_view, lse_view = tiles.row_view(block, q), tiles.statistics_view(block, lse)
-    target = sums[block.batches, block.heads, block.keys].unflatten(1, (-1, block.group))  # [b, h, G, S]
-    scratch = tiles.make_scratch(block, q, k).scores
-    modifiers = block_modifiers(block, side, spec, tile_mask)
-    for rows in tiles.query_tiles(block):
-        q_tile = tiles.load_rows(q_view, rows, computed).mul_(spec.scale * LOG2E)
-        row_lse = tiles.load_rows(lse_view, rows, computed)
-        if (raised := raised_rows(block, rows, modifiers)) is not None:
-            row_lse.add_(raised)
-        row_lse = torch.where(row_lse.isneginf(), float("inf"), row_lse).mul_(LOG2E)
-        for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys, block.whole):
-            if wholly_hidden(modifiers, rows, keys):
-                continue
-            scores = tiles.score_tile(keys, q_tile, k_matrices, scratch)
-            if modifiers is not None:
-                modify(scores, block, rows, keys, modifiers)
-            tiles.mask_band(scores, block, rows, keys)
-            weights = split_heads(scores.sub_(row_lse).exp2_(), block, rows)
-            target[..., keys.start : keys.stop].add_(weights.sum(dim=-2))

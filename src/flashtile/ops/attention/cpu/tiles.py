@@ -30,6 +30,7 @@ from flashtile.ops.attention.philox import (
     sequence_heads,
 )
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import lse_dtype as compute_dtype  # of scores, statistics and accumulators
 
 #: Scores carry a factor log₂e, because PyTorch's `exp2` takes a third of the time of its `exp`.
 LOG2E = math.log2(math.e)
@@ -385,11 +386,6 @@ def _dropout_scratch_size(block: Block) -> int:
     groups of 16 rows and columns it begins."""
     of_a_tile = scratch_numbers(range(15, 15 + block.tile_rows), range(15, 15 + block.tile_keys))
     return max(_DROPOUT_NUMBERS_PER_THREAD * torch.get_num_threads(), of_a_tile)
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores, statistics and accumulators."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -18,7 +18,7 @@ from torch import Tensor
 from flashtile.ops.attention.cpu import backend
 from flashtile.ops.attention.cpu.scores import distances, near_diagonals, part, raised_to_near, segment_slopes
 from flashtile.ops.attention.cpu.tiles import LOG2E, Band, Segment, compute_dtype, hidden, seen_by, segments
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs
 
 #: Most rows of a table that is made, where all heads share it and where each has its own. PyTorch's kernel takes up to
 #: 64 of them at a time, and is slower with fewer.
@@ -434,17 +434,10 @@ def _weights(of_part: Tensor, lse: Tensor) -> Tensor:
 
 
 def gradients(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    table: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    given: BackwardInputs, causal: bool, scale: float, table: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of a rectangle, from the out and lse of its rows over all their keys."""
+    dout, _, q, k, v, out, lse = given
     group = q.shape[2] // k.shape[2]
     # In 16 bits the gradients of stacked rows take two thirds of the time, copies included.
     gains = q.itemsize < 4 and (q.shape[1] <= _MOST_STACKED_GRADIENTS or backend.packs_16_bits())

@@ -11,7 +11,7 @@ from torch import Tensor
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.mask_sources import checked_shape, stored_tile
 from flashtile.ops.attention.patterns.packing import TILE, Device, check_count, integers, made
-from flashtile.ops.attention.tile_lists import Bounds, Tiles
+from flashtile.ops.attention.tile_lists import Tiles
 from flashtile.ops.common.checks import check_choice, raise_not_bool
 
 Align = Literal["bottom_right", "top_left"]
@@ -100,35 +100,18 @@ def sliding_window(
     left = seq_q + seq_k if left is None else left
     limit = seq_q + seq_k if right is None else right
 
-    def within(earliest: Tensor, latest: Tensor) -> Tensor:
-        """Whether keys minus diagonal, between its least and greatest value, may lie in the band."""
-        return (earliest <= limit) & (latest >= -left)
-
-    def is_global(low_q: Tensor, high_q: Tensor, low_k: Tensor) -> Tensor:
-        """By a query before `low_q` and not before 0 `high_q`, and a key before `low_k`."""
-        key = low_k < global_tokens
-        return key if right == 0 else key | ((low_q < global_tokens) & (high_q >= 0))
-
     def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         diagonal = q + offset
-        band = within(k - diagonal, k - diagonal)
+        ahead = k - diagonal
+        band = (ahead <= limit) & (ahead >= -left)
         if not global_tokens:
             return band
-        wide = is_global(diagonal, diagonal, k)
-        return band | (wide & (k <= diagonal) if right == 0 else wide)
+        wide = k < global_tokens
+        if right == 0:
+            return band | (wide & (ahead <= 0))
+        return band | wide | ((diagonal < global_tokens) & (diagonal >= 0))
 
-    def bounds(tiles: Tiles) -> Bounds:
-        first, last = tiles.first_q + offset, tiles.last_q + offset
-        earliest, latest = tiles.first_k - last, tiles.last_k - first
-        possible, certain = within(earliest, latest), within(latest, earliest)
-        if global_tokens:
-            may, must = is_global(first, last, tiles.first_k), is_global(last, first, tiles.last_k)
-            if right == 0:
-                may, must = may & (earliest <= 0), must & (latest <= 0)
-            possible, certain = possible | may, certain | must
-        return Bounds(possible, certain)
-
-    return made((1, 1, seq_q, seq_k), tile, device, bounds, visible)
+    return made((1, 1, seq_q, seq_k), tile, device, visible)
 
 
 def prefix_lm(
@@ -171,14 +154,7 @@ def prefix_lm(
     def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) | (k < lengths[batch])
 
-    def bounds(tiles: Tiles) -> Bounds:
-        prefix = lengths[tiles.batch]
-        return Bounds(
-            (tiles.first_k <= tiles.last_q) | (tiles.first_k < prefix),
-            (tiles.last_k <= tiles.first_q) | (tiles.last_k < prefix),
-        )
-
-    return made((lengths.shape[0], 1, seq, seq), tile, lengths.device, bounds, visible, max_partial_tiles)
+    return made((lengths.shape[0], 1, seq, seq), tile, lengths.device, visible, max_partial_tiles=max_partial_tiles)
 
 
 def strided(
@@ -221,22 +197,13 @@ def strided(
         seen = (back.abs() <= stride) | (back % stride == 0)
         return seen & (back >= 0) if causal else seen
 
-    def bounds(tiles: Tiles) -> Bounds:
-        least, most = tiles.first_q - tiles.last_k, tiles.last_q - tiles.first_k
-        if causal:
-            least = least.clamp(min=0)
-        near = (least <= stride) & (most >= -stride)
-        # The largest multiple of the stride among the distances of the tile, if there is one.
-        possible = (near | (most // stride * stride >= least)) & (most >= least)
-        certain = (most <= stride) & (least >= -stride) | (stride == 1)
-        if causal:
-            certain = certain & (tiles.first_q >= tiles.last_k)
+    def key(tiles: Tiles) -> Tensor:
         # Far from the diagonal a tile looks like all at the same distance modulo the stride.
         distance = tiles.first_q - tiles.first_k
         far = stride + 2 * max(stored_tile(tile))
-        return Bounds(possible, certain, torch.where(distance.abs() <= far, distance, far + 1 + distance % stride))
+        return torch.where(distance.abs() <= far, distance, far + 1 + distance % stride)
 
-    return made((1, 1, seq, seq), tile, device, bounds, visible)
+    return made((1, 1, seq, seq), tile, device, visible, key)
 
 
 def dilated(
@@ -285,13 +252,8 @@ def dilated(
         back = q - k
         return (back % dilation == 0) & (back <= left * dilation) & (back >= -right * dilation)
 
-    def bounds(tiles: Tiles) -> Bounds:
-        least, most = tiles.first_q - tiles.last_k, tiles.last_q - tiles.first_k
-        possible = (least <= left * dilation) & (most >= -right * dilation)
-        # A tile looks like all at the same distance from the diagonal.
-        return Bounds(possible, None, tiles.first_q - tiles.first_k)
-
-    return made((1, 1, seq, seq), tile, device, bounds, visible)
+    # A tile looks like all at the same distance from the diagonal.
+    return made((1, 1, seq, seq), tile, device, visible, lambda tiles: tiles.first_q - tiles.first_k)
 
 
 def fixed(
@@ -344,23 +306,11 @@ def fixed(
         seen = (q // stride == k // stride) | (k % stride >= start)
         return seen & (k <= q) if causal else seen
 
-    def summaries(end: Tensor) -> Tensor:
-        """How many of the keys before `end` sum up a block."""
-        return end // stride * expressivity + (end % stride - start).clamp(min=0)
-
-    def bounds(tiles: Tiles) -> Bounds:
-        first_q, last_q = tiles.first_q // stride, tiles.last_q // stride
-        first_k, last_k = tiles.first_k // stride, tiles.last_k // stride
-        among = summaries(tiles.last_k + 1) - summaries(tiles.first_k)
-        possible = (among > 0) | (first_q <= last_k) & (first_k <= last_q)
-        certain = (among > tiles.last_k - tiles.first_k) | (first_q == last_k) & (first_k == last_q)
-        if causal:
-            possible = possible & (tiles.first_k <= tiles.last_q)
-            certain = certain & (tiles.last_k <= tiles.first_q)
+    def key(tiles: Tiles) -> Tensor:
         # A tile looks like all whose keys start at the same place of a block, with queries as far from its start; and
         # where the queries lie before all blocks of its keys, or behind them, like any that do.
         size = max(stored_tile(tile))
-        distance = (tiles.first_q - first_k * stride).clamp(-size, 2 * stride + size)
-        return Bounds(possible, certain, tiles.first_k % stride * (2 * stride + 2 * size + 1) + distance)
+        distance = (tiles.first_q - tiles.first_k // stride * stride).clamp(-size, 2 * stride + size)
+        return tiles.first_k % stride * (2 * stride + 2 * size + 1) + distance
 
-    return made((1, 1, seq, seq), tile, device, bounds, visible)
+    return made((1, 1, seq, seq), tile, device, visible, key)

@@ -62,7 +62,7 @@ def butterfly(seq: int, block: int = 64, *, device: Device = None) -> BlockMask:
         possible = at_most_one_digit(tiles.q_tile, tiles.k_tile)
         return Bounds(possible, possible if whole else None, (tiles.q_tile == tiles.k_tile).long())
 
-    return made((1, 1, seq, seq), tile, device, bounds, visible)
+    return made((1, 1, seq, seq), tile, device, visible, bounds=bounds)
 
 
 def big_bird(
@@ -164,16 +164,6 @@ class _Axis(NamedTuple):
             near = (k_number >= first) & (k_number < first + self.kernel)
         return near & (remainder == k % self.dilation)
 
-    def may_meet(self, first_q: Tensor, last_q: Tensor, first_k: Tensor, last_k: Tensor) -> Tensor:
-        """Whether a window of one of these queries can reach one of these keys, all by coordinates."""
-        before, length = self.kernel // 2 * self.dilation, self.kernel * self.dilation
-        if self.causal:
-            lowest, highest = first_q - length + self.dilation, last_q
-        else:  # shifted inwards at the ends
-            lowest = (first_q - before).clamp(max=self.size - length)
-            highest = (last_q - before + length - self.dilation).clamp(min=length - 1)
-        return (last_k >= lowest) & (first_k <= highest)
-
 
 def neighborhood(
     size: int | Sequence[int],
@@ -227,23 +217,7 @@ def neighborhood(
             first = first & near
         return first
 
-    def bounds(tiles: Tiles) -> Bounds:
-        possible = tiles.first_q >= 0
-        for axis in axes:
-            ends_q = _coordinates(axis, tiles.first_q, tiles.last_q)
-            ends_k = _coordinates(axis, tiles.first_k, tiles.last_k)
-            possible = possible & axis.may_meet(*ends_q, *ends_k)
-        return Bounds(possible)
-
-    return made((1, 1, tokens, tokens), tile, device, bounds, visible)
-
-
-def _coordinates(axis: _Axis, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the greatest coordinate of tokens that follow one another."""
-    outer = axis.size * axis.inner
-    # They start again from 0 in every round of the dimension outside this one.
-    within = first // outer == last // outer
-    return axis.coordinate(first) * within, axis.coordinate(last).where(within, axis.size - 1)
+    return made((1, 1, tokens, tokens), tile, device, visible)
 
 
 def _axes(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask, from_bounds
+from flashtile.ops.attention.mask_intervals import tile_bounds
 from flashtile.ops.attention.mask_sources import Predicate, checked_shape, mapped, resolved_device, stored_tile
 from flashtile.ops.attention.tile_lists import Bounds, Grid, Shape, Tiles
 from flashtile.ops.common import checks
@@ -58,27 +58,13 @@ def documents(
     raise_not_bool(causal=causal)
     ids = _document_ids(lengths, ids, device)
     batch, seq = ids.shape
-    shape = (batch, 1, seq, seq)
-    grid = Grid(shape, stored_tile(tile))
-    least_q, most_q = extremes(ids, grid.tile[0])
-    least_k, most_k = extremes(ids, grid.tile[1])
 
     def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        document = ids[batch, q]
-        seen = (document == ids[batch, k]) & (document >= 0)
+        of_query, of_key = ids[batch, q], ids[batch, k]
+        seen = (of_query == of_key) & (of_key >= 0)
         return seen & (k <= q) if causal else seen
 
-    def bounds(tiles: Tiles) -> Bounds:
-        at_q, at_k = (tiles.batch, tiles.q_tile), (tiles.batch, tiles.k_tile)
-        # Tiles share no document if their ids do not overlap; and only one if all are equal.
-        possible = (least_q[at_q] <= most_k[at_k]) & (least_k[at_k] <= most_q[at_q]) & (most_k[at_k] >= 0)
-        certain = (least_q[at_q] == most_k[at_k]) & (least_k[at_k] == most_q[at_q]) & (least_k[at_k] >= 0)
-        if causal:
-            possible = possible & (tiles.first_k <= tiles.last_q)
-            certain = certain & (tiles.last_k <= tiles.first_q)
-        return Bounds(possible, certain)
-
-    return made(shape, tile, ids.device, bounds, visible, max_partial_tiles)
+    return made((batch, 1, seq, seq), tile, ids.device, visible, max_partial_tiles=max_partial_tiles)
 
 
 def _document_ids(lengths: Sequence[int] | Tensor | None, ids: Tensor | None, device: Device) -> Tensor:
@@ -102,15 +88,19 @@ def _document_ids(lengths: Sequence[int] | Tensor | None, ids: Tensor | None, de
 
 
 def made(
-    shape: Shape,
-    tile: tuple[int, int],
-    device: Device,
-    bounds: Callable[[Tiles], Bounds],
-    visible: Predicate,
+    shape: Shape, tile: tuple[int, int], device: Device, visible: Predicate,
+    key: Callable[[Tiles], Tensor] | None = None, bounds: Callable[[Tiles], Bounds] | None = None,
     max_partial_tiles: int | None = None,
-) -> BlockMask:
+) -> BlockMask:  # fmt: skip
+    """A mask of the pairs that `visible` shows. `key`: equal for tiles that look alike. `bounds`: what is known of
+    tiles, for a function of which intervals tell nothing."""
     grid = Grid(checked_shape(*shape), stored_tile(tile))
-    return from_bounds(grid, resolved_device(device), bounds, mapped(visible, grid), max_partial_tiles)
+    known = bounds or tile_bounds(visible)
+
+    def bounds_and_key(tiles: Tiles) -> Bounds:
+        return known(tiles) if key is None else known(tiles)._replace(key=key(tiles))
+
+    return from_bounds(grid, resolved_device(device), bounds_and_key, mapped(visible, grid), max_partial_tiles)
 
 
 def check_count(name: str, count: int, least: int, remedy: str) -> None:
@@ -137,15 +127,6 @@ def integers(
     if tensor.dim() not in ranks:
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}; reshape it")
     return tensor
-
-
-def extremes(numbers: Tensor, tile: int) -> tuple[Tensor, Tensor]:
-    """The least and the greatest of numbers `[batch, seq]` in each tile, `[batch, tiles]`."""
-    batch, seq = numbers.shape
-    if seq % tile:
-        numbers = torch.cat((numbers, numbers[:, -1:].expand(batch, -seq % tile)), dim=1)
-    by_tile = numbers.reshape(batch, -(-seq // tile), tile)
-    return by_tile.amin(dim=2), by_tile.amax(dim=2)
 
 
 def tree(
@@ -195,21 +176,12 @@ def tree(
 
     entered, left = by_token(enter), by_token(leave)
     tokens = entered.shape[1]
-    tile_q, tile_k = stored_tile(tile)
-    queries = _Ends(*extremes(entered, tile_q))
-    keys_entered, keys_left = _Ends(*extremes(entered, tile_k)), _Ends(*extremes(left, tile_k))
 
     def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         segment = entered[0, q]
         return (k <= q) & (entered[0, k] <= segment) & (segment < left[0, k])
 
-    def bounds(tiles: Tiles) -> Bounds:
-        q, k = (0, tiles.q_tile), (0, tiles.k_tile)
-        possible = (keys_entered.least[k] <= queries.most[q]) & (queries.least[q] < keys_left.most[k])
-        certain = (keys_entered.most[k] <= queries.least[q]) & (queries.most[q] < keys_left.least[k])
-        return Bounds(possible & (tiles.first_k <= tiles.last_q), certain & (tiles.last_k <= tiles.first_q))
-
-    return made((1, 1, tokens, tokens), tile, device, bounds, visible)
+    return made((1, 1, tokens, tokens), tile, device, visible)
 
 
 def tree_positions(lengths: Sequence[int], parents: Sequence[int], *, device: Device = None) -> Tensor:
@@ -234,13 +206,6 @@ def tree_positions(lengths: Sequence[int], parents: Sequence[int], *, device: De
         ends.append(start + length)
         parts.append(torch.arange(start, start + length, device=resolved_device(device)))
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=resolved_device(device))
-
-
-class _Ends(NamedTuple):
-    """The least and the greatest number in each tile, `[1, tiles]`."""
-
-    least: Tensor
-    most: Tensor
 
 
 def _checked(lengths: Sequence[int], parents: Sequence[int]) -> None:
