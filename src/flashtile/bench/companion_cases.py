@@ -135,7 +135,8 @@ class DropoutAddRMSNorm(RMSNorm):
         if self.dropout_p or "bias" in self.leaves:
             return {"flashtile": ours}
         liger = call(f"{_LIGER}fused_add_rms_norm", _EPSILON, **_LIGER_RMS)
-        return {"flashtile": ours, "liger": liger, "quack": _quack_add_rms_norm}
+        quack = call("quack.rmsnorm.rmsnorm", names=("", "residual"), eps=_EPSILON, prenorm=True)
+        return {"flashtile": ours, "liger": liger, "quack": quack}
 
     def bytes(self, phase: str) -> int:
         same = phase == "bwd" and not self.dropout_p
@@ -165,12 +166,6 @@ class DropoutAddLayerNorm(DropoutAddRMSNorm):
 
     op = "dropout_add_layer_norm"
     leaves: ClassVar = {**DropoutAddRMSNorm.leaves, "bias": "columns"}
-
-
-def _quack_add_rms_norm(others: dict[str, Tensor]) -> Way:
-    from quack.rmsnorm import rmsnorm
-
-    return Way(lambda x, residual, weight: rmsnorm(x, weight, residual=residual, eps=_EPSILON, prenorm=True))
 
 
 def _quack_layer_norm(others: dict[str, Tensor]) -> Way:
@@ -217,9 +212,8 @@ class Rotary(Companion):
         return (torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1),)
 
     def calls(self) -> dict[str, Build]:
-        ours, quack = (
-            call(f, read=("cos", "sin")) for f in ("flashtile.apply_rotary", "quack.rotary.apply_rotary_emb")
-        )
+        read = ("cos", "sin")
+        ours, quack = call("flashtile.apply_rotary", read=read), call("quack.rotary.apply_rotary_emb", read=read)
         return {"flashtile": ours, "liger": _liger_rotary, "quack": quack}
 
 
@@ -422,7 +416,8 @@ class FusedMLP(Companion):
         if self.gated and self.activation == "silu":
             found |= {"liger": _liger_swiglu, "quack": _quack_swiglu}
         elif self.activation == "gelu_tanh":
-            found["quack"] = _quack_gelu
+            names = ("", "", "", "bias1", "bias2")
+            found["quack"] = call("quack.mlp.mlp_func", "gelu_tanh_approx", names=names, tuned=False)
         return found
 
     def _ours(self, others: dict[str, Tensor], **options: Any) -> Way:
@@ -460,15 +455,6 @@ def _quack_swiglu(others: dict[str, Tensor]) -> Way:
 
     way = call("quack.mlp.mlp_func", "swiglu", tuned=False)(others)
     return replace(way, own_leaves=in_turn, gradients=apart)
-
-
-def _quack_gelu(others: dict[str, Tensor]) -> Way:
-    from quack.mlp import mlp_func
-
-    def function(x: Tensor, weight1: Tensor, weight2: Tensor, bias1: Tensor, bias2: Tensor) -> Tensor:
-        return mlp_func(x, weight1, weight2, "gelu_tanh_approx", bias1=bias1, bias2=bias2, tuned=False)
-
-    return Way(function)
 
 
 _Sizes = list[tuple[Any, ...]]

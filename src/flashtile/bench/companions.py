@@ -26,15 +26,31 @@ from flashtile.bench.base import AnyCase, Bound, Implementation, Inputs, Verdict
 Build = Callable[..., Way]
 
 
-def call(path: str, *arguments: Any, read: Sequence[str] = (), seed: str = "", **options: Any) -> Build:
-    """A package's function, imported when it is needed, of the leaves, the others that it reads, and arguments. `seed`:
-    the argument that takes the seed of dropout, None without."""
+def call(
+    path: str, *arguments: Any, read: Sequence[str] = (), seed: str = "", names: Sequence[str] = (), **options: Any
+) -> Build:
+    """A package's function, imported when it is needed, of the leaves, the others that it reads, and arguments.
+
+    Args:
+        path: where the function is.
+        arguments: behind the tensors.
+        read: names of others.
+        seed: the argument that takes the seed of dropout, None without.
+        names: the argument that takes each leaf; "" where its place tells.
+        options: arguments by name.
+    """
 
     def build(others: dict[str, Tensor], **more: Any) -> Way:
         module, _, name = path.rpartition(".")
         function, tensors = getattr(importlib.import_module(module), name), [others[each] for each in read]
-        named = {**options, **more, **({seed: others.get("seed")} if seed else {})}
-        return Way(lambda *leaves: function(*leaves, *tensors, *arguments, **named))
+        fixed = {**options, **more, **({seed: others.get("seed")} if seed else {})}
+
+        def by_name(*leaves: Tensor) -> Any:
+            pairs = [*zip([*names, *[""] * len(leaves)], leaves)]
+            placed = (leaf for key, leaf in pairs if not key)
+            return function(*placed, *tensors, *arguments, **fixed, **{key: leaf for key, leaf in pairs if key})
+
+        return Way(by_name if names else lambda *leaves: function(*leaves, *tensors, *arguments, **fixed))
 
     return build
 
