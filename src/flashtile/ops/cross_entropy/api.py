@@ -99,20 +99,19 @@ def cross_entropy(
     if other_names:
         refuse_other_names(cross_entropy, other_names)
     given = LossInputs(logits, labels, class_weights)
-    options: dict[str, Any] = {
-        "label_smoothing": label_smoothing, "logit_scale": logit_scale, "lse_square_scale": lse_square_scale,
-        "ignore_index": ignore_index, "reduction": reduction, "process_group": process_group, "softcap": softcap,
-        "return_z_loss": return_z_loss,
-    }  # fmt: skip
-    scalars = (*options.values(), backend)
+    options = (
+        label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction, process_group, softcap, return_z_loss
+    )  # fmt: skip
+    scalars = (*options, backend)
     repeated = None if inplace_backward is not False else _CALLS.run(given, scalars)
     if repeated is not None:
         return repeated
     _BACKENDS.check(backend)
-    _check_logits(logits)
+    checks.check_input("logits", logits, "(..., vocabulary)", "unsqueeze them")
+    linear.check_vocabulary("logits", "last dimension", logits.shape[-1])
     _check_labels(labels, logits.shape[:-1], logits.device, "logits")
     checks.raise_not_bool(inplace_backward=inplace_backward)
-    spec = reference.make_spec(logits.shape[-1], logits.dtype, **options)
+    spec = reference.make_spec(logits.shape[-1], logits.dtype, options)
     if dtensor.present(logits, labels, class_weights):
         tensors = {"logits": (logits, "*v"), "labels": (labels, "*"), "class_weights": (class_weights, ".")}
         return _run_sharded(partial(cross_entropy, inplace_backward=inplace_backward, backend=backend), tensors, spec)
@@ -164,18 +163,12 @@ def linear_cross_entropy(
         weight: `[vocabulary, features]`, in x's dtype.
         labels: `[...]`, as in `cross_entropy`.
         bias: `[vocabulary]` in x's dtype, or None.
-        label_smoothing: as in `cross_entropy`.
-        logit_scale: as in `cross_entropy`.
-        lse_square_scale: as in `cross_entropy`.
-        ignore_index: as in `cross_entropy`.
-        reduction: as in `cross_entropy`.
         process_group: processes that each hold `[vocabulary / size, features]` of the weight, in the order of their
             ranks, and the same x and labels. Each gets the gradients of its part of weight and bias, and the gradient
             of x summed over the processes. Therefore either all processes request gradients or none.
-        softcap: as in `cross_entropy`.
-        class_weights: as in `cross_entropy`.
-        return_z_loss: as in `cross_entropy`.
         backend: as in `cross_entropy`; the matrix products are PyTorch's.
+
+    The other arguments are those of `cross_entropy`.
 
     Returns:
         The loss, float32 (float64 for float64), or (loss, z_loss). Under `torch.autocast` the operands are cast first.
@@ -195,11 +188,10 @@ def linear_cross_entropy(
     x, weight, bias = dispatch.autocast((x, weight, bias))
     linear.check_linear(x, weight, bias)
     _check_labels(labels, x.shape[:-1], x.device, "x")
-    spec = reference.make_spec(
-        weight.shape[0], x.dtype, label_smoothing=label_smoothing, logit_scale=logit_scale,
-        lse_square_scale=lse_square_scale, ignore_index=ignore_index, reduction=reduction, process_group=process_group,
-        softcap=softcap, return_z_loss=return_z_loss,
+    options = (
+        label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction, process_group, softcap, return_z_loss
     )  # fmt: skip
+    spec = reference.make_spec(weight.shape[0], x.dtype, options)
     if dtensor.present(x, weight, labels, bias, class_weights):
         tensors = {
             "x": (x, "*."), "weight": (weight, "v."), "labels": (labels, "*"), "bias": (bias, "v"),
@@ -256,11 +248,6 @@ def _run_sharded(
         *losses, count = (dtensor.replicated(each) for each in losses)
         losses = [each / count for each in losses]
     return tuple(losses) if spec.z_loss else losses[0]
-
-
-def _check_logits(logits: Tensor) -> None:
-    checks.check_input("logits", logits, "(..., vocabulary)", "unsqueeze them")
-    linear.check_vocabulary("logits", "last dimension", logits.shape[-1])
 
 
 def _check_labels(labels: Tensor, shape: tuple[int, ...], device: torch.device, of: str) -> None:
@@ -341,10 +328,6 @@ def _save(inputs: LossInputs, results: Results, spec: CrossEntropySpec, ctx: Any
     return (results.scale, *inputs, results.normaliser), (spec,)
 
 
-def _differentiable_backward(given: LossUpstream, spec: CrossEntropySpec) -> Tensor:
-    return reference.differentiable_backward(given.dloss, LossInputs(*given[2:5]), spec)
-
-
 def _complete(given: LossUpstream, ctx: Any, spec: CrossEntropySpec, inplace: bool = False) -> LossUpstream:
     """Refuses what has no second derivative, and makes zeros of a gradient that is not there."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -400,7 +383,7 @@ _inplace_backward = operator(
     run=_run_inplace_backward,
     writes="logits",
 )
-_formulas = SimpleNamespace(forward=reference.forward, backward=_differentiable_backward)
+_formulas = SimpleNamespace(forward=reference.forward, backward=reference.differentiable_backward)
 _loss = differentiable(_forward, _backward, _formulas, _save, constants=1, complete=_complete)
 _loss_inplace = differentiable(
     _forward, _inplace_backward, _formulas, _save, constants=1, before=_check_unspent, complete=_spend

@@ -41,9 +41,9 @@ def read(inputs: LossInputs, spec: CrossEntropySpec) -> Statistics:
 
 def backward(given: LossUpstream, spec: CrossEntropySpec, inplace: bool = False) -> Tensor:
     """The gradient of the logits; in their memory where asked for."""
-    dloss, scale, logits, labels, weights, normaliser = given
+    _, _, logits, labels, weights, normaliser = given
     dlogits = logits if inplace else formulas.empty_gradient(logits)
-    factors = formulas.factors(dloss.expand_as(labels), scale, labels, normaliser, spec)
+    factors = formulas.factors(given, spec)
     pivot = normaliser[:, 0]
     of_exponentials = formulas.exponential_factors(normaliser, labels, spec, weights)
     column, here = _columns(labels, logits, spec)

@@ -107,7 +107,7 @@ def forward(module: ModuleType, operands: LinearOperands, spec: CrossEntropySpec
     """
     x, _, _, labels, weights = operands
     dtype = compute_dtype(x.dtype)
-    scale = reference.mean_scale(labels, spec, dtype, weights) if spec.reduction == "mean" else None
+    scale = reference.weight_sum(labels, weights, spec).to(dtype).reciprocal() if spec.reduction == "mean" else None
     one, factor = torch.ones((), dtype=dtype, device=x.device), None if x.dtype is torch.float16 else scale
     each = spec._replace(reduction="none")
     sums = _Sums(operands, wanted, spec)
@@ -123,7 +123,9 @@ def forward(module: ModuleType, operands: LinearOperands, spec: CrossEntropySpec
             given = LossUpstream(one, factor, logits, labels[rows], weights, found.normaliser)
             sums.add(rows, module.backward(given, each, True))
     if spec.reduction != "none":
-        loss, z_loss = _total(loss, scale), None if z_loss is None else _total(z_loss, scale)
+        loss, z_loss = loss.sum(), None if z_loss is None else z_loss.sum()
+    if scale is not None:
+        loss, z_loss = loss * scale, None if z_loss is None else z_loss * scale
     return LinearResults(loss, z_loss, normaliser, scale, *sums.found())
 
 
@@ -142,10 +144,6 @@ def backward(module: ModuleType, given: LinearUpstream, spec: CrossEntropySpec, 
 def finish(found: LinearGradients, dtype: torch.dtype) -> LinearGradients:
     """The gradients in the dtype of their tensors."""
     return LinearGradients(*(None if t is None else t.to(dtype) for t in found))
-
-
-def _total(losses: Tensor, scale: Tensor | None) -> Tensor:
-    return losses.sum() if scale is None else losses.sum() * scale
 
 
 def chunk_rows(rows: int, columns: int, itemsize: int, device_type: str) -> int:
@@ -290,7 +288,7 @@ def run_linear_cross_entropy(
         refuse_transformed(spec, False)
     if transformed or (backend == "reference" and not spec.group):
         # PyTorch's own operations compute the call, and differentiate it.
-        results = reference.linear(*operands, spec)
+        results = reference.linear(operands, spec)
         z_loss = None if results.z_loss is None else results.z_loss.detach()
         return results.loss, z_loss
     if dispatch.recorded(operands):
@@ -378,7 +376,7 @@ def _differentiable_backward(
     x, weight, bias, labels, class_weights = operands
     bias = None if bias is None else bias.view_as(bias)
     operands = LinearOperands(x.view_as(x), weight.view_as(weight), bias, labels, class_weights)
-    loss = reference.linear(*operands, spec).loss
+    loss = reference.linear(operands, spec).loss
     inputs = [t for t, there in zip(operands, wanted) if there and t is not None]
     grads = iter(torch.autograd.grad(loss, inputs, dloss, create_graph=True))
     return LinearGradients(*(next(grads) if there else None for there in wanted))

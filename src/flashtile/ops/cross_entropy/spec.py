@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,6 @@ from torch import Tensor
 from flashtile.ops.common import checks
 from flashtile.ops.common.rows import compute_dtype
 from flashtile.ops.common.sizes import differ
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Longest row that any backend takes.
 MAX_COLUMNS = 2**30
@@ -145,20 +142,16 @@ class Statistics(NamedTuple):
     total: Tensor
 
 
-def make_spec(
-    columns: int,
-    dtype: torch.dtype,
-    *,
-    label_smoothing: float,
-    logit_scale: float,
-    lse_square_scale: float,
-    ignore_index: int,
-    reduction: str,
-    process_group: ProcessGroup | None,
-    softcap: float | None,
-    return_z_loss: bool,
-) -> CrossEntropySpec:
-    """Checks the scalars of a call; `columns` are those of this process, `dtype` that of its logits."""
+def make_spec(columns: int, dtype: torch.dtype, options: tuple[Any, ...]) -> CrossEntropySpec:
+    """Checks the scalars of a call.
+
+    Args:
+        columns: of this process.
+        dtype: of the logits.
+        options: label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction, process_group, softcap,
+            return_z_loss.
+    """
+    label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction, process_group, softcap, z_loss = options
     label_smoothing = checks.as_float("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(
@@ -173,25 +166,29 @@ def make_spec(
     if not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index: expected an integer of 64 bits, as labels are, got {ignore_index}; pass -100")
     checks.check_choice("reduction", reduction, REDUCTIONS)
-    checks.raise_not_bool(return_z_loss=return_z_loss)
+    checks.raise_not_bool(return_z_loss=z_loss)
     first, vocabulary, group = 0, columns, ""
     if process_group is not None:
-        first, vocabulary, group = _share(process_group, columns)
+        if not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
+            raise TypeError(
+                f"process_group: expected a torch.distributed.ProcessGroup, got {type(process_group).__name__}; "
+                "use torch.distributed.new_group(...), or group.WORLD"
+            )
+        first, vocabulary = process_group.rank() * columns, process_group.size() * columns
+        group = process_group.group_name
+    softcap = checks.resolve_softcap(softcap, logit_scale, dtype)
     return CrossEntropySpec(
-        label_smoothing=label_smoothing, logit_scale=logit_scale, lse_square_scale=lse_square_scale,
-        ignore_index=ignore_index, reduction=reduction, z_loss=return_z_loss, first=first, vocabulary=vocabulary,
-        group=group, softcap=checks.resolve_softcap(softcap, logit_scale, dtype),
-    )  # fmt: skip
-
-
-def _share(process_group: ProcessGroup, columns: int) -> tuple[int, int, str]:
-    """First column of this process, columns of all, and the name of a group of processes."""
-    if not (torch.distributed.is_available() and isinstance(process_group, torch.distributed.ProcessGroup)):
-        raise TypeError(
-            f"process_group: expected a torch.distributed.ProcessGroup, got {type(process_group).__name__}; "
-            "use torch.distributed.new_group(...), or group.WORLD"
-        )
-    return process_group.rank() * columns, process_group.size() * columns, process_group.group_name
+        label_smoothing,
+        logit_scale,
+        lse_square_scale,
+        ignore_index,
+        reduction,
+        z_loss,
+        first,
+        vocabulary,
+        group,
+        softcap,
+    )
 
 
 def resolve_class_weights(
@@ -322,7 +319,7 @@ def losses(found: Statistics, labels: Tensor, spec: CrossEntropySpec, weights: T
     if spec.reduction != "none":
         loss, z_loss = loss.sum(), z_loss.sum()
     if spec.reduction == "mean":
-        scale = mean_scale(labels, spec, loss.dtype, weights)
+        scale = weight_sum(labels, weights, spec).to(loss.dtype).reciprocal()
         loss, z_loss = loss * scale, z_loss * scale
     return Results(loss, z_loss if spec.z_loss else None, found.normaliser, scale)
 
@@ -333,21 +330,16 @@ def _sound(labels: Tensor, spec: CrossEntropySpec, dtype: torch.dtype) -> Tensor
     return torch.ones_like(labels, dtype=dtype).masked_fill(outside, float("nan"))
 
 
-def mean_scale(labels: Tensor, spec: CrossEntropySpec, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
-    """1 / `weight_sum`."""
-    return weight_sum(labels, weights, spec).to(dtype).reciprocal()
-
-
 def weight_sum(labels: Tensor, weights: Tensor | None, spec: CrossEntropySpec) -> Tensor:
     """The number of rows that count, or the sum of their class weights, a scalar on the device."""
     counts = labels != spec.ignore_index if weights is None else label_weights(labels, weights, spec)
     return counts.sum()
 
 
-def factors(dloss: Tensor, scale: Tensor | None, labels: Tensor, normaliser: Tensor, spec: CrossEntropySpec) -> Tensor:
-    """A factor of the gradient of each row, `[rows]`; arguments as of `gradient`."""
-    g = (dloss if scale is None else dloss * scale).expand_as(labels)
-    return g * spec.logit_scale * _sound(labels, spec, normaliser.dtype)
+def factors(given: LossUpstream, spec: CrossEntropySpec) -> Tensor:
+    """A factor of the gradient of each row, `[rows]`."""
+    g = (given.dloss if given.scale is None else given.dloss * given.scale).expand_as(given.labels)
+    return g * spec.logit_scale * _sound(given.labels, spec, given.normaliser.dtype)
 
 
 def exponential_factors(
@@ -360,28 +352,12 @@ def exponential_factors(
     return (of_lse + 2 * spec.lse_square_scale * lse) / exp_sum
 
 
-def gradient(
-    dloss: Tensor,
-    scale: Tensor | None,
-    logits: Tensor,
-    labels: Tensor,
-    normaliser: Tensor,
-    spec: CrossEntropySpec,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """The gradient of rows of logits `[rows, columns]`, in the dtype that computes; differentiable.
-
-    Args:
-        dloss: gradient of the loss, a scalar or `[rows]`.
-        scale: a factor on it, a scalar or None.
-        logits: in the dtype that computes.
-        labels: `[rows]`.
-        normaliser: `[rows, 2]`, over all columns.
-        spec: of the call.
-        weights: class weights and their sum.
-    """
+def gradient(given: LossUpstream, spec: CrossEntropySpec) -> Tensor:
+    """The gradient of rows of logits, in the dtype that computes; differentiable."""
+    _, _, logits, labels, weights, normaliser = given
+    logits = logits.to(compute_dtype(logits.dtype))
     counts = (labels != spec.ignore_index)[:, None]
-    g = factors(dloss, scale, labels, normaliser, spec)[:, None]
+    g = factors(given, spec)[:, None]
     scores, columns = capped(logits, spec), logits.shape[1]
     exponentials = ((scores - normaliser[:, :1]) * spec.factor).exp()
     of_all = spec.label_smoothing / spec.vocabulary * (1 if weights is None else weights_here(weights, columns, spec))
@@ -410,10 +386,7 @@ def read(inputs: LossInputs, spec: CrossEntropySpec) -> Statistics:
 
 def backward(given: LossUpstream, spec: CrossEntropySpec, inplace: bool = False) -> Tensor:
     """The gradient of the logits, in their dtype; in their memory where asked for."""
-    dloss, scale, logits, labels, weights, normaliser = given
-    wide = logits.to(compute_dtype(logits.dtype))
-    dlogits = gradient(dloss, scale, wide, labels, normaliser, spec, weights)
-    return (logits if inplace else empty_gradient(logits)).copy_(dlogits)
+    return (given.logits if inplace else empty_gradient(given.logits)).copy_(gradient(given, spec))
 
 
 def multiply(gradient: Tensor, factor: Tensor) -> None:
@@ -421,22 +394,17 @@ def multiply(gradient: Tensor, factor: Tensor) -> None:
     gradient.copy_(gradient.to(compute_dtype(gradient.dtype)) * factor)
 
 
-def differentiable_backward(dloss: Tensor, inputs: LossInputs, spec: CrossEntropySpec) -> Tensor:
+def differentiable_backward(given: LossUpstream, spec: CrossEntropySpec) -> Tensor:
     """The gradient of the logits as a function of `dloss` and of the logits alone, for the second derivative."""
-    logits, labels, weights = inputs._replace(logits=_counted(inputs.logits, inputs.labels, spec))
-    found, wide = forward(LossInputs(logits, labels, weights), spec), logits.to(compute_dtype(logits.dtype))
-    return gradient(dloss, found.scale, wide, labels, found.normaliser, spec, weights).to(logits.dtype)
+    logits = _counted(given.logits, given.labels, spec)
+    found = forward(LossInputs(logits, given.labels, given.class_weights), spec)
+    given = given._replace(scale=found.scale, logits=logits, normaliser=found.normaliser)
+    return gradient(given, spec).to(logits.dtype)
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    class_weights: Tensor | None,
-    spec: CrossEntropySpec,
-) -> Results:
-    """The losses of the logits `x · weightᵀ + bias`, which are held as a whole; differentiable."""
+def linear(operands: Any, spec: CrossEntropySpec) -> Results:
+    """The losses of the logits `x · weightᵀ + bias` of `LinearOperands`, which are held as a whole; differentiable."""
+    x, weight, bias, labels, class_weights = operands
     logits = torch.nn.functional.linear(_counted(x, labels, spec), weight, bias)
     return forward(LossInputs(logits, labels, class_weights), spec)
 

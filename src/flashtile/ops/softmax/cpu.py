@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.common.rows import compute_dtype, row_blocks
-from flashtile.ops.softmax.spec import SoftmaxGradient, SoftmaxInputs, SoftmaxSpec
+from flashtile.ops.softmax.spec import SoftmaxGradient, SoftmaxInputs, SoftmaxSpec, merge_part, merged_statistics
+
+__all__ = ["backward", "forward", "merge_finish", "merge_part"]
 
 
 def forward(inputs: SoftmaxInputs, spec: SoftmaxSpec) -> Tensor:
@@ -67,33 +69,8 @@ def _blocks(x: Tensor) -> Iterator[tuple[int, int, slice]]:
                 yield entry, head, rows
 
 
-def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor, first: bool) -> None:
-    """Joins a part to a running merge, in place: see `flashtile.merge_attention_`."""
-    if first:
-        acc.copy_(out)
-        row_max.copy_(lse)
-        row_sum.copy_(lse != float("-inf"))
-        return
-    largest = torch.maximum(row_max, lse)
-    # While a row has seen nothing, the difference is taken against 0: -inf - -inf would be NaN.
-    against = largest.masked_fill(largest == float("-inf"), 0)
-    decay, weight = (row_max - against).exp_(), (lse - against).exp_()
-    row_sum.mul_(decay).add_(weight)
-    row_max.copy_(largest)
-    acc.mul_(_by_row(decay)).addcmul_(out.to(acc.dtype), _by_row(weight))
-
-
 def merge_finish(acc: Tensor, row_max: Tensor, row_sum: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The result of a running merge: see `flashtile.finish_attention`."""
-    blind = row_sum == 0
-    total = row_sum.masked_fill(blind, 1)
-    # As torch.logsumexp: a row with an infinite score has an infinite lse, though its weights are NaN.
-    lse = torch.where(blind | (row_max == float("inf")), row_max, row_max + total.log())
+    """The result of a running merge, divided and rounded in one pass."""
+    total, lse = merged_statistics(row_max, row_sum)
     out = torch.empty(acc.shape, dtype=dtype, device=acc.device)
-    torch.div(acc, _by_row(total), out=out)  # divided and rounded in one pass
-    return out, lse
-
-
-def _by_row(statistics: Tensor) -> Tensor:
-    """`[batch, heads, rows]` as a factor of `[batch, rows, heads, head_dim]`."""
-    return statistics.transpose(-1, -2).unsqueeze(-1)
+    return torch.div(acc, total, out=out), lse

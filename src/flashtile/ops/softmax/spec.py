@@ -87,22 +87,33 @@ def backward(given: SoftmaxGradient, spec: SoftmaxSpec) -> Tensor:
 def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor, first: bool) -> None:
     """Joins a part to a running merge, in place: see `flashtile.merge_attention_`."""
     if first:
-        for tensor, value in ((acc, 0.0), (row_max, float("-inf")), (row_sum, 0.0)):
-            tensor.fill_(value)
+        acc.copy_(out)
+        row_max.copy_(lse)
+        row_sum.copy_(lse != float("-inf"))
+        return
     largest = torch.maximum(row_max, lse)
     # While a row has seen nothing, the difference is taken against 0: -inf - -inf would be NaN.
-    against = torch.where(largest == float("-inf"), 0.0, largest)
-    decay, weight = torch.exp(row_max - against), torch.exp(lse - against)
-    row_sum.copy_(decay * row_sum + weight)
+    against = largest.masked_fill(largest == float("-inf"), 0)
+    decay, weight = (row_max - against).exp_(), (lse - against).exp_()
+    row_sum.mul_(decay).add_(weight)
     row_max.copy_(largest)
-    of_rows = [factor.transpose(-1, -2).unsqueeze(-1) for factor in (decay, weight)]  # [batch, rows, heads, 1]
-    acc.copy_(of_rows[0] * acc + of_rows[1] * out.to(acc.dtype))
+    acc.mul_(_by_row(decay)).addcmul_(out.to(acc.dtype), _by_row(weight))
 
 
 def merge_finish(acc: Tensor, row_max: Tensor, row_sum: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The result of a running merge: see `flashtile.finish_attention`."""
+    total, lse = merged_statistics(row_max, row_sum)
+    return (acc / total).to(dtype), lse
+
+
+def merged_statistics(row_max: Tensor, row_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """What acc is divided by, `[batch, rows, heads, 1]`, and lse."""
     blind = row_sum == 0
-    total = torch.where(blind, 1.0, row_sum)
+    total = row_sum.masked_fill(blind, 1)
     # As torch.logsumexp: a row with an infinite score has an infinite lse, though its weights are NaN.
-    lse = torch.where(blind | (row_max == float("inf")), row_max, row_max + total.log())
-    return (acc / total.transpose(-1, -2).unsqueeze(-1)).to(dtype), lse
+    return _by_row(total), torch.where(blind | (row_max == float("inf")), row_max, row_max + total.log())
+
+
+def _by_row(statistics: Tensor) -> Tensor:
+    """`[batch, heads, rows]` as a factor of `[batch, rows, heads, head_dim]`."""
+    return statistics.transpose(-1, -2).unsqueeze(-1)
