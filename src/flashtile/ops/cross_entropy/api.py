@@ -376,12 +376,7 @@ _backward = operator(
     fake=lambda given, spec: reference.empty_gradient(given.logits),
 )  # fmt: skip
 _inplace_backward = operator(
-    "cross_entropy_backward_",
-    LossUpstream,
-    (CrossEntropySpec,),
-    None,
-    run=_run_inplace_backward,
-    writes="logits",
+    "cross_entropy_backward_", LossUpstream, (CrossEntropySpec,), None, run=_run_inplace_backward, writes="logits"
 )
 _formulas = SimpleNamespace(forward=reference.forward, backward=reference.differentiable_backward)
 _loss = differentiable(_forward, _backward, _formulas, _save, constants=1, complete=_complete)

@@ -155,10 +155,7 @@ def run_with_shared_rows(call: CacheCall, spec: CacheSpec, shared: int, backend:
     batch, rows = (1, call.q.shape[0]) if packed else call.q.shape[:2]
     acc = own.new_empty((batch, rows, heads, width), dtype=own_lse.dtype)
     row_max, row_sum = own_lse.new_empty((2, batch, heads, rows))
-    parts = (
-        (of_prefix, prefix_lse.view(heads, batch, rows).transpose(0, 1)),
-        (own, own_lse.view(batch, heads, rows)),
-    )
+    parts = ((of_prefix, prefix_lse.view(heads, batch, rows).transpose(0, 1)), (own, own_lse.view(batch, heads, rows)))
     for number, (part, lse) in enumerate(parts):
         merge_attention_(acc, row_max, row_sum, part.view(acc.shape), lse, first=not number, backend=backend)
     out, lse = finish_attention(acc, row_max, row_sum, own.dtype, backend=backend)

@@ -225,12 +225,7 @@ def check_table_length(cos: Tensor, rows: int, offset: int, remedy: str) -> None
 
 
 def check_positions(
-    position_ids: Tensor,
-    name: str,
-    x: Tensor,
-    offsets: int | Tensor,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
+    position_ids: Tensor, name: str, x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> None:
     """Checks type, shape and device of a position for each row, and that nothing else says where rows are."""
     checks.check_index("position_ids", position_ids)
