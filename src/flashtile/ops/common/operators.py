@@ -107,9 +107,8 @@ def operator(
     returned = "()" if results is None else "Tensor" if results is Tensor else "Tensor[]"
     _LIBRARY.define(f"{name}({', '.join(_fields(kinds, written))}, str backend) -> {returned}")
     overload = getattr(torch.ops.flashtile, name).default
-    prepare: Callable[..., Launch | None] = getattr(run, "prepare", _prepare_nothing)
-    if written:
-        run = _returning(run, written[0])
+    # Without `prepare` calls are each decided about.
+    prepare: Callable[..., Launch | None] = getattr(run, "prepare", lambda *call: None)
     launches = call_table()
 
     def call(given: Any, *rest: Any) -> Any:
@@ -119,7 +118,8 @@ def operator(
                 return observed(given, *rest)
             launch = prepare(given, *rest)
             if launch is None:
-                return run(given, *rest)
+                found = run(given, *rest)
+                return getattr(given, written[0]) if written else found
             launches.keep_call(given, rest, launch)
             found = launch([tensor for tensor in given if tensor is not None])
         return found[0] if results is Tensor else made.unpacked(found, given, *rest[:-1])
@@ -155,20 +155,6 @@ def operator(
         decomposition=decomposition,
     )  # fmt: skip
     return made
-
-
-def _prepare_nothing(given: Any, *rest: Any) -> None:
-    """For operators whose calls are each decided about."""
-
-
-def _returning(run: Callable[..., Any], written: str) -> Callable[..., Any]:
-    """A function that writes to a tensor, and returns it."""
-
-    def returning(given: Any, *rest: Any) -> Tensor:
-        run(given, *rest)
-        return getattr(given, written)
-
-    return returning
 
 
 class OnBackend:

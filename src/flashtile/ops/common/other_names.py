@@ -15,79 +15,68 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-_MASK = {"mask": "bool, True = visible", "bias": "numbers to add to the scores"}
-_PADDING = {"key_lengths": "how many keys of each sequence are there", "mask": "bool, True = visible"}
-_WEIGHTS = "flashtile.attention_probs computes the weights of chosen rows"
-_FEWER_HEADS = "leave it out, k and v may have fewer heads than q"
 #: How names of arguments begin that say where packed sequences lie.
 _OF_PACKED = ("cu_seq", "max_seqlen", "max_length_")
-_BY_THE_WEIGHT = "leave it out, the last dimension is normalized"
+_MASK = {"mask": "bool, True = visible", "bias": "numbers to add to the scores"}
+_BLOCK_MASK = {"block_mask": "flashtile.BlockMask.from_predicate makes one"}
 
-#: An argument of PyTorch, flash-attn, xFormers, transformers, JAX or FlashInfer -> the arguments of flashtile that mean
-#: the same, with what they take; or what to do where there is none.
-OTHER_NAMES: dict[str, dict[str, str] | str] = {
-    "query": {"q": ""},
-    "key": {"k": ""},
-    "value": {"v": ""},
-    "attn_mask": _MASK,
-    "attention_mask": _MASK,
-    "attn_bias": {"bias": "numbers to add to the scores", "mask": "bool, True = visible"},
-    "key_padding_mask": _PADDING,
-    "is_causal": {"causal": ""},
-    "causal": {"is_causal": ""},
-    "softmax_scale": {"scale": ""},
-    "sm_scale": {"scale": ""},
-    "scaling": {"scale": ""},
-    "dropout": {"dropout_p": ""},
-    "p": {"dropout_p": ""},
-    "dropout_rate": {"dropout_p": ""},
-    "attention_dropout": {"dropout_p": ""},
-    "window_size": {"window": "(left, right), None = unlimited"},
-    "sliding_window": {"window": "(left, right), None = unlimited"},
-    "local_window_size": {"window": "(left, right), None = unlimited"},
-    "window_left": {"window": "(left, right), None = unlimited"},
-    "soft_cap": {"softcap": ""},
-    "logits_soft_cap": {"softcap": ""},
-    "s_aux": {"sinks": ""},
-    "learnable_sink": {"sinks": ""},
-    "q_descale": {"descale_q": ""},
-    "k_descale": {"descale_k": ""},
-    "v_descale": {"descale_v": ""},
-    "enable_gqa": _FEWER_HEADS,
-    "score_mod": {"bias": "numbers to add to the scores", "block_mask": "flashtile.BlockMask.from_predicate makes one"},
-    "mask_mod": {"block_mask": "flashtile.BlockMask.from_predicate makes one"},
-    "return_lse": "this function does not return the log-sum-exp, flashtile.attention does",
-    "return_softmax_lse": {"return_lse": ""},
-    "return_attn_probs": _WEIGHTS,
-    "return_softmax": _WEIGHTS,
-    "need_weights": _WEIGHTS,
-    "output_attentions": _WEIGHTS,
-    "cu_seqlens": {"cu_seqlens_q": ""},
+#: An argument of flashtile -> what PyTorch, flash-attn, xFormers, transformers, JAX and FlashInfer call it.
+_OURS = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "causal": "is_causal",
+    "is_causal": "causal",
+    "scale": "softmax_scale sm_scale scaling",
+    "dropout_p": "dropout p dropout_rate attention_dropout",
+    "softcap": "soft_cap logits_soft_cap final_logit_softcapping logit_softcapping",
+    "sinks": "s_aux learnable_sink",
+    "descale_q": "q_descale",
+    "descale_k": "k_descale",
+    "descale_v": "v_descale",
+    "return_lse": "return_softmax_lse",
+    "cu_seqlens_q": "cu_seqlens cu_seq_lens_q",
+    "cu_seqlens_k": "cu_seq_lens_k",
+    "max_seqlen_q": "max_seqlen max_length_q",
+    "max_seqlen_k": "max_length_k",
+    "key_lengths": "seqused_k key_value_seq_lengths",
+    "cache_lengths": "seqused_k key_value_seq_lengths cache_seqlens",
+    "cache_batch_indices": "cache_batch_idx",
+    "cache_left_padding": "leftpad_k cache_leftpad",
+    "block_table": "page_table block_tables",
+    "ignore_index": "ignored_index",
+    "reduction": "size_average",
+    "eps": "epsilon",
+    "epsilon": "eps",
+    "interleaved": "rotary_interleaved",
+}
+
+#: Names in other libraries -> the arguments that mean the same, with what they take, or what to do if there is none.
+_OTHERS: dict[str, dict[str, str] | str] = {
+    "attn_mask attention_mask": _MASK,
+    "attn_bias": {"bias": _MASK["bias"], "mask": _MASK["mask"]},
+    "key_padding_mask": {"key_lengths": "how many keys of each sequence are there", "mask": _MASK["mask"]},
+    "window_size sliding_window local_window_size window_left": {"window": "(left, right), None = unlimited"},
+    "score_mod": {"bias": _MASK["bias"], **_BLOCK_MASK},
+    "mask_mod": _BLOCK_MASK,
+    "weight ce_weight": {"class_weights": "a weight for each class"},
     "cu_seqlens_q": {"cu_seqlens": "flashtile.attention_varlen takes packed sequences of other lengths of keys"},
-    "cu_seq_lens_q": {"cu_seqlens_q": ""},
-    "cu_seq_lens_k": {"cu_seqlens_k": ""},
-    "max_seqlen": {"max_seqlen_q": ""},
-    "max_length_q": {"max_seqlen_q": ""},
-    "max_length_k": {"max_seqlen_k": ""},
-    "seqused_k": {"key_lengths": "", "cache_lengths": ""},
-    "key_value_seq_lengths": {"key_lengths": "", "cache_lengths": ""},
-    "cache_seqlens": {"cache_lengths": ""},
-    "cache_batch_idx": {"cache_batch_indices": ""},
-    "leftpad_k": {"cache_left_padding": ""},
-    "cache_leftpad": {"cache_left_padding": ""},
-    "page_table": {"block_table": ""},
-    "block_tables": {"block_table": ""},
-    "ignored_index": {"ignore_index": ""},
-    "weight": {"class_weights": "a weight for each class"},
-    "ce_weight": {"class_weights": "a weight for each class"},
-    "final_logit_softcapping": {"softcap": ""},
-    "logit_softcapping": {"softcap": ""},
-    "size_average": {"reduction": ""},
-    "epsilon": {"eps": ""},
-    "eps": {"epsilon": ""},
-    "normalized_shape": _BY_THE_WEIGHT,
+    "enable_gqa": "leave it out, k and v may have fewer heads than q",
+    "return_lse": "this function does not return the log-sum-exp, flashtile.attention does",
+    "return_attn_probs return_softmax need_weights output_attentions": (
+        "flashtile.attention_probs computes the weights of chosen rows"
+    ),
+    "normalized_shape": "leave it out, the last dimension is normalized",
     "is_rms_norm": "flashtile.rms_norm and flashtile.dropout_add_rms_norm are functions of their own",
-    "rotary_interleaved": {"interleaved": ""},
+}
+
+#: By the name in another library.
+OTHER_NAMES: dict[str, dict[str, str] | str] = {
+    **{
+        other: {ours: "" for ours, others in _OURS.items() if other in others.split()}
+        for other in " ".join(_OURS.values()).split()
+    },
+    **{other: meaning for others, meaning in _OTHERS.items() for other in others.split()},
 }
 
 _OF_FLASH_ATTN = ("dropout_p", "scale", "causal", "window", "softcap", "alibi_slopes", "deterministic")
