@@ -275,7 +275,7 @@ BAD = {
     "cu-dtype": (TypeError, {**_PACKED, "cu_seqlens": torch.ones(3)}, ("cu_seqlens: expected dtype int32 or int64",)),
     "max-seqlen": (TypeError, {**_PACKED, "max_seqlen": 2.0}, ("max_seqlen: expected an int, got 2.0",)),
     "max-seqlen-far": (ValueError, {**_PACKED, "max_seqlen": 40}, ("cos: expected at least 40 positions",)),
-    "ids-list": (TypeError, {"position_ids": [0]}, ("position_ids: expected a torch.Tensor, got list",)),
+    "ids-list": (TypeError, {"position_ids": [0]}, ("position_ids: expected an int32 or int64 tensor, got list",)),
     "ids-float": (TypeError, {"position_ids": torch.ones(2, 4)}, ("position_ids: expected dtype int32 or int64",)),
     "ids-shape": (
         ValueError,

@@ -63,11 +63,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str], eight_bits
             f"{name}: expected head_dim from 1 to {MAX_HEAD_DIM}, got {wrong}; split the head into several"
         )
     heads_q, heads_kv = q_shape[-2], k_shape[-2]
-    if heads_q < 1 or heads_kv < 1 or heads_q % heads_kv:
-        raise ValueError(
-            f"k, v: expected a number of heads that divides the {heads_q} of q, got {heads_kv}; "
-            "query head h reads key/value head h // (heads_q // heads_kv)"
-        )
+    checks.check_heads("k, v", heads_q, heads_kv)
 
 
 def _raise_rank_dtype_device(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str]) -> None:

@@ -135,6 +135,12 @@ def check_dtype(name: str, tensor: Tensor, dtype: torch.dtype, of: str, remedy: 
         raise TypeError(f"{name}: expected the dtype of {of}, {dtype}, got {tensor.dtype}; {remedy}")
 
 
+def check_like(name: str, tensor: Tensor, x: Tensor, of: str = "q", remedy: str = "cast one of them") -> None:
+    """Checks that a tensor has the device and the dtype of x, whose name is given."""
+    check_device(name, tensor, x.device, of)
+    check_dtype(name, tensor, x.dtype, of, remedy)
+
+
 def check_index(name: str, tensor: Tensor) -> None:
     """Checks that an argument is a tensor of integers."""
     if not isinstance(tensor, Tensor):
@@ -256,12 +262,25 @@ def check_lengths(name: str, lengths: Tensor, size: int, device: torch.device, m
     check_device(name, lengths, device, of)
 
 
-def check_table_pair(cos_name: str, cos: Tensor, sin_name: str, sin: Tensor, name: str, head_dim: int) -> None:
-    """Checks shapes and dtypes of a pair of tables of angles, for the tensor of the given name."""
-    if cos.dim() != 2 or 2 * cos.shape[1] > head_dim:
+def check_heads(names: str, heads_q: int, heads_kv: int) -> None:
+    """Checks that heads of keys and values can be shared by those of queries."""
+    if heads_q < 1 or heads_kv < 1 or heads_q % heads_kv:
+        raise ValueError(
+            f"{names}: expected a number of heads that divides the {heads_q} of q, got {heads_kv}; query head h reads "
+            "key/value head h // (heads_q // heads_kv)"
+        )
+
+
+def check_tables(cos_name: str, cos: Tensor, sin_name: str, sin: Tensor, name: str, x: Tensor) -> None:
+    """Checks a pair of tables of angles for x `[..., head_dim]`, whose name is given."""
+    check_tensors(**{cos_name: cos, sin_name: sin})
+    for table_name, table in ((cos_name, cos), (sin_name, sin)):
+        check_float_dtype(table_name, table.dtype)
+        check_device(table_name, table, x.device, name)
+    if cos.dim() != 2 or 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
             f"{cos_name}: expected shape (positions, rotary_dim / 2) with rotary_dim up to the head_dim of {name}, "
-            f"{head_dim}, got {tuple(cos.shape)}; a table has one column for each pair of elements"
+            f"{x.shape[-1]}, got {tuple(cos.shape)}; a table has one column for each pair of elements"
         )
     if sin.shape != cos.shape:
         raise ValueError(f"{sin_name}: expected the shape of {cos_name}, {tuple(cos.shape)}, got {tuple(sin.shape)}")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flashtile.ops.common import dispatch
 from flashtile.ops.common.backends import standard_backends
-from flashtile.ops.common.checks import check_device, check_dtype, check_input, check_tensors
+from flashtile.ops.common.checks import check_input, check_like, check_tensors
 from flashtile.ops.common.flops import product_flops
 from flashtile.ops.common.operators import operator
 from flashtile.ops.common.rows import compute_dtype
@@ -257,10 +257,8 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
                 f"bias: expected shape ({weight.shape[0]},), the first dimension of weight, got {tuple(bias.shape)}"
             )
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is None:
-            continue
-        check_device(name, tensor, x.device, "x")
-        check_dtype(name, tensor, x.dtype, "x", "cast one, or use torch.autocast")
+        if tensor is not None:
+            check_like(name, tensor, x, "x", "cast one, or use torch.autocast")
 
 
 def check_vocabulary(name: str, dimension: str, size: int) -> None:

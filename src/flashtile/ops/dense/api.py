@@ -21,6 +21,7 @@ _BACKENDS = standard_backends("dense")
 _CALLS = call_table()
 #: The shape of an input, and what to do if it has no dimension.
 _FEATURES = "(..., features)", "give it a last dimension"
+_CAST = "cast one of them, or use torch.autocast"
 
 
 def fused_dense(
@@ -274,7 +275,7 @@ def _check_weight(name: str, weight: Tensor, x: Tensor, columns: int | None = No
     if weight.dim() != 2 or columns not in (None, weight.shape[1]):
         wanted = "(rows, columns)" if columns is None else f"(rows, {columns}), the last dimension of x its second"
         raise ValueError(f"{name}: expected shape {wanted}, got {tuple(weight.shape)}; transpose or reshape it")
-    _check_like(name, weight, x)
+    checks.check_like(name, weight, x, "x", _CAST)
 
 
 def _check_bias(name: str, bias: Tensor | None, x: Tensor, weight: Tensor) -> None:
@@ -286,12 +287,7 @@ def _check_bias(name: str, bias: Tensor | None, x: Tensor, weight: Tensor) -> No
         raise ValueError(
             f"{name}: expected shape ({weight.shape[0]},), one for each row of its weight, got {tuple(bias.shape)}"
         )
-    _check_like(name, bias, x)
-
-
-def _check_like(name: str, tensor: Tensor, x: Tensor) -> None:
-    checks.check_device(name, tensor, x.device, "x")
-    checks.check_dtype(name, tensor, x.dtype, "x", "cast one of them, or use torch.autocast")
+    checks.check_like(name, bias, x, "x", _CAST)
 
 
 def _check_mlp_shapes(weight1: Tensor, weight2: Tensor, spec: ActivationSpec) -> None:

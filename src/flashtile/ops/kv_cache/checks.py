@@ -32,15 +32,16 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool, packe
     """Checks ranks, dtypes, devices, heads and head dimensions of q and both caches."""
     common.check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     common.check_float_dtype("q", q.dtype)
-    if q.dim() != (3 if packed else 4):
-        expected, remedy = (
-            ("3 dimensions [total_q, heads_q, head_dim] beside cu_seqlens_q", "leave cu_seqlens_q out where all "
-             "sequences have as many queries")
-            if packed
-            else ("4 dimensions [batch, seq_q, heads_q, head_dim]", "one new token of each sequence is seq_q = 1, and "
-                  "packed queries go with cu_seqlens_q")
-        )  # fmt: skip
-        raise ValueError(f"q: expected {expected}, got shape {tuple(q.shape)}; {remedy}")
+    if packed and q.dim() != 3:
+        raise ValueError(
+            "q: expected 3 dimensions [total_q, heads_q, head_dim] beside cu_seqlens_q, got shape "
+            f"{tuple(q.shape)}; leave cu_seqlens_q out where all sequences have as many queries"
+        )
+    if not packed and q.dim() != 4:
+        raise ValueError(
+            f"q: expected 4 dimensions [batch, seq_q, heads_q, head_dim], got shape {tuple(q.shape)}; one new token of "
+            "each sequence is seq_q = 1, and packed queries go with cu_seqlens_q"
+        )
     first, second = ("pages", "page_size") if paged else ("batch", "capacity")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.dim() != 4:
@@ -48,7 +49,7 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool, packe
                 f"{name}: expected 4 dimensions [{first}, {second}, heads_kv, head_dim], got shape {tuple(cache.shape)}"
             )
         if cache.dtype not in EIGHT_BITS:
-            _check_like("q", q, name, cache)
+            common.check_like(name, cache, q)
         common.check_device(name, cache, q.device)
         if cache.shape[-1] > 1 and cache.stride(-1) != 1:
             raise ValueError(
@@ -61,15 +62,6 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool, packe
             f"v_cache: expected the {first}, {second}, heads_kv of k_cache, {tuple(k_cache.shape[:-1])}, got "
             f"{tuple(v_cache.shape[:-1])}"
         )
-    _check_heads(q, k_cache, v_cache)
-
-
-def _check_like(of: str, q: Tensor, name: str, tensor: Tensor) -> None:
-    common.check_dtype(name, tensor, q.dtype, of)
-    common.check_device(name, tensor, q.device, of)
-
-
-def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     heads_q, head_dim = q.shape[-2:]
     heads_kv, head_dim_v = v_cache.shape[2:]
     if k_cache.shape[-1] != head_dim:
@@ -77,11 +69,7 @@ def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     for name, found, most in (("q", head_dim, MAX_HEAD_DIM), ("v_cache", head_dim_v, MAX_HEAD_DIM_V)):
         if not 1 <= found <= most:
             raise ValueError(f"{name}: expected head_dim from 1 to {most}, got {found}; split the head into several")
-    if heads_q < 1 or heads_kv < 1 or heads_q % heads_kv:
-        raise ValueError(
-            f"k_cache, v_cache: expected a number of heads that divides the {heads_q} of q, got {heads_kv}; query head "
-            "h reads key/value head h // (heads_q // heads_kv)"
-        )
+    common.check_heads("k_cache, v_cache", heads_q, heads_kv)
 
 
 def check_packed(
@@ -108,7 +96,7 @@ def check_appended(
         if tensor is None:
             continue
         common.check_tensors(**{name: tensor})
-        _check_like("q", q, name, tensor)
+        common.check_like(name, tensor, q)
         heads, head_dim = cache.shape[2:]
         same = () if packed and not as_q else q.shape[:1]
         if tensor.dim() != (3 if packed else 4) or differ(
@@ -280,13 +268,9 @@ def check_rotary(q: Tensor, cos: Tensor | None, sin: Tensor | None, k: Tensor | 
         raise ValueError(f"{missing}: expected a table beside {given}, got None; flashtile.rotary_tables makes both")
     if cos is None or sin is None:
         return
-    common.check_tensors(rotary_cos=cos, rotary_sin=sin)
     if k is None:
         common.refuse("without new k and v", "rotate q with flashtile.apply_rotary", rotary_cos=cos)
-    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        common.check_float_dtype(name, table.dtype)
-        common.check_device(name, table, q.device)
-    common.check_table_pair("rotary_cos", cos, "rotary_sin", sin, "q", q.shape[-1])
+    common.check_tables("rotary_cos", cos, "rotary_sin", sin, "q", q)
     if positions is not None:
         _check_table_length(cos, positions)
 

@@ -276,16 +276,19 @@ def _rotate(call: _Call, x: Tensor, heads: tuple[int, int], flags: tuple[bool, b
     if inplace:
         check_writable(name, x, "leave inplace out")
     _, cos, sin, cos_k, sin_k, *_ = given
-    tables.check_tables(name, x, cos, sin)
+    checks.check_tables("cos", cos, "sin", sin, name, x)
     if (cos_k is None) is not (sin_k is None):
         raise ValueError("cos_k, sin_k: expected both or neither, got one; pass the pair of tables of the keys")
     if cos_k is not None and sin_k is not None:
-        tables.check_tables(name, x, cos_k, sin_k, "_k")
+        checks.check_tables("cos_k", cos_k, "sin_k", sin_k, name, x)
         if cos_k.shape != cos.shape or cos_k.dtype is not cos.dtype:
             raise ValueError(
                 f"cos_k: expected the shape and dtype of cos, {tuple(cos.shape)} {cos.dtype}, "
                 f"got {tuple(cos_k.shape)} {cos_k.dtype}"
             )
+    for table_name, table in zip(Rotation._fields[1:5], given[1:5]):
+        if table is not None:
+            checks.check_wants_no_gradient(table_name, table, "table")
     offset, offsets = 0, None
     if position_ids is None:
         batch = (

@@ -205,17 +205,6 @@ def xpos_scale(positions: int, dim: int, scale_base: float, *, device: torch.dev
     return step ** power[:, None]
 
 
-def check_tables(name: str, x: Tensor, cos: Tensor, sin: Tensor, suffix: str = "") -> None:
-    """Checks a pair of tables against x `[..., head_dim]`, whose name is given."""
-    cos_name, sin_name = f"cos{suffix}", f"sin{suffix}"
-    checks.check_tensors(**{cos_name: cos, sin_name: sin})
-    for table_name, table in ((cos_name, cos), (sin_name, sin)):
-        checks.check_float_dtype(table_name, table.dtype)
-        checks.check_device(table_name, table, x.device, name)
-        checks.check_wants_no_gradient(table_name, table, "table")
-    checks.check_table_pair(cos_name, cos, sin_name, sin, name, x.shape[-1])
-
-
 def check_table_length(cos: Tensor, rows: int, offset: int, remedy: str) -> None:
     if exceeds(rows + offset, cos.shape[0]):
         raise ValueError(
