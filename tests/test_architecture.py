@@ -15,6 +15,7 @@ import pytest
 from torch.utils._device import _device_constructors
 
 import flashtile
+from support.running.each_case import each_case
 
 SOURCE = Path(flashtile.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -280,8 +281,8 @@ def test_imports_follow_the_rule():
     assert not found
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
+@each_case(
+    "module, source",
     [
         ("flashtile.ops.attention.cpu", "from flashtile.ops.attention import reference"),
         ("flashtile.ops.attention.cpu.tiles", "from flashtile.ops.attention.reference import forward"),
@@ -435,7 +436,7 @@ def test_identifiers_are_found():
     assert identifiers(ast.parse(source)) == {"ff", "aa", "bb", "gg", "hh", "ii"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     "module",
     [
         "flashtile",

@@ -21,6 +21,7 @@ from support.compilation.control_flow import (
     wrong_descriptors,
 )
 from support.compilation.machine_code import TOOLS, disassemble
+from support.running.each_case import each_case
 
 #: A value from ahead of a loop is read behind it, and a product reads two pairs of registers.
 _LOOP = """
@@ -43,7 +44,7 @@ def test_registers_that_a_branch_leaves_without_a_value() -> None:
     assert unset_registers(whole) == []
 
 
-@pytest.mark.parametrize(
+@each_case(
     "setting, reading, missing",
     [
         ("LDCU.128 UR4, c[0x0][0x380]", "UIADD3 UR8, UPT, UPT, UR7, 0x1, URZ", False),
@@ -77,7 +78,7 @@ def test_a_copy_of_no_value_has_none_either() -> None:
     assert unset_registers(_LOOP.replace("UIADD3 UR6, UP0, UR4, 0x2, URZ", "UMOV UR6, UR4")) == unset_registers(_LOOP)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "setting, between, reading, missing",
     [
         ("@!P0 IMAD.MOV.U32 R5, RZ, RZ, 0x2000", "NOP", "@!P0 IADD3 R6, R5, 0x1, RZ", False),
@@ -109,7 +110,7 @@ _SAVED = ("MOV R14, UR5", "MOV R15, UR4", "UIMAD.WIDE.U32 UR4, UR8, 0x80, UR8", 
 _SUM = "IADD3 R2, R3, 0x1, RZ"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "between, after, found",
     [
         (_SUM, "EXIT", None),
@@ -134,7 +135,7 @@ def test_the_other_way_of_a_conditional_branch_is_followed() -> None:
     ]
 
 
-@pytest.mark.parametrize("set_there, missing", [(True, []), (False, ["UIADD3 UR6, UR5, 0x1, URZ"] * 2)])
+@each_case("set_there, missing", [(True, []), (False, ["UIADD3 UR6, UR5, 0x1, URZ"] * 2)])
 def test_a_function_sets_registers_of_its_callers(set_there: bool, missing: list[str]) -> None:
     """Each caller has what it had before, and what the function set."""
     call = "CALL.REL.NOINC `($divide)"
@@ -151,7 +152,7 @@ def test_a_call_of_a_label_is_a_jump() -> None:
     assert jump != _LOOP and unset_registers(jump) == unset_registers(_LOOP)
 
 
-@pytest.mark.parametrize("line", ["UNEW UR4, UR5", "UNEW.64 UP0, UR4", "NEWER UR4, R5"])
+@each_case("line", ["UNEW UR4, UR5", "UNEW.64 UP0, UR4", "NEWER UR4, R5"])
 def test_an_unknown_use_of_uniform_registers_is_an_error(line: str) -> None:
     with pytest.raises(UnknownInstructionError, match="not known here"):
         unset_registers(_lines("ULDC.64 UR4, c[0x0][0x0]", line))
@@ -202,7 +203,7 @@ def test_a_word_made_wide_has_a_high_word_of_zero() -> None:
     assert ptx != _PTX and wrong_code(_lines(*_PRODUCT), ptx) == []
 
 
-@pytest.mark.parametrize(
+@each_case(
     "old, new",
     [
         (_PRODUCT[4], ["R2UR UR5, R3"]),  # a word from nowhere
@@ -227,14 +228,14 @@ def test_a_descriptor_with_another_high_word_is_seen(old: str, new: list[str]) -
     assert found == _PRODUCT[-2]
 
 
-@pytest.mark.parametrize("written, wrong", [("UR5", 1), ("UR9", 0)])
+@each_case("written, wrong", [("UR5", 1), ("UR9", 0)])
 def test_a_function_may_overwrite_a_high_word(written: str, wrong: int) -> None:
     caller = _changed(_PRODUCT[5], _PRODUCT[5], "CALL.REL.NOINC `($other)")
     function = _lines(f"R2UR {written}, R3", "RET.REL.NODEC R44 `(kernel)")
     assert len(wrong_descriptors(f"{caller}\n$other:\n{function}", _PTX)) == wrong
 
 
-@pytest.mark.parametrize(
+@each_case(
     "old, new",
     [
         (_PRODUCT[4], ["UMOV UR8, 0x40000040", "MOV R3, UR8", "R2UR UR5, R3"]),
@@ -397,7 +398,7 @@ def test_tiles_at_one_address_that_ptxas_gets_right(words: tuple[int, int], tmp_
 _PAIR = ("F2FP.F16.F32.PACK_AB R6, R7, R6", "LDL.LU.S16 R17, [R1+0x8]", "STL [R1+0x8], R6", "LDL.LU.S16 R18, [R1+0xa]")
 
 
-@pytest.mark.parametrize(
+@each_case(
     "code, found",
     [
         (_PAIR, [_PAIR[1], _PAIR[3]]),
@@ -405,7 +406,6 @@ _PAIR = ("F2FP.F16.F32.PACK_AB R6, R7, R6", "LDL.LU.S16 R17, [R1+0x8]", "STL [R1
         (("STL [R1], R4", "LDL.LU R3, [R1]"), []),
         (("STL.U16 [R1+0x8], R4", "LDL.U16 R3, [R1+0x8]", "STL [R1+0xc], R4"), []),
     ],
-    ids=["pair", "two registers", "whole", "half stored"],
 )
 def test_halves_that_come_from_memory(code: tuple[str, ...], found: list[str]) -> None:
     """The first listing is what ptxas 12.8 wrote: the lower half is fetched before it is there."""

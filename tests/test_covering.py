@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import combinations, product
 
-import pytest
-
 from support.attention import attention_cases, kv_cache_cases
 from support.companions import norm_cases, rotary_cases
 from support.running.covering import covering, covering_choices
+from support.running.each_case import each_case
 
 
 def _pairs(names: Iterable[str]) -> set[tuple[str, ...]]:
     return {pair for name in names for pair in combinations(name.split("+"), 2)}
 
 
-@pytest.mark.parametrize(
-    "cases", [attention_cases, kv_cache_cases, norm_cases, rotary_cases], ids=lambda module: module.__name__
-)
+@each_case("cases", [attention_cases, kv_cache_cases, norm_cases, rotary_cases])
 def test_combined_cases_have_every_pair(cases) -> None:
     assert _pairs(cases.COMBINED) == _pairs(cases.PAIRS)
     assert {name for name in cases.PAIRS if "+" not in name} <= cases.COMBINED.keys()

@@ -19,6 +19,7 @@ from benchmarks.evidence.summary import summary
 from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile.ops.attention.repeated import forget_calls
 from flashtile.ops.attention.select import BACKENDS
+from support.running.each_case import each_case
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(flashtile.__file__).parent
@@ -88,7 +89,7 @@ def test_examples_run(path):
     exec(compile(source, str(path), "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+@each_case("path", DOCUMENTS)
 def test_links_and_files_exist(path):
     text = path.read_text("utf-8")
     for target, anchor in _LINK.findall(text):
@@ -162,7 +163,7 @@ def test_the_minutes_that_the_tests_take_are_the_same_everywhere():
         assert len(minutes) == 2 and len(set(minutes)) == 1, lines
 
 
-@pytest.mark.parametrize("path", DECISIONS, ids=_name)
+@each_case("path", DECISIONS)
 def test_decisions_are_short_and_dated(path):
     for record in path.read_text("utf-8").split("\n## ")[1:]:
         title, _, text = record.partition("\n")
@@ -170,7 +171,7 @@ def test_decisions_are_short_and_dated(path):
         assert re.match(r"\n\*20\d\d-\d\d-\d\d", text), title
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+@each_case("path", DOCUMENTS)
 def test_make_targets_exist(path):
     makefile = (ROOT / "Makefile").read_text("utf-8")
     code = re.findall(r"`[^`\n]+`|^```.*?^```$", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
@@ -247,7 +248,7 @@ record_tables = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(record_tables)
 
 
-@pytest.mark.parametrize("path", record_tables.DOCUMENTS, ids=_name)
+@each_case("path", record_tables.DOCUMENTS)
 def test_tables_are_those_of_the_records(path):
     text = path.read_text("utf-8")
     assert "by tools/record_tables.py" in text

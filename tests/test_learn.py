@@ -9,6 +9,7 @@ import torch
 
 from flashtile import learn
 from flashtile.testing import AttentionCase, Size, assert_close, make_inputs, run, size
+from support.running.each_case import each_case
 
 SHAPES = [(1, 1), (5, 3), (16, 16), (33, 65), (65, 33), (70, 100), (7, 0), (0, 7), (31, 31)]
 
@@ -36,9 +37,9 @@ def _check(case: AttentionCase, tile: int) -> None:
         assert_close(f"{case}: {name}", tensor, oracle[name], eager[name], cancelled)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("seq_q", "seq_k"), SHAPES)
+@each_case("dtype", [torch.float64, torch.float32])
+@each_case("causal", [False, True])
+@each_case("seq_q, seq_k", SHAPES)
 def test_agrees_with_the_oracle(seq_q, seq_k, causal, dtype):
     case = AttentionCase(
         seq_q=seq_q, seq_k=seq_k, head_dim=24, head_dim_v=40, dtype=dtype, arguments={"causal": causal}
@@ -83,9 +84,7 @@ def test_no_tensor_has_all_scores(monkeypatch):
     assert max(sizes) == 32 * 32
 
 
-@pytest.mark.parametrize(
-    "change", [{"q": (4, 9)}, {"k": (3, 8)}, {"v": (2, 8)}, {"k": (1, 3, 8)}, {"tile": 0}], ids=str
-)
+@each_case("change", [{"q": (4, 9)}, {"k": (3, 8)}, {"v": (2, 8)}, {"k": (1, 3, 8)}, {"tile": 0}])
 def test_what_does_not_fit_raises(change):
     shapes = {"q": (4, 8), "k": (5, 8), "v": (5, 6)} | change
     with pytest.raises(ValueError, match=r"expected q \[\.\.\., Sq, D\].* got \("):

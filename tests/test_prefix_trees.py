@@ -18,6 +18,7 @@ from flashtile.models import GPT, GPTConfig, plain_attention
 from flashtile.modules import MHA
 from flashtile.prefix_trees import PrefixTree
 from flashtile.testing import Size, assert_close, assert_same, size
+from support.running.each_case import each_case
 
 GPT2 = GPTConfig(context=40, layers=2, heads=2, width=32, vocabulary=61)
 LLAMA = replace(
@@ -63,7 +64,7 @@ def test_sequences_share_all_they_have_in_common(sequences: list[list[int]]) -> 
     assert tree.tokens.shape[0] == len(prefixes)
 
 
-@pytest.mark.parametrize("make", [two_groups, deep])
+@each_case("make", [two_groups, deep])
 def test_masks_count_positions(make) -> None:
     tree = make()
     visible = tree.block_mask().to_dense()[0, 0]
@@ -79,7 +80,7 @@ def test_segments_and_ends_of_ones_own() -> None:
     assert PrefixTree([[1, 2], [3], [4]], [-1, 0, 0]).lengths == [3, 3]
 
 
-@pytest.mark.parametrize("make", [two_groups, deep])
+@each_case("make", [two_groups, deep])
 def test_log_probs_are_those_of_the_row_before(make) -> None:
     tree = make()
     logits = torch.randn(tree.tokens.shape[0], 61, dtype=torch.float64)
@@ -89,8 +90,8 @@ def test_log_probs_are_those_of_the_row_before(make) -> None:
         assert_same(each, torch.cat((logits.new_zeros(1), expected)))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+@each_case(
+    "arguments, error, message",
     [
         (([["a"]], [-1]), TypeError, r"segments\[0\]: expected a tensor or a list of ints"),
         (([torch.ones(2)], [-1]), ValueError, r"segments\[0\]: expected int64 \[length\], got torch.float32"),

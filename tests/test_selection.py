@@ -9,6 +9,7 @@ import pytest
 
 import flashtile
 from support.running import selection
+from support.running.each_case import each_case
 
 
 class _Item(SimpleNamespace):
@@ -44,7 +45,7 @@ def test_the_quick_part_has_one_case_of_a_test_and_of_each_of_its_kernels() -> N
     assert [item for item in items if item in parts["quick"] or item in parts["rest"]] == items
 
 
-@pytest.mark.parametrize("marked", [False, True])
+@each_case("marked", [False, True])
 def test_each_two_values_are_in_a_case(marked: bool) -> None:
     """Of cases on the CPU alone, too, where those on a GPU are skipped. Names in one parametrisation go together."""
     values = list(itertools.product("xyz", ((1, 2), (2, 1), (2, 2)), (False, True), ("cpu", "cuda")))

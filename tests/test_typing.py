@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import flashtile
+from support.running.each_case import each_case
 from tools import public_stub
 
 ROOT = Path(__file__).parents[1]
@@ -77,7 +78,7 @@ def test_modules_that_mypy_excepts_have_kernels_whose_functions_alone_are_untype
         assert not untyped, f"{module}: {', '.join(untyped)} run on the host and have no types"
 
 
-@pytest.mark.parametrize("package", ["triton", "hopper", "split", "split_keys"])
+@each_case("package", ["triton", "hopper", "split", "split_keys"])
 def test_packages_of_kernels_are_typed(package: str) -> None:
     assert any(f".{package}.*" in pattern for pattern in _listed(True))
     assert any((ROOT / "src" / "flashtile" / "ops").rglob(f"{package}/*.py"))

@@ -17,6 +17,7 @@ from flashtile.bench.report import breakdown_tables, comparison_tables, make_rep
 from flashtile.bench.start import UserError
 from flashtile.testing import assert_same
 from support.running.command_line import invoke
+from support.running.each_case import each_case
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = Case(2, 24, 3, 3, 8, 8, causal=True, dropout_p=0.25, dtype="fp64")
@@ -31,8 +32,8 @@ def short_measuring(monkeypatch):
     monkeypatch.setattr(runner, "_LEAST_SAMPLES", 1)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@each_case("causal", [False, True])
+@each_case("dropout_p", [0.0, 0.25])
 def test_the_steps_are_standard_attention_and_its_gradients(causal, dropout_p):
     case = Case(2, 24, 3, 3, 8, 4, causal=causal, dropout_p=dropout_p, dtype="fp64")
     steps = Steps(case, CPU)
@@ -103,9 +104,7 @@ def test_the_page_has_a_chart_of_it():
     assert chart.cases == {"mask": {"standard": 1.0}, "softmax": {"standard": 3.0}, FUSED: {"flashtile-cpu": 2.0}}
 
 
-@pytest.mark.parametrize(
-    "case", [Case(1, 64, 4, 2, 16, 16), Case(1, 64, 2, 2, 16, 16, window=(8, 0))], ids=["grouped", "window"]
-)
+@each_case("case", [Case(1, 64, 4, 2, 16, 16), Case(1, 64, 2, 2, 16, 16, window=(8, 0))])
 def test_other_cases_are_refused(case):
     with pytest.raises(UserError, match="expected a dense case"):
         run_breakdown(case, [], CPU, AttentionProblem)

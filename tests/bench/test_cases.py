@@ -2,11 +2,11 @@
 
 import json
 
-import pytest
 import torch
 
 from flashtile.bench.cases import Case, make_inputs, packed_case
 from flashtile.bench.registry import BENCHMARKS, find_case
+from support.running.each_case import each_case
 
 CPU = torch.device("cpu")
 PACKED = packed_case([5, 16, 1], heads=2, head_dim=8, causal=True, dtype="fp32")
@@ -21,8 +21,8 @@ def test_flops_follow_the_convention():
     assert Case(2, 512, 4, 4, 192, 128).flops("fwd") == 2 * 2 * 4 * 512**2 * (192 + 128)
 
 
-@pytest.mark.parametrize("window", [(3, 0), (2, 5), (None, 1), (4, None)], ids=str)
-@pytest.mark.parametrize("causal", [False, True])
+@each_case("window", [(3, 0), (2, 5), (None, 1), (4, None)])
+@each_case("causal", [False, True])
 def test_window_work_counts_visible_pairs(window, causal):
     case = Case(1, 16, 1, 1, 8, 8, causal=causal, window=window)
     left, right = window
@@ -52,7 +52,7 @@ def test_masked_work_counts_visible_pairs():
     assert documents.flops("bwd") == 2 * packed.flops("bwd") and documents.bytes("bwd") == 2 * packed.bytes("bwd")
 
 
-@pytest.mark.parametrize(("bias", "entries"), [("1HSS", 1), ("BHSS", 3)])
+@each_case("bias, entries", [("1HSS", 1), ("BHSS", 3)])
 def test_bias_is_read_and_its_gradient_written(bias, entries):
     plain, biased = Case(3, 16, 2, 1, 8, 8), Case(3, 16, 2, 1, 8, 8, bias=bias, softcap=5.0)
     assert biased.bytes("fwd") - plain.bytes("fwd") == entries * 2 * 16 * 16 * 2
@@ -97,8 +97,8 @@ def test_name_tells_kinds_apart():
     assert Case(1, 512, 8, 8, 64, 64, softcap=30.0, bias="1HSS").name == "d64-full-cap30-bias1HSS-s512-bf16"
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("benchmark", BENCHMARKS)
+@each_case("device", ["cpu", "cuda"])
+@each_case("benchmark", BENCHMARKS)
 def test_cases_of_every_benchmark_have_names_and_come_back_from_their_records(benchmark, device):
     for cases in BENCHMARKS[benchmark].tables(torch.device(device)).values():
         assert len({case.name for case in cases}) == len(cases)
@@ -110,7 +110,7 @@ def test_records_have_the_same_keys_for_every_kind():
     assert set(PACKED.record()) == set(Case(1, 8, 2, 2, 8, 8).record())
 
 
-@pytest.mark.parametrize("keys", [("lengths", "mask", "softcap", "bias"), ("mask", "softcap", "bias")], ids=len)
+@each_case("keys", [("lengths", "mask", "softcap", "bias"), ("mask", "softcap", "bias")])
 def test_records_from_before_a_field_are_read(keys):
     """Records without the fields of packed batches, or without those that change scores."""
     record = Case(1, 8, 2, 2, 8, 8).record()

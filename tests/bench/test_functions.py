@@ -12,6 +12,7 @@ from flashtile.bench.implementations import IMPLEMENTATIONS, build_flashtile
 from flashtile.bench.oracle import AttentionProblem, Oracle
 from flashtile.bench.runner import run_case, side_stream
 from flashtile.bench.tables import cases_named, tables
+from support.running.each_case import each_case
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -36,8 +37,8 @@ def test_the_table_has_every_function_at_two_head_sizes():
     assert {case.function for case in cases_named(CUDA, ["functions"], quick=True)} >= {"alibi", "tree", "window"}
 
 
-@pytest.mark.parametrize("seq", [128, 2048])
-@pytest.mark.parametrize("name", masks.MASKS)
+@each_case("seq", [128, 2048])
+@each_case("name", masks.MASKS)
 def test_masks_show_what_the_oracle_is_told(name, seq):
     dense = masks.MASKS[name].pattern(seq, CPU).to_dense()[0, 0]
     assert torch.equal(masks.shown(name, seq, range(20, 90), range(seq), CPU), dense[20:90])

@@ -18,6 +18,7 @@ from flashtile.bench.html.drawing import DotChart, LineChart, Series, draw
 from flashtile.bench.serving_cases import ServingCase
 from flashtile.bench.start import UserError
 from support.running.browser import CHROMIUM, open_browser
+from support.running.each_case import each_case
 
 RECORDS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
 HTML, SVG = "{http://www.w3.org/1999/xhtml}", "{http://www.w3.org/2000/svg}"
@@ -293,7 +294,7 @@ def test_what_has_no_lengths_is_a_line_of_a_table():
     assert lines == [("50% of the tiles of 128, 4,096 tokens", "1.33", "8")]
 
 
-@pytest.mark.parametrize("key", ["memory_mib", "peak_mib"])
+@each_case("key", ["memory_mib", "peak_mib"])
 def test_memory_against_length(key):
     rows = [{**one, key: one["case"]["S"] / 4} if one["phase"] == "bwd" else one for one in LINES]
     (chart,) = charts_of(rows, "memory")
@@ -311,9 +312,7 @@ def test_points_lie_under_the_roof_of_a_known_machine():
         assert not [chart for chart in record_part(named(rows, gpu=gpu)).charts if "roof" in chart.title]
 
 
-@pytest.mark.parametrize(
-    "more, title, cell",
-    [
+@each_case("more, title, cell", [
         ({"op": "layer_norm", "tflops": None}, "Layer norm, forward: GB/s", "4"),
         ({"op": "fused_dense"}, "Linear layer, forward: TFLOP/s", "2"),
         ({"op": "new-op", "tflops": None, "gbps": None}, "New-op, forward: ms", "2"),
@@ -322,8 +321,7 @@ def test_points_lie_under_the_roof_of_a_known_machine():
         ({"op": "lra-listops", "accuracy": 0.5}, "Long Range Arena: ListOps, forward: % right", "50"),
         ({"op": "attention-io", "predicted": {"bytes_read": 3e9, "bytes_written": 1e9}, "counted": None},
          "Traffic, forward: GB", "4"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_figures_have_the_unit_of_their_operation(more, title, cell):
     found, _, lines = record_part(named([row("eager", {"dtype": "bf16"}, 2.0, **more)])).tables[0]
     assert found == title and lines[0][1] == cell

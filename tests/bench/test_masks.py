@@ -8,6 +8,7 @@ from flashtile.bench.cases import Case, make_inputs
 from flashtile.bench.implementations import IMPLEMENTATIONS
 from flashtile.bench.oracle import AttentionProblem, Oracle
 from flashtile.bench.runner import run_case
+from support.running.each_case import each_case
 
 CPU = torch.device("cpu")
 TILES = Case(2, 96, 4, 2, 16, 8, dtype="fp32", mask="tiles16:0.4")
@@ -21,7 +22,7 @@ FLEX = [
 ]
 
 
-@pytest.mark.parametrize("density", [0.05, 0.25, 0.5])
+@each_case("density", [0.05, 0.25, 0.5])
 def test_layout_has_the_diagonal_and_the_density(density):
     layout = masks.tile_layout(16384, f"tiles128:{density:g}")
     assert layout.shape == (128, 128) and layout.diagonal().all()
@@ -41,7 +42,7 @@ def test_block_mask_shows_what_the_oracle_is_told():
     assert TILES.B * int(dense.sum()) == TILES.visible_pairs() == 2 * round(0.4 * 36) * 16**2
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@each_case("causal", [False, True])
 def test_documents_see_themselves(causal):
     lengths = masks.document_lengths("documents20", 96)
     assert sum(lengths) == 96 and len(lengths) > 2
@@ -55,7 +56,7 @@ def test_documents_are_those_of_the_packed_table():
     assert masks.document_lengths(None, 64) is masks.document_lengths("tiles16:0.5", 64) is None
 
 
-@pytest.mark.parametrize("case", [TILES, DOCUMENTS], ids=lambda case: case.name)
+@each_case("case", [TILES, DOCUMENTS])
 def test_oracle_is_that_of_the_whole_matrix(case):
     """The oracle makes its own pairs, of tiles from the layout and of documents one by one."""
     inputs = make_inputs(case, CPU)

@@ -12,6 +12,7 @@ from flashtile.bench.record import geometric_mean, peers, ratios_to_best, ratios
 from flashtile.bench.registry import case_name
 from flashtile.bench.report import host_table, mean_tables, reasons, speed_tables
 from flashtile.bench.tables import tables
+from support.running.each_case import each_case
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results"
 TIMES = {"flashtile-hopper": 1.0, "flashtile-triton": 4.0, "fast": 2.0, "slow": 8.0}
@@ -94,7 +95,7 @@ def test_a_packed_case_is_named():
     assert case_name({"op": "attention", "case": packed}) == "b2-h4-d64-full-packed12-bf16"
 
 
-@pytest.mark.parametrize("path", sorted(RECORDS.glob("*attention*.json")), ids=lambda path: path.stem)
+@each_case("path", sorted(RECORDS.glob("*attention*.json")))
 def test_committed_records_are_summarised(path):
     rows = json.loads(path.read_text("utf-8"))["rows"]
     titles = ["Attention fwd: TFLOP/s", "Attention bwd: TFLOP/s"]

@@ -20,6 +20,7 @@ from flashtile.bench.record import commit, make_record, write_record
 from flashtile.bench.runner import run_host_time
 from flashtile.bench.timing import CpuTimer, typical
 from flashtile.testing import assert_same
+from support.running.each_case import each_case
 
 CPU = torch.device("cpu")
 
@@ -257,12 +258,12 @@ def test_selecting_implementations():
         select_implementations(IMPLEMENTATIONS, ["fa4"], CPU)
 
 
-@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-cudnn", "sdpa-math", "flex"])
+@each_case("name", ["sdpa-flash", "sdpa-cudnn", "sdpa-math", "flex"])
 def test_peers_without_packed_batches_say_so(name):
     assert peer(name).unsupported(PACKED, CPU) == "takes no packed batch"
 
 
-@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-cudnn"])
+@each_case("name", ["sdpa-flash", "sdpa-cudnn"])
 def test_a_window_cannot_be_reached_through_sdpa(name):
     assert "has no argument for a window" in peer(name).unsupported(VARIANTS[2], torch.device("cuda"))
 

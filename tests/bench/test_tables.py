@@ -19,6 +19,7 @@ from flashtile.bench.tables import (
     odd_cases,
     tables,
 )
+from support.running.each_case import each_case
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -38,13 +39,13 @@ def test_cpu_table_has_both_dtypes_a_window_and_dropout():
     assert any(case.window for case in cases) and any(case.dropout_p for case in cases)
 
 
-@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+@each_case("device", [CPU, CUDA])
 def test_quick_is_a_part_of_the_table(device):
     assert 0 < len(cases_named(device, ["all"], quick=True)) < len(cases_named(device, ["all"]))
     assert set(cases_named(device, ["all"], quick=True)) <= set(cases_named(device, ["all"]))
 
 
-@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+@each_case("device", [CPU, CUDA])
 def test_names_with_batch_and_heads_tell_the_cases_of_all_tables_apart(device):
     names = [case_name({"op": "attention", "case": case.record()}) for case in cases_named(device, ["all"])]
     assert len(set(names)) == len(names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from flashtile.bench.base import select_implementations
@@ -14,6 +13,7 @@ from flashtile.bench.tables import value_cases
 from flashtile.bench.values import BATCH, MADE, NORMAL, activations, find_layer, trained
 from flashtile.models import GPTConfig
 from flashtile.testing import assert_same
+from support.running.each_case import each_case
 
 CPU = torch.device("cpu")
 _CASE = Case(1, 64, 2, 2, 16, 16, causal=True, dtype="fp32")
@@ -25,7 +25,7 @@ def _of(values: str) -> tuple[torch.Tensor, ...]:
     return inputs.q, inputs.k, inputs.v
 
 
-@pytest.mark.parametrize("values", MADE)
+@each_case("values", MADE)
 def test_made_values_differ_from_normal_ones_as_they_say(values: str) -> None:
     (q, k, v), (normal_q, normal_k, normal_v) = _of(values), _of(NORMAL)
     by_key = (k.square().sum((0, 2, 3)) / normal_k.square().sum((0, 2, 3))).sqrt()

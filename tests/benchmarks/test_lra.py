@@ -19,6 +19,7 @@ from benchmarks.lra.examples import Examples
 from benchmarks.lra.model import Classifier, Sizes
 from benchmarks.lra.tasks import make_task
 from flashtile.testing import assert_close
+from support.running.each_case import each_case
 
 _SHORT = listops.Limits(min_length=20, max_length=120)
 _SMALL = pathfinder.Drawing(24, dashes=3, distractors=1)
@@ -29,8 +30,8 @@ def _tokens(text: str) -> list[int]:
     return [names[word] for word in text.split()]
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
+@each_case(
+    "text, value",
     [
         ("7", 7),
         ("[MAX 2 9 [MIN 4 7 ] 0 ]", 9),
@@ -104,7 +105,7 @@ def test_pathfinder_images_are_as_defined():
     assert dashes - 6 <= statistics.mean(pieces) <= dashes
 
 
-@pytest.mark.parametrize("label", [0, 1])
+@each_case("label", [0, 1])
 def test_dots_are_ends_of_one_path_or_of_two(label):
     for seed in range(10):
         dashes, dots = pathfinder._scene(label, random.Random(seed), _SMALL)
@@ -126,8 +127,8 @@ def test_a_seed_makes_the_same_examples_in_any_number_of_processes(make, limits)
     assert not torch.equal(alone.labels, other.labels)
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
+@each_case(
+    "make, expected",
     [
         (lambda: listops.Limits(max_args=1), "max_args >= 2"),
         (lambda: listops.Limits(min_length=9, max_length=8), "min_length <= max_length"),

@@ -30,6 +30,7 @@ from flashtile.cli.explain import Call, describe_io, parse_window
 from flashtile.models import GPTConfig
 from flashtile.testing.kernel_checks import KernelCheck
 from support.running.command_line import invoke
+from support.running.each_case import each_case
 
 pytestmark = pytest.mark.unpoisoned
 
@@ -201,9 +202,7 @@ def test_explain_names_the_backend():
     assert "cpu" in result.output
 
 
-@pytest.mark.parametrize(
-    "options", [("--dtype", "fp64", "--device", "sm_90"), ("--backend", "hopper", "--device", "cpu")], ids=" ".join
-)
+@each_case("options", [("--dtype", "fp64", "--device", "sm_90"), ("--backend", "hopper", "--device", "cpu")])
 def test_explain_fails_where_no_backend_serves_the_call_and_says_each_reason_once(options):
     result = invoke("explain", *options)
     assert result.exit_code == 1 and result.output.startswith("backend: none"), result.output
@@ -227,15 +226,15 @@ def test_explain_for_an_architecture_that_is_not_here():
     assert "IO model" not in invoke("explain", "--device", "sm_90", "--no-io").output
 
 
-@pytest.mark.parametrize("name", ["h100", "H200", "GH-200"])
+@each_case("name", ["h100", "H200", "GH-200"])
 def test_explain_knows_gpus_by_their_names(name):
     result = invoke("explain", "--device", name)
     assert result.exit_code == 0 and result.output.startswith("backend: hopper on sm_90"), result.output
     assert f"on {'H200' if name == 'H200' else 'H100'}" in result.output
 
 
-@pytest.mark.parametrize(
-    ("options", "call"),
+@each_case(
+    "options, call",
     [
         (("--mask", "b11k"), lambda meta: {"mask": meta(2, 1, 1, 1024).bool()}),
         (("--bias", "1HQK"), lambda meta: {"bias": meta(1, 16, 1024, 1024).requires_grad_()}),
@@ -251,7 +250,6 @@ def test_explain_knows_gpus_by_their_names(name):
             lambda meta: {"cu_seqlens_q": meta(4).int(), "max_seqlen_q": 1024, "max_seqlen_k": 1024, "causal": True},
         ),
     ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_explain_describes_what_changes_scores_and_packed_calls(options, call):
     def meta(*shape):
@@ -368,7 +366,7 @@ def test_bench_attention_prints_tables_and_writes_the_record(tmp_path):
     assert {row["impl"] for row in json.loads(output.read_text())["rows"]} == {"sdpa-flash", "sdpa-math"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     "command, case, implementation",
     [
         ("attention", "d64-causal-s1024-fp32", "sdpa-flash"),
@@ -383,7 +381,7 @@ def test_bench_lists_its_choices(command, case, implementation):
     assert result.exit_code == 0 and case in result.output and implementation in result.output
 
 
-@pytest.mark.parametrize("option", ["attention --cases", "attention --impl", "attention --table", "companions --op"])
+@each_case("option", ["attention --cases", "attention --impl", "attention --table", "companions --op"])
 def test_bench_reports_unknown_names(option):
     result = invoke("bench", *option.split(), "nonsense")
     assert result.exit_code == 2 and "there are:" in result.output and "Traceback" not in result.output

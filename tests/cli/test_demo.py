@@ -23,6 +23,7 @@ from flashtile.cli.demo.isolation import PieceFailedError, run_piece
 from flashtile.cli.demo.results import Results, scaling_table, training_table, verdict
 from flashtile.cli.demo.scaling import Point
 from flashtile.models import GPT, GPTConfig, flashtile_attention, plain_attention
+from support.running.each_case import each_case
 
 pytestmark = pytest.mark.unpoisoned
 
@@ -167,7 +168,7 @@ def test_the_same_attention_twice_gives_the_same_losses():
     assert ours.losses == again.losses
 
 
-@pytest.mark.parametrize(
+@each_case(
     "ours, agree",
     [
         ((5.0, 4.0), True),
@@ -176,7 +177,6 @@ def test_the_same_attention_twice_gives_the_same_losses():
         ((5.0, 4.1), False),
         ((5.0, float("nan")), False),
     ],
-    ids=str,
 )
 def test_comparison_holds_first_and_later_losses_to_their_tolerances(ours, agree):
     found = results(ours).comparison

@@ -15,6 +15,7 @@ from support.attention.compat_cases import (
     packed_by_definition,
     served,
 )
+from support.running.each_case import each_case
 
 interface = served(2, "flash_attn_interface")
 interface_v1 = served(1, "flash_attn_interface")
@@ -83,7 +84,7 @@ def test_packed(call, meaning, device, dtype):
 
 
 @places
-@pytest.mark.parametrize("causal", [False, True])
+@each_case("causal", [False, True])
 def test_version_1(causal, device, dtype):
     q, k, v = (x.to(device, dtype) for x in (normal(17, 4, 16), normal(31, 4, 16, seed=1), normal(31, 4, 16, seed=2)))
     dout = normal(17, 4, 16, seed=3).to(q)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from flashtile.testing import assert_close, assert_same
 from support.attention.compat_cases import CALLS, PLACES, check_against, normal, served
+from support.running.each_case import each_case
 
 bert_padding = served(2, "bert_padding")
 rotary = served(2, "layers.rotary")
@@ -32,7 +33,7 @@ MASK = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]])
 # Padding
 
 
-@pytest.mark.parametrize("mask", [MASK, MASK.bool()], ids=["int", "bool"])
+@each_case("mask", [MASK, MASK.bool()])
 def test_unpad(mask):
     x = normal(3, 4, 2)
     rows, indices, cu_seqlens, longest, used = bert_padding.unpad_input(x, mask)
@@ -95,7 +96,7 @@ def turned(x, cos, sin, interleaved):
 
 
 @places
-@pytest.mark.parametrize("interleaved", [False, True])
+@each_case("interleaved", [False, True])
 def test_rotary(interleaved, device, dtype):
     cos, sin = tables(12, 3, device, dtype)
     x = normal(2, 7, 4, 10)
@@ -183,9 +184,9 @@ def normed(rms, x, weight, bias, eps):
 
 
 @places
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-@pytest.mark.parametrize("prenorm", [False, True])
-@pytest.mark.parametrize("parallel", [False, True])
+@each_case("rms", [False, True])
+@each_case("prenorm", [False, True])
+@each_case("parallel", [False, True])
 def test_norm_functions(parallel, prenorm, rms, device, dtype):
     x, residual, weight, bias = normal(2, 5, 12), normal(2, 5, 12, seed=1), normal(12, seed=2), normal(12, seed=3)
     inputs = [x, residual, weight, bias]
@@ -206,8 +207,8 @@ def test_norm_functions(parallel, prenorm, rms, device, dtype):
     check_against(function, plain, inputs, device, dtype)
 
 
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-@pytest.mark.parametrize("parallel", [False, True])
+@each_case("rms", [False, True])
+@each_case("parallel", [False, True])
 def test_norm_references_are_the_functions(parallel, rms):
     x, residual, x1 = (normal(5, 12, seed=seed).float() for seed in range(3))
     weight, bias, weight1 = (normal(12, seed=seed).float() for seed in range(3))
@@ -249,7 +250,7 @@ def test_norm_dtypes_and_buffers(device, dtype):
         triton_norm.layer_norm_fn(x, weight, None, residual_out=sums)
 
 
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@each_case("rms", [False, True])
 def test_norm_and_linear_layer(rms):
     x, residual, weight, bias = normal(5, 12), normal(5, 12, seed=1), normal(12, seed=2), normal(12, seed=3)
     matrix, linear_bias = normal(7, 12, seed=4), normal(7, seed=5)
@@ -264,7 +265,7 @@ def test_norm_and_linear_layer(rms):
 
 
 @places
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@each_case("rms", [False, True])
 def test_dropout_add_norm(rms, device, dtype):
     module = rms_norm if rms else layer_norm
     name = "rms_norm" if rms else "layer_norm"
@@ -371,10 +372,8 @@ LABELS = torch.tensor([3, 0, -100, 10, 7])
 
 
 @every_dtype
-@pytest.mark.parametrize("given", [False, True], ids=["lse-made", "lse-given"])
-@pytest.mark.parametrize(
-    "options", [{}, {"label_smoothing": 0.1, "logit_scale": 0.7, "lse_square_scale": 1e-2}], ids=str
-)
+@each_case("given", [False, True])
+@each_case("options", [{}, {"label_smoothing": 0.1, "logit_scale": 0.7, "lse_square_scale": 1e-2}])
 def test_losses_of_rows(options, given, device, dtype):
     labels, scale = LABELS.to(device), options.get("logit_scale", 1.0)
 
@@ -392,8 +391,8 @@ def test_losses_of_rows(options, given, device, dtype):
     check_against(function, lambda logits: losses(logits, labels, *values), [normal(5, 11)], device, dtype)
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["lse-made", "lse-given"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@each_case("given", [False, True])
+@each_case("reduction", ["mean", "sum", "none"])
 def test_loss_module(reduction, given):
     logits = normal(5, 11).float()
     each = losses(logits, LABELS, 0.1, 1.0, 1e-2)
@@ -406,7 +405,7 @@ def test_loss_module(reduction, given):
         CrossEntropyLoss(reduction="max")
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["lse-made", "lse-given"])
+@each_case("given", [False, True])
 def test_loss_gradient_in_place(given):
     leaf = normal(5, 11).float().requires_grad_()
     logits = leaf * 1.0
@@ -446,7 +445,7 @@ def test_a_given_lse_needs_one_process():
 # Linear layers
 
 
-@pytest.mark.parametrize(("name", "level"), [("gelu_approx", 0), ("relu", 1), ("sqrelu", 2)])
+@each_case("name, level", [("gelu_approx", 0), ("relu", 1), ("sqrelu", 2)])
 def test_perceptron(level, name):
     activation = {
         "gelu_approx": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "sqrelu": lambda x: F.relu(x).square(),
@@ -472,8 +471,8 @@ def test_linear_modules():
     assert_same(mlp(x), mlp.fc2(mlp.fc1(x).relu()))
 
 
-@pytest.mark.parametrize(
-    ("call", "names"),
+@each_case(
+    "call, names",
     [
         (lambda x, w: fused_dense.fused_dense_func(x, w, process_group=object()), "process_group"),
         (lambda x, w: fused_dense.FusedDense(6, 4)(x, object()), "process_group"),
@@ -482,7 +481,6 @@ def test_linear_modules():
         (lambda x, w: fused_dense.fused_mlp_func(x, w.requires_grad_(), w.t(), save_pre_act=False), "save_pre_act"),
         (lambda x, w: fused_dense.FusedMLP(6)(x, object()), "process_group"),
     ],
-    ids=["dense", "module", "mlp", "activation", "kept", "mlp-module"],
 )
 def test_what_linear_layers_refuse(call, names):
     with pytest.raises(ValueError, match=names):

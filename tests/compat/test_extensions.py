@@ -20,6 +20,7 @@ from support.attention.compat_cases import (
     packed_by_definition,
     served,
 )
+from support.running.each_case import each_case
 
 dropout_layer_norm = extension("dropout_layer_norm")
 flash_attn_cuda = extension("flash_attn_cuda")
@@ -131,8 +132,8 @@ LENGTHS = [5, 0, 40, 33]
 
 
 @places
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@each_case("causal", [False, True])
+@each_case("dropout_p", [0.0, 0.25])
 def test_attention(dropout_p, causal, device, dtype):
     """The functions of the interface call these with the same arguments; dropout by rng_state, or by the generator."""
     q, k, v = (normal(78, 4, 16, seed=seed).to(device, dtype) for seed in range(3))
@@ -241,11 +242,9 @@ def norm_call(rms, subset, scaled, dropout_p, device, dtype):
 
 
 @every_dtype
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-@pytest.mark.parametrize(
-    ("subset", "scaled", "dropout_p"),
-    [(False, False, 0.0), (False, True, 0.25), (True, True, 0.0), (True, False, 0.25)],
-    ids=["plain", "scaled", "subset", "subset and dropout"],
+@each_case("rms", [False, True])
+@each_case(
+    "subset, scaled, dropout_p", [(False, False, 0.0), (False, True, 0.25), (True, True, 0.0), (True, False, 0.25)]
 )
 def test_norms(subset, scaled, dropout_p, rms, device, dtype):
     leaves, others, constant, definition = norm_call(rms, subset, scaled, dropout_p, device, dtype)
@@ -279,7 +278,7 @@ def test_norms(subset, scaled, dropout_p, rms, device, dtype):
 
 
 @devices
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@each_case("rms", [False, True])
 def test_norms_of_what_is_not_there(rms, device):
     """A plain norm returns neither x nor mask, and a backward of it no gradient of a residual."""
     x, gamma = normal(5, 12).float().to(device), normal(12, seed=1).float().to(device)
@@ -308,9 +307,9 @@ def test_norms_of_what_is_not_there(rms, device):
 
 
 @devices
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-@pytest.mark.parametrize("second", [False, True])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@each_case("rms", [False, True])
+@each_case("second", [False, True])
+@each_case("dropout_p", [0.0, 0.25])
 def test_norms_of_parallel_branches(dropout_p, second, rms, device):
     x0, x1, residual = (normal(5, 12, seed=seed).float().to(device).requires_grad_() for seed in range(3))
     weights = [normal(12, seed=3 + seed).float().to(device).requires_grad_() for seed in range(4)]

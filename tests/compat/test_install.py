@@ -14,6 +14,7 @@ import flashtile.compat
 from flashtile.compat.__main__ import main
 from flashtile.compat.signatures import SERVED
 from support.attention.compat_cases import run_python
+from support.running.each_case import each_case
 
 #: Distributions with modules of the name: one as if the real one were installed, one that only adds to it.
 REAL = {
@@ -100,7 +101,7 @@ def test_names_and_metadata(version, release, name):
     flashtile.compat.uninstall("flash_attn")
 
 
-@pytest.mark.parametrize("name", SERVED)
+@each_case("name", SERVED)
 def test_every_name_is_served(name):
     served = SERVED[name][0]
     flashtile.compat.install(name)

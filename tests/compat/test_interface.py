@@ -22,6 +22,7 @@ from support.attention.compat_cases import (
     served,
     visible_keys,
 )
+from support.running.each_case import each_case
 
 flash_attn_func = served(2).flash_attn_func
 flash_attn_kvpacked_func = served(2).flash_attn_kvpacked_func
@@ -176,7 +177,7 @@ def softmax_from(S_dmask, scores):
 
 
 @every_dtype
-@pytest.mark.parametrize(("options", "meaning"), DROPOUT_OPTIONS.values(), ids=DROPOUT_OPTIONS.keys())
+@each_case("options, meaning", DROPOUT_OPTIONS.values())
 def test_weights_with_dropout(options, meaning, device, dtype):
     options, seq_q, seq_k = on(device, options), 37, 30
     q, k, v = (normal(2, *shape, seed=n).to(device, dtype) for n, shape in enumerate(
@@ -239,8 +240,8 @@ def test_keys_left_out_at_both_ends():
     assert_same(out, expected)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "names"),
+@each_case(
+    "call, error, names",
     [
         (lambda q: flash_attn_qkvpacked_func(q), ValueError, "qkv: expected shape"),
         (lambda q: flash_attn_kvpacked_func(q, q), ValueError, "kv: expected shape"),
@@ -250,15 +251,14 @@ def test_keys_left_out_at_both_ends():
         (lambda q: flash_attn_func(q, q, q, alibi_slopes=SLOPES[:1]), ValueError, "alibi_slopes"),
         (lambda q: flash_attn_func(q, q[:, :, :1], q), ValueError, "v: expected"),
     ],
-    ids=["qkv", "kv", "window", "side", "dropout", "slopes", "heads"],
 )
 def test_errors(call, error, names):
     with pytest.raises(error, match=names):
         call(torch.randn(1, 5, 2, 8))
 
 
-@pytest.mark.parametrize(
-    ("table", "names"),
+@each_case(
+    "table, names",
     [
         (torch.tensor([[0]], dtype=torch.int32), "block_table: expected pages for the 20 keys"),
         (torch.tensor([[0, 7]], dtype=torch.int32), "block_table: expected numbers from 0 to 2"),

@@ -7,6 +7,7 @@ import torch
 
 from flashtile.testing import assert_close, assert_same
 from support.attention.compat_cases import CALLS, Meaning, attention_by_definition, normal, served
+from support.running.each_case import each_case
 
 flash_attn_with_kvcache = served(2).flash_attn_with_kvcache
 apply_rotary_emb_torch = served(2, "layers.rotary").apply_rotary_emb_torch
@@ -72,7 +73,7 @@ def on(device, options):
 
 @places
 @options_and_meaning
-@pytest.mark.parametrize(("rotary_dim", "interleaved"), [(0, True), (8, True), (16, False)])
+@each_case("rotary_dim, interleaved", [(0, True), (8, True), (16, False)])
 def test_appends_and_rotates(interleaved, rotary_dim, options, meaning, device, dtype):
     q, k, v, k_cache, v_cache = (t.to(device) for t in inputs(dtype))
     rotary = tables(rotary_dim) if rotary_dim else None
@@ -103,8 +104,8 @@ def test_nothing_is_recorded():
     assert not out.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("arguments", "names"),
+@each_case(
+    "arguments, names",
     [
         ({"window_size": 4}, "window_size"),
         ({"cache_seqlens": 23}, "cache"),

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from flashtile.testing import assert_close, assert_same
 from support.attention.compat_cases import CALLS, PLACES, check_against, normal, served
+from support.running.each_case import each_case
 
 PatchEmbed = served(2, "layers.patch_embed").PatchEmbed
 BertEmbeddings = served(2, "modules.embedding").BertEmbeddings
@@ -38,7 +39,7 @@ RECORDED = {
 
 
 @every_dtype
-@pytest.mark.parametrize("name", RECORDED)
+@each_case("name", RECORDED)
 def test_activations(name, device, dtype):
     definition, shapes = RECORDED[name]
     inputs = [normal(*shape, seed=seed) for seed, shape in enumerate(shapes)]
@@ -50,7 +51,7 @@ GRADIENTS = {"gelu_bwd": gelu_tanh, "relu_bwd": F.relu, "sqrelu_bwd": activation
 
 
 @every_dtype
-@pytest.mark.parametrize("name", GRADIENTS)
+@each_case("name", GRADIENTS)
 def test_gradients_of_activations(name, device, dtype):
     x, dout = (normal(5, 8, seed=seed).to(device, dtype) for seed in range(2))
 
@@ -73,8 +74,8 @@ ACTIVATIONS = {"id": lambda x: x, "gelu": F.gelu, "gelu_approx": gelu_tanh, "squ
 
 
 @places
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("biased", [False, True])
+@each_case("name", ACTIVATIONS)
+@each_case("biased", [False, True])
 def test_linear_layer_with_its_activation(biased, name, device, dtype):
     x, weight = normal(2, 5, 6).to(device, dtype), normal(8, 6, seed=1).to(device, dtype)
     bias = normal(8, seed=2).to(device, dtype) if biased else None
@@ -105,7 +106,7 @@ def test_what_linear_layers_with_activations_refuse():
 
 
 @places
-@pytest.mark.parametrize("level", [0, 1, 2])
+@each_case("level", [0, 1, 2])
 def test_perceptron_with_the_square_of_relu(level, device, dtype):
     inputs = [normal(2, 5, 6), normal(8, 6, seed=1), normal(8, seed=2), normal(4, 8, seed=3), normal(4, seed=4)]
     check_against(
@@ -129,8 +130,8 @@ def test_module_with_the_square_of_relu():
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 
 
-@pytest.mark.parametrize("width", [None, 3])
-@pytest.mark.parametrize("positions", [0, 8])
+@each_case("width", [None, 3])
+@each_case("positions", [0, 8])
 def test_embeddings_of_gpt2(positions, width):
     module = GPT2Embeddings(6, 10, positions, padding_idx=4, word_embed_proj_dim=width)
     names = {"word_embeddings.weight"} | ({"project_in.weight"} if width else set())
@@ -147,8 +148,8 @@ def test_embeddings_of_gpt2(positions, width):
     assert not module.word_embeddings.weight.grad[4].any()
 
 
-@pytest.mark.parametrize("positions", [0, 8])
-@pytest.mark.parametrize("segments", [0, 2])
+@each_case("positions", [0, 8])
+@each_case("segments", [0, 2])
 def test_embeddings_of_bert(segments, positions):
     module = BertEmbeddings(6, 10, positions, segments, dtype=torch.float64)
     expected = module.word_embeddings.weight[IDS]
@@ -174,8 +175,8 @@ def test_embeddings_that_processes_could_share():
             make(10, 6, process_group=object())
 
 
-@pytest.mark.parametrize("flatten", [True, False])
-@pytest.mark.parametrize("fused", [False, True])
+@each_case("flatten", [True, False])
+@each_case("fused", [False, True])
 def test_patches(fused, flatten):
     """A patch embedding is a convolution whose stride is its size."""
     module = PatchEmbed((6, 8), (3, 2), 5, 7, norm_layer=nn.LayerNorm, flatten=flatten, fused_bias_fc=fused)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from flashtile.testing import assert_close, assert_same, size
 from support.attention.compat_cases import Meaning, attention_by_definition, cumulative, normal, served
 from support.models.module_cases import check_module
+from support.running.each_case import each_case
 
 block = served(2, "modules.block")
 mha = served(2, "modules.mha")
@@ -89,7 +90,7 @@ mhas = pytest.mark.parametrize(("options", "meaning"), MHAS.values(), ids=MHAS.k
 
 @devices
 @mhas
-@pytest.mark.parametrize("checkpointing", [False, True])
+@each_case("checkpointing", [False, True])
 def test_self_attention(checkpointing, options, meaning, device):
     module = mha.MHA(32, 4, **options, checkpointing=checkpointing).to(device)
     x = normal(2, 9, 32).float().to(device)
@@ -97,8 +98,8 @@ def test_self_attention(checkpointing, options, meaning, device):
 
 
 @devices
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("heads_kv", [4, 2])
+@each_case("causal", [False, True])
+@each_case("heads_kv", [4, 2])
 def test_padding_masks(heads_kv, causal, device):
     module, x = mha.MHA(32, 4, heads_kv, causal=causal).to(device), normal(2, 9, 32).float().to(device)
     mask, meaning = MASK.to(device), Meaning(causal=causal)
@@ -111,8 +112,8 @@ def test_padding_masks(heads_kv, causal, device):
 
 
 @devices
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("flash", [False, True])
+@each_case("causal", [False, True])
+@each_case("flash", [False, True])
 def test_cross_attention(flash, causal, device):
     module = mha.MHA(32, 4, cross_attn=True, causal=causal, use_flash_attn=flash).to(device)
     x, x_kv = normal(2, 5, 32).float().to(device), normal(2, 9, 32, seed=1).float().to(device)
@@ -153,7 +154,7 @@ def test_packed_inputs_and_residual():
         assert_same(out[rows], module(x[None, rows])[0][0])
 
 
-@pytest.mark.parametrize("heads_kv", [4, 2])
+@each_case("heads_kv", [4, 2])
 def test_convolution(heads_kv):
     module, x = mha.MHA(32, 4, heads_kv, dwconv=True, causal=True), normal(2, 9, 32).float()
     names = {name.split(".")[0] for name in module.state_dict()}
@@ -174,11 +175,10 @@ def test_convolution(heads_kv):
 
 
 @devices
-@pytest.mark.parametrize("lengths_given", [False, True])
-@pytest.mark.parametrize(
+@each_case("lengths_given", [False, True])
+@each_case(
     "options",
     [{}, {"rotary_emb_dim": 6, "num_heads_kv": 2}, {"use_flash_attn": True, "use_alibi": True, "window_size": (4, 0)}],
-    ids=str,
 )
 @torch.no_grad()
 def test_decoding(options, lengths_given, device):
@@ -201,7 +201,7 @@ def test_decoding(options, lengths_given, device):
     assert cache.shape == (5, 12, 2, module.num_heads_kv, 8)
 
 
-@pytest.mark.parametrize("options", [{}, {"rotary_emb_dim": 6, "num_heads_kv": 2, "use_flash_attn": True}], ids=str)
+@each_case("options", [{}, {"rotary_emb_dim": 6, "num_heads_kv": 2, "use_flash_attn": True}])
 @torch.no_grad()
 def test_decoding_under_autocast(options):
     """The cache that the first call makes has the dtype of what the projection gives."""
@@ -219,8 +219,8 @@ def test_decoding_under_autocast(options):
     assert_close("out", out, oracle, whole)
 
 
-@pytest.mark.parametrize(
-    ("make", "names"),
+@each_case(
+    "make, names",
     [
         (lambda: mha.MHA(32, 4, use_alibi=True), "use_alibi"),
         (lambda: mha.MHA(32, 4, window_size=(3, 3)), "window_size"),
@@ -318,8 +318,8 @@ NORM_NAMES = ["layer", "rms", "our-rms", "other", "subclass", "hook"]
 
 
 @devices
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("norm_cls", NORMS, ids=NORM_NAMES)
+@each_case("fused", [False, True])
+@each_case("norm_cls", NORMS)
 def test_blocks(norm_cls, fused, device):
     x, residual = normal(2, 5, 16).float().to(device), normal(2, 5, 16, seed=1).float().to(device)
     pre = blocks(norm_cls, fused_dropout_add_ln=fused).to(device)
@@ -340,7 +340,7 @@ def test_blocks(norm_cls, fused, device):
         post(x, residual)
 
 
-@pytest.mark.parametrize("norm_cls", [nn.LayerNorm, Scale], ids=["layer", "other"])
+@each_case("norm_cls", [nn.LayerNorm, Scale])
 def test_dropout_and_drop_path(norm_cls):
     x, residual = normal(3, 5, 16).float(), normal(3, 5, 16, seed=1).float()
     made = blocks(norm_cls, resid_dropout1=0.5, drop_path2=1.0)
@@ -388,8 +388,8 @@ def test_options_of_blocks():
         block.Block(64, prenorm=False, residual_in_fp32=True)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("norm_cls", NORMS, ids=NORM_NAMES)
+@each_case("tied", [False, True])
+@each_case("norm_cls", NORMS)
 def test_parallel_blocks(norm_cls, tied):
     made = block.ParallelBlock(
         16, partial(nn.Linear, out_features=16), partial(nn.Linear, out_features=16), norm_cls, tied_norm=tied

@@ -8,6 +8,7 @@ import pytest
 
 from flashtile.compat.signatures import EXTENSIONS, SERVED
 from support.attention.compat_cases import ROOT, run_python
+from support.running.each_case import each_case
 
 #: What each name on disk has: its version, the names of its table, and modules below it.
 CHECK = """
@@ -75,7 +76,7 @@ def test_every_distribution_is_tried():
     assert folders == {folder for tried, *_ in TOGETHER.values() for folder in tried}
 
 
-@pytest.mark.parametrize("folder", sorted({folder for tried, *_ in TOGETHER.values() for folder in tried}))
+@each_case("folder", sorted({folder for tried, *_ in TOGETHER.values() for folder in tried}))
 def test_every_distribution_is_of_the_tables(folder):
     """Its files, and what its pyproject.toml says of name and release."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 has it")

@@ -10,6 +10,7 @@ import torch
 from flashtile.compat.adapter import Names, adapted, tables
 from flashtile.compat.signatures import SERVED
 from support.attention.compat_cases import arguments_of
+from support.running.each_case import each_case
 
 VERSIONS = {f"{name} {served.version}": served for name, versions in SERVED.items() for served in versions}
 MODULES = {
@@ -17,13 +18,13 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@each_case("version", VERSIONS)
 def test_each_version_says_where_it_was_read(version):
     release, where, day = VERSIONS[version].read
     assert release and where and datetime.date.fromisoformat(day)
 
 
-@pytest.mark.parametrize("module", MODULES)
+@each_case("module", MODULES)
 def test_arguments(module):
     names = MODULES[module]
     found = names.found()

@@ -23,6 +23,7 @@ from support.attention.compat_cases import (
     served,
     visible_keys,
 )
+from support.running.each_case import each_case
 
 interface = served(1, "flash_attn_interface")
 flash_attn_triton = served(1, "flash_attn_triton")
@@ -53,7 +54,7 @@ LENGTHS_Q, LENGTHS_K = [5, 0, 9, 3], [7, 4, 6, 11]
 
 
 @places
-@pytest.mark.parametrize(("options", "meaning"), OPTIONS.values(), ids=OPTIONS.keys())
+@each_case("options, meaning", OPTIONS.values())
 def test_packed(options, meaning, device, dtype):
     cu_q, cu_k = cumulative(LENGTHS_Q, device), cumulative(LENGTHS_K, device)
     q, k, v = normal(17, 4, 12), normal(28, 4, 12, seed=1), normal(28, 4, 12, seed=2)
@@ -75,7 +76,7 @@ def test_packed(options, meaning, device, dtype):
 
 
 @places
-@pytest.mark.parametrize("first", [0, 2, 4])
+@each_case("first", [0, 2, 4])
 def test_split(first, device, dtype):
     cu = cumulative(LENGTHS_Q, device)
     meaning = Meaning(causal=True, top_left=True)
@@ -150,8 +151,8 @@ def softmax_from(S_dmask, scores):
 
 
 @every_dtype
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("p", [0.0, 0.25])
+@each_case("causal", [False, True])
+@each_case("p", [0.0, 0.25])
 def test_weights(p, causal, device, dtype):
     lengths_q, lengths_k = [33, 5, 0], [70, 4, 9]
     q, k = normal(38, 2, 16).to(device, dtype), normal(83, 2, 16, seed=1).to(device, dtype)
@@ -180,7 +181,7 @@ def test_weights(p, causal, device, dtype):
 
 
 @places
-@pytest.mark.parametrize("shape", [(1, 1, 1, 14), (2, 4, 9, 14), (1, 4, 1, 14), None], ids=str)
+@each_case("shape", [(1, 1, 1, 14), (2, 4, 9, 14), (1, 4, 1, 14), None])
 def test_bias(shape, device, dtype):
     q, k, v = normal(2, 9, 4, 12), normal(2, 14, 4, 12, seed=1), normal(2, 14, 4, 12, seed=2)
     inputs = [q, k, v] if shape is None else [q, k, v, normal(*shape, seed=3)]
@@ -272,8 +273,8 @@ class Config:
         return layout
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("convert", [True, False])
+@each_case("causal", [False, True])
+@each_case("convert", [True, False])
 def test_blocksparse(convert, causal):
     lengths = [300, 40]
     layout = Config().make_layout(300)
@@ -326,16 +327,12 @@ def test_softmax():
         scaled_upper_triang_masked_softmax(x, mask, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("call", "names"),
-    [
+@each_case("call, names", [
         (lambda x, cu: flash_attn_unpadded_qkvpacked_func(x[:, 0], cu, 9, 0.0), "qkv: expected shape"),
         (lambda x, cu: flash_attn_unpadded_qkvpacked_split_func(x, cu, 9, 9, 5, 0.0), "batch_size0: expected from 0"),
         (lambda x, cu: flash_attn_unpadded_qkvpacked_func(x, cu, 8, 0.0), "max_seqlen"),
         (lambda x, cu: flash_attn_unpadded_qkvpacked_func(x, cu, 9, -0.5), "dropout_p"),
-    ],
-    ids=["qkv", "batch", "longest", "dropout"],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_errors(call, names):
     with pytest.raises(ValueError, match=names):
         call(torch.randn(17, 3, 2, 8), cumulative(LENGTHS_Q))

@@ -20,6 +20,7 @@ from support.attention.compat_cases import (
     packed_by_definition,
     served,
 )
+from support.running.each_case import each_case
 
 flash_attn_combine = served(3).flash_attn_combine
 flash_attn_func = served(3).flash_attn_func
@@ -66,7 +67,7 @@ def test_dense(options, meaning, device, dtype):
 
 @places
 @options_and_meaning
-@pytest.mark.parametrize("used", ["", "q", "k", "qk"])
+@each_case("used", ["", "q", "k", "qk"])
 def test_packed(used, options, meaning, device, dtype):
     lengths_q, lengths_k = [5, 0, 9, 3], [7, 4, 9, 11]
     lengths = cumulative(lengths_q, device), cumulative(lengths_k, device), 9, 11
@@ -91,7 +92,7 @@ def test_packed(used, options, meaning, device, dtype):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [(2, 5), (9,)], ids=["dense", "packed"])
+@each_case("shape", [(2, 5), (9,)])
 def test_combine(shape):
     outs, lses = normal(3, *shape, 4, 8).float(), normal(3, *shape, 4, seed=1).float()
     out, lse = flash_attn_combine(outs, lses)
@@ -176,8 +177,8 @@ def with_second_product(definition):
 
 
 @every_dtype
-@pytest.mark.parametrize("name", ["causal", "window", "chunk and window"])
-@pytest.mark.parametrize("columns", [(16, 24), (40, 480)], ids=["narrow", "wide"])
+@each_case("name", ["causal", "window", "chunk and window"])
+@each_case("columns", [(16, 24), (40, 480)])
 def test_second_product(columns, name, device, dtype):
     options, meaning = OPTIONS[name]
     narrow, wide = columns
@@ -273,15 +274,11 @@ def test_8_bit_inputs_that_require_grad_run_forward(device):
 X = torch.randn(1, 5, 2, 8)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+@each_case("arguments, message", [
         ({"qv": X[..., :4]}, "qv: expected"), ({"q_descale": X}, "q_descale: expected None"),
         ({"k_descale": X}, "k_descale: expected None"), ({"v_descale": X}, "v_descale: expected None"),
         ({"attention_chunk": -4}, "attention_chunk: expected at least 0"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         flash_attn_func(X, X, X, **arguments)

@@ -17,6 +17,7 @@ from support.attention.compat_cases import (
     normal,
     served,
 )
+from support.running.each_case import each_case
 
 apply_rotary_emb_torch = served(2, "layers.rotary").apply_rotary_emb_torch
 flash_attn_with_kvcache = served(3).flash_attn_with_kvcache
@@ -116,9 +117,7 @@ def lengths_on(device, lengths=LENGTHS):
 
 @places
 @options_and_meaning
-@pytest.mark.parametrize(
-    ("page_size", "rotary"), [(None, None), (None, "given"), (1, "lengths"), (3, "given"), (8, None)], ids=str
-)
+@each_case("page_size, rotary", [(None, None), (None, "given"), (1, "lengths"), (3, "given"), (8, None)])
 def test_ragged_queries_and_new_rows(rotary, page_size, options, meaning, device, dtype):
     given = inputs(dtype)
     q, k, v, _, caches = given
@@ -142,8 +141,8 @@ def test_ragged_queries_and_new_rows(rotary, page_size, options, meaning, device
 
 @places
 @options_and_meaning
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("way", ["entries", "padding", "pages", "rows of a table"])
+@each_case("queries", [1, 3])
+@each_case("way", ["entries", "padding", "pages", "rows of a table"])
 def test_dense_queries(way, queries, options, meaning, device, dtype):
     """Every sequence has as many queries and new rows: entries in another order, padding of NaN, small pages."""
     given = inputs(dtype, [queries] * 3, [queries] * 3)
@@ -256,8 +255,8 @@ def test_8_bits_need_no_copy(page_size, device, monkeypatch):
 
 
 @devices
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("new", [None, torch.float32, torch.bfloat16], ids=str)
+@each_case("ragged", [False, True])
+@each_case("new", [None, torch.float32, torch.bfloat16])
 def test_8_bits(new, ragged, device):
     """A cache in 8 bits is a packed call of 8-bit keys; new rows are rotated and rounded again."""
     counts = (QUERIES, NEW) if ragged else ([2] * 3, [2] * 3)
@@ -331,9 +330,7 @@ CACHE = torch.randn(3, 16, 2, 8)
 ENDS = cumulative([2, 2, 2])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+@each_case("arguments, message", [
         ({"cache_seqlens": lengths_on("cpu", [3, 4, 15])}, "cache_seqlens: expected from 0 to 16"),
         ({"cache_seqlens": lengths_on("cpu", [3, -4, 1])}, "cache_seqlens: expected from 0 to 16"),
         ({"cache_seqlens": lengths_on("cpu", [3, 4])}, r"cache_seqlens: expected integers \[batch, ...\]"),
@@ -351,9 +348,7 @@ ENDS = cumulative([2, 2, 2])
         ({"v_cache": CACHE[:, :8]}, "k_cache, v_cache: expected"),
         ({"k": X.flatten(0, 1).double()}, "k: expected the dtype and device of q"),
         ({"k": None, "v": None, "rotary_cos": X, "rotary_sin": X}, "rotary_cos: expected None"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_is_refused_before_anything_is_written(arguments, message):
     rows = {"k": X.flatten(0, 1), "v": X.flatten(0, 1), "cache_seqlens": 4, "cu_seqlens_k_new": ENDS}
     caches = {"k_cache": CACHE.clone(), "v_cache": CACHE.clone()}

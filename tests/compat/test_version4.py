@@ -17,6 +17,7 @@ from support.attention.compat_cases import (
     scores_by_definition,
     served,
 )
+from support.running.each_case import each_case
 
 flash_attn_combine = served(4).flash_attn_combine
 flash_attn_func = served(4).flash_attn_func
@@ -58,7 +59,7 @@ def packed_definition(q, k, v, lengths_q, lengths_k, meaning, sinks=None):
 
 
 @places
-@pytest.mark.parametrize("way", ["dense", "packed", "pages"])
+@each_case("way", ["dense", "packed", "pages"])
 def test_second_product(way, device, dtype):
     """Scores of q and k and of qv and v, as those of both together, with a sink and a score function."""
     q, k, v, qv = (normal(2, rows, heads, 16, seed=seed).to(device, dtype) for seed, (rows, heads) in enumerate(
@@ -83,7 +84,7 @@ def test_second_product(way, device, dtype):
 
 @places
 @options_and_meaning
-@pytest.mark.parametrize("sinks", [False, True])
+@each_case("sinks", [False, True])
 def test_dense(sinks, options, meaning, device, dtype):
     inputs = [normal(2, 9, 4, 16), normal(2, 14, 2, 16, seed=1), normal(2, 14, 2, 24, seed=2)]
     inputs += [normal(4, seed=3)] * sinks
@@ -94,8 +95,8 @@ def test_dense(sinks, options, meaning, device, dtype):
 
 
 @devices
-@pytest.mark.parametrize("keys", ["packed", "dense", "pages"])
-@pytest.mark.parametrize("dense_queries", [False, True])
+@each_case("keys", ["packed", "dense", "pages"])
+@each_case("dense_queries", [False, True])
 def test_layouts_of_packed_calls(dense_queries, keys, device):
     """Queries dense or packed; keys packed, dense with used rows, or in pages."""
     lengths_q, lengths_k = [6, 6, 6] if dense_queries else [6, 0, 3], [7, 4, 12]
@@ -214,7 +215,7 @@ def functions_by_definition(q, k, v, slopes):
 
 
 @places
-@pytest.mark.parametrize("layout", ["dense", "packed"])
+@each_case("layout", ["dense", "packed"])
 def test_functions_of_scores_and_places(layout, device, dtype):
     """With gradients of the tensors that they read; positions of packed sequences count from their start."""
     lengths_q, lengths_k = ([6, 6], [9, 9]) if layout == "dense" else ([3, 9], [7, 11])
@@ -273,9 +274,7 @@ LISTS = BlockSparseTensorsTorch(*lists(torch.ones(1, 1, 1, 1, dtype=torch.bool))
 WIDE = torch.zeros(1, 5, 2, 500)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+@each_case("arguments, message", [
         ({"qv": X[..., :3]}, "qv: expected torch.float32"),
         (
             {"k": WIDE[..., :16], "q": WIDE[..., :16], "v": WIDE, "qv": WIDE, "learnable_sink": torch.ones(2)},
@@ -298,9 +297,7 @@ WIDE = torch.zeros(1, 5, 2, 500)
             {"block_sparse_tensors": LISTS, "block_sparse_tensors_bwd": NO_BLOCKS},
             "block_sparse_tensors_bwd: expected the blocks of block_sparse_tensors",
         ),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_is_not_served_raises(arguments, message):
     with pytest.raises(ValueError, match=message):
         flash_attn_func(**{"q": X, "k": X, "v": X, **arguments})

@@ -13,14 +13,15 @@ import torch
 
 from flashtile.distributed import explain_context_parallel
 from flashtile.distributed.cost_model import H200, Load, Machine, cost, efficiency, overlap_length
+from support.running.each_case import each_case
 
 ROOT = Path(__file__).parents[2]
 _LOAD = Load(131072)
 _ENDLESS = replace(H200, near=1e30, far=1e30, memory=1e30, latency=0.0)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all", "ring_all_to_all"])
-@pytest.mark.parametrize("phase", ["fwd", "fwd+bwd"])
+@each_case("strategy", ["ring", "all_gather", "all_to_all", "ring_all_to_all"])
+@each_case("phase", ["fwd", "fwd+bwd"])
 def test_nothing_is_lost_where_links_cost_nothing(strategy, phase):
     found = cost(strategy, _LOAD, 16, _ENDLESS, phase, inner=4)
     assert efficiency(found, _LOAD, 16, _ENDLESS, phase) == pytest.approx(1.0)
@@ -32,7 +33,7 @@ def test_one_rank_pays_nothing():
         assert efficiency(cost(strategy, _LOAD, 1, H200), _LOAD, 1, H200) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@each_case("causal", [True, False])
 def test_transfers_are_hidden_from_the_length_that_the_formula_says(causal):
     machine = replace(H200, latency=0.0)
     edge = overlap_length(replace(_LOAD, causal=causal), machine, machine.near)
@@ -52,7 +53,7 @@ def test_what_gathering_and_exchanging_hide():
     assert cost("all_to_all", short, 4, machine, "fwd").exposed == pytest.approx(moved * 4096 / _LOAD.length)
 
 
-@pytest.mark.parametrize("strategy", ["all_gather", "all_to_all"])
+@each_case("strategy", ["all_gather", "all_to_all"])
 def test_bytes_are_those_of_the_explanation(strategy):
     """Where nothing but bytes costs anything."""
     machine = Machine(1e30, 1e30, near=1.0, far=1.0, latency=0.0)

@@ -20,6 +20,7 @@ from flashtile.distributed.schedule import Problem, gathered_schedule, ring_sche
 from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs, run
 from flashtile.testing.cases import cancelled_sizes
 from flashtile.testing.tolerance import Size, size
+from support.running.each_case import each_case
 
 
 class Boxes:
@@ -137,7 +138,7 @@ def test_a_merge_of_one_result_is_that_result():
     assert merge.finish() == (out, lse)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 5])
+@each_case("parts", [1, 2, 5])
 def test_merging_is_exact_where_nothing_is_rounded(parts):
     """Results with the same lse, and rows that see nothing in some parts, or in all."""
     q = torch.zeros(1, 4, 1, 2)

@@ -10,6 +10,7 @@ import torch
 from flashtile.testing import assert_same
 from support.distributed.jobs import JOBS, REFUSED, REFUSED_BY_HELPERS
 from support.distributed.processes import start
+from support.running.each_case import each_case
 from support.running.missing_packages import run_without
 
 
@@ -18,8 +19,8 @@ def results(tmp_path_factory):
     return start(JOBS, 2, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
+@each_case(
+    "name, message",
     [
         ("shapes", "q: expected the same on all ranks, got ((1, 8, 2, 4), 'torch.float32', False) on rank 0 and"),
         ("settings", "causal: expected the same on all ranks, got True on rank 0 and False on rank 1 (and others"),
@@ -40,13 +41,13 @@ def test_values_are_compared_in_every_call(results):
         assert "key_lengths: expected the same on all ranks" in lengths
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each_case("name", REFUSED)
 def test_what_a_strategy_cannot_do_is_refused(name, results):
     for of_rank in results:
         assert REFUSED[name][1] in of_rank["refused"][name]
 
 
-@pytest.mark.parametrize("name", REFUSED_BY_HELPERS)
+@each_case("name", REFUSED_BY_HELPERS)
 def test_what_helpers_refuse(name, results):
     for of_rank in results:
         assert REFUSED_BY_HELPERS[name][1] in of_rank["refused by helpers"][name]

@@ -7,6 +7,7 @@ import torch
 
 import flashtile
 from flashtile.distributed import explain_context_parallel
+from support.running.each_case import each_case
 
 
 def _shards(rows: int = 8192, heads: int = 32, heads_kv: int = 8) -> tuple[torch.Tensor, ...]:
@@ -66,7 +67,7 @@ def _names(found: flashtile.Explanation) -> list[str]:
     return [f"{kernel.backend} {kernel.name}" for kernel in found.kernels]
 
 
-@pytest.mark.parametrize("learned", [False, True])
+@each_case("learned", [False, True])
 def test_slopes_that_learn_stay_on_the_same_kernels(learned):
     slopes = torch.empty(32, device="meta", requires_grad=learned)
     found = explain_context_parallel(*_shards(), ranks=4, causal=True, alibi_slopes=slopes, device="sm_90")
@@ -74,7 +75,7 @@ def test_slopes_that_learn_stay_on_the_same_kernels(learned):
     assert _names(found.kernels) == _names(whole) == ["hopper forward", "hopper backward"]
 
 
-@pytest.mark.parametrize("learned", [False, True])
+@each_case("learned", [False, True])
 def test_the_gradient_of_a_bias_has_a_kernel(learned):
     bias = torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta", requires_grad=learned)
     shards = _shards(2048)
@@ -84,7 +85,7 @@ def test_the_gradient_of_a_bias_has_a_kernel(learned):
     assert _names(found.kernels) == _names(whole) == expected
 
 
-@pytest.mark.parametrize(("rows", "backend"), [(2048, "hopper"), (2056, "triton")])
+@each_case("rows, backend", [(2048, "hopper"), (2056, "triton")])
 def test_the_kernels_are_those_of_a_part_of_the_sequence(rows, backend):
     """The Hopper kernels have dropout where a part begins at a multiple of 16 rows and keys. The largest one here
     begins half a shard into the sequence."""
@@ -98,8 +99,8 @@ def test_documents():
     assert "queries 0:30 × keys 0:30 (3 documents)" in str(found)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@each_case(
+    "arguments, message",
     [
         ({"ranks": 4, "strategy": "rung"}, "strategy: expected one of ring"),
         ({"ranks": 4, "strategy": "ring_all_to_all"}, "ranks: expected a pair"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 import torch
 
 from flashtile.distributed.exchange import Message, Pending
 from flashtile.distributed.heads import HeadExchange, _in_widest, _move, local_head_runs
 from flashtile.distributed.layout import Layout
 from flashtile.distributed.schedule import HeadRun, Problem, ring_schedule
+from support.running.each_case import each_case
 
 
 class Recorder:
@@ -41,9 +41,9 @@ def deliver(groups: Sequence[Recorder]) -> None:
                 place.copy_(message)
 
 
-@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("ranks", [2, 4])
+@each_case("kind", ["zigzag", "contiguous"])
+@each_case("batch", [1, 2])
+@each_case("ranks", [2, 4])
 def test_tokens_go_to_heads_and_back_in_a_transfer_each_way(ranks, batch, kind):
     """Tokens of q, k and v, and of out and lse. Each rank sees its heads of the whole sequence, in its order."""
     heads, heads_kv, length, dim = 8, 4, 48, 4
@@ -103,9 +103,9 @@ def test_one_result_leaves_from_where_it_was_written():
     assert all(m.tensor.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() for m in sends)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize("width", [8, 12, 3])
+@each_case("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@each_case("offset", [0, 1])
+@each_case("width", [8, 12, 3])
 def test_copies_keep_every_bit(dtype, offset, width):
     source = torch.randn(3, 5, width + offset).to(dtype)[..., offset:]
     source[0, 0, 0], source[0, 1, 0] = float("nan"), -0.0

@@ -12,6 +12,7 @@ from flashtile.models import GPT
 from flashtile.testing import assert_same
 from support.distributed.models import CONFIGS, JOBS, alone
 from support.distributed.processes import start
+from support.running.each_case import each_case
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def test_what_cannot_be_sharded_is_refused(results):
         assert "tokens: expected whole sequences for loss, got a model of context_parallel" in found[5]
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
+@each_case("strategy", ["ring", "all_to_all"])
 def test_context_parallel_blocks_are_computed_again_by_activation_checkpointing(strategy, results):
     for of_rank in results:
         assert not isinstance(of_rank["checkpointed"], str), of_rank["checkpointed"]
@@ -59,9 +60,9 @@ def test_context_parallel_blocks_are_computed_again_by_activation_checkpointing(
         assert_same(again, kept)
 
 
-@pytest.mark.parametrize("shards", [False, True], ids=["", "sequence"])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("name", CONFIGS)
+@each_case("shards", [False, True])
+@each_case("fused", [False, True])
+@each_case("name", CONFIGS)
 def test_tensor_parallel_models_are_the_same_model(name, fused, shards, results, expected):
     parts = [of_rank["tensor"] for of_rank in results]
     assert not any(isinstance(part, str) for part in parts), parts
@@ -72,7 +73,7 @@ def test_tensor_parallel_models_are_the_same_model(name, fused, shards, results,
                 assert_same(found[key], value, key)
 
 
-@pytest.mark.parametrize("job", ["layers", "second"])
+@each_case("job", ["layers", "second"])
 def test_layers_cut_over_ranks_are_the_whole_ones(job, results):
     for of_rank in results:
         assert not isinstance(of_rank[job], str), of_rank[job]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flashtile.distributed.layout import Layout
 from flashtile.distributed.schedule import Band, Problem, Schedule, Work, gathered_schedule, ring_schedule
+from support.running.each_case import each_case
 
 
 def _globals(layout: Layout, rank: int) -> torch.Tensor:
@@ -124,7 +125,7 @@ def test_pairs_of_a_band(lowest, highest, row, rows, column, columns):
     assert band.covers(queries, keys) == all(seen) or not seen
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
+@each_case("ranks", [2, 4, 8, 64])
 def test_zigzag_gives_every_rank_the_same_work_in_every_step(ranks):
     """And calls as plain as can be: causal among themselves, then all visible."""
     layout = Layout(2 * ranks * 32, ranks, "zigzag")
@@ -162,7 +163,7 @@ def test_causal_gathering_computes_its_own_keys_first():
     assert set(others.transfers) == {t for step in ring.steps for t in step.transfers}
 
 
-@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+@each_case("kind", ["zigzag", "contiguous"])
 def test_a_window_sends_only_what_is_seen(kind):
     layout = Layout(8 * 2 * 128, 8, kind)
     schedule = ring_schedule(Problem(layout, layout, (100, 0)))

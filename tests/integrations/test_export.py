@@ -18,6 +18,7 @@ from flashtile.integrations.export import decompose
 from flashtile.models import GPT, GPTConfig
 from flashtile.modules import MHA, RotaryEmbedding
 from flashtile.testing import assert_close, assert_same
+from support.running.each_case import each_case
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning"),
@@ -145,7 +146,7 @@ REMEDY = (
 )
 
 
-@pytest.mark.parametrize("way", ["dynamo", "torchscript", "program"])
+@each_case("way", ["dynamo", "torchscript", "program"])
 def test_an_export_to_onnx_leads_to_the_remedy(way: str) -> None:
     pytest.importorskip("onnx", reason="onnx is not installed: the test below stands for its exporter")
     pytest.importorskip("onnxscript")

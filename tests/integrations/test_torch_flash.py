@@ -17,6 +17,7 @@ from flashtile.integrations.torch_flash import _Active, _Operators
 from flashtile.testing import assert_close, assert_same
 from support.distributed.processes import start
 from support.distributed.torch_flash import JOBS
+from support.running.each_case import each_case
 
 ATEN = torch.ops.aten
 HAS_PAGES = "block_table" in str(ATEN._flash_attention_forward.default._schema)
@@ -59,8 +60,8 @@ def _agree(found: list[Tensor], same: list[Tensor], oracle: list[Tensor]) -> Non
         assert_close(name, *values)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("heads_first", [False, True])
+@each_case("causal", [False, True])
+@each_case("heads_first", [False, True])
 def test_sdpa_and_its_gradients(on_a_cpu: None, causal: bool, heads_first: bool) -> None:
     q, k, v, dout = _inputs(2, 3, 50, 32) if heads_first else (x.transpose(1, 2) for x in _inputs(2, 50, 3, 32))
     found = _results(lambda *x: _sdpa(*x, causal=causal, scale=0.3), q, k, v, dout)
@@ -140,7 +141,7 @@ _needs_pages = pytest.mark.skipif(not HAS_PAGES, reason="this PyTorch's varlen_a
 
 
 @_needs_pages
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (4, 0), (-1, 4), (0, 0), (0, -1), (8, 2), (99, 99)], ids=str)
+@each_case("window", [(-1, -1), (-1, 0), (4, 0), (-1, 4), (0, 0), (0, -1), (8, 2), (99, 99)])
 def test_varlen_attn_with_windows(on_a_cpu: None, window: tuple[int, int]) -> None:
     """As PyTorch's own tests of it ask for it: grouped heads, gradients and lse."""
     q, k, v, dout = _inputs(50, 4, 16, kv_heads=2)
@@ -206,7 +207,7 @@ def test_varlen_attn_over_caches(on_a_cpu: None, lengths: tuple[int, ...]) -> No
 
 
 @_needs_pages
-@pytest.mark.parametrize("mode", [False, True])
+@each_case("mode", [False, True])
 def test_one_split_is_batch_invariance(on_a_cpu: None, mode: bool) -> None:
     """As PyTorch's own test asks for it: a sequence has the bits that it has alone, in the mode its gradients too."""
     q, k, v, _ = _inputs(150, 2, 16)
@@ -223,7 +224,7 @@ def test_one_split_is_batch_invariance(on_a_cpu: None, mode: bool) -> None:
         assert all(torch.equal(grad[:50], one) for grad, one in zip(grads, grads_alone))
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@each_case("packed", [False, True])
 def test_8_bit_inputs_with_factors_of_heads(on_a_cpu: None, packed: bool) -> None:
     q, k, v, _ = (x.detach().transpose(1, 2) for x in _inputs(2, 50, 4, 16, kv_heads=2))
     factors = [torch.rand(2, 2) + 0.5 for _ in range(3)]

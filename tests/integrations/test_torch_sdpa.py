@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flashtile.integrations import use_flashtile_sdpa
 from flashtile.testing import assert_close, assert_same
+from support.running.each_case import each_case
 
 PYTORCHS = functional.scaled_dot_product_attention
 
@@ -121,8 +122,8 @@ def test_contexts_of_threads_may_overlap_in_any_order() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("name", ["attention", "encoder", "decoder"])
+@each_case("training", [False, True])
+@each_case("name", ["attention", "encoder", "decoder"])
 def test_reaches_pytorchs_modules_and_gives_their_results(name: str, training: bool) -> None:
     torch.manual_seed(0)
     options = {"batch_first": True, "dropout": 0.0}
@@ -155,7 +156,7 @@ def test_reaches_pytorchs_modules_and_gives_their_results(name: str, training: b
     assert_close("out", actual, oracle, eager)
 
 
-@pytest.mark.parametrize("library", ["timm", "torchvision"])
+@each_case("library", ["timm", "torchvision"])
 def test_reaches_models_of_other_libraries_and_their_gradients(library: str) -> None:
     module = pytest.importorskip(library)
     torch.manual_seed(0)

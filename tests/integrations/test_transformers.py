@@ -32,6 +32,7 @@ from support.models.transformers_cases import (
     run,
     transformers,
 )
+from support.running.each_case import each_case
 
 Cache = transformers.cache_utils.Cache
 DOCS = Path(__file__).parents[2] / "docs"
@@ -87,7 +88,7 @@ def test_layers_that_say_that_they_are_not_causal_wherever_there_is_a_mask(paddi
     check(MOONSHINE, make_inputs(MOONSHINE, padding))
 
 
-@pytest.mark.parametrize("name", ALL)
+@each_case("name", ALL)
 def test_every_layer_runs_our_operators_forward_and_backward(name: str) -> None:
     with Watch() as watch:
         run(build(ALL[name], "flashtile"), make_inputs(ALL[name]))
@@ -178,8 +179,8 @@ def test_under_autocast_attention_runs_in_its_dtype() -> None:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("padding", ["none", "left", "right"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss", "bert", "modernbert"])
+@each_case("padding", ["none", "left", "right"])
+@each_case("name", ["llama", "mistral", "gemma2", "gpt-oss", "bert", "modernbert"])
 def test_no_mask_of_queries_and_keys_is_made(name: str, padding: str) -> None:
     model, inputs = build(ALL[name], "flashtile"), make_inputs(ALL[name], padding)
     del inputs["labels"]
@@ -217,7 +218,7 @@ def test_packed_sequences_do_not_see_each_other(name: str) -> None:
 
 
 # gpt-oss looks at positions for its rotary embedding alone: eager attention does not keep its sequences apart at all.
-@pytest.mark.parametrize("name", ["mistral", "gpt-oss"])
+@each_case("name", ["mistral", "gpt-oss"])
 def test_packed_sequences_given_by_lengths_equal_those_alone(name: str) -> None:
     model, (inputs, lengths) = build(ALL[name], "flashtile"), packed_inputs()
     together = model(**inputs, **lengths).logits[0]
@@ -307,8 +308,8 @@ def test_other_ways_to_generate(name: str, options: dict[str, Any]) -> None:
     assert torch.equal(generated(build(ALL[name], "flashtile"), inputs, **options), expected)
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"])
+@each_case("static", [False, True])
+@each_case("name", ["llama", "mistral", "gpt-oss"])
 def test_a_filled_cache_goes_on_with_several_tokens(name: str, static: bool) -> None:
     tiny, tokens = LANGUAGE[name], make_inputs(LANGUAGE[name])["input_ids"]
     mask = make_inputs(LANGUAGE[name], "left")["attention_mask"]
@@ -458,7 +459,7 @@ def test_a_model_whose_attention_is_its_own_is_refused() -> None:
         transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flashtile")
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+@each_case("name", ["llama", "bert", "t5"])
 def test_weights_are_not_to_be_had(name: str) -> None:
     with pytest.raises(ValueError, match="output_attentions: expected False"):
         build(ALL[name], "flashtile")(**make_inputs(ALL[name]), output_attentions=True)
@@ -471,8 +472,8 @@ def attention_of(tiny: Tiny) -> tuple[Any, tuple[Any, ...]]:
     return function, (layer, torch.ones(2, 4, 5, 8), torch.ones(2, 2, 9, 8), torch.ones(2, 2, 9, 8))
 
 
-@pytest.mark.parametrize(
-    ("mask", "options", "message"),
+@each_case(
+    "mask, options, message",
     [
         (None, {"cache": object()}, "cache: not served"),
         (None, {"indices": torch.ones(1)}, "indices: not served"),
@@ -485,7 +486,6 @@ def attention_of(tiny: Tiny) -> tuple[Any, tuple[Any, ...]]:
         (torch.ones(2, 2, 1, 9, dtype=torch.int8), {"is_causal": False}, "is_causal: expected True or None beside a"),
         (torch.ones(1, 1, 1, 9), {"cu_seq_lens_q": torch.tensor([0, 5])}, "cu_seq_lens_q, cu_seq_lens_k: expected"),
     ],
-    ids=lambda value: "",
 )
 def test_errors_name_the_argument(mask: Tensor | None, options: dict[str, Any], message: str) -> None:
     function, arguments = attention_of(ALL["llama"])

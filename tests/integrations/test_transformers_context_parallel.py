@@ -7,6 +7,7 @@ import pytest
 from flashtile.testing import Size, assert_same, size
 from support.distributed.processes import start
 from support.distributed.transformers import JOBS, MODELS, alone
+from support.running.each_case import each_case
 
 _REFUSED = {
     "labels": "labels: expected None with shards of sequences, got a Tensor; models shift them",
@@ -43,7 +44,7 @@ def test_models_over_shards_are_the_same_models(name, results):
             assert_same(one.float(), value.float(), key, cancelled)
 
 
-@pytest.mark.parametrize("name", _REFUSED)
+@each_case("name", _REFUSED)
 def test_what_shards_cannot_give_is_refused(name, results):
     for of_rank in results:
         assert not isinstance(of_rank["refused"], str), of_rank["refused"]

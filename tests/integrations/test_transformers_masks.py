@@ -16,6 +16,7 @@ masking_utils = pytest.importorskip("transformers.masking_utils")
 from flashtile.integrations.transformers import compact  # noqa: E402
 from flashtile.integrations.transformers.attention import visible_keys  # noqa: E402
 from flashtile.integrations.transformers.masks import make_mask  # noqa: E402
+from support.running.each_case import each_case  # noqa: E402
 
 WINDOW = 3
 PATTERNS = {
@@ -86,8 +87,8 @@ def test_compact_masks_say_what_whole_ones_say(arguments: dict[str, Any]) -> Non
     assert torch.equal(dense(mask, rows, keys).expand(2, -1, -1, -1), whole)
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("padded", [False, True])
+@each_case("name", PATTERNS)
+@each_case("padded", [False, True])
 def test_the_usual_calls_are_compact(name: str, padded: bool) -> None:
     pattern, causal = PATTERNS[name]
     padding = torch.tensor([[False, True, True, True, True], [True] * 5]) if padded else None
@@ -113,7 +114,7 @@ def packed(pattern: Any, positions: Tensor, sequence_of_row: Tensor) -> Any:
     return masking_utils.and_masks(pattern, masking_utils.packed_sequence_mask_function(sequence_of_row))
 
 
-@pytest.mark.parametrize("name", ["causal", "causal window"])
+@each_case("name", ["causal", "causal window"])
 def test_packed_sequences_keep_where_they_end(name: str) -> None:
     sequence_of_row = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
@@ -135,7 +136,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@each_case("name", OTHERS)
 def test_other_patterns_are_whole(name: str) -> None:
     pattern, options = OTHERS[name]
     mask = make_mask(2, 6, 6, mask_function=pattern, **options)

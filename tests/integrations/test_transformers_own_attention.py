@@ -12,6 +12,7 @@ from torch import Tensor
 from flashtile.testing import assert_same
 from support.models import transformers_cases
 from support.models.transformers_cases import SEQ, VOCABULARY, decoder, transformers
+from support.running.each_case import each_case
 
 IMAGES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
 SAM_IMAGES = {**IMAGES, "output_channels": 16, "global_attn_indexes": [1], "window_size": 2, "num_pos_feats": 8}
@@ -76,8 +77,8 @@ def hybrid_config() -> Any:
     return config_of("DeepseekVLHybridConfig", high_res_vision_config={"model_type": "sam_vision_model", **SAM_IMAGES})
 
 
-@pytest.mark.parametrize(
-    ("model", "make_config", "own"),
+@each_case(
+    "model, make_config, own",
     [
         ("GitModel", git_config, "GitSelfAttention"),
         ("SamModel", sam_config, "SamVisionAttention"),
@@ -101,7 +102,7 @@ def test_what_can_be_exchanged_of_such_a_model_is() -> None:
 # --- masks that models read themselves ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@each_case("padded", [False, True])
 def test_git_adds_its_mask_to_scores(padded: bool) -> None:
     model = transformers.GitModel._from_config(git_config(), attn_implementation="eager")
     tokens = torch.arange(3, 3 + 2 * SEQ).view(2, SEQ)

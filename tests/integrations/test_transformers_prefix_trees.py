@@ -25,6 +25,7 @@ from support.models.transformers_cases import (
     decoder,
     transformers,
 )
+from support.running.each_case import each_case
 
 registered = transformers_cases.registered
 
@@ -91,9 +92,7 @@ def test_the_logits_need_not_be_in_memory() -> None:
     assert_same(tree.linear_log_probs(hidden, model.lm_head.weight), tree.log_probs(model(**inputs).logits))
 
 
-@pytest.mark.parametrize(
-    ("tiny", "attention", "error", "message"),
-    [
+@each_case("tiny, attention, error, message", [
         (ALL["llama"], "eager", ValueError, "expected attn_implementation='flashtile' with a prefix tree, got 'eager'"),
         (ALL["t5"], "flashtile", TypeError, "expected a causal model that takes position_ids, got T5"),
         (READERS["doge"], "flashtile", ValueError, r"expected full or sliding attention .*got \['doge'\]"),
@@ -101,9 +100,7 @@ def test_the_logits_need_not_be_in_memory() -> None:
         (replace(ALL["llama"], arguments=decoder(rope_parameters={"rope_type": "dynamic", "factor": 2.0,
                                                                   "rope_theta": 10000.0})),
          "flashtile", ValueError, "expected rotary embeddings of fixed frequencies"),
-    ],
-    ids=["eager", "t5", "doge", "llama4", "dynamic"],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_models_that_cannot_take_trees_are_named(tiny: Tiny, attention: str, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         prefix_tree_inputs(build(tiny, attention), make_tree())

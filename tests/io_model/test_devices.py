@@ -6,12 +6,13 @@ import torch
 from flashtile import io_model
 from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile.io_model.work import PHILOX_INTEGERS, Transfer, Work
+from support.running.each_case import each_case
 
 H200 = io_model.DEVICES["H200"]
 
 
-@pytest.mark.parametrize(
-    ("name", "found"),
+@each_case(
+    "name, found",
     [
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H200", "H200"),
@@ -34,7 +35,7 @@ def test_names(name, found):
     assert (device and device.name) == found
 
 
-@pytest.mark.parametrize("name", io_model.DEVICES)
+@each_case("name", io_model.DEVICES)
 def test_architectures_are_known_and_programs_fit(name):
     device = io_model.DEVICES[name]
     assert device.shared_memory >= KNOWN_DEVICES[device.arch].shared_memory

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flashtile import io_model
+from support.running.each_case import each_case
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "io_counters.py"
 RECORD = SCRIPT.parent / "results" / "h200-io.json"
@@ -37,8 +38,8 @@ def test_kernels_are_read_from_what_ncu_prints():
     assert io_counters.parse("==WARNING== No kernels were profiled.\n") == []
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@each_case(
+    "text, message",
     [
         (CSV.replace("dram__bytes_read.sum", "other"), "no column 'dram__bytes_read.sum'"),
         (CSV.replace('"byte","byte"', '"Mbyte","byte"'), "expected bytes, ncu printed 'Mbyte'"),
@@ -117,7 +118,7 @@ def test_the_table_compares_what_was_counted_with_what_was_predicted():
     assert rows[1]["why"] == "run with --no-counters"
 
 
-@pytest.mark.parametrize("row", json.loads(RECORD.read_text("utf-8"))["rows"], ids=lambda row: row["impl"])
+@each_case("row", json.loads(RECORD.read_text("utf-8"))["rows"])
 def test_the_model_predicts_what_the_record_counted(row):
     """The model as it is, whatever it predicted when the record was made. The record has the portable kernels."""
     case = row["case"]

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtile import io_model
+from support.running.each_case import each_case
 
 SIDES = st.none() | st.integers(0, 20)
 
@@ -52,8 +53,8 @@ def test_sizes_are_those_of_the_tensors():
     assert shape.sizes == {**sizes, "out": 2 * 5 * 6 * 8 * 2, "lse": 2 * 5 * 6 * 4}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+@each_case(
+    "arguments, error, message",
     [
         ({"seq_k": 0}, ValueError, "seq_k: expected an int of at least 1, got 0"),
         ({"heads_kv": 3}, ValueError, "heads_kv: expected a divisor of heads, 4, got 3"),
@@ -64,7 +65,6 @@ def test_sizes_are_those_of_the_tensors():
         ({"window": (1, 2, 3)}, TypeError, r"window: expected a pair \(left, right\), got \(1, 2, 3\)"),
         ({"dropout_p": 1.0}, ValueError, "dropout_p: expected a probability"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_is_no_call_is_refused(arguments, error, message):
     with pytest.raises(error, match=message):

@@ -9,6 +9,7 @@ import flashtile
 from flashtile import io_model
 from flashtile.io_model.tiled import tiled
 from flashtile.ops.attention.cpu import tiles as cpu_tiles
+from support.running.each_case import each_case
 
 A100, H200 = io_model.DEVICES["A100"], io_model.DEVICES["H200"]
 SHAPE = io_model.Shape(2, 4, 1024, 64, dropout_p=0.1)
@@ -45,9 +46,9 @@ def test_the_hopper_kernels_add_up_dq_in_float32():
         assert [t.size / rows for work in works for t in work.transfers if t.tensor == "statistics"] == [size, size]
 
 
-@pytest.mark.parametrize("name", io_model.DEVICES)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("causal", [False, True])
+@each_case("name", io_model.DEVICES)
+@each_case("head_dim", [64, 128])
+@each_case("causal", [False, True])
 def test_tiles_move_a_fraction_of_the_standard_computation(name, head_dim, causal):
     device = io_model.DEVICES[name]
     for seq, least in ((1024, 3), (4096, 12)):

@@ -8,6 +8,7 @@ import torch
 import flashtile
 from flashtile.models import GPT, BertConfig, GPTConfig, flashtile_attention, plain_attention
 from flashtile.testing import assert_close, assert_same
+from support.running.each_case import each_case
 
 SMALL = GPTConfig(context=32, layers=2, heads=2, width=32)
 
@@ -71,7 +72,7 @@ def test_styles_compile_whole_and_are_the_same(config):
         assert_same(mine, theirs)
 
 
-@pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["tied", "untied"])
+@each_case("config", [SMALL, LLAMA])
 def test_the_fused_loss_is_the_same(config):
     batch, grads = tokens(), []
     for fused in (True, False):
@@ -82,7 +83,7 @@ def test_the_fused_loss_is_the_same(config):
         assert_same(mine, theirs)
 
 
-@pytest.mark.parametrize("config", STYLES.values(), ids=STYLES)
+@each_case("config", STYLES.values())
 def test_a_cache_gives_the_logits_of_the_whole(config):
     model, batch = make(None, config, torch.float64), tokens()[:, :-1]
     cache = model.new_cache(2, 32)
@@ -91,7 +92,7 @@ def test_a_cache_gives_the_logits_of_the_whole(config):
         assert_same(torch.cat(parts, dim=1), model(batch))
 
 
-@pytest.mark.parametrize("config", STYLES.values(), ids=STYLES)
+@each_case("config", STYLES.values())
 def test_from_the_meta_device(config):
     empty = GPT(config, device="meta")
     assert all(parameter.is_meta for parameter in empty.parameters())
@@ -105,8 +106,8 @@ def test_from_the_meta_device(config):
     assert_same(model(tokens(length=9)), ordinary(tokens(length=9)))
 
 
-@pytest.mark.parametrize("config", [SMALL, NEOX], ids=["sequential", "parallel"])
-@pytest.mark.parametrize("kind", ["embedding_dropout", "attention_dropout", "residual_dropout"])
+@each_case("config", [SMALL, NEOX])
+@each_case("kind", ["embedding_dropout", "attention_dropout", "residual_dropout"])
 def test_dropout_in_training_only(kind, config):
     model, plain = make(None, replace(config, **{kind: 0.5})), make(None, config)
     batch = tokens()
@@ -197,7 +198,7 @@ def test_more_mistakes_are_explained():
         make(None).generate(tokens(length=3), 4, temperature=1.0, top_k=0)
 
 
-@pytest.mark.parametrize("config", [GPTConfig, BertConfig])
+@each_case("config", [GPTConfig, BertConfig])
 def test_sizes_are_numbers(config: type[GPTConfig] | type[BertConfig]) -> None:
     for name in ("context", "layers", "heads", "width", "vocabulary", "hidden"):
         for wrong in (2.0, "2", True):
@@ -224,7 +225,7 @@ def test_generation_on_a_gpu_waits_for_nothing(config):
     assert torch.equal(out, expected) and torch.equal(drawn[:, :6], prompt)
 
 
-@pytest.mark.parametrize("name", ["position", "head"])
+@each_case("name", ["position", "head"])
 def test_layers_with_hooks_are_called(name):
     """Position embeddings and the head, of which the fused loss would read the weight alone."""
     model = make(config=replace(SMALL, tied=False, fused_loss=True))

@@ -21,6 +21,7 @@ from flashtile.models import (
 )
 from flashtile.testing import Size, assert_close, size
 from support.models.module_cases import DEVICES
+from support.running.each_case import each_case
 
 transformers = pytest.importorskip("transformers")
 
@@ -173,7 +174,7 @@ def test_greedy_generation_is_theirs(case):
     assert torch.equal(ours.double().generate(prompt, 12), expected)
 
 
-@pytest.mark.parametrize("architecture, options", [*DECODERS.values(), ("bert", OTHERS)], ids=[*DECODERS, "bert"])
+@each_case("architecture, options", [*DECODERS.values(), ("bert", OTHERS)])
 def test_there_and_back(architecture, options):
     theirs = make_theirs(architecture, options)
     ours, config = make_ours(theirs)
@@ -215,7 +216,7 @@ def test_configurations_that_are_none_or_lack_an_option_are_named():
         config_from_hugging_face(given)
 
 
-@pytest.mark.parametrize("architecture", MODELS)
+@each_case("architecture", MODELS)
 def test_configurations_of_another_model_are_refused(architecture):
     other = GPTConfig() if architecture == "bert" else BertConfig()
     message = f"config: expected a .* for '{architecture}', got {type(other).__name__}"

@@ -12,6 +12,7 @@ import flashtile
 from flashtile.modules import FlashCrossAttention, FlashSelfAttention, alibi_slopes
 from flashtile.testing import assert_same
 from support.models.module_cases import DEVICES, alibi_bias, attention_in_full, band, check_module
+from support.running.each_case import each_case
 
 OPTIONS = [
     {},
@@ -40,8 +41,8 @@ def plain(options: dict, q, k, v):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@each_case("dtype", [torch.float32, torch.bfloat16])
+@each_case("options", OPTIONS)
 def test_dense(options, dtype, device):
     qkv = torch.randn(2, 11, 3, 4, 8)
     check_module(
@@ -59,7 +60,7 @@ def test_dense(options, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@each_case("options", OPTIONS)
 def test_packed(options, device):
     lengths_q, lengths_k = [3, 0, 7], [5, 2, 4]
     cu_q, cu_k = cumulative(lengths_q).to(device), cumulative(lengths_k).to(device)
@@ -111,7 +112,7 @@ def test_slopes_of_alibi():
     assert alibi_slopes(1).tolist() == [2.0**-8]
 
 
-@pytest.mark.parametrize("heads, error", [(0, ValueError), (-1, ValueError), (4.0, TypeError), (True, TypeError)])
+@each_case("heads, error", [(0, ValueError), (-1, ValueError), (4.0, TypeError), (True, TypeError)])
 def test_slopes_of_no_number_of_heads_are_refused(heads, error):
     with pytest.raises(error, match=f"heads: expected .*, got {heads}; pass the number of query heads"):
         alibi_slopes(heads)

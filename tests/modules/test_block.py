@@ -15,6 +15,7 @@ import flashtile
 from flashtile.modules import MHA, Block, LayerNorm, ParallelBlock, RMSNorm, add_norm
 from flashtile.testing import assert_same
 from support.models.module_cases import DEVICES, check_module
+from support.running.each_case import each_case
 
 DIM = 24
 NORMS = [LayerNorm, RMSNorm, partial(nn.LayerNorm, bias=False, eps=0.1), partial(nn.RMSNorm, eps=1e-3)]
@@ -83,9 +84,9 @@ def run_block(block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("norm", NORMS, ids=["layer", "rms", "torch-layer", "torch-rms"])
-@pytest.mark.parametrize("prenorm", [True, False], ids=["prenorm", "postnorm"])
+@each_case("dtype", [torch.float32, torch.bfloat16])
+@each_case("norm", NORMS)
+@each_case("prenorm", [True, False])
 def test_is_the_plain_composition(prenorm, norm, dtype, device):
     block = make(prenorm=prenorm, norm_cls=norm)
     inputs = [torch.randn(2, 7, DIM) for _ in range(1 + prenorm)]
@@ -94,8 +95,8 @@ def test_is_the_plain_composition(prenorm, norm, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "two-norms"])
-@pytest.mark.parametrize("norm", NORMS, ids=["layer", "rms", "torch-layer", "torch-rms"])
+@each_case("tied", [True, False])
+@each_case("norm", NORMS)
 def test_parallel(norm, tied, device):
     block = make(ParallelBlock, norm_cls=norm, tied_norm=tied)
 
@@ -120,7 +121,7 @@ def test_norms_without_weights():
     assert_same(first(hidden[0]), plain_block(first, hidden[0]))
 
 
-@pytest.mark.parametrize("prenorm", [True, False], ids=["prenorm", "postnorm"])
+@each_case("prenorm", [True, False])
 def test_a_block_without_mlp(prenorm):
     block = make(prenorm=prenorm, mlp=nn.Identity)
     assert not any(name.startswith(("norm2", "mlp")) for name in block.state_dict())
@@ -146,7 +147,7 @@ def test_dropout_is_that_of_the_function_and_only_in_training():
     assert_same(parallel.eval()(hidden, residual)[2], hidden + residual)
 
 
-@pytest.mark.parametrize("cls", [Block, ParallelBlock])
+@each_case("cls", [Block, ParallelBlock])
 def test_a_residual_in_fp32(cls):
     block = make(cls, residual_in_fp32=True).bfloat16()
     hidden = torch.randn(2, 7, DIM).bfloat16()
@@ -184,8 +185,8 @@ def hooked(dim: int) -> nn.Module:
     return norm
 
 
-@pytest.mark.parametrize("norm", [Twice, TwiceLayer, hooked], ids=["torch", "ours", "hook"])
-@pytest.mark.parametrize("cls", [Block, ParallelBlock])
+@each_case("norm", [Twice, TwiceLayer, hooked])
+@each_case("cls", [Block, ParallelBlock])
 def test_a_norm_that_does_more_than_its_class_is_called(cls, norm):
     """Its parameters do not say all that it computes."""
     block, (hidden, residual) = make(cls, norm_cls=norm), torch.randn(2, 2, 7, DIM)

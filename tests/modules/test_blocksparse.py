@@ -12,6 +12,7 @@ import flashtile
 from flashtile import patterns
 from flashtile.modules import FlashBlocksparseAttention, FlashBlocksparseMHA, flash_blocksparse_attn_func
 from flashtile.testing import assert_same
+from support.running.each_case import each_case
 
 LENGTHS = (300, 0, 37, 512)
 LONGEST = max(LENGTHS)
@@ -52,7 +53,7 @@ def test_packed_function_is_dense_attention_of_each_sequence(causal: bool, head_
     assert_same(*grads)
 
 
-@pytest.mark.parametrize("config", [_Layout(), patterns.butterfly, lambda length: patterns.fixed(length, 32)])
+@each_case("config", [_Layout(), patterns.butterfly, lambda length: patterns.fixed(length, 32)])
 def test_module_attends_within_its_mask(config: Any) -> None:
     module = FlashBlocksparseAttention(config, softmax_scale=0.3)
     qkv = torch.randn(2, LONGEST, 3, 2, 16)
@@ -67,7 +68,7 @@ def test_module_attends_within_its_mask(config: Any) -> None:
     assert module.mask(LONGEST, qkv.device) is mask, "a mask is made once"
 
 
-@pytest.mark.parametrize("config", [_Layout(), patterns.butterfly])
+@each_case("config", [_Layout(), patterns.butterfly])
 def test_a_mask_made_in_inference_mode_serves_training(config: Any) -> None:
     module = FlashBlocksparseAttention(config)
     qkv = torch.randn(1, LONGEST, 3, 2, 16, requires_grad=True)
@@ -104,7 +105,7 @@ def test_multi_head_attention_learns() -> None:
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in module.parameters())
 
 
-@pytest.mark.parametrize(
+@each_case(
     "call, words",
     [
         (lambda: FlashBlocksparseAttention(3), "sparsity_config: expected a function"),

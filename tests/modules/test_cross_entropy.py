@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import flashtile
 from flashtile.modules import CrossEntropyLoss, LinearCrossEntropyLoss
 from flashtile.testing import assert_same
+from support.running.each_case import each_case
 
 _OPTIONS: list[dict[str, Any]] = [
     {},
@@ -20,7 +20,7 @@ _OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", _OPTIONS, ids=range(4))
+@each_case("options", _OPTIONS)
 def test_in_the_place_of_pytorch(options: dict[str, Any]) -> None:
     input, target = torch.randn(7, 5, requires_grad=True), torch.tensor([0, 1, 2, 3, 4, 2, 0])
     loss, expected = CrossEntropyLoss(**options)(input, target), nn.CrossEntropyLoss(**options)(input, target)
@@ -63,7 +63,7 @@ def test_class_weights_are_a_buffer_and_scores_capped() -> None:
     assert list(linear.state_dict()) == ["class_weights"]
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@each_case("bias", [False, True])
 def test_linear(bias: bool) -> None:
     input, layer, target = torch.randn(2, 7, 4), nn.Linear(4, 9, bias=bias), torch.randint(9, (2, 7))
     options: dict[str, Any] = {"label_smoothing": 0.1, "ignore_index": 3}

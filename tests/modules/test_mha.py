@@ -16,6 +16,7 @@ import flashtile
 from flashtile.modules import MHA, FlashCrossAttention, FlashMHA, FlashSelfAttention, KVCache, alibi_slopes
 from flashtile.testing import assert_close, assert_same
 from support.models.module_cases import DEVICES, alibi_bias, attention_in_full, band, check_module
+from support.running.each_case import each_case
 
 EMBED, HEADS, D = 48, 6, 8
 X = torch.zeros(1, 7, EMBED)
@@ -72,8 +73,8 @@ def make(**options: Any) -> MHA:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@each_case("dtype", [torch.float32, torch.bfloat16])
+@each_case("options", OPTIONS)
 def test_dense(options, dtype, device):
     module = make(**options)
     plain = lambda module, x: (in_full(module, x),)  # noqa: E731
@@ -81,7 +82,7 @@ def test_dense(options, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@each_case("options", OPTIONS)
 def test_packed(options, device):
     cu_seqlens = torch.tensor([0, 4, 4, 11], dtype=torch.int32, device=device)
 
@@ -99,7 +100,7 @@ def test_packed(options, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@each_case("options", OPTIONS)
 def test_padding_mask(options, device):
     """Kept tokens attend to one another as if the others had never been there; the others give 0 and take nothing."""
     mask = torch.ones(3, 9, dtype=torch.bool, device=device)
@@ -124,7 +125,7 @@ def test_padding_mask(options, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("heads_kv", [HEADS, 2])
+@each_case("heads_kv", [HEADS, 2])
 def test_cross_attention(heads_kv, device):
     inputs = [torch.randn(2, 5, EMBED), torch.randn(2, 9, EMBED)]
     module = make(cross_attn=True, num_heads_kv=heads_kv)
@@ -151,9 +152,7 @@ def test_cross_attention(heads_kv, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "options", [o for o in OPTIONS if o.get("causal") and "rotary_emb_scale_base" not in o], ids=str
-)
+@each_case("options", [o for o in OPTIONS if o.get("causal") and "rotary_emb_scale_base" not in o])
 def test_decoding_with_a_cache_is_the_whole_at_once(options, device):
     """A prompt, then tokens one by one, then two at once."""
     x = torch.randn(2, 12, EMBED, dtype=torch.float64 if device == "cpu" else torch.float32, device=device)
@@ -293,8 +292,8 @@ def test_empty_inputs():
     assert make(rotary_emb_dim=8)(torch.randn(2, 0, EMBED)).shape == (2, 0, EMBED)
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
+@each_case("batch_first", [True, False])
+@each_case("bias", [True, False])
 def test_flash_mha(batch_first, bias):
     torch.manual_seed(0)
     module = FlashMHA(EMBED, HEADS, bias=bias, batch_first=batch_first, causal=True)
@@ -369,8 +368,8 @@ def test_sizes_are_numbers() -> None:
         MHA(32, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("make_or_call", "message"),
+@each_case(
+    "make_or_call, message",
     [
         (lambda: MHA(48, 6, batch_first=True), r"^MHA has no argument batch_first; leave it out, dense inputs are \["),
         (lambda: MHA(48, 6, bias=False), "no argument bias; it is called qkv_proj_bias and out_proj_bias$"),

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from flashtile.modules import FusedDense, FusedMlp, GatedMlp, Mlp
 from flashtile.testing import assert_same
+from support.running.each_case import each_case
 
 _KEYS = ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
 
@@ -19,7 +20,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"dtype": torch.float64}], ids=str)
+@each_case("options", [{}, {"bias": False}, {"dtype": torch.float64}])
 def test_dense_in_the_place_of_pytorch(options: dict[str, Any]) -> None:
     ours, theirs = FusedDense(6, 4, **options), nn.Linear(6, 4, **options)
     ours.load_state_dict(theirs.state_dict())
@@ -28,7 +29,7 @@ def test_dense_in_the_place_of_pytorch(options: dict[str, Any]) -> None:
     theirs.load_state_dict(ours.state_dict())
 
 
-@pytest.mark.parametrize("module", [Mlp, GatedMlp, FusedMlp])
+@each_case("module", [Mlp, GatedMlp, FusedMlp])
 def test_keys_shapes_and_defaults(module: type) -> None:
     made = module(12)
     shapes = {name: tuple(value.shape) for name, value in made.state_dict().items()}
@@ -59,8 +60,8 @@ def test_gates_are_the_second_half() -> None:
     assert_same(module(x), module.fc2(F.glu(module.fc1(x))))
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize(
+@each_case("level", [0, 1, 2])
+@each_case(
     "name, plain",
     [
         ("gelu_tanh", Mlp(6, 10, 4, activation=gelu_tanh)),
@@ -68,7 +69,6 @@ def test_gates_are_the_second_half() -> None:
         ("silu", GatedMlp(6, 10, 4, activation=F.silu, multiple_of=1)),
         ("gelu", GatedMlp(6, 10, 4, activation=F.gelu, multiple_of=1)),
     ],
-    ids=["gelu_tanh", "relu", "swiglu", "geglu"],
 )
 def test_fused_is_plain(name: str, plain: nn.Module, level: int) -> None:
     fused = FusedMlp(6, 10, 4, activation=name, gated=isinstance(plain, GatedMlp), checkpoint_level=level)
@@ -130,8 +130,8 @@ class Adapted(nn.Linear):
         return super().forward(input) + 1
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["subclass", "wrapped", "hook"])
+@each_case("level", [0, 1, 2])
+@each_case("kind", ["subclass", "wrapped", "hook"])
 def test_fused_mlp_calls_layers_that_do_more_than_a_linear_layer(kind: str, level: int) -> None:
     module = FusedMlp(6, 10, gated=True, activation="squared_relu", checkpoint_level=level)
     if kind == "hook":
@@ -151,7 +151,7 @@ def test_fused_mlp_calls_layers_that_do_more_than_a_linear_layer(kind: str, leve
         module(x)
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "relu", "squared_relu", "silu"])
+@each_case("activation", ["gelu_tanh", "gelu", "relu", "squared_relu", "silu"])
 def test_layers_that_are_called_have_the_same_activation(activation: str) -> None:
     module, x = FusedMlp(6, 10, activation=activation), torch.randn(2, 6)
     expected = module(x)
@@ -172,7 +172,7 @@ def test_fused_mlp_takes_parametrized_and_fused_layers() -> None:
     assert_same(compiled(x), expected)
 
 
-@pytest.mark.parametrize("kind", [Mlp, GatedMlp, FusedMlp])
+@each_case("kind", [Mlp, GatedMlp, FusedMlp])
 def test_sizes_are_numbers(kind: Any) -> None:
     with pytest.raises(TypeError, match=r"in_features: expected an int, got 8\.0"):
         kind(8.0, 16)

@@ -10,13 +10,12 @@ from torch import nn
 
 from flashtile.modules import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
 from flashtile.testing import assert_same
+from support.running.each_case import each_case
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"eps": 0.1}, {"elementwise_affine": False}, {"bias": False}, {"dtype": torch.float64}], ids=str
-)
-@pytest.mark.parametrize("shape", [6, (6,), (4, 6)], ids=str)
-@pytest.mark.parametrize("ours, theirs", [(LayerNorm, nn.LayerNorm), (RMSNorm, nn.RMSNorm)], ids=["layer", "rms"])
+@each_case("options", [{}, {"eps": 0.1}, {"elementwise_affine": False}, {"bias": False}, {"dtype": torch.float64}])
+@each_case("shape", [6, (6,), (4, 6)])
+@each_case("ours, theirs", [(LayerNorm, nn.LayerNorm), (RMSNorm, nn.RMSNorm)])
 def test_in_the_place_of_pytorch(ours: type, theirs: type, shape: Any, options: dict[str, Any]) -> None:
     if theirs is nn.RMSNorm:
         options = {name: value for name, value in options.items() if name != "bias"}
@@ -47,7 +46,7 @@ def test_a_wrong_shape_is_named() -> None:
         LayerNorm((4, 6))(torch.randn(6, 4))
 
 
-@pytest.mark.parametrize("module", [DropoutAddLayerNorm, DropoutAddRMSNorm])
+@each_case("module", [DropoutAddLayerNorm, DropoutAddRMSNorm])
 def test_dropout_add(module: type) -> None:
     x0, residual = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
     norm = module(8, prenorm=True, p=0.5, eps=1e-3)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from flashtile.modules import pad_input, unpad_input
 from flashtile.testing import assert_same
+from support.running.each_case import each_case
 
 
 def random_mask(batch: int, seq: int, seed: int = 0) -> torch.Tensor:
@@ -35,10 +36,10 @@ def test_is_indexing_with_the_mask(batch, seq, seed, known):
     check(torch.randn(batch, seq, 3), mask, int(mask.sum()) if known else None)
 
 
-@pytest.mark.parametrize("x", [
+@each_case("x", [
     torch.randn(3, 5), torch.randn(3, 5, 2, 4), torch.randn(5, 3, 4).transpose(0, 1),
     torch.randn(3, 1, 4).expand(3, 5, 4), torch.arange(15).view(3, 5),
-], ids=["rows", "heads", "strided", "expanded", "tokens"])  # fmt: skip
+])  # fmt: skip
 def test_any_shape_strides_and_dtype(x):
     check(x, random_mask(3, 5))
     check(x, torch.zeros(3, 5, dtype=torch.bool))
@@ -62,8 +63,8 @@ def test_in_forward_mode(derivative):
     assert torch.equal(padded, direction * mask[..., None])
 
 
-@pytest.mark.parametrize("inner", [torch.func.jacrev, torch.func.jacfwd])
-@pytest.mark.parametrize("outer", [torch.func.jacrev, torch.func.jacfwd])
+@each_case("inner", [torch.func.jacrev, torch.func.jacfwd])
+@each_case("outer", [torch.func.jacrev, torch.func.jacfwd])
 def test_second_derivatives_in_any_order_of_modes(outer, inner):
     mask, x = random_mask(3, 5), torch.randn(3, 5, dtype=torch.float64)
 

@@ -11,9 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashtile
 from flashtile.modules import RotaryEmbedding
 from flashtile.testing import assert_same
+from support.running.each_case import each_case
 
 
-@pytest.mark.parametrize("scale_base", [None, 512.0], ids=["rotary", "xpos"])
+@each_case("scale_base", [None, 512.0])
 def test_is_the_functions(scale_base: float | None) -> None:
     qkv = torch.randn(2, 7, 3, 4, 16)
     module = RotaryEmbedding(16, scale_base=scale_base)
@@ -49,7 +50,7 @@ def test_tables_of_a_fake_call_are_not_kept() -> None:
     assert torch.equal(module(qkv), expected)
 
 
-@pytest.mark.parametrize("scale_base", [None, 512.0], ids=["rotary", "xpos"])
+@each_case("scale_base", [None, 512.0])
 def test_tables_of_a_transformed_call_are_not_kept(scale_base: float | None) -> None:
     """Under torch.func.grad they are wrapped for it: the module could not be copied afterwards."""
     qkv = torch.randn(1, 5, 3, 2, 16)
@@ -76,7 +77,7 @@ def test_scaling() -> None:
     assert_same(RotaryEmbedding(16, scaling=scaling)(x.clone()), expected)
 
 
-@pytest.mark.parametrize("replaced", [False, True], ids=["written", "replaced"])
+@each_case("replaced", [False, True])
 def test_tables_follow_the_frequencies(replaced: bool) -> None:
     x = torch.randn(1, 9, 3, 2, 16)
     module = RotaryEmbedding(16)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.testing import assert_same
+from support.running.each_case import each_case
 
 _LABELS = torch.tensor([1, 2, -100, 0])
 _SUBSET = torch.tensor([0, 2, 1, 4, 3])
@@ -75,7 +76,7 @@ CALLS: dict[str, tuple[Call, list[tuple[int, ...]]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("name", CALLS)
+@each_case("name", CALLS)
 def test_several_gradients_are_those_of_one_after_another(name: str) -> None:
     call, shapes = CALLS[name]
     generator = torch.Generator().manual_seed(0)

@@ -30,6 +30,7 @@ from flashtile._backends import launch, launcher
 from flashtile._backends.launch import ABSENT, GIVEN, Parameter, float32, int32, int64, pointer_to, stride_parameters
 from flashtile._backends.launcher import Launcher
 from support.compilation.machine_code import compile_source
+from support.running.each_case import each_case
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def test_a_description_becomes_types_multiples_constants_and_scalars() -> None:
     assert plan.scalars == (64, 5, 0.5, None)
 
 
-@pytest.mark.parametrize("missing", ["factor", "x_ptr", "WIDTH"])
+@each_case("missing", ["factor", "x_ptr", "WIDTH"])
 def test_a_parameter_without_a_description_raises(missing: str) -> None:
     """It is not taken for an integer, nor for anything else."""
     parameters = {name: parameter for name, parameter in _PARAMETERS.items() if name != missing}

@@ -12,6 +12,7 @@ import torch
 import flashtile
 from flashtile.ops.common.other_names import OTHER_NAMES
 from flashtile.testing import assert_same
+from support.running.each_case import each_case
 
 #: No library has these under other names.
 OURS_ALONE = {"finish_attention", "linear_bias_wgrad", "merge_attention_"}
@@ -29,7 +30,7 @@ def call(function: Callable[..., Any], **options: Any) -> Any:
     return function(**dict.fromkeys(wanted), **options)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@each_case("function", FUNCTIONS)
 def test_every_function_refuses_names_that_it_does_not_have(function: Callable[..., Any]) -> None:
     if function.__name__ in OURS_ALONE:
         return
@@ -38,8 +39,8 @@ def test_every_function_refuses_names_that_it_does_not_have(function: Callable[.
         call(function, no_such_name=1)
 
 
-@pytest.mark.parametrize(
-    ("function", "name", "remedy"),
+@each_case(
+    "function, name, remedy",
     [
         (
             "attention",
@@ -80,8 +81,8 @@ _MASK = torch.ones(1, 1, 5, 5, dtype=torch.bool)
 _ENDS = torch.tensor([0, 5], dtype=torch.int32)
 
 
-@pytest.mark.parametrize(
-    ("function", "given", "remedy"),
+@each_case(
+    "function, given, remedy",
     [
         ("attention", [_MASK], r"got 4; write the others by name: mask=... \(bool, True = visible\)$"),
         ("attention", [_MASK.float()], r"got 4; write the others by name: bias=... \(numbers to add to the scores\)$"),

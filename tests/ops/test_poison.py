@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from support.running.each_case import each_case
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+
+@each_case("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_uninitialised_floats_are_nan(dtype):
     like = torch.zeros(5, 7, dtype=dtype)
     for tensor in (torch.empty(1000, dtype=dtype), torch.empty_like(like), like.new_empty(3, 4)):

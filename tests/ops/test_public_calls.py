@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backwa
 
 import flashtile
 from flashtile.testing import assert_same
+from support.running.each_case import each_case
 from support.running.public_calls import CALLS, ROWS, SEQ, PublicCall, labels, shown
 
 #: Public names that are no functions of tensors, or whose functions are attributes of them.
@@ -67,7 +68,7 @@ SPARSE: dict[str, tuple[Callable[[Tensor], object], Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@each_case("name", SPARSE)
 def test_sparse_tensors_are_refused_by_name(name: str) -> None:
     call, tensor = SPARSE[name]
     with pytest.raises(TypeError, match=rf"^{name.partition(':')[0]}: expected .*dense.* got layout torch.sparse_coo"):
@@ -122,7 +123,7 @@ def test_flags_are_bools(name: str, flag: str, monkeypatch: pytest.MonkeyPatch) 
             call.results(*call.leaves(ROWS))
 
 
-@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.shapes])
+@each_case("name", [name for name, call in CALLS.items() if call.shapes])
 def test_lazily_negated_tensors(name: str) -> None:
     """Tensors whose memory holds the opposite numbers, such as `z.conj().imag`."""
     call = CALLS[name]
@@ -211,7 +212,7 @@ def test_compilation_with_sizes_that_depend_on_data(name: str) -> None:
         assert_same(found, expected)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each_case("name", CALLS)
 def test_results_can_be_changed_in_place(name: str) -> None:
     call = CALLS[name]
     for result in call.results(*(leaf.requires_grad_() for leaf in call.leaves(ROWS))):
@@ -265,7 +266,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+@each_case("name", MASKS)
 def test_flops_of_attention_are_those_of_all_pairs(name: str) -> None:
     q, k, v = (
         torch.randn(B, seq, heads, dim, requires_grad=True) for seq, heads, dim in ((S, H, D), (K, 2, D), (K, 2, DV))
@@ -333,7 +334,7 @@ FLOPS: dict[str, tuple[Callable[..., object], tuple[tuple[int, ...], ...], dict[
 }
 
 
-@pytest.mark.parametrize("name", FLOPS)
+@each_case("name", FLOPS)
 def test_flops_of_other_operators(name: str) -> None:
     call, shapes, expected = FLOPS[name]
     tensors = [torch.randn(shape) for shape in shapes]
@@ -341,7 +342,7 @@ def test_flops_of_other_operators(name: str) -> None:
     assert counted(lambda: call(*tensors)) == expected
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@each_case("reduction", ["mean", "none"])
 def test_flops_of_a_linear_loss(reduction: str) -> None:
     x, weight = torch.randn(5, 3, requires_grad=True), torch.randn(7, 3, requires_grad=True)
     loss = lambda: flashtile.linear_cross_entropy(x, weight, labels(x), reduction=reduction).sum()  # noqa: E731

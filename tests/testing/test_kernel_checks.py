@@ -10,6 +10,7 @@ import torch
 import flashtile
 from flashtile.testing.kernel_checks import KernelCheck, kernel_checks
 from flashtile.testing.layouts import ODD_ADDRESS, ODD_STRIDE, Layout
+from support.running.each_case import each_case
 
 _FP16, _BF16 = torch.float16, torch.bfloat16
 #: The function of each operation.
@@ -32,8 +33,8 @@ def _first_of_each(checks: list[KernelCheck]) -> list[KernelCheck]:
     return list({check.operation: check for check in reversed(checks)}.values())
 
 
-@pytest.mark.parametrize("layout", [ODD_STRIDE, ODD_ADDRESS, Layout(3, 5), Layout()], ids=str)
-@pytest.mark.parametrize("dtype", [_BF16, torch.bool], ids=str)
+@each_case("layout", [ODD_STRIDE, ODD_ADDRESS, Layout(3, 5), Layout()])
+@each_case("dtype", [_BF16, torch.bool])
 def test_a_layout_keeps_values_and_poisons_the_rest(layout: Layout, dtype: torch.dtype) -> None:
     tensor = (torch.randn(2, 3, 4) > 0).to(dtype)
     placed = layout.place(tensor)
@@ -88,7 +89,7 @@ def test_gpu(operation: str, dtype: torch.dtype) -> None:
             check.run(torch.device("cuda"))
 
 
-@pytest.mark.parametrize("dtype, other", [(_BF16, "float16"), (_FP16, "bfloat16")], ids=["bf16", "fp16"])
+@each_case("dtype, other", [(_BF16, "float16"), (_FP16, "bfloat16")])
 def test_hopper_checks_of_the_other_dtype(dtype: torch.dtype, other: str) -> None:
     """Heads of 192 in float16 once had wrong gradients where they are added in order, or stored, and nowhere else."""
     names = [check.name for check in kernel_checks("hopper", dtype) if f"d192:128-{other}-" in check.name]

@@ -24,6 +24,7 @@ from flashtile.testing import (
     run,
     size,
 )
+from support.running.each_case import each_case
 
 CASE = AttentionCase(seq_q=150, seq_k=150, heads=2, heads_kv=1, arguments={"causal": True})
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -139,10 +140,9 @@ def test_same_infinities_and_nan_pass() -> None:
     assert_close("x", EXACT.float(), EXACT, EXACT.float())
 
 
-@pytest.mark.parametrize(
+@each_case(
     "index, value",
     [(3, -float("inf")), (3, 7.0), (3, float("nan")), (4, 0.0), (5, 0.0), (5, float("inf")), (0, float("inf"))],
-    ids=str,
 )
 def test_different_infinities_and_nan_fail(index: int, value: float) -> None:
     actual = EXACT.float()
@@ -151,7 +151,7 @@ def test_different_infinities_and_nan_fail(index: int, value: float) -> None:
         assert_close("x", actual, EXACT, EXACT.float())
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")], ids=str)
+@each_case("value", [float("inf"), float("nan")])
 def test_eager_overflow_does_not_allow_everything(value: float) -> None:
     oracle = torch.ones(3, dtype=torch.float64)
     eager = torch.tensor([1.0, value, 1.0], dtype=torch.float16)
@@ -187,7 +187,7 @@ def test_numbers_that_cancelled_widen_the_band() -> None:
         assert_close("x", rounding, oracle, oracle.float())
 
 
-@pytest.mark.parametrize("dtype, ulps", [(torch.float64, 64), (torch.float32, 16), (torch.bfloat16, 4)], ids=str)
+@each_case("dtype, ulps", [(torch.float64, 64), (torch.float32, 16), (torch.bfloat16, 4)])
 def test_two_computations_may_differ_by_the_band(dtype: torch.dtype, ulps: int) -> None:
     expected = torch.ones(1000, dtype=dtype)
     step = ulps * torch.finfo(dtype).eps
@@ -200,7 +200,7 @@ def test_two_computations_may_differ_by_the_band(dtype: torch.dtype, ulps: int) 
     assert_same(far, expected, cancelled=Size(1, 1))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "actual, expected, message",
     [
         (torch.ones(2), torch.ones(2, dtype=torch.float64), "dtype torch.float32, expected torch.float64"),
@@ -214,7 +214,6 @@ def test_two_computations_may_differ_by_the_band(dtype: torch.dtype, ulps: int) 
         (torch.tensor([1.0, torch.nan]), torch.ones(2), "NaN at"),
         (torch.tensor([1.0, torch.inf]), torch.ones(2), "inf at"),
     ],
-    ids=str,
 )
 def test_what_is_not_the_same(actual: object, expected: object, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
@@ -228,7 +227,7 @@ def test_error_and_allowed_error_by_hand() -> None:
     assert allowed_error(eager, oracle, torch.float16) == 2 * 0.5 + 4 * 2**-10 * 4.0
 
 
-@pytest.mark.parametrize("shape", [(0,), (2, 0, 3)], ids=str)
+@each_case("shape", [(0,), (2, 0, 3)])
 def test_empty_tensors(shape: tuple[int, ...]) -> None:
     empty = torch.empty(shape)
     assert size(empty) == (0, 0)

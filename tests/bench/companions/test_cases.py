@@ -24,6 +24,7 @@ from flashtile.bench.companions import IMPLEMENTATIONS, Random, evaluate
 from flashtile.bench.registry import BENCHMARKS
 from flashtile.bench.start import UserError
 from flashtile.testing import assert_same
+from support.running.each_case import each_case
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -35,7 +36,7 @@ def cases_named(device, op=(), quick=False):
 ALL = [*cases_named(CPU), *cases_named(CUDA)]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "case, forward, backward",
     [
         (Copy("bf16", 3), 2 * 3 * 1024, None),
@@ -48,7 +49,6 @@ ALL = [*cases_named(CPU), *cases_named(CUDA)]
         (MaskedSoftmax("bf16", 2, 3, 4), 2 * 6 * 32 + 2 * 16, 2 * 6 * 48),
         (CrossEntropy("bf16", 3, 11), 2 * 33, 2 * 66),
     ],
-    ids=lambda value: getattr(value, "op", ""),
 )
 def test_bytes_count_each_input_and_output_once(case, forward, backward):
     assert case.bytes("fwd") == forward

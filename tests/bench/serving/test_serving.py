@@ -17,6 +17,7 @@ from flashtile.bench.serving import IMPLEMENTATIONS, ServingProblem, gather_rows
 from flashtile.bench.serving_cases import ServingCase, tables
 from flashtile.bench.start import UserError
 from support.running.command_line import invoke
+from support.running.each_case import each_case
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = ServingCase(3, 48, 4, 2, 16, 24, dtype="fp32")
@@ -66,7 +67,7 @@ def test_names_and_records_tell_cases_apart():
     assert find_case({"op": "decode", "case": CASE.record()}) == CASE, "records of before"
 
 
-@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+@each_case("device", [CPU, CUDA])
 def test_cases_differ_and_fit(device):
     cases = BENCHMARKS["serving"].cases({}, device)
     assert len({case.name for case in cases}) == len(cases) == sum(map(len, tables(device).values()))

@@ -28,6 +28,7 @@ from flashtile.bench.training import (
     token_losses,
     weight_shapes,
 )
+from support.running.each_case import each_case
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = TrainCase("gpt2-tiny", 3, 8, "fp32")
@@ -130,7 +131,7 @@ def test_missing_packages_are_reasons():
     assert row["why"] == "no_such_package is not installed"
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@each_case("autocast", [False, True])
 def test_parts_of_a_batch_train_as_the_whole(autocast):
     weights, tokens = make_weights(CASE, CPU), make_tokens(CASE, CPU)
     whole, parts = (Training(build_plain(CASE, weights), tokens, autocast, batch).results("") for batch in (None, 2))

@@ -10,11 +10,12 @@ import torch
 
 import flashtile
 from flashtile.ops.common import checks
+from support.running.each_case import each_case
 
 _LOGITS, _LABELS = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "changes, error, message",
     [
         ({"logits": [1]}, TypeError, "logits: expected a torch.Tensor, got list"),
@@ -61,18 +62,13 @@ _LOGITS, _LABELS = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
         ({"backend": "x"}, ValueError, "backend: expected one of"),
         ({"backend": "triton", "logits": _LOGITS.double()}, ValueError, "backend: 'triton' cannot serve this call"),
     ],
-    ids=range(31),
 )
 def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         flashtile.cross_entropy(**{"logits": _LOGITS, "labels": _LABELS, **changes})
 
 
-@pytest.mark.parametrize(
-    "logits",
-    [_LOGITS[:1].expand(2, 3, 5), torch.randn(2, 4, 5)[:, :3], torch.randn(2, 5, 3).transpose(1, 2)],
-    ids=["expanded", "cut", "transposed"],
-)
+@each_case("logits", [_LOGITS[:1].expand(2, 3, 5), torch.randn(2, 4, 5)[:, :3], torch.randn(2, 5, 3).transpose(1, 2)])
 def test_inplace_backward_needs_rows_of_its_own(logits: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="inplace_backward: expected logits whose rows lie at one distance"):
         flashtile.cross_entropy(logits, _LABELS, inplace_backward=True)

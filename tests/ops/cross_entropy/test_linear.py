@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import flashtile
 from flashtile.ops.cross_entropy import linear
 from flashtile.testing import assert_close, assert_same
+from support.running.each_case import each_case
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def test_only_what_is_asked_for(wanted: tuple[int, ...], monkeypatch: pytest.Mon
     assert made[1].gradients == (None, None, None)
 
 
-@pytest.mark.parametrize("reduction", _REDUCTIONS)
+@each_case("reduction", _REDUCTIONS)
 def test_gradients_of_operands_made_from_one_another(reduction: str) -> None:
     """Under create_graph too each gradient counts once: of an embedding that is the last layer's weight too, of x."""
     operands, labels = small()
@@ -227,7 +228,7 @@ def test_a_second_backward_is_right_too() -> None:
     assert_same(second, tuple(1.5 * t for t in first))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@each_case("dtype", [torch.float32, torch.float16])
 def test_nothing_counts(dtype: torch.dtype) -> None:
     operands, labels = small(dtype)
     ignored = torch.full_like(labels, -100)
@@ -257,8 +258,8 @@ def test_strided_operands() -> None:
     assert_same(loss, expected[:, None].expand(2, 5, 2))
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("reduction", _REDUCTIONS)
+@each_case("backend", ["cpu", "reference"])
+@each_case("reduction", _REDUCTIONS)
 def test_ignored_rows_have_no_effect(reduction: str, backend: str) -> None:
     """Be they NaN, also in second derivatives and under transforms."""
     (x, weight, bias), labels = small()
@@ -338,8 +339,8 @@ def test_transforms() -> None:
         torch.func.grad(lambda x: flashtile.linear_cross_entropy(x, weight, labels, backend="cpu"))(x.detach())
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize("rows", [1, 100, 4096, 16384, 16385, 100000])
+@each_case("device", ["cuda", "cpu"])
+@each_case("rows", [1, 100, 4096, 16384, 16385, 100000])
 def test_chunks(rows: int, device: str) -> None:
     for columns in (64, 50304, 128256, 2**30):
         step = linear.chunk_rows(rows, columns, 2, device)
@@ -351,7 +352,7 @@ def test_chunks(rows: int, device: str) -> None:
 _X, _WEIGHT, _LABELS = torch.randn(2, 3, 4), torch.randn(7, 4), torch.zeros(2, 3, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "changes, error, message",
     [
         ({"x": [1]}, TypeError, "x: expected a torch.Tensor, got list"),
@@ -367,7 +368,6 @@ _X, _WEIGHT, _LABELS = torch.randn(2, 3, 4), torch.randn(7, 4), torch.zeros(2, 3
         ({"reduction": "max"}, ValueError, "reduction: expected one of 'none', 'mean', 'sum', got 'max'"),
         ({"backend": "x"}, ValueError, "backend: expected one of"),
     ],
-    ids=range(12),
 )
 def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import flashtile
 from flashtile.testing import Size, assert_close, assert_same, size
+from support.running.each_case import each_case
 
 # PyTorch's own forward mode still uses it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -27,8 +28,8 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 @both_backends
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.125])
+@each_case("reduction", ["none", "mean", "sum"])
+@each_case("smoothing", [0.0, 0.125])
 def test_is_that_of_pytorch(smoothing: float, reduction: str, backend: str) -> None:
     logits, labels = normal(2, 5, 6).requires_grad_(), torch.stack((_LABELS, _LABELS.flip(0)))
     options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": reduction}
@@ -42,8 +43,8 @@ def test_is_that_of_pytorch(smoothing: float, reduction: str, backend: str) -> N
 
 
 @both_backends
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.125])
+@each_case("reduction", ["none", "mean", "sum"])
+@each_case("smoothing", [0.0, 0.125])
 def test_class_weights_and_soft_cap_are_those_of_pytorch(smoothing: float, reduction: str, backend: str) -> None:
     logits, weights = (3 * normal(5, 6)).requires_grad_(), torch.tensor([0.5, 1.0, 2.0, 0.0, 0.25, 3.0]).double()
     options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": reduction}

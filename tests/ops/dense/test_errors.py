@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import flashtile
+from support.running.each_case import each_case
 
 _FP64, _BF16 = torch.float64, torch.bfloat16
 
@@ -95,17 +96,17 @@ BAD_WGRADS = {
 }
 
 _CASES = [
-    pytest.param(function, valid, *case, id=f"{function.__name__}-{name}")
+    (function, valid, *case)
     for function, valid, cases in (
         (flashtile.fused_dense, _DENSE, BAD_DENSE),
         (flashtile.fused_mlp, _MLP, BAD_MLPS),
         (flashtile.linear_bias_wgrad, _WGRAD, BAD_WGRADS),
     )
-    for name, case in cases.items()
+    for case in cases.values()
 ]
 
 
-@pytest.mark.parametrize("function, valid, error, changes, parts", _CASES)
+@each_case("function, valid, error, changes, parts", _CASES)
 def test_bad_input(
     function: Any, valid: dict[str, Any], error: type[Exception], changes: dict[str, Any], parts: tuple[str, ...]
 ) -> None:

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flashtile
 from flashtile.testing import assert_same
 from support.companions.dense_cases import MlpCase, check
+from support.running.each_case import each_case
 
 # PyTorch's own forward mode still uses it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -52,8 +53,8 @@ def mlp_operands(gated: bool = False, dtype: torch.dtype = torch.float64) -> tup
 
 
 @both_backends
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("activation", _FUNCTIONS)
+@each_case("gated", [False, True])
+@each_case("activation", _FUNCTIONS)
 def test_mlp_is_that_of_pytorch(activation: str, gated: bool, backend: str) -> None:
     x, weight1, bias1, weight2, bias2 = operands = mlp_operands(gated)
     out = flashtile.fused_mlp(*operands, activation=activation, gated=gated, backend=backend)
@@ -149,7 +150,7 @@ def test_wgrad(backend: str) -> None:
     assert flashtile.linear_bias_wgrad(x, dout, bias=False, backend=backend)[1] is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@each_case("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_wgrad_is_added_to_a_buffer(dtype: torch.dtype) -> None:
     x, dout = normal(40, 4, dtype=dtype), normal(40, 5, seed=1, dtype=dtype)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -190,7 +191,7 @@ def test_backward_adds_to_main_grad(backend: str) -> None:
 # --- autocast -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each_case("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_as_pytorch_does(dtype: torch.dtype) -> None:
     operands = mlp_operands(dtype=torch.float32)
     x, weight1, bias1, weight2, bias2 = operands
@@ -312,7 +313,7 @@ def test_products_are_counted() -> None:
     assert counter.get_total_flops() == 3 * 2 * 6 * (4 * 5 + 5 * 3)
 
 
-@pytest.mark.parametrize("which", ["gated", "recomputing"])
+@each_case("which", ["gated", "recomputing"])
 def test_transforms(which: str) -> None:
     call, (x, *rest) = functions("auto")[which]
     x, rest = x.detach(), [t.detach() for t in rest]

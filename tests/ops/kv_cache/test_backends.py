@@ -23,6 +23,7 @@ from support.attention.kv_cache_cases import (
     run,
 )
 from support.running.covering import turns
+from support.running.each_case import each_case
 
 
 @pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
@@ -30,8 +31,8 @@ def test_cpu(case: CacheCase) -> None:
     check(case, "cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["append", "rotary halves", "everything"])
+@each_case("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@each_case("name", ["append", "rotary halves", "everything"])
 def test_cpu_dtypes(name: str, dtype: torch.dtype) -> None:
     check(replace(PAIRS[name], dtype=dtype), "cpu")
 

@@ -13,6 +13,7 @@ from flashtile._backends.devices import interpreting, triton_missing
 from flashtile.ops.kv_cache import operator, repeated
 from flashtile.testing import assert_same
 from support.attention.kv_cache_cases import CacheCase, check
+from support.running.each_case import each_case
 
 STEP = CacheCase(seq_q=1, capacity=300, lengths=260, heads=4, head_dim=16)
 
@@ -62,7 +63,7 @@ def test_each_step_has_its_own_length(general) -> None:
     assert general() == 9  # a tensor and a number are different calls
 
 
-@pytest.mark.parametrize("wrong, error", [
+@each_case("wrong, error", [
     ({"cache_lengths": 41}, ValueError),
     ({"cache_lengths": -1}, ValueError),
     ({"cache_lengths": True}, TypeError),
@@ -80,7 +81,7 @@ def test_each_step_has_its_own_length(general) -> None:
     ({"num_splits": 0}, ValueError),
     ({"max_seqlen_q": 1}, ValueError),
     ({"cu_seqlens_new": torch.tensor([0, 1, 2])}, ValueError),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_a_wrong_argument_is_refused_in_a_later_step_too(wrong: dict, error: type[Exception]) -> None:
     step = _step()
     step(cache_lengths=40)
@@ -114,8 +115,8 @@ def test_other_layouts_are_looked_at(general) -> None:
         flashtile.attention_with_kv_cache(q, cache, cache)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_case("value", [float("nan"), float("inf")])
+@each_case("dtype", [torch.float32, torch.bfloat16])
 def test_nan_and_inf(value: float, dtype: torch.dtype) -> None:
     q, k_cache = torch.randn(1, 1, 2, 16, dtype=dtype), torch.randn(1, 30, 2, 16, dtype=dtype)
     v_cache = k_cache.clone()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 
 from flashtile._backends.devices import KNOWN_DEVICES
@@ -18,11 +17,12 @@ from flashtile.ops.common.split_keys.configs import (
     shared_memory,
 )
 from flashtile.ops.kv_cache.triton.configs import append_cut
+from support.running.each_case import each_case
 
 _SLOTS = 132 * 3
 
 
-@pytest.mark.parametrize(
+@each_case(
     "programs, key_tiles, splits",
     [
         (8, 512, 47),  # one sequence, 8 heads: a wave of 376 of 396 programs, with 11 tiles each
@@ -38,8 +38,8 @@ def test_splits_fill_the_slots(programs: int, key_tiles: int, splits: int) -> No
     assert choose_splits(programs, key_tiles, _SLOTS) == splits
 
 
-@pytest.mark.parametrize("programs", [1, 7, 8, 63, 256, 300, 397, 1024, 3000])
-@pytest.mark.parametrize("key_tiles", [1, 5, 64, 2048])
+@each_case("programs", [1, 7, 8, 63, 256, 300, 397, 1024, 3000])
+@each_case("key_tiles", [1, 5, 64, 2048])
 def test_no_number_of_splits_would_be_much_better(programs: int, key_tiles: int) -> None:
     def time(splits: int) -> int:
         return -(-programs * splits // _SLOTS) * (1 - (-key_tiles // splits))
@@ -55,8 +55,8 @@ def test_splits_have_equal_shares_where_the_keys_are_few() -> None:
     assert choose_splits(8, 32, 132) == 16
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim, head_dim_v", [(1, 1), (64, 64), (80, 96), (192, 128), (256, 256), (512, 512)])
+@each_case("dtype", [torch.bfloat16, torch.float32])
+@each_case("head_dim, head_dim_v", [(1, 1), (64, 64), (80, 96), (192, 128), (256, 256), (512, 512)])
 def test_tiles_fit_every_device(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
     for device, rows in itertools.product(KNOWN_DEVICES.values(), (1, 4, 32, 1000)):
         tile_key = TileKey(dtype, head_dim, head_dim_v, rows)

@@ -27,6 +27,7 @@ from gluon_emulator import EmulatedHopper
 from support.attention.kv_cache_cases import CacheCase, check
 from support.compilation.checked_code import check_code
 from support.compilation.machine_code import Binary, check_barriers, check_fit, check_products
+from support.running.each_case import each_case
 
 _SM_90 = devices.KNOWN_DEVICES["sm_90"]
 
@@ -208,13 +209,13 @@ _TREE = _CHUNKS._replace(
 _PADDED = _CHUNKS._replace(index_dtypes=(None, None, torch.int32, torch.int32, torch.int32, None, None), num_splits=2)
 
 
-@pytest.mark.parametrize("call", [_DECODE, _PAGED, _CHUNKS, _DECODE._replace(window_right=None)], ids=str)
+@each_case("call", [_DECODE, _PAGED, _CHUNKS, _DECODE._replace(window_right=None)])
 def test_served(call: SplitCall) -> None:
     assert latent_unsupported_reason(call, _SM_90) is None
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
+@each_case(
+    "change, reason",
     [
         ({"values_in_keys": False}, "one key head whose first columns are the values"),
         ({"shape": (64, 1, 16, 1, 512, 512)}, "520 to 576 columns with 512 of values, not 512 with 512"),
@@ -231,7 +232,6 @@ def test_served(call: SplitCall) -> None:
         ({"strides": (_DECODE.strides[0], *[(4096 * 576 + 8, 576, 0)] * 2)}, "multiples of a row"),
         ({"page_size": 12}, "8 divides the pages that it takes, not 12"),
     ],
-    ids=str,
 )
 def test_not_served(change: dict[str, Any], reason: str) -> None:
     assert reason in str(latent_unsupported_reason(_DECODE._replace(**change), _SM_90))

@@ -14,6 +14,7 @@ import flashtile
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.testing import assert_same
 from support.attention.kv_cache_cases import PAIRS, CacheCase, make_inputs
+from support.running.each_case import each_case
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 _APPEND = replace(PAIRS["rotary halves"], heads=4, dtype=torch.float32)
@@ -40,7 +41,7 @@ def test_opcheck_of_appending(name: str, backend: str) -> None:
     torch.library.opcheck(torch.ops.flashtile.attention_cached_.default, _arguments(PAIRS[name], backend))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+@each_case("dtype", [torch.float16, torch.float64])
 def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(dtype: torch.dtype) -> None:
     case = replace(PAIRS["rotary halves+head_dims"], dtype=dtype, heads=4)
     inputs = make_inputs(case)

@@ -12,6 +12,7 @@ from torch import Tensor
 import flashtile
 from flashtile.ops.common.eight_bits import EIGHT_BITS
 from flashtile.testing import assert_same
+from support.running.each_case import each_case
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 
@@ -39,8 +40,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @both_backends
-@pytest.mark.parametrize("steps", [(1,) * 12, (5, 1, 1, 5), (12,)], ids=["one_by_one", "chunks", "at_once"])
-@pytest.mark.parametrize("option", _OPTIONS)
+@each_case("steps", [(1,) * 12, (5, 1, 1, 5), (12,)])
+@each_case("option", _OPTIONS)
 def test_decoding_in_steps_is_attention_over_all(option: str, steps: tuple[int, ...], backend: str) -> None:
     q, k, v = qkv()
     expected, expected_lse = flashtile.attention(
@@ -63,7 +64,7 @@ def test_decoding_in_steps_is_attention_over_all(option: str, steps: tuple[int, 
 
 
 @both_backends
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@each_case("interleaved", [False, True])
 def test_rotation_is_by_the_row_of_the_cache(interleaved: bool, backend: str) -> None:
     q, k, v = qkv()
     cos, sin = flashtile.rotary_tables(20, 6, dtype=torch.float64)
@@ -113,7 +114,7 @@ def test_each_sequence_has_its_own_length_padding_and_entry(backend: str) -> Non
 
 
 @both_backends
-@pytest.mark.parametrize("page_size", [1, 12, 32])
+@each_case("page_size", [1, 12, 32])
 def test_pages_are_the_rows_of_a_cache(page_size: int, backend: str) -> None:
     """In any order; those of nobody stay as they are, and table entries past the length are not read."""
     q, k, v = normal(2, 1, 4, 8), normal(2, 96, 2, 8, seed=2), normal(2, 96, 2, 8, seed=3)
@@ -140,7 +141,7 @@ def test_pages_are_the_rows_of_a_cache(page_size: int, backend: str) -> None:
 
 
 @both_backends
-@pytest.mark.parametrize("option", _OPTIONS)
+@each_case("option", _OPTIONS)
 def test_packed_sequences_are_calls_of_their_own(option: str, backend: str) -> None:
     """A chunk of a prompt, a token, a sequence without queries and a first chunk, whose lengths come from a table."""
     counts, lengths = [4, 1, 0, 5], [3, 9, 6, 0]
@@ -232,7 +233,7 @@ def test_packed_trees_stand_behind_one_another() -> None:
 
 
 @both_backends
-@pytest.mark.parametrize("layout", ["dense", "entries", "pages", "packed", "int8", "tree"])
+@each_case("layout", ["dense", "entries", "pages", "packed", "int8", "tree"])
 def test_shared_rows_are_read_once(layout: str, backend: str) -> None:
     """The result is that of a call without them; of the other sequences' first rows nothing is read."""
     q, k, v = normal(3, 2, 4, 8), normal(3, 24, 2, 8, seed=1), normal(3, 24, 2, 8, seed=2)
@@ -268,8 +269,8 @@ _FACTORS = {"one": (), "heads": (2,), "entries": (2, 2), "rows": (2, 20, 2)}
 
 
 @both_backends
-@pytest.mark.parametrize("kind", _FACTORS)
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+@each_case("kind", _FACTORS)
+@each_case("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 def test_caches_of_8_bits_stand_for_themselves_times_factors(dtype: torch.dtype, kind: str, backend: str) -> None:
     """The new rows are rounded to them, and attention is that over the widened cache."""
     generator = torch.Generator().manual_seed(0)
@@ -341,7 +342,7 @@ def test_a_view_of_a_larger_cache_is_written_in_place(backend: str) -> None:
 
 
 @both_backends
-@pytest.mark.parametrize("dim", range(4))
+@each_case("dim", range(4))
 def test_caches_may_lie_in_turns_in_one_tensor(dim: int, backend: str) -> None:
     k_cache, v_cache = torch.zeros(2, 2, 16, 2, 8, dtype=torch.float64).movedim(0, dim).contiguous().unbind(dim)
     k, v = normal(2, 1, 2, 8, seed=2), normal(2, 1, 2, 8, seed=3)
@@ -649,7 +650,7 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@each_case("name", BAD)
 def test_bad_input(name: str) -> None:
     error, changes, message = BAD[name]
     with pytest.raises(error, match=re.escape(message)):

@@ -10,26 +10,27 @@ import torch
 import flashtile
 from flashtile.testing import NormCase, check_norm, make_norm_inputs
 from support.companions.norm_cases import COMBINED, DTYPES, EDGES, parameters
+from support.running.each_case import each_case
 
 
-@pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
+@each_case("case", (COMBINED | EDGES).values())
 def test_agrees_with_the_oracle(case: NormCase) -> None:
     check_norm(case, "cpu")
 
 
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@each_case("rms", [False, True])
 @pytest.mark.parametrize("case", parameters(DTYPES))
 def test_dtypes_agree_with_the_oracle(case: NormCase, rms: bool) -> None:
     check_norm(replace(case, rms=rms, shape=(40,), hidden=300), "cpu")
 
 
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@each_case("rms", [False, True])
 def test_float64(rms: bool) -> None:
     double = torch.float64
     check_norm(NormCase(rms=rms, dtype=double, residual_dtype=double, weight_dtype=double), "cpu")
 
 
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@each_case("rms", [False, True])
 def test_strided_inputs(rms: bool) -> None:
     case = NormCase(shape=(4, 6), hidden=10, rms=rms, residual_dtype=torch.float32)
     inputs = make_norm_inputs(case)

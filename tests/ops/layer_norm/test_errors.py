@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import flashtile
+from support.running.each_case import each_case
 
 _FP64, _BF16 = torch.float64, torch.bfloat16
 
@@ -81,8 +82,8 @@ BAD_SUMS = {
 }
 
 
-@pytest.mark.parametrize("function", [flashtile.dropout_add_layer_norm, flashtile.dropout_add_rms_norm])
-@pytest.mark.parametrize("name", BAD_SUMS)
+@each_case("function", [flashtile.dropout_add_layer_norm, flashtile.dropout_add_rms_norm])
+@each_case("name", BAD_SUMS)
 def test_dropout_add(name: str, function: Any) -> None:
     if name == "triton" and torch.cuda.is_available():
         pytest.skip("tensors on the CPU are an error everywhere, but Triton's interpreter may be on")
@@ -92,8 +93,8 @@ def test_dropout_add(name: str, function: Any) -> None:
         function(**arguments)
 
 
-@pytest.mark.parametrize("function", [flashtile.layer_norm, flashtile.rms_norm])
-@pytest.mark.parametrize(
+@each_case("function", [flashtile.layer_norm, flashtile.rms_norm])
+@each_case(
     "changes, message",
     [
         ({"x": None}, "x: expected a torch.Tensor, got NoneType"),
@@ -104,14 +105,13 @@ def test_dropout_add(name: str, function: Any) -> None:
         ({"zero_centered_weight": 0}, "zero_centered_weight: expected True or False"),
         ({"backend": "fast"}, "backend: expected one of"),
     ],
-    ids=str,
 )
 def test_plain(changes: dict[str, Any], message: str, function: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         function(**{"x": torch.randn(2, 8), **changes})
 
 
-@pytest.mark.parametrize("norm", [flashtile.layer_norm, flashtile.rms_norm])
+@each_case("norm", [flashtile.layer_norm, flashtile.rms_norm])
 def test_weights_are_float64_exactly_where_x_is(norm: Callable[..., torch.Tensor]) -> None:
     for x, weight in ((zeros(2, 8, dtype=_FP64), zeros(8)), (zeros(2, 8), zeros(8, dtype=_FP64))):
         with pytest.raises(TypeError, match="weight: expected float64 exactly where x is"):

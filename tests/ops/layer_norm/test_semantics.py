@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import flashtile
 from flashtile.testing import assert_same
+from support.running.each_case import each_case
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 both_norms = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
@@ -93,7 +94,7 @@ def test_subsets(backend: str) -> None:
 
 
 @both_backends
-@pytest.mark.parametrize("count", range(1, 5))
+@each_case("count", range(1, 5))
 def test_what_is_returned(count: int, backend: str) -> None:
     x0 = normal(2, 3, 4)
     options = {"prenorm": count > 1, "return_dropout_mask": count > 2, "backend": backend}
@@ -106,7 +107,7 @@ def test_what_is_returned(count: int, backend: str) -> None:
 
 
 @both_backends
-@pytest.mark.parametrize(
+@each_case(
     "dtype, residual_dtype, in_fp32, expected",
     [
         (torch.bfloat16, None, False, torch.bfloat16),
@@ -116,7 +117,6 @@ def test_what_is_returned(count: int, backend: str) -> None:
         (torch.float32, torch.float16, False, torch.float16),
         (torch.float64, None, True, torch.float64),
     ],
-    ids=str,
 )
 def test_dtypes(
     dtype: torch.dtype, residual_dtype: torch.dtype | None, in_fp32: bool, expected: torch.dtype, backend: str
@@ -152,7 +152,7 @@ def test_gradients_reach_the_input_that_is_returned(backend: str) -> None:
 
 
 @both_backends
-@pytest.mark.parametrize("used", ["z", "z1", "x"])
+@each_case("used", ["z", "z1", "x"])
 def test_gradients_through_one_output(used: str, backend: str) -> None:
     x0, residual, weight = (normal(*shape, seed=len(shape)).requires_grad_() for shape in ((3, 6), (3, 6), (6,)))
     arguments = (x0, residual, weight, None, 0.5)

@@ -10,6 +10,7 @@ import torch
 import flashtile
 from flashtile.testing import assert_same
 from support.companions.rotary_cases import COMBINED, EDGES, RotaryCase, check, parameters
+from support.running.each_case import each_case
 from support.running.places import places
 
 _DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -21,7 +22,7 @@ def test_agrees_with_the_oracle(case: RotaryCase, backend: str, device: str) -> 
     check(case, backend, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@each_case("dtype", [torch.bfloat16, torch.float64])
 def test_cpu_dtypes(dtype: torch.dtype) -> None:
     check(RotaryCase(dtype=dtype), "cpu")
     check(RotaryCase(dtype=dtype, table_dtype=dtype, interleaved=True), "cpu")

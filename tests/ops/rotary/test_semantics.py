@@ -17,6 +17,7 @@ import flashtile
 from flashtile import RotaryScaling
 from flashtile.ops.rotary.spec import RotarySpec
 from flashtile.testing import assert_same
+from support.running.each_case import each_case
 
 # PyTorch's own forward mode still uses it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -85,7 +86,7 @@ def test_packed_sequences_begin_anew(backend: str) -> None:
 
 
 @both_backends
-@pytest.mark.parametrize("strides", [(0, 32, 8, 1), (40, 8, 8, 1)], ids=["expanded", "overlapping"])
+@each_case("strides", [(0, 32, 8, 1), (40, 8, 8, 1)])
 def test_rows_that_share_memory_are_not_rotated_in_place(strides: tuple[int, ...], backend: str) -> None:
     x = torch.randn(400).as_strided((2, 5, 4, 8), strides)
     with pytest.raises(ValueError, match=r"x: expected memory of its own for each element, because it is written"):
@@ -97,7 +98,7 @@ def test_rows_that_share_memory_are_not_rotated_in_place(strides: tuple[int, ...
 
 
 @both_backends
-@pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
+@each_case("inplace", [False, True])
 def test_packed_projections(inplace: bool, backend: str) -> None:
     qkv, options = normal(2, 5, 3, 4, 8), {"inplace": inplace, "backend": backend}
     q, k, v = (t.clone() for t in qkv.unbind(2))
@@ -192,7 +193,7 @@ def test_xpos_cancels_but_for_the_distance() -> None:
     assert (products[10, 0] < 1).all(), "far keys count less"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "arguments, message",
     [
         (("cubic", 2.0), "kind: expected 'linear', 'ntk' or 'yarn', got 'cubic'"),
@@ -211,7 +212,7 @@ def test_bad_scaling(arguments: tuple, message: str) -> None:
         RotaryScaling(*arguments)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "arguments, message",
     [
         ((5,), "dim: expected an even"),
@@ -226,7 +227,7 @@ def test_bad_frequencies(arguments: tuple, message: str) -> None:
         flashtile.rotary_frequencies(*arguments)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "make, message",
     [
         (lambda: flashtile.rotary_tables(20.5, 4), "positions: expected an int, got 20.5"),
@@ -236,7 +237,6 @@ def test_bad_frequencies(arguments: tuple, message: str) -> None:
         (lambda: flashtile.xpos_scale(20, 5, 512.0), "dim: expected an even number of elements, got 5"),
         (lambda: flashtile.xpos_scale(20, 4, 0.0), "scale_base: expected a positive number, got 0.0"),
     ],
-    ids=range(6),
 )
 def test_bad_tables(make: Callable[[], object], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
@@ -299,14 +299,14 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@each_case("name", BAD)
 def test_bad_input(name: str) -> None:
     error, changes, message = BAD[name]
     with pytest.raises(error, match=".*".join(map(re.escape, message))):
         flashtile.apply_rotary(**{"x": _X, "cos": _COS, "sin": _SIN, **changes})
 
 
-@pytest.mark.parametrize(
+@each_case(
     "changes, message",
     [
         (
@@ -320,7 +320,6 @@ def test_bad_input(name: str) -> None:
         ({"cos_k": _COS[1:], "sin_k": _SIN[1:]}, r"cos_k: expected the shape and dtype of cos"),
         ({"qkv": torch.randn(2, 4, 3, 6, 8)[..., :3, :], "inplace": True}, r"qkv: expected heads that follow one"),
     ],
-    ids=range(7),
 )
 def test_bad_qkv(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
@@ -422,8 +421,8 @@ def test_transforms() -> None:
     assert_same(tangent, call(x[1]))
 
 
-@pytest.mark.parametrize("make", [flashtile.rotary_tables, functools.partial(flashtile.xpos_scale, scale_base=512.0)])
-@pytest.mark.parametrize(
+@each_case("make", [flashtile.rotary_tables, functools.partial(flashtile.xpos_scale, scale_base=512.0)])
+@each_case(
     "positions, dim, error, message",
     [
         (8.5, 4, TypeError, "positions: expected an int, got 8.5; pass the length of the table"),
@@ -436,7 +435,7 @@ def test_bad_sizes_of_tables(make: Callable, positions: int, dim: int, error: ty
         make(positions, dim)
 
 
-@pytest.mark.parametrize("scale_base", [0.0, -1.0, math.nan])
+@each_case("scale_base", [0.0, -1.0, math.nan])
 def test_bad_decay(scale_base: float) -> None:
     with pytest.raises(ValueError, match=f"scale_base: expected a positive number, got {scale_base}"):
         flashtile.xpos_scale(8, 4, scale_base)

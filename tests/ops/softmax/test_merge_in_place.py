@@ -8,6 +8,7 @@ import torch
 import flashtile
 from flashtile._backends import devices
 from flashtile.testing import assert_close, assert_same
+from support.running.each_case import each_case
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -57,8 +58,8 @@ def _check(dtype: torch.dtype, width: int, backend: str, device: str = "cpu") ->
         assert_close(name, found, exact, plain)
 
 
-@pytest.mark.parametrize("width", [1, 16, 40])
-@pytest.mark.parametrize("dtype", _DTYPES)
+@each_case("width", [1, 16, 40])
+@each_case("dtype", _DTYPES)
 def test_on_the_cpu(dtype, width):
     _check(_DTYPES[dtype], width, "cpu")
 
@@ -95,8 +96,8 @@ def test_what_stays_the_largest_is_not_rounded():
     assert torch.equal(acc, torch.full((1, 1, 1, 2), 0.1))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@each_case(
+    "changes, message",
     [
         ({"acc": torch.zeros(1, 4, 2, 8, dtype=torch.float16)}, "acc: expected torch.float32"),
         ({"out": torch.zeros(1, 4, 2, 4)}, r"out: expected the shape of acc, \(1, 4, 2, 8\)"),
@@ -132,7 +133,7 @@ def _check_lazily_negated(backend: str, device: str = "cpu") -> None:
             flashtile.merge_attention_(*state, out, lse, backend=backend)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@each_case("backend", ["cpu", "reference"])
 def test_lazily_negated_tensors(backend: str) -> None:
     _check_lazily_negated(backend)
 

@@ -13,6 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import flashtile
 from flashtile.testing import assert_same
+from support.running.each_case import each_case
 
 # PyTorch's own forward mode still uses it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -33,7 +34,7 @@ def test_masked_is_that_of_pytorch(backend: str) -> None:
 
 
 @both_backends
-@pytest.mark.parametrize("seq_q, seq_k", [(6, 6), (4, 9), (9, 4)], ids=str)
+@each_case("seq_q, seq_k", [(6, 6), (4, 9), (9, 4)])
 def test_causal_ends_at_the_last_key(seq_q: int, seq_k: int, backend: str) -> None:
     x = normal(2, seq_q, seq_k)
     out = flashtile.scaled_causal_softmax(x, 2.0, backend=backend)
@@ -76,7 +77,7 @@ def test_strided_inputs(backend: str) -> None:
 # --- merging --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@each_case("packed", [False, True])
 def test_merged_attention_is_that_over_all_keys(packed: bool) -> None:
     q, k, v = normal(2, 5, 3, 4), normal(2, 9, 3, 4, seed=1), normal(2, 9, 3, 4, seed=2)
     parts = [slice(0, 2), slice(2, 3), slice(3, 9)]
@@ -135,7 +136,7 @@ def test_online_softmax_in_steps() -> None:
 _X = torch.randn(2, 3, 4, 5)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "changes, error, message",
     [
         ({"x": [1]}, TypeError, "x: expected a torch.Tensor, got list"),
@@ -158,7 +159,6 @@ _X = torch.randn(2, 3, 4, 5)
         ({"backend": np.array("cpu")}, ValueError, "backend: expected one of"),
         ({"backend": np.array(["cpu", "auto"])}, ValueError, "backend: expected one of"),
     ],
-    ids=range(15),
 )
 def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
@@ -175,7 +175,7 @@ def _finish(dtype: Any) -> Any:
     return flashtile.finish_attention(torch.zeros(1, 3, 2, 4), row, row, dtype)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "call, message",
     [
         (lambda: flashtile.scaled_causal_softmax(torch.randn(5)), "x: expected shape (..., seq_q, seq_k), got (5,)"),
@@ -200,7 +200,6 @@ def _finish(dtype: Any) -> Any:
         (lambda: flashtile.logsumexp_merge([_X.int()], [_X]), "outs: expected dtype float16"),
         (lambda: flashtile.logsumexp_merge([_X[0, 0]], [_X]), "outs[0]: expected [batch, seq, heads"),
     ],
-    ids=range(18),
 )
 def test_more_bad_input(call: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):

@@ -12,6 +12,7 @@ meet in one (`in_pairs`). `--all-combinations` runs all of them.
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -72,7 +73,7 @@ def _pairs(values: dict[str, Any], axes: list[list[str]]) -> set[tuple]:
 
 def names_used(items: Iterable[Any]) -> set[str]:
     """Names in the code of tests, of their fixtures, and of whatever else in their modules these use."""
-    waiting = [item.function for item in items]
+    waiting = [inspect.unwrap(item.function) for item in items]  # each_case wraps a test
     for item in items:
         fixtures = item._fixtureinfo.name2fixturedefs.values()
         waiting += [definition.func for definitions in fixtures for definition in definitions]
