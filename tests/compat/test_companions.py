@@ -137,6 +137,7 @@ def test_rotary_over_a_leaf(device, dtype):
             assert_same(*grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @torch._dynamo.config.patch(recompile_limit=64)
 def test_rotary_over_a_leaf_compiles_for_one_layout_after_another(device):

@@ -15,6 +15,7 @@ from flashtile.testing.cases import cancelled_sizes
 from flashtile.testing.tolerance import Size
 from support.distributed.processes import Parallel, start, together
 from support.running.covering import turns
+from support.running.each_case import each_case
 
 _BASE = AttentionCase(seq_q=96, seq_k=96, batch=2, heads=4, heads_kv=2, head_dim=16, head_dim_v=24)
 _PACKED = replace(_BASE, lengths_q=(5, 0, 40, 17, 26, 8), batch=1)
@@ -106,7 +107,6 @@ def _jobs(ranks: int) -> dict[str, Parallel]:
 
 
 _JOBS = {ranks: _jobs(ranks) for ranks in (3, 4)}
-_ALL = [(ranks, name) for ranks, jobs in _JOBS.items() for name in jobs]
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,12 @@ def check(job: Parallel, parts: list[Any], expected: Any) -> None:
         assert_close(f"{job.case}: {name}", value, oracle[name], eager[name], cancelled.get(name, Size()))
 
 
-@pytest.mark.parametrize(("ranks", "name"), _ALL, ids=[f"{ranks}-{name}" for ranks, name in _ALL])
-def test_ranks_get_what_one_gets(ranks, name, results, expected):
-    job = _JOBS[ranks][name]
-    check(job, [of_rank[name] for of_rank in results(ranks)], expected(job))
+@each_case("name", _JOBS[3])
+def test_three_ranks_get_what_one_gets(name, results, expected):
+    check(_JOBS[3][name], [of_rank[name] for of_rank in results(3)], expected(_JOBS[3][name]))
+
+
+@pytest.mark.slow
+@each_case("name", _JOBS[4])
+def test_four_ranks_get_what_one_gets(name, results, expected):
+    check(_JOBS[4][name], [of_rank[name] for of_rank in results(4)], expected(_JOBS[4][name]))

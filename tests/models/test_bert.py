@@ -62,6 +62,7 @@ def test_dropout_in_training_only():
         assert not torch.equal(model.train()(tokens)[0], plain)
 
 
+@pytest.mark.slow
 def test_compiles_whole():
     model, (tokens, _, segments) = make(config=replace(SMALL, layers=1), dtype=torch.float32), batch()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -157,6 +157,7 @@ def test_a_residual_in_fp32(cls):
     assert make(cls, residual_in_fp32=True, norm_cls=nn.RMSNorm).bfloat16()(hidden)[-1].dtype is torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [Block, ParallelBlock])
 def test_compiles_whole(cls):
     block, x = make(cls, mixer=partial(MHA, num_heads=3, causal=True)), torch.randn(2, 7, DIM)

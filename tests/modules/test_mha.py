@@ -222,7 +222,7 @@ def test_compiles_whole(options):
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
-@pytest.mark.parametrize("compiles", [True, False], ids=["compile", "export"])
+@pytest.mark.parametrize("compiles", [False, True], ids=["export", "compile"])
 def test_batches_and_masks_that_depend_on_data(compiles: bool) -> None:
     class OfChosen(nn.Module):
         def __init__(self) -> None:

@@ -7,7 +7,8 @@ import functools
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -75,13 +76,6 @@ def test_sparse_tensors_are_refused_by_name(name: str) -> None:
         call(tensor.to_sparse())
 
 
-@pytest.fixture
-def another_default_device() -> Iterator[None]:
-    torch.set_default_device("meta")
-    yield
-    torch.set_default_device(None)
-
-
 def results_and_gradients(call: PublicCall, leaves: list[Tensor]) -> list[Tensor]:
     """What a call returns, and the gradients of its leaves."""
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
@@ -105,8 +99,8 @@ _FLAGS = [
 ]
 
 
-@pytest.mark.parametrize("name, flag", _FLAGS)
-def test_flags_are_bools(name: str, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@each_case("name, flag", _FLAGS)
+def test_flags_are_bools(name: str, flag: str) -> None:
     """Also in a call like an earlier one, for which little is checked."""
     call, function = CALLS[name], name.partition(":")[0]
     public = getattr(flashtile, function)
@@ -115,11 +109,13 @@ def test_flags_are_bools(name: str, flag: str, monkeypatch: pytest.MonkeyPatch) 
     def with_flag(*arguments: object, **options: object) -> object:
         return public(*arguments, **(options | {flag: value}))
 
-    monkeypatch.setattr(flashtile, function, with_flag)
     if call.function is public:
         call = call._replace(function=with_flag)
     for value in ("no", 1):
-        with pytest.raises(TypeError, match=f"^{flag}: expected True or False, got {value!r}"):
+        with (
+            mock.patch.object(flashtile, function, with_flag),
+            pytest.raises(TypeError, match=f"^{flag}: expected True or False, got {value!r}"),
+        ):
             call.results(*call.leaves(ROWS))
 
 
@@ -139,11 +135,14 @@ def test_lazily_negated_tensors(name: str) -> None:
     assert_same(found[1], found[0])
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_another_default_device(name: str, another_default_device: None) -> None:
+@each_case("name", CALLS)
+def test_another_default_device(name: str) -> None:
     call = CALLS[name]
-    found = results_and_gradients(call, call.leaves(ROWS))
-    torch.set_default_device(None)
+    torch.set_default_device("meta")
+    try:
+        found = results_and_gradients(call, call.leaves(ROWS))
+    finally:
+        torch.set_default_device(None)
     assert_same(found, results_and_gradients(call, call.leaves(ROWS)))
 
 

@@ -154,6 +154,7 @@ def test_training_begins_again_after_the_check_without_dropout():
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_what_is_compiled_is_compiled_for_training_alone():
     """The check without dropout runs eagerly, and steps with dropout are one graph that is compiled once."""
     graphs = []

@@ -26,7 +26,7 @@ from support.running.covering import turns
 from support.running.each_case import each_case
 
 
-@pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
+@each_case("case", (COMBINED | EDGES).values())
 def test_cpu(case: CacheCase) -> None:
     check(case, "cpu")
 

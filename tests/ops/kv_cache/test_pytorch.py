@@ -88,6 +88,7 @@ def test_compiled_once_for_all_lengths() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_packed_trees_behind_a_common_prefix_compile_to_one_graph() -> None:
     table = torch.tensor([[0, 1, 2, 3], [0, 4, 5, 6]])
 

@@ -150,6 +150,7 @@ def test_one_compilation_serves_all_sizes() -> None:
     assert len(compilations) == 2, "the first with fixed sizes, the second with free ones"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_by_the_default_compiler() -> None:
     # Nothing but the operator: what the compiler makes of others takes long to build.
