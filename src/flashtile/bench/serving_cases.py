@@ -89,92 +89,61 @@ class ServingCase(AnyCase):
         return "TFLOP/s" if self.flops(phase) >= BALANCE * self.bytes(phase) else "GB/s"
 
 
-#: 32 query and 8 key/value heads of 128, 16 and 8 of 256, 64 and 8 of 64; rows of latent attention.
-_HEADS = (32, 8, 128, 128), (16, 8, 256, 256), (64, 8, 64, 64)
+#: Rows of latent attention.
 _LATENT: dict[str, Any] = {"Hkv": 1, "D": 576, "Dv": 512, "latent": True}
 _ROWS = (4096, 16384, 65536)
-
-
-def _chunks() -> list[ServingCase]:
-    """Chunks of 4 prompts over rows in use, in pages of each size and in one piece; other heads in some sizes."""
-    pages, chunks = (None, 16, 64, 1), (64, 256, 512, 2048)
-    some = ((4096, 256), (16384, 512), (65536, 2048))
-    return [
-        *(ServingCase(4, rows, Sq=chunk, page=page) for rows in _ROWS for chunk in chunks for page in pages),
-        *(
-            ServingCase(4, rows, *heads, chunk, page)
-            for heads in _HEADS[1:]
-            for rows, chunk in some
-            for page in (None, 16)
-        ),
-    ]
-
-
-def _decode() -> list[ServingCase]:
-    """One query, and five of a speculative step; from one sequence to 128; new rows."""
-    return [
-        *(
-            ServingCase(8, rows, Sq=count, page=page)
-            for rows in _ROWS
-            for count in (1, 5)
-            for page in (None, 16, 64, 1)
-        ),
-        *(ServingCase(batch, rows) for batch, rows in ((1, 4096), (128, 4096), (32, 32768), (1, 131072))),
-        *(ServingCase(16, 8192, 16, 1, 256, 256, page=page) for page in (None, 16)),
-        *(ServingCase(8, rows, page=16, append=True) for rows in (4096, 65536)),
-    ]
 
 
 def _mixed_batch(chunks: int, tokens: int, chunk: int, least: int, most: int, **more: Any) -> ServingCase:
     """Chunks, then single tokens, each over rows from `least` to `most`, evenly spread."""
     rows = [least + (most - least) * i // max(1, count - 1) for count in (chunks, tokens) for i in range(count)]
     queries = (chunk,) * chunks + (1,) * tokens
-    return ServingCase(
-        len(rows), max(rows), Sq=max(queries), queries=queries, lengths=tuple(rows), **more
-    )  # fmt: skip
+    return ServingCase(len(rows), max(rows), Sq=max(queries), queries=queries, lengths=tuple(rows), **more)
 
 
-def _mixed() -> list[ServingCase]:
-    """8 chunks of 512 and 120 single tokens at 2k to 16k rows, and each half alone."""
+def _cuda_tables() -> dict[str, list[ServingCase]]:
+    heads = ((16, 8, 256, 256), (64, 8, 64, 64))
+    # 8 chunks of 512 and 120 single tokens at 2k to 16k rows, and each half alone.
     halves = ((8, 120), (8, 0), (0, 120))
-    return [_mixed_batch(*half, 512, 2048, 16384, page=page) for page in (16, 64) for half in halves]
-
-
-def _eight_bits() -> list[ServingCase]:
-    sizes = (ServingCase(8, 16384, page=16), ServingCase(8, 65536, page=16), ServingCase(4, 16384, Sq=512, page=16))
-    return [replace(size, factors=factors) for size in sizes for factors in ("head", "page")]
-
-
-def _shared() -> list[ServingCase]:
-    return [ServingCase(64, 32768 + 512, page=16, shared_rows=32768)]
-
-
-def _trees() -> list[ServingCase]:
-    return [ServingCase(8, 16384, Sq=count, page=16, tree=tree) for count in (16, 63) for tree in (False, True)]
-
-
-def _latent() -> list[ServingCase]:
-    sizes: tuple[dict[str, Any], ...] = (
-        {"B": 32, "S": 8192, "page": 64}, {"B": 32, "S": 8192, "page": 64, "factors": "head"},
+    eight = (ServingCase(8, 16384, page=16), ServingCase(8, 65536, page=16), ServingCase(4, 16384, Sq=512, page=16))
+    latent: tuple[dict[str, Any], ...] = (
+        {"B": 32, "S": 8192, "page": 64},
+        {"B": 32, "S": 8192, "page": 64, "factors": "head"},
         {"B": 4, "S": 16384, "page": 64, "Sq": 512},
-    )  # fmt: skip
-    return [ServingCase(**size, H=heads, **_LATENT) for heads in (16, 128) for size in sizes]
+    )
+    # Chunks of 4 prompts over rows in use, in pages of each size and in one piece; other heads in some sizes.
+    some = ((4096, 256), (16384, 512), (65536, 2048))
+    chunks = [(rows, chunk, page) for rows in _ROWS for chunk in (64, 256, 512, 2048) for page in (None, 16, 64, 1)]
+    # One query, and five of a speculative step; from one sequence to 128; new rows.
+    steps = [(rows, count, page) for rows in _ROWS for count in (1, 5) for page in (None, 16, 64, 1)]
+    return {
+        "mixed": [_mixed_batch(*half, 512, 2048, 16384, page=page) for page in (16, 64) for half in halves],
+        "eight-bits": [replace(size, factors=factors) for size in eight for factors in ("head", "page")],
+        "shared": [ServingCase(64, 32768 + 512, page=16, shared_rows=32768)],
+        "trees": [
+            ServingCase(8, 16384, Sq=count, page=16, tree=tree) for count in (16, 63) for tree in (False, True)
+        ],
+        "latent": [ServingCase(**size, H=count, **_LATENT) for count in (16, 128) for size in latent],
+        "chunks": [
+            *(ServingCase(4, rows, Sq=chunk, page=page) for rows, chunk, page in chunks),
+            *(ServingCase(4, rows, *of, chunk, page) for of in heads for rows, chunk in some for page in (None, 16)),
+        ],
+        "decode": [
+            *(ServingCase(8, rows, Sq=count, page=page) for rows, count, page in steps),
+            *(ServingCase(batch, rows) for batch, rows in ((1, 4096), (128, 4096), (32, 32768), (1, 131072))),
+            *(ServingCase(16, 8192, 16, 1, 256, 256, page=page) for page in (None, 16)),
+            *(ServingCase(8, rows, page=16, append=True) for rows in (4096, 65536)),
+        ],
+    }  # fmt: skip
 
 
 def _cpu_decode() -> list[ServingCase]:
     """Caches of small and large models, groups of 1 to 8 and one key/value head for all, pages and new rows."""
     sizes = (
-        ServingCase(1, 2048, 8, 8, 64, 64),
-        ServingCase(1, 4096, 8, 1, 64, 64),
-        ServingCase(1, 8192, 16, 4, 64, 64),
-        ServingCase(16, 512),
-        ServingCase(2, 2048, 32, 4),
-        ServingCase(4, 4096),
-        ServingCase(1, 32768),
-        ServingCase(4, 1024, page=16),
-        ServingCase(4, 1024, page=256),
-        ServingCase(4, 1024, append=True),
-    )
+        ServingCase(1, 2048, 8, 8, 64, 64), ServingCase(1, 4096, 8, 1, 64, 64), ServingCase(1, 8192, 16, 4, 64, 64),
+        ServingCase(16, 512), ServingCase(2, 2048, 32, 4), ServingCase(4, 4096), ServingCase(1, 32768),
+        ServingCase(4, 1024, page=16), ServingCase(4, 1024, page=256), ServingCase(4, 1024, append=True),
+    )  # fmt: skip
     return [replace(case, dtype=dtype) for dtype in ("fp32", "bf16") for case in sizes]
 
 
@@ -195,9 +164,4 @@ def _cpu_tables() -> dict[str, list[ServingCase]]:
 
 def tables(device: torch.device) -> dict[str, list[ServingCase]]:
     """Name -> cases."""
-    if device.type != "cuda":
-        return _cpu_tables()
-    return {
-        "mixed": _mixed(), "eight-bits": _eight_bits(), "shared": _shared(), "trees": _trees(), "latent": _latent(),
-        "chunks": _chunks(), "decode": _decode(),
-    }  # fmt: skip
+    return _cuda_tables() if device.type == "cuda" else _cpu_tables()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from flashtile.bench.masks import PADDING, long_tailed_lengths
 from flashtile.bench.values import BATCH, MADE, MODEL, NORMAL, trained
 
 DEFAULT, ALL = "default", "all"
-_BOTH = (False, True)
+_BOTH, _HALF = (False, True), ("bf16", "fp16")
 
 
 def _case(batch: int, seq: int, heads: int, head_dim: int, **more: Any) -> Case:
@@ -38,7 +38,7 @@ def _wide(seq: int, head_dim: int, **more: Any) -> Case:
     return _case(16384 // seq, seq, 2048 // head_dim, head_dim, **more)
 
 
-def _sized_cases(head_dim: int, seq: int, causal: bool) -> Case:
+def _sized(head_dim: int, seq: int, causal: bool) -> Case:
     """16,384 tokens of 16 heads, or 8 wide ones."""
     return _case(16384 // seq, seq, 16 if head_dim < 128 else 8, head_dim, causal=causal)
 
@@ -50,26 +50,18 @@ def cuda_cases() -> list[Case]:
 
 def value_cases() -> list[Case]:
     """Every kind of values in two sequences of 8,192 tokens, and what a trained model's layers compute at 4,096."""
-    made = [
-        _case(2, 8192, heads, head_dim, causal=causal, dtype=dtype, values=values)
-        for dtype in ("bf16", "fp16")
-        for head_dim, heads in ((64, 16), (128, 16), (256, 8))
-        for causal in _BOTH
-        for values in MADE
-    ]
+    heads = {64: 16, 128: 16, 256: 8}
+    kinds = [(dim, {"dtype": dtype, "causal": causal}) for dtype in _HALF for dim in heads for causal in _BOTH]
+    made = [_case(2, 8192, heads[dim], dim, values=values, **kind) for dim, kind in kinds for values in MADE]
     layer = _case(BATCH, MODEL.context, MODEL.heads, MODEL.head_dim, causal=True)
     names = (NORMAL, *map(trained, range(MODEL.layers)))
-    return [*made, *(replace(layer, dtype=dtype, values=name) for dtype in ("bf16", "fp16") for name in names)]
+    return [*made, *(replace(layer, dtype=dtype, values=name) for dtype in _HALF for name in names)]
 
 
 def cpu_cases() -> list[Case]:
     """Four heads of 64, 1k to 8k tokens, both dtypes, and one case each for a window and for dropout."""
-    plain = [
-        _case(1, seq, 4, 64, causal=causal, dtype=dtype)
-        for dtype in ("fp32", "bf16")
-        for causal in _BOTH
-        for seq in (1024, 2048, 4096, 8192)
-    ]
+    kinds = [{"dtype": dtype, "causal": causal} for dtype in ("fp32", "bf16") for causal in _BOTH]
+    plain = [_case(1, seq, 4, 64, **kind) for kind in kinds for seq in (1024, 2048, 4096, 8192)]
     window = _case(1, 4096, 4, 64, causal=True, window=(256, 0), dtype="fp32")
     return [*plain, window, _case(1, 2048, 4, 64, causal=True, dropout_p=0.1, dtype="fp32")]
 
@@ -78,8 +70,8 @@ def cpu_grouped_cases() -> list[Case]:
     """A prompt of 1,024 tokens with 32 query and 8 key/value heads of 128; short sequences in a batch; one key/value
     head for all."""
     sizes = (1, 1024, 32, 8, 128, 128), (4, 256, 16, 4, 64, 64), (1, 1024, 8, 1, 64, 64)
-    kinds = [(dtype, causal) for dtype in ("fp32", "bf16") for causal in _BOTH]
-    return [Case(*size, causal=causal, dtype=dtype) for size in sizes for dtype, causal in kinds]
+    kinds = [{"dtype": dtype, "causal": causal} for dtype in ("fp32", "bf16") for causal in _BOTH]
+    return [Case(*size, **kind) for size in sizes for kind in kinds]
 
 
 def cpu_feature_cases() -> list[Case]:
@@ -94,41 +86,23 @@ def cpu_feature_cases() -> list[Case]:
     return [replace(case, dtype=dtype) for dtype in ("fp32", "bf16") for case in cases]
 
 
-def grouped_cases() -> list[Case]:
-    """64 query heads and 8 key/value heads of 128, batch 2."""
-    lengths = (2048, 4096, 8192, 16384, 32768)
-    return [Case(2, seq, 64, 8, 128, 128, causal=causal) for causal in _BOTH for seq in lengths]
-
-
-def mla_cases() -> list[Case]:
-    """128 heads of 192 for q and k and of 128 for v, as multi-head latent attention has them in training."""
-    return [Case(1, 8192, 128, 128, 192, 128, causal=causal) for causal in _BOTH]
-
-
-def window_cases() -> list[Case]:
-    """128 keys visible, the query's own among them."""
-    return [_case(1, 8192, 128, 64, causal=True, window=(127, 0))]
-
-
-def varlen_cases() -> list[Case]:
-    """One packed batch of 65,536 tokens, with heads × head_dim = 2048 as in the default table."""
-    lengths = long_tailed_lengths()
-    return [packed_case(lengths, 2048 // dim, dim, causal) for dim in (64, 128) for causal in _BOTH]
+def varlen_cases(heads: Mapping[int, int], causals: Sequence[bool]) -> list[Case]:
+    """One packed batch of 65,536 tokens. `heads`: head_dim -> heads."""
+    return [packed_case(long_tailed_lengths(), n, dim, causal) for dim, n in heads.items() for causal in causals]
 
 
 def mask_cases() -> list[Case]:
     """Block-sparse beside dense, narrow windows, biases, documents beside the same packed, and a soft cap."""
     names = (None, *(f"tiles128:{density:g}" for density in (0.05, 0.1, 0.25, 0.5)))
-    lengths = (8192, 16384, 32768, 65536)
-    cases = [_case(1, 16384, 16, head_dim, mask=name) for head_dim in (64, 128) for name in names]
-    cases += [
-        _case(1, seq, 16, 64, causal=True, window=(visible - 1, 0)) for visible in (128, 1024, 4096) for seq in lengths
+    windows = [(visible - 1, 1024 * n) for visible in (128, 1024, 4096) for n in (8, 16, 32, 64)]
+    packed = varlen_cases({64: 16, 128: 16}, [True])
+    return [
+        *(_case(1, 16384, 16, head_dim, mask=name) for head_dim in (64, 128) for name in names),
+        *(_case(1, seq, 16, 64, causal=True, window=(left, 0)) for left, seq in windows),
+        *(_case(4, seq, 16, head_dim, bias="1HSS") for head_dim in (64, 128) for seq in (2048, 4096)),
+        *(each for case in packed for each in (replace(case, B=1, S=65536, lengths=None, mask="documents768"), case)),
+        _case(4, 4096, 16, 128, causal=True, softcap=30.0),
     ]
-    cases += [_case(4, seq, 16, head_dim, bias="1HSS") for head_dim in (64, 128) for seq in (2048, 4096)]
-    for head_dim in (64, 128):
-        cases.append(_case(1, 65536, 16, head_dim, causal=True, mask="documents768"))
-        cases.append(packed_case(long_tailed_lengths(), 16, head_dim, causal=True))
-    return [*cases, _case(4, 4096, 16, 128, causal=True, softcap=30.0)]
 
 
 def feature_cases() -> list[Case]:
@@ -162,9 +136,9 @@ def shape_cases() -> list[Case]:
     few = ((80, 1024, False), (96, 1024, True), (192, 1024, False), (256, 1024, True))
     long = ((80, 16384, True), (96, 16384, False), (224, 16384, True))
     return [
-        *(_sized_cases(dim, 4096, causal) for dim in (72, 80, 96, 104, 112, 160, 192, 224, 256) for causal in _BOTH),
+        *(_sized(dim, 4096, causal) for dim in (72, 80, 96, 104, 112, 160, 192, 224, 256) for causal in _BOTH),
         *(_case(16, 729, 16, head_dim) for head_dim in (72, 80)),  # SigLIP and ViT
-        *(_sized_cases(*size) for size in (*few, *long)),
+        *(_sized(*size) for size in (*few, *long)),
         Case(1, 32768, 16, 2, 128, 128, causal=True, window=(4096, 0)),
         Case(1, 16384, 32, 8, 128, 128, causal=True, window=(1024, 0)),
         Case(1, 16384, 32, 4, 128, 128, causal=True, window=(1024, 0)),
@@ -263,8 +237,7 @@ def odd_cases(count: int = 60, seed: int = 1) -> list[Case]:
     draw = random.Random(seed)
     cases: list[Case] = []
     while len(cases) < count:
-        head_dim = draw.choice(_HEAD_DIMS)
-        seq = _odd_length(draw)
+        head_dim, seq = draw.choice(_HEAD_DIMS), _odd_length(draw)
         batch = max(1, round(2 ** draw.uniform(11, 15.5) / seq))
         if batch > _MOST_SEQUENCES:
             continue
@@ -274,8 +247,7 @@ def odd_cases(count: int = 60, seed: int = 1) -> list[Case]:
         group = draw.choice((1, 1, 1, 2, 4, 8))
         if heads % group:
             continue
-        causal = draw.random() < 0.55
-        kind = draw.choice(_KINDS)
+        causal, kind = draw.random() < 0.55, draw.choice(_KINDS)
         more: dict[str, Any] = {"dtype": "bf16" if draw.random() < 0.75 else "fp16"}
         keys = seq
         if kind == "window":
@@ -320,9 +292,13 @@ def tables(device: torch.device) -> dict[str, list[Case]]:
     """Name -> cases of a device's tables, the default one first."""
     if device.type != "cuda":
         return {DEFAULT: cpu_cases(), "grouped": cpu_grouped_cases(), "features": cpu_feature_cases()}
+    lengths = (2048, 4096, 8192, 16384, 32768)
     return {
-        DEFAULT: cuda_cases(), "values": value_cases(), "grouped": grouped_cases(), "mla": mla_cases(),
-        "window": window_cases(), "varlen": varlen_cases(), "masks": mask_cases(), "features": feature_cases(),
+        DEFAULT: cuda_cases(), "values": value_cases(),
+        "grouped": [Case(2, seq, 64, 8, 128, 128, causal=causal) for causal in _BOTH for seq in lengths],
+        "mla": [Case(1, 8192, 128, 128, 192, 128, causal=causal) for causal in _BOTH],
+        "window": [_case(1, 8192, 128, 64, causal=True, window=(127, 0))],
+        "varlen": varlen_cases({64: 32, 128: 16}, _BOTH), "masks": mask_cases(), "features": feature_cases(),
         "shapes": shape_cases(), "float32": float32_cases(), "functions": function_cases(),
         **{name: draw() for name, draw in _DRAWN.items()},
     }  # fmt: skip

@@ -43,27 +43,11 @@ class Transfer:
         return self.size * self.requests
 
 
-@dataclass(frozen=True)
-class Work:
-    """A kernel.
+class _Moves:
+    """What follows from the transfers and the products of a kernel, or of several."""
 
-    Attributes:
-        name: what it computes.
-        phase: "fwd" or "bwd".
-        dtype: dtype of its matrix products.
-        transfers: the tensors that it reads and writes.
-        flops: floating-point operations of its matrix products, including those for hidden pairs.
-        exponentials: number of exponentials.
-        words: 32-bit random words for dropout.
-    """
-
-    name: str
-    phase: str
-    dtype: torch.dtype
     transfers: tuple[Transfer, ...]
-    flops: float = 0.0
-    exponentials: float = 0.0
-    words: float = 0.0
+    flops: float
 
     @property
     def bytes_read(self) -> float:
@@ -87,6 +71,29 @@ class Work:
     def intensity(self) -> float:
         """Floating-point operations for each byte of device memory."""
         return self.flops / self.bytes if self.bytes else 0.0
+
+
+@dataclass(frozen=True)
+class Work(_Moves):
+    """A kernel.
+
+    Attributes:
+        name: what it computes.
+        phase: "fwd" or "bwd".
+        dtype: dtype of its matrix products.
+        transfers: the tensors that it reads and writes.
+        flops: floating-point operations of its matrix products, including those for hidden pairs.
+        exponentials: number of exponentials.
+        words: 32-bit random words for dropout.
+    """
+
+    name: str
+    phase: str
+    dtype: torch.dtype
+    transfers: tuple[Transfer, ...]
+    flops: float = 0.0
+    exponentials: float = 0.0
+    words: float = 0.0
 
     def times(self, device: Device) -> dict[str, float]:
         """Seconds that each part takes at the device's peak: "memory", "cache", "tensor cores" (float32 and float64:
@@ -123,7 +130,7 @@ def longest(times: Mapping[str, float]) -> str:
 
 
 @dataclass(frozen=True)
-class Computation:
+class Computation(_Moves):
     """Kernels that run one after another.
 
     Attributes:
@@ -139,35 +146,16 @@ class Computation:
         return Computation(f"{self.name} {phase}", tuple(work for work in self.kernels if work.phase == phase))
 
     @property
-    def flops(self) -> float:
+    def transfers(self) -> tuple[Transfer, ...]:  # type: ignore[override]
+        return tuple(transfer for work in self.kernels for transfer in work.transfers)
+
+    @property
+    def flops(self) -> float:  # type: ignore[override]
         return sum(work.flops for work in self.kernels)
 
     @property
     def exponentials(self) -> float:
         return sum(work.exponentials for work in self.kernels)
-
-    @property
-    def bytes_read(self) -> float:
-        return sum(work.bytes_read for work in self.kernels)
-
-    @property
-    def bytes_written(self) -> float:
-        return sum(work.bytes_written for work in self.kernels)
-
-    @property
-    def bytes(self) -> float:
-        """Bytes through device memory."""
-        return self.bytes_read + self.bytes_written
-
-    @property
-    def requested(self) -> float:
-        """Bytes between the cache and the multiprocessors."""
-        return sum(work.requested for work in self.kernels)
-
-    @property
-    def intensity(self) -> float:
-        """Floating-point operations for each byte of device memory."""
-        return self.flops / self.bytes if self.bytes else 0.0
 
     def times(self, device: Device) -> dict[str, float]:
         """Seconds of each part at the device's peak, summed over the kernels."""
