@@ -43,6 +43,10 @@ def _sized(head_dim: int, seq: int, causal: bool) -> Case:
     return _case(16384 // seq, seq, 16 if head_dim < 128 else 8, head_dim, causal=causal)
 
 
+def _kinds(*dtypes: str) -> list[dict[str, Any]]:
+    return [{"dtype": dtype, "causal": causal} for dtype in dtypes for causal in _BOTH]
+
+
 def cuda_cases() -> list[Case]:
     lengths = (512, 1024, 2048, 4096, 8192, 16384)
     return [_wide(seq, dim, causal=causal) for dim in (64, 128, 256) for causal in _BOTH for seq in lengths]
@@ -51,8 +55,12 @@ def cuda_cases() -> list[Case]:
 def value_cases() -> list[Case]:
     """Every kind of values in two sequences of 8,192 tokens, and what a trained model's layers compute at 4,096."""
     heads = {64: 16, 128: 16, 256: 8}
-    kinds = [(dim, {"dtype": dtype, "causal": causal}) for dtype in _HALF for dim in heads for causal in _BOTH]
-    made = [_case(2, 8192, heads[dim], dim, values=values, **kind) for dim, kind in kinds for values in MADE]
+    sizes = [(dtype, heads[dim], dim, causal) for dtype in _HALF for dim in heads for causal in _BOTH]
+    made = [
+        _case(2, 8192, *size, causal=causal, dtype=dtype, values=values)
+        for dtype, *size, causal in sizes
+        for values in MADE
+    ]
     layer = _case(BATCH, MODEL.context, MODEL.heads, MODEL.head_dim, causal=True)
     names = (NORMAL, *map(trained, range(MODEL.layers)))
     return [*made, *(replace(layer, dtype=dtype, values=name) for dtype in _HALF for name in names)]
@@ -60,7 +68,7 @@ def value_cases() -> list[Case]:
 
 def cpu_cases() -> list[Case]:
     """Four heads of 64, 1k to 8k tokens, both dtypes, and one case each for a window and for dropout."""
-    kinds = [{"dtype": dtype, "causal": causal} for dtype in ("fp32", "bf16") for causal in _BOTH]
+    kinds = _kinds("fp32", "bf16")
     plain = [_case(1, seq, 4, 64, **kind) for kind in kinds for seq in (1024, 2048, 4096, 8192)]
     window = _case(1, 4096, 4, 64, causal=True, window=(256, 0), dtype="fp32")
     return [*plain, window, _case(1, 2048, 4, 64, causal=True, dropout_p=0.1, dtype="fp32")]
@@ -70,7 +78,7 @@ def cpu_grouped_cases() -> list[Case]:
     """A prompt of 1,024 tokens with 32 query and 8 key/value heads of 128; short sequences in a batch; one key/value
     head for all."""
     sizes = (1, 1024, 32, 8, 128, 128), (4, 256, 16, 4, 64, 64), (1, 1024, 8, 1, 64, 64)
-    kinds = [{"dtype": dtype, "causal": causal} for dtype in ("fp32", "bf16") for causal in _BOTH]
+    kinds = _kinds("fp32", "bf16")
     return [Case(*size, **kind) for size in sizes for kind in kinds]
 
 
@@ -342,12 +350,12 @@ def _few(cases: list[Case], device: torch.device) -> list[Case]:
     head_dim, lengths = (128, (2048, 8192)) if device.type == "cuda" else (64, (1024,))
     few = [case for case in cases if case.D == head_dim and case.S in lengths] or cases
     for case in cases:
-        if _kind(case) not in map(_kind, few):
+        if _parts(case) not in map(_parts, few):
             few.append(case)
     return few
 
 
-def _kind(case: Case) -> tuple[Any, ...]:
+def _parts(case: Case) -> tuple[Any, ...]:
     """The optional parts that a case has."""
     parts = case.window, case.lengths, case.mask, case.softcap, case.bias, case.Sk
     return *(part is not None for part in parts), case.function
