@@ -61,6 +61,25 @@ def packed_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorLay
     )
 
 
+def row_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+    """For `[batch, rows, heads, head_dim]`: elements from one row to the next, and rows from one batch entry to the
+    next."""
+    if shape[1] == 1:
+        return strides[0], 1
+    return strides[1], strides[0] // strides[1] if shape[0] > 1 and strides[1] else 0
+
+
+def row_layout(shape: tuple[int, ...], strides: tuple[int, ...], bounded: bool) -> TensorLayout:
+    """A tensor with rows of heads. `bounded`: a packed tensor, or a dense one taken as a packed tensor, whose sequences
+    end where the host need not know."""
+    if not bounded:
+        return strided_layout(shape, strides)
+    if len(shape) == 3:
+        return packed_layout(shape, strides)
+    batch, rows, *others = shape
+    return packed_layout((batch * rows, *others), (row_strides(shape, strides)[0], *strides[2:]))
+
+
 def swizzle_bytes(dtype: torch.dtype, box: tuple[int, ...], swizzled: bool = True) -> int:
     """Bytes of a row of the box that are swizzled together: those of a wgmma operand; 0 where rows lie as they are."""
     return min(128, box[-1] * dtype.itemsize) if swizzled else 0

@@ -26,7 +26,6 @@ from flashtile.ops.attention.call import Phase, TensorFacts
 from flashtile.ops.attention.gpu.parameters import BlockNumbers, SidePointers, Window
 from flashtile.ops.attention.hopper import (
     backward_configs,
-    backward_launch,
     backward_pieces,
     backward_tiles,
     configs,
@@ -635,7 +634,7 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
         parts = (mask.row_offsets, mask.columns, mask.kinds, mask.row_bits, mask.row_order)
     else:
         inputs = BackwardInputs(q, None, q, k, k, q, q)
-        plan = backward_launch.plan_backward(description.describe_backward(inputs, side, spec, Wanted()))
+        plan = launch.plan_backward(description.describe_backward(inputs, side, spec, Wanted()))
         given = passed_by(plan.pipeline.plans["main"])
         parts = (mask.column_offsets, mask.rows, mask.row_kinds, mask.column_bits)
     blocks = {name: given[f"problem.numbers.blocks.{name}"] for name in BlockNumbers._fields}
@@ -936,17 +935,17 @@ def _main_constants(
 def _main_plan(
     rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, spec: AttentionSpec,
     monkeypatch: pytest.MonkeyPatch, batch: int = 512, **changes: int,
-) -> backward_launch.BackwardPlan:  # fmt: skip
+) -> launch.BackwardPlan:  # fmt: skip
     """On 132 multiprocessors; by default so many walks that none is divided."""
     shapes = {"q": (batch, rows, heads, head_dim), "k": (batch, keys, heads_kv, head_dim)}
     q, k = (TensorFacts(torch.bfloat16, shape, contiguous_strides(shape)) for shape in shapes.values())
     aux = aux_of(max_seqlens=(rows, keys), **changes)
     device = torch.device("cuda", 0)
     call = description.Call("auto", "backward", spec, q, k, k, aux, HOPPER, device, same_lengths=True, dout=q)
-    return backward_launch.plan_backward.__wrapped__(call)
+    return launch.plan_backward.__wrapped__(call)
 
 
-def gradients_of(plan: backward_launch.BackwardPlan) -> list[Layout]:
+def gradients_of(plan: launch.BackwardPlan) -> list[Layout]:
     """Layouts of dq, dk and dv as the main kernel stores them."""
     outputs = plan.pipeline.outputs
     return [outputs.get(f"{name}_shares") or outputs[name] for name in ("dq", "dk", "dv")]
@@ -2117,7 +2116,7 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         side = side._replace(block_lists=mask.lists, block_patterns=mask.tile_masks)
     sinks = torch.zeros(2) if "sinks" in name else None
     side = side._replace(sinks=sinks)
-    grads = backward_launch.backward(dout, None, q, k, v, out, lse, side, AttentionSpec(1.0, **arguments), Wanted())
+    grads = launch.backward(dout, None, q, k, v, out, lse, side, AttentionSpec(1.0, **arguments), Wanted())
     for grad, of in zip(grads, (q, k, v)):
         assert grad.shape == of.shape and alignment.aligned(grad)
     main, begin = launched["backward"], launched["begin"]
@@ -2175,7 +2174,7 @@ def test_without_a_key_rows_see_their_sink(packed: bool) -> None:
     assert not out.any() and (lse[..., 0, :seen] == 0.5).all()
     assert lse[..., 1, :].isneginf().all() and lse[..., seen:].isneginf().all()
     for dlse, expected in ((None, 0), (torch.ones_like(lse), seen if packed else 2 * seen)):
-        grads = backward_launch.backward(out, dlse, q, k, k, out, lse, side, AttentionSpec(0.125), Wanted(sinks=True))
+        grads = launch.backward(out, dlse, q, k, k, out, lse, side, AttentionSpec(0.125), Wanted(sinks=True))
         assert grads.sinks.tolist() == [expected, 0]
 
 

@@ -23,7 +23,7 @@ from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.call import Phase
-from flashtile.ops.attention.hopper import backward_configs, backward_launch, cache_launch, configs, launch
+from flashtile.ops.attention.hopper import backward_configs, cache_launch, configs, forward, launch
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.separate_configs import STATISTIC_ROWS, is_wide_float32
 from flashtile.ops.attention.spec import FP8, AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
@@ -260,7 +260,7 @@ def test_a_prepared_backward_passes_the_same(launched: dict[str, _Launched], cal
     lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
     out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None
     launched.clear()  # not every call has the last kernel
-    backward_launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
+    launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
     expected = dict(launched)
     inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
     prepared = launch.prepare_backward(inputs, side, spec, Wanted())
@@ -296,7 +296,7 @@ def test_a_backward_passes_what_its_kernels_declare(
     q, k, v, dout, side, spec = call
     lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
     out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None
-    gradients = backward_launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
+    gradients = launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
     (tiles, begin), (programs, main) = (launched[f"attention_{name}_kernel"] for name in ("begin", "backward"))
     described = {"k": k, "v": v}
     if main["problem.shares"] == 1:  # else the main kernel stores parts of these
@@ -336,7 +336,7 @@ def _run_backward(call: _Call, has_dlse: bool) -> Gradients:
     q, k, v, dout, side, spec = call
     lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
     out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None
-    return backward_launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
+    return launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
 
 
 def _check_scratch(launched: _Launched, dout: torch.Tensor) -> None:
@@ -402,8 +402,8 @@ class _AllocatedError(Exception):
     """Ends a call at its outputs."""
 
 
-@pytest.mark.parametrize("module", [launch, backward_launch], ids=["forward", "backward"])
-def test_a_copy_of_lists_lives_when_outputs_are_allocated(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_copy_of_lists_lives_when_outputs_are_allocated(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise an output may lie where the kernel reads the lists: a run begins with the outputs."""
     copies = []
 
@@ -416,19 +416,19 @@ def test_a_copy_of_lists_lives_when_outputs_are_allocated(module: Any, monkeypat
         assert copies[0]() is not None and copies[0]() is not lists
         raise _AllocatedError
 
-    aligned_lists = module.with_aligned_lists
+    aligned_lists = launch.with_aligned_lists
     plan = SimpleNamespace(kernel=SimpleNamespace(programs=1), runner=lambda *_: run)
-    monkeypatch.setattr(module, "with_aligned_lists", with_aligned_lists)
-    monkeypatch.setattr(module, "plan_forward" if module is launch else "plan_backward", lambda *_: plan)
+    monkeypatch.setattr(launch, "with_aligned_lists", with_aligned_lists)
+    monkeypatch.setattr(launch, f"plan_{phase}", lambda *_: plan)
     lists = torch.zeros(9, dtype=torch.int32)[1:]
     assert lists.data_ptr() % 16
     q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
     side = SideInputs(max_seqlen_q=128, max_seqlen_k=128, block_lists=lists)
     spec = AttentionSpec(1.0, block_shape=(1, 1, 128, 128))
     lse = torch.zeros(1, 2, 128)
-    call = (q, q, q, side, spec) if module is launch else (q, None, q, q, q, q, lse, side, spec, Wanted())
+    call = (q, q, q, side, spec) if phase == "forward" else (q, None, q, q, q, q, lse, side, spec, Wanted())
     with pytest.raises(_AllocatedError):
-        (module.forward if module is launch else module.backward)(*call)
+        getattr(launch, phase)(*call)
 
 
 @pytest.mark.parametrize("rows", ["dense", "cached"])
@@ -459,12 +459,12 @@ def test_counters_live_when_outputs_are_allocated(rows: str, monkeypatch: pytest
 
 def test_a_number_for_a_kernel_is_a_field_of_its_struct(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/adding_a_feature.md: the struct alone is changed; the launch and the compiled form have the number."""
-    as_it_is = launch.Problem
+    as_it_is = forward.Problem
     more: Any = namedtuple("more", (*as_it_is._fields, "extra"))
     more.from_call = lambda call, *rest: more(*as_it_is.from_call(call, *rest), backend_launch.int32(7))
-    monkeypatch.setattr(launch, "Problem", more)
+    monkeypatch.setattr(forward, "Problem", more)
     q = torch.empty(1, 256, 4, 64, dtype=torch.bfloat16)
     call = hopper_call("forward", q, q, q, SideInputs(), AttentionSpec(0.125))
-    kernel = launch.forward_kernel(call, configs.forward_config(call), 4, 2, 4, dynamic=False)
+    kernel = forward.forward_kernel(call, configs.forward_config(call), 4, 2, 4, dynamic=False)
     found = backend_launch.specialise(kernel.function, kernel.described, kernel.constants, kernel.num_warps)
     assert found.run_time["problem.extra"] == backend_launch.int32(7)

@@ -20,14 +20,10 @@ from flashtile.bench import masks as bench_functions
 from flashtile.ops.attention import call as description
 from flashtile.ops.attention.call import TensorFacts
 from flashtile.ops.attention.gpu.reductions import BiasWork
+from flashtile.ops.attention.hopper.backward import main_kernel
 from flashtile.ops.attention.hopper.backward_configs import backward_config
-from flashtile.ops.attention.hopper.backward_kernels import (
-    begin_kernel,
-    bias_gradient_kernel,
-    end_kernel,
-    lse_unit,
-    main_kernel,
-)
+from flashtile.ops.attention.hopper.backward_dq import begin_kernel, end_kernel
+from flashtile.ops.attention.hopper.bias_gradient import bias_gradient_kernel
 from flashtile.ops.attention.hopper.schedule import NO_LOOPS, BackwardSchedule
 from flashtile.ops.attention.spec import Origin, Wanted
 from support.compilation.machine_code import Call, described_call
@@ -211,8 +207,8 @@ class BackwardForm(NamedTuple):
         call, schedule, parts = self
         if kernel == "begin":
             portable = call.aux.bias is not None and not schedule.config.bias_stored
-            tile, tiles, unit = schedule.config.block_m, schedule.query_tiles, lse_unit(call, schedule)
-            return begin_kernel(call, tile, tiles, unit=unit, schedule=schedule, row_statistics=portable).source
+            tile, tiles = schedule.config.block_m, schedule.query_tiles
+            return begin_kernel(call, tile, tiles, schedule=schedule, row_statistics=portable).source
         if kernel == "bias":
             return bias_gradient_kernel(call, schedule, BiasWork(1, parts, parts)).source
         return (main_kernel if kernel == "main" else end_kernel)(call, schedule).source

@@ -31,7 +31,6 @@ from flashtile._backends.pipeline import Kernel
 from flashtile.ops.attention import call as description
 from flashtile.ops.attention.call import AuxFacts, Phase, TensorFacts
 from flashtile.ops.attention.hopper import launch as hopper_launch
-from flashtile.ops.attention.hopper.backward_launch import plan_backward
 from flashtile.ops.attention.hopper.configs import HopperConfig, forward_config
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Origin, Wanted, out_dtype
 from flashtile.ops.attention.triton import plan as triton_plan
@@ -488,7 +487,7 @@ def float32_forward_sources(call: Call) -> dict[str, KernelSource]:
 def apart_backward_sources(call: Call) -> dict[str, KernelSource]:
     """The kernels of a backward on Hopper whose gradients have one each, by what they compute: of wide heads, or of
     float32."""
-    plans = plan_backward(hopper_call(call, "backward")).pipeline.plans
+    plans = hopper_launch.plan_backward(hopper_call(call, "backward")).pipeline.plans
     names = {"begin": "begin", "parts": "parts_q", "dv": "dv", "dk": "dk", "dq": "dq"}
     return {name: plans[of].source for name, of in names.items() if of in plans}
 

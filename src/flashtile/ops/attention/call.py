@@ -56,6 +56,11 @@ class TensorFacts(NamedTuple):
         return math.prod(self.shape) >= 2**31
 
     @property
+    def is_of_keys(self) -> bool:
+        """Whether a mask is the same for all rows, as padding is."""
+        return self.shape[2] == 1 and self.shape[3] > 1
+
+    @property
     def has_each_score(self) -> bool:
         """Whether a bias or a mask has an element for each query and key."""
         return 1 not in self.shape[2:]
@@ -258,6 +263,20 @@ class Call(NamedTuple):
     def block_tile(self) -> tuple[int, int]:
         """Queries and keys of the tiles of a block mask; 0 and 0 without one."""
         return (0, 0) if self.spec.block_shape is None else self.spec.block_shape[2:]
+
+    @property
+    def whole_sizes(self) -> tuple[int, int]:
+        """How many queries and keys kernels for sm_90 walk through: in a dense call with a block mask, whole tiles of
+        the mask."""
+        if self.packed or self.spec.block_shape is None:
+            return self.rows_q, self.rows_k
+        tile_q, tile_k = self.block_tile
+        return -(-self.rows_q // tile_q) * tile_q, -(-self.rows_k // tile_k) * tile_k
+
+    def is_covered(self, block_m: int, block_n: int) -> bool:
+        """Whether tiles divide the call, so that none ends past a bias or a mask."""
+        divided = self.rows_q % block_m == 0 and self.rows_k % block_n == 0
+        return not self.packed and divided and self.whole_sizes == (self.rows_q, self.rows_k)
 
     @property
     def may_hide_rows(self) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.launch import Parameter, float32, int32, int64, pointer_to
+from flashtile._backends.tma import row_strides
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts
 from flashtile.ops.attention.philox import keep_threshold
 from flashtile.ops.attention.spec import FP8, SINGLE, AttentionSpec, Aux, Origin, SideInputs, side_tensors
@@ -150,8 +151,7 @@ def side_parameters(
     *,
     covered: bool,
     by_column: bool,
-    reads_bits: bool = False,
-    reads_rows_once: bool = False,
+    staged: bool = False,
     group: int | None = None,
 ) -> SideParameters:
     """Describes the side inputs of a call for a kernel.
@@ -159,29 +159,29 @@ def side_parameters(
     Args:
         call: without what the kernel does not take.
         covered: no tile of the kernel ends past a bias or a mask.
-        by_column: the kernel walks along the columns of a block mask.
-        reads_bits: it reads the patterns of a block mask as bits among the lists, which lie at a multiple of 16 bytes,
-            and takes rows in their order.
-        reads_rows_once: it reads what all rows of a bias or a mask share once.
+        by_column: the kernel walks along the columns of a block mask. It belongs to a backward, or sums columns, and
+            has lse, which counts the logit without a key.
+        staged: a producer reads ahead: the patterns of a block mask as bits among the lists, which lie at a multiple of
+            16 bytes, in the order of the rows; and what all rows of a bias or a mask share, once.
         group: as in `Descales`.
     """
-    spec, aux = call.spec, call.aux
-    patterns = None if aux.block_patterns is None or reads_bits or not aux.block_patterns.shape[0] else torch.uint8
+    spec, aux = call.spec, call.aux.without_row_logit() if by_column else call.aux
+    patterns = None if aux.block_patterns is None or staged or not aux.block_patterns.shape[0] else torch.uint8
     pattern_factor = 1 if aux.block_patterns is None else power_of_two_factor(aux.block_patterns.misalignment)
     special = {
         "bias": _table_pointer(aux.bias),
         "mask": _table_pointer(aux.mask),
-        "block_lists": pointer_to(None if aux.block_lists is None else torch.int32, 16 if reads_bits else 1),
+        "block_lists": pointer_to(None if aux.block_lists is None else torch.int32, 16 if staged else 1),
         "block_patterns": pointer_to(patterns, pattern_factor),
     }
     pointers = SidePointers._make(special.get(name) or _pointer(getattr(aux, name)) for name in SINGLE)
     descales = [DescaleStrides(*map(int64, (None, None) if of is None else of.strides)) for of in aux.descales]
     numbers = SideNumbers(
         dropout=dropout_numbers(None if aux.dropout_seed is None else spec.dropout_p),
-        bias=_table_numbers(aux.bias, covered, reads_rows_once),
-        mask=_table_numbers(aux.mask, covered, reads_rows_once),
+        bias=_table_numbers(aux.bias, covered, staged),
+        mask=_table_numbers(aux.mask, covered, staged),
         stride_slopes_batch=int32((None, 0, call.heads)[aux.slope_dims]),
-        blocks=_block_numbers(call, by_column, reads_bits),
+        blocks=_block_numbers(call, by_column, staged),
         origin=Origin(*map(int32, spec.origin or (None,) * len(Origin._fields))),  # type: ignore[arg-type]
         descales=Descales._make((*descales, int32(None if aux.descales == (None, None, None) else group))),
     )
@@ -218,7 +218,7 @@ def _table_pointer(table: TensorFacts | None) -> Parameter:
     return pointer_to(stored(table.dtype), power_of_two_factor(table.misalignment))
 
 
-def _table_numbers(table: TensorFacts | None, covered: bool, reads_rows_once: bool) -> TableNumbers:
+def _table_numbers(table: TensorFacts | None, covered: bool, staged: bool) -> TableNumbers:
     """The number of columns decides machine code as far as it is a multiple of a power of two: a bounds check that
     could fall between two neighbours would keep them from being read together."""
     if table is None:
@@ -227,17 +227,17 @@ def _table_numbers(table: TensorFacts | None, covered: bool, reads_rows_once: bo
     used = [stride if size > 1 else 0 for size, stride in zip(table.shape, table.strides[:3])]
     multiple = max(1, power_of_two_factor(*(stride * itemsize for stride in used)) // itemsize)
     batch, head, row = (int64(stride, multiple) for stride in used)
-    rows, columns = (size if size != 1 else None if reads_rows_once else _ENDLESS for size in table.shape[2:])
+    rows, columns = (size if size != 1 else None if staged else _ENDLESS for size in table.shape[2:])
     return TableNumbers(
         batch,
         head,
-        int64(None) if reads_rows_once and rows is None else row,
+        int64(None) if staged and rows is None else row,
         int32(None if covered else rows),
         int32(None if covered else columns, power_of_two_factor(columns or 0)),
     )
 
 
-def _block_numbers(call: Call, by_column: bool, reads_bits: bool) -> BlockNumbers:
+def _block_numbers(call: Call, by_column: bool, staged: bool) -> BlockNumbers:
     lists, patterns = call.aux.block_lists, call.aux.block_patterns
     if call.spec.block_shape is None or lists is None or patterns is None:
         return BlockNumbers(*map(int32, (None,) * len(BlockNumbers._fields)))
@@ -256,10 +256,10 @@ def _block_numbers(call: Call, by_column: bool, reads_bits: bool) -> BlockNumber
         int32(offsets),
         int32(tiles),
         int32(kinds),
-        int32(bits if reads_bits else None, 4),
+        int32(bits if staged else None, 4),
         int32(heads * lines if batch > 1 else 0),
         int32(lines if heads > 1 else 0),
-        int32(order if reads_bits else None),
+        int32(order if staged else None),
     )
 
 
@@ -288,6 +288,13 @@ def clipped_window(spec: AttentionSpec) -> tuple[int, int]:
 def window_parameters(spec: AttentionSpec) -> Window:
     left, right = clipped_window(spec)
     return Window(int32(left), int32(right))
+
+
+def key_rows_apart(call: Call) -> dict[str, Parameter]:
+    """For a dense call with key lengths, rows of k and v from one batch entry to the next, as kernels take them."""
+    lengths = call.bounded and not call.packed
+    rows = {"k_rows_apart": call.k, "v_rows_apart": call.v}
+    return {name: int32(row_strides(of.shape, of.strides)[1] if lengths else None) for name, of in rows.items()}
 
 
 def positive_scale(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpec, int]:

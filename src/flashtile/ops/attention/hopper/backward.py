@@ -35,7 +35,15 @@ Reference: Dao et al., "FlashAttention" (2022), algorithm 4; Shah et al., "Flash
 
 from typing import Any, NamedTuple
 
+import torch
+
 from flashtile._backends.gluon import fence_async_shared, gl, gluon, tma_store_wait, warpgroup_mma_wait
+from flashtile._backends.launch import ABSENT, int32, named_constants, optional, pointer_to
+from flashtile._backends.pipeline import Kernel
+from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.gpu.parameters import side_parameters
+from flashtile.ops.attention.gpu.score_functions import captured_parameters, score_bounds
+from flashtile.ops.attention.hopper.backward_configs import has_function_derivative, separates_derivatives
 from flashtile.ops.attention.hopper.backward_dq import (
     BiasStores,
     DqStores,
@@ -45,7 +53,7 @@ from flashtile.ops.attention.hopper.backward_dq import (
     make_sums_staging,
     sum_dq,
 )
-from flashtile.ops.attention.hopper.backward_loads import produce
+from flashtile.ops.attention.hopper.backward_loads import BUFFERS, moved_tensors, produce
 from flashtile.ops.attention.hopper.backward_pieces import (
     DELTA,
     LSE,
@@ -66,6 +74,8 @@ from flashtile.ops.attention.hopper.backward_pieces import (
 )
 from flashtile.ops.attention.hopper.backward_tiles import (
     KernelConfig,
+    Problem,
+    ScoreChange,
     add_to_slope_sums,
     compute_ds,
     compute_p,
@@ -82,7 +92,16 @@ from flashtile.ops.attention.hopper.backward_tiles import (
     tile_work,
     with_dropout,
 )
-from flashtile.ops.attention.hopper.modifiers import FULL, BlockLists, MovedBias, make_bias_tiles, make_tile_info
+from flashtile.ops.attention.hopper.configs import PRODUCER_REGISTERS
+from flashtile.ops.attention.hopper.modifiers import (
+    FULL,
+    BlockLists,
+    MovedBias,
+    gluon_derivative,
+    gluon_reads,
+    make_bias_tiles,
+    make_tile_info,
+)
 from flashtile.ops.attention.hopper.primitives import (
     Chunks,
     make_ring,
@@ -91,6 +110,7 @@ from flashtile.ops.attention.hopper.primitives import (
     pack,
     tile_slice,
 )
+from flashtile.ops.attention.hopper.schedule import BackwardSchedule
 
 
 class Descriptors(NamedTuple):
@@ -559,3 +579,61 @@ def sum_dk(config, shared, descriptors, problem):
         tile = receive_next_key_tile(tile, shared.queue, tiles_done, config)
         tma_store_wait(0)
         k.release(key_slot)
+
+
+def main_kernel(call: Call, schedule: BackwardSchedule) -> Kernel:
+    """The kernel of dq, dk and dv."""
+    config, covered = schedule.config, schedule.is_covered(call)
+    side = side_parameters(call, covered=covered, by_column=True, staged=True)
+    sums = not schedule.loops.SINGLE_KEY_TILE
+    parameters = {
+        **moved_tensors(call, schedule),
+        "sums_ptr": optional(sums, pointer_to(torch.float32, 16)),
+        "turns_ptr": optional(schedule.is_ordered(call), pointer_to(torch.int32)),
+        "counter_ptr": pointer_to(torch.int32),
+        "problem": Problem.from_call(call, schedule, side, score_change(call, covered)),
+        "constants": side.constants,
+        "loops": schedule.loops,
+    }
+    constants = {
+        **named_constants(config),
+        "KEYS": config.block_n,
+        "M": config.block_m,
+        "ORDERED": schedule.is_ordered(call),
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "PACKED": call.packed,
+        "TOP_LEFT": call.spec.banded and call.spec.top_left,
+    }
+    programs = schedule.programs(call)
+    return Kernel(
+        attention_backward_kernel, parameters, constants, programs, BUFFERS, max_registers=config.max_registers
+    )
+
+
+def score_change(call: Call, covered: bool) -> ScoreChange:
+    """The score function, and whether it or the soft cap has derivatives. `covered`: tiles divide the queries and keys,
+    so its indices are known to be theirs."""
+    program, softcap = call.spec.score_program, call.spec.softcap > 0
+    apart = separates_derivatives(call)
+    if program is None:
+        return ScoreChange(
+            captured=ABSENT,
+            sizes=int32(None),
+            SCORE_FUNCTION=None,
+            SCORE_READS=None,
+            FUNCTION_DERIVATIVE=False,
+            DERIVATIVES=softcap,
+            DERIVATIVES_APART=apart,
+        )
+    bounds = score_bounds(call) if covered else None
+    read = captured_parameters(call.aux.captured)
+    has_derivative = has_function_derivative(program)
+    return ScoreChange(
+        captured=read["captured"],
+        sizes=read["captured_sizes"],
+        SCORE_FUNCTION=gluon_derivative(program, bounds),
+        SCORE_READS=gluon_reads(program, bounds, with_derivative=True),
+        FUNCTION_DERIVATIVE=has_derivative,
+        DERIVATIVES=softcap or has_derivative,
+        DERIVATIVES_APART=apart,
+    )

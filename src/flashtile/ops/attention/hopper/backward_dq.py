@@ -14,6 +14,9 @@ in `primitives` and `backward`.
 
 from typing import Any, NamedTuple
 
+import torch
+
+from flashtile._backends.alignment import batch_row_head
 from flashtile._backends.gluon import (
     fence_async_shared,
     gl,
@@ -26,7 +29,12 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.backward_loads import load_keys, load_step
+from flashtile._backends.launch import Parameter, float32, int32, optional, pointer_to
+from flashtile._backends.pipeline import Kernel
+from flashtile.ops.attention.call import Call, TensorFacts
+from flashtile.ops.attention.gpu.parameters import SidePointers, side_parameters
+from flashtile.ops.attention.hopper.backward_configs import tile_width
+from flashtile.ops.attention.hopper.backward_loads import BUFFERS, load_keys, load_step
 from flashtile.ops.attention.hopper.backward_pieces import (
     HIDDEN,
     ROWS,
@@ -68,7 +76,14 @@ from flashtile.ops.attention.hopper.primitives import (
     product_layout,
     tile_slice,
 )
-from flashtile.ops.attention.hopper.schedule import first_tile_number, locate_tile, sequence_rows, write_rank
+from flashtile.ops.attention.hopper.schedule import (
+    BackwardSchedule,
+    SequenceOrder,
+    first_tile_number,
+    locate_tile,
+    sequence_rows,
+    write_rank,
+)
 
 
 class DqSums(NamedTuple):
@@ -627,3 +642,116 @@ def attention_end_kernel(
                     (dq * scale).to(dq_ptr.dtype.element_ty),
                     mask=(mine < rows) & (column + left < HEAD_DIM),
                 )
+
+
+def begin_kernel(
+    call: Call,
+    tile: int,
+    query_tiles: int,
+    *,
+    schedule: BackwardSchedule | None = None,
+    row_statistics: bool = False,
+    together: int = 1,
+) -> Kernel:
+    """The kernel of statistics.
+
+    Args:
+        tile: queries of a program.
+        query_tiles: of a head; of a packed call the slots.
+        schedule: of the kernel that sums dq; None: each gradient has a kernel.
+        row_statistics: the portable kernel of a bias's gradient reads them too.
+        together: TOGETHER.
+    """
+    assert call.dout is not None
+    strides = batch_row_head(call.out_shape, call.dout.strides)
+    statistics, tensor = pointer_to(torch.float32), pointer_to(call.dtype, 16)
+    adds_up, ordered = (False, False) if schedule is None else (schedule.adds_up, schedule.is_ordered(call))
+    # Minus one unit of log2 in units of scores, where statistics are operands.
+    multiplied = schedule is not None and schedule.config.statistics_multiplied
+    unit = -1 / (call.spec.scale * LOG2_E.value) if multiplied else None
+    # Multiples of 16 bytes.
+    stride_type, multiple = "i64" if max(strides) >= 2**31 else "i32", 16 // call.dtype.itemsize
+    parameters = {
+        **dict.fromkeys(("out_ptr", "dout_ptr"), tensor),
+        "lse_ptr": statistics,
+        "dlse_ptr": optional(call.has_dlse, statistics),
+        "statistics_ptr": pointer_to(torch.float32 if unit is None else torch.bfloat16, 16),
+        "cleared_ptr": optional(adds_up, pointer_to(torch.float32, 16)),
+        "turns_ptr": optional(ordered, pointer_to(torch.int32)),
+        "counter_ptr": pointer_to(torch.int32),
+        "masked_dout_ptr": optional(call.may_hide_rows, tensor),
+        **dict.fromkeys(("row_logits_ptr", "logit_sums_ptr"), optional(call.aux.has_row_logit, statistics)),
+        "cu_seqlens_q_ptr": _offsets(call.aux.cu_seqlens_q),
+        "row_statistics_ptr": optional(row_statistics, statistics),
+        **_near_keys(call, covered=schedule is not None and schedule.is_covered(call)),
+        "order": _sequence_order(call, schedule),
+        **{
+            f"stride_dout_{dimension}": Parameter(stride_type, multiple, stride)
+            for dimension, stride in zip(("batch", "row", "head"), strides)
+        },
+        "batch": int32(call.batch),
+        "heads": int32(call.heads),
+        "rows_q": int32(call.rows_q),
+        "query_tiles": int32(query_tiles),
+        "lone_tiles": int32(0 if schedule is None else schedule.lone_tiles),
+        "lse_unit": float32(unit),
+    }
+    head_dim, head_dim_v = call.head_dims
+    constants = {
+        "HEAD_DIM_V": head_dim_v,
+        "E": tile_width(head_dim_v),
+        "D": tile_width(head_dim),
+        "M": tile,
+        "PACKED": call.packed,
+        "HAS_DLSE": call.has_dlse,
+        "ORDERED": ordered,
+        "SHARES_PROGRESS": schedule is not None and schedule.loops.SHARES_PROGRESS,
+        "TOGETHER": together,
+    }
+    return Kernel(attention_begin_kernel, parameters, constants, query_tiles * call.lines, BUFFERS)
+
+
+def _near_keys(call: Call, covered: bool) -> dict[str, Any]:
+    """The side inputs as the kernel of statistics takes them, which reads those alone that ALiBi needs."""
+    side, present = side_parameters(call, covered=covered, by_column=True, staged=True), call.aux.by_distance
+    return {
+        "side": SidePointers._make(optional(present, each) for each in side.pointers),
+        "side_numbers": side.numbers if present else None,
+        "near_rows_k": int32(call.rows_k if present else None),
+    }
+
+
+def _sequence_order(call: Call, schedule: BackwardSchedule | None) -> SequenceOrder | None:
+    """The order in which the main kernel takes the sequences of a packed call."""
+    if schedule is None or not call.packed:
+        return None
+    return SequenceOrder(
+        pointer_to(torch.int32), _offsets(call.aux.cu_seqlens_k), int32(call.rows_k), int32(schedule.config.block_n)
+    )
+
+
+def end_kernel(call: Call, schedule: BackwardSchedule) -> Kernel:
+    """The kernel that rounds the sums of dq."""
+    parameters = {
+        "sums_ptr": pointer_to(torch.float32, 16),
+        "dq_ptr": pointer_to(call.dtype, 16),
+        "cu_seqlens_q_ptr": _offsets(call.aux.cu_seqlens_q),
+        "batch": int32(call.batch),
+        "heads": int32(call.heads),
+        "rows_q": int32(call.rows_q),
+        "query_tiles": int32(schedule.query_tiles),
+        "lone_tiles": int32(schedule.lone_tiles),
+        "scale": float32(call.spec.scale),
+    }
+    head_dim, _ = call.head_dims
+    constants = {
+        "HEAD_DIM": head_dim,
+        "D": tile_width(head_dim),
+        "M": schedule.config.block_m,
+        "PACKED": call.packed,
+    }
+    return Kernel(attention_end_kernel, parameters, constants, schedule.query_tiles * call.lines)
+
+
+def _offsets(facts: TensorFacts | None) -> Parameter:
+    return pointer_to(None if facts is None else facts.dtype)

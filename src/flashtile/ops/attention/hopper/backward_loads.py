@@ -1,9 +1,22 @@
 """The loads of the Hopper backward: keys, values, queries, dout and statistics. A warp does nothing else (`produce`).
+Then the buffers of a backward: those that TMA moves, and those that kernels leave for one another.
 
 Letters as in `primitives` and `backward`.
 """
 
+import math
+from collections.abc import Mapping
+
+import torch
+
+from flashtile._backends.allocate import Layout, contiguous_strides
 from flashtile._backends.gluon import gl, gluon, mbarrier, tma_load
+from flashtile._backends.pipeline import Kernel, Pipeline
+from flashtile._backends.tma import TensorLayout, TmaTensor, broadcast_layout, row_layout, strided_layout
+from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.gpu.parameters import aux_buffers
+from flashtile.ops.attention.gpu.reductions import shares_kernel, sum_layouts, without_shares
+from flashtile.ops.attention.hopper.backward_configs import backward_chunks, padded_strides, tile_width
 from flashtile.ops.attention.hopper.backward_pieces import ROWS, STATISTIC_COLUMNS
 from flashtile.ops.attention.hopper.backward_tiles import (
     Step,
@@ -15,6 +28,7 @@ from flashtile.ops.attention.hopper.backward_tiles import (
     tile_work,
     visited_tile,
 )
+from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
 from flashtile.ops.attention.hopper.modifiers import (
     FULL,
     TILE_HEAD,
@@ -28,7 +42,12 @@ from flashtile.ops.attention.hopper.modifiers import (
     write_tile_info,
 )
 from flashtile.ops.attention.hopper.primitives import HeadRows, coordinates
-from flashtile.ops.attention.hopper.schedule import first_tile_number, next_tile_number, shared_progress
+from flashtile.ops.attention.hopper.schedule import (
+    BackwardSchedule,
+    first_tile_number,
+    next_tile_number,
+    shared_progress,
+)
 
 
 @gluon.jit
@@ -154,3 +173,145 @@ def load_queries(work, count, step, kind, turn, config, shared, descriptors):
             PARTS=TILES, ALONG_KEYS=True,
         )  # fmt: skip
     shared.dout.fill(shared.dout.slot(count), descriptors.dout, rows, row, config.PACKED)
+
+
+#: The tensors that TMA moves in the order of the main kernel's parameters. Tensors with rows of heads may have a second
+#: chunk of columns, `<name>_tail`.
+_MOVED = ("q", "k", "v", "dout", "statistics", "sums", "dq", "dk", "dv", "bias", "bias_gradient")
+
+#: The buffers of parameters whose names say what a kernel does with them, or of whom they are.
+BUFFERS = {"cleared_ptr": "sums", "turns_ptr": "semaphores", "row_logits_ptr": "sinks"}
+
+
+def gradient_layouts(call: Call, shares: int) -> dict[str, Layout]:
+    """dq, and dk and dv of so many shares, side by side like heads, whose rows TMA can write."""
+    shapes = {
+        "dq": call.q.shape,
+        "dk": (*call.k.shape[:-2], call.k.shape[-2] * shares, call.k.shape[-1]),
+        "dv": (*call.v.shape[:-2], call.v.shape[-2] * shares, call.v.shape[-1]),
+    }
+    return {name: Layout(tuple(shape), padded_strides(tuple(shape)), call.dtype) for name, shape in shapes.items()}
+
+
+def scratch_shapes(call: Call, schedule: BackwardSchedule) -> dict[str, tuple[int, int]]:
+    """Shapes of the sums of dq, and of the statistics (`backward_dq`)."""
+    rows = schedule.summed_tiles(call) * schedule.config.block_m * tile_width(call.head_dims[0]) // CONSUMER_ROWS
+    parts, numbers = statistics_box(schedule)
+    return {
+        "sums": (rows, CONSUMER_ROWS),
+        "statistics": (schedule.query_tiles * call.lines * parts, numbers),
+    }
+
+
+def statistics_box(schedule: BackwardSchedule) -> tuple[int, int]:
+    """Statistics of one tile of queries: lse, then delta, of each query a number, or an operand's row."""
+    block_m = schedule.config.block_m
+    return (2 * block_m, STATISTIC_COLUMNS.value) if schedule.config.statistics_multiplied else (2, block_m)
+
+
+def moved_tensors(call: Call, schedule: BackwardSchedule) -> dict[str, TmaTensor]:
+    """The tensors that TMA moves, by the parameters of the main kernel."""
+    layouts, statistics = _layouts(call, schedule), torch.float32
+    if schedule.config.statistics_multiplied:
+        statistics = torch.bfloat16
+    dtypes = {"sums": torch.float32, "statistics": statistics}
+    swizzled = {"sums": False, "statistics": schedule.config.statistics_multiplied}
+    buffers = {"dout": "masked_dout" if call.may_hide_rows else "dout", "bias_gradient": "dbias"}
+    if schedule.shares > 1:
+        buffers |= {"dk": "dk_shares", "dv": "dv_shares"}
+    return {
+        f"{name}{part}_desc": TmaTensor(
+            buffers.get(name, name), dtypes.get(name, call.dtype), box, layouts[name], swizzled.get(name, True)
+        )
+        for name, boxes in _boxes(call, schedule).items()
+        for part, box in zip(("", "_tail"), boxes)
+    }
+
+
+def _layouts(call: Call, schedule: BackwardSchedule) -> dict[str, TensorLayout | None]:
+    assert call.dout is not None
+    dout_strides = contiguous_strides(call.out_shape) if call.may_hide_rows else call.dout.strides
+    gradients, bias = gradient_layouts(call, schedule.shares), call.aux.bias
+    return {
+        "q": row_layout(call.q.shape, call.q.strides, call.packed),
+        "k": row_layout(call.k.shape, call.k.strides, call.bounded),
+        "v": row_layout(call.v.shape, call.v.strides, call.bounded),
+        "dout": row_layout(call.out_shape, dout_strides, call.packed),
+        "dq": row_layout(*gradients["dq"][:2], call.packed),
+        "dk": row_layout(*gradients["dk"][:2], call.bounded),
+        "dv": row_layout(*gradients["dv"][:2], call.bounded),
+        "bias": None if bias is None else broadcast_layout(bias.shape, bias.strides),
+        "bias_gradient": None if bias is None else strided_layout(bias.shape, padded_strides(bias.shape)),
+        **{
+            name: TensorLayout(shape, contiguous_strides(shape))
+            for name, shape in scratch_shapes(call, schedule).items()
+        },
+    }
+
+
+def _boxes(call: Call, schedule: BackwardSchedule) -> Mapping[str, tuple[tuple[int, ...] | None, ...]]:
+    """The box that one copy moves, for each tensor of `_MOVED` and chunk of its columns; None if TMA does not."""
+    config = schedule.config
+    head_dim, head_dim_v = call.head_dims
+    boxes: dict[str, tuple[tuple[int, ...] | None, ...]] = {}
+    for name in _MOVED:
+        if name == "statistics":
+            boxes[name] = (statistics_box(schedule),)
+        elif name == "sums":
+            # Columns of dq that are added at once: those of the tail at most, so that one descriptor serves both.
+            together = min(config.sum_columns, backward_chunks(head_dim)[1] or config.sum_columns)
+            boxes[name] = ((together, CONSUMER_ROWS) if config.sums_by_tma and schedule.adds_up else None,)
+        elif name == "bias_gradient":
+            boxes[name] = ((1, 1, CONSUMER_ROWS, CONSUMER_ROWS) if config.bias_stored else None,)
+        elif name == "bias":
+            boxes[name] = ((1, 1, config.block_m, CONSUMER_ROWS) if config.bias_by_tma else None,)
+        elif name == "dq" and schedule.adds_up and not schedule.lone_tiles:
+            boxes[name] = (None, None)
+        else:
+            whole, tail = backward_chunks(head_dim if name in ("q", "k", "dq", "dk") else head_dim_v)
+            if name == "dq":  # leaves as it is multiplied
+                whole, tail = config.sum_columns, tail if tail < config.sum_columns else 0
+            rows = config.block_m if name in ("q", "dout") else CONSUMER_ROWS
+            ends = call.packed if name in ("q", "dout", "dq") else call.bounded
+            outer = (1, 1) if ends else (1,)
+            boxes[name] = (*outer, rows, 1, whole), (*outer, rows, 1, tail) if tail else None
+    return boxes
+
+
+def backward_pipeline(
+    call: Call,
+    kernels: dict[str, Kernel],
+    gradients: dict[str, Layout],
+    shares: int,
+    scratch: dict[str, int],
+    *,
+    dbias: Layout | None = None,
+    row_statistics: Layout | None = None,
+    more: dict[str, Layout | None],
+    zeroed: tuple[str, ...] = (),
+) -> Pipeline:
+    """The pipeline of some kernels, and of that which adds up the shares of dk and dv.
+
+    Args:
+        gradients: layouts of dq, and of dk and dv in `shares`.
+        scratch: sizes of parts in numbers of 32 bits, without masked_dout.
+        dbias, row_statistics: of a bias that learns: its gradient, or what the portable kernel computes that from.
+        more: what kernels leave for one another beside these.
+        zeroed: outputs that are zeros at the start.
+    """
+    outputs = dict(gradients)
+    if shares > 1:
+        kernels = {**kernels, "shares": shares_kernel(gradients["dk"], gradients["dv"], shares)}
+        more = {**more, "dk_shares": gradients["dk"], "dv_shares": gradients["dv"]}
+        outputs |= {name: without_shares(gradients[name], shares) for name in ("dk", "dv")}
+    # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read the masked dout.
+    masked_dout = math.prod(call.out_shape) * call.dtype.itemsize // 4 if call.may_hide_rows else 0
+    learned = sum_layouts(call, call.rows_k, kernels["begin"].programs)
+    return Pipeline(
+        call.device,
+        kernels,
+        ("q", "k", "v", "out", "dout", "lse", "dlse", *aux_buffers(call)),
+        {**outputs, "dbias": dbias, **learned, "row_statistics": row_statistics, **more},
+        {"sums": 0, "statistics": 0, "masked_dout": masked_dout, "counter": 0, "semaphores": 0, "order": 0, **scratch},
+        zeroed,
+    )

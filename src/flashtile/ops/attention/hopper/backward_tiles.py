@@ -7,7 +7,7 @@ import torch
 from flashtile._backends.gluon import aggregate, gl, gluon
 from flashtile._backends.launch import float32, int32, optional, pointer_to
 from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.gpu.parameters import SideParameters, window_parameters
+from flashtile.ops.attention.gpu.parameters import SideParameters, key_rows_apart, window_parameters
 from flashtile.ops.attention.hopper.backward_pieces import ROWS, mask_probs, query_tile_ranges
 from flashtile.ops.attention.hopper.modifiers import (
     FULL,
@@ -15,6 +15,7 @@ from flashtile.ops.attention.hopper.modifiers import (
     TILE_HEAD,
     TILE_KIND,
     TILE_NUMBER,
+    ScoreUnits,
     TableTiles,
     add_bias,
     capped,
@@ -35,7 +36,6 @@ from flashtile.ops.attention.hopper.modifiers import (
     read_tile_info,
     where_visible,
 )
-from flashtile.ops.attention.hopper.parameters import key_rows_apart, score_units
 from flashtile.ops.attention.hopper.primitives import hidden_zero, pack, publish_tile, receive_tile
 from flashtile.ops.attention.hopper.schedule import (
     PAIRS_TOGETHER,
@@ -195,7 +195,7 @@ class Problem(NamedTuple):
             score_change=change,
             window=window_parameters(call.spec),
             scale=float32(call.spec.scale),
-            units=score_units(call.spec),
+            units=ScoreUnits.from_spec(call.spec),
             numbers=side.numbers,
             **key_rows_apart(call),
             **{name: int32(number) for name, number in numbers.items()},

@@ -24,11 +24,20 @@ A score function's derivative is no part of this, because the bias is added afte
 (`triton.bias_gradient`) serves biases that TMA does not bring.
 """
 
+import math
 from typing import Any, NamedTuple
 
+import torch
+
 from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma_wait
-from flashtile.ops.attention.hopper.backward import Descriptors, Shared
-from flashtile.ops.attention.hopper.backward_loads import load_keys, load_queries
+from flashtile._backends.launch import ABSENT, named_constants, pointer_to
+from flashtile._backends.pipeline import Kernel
+from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.gpu.parameters import side_parameters
+from flashtile.ops.attention.gpu.reductions import BiasWork
+from flashtile.ops.attention.hopper.backward import Descriptors, Shared, score_change
+from flashtile.ops.attention.hopper.backward_configs import BIAS_QUERIES, bias_config, bias_programs_together
+from flashtile.ops.attention.hopper.backward_loads import BUFFERS, load_keys, load_queries, moved_tensors
 from flashtile.ops.attention.hopper.backward_pieces import (
     DELTA,
     LSE,
@@ -40,6 +49,7 @@ from flashtile.ops.attention.hopper.backward_pieces import (
 from flashtile.ops.attention.hopper.backward_tiles import (
     KernelConfig,
     KeyTile,
+    Problem,
     Step,
     compute_p,
     group_head_dropout,
@@ -49,6 +59,7 @@ from flashtile.ops.attention.hopper.backward_tiles import (
     tile_work,
     with_dropout,
 )
+from flashtile.ops.attention.hopper.configs import PRODUCER_REGISTERS
 from flashtile.ops.attention.hopper.modifiers import (
     EMPTY,
     FULL,
@@ -71,7 +82,8 @@ from flashtile.ops.attention.hopper.primitives import (
     publish_tile,
     receive_tile,
 )
-from flashtile.ops.attention.hopper.schedule import sequence_rows
+from flashtile.ops.attention.hopper.schedule import NO_LOOPS, BackwardSchedule, sequence_rows
+from flashtile.ops.attention.spec import NOTHING_WANTED
 
 
 class BiasTile(NamedTuple):
@@ -481,3 +493,70 @@ def _store(total, which: gl.constexpr, tile, gradient_ptr, config, work, WHICH: 
     places = (plane * work.rows + row[None, :]) * work.columns + column[:, None]
     inside = (row < work.rows)[None, :] & (column < work.columns)[:, None]
     gl.store(gradient_ptr + places, total.to(gradient_ptr.dtype.element_ty), mask=inside)
+
+
+#: Parts of a bias at most: each costs a write and a read of the whole bias in float32.
+_MOST_PARTS = 8
+
+#: The share of the time for which multiprocessors shall be busy.
+_BUSY = 7 / 8
+
+
+def bias_gradient_kernel(call: Call, schedule: BackwardSchedule, work: BiasWork) -> Kernel:
+    """The kernel of the gradient of a bias that scores share. It reads the statistics of the main kernel."""
+    bias = call.aux.bias
+    assert bias is not None
+    cut = bias_config(call)
+    covered = call.is_covered(*_bias_block(call))
+    side = side_parameters(call, covered=covered, by_column=True, staged=True)
+    in_parts = work.parts > 1
+    change = score_change(call._replace(wanted=NOTHING_WANTED), covered)
+    moved = moved_tensors(call, schedule._replace(config=schedule.config._replace(bias_by_tma=True)))
+    problem = Problem.from_call(call, schedule, side, change)
+    parameters = {
+        **moved,
+        "gradient_ptr": pointer_to(torch.float32 if in_parts else call.dtype, 16),
+        "problem": problem._replace(order_ptr=ABSENT, slope_sums_ptr=ABSENT),
+        "constants": side.constants,
+        "loops": NO_LOOPS._replace(MASKS=call.spec.banded or call.bounded),
+        "work": work.numbers(bias.shape),
+    }
+    constants = {
+        **named_constants(cut),
+        "KEYS": cut.keys,
+        "M": BIAS_QUERIES,
+        "REGISTERS": cut.registers,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "PACKED": call.packed,
+        "TOP_LEFT": call.spec.banded and call.spec.top_left,
+        "SHARED_BY_HEADS": bias.shape[1] < call.heads,
+    }
+    buffers = {**BUFFERS, "gradient_ptr": "bias_parts" if in_parts else "dbias"}
+    return Kernel(
+        attention_bias_gradient_kernel, parameters, constants, work.own * work.parts, buffers,
+        max_registers=cut.max_registers,
+    )  # fmt: skip
+
+
+def cut_bias_work(call: Call) -> BiasWork:
+    """The work for the gradient of a bias: so many parts that multiprocessors are busy."""
+    bias = call.aux.bias
+    assert bias is not None
+    at_once = call.multiprocessors * bias_programs_together(bias_config(call), *call.head_dims)
+    planes = bias.shape[0] * bias.shape[1]
+    own = planes * math.prod(-(-size // along) for size, along in zip(bias.shape[2:], _bias_block(call)))
+    sharing = call.batch * call.heads // planes
+    candidates = range(1, min(sharing, _MOST_PARTS) + 1)
+    parts = next((parts for parts in candidates if _busy(own * parts, at_once) >= _BUSY), candidates[-1])
+    return BiasWork(own, sharing, parts)
+
+
+def _bias_block(call: Call) -> tuple[int, int]:
+    """Queries and keys of a program of the gradient of a bias."""
+    cut = bias_config(call)
+    return BIAS_QUERIES * cut.query_tiles, cut.keys
+
+
+def _busy(tiles: int, programs: int) -> float:
+    """The share of the time for which so many multiprocessors compute so many equal tiles."""
+    return tiles / (-(-tiles // programs) * programs)

@@ -15,7 +15,8 @@ from flashtile._backends.tma import TmaTensor, strided_layout
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts, current_machine
 from flashtile.ops.attention.hopper.cache import CacheAddresses, CachedRows, CacheNumbers
 from flashtile.ops.attention.hopper.configs import HopperConfig, alone_with_stages, forward_config, value_parts
-from flashtile.ops.attention.hopper.launch import forward_kernel, tile_counter
+from flashtile.ops.attention.hopper.forward import forward_kernel
+from flashtile.ops.attention.hopper.launch import tile_counter
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.common.checks import check_programs
 from flashtile.ops.common.split_keys.plan import SplitCall, factor_strides, shaped_results

@@ -8,6 +8,9 @@ low ones of a row, then the middle and the high ones, each as wide as the kernel
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
 
 from flashtile._backends.alignment import batch_row_head
@@ -15,6 +18,7 @@ from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.gluon import gl, gluon
 from flashtile._backends.launch import int32, pointer_to, stride_parameters
 from flashtile._backends.pipeline import Kernel
+from flashtile._backends.tma import TmaTensor, strided_layout
 from flashtile.ops.attention.hopper.primitives import pack
 from flashtile.ops.common.checks import check_programs
 from flashtile.ops.common.tiles import power_of_two
@@ -132,13 +136,38 @@ def _tile(head_dim_v: int) -> tuple[int, int]:
 _SPLIT_NUMBERS = 8192
 
 
-def parts_layout(shape: tuple[int, ...], width: int) -> Layout:
-    """The parts of a tensor `[batch, rows, heads, head_dim]`, of `width` columns each."""
-    return contiguous((*shape[:-1], PARTS.value * width), torch.bfloat16)
+class Operand(NamedTuple):
+    """A tensor `[batch, rows, heads, head_dim]` that is split into parts of `width` columns each. `buffer`: where it
+    lies."""
+
+    buffer: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    width: int
 
 
-def parts_kernel(numbers: str, parts: str, shape: tuple[int, ...], strides: tuple[int, ...], width: int) -> Kernel:
-    """Writes the parts of a tensor. `numbers`, `parts`: the buffers that it reads and writes."""
+class SplitOperands(NamedTuple):
+    """Of operands by name: the kernels that write their parts, the layouts of the buffers `<name>_parts`, and these as
+    TMA moves them."""
+
+    kernels: dict[str, Kernel]
+    layouts: dict[str, Layout | None]
+    moved: dict[str, TmaTensor]
+
+
+def split_operands(operands: Mapping[str, Operand], rows: int, columns: int) -> SplitOperands:
+    """`rows`, `columns`: of a part, which a copy moves."""
+    split = SplitOperands({}, {}, {})
+    for name, (buffer, shape, strides, width) in operands.items():
+        parts = f"{name}_parts"
+        split.layouts[parts] = layout = contiguous((*shape[:-1], PARTS.value * width), torch.bfloat16)
+        split.kernels[f"parts_{name}"] = _parts_kernel(buffer, parts, shape, strides, width)
+        moved = strided_layout(layout.shape, layout.strides)
+        split.moved[name] = TmaTensor(parts, torch.bfloat16, (1, rows, 1, columns), moved)
+    return split
+
+
+def _parts_kernel(numbers: str, parts: str, shape: tuple[int, ...], strides: tuple[int, ...], width: int) -> Kernel:
     batch, rows, heads, head_dim = shape
     apart = dict(zip(("batch", "row", "head"), batch_row_head(shape, strides)))
     rows_together = _SPLIT_NUMBERS >> (width - 1).bit_length()

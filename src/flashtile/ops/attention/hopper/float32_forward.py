@@ -12,9 +12,26 @@ in parts (`float32_forward`). Per 64 keys (letters and formulas as in `forward`)
 
 from typing import Any, NamedTuple
 
+import torch
+
+from flashtile._backends.allocate import Layout
 from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from flashtile._backends.launch import named_constants, pointer_to
+from flashtile._backends.pipeline import Kernel
+from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.gpu.parameters import side_parameters
 from flashtile.ops.attention.hopper.backward_pieces import ROWS
-from flashtile.ops.attention.hopper.convert import HIGH, LOW, MIDDLE, PARTS, split_bf16x3, without_nan
+from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
+from flashtile.ops.attention.hopper.convert import (
+    HIGH,
+    LOW,
+    MIDDLE,
+    PARTS,
+    Operand,
+    split_bf16x3,
+    split_operands,
+    without_nan,
+)
 from flashtile.ops.attention.hopper.modifiers import finite, join_row_logit, load_row_logit
 from flashtile.ops.attention.hopper.primitives import (
     LN_2,
@@ -30,8 +47,10 @@ from flashtile.ops.attention.hopper.primitives import (
     row_maximum,
     wait_products,
 )
+from flashtile.ops.attention.hopper.separate_configs import MAX_REGISTERS, REGISTERS, choose_float32_forward_config
 from flashtile.ops.attention.hopper.wide_backward import (
     CHUNK,
+    Problem,
     dense_config,
     first_step,
     hide,
@@ -39,6 +58,7 @@ from flashtile.ops.attention.hopper.wide_backward import (
     tile_work,
     zero_sums,
 )
+from flashtile.ops.common.checks import check_programs
 
 
 class Results(NamedTuple):
@@ -395,3 +415,35 @@ def step_scores(WHICH: gl.constexpr, STAYING: gl.constexpr, config, rings, parti
     s += partial.places.index(OTHER).load(s.type.layout)
     mbarrier.arrive(partial.taken.index(OTHER), count=1)
     return s, read
+
+
+def float32_forward_kernels(call: Call) -> tuple[dict[str, Kernel], dict[str, Layout | None]]:
+    """The kernels of a forward as a pipeline launches them, and the layouts of the parts of q, k and v."""
+    spec, config = call.spec, choose_float32_forward_config(*call.head_dims)
+    tiles = -(-call.rows_q // CONSUMER_ROWS)
+    programs = tiles * call.lines if call.rows_k else 0
+    check_programs("q", programs)
+    width, value_width = CHUNK.value * config.chunks, CHUNK.value * config.value_chunks
+    operands = {
+        name: Operand(name, of.shape, of.strides, value_width if name == "v" else width)
+        for name, of in (("q", call.q), ("k", call.k), ("v", call.v))
+    }
+    split = split_operands(operands, CONSUMER_ROWS, CHUNK.value)
+    side = side_parameters(call, covered=False, by_column=False, staged=True)
+    parameters: dict[str, Any] = {
+        **{f"{name}_desc": moved for name, moved in split.moved.items()},
+        **dict.fromkeys(("out_ptr", "lse_ptr"), pointer_to(torch.float32, 16)),
+        "problem": Problem.from_call(call, side.pointers, own_tiles=tiles),
+    }
+    constants = {
+        **named_constants(config),
+        "HEAD_DIM_V": call.head_dims[1],
+        "REGISTERS": REGISTERS,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "HAS_LEFT": spec.window_left is not None,
+        "HAS_RIGHT": spec.window_right is not None,
+        "TOP_LEFT": spec.banded and spec.top_left,
+        "MASKS": spec.banded or call.rows_k % CONSUMER_ROWS != 0,
+    }
+    kernel = Kernel(attention_float32_forward_kernel, parameters, constants, programs, max_registers=MAX_REGISTERS)
+    return ({**split.kernels, "forward": kernel}, split.layouts) if programs else ({"forward": kernel}, {})

@@ -29,12 +29,28 @@ turns; Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018
 
 from typing import Any, NamedTuple
 
+import torch
+
+from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.gluon import aggregate, fence_async_shared, gl, gluon, tma_store_wait
-from flashtile._backends.launch import int32
-from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.gpu.parameters import SideParameters, window_parameters
-from flashtile.ops.attention.gpu.score_functions import captured_parameters
-from flashtile.ops.attention.hopper.cache import CachedRows, sequence_tree
+from flashtile._backends.launch import int32, named_constants, pointer_to
+from flashtile._backends.pipeline import Kernel
+from flashtile._backends.tma import TmaTensor, broadcast_layout, row_layout
+from flashtile.ops.attention.call import Call, TensorFacts
+from flashtile.ops.attention.gpu.parameters import SideParameters, key_rows_apart, side_parameters, window_parameters
+from flashtile.ops.attention.gpu.score_functions import captured_parameters, score_bounds
+from flashtile.ops.attention.hopper.cache import CachedRows, load_shares, sequence_tree
+from flashtile.ops.attention.hopper.configs import (
+    CONSUMER_ROWS,
+    PRODUCER_REGISTERS,
+    HopperConfig,
+    column_chunks,
+    out_places,
+    query_places,
+    score_columns,
+    value_chunks,
+    value_parts,
+)
 from flashtile.ops.attention.hopper.forward_producer import (
     Rings,
     key_slot,
@@ -78,7 +94,10 @@ from flashtile.ops.attention.hopper.modifiers import (
     TILE_NUMBER,
     BlockLists,
     MovedBias,
+    ScoreUnits,
     distance_shift,
+    gluon_function,
+    gluon_reads,
     head_table,
     load_bits,
     make_bias_tiles,
@@ -86,7 +105,6 @@ from flashtile.ops.attention.hopper.modifiers import (
     near_shift,
     read_tile_info,
 )
-from flashtile.ops.attention.hopper.parameters import key_rows_apart, score_units
 from flashtile.ops.attention.hopper.primitives import (
     WARPGROUP,
     Chunks,
@@ -106,6 +124,7 @@ from flashtile.ops.attention.hopper.primitives import (
     product_layout,
     row_maximum,
 )
+from flashtile.ops.attention.spec import FP8, out_dtype
 
 
 @aggregate
@@ -193,13 +212,13 @@ class Problem(NamedTuple):
     captured_sizes: Any
     cache_numbers: Any
 
-    @staticmethod
+    @classmethod
     def from_call(
-        call: Call, side: SideParameters, tiles: int, lines: int, dynamic: bool, cache: CachedRows | None = None
+        cls, call: Call, side: SideParameters, tiles: int, lines: int, dynamic: bool, cache: CachedRows | None = None
     ) -> Any:
         """Describes it for a kernel."""
         read = captured_parameters(call.aux.captured)
-        return Problem(
+        return cls(
             side=side.pointers,
             captured=read["captured"],
             cache=None if cache is None else cache.addresses,
@@ -212,7 +231,7 @@ class Problem(NamedTuple):
             lines=int32(lines),
             dynamic=int32(int(dynamic)),
             window=window_parameters(call.spec),
-            units=score_units(call.spec),
+            units=ScoreUnits.from_spec(call.spec),
             numbers=side.numbers,
             captured_sizes=read["captured_sizes"],
             cache_numbers=None if cache is None else cache.numbers,
@@ -680,3 +699,85 @@ def key_tile_at(n, slot, view, blocks, k, config):
         kind = read_tile_info(blocks.tile_info, slot.place, TILE_KIND)
         bits = load_bits(blocks.lists, kind, view.first, n, k.ROWS, config.TILE_Q, config.TILE_K)
     return n, kind, bits
+
+
+def forward_kernel(
+    call: Call,
+    config: HopperConfig,
+    programs: int,
+    tiles: int,
+    lines: int,
+    dynamic: bool,
+    cache: CachedRows | None = None,
+) -> Kernel:
+    """The kernel as a pipeline launches it. `tiles`, `lines`, `dynamic`, `cache`: as in `Problem`."""
+    spec, aux, dtype = call.spec, call.aux, call.dtype
+    covered = call.is_covered(config.block_m, config.block_n)
+    side = side_parameters(call, covered=covered, by_column=False, staged=True, group=call.group)
+    bounds = score_bounds(call) if covered else None
+    by_threads = cache is not None and cache.registers > 0
+    parameters = {
+        **_moved_tensors(call, config, cache),
+        "lse_ptr": pointer_to(torch.float32),
+        "max_scores_ptr": pointer_to(torch.float32 if spec.returns_max_scores else None),
+        "counter_ptr": pointer_to(torch.int32, 16),
+        "problem": Problem.from_call(call, side, tiles, lines, dynamic, cache),
+        "constants": side.constants,
+    }
+    constants = {
+        **named_constants(config),
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "OUT_PLACES": out_places(config, *call.head_dims, dtype),
+        "QUERY_PLACES": query_places(config, *call.head_dims, dtype),
+        "PACKED": call.packed,
+        "CACHED": cache is not None,
+        "PAGE_SIZE": 0 if cache is None else cache.page_size,
+        "SHARES": 1 if cache is None or config.stages == 1 else load_shares(cache.loads),
+        "LOADER_REGISTERS": cache.registers if cache is not None else 0,
+        "WIDENED": "" if cache is None else cache.widened,
+        **dict(zip(("HEAD_DIM", "HEAD_DIM_V"), call.head_dims if by_threads else (0, 0))),
+        "TOP_LEFT": spec.banded and spec.top_left,
+        # What is larger than keys and values is read by those that run at the same time.
+        "BATCH_FIRST": not call.packed and call.batch > 1 and any(map(_is_shared_by_batch, (aux.bias, aux.mask))),
+        "SCORE_COLUMNS": min(score_columns(call.head_dims[0], dtype), 128 if by_threads else 256),
+        "VALUE_PARTS": value_parts(call.head_dims[1]),
+        "MASK_ENDS_KEYS": aux.mask is not None and aux.mask.is_of_keys,
+        "SCORE_FUNCTION": None if spec.score_program is None else gluon_function(spec.score_program, bounds),
+        "SCORE_READS": None if spec.score_program is None else gluon_reads(spec.score_program, bounds),
+    }
+    return Kernel(attention_forward_kernel, parameters, constants, programs, max_registers=config.max_registers)
+
+
+def _moved_tensors(call: Call, config: HopperConfig, cache: CachedRows | None) -> dict[str, TmaTensor]:
+    """The tensors that TMA moves, by the parameters of the kernel: each tensor once for either chunk of its columns."""
+    dtype, v, bias, values = call.dtype, call.v, call.aux.bias, out_dtype(call.dtype)
+    head_dim, head_dim_v = call.head_dims
+    chunks, chunks_v = column_chunks(head_dim, dtype), value_chunks(head_dim_v)
+    bounded, keys = call.bounded, config.block_n
+    if cache is not None:
+        bounded, keys = True, keys // cache.loads if cache.loads else 0
+        if cache.registers:
+            # A product of 256 columns is compiled with more registers than so many threads have at the start.
+            chunks, chunks_v = ((128, 128) if widths == (256, 0) else widths for widths in (chunks, chunks_v))
+    buffer, v_strides = ("wide_v", contiguous_strides(v.shape)) if dtype is FP8 else ("v", v.strides)
+    out_strides = contiguous_strides(call.out_shape)
+    moved = {}
+    for name, of, of_type, ends, rows, widths, shape, strides in (
+        ("q", "q", dtype, call.packed, CONSUMER_ROWS, chunks, call.q.shape, call.q.strides),
+        ("k", "k", dtype, bounded, keys, chunks, call.k.shape, call.k.strides),
+        ("v", buffer, values, bounded, keys, chunks_v, v.shape, v_strides),
+        ("out", "out", values, call.packed, CONSUMER_ROWS, chunks_v, call.out_shape, out_strides),
+    ):
+        layout = row_layout(shape, strides, ends)
+        for part, width in zip(("", "_tail"), widths):
+            box = ((1, 1) if ends else (1,)) + (rows, 1, width) if width and rows else None
+            moved[f"{name}{part}_desc"] = TmaTensor(of, of_type, box, layout)
+    # Past the end of a bias NaN, so that too small a bias is seen; rows past those of q count for nothing.
+    by_bias = None if bias is None else broadcast_layout(bias.shape, bias.strides, nan_outside=True)
+    box = (1, 1, CONSUMER_ROWS, config.block_n) if config.bias_by_tma else None
+    return {**moved, "bias_desc": TmaTensor("bias", dtype, box, by_bias)}
+
+
+def _is_shared_by_batch(table: TensorFacts | None) -> bool:
+    """Whether all batch entries read one matrix of queries × keys for each head."""
+    return table is not None and table.shape[0] == 1 and table.has_each_score

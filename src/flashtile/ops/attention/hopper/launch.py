@@ -1,65 +1,55 @@
-"""Host side of the Hopper kernels: the pipelines of the forward. The backend module that `select` names.
+"""Host side of the Hopper kernels: the pipelines of forward and backward. The backend module that `select` names.
 
-Strides, lengths, batch and heads do not decide machine code.
+The kernels' own files describe them for a pipeline. Strides, lengths, batch and heads do not decide machine code.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashtile._backends.alignment import aligned
 from flashtile._backends.allocate import Layout, contiguous
-from flashtile._backends.launch import Plan, named_constants, plan_cache, pointer, pointer_to
-from flashtile._backends.pipeline import Kernel, Pipeline
-from flashtile._backends.tma import TmaTensor, broadcast_layout, strided_layout
-from flashtile.ops.attention.call import Call, TensorFacts, describe_call
-from flashtile.ops.attention.gpu.parameters import aux_buffers, aux_tensors, positive_scale
-from flashtile.ops.attention.gpu.reductions import lse_without_keys
-from flashtile.ops.attention.gpu.score_functions import score_bounds
-from flashtile.ops.attention.hopper.backward_kernels import row_layouts
-from flashtile.ops.attention.hopper.backward_launch import backward, backward_plans, prepare_backward
-from flashtile.ops.attention.hopper.cache import CachedRows, load_shares
-from flashtile.ops.attention.hopper.configs import (
-    CONSUMER_ROWS,
-    PRODUCER_REGISTERS,
-    SHORT,
-    HopperConfig,
-    column_chunks,
-    forward_config,
-    out_places,
-    query_places,
-    score_columns,
-    value_chunks,
-    value_parts,
+from flashtile._backends.launch import Plan, plan_cache, pointer
+from flashtile._backends.pipeline import Pipeline
+from flashtile.ops.attention.call import Call, describe_backward, describe_call
+from flashtile.ops.attention.gpu.parameters import aux_buffers, aux_tensors, contiguous_on_16_bytes, positive_scale
+from flashtile.ops.attention.gpu.reductions import (
+    bias_sum_kernel,
+    gradients_without_keys,
+    learned_gradients,
+    lse_without_keys,
 )
-from flashtile.ops.attention.hopper.convert import parts_kernel, parts_layout, widen_kernel
-from flashtile.ops.attention.hopper.float32_forward import attention_float32_forward_kernel
-from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
-from flashtile.ops.attention.hopper.modifiers import gluon_function, gluon_reads
-from flashtile.ops.attention.hopper.parameters import (
-    bounded_layout,
-    by_whole_rows,
-    describe_side,
-    ends_by_rows,
-    is_covered,
-    whole_sizes,
-    with_aligned_lists,
+from flashtile.ops.attention.hopper.backward import main_kernel
+from flashtile.ops.attention.hopper.backward_configs import padded_strides, serves_bias_gradient
+from flashtile.ops.attention.hopper.backward_dq import begin_kernel, end_kernel
+from flashtile.ops.attention.hopper.backward_loads import backward_pipeline, gradient_layouts, scratch_shapes
+from flashtile.ops.attention.hopper.bias_gradient import bias_gradient_kernel, cut_bias_work
+from flashtile.ops.attention.hopper.configs import SHORT, HopperConfig, forward_config, moves_by_tma, value_parts
+from flashtile.ops.attention.hopper.convert import widen_kernel
+from flashtile.ops.attention.hopper.float32_forward import float32_forward_kernels
+from flashtile.ops.attention.hopper.forward import forward_kernel
+from flashtile.ops.attention.hopper.schedule import BackwardSchedule
+from flashtile.ops.attention.hopper.separate_configs import has_separate_kernels
+from flashtile.ops.attention.hopper.separate_launch import separate_pipeline
+from flashtile.ops.attention.spec import (
+    FP8,
+    AttentionSpec,
+    Aux,
+    AuxForm,
+    BackwardInputs,
+    Gradients,
+    SideInputs,
+    Wanted,
+    out_dtype,
 )
-from flashtile.ops.attention.hopper.separate_configs import (
-    CHUNK,
-    MAX_REGISTERS,
-    REGISTERS,
-    choose_float32_forward_config,
-)
-from flashtile.ops.attention.hopper.wide_backward import Problem as SeparateProblem
-from flashtile.ops.attention.spec import FP8, AttentionSpec, Aux, SideInputs, out_dtype
+from flashtile.ops.attention.triton.launch import backward_bias, plan_bias_gradient
 from flashtile.ops.common.checks import check_programs
-
-__all__ = ["backward", "backward_plans", "forward", "prepare_backward", "prepare_forward"]
 
 #: From so many keys on programs take even tiles as they come too. A multiprocessor may be held by a kernel of another
 #: stream, such as a transfer: the program that waits for it starts late, and nobody else would take its share.
@@ -69,40 +59,6 @@ _LONG_KEYS = 4096
 #: step, and load at the same time. Then memory waits while they compute, and a line of 128 bytes that two heads have in
 #: common is read twice. `_keep_keys_near` has the exception.
 _SHORT_ROWS = 511
-
-#: The buffers that a run is given, before those of the side inputs.
-_GIVEN = ("q", "k", "v", "counter")
-
-
-class ForwardPlan(NamedTuple):
-    """The launches of a forward.
-
-    Attributes:
-        pipeline: its first outputs are out, lse and max_scores.
-        results: how many of these a call returns.
-        dynamic: programs take tiles as they come, and the launch needs counters.
-    """
-
-    pipeline: Pipeline
-    results: int
-    dynamic: bool = False
-
-    @property
-    def kernel(self) -> Plan:
-        """The launch of the kernel that computes out."""
-        return self.pipeline.plans["forward"]
-
-    def runner(self) -> Callable[[Tensor, Tensor, Tensor, Aux], tuple[Tensor, ...]]:
-        """The function that enqueues the kernels, and returns what `forward` does."""
-        run_kernels, results, dynamic, device = self.pipeline.run, self.results, self.dynamic, self.kernel.device
-
-        def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, ...]:
-            counter = tile_counter(device) if dynamic else None  # held while results are allocated: not their memory
-            tensors = q.data_ptr(), k.data_ptr(), v.data_ptr(), pointer(counter)
-            addresses = [tensor.data_ptr() for tensor in aux] if aux else ()
-            return (*run_kernels(*tensors, *addresses)[:results],)
-
-        return run
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -125,10 +81,90 @@ def prepare_forward(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
 ) -> Callable[[Tensor, Tensor, Tensor, Aux], tuple[Tensor, ...]] | None:
     """`forward` of all 16-bit calls that look like this one, from q, k, v and the tensors beside them; or None."""
-    if q.dtype is torch.float32 or spec.scale <= 0 or not ends_by_rows(k, v, side):
+    if not _preparable(k, v, side, spec):
         return None
     plan = plan_forward(describe_call("forward", (q, k, v), side, spec))
     return plan.runner() if plan.kernel.programs else None
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    side: SideInputs,
+    spec: AttentionSpec,
+    wanted: Wanted,
+) -> Gradients:
+    """Runs the kernels. The portable one computes the gradient of a bias that the Hopper one does not serve. The sums
+    of dq, and where walks meet dk and dv, are added up in no fixed order unless `spec.deterministic`. They serve all of
+    `wanted` but tensors of score functions (`backend.unsupported_reason`)."""
+    if not q.numel() or not k.numel() or not v.numel():
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        learned = gradients_without_keys(dlse, lse, side, wanted)
+        return Gradients(dq, dk, dv, **learned, captured=(None,) * len(side.captured))
+    sign = 1
+    if spec.scale <= 0:
+        q, spec, sign = positive_scale(q, spec)
+    if not ends_by_rows(k, v, side):
+        k, v = by_whole_rows(k), by_whole_rows(v)
+    # dout comes from whatever followed; where TMA cannot read it as it lies, a copy is read.
+    dout = dout if aligned(dout) else dout.clone(memory_format=torch.contiguous_format)
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+    side = with_aligned_lists(side)
+    inputs = BackwardInputs(dout, dlse, q, k, v, contiguous_on_16_bytes(out), lse)
+    plan = plan_backward(describe_backward(inputs, side, spec, wanted))
+    grads = plan.runner(AuxForm.from_side(side), spec, wanted)(inputs, aux_tensors(side))
+    return grads if sign == 1 else grads._replace(q=grads.q.mul_(sign))
+
+
+def prepare_backward(
+    inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted
+) -> Callable[[BackwardInputs, Aux], Gradients] | None:
+    """`backward` of all 16-bit calls that look like this one, from their tensors; or None."""
+    dout, _, q, k, v, *_ = inputs
+    if not (_preparable(k, v, side, spec) and q.numel() and k.numel() and v.numel() and aligned(dout)):
+        return None
+    return plan_backward(describe_backward(inputs, side, spec, wanted)).runner(AuxForm.from_side(side), spec, wanted)
+
+
+def backward_plans(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, wanted: Wanted
+) -> tuple[Plan, ...]:
+    """The launches of `backward` without dlse; `dout` needs no memory."""
+    if spec.scale <= 0 or not (q.numel() and k.numel() and v.numel()):
+        return ()
+    inputs = BackwardInputs(dout, None, q, k, v, dout, dout)
+    return plan_backward(describe_backward(inputs, side, spec, wanted)).launches
+
+
+def _preparable(k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> bool:
+    """Whether plans depend on no more than how tensors lie (those of float32 do on PyTorch's TF32 mode), and kernels
+    read the tensors themselves."""
+    return k.dtype is not torch.float32 and spec.scale > 0 and ends_by_rows(k, v, side)
+
+
+def with_aligned_lists(side: SideInputs) -> SideInputs:
+    """With the lists of the block mask at a multiple of 16 bytes: a copy of those that are not. Who passes on its
+    addresses keeps it until the launch, or what is allocated meanwhile takes the place of the copy."""
+    lists = side.block_lists
+    return side if lists is None or lists.data_ptr() % 16 == 0 else side._replace(block_lists=lists.clone())
+
+
+def by_whole_rows(tensor: Tensor) -> Tensor:
+    """k or v whose batch entries lie whole rows apart, so that TMA can tell where the keys of each end."""
+    batch_stride, row_stride, *_ = tensor.stride()
+    one = tensor.shape[0] == 1 or tensor.shape[1] == 1 or not tensor.numel()
+    return tensor if one or (row_stride and batch_stride % row_stride == 0) else tensor.contiguous()
+
+
+def ends_by_rows(k: Tensor, v: Tensor, side: SideInputs) -> bool:
+    """Whether TMA can tell where the keys of each batch entry end, as k and v lie; so it is without key lengths."""
+    bounded = side.key_lengths is not None and side.cu_seqlens_k is None
+    return not bounded or (by_whole_rows(k) is k and by_whole_rows(v) is v)
 
 
 def tile_counter(device: torch.device) -> Tensor:
@@ -150,162 +186,64 @@ def _stream_counter(device: torch.device, stream: int) -> Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
+class ForwardPlan(NamedTuple):
+    """The launches of a forward.
+
+    Attributes:
+        pipeline: its first outputs are out, lse and max_scores.
+        results: how many of these a call returns.
+        dynamic: programs take tiles as they come, and the launch needs counters.
+    """
+
+    pipeline: Pipeline
+    results: int = 2
+    dynamic: bool = False
+
+    @property
+    def kernel(self) -> Plan:
+        """The launch of the kernel that computes out."""
+        return self.pipeline.plans["forward"]
+
+    def runner(self) -> Callable[[Tensor, Tensor, Tensor, Aux], tuple[Tensor, ...]]:
+        """The function that enqueues the kernels, and returns what `forward` does."""
+        run_kernels, results, dynamic, device = self.pipeline.run, self.results, self.dynamic, self.kernel.device
+
+        def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, ...]:
+            counter = tile_counter(device) if dynamic else None  # held while results are allocated: not their memory
+            tensors = q.data_ptr(), k.data_ptr(), v.data_ptr(), pointer(counter)
+            addresses = [tensor.data_ptr() for tensor in aux] if aux else ()
+            return (*run_kernels(*tensors, *addresses)[:results],)
+
+        return run
+
+
 @plan_cache
 def plan_forward(call: Call) -> ForwardPlan:
     """Everything that can be decided before the tensors' contents are known."""
     call.check_sizes()
-    return _plan_float32(call) if call.dtype is torch.float32 else _plan(call)
-
-
-def _plan(call: Call) -> ForwardPlan:
-    """A forward of 16 and 8 bits."""
-    spec, aux, dtype = call.spec, call.aux, call.dtype
+    spec, dtype = call.spec, call.dtype
+    given, rows = ("q", "k", "v", "counter", *aux_buffers(call)), contiguous(call.lse_shape, torch.float32)
+    outputs: dict[str, Layout | None] = {"out": contiguous(call.out_shape, out_dtype(dtype)), "lse": rows}
+    if dtype is torch.float32:
+        kernels, parts = float32_forward_kernels(call)
+        return ForwardPlan(Pipeline(call.device, kernels, given, {**outputs, **parts}))
     config = forward_config(call)
-    whole_rows, _ = whole_sizes(call)
-    tiles, lines = call.tiles(whole_rows, config.block_m), value_parts(call.head_dims[1]) * call.lines
+    tiles, lines = call.tiles(call.whole_sizes[0], config.block_m), value_parts(call.head_dims[1]) * call.lines
     check_programs("q", tiles * lines)
     has_work = 0 not in call.q.shape and call.rows_k
     programs = min(tiles * lines, config.resident * call.multiprocessors) if has_work else 0
     # If tiles are alike, each program takes its share in turn, which needs no atomics.
-    uneven = call.bounded or spec.banded or aux.block_lists is not None or _same_for_all_rows(aux.mask)
+    padded = call.aux.mask is not None and call.aux.mask.is_of_keys
+    uneven = call.bounded or spec.banded or call.aux.block_lists is not None or padded
     short = min(call.rows_q, call.rows_k) <= _SHORT_ROWS and not _keep_keys_near(config, call.rows_q)
     dynamic = (uneven or call.rows_k >= _LONG_KEYS or short) and tiles * lines > programs
     kernels = {"forward": forward_kernel(call, config, programs, tiles, lines, dynamic)}
+    outputs["max_scores"] = rows if spec.returns_max_scores else None
     if dtype is FP8 and programs:
         kernels = {"widen": widen_kernel(call.v.shape, call.v.strides), **kernels}
-    rows = contiguous(call.lse_shape, torch.float32)
-    outputs = {
-        "out": contiguous(call.out_shape, out_dtype(dtype)),
-        "lse": rows,
-        "max_scores": rows if spec.returns_max_scores else None,
-        "wide_v": contiguous(call.v.shape, torch.bfloat16) if "widen" in kernels else None,
-    }
-    pipeline = Pipeline(call.device, kernels, (*_GIVEN, *aux_buffers(call)), outputs)
+        outputs["wide_v"] = contiguous(call.v.shape, torch.bfloat16)
+    pipeline = Pipeline(call.device, kernels, given, outputs)
     return ForwardPlan(pipeline, 3 if spec.returns_max_scores else 2, dynamic and programs > 0)
-
-
-def forward_kernel(
-    call: Call,
-    config: HopperConfig,
-    programs: int,
-    tiles: int,
-    lines: int,
-    dynamic: bool,
-    cache: CachedRows | None = None,
-) -> Kernel:
-    """`tiles`, `lines`, `dynamic`, `cache`: as in `forward.Problem`."""
-    spec, aux, dtype = call.spec, call.aux, call.dtype
-    covered = is_covered(call, config.block_m, config.block_n)
-    side = describe_side(call, covered=covered, by_column=False, group=call.group)
-    bounds = score_bounds(call) if covered else None
-    by_threads = cache is not None and cache.registers > 0
-    parameters = {
-        **_moved_tensors(call, config, cache),
-        "lse_ptr": pointer_to(torch.float32),
-        "max_scores_ptr": pointer_to(torch.float32 if spec.returns_max_scores else None),
-        "counter_ptr": pointer_to(torch.int32, 16),
-        "problem": Problem.from_call(call, side, tiles, lines, dynamic, cache),
-        "constants": side.constants,
-    }
-    constants = {
-        **named_constants(config),
-        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-        "OUT_PLACES": out_places(config, *call.head_dims, dtype),
-        "QUERY_PLACES": query_places(config, *call.head_dims, dtype),
-        "PACKED": call.packed,
-        "CACHED": cache is not None,
-        "PAGE_SIZE": 0 if cache is None else cache.page_size,
-        "SHARES": 1 if cache is None or config.stages == 1 else load_shares(cache.loads),
-        "LOADER_REGISTERS": cache.registers if cache is not None else 0,
-        "WIDENED": "" if cache is None else cache.widened,
-        **dict(zip(("HEAD_DIM", "HEAD_DIM_V"), call.head_dims if by_threads else (0, 0))),
-        "TOP_LEFT": spec.banded and spec.top_left,
-        # What is larger than keys and values is read by those that run at the same time.
-        "BATCH_FIRST": not call.packed and call.batch > 1 and any(map(_shared_by_batch, (aux.bias, aux.mask))),
-        "SCORE_COLUMNS": min(score_columns(call.head_dims[0], dtype), 128 if by_threads else 256),
-        "VALUE_PARTS": value_parts(call.head_dims[1]),
-        "MASK_ENDS_KEYS": _same_for_all_rows(aux.mask),
-        "SCORE_FUNCTION": None if spec.score_program is None else gluon_function(spec.score_program, bounds),
-        "SCORE_READS": None if spec.score_program is None else gluon_reads(spec.score_program, bounds),
-    }
-    return Kernel(attention_forward_kernel, parameters, constants, programs, max_registers=config.max_registers)
-
-
-def _moved_tensors(call: Call, config: HopperConfig, cache: CachedRows | None) -> dict[str, TmaTensor]:
-    """The tensors that TMA moves, by the parameters of the kernel: each tensor once for either chunk of its columns."""
-    dtype, (by_query, by_key), bias = call.dtype, row_layouts(call), call.aux.bias
-    bounded, keys = call.bounded, config.block_n
-    if cache is not None:
-        bounded, by_key, keys = True, bounded_layout, config.block_n // cache.loads if cache.loads else 0
-    head_dim, head_dim_v = call.head_dims
-    chunks, chunks_v = column_chunks(head_dim, dtype), value_chunks(head_dim_v)
-    if cache is not None and cache.registers:
-        # A product of 256 columns is compiled with more registers than so many threads have at the start.
-        chunks, chunks_v = ((128, 128) if widths == (256, 0) else widths for widths in (chunks, chunks_v))
-    v_strides, out_strides = call.v.strides, contiguous(call.out_shape, dtype).strides
-    if dtype is FP8:
-        v_strides = contiguous(call.v.shape, dtype).strides
-    moved = {}
-    for name, buffer, of_type, ends, rows, widths, layout in (
-        ("q", "q", dtype, call.packed, CONSUMER_ROWS, chunks, by_query(call.q.shape, call.q.strides)),
-        ("k", "k", dtype, bounded, keys, chunks, by_key(call.k.shape, call.k.strides)),
-        (
-            "v", "wide_v" if dtype is FP8 else "v", out_dtype(dtype), bounded, keys, chunks_v,
-            by_key(call.v.shape, v_strides),
-        ),
-        ("out", "out", out_dtype(dtype), call.packed, CONSUMER_ROWS, chunks_v, by_query(call.out_shape, out_strides)),
-    ):  # fmt: skip
-        for part, width in zip(("", "_tail"), widths):
-            box = ((1, 1) if ends else (1,)) + (rows, 1, width) if width and rows else None
-            moved[f"{name}{part}_desc"] = TmaTensor(buffer, of_type, box, layout)
-    # Past the end of a bias NaN, so that too small a bias is seen; rows past those of q count for nothing.
-    layout = None if bias is None else broadcast_layout(bias.shape, bias.strides, nan_outside=True)
-    box = (1, 1, CONSUMER_ROWS, config.block_n) if config.bias_by_tma else None
-    return {**moved, "bias_desc": TmaTensor("bias", dtype, box, layout)}
-
-
-def _plan_float32(call: Call) -> ForwardPlan:
-    """Products of the parts of q, k and v."""
-    spec, config = call.spec, choose_float32_forward_config(*call.head_dims)
-    tiles = -(-call.rows_q // CONSUMER_ROWS)
-    programs = tiles * call.lines if call.rows_k else 0
-    check_programs("q", programs)
-    widths = {"q": CHUNK * config.chunks, "k": CHUNK * config.chunks, "v": CHUNK * config.value_chunks}
-    kernels: dict[str, Kernel] = {}
-    parts: dict[str, Layout] = {}
-    parameters: dict[str, Any] = {}
-    for name, of in {"q": call.q, "k": call.k, "v": call.v}.items():
-        parts[f"{name}_parts"] = layout = parts_layout(of.shape, widths[name])
-        moved = strided_layout(layout.shape, layout.strides)
-        # A copy moves a part of so many rows and columns.
-        box = 1, CONSUMER_ROWS, 1, CHUNK
-        parameters[f"{name}_desc"] = TmaTensor(f"{name}_parts", torch.bfloat16, box, moved)
-        if programs:
-            kernels[f"parts_{name}"] = parts_kernel(name, f"{name}_parts", of.shape, of.strides, widths[name])
-    side = describe_side(call, covered=False, by_column=False)
-    parameters |= {
-        **dict.fromkeys(("out_ptr", "lse_ptr"), pointer_to(torch.float32, 16)),
-        "problem": SeparateProblem.from_call(call, side.pointers, own_tiles=tiles),
-    }
-    constants = {
-        **named_constants(config),
-        "HEAD_DIM_V": call.head_dims[1],
-        "REGISTERS": REGISTERS,
-        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-        "HAS_LEFT": spec.window_left is not None,
-        "HAS_RIGHT": spec.window_right is not None,
-        "TOP_LEFT": spec.banded and spec.top_left,
-        "MASKS": spec.banded or call.rows_k % CONSUMER_ROWS != 0,
-    }
-    kernels["forward"] = Kernel(
-        attention_float32_forward_kernel, parameters, constants, programs, max_registers=MAX_REGISTERS
-    )
-    outputs = {
-        "out": contiguous(call.out_shape, torch.float32),
-        "lse": contiguous(call.lse_shape, torch.float32),
-        **(parts if programs else {}),
-    }
-    return ForwardPlan(Pipeline(call.device, kernels, (*_GIVEN, *aux_buffers(call)), outputs), 2)
 
 
 def _keep_keys_near(config: HopperConfig, rows_q: int) -> bool:
@@ -317,11 +255,93 @@ def _keep_keys_near(config: HopperConfig, rows_q: int) -> bool:
     return config.resident > 1 and rows_q <= SHORT and rows_q % config.block_m == 0
 
 
-def _same_for_all_rows(mask: TensorFacts | None) -> bool:
-    """Whether a mask is one of keys, as padding is."""
-    return mask is not None and mask.shape[2] == 1 and mask.shape[3] > 1
+#: The outputs of a backward from which gradients of side inputs follow.
+_LEARNED = ("dbias", "slope_sums", "logit_sums", "row_statistics")
 
 
-def _shared_by_batch(table: TensorFacts | None) -> bool:
-    """Whether all batch entries read one matrix of queries × keys for each head."""
-    return table is not None and table.shape[0] == 1 and table.has_each_score
+class BackwardPlan(NamedTuple):
+    """The launches of a backward.
+
+    Attributes:
+        pipeline: its first outputs are dq, dk and dv.
+        portable_bias: the launches of the portable kernel that computes the gradient of a bias from row_statistics.
+    """
+
+    pipeline: Pipeline
+    portable_bias: tuple[Plan, ...] = ()
+
+    @property
+    def launches(self) -> tuple[Plan, ...]:
+        return self.pipeline.launches + self.portable_bias
+
+    def runner(self, form: AuxForm, spec: AttentionSpec, wanted: Wanted) -> Callable[[BackwardInputs, Aux], Gradients]:
+        """The function that enqueues the kernels. Gradients that are not wanted are None."""
+        run_kernels, captured_gradients = self.pipeline.run, (None,) * len(wanted.captured)
+        learns = any(name in self.pipeline.outputs for name in _LEARNED)
+
+        def run(inputs: BackwardInputs, aux: Aux) -> Gradients:
+            dout, dlse, q, k, v, out, lse = inputs
+            given = [tensor.data_ptr() for tensor in (q, k, v, out, dout, lse)]
+            made = run_kernels(*given, 0 if dlse is None else dlse.data_ptr(), *[tensor.data_ptr() for tensor in aux])
+            if not learns:
+                return Gradients(made[0], made[1], made[2], captured=captured_gradients)
+            learned = self._side_gradients(made, inputs, form.side(aux), spec, wanted)
+            return Gradients(made[0], made[1], made[2], **learned, captured=captured_gradients)
+
+        return run
+
+    def _side_gradients(
+        self, made: list[Tensor], inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted
+    ) -> dict[str, Tensor | None]:
+        """The gradients of side inputs, by the fields of `Gradients`. `made`: as of `Pipeline.run`."""
+        found = dict(zip(self.pipeline.outputs, made))
+        if "row_statistics" in found:
+            dout, masked = inputs.dout, self.pipeline.scratch_part(made, "masked_dout")
+            read = dout if masked is None else masked.view(dout.dtype)[: dout.numel()].view(dout.shape)
+            found["dbias"] = backward_bias(read, inputs, found["row_statistics"], side, spec)
+        return learned_gradients(found, side, wanted, side.cu_seqlens_k)
+
+
+@plan_cache
+def plan_backward(call: Call) -> BackwardPlan:
+    """Everything that can be decided before the tensors' contents are known. Wide heads, and float32, have a kernel for
+    each gradient."""
+    call.check_sizes()
+    if has_separate_kernels(call.dtype, *call.head_dims):
+        return BackwardPlan(separate_pipeline(call))
+    schedule = BackwardSchedule.from_call(call)
+    config, bias, wanted = schedule.config, call.aux.bias, call.wanted.bias and call.aux.bias is not None
+    sums_bias = wanted and serves_bias_gradient(config, moves_by_tma(bias, call.dtype))
+    portable = wanted and not (sums_bias or config.bias_stored)
+    begin = begin_kernel(call, config.block_m, schedule.query_tiles, schedule=schedule, row_statistics=portable)
+    kernels = {"begin": begin, "main": main_kernel(call, schedule)}
+    if schedule.adds_up:
+        kernels["end"] = end_kernel(call, schedule)
+    dbias = parts = None
+    if config.bias_stored and bias is not None:
+        dbias = Layout(bias.shape, padded_strides(bias.shape), bias.dtype)
+    elif sums_bias and bias is not None:
+        work = cut_bias_work(call)
+        kernels["bias"] = bias_gradient_kernel(call, schedule, work)
+        dbias = contiguous(bias.shape, bias.dtype)
+        if work.parts > 1:
+            kernels["bias_sum"] = bias_sum_kernel(work.parts, bias)
+            parts = contiguous((work.parts, *bias.shape), torch.float32)
+    # The main kernel stores the gradients of the scores that it computes.
+    all_stored = not (call.spec.banded or call.aux.key_lengths is not None or call.spec.block_shape is not None)
+    sizes = {name: math.prod(shape) for name, shape in scratch_shapes(call, schedule).items()}
+    if config.statistics_multiplied:
+        sizes["statistics"] //= 2  # in 16 bits
+    sizes |= {
+        "counter": 1 + (call.lines if schedule.loops.SHARES_PROGRESS else 0),
+        "semaphores": begin.programs if schedule.is_ordered(call) else 0,
+        "order": 2 * call.batch + 3 if call.packed else 0,
+    }
+    pipeline = backward_pipeline(
+        call, kernels, gradient_layouts(call, schedule.shares), schedule.shares, sizes,
+        dbias=dbias,
+        row_statistics=contiguous((*call.lse_shape, 4), torch.float32) if portable else None,
+        more={"bias_parts": parts},
+        zeroed=("slope_sums",) if all_stored or not config.bias_stored else ("slope_sums", "dbias"),
+    )  # fmt: skip
+    return BackwardPlan(pipeline, plan_bias_gradient(call).launches if portable else ())

@@ -28,10 +28,12 @@ import functools
 from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import gl, gluon, tma_load
+from flashtile._backends.launch import float32
 from flashtile.ops.attention.gpu.score_functions import compiled
 from flashtile.ops.attention.gpu.score_source import SINE_SOURCE, function_source, reads_source, with_derivative_source
 from flashtile.ops.attention.gpu.score_writer import ScoreBounds
 from flashtile.ops.attention.hopper.primitives import M, matrix, number_places, read_number, write_number
+from flashtile.ops.attention.spec import AttentionSpec
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -44,6 +46,17 @@ class ScoreUnits(NamedTuple):
     scale_log2: Any
     cap_scale: Any
     function_scale: Any
+
+    @staticmethod
+    def from_spec(spec: AttentionSpec) -> Any:
+        """Describes the units for a kernel, which have no number that the call does not have."""
+        capped, changed = spec.softcap > 0, spec.score_program is not None
+        scale = spec.softcap if capped else spec.scale
+        return ScoreUnits(
+            scale_log2=float32(LOG2_E.value if changed else scale * LOG2_E.value),
+            cap_scale=float32(spec.scale / spec.softcap if capped else None),
+            function_scale=float32(scale if changed else None),
+        )
 
 
 @gluon.jit

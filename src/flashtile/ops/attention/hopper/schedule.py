@@ -18,7 +18,6 @@ from flashtile.ops.attention.hopper.backward_configs import (
 )
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
 from flashtile.ops.attention.hopper.modifiers import _first_line
-from flashtile.ops.attention.hopper.parameters import is_covered, whole_sizes
 
 #: (batch, head) pairs whose tiles run side by side: few enough that their keys and values stay in the L2 cache.
 PAIRS_TOGETHER = gl.constexpr(8)
@@ -491,7 +490,7 @@ class BackwardSchedule(NamedTuple):
 
     def is_covered(self, call: Call) -> bool:
         """Whether tiles divide the call."""
-        return is_covered(call, self.config.block_m, self.config.block_n)
+        return call.is_covered(self.config.block_m, self.config.block_n)
 
     def programs(self, call: Call) -> int:
         """Thread blocks of the main kernel. Those of long walks, all of one length, are no more than each round of them
@@ -515,7 +514,7 @@ class BackwardSchedule(NamedTuple):
 
 def _count_tiles(call: Call, config: BackwardConfig) -> tuple[int, int]:
     """Query and key tiles of a head of a sequence; of a packed call the slots."""
-    rows_q, rows_k = whole_sizes(call)
+    rows_q, rows_k = call.whole_sizes
     return call.tiles(rows_q, config.block_m), call.tiles(rows_k, config.block_n)
 
 

@@ -9,19 +9,20 @@ import torch
 
 from flashtile._backends.allocate import Layout, contiguous, contiguous_strides
 from flashtile._backends.launch import named_constants, pointer_to
-from flashtile._backends.pipeline import Kernel
-from flashtile._backends.tma import TmaTensor, strided_layout
+from flashtile._backends.pipeline import Kernel, Pipeline
+from flashtile._backends.tma import TmaTensor, row_layout
 from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.gpu.parameters import side_parameters
 from flashtile.ops.attention.gpu.schedule import choose_shares, longest_walk
-from flashtile.ops.attention.hopper.backward_kernels import PassKernels, begin_kernel, gradient_layouts, row_layouts
+from flashtile.ops.attention.hopper.backward_dq import begin_kernel
+from flashtile.ops.attention.hopper.backward_loads import backward_pipeline, gradient_layouts
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, PRODUCER_REGISTERS
-from flashtile.ops.attention.hopper.convert import parts_kernel, parts_layout
+from flashtile.ops.attention.hopper.convert import Operand, split_operands
 from flashtile.ops.attention.hopper.float32_backward import attention_float32_dk_dq_kernel, attention_float32_dv_kernel
 from flashtile.ops.attention.hopper.float32_wide_backward import (
     attention_float32_wide_dk_dq_kernel,
     attention_float32_wide_dv_kernel,
 )
-from flashtile.ops.attention.hopper.parameters import describe_side
 from flashtile.ops.attention.hopper.separate_configs import (
     CHUNK,
     KEYS_OF_DV,
@@ -78,15 +79,15 @@ class _Family(NamedTuple):
     dk_dq: Any
     of_dv: dict[str, Any]
     of_dk_dq: dict[str, Any]
-    dv_parts: int
     moved: dict[str, TmaTensor]
     gradients: dict[str, Layout]
-    splits: dict[str, Kernel]
-    parts: dict[str, Layout | None]
+    dv_parts: int = 1
+    splits: Mapping[str, Kernel] = {}
+    parts: Mapping[str, Layout | None] = {}
 
 
-def separate_kernels(call: Call) -> PassKernels:
-    """The kernels of a call."""
+def separate_pipeline(call: Call) -> Pipeline:
+    """The pipeline of a backward."""
     spec, packed = call.spec, call.packed
     float32 = call.dtype is torch.float32
     keys_of_dv = float32_dv_keys(*call.head_dims) if float32 else KEYS_OF_DV
@@ -102,7 +103,7 @@ def separate_kernels(call: Call) -> PassKernels:
     together = _STATISTICS_TOGETHER if packed else 1
     # Tiles of `STATISTIC_ROWS` queries, of which every 64 are whole.
     kernels = {"begin": begin_kernel(call, STATISTIC_ROWS, statistic_tiles, together=together), **family.splits}
-    side = describe_side(call, covered=False, by_column=True)
+    side = side_parameters(call, covered=False, by_column=True, staged=True)
     lengths = call.aux.key_lengths is not None
     masks = {
         **dict.fromkeys(("dv", "dk"), spec.banded or lengths),
@@ -133,17 +134,17 @@ def separate_kernels(call: Call) -> PassKernels:
         buffers = {"dv_ptr": stored, "gradient_ptr": stored}
         kernels[name] = Kernel(function, parameters, constants, programs, buffers, max_registers=MAX_REGISTERS)
     scratch = {"statistics": 2 * STATISTIC_ROWS * statistic_tiles * call.lines, "counter": 1}
-    return PassKernels(kernels, family.gradients, shares, scratch, family.parts)
+    return backward_pipeline(call, kernels, family.gradients, shares, scratch, more={**family.parts})
 
 
 def _read(call: Call) -> dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Buffers, shapes and strides of the rows that kernels read, by name."""
     assert call.dout is not None
-    dout = "dout", call.out_shape, call.dout.strides
+    given = {"q": call.q, "k": call.k, "v": call.v, "dout": call.dout._replace(shape=call.out_shape)}
+    read = {name: (name, of.shape, of.strides) for name, of in given.items()}
     if call.may_hide_rows:
-        dout = "masked_dout", call.out_shape, contiguous_strides(call.out_shape)
-    given = {"q": call.q, "k": call.k, "v": call.v}
-    return {**{name: (name, of.shape, of.strides) for name, of in given.items()}, "dout": dout}
+        read["dout"] = "masked_dout", call.out_shape, contiguous_strides(call.out_shape)
+    return read
 
 
 def _wide_family(call: Call, shares: int) -> _Family:
@@ -154,51 +155,28 @@ def _wide_family(call: Call, shares: int) -> _Family:
         name: (name if name == "dq" or shares == 1 else f"{name}_shares", of.shape, of.strides)
         for name, of in gradients.items()
     }
-    moved, (by_query, by_key) = {}, row_layouts(call)
+    moved = {}
     for name, (buffer, shape, strides) in {**_read(call), **stored}.items():
-        of_queries = name in ("q", "dout", "dq")
-        outer = (1, 1) if (call.packed if of_queries else call.bounded) else (1,)
-        layout = (by_query if of_queries else by_key)(shape, strides)
-        moved[name] = TmaTensor(buffer, call.dtype, (*outer, CONSUMER_ROWS, 1, CHUNK), layout)
+        ends = call.packed if name in ("q", "dout", "dq") else call.bounded
+        box = (1,) * (1 + ends) + (CONSUMER_ROWS, 1, CHUNK)
+        moved[name] = TmaTensor(buffer, call.dtype, box, row_layout(shape, strides, ends))
     constants = named_constants(config)
-    return _Family(
-        attention_wide_dv_kernel, attention_wide_dk_dq_kernel, constants, constants, config.parts, moved, gradients,
-        splits={}, parts={},
-    )  # fmt: skip
+    dv, dk_dq = attention_wide_dv_kernel, attention_wide_dk_dq_kernel
+    return _Family(dv, dk_dq, constants, constants, moved, gradients, config.parts)
 
 
 def _float32_family(call: Call, shares: int) -> _Family:
     """Products of parts in bfloat16."""
     head_dim, head_dim_v = call.head_dims
-    of_dv: Mapping[str, Any] = {"HEAD_DIM_V": head_dim_v}
-    of_dk_dq: Mapping[str, Any] = {"HEAD_DIM": head_dim}
     dv, dk_dq, columns = attention_float32_dv_kernel, attention_float32_dk_dq_kernel, WIDTH
-    width = value_width = WIDTH
+    width, value_width, cut = WIDTH, WIDTH, {}
     if is_wide_float32(head_dim, head_dim_v):
         dv, dk_dq, columns = attention_float32_wide_dv_kernel, attention_float32_wide_dk_dq_kernel, CHUNK
         config = choose_float32_wide_config(head_dim, head_dim_v)
-        width, value_width = config.chunks * CHUNK, config.value_chunks * CHUNK
-        of_dv, of_dk_dq = {**of_dv, **named_constants(config)}, {**of_dk_dq, **named_constants(config)}
+        width, value_width, cut = config.chunks * CHUNK, config.value_chunks * CHUNK, named_constants(config)
     widths = {"q": width, "k": width, "v": value_width, "dout": value_width}
-    splits, parts, moved, read = {}, {}, {}, _read(call)
-    for name, (buffer, shape, strides) in read.items():
-        parts[f"{name}_parts"] = layout = parts_layout(shape, widths[name])
-        splits[f"parts_{name}"] = parts_kernel(buffer, f"{name}_parts", shape, strides, widths[name])
-        moved[name] = TmaTensor(
-            f"{name}_parts",
-            torch.bfloat16,
-            (1, CONSUMER_ROWS, 1, columns),
-            strided_layout(layout.shape, layout.strides),
-        )
+    operands = {name: Operand(*read, widths[name]) for name, read in _read(call).items()}
+    kernels, parts, moved = split_operands(operands, CONSUMER_ROWS, columns)
     gradients = {name: contiguous(of.shape, call.dtype) for name, of in gradient_layouts(call, shares).items()}
-    return _Family(
-        dv,
-        dk_dq,
-        dict(of_dv),
-        of_dk_dq=dict(of_dk_dq),
-        dv_parts=1,
-        moved=moved,
-        gradients=gradients,
-        splits=splits,
-        parts=dict(parts),
-    )
+    of_dv, of_dk_dq = {"HEAD_DIM_V": head_dim_v, **cut}, {"HEAD_DIM": head_dim, **cut}
+    return _Family(dv, dk_dq, of_dv, of_dk_dq, moved, gradients, splits=kernels, parts=parts)

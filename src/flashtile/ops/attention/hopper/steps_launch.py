@@ -11,10 +11,10 @@ from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import int32, pointer_to, pointers
 from flashtile._backends.pipeline import Kernel, Pipeline
-from flashtile._backends.tma import TmaTensor, strided_layout
+from flashtile._backends.tma import TmaTensor, row_layout, strided_layout
 from flashtile.ops.attention.hopper.cache_launch import CacheForward, describe_over_cache, describe_rows, plan_chunks
 from flashtile.ops.attention.hopper.configs import column_chunks, forward_config, score_columns
-from flashtile.ops.attention.hopper.parameters import bounded_layout, score_units
+from flashtile.ops.attention.hopper.modifiers import ScoreUnits
 from flashtile.ops.attention.hopper.steps import M, StepProblem, step_values_kernel, step_weights_kernel
 from flashtile.ops.common.checks import check_programs
 from flashtile.ops.common.split_keys.plan import SplitCall, shaped_results
@@ -69,14 +69,14 @@ def plan_steps(call: SplitCall, outer: int, device: torch.device) -> StepsPlan:
     packed = call.total_q is not None
     batch_stride, row_stride, head_stride = call.strides[0]
     token_stride = row_stride if packed else batch_stride
-    units = score_units(described.spec)
+    units = ScoreUnits.from_spec(described.spec)
     box = 1, 1, config.block_n // rows.loads, 1
     k, v = described.k, described.v
     padded = tiles * config.block_n
     of_queries = strided_layout(
         (tokens, group, heads_kv, head_dim), (token_stride, head_stride, group * head_stride, 1)
     )
-    of_keys = bounded_layout(k.shape, k.strides)
+    of_keys = row_layout(k.shape, k.strides, bounded=True)
     chunks = dict(zip(("", "_tail"), column_chunks(head_dim)))
     parameters = {
         **{
@@ -87,7 +87,7 @@ def plan_steps(call: SplitCall, outer: int, device: torch.device) -> StepsPlan:
             f"k{part}_desc": TmaTensor("k", call.dtype, (*box, width) if width else None, of_keys)
             for part, width in chunks.items()
         },
-        "v_desc": TmaTensor("v", call.dtype, (*box, columns), bounded_layout(v.shape, v.strides)),
+        "v_desc": TmaTensor("v", call.dtype, (*box, columns), row_layout(v.shape, v.strides, bounded=True)),
         "weights_desc": TmaTensor(
             "weights", call.dtype, (1, int(M), config.block_n),
             strided_layout((pairs, group, padded), (group * padded, padded, 1)),

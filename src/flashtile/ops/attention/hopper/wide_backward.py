@@ -48,10 +48,9 @@ from flashtile._backends.gluon import (
 )
 from flashtile._backends.launch import float32, int32
 from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.gpu.parameters import SidePointers, window_parameters
+from flashtile.ops.attention.gpu.parameters import SidePointers, key_rows_apart, window_parameters
 from flashtile.ops.attention.hopper.backward_pieces import DELTA, LSE, ROWS, query_tile_ranges
-from flashtile.ops.attention.hopper.modifiers import capped
-from flashtile.ops.attention.hopper.parameters import key_rows_apart, score_units
+from flashtile.ops.attention.hopper.modifiers import ScoreUnits, capped
 from flashtile.ops.attention.hopper.primitives import (
     Chunks,
     HeadRows,
@@ -167,7 +166,7 @@ class Problem(NamedTuple):
             rows_q=int32(call.rows_q),
             rows_k=int32(call.rows_k),
             window=window_parameters(call.spec),
-            units=score_units(call.spec),
+            units=ScoreUnits.from_spec(call.spec),
             scale=float32(call.spec.scale),
             **key_rows_apart(call),
         )
