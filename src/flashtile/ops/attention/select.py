@@ -39,7 +39,7 @@ REFERENCE = Backend(
 )
 
 
-class AttentionBackends(Backends[Call]):
+class AttentionBackends(Backends):
     """Backends of attention. If one was asked for by name, and serves the forward of a call but not its backward,
     another one computes the gradients."""
 

@@ -11,44 +11,13 @@ import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from flashtile._backends import devices, observe
 from flashtile.ops.common.checks import check_choice
 from flashtile.ops.common.watch import watched
-
-
-class AnyCall(Protocol):
-    """The fields that every description of a call has; operations may add to it."""
-
-    @property
-    def requested(self) -> str:
-        """A backend by name, or "auto"."""
-
-    @property
-    def device_type(self) -> str:
-        """ "cpu" or "cuda"."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def triton_missing(self) -> str | None:
-        """Why Triton cannot be used; None where it can."""
-
-    @property
-    def interpreting(self) -> bool:
-        """Triton's interpreter runs the kernels."""
-
-    @property
-    def label(self) -> str:
-        """The call in words, for the log."""
-
-
-C = TypeVar("C", bound=AnyCall)
-Served = TypeVar("Served", bound=AnyCall, contravariant=True)
 
 
 class StandardCall(NamedTuple):
@@ -70,12 +39,8 @@ class StandardCall(NamedTuple):
         return f"{self.operation}, {self.dtype} on {self.device_type}"
 
 
-def _describe_nothing(call: Any) -> tuple[Any, ...]:
-    return ()
-
-
 @dataclass(frozen=True)
-class Backend(Generic[Served]):
+class Backend:
     """One way to compute an operation.
 
     Attributes:
@@ -89,8 +54,8 @@ class Backend(Generic[Served]):
 
     name: str
     module: str
-    unsupported_reason: Callable[[Served], str | None]
-    describe: Callable[[Served], tuple[Any, ...]] = _describe_nothing
+    unsupported_reason: Callable[[Any], str | None]
+    describe: Callable[[Any], tuple[Any, ...]] = lambda call: ()
 
 
 class BackendChoice(NamedTuple):
@@ -107,16 +72,17 @@ class BackendChoice(NamedTuple):
     rejected: dict[str, str]
 
 
-class Backends(Generic[C]):
+class Backends:
     """The backends of an operation, in the order in which "auto" tries them.
 
     Args:
         operation: its name.
-        call: makes the description of a call from the arguments of `implementation`.
+        call: makes the description of a call from the arguments of `implementation`. It has the fields and the label of
+            `StandardCall`, and may have more.
         backends: those of the operation.
     """
 
-    def __init__(self, operation: str, call: Callable[..., C], backends: Iterable[Backend[C]]) -> None:
+    def __init__(self, operation: str, call: Callable[..., Any], backends: Iterable[Backend]) -> None:
         self.by_name = {backend.name: backend for backend in backends}
         self._operation, self._call = operation, call
         self._logged: set[str] = set()
@@ -128,7 +94,7 @@ class Backends(Generic[C]):
         if not (isinstance(requested, str) and (requested == "auto" or requested in self.by_name)):
             check_choice("backend", requested, ("auto", *self.by_name), "'auto' takes the first that serves the call")
 
-    def choose(self, call: C) -> BackendChoice:
+    def choose(self, call: Any) -> BackendChoice:
         """The backend that a call asks for, or for "auto" the first that supports it."""
         if call.requested != "auto":
             rejected = {
@@ -159,7 +125,7 @@ class Backends(Generic[C]):
         module = importlib.import_module(self.by_name[choice.backend].module)
         return watched(self._operation, choice.backend, module)
 
-    def _log(self, call: C, choice: BackendChoice) -> None:
+    def _log(self, call: Any, choice: BackendChoice) -> None:
         """Writes a choice to the log `flashtile.select`, once: calls of other shapes are often chosen for alike."""
         why_not = "".join(f"; not {name}: {why}" for name, why in choice.rejected.items() if call.requested == "auto")
         line = f"{call.label}: {choice.backend} ({choice.reason}{why_not})"
@@ -168,7 +134,7 @@ class Backends(Generic[C]):
             observe.log.info("%s", line)
 
 
-def triton_unsupported_reason(call: AnyCall) -> str | None:
+def triton_unsupported_reason(call: Any) -> str | None:
     """Why Triton kernels do not serve a call; None where they do.
 
     The interpreter is for testing kernels: it never serves a call that did not ask for it.
@@ -184,12 +150,12 @@ def triton_unsupported_reason(call: AnyCall) -> str | None:
     return None
 
 
-def cpu_unsupported_reason(call: AnyCall) -> str | None:
+def cpu_unsupported_reason(call: StandardCall) -> str | None:
     """Why a CPU backend cannot serve a call; None where it can."""
     return None if call.device_type == "cpu" else f"it runs on the CPU, and the tensors are on {call.device_type}"
 
 
-def _reference_unsupported_reason(call: AnyCall) -> str | None:
+def _reference_unsupported_reason(call: StandardCall) -> str | None:
     if call.requested == "auto":
         return "it is the definition, written to be read; it runs only when asked for by name"
     return None
@@ -200,7 +166,7 @@ _IN_FOLDERS = {"kv_cache"}
 
 
 @functools.cache
-def standard_backends(operation: str) -> Backends[StandardCall]:
+def standard_backends(operation: str) -> Backends:
     """The backends `flashtile.ops.<operation>.{kernels, cpu, spec}`; the last has the reference.
 
     `implementation(requested, device, dtype)` of the result is the module that serves a call.

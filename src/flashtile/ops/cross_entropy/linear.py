@@ -10,9 +10,9 @@ sum may leave, it is in float32. The gradient of the bias always is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -392,19 +392,18 @@ def _multiplied(found: LinearGradients, factor: Tensor, operands: LinearOperands
     return finish(found, operands.x.dtype)
 
 
-def _run_forward(operands: LinearOperands, spec: CrossEntropySpec, wanted: Wanted, backend: str) -> LinearResults:
-    module = _BACKENDS.implementation(backend, operands.x.device, operands.x.dtype)
-    # Kernels read labels as a vector without gaps; products take x and weight as they are.
-    operands = operands._replace(labels=operands.labels.contiguous())
-    with torch.no_grad(), dispatch.without_autocast(operands.x):  # under autocast, the operands are cast before
-        return forward(module, operands, spec, wanted)
+def _run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs `forward` or `backward` with the module of a backend."""
 
+    def run(given: LinearOperands | LinearUpstream, *scalars: Any) -> Any:
+        *rest, backend = scalars
+        module = _BACKENDS.implementation(backend, given.x.device, given.x.dtype)
+        # Kernels read labels as a vector without gaps; products take x and weight as they are.
+        given = given._replace(labels=given.labels.contiguous())
+        with torch.no_grad(), dispatch.without_autocast(given.x):  # under autocast, the operands are cast before
+            return function(module, given, *rest)
 
-def _run_backward(given: LinearUpstream, spec: CrossEntropySpec, wanted: Wanted, backend: str) -> LinearGradients:
-    module = _BACKENDS.implementation(backend, given.x.device, given.x.dtype)
-    given = given._replace(labels=given.labels.contiguous())
-    with torch.no_grad(), dispatch.without_autocast(given.x):
-        return finish(backward(module, given, spec, wanted), given.x.dtype)
+    return run
 
 
 def _fake(operands: LinearOperands, spec: CrossEntropySpec, wanted: Wanted) -> list[Tensor | None]:
@@ -430,7 +429,7 @@ _forward = operator(
     LinearOperands,
     (CrossEntropySpec, Wanted),
     LinearResults,
-    run=_run_forward,
+    run=_run(lambda *call: forward(*call)),
     fake=_fake,
     present=lambda operands, spec, wanted: (*reference.results_present(spec), *wanted),
     flops=_flops,
@@ -440,7 +439,7 @@ _backward = operator(
     LinearUpstream,
     (CrossEntropySpec, Wanted),
     LinearGradients,
-    run=_run_backward,
+    run=_run(lambda module, given, *rest: finish(backward(module, given, *rest), given.x.dtype)),
     fake=lambda given, spec, wanted: [
         None if t is None else t.new_empty(t.shape) for t in (given.x, given.weight, given.bias)
     ],

@@ -159,8 +159,8 @@ def dropout_add_layer_norm(
     operands = Operands(
         x0, residual, x1, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, dropout_seed
     )
-    scalars = (False, epsilon, dropout_p, rowscale_const, zero_centered_weight, residual_in_fp32, out_numrows)
-    return _dropout_add_norm(operands, *scalars, prenorm, return_dropout_mask, backend)
+    scalars = (False, epsilon, dropout_p, rowscale_const, zero_centered_weight, residual_in_fp32, out_numrows, prenorm)
+    return _dropout_add_norm(operands, (*scalars, backend), return_dropout_mask)
 
 
 def dropout_add_rms_norm(
@@ -197,8 +197,8 @@ def dropout_add_rms_norm(
     operands = Operands(
         x0, residual, x1, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, dropout_seed
     )
-    scalars = (True, epsilon, dropout_p, rowscale_const, zero_centered_weight, residual_in_fp32, out_numrows)
-    return _dropout_add_norm(operands, *scalars, prenorm, return_dropout_mask, backend)
+    scalars = (True, epsilon, dropout_p, rowscale_const, zero_centered_weight, residual_in_fp32, out_numrows, prenorm)
+    return _dropout_add_norm(operands, (*scalars, backend), return_dropout_mask)
 
 
 def _plain(
@@ -229,23 +229,13 @@ def _plain(
 
 
 def _dropout_add_norm(
-    operands: Operands,
-    rms: bool,
-    epsilon: float,
-    dropout_p: float,
-    rowscale_const: float,
-    zero_centered: bool,
-    residual_in_fp32: bool,
-    out_numrows: int,
-    prenorm: bool,
-    return_dropout_mask: bool,
-    backend: str,
+    operands: Operands, scalars: tuple[Any, ...], return_dropout_mask: bool
 ) -> Tensor | tuple[Tensor, ...]:
     given = operands
-    scalars = (rms, epsilon, dropout_p, rowscale_const, zero_centered, residual_in_fp32, out_numrows, prenorm)
-    found = None if return_dropout_mask else _CALLS.run(given, (*scalars, backend))
+    found = None if return_dropout_mask else _CALLS.run(given, scalars)
     if found is not None:
         return found
+    rms, epsilon, dropout_p, rowscale_const, zero_centered, residual_in_fp32, out_numrows, prenorm, backend = scalars
     _BACKENDS.check(backend)
     raise_not_bool(zero_centered_weight=zero_centered, residual_in_fp32=residual_in_fp32)
     raise_not_bool(prenorm=prenorm, return_dropout_mask=return_dropout_mask)
@@ -258,7 +248,7 @@ def _dropout_add_norm(
     elif operands.dropout_seed is None:
         operands = operands._replace(dropout_seed=draw_dropout_seed(operands.x0.device))
     if dtensor.present(*operands):
-        return _sharded(operands, *scalars, return_dropout_mask, backend)
+        return _sharded(operands, scalars, return_dropout_mask)
     flat = reference.flattened(operands)
     spec = NormSpec(
         rms, checks.resolve_epsilon("epsilon", epsilon), dropout_p, rowscale_const, zero_centered,
@@ -270,7 +260,7 @@ def _dropout_add_norm(
         if repeated is not None:
             seed, sums = operands.dropout_seed, reference.makes_sum(flat, spec)
             drawn = [] if seed is None or seed is given.dropout_seed else [seed]
-            kept = _CALLS.keep_call(given, (*scalars, backend), _again(repeated, prenorm, sums, bool(drawn)))
+            kept = _CALLS.keep_call(given, scalars, _again(repeated, prenorm, sums, bool(drawn)))
             if kept is not None:
                 return _again(repeated, prenorm, sums, False)([*kept, *drawn])
     z, z1, x, _, _ = _norm(flat, spec, backend)

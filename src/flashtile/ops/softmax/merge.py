@@ -22,9 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashtile.ops.common import dtensor
+from flashtile.ops.common import checks, dtensor
 from flashtile.ops.common.backends import standard_backends
-from flashtile.ops.common.checks import check_device, check_float_dtype, check_tensors, raise_not_bool
 from flashtile.ops.common.memory import check_writable, share_memory
 from flashtile.ops.common.operators import operator
 from flashtile.ops.common.rows import compute_dtype, logsumexp
@@ -121,13 +120,8 @@ def online_softmax(scores: Tensor, values: Tensor, state: OnlineSoftmax | None =
     Reference:
         Milakov, Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3.
     """
-    check_tensors(scores=scores, values=values)
-    for name, tensor, shape, least in (
-        ("scores", scores, "(..., rows, keys)", 1), ("values", values, "(..., keys, columns)", 2),
-    ):  # fmt: skip
-        check_float_dtype(name, tensor.dtype)
-        if tensor.dim() < least:
-            raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}; unsqueeze it")
+    checks.check_input("scores", scores, "(..., rows, keys)", "unsqueeze it")
+    checks.check_input("values", values, "(..., keys, columns)", "unsqueeze it", 2)
     if compute_dtype(values.dtype) is not compute_dtype(scores.dtype):
         raise TypeError(
             f"values: expected float64 exactly where scores are, got {values.dtype} with {scores.dtype}; cast one of "
@@ -139,8 +133,8 @@ def online_softmax(scores: Tensor, values: Tensor, state: OnlineSoftmax | None =
         )
     dtype = compute_dtype(scores.dtype)
     if state is not None:
-        columns = torch.broadcast_shapes(scores.shape[:-2], values.shape[:-2]), scores.shape[-2:-1], values.shape[-1:]
-        _check_state(state, scores, (*columns[0], *columns[1], *columns[2]), dtype)
+        outer = torch.broadcast_shapes(scores.shape[:-2], values.shape[:-2])
+        _check_state(state, scores, (*outer, *scores.shape[-2:-1], *values.shape[-1:]), dtype)
     scores, values = scores.to(dtype), values.to(dtype)
     # Nothing has no largest.
     padded = scores if known(scores.shape[-1] > 0) else F.pad(scores, (0, 1), value=float("-inf"))
@@ -161,7 +155,7 @@ def _check_state(state: OnlineSoftmax, scores: Tensor, shape: tuple[int, ...], d
     if not isinstance(state, OnlineSoftmax):
         raise TypeError(f"state: expected an OnlineSoftmax or None, got {type(state).__name__}; begin with None")
     for name, tensor, expected in zip(state._fields, state, (scores.shape[:-1], scores.shape[:-1], shape)):
-        check_tensors(**{f"state.{name}": tensor})
+        checks.check_tensors(**{f"state.{name}": tensor})
         if differ(tensor.shape, expected):
             raise ValueError(
                 f"state.{name}: expected shape {tuple(expected)}, that of these scores and values, got "
@@ -172,7 +166,7 @@ def _check_state(state: OnlineSoftmax, scores: Tensor, shape: tuple[int, ...], d
                 f"state.{name}: expected {dtype}, in which {scores.dtype} is computed, got {tensor.dtype}; begin with "
                 "None"
             )
-        check_device(f"state.{name}", tensor, scores.device, "scores")
+        checks.check_device(f"state.{name}", tensor, scores.device, "scores")
 
 
 def logsumexp_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -198,9 +192,9 @@ def logsumexp_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
             raise TypeError(f"{name}: expected a sequence of tensors, got {type(parts).__name__}; of one make a list")
     if len(outs) != len(lses) or not len(outs):
         raise ValueError(f"lses: expected as many as outs, and at least one, got {len(outs)} outs and {len(lses)} lses")
-    check_tensors(**{f"outs[{index}]": out for index, out in enumerate(outs)})
-    check_tensors(**{f"lses[{index}]": lse for index, lse in enumerate(lses)})
-    check_float_dtype("outs", outs[0].dtype)
+    checks.check_tensors(**{f"outs[{index}]": out for index, out in enumerate(outs)})
+    checks.check_tensors(**{f"lses[{index}]": lse for index, lse in enumerate(lses)})
+    checks.check_float_dtype("outs", outs[0].dtype)
     if outs[0].dim() < 3:
         raise ValueError(
             f"outs[0]: expected [batch, seq, heads, head_dim] or [total, heads, head_dim], got shape "
@@ -265,8 +259,8 @@ def merge_attention_(
         As `logsumexp_merge`.
     """
     _BACKENDS.check(backend)
-    raise_not_bool(first=first)
-    check_tensors(acc=acc, row_max=row_max, row_sum=row_sum, out=out, lse=lse)
+    checks.raise_not_bool(first=first)
+    checks.check_tensors(acc=acc, row_max=row_max, row_sum=row_sum, out=out, lse=lse)
     _check_merge(acc, row_max, row_sum, compute_dtype(out.dtype), {"lse": lse})
     if differ(out.shape, acc.shape) or out.stride(-1) != 1:
         raise ValueError(
@@ -307,8 +301,8 @@ def finish_attention(
         ValueError: shapes, dtypes or strides do not fit, or the backend cannot serve the call.
     """
     _BACKENDS.check(backend)
-    check_tensors(acc=acc, row_max=row_max, row_sum=row_sum)
-    check_float_dtype("dtype", dtype)
+    checks.check_tensors(acc=acc, row_max=row_max, row_sum=row_sum)
+    checks.check_float_dtype("dtype", dtype)
     _check_merge(acc, row_max, row_sum, compute_dtype(dtype), {})
     merge = Merge(acc.resolve_neg(), row_max.resolve_neg(), row_sum.resolve_neg())
     with torch.no_grad():
