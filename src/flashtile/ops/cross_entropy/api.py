@@ -31,22 +31,11 @@ if TYPE_CHECKING:
 
 
 def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    label_smoothing: float = 0.0,
-    logit_scale: float = 1.0,
-    lse_square_scale: float = 0.0,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    inplace_backward: bool = False,
-    process_group: ProcessGroup | None = None,
-    softcap: float | None = None,
-    class_weights: Tensor | None = None,
-    return_z_loss: bool = False,
-    backend: str = "auto",
-    **other_names: NoReturn,
-) -> Tensor | tuple[Tensor, Tensor]:
+    logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, logit_scale: float = 1.0,
+    lse_square_scale: float = 0.0, ignore_index: int = -100, reduction: str = "mean", inplace_backward: bool = False,
+    process_group: ProcessGroup | None = None, softcap: float | None = None, class_weights: Tensor | None = None,
+    return_z_loss: bool = False, backend: str = "auto", **other_names: NoReturn,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Cross-entropy of logits against labels. Reads the logits once in the forward and once in the backward.
 
     With `s = logit_scale · logits` and `lse = ln Σ exp(s)` of a row, its label y, and class weights w, or 1::
@@ -133,23 +122,11 @@ def cross_entropy(
 
 
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    *,
-    label_smoothing: float = 0.0,
-    logit_scale: float = 1.0,
-    lse_square_scale: float = 0.0,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    process_group: ProcessGroup | None = None,
-    softcap: float | None = None,
-    class_weights: Tensor | None = None,
-    return_z_loss: bool = False,
-    backend: str = "auto",
-    **other_names: NoReturn,
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, label_smoothing: float = 0.0,
+    logit_scale: float = 1.0, lse_square_scale: float = 0.0, ignore_index: int = -100, reduction: str = "mean",
+    process_group: ProcessGroup | None = None, softcap: float | None = None, class_weights: Tensor | None = None,
+    return_z_loss: bool = False, backend: str = "auto", **other_names: NoReturn,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`cross_entropy(x · weightᵀ + bias, labels)` without the full logits: computes those of some tokens at a time.
 
     Replaces the last linear layer and its loss, where the logits would be the largest tensor of a training step.

@@ -84,21 +84,10 @@ def fused_dense(
 
 
 def fused_mlp(
-    x: Tensor,
-    weight1: Tensor,
-    bias1: Tensor | None,
-    weight2: Tensor,
-    bias2: Tensor | None,
-    *,
-    activation: str = "gelu_tanh",
-    gated: bool = False,
-    checkpoint_level: int = 0,
-    return_residual: bool = False,
-    main_grad1: Tensor | None = None,
-    main_grad2: Tensor | None = None,
-    backend: str = "auto",
-    **other_names: NoReturn,
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, *,
+    activation: str = "gelu_tanh", gated: bool = False, checkpoint_level: int = 0, return_residual: bool = False,
+    main_grad1: Tensor | None = None, main_grad2: Tensor | None = None, backend: str = "auto", **other_names: NoReturn,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Linear layer, activation, linear layer: `act(x weight1ᵀ + bias1) weight2ᵀ + bias2`.
 
     The matrix products are PyTorch's. Between them the forward makes one pass over memory, and so does the backward.

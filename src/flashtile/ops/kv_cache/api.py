@@ -22,38 +22,16 @@ Window = tuple[int | None, int | None]
 
 
 def attention_with_kv_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    *,
-    cache_lengths: int | Tensor | None = None,
-    cache_batch_indices: Tensor | None = None,
-    cache_left_padding: Tensor | None = None,
-    block_table: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    rotary_interleaved: bool = False,
-    scale: float | None = None,
-    causal: bool = True,
-    window: Window | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_new: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    descale_k: Tensor | None = None,
-    descale_v: Tensor | None = None,
-    tree_mask: Tensor | None = None,
-    shared_rows: int | None = None,
-    num_splits: int | None = None,
-    return_lse: bool = False,
-    batch_invariant: bool = False,
-    backend: str = "auto",
-    **other_names: NoReturn,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None, *,
+    cache_lengths: int | Tensor | None = None, cache_batch_indices: Tensor | None = None,
+    cache_left_padding: Tensor | None = None, block_table: Tensor | None = None, rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None, rotary_interleaved: bool = False, scale: float | None = None, causal: bool = True,
+    window: Window | None = None, softcap: float | None = None, alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None, cu_seqlens_q: Tensor | None = None, cu_seqlens_new: Tensor | None = None,
+    max_seqlen_q: int | None = None, descale_k: Tensor | None = None, descale_v: Tensor | None = None,
+    tree_mask: Tensor | None = None, shared_rows: int | None = None, num_splits: int | None = None,
+    return_lse: bool = False, batch_invariant: bool = False, backend: str = "auto", **other_names: NoReturn,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """One step of generation: appends new keys and values to a cache in place, and attends to everything in it.
 
     For inference only: nothing is recorded for a backward. Under `torch.autocast` nothing is cast: all tensors must

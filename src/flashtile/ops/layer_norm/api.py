@@ -84,30 +84,13 @@ def rms_norm(
 
 
 def dropout_add_layer_norm(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    dropout_p: float = 0.0,
-    epsilon: float = 1e-5,
-    rowscale: Tensor | None = None,
-    layerscale: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    return_dropout_mask: bool = False,
-    *,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    zero_centered_weight: bool = False,
-    x0_subset: Tensor | None = None,
-    out_subset: Tensor | None = None,
-    rowscale_const: float = 1.0,
-    out_numrows: int = 0,
-    dropout_seed: Tensor | None = None,
-    backend: str = "auto",
-    **other_names: NoReturn,
-) -> Tensor | tuple[Tensor, ...]:
+    x0: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, dropout_p: float = 0.0,
+    epsilon: float = 1e-5, rowscale: Tensor | None = None, layerscale: Tensor | None = None, prenorm: bool = False,
+    residual_in_fp32: bool = False, return_dropout_mask: bool = False, *, x1: Tensor | None = None,
+    weight1: Tensor | None = None, bias1: Tensor | None = None, zero_centered_weight: bool = False,
+    x0_subset: Tensor | None = None, out_subset: Tensor | None = None, rowscale_const: float = 1.0,
+    out_numrows: int = 0, dropout_seed: Tensor | None = None, backend: str = "auto", **other_names: NoReturn,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Dropout, addition and layer norm in one pass over memory.
 
     ::
@@ -164,30 +147,13 @@ def dropout_add_layer_norm(
 
 
 def dropout_add_rms_norm(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    epsilon: float = 1e-5,
-    rowscale: Tensor | None = None,
-    layerscale: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    return_dropout_mask: bool = False,
-    *,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    zero_centered_weight: bool = False,
-    x0_subset: Tensor | None = None,
-    out_subset: Tensor | None = None,
-    rowscale_const: float = 1.0,
-    out_numrows: int = 0,
-    dropout_seed: Tensor | None = None,
-    backend: str = "auto",
-    **other_names: NoReturn,
-) -> Tensor | tuple[Tensor, ...]:
+    x0: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None = None, dropout_p: float = 0.0,
+    epsilon: float = 1e-5, rowscale: Tensor | None = None, layerscale: Tensor | None = None, prenorm: bool = False,
+    residual_in_fp32: bool = False, return_dropout_mask: bool = False, *, x1: Tensor | None = None,
+    weight1: Tensor | None = None, bias1: Tensor | None = None, zero_centered_weight: bool = False,
+    x0_subset: Tensor | None = None, out_subset: Tensor | None = None, rowscale_const: float = 1.0,
+    out_numrows: int = 0, dropout_seed: Tensor | None = None, backend: str = "auto", **other_names: NoReturn,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Dropout, addition and RMS norm in one pass over memory: `dropout_add_layer_norm` with `rms_norm` in it.
 
     Arguments, results and errors are those of `dropout_add_layer_norm`; `epsilon` is added to the mean square.

@@ -30,20 +30,10 @@ _PACKED = ("total", "heads", "head_dim")
 
 
 def apply_rotary(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool = False,
-    inplace: bool = False,
-    seqlen_offsets: int | Tensor = 0,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    conjugate: bool = False,
-    *,
-    position_ids: Tensor | None = None,
-    backend: str = "auto",
-    **other_names: NoReturn,
-) -> Tensor:
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    conjugate: bool = False, *, position_ids: Tensor | None = None, backend: str = "auto", **other_names: NoReturn,
+) -> Tensor:  # fmt: skip
     """Rotary position embedding: rotates pairs of elements of each head by an angle that grows with the position.
 
     ::
@@ -100,22 +90,11 @@ def apply_rotary(
 
 
 def apply_rotary_qkv(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cos_k: Tensor | None = None,
-    sin_k: Tensor | None = None,
-    interleaved: bool = False,
-    inplace: bool = False,
-    seqlen_offsets: int | Tensor = 0,
-    num_heads_q: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    *,
-    position_ids: Tensor | None = None,
-    backend: str = "auto",
-    **other_names: NoReturn,
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, cos_k: Tensor | None = None, sin_k: Tensor | None = None,
+    interleaved: bool = False, inplace: bool = False, seqlen_offsets: int | Tensor = 0, num_heads_q: int | None = None,
+    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, *, position_ids: Tensor | None = None,
+    backend: str = "auto", **other_names: NoReturn,
+) -> Tensor:  # fmt: skip
     """Rotates the queries and keys of packed qkv in one launch. The values stay as they are.
 
     Args:
@@ -166,19 +145,10 @@ def apply_rotary_qkv(
 
 
 def apply_rotary_kv(
-    kv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool = False,
-    inplace: bool = False,
-    seqlen_offsets: int | Tensor = 0,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    *,
-    position_ids: Tensor | None = None,
-    backend: str = "auto",
-    **other_names: NoReturn,
-) -> Tensor:
+    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, *,
+    position_ids: Tensor | None = None, backend: str = "auto", **other_names: NoReturn,
+) -> Tensor:  # fmt: skip
     """Rotates the keys of packed kv in one launch. The values stay as they are.
 
     Args:
