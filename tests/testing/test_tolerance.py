@@ -74,17 +74,15 @@ def row_shifted(tensor: Tensor) -> Tensor:
 
 
 @per_dtype
-@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
+@each_case("name", ["out", "lse", "dq", "dk", "dv"])
 def test_honest_results_pass(dtype: torch.dtype, name: str, tampered: Callable[..., None]) -> None:
     tampered(dtype, name, lambda tensor: tensor)
 
 
 @per_dtype
-@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
-@pytest.mark.parametrize(
-    "change",
-    [lambda t: 3 * t, lambda t: -t, torch.zeros_like, lambda t: 1.05 * t, row_shifted, one_element(100.0)],
-    ids=["times-3", "negated", "zero", "5-percent", "row-shifted", "one-element"],
+@each_case("name", ["out", "lse", "dq", "dk", "dv"])
+@each_case(
+    "change", [lambda t: 3 * t, lambda t: -t, torch.zeros_like, lambda t: 1.05 * t, row_shifted, one_element(100.0)]
 )
 def test_wrong_results_fail(
     dtype: torch.dtype, name: str, change: Callable[[Tensor], Tensor], tampered: Callable[..., None]
@@ -93,15 +91,15 @@ def test_wrong_results_fail(
         tampered(dtype, name, change)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+@each_case("dtype", [torch.float32, torch.float16, torch.float64])
+@each_case("name", ["out", "dq", "dk", "dv"])
 def test_one_percent_is_seen(dtype: torch.dtype, name: str, tampered: Callable[..., None]) -> None:
     # Not in bfloat16, where the eager computation is itself about half a percent off.
     with pytest.raises(AssertionError, match=f"{name}: .*error"):
         tampered(dtype, name, lambda tensor: 1.01 * tensor)
 
 
-@pytest.mark.parametrize("name", ["out", "dq"])
+@each_case("name", ["out", "dq"])
 def test_small_late_rows_are_seen(name: str, tampered: Callable[..., None]) -> None:
     # In bfloat16 the late rows of a causal call are smaller than the rounding of the first.
     with pytest.raises(AssertionError, match=f"{name}: typical error"):
@@ -109,8 +107,8 @@ def test_small_late_rows_are_seen(name: str, tampered: Callable[..., None]) -> N
 
 
 @per_dtype
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
-@pytest.mark.parametrize("name", ["out", "lse", "dk"])
+@each_case("value", [float("nan"), float("inf"), -float("inf")])
+@each_case("name", ["out", "lse", "dk"])
 def test_one_bad_number_fails_and_is_located(
     dtype: torch.dtype, value: float, name: str, tampered: Callable[..., None]
 ) -> None:
@@ -118,7 +116,7 @@ def test_one_bad_number_fails_and_is_located(
         tampered(dtype, name, one_element(value))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "change, message",
     [
         (lambda t: t.double(), "dtype torch.float64, expected torch.float32"),
@@ -126,7 +124,6 @@ def test_one_bad_number_fails_and_is_located(
         (lambda t: t.flatten(2), "shape"),
         (lambda t: t[:1], "shape"),
     ],
-    ids=["dtype", "rows", "rank", "broadcast"],
 )
 def test_wrong_form_fails(change: Callable[[Tensor], Tensor], message: str, tampered: Callable[..., None]) -> None:
     with pytest.raises(AssertionError, match=message):
