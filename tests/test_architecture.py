@@ -150,6 +150,8 @@ ON_PUBLIC_NAMES = {
     "prefix_trees",
     "testing",
 }
+#: Comparing sizes that may be symbolic, which every package does alike.
+SIZES = ["ops", "common", "sizes"]
 #: PyTorch's functions that make a tensor on the default device unless they are told another.
 FACTORIES = {function.__name__ for function in _device_constructors()}
 #: Third-party packages that only these parts may need.
@@ -215,6 +217,7 @@ def _forbidden(module: list[str], name: list[str]) -> str:
         return "" if target == "_backends" else "_backends knows no operation"
     if package in ON_PUBLIC_NAMES:
         private = target == "ops" or (target.startswith("_") and not target.endswith("__"))
+        private = private and name[1:4] != SIZES
         return "use the public names of flashtile" if private else ""
     if package == "ops":
         if target == "_backends":

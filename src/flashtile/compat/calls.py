@@ -158,15 +158,9 @@ def computed(q: Tensor, k: Tensor, v: Tensor, layout: Packed | None, call: Call,
 
 @torch.no_grad()
 def with_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    call: Call,
-    return_lse: bool,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, call: Call, return_lse: bool,
     **places: Any,
-) -> Output:
+) -> Output:  # fmt: skip
     """Attention to a cache, to which k and v are appended first; `places` are further arguments of
     `flashtile.attention_with_kv_cache`. Not recorded by autograd.
 
@@ -209,12 +203,7 @@ def with_packed_keys(k: Tensor, v: Tensor, layout: Packed | None) -> tuple[Tenso
 
 @torch.no_grad()
 def weights(
-    q: Tensor,
-    k: Tensor,
-    layout: Packed | None,
-    call: Call,
-    seed: Tensor | None,
-    multiple: tuple[int, int] = _MULTIPLE,
+    q: Tensor, k: Tensor, layout: Packed | None, call: Call, seed: Tensor | None, multiple: tuple[int, int] = _MULTIPLE
 ) -> Tensor:
     """`S_dmask`: weights `exp(score - maximum of the row)`, negative where dropped and 0 where not visible.
 

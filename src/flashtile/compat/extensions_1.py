@@ -1,14 +1,11 @@
 """The compiled extensions of flash_attn 1: halves of functions, over flashtile and PyTorch. Autograd records none.
 
-- `flash_attn_cuda`: packed attention, and block-sparse attention. Shapes, lse and weights are those of
-  `flashtile.compat.flash_attn_1`; the diagonal begins at the first key. `zero_tensors` changes nothing, because rows
-  of no sequence are always 0.
-- `fused_dense_lib`: linear layers and perceptrons: input `[rows, in]`, weight `[out, in]`, bias `[out]`, of one dtype.
-  `heuristic` chose among matrix products of one library; they are PyTorch's, and no result depends on it.
-- `dropout_layer_norm`: dropout, addition and norm of `[rows, hidden]`. `mu` and `rsigma` are the mean and the
-  reciprocal standard deviation of each row of x, float32 `[rows]` (float64 for float64). With is_rms_norm, mu is 0 and
-  rsigma the reciprocal root mean square. Dropout masks are uint8, 1 = kept. These results are None: x where it equals
-  x0, masks without dropout, gradients of what was not given, and partial sums, which are not needed here.
+- `flash_attn_cuda`: shapes, lse and weights are those of `flashtile.compat.flash_attn_1`.
+- `fused_dense_lib`: input `[rows, in]`, weight `[out, in]`, bias `[out]`, of one dtype.
+- `dropout_layer_norm`: rows `[rows, hidden]`. `mu` and `rsigma` are the mean and the reciprocal standard deviation of
+  each row of x, float32 `[rows]` (float64 for float64); with is_rms_norm 0 and the reciprocal root mean square. Dropout
+  masks are uint8, 1 = kept. These results are None: x where it equals x0, masks without dropout, gradients of what was
+  not given, and partial sums, which are not needed here.
 - `rotary_emb`, `xentropy_cuda_lib`, `scaled_masked_softmax_cuda` and `scaled_upper_triang_masked_softmax_cuda`.
 """
 

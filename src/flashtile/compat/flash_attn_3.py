@@ -1,19 +1,13 @@
 """FlashAttention-3's `flash_attn_interface` over flashtile: attention dense, packed and with a cache.
 
-Shapes, softmax_scale, causal, window_size, softcap and deterministic mean what they mean in flash_attn 2
-(`flashtile.compat.flash_attn_2`). v may have another head_dim than q and k. The other arguments:
+Shapes are those of flash_attn 2 (`flashtile.compat.flash_attn_2`); v may have another head_dim than q and k.
+docs/migrating.md ("FlashAttention-3") says what the other arguments mean here. Among them:
 
 - `qv`, in the shape of q with the columns of v: scores are those of `q kᵀ + qv vᵀ`, and softmax_scale is by default
-  `1/sqrt(columns of q and qv)`. It is differentiable. flashtile's kernels compute up to 512 columns together. With
-  more, PyTorch operations compute a few rows at a time.
+  `1/sqrt(columns of q and qv)`.
 - `q_descale`, `k_descale` and `v_descale`, float32 `[batch, heads_kv]`, belong to float8_e4m3fn inputs, whose result is
-  bfloat16. Such inputs may require grad; a backward raises.
-- `attention_chunk`: position `i + seq_k - seq_q` of a query and position `j` of a key are cut into chunks of so many
-  positions, and a query sees the keys of its own chunk. 0 is no chunks. Only what is seen is computed.
-- `num_splits`, `pack_gqa`, `sm_margin` and `scheduler_metadata` say how kernels share the work. No result depends on
-  them. flashtile decides for itself and does not use them, except num_splits of a call with a cache.
-- `return_attn_probs`: also return lse, float32 `[batch, heads, seq_q]`, packed `[heads, total_q]`; differentiable. No
-  weights are returned, as there.
+  bfloat16.
+- `return_attn_probs`: also return lse, float32 `[batch, heads, seq_q]`, packed `[heads, total_q]`; no weights.
 """
 
 from __future__ import annotations

@@ -1,19 +1,8 @@
-"""FlashAttention-4's `flash_attn.cute` over flashtile: attention dense and packed, always with its log-sum-exp.
+"""FlashAttention-4's `flash_attn.cute` over flashtile: attention dense and packed.
 
-Shapes, softmax_scale, causal, softcap and deterministic mean what they mean in flash_attn 2. The other arguments:
-
-- `window_size`: (left, right) number of keys visible on each side of the diagonal, None = unlimited.
-- `learnable_sink`: `[heads]`, a logit beside those of the keys in each row's softmax. It is differentiable.
-- `block_sparse_tensors`: the blocks of scores that are computed (`flashtile.compat.functions`);
-  `block_sparse_tensors_bwd` the same by keys, which is compared. The values are read on the host.
-- `score_mod`, `mask_mod`, `aux_tensors`, `aux_scalars`: functions with the arguments that they have there, in PyTorch
-  operations (`flashtile.compat.functions`). Functions in CuTe raise. `score_mod_bwd` is compared with the derivative of
-  score_mod, which flashtile computes itself.
-- `num_splits`, `pack_gqa`, `min_seqlen_k`, `scheduler_metadata` and `disable_scheduler_metadata` say how kernels share
-  the work, and no result depends on them. `return_lse` changes nothing, because lse is always returned.
-- `qv`, in the shape of q with the columns of v, as in FlashAttention-3 (`flashtile.compat.flash_attn_3`). Sinks,
-  functions and blocks raise beside q and qv of more than 512 columns together.
-- `gather_kv_indices`, `gather_bwd_recompute_p`, `gather_bwd_token_chunk` and `seqlen_k_per_split` raise.
+docs/migrating.md ("FlashAttention-4") says what arguments mean here. `window_size` has None for an unlimited side,
+`learnable_sink` is `[heads]`, and functions and blocks are those of `flashtile.compat.functions`; values of blocks are
+read on the host. `qv` is as in `flashtile.compat.flash_attn_3`.
 
 Returned are out and lse, float32 `[batch, heads, seq_q]`, packed `[heads, total_q]`. Both are differentiable.
 """

@@ -160,11 +160,9 @@ class Layouts(NamedTuple):
 
 
 def block_mask_of(
-    blocks: BlockSparseTensorsTorch | None,
-    backward: BlockSparseTensorsTorch | None,
-    mask_mod: Callable[..., Any] | None,
-    problem: Problem,
-) -> flashtile.BlockMask | None:
+    blocks: BlockSparseTensorsTorch | None, backward: BlockSparseTensorsTorch | None,
+    mask_mod: Callable[..., Any] | None, problem: Problem,
+) -> flashtile.BlockMask | None:  # fmt: skip
     """The mask of blocks, of a function, or of both, as flashtile takes it. Reads values on the host, and so waits.
 
     Args:

@@ -240,15 +240,9 @@ def context_parallel_attention(
 
 
 def _run_by_heads(
-    places: Places,
-    kind: LayoutKind,
-    wants_lse: bool,
-    call: Call,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    places: Places, kind: LayoutKind, wants_lse: bool, call: Call, q: Tensor, k: Tensor, v: Tensor,
     *others: Tensor | None,
-) -> Any:
+) -> Any:  # fmt: skip
     """(out, lse), or (out, lse, max_scores), tokens exchanged for heads before and after; lse is None where it is not
     wanted."""
     group = places.groups[-1]

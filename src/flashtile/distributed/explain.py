@@ -112,13 +112,9 @@ def explain_context_parallel(
 
 
 def _check_call(
-    qkv: dict[str, Tensor],
-    ranks: int,
-    strategy: str,
-    cu_seqlens: Sequence[int] | Tensor | None,
-    band: dict[str, Any],
+    qkv: dict[str, Tensor], ranks: int, strategy: str, cu_seqlens: Sequence[int] | Tensor | None, band: dict[str, Any],
     options: dict[str, Any],
-) -> None:
+) -> None:  # fmt: skip
     """Refuses what the call itself would, of its arguments."""
     packed, q = cu_seqlens is not None, qkv["q"]
     given = {name: options.get(name) for name in TENSORS}
@@ -133,14 +129,9 @@ def _check_call(
 
 
 def _kernels(
-    work: Work | None,
-    positional: bool,
-    q: Tensor,
-    shapes: list[tuple[int, int]],
-    band: dict[str, Any],
-    device: torch.device | str | None,
-    options: dict[str, Any],
-) -> flashtile.Explanation:
+    work: Work | None, positional: bool, q: Tensor, shapes: list[tuple[int, int]], band: dict[str, Any],
+    device: torch.device | str | None, options: dict[str, Any],
+) -> flashtile.Explanation:  # fmt: skip
     """The kernels of a call; documents count as one sequence."""
     batch = q.shape[0] if q.dim() == 4 else 1
     rows, keys = (0, 0) if work is None else (work.rows[1] - work.rows[0], work.keys[1] - work.keys[0])

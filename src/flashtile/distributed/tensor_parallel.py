@@ -9,6 +9,7 @@ them, a row layer scatters its sums. Reference: Shoeybi et al., "Megatron-LM" (2
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,61 +27,6 @@ _TOKENS = -2
 
 #: What `torch.nn.Embedding` has and `VocabParallelEmbedding` has not.
 _EMBEDDING_OPTIONS = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
-
-
-# Each backward is another of these functions, so that it has a derivative of its own.
-
-
-class _Enter(torch.autograd.Function):
-    """The same on all ranks, each of which uses it for its part: gradients are added up."""
-
-    @staticmethod
-    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _Leave.apply(grad, ctx.group), None
-
-
-class _Leave(torch.autograd.Function):
-    """The sum of the ranks' parts; each part's gradient is the sum's."""
-
-    @staticmethod
-    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _added_up(tensor, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _Enter.apply(grad, ctx.group), None
-
-
-class _Gather(torch.autograd.Function):
-    """Shards of tokens to all tokens; the gradients of all ranks are added up and cut again."""
-
-    @staticmethod
-    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(tensor, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _Scatter.apply(grad, ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    """The sum of the ranks' parts, of which each keeps a shard of the tokens."""
-
-    @staticmethod
-    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scattered(tensor, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _Gather.apply(grad, ctx.group), None
 
 
 def _added_up(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -105,11 +51,36 @@ def _scattered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received.sum(0, dtype=wide).to(tensor.dtype)
 
 
+#: What ranks exchange, and what they exchange of its gradients: another of these, so that it has a derivative too.
+_EXCHANGES: dict[str, tuple[Callable[[Tensor, dist.ProcessGroup], Tensor], str]] = {
+    # The same on all ranks, each of which uses it for its part: gradients are added up.
+    "enter": (lambda tensor, group: tensor.view_as(tensor), "leave"),
+    # The sum of the ranks' parts; each part's gradient is the sum's.
+    "leave": (_added_up, "enter"),
+    # Shards of tokens to all tokens; the gradients of all ranks are added up and cut again.
+    "gather": (_gathered, "scatter"),
+    # The sum of the ranks' parts, of which each keeps a shard of the tokens.
+    "scatter": (_scattered, "gather"),
+}
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup, kind: str) -> Tensor:
+        ctx.group = group
+        run, ctx.of_gradients = _EXCHANGES[kind]
+        return run(tensor, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Exchange.apply(grad, ctx.group, ctx.of_gradients), None, None
+
+
 def enter(tensor: Tensor, mesh: DeviceMesh, sequence_parallel: bool = False) -> Tensor:
     """The input of all ranks, each for its part of the features: alike, or shards of tokens that are gathered."""
     if sequence_parallel:
         _check_has_tokens(tensor)
-    return (_Gather if sequence_parallel else _Enter).apply(tensor, mesh.get_group())
+    return _Exchange.apply(tensor, mesh.get_group(), "gather" if sequence_parallel else "enter")
 
 
 def leave(tensor: Tensor, mesh: DeviceMesh, sequence_parallel: bool = False) -> Tensor:
@@ -121,7 +92,7 @@ def leave(tensor: Tensor, mesh: DeviceMesh, sequence_parallel: bool = False) -> 
             f"x: expected a number of tokens that the {mesh.size()} ranks divide with sequence_parallel=True, got "
             f"{tensor.shape[_TOKENS]}; pad the sequence"
         )
-    return (_Scatter if sequence_parallel else _Leave).apply(tensor, mesh.get_group())
+    return _Exchange.apply(tensor, mesh.get_group(), "scatter" if sequence_parallel else "leave")
 
 
 def _check_has_tokens(tensor: Tensor) -> None:
@@ -134,7 +105,7 @@ def _check_has_tokens(tensor: Tensor) -> None:
 
 def sum_over_ranks(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
     """A parameter that all ranks have and use for their tokens: its gradient is the sum of theirs."""
-    return _Enter.apply(parameter, mesh.get_group())
+    return _Exchange.apply(parameter, mesh.get_group(), "enter")
 
 
 def check_plain(kind: type[nn.Module], layer: nn.Module) -> None:
@@ -184,15 +155,9 @@ class _ParallelLinear(nn.Module):
     _dim = 0
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        mesh: DeviceMesh,
-        bias: bool = True,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, in_features: int, out_features: int, mesh: DeviceMesh, bias: bool = True, sequence_parallel: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._take(nn.Linear(in_features, out_features, bias, device, dtype), mesh, sequence_parallel)
 
@@ -290,14 +255,9 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        mesh: DeviceMesh,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, num_embeddings: int, embedding_dim: int, mesh: DeviceMesh, sequence_parallel: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._take(nn.Embedding(num_embeddings, embedding_dim, device=device, dtype=dtype), mesh, sequence_parallel)
 

@@ -86,9 +86,8 @@ class MlpParallel(_Style):
                 "plan: expected FusedMlp with accumulate_main_grad=False, got True; weights that ranks share have "
                 "their gradients in grad"
             )
-        gated = isinstance(module, GatedMlp) or (isinstance(module, FusedMlp) and module.gated)
         rows = module.fc1.out_features
-        order = interleaved([rows // 2] * 2 if gated else [rows], device_mesh.size())
+        order = interleaved([rows // 2] * 2 if module.gated else [rows], device_mesh.size())
         module.fc1 = cast(Any, ColumnParallelLinear.of(module.fc1, device_mesh, order, self.sequence_parallel))
         module.fc2 = cast(Any, RowParallelLinear.of(module.fc2, device_mesh, self.sequence_parallel))
         if isinstance(module, FusedMlp):
@@ -103,15 +102,10 @@ def _fused_forward(module: FusedMlp, x: Tensor) -> Tensor:
         return cast(Tensor, module._called(x))
     fc1, fc2 = cast(ColumnParallelLinear, module.fc1), cast(RowParallelLinear, module.fc2)
     part = flashtile.fused_mlp(
-        enter(x, fc1.mesh, fc1.sequence_parallel),
-        local(fc1.weight),
-        None if fc1.bias is None else local(fc1.bias),
-        local(fc2.weight),
-        None,
-        activation=module.activation,
-        gated=module.gated,
+        enter(x, fc1.mesh, fc1.sequence_parallel), local(fc1.weight), None if fc1.bias is None else local(fc1.bias),
+        local(fc2.weight), None, activation=module.activation, gated=module.gated,
         checkpoint_level=module.checkpoint_level,
-    )
+    )  # fmt: skip
     return fc2.finish(part)
 
 

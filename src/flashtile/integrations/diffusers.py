@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.integrations.options import check_options
+from flashtile.integrations.shared import check_options
 
 try:
     from diffusers.models import attention_dispatch
@@ -56,18 +56,10 @@ def register(name: str = "flashtile", *, backend: str = "auto", deterministic: b
         raise ValueError(f"name: expected one in lower case that diffusers does not use itself, got {name!r}")
 
     def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        return_lse: bool = False,
-        _parallel_config: Any = None,
-        **others: Any,
-    ) -> Any:
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
+        _parallel_config: Any = None, **others: Any,
+    ) -> Any:  # fmt: skip
         for other, value_of_other in others.items():
             if value_of_other is not None:
                 raise ValueError(f"{other}: expected None with the attention backend {name!r}, got a value")
@@ -142,13 +134,9 @@ def _visible(mask: Tensor | None, is_causal: bool, query: Tensor) -> dict[str, A
 
 
 def _parallel(
-    inputs: tuple[Tensor, ...],
-    mask: Tensor | None,
-    refused: dict[str, Any],
-    return_lse: bool,
-    parallel_config: Any,
+    inputs: tuple[Tensor, ...], mask: Tensor | None, refused: dict[str, Any], return_lse: bool, parallel_config: Any,
     options: dict[str, Any],
-) -> Any:
+) -> Any:  # fmt: skip
     """Attention over sequences that are cut over ranks; diffusers exchanges keys, values and heads. `inputs`: q, k and
     v. `refused`: arguments that must not be given."""
     in_ring = parallel_config.context_parallel_config.ring_degree > 1

@@ -24,6 +24,7 @@ from sglang.srt.server_args import add_attention_backend_choices
 from torch import Tensor
 
 import flashtile
+from flashtile.integrations.shared import factors_of, not_served, widened, window_of
 
 NAME = "flashtile"
 
@@ -87,7 +88,7 @@ class FlashtileBackend(AttentionBackend):
             ("context parallelism", get_parallel().attn_cp_size > 1 or get_parallel().attn_dcp_size > 1),
         ):
             if found:
-                raise _not_served("model_runner", "a decoder with a cache of keys and values", name)
+                raise not_served("model_runner", "a decoder with a cache of keys and values", name)
         self._pool = model_runner.token_to_kv_pool
         _check_pool(self._pool)
         self._invariant: bool = get_exec().deterministic.enable_deterministic_inference
@@ -97,19 +98,19 @@ class FlashtileBackend(AttentionBackend):
         self._slots: Tensor = model_runner.req_to_token_pool.req_to_token
         self._chunk: int | None = model_runner.attention_chunk_size
         if self._invariant and self._pool.dtype in _EIGHT_BITS:
-            raise _not_served("token_to_kv_pool.dtype", "16 bits or more in deterministic inference", self._pool.dtype)
+            raise not_served("token_to_kv_pool.dtype", "16 bits or more in deterministic inference", self._pool.dtype)
         if self._invariant and self._chunk is not None:
-            raise _not_served("model_runner", "no attention in chunks in deterministic inference", "a model with it")
+            raise not_served("model_runner", "no attention in chunks in deterministic inference", "a model with it")
         self._graphs: FlashtileMetadata | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Makes the metadata of a batch without a CUDA graph. Nothing here waits for the GPU."""
         mode = forward_batch.forward_mode
         if mode not in _MODES:
-            raise _not_served("forward_mode", "EXTEND, MIXED, SPLIT_PREFILL, DECODE or IDLE", mode.name)
+            raise not_served("forward_mode", "EXTEND, MIXED, SPLIT_PREFILL, DECODE or IDLE", mode.name)
         for name in ("spec_info", "multi_item_delimiter_indices"):
             if getattr(forward_batch, name) is not None:
-                raise _not_served(f"forward_batch.{name}", "None", "a value")
+                raise not_served(f"forward_batch.{name}", "None", "a value")
         if mode.is_idle():
             return
         batch = self._metadata(forward_batch)
@@ -136,7 +137,7 @@ class FlashtileBackend(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Makes the metadata of a batch that a CUDA graph computes, or will."""
         if not forward_batch.forward_mode.is_decode_or_idle():
-            raise _not_served("forward_mode", "DECODE in a CUDA graph", forward_batch.forward_mode.name)
+            raise not_served("forward_mode", "DECODE in a CUDA graph", forward_batch.forward_mode.name)
         kept, found = self._graphs, self._metadata(forward_batch, whole_width=True)
         if kept is None:
             raise RuntimeError("init_cuda_graph_state: expected a call before the first CUDA graph; call it")
@@ -195,11 +196,9 @@ class FlashtileBackend(AttentionBackend):
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         extras: dict[str, Any] = {"batch_invariant": self._invariant}
         if keys.dtype in _EIGHT_BITS:
-            of_values = layer.k_scale if self._latent else layer.v_scale
-            for name, factor in (("descale_k", layer.k_scale), ("descale_v", of_values)):
-                extras[name] = None if factor is None else factor.reshape(())
+            extras |= factors_of(layer.k_scale, layer.k_scale if self._latent else layer.v_scale)
         if sinks is not None:
-            extras["sinks"] = sinks if sinks.dtype in (torch.float32, q.dtype) else sinks.float()
+            extras["sinks"] = widened(sinks, q)
         if layer.use_irope and self._chunk is not None:
             batch = batch if batch.chunks is None else batch.chunks
             extras["cache_left_padding"] = _hidden(batch.lengths, self._chunk) if batch.hidden is None else batch.hidden
@@ -208,12 +207,12 @@ class FlashtileBackend(AttentionBackend):
         else:
             extras |= {"cu_seqlens_q": batch.starts, "max_seqlen_q": batch.longest}
         causal = layer.attn_type != AttentionType.ENCODER_ONLY
-        left = layer.sliding_window_size  # tokens before the token itself
+        before = layer.sliding_window_size  # tokens before the token itself
         in_window_pool = self._window_pool is not None and self._window_pool.layers_mapping[layer.layer_id][1]
         out = flashtile.attention_with_kv_cache(
             q, keys, values, cache_lengths=batch.lengths,
             block_table=batch.window_pages if in_window_pool else batch.pages, scale=layer.scaling, causal=causal,
-            window=(left, 0 if causal else left) if left > -1 else None, softcap=layer.logit_cap or None, **extras,
+            window=window_of(before + 1 if before > -1 else None, causal), softcap=layer.logit_cap or None, **extras,
         )  # fmt: skip
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
@@ -224,7 +223,7 @@ class FlashtileBackend(AttentionBackend):
         batch: Any = self.forward_metadata
         before = forward_batch.extend_prefix_lens_cpu
         if save_kv_cache or k is None or v is None or batch.starts is None or before is None or any(before):
-            raise _not_served(
+            raise not_served(
                 "layer.v_head_dim", f"{self._pool.kv_lora_rank}, the latent columns, except for whole prompts",
                 f"{layer.v_head_dim} for others",
             )  # fmt: skip
@@ -255,7 +254,7 @@ class FlashtileBackend(AttentionBackend):
         """The batch with its requests cut where chunks of so many tokens begin."""
         counts, ends = forward_batch.extend_seq_lens_cpu, forward_batch.seq_lens_cpu
         if counts is None or ends is None:
-            raise _not_served("seq_lens_cpu", "the lengths on the host beside attention in chunks", None)
+            raise not_served("seq_lens_cpu", "the lengths on the host beside attention in chunks", None)
         parts = []
         for request, (count, end) in enumerate(zip(counts, ends.tolist())):
             first = end - count
@@ -277,7 +276,7 @@ class FlashtileBackend(AttentionBackend):
     def _check_layer(self, layer: Any, options: dict[str, Any]) -> None:
         for name, value in options.items():
             if value is not None and value is not False:
-                raise _not_served(name, "None", type(value).__name__)
+                raise not_served(name, "None", type(value).__name__)
         for name, expected, got, served in (
             ("is_cross_attention", "False", layer.is_cross_attention, not layer.is_cross_attention),
             ("attn_type", "DECODER or ENCODER_ONLY", layer.attn_type,
@@ -287,7 +286,7 @@ class FlashtileBackend(AttentionBackend):
             ("xai_temperature_len", "none", layer.xai_temperature_len, layer.xai_temperature_len <= 0),
         ):  # fmt: skip
             if not served:
-                raise _not_served(f"layer.{name}", expected, got)
+                raise not_served(f"layer.{name}", expected, got)
 
 
 def _check_pool(pool: Any) -> None:
@@ -298,10 +297,10 @@ def _check_pool(pool: Any) -> None:
     parts = {SWAKVPool: ("full_kv_pool", "swa_kv_pool"), HybridLinearKVPool: ("full_kv_pool",)}.get(type(pool))
     for part in [pool] if parts is None else [getattr(pool, name) for name in parts]:
         if type(part) is not MHATokenToKVPool:
-            raise _not_served("token_to_kv_pool", "MHATokenToKVPool or MLATokenToKVPool", type(part).__name__)
+            raise not_served("token_to_kv_pool", "MHATokenToKVPool or MLATokenToKVPool", type(part).__name__)
         if part.is_quantized_kv_cache or part.kv_cache_layout != "nhd":
             layout = "a quantised cache" if part.is_quantized_kv_cache else part.kv_cache_layout
-            raise _not_served("token_to_kv_pool", "the layout nhd in 8 or more bits", layout)
+            raise not_served("token_to_kv_pool", "the layout nhd in 8 or more bits", layout)
 
 
 def _hidden(lengths: Tensor, chunk: int) -> Tensor:
@@ -312,7 +311,3 @@ def _hidden(lengths: Tensor, chunk: int) -> Tensor:
 def _written(buffer: Any, new: Tensor) -> Tensor:
     found: Tensor = buffer[: new.shape[0]].copy_(new)
     return found
-
-
-def _not_served(name: str, expected: str, got: Any) -> NotImplementedError:
-    return NotImplementedError(f"{name}: expected {expected}, got {got}; choose another attention backend")

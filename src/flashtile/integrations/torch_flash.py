@@ -17,7 +17,7 @@ from torch.nn import attention as torch_attention
 
 import flashtile
 from flashtile.compat.rows import gathered_keys
-from flashtile.integrations.options import check_options
+from flashtile.integrations.shared import check_options
 
 
 def use_flashtile_as_flash_attention(
@@ -88,19 +88,10 @@ class _Operators:
         return self.sdpa_forward_quantized(query, key, value, None, None, None, *given, **options)
 
     def sdpa_forward_quantized(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        q_descale: Tensor | None,
-        k_descale: Tensor | None,
-        v_descale: Tensor | None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        return_debug_mask: bool = False,
-        *,
+        self, query: Tensor, key: Tensor, value: Tensor, q_descale: Tensor | None, k_descale: Tensor | None,
+        v_descale: Tensor | None, dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *,
         scale: float | None = None,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Any, ...]:  # fmt: skip
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         sizes, flags = (None, None, q.shape[1], k.shape[1]), (dropout_p, is_causal, return_debug_mask)
         descales = q_descale, k_descale, v_descale
@@ -117,29 +108,12 @@ class _Operators:
         return self.forward_quantized(query, key, value, *(*given, None, None, None), **options)
 
     def forward_quantized(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cum_seq_q: Tensor | None,
-        cum_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        return_debug_mask: bool,
-        q_descale: Tensor | None,
-        k_descale: Tensor | None,
-        v_descale: Tensor | None,
-        *,
-        scale: float | None = None,
-        window_size_left: int | None = None,
-        window_size_right: int | None = None,
-        seqused_k: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        block_table: Tensor | None = None,
-        num_splits: int | None = None,
-    ) -> tuple[Tensor, ...]:
+        self, query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int,
+        max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, q_descale: Tensor | None,
+        k_descale: Tensor | None, v_descale: Tensor | None, *, scale: float | None = None,
+        window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
+        alibi_slopes: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         if return_debug_mask and cum_seq_q is not None:
             raise NotImplementedError(
                 "return_debug_mask: expected False with packed sequences, got True; see flashtile.dropout_mask for "
@@ -197,26 +171,11 @@ class _Operators:
         return results[1]
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        cum_seq_q: Tensor | None,
-        cum_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        rng_state: Tensor,
-        unused: Tensor,
-        *,
-        scale: float | None = None,
-        window_size_left: int | None = None,
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+        cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
+        rng_state: Tensor, unused: Tensor, *, scale: float | None = None, window_size_left: int | None = None,
         window_size_right: int | None = None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         options = self._options | _described(scale, is_causal, window_size_left, window_size_right)
         if dropout_p:
             options |= {"dropout_p": dropout_p, "dropout_seed": rng_state.view(torch.int64)}

@@ -11,7 +11,7 @@ from typing import Any
 from torch.nn.attention import flex_attention as torch_flex
 
 import flashtile
-from flashtile.integrations.options import check_options
+from flashtile.integrations.shared import check_options
 from flashtile.integrations.substitute import Substitute
 
 #: The module of transformers that has FlexAttention, and the function there through which its models call it.
@@ -76,18 +76,9 @@ def _put(route: Callable[..., Any]) -> None:
 
 
 def _call_route(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Any = None,
-    block_mask: Any = None,
-    scale: Any = None,
-    enable_gqa: Any = False,
-    return_lse: Any = False,
-    kernel_options: Any = None,
-    *,
-    return_aux: Any = None,
-) -> Any:
+    query: Any, key: Any, value: Any, score_mod: Any = None, block_mask: Any = None, scale: Any = None,
+    enable_gqa: Any = False, return_lse: Any = False, kernel_options: Any = None, *, return_aux: Any = None,
+) -> Any:  # fmt: skip
     """What PyTorch's function does in a context. It sees the names of PyTorch's module, so it imports this one; and it
     has PyTorch's parameters, because `torch.compile` remembers those of a function."""
     from flashtile.integrations import torch_flex

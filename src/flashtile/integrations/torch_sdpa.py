@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import flashtile
-from flashtile.integrations.options import check_options
+from flashtile.integrations.shared import check_options
 from flashtile.integrations.substitute import Substitute
 
 
@@ -50,27 +50,17 @@ def _route(backend: str, deterministic: bool) -> Callable[..., Tensor]:
     """One function for equal arguments: a new one in each context would have `torch.compile` compile each time."""
 
     def scaled_dot_product_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
         if torch.compiler.is_exporting():
             _note_call()  # now, because an exported program sets nothing
         else:
             _pytorchs_function.served = True
         return flashtile.scaled_dot_product_attention(
-            *(query, key, value, attn_mask, dropout_p, is_causal),
-            scale=scale,
-            enable_gqa=enable_gqa,
-            backend=backend,
+            *(query, key, value, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa, backend=backend,
             deterministic=deterministic,
-        )
+        )  # fmt: skip
 
     return scaled_dot_product_attention
 

@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.mla.prefill.registry import register_mla_prefill
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 import flashtile
+from flashtile.integrations.shared import factors_of, not_served, widened, window_of
 
 NAME = "FLASHTILE"
 #: The backend of models with multi-head latent attention, in `flashtile.integrations.vllm_mla`.
@@ -151,9 +152,7 @@ class FlashtileMetadataBuilder(AttentionMetadataBuilder[FlashtileMetadata]):
         """Nothing here waits for the GPU. vLLM passes 0 as `common_prefix_len`."""
         common = common_attn_metadata
         if isinstance(common.causal, Tensor):
-            raise NotImplementedError(
-                "causal: expected one value for all requests, got one for each; choose another attention backend"
-            )
+            raise not_served("causal", "one value for all requests", "one for each")
         requests = common.num_reqs
         starts = common.query_start_loc[: requests + 1]
         # Attention in chunks makes more requests than there are, and no graphs.
@@ -173,23 +172,13 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
     """Attention of one layer."""
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
         if attn_type not in _TYPES:
-            raise NotImplementedError(
-                f"attn_type: expected {', '.join(_TYPES)}, got {attn_type}; choose another attention backend"
-            )
+            raise not_served("attn_type", ", ".join(_TYPES), attn_type)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
@@ -202,17 +191,10 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
         self._sinks = sinks
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-        attn_metadata: FlashtileMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
+        self, layer: Any, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
+        attn_metadata: FlashtileMetadata | None, output: Tensor, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Appends the new keys and values to the pages, and attends to all keys of each request.
 
         Args:
@@ -235,12 +217,12 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
             k, v = (self._rows(rows)[: batch.tokens] for rows in (key, value))
             out = flashtile.attention_varlen(
                 q, k, v, batch.starts, max_seqlen_q=batch.longest, max_seqlen_k=batch.longest,
-                window=self._window(False), **options,
+                window=window_of(self._sliding_window, False), **options,
             )  # fmt: skip
         else:
             keys, values = self._caches(kv_cache)
             if keys.dtype in EIGHT_BITS.values():
-                options |= {"descale_k": layer._k_scale.reshape(()), "descale_v": layer._v_scale.reshape(())}
+                options |= factors_of(layer._k_scale, layer._v_scale)
             # A layer that reads the keys of another one brings none, and those of its tokens are there.
             new: dict[str, Any] = {"cache_lengths": batch.lengths}
             if self.attn_type == AttentionType.ENCODER_DECODER:
@@ -252,7 +234,7 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
                 new = {"k": k, "v": v, "cache_lengths": batch.cached}
             out = flashtile.attention_with_kv_cache(
                 q, keys, values, block_table=batch.pages, cu_seqlens_q=batch.starts, max_seqlen_q=batch.longest,
-                causal=batch.causal, window=self._window(batch.causal), **new, **options,
+                causal=batch.causal, window=window_of(self._sliding_window, batch.causal), **new, **options,
             )  # fmt: skip
         output[: batch.tokens].copy_(out.view(output[: batch.tokens].shape))
         return output
@@ -270,13 +252,6 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return keys, values
 
-    def _window(self, causal: bool) -> tuple[int, int] | None:
-        """vLLM's window counts the token itself."""
-        if self._sliding_window is None:
-            return None
-        left = self._sliding_window - 1
-        return left, 0 if causal else left
-
     def _on_device(self, q: Tensor) -> dict[str, Any]:
         """Slopes and sinks, on the device of q."""
         found = {}
@@ -284,7 +259,7 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
             self._slopes = self._slopes.to(q.device)
             found["alibi_slopes"] = self._slopes
         if self._sinks is not None:
-            found["sinks"] = self._sinks if self._sinks.dtype in (torch.float32, q.dtype) else self._sinks.float()
+            found["sinks"] = widened(self._sinks, q)
         return found
 
 

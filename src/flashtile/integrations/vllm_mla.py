@@ -28,6 +28,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 import flashtile
+from flashtile.integrations.shared import factors_of, not_served
 from flashtile.integrations.vllm import EIGHT_BITS, MLA_NAME, ServedByFlashtile
 
 
@@ -64,21 +65,17 @@ class FlashtileMLAImpl(MLACommonImpl[MLACommonMetadata]):
         super().__init__(*arguments, **options)
         given = inspect.signature(MLACommonImpl).bind(*arguments, **options).arguments
         if given["attn_type"] != AttentionType.DECODER:
-            kind = given["attn_type"]
-            raise NotImplementedError(f"attn_type: expected decoder, got {kind}; choose another attention backend")
+            raise not_served("attn_type", "decoder", given["attn_type"])
         for name in ("alibi_slopes", "sliding_window", "logits_soft_cap"):
             if given[name]:  # vLLM's own prefill of latent attention has none of them
-                raise NotImplementedError(f"{name}: expected None, got {given[name]}; choose another attention backend")
+                raise not_served(name, "None", given[name])
         self._invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.supports_quant_query_input = False  # queries stay in 16 bits beside caches in 8
 
     def forward_mqa(
-        self,
-        q: Tensor | tuple[Tensor, Tensor],
-        kv_c_and_k_pe_cache: Tensor,
-        attn_metadata: MLACommonMetadata,
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: MLACommonMetadata,
         layer: Any,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Attends to the latent rows of each request, of which the last belong to the tokens themselves.
 
         Args:
@@ -97,9 +94,7 @@ class FlashtileMLAImpl(MLACommonImpl[MLACommonMetadata]):
         dtype = EIGHT_BITS.get(self.kv_cache_dtype)
         rows = kv_c_and_k_pe_cache if dtype is None else kv_c_and_k_pe_cache.view(dtype)
         keys = rows.unsqueeze(2)
-        factors: dict[str, Any] = {}
-        if dtype is not None:
-            factors = dict.fromkeys(("descale_k", "descale_v"), layer._k_scale.reshape(()))
+        factors = {} if dtype is None else factors_of(layer._k_scale, layer._k_scale)
         out, lse = flashtile.attention_with_kv_cache(
             q.unflatten(0, (batch.seq_lens.shape[0], -1)), keys, keys[..., : self.kv_lora_rank],
             cache_lengths=batch.seq_lens, block_table=batch.block_table, scale=self.scale, causal=attn_metadata.causal,
@@ -118,14 +113,9 @@ class FlashtileMLAPrefill(MLAPrefillBackend):
         return MLA_NAME
 
     def run_prefill_new_tokens(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        return_softmax_lse: bool,
-        out: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, return_softmax_lse: bool, out: Tensor | None = None,
         output_scale: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Each token to those of its prompt's chunk up to itself. All are `[T, H, ...]`; lse is `[H, T]`.
 
         vLLM passes `out` and `output_scale` to backends that say so.

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import flashtile
 from flashtile.models.config import BertConfig, check_tokens, make_mlp
 from flashtile.modules import MHA, Block, LayerNorm, Unpadded, pad_input, unpad_input
-from flashtile.modules.sizes import differ
+from flashtile.ops.common.sizes import differ
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -163,14 +163,9 @@ class BertForPreTraining(nn.Module):
         return flashtile.fused_dense(self.norm(hidden), self.bert.token.weight, self.bias)
 
     def loss(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        next_sentence: Tensor | None = None,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        total: int | None = None,
-    ) -> Tensor:
+        self, tokens: Tensor, labels: Tensor, next_sentence: Tensor | None = None, mask: Tensor | None = None,
+        segments: Tensor | None = None, total: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """Mean cross-entropy of the labelled tokens, plus that of the next sentence if it is given.
 
         Args:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from flashtile.modules import FusedMlp
-from flashtile.modules.sizes import check_sizes
+from flashtile.modules.layers import check_sizes
 
 #: The activations between the two layers of an MLP; "swiglu" is a gate, `values · silu(gates)`.
 Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu"]

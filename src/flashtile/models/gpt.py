@@ -66,12 +66,9 @@ class GPT(nn.Module):
     cut = False
 
     def __init__(
-        self,
-        config: GPTConfig,
-        attention: CausalAttention | None = None,
-        device: torch.device | str | None = None,
+        self, config: GPTConfig, attention: CausalAttention | None = None, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config = config
         where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -103,12 +100,9 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=std / math.sqrt(2 * self.config.layers))
 
     def forward(
-        self,
-        tokens: Tensor,
-        cache: Sequence[KVCache] | None = None,
-        position_ids: Tensor | None = None,
+        self, tokens: Tensor, cache: Sequence[KVCache] | None = None, position_ids: Tensor | None = None,
         block_mask: BlockMask | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Logits of the next token.
 
         Args:
@@ -126,12 +120,9 @@ class GPT(nn.Module):
         return self._logits(self.hidden(tokens, cache, position_ids, block_mask))
 
     def hidden(
-        self,
-        tokens: Tensor,
-        cache: Sequence[KVCache] | None = None,
-        position_ids: Tensor | None = None,
+        self, tokens: Tensor, cache: Sequence[KVCache] | None = None, position_ids: Tensor | None = None,
         block_mask: BlockMask | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The output of the last norm, from which the logits are computed: `[B, S, W]`. Arguments as for `forward`."""
         check_tokens(tokens)
         if self.numbered is not None and (position_ids is not None or block_mask is not None):
@@ -201,13 +192,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self,
-        tokens: Tensor,
-        new_tokens: int,
-        temperature: float = 0.0,
-        top_k: int | None = None,
+        self, tokens: Tensor, new_tokens: int, temperature: float = 0.0, top_k: int | None = None,
         generator: torch.Generator | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Continues sequences, one token at a time, with a cache of keys and values.
 
         Args:
@@ -277,19 +264,10 @@ def _block(config: GPTConfig, layer: int, where: dict[str, Any]) -> Block | Para
     if config.positions == "rotary":
         rotary_dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
     mixer = partial(
-        MHA,
-        num_heads=config.heads,
-        num_heads_kv=config.heads_kv,
-        qkv_proj_bias=config.attention_bias,
-        out_proj_bias=config.attention_bias,
-        dropout=config.attention_dropout,
-        causal=True,
-        layer_idx=layer,
-        rotary_emb_dim=rotary_dim,
-        rotary_emb_base=config.rotary_base,
-        window_size=(config.window, 0),
-        **where,
-    )
+        MHA, num_heads=config.heads, num_heads_kv=config.heads_kv, qkv_proj_bias=config.attention_bias,
+        out_proj_bias=config.attention_bias, dropout=config.attention_dropout, causal=True, layer_idx=layer,
+        rotary_emb_dim=rotary_dim, rotary_emb_base=config.rotary_base, window_size=(config.window, 0), **where,
+    )  # fmt: skip
     mlp = make_mlp(config, config.mlp_bias, **where)
     # The first block gets the embeddings.
     dropout = config.residual_dropout if layer else config.embedding_dropout

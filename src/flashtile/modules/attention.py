@@ -19,16 +19,10 @@ class _Attention(nn.Module):
     """`flashtile.attention`, or `attention_varlen` with cu_seqlens, and its options; dropout in training only."""
 
     def __init__(
-        self,
-        causal: bool = False,
-        softmax_scale: float | None = None,
-        attention_dropout: float = 0.0,
-        window_size: tuple[int | None, int | None] = (-1, -1),
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-        batch_invariant: bool = False,
-        **other_names: NoReturn,
-    ) -> None:
+        self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0,
+        window_size: tuple[int | None, int | None] = (-1, -1), alibi_slopes: Tensor | None = None,
+        deterministic: bool = False, batch_invariant: bool = False, **other_names: NoReturn,
+    ) -> None:  # fmt: skip
         if other_names:
             refuse_other_names(self, _Attention.__init__, other_names)
         super().__init__()
@@ -47,17 +41,10 @@ class _Attention(nn.Module):
         self._alibi_slopes = alibi_slopes
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        max_seqlen_k: int | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool | None = None, cu_seqlens_q: Tensor | None = None,
+        max_seqlen_q: int | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_k: int | None = None,
         block_mask: BlockMask | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attention of q `[B, Sq, Hq, D]` to k and v `[B, Sk, Hkv, D]`, or with cu_seqlens `[total, H, D]`.
 
         `causal`, where given, comes before the module's own. The output has the shape of q.
@@ -117,16 +104,9 @@ class InnerAttention(_Attention):
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int) -> Tensor:
         """Attention of the last queries to the first `length` rows of a cache `[B, capacity, Hkv, D]`."""
         return flashtile.attention_with_kv_cache(
-            q,
-            k_cache,
-            v_cache,
-            cache_lengths=length,
-            causal=self.causal,
-            window=self.window,
-            scale=self.softmax_scale,
-            alibi_slopes=self._slopes_for(q),
-            batch_invariant=self.batch_invariant,
-        )
+            q, k_cache, v_cache, cache_lengths=length, causal=self.causal, window=self.window, scale=self.softmax_scale,
+            alibi_slopes=self._slopes_for(q), batch_invariant=self.batch_invariant,
+        )  # fmt: skip
 
 
 class FlashSelfAttention(_Attention):
@@ -143,13 +123,9 @@ class FlashSelfAttention(_Attention):
     """
 
     def forward(
-        self,
-        qkv: Tensor,
-        causal: bool | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
+        self, qkv: Tensor, causal: bool | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
         **other_names: NoReturn,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attention of qkv to itself.
 
         Args:
@@ -171,16 +147,10 @@ class FlashCrossAttention(_Attention):
     """Attention of queries to packed keys and values. Arguments as for `FlashSelfAttention`."""
 
     def forward(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        causal: bool | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        max_seqlen_k: int | None = None,
+        self, q: Tensor, kv: Tensor, causal: bool | None = None, cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_k: int | None = None,
         **other_names: NoReturn,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attention of q to kv.
 
         Args:

@@ -49,17 +49,10 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        mixer_cls: Callable[[int], nn.Module],
-        mlp_cls: Callable[[int], nn.Module],
-        norm_cls: Callable[[int], nn.Module] = LayerNorm,
-        prenorm: bool = True,
-        resid_dropout1: float = 0.0,
-        resid_dropout2: float = 0.0,
-        residual_in_fp32: bool = False,
-        return_residual: bool = False,
-    ) -> None:
+        self, dim: int, mixer_cls: Callable[[int], nn.Module], mlp_cls: Callable[[int], nn.Module],
+        norm_cls: Callable[[int], nn.Module] = LayerNorm, prenorm: bool = True, resid_dropout1: float = 0.0,
+        resid_dropout2: float = 0.0, residual_in_fp32: bool = False, return_residual: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         if residual_in_fp32 and not prenorm:
             raise ValueError("residual_in_fp32: expected False with prenorm=False, got True; a norm ends its residual")
@@ -156,15 +149,10 @@ class ParallelBlock(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        mixer_cls: Callable[[int], nn.Module],
-        mlp_cls: Callable[[int], nn.Module],
-        norm_cls: Callable[[int], nn.Module] = LayerNorm,
-        resid_dropout: float = 0.0,
-        tied_norm: bool = False,
+        self, dim: int, mixer_cls: Callable[[int], nn.Module], mlp_cls: Callable[[int], nn.Module],
+        norm_cls: Callable[[int], nn.Module] = LayerNorm, resid_dropout: float = 0.0, tied_norm: bool = False,
         residual_in_fp32: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.resid_dropout = resid_dropout
         self.tied_norm = tied_norm
@@ -175,12 +163,9 @@ class ParallelBlock(nn.Module):
         self.norm2 = None if tied_norm else _checked("norm_cls", norm_cls(dim))
 
     def forward(
-        self,
-        hidden1: Tensor,
-        hidden2: Tensor | None = None,
-        residual: Tensor | None = None,
+        self, hidden1: Tensor, hidden2: Tensor | None = None, residual: Tensor | None = None,
         mixer_kwargs: Mapping[str, Any] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """One block.
 
         Args:
@@ -237,11 +222,8 @@ def add_prenorm(
     norm: nn.Module, hidden: Tensor, residual: Tensor | None, dropout_p: float = 0.0, residual_in_fp32: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The norm of `dropout(hidden) + residual`, as `add_norm`, and the sum itself."""
-    if not _fusible(norm, hidden):
-        total = _sum(hidden, None, residual, dropout_p, residual_in_fp32)
-        return _called(norm, total, hidden.dtype), total
-    fused, options = _fused(norm, hidden, residual, residual_in_fp32)
-    return fused(hidden, residual, dropout_p=dropout_p, prenorm=True, **options)
+    normed, _, total = add_parallel_norm(norm, None, hidden, None, residual, dropout_p, residual_in_fp32)
+    return normed, total
 
 
 def add_parallel_norm(

@@ -126,14 +126,9 @@ class FlashBlocksparseAttention(nn.Module):
         return BlockMask.from_layout(layout, TILE, length, length)
 
     def forward(
-        self,
-        qkv: Tensor,
-        key_padding_mask: Tensor | None = None,
-        causal: bool = False,
-        cu_seqlens: Tensor | None = None,
-        max_s: int | None = None,
-        need_weights: bool = False,
-    ) -> tuple[Tensor, None]:
+        self, qkv: Tensor, key_padding_mask: Tensor | None = None, causal: bool = False,
+        cu_seqlens: Tensor | None = None, max_s: int | None = None, need_weights: bool = False,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         """Attention of qkv to itself.
 
         Args:
@@ -184,17 +179,10 @@ class FlashBlocksparseMHA(nn.Module):
     """
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        sparsity_config: Pattern | Any,
-        bias: bool = True,
-        batch_first: bool = True,
-        attention_dropout: float = 0.0,
-        causal: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, embed_dim: int, num_heads: int, sparsity_config: Pattern | Any, bias: bool = True,
+        batch_first: bool = True, attention_dropout: float = 0.0, causal: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if not batch_first:
             raise ValueError("batch_first: expected True, got False; transpose the input to [batch, seq, embed_dim]")

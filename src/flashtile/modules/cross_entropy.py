@@ -67,31 +67,16 @@ class CrossEntropyLoss(_Loss):
     """
 
     def __init__(
-        self,
-        weight: Tensor | None = None,
-        *,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        logit_scale: float = 1.0,
-        lse_square_scale: float = 0.0,
-        softcap: float | None = None,
-        inplace_backward: bool = False,
-        process_group: ProcessGroup | None = None,
+        self, weight: Tensor | None = None, *, ignore_index: int = -100, reduction: str = "mean",
+        label_smoothing: float = 0.0, logit_scale: float = 1.0, lse_square_scale: float = 0.0,
+        softcap: float | None = None, inplace_backward: bool = False, process_group: ProcessGroup | None = None,
         return_z_loss: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
-            weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            logit_scale=logit_scale,
-            lse_square_scale=lse_square_scale,
-            softcap=softcap,
-            inplace_backward=inplace_backward,
-            process_group=process_group,
-            return_z_loss=return_z_loss,
-        )
+            weight=weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+            logit_scale=logit_scale, lse_square_scale=lse_square_scale, softcap=softcap,
+            inplace_backward=inplace_backward, process_group=process_group, return_z_loss=return_z_loss,
+        )  # fmt: skip
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """The loss of `input` `[..., classes]` against `target` `[...]`, or (loss, z_loss)."""
@@ -116,29 +101,15 @@ class LinearCrossEntropyLoss(_Loss):
     """
 
     def __init__(
-        self,
-        *,
-        class_weights: Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        logit_scale: float = 1.0,
-        lse_square_scale: float = 0.0,
-        softcap: float | None = None,
-        process_group: ProcessGroup | None = None,
-        return_z_loss: bool = False,
-    ) -> None:
+        self, *, class_weights: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
+        label_smoothing: float = 0.0, logit_scale: float = 1.0, lse_square_scale: float = 0.0,
+        softcap: float | None = None, process_group: ProcessGroup | None = None, return_z_loss: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(
-            class_weights=class_weights,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            logit_scale=logit_scale,
-            lse_square_scale=lse_square_scale,
-            softcap=softcap,
-            process_group=process_group,
-            return_z_loss=return_z_loss,
-        )
+            class_weights=class_weights, ignore_index=ignore_index, reduction=reduction,
+            label_smoothing=label_smoothing, logit_scale=logit_scale, lse_square_scale=lse_square_scale,
+            softcap=softcap, process_group=process_group, return_z_loss=return_z_loss,
+        )  # fmt: skip
 
     def forward(
         self, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None

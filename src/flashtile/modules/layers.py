@@ -1,8 +1,20 @@
-"""Whether a layer's parameters can be read in place of a call of the layer."""
+"""Sizes that modules are made of, and whether a layer's parameters can be read in place of a call of the layer."""
 
 from __future__ import annotations
 
+import numbers
+
+import torch
 from torch import nn
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raises where a size is no int or below 0."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt, numbers.Integral)):
+            raise TypeError(f"{name}: expected an int, got {size!r}; use int(...)")
+        if size < 0:
+            raise ValueError(f"{name}: expected at least 0, got {size}; it is a size")
 
 
 def computes_only(layer: nn.Module, *kinds: type[nn.Module]) -> bool:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 import flashtile
 from flashtile import BlockMask
 from flashtile.modules.attention import InnerAttention, alibi_slopes
+from flashtile.modules.layers import check_sizes
 from flashtile.modules.other_names import refuse_other_names
 from flashtile.modules.padding import pad_input, unpad_input
 from flashtile.modules.rotary import RotaryEmbedding
-from flashtile.modules.sizes import check_sizes, differ
+from flashtile.ops.common.sizes import differ
 
 
 class KVCache:
@@ -39,14 +40,9 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        batch: int,
-        capacity: int,
-        heads_kv: int,
-        head_dim: int,
-        device: torch.device | str | None = None,
+        self, batch: int, capacity: int, heads_kv: int, head_dim: int, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_sizes(batch=batch, capacity=capacity, heads_kv=heads_kv, head_dim=head_dim)
         self.k = torch.empty(batch, capacity, heads_kv, head_dim, device=device, dtype=dtype)
         self.v = torch.empty_like(self.k)
@@ -121,28 +117,14 @@ class MHA(nn.Module):
     """
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        num_heads_kv: int | None = None,
-        cross_attn: bool = False,
-        qkv_proj_bias: bool = True,
-        out_proj_bias: bool = True,
-        dropout: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        layer_idx: int | None = None,
-        rotary_emb_dim: int = 0,
-        rotary_emb_base: float = 10000.0,
-        rotary_emb_scale_base: float | None = None,
-        rotary_emb_interleaved: bool = False,
-        use_alibi: bool = False,
-        window_size: tuple[int | None, int | None] = (-1, -1),
-        return_residual: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **other_names: NoReturn,
-    ) -> None:
+        self, embed_dim: int, num_heads: int, num_heads_kv: int | None = None, cross_attn: bool = False,
+        qkv_proj_bias: bool = True, out_proj_bias: bool = True, dropout: float = 0.0,
+        softmax_scale: float | None = None, causal: bool = False, layer_idx: int | None = None, rotary_emb_dim: int = 0,
+        rotary_emb_base: float = 10000.0, rotary_emb_scale_base: float | None = None,
+        rotary_emb_interleaved: bool = False, use_alibi: bool = False,
+        window_size: tuple[int | None, int | None] = (-1, -1), return_residual: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, **other_names: NoReturn,
+    ) -> None:  # fmt: skip
         if other_names:
             refuse_other_names(self, MHA.__init__, other_names)
         super().__init__()
@@ -181,19 +163,11 @@ class MHA(nn.Module):
         self.inner_attn: nn.Module = inner
 
     def forward(
-        self,
-        x: Tensor,
-        x_kv: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        max_seqlen_k: int | None = None,
-        cache: KVCache | Sequence[KVCache] | None = None,
-        position_ids: Tensor | None = None,
-        block_mask: BlockMask | None = None,
-        **other_names: NoReturn,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self, x: Tensor, x_kv: Tensor | None = None, key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, cu_seqlens_k: Tensor | None = None,
+        max_seqlen_k: int | None = None, cache: KVCache | Sequence[KVCache] | None = None,
+        position_ids: Tensor | None = None, block_mask: BlockMask | None = None, **other_names: NoReturn,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attention of x to itself, or with cross_attn to x_kv.
 
         Args:
@@ -258,13 +232,9 @@ class MHA(nn.Module):
         return out.unflatten(0, (batch, seq))
 
     def _attend(
-        self,
-        x: Tensor,
-        x_kv: Tensor | None,
-        lengths: _Lengths,
-        position_ids: Tensor | None = None,
+        self, x: Tensor, x_kv: Tensor | None, lengths: _Lengths, position_ids: Tensor | None = None,
         block_mask: BlockMask | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         if x_kv is None:
             cu_seqlens, max_seqlen, *_ = lengths
             lengths = _Lengths(cu_seqlens, max_seqlen, cu_seqlens, max_seqlen)
@@ -288,14 +258,9 @@ class MHA(nn.Module):
         return self.out_proj(out.flatten(-2))
 
     def _project(
-        self,
-        x: Tensor,
-        positions: int | None,
-        offset: int = 0,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        position_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, x: Tensor, positions: int | None, offset: int = 0, cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None, position_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """q, k and v of x with their positions in them, views of one tensor: `[..., heads, head_dim]`.
 
         Rotary tables have so many `positions`, and x begins at `offset`. None: as many as there are tokens, which is
@@ -432,17 +397,10 @@ class FlashMHA(MHA):
     """
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        bias: bool = True,
-        batch_first: bool = True,
-        attention_dropout: float = 0.0,
-        causal: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **other_names: NoReturn,
-    ) -> None:
+        self, embed_dim: int, num_heads: int, bias: bool = True, batch_first: bool = True,
+        attention_dropout: float = 0.0, causal: bool = False, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, **other_names: NoReturn,
+    ) -> None:  # fmt: skip
         if other_names:
             refuse_other_names(self, FlashMHA.__init__, other_names)
         super().__init__(
@@ -452,11 +410,7 @@ class FlashMHA(MHA):
         self.batch_first = batch_first
 
     def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = False,
-        **other_names: NoReturn,
+        self, x: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = False, **other_names: NoReturn
     ) -> tuple[Tensor, None]:
         """Attention of x to itself.
 

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
-from flashtile.modules.layers import computes_only
-from flashtile.modules.sizes import check_sizes
+from flashtile.modules.layers import check_sizes, computes_only
 
 #: The activations of `flashtile.fused_mlp`, for layers that are called.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -43,15 +42,9 @@ class FusedDense(nn.Linear):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        return_residual: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        accumulate_main_grad: bool = False,
-    ) -> None:
+        self, in_features: int, out_features: int, bias: bool = True, return_residual: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, accumulate_main_grad: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
         self.return_residual = return_residual
         self.accumulate_main_grad = accumulate_main_grad
@@ -67,6 +60,8 @@ class FusedDense(nn.Linear):
 class _Perceptron(nn.Module):
     """Two linear layers, `fc1` with a row or two for each hidden feature, and `fc2`."""
 
+    activation: Any
+
     def __init__(
         self, in_features: int, hidden_features: int, out_features: int | None, biases: tuple[bool, bool], gated: bool,
         return_residual: bool, **where: Any,
@@ -74,10 +69,22 @@ class _Perceptron(nn.Module):
         super().__init__()
         out_features = in_features if out_features is None else out_features
         check_sizes(in_features=in_features, hidden_features=hidden_features, out_features=out_features)
-        self.return_residual = return_residual
+        self.gated, self.return_residual = gated, return_residual
         rows = 2 * hidden_features if gated else hidden_features
         self.fc1 = nn.Linear(in_features, rows, bias=biases[0], **where)
         self.fc2 = nn.Linear(hidden_features, out_features, bias=biases[1], **where)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """`[..., in_features]` -> `[..., out_features]`; with return_residual the pair of it and x."""
+        out = self._layers(x, self.activation)
+        return (out, x) if self.return_residual else out
+
+    def _layers(self, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        hidden = self.fc1(x)
+        if not self.gated:
+            return self.fc2(activation(hidden))
+        values, gates = _halves(self.fc1, hidden)
+        return self.fc2(values * activation(gates))
 
 
 class Mlp(_Perceptron):
@@ -96,26 +103,14 @@ class Mlp(_Perceptron):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        hidden_features: int | None = None,
-        out_features: int | None = None,
-        activation: Callable[[Tensor], Tensor] = F.gelu,
-        bias1: bool = True,
-        bias2: bool = True,
-        return_residual: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, in_features: int, hidden_features: int | None = None, out_features: int | None = None,
+        activation: Callable[[Tensor], Tensor] = F.gelu, bias1: bool = True, bias2: bool = True,
+        return_residual: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         hidden = _hidden_features(in_features, False) if hidden_features is None else hidden_features
         biases = bias1, bias2
         super().__init__(in_features, hidden, out_features, biases, False, return_residual, device=device, dtype=dtype)
         self.activation = activation
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """`[..., in_features]` -> `[..., out_features]`; with return_residual the pair of it and x."""
-        out = self.fc2(self.activation(self.fc1(x)))
-        return (out, x) if self.return_residual else out
 
 
 class GatedMlp(_Perceptron):
@@ -141,28 +136,15 @@ class GatedMlp(_Perceptron):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        hidden_features: int | None = None,
-        out_features: int | None = None,
-        activation: Callable[[Tensor], Tensor] = F.sigmoid,
-        bias1: bool = True,
-        bias2: bool = True,
-        multiple_of: int = _MULTIPLE_OF,
-        return_residual: bool = False,
-        device: torch.device | str | None = None,
+        self, in_features: int, hidden_features: int | None = None, out_features: int | None = None,
+        activation: Callable[[Tensor], Tensor] = F.sigmoid, bias1: bool = True, bias2: bool = True,
+        multiple_of: int = _MULTIPLE_OF, return_residual: bool = False, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         hidden = _rounded_up(8 * in_features // 3 if hidden_features is None else hidden_features, multiple_of)
         biases = bias1, bias2
         super().__init__(in_features, hidden, out_features, biases, True, return_residual, device=device, dtype=dtype)
         self.activation = activation
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """`[..., in_features]` -> `[..., out_features]`; with return_residual the pair of it and x."""
-        values, gates = _halves(self.fc1, self.fc1(x))
-        out = self.fc2(values * self.activation(gates))
-        return (out, x) if self.return_residual else out
 
 
 class FusedMlp(_Perceptron):
@@ -190,26 +172,16 @@ class FusedMlp(_Perceptron):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        hidden_features: int | None = None,
-        out_features: int | None = None,
-        bias1: bool = True,
-        bias2: bool = True,
-        activation: str = "gelu_tanh",
-        checkpoint_level: int = 0,
-        gated: bool = False,
-        return_residual: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, in_features: int, hidden_features: int | None = None, out_features: int | None = None, bias1: bool = True,
+        bias2: bool = True, activation: str = "gelu_tanh", checkpoint_level: int = 0, gated: bool = False,
+        return_residual: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         accumulate_main_grad: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         hidden = _hidden_features(in_features, gated) if hidden_features is None else hidden_features
         biases = bias1, bias2
         super().__init__(in_features, hidden, out_features, biases, gated, return_residual, device=device, dtype=dtype)
         self.activation = activation
         self.checkpoint_level = checkpoint_level
-        self.gated = gated
         self.accumulate_main_grad = accumulate_main_grad
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -222,17 +194,9 @@ class FusedMlp(_Perceptron):
             buffers["main_grad1"] = _main_grad("fc1.weight", fc1.weight)
             buffers["main_grad2"] = _main_grad("fc2.weight", fc2.weight)
         return flashtile.fused_mlp(
-            x,
-            fc1.weight,
-            fc1.bias,
-            fc2.weight,
-            fc2.bias,
-            activation=self.activation,
-            gated=self.gated,
-            checkpoint_level=self.checkpoint_level,
-            return_residual=self.return_residual,
-            **buffers,
-        )
+            x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, activation=self.activation, gated=self.gated,
+            checkpoint_level=self.checkpoint_level, return_residual=self.return_residual, **buffers,
+        )  # fmt: skip
 
     def _called(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """The same by calls of both layers."""
@@ -244,16 +208,10 @@ class FusedMlp(_Perceptron):
             )
         if self.activation not in _ACTIVATIONS:
             raise ValueError(f"activation: expected one of {tuple(_ACTIVATIONS)}, got {self.activation!r}")
+        activation = _ACTIVATIONS[self.activation]
         level = self.checkpoint_level and torch.is_grad_enabled()
-        out = checkpoint(self._layers, x, use_reentrant=False) if level else self._layers(x)
+        out = checkpoint(self._layers, x, activation, use_reentrant=False) if level else self._layers(x, activation)
         return (out, x) if self.return_residual else out
-
-    def _layers(self, x: Tensor) -> Tensor:
-        hidden, activation = self.fc1(x), _ACTIVATIONS[self.activation]
-        if not self.gated:
-            return self.fc2(activation(hidden))
-        values, gates = _halves(self.fc1, hidden)
-        return self.fc2(values * activation(gates))
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, checkpoint_level={self.checkpoint_level}, gated={self.gated}"

@@ -17,13 +17,9 @@ class _Norm(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        elementwise_affine: bool,
-        bias: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
+        self, normalized_shape: int | Sequence[int], elementwise_affine: bool, bias: bool,
+        device: torch.device | str | None, dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self.elementwise_affine = elementwise_affine
@@ -65,14 +61,9 @@ class LayerNorm(_Norm):
     """
 
     def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine: bool = True,
+        bias: bool = True, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(normalized_shape, elementwise_affine, bias, device, dtype)
         self.eps = eps
 
@@ -98,13 +89,9 @@ class RMSNorm(_Norm):
     """
 
     def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float | None = None,
-        elementwise_affine: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, normalized_shape: int | Sequence[int], eps: float | None = None, elementwise_affine: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(normalized_shape, elementwise_affine, False, device, dtype)
         self.eps = eps
 
@@ -134,15 +121,9 @@ class DropoutAddLayerNorm(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        prenorm: bool = False,
-        p: float = 0.0,
-        eps: float = 1e-5,
-        residual_in_fp32: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, hidden_size: int, prenorm: bool = False, p: float = 0.0, eps: float = 1e-5,
+        residual_in_fp32: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.prenorm = prenorm
         self.p = p

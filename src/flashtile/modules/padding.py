@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flashtile.modules.sizes import differ
+from flashtile.ops.common.sizes import differ
 
 
 class Unpadded(NamedTuple):

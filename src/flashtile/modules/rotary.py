@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import flashtile
-from flashtile.modules.sizes import known
+from flashtile.ops.common.sizes import known
 
 
 class Source(NamedTuple):
@@ -44,14 +44,9 @@ class RotaryEmbedding(nn.Module):
     inv_freq: Tensor
 
     def __init__(
-        self,
-        dim: int,
-        base: float = 10000.0,
-        interleaved: bool = False,
-        scale_base: float | None = None,
-        device: torch.device | str | None = None,
-        scaling: flashtile.RotaryScaling | None = None,
-    ) -> None:
+        self, dim: int, base: float = 10000.0, interleaved: bool = False, scale_base: float | None = None,
+        device: torch.device | str | None = None, scaling: flashtile.RotaryScaling | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.dim = dim
         self.base = base
@@ -132,13 +127,9 @@ class RotaryEmbedding(nn.Module):
         return cos * scale, sin * scale, cos / scale, sin / scale
 
     def forward(
-        self,
-        qkv: Tensor,
-        kv: Tensor | None = None,
-        seqlen_offset: int | Tensor = 0,
-        max_seqlen: int | None = None,
+        self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int | Tensor = 0, max_seqlen: int | None = None,
         num_heads_q: int | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Rotates in place.
 
         Args:

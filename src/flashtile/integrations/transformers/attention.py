@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import flashtile
 from flashtile import BlockMask
+from flashtile.integrations.shared import widened, window_of
 from flashtile.integrations.transformers import compact
 from flashtile.integrations.transformers.compact import CompactMask
 from flashtile.prefix_trees import PrefixTree
@@ -49,28 +50,13 @@ class Visible(NamedTuple):
 
 
 def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
-    max_length_q: int | None = None,
-    max_length_k: int | None = None,
-    prefix_tree: PrefixTree | None = None,
-    output_attentions: bool | None = None,
-    deterministic: bool | None = None,
-    backend: str = "auto",
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None,
+    max_length_k: int | None = None, prefix_tree: PrefixTree | None = None, output_attentions: bool | None = None,
+    deterministic: bool | None = None, backend: str = "auto", **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of one layer, with the arguments of transformers' attention functions.
 
     Args:
@@ -153,13 +139,9 @@ def refuse(output_attentions: bool | None, others: dict[str, Any]) -> None:
 
 
 def visible_keys(
-    module: nn.Module,
-    attention_mask: Tensor | None,
-    seq_q: int,
-    seq_k: int,
-    is_causal: bool | None,
+    module: nn.Module, attention_mask: Tensor | None, seq_q: int, seq_k: int, is_causal: bool | None,
     sliding_window: int | None,
-) -> Visible:
+) -> Visible:  # fmt: skip
     """The keys that a mask and the module's own attributes let queries see."""
     if attention_mask is None or attention_mask.dim() == 2:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -191,13 +173,9 @@ def visible_keys(
 
 
 def _tree_mask(
-    module: Any,
-    tree: PrefixTree | None,
-    attention_mask: Tensor | None,
-    query: Tensor,
-    key: Tensor,
+    module: Any, tree: PrefixTree | None, attention_mask: Tensor | None, query: Tensor, key: Tensor,
     sliding_window: int | None,
-) -> BlockMask | None:
+) -> BlockMask | None:  # fmt: skip
     """The keys that the tokens of a tree see in one layer; None if there is none."""
     if tree is None:
         return None
@@ -232,9 +210,7 @@ def _by_module(
             f"attention_mask: expected a mask beside {seq_q} queries and {seq_k} keys of a causal layer, got None or "
             "one of keys only, which do not say where the first query lies; pass is_causal=False, or 4 dimensions"
         )
-    window = None
-    if sliding_window is not None:
-        window = (sliding_window - 1, 0 if is_causal else sliding_window - 1)
+    window = window_of(sliding_window, is_causal)
     mask = None
     if attention_mask is not None:
         if attention_mask.shape[-1] != seq_k:
@@ -278,13 +254,9 @@ def _keys_in_use(mask: CompactMask, seq_k: int) -> int:
 
 
 def _packed(
-    visible: Visible,
-    query: Tensor,
-    cu_seq_lens_q: Tensor | None,
-    cu_seq_lens_k: Tensor | None,
-    max_length_q: int | None,
-    max_length_k: int | None,
-) -> dict[str, Any] | None:
+    visible: Visible, query: Tensor, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None,
+    max_length_q: int | None, max_length_k: int | None,
+) -> dict[str, Any] | None:  # fmt: skip
     """The lengths of a packed call, given by the user or found by the mask; None for a dense one."""
     if visible.ends is not None:
         # No sequence is longer than a row of the batch.
@@ -321,10 +293,3 @@ def _summed(position_bias: Tensor | None, bias: Tensor | None, query: Tensor) ->
         only = bias if position_bias is None else position_bias
         return None if only is None else widened(only, query)
     return widened(position_bias, query) + widened(bias, query)
-
-
-def widened(tensor: Tensor, query: Tensor) -> Tensor:
-    """A tensor beside the scores, in a dtype that `flashtile.attention` takes; widening loses nothing."""
-    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
-    narrower = (torch.float16, torch.bfloat16, torch.float32)[: 3 if wide is torch.float64 else 2]
-    return tensor.to(wide) if tensor.dtype in narrower and tensor.dtype is not query.dtype else tensor

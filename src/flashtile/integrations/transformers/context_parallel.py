@@ -18,9 +18,9 @@ from flashtile.distributed import context_parallel_attention, sequence_positions
 from flashtile.distributed.context_parallel import Strategy
 from flashtile.distributed.layout import LayoutKind
 from flashtile.distributed.places import mesh_places
-from flashtile.integrations.options import check_options
+from flashtile.integrations.shared import check_options, widened
 from flashtile.integrations.transformers import compact
-from flashtile.integrations.transformers.attention import refuse, visible_keys, widened
+from flashtile.integrations.transformers.attention import refuse, visible_keys
 from flashtile.integrations.transformers.masks import pattern_within_sequences
 from flashtile.integrations.transformers.registration import add_implementation
 
@@ -38,14 +38,9 @@ _names = map("flashtile-context-parallel-{}".format, itertools.count())
 
 
 def context_parallel(
-    model: PreTrainedModel,
-    mesh: DeviceMesh,
-    *,
-    strategy: Strategy = "ring",
-    layout: LayoutKind = "zigzag",
-    backend: str = "auto",
-    deterministic: bool = False,
-) -> PreTrainedModel:
+    model: PreTrainedModel, mesh: DeviceMesh, *, strategy: Strategy = "ring", layout: LayoutKind = "zigzag",
+    backend: str = "auto", deterministic: bool = False,
+) -> PreTrainedModel:  # fmt: skip
     """Makes a model of transformers take shards of sequences: its layers attend over the tokens of all ranks.
 
     The model gets an attention implementation of its own, and its calls get the positions of the shard's tokens.
@@ -113,12 +108,9 @@ def _positions(mesh: DeviceMesh, layout: LayoutKind, ranks: int, tokens: int, de
 
 
 def _prepare(
-    positions: Callable[..., Tensor],
-    ranks: int,
-    model: PreTrainedModel,
-    arguments: tuple[Any, ...],
+    positions: Callable[..., Tensor], ranks: int, model: PreTrainedModel, arguments: tuple[Any, ...],
     given: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """The arguments of a call of the model, checked, with the positions of the shard's tokens."""
     bound = inspect.signature(model.forward).bind_partial(*arguments, **given).arguments
     given = {**{k: v for k, v in bound.items() if k not in ("kwargs", "args")}, **bound.get("kwargs", {})}
@@ -149,14 +141,9 @@ def _prepare(
 
 
 def _make_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,
-) -> Tensor:
+    batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None, device: torch.device | str = "cpu", **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """The result of transformers' mask functions for shards: the band of the whole sequence that is visible. Positions
     jump where chunks meet, and so look like packed sequences to transformers, but are none."""
     band = None if torch.compiler.is_compiling() else pattern_within_sequences(mask_function)
@@ -169,21 +156,11 @@ def _make_mask(
 
 
 def _attend(
-    shards: dict[str, Any],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    output_attentions: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    shards: dict[str, Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    output_attentions: bool | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of one layer over the tokens of all ranks: arguments and results as of `attention.attend`."""
     refuse(output_attentions, kwargs)
     for name in ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k"):

@@ -24,20 +24,11 @@ READERS = frozenset({
 
 
 def make_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    device: torch.device | str = "cpu",
-    config: Any = None,
-    **kwargs: Any,
-) -> Tensor | None:
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function, attention_mask: Tensor | None = None,
+    local_size: int | None = None, allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu", config: Any = None, **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
     """A mask of one model call, with the arguments of transformers' mask functions.
 
     Returns:
@@ -68,19 +59,10 @@ def make_mask(
     if found is not None:
         return found
     whole: Tensor | None = make_whole(
-        batch_size,
-        q_length,
-        kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=skip,
-        device=device,
-        **kwargs,
-    )
+        batch_size, q_length, kv_length, q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
+        attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=skip, device=device, **kwargs,
+    )  # fmt: skip
     return whole
 
 
@@ -90,14 +72,9 @@ def _has_indexers(config: Any) -> bool:
 
 
 def _compact(
-    band: Band,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    attention_mask: Tensor | None,
+    band: Band, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int, attention_mask: Tensor | None,
     device: torch.device | str,
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     """The compact mask of a dense call; None where its diagonal does not end at the last key in use."""
     keys = kv_length
     if band.causal or band.windowed:

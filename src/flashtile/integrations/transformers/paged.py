@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers.generation.continuous_batching import continuous_api, initialization
 
 import flashtile
-from flashtile.integrations.transformers.attention import refuse, widened
+from flashtile.integrations.shared import widened, window_of
+from flashtile.integrations.transformers.attention import refuse
 from flashtile.integrations.transformers.masks import pattern_within_sequences
 
 #: Prefix of an implementation's name while a model's requests are batched. It has "flash" in it, because transformers
@@ -34,26 +35,12 @@ _OF_BATCH = ("cu_seq_lens_k", "max_length_k", "block_table", "read_index", "writ
 
 
 def attend_paged(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    cache: Any = None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
-    output_attentions: bool | None = None,
-    deterministic: bool | None = None,
-    backend: str = "auto",
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, cache: Any = None,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None, cu_seq_lens_q: Tensor | None = None, max_length_q: int | None = None,
+    output_attentions: bool | None = None, deterministic: bool | None = None, backend: str = "auto", **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of one layer in a batch of requests.
 
     Args:
@@ -82,7 +69,7 @@ def attend_paged(
         "scale": scaling,
         "softcap": softcap,
         "causal": bool(causal),
-        "window": None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1),
+        "window": window_of(sliding_window, bool(causal)),
         "sinks": None if s_aux is None else widened(s_aux, query),
         "backend": backend,
     }

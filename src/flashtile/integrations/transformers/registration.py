@@ -13,7 +13,7 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
 
-from flashtile.integrations.options import check_options
+from flashtile.integrations.shared import check_options
 from flashtile.integrations.transformers.attention import attend
 from flashtile.integrations.transformers.masks import make_mask
 from flashtile.integrations.transformers.paged import PREFIX, attend_paged, no_mask, serve_batches
