@@ -35,14 +35,13 @@ MAX_FILES_OF_A_MODIFIER = 10
 #: The parts of an operation whose functions are public.
 FRONTS = {"api", "merge"}
 #: Parts of attention that hand on all side inputs alike.
-PASS_ON = {"calls", "repeated", "inspection", "operator"}
+PASS_ON = {"repeated", "select", "inspection", "operator"}
 #: What each part of an operation's folder may import from that folder. `operator` reaches the implementations through
 #: `select`, and `reference` for the backward of the backward.
 WITHIN_OPERATION = {
     "__init__": set(),
     "api": {
         "block_mask",
-        "calls",
         "checks",
         "linear",
         "layers",
@@ -50,7 +49,6 @@ WITHIN_OPERATION = {
         "options",
         "repeated",
         "select",
-        "sharded",
         "shared",
         "spec",
         "tables",
@@ -62,7 +60,6 @@ WITHIN_OPERATION = {
     "options": {"block_mask", "checks", "philox", "score_arguments", "score_program", "select", "spec"},
     "checks": {"block_mask", "rows", "spec"},
     "pytorch": {"api", "block_mask", "options", "score_tracing", "spec"},
-    "explain": {"call", "options", "partial", "select", "spec"},
     "partial": {
         "block_mask",
         "checks",
@@ -74,11 +71,8 @@ WITHIN_OPERATION = {
         "spec",
         "tile_lists",
     },
-    "calls": {"call", "checks", "score_program", "select", "spec"},
-    "repeated": {"block_mask", "call", "calls", "checks", "philox", "rows", "score_tracing", "select", "spec"},
-    "sharded": {"checks", "losses", "score_program", "spec"},
+    "repeated": {"block_mask", "call", "checks", "philox", "rows", "score_tracing", "select", "spec"},
     "operator": {
-        "calls",
         "checks",
         "cpu",
         "derivatives",
@@ -87,20 +81,19 @@ WITHIN_OPERATION = {
         "reference",
         "rows",
         "repeated",
+        "score_program",
         "select",
-        "sharded",
         "spec",
         "triton",
     },
     # And the `backend` of each package, which needs no Triton.
-    "select": {"call", "spec"},
+    "select": {"call", "checks", "score_program", "spec"},
     "derivatives": {"reference", "row_weights", "score_program", "score_tracing", "spec"},
     "row_weights": {"block_mask", "philox", "score_program", "spec"},
-    "inspection": {"calls", "checks", "operator", "options", "row_weights", "select", "spec"},
+    "inspection": {"call", "checks", "operator", "options", "partial", "row_weights", "select", "spec"},
     "gpu": {"call", "philox", "score_program", "score_tracing", "spec", "tile_lists"},
     "call": {"spec"},
     "philox": {"spec"},
-    "fp8": {"spec"},
     "merge": {"spec"},
     "linear": {"spec"},
     "layers": {"spec"},
@@ -109,13 +102,13 @@ WITHIN_OPERATION = {
     "tile_lists": set(),
     "mask_sources": {"tile_lists"},
     "mask_intervals": {"mask_sources", "tile_lists"},
-    "block_mask": {"mask_intervals", "mask_sources", "tile_lists"},
+    "block_mask": {"mask_intervals", "mask_sources", "spec", "tile_lists"},
     "patterns": {"block_mask", "mask_intervals", "mask_sources", "tile_lists"},
     "score_program": set(),
     "score_symbols": {"score_program"},
     "score_tracing": {"score_program", "score_symbols"},
-    "reference": {"block_mask", "fp8", "philox", "rows", "score_program", "spec"},
-    "cpu": {"block_mask", "call", "fp8", "losses", "philox", "rows", "score_program", "score_tracing", "spec"},
+    "reference": {"block_mask", "philox", "rows", "score_program", "spec"},
+    "cpu": {"block_mask", "call", "losses", "philox", "rows", "score_program", "score_tracing", "spec"},
     "kernels": {"spec"},
     "triton": {"call", "gpu", "rows", "spec"},
     "hopper": {"call", "gpu", "spec"},
@@ -222,7 +215,7 @@ def _forbidden(module: list[str], name: list[str]) -> str:
     if package == "ops":
         if target == "_backends":
             part = module[3] if len(module) > 3 else ""
-            choosing = {"backend", "calls", "explain", "repeated", "select"}
+            choosing = {"backend", "inspection", "repeated", "select"}
             own = choosing | {"call", "gpu", "kernels", "triton", "hopper", "split"}
             allowed = COMMON_ON_BACKENDS if module[2] == COMMON else own
             return "" if part in allowed else "only kernels, plans, and what chooses, runs or explains calls need it"

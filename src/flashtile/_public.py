@@ -4,11 +4,9 @@
 from inspect import isfunction
 
 from flashtile.ops.attention import patterns
-from flashtile.ops.attention.api import attention, attention_varlen
+from flashtile.ops.attention.api import attention, attention_varlen, quantize_fp8
 from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.explain import Explanation, explain
-from flashtile.ops.attention.fp8 import quantize_fp8
-from flashtile.ops.attention.inspection import attention_column_sums, attention_probs
+from flashtile.ops.attention.inspection import Explanation, attention_column_sums, attention_probs, explain
 from flashtile.ops.attention.options import AttentionOptions
 from flashtile.ops.attention.partial import AttentionPart, attention_backward, attention_part
 from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask

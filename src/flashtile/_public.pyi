@@ -12,8 +12,8 @@ from typing_extensions import Unpack
 
 from flashtile.ops.attention import patterns as patterns
 from flashtile.ops.attention.block_mask import BlockMask as BlockMask
-from flashtile.ops.attention.explain import Explanation as Explanation
 from flashtile.ops.attention.inspection import Chosen
+from flashtile.ops.attention.inspection import Explanation as Explanation
 from flashtile.ops.attention.options import (
     Align,
     ColumnSumsOptions,
@@ -332,17 +332,6 @@ def attention_varlen(
     batch_invariant: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, ...]: ...
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    *,
-    device: torch.device | str | None = None,
-    part: AttentionPart | None = None,
-    **options: Unpack[ExplainOptions],
-) -> Explanation: ...
 def quantize_fp8(x: Tensor, heads_kv: int | None = None) -> tuple[Tensor, Tensor]: ...
 def attention_column_sums(
     q: Tensor,
@@ -355,6 +344,17 @@ def attention_column_sums(
 def attention_probs(
     q: Tensor, k: Tensor, *, rows: Chosen = None, heads: Chosen = None, **options: Unpack[ProbsOptions]
 ) -> Tensor: ...
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    device: torch.device | str | None = None,
+    part: AttentionPart | None = None,
+    **options: Unpack[ExplainOptions],
+) -> Explanation: ...
 def attention_backward(
     dout: Tensor,
     q: Tensor,

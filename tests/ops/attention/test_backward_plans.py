@@ -19,7 +19,7 @@ from triton import language as tl
 
 from flashtile._backends import launch as backend_launch
 from flashtile._backends import together
-from flashtile.ops.attention import calls, repeated
+from flashtile.ops.attention import repeated, select
 from flashtile.ops.attention.hopper import launch as hopper
 from flashtile.ops.attention.score_tracing import trace_score_mod
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, wanted_gradients
@@ -117,7 +117,7 @@ def test_a_recorded_forward_says_which_launches_follow(monkeypatch: pytest.Monke
             seen.append(len(together.launched_soon()))
             return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
 
-    monkeypatch.setattr(calls.select, "implementation", lambda *_, **wanted: Module)
+    monkeypatch.setattr(select, "implementation", lambda *_, **wanted: Module)
     repeated.forget_calls()
     q, k, v = (torch.zeros(1, 8, 2, 16) for _ in range(3))
     for arguments in ({}, {"alibi_slopes": torch.zeros(2)}):

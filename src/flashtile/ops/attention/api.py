@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NoReturn
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from flashtile.ops.attention import calls, repeated
+from flashtile.ops.attention import repeated, select
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.operator import run_attention, run_repeated, run_resolved, run_unrecorded
 from flashtile.ops.attention.options import (
@@ -23,16 +24,19 @@ from flashtile.ops.attention.options import (
     resolve_dropout,
 )
 from flashtile.ops.attention.select import invariant_tiles as invariant_tiles
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, side_tensors
+from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, side_tensors
 from flashtile.ops.common.checks import (
     check_cu_seqlens,
+    check_float_dtype,
     check_lengths,
     check_max_seqlen,
     check_tensors,
     raise_not_bool,
     readable,
 )
+from flashtile.ops.common.eight_bits import factors_for, rounded
 from flashtile.ops.common.other_names import refuse_by_position, refuse_other_names
+from flashtile.ops.common.sizes import known
 from flashtile.ops.kv_cache.api import attention_with_kv_cache
 
 
@@ -367,6 +371,52 @@ def _attention_over_pages(
     return attention_with_kv_cache(q, k, v, cache_lengths=key_lengths, cu_seqlens_q=cu_seqlens_q, **options)
 
 
+def quantize_fp8(x: Tensor, heads_kv: int | None = None) -> tuple[Tensor, Tensor]:
+    """Rounds q, k or v to 8 bits. Each head is scaled so that its largest number becomes the largest of float8_e4m3fn.
+
+    ::
+
+        (q8, descale_q), (k8, descale_k), (v8, descale_v) = quantize_fp8(q, heads_kv), quantize_fp8(k), quantize_fp8(v)
+        out = attention(q8, k8, v8, descale_q=descale_q, descale_k=descale_k, descale_v=descale_v)
+
+    Args:
+        x: `[batch, seq, heads, head_dim]`, or packed `[total, heads, head_dim]`, any float dtype. Autograd records
+            nothing.
+        heads_kv: heads of k and v, if x is q and has more heads: the query heads of a key/value head share a factor.
+
+    Returns:
+        x in float8_e4m3fn, contiguous, and the factors, float32: `x ≈ x8 · descale`. They have shape
+        `[batch, heads_kv]`, or `[1, heads_kv]` for packed x, whose sequences share them.
+
+    Raises:
+        TypeError, ValueError: x is no float tensor of 3 or 4 dimensions, or heads_kv does not divide its heads.
+
+    Reference:
+        Micikevicius et al., "FP8 Formats for Deep Learning" (2022), section 3.
+    """
+    check_tensors(x=x)
+    check_float_dtype("x", x.dtype)
+    if x.dim() not in (3, 4):
+        raise ValueError(
+            f"x: expected [batch, seq, heads, head_dim] or [total, heads, head_dim], got shape {list(x.shape)}"
+        )
+    heads = x.shape[-2]
+    heads_kv = heads if heads_kv is None else heads_kv
+    if isinstance(heads_kv, bool) or not isinstance(heads_kv, int) or heads_kv < 1 or heads % heads_kv:
+        raise ValueError(
+            f"heads_kv: expected a divisor of the {heads} heads of x, got {heads_kv!r}; leave it out for k"
+        )
+    x = x.detach()
+    groups = (x if x.dim() == 4 else x[None]).unflatten(2, (heads_kv, -1))  # [batch, seq, heads_kv, group, head_dim]
+    magnitudes = groups.abs()
+    if not known(groups.shape[1] > 0):  # nothing has no largest
+        magnitudes = F.pad(magnitudes, (0, 0, 0, 0, 0, 0, 0, 1))
+    largest = magnitudes.amax(dim=(1, 3, 4))
+    descale = factors_for(largest, FP8)
+    # Rounding of a quotient may lead past the largest number.
+    return rounded(groups / descale[:, None, :, None, None], FP8).view(x.shape), descale
+
+
 def checked_forward(
     q: Tensor,
     k: Tensor,
@@ -395,4 +445,4 @@ def unmasked_forward(
     """A function that computes calls like a checked one in which every query sees every key, for any number of keys;
     None where the backend has none. If it returns None, `checked_forward` has to find the result."""
     spec = AttentionSpec(representable_scale(scale, q.dtype))
-    return calls.prepared_unmasked(q, k, v, spec, backend)
+    return select.prepared_unmasked(q, k, v, spec, backend)

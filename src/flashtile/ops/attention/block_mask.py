@@ -31,6 +31,7 @@ from flashtile.ops.attention.mask_sources import (
     checked_shape,
     checked_tiles,
     either,
+    empty_and_full,
     flex_blocks,
     flex_list,
     flex_source,
@@ -38,12 +39,12 @@ from flashtile.ops.attention.mask_sources import (
     kinds_source,
     larger_tile,
     layout_source,
-    listed_masks_source,
     looked_up,
     mapped,
     resolved_device,
     stored_tile,
 )
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.tile_lists import (
     FULL,
     Bounds,
@@ -134,21 +135,19 @@ class BlockMask:
             TypeError: a dtype or an argument's type is wrong.
             ValueError: tile is not a multiple of 16, or a shape does not fit the others.
         """
-        small, stored = tile, stored_tile(tile)
+        stored = stored_tile(tile)
         named = checked_layout(layout, tile, *checked_shape(1, 1, seq_q, seq_k)[2:])
         batch, heads = named.shape[:2]
-        elements = None
+        source = layout_source(named, tile, stored)
         if element_mask is not None:
             check_tensors(element_mask=element_mask)
             if element_mask.dim() == 3:
-                elements = listed_masks_source(checked_tiles(element_mask, named, tile), named, stored)
+                source = layout_source(named, tile, stored, checked_tiles(element_mask, named, tile))
             else:
                 element_mask = checked_elements(element_mask, named, seq_q, seq_k)
                 batch, heads = torch.broadcast_shapes((batch, heads), element_mask.shape[:2])
-                elements = looked_up(element_mask, stored)
-        grid = Grid((batch, heads, seq_q, seq_k), stored)
-        within = looked_up(named, (stored[0] // small[0], stored[1] // small[1]))
-        return from_bounds(grid, named.device, *layout_source(within, elements, small))
+                source = both(source, Source(anywhere, looked_up(element_mask, stored)))
+        return from_bounds(Grid((batch, heads, seq_q, seq_k), stored), named.device, *source)
 
     @classmethod
     def from_predicate(
@@ -237,7 +236,7 @@ class BlockMask:
 
         batch, heads, seq_q, seq_k = self.shape
         (tile_q, tile_k), patterns = self.tile, self.tile_masks.shape[0]
-        table = self.kind_table().view(batch, heads, self.grid.tiles_q, self.grid.tiles_k)
+        table = self.kind_table()
         masks = self.masks_with_ends() != 0
 
         def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -421,8 +420,7 @@ class BlockMask:
 
     def _source(self, tile: tuple[int, int]) -> Source:
         """The parts that a mask with larger tiles is built from."""
-        table = self.kind_table().view(*self.shape[:2], self.grid.tiles_q, self.grid.tiles_k)
-        return kinds_source(table, self.masks_with_ends().bool(), tile)
+        return kinds_source(self.kind_table(), self.masks_with_ends().bool(), tile)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask):
@@ -455,15 +453,24 @@ class BlockMask:
 
     def masks_with_ends(self) -> Tensor:
         """`tile_masks`, and after them an empty and a full one."""
-        ends = torch.arange(2, dtype=torch.uint8, device=self.device).view(2, 1, 1).expand(2, *self.tile)
-        return torch.cat((self.tile_masks, ends))
+        return torch.cat((self.tile_masks, empty_and_full(self.tile, self.device)))
 
     def kind_table(self) -> Tensor:
-        """The number in `masks_with_ends` of each tile, `[rows · tiles_k]` int64."""
+        """The number in `masks_with_ends` of each tile, `[batch, heads, tiles_q, tiles_k]` int64."""
         patterns = self.tile_masks.shape[0]
         table = torch.full((self._tiles + 1,), patterns, device=self.device)
         kinds = torch.where(self.kinds == FULL, patterns + 1, self.kinds).long()
-        return table.index_put((self._cells(),), kinds)[:-1]
+        table = table.index_put((self._cells(),), kinds)[:-1]
+        return table.view(*self.shape[:2], self.grid.tiles_q, self.grid.tiles_k)
+
+
+def call_mask(side: SideInputs, spec: AttentionSpec) -> BlockMask | None:
+    """The block mask of a call; None without one."""
+    if side.block_lists is None or side.block_patterns is None or spec.block_shape is None:
+        return None
+    batch, heads, tile_q, tile_k = spec.block_shape
+    shape = batch, heads, side.max_seqlen_q, side.max_seqlen_k
+    return BlockMask(shape, (tile_q, tile_k), side.block_lists, side.block_patterns)
 
 
 # torch.compile and torch.func see the tensors of a mask, and its sizes as constants.

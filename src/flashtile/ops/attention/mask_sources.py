@@ -17,6 +17,9 @@ from torch.overrides import TorchFunctionMode
 from flashtile.ops.attention.tile_lists import STORED_TILE, Bounds, Elements, Grid, Shape, Tiles
 from flashtile.ops.common.checks import LARGEST_COUNT, check_device, check_tensors, type_name
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
 #: `predicate(batch, head, q_index, k_index)`: bool, of four int64 scalars.
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -86,13 +89,10 @@ def _is_index(entry: object) -> bool:
     return isinstance(entry, int) and not isinstance(entry, bool)
 
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
-
-
 def anywhere(tiles: Tiles) -> Bounds:
     """Nothing is known."""
-    return Bounds(torch.ones((1, 1), dtype=torch.bool, device=tiles.batch.device))
+    possible = torch.ones((1, 1), dtype=torch.bool, device=tiles.batch.device)
+    return Bounds(possible, ~possible)
 
 
 def looked_up(matrix: Tensor, tile: tuple[int, int]) -> Elements:
@@ -139,7 +139,6 @@ def both(first: Source, second: Source) -> Source:
 
     def bounds(tiles: Tiles) -> Bounds:
         a, b = first.bounds(tiles), second.bounds(tiles)
-        assert a.certain is not None and b.certain is not None
         return Bounds(a.possible & b.possible, a.certain & b.certain, _paired(a.key, b.key))
 
     return Source(bounds, lambda tiles: first.elements(tiles) & second.elements(tiles))
@@ -155,7 +154,6 @@ def inverted(source: Source) -> Source:
 
     def bounds(tiles: Tiles) -> Bounds:
         known = source.bounds(tiles)
-        assert known.certain is not None
         return Bounds(~known.certain, ~known.possible, known.key)
 
     return Source(bounds, lambda tiles: ~source.elements(tiles))
@@ -166,33 +164,20 @@ def _paired(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     return None if first is None or second is None else first * 2**30 + second
 
 
-def layout_source(
-    within: Elements, elements: Elements | None, small: tuple[int, int]
-) -> tuple[Callable[[Tiles], Bounds], Elements]:
-    """Bounds and elements of the stored tiles, given which of the small tiles in them are named."""
-
-    def bounds(tiles: Tiles) -> Bounds:
-        named = within(tiles).flatten(-2)
-        return Bounds(named.any(dim=-1), named.all(dim=-1) if elements is None else None)
-
-    def visible(tiles: Tiles) -> Tensor:
-        named = _enlarged(within(tiles), small)
-        return named if elements is None else named & elements(tiles)
-
-    return bounds, visible
+def layout_source(named: Tensor, small: tuple[int, int], tile: tuple[int, int], masks: Tensor | None = None) -> Source:
+    """The pairs of the tiles of `small` that a layout names, in tiles of `tile`. `masks`: what is visible in each of
+    those named, in their order; None = everything."""
+    empty, full = empty_and_full(small, named.device).bool()
+    if masks is None:
+        return kinds_source(named.long(), torch.stack((empty, full)), tile)
+    number = (named.flatten().cumsum(0) - 1).view(named.shape)
+    kinds = torch.where(named, number, masks.shape[0])
+    return kinds_source(kinds, torch.cat((masks, empty[None], full[None])), tile)
 
 
-def _enlarged(named: Tensor, small: tuple[int, int]) -> Tensor:
-    """`[tiles, n, m]` with each element as often as the small tile is large: `[tiles, n · small_q, m · small_k]`."""
-    return named.repeat_interleave(small[0], dim=1).repeat_interleave(small[1], dim=2)
-
-
-def listed_masks_source(masks: Tensor, named: Tensor, stored: tuple[int, int]) -> Elements:
-    """The elements out of one mask `[small_q, small_k]` for each small tile that the layout names."""
-    number = (named.flatten().cumsum(0) - 1).clamp(min=0).view(named.shape)
-    numbers = looked_up(number, (stored[0] // masks.shape[1], stored[1] // masks.shape[2]))
-    # [tiles, n, m, small_q, small_k]: those not named show some other mask, and are left out by the caller.
-    return lambda tiles: masks[numbers(tiles)].transpose(2, 3).reshape(-1, *stored)
+def empty_and_full(tile: tuple[int, int], device: torch.device) -> Tensor:
+    """Two masks of a tile, uint8 `[2, tile_q, tile_k]`."""
+    return torch.arange(2, dtype=torch.uint8, device=device).view(2, 1, 1).expand(2, *tile)
 
 
 def flex_blocks(num_blocks: Tensor | None, indices: Tensor | None, tiles_k: int) -> Tensor | None:
@@ -213,28 +198,13 @@ def flex_list(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return tiles.sum(dim=-1, dtype=torch.int32), indices.int()
 
 
-def flex_source(
-    block_mask: FlexBlockMask, partial: Tensor, full: Tensor, grid: Grid
-) -> tuple[Callable[[Tiles], Bounds], Elements]:
-    """Bounds and elements, given which blocks FlexAttention looks into and which it takes whole."""
+def flex_source(block_mask: FlexBlockMask, partial: Tensor, full: Tensor, grid: Grid) -> Source:
+    """A mask of FlexAttention, given which blocks it looks into and which it takes whole."""
     small = block_mask.BLOCK_SIZE
-    per_tile = grid.tile[0] // small[0], grid.tile[1] // small[1]
-    looked_into, whole = looked_up(partial & ~full, per_tile), looked_up(full, per_tile)
+    looked_into = layout_source(partial & ~full, small, grid.tile)
+    visible = both(looked_into, Source(anywhere, mapped(block_mask.mask_mod, grid)))
+    return either(layout_source(full, small, grid.tile), visible)
 
-    def bounds(tiles: Tiles) -> Bounds:
-        taken = whole(tiles).flatten(-2)
-        return Bounds(taken.any(dim=-1) | looked_into(tiles).flatten(-2).any(dim=-1), taken.all(dim=-1))
-
-    visible = mapped(block_mask.mask_mod, grid)
-
-    def elements(tiles: Tiles) -> Tensor:
-        return visible(tiles) & _enlarged(looked_into(tiles), small) | _enlarged(whole(tiles), small)
-
-    return bounds, elements
-
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 #: A user's tile is a multiple of this.
 USER_TILE = 16

@@ -14,22 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.calls import serve_backward, serve_forward
-from flashtile.ops.attention.derivatives import DifferentiableBackward
+from flashtile.ops.attention.derivatives import DifferentiableBackward, Tangents, forward_derivative
 from flashtile.ops.attention.repeated import RepeatedCall
-from flashtile.ops.attention.sharded import run_sharded
+from flashtile.ops.attention.score_program import UNCHANGED, moved
+from flashtile.ops.attention.select import serve_backward, serve_forward
 from flashtile.ops.attention.spec import (
     GRADIENTS_SCHEMA,
     LEARNED,
     SIDE,
     SIDE_SCHEMA,
+    SINGLE,
     SINGLE_SIDE_SCHEMA,
     SINGLE_WANTED_SCHEMA,
     SPEC,
     SPEC_SCHEMA,
     WANTED_SCHEMA,
     AttentionSpec,
+    BackwardInputs,
     Gradients,
+    Origin,
     SideInputs,
     Wanted,
     flat,
@@ -101,18 +104,72 @@ def run_attention(
     """Runs the operator, recorded by autograd where a gradient is wanted. Returns (out, lse), or (out, lse, max_scores)
     if the spec asks for it."""
     if dtensor.present(q, k, v, *side_tensors(side)):
-        return run_sharded(run_attention, q, k, v, side, spec, backend)
+        return _run_sharded(q, k, v, side, spec, backend)
     if dispatch.transformed():
         return _asked_for(_TransformedAttention.apply(q, k, v, *flat(side, spec, backend)), spec)
-    if torch.is_grad_enabled():
-        learned = any(wanted_gradients(side).flags)
-        if learned or q.requires_grad or k.requires_grad or v.requires_grad:
-            if torch.compiler.is_compiling():
-                q, k, v, side = _distinct(q, k, v, side)
-                return _Attention.apply(q, k, v, *flat(side, spec, backend))
-            # Autograd sees only tensors that are arguments themselves.
-            return _apply(q, k, v, *flat(side, spec, backend)) if learned else _apply(q, k, v, side, spec, backend)
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or any(wanted_gradients(side).flags)
+    ):
+        if torch.compiler.is_compiling():
+            q, k, v, side = _distinct(q, k, v, side)
+            return _Attention.apply(q, k, v, *flat(side, spec, backend))
+        return _apply(q, k, v, *flat(side, spec, backend))
     return _run_forward(q, k, v, side, spec, backend)
+
+
+def _run_sharded(
+    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
+) -> tuple[Tensor, ...]:
+    """`run_attention` of DTensors, on each rank's batch entries and heads, or the heads of packed sequences."""
+    batch = "b" if spec.block_shape is None or spec.block_shape[0] == 1 else "."
+    heads = "h" if spec.block_shape is None or spec.block_shape[1] == 1 else "."
+    rows = "." if side.packed else batch + "."
+    of_sequences = "." if side.packed else batch
+    letters = {
+        "key_lengths": of_sequences, "sinks": heads, "bias": f"{of_sequences}{heads}..",
+        "mask": f"{of_sequences}{heads}..", "descale_q": of_sequences + heads, "descale_k": of_sequences + heads,
+        "descale_v": of_sequences + heads,
+        "alibi_slopes": of_sequences + heads,
+    }  # fmt: skip
+    operands: dict[str, tuple[Any, str]] = {
+        name: (tensor, f"{rows}{heads}.") for name, tensor in (("q", q), ("k", k), ("v", v))
+    }
+    names = *SINGLE, *(f"captured[{place}]" for place in range(len(side.captured)))
+    for name, tensor in zip(names, side_tensors(side), strict=True):
+        dims = 0 if tensor is None else tensor.dim()
+        operands[name] = tensor, letters.get(name, "." * dims)[-dims:]
+    all_heads, sequences = q.shape[-2], q.shape[0]
+
+    def function(division: dtensor.Division, q: Tensor, k: Tensor, v: Tensor, *aux: Any) -> tuple[Tensor, ...]:
+        own = saved_side(aux, (side.max_seqlen_q, side.max_seqlen_k))
+        if own.dropout_seed is not None:
+            own = own._replace(dropout_seed=division.agree(own.dropout_seed))
+        if "b" in division.letters or "h" in division.letters:
+            place = division.start("b", sequences), division.start("h", all_heads)
+            own, placed = _placed(own, spec, place, all_heads, q.device)
+            return run_attention(q, k, v, own, placed, backend)
+        return run_attention(q, k, v, own, spec, backend)
+
+    lse = f"{'' if side.packed else batch}{heads}."
+    results = (f"{rows}{heads}.", lse, lse)[: 2 + spec.returns_max_scores]
+    learned = {*Wanted._fields, *names[len(SINGLE) :]}
+    return dtensor.call(function, operands, results, learned)
+
+
+def _placed(
+    side: SideInputs, spec: AttentionSpec, place: tuple[int, int], all_heads: int, device: torch.device
+) -> tuple[SideInputs, AttentionSpec]:
+    """Side inputs and spec of a rank, whose dropout bits and score function count batch entries and heads in the whole
+    call. `place`: the rank's first of both."""
+    if spec.dropout_p:
+        origin = Origin(0, 0, 0, 0, all_heads) if spec.origin is None else spec.origin
+        spec = spec._replace(origin=origin._replace(matrix=origin.matrix + place[0] * origin.heads + place[1]))
+    if spec.score_program not in (None, UNCHANGED):
+        program, used = moved(spec.score_program)
+        starts = *place, 0, 0
+        numbers = tuple(torch.full((), starts[index], dtype=torch.int32, device=device) for index in used)
+        side, spec = side._replace(captured=side.captured + numbers), spec._replace(score_program=program)
+    return side, spec
 
 
 def run_repeated(
@@ -158,22 +215,12 @@ def run_unrecorded(
 
 
 def run_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    side: SideInputs,
-    spec: AttentionSpec,
-    wanted: Wanted,
-    backend: str,
+    given: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted, backend: str
 ) -> Gradients:
     """Runs the backward from given results, which autograd does not record."""
-    given = dout, dlse, q, k, v, out, lse
-    if dispatch.unobserved(q, *given, *side_tensors(side)):
-        return serve_backward(*given, side=side, spec=spec, wanted=wanted, backend=backend)
+    dout, dlse, q, k, v, *_ = given
+    if dispatch.unobserved(q, k, v, dout, dlse, *(() if side.plain else side_tensors(side))):
+        return serve_backward(given, side, spec, wanted, backend)
     grads = _backward_op(*given, *side, *spec, *wanted, backend)
     return _gradients(grads[:-1], grads[-1], wanted)
 
@@ -195,30 +242,22 @@ def _distinct(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> tuple[Tensor
 
 
 class _Attention(torch.autograd.Function):
-    """Attention recorded for the backward pass.
-
-    Beside q, k and v it takes side inputs, spec and backend: flat where it is traced, as three objects where not.
-    """
+    """Attention recorded for the backward pass. Beside q, k and v it takes side inputs, spec and backend, `flat`."""
 
     @staticmethod
     def forward(ctx, q, k, v, *rest):
         side, spec, backend = unflatten(rest)
         results = _run_forward(q, k, v, side, spec, backend, recorded=True)
-        _save(ctx, q, k, v, results, side, spec, backend=backend, other_arguments=len(rest))
+        _save(ctx, q, k, v, results, side, spec, backend)
         return results
 
     @staticmethod
     def backward(ctx, dout, dlse, *of_max_scores):
-        saved = ctx.saved_tensors
-        max_seqlens, spec, backend, other_arguments = ctx.scalars
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        max_seqlens, spec, backend = ctx.scalars
         side = saved_side(saved[len(_SAVED_OF_PLAIN) :], max_seqlens)
-        wanted = Wanted(captured=(False,) * len(side.captured))
-        if other_arguments > 3:
-            needs = ctx.needs_input_grad[3:]
-            wanted = Wanted(*(needs[index] for index in LEARNED), tuple(needs[SPEC + 1 :]))
+        wanted = Wanted(*(needs[index] for index in LEARNED), tuple(needs[SPEC + 1 :]))
         grads = _recorded_gradients((dout, dlse, *saved[: len(_SAVED_OF_PLAIN)]), side, spec, wanted, backend)
-        if other_arguments <= 3:
-            return grads.q, grads.k, grads.v, *(None,) * other_arguments
         others: list[Tensor | None] = [None] * (SPEC + 1)
         for index, grad in zip(LEARNED, grads[3:-1]):
             others[index] = grad
@@ -229,16 +268,15 @@ def _recorded_gradients(
     given: Sequence[Any], side: SideInputs, spec: AttentionSpec, wanted: Wanted, backend: str
 ) -> Gradients:
     """The gradients of a recorded call, however PyTorch asks for them. `given`: `BackwardInputs`, dout may be None."""
-    dout, dlse, q, k, v, out, lse = given
-    if dout is None:
-        dout = torch.zeros_like(out)
-    tensors = (dout, dlse, q, k, v, out, lse)
+    inputs = BackwardInputs(*given)
+    if inputs.dout is None:
+        inputs = inputs._replace(dout=torch.zeros_like(inputs.out))
     if (torch.is_grad_enabled() or dispatch.transformed()) and not torch.compiler.is_compiling():
         # A number, because functorch would take several booleans for several operands.
         bits = sum(wants << place for place, wants in enumerate(wanted.captured))
-        grads = DifferentiableBackward.apply(*tensors, *flat(side, (*spec, *wanted[:-1], bits), backend))
-        grads = _gradients(grads[:_SINGLE_GRADIENTS], grads[_SINGLE_GRADIENTS:], wanted)
-    elif dispatch.batched(dout, dlse):
+        grads = DifferentiableBackward.apply(*inputs, *flat(side, (*spec, *wanted[:-1], bits), backend))
+        return _gradients(grads[:_SINGLE_GRADIENTS], grads[_SINGLE_GRADIENTS:], wanted)
+    if dispatch.batched(inputs.dout, inputs.dlse):
         # For several gradients in one, PyTorch calls the operator with one after another.
         if side.captured:
             raise NotImplementedError(
@@ -246,13 +284,8 @@ def _recorded_gradients(
                 f"{len(side.captured)}; call torch.autograd.grad for one gradient after another"
             )
         operator = torch.ops.flashtile.attention_backward_single.default
-        grads = _gradients(operator(*tensors, *side[:-1], *spec, *wanted[:-1], backend), (), wanted)
-    elif dispatch.unobserved(q, k, v, dout, dlse, *(() if side.plain else side_tensors(side))):
-        grads = serve_backward(*tensors, side, spec, wanted, backend)
-    else:
-        grads = _backward_op(*tensors, *side, *spec, *wanted, backend)
-        grads = _gradients(grads[:-1], grads[-1], wanted)
-    return grads
+        return _gradients(operator(*inputs, *side[:-1], *spec, *wanted[:-1], backend), (), wanted)
+    return run_backward(inputs, side, spec, wanted, backend)
 
 
 class _RepeatedAttention(torch.autograd.Function):
@@ -314,15 +347,13 @@ class _TransformedAttention(_Attention):
     @staticmethod
     def setup_context(ctx, inputs, output):
         q, k, v, *rest = inputs
-        ctx.save_for_forward(*_save(ctx, q, k, v, output, *unflatten(rest), len(rest)))
+        ctx.save_for_forward(*_save(ctx, q, k, v, output, *unflatten(rest)))
 
     @staticmethod
     def jvp(ctx, *tangents):
-        from flashtile.ops.attention.derivatives import Tangents, forward_derivative
-
         dispatch.refuse_nested_forward_mode("flashtile.attention")
         q, k, v, _, _, *rest = ctx.saved_tensors
-        max_seqlens, spec, _, _ = ctx.scalars
+        max_seqlens, spec, _ = ctx.scalars
         side = saved_side(rest, max_seqlens)
         of_side, of_captured = SideInputs(*tangents[3 : 3 + SIDE]), tuple(tangents[3 + SPEC + 1 :])
         given = Tangents(*tangents[:3], of_side, of_captured)
@@ -330,16 +361,9 @@ class _TransformedAttention(_Attention):
 
 
 def _save(
-    ctx,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    results: tuple[Tensor, ...],
-    side: SideInputs,
-    spec: AttentionSpec,
+    ctx, q: Tensor, k: Tensor, v: Tensor, results: tuple[Tensor, ...], side: SideInputs, spec: AttentionSpec,
     backend: str,
-    other_arguments: int,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Keeps what the backward needs, and returns the tensors of it."""
     out, lse, *max_scores = results
     if max_scores:
@@ -347,7 +371,7 @@ def _save(
         spec = spec._replace(returns_max_scores=False)
     saved = q, k, v, out, lse, *side_tensors(side)
     ctx.save_for_backward(*saved)
-    ctx.scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, backend, other_arguments
+    ctx.scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, backend
     ctx.set_materialize_grads(False)
     return saved
 
@@ -362,7 +386,7 @@ def _forward_implementation(q, k, v, *rest):
 def _backward_implementation(*arguments):
     tensors, side, spec, wanted, backend = unflatten_backward(arguments)
     with torch.no_grad():
-        grads = serve_backward(*tensors, side, spec, wanted, backend)
+        grads = serve_backward(BackwardInputs(*tensors), side, spec, wanted, backend)
 
     # Contiguous, as the fake says: rows of a gradient may be padded.
     def returned(grad: Tensor | None) -> Tensor:

@@ -228,7 +228,7 @@ def resolve_call(
 ) -> tuple[SideInputs, AttentionSpec]:  # fmt: skip
     """The canonical form of a call whose q, k and v are checked, packed if it has cu_seqlens_q. `dropout`: probability
     and seed, checked."""
-    side, batch = _resolve_lengths(q, k, cu_seqlens_q, cu_seqlens_k, given)
+    side, batch = resolve_lengths(q, k, cu_seqlens_q, cu_seqlens_k, given)
     spec = make_spec(q, given, dropout[0])
     return add_scores(side._replace(dropout_seed=dropout[1]), spec, q, k, v, batch, given)
 
@@ -261,7 +261,7 @@ def representable_scale(scale: float, dtype: torch.dtype) -> float:
     return 0.0 if -_LEAST_SCALE < scale < _LEAST_SCALE and dtype is not torch.float64 else scale
 
 
-def _resolve_lengths(
+def resolve_lengths(
     q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, given: Taken
 ) -> tuple[SideInputs, int]:
     """The lengths of a call, and how many batch entries or sequences it has."""

@@ -28,15 +28,16 @@ from flashtile.ops.attention.options import (
     make_spec,
     option_names,
     resolve_dropout,
+    resolve_lengths,
     take,
     with_options,
 )
 from flashtile.ops.attention.score_arguments import add_program
 from flashtile.ops.attention.score_program import UNCHANGED, ScoreFunction, moved
 from flashtile.ops.attention.score_tracing import resolve_score_mod
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted, lse_shape
+from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, Origin, SideInputs, Wanted, lse_shape
 from flashtile.ops.attention.tile_lists import Bounds, Grid, Tiles
-from flashtile.ops.common.checks import check_lengths, check_max_seqlen, check_tensors, raise_not_bool
+from flashtile.ops.common.checks import check_max_seqlen, check_tensors, raise_not_bool
 from flashtile.ops.common.sizes import differ, exceeds, known
 
 if TYPE_CHECKING:
@@ -200,7 +201,8 @@ def attention_backward(
     single = {name: tensor is not None and tensor.requires_grad for name, tensor in learned.items()}
     wanted = Wanted(**single, captured=tuple(tensor.requires_grad for tensor in side.captured))
     with torch.no_grad():
-        grads = run_backward(dout, dlse, q, k, v, out, lse, side=side, spec=spec, wanted=wanted, backend=given.backend)
+        inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
+        grads = run_backward(inputs, side, spec, wanted, given.backend)
     # Behind the tensors that the function reads are those that say where the part lies.
     own = 0 if given.score_mod is None else len(resolve_score_mod(given.score_mod, q).captured)
     return grads._replace(captured=grads.captured[:own])
@@ -227,10 +229,6 @@ def _described(
         _check_bounds(cu_seqlens, max_seqlen, max_seqlen_k)
         cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
     checks.check_qkv(q, k, v, DENSE_LAYOUT if cu_seqlens is None else PACKED_LAYOUT)
-    packed = cu_seqlens is not None
-    batch = q.shape[0]
-    if cu_seqlens is not None and cu_seqlens_k is not None:
-        batch = checks.check_cu_seqlens(cu_seqlens, cu_seqlens_k, q.device)
     if given.dropout_p and given.dropout_seed is None:
         raise ValueError(
             "dropout_seed: expected a seed beside dropout_p, the same for all parts and for the backward, got None; "
@@ -238,23 +236,18 @@ def _described(
         )
     dropout_p, dropout_seed = resolve_dropout(given.dropout_p, given.dropout_seed, q.device)
     spec = make_spec(q, given, dropout_p)
-    key_lengths = given.key_lengths
-    if key_lengths is not None:
-        check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each batch entry")
-    rows, columns = (q.shape[0], k.shape[0]) if packed else (q.shape[1], k.shape[1])
-    if part is not None:
-        spec = placed(spec, part, rows, columns, q.shape[-2], packed, given)
-        if key_lengths is not None and not packed and (part.column or not known(columns >= part.seq_k)):
-            key_lengths = (key_lengths - part.column).clamp(0, columns)
     check_max_seqlen("max_seqlen", max_seqlen)
-    check_max_seqlen("max_seqlen_k", max_seqlen_k)
-    longest_q = rows if max_seqlen is None else max_seqlen
-    longest_k = columns if max_seqlen_k is None else max_seqlen_k
-    side = SideInputs(cu_seqlens, cu_seqlens_k, longest_q, longest_k, key_lengths, dropout_seed)
     others = given._replace(max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen_k, score_mod=None)
-    if part is not None and given.block_mask is not None:
-        others = others._replace(block_mask=_rectangle(given.block_mask, part, q, batch, side))
-    side, spec = add_scores(side, spec, q, k, v, batch, others)
+    side, batch = resolve_lengths(q, k, cu_seqlens, cu_seqlens_k, others)
+    if part is not None:
+        columns = k.shape[-3]
+        spec = placed(spec, part, q.shape[-3], columns, q.shape[-2], side.packed, given)
+        lengths = given.key_lengths
+        if lengths is not None and not side.packed and (part.column or not known(columns >= part.seq_k)):
+            side = side._replace(key_lengths=(lengths - part.column).clamp(0, columns))
+        if given.block_mask is not None:
+            others = others._replace(block_mask=_rectangle(given.block_mask, part, q, batch, side))
+    side, spec = add_scores(side._replace(dropout_seed=dropout_seed), spec, q, k, v, batch, others)
     if given.score_mod is not None:
         function = resolve_score_mod(given.score_mod, q)
         side, spec = add_program(side, spec, function if part is None else _placed(function, part, q.device))
@@ -427,7 +420,7 @@ def _is_whole(mask: BlockMask, place: Rectangle) -> bool:
 
 def _made(mask: BlockMask, place: Rectangle) -> BlockMask:
     (tile_q, tile_k), (row, column) = mask.tile, (place.rows[0], place.columns[0])
-    table = mask.kind_table().view(*mask.shape[:2], mask.grid.tiles_q, mask.grid.tiles_k)
+    table = mask.kind_table()
     for dim, (first, count) in enumerate(place[:2]):
         table = table if table.shape[dim] == 1 else table.narrow(dim, first, count)
     masks = mask.masks_with_ends().bool()

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.fp8 import dequantized
 from flashtile.ops.attention.philox import keep_tile, positions, sequence_heads
 from flashtile.ops.attention.score_program import INPUTS, apply, parse
-from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, out_dtype
+from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, dequantized, out_dtype
 from flashtile.ops.common.dispatch import autograd_in_operator
 from flashtile.ops.common.rows import logsumexp
 

@@ -19,7 +19,9 @@ from flashtile._backends import forgetters, together
 from flashtile.ops.attention import checks, select
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.call import seen_call
-from flashtile.ops.attention.calls import (
+from flashtile.ops.attention.philox import draw_dropout_seed
+from flashtile.ops.attention.score_tracing import resolve_score_mod
+from flashtile.ops.attention.select import (
     backward_plans,
     lie_as_usual,
     owned,
@@ -29,8 +31,6 @@ from flashtile.ops.attention.calls import (
     serve_backward,
     serve_forward,
 )
-from flashtile.ops.attention.philox import draw_dropout_seed
-from flashtile.ops.attention.score_tracing import resolve_score_mod
 from flashtile.ops.attention.spec import (
     FP8,
     SINGLE,
@@ -313,10 +313,8 @@ class RepeatedCall:
     def _general_backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *aux: Any
     ) -> Gradients:
-        return serve_backward(
-            dout, dlse, q, k, v, out, lse, side=self.form.side(aux), spec=self.backward_spec, wanted=self.wanted,
-            backend=self.backend,
-        )  # fmt: skip
+        given = BackwardInputs(dout, dlse, q, k, v, out, lse)
+        return serve_backward(given, self.form.side(aux), self.backward_spec, self.wanted, self.backend)
 
     def _forward_like(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Callable[..., Results]:
         """A function that runs forwards of tensors that lie like these."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.block_mask import BlockMask, call_mask
 from flashtile.ops.attention.philox import keep_rows
 from flashtile.ops.attention.score_program import INPUTS, apply, parse
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, lse_dtype
@@ -204,8 +204,8 @@ def _shown_by_arguments(part: Part, side: SideInputs, spec: AttentionSpec) -> Te
         shown = shown & part_table(side.mask, part)
     if side.bias is not None:
         shown = shown & ~part_table(side.bias, part).isneginf()
-    if side.block_lists is not None:
-        shown = shown & _shown_by_tiles(part, side, spec)
+    if (block_mask := call_mask(side, spec)) is not None:
+        shown = shown & _shown_by_tiles(block_mask, part)
     return shown
 
 
@@ -262,16 +262,12 @@ def _valid(part: Part, key_lengths: Tensor) -> Tensor:
     return _key_numbers(part) < key_lengths.view(-1, 1, 1, 1)
 
 
-def _shown_by_tiles(part: Part, side: SideInputs, spec: AttentionSpec) -> Tensor:
+def _shown_by_tiles(mask: BlockMask, part: Part) -> Tensor:
     """Pairs that the block mask shows: bool `[B | 1, H | 1, R, C]`."""
-    assert side.block_lists is not None and side.block_patterns is not None and spec.block_shape is not None
-    batch, heads, tile_q, tile_k = spec.block_shape
-    shape = batch, heads, side.max_seqlen_q, side.max_seqlen_k
-    mask = BlockMask(shape, (tile_q, tile_k), side.block_lists, side.block_patterns)
-    table = mask.kind_table().view(batch, heads, mask.grid.tiles_q, mask.grid.tiles_k)
-    if part.sequence is not None and batch > 1:
+    table, (tile_q, _) = mask.kind_table(), mask.tile
+    if part.sequence is not None and table.shape[0] > 1:
         table = table.narrow(0, part.sequence, 1)
-    if part.heads is not None and heads > 1:
+    if part.heads is not None and table.shape[1] > 1:
         table = table.index_select(1, part.heads)
     kinds = table.index_select(2, part.rows // tile_q)  # [B | 1, H | 1, R, tiles of keys]
     rows = mask.masks_with_ends().bool()[kinds, (part.rows % tile_q)[:, None]]  # [..., tile_k]

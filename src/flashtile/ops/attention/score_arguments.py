@@ -23,18 +23,21 @@ from flashtile.ops.attention.score_program import (
     INPUTS,
     LOAD,
     UNCHANGED,
+    ProgramBuilder,
     ScoreFunction,
     ScoreProgram,
     Step,
     apply,
+    dtype_name,
     is_value,
+    named_steps,
     parse,
 )
 from flashtile.ops.attention.score_tracing import derivative, resolve_score_mod, score_dtype
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, out_dtype
 from flashtile.ops.common.sizes import known
 
-_HEAD = INPUTS[2]
+_SCORE, _BATCH, _HEAD, _Q_INDEX, _K_INDEX = INPUTS
 
 
 def add_score_mod(
@@ -48,7 +51,7 @@ def add_score_mod(
     function = resolve_score_mod(score_mod, q)
     if torch.compiler.is_compiling():
         return add_program(side, spec, function)
-    parts = function_parts(function.program, str(function.dtype).removeprefix("torch."))
+    parts = function_parts(function.program, dtype_name(function.dtype))
     sizes = q.shape[0] if side.cu_seqlens_q is None else side.cu_seqlens_q.shape[0] - 1, q.shape[-2]
     if parts is None or not _taken_apart(parts, function, side, spec, q, sizes):
         return add_program(side, spec, function)
@@ -142,9 +145,6 @@ def _sizes_by_index(side: SideInputs, sizes: tuple[int, int]) -> dict[str, int]:
     return dict(zip(INPUTS[1:], (*sizes, side.max_seqlen_q, side.max_seqlen_k)))
 
 
-_SCORE, _BATCH, _HEAD_OF_PARTS, _Q_INDEX, _K_INDEX = INPUTS
-
-
 class Slopes(NamedTuple):
     """ALiBi's slopes as a function of batch entry and head.
 
@@ -207,7 +207,7 @@ def function_parts(text: str, dtype: str) -> Parts | None:
     if not replaced:
         return None
     rest, captured = expression.extracted(expression.program.results[0], replaced)
-    return Parts(softcap, slopes, bias, rest.text, captured)
+    return Parts(softcap, slopes, bias, rest, captured)
 
 
 #: A distance times more coefficients than this stays a function.
@@ -227,7 +227,7 @@ class _Expression:
 
     def __init__(self, program: ScoreProgram) -> None:
         self.program = program
-        self.steps = {f"%{number}": step for number, step in enumerate(program.steps)}
+        self.steps = named_steps(program.steps)
         self.inputs = program.value_inputs
 
     def argument_inputs(self, arguments: Iterable[Any]) -> frozenset[str]:
@@ -283,17 +283,17 @@ class _Expression:
         found = self.distances.get(term) if is_value(term) else None
         if found is None or self.argument_inputs(found.coefficients) & {_SCORE, _Q_INDEX, _K_INDEX}:
             return None
-        builder = _Builder(self)
+        builder = ProgramBuilder(self.program.steps)
         product: Any = 1.0
         for coefficient in found.coefficients:
-            value = builder.copied(coefficient) if is_value(coefficient) else coefficient
+            value = builder.copied(coefficient)[0] if is_value(coefficient) else coefficient
             product = value if product == 1.0 else builder.step("aten.mul.Tensor", (product, value), dtype)
         if sign * found.sign > 0:  # a slope is subtracted
             product = builder.step("aten.mul.Tensor", (product, -1.0), dtype) if is_value(product) else -product
         if not is_value(product):
             product = builder.step("constant", (float(product),), dtype)
         by_batch = _BATCH in self.argument_inputs(found.coefficients)
-        return Slopes(*builder.finished(product), by_batch, not found.absolute)
+        return Slopes(*self._finished(builder, product), by_batch, not found.absolute)
 
     @functools.cached_property
     def distances(self) -> dict[str, _Distance]:
@@ -305,11 +305,15 @@ class _Expression:
                 found[name] = distance
         return found
 
-    def extracted(self, name: str, replaced: dict[str, str]) -> tuple[ScoreProgram, tuple[int, ...]]:
-        """The program of a value, with some values replaced by others; and which captured tensors it reads."""
-        builder = _Builder(self, replaced)
-        result = builder.copied(name)
-        return builder.program(result), tuple(builder.captured)
+    def extracted(self, name: str, replaced: dict[str, str]) -> tuple[str, tuple[int, ...]]:
+        """The text of the program of a value, with some values replaced by others; and which captured tensors it
+        reads."""
+        builder = ProgramBuilder(self.program.steps, replaced=replaced)
+        return self._finished(builder, builder.copied(name)[0])
+
+    def _finished(self, builder: ProgramBuilder, result: str) -> tuple[str, tuple[int, ...]]:
+        captured = tuple(self.program.captured[number] for number in builder.captured)
+        return ScoreProgram(captured, tuple(builder.steps), (result,)).text, tuple(builder.captured)
 
 
 def _distance(step: Step, known: Mapping[str, _Distance]) -> _Distance | None:
@@ -330,69 +334,6 @@ def _distance(step: Step, known: Mapping[str, _Distance]) -> _Distance | None:
             if found is not None:
                 return found._replace(coefficients=(*found.coefficients, coefficient))
     return None
-
-
-class _Builder:
-    """A new program of values of another one.
-
-    Attributes:
-        captured: numbers of the captured tensors that it reads, there, in the order in which it numbers them.
-    """
-
-    def __init__(self, expression: _Expression, replaced: dict[str, str] | None = None) -> None:
-        self._from, self._replaced = expression, replaced or {}
-        self._steps: list[Step] = []
-        self._names: dict[str, str] = {}
-        self.captured: list[int] = []
-
-    def copied(self, name: str) -> str:
-        """The value of the same meaning in the new program."""
-        name = self._resolved(name)
-        needed, open_names = set(), [name]
-        while open_names:
-            if (value := self._resolved(open_names.pop())) in self._from.steps and value not in needed:
-                needed.add(value)
-                open_names += self._from.steps[value].values
-        for value, step in self._from.steps.items():
-            if value in needed and value not in self._names:
-                self._names[value] = self._copy(step)
-        return self._named(name)
-
-    def _copy(self, step: Step) -> str:
-        step = step.renamed(self._named)
-        if step.operation == LOAD:
-            number, *indices = step.arguments
-            if number not in self.captured:
-                self.captured.append(number)
-            step = step._replace(arguments=(self.captured.index(number), *indices))
-        return self._added(step)
-
-    def step(self, operation: str, arguments: tuple[Any, ...], dtype: str) -> str:
-        """Adds a step. Returns the name of its result."""
-        return self._added(Step(operation, arguments, (), dtype))
-
-    def _added(self, step: Step) -> str:
-        self._steps.append(step)
-        return f"%{len(self._steps) - 1}"
-
-    def _resolved(self, name: str) -> str:
-        while name in self._replaced:
-            name = self._replaced[name]
-        return name
-
-    def _named(self, argument: Any) -> Any:
-        if not is_value(argument):
-            return argument
-        name = self._resolved(argument)
-        return self._names.get(name, name)
-
-    def program(self, result: str) -> ScoreProgram:
-        captured = tuple(self._from.program.captured[number] for number in self.captured)
-        return ScoreProgram(captured, tuple(self._steps), (result,))
-
-    def finished(self, result: str) -> tuple[str, tuple[int, ...]]:
-        """The text of the program, and which captured tensors it reads."""
-        return self.program(result).text, tuple(self.captured)
 
 
 def _number_first(arguments: tuple[Any, ...]) -> tuple[float | None, Any]:

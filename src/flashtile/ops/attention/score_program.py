@@ -93,14 +93,14 @@ class ScoreProgram(NamedTuple):
     @property
     def loads(self) -> tuple[tuple[str, Step], ...]:
         """The names and steps of all reads of captured tensors."""
-        return tuple((f"%{number}", step) for number, step in enumerate(self.steps) if step.operation == LOAD)
+        return tuple((name, step) for name, step in named_steps(self.steps).items() if step.operation == LOAD)
 
     @property
     def value_inputs(self) -> dict[str, frozenset[str]]:
         """For each value by its name, the arguments of the function that it depends on."""
         found = {name: frozenset((name,)) for name in (*INPUTS, UPSTREAM)}
-        for number, step in enumerate(self.steps):
-            found[f"%{number}"] = frozenset().union(*(found[value] for value in step.values))
+        for name, step in named_steps(self.steps).items():
+            found[name] = frozenset().union(*(found[value] for value in step.values))
         return found
 
     @property
@@ -108,6 +108,15 @@ class ScoreProgram(NamedTuple):
         """The names of the reads that do not depend on the score."""
         inputs = self.value_inputs
         return tuple(name for name, _ in self.loads if inputs[name].isdisjoint((INPUTS[0], UPSTREAM)))
+
+
+def named_steps(steps: Sequence[Step]) -> dict[str, Step]:
+    """The steps by the names of their results."""
+    return {f"%{number}": step for number, step in enumerate(steps)}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 #: The program of a function that returns the score as it is.
@@ -138,7 +147,15 @@ def parse(text: str) -> ScoreProgram:
     try:
         if len(text) > _MOST_CHARACTERS:
             raise ValueError(f"expected at most {_MOST_CHARACTERS} characters, got {len(text)}")
-        program = _unpacked(json.loads(text))
+        captured, steps, results = json.loads(text)
+        program = ScoreProgram(
+            tuple((dtype, dims) for dtype, dims in captured),
+            tuple(
+                Step(operation, tuple(arguments), tuple((name, value) for name, value in keywords), dtype)
+                for operation, arguments, keywords, dtype in steps
+            ),
+            tuple(results),
+        )
         _check_program(program)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(
@@ -147,22 +164,10 @@ def parse(text: str) -> ScoreProgram:
     return program
 
 
-def _unpacked(found: Any) -> ScoreProgram:
-    captured, steps, results = found
-    return ScoreProgram(
-        tuple((dtype, dims) for dtype, dims in captured),
-        tuple(
-            Step(operation, tuple(arguments), tuple((name, value) for name, value in keywords), dtype)
-            for operation, arguments, keywords, dtype in steps
-        ),
-        tuple(results),
-    )
-
-
 def _check_program(program: ScoreProgram) -> None:
     """Refuses what `trace_score_mod` would not have made."""
     dtypes = dict(zip(INPUTS, ("float32", *["int32"] * 4)))
-    known_dtypes, index_dtypes = (set(map(_step_name, each)) for each in (CAPTURED_DTYPES, INDEX_DTYPES))
+    known_dtypes, index_dtypes = (set(map(dtype_name, each)) for each in (CAPTURED_DTYPES, INDEX_DTYPES))
     if len(program.steps) > MOST_STEPS:
         raise ValueError(f"expected at most {MOST_STEPS} steps, got {len(program.steps)}")
     for dtype, dims in program.captured:
@@ -205,15 +210,66 @@ def _check_captured(text: str, found: tuple[tuple[str, int], ...]) -> None:
 
 def check_captured(text: str, captured: Sequence[Tensor]) -> None:
     """Refuses tensors that are not those that a program says it reads. Kernels take their addresses."""
-    _check_captured(text, tuple((_step_name(tensor.dtype), tensor.dim()) for tensor in captured))
+    _check_captured(text, tuple((dtype_name(tensor.dtype), tensor.dim()) for tensor in captured))
 
 
-def _step_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+class ProgramBuilder:
+    """New steps out of those of another program.
 
+    Attributes:
+        steps: the new ones.
+        captured: numbers of the captured tensors that they read, there, in the order in which they are numbered here.
+        names: what values of the other program are called here.
+    """
 
-#: The arguments that say where a score lies.
-_PLACES = INPUTS[1:]
+    def __init__(
+        self, source: Sequence[Step], captured: Sequence[int] = (), replaced: Mapping[str, str] | None = None
+    ) -> None:
+        """`replaced`: values of the other program that stand for others of it."""
+        self._source, self._replaced = named_steps(source), replaced or {}
+        self.steps: list[Step] = []
+        self.captured = list(captured)
+        self.names: dict[str, str] = {}
+
+    def copied(self, *values: str) -> tuple[str, ...]:
+        """The values of the same meaning here, with the steps that they need."""
+        needed, open_names = set(), [self._resolved(value) for value in values]
+        while open_names:
+            if (value := self._resolved(open_names.pop())) in self._source and value not in needed:
+                needed.add(value)
+                open_names += self._source[value].values
+        for value, step in self._source.items():
+            if value in needed and value not in self.names:
+                self.names[value] = self._copy(step)
+        return tuple(map(self._named, values))
+
+    def step(self, operation: str, arguments: tuple[Any, ...], dtype: str) -> str:
+        """Adds a step. Returns the name of its result."""
+        return self._added(Step(operation, arguments, (), dtype))
+
+    def _copy(self, step: Step) -> str:
+        step = step.renamed(self._named)
+        if step.operation == LOAD:
+            number, *indices = step.arguments
+            if number not in self.captured:
+                self.captured.append(number)
+            step = step._replace(arguments=(self.captured.index(number), *indices))
+        return self._added(step)
+
+    def _added(self, step: Step) -> str:
+        self.steps.append(step)
+        return f"%{len(self.steps) - 1}"
+
+    def _resolved(self, name: str) -> str:
+        while name in self._replaced:
+            name = self._replaced[name]
+        return name
+
+    def _named(self, argument: Any) -> Any:
+        if not is_value(argument):
+            return argument
+        name = self._resolved(argument)
+        return self.names.get(name, name)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -222,22 +278,17 @@ def moved(text: str) -> tuple[str, tuple[int, ...]]:
     that it uses, and adds it. Returns their numbers among (batch, head, q_index, k_index)."""
     program = parse(text)
     used = {*program.results, *(value for step in program.steps for value in step.values)}
-    places = tuple(number for number, name in enumerate(_PLACES) if name in used)
+    places = tuple(number for number, name in enumerate(INPUTS[1:]) if name in used)
     first = len(program.captured)
-    steps: list[Step] = []
-    names: dict[Any, Any] = {}
+    builder = ProgramBuilder(program.steps, range(first))
+    added = {}
     for extra, number in enumerate(places):
-        steps.append(Step(LOAD, (first + extra,), (), "int32"))
-        steps.append(Step("aten.add.Tensor", (_PLACES[number], f"%{len(steps) - 1}"), (), "int32"))
-        names[_PLACES[number]] = f"%{len(steps) - 1}"
-    names |= {f"%{number}": f"%{number + len(steps)}" for number in range(len(program.steps))}
-
-    def named(argument: Any) -> Any:
-        return names.get(argument, argument) if is_value(argument) else argument
-
-    steps += [step.renamed(named) for step in program.steps]
+        start = builder.step(LOAD, (first + extra,), "int32")
+        added[INPUTS[1 + number]] = builder.step("aten.add.Tensor", (INPUTS[1 + number], start), "int32")
+    builder.names |= added
+    results = builder.copied(*program.results)
     captured = (*program.captured, *[("int32", 0)] * len(places))
-    return ScoreProgram(captured, tuple(steps), tuple(map(named, program.results))).text, places
+    return ScoreProgram(captured, tuple(builder.steps), results).text, places
 
 
 def is_value(argument: Any) -> bool:
@@ -416,13 +467,8 @@ def check_operands(
     positional = [argument for argument in signature if not argument.kwarg_only]
     given = {argument.name: value for argument, value in zip(positional, arguments)}
     named = dict(keywords)
-    expected = {argument.name for argument in signature}
-    if (
-        len(arguments) > len(positional)
-        or len(named) != len(keywords)
-        or given.keys() & named
-        or named.keys() - expected
-    ):
+    twice = len(named) != len(keywords) or given.keys() & named
+    if len(arguments) > len(positional) or twice or named.keys() - {argument.name for argument in signature}:
         raise ValueError(f"expected the arguments of {name}, got others, more, or one twice")
     given |= named
     for argument in signature:

@@ -23,10 +23,11 @@ from flashtile.ops.attention.score_program import (
     INDEX_DTYPES,
     LOAD,
     MOST_STEPS,
+    ProgramBuilder,
     ScoreProgram,
     Step,
+    dtype_name,
     is_elementwise,
-    is_value,
 )
 
 aten = torch.ops.aten
@@ -129,7 +130,7 @@ class Recorder:
     def step(
         self, operation: str, arguments: Sequence[Any], dtype: torch.dtype, keywords: dict[str, Any] | None = None
     ) -> Symbol:
-        step = Step(operation, tuple(arguments), tuple(sorted((keywords or {}).items())), symbol_name(dtype))
+        step = Step(operation, tuple(arguments), tuple(sorted((keywords or {}).items())), dtype_name(dtype))
         # By the text too, because 1, 1.0 and True are equal.
         number = self._numbers.setdefault((step, repr(step)), len(self.steps))
         if number == len(self.steps):
@@ -168,7 +169,7 @@ class Recorder:
         symbol = self.constant(index, torch.int32) if isinstance(index, int) else self.scalar(index)
         if symbol.dtype not in INDEX_DTYPES or symbol.value is None:
             _refuse(
-                f"it indexes by {symbol_name(symbol.dtype)} of shape {list(symbol.shape)}", "index by integer scalars"
+                f"it indexes by {dtype_name(symbol.dtype)} of shape {list(symbol.shape)}", "index by integer scalars"
             )
         return symbol.value
 
@@ -283,25 +284,10 @@ class Recorder:
 
     def program(self, results: Sequence[str]) -> tuple[ScoreProgram, dict[str, str]]:
         """The steps that results need, numbered anew; and the new name of each old one."""
-        needed: set[int] = set()
-        open_values = [name for name in results if name[1:].isdigit()]
-        while open_values:
-            number = int(open_values.pop()[1:])
-            if number not in needed:
-                needed.add(number)
-                open_values += [name for name in self.steps[number].values if name[1:].isdigit()]
-        renamed = {f"%{old}": f"%{new}" for new, old in enumerate(sorted(needed))}
-
-        def name(argument: Any) -> Any:
-            return renamed.get(argument, argument) if is_value(argument) else argument
-
-        steps = tuple(self.steps[old].renamed(name) for old in sorted(needed))
-        captured = tuple((symbol_name(tensor.dtype), tensor.dim()) for tensor in self.captured)
-        return ScoreProgram(captured, steps, tuple(map(name, results))), renamed
-
-
-def symbol_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        builder = ProgramBuilder(self.steps, range(len(self.captured)))
+        named = builder.copied(*results)
+        captured = tuple((dtype_name(tensor.dtype), tensor.dim()) for tensor in self.captured)
+        return ScoreProgram(captured, tuple(builder.steps), named), builder.names
 
 
 def _result_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:

@@ -300,6 +300,31 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+def dequantized(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> tuple[Tensor, Tensor, Tensor, SideInputs]:
+    """The numbers that 8-bit inputs stand for, in float32, and the side inputs without the factors: a number of q is
+    itself times the `descale_q` of its sequence and key/value head, and likewise of k and v."""
+    q, k, v = (
+        _times(tensor.float(), descale, cu_seqlens)
+        for tensor, descale, cu_seqlens in zip(
+            (q, k, v), side.descales, (side.cu_seqlens_q, side.cu_seqlens_k, side.cu_seqlens_k)
+        )
+    )
+    return q, k, v, side._replace(descale_q=None, descale_k=None, descale_v=None)
+
+
+def _times(x: Tensor, descale: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """x, dense or packed, times the factor `[batch, heads_kv]` of each of its rows."""
+    if descale is None:
+        return x
+    descale = descale.repeat_interleave(x.shape[-2] // descale.shape[-1], dim=-1)
+    if cu_seqlens is None:
+        return x * descale[:, None, :, None]
+    # Rows past the last sequence are no queries or keys of any.
+    row = torch.arange(x.shape[0], device=x.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True).clamp(max=descale.shape[0] - 1)
+    return x * descale[sequence].unsqueeze(-1) if descale.shape[0] else x
+
+
 # A call as the flat arguments of operators and autograd functions: schemas, and the way there and back.
 
 #: Types of fields as the schemas of operators write them.
@@ -405,9 +430,7 @@ def unflatten_backward(
 
 
 def unflatten(rest: Sequence) -> tuple[SideInputs, AttentionSpec, str]:
-    """Side inputs, spec and backend as objects: given as those, as an operator's arguments, or `flat`."""
-    if len(rest) == 3:
-        return tuple(rest)
+    """Side inputs, spec and backend as objects: from an operator's arguments, or `flat`."""
     spec = AttentionSpec(*rest[SIDE:SPEC])
     if spec.block_shape is not None:
         batch, heads, tile_q, tile_k = spec.block_shape

@@ -132,12 +132,12 @@ class Bounds(NamedTuple):
 
     Attributes:
         possible: bool: a pair of the tile may be visible.
-        certain: bool: all pairs of the tile surely are; None = not known of any.
+        certain: bool: all pairs of the tile surely are.
         key: int64: tiles with equal keys have equal elements, but for pairs past the ends; None = not known.
     """
 
     possible: Tensor
-    certain: Tensor | None = None
+    certain: Tensor
     key: Tensor | None = None
 
 
@@ -164,12 +164,9 @@ def build(
         row = torch.arange(rows.start, rows.stop, device=device)[:, None]
         known = bounds(Tiles.of(grid, row, columns))
         cells = row * grid.tiles_k + columns
-        doubtful = known.possible.expand_as(cells)
-        if known.certain is not None:
-            certain = known.certain.expand_as(cells)
-            doubtful = doubtful & ~certain
-            full = cells[certain]
-            parts.append(_Entries(full, torch.full_like(full, FULL), parts[0].patterns))
+        doubtful = (known.possible & ~known.certain).expand_as(cells)
+        full = cells[known.certain.expand_as(cells)]
+        parts.append(_Entries(full, torch.full_like(full, FULL), parts[0].patterns))
         key = None if known.key is None else known.key.expand_as(cells)[doubtful]
         if (doubtful_cells := cells[doubtful]).shape[0]:
             parts.append(_examined(grid, doubtful_cells, key, elements))
@@ -304,8 +301,7 @@ def build_with_room(
         return build(grid, device, bounds, elements)
     row, column = torch.arange(grid.rows, device=device)[:, None], torch.arange(grid.tiles_k, device=device)
     known = bounds(Tiles.of(grid, row, column))
-    full = torch.zeros_like(known.possible) if known.certain is None else known.certain
-    doubtful = (known.possible & ~full).expand(grid.rows, grid.tiles_k).flatten()
+    doubtful = (known.possible & ~known.certain).expand(grid.rows, grid.tiles_k).flatten()
     number = doubtful.cumsum(0) - 1
     _check_room(number[-1] + 1, room)
     total = doubtful.shape[0]
@@ -318,7 +314,7 @@ def build_with_room(
     masks = torch.cat([none, *(masks for masks, _ in examined)])
     kinds = torch.cat([cells[:0], *(kinds for _, kinds in examined)])
     kinds = torch.where(kinds == 0, torch.arange(room, device=device), kinds)
-    table = torch.where(full, FULL, EMPTY).expand(grid.rows, grid.tiles_k).flatten()
+    table = torch.where(known.certain, FULL, EMPTY).expand(grid.rows, grid.tiles_k).flatten()
     used = torch.arange(room, device=device) <= number[-1]
     table = torch.cat((table, table[:1])).scatter_(0, torch.where(used, cells, total), kinds)[:total]
     patterns = masks & (used & (kinds >= 0))[:, None, None]

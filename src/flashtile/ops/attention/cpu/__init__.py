@@ -26,7 +26,6 @@ from flashtile.ops.attention.cpu.torch_parts import (
     splitting_pays,
     with_logits,
 )
-from flashtile.ops.attention.fp8 import dequantized
 from flashtile.ops.attention.spec import (
     FP8,
     AttentionSpec,
@@ -34,6 +33,7 @@ from flashtile.ops.attention.spec import (
     Gradients,
     SideInputs,
     Wanted,
+    dequantized,
     lse_dtype,
     out_dtype,
 )

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.block_mask import call_mask
 from flashtile.ops.attention.cpu.tiles import LN2, LOG2E, SMALL_TILE, Block, KeyTile, Segment, hide, within
 from flashtile.ops.attention.score_program import INPUTS, UPSTREAM, ScoreProgram, add_at, apply, parse, read, run
 from flashtile.ops.attention.score_tracing import ScoreGradient, derivative
@@ -227,13 +227,8 @@ def call_tile_mask(side: SideInputs, spec: AttentionSpec) -> TileMask | None:
 
     The table and the patterns are made here, so once for each call and not for each block.
     """
-    if side.block_lists is None or side.block_patterns is None or spec.block_shape is None:
-        return None
-    batch, heads, *tile = spec.block_shape
-    shape = batch, heads, side.max_seqlen_q, side.max_seqlen_k
-    mask = BlockMask(shape, (tile[0], tile[1]), side.block_lists, side.block_patterns)
-    table = mask.kind_table().view(batch, heads, mask.grid.tiles_q, mask.grid.tiles_k)
-    return TileMask(table, mask.masks_with_ends().bool())
+    mask = call_mask(side, spec)
+    return None if mask is None else TileMask(mask.kind_table(), mask.masks_with_ends().bool())
 
 
 def is_scattered(mask: TileMask | None) -> bool:

@@ -4,9 +4,16 @@ A pattern knows which tiles its edges pass through and evaluates only these. Pat
 the pictures queries go down, keys go to the right, and `x` is visible.
 """
 
-from flashtile.ops.attention.patterns.bands import causal, dilated, fixed, prefix_lm, sliding_window, strided
-from flashtile.ops.attention.patterns.blocks import big_bird, butterfly, neighborhood
-from flashtile.ops.attention.patterns.packing import documents, tree, tree_positions
+from flashtile.ops.attention.patterns.bands import (
+    causal,
+    dilated,
+    fixed,
+    neighborhood,
+    prefix_lm,
+    sliding_window,
+    strided,
+)
+from flashtile.ops.attention.patterns.blocks import big_bird, butterfly, documents, tree, tree_positions
 
 __all__ = [
     "big_bird",

@@ -1,16 +1,17 @@
-"""Visibility by the distance from the diagonal, and tokens at the start that all see."""
+"""Visibility by the distance of query and key, along one dimension or several; tokens at the start that all see."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.mask_sources import checked_shape, stored_tile
-from flashtile.ops.attention.patterns.packing import TILE, Device, check_count, integers, made
+from flashtile.ops.attention.patterns.blocks import TILE, Device, check_count, integers, made
 from flashtile.ops.attention.tile_lists import Tiles
 from flashtile.ops.common.checks import check_choice, raise_not_bool
 
@@ -314,3 +315,117 @@ def fixed(
         return tiles.first_k % stride * (2 * stride + 2 * size + 1) + distance
 
     return made((1, 1, seq, seq), tile, device, visible, key)
+
+
+class _Axis(NamedTuple):
+    """One dimension of the tokens. `inner` is how many tokens two neighbours along it lie apart in the sequence."""
+
+    size: int
+    kernel: int
+    dilation: int
+    causal: bool
+    inner: int
+
+    def coordinate(self, token: Tensor) -> Tensor:
+        return token // self.inner % self.size
+
+    def visible(self, q: Tensor, k: Tensor) -> Tensor:
+        """By the coordinates of query and key. Tokens with one remainder of the dilation are numbered on their own."""
+        remainder = q % self.dilation
+        q_number, k_number = q // self.dilation, k // self.dilation
+        if self.causal:
+            near = (k_number <= q_number) & (k_number > q_number - self.kernel)
+        else:
+            count = (self.size - remainder + self.dilation - 1) // self.dilation
+            first = (q_number - self.kernel // 2).clamp(min=0).minimum(count - self.kernel)
+            near = (k_number >= first) & (k_number < first + self.kernel)
+        return near & (remainder == k % self.dilation)
+
+
+def neighborhood(
+    size: int | Sequence[int],
+    kernel_size: int | Sequence[int],
+    dilation: int | Sequence[int] = 1,
+    causal: bool | Sequence[bool] = False,
+    *,
+    tile: tuple[int, int] = TILE,
+    device: Device = None,
+) -> BlockMask:
+    """The nearest tokens along each dimension, of which every query has the same number.
+
+    ::
+
+        size=6, kernel_size=3     kernel_size=2, dilation=2     kernel_size=3, causal
+        x x x . . .               x . x . . .                   x . . . . .
+        x x x . . .               . x . x . .                   x x . . . .
+        . x x x . .               x . x . . .                   x x x . . .
+        . . x x x .               . x . x . .                   . x x x . .
+        . . . x x x               . . x . x .                   . . x x x .
+        . . . x x x               . . . x . x                   . . . x x x
+
+    Where a window would extend past an end it is shifted inwards, so that it keeps its size. This is NATTEN's meaning
+    of `kernel_size`, `dilation` and `is_causal`. Tokens lie in row-major order: with `size=(height, width)` token
+    `y · width + x` is at `(y, x)`. A pair is visible if it is near along every dimension.
+
+    Args:
+        size: number of tokens along each dimension, such as `(height, width)` or `(frames, height, width)`.
+        kernel_size: length of the window along each dimension; one int for all. An even window has one key more before
+            the query than after it.
+        dilation: distance between neighbours along each dimension; one int for all.
+        causal: along these dimensions a query sees no later coordinate; its window is shorter at the start.
+        tile: tile of the lists, multiples of 16.
+        device: device of the result.
+
+    Raises:
+        TypeError: an argument is not of the types above.
+        ValueError: a number is below 1, the dimensions differ in number, or `kernel_size · dilation` is larger than a
+            dimension.
+
+    Reference:
+        Hassani, Walton, Li, Li, Shi, "Neighborhood Attention Transformer" (2022), section 3.1; Hassani, Shi, "Dilated
+        Neighborhood Attention Transformer" (2022), section 3.2.
+    """
+    axes = _axes(size, kernel_size, dilation, causal)
+    tokens = math.prod(axis.size for axis in axes)
+
+    def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        first, *others = (axis.visible(axis.coordinate(q), axis.coordinate(k)) for axis in axes)
+        for near in others:
+            first = first & near
+        return first
+
+    return made((1, 1, tokens, tokens), tile, device, visible)
+
+
+def _axes(
+    size: int | Sequence[int],
+    kernel_size: int | Sequence[int],
+    dilation: int | Sequence[int],
+    causal: bool | Sequence[bool],
+) -> list[_Axis]:
+    sizes = [size] if isinstance(size, int) else list(size)
+    if not sizes:
+        raise ValueError("size: expected at least one dimension, got none; pass the length of each")
+
+    def by_tile(name: str, values: object) -> list:
+        listed = list(values) if isinstance(values, (tuple, list)) else [values] * len(sizes)
+        if len(listed) != len(sizes):
+            raise ValueError(
+                f"{name}: expected one value, or one for each of the {len(sizes)} dimensions of size, got {len(listed)}"
+            )
+        return listed
+
+    axes = []
+    columns = by_tile("kernel_size", kernel_size), by_tile("dilation", dilation), by_tile("causal", causal)
+    for place, (length, kernel, step, only_before) in enumerate(zip(sizes, *columns)):
+        check_count("size", length, 1, "it is the number of tokens along a dimension")
+        check_count("kernel_size", kernel, 1, "it is the number of keys along a dimension")
+        check_count("dilation", step, 1, "1 is plain")
+        raise_not_bool(causal=only_before)
+        if kernel * step > length:
+            raise ValueError(
+                f"kernel_size: expected kernel_size · dilation of at most {length}, the size of dimension {place}, got "
+                f"{kernel} · {step}; use a smaller window"
+            )
+        axes.append(_Axis(length, kernel, step, only_before, math.prod(sizes[place + 1 :])))
+    return axes

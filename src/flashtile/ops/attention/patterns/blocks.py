@@ -1,19 +1,250 @@
-"""Patterns of whole blocks."""
+"""Patterns of blocks: packed sequences, sequences that share prefixes and are packed so that each shared prefix is
+computed once, and layouts of square blocks. `made` builds every pattern."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.mask_sources import checked_shape, resolved_device, stored_tile
-from flashtile.ops.attention.patterns.packing import TILE, Device, check_count, made
-from flashtile.ops.attention.tile_lists import Bounds, Tiles
-from flashtile.ops.common.checks import raise_not_bool
+from flashtile.ops.attention.block_mask import BlockMask, from_bounds
+from flashtile.ops.attention.mask_intervals import tile_bounds
+from flashtile.ops.attention.mask_sources import Predicate, checked_shape, mapped, resolved_device, stored_tile
+from flashtile.ops.attention.tile_lists import Bounds, Grid, Shape, Tiles
+from flashtile.ops.common import checks
+from flashtile.ops.common.checks import INDEX_DTYPES, check_tensors, raise_not_bool
+
+Device = torch.device | str | None
+#: Unless the caller says otherwise.
+TILE = (128, 128)
+
+
+def documents(
+    *,
+    lengths: Sequence[int] | Tensor | None = None,
+    ids: Tensor | None = None,
+    causal: bool = False,
+    tile: tuple[int, int] = TILE,
+    device: Device = None,
+    max_partial_tiles: int | None = None,
+) -> BlockMask:
+    """Tokens see the tokens of their own document.
+
+    ::
+
+        lengths=[2, 3, 1]     x x . . . .      causal     x . . . . .
+                              x x . . . .                 x x . . . .
+                              . . x x x .                 . . x . . .
+                              . . x x x .                 . . x x . .
+                              . . x x x .                 . . x x x .
+                              . . . . . x                 . . . . . x
+
+    Args:
+        lengths: lengths of documents that follow one another, `[documents]`; their sum is the number of tokens.
+        ids: the document of each token, int32 or int64 `[seq]`, or `[batch, seq]`; in any order. A token with a
+            negative id belongs to no document: it sees nothing and is not seen. Pass either lengths or ids.
+        causal: tokens see no later tokens.
+        tile: tile of the lists, multiples of 16.
+        device: device of the result; None = that of lengths or ids if they are tensors.
+        max_partial_tiles: as for `BlockMask.from_predicate`; then ids are not read on the host. Lengths in a tensor
+            are.
+
+    Raises:
+        TypeError, ValueError: both or none of lengths and ids, or a dtype, a shape, a length or the tile is wrong.
+
+    Reference:
+        Krell, Kosec, Perez, Fitzgibbon, "Efficient Sequence Packing without Cross-contamination" (2021).
+    """
+    raise_not_bool(causal=causal)
+    ids = _document_ids(lengths, ids, device)
+    batch, seq = ids.shape
+
+    def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        of_query, of_key = ids[batch, q], ids[batch, k]
+        seen = (of_query == of_key) & (of_key >= 0)
+        return seen & (k <= q) if causal else seen
+
+    return made((batch, 1, seq, seq), tile, ids.device, visible, max_partial_tiles=max_partial_tiles)
+
+
+def _document_ids(lengths: Sequence[int] | Tensor | None, ids: Tensor | None, device: Device) -> Tensor:
+    """The document of each token, `[batch, seq]`."""
+    if (lengths is None) == (ids is None):
+        raise ValueError(
+            f"lengths, ids: expected one of them, got {'neither' if ids is None else 'both'}; lengths are of documents "
+            "one behind the other, ids tell the document of each token"
+        )
+    if lengths is not None:
+        lengths = integers("lengths", lengths, (1,), "[documents]", device)
+        if bool((lengths < 0).any()):
+            raise ValueError(
+                f"lengths: expected at least 0, got {int(lengths.min())}; use ids for tokens of no document"
+            )
+        return torch.repeat_interleave(lengths.long())[None]
+    assert ids is not None
+    check_tensors(ids=ids)
+    ids = integers("ids", ids, (1, 2), "[seq] or [batch, seq]", device)
+    return ids if ids.dim() == 2 else ids[None]
+
+
+def made(
+    shape: Shape, tile: tuple[int, int], device: Device, visible: Predicate,
+    key: Callable[[Tiles], Tensor] | None = None, bounds: Callable[[Tiles], Bounds] | None = None,
+    max_partial_tiles: int | None = None,
+) -> BlockMask:  # fmt: skip
+    """A mask of the pairs that `visible` shows. `key`: equal for tiles that look alike. `bounds`: what is known of
+    tiles, for a function of which intervals tell nothing."""
+    grid = Grid(checked_shape(*shape), stored_tile(tile))
+    known = bounds or tile_bounds(visible)
+
+    def bounds_and_key(tiles: Tiles) -> Bounds:
+        return known(tiles) if key is None else known(tiles)._replace(key=key(tiles))
+
+    return from_bounds(grid, resolved_device(device), bounds_and_key, mapped(visible, grid), max_partial_tiles)
+
+
+def check_count(name: str, count: int, least: int, remedy: str) -> None:
+    """For a number that no exported program may leave open, because masks are built from it."""
+    if isinstance(count, torch.SymInt):
+        raise TypeError(f"{name}: expected an int, got {count!r}; {remedy}")
+    checks.check_count(name, count, remedy, least)
+
+
+def integers(
+    name: str, values: Sequence[int] | Tensor | None, ranks: tuple[int, ...], shape: str, device: Device
+) -> Tensor:
+    """A tensor of integers, made of a sequence where it is none."""
+    if not isinstance(values, (Tensor, list, tuple)):
+        raise TypeError(f"{name}: expected a tensor or a list of ints, got {type(values).__name__}; shape {shape}")
+    if isinstance(values, Tensor):
+        tensor = values if device is None else values.to(device)
+    else:
+        for value in values:
+            check_count(name, value, 0, "a list holds lengths")
+        tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    if tensor.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{name}: expected dtype int32 or int64, got {tensor.dtype}; cast it")
+    if tensor.dim() not in ranks:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}; reshape it")
+    return tensor
+
+
+def tree(
+    lengths: Sequence[int],
+    parents: Sequence[int],
+    *,
+    tile: tuple[int, int] = TILE,
+    device: Device = None,
+) -> BlockMask:
+    """Tokens see the earlier tokens of their own segment, and all tokens of the segments above it.
+
+    ::
+
+        lengths=[2, 2, 1, 2], parents=[-1, 0, 1, 0]:
+
+        x . . . . . .     segment 0, a prompt of 2 tokens
+        x x . . . . .
+        x x x . . . .     segment 1 continues segment 0
+        x x x x . . .
+        x x x x x . .     segment 2 continues segment 1
+        x x . . . x .     segment 3 continues segment 0
+        x x . . . x x
+
+    Each path from a root to a segment is a sequence. Its tokens get the out that the sequence gets alone, with causal
+    attention, and gradients are the sums over all sequences that share a token. A prompt with eight answers is computed
+    once instead of eight times. `tree_positions` gives the positions for rotary embeddings.
+
+    Args:
+        lengths: number of tokens of each segment, `[segments]`. The segments follow one another in the sequence.
+        parents: for each segment the number of the segment that it continues, or -1 if it begins a sequence. A segment
+            stands after its parent.
+        tile: tile of the lists, multiples of 16.
+        device: device of the result.
+
+    Raises:
+        TypeError: lengths or parents is not a list or tuple of ints.
+        ValueError: a length is negative, or a parent is not a segment that stands before its child.
+    """
+    _checked(lengths, parents)
+    device = resolved_device(device)
+    enter, leave = _intervals(parents)
+    repeats = torch.tensor(lengths, dtype=torch.int64, device=device)
+
+    def by_token(numbers: list[int]) -> Tensor:
+        """`[1, tokens]`, from a number for each segment."""
+        return torch.repeat_interleave(torch.tensor(numbers, dtype=torch.int64, device=device), repeats)[None]
+
+    entered, left = by_token(enter), by_token(leave)
+    tokens = entered.shape[1]
+
+    def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        segment = entered[0, q]
+        return (k <= q) & (entered[0, k] <= segment) & (segment < left[0, k])
+
+    return made((1, 1, tokens, tokens), tile, device, visible)
+
+
+def tree_positions(lengths: Sequence[int], parents: Sequence[int], *, device: Device = None) -> Tensor:
+    """The position of each token in its own sequences, from 0 at the root: for rotary embeddings.
+
+    Args:
+        lengths: number of tokens of each segment, as in `tree`.
+        parents: for each segment the number of the segment that it continues, or -1, as in `tree`.
+        device: device of the result.
+
+    Returns:
+        int64 `[tokens]`.
+
+    Raises:
+        TypeError, ValueError: as in `tree`.
+    """
+    _checked(lengths, parents)
+    ends: list[int] = []
+    parts = []
+    for length, parent in zip(lengths, parents):
+        start = 0 if parent < 0 else ends[parent]
+        ends.append(start + length)
+        parts.append(torch.arange(start, start + length, device=resolved_device(device)))
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=resolved_device(device))
+
+
+def _checked(lengths: Sequence[int], parents: Sequence[int]) -> None:
+    for name, values in (("lengths", lengths), ("parents", parents)):
+        if not isinstance(values, (list, tuple)):
+            raise TypeError(f"{name}: expected a list of ints, got {type(values).__name__}; one int for each segment")
+    if len(lengths) != len(parents):
+        raise ValueError(f"parents: expected one for each of the {len(lengths)} lengths, got {len(parents)}")
+    for segment, (length, parent) in enumerate(zip(lengths, parents)):
+        check_count("lengths", length, 0, "it is the number of tokens of a segment")
+        check_count("parents", parent, -1, "-1 begins a sequence")
+        if parent >= segment:
+            raise ValueError(
+                f"parents: expected segments before segment {segment}, or -1, got {parent}; put parents before children"
+            )
+
+
+def _intervals(parents: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Numbers of the segments in depth-first order, and behind each the number after its last descendant.
+
+    A segment is another one's ancestor, or itself, if its interval holds the other's number.
+    """
+    descendants = [1] * len(parents)
+    for segment in range(len(parents) - 1, -1, -1):
+        if parents[segment] >= 0:
+            descendants[parents[segment]] += descendants[segment]
+    enter: list[int] = []
+    free_below: list[int] = []
+    free = 0
+    for segment, parent in enumerate(parents):
+        first = free if parent < 0 else free_below[parent]
+        enter.append(first)
+        free_below.append(first + 1)
+        if parent < 0:
+            free += descendants[segment]
+        else:
+            free_below[parent] += descendants[segment]
+    return enter, [first + count for first, count in zip(enter, descendants)]
 
 
 def butterfly(seq: int, block: int = 64, *, device: Device = None) -> BlockMask:
@@ -60,7 +291,7 @@ def butterfly(seq: int, block: int = 64, *, device: Device = None) -> BlockMask:
 
     def bounds(tiles: Tiles) -> Bounds:
         possible = at_most_one_digit(tiles.q_tile, tiles.k_tile)
-        return Bounds(possible, possible if whole else None, (tiles.q_tile == tiles.k_tile).long())
+        return Bounds(possible, possible & whole, (tiles.q_tile == tiles.k_tile).long())
 
     return made((1, 1, seq, seq), tile, device, visible, bounds=bounds)
 
@@ -138,117 +369,3 @@ def _checked_block(block: int) -> tuple[int, int]:
     if block % 16:
         raise ValueError(f"block: expected a multiple of 16, got {block}; 64 is usual")
     return block, block
-
-
-class _Axis(NamedTuple):
-    """One dimension of the tokens. `inner` is how many tokens two neighbours along it lie apart in the sequence."""
-
-    size: int
-    kernel: int
-    dilation: int
-    causal: bool
-    inner: int
-
-    def coordinate(self, token: Tensor) -> Tensor:
-        return token // self.inner % self.size
-
-    def visible(self, q: Tensor, k: Tensor) -> Tensor:
-        """By the coordinates of query and key. Tokens with one remainder of the dilation are numbered on their own."""
-        remainder = q % self.dilation
-        q_number, k_number = q // self.dilation, k // self.dilation
-        if self.causal:
-            near = (k_number <= q_number) & (k_number > q_number - self.kernel)
-        else:
-            count = (self.size - remainder + self.dilation - 1) // self.dilation
-            first = (q_number - self.kernel // 2).clamp(min=0).minimum(count - self.kernel)
-            near = (k_number >= first) & (k_number < first + self.kernel)
-        return near & (remainder == k % self.dilation)
-
-
-def neighborhood(
-    size: int | Sequence[int],
-    kernel_size: int | Sequence[int],
-    dilation: int | Sequence[int] = 1,
-    causal: bool | Sequence[bool] = False,
-    *,
-    tile: tuple[int, int] = TILE,
-    device: Device = None,
-) -> BlockMask:
-    """The nearest tokens along each dimension, of which every query has the same number.
-
-    ::
-
-        size=6, kernel_size=3     kernel_size=2, dilation=2     kernel_size=3, causal
-        x x x . . .               x . x . . .                   x . . . . .
-        x x x . . .               . x . x . .                   x x . . . .
-        . x x x . .               x . x . . .                   x x x . . .
-        . . x x x .               . x . x . .                   . x x x . .
-        . . . x x x               . . x . x .                   . . x x x .
-        . . . x x x               . . . x . x                   . . . x x x
-
-    Where a window would extend past an end it is shifted inwards, so that it keeps its size. This is NATTEN's meaning
-    of `kernel_size`, `dilation` and `is_causal`. Tokens lie in row-major order: with `size=(height, width)` token
-    `y · width + x` is at `(y, x)`. A pair is visible if it is near along every dimension.
-
-    Args:
-        size: number of tokens along each dimension, such as `(height, width)` or `(frames, height, width)`.
-        kernel_size: length of the window along each dimension; one int for all. An even window has one key more before
-            the query than after it.
-        dilation: distance between neighbours along each dimension; one int for all.
-        causal: along these dimensions a query sees no later coordinate; its window is shorter at the start.
-        tile: tile of the lists, multiples of 16.
-        device: device of the result.
-
-    Raises:
-        TypeError: an argument is not of the types above.
-        ValueError: a number is below 1, the dimensions differ in number, or `kernel_size · dilation` is larger than a
-            dimension.
-
-    Reference:
-        Hassani, Walton, Li, Li, Shi, "Neighborhood Attention Transformer" (2022), section 3.1; Hassani, Shi, "Dilated
-        Neighborhood Attention Transformer" (2022), section 3.2.
-    """
-    axes = _axes(size, kernel_size, dilation, causal)
-    tokens = math.prod(axis.size for axis in axes)
-
-    def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        first, *others = (axis.visible(axis.coordinate(q), axis.coordinate(k)) for axis in axes)
-        for near in others:
-            first = first & near
-        return first
-
-    return made((1, 1, tokens, tokens), tile, device, visible)
-
-
-def _axes(
-    size: int | Sequence[int],
-    kernel_size: int | Sequence[int],
-    dilation: int | Sequence[int],
-    causal: bool | Sequence[bool],
-) -> list[_Axis]:
-    sizes = [size] if isinstance(size, int) else list(size)
-    if not sizes:
-        raise ValueError("size: expected at least one dimension, got none; pass the length of each")
-
-    def by_tile(name: str, values: object) -> list:
-        listed = list(values) if isinstance(values, (tuple, list)) else [values] * len(sizes)
-        if len(listed) != len(sizes):
-            raise ValueError(
-                f"{name}: expected one value, or one for each of the {len(sizes)} dimensions of size, got {len(listed)}"
-            )
-        return listed
-
-    axes = []
-    columns = by_tile("kernel_size", kernel_size), by_tile("dilation", dilation), by_tile("causal", causal)
-    for place, (length, kernel, step, only_before) in enumerate(zip(sizes, *columns)):
-        check_count("size", length, 1, "it is the number of tokens along a dimension")
-        check_count("kernel_size", kernel, 1, "it is the number of keys along a dimension")
-        check_count("dilation", step, 1, "1 is plain")
-        raise_not_bool(causal=only_before)
-        if kernel * step > length:
-            raise ValueError(
-                f"kernel_size: expected kernel_size · dilation of at most {length}, the size of dimension {place}, got "
-                f"{kernel} · {step}; use a smaller window"
-            )
-        axes.append(_Axis(length, kernel, step, only_before, math.prod(sizes[place + 1 :])))
-    return axes
