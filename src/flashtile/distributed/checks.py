@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,6 +104,32 @@ def check_block_mask(block_mask: flashtile.BlockMask, q: Tensor) -> None:
         raise ValueError(
             f"block_mask: expected the device of q, {q.device}, got {block_mask.device}; move it: block_mask.to(...)"
         )
+
+
+class Parts(NamedTuple):
+    """What the tensors of a call say of it.
+
+    Attributes:
+        tensors: the same, bias and mask with all four dimensions.
+        documents: cumulative lengths; empty for a dense call.
+        row_sharded: bias and mask have the rows of the shard.
+    """
+
+    tensors: dict[str, Tensor | None]
+    documents: tuple[int, ...]
+    row_sharded: bool
+
+
+def check_parts(
+    tensors: dict[str, Tensor | None], strategy: str, ranks: int, cu_seqlens: Sequence[int] | Tensor | None
+) -> Parts:
+    """How documents, bias and mask of a call are cut, checked; q, k and v were before (`check_tensors`)."""
+    q, packed = tensors["q"], cu_seqlens is not None
+    assert q is not None
+    documents = () if cu_seqlens is None else check_documents(cu_seqlens, q.shape[0] * ranks)
+    bias, mask = (with_four_dims(name, tensors[name]) for name in ("bias", "mask"))
+    row_sharded = has_shard_rows(bias, mask, strategy, ranks, q.shape[-3] * ranks, packed)
+    return Parts(tensors | {"bias": bias, "mask": mask}, documents, row_sharded)
 
 
 def check_documents(cu_seqlens: Sequence[int] | Tensor, total: int) -> tuple[int, ...]:

@@ -13,14 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 import flashtile
 from flashtile.distributed.checks import (
     check_block_mask,
-    check_documents,
     check_flags,
+    check_parts,
     check_tensors,
     check_whole,
-    has_shard_rows,
     longest_document,
-    with_four_dims,
-)
+)  # fmt: skip
 from flashtile.distributed.engine import Call, ContextAttention
 from flashtile.distributed.exchange import Alone, Exchange
 from flashtile.distributed.heads import AttentionByHeads, HeadExchange, check_heads, local_head_runs, shared_out
@@ -179,10 +177,9 @@ def context_parallel_attention(
     check_tensors(named, packed)
     q, k, v = _autocast(q, k, v)
     _check_strategy(strategy, places, q.shape[-2], k.shape[-2])
-    documents = () if cu_seqlens is None else check_documents(cu_seqlens, q.shape[0] * places.ranks)
-    bias, mask = (with_four_dims(name, table) for name, table in (("bias", bias), ("mask", mask)))
+    named, documents, row_sharded = check_parts(named | {"q": q, "k": k, "v": v}, strategy, places.ranks, cu_seqlens)
+    bias, mask = named["bias"], named["mask"]
     length_q, length_k = (t.shape[-3] * places.ranks for t in (q, k))
-    row_sharded = has_shard_rows(bias, mask, strategy, places.ranks, length_q, packed)
     if block_mask is not None:
         check_block_mask(block_mask, q)
     longest = longest_document(documents, bias, mask, block_mask)
@@ -191,7 +188,6 @@ def context_parallel_attention(
     settings = {
         "scale": scale, "dropout_p": dropout_p, "softcap": softcap, "deterministic": deterministic, "backend": backend,
     }  # fmt: skip
-    named |= {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
     facts: dict[str, Any] = (
         band | settings | {"strategy": strategy, "layout": layout, "return_max_scores": return_max_scores}
     )

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.distributed.checks import (
-    TENSORS,
-    check_documents,
-    check_tensors,
-    check_whole,
-    has_shard_rows,
-    with_four_dims,
-)
+from flashtile.distributed.checks import TENSORS, check_parts, check_tensors, check_whole
 from flashtile.distributed.context_parallel import Align, Strategy, Window, make_problem, make_schedule, traced
 from flashtile.distributed.engine import place_and_band
 from flashtile.distributed.heads import check_heads, local_head_runs
@@ -91,13 +84,18 @@ def explain_context_parallel(
         expected = "a pair of numbers" if two else "a number"
         raise ValueError(f"ranks: expected {expected} of at least 1 for strategy={strategy!r}, got {ranks!r}")
     band = {"causal": causal, "align": align, "window": window}
-    _check_call({"q": q, "k": k, "v": v}, math.prod(numbers), strategy, cu_seqlens, band, options)
+    given = {name: options.get(name) for name in TENSORS}
+    check_tensors({"q": q, "k": k, "v": v} | given, cu_seqlens is not None)
+    tensors, documents, row_sharded = check_parts(
+        {"q": q, "k": k, "v": v} | given, strategy, math.prod(numbers), cu_seqlens
+    )
+    settings = {name: options[name] for name in options.keys() - given - {"block_mask", "score_mod"}}
+    check_whole(math.prod(numbers), tensors, band | settings, documents, row_sharded, options.get("block_mask"))
     ring, exchanging = ranks if isinstance(ranks, tuple) else ((1, ranks) if strategy == "all_to_all" else (ranks, 1))
     check_heads(q.shape[-2], k.shape[-2], exchanging)
     of_rank = max(1, k.shape[-2] // exchanging)
     total = ring * exchanging
     lengths = q.shape[-3] * total, k.shape[-3] * total
-    documents = () if cu_seqlens is None else check_documents(cu_seqlens, lengths[0])
     names = ("bias", "mask", "alibi_slopes", "key_lengths", "block_mask", "score_mod")
     positional = bool(options.get("dropout_p")) or any(options.get(name) is not None for name in names)
     schedule = make_schedule(strategy, make_problem(lengths, ring, layout, band, documents, positional))
@@ -109,23 +107,6 @@ def explain_context_parallel(
     kernels = _kernels(largest, positional, q, shapes, band, device, options)
     received = _received(schedule, q, k, v, of_rank, exchanging)
     return ContextParallelExplanation(schedule, heads, heads_kv, len(runs), received, kernels)
-
-
-def _check_call(
-    qkv: dict[str, Tensor], ranks: int, strategy: str, cu_seqlens: Sequence[int] | Tensor | None, band: dict[str, Any],
-    options: dict[str, Any],
-) -> None:  # fmt: skip
-    """Refuses what the call itself would, of its arguments."""
-    packed, q = cu_seqlens is not None, qkv["q"]
-    given = {name: options.get(name) for name in TENSORS}
-    check_tensors(qkv | given, packed)
-    bias, mask = (with_four_dims(name, given[name]) for name in ("bias", "mask"))
-    row_sharded = has_shard_rows(bias, mask, strategy, ranks, q.shape[-3] * ranks, packed)
-    documents = () if cu_seqlens is None else check_documents(cu_seqlens, q.shape[0] * ranks)
-    functions = "block_mask", "score_mod"
-    settings = {name: value for name, value in options.items() if name not in given and name not in functions}
-    tensors = qkv | given | {"bias": bias, "mask": mask}
-    check_whole(ranks, tensors, band | settings, documents, row_sharded, options.get("block_mask"))
 
 
 def _kernels(

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flashtile.distributed.context_parallel import Strategy, context_parallel_attention
 from flashtile.distributed.layout import LayoutKind
 from flashtile.distributed.places import mesh_places
-from flashtile.distributed.sharding import sequence_positions, shard_sequence
+from flashtile.distributed.sharding import kept_positions, shard_sequence
 from flashtile.models import GPT, Bert
 from flashtile.modules import MHA, RotaryEmbedding
 from flashtile.modules.attention import InnerAttention
@@ -72,14 +72,7 @@ def _numbered(
             f"tokens: expected at most {context} in a row (the context), got {length * ranks} in the shards of all "
             f"{ranks} ranks"
         )
-    return _positions(mesh, layout, length * ranks, device)
-
-
-@functools.lru_cache(maxsize=32)
-def _positions(mesh: DeviceMesh, layout: LayoutKind, length: int, device: torch.device) -> Tensor:
-    # Kept for later calls, which may record a gradient: no inference tensor then.
-    with torch.inference_mode(False):
-        return sequence_positions(length, mesh, layout=layout, device=device)
+    return kept_positions(length * ranks, mesh, layout, device)
 
 
 class ContextParallelInner(nn.Module):

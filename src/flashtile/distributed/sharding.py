@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -112,6 +113,13 @@ def sequence_positions(
         edges = torch.tensor(check_documents(cu_seqlens, length), device="cpu")
         positions -= edges[torch.searchsorted(edges, positions, right=True) - 1]
     return shard_sequence(positions, mesh, dim=0, layout=layout).to(device)
+
+
+@functools.lru_cache(maxsize=32)
+def kept_positions(length: int, mesh: DeviceMesh, layout: LayoutKind, device: torch.device) -> Tensor:
+    """`sequence_positions`, kept for later calls, which may record a gradient: no inference tensor then."""
+    with torch.inference_mode(False):
+        return sequence_positions(length, mesh, layout=layout, device=device)
 
 
 def mean_over_shards(total: Tensor, count: Tensor | int, mesh: DeviceMesh) -> Tensor:

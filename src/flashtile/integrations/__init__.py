@@ -6,7 +6,6 @@ their own names.
 
 from flashtile.integrations import export
 from flashtile.integrations.torch_flash import use_flashtile_as_flash_attention
-from flashtile.integrations.torch_flex import use_flashtile_flex
-from flashtile.integrations.torch_sdpa import use_flashtile_sdpa
+from flashtile.integrations.torch_functions import use_flashtile_flex, use_flashtile_sdpa
 
 __all__ = ["export", "use_flashtile_as_flash_attention", "use_flashtile_flex", "use_flashtile_sdpa"]

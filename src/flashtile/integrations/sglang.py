@@ -152,16 +152,9 @@ class FlashtileBackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
-    def forward_decode(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,
-        save_kv_cache: bool = True, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
-        """One token of each request; see `forward_extend`."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-
     def forward_extend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,
-        save_kv_cache: bool = True, **kwargs: Any,
+        save_kv_cache: bool = True, **options: Any,
     ) -> Tensor:  # fmt: skip
         """Writes the new keys and values to SGLang's pool, and attends to all keys of each request.
 
@@ -170,17 +163,11 @@ class FlashtileBackend(AttentionBackend):
             k, v: `[tokens, kv_heads, head_dim]`; None for a layer that reads the keys of another one.
             layer: a `RadixAttention`, with the sizes, the scale, the window and the factors of caches in 8 bits.
             save_kv_cache: whether k and v are not in the pool yet.
-            **kwargs: `sinks`, `[heads]`; others raise unless they are None or False.
+            **options: `sinks`, `[heads]`; others raise unless they are None or False.
 
         Returns:
             `[tokens, heads · v_head_dim]`.
         """
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-
-    def _forward(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, save_kv_cache: bool,
-        options: dict[str, Any],
-    ) -> Tensor:  # fmt: skip
         sinks = options.pop("sinks", None)
         self._check_layer(layer, options)
         batch: Any = self.forward_metadata
@@ -215,6 +202,8 @@ class FlashtileBackend(AttentionBackend):
             window=window_of(before + 1 if before > -1 else None, causal), softcap=layer.logit_cap or None, **extras,
         )  # fmt: skip
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    forward_decode = forward_extend
 
     def _prompt_attention(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, save_kv_cache: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ class _Norm(nn.Module):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    eps: Any
 
     def __init__(
         self, normalized_shape: int | Sequence[int], elementwise_affine: bool, bias: bool,
@@ -47,6 +49,9 @@ class _Norm(nn.Module):
         weight, bias = (None if p is None else p.flatten() for p in (self.weight, self.bias))
         return x.flatten(-dimensions), weight, bias
 
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+
 
 class LayerNorm(_Norm):
     """`torch.nn.LayerNorm` by `flashtile.layer_norm`: the same arguments, the same state-dict keys.
@@ -71,9 +76,6 @@ class LayerNorm(_Norm):
         """The norm of `input` `[..., *normalized_shape]`, in its dtype."""
         x, weight, bias = self._flat(input)
         return flashtile.layer_norm(x, weight, bias, self.eps).view(input.shape)
-
-    def extra_repr(self) -> str:
-        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
 
 class RMSNorm(_Norm):
@@ -102,9 +104,6 @@ class RMSNorm(_Norm):
         if eps is None:
             eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps
         return flashtile.rms_norm(x, weight, eps=eps).view(input.shape)
-
-    def extra_repr(self) -> str:
-        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
 
 class DropoutAddLayerNorm(nn.Module):

@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from flashtile.distributed import context_parallel_attention, sequence_positions
+from flashtile.distributed import context_parallel_attention
 from flashtile.distributed.context_parallel import Strategy
 from flashtile.distributed.layout import LayoutKind
 from flashtile.distributed.places import mesh_places
+from flashtile.distributed.sharding import kept_positions
 from flashtile.integrations.shared import check_options, widened
 from flashtile.integrations.transformers import compact
 from flashtile.integrations.transformers.attention import refuse, visible_keys
@@ -73,15 +74,13 @@ def context_parallel(
         raise ValueError("model: expected one that takes whole sequences, got one that takes shards already")
     check_frequencies(model.config)
     check_options(backend, deterministic)
-    ranks = mesh_places(mesh).ranks
     options = {
         "mesh": mesh, "strategy": strategy, "layout": layout, "deterministic": deterministic, "backend": backend,
     }  # fmt: skip
     name = next(_names)
     add_implementation(name, functools.partial(_attend, options), _make_mask)
     model.set_attn_implementation(name)
-    positions = functools.lru_cache(maxsize=8)(functools.partial(_positions, mesh, layout, ranks))
-    model.register_forward_pre_hook(functools.partial(_prepare, positions, ranks), with_kwargs=True, prepend=True)
+    model.register_forward_pre_hook(functools.partial(_prepare, mesh, layout), with_kwargs=True, prepend=True)
     model._flashtile_shards = True  # type: ignore[assignment]
     return model
 
@@ -101,16 +100,9 @@ def _rope_types(parameters: Any) -> list[str]:
     return [*kinds, parameters["rope_type"]] if "rope_type" in parameters else kinds
 
 
-def _positions(mesh: DeviceMesh, layout: LayoutKind, ranks: int, tokens: int, device: torch.device) -> Tensor:
-    # Kept for later calls, which may record a gradient: no inference tensor then.
-    with torch.inference_mode(False):
-        return sequence_positions(tokens * ranks, mesh, layout=layout, device=device)[None]
-
-
 def _prepare(
-    positions: Callable[..., Tensor], ranks: int, model: PreTrainedModel, arguments: tuple[Any, ...],
-    given: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    mesh: DeviceMesh, layout: LayoutKind, model: PreTrainedModel, arguments: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call of the model, checked, with the positions of the shard's tokens."""
     bound = inspect.signature(model.forward).bind_partial(*arguments, **given).arguments
     given = {**{k: v for k, v in bound.items() if k not in ("kwargs", "args")}, **bound.get("kwargs", {})}
@@ -128,13 +120,14 @@ def _prepare(
     if tokens.shape[1] < 2:
         raise ValueError("input_ids: expected at least 2 tokens on each rank, got fewer; take fewer ranks")
     longest = getattr(model.config, "max_position_embeddings", None)
+    ranks = mesh_places(mesh).ranks
     length = tokens.shape[1] * ranks
     if longest is not None and length > longest and getattr(model.config, "rope_parameters", None) is None:
         raise ValueError(
             f"input_ids: expected at most {longest} tokens in a row (max_position_embeddings), got {length} in the "
             f"shards of all {ranks} ranks"
         )
-    given["position_ids"] = positions(tokens.shape[1], tokens.device).expand(tokens.shape[0], -1)
+    given["position_ids"] = kept_positions(length, mesh, layout, tokens.device).expand(tokens.shape[0], -1)
     if "use_cache" in inspect.signature(model.forward).parameters:
         given["use_cache"] = False
     return (), given
