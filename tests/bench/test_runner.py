@@ -17,6 +17,7 @@ from flashtile.bench.commands import command_line, measure
 from flashtile.bench.implementations import IMPLEMENTATIONS, build_flashtile, hopper_limits, torch_varlen_options
 from flashtile.bench.oracle import AttentionProblem, Oracle
 from flashtile.bench.record import commit, make_record, write_record
+from flashtile.bench.registry import BENCHMARKS
 from flashtile.bench.runner import run_host_time
 from flashtile.bench.timing import CpuTimer, typical
 from flashtile.testing import assert_same
@@ -440,16 +441,18 @@ def test_perf_counter_timer_takes_at_least_one_sample():
     assert len(samples) == len(calls) == 1 and samples[0] >= 0
 
 
-def test_record_has_the_documented_form(tmp_path):
+def test_record_has_the_documented_form(tmp_path, monkeypatch):
+    small = replace(BENCHMARKS["attention"], choose=lambda given, device: VARIANTS[:2])
+    monkeypatch.setitem(BENCHMARKS, "attention", small)
     output = tmp_path / "results" / "record.json"
     seen = []
     record = measure(
         "attention",
-        {"cases": ["d64-causal-s1024-fp32"], "impl": ["sdpa-flash"], "quick": True},
+        {"cases": [VARIANTS[1].name], "impl": ["sdpa-flash"], "quick": True},
         output,
         lambda index, total, case, rows: seen.append((index, total, case.name, rows and len(rows))),
     )
-    assert seen == [(0, 1, "d64-causal-s1024-fp32", None), (0, 1, "d64-causal-s1024-fp32", 2)]
+    assert seen == [(0, 1, VARIANTS[1].name, None), (0, 1, VARIANTS[1].name, 2)]
     assert json.loads(output.read_text()) == record
     assert set(record) == {"machine", "versions", "commit", "command", "rows"}
     assert record["machine"]["device"] == "cpu" and record["versions"]["torch"] == torch.__version__

@@ -17,7 +17,9 @@ from rich.console import Console
 
 import flashtile.cli
 from flashtile.bench import commands, runner
+from flashtile.bench.cases import Case
 from flashtile.bench.companion_cases import OPERATIONS
+from flashtile.bench.registry import BENCHMARKS
 from flashtile.bench.report import Table, make_report
 from flashtile.bench.start import UserError
 from flashtile.cli import doctor, warmup
@@ -355,11 +357,11 @@ def test_warmup_reports_an_impossible_shape():
 
 
 @needs_no_gpu
-def test_bench_attention_prints_tables_and_writes_the_record(tmp_path):
+def test_bench_attention_prints_tables_and_writes_the_record(tmp_path, monkeypatch):
     output = tmp_path / "record.json"
-    result = invoke(
-        "bench", "attention", "--cases", "causal-s1024-fp32", "--impl", "sdpa-flash,sdpa-math", "-o", output
-    )
+    cases = [Case(1, seq, 2, 2, 16, 16, causal=True, dtype="fp32") for seq in (64, 128)]
+    monkeypatch.setitem(BENCHMARKS, "attention", replace(BENCHMARKS["attention"], choose=lambda given, device: cases))
+    result = invoke("bench", "attention", "--cases", "causal-s64-fp32", "--impl", "sdpa-flash,sdpa-math", "-o", output)
     assert result.exit_code == 0, result.output
     assert "Attention fwd: TFLOP/s" in result.stdout and "Attention bwd: TFLOP/s" in result.stdout
     assert "[1/1" in result.stderr and "[1/1" not in result.stdout
