@@ -23,12 +23,13 @@ from flashtile.bench.registry import BENCHMARKS
 from flashtile.bench.report import Table, make_report
 from flashtile.bench.start import UserError
 from flashtile.cli import doctor, warmup
+from flashtile.cli.call import Call
 from flashtile.cli.console import print_table, print_text
 from flashtile.cli.demo import plan
 from flashtile.cli.demo.results import Results, scaling_table, training_table
 from flashtile.cli.demo.scaling import Point
 from flashtile.cli.demo.training import Training
-from flashtile.cli.explain import Call, describe_io, parse_window
+from flashtile.cli.explain import describe_io, parse_window
 from flashtile.models import GPTConfig
 from flashtile.testing.kernel_checks import KernelCheck
 from support.running.command_line import invoke

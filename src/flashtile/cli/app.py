@@ -11,8 +11,8 @@ import typer
 import flashtile
 from flashtile.bench.start import wait_without_spinning
 from flashtile.cli.bench_app import bench
+from flashtile.cli.call import Call
 from flashtile.cli.console import ends, make_console, print_json, print_table, print_text, takes
-from flashtile.cli.explain import Call
 
 if TYPE_CHECKING:
     from rich.console import Console
