@@ -25,7 +25,7 @@ from flashtile.bench.start import UserError
 from flashtile.cli import doctor, warmup
 from flashtile.cli.call import Call
 from flashtile.cli.console import print_table, print_text
-from flashtile.cli.demo import plan
+from flashtile.cli.demo import isolation, plan
 from flashtile.cli.demo.results import Results, scaling_table, training_table
 from flashtile.cli.demo.scaling import Point
 from flashtile.cli.demo.training import Training
@@ -68,6 +68,7 @@ def test_demo_runs_and_ends_with_the_place_of_its_results(tmp_path, monkeypatch)
         plan.make_plan(CPU, 20.0), model=GPTConfig(context=16, layers=1, heads=1, width=16), batch=1, lengths=(64,)
     )
     monkeypatch.setattr(plan, "make_plan", lambda device, seconds: tiny)
+    monkeypatch.setattr(isolation, "_in_process", lambda function, arguments, report, _: function(*arguments, report))
     result = invoke("demo", "--output", tmp_path / "here", "--steps", 3, "--no-pictures")
     assert result.exit_code == 0, result.output
     assert "The loss curves agree" in result.output

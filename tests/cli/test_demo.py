@@ -17,7 +17,7 @@ from rich.console import Console
 
 import flashtile
 from flashtile.bench.start import UserError
-from flashtile.cli.demo import command, plan, scaling, training
+from flashtile.cli.demo import command, isolation, plan, scaling, training
 from flashtile.cli.demo.command import Options, run_demo
 from flashtile.cli.demo.isolation import PieceFailedError, run_piece
 from flashtile.cli.demo.results import Results, scaling_table, training_table, verdict
@@ -52,6 +52,12 @@ def book(tmp_path):
     path = tmp_path / "book.txt"
     path.write_bytes(SENTENCES)
     return path
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Pieces run here: in a process of its own each would import flashtile, which takes longer than its work."""
+    monkeypatch.setattr(isolation, "_in_process", lambda function, arguments, report, _: function(*arguments, report))
 
 
 def quiet_console():
@@ -93,7 +99,7 @@ def test_a_call_that_took_no_new_memory_is_drawn(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_demo_detects_a_wrong_attention(book, tmp_path):
+def test_demo_detects_a_wrong_attention(book, tmp_path, in_this_process):
     attentions = {"flashtile": not_causal, "plain": plain_attention}
     options = Options(book, tmp_path / "output", steps=2, pictures=False)
     assert not run_demo(options, replace(TINY, lengths=(64,)), quiet_console(), attentions)
@@ -156,8 +162,8 @@ def test_a_training_stops_when_its_time_is_over():
     assert len(short.losses) == training.FEWEST_STEPS and short.tokens_per_second > 0
 
 
-def test_both_trainings_are_cut_to_the_same_steps(book, tmp_path):
-    config = replace(TINY, max_steps=10_000, seconds=4.0, lengths=(64,))
+def test_both_trainings_are_cut_to_the_same_steps(book, tmp_path, in_this_process):
+    config = replace(TINY, max_steps=10_000, seconds=1.0, lengths=(64,))
     assert run_demo(Options(book, tmp_path, pictures=False), config, quiet_console())
     found = json.loads((tmp_path / "results.json").read_text())["training"]
     assert len({len(found[name]["losses"]) for name in ("flashtile", "plain")}) == 1
@@ -321,7 +327,7 @@ def without_matplotlib(monkeypatch):
     monkeypatch.setattr("flashtile.bench.start.importlib.util.find_spec", lambda name: None)
 
 
-def test_without_matplotlib_the_demo_goes_on_and_names_the_extra(book, tmp_path, without_matplotlib):
+def test_without_matplotlib_the_demo_goes_on_and_names_the_extra(book, tmp_path, without_matplotlib, in_this_process):
     output = tmp_path / "output"
     console = Console(file=StringIO(), width=80)
     assert run_demo(Options(book, output, steps=2), replace(TINY, lengths=(64,)), console)
