@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._inductor import lowering
 from torch._subclasses import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._pytree import tree_leaves, tree_structure
@@ -19,6 +18,8 @@ def test_inductor_makes_lowerings_without_writing_the_graph_out(
     writes_graphs_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A named operator gets a lowering without the log that takes exponential time in deep models."""
+    from torch._inductor import lowering  # which takes a second
+
     monkeypatch.setattr(lowering, "FALLBACK_ALLOW_LIST", type(lowering.FALLBACK_ALLOW_LIST)())
     monkeypatch.setattr(dispatch, "_WRITES_GRAPHS_OUT", writes_graphs_out)
     with FakeTensorMode():
