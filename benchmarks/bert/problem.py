@@ -94,6 +94,13 @@ class Model(nn.Module):
         wide = logits if logits.dtype is torch.float64 else logits.float()
         return F.cross_entropy(wide.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
 
+    def token_losses(self, batch: Batch) -> Tensor:
+        """Losses of all tokens, with themselves as labels where none is asked for: the rounding of a few is luck."""
+        logits = self.logits(batch)
+        labels = torch.where(batch.labels == IGNORED, batch.tokens, batch.labels)
+        wide = logits if logits.dtype is torch.float64 else logits.float()
+        return F.cross_entropy(wide[batch.mask], labels[batch.mask], reduction="none")
+
 
 def _flashtile(config: BertConfig, state: dict[str, Tensor]) -> Model:
     model = BertForPreTraining(config)
@@ -174,9 +181,12 @@ class Training(Steps[Batch]):
     def __init__(
         self, model: Model, batch: Batch, autocast: bool, drops: bool = False, size: int | None = None
     ) -> None:
-        super().__init__(list(model.parameters()), batch, _OPTIONS, autocast, drops)
-        self._model, self._size = model.train(), size or len(batch.tokens)
-        self.ours = model.ours
+        self.model, self.ours, size = model.train(), model.ours, size or len(batch.tokens)
+        super().__init__(
+            list(model.parameters()), batch, _OPTIONS, autocast, drops, loss=model, train=model.train,
+            token_losses=model.token_losses, parts=lambda whole: whole.parts(size),
+            share=lambda part, whole: (part.labels != IGNORED).sum() / (whole.labels != IGNORED).sum(),
+        )  # fmt: skip
 
     def results(self, phase: str) -> dict[str, Tensor]:
         """The first steps on two sequences: losses of tokens before and after, those of the steps, and samples of what
@@ -184,25 +194,6 @@ class Training(Steps[Batch]):
         found = self.first_losses(self._batch.shortest_and_longest()) | self.samples(self._batch)
         self.step()  # what has no memory for the whole batch fails here
         return found
-
-    def _parts(self, batch: Batch) -> list[Batch]:
-        return batch.parts(self._size)
-
-    def _share(self, part: Batch, batch: Batch) -> Tensor:
-        return (part.labels != IGNORED).sum() / (batch.labels != IGNORED).sum()
-
-    def _loss(self, batch: Batch) -> Tensor:
-        return self._model(batch)
-
-    def _token_losses(self, batch: Batch) -> Tensor:
-        logits = self._model.logits(batch)
-        # Losses of all tokens, with themselves as labels where none is asked for: the rounding of a few is luck.
-        labels = torch.where(batch.labels == IGNORED, batch.tokens, batch.labels)
-        wide = logits if logits.dtype is torch.float64 else logits.float()
-        return F.cross_entropy(wide[batch.mask], labels[batch.mask], reduction="none")
-
-    def _train(self, mode: bool) -> None:
-        self._model.train(mode)
 
 
 class BertProblem(Problem):

@@ -109,7 +109,8 @@ class Case(AnyCase):
 
     @property
     def has_mask_tensor(self) -> bool:
-        return self.mask is not None and masks.is_tensor(self.mask)
+        """Whether the mask is a tensor of booleans, not a block mask."""
+        return self.mask is not None and (self.mask == masks.PADDING or self.mask.startswith("random"))
 
     @property
     def mask_shows_tiles(self) -> bool:

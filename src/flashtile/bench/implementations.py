@@ -75,10 +75,9 @@ def _build_builtin(case: Case, inputs: Inputs) -> Attention:
 
 
 def _no_builtin(case: Case, device: torch.device) -> str | None:
-    if case.function is None:
-        return "measured beside functions only"
-    known = case.function in ("alibi", "softcap", "documents", "window")
-    return None if known else "flashtile has no argument for it"
+    if case.function in ("alibi", "softcap", "documents", "window"):
+        return None
+    return "flashtile has no argument for it" if case.function else "measured beside functions only"
 
 
 def _mask_arguments(block_mask: flashtile.BlockMask | None, mask: Tensor | None) -> dict[str, Any]:
@@ -163,10 +162,6 @@ def _no_mask_kernel(case: Case, device: torch.device) -> str | None:
     if case.function is None and hides and device.type == "cuda":
         return f"sdpa has no argument for a {hides}, so a {hides} of this kernel cannot be reached through it"
     return _sdpa_limits(case, device)
-
-
-def _cudnn_limits(case: Case, device: torch.device) -> str | None:
-    return _sdpa_limits(case, device) if case.has_mask_tensor else _no_mask_kernel(case, device)
 
 
 def _efficient_limits(case: Case, device: torch.device) -> str | None:
@@ -332,7 +327,7 @@ IMPLEMENTATIONS = (
     Implementation("flashtile-cpu", ("cpu",), build_flashtile("cpu")),
     Implementation("flashtile-builtin", ("cuda", "cpu"), _build_builtin, _no_builtin, default=False),
     _sdpa("flash", _no_mask_kernel, ("cuda", "cpu")),
-    _sdpa("cudnn", _cudnn_limits),
+    _sdpa("cudnn", lambda case, device: (_sdpa_limits if case.has_mask_tensor else _no_mask_kernel)(case, device)),
     _sdpa("efficient", _efficient_limits),
     _sdpa("math", _plain_limits, ("cuda", "cpu"), default=False),
     Implementation("flex", ("cuda",), build_flex, _flex_limits, heads_first=True),

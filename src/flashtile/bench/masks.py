@@ -60,11 +60,6 @@ def padded_lengths(batch: int, keys: int) -> list[int]:
     return [keys - keys * entry // (2 * batch) for entry in range(batch)]
 
 
-def is_tensor(mask: str) -> bool:
-    """Whether a mask is a tensor of booleans, not a block mask."""
-    return mask == PADDING or mask.startswith("random")
-
-
 def visible_in_tensor(mask: str, batch: int, queries: int, keys: int) -> int:
     """Pairs that a tensor shows over the batch; of random pairs, how many are expected."""
     if mask == PADDING:

@@ -92,7 +92,9 @@ class Oracle:
         tensors |= {f"table{number}": table for number, table in enumerate(inputs.tables)}
         picked = {name: self._pick(name, tensor) for name, tensor in tensors.items() if tensor is not None}
         exact = {name: tensor.double() for name, tensor in picked.items()}
-        mask = self._pick_mask(inputs.mask)
+        mask = inputs.mask  # of the batch entries of the chosen heads: `[1 or n, 1, 1 or S, keys]`
+        if mask is not None and mask.shape[0] > 1:
+            mask = mask[self._heads // case.Hkv]
         self._exact, self._eager = (_reference(case, t, inputs.dropout_seed, mask) for t in (exact, picked))
 
     def judge(self, phase: str, results: dict[str, Tensor]) -> Verdict:
@@ -120,12 +122,6 @@ class Oracle:
             return grouped[:, :, self._heads].flatten(2, 3)
         batch, head = self._heads // key_heads, self._heads % key_heads
         return grouped.transpose(1, 2)[batch, head]
-
-    def _pick_mask(self, mask: Tensor | None) -> Tensor | None:
-        """The mask of the batch entries of the chosen heads: `[1 or n, 1, 1 or S, keys]`."""
-        if mask is None or mask.shape[0] == 1:
-            return mask
-        return mask[self._heads // self._case.Hkv]
 
 
 def _choose_heads(case: Case, device: torch.device) -> Tensor:

@@ -7,7 +7,6 @@ A row's `timer` says how it was timed: "cuda-graph", "cuda-events", "perf-counte
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import math
 import os
@@ -24,7 +23,7 @@ import torch
 
 import flashtile
 from flashtile.bench.base import device_memory, is_ours
-from flashtile.bench.start import UserError
+from flashtile.bench.start import UserError, installed
 
 _PEER_PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "liger-kernel", "quack-kernels", "transformers")
 
@@ -64,13 +63,8 @@ Key = tuple[str, str, str, str]
 
 
 def make_record(device: torch.device, command: str, rows: Sequence[Row]) -> Record:
-    return {
-        "machine": machine(device),
-        "versions": versions(),
-        "commit": commit(),
-        "command": command,
-        "rows": list(rows),
-    }
+    found = {"machine": machine(device), "versions": versions(), "commit": commit()}
+    return {**found, "command": command, "rows": list(rows)}
 
 
 def command_line(program: str = "flashtile", arguments: Sequence[str] | None = None) -> str:
@@ -130,7 +124,7 @@ def read_record(path: Path) -> Record:
     if not isinstance(record, dict) or not isinstance(record.get("rows"), list):
         raise UserError(f"record: expected an object with a list of rows in {path}; `flashtile bench -o` writes one")
     for number, row in enumerate(record["rows"], 1):
-        if not _is_row(row):
+        if not isinstance(row, dict) or not all(isinstance(row.get(k, ...), of) for k, of in _OF_EVERY_ROW.items()):
             raise UserError(
                 f"record: expected rows with {', '.join(_OF_EVERY_ROW)} in {path}, got row {number}: {str(row)[:80]}; "
                 "`flashtile bench -o` writes such"
@@ -141,10 +135,6 @@ def read_record(path: Path) -> Record:
                 "take the row out, or write null for what was not measured"
             )
     return record
-
-
-def _is_row(row: Any) -> bool:
-    return isinstance(row, dict) and all(isinstance(row.get(name, ...), of) for name, of in _OF_EVERY_ROW.items())
 
 
 def _wrong_measure(row: Row) -> str | None:
@@ -216,7 +206,8 @@ def machine(device: torch.device) -> dict[str, Any]:
         facts["gpu_capability"] = f"sm_{properties.major}{properties.minor}"
         facts["gpu_multiprocessors"] = properties.multi_processor_count
         facts["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
-        facts["driver"] = _driver_version()
+        driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+        facts["driver"] = driver.splitlines()[0] if driver else None
     return facts
 
 
@@ -230,10 +221,8 @@ def versions() -> dict[str, str | None]:
         "cudnn": str(torch.backends.cudnn.version()) if torch.backends.cudnn.is_available() else None,
     }
     # On ROCm and XPU the package is another one.
-    found["triton"] = None
-    if importlib.util.find_spec("triton") is not None:
-        packages = importlib.metadata.packages_distributions().get("triton", [])
-        found["triton"] = importlib.metadata.version(packages[0]) if packages else None
+    packages = importlib.metadata.packages_distributions().get("triton", []) if installed("triton") else []
+    found["triton"] = importlib.metadata.version(packages[0]) if packages else None
     for package in _PEER_PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
@@ -255,11 +244,6 @@ def commit() -> str | None:
     head = _output(["git", "-C", str(package), "rev-parse", "--short=12", "HEAD"])
     changed = _output(["git", "-C", str(package), "status", "--porcelain", "--", "."])
     return f"{head}-dirty" if changed else head
-
-
-def _driver_version() -> str | None:
-    text = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return text.splitlines()[0] if text else None
 
 
 def _cpu_name() -> str:

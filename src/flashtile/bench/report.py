@@ -11,7 +11,6 @@ from flashtile.bench.breakdown import BREAKDOWN, FUSED
 from flashtile.bench.cases import Case
 from flashtile.bench.record import (
     SPEEDS,
-    Ratio,
     Record,
     Row,
     by_case,
@@ -53,7 +52,12 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
     tokens each second. If rows have them, there are also tables of the memory that they take, and of the
     share of the GPU's peak.
     """
-    groups = grouped(rows, lambda row: (find_benchmark(row["op"]).title, row["phase"], _unit(row)))
+
+    def kind_of(row: Row) -> tuple[str, str, str]:
+        benchmark = find_benchmark(row["op"])
+        return benchmark.title, row["phase"], benchmark.unit or find_case(row).unit(row["phase"])
+
+    groups = grouped(rows, kind_of)
     copies = [row for row in rows if row["op"] == "copy" and row["ms"] is not None]
     found = [_speed_table(f"{kind} {phase}", unit, of_kind, copies) for (kind, phase, unit), of_kind in groups.items()]
     return found + [
@@ -101,16 +105,13 @@ def _mean_table(name: str, rows: Sequence[Row]) -> Table:
         for ours, of_ours in grouped(found, lambda ratio: ratio.ours).items():
             by_phase = grouped(of_ours, lambda ratio: ratio.phase)
             for phase in sorted(by_phase, key=_phases(rows).index):
-                lines.append([f"{ours} / {against}", phase, *_mean_cells(by_phase[phase])])
+                values = [ratio.value for ratio in by_phase[phase]]
+                lowest = min(by_phase[phase], key=lambda ratio: ratio.value)
+                figures = [f"{figure:.2f}" for figure in (geometric_mean(values), min(values), max(values))]
+                where = [str(len(values)), lowest.peer, case_name(vars(lowest))]
+                lines.append([f"{ours} / {against}", phase, *figures, *where])
     headings = ["speed ratio", "phase", "geometric mean", "lowest", "highest", "cases", "lowest against", "lowest at"]
     return Table(f"Our speed over the peers': {name}", headings, lines, keys=2)
-
-
-def _mean_cells(ratios: Sequence[Ratio]) -> list[str]:
-    values = [ratio.value for ratio in ratios]
-    lowest = min(ratios, key=lambda ratio: ratio.value)
-    figures = (geometric_mean(values), min(values), max(values))
-    return [*(f"{f:.2f}" for f in figures), str(len(values)), lowest.peer, case_name(vars(lowest))]
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
@@ -137,11 +138,6 @@ def _speed_table(title: str, unit: str, rows: list[Row], copies: list[Row]) -> T
         lines.append([case_name(next(iter(of_case.values()))), *speeds, *shares, *compared])
     of_copy = (f"{impl} / copy" for impl in beside_copy)
     return Table(f"{title}: {unit}", ["case", *impls, *of_copy, *(f"{impl} / best" for impl in ours)], lines)
-
-
-def _unit(row: Row) -> str:
-    """The unit of a speed."""
-    return find_benchmark(row["op"]).unit or find_case(row).unit(row["phase"])
 
 
 def _speed(row: Row | None, unit: str) -> str:

@@ -250,7 +250,8 @@ def summary(kernels: Iterable[tuple[str, Span]], calls: int) -> dict[str, float 
     """As `profile_calls` returns it, from names of kernels and their times in microseconds."""
     spans: dict[str, list[Span]] = {kind: [] for kind in (*_KINDS, "other")}
     for name, span in kernels:
-        spans[time_kind(name)].append(span)
+        fitting = (kind for kind, parts in _KINDS.items() if any(part in name.lower() for part in parts))
+        spans[next(fitting, "other")].append(span)
     everything = [span for of_kind in spans.values() for span in of_kind]
     if not everything:
         return {}
@@ -259,11 +260,6 @@ def summary(kernels: Iterable[tuple[str, Span]], calls: int) -> dict[str, float 
     milliseconds: dict[str, float | None] = {kind: _length(found) / calls / 1e3 for kind, found in spans.items()}
     idle = (whole - _length(everything)) / calls / 1e3
     return milliseconds | {"idle": idle, "hidden": covered(spans["transfers"], computing)}
-
-
-def time_kind(name: str) -> str:
-    lower = name.lower()
-    return next((kind for kind, parts in _KINDS.items() if any(part in lower for part in parts)), "other")
 
 
 def covered(spans: list[Span], by: list[Span]) -> float | None:

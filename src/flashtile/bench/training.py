@@ -14,7 +14,7 @@ compared with the plain formula in `training_steps.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -281,19 +281,20 @@ def _build_transformers(attention: str, compiled: bool = False) -> Callable[[Tra
     return build
 
 
-_TRANSFORMERS = ("transformers", "transformers")
-_BOTH = ("cuda", "cpu")
+def _transformers(name: str, attention: str, compiled: bool = False, **more: Any) -> Implementation:
+    build, package = _build_transformers(attention, compiled), ("transformers", "transformers")
+    return Implementation(f"transformers-{name}", build=build, package=package, **more)
+
+
 IMPLEMENTATIONS = (
-    Implementation("flashtile", _BOTH, _build_flashtile(fused_loss=False)),
-    Implementation("flashtile-fused-loss", _BOTH, _build_flashtile(fused_loss=True)),
-    Implementation("flashtile-compile", _BOTH, _build_flashtile(fused_loss=False, compiled=True)),
-    Implementation("transformers-eager", _BOTH, _build_transformers("eager"), package=_TRANSFORMERS),
-    Implementation("transformers-sdpa", _BOTH, _build_transformers("sdpa"), package=_TRANSFORMERS),
-    Implementation("transformers-compile", _BOTH, _build_transformers("sdpa", compiled=True), package=_TRANSFORMERS),
-    Implementation(
-        "transformers-flashtile", _BOTH, _build_transformers("flashtile"), package=_TRANSFORMERS, default=False
-    ),
-    Implementation("plain", _BOTH, build_plain, default=False),
+    Implementation("flashtile", build=_build_flashtile(fused_loss=False)),
+    Implementation("flashtile-fused-loss", build=_build_flashtile(fused_loss=True)),
+    Implementation("flashtile-compile", build=_build_flashtile(fused_loss=False, compiled=True)),
+    _transformers("eager", "eager"),
+    _transformers("sdpa", "sdpa"),
+    _transformers("compile", "sdpa", compiled=True),
+    _transformers("flashtile", "flashtile", default=False),
+    Implementation("plain", build=build_plain, default=False),
 )
 
 
@@ -318,8 +319,11 @@ class Training(Steps[Tensor]):
     def __init__(
         self, model: Model, tokens: Tensor, autocast: bool, batch: int | None = None, drops: bool = False
     ) -> None:
-        super().__init__(model.parameters, tokens, _OPTIONS, autocast, drops)
-        self._model, self._size = model, batch or len(tokens)
+        super().__init__(
+            model.parameters, tokens, _OPTIONS, autocast, drops, loss=model.loss, train=model.train,
+            token_losses=lambda part: token_losses(model.logits(part[:, :-1]), part),
+            parts=lambda whole: whole.split(batch or len(tokens)), share=lambda part, whole: len(part) / len(whole),
+        )  # fmt: skip
 
     def results(self, phase: str) -> dict[str, Tensor]:
         """Takes the first steps: losses of tokens before and after `[B, S]`, those of the steps, and samples of what
@@ -329,21 +333,6 @@ class Training(Steps[Tensor]):
         if checked.shape != self._batch.shape:
             self.step()  # what a whole sequence has no memory for fails here, where a reason is made of it
         return found
-
-    def _parts(self, batch: Tensor) -> Sequence[Tensor]:
-        return batch.split(self._size)
-
-    def _share(self, part: Tensor, batch: Tensor) -> float:
-        return len(part) / len(batch)
-
-    def _loss(self, batch: Tensor) -> Tensor:
-        return self._model.loss(batch)
-
-    def _token_losses(self, batch: Tensor) -> Tensor:
-        return token_losses(self._model.logits(batch[:, :-1]), batch)
-
-    def _train(self, mode: bool) -> None:
-        self._model.train(mode)
 
 
 class TrainProblem(base.Problem):

@@ -15,7 +15,6 @@ The scatter of each is measured on a reference, whose training is repeated with 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, TypeVar
@@ -55,35 +54,23 @@ class Steps(base.AnyBound, Generic[Batch]):
         options: of the optimizer, AdamW.
         autocast: products are bfloat16.
         drops: the model has dropout.
+        loss: the mean loss of a batch, by the function that is timed.
+        token_losses: the losses of tokens, by the model's logits.
+        train: switches dropout on or off.
+        parts: a batch in parts whose gradients are made at once.
+        share: the share that a part has in the mean loss of a batch.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], batch: Batch, options: dict[str, Any], autocast: bool, drops: bool
-    ) -> None:
+        self, parameters: Sequence[Tensor], batch: Batch, options: dict[str, Any], autocast: bool, drops: bool,
+        *, loss: Callable[[Batch], Tensor], token_losses: Callable[[Batch], Tensor], train: Callable[[bool], Any],
+        parts: Callable[[Batch], Sequence[Batch]], share: Callable[[Batch, Batch], float | Tensor],
+    ) -> None:  # fmt: skip
         self._parameters, self._batch, self._options = parameters, batch, options
         self._autocast_on, self._drops = autocast, drops
+        self._loss, self._token_losses, self._train, self._parts, self._share = loss, token_losses, train, parts, share
         self._device = parameters[0].device
         self._optimizer = torch.optim.AdamW(parameters, **options)
-
-    @abstractmethod
-    def _parts(self, batch: Batch) -> Sequence[Batch]:
-        """The batch in parts whose gradients are made at once."""
-
-    @abstractmethod
-    def _share(self, part: Batch, batch: Batch) -> float | Tensor:
-        """The share that a part has in the mean loss of a batch."""
-
-    @abstractmethod
-    def _loss(self, batch: Batch) -> Tensor:
-        """The mean loss, by the function that is timed."""
-
-    @abstractmethod
-    def _token_losses(self, batch: Batch) -> Tensor:
-        """The losses of tokens, by the model's logits."""
-
-    @abstractmethod
-    def _train(self, mode: bool) -> Any:
-        """Switches dropout on or off."""
 
     @property
     def calls(self) -> Mapping[str, Callable[[], Any]]:
@@ -95,14 +82,10 @@ class Steps(base.AnyBound, Generic[Batch]):
         Args:
             batch: in the place of its own.
         """
-        loss = self._mean_loss(self._batch if batch is None else batch, Tensor.backward)
+        loss = self.loss(self._batch if batch is None else batch, Tensor.backward)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return loss
-
-    def loss(self, batch: Batch) -> Tensor:
-        """The mean loss, by the function that a step calls."""
-        return self._mean_loss(batch)
 
     @torch.no_grad()
     def token_losses(self, batch: Batch) -> Tensor:
@@ -137,7 +120,10 @@ class Steps(base.AnyBound, Generic[Batch]):
         start = [parameter.detach().clone() for parameter in self._parameters]
         with self.without_dropout():
             found = self._step_losses(batch)
-        self._restart(start)
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, start, strict=True):
+                parameter.copy_(value)
+        self._optimizer = torch.optim.AdamW(self._parameters, **self._options)
         return found
 
     def samples(self, batch: Batch) -> dict[str, Tensor]:
@@ -149,14 +135,8 @@ class Steps(base.AnyBound, Generic[Batch]):
         losses = torch.stack([self.step(batch) for _ in range(_CHECKED_STEPS)])
         return {"token_loss": before, "token_loss_after": self.token_losses(batch), "loss": losses}
 
-    @torch.no_grad()
-    def _restart(self, start: Sequence[Tensor]) -> None:
-        for parameter, value in zip(self._parameters, start, strict=True):
-            parameter.copy_(value)
-        self._optimizer = torch.optim.AdamW(self._parameters, **self._options)
-
-    def _mean_loss(self, batch: Batch, use: Callable[[Tensor], Any] = lambda loss: None) -> Tensor:
-        """The mean loss. `use` is called with what each part has in it."""
+    def loss(self, batch: Batch, use: Callable[[Tensor], Any] = lambda loss: None) -> Tensor:
+        """The mean loss, by the function that is timed. `use` is called with what each part has in it."""
         parts, losses = self._parts(batch), []
         for part in parts:
             with self._autocast():

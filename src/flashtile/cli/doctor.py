@@ -153,7 +153,8 @@ def check_kernels(backends: list[str]) -> Iterator[KernelResult]:
     device = default_device()
     jobs = [(backend, number) for backend in backends for number in range(len(kernel_checks(backend)))]
     if device.type == "cpu":
-        yield from (_check_kernel(*job, str(device)) for job in jobs)
+        for backend, number in jobs:
+            yield KernelResult(backend, kernel_checks(backend)[number], _problem(backend, number, str(device)))
         return
     processes = min(_MOST_PROCESSES, os.cpu_count() or 1)
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
@@ -163,10 +164,6 @@ def check_kernels(backends: list[str]) -> Iterator[KernelResult]:
             # A process that ends, as after an illegal memory access, is an error of the task.
             error = task.exception()
             yield KernelResult(backend, kernel_checks(backend)[number], task.result() if error is None else str(error))
-
-
-def _check_kernel(backend: str, number: int, device: str) -> KernelResult:
-    return KernelResult(backend, kernel_checks(backend)[number], _problem(backend, number, device))
 
 
 def _problem(backend: str, number: int, device: str) -> str | None:

@@ -194,7 +194,7 @@ def _page(
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("flashtile.bench", "html"), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"anchor": _anchor}
+    environment.filters["anchor"] = lambda title: re.sub(r"[\W_]", "-", title.lower())
     tables = [chart.table()[0] for chart in charts] + [headings for part in parts for _, headings, _ in part.tables]
     tables += [] if verdict is None else [verdict.headings]
     columns = {headings: f"t{number}" for number, headings in enumerate(dict.fromkeys(map(tuple, tables)))}
@@ -237,10 +237,6 @@ def _facts(named: Named) -> list[tuple[str, str]]:
     facts |= {label: named.facts.get(name) for name, label in FACTS.items()}
     facts |= named.record.get("versions") or {}
     return [(name, str(value)) for name, value in facts.items() if value is not None]
-
-
-def _anchor(title: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in title.lower())
 
 
 def _column_names(headings: Sequence[str], name: str) -> str:

@@ -154,7 +154,11 @@ def grids(rows: Rows) -> tuple[list[GridChart], set[str]]:
         if is_ours(row["impl"]) and case_key(row) in dense and case["Sq"] > 1 and "queries" not in case:
             kind = json.dumps([row["impl"], {key: case[key] for key in case if key not in ("S", "Sq")}])
             found.setdefault(kind, []).append((row, dense[case_key(row)]))
-    full = [pairs for pairs in found.values() if _is_grid([row["case"] for row, _ in pairs])]
+    full = []
+    for pairs in found.values():
+        counts = [len({row["case"][size] for row, _ in pairs}) for size in _SIZES]
+        if min(counts) > 1 and counts[0] * counts[1] == len(pairs):  # several of both sizes, and all pairs of them
+            full.append(pairs)
     cases = [{key: pairs[0][0]["case"][key] for key in pairs[0][0]["case"] if key not in _SIZES} for pairs in full]
     charts = [
         GridChart(
@@ -169,12 +173,6 @@ def grids(rows: Rows) -> tuple[list[GridChart], set[str]]:
 
 #: The sizes of a grid.
 _SIZES = ("Sq", "S")
-
-
-def _is_grid(cases: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether there are several of both sizes, and all pairs of them."""
-    counts = [len({case[size] for case in cases}) for size in _SIZES]
-    return min(counts) > 1 and counts[0] * counts[1] == len(cases)
 
 
 def attention_rows(named: Named) -> list[Row]:
