@@ -309,15 +309,16 @@ def visible_in_band(case: Case) -> Visible:
     return visible
 
 
+def sdpa(name: str, devices: tuple[str, ...], build: Callable[..., Any], **more: Any) -> Implementation:
+    """PyTorch's function with one of its backends."""
+    backend = getattr(SDPBackend, "MATH" if name == "math" else f"{name.upper()}_ATTENTION")
+    return Implementation(f"sdpa-{name}", devices, build, context=lambda: sdpa_kernel(backend), compiles=False, **more)
+
+
 def _sdpa(
     name: str, limits: Callable[[Case, torch.device], str | None], devices: tuple[str, ...] = ("cuda",), **more: Any
 ) -> Implementation:
-    """PyTorch's function with one of its backends."""
-    backend = getattr(SDPBackend, "MATH" if name == "math" else f"{name.upper()}_ATTENTION")
-    return Implementation(
-        f"sdpa-{name}", devices, _build_sdpa, limits, heads_first=True, context=lambda: sdpa_kernel(backend),
-        own_dropout=True, compiles=False, **more,
-    )  # fmt: skip
+    return sdpa(name, devices, _build_sdpa, unsupported=limits, heads_first=True, own_dropout=True, **more)
 
 
 IMPLEMENTATIONS = (

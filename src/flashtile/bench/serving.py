@@ -18,13 +18,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashtile
 from flashtile.bench import base
 from flashtile.bench.base import Implementation, Verdict, judge, spread
 from flashtile.bench.cases import cumulative
-from flashtile.bench.implementations import FA4, torch_varlen_options
+from flashtile.bench.implementations import FA4, sdpa, torch_varlen_options
 from flashtile.bench.serving_cases import PHASE, ServingCase
 
 #: Pairs of a sequence and a key/value head that are checked, and queries of each.
@@ -281,12 +280,6 @@ def _fa4_limits(case: ServingCase, device: torch.device) -> str | None:
     return "its caches have the dtype of the queries" if case.factors else _special(case)
 
 
-def _sdpa_with(name: str, devices: tuple[str, ...], backend: SDPBackend) -> Implementation:
-    return Implementation(
-        f"sdpa-{name}", devices, _sdpa, _one_query, context=lambda: sdpa_kernel(backend), compiles=False
-    )
-
-
 _SHARED = "measured beside calls that share rows"
 IMPLEMENTATIONS = (
     Implementation("flashtile-auto", ("cuda",), _flashtile("auto")),
@@ -302,8 +295,8 @@ IMPLEMENTATIONS = (
         "torch-varlen", ("cuda",), _varlen, _dense_limits(_WIDEST_VARLEN), ("torch.nn.attention.varlen",) * 2,
         compiles=False,
     ),
-    _sdpa_with("flash", ("cuda", "cpu"), SDPBackend.FLASH_ATTENTION),
-    _sdpa_with("cudnn", ("cuda",), SDPBackend.CUDNN_ATTENTION),
+    sdpa("flash", ("cuda", "cpu"), _sdpa, unsupported=_one_query),
+    sdpa("cudnn", ("cuda",), _sdpa, unsupported=_one_query),
     Implementation("matmul", ("cpu",), _matmul, _one_query),
     Implementation("sdpa-gathered", ("cpu",), _gathered, _pages_only),
     Implementation("fa4", ("cuda",), _fa4, _fa4_limits, FA4),
