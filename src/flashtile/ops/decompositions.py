@@ -32,7 +32,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 def _decomposed(made: Operator, *flat: Any) -> Any:
     assert made.decomposition is not None
-    return packed(made.decomposition(*made.nested(flat)))
+    return packed(made.decomposition(*made.nested(flat)), made.present is None)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:

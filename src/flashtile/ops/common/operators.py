@@ -28,6 +28,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     Tensor | None: "Tensor?",
     bool: "bool",
     int: "SymInt",
+    int | None: "int?",
     float: "float",
     str: "str",
     torch.dtype: "ScalarType",
@@ -99,12 +100,16 @@ def operator(
         run: computes it, from `(tensors, *scalars, backend)`. Autograd records nothing of it.
         fake: of `(tensors, *scalars)`, empty tensors like the results; None: there are no results.
         present: see `Operator`; `fake` may make tensors that are not present.
-        writes: the tensors that it writes to, with spaces between, if results is None; the first is returned.
+        writes: the tensors that it writes to, with spaces between. If results is None, the first is returned.
         decomposition: see `Operator`.
         flops: of `(tensors, *scalars)`, the number of floating-point operations of its matrix products.
     """
     kinds, written = (tensors, *scalars), writes.split()
+    # A list where it depends on the call which results there are.
     returned = "()" if results is None else "Tensor" if results is Tensor else "Tensor[]"
+    if returned == "Tensor[]" and present is None:
+        returned = ", ".join(f"Tensor {field}" for field in results._fields)  # type: ignore[union-attr]
+        returned = f"({returned})"
     _LIBRARY.define(f"{name}({', '.join(_fields(kinds, written))}, str backend) -> {returned}")
     overload = getattr(torch.ops.flashtile, name).default
     # Without `prepare` calls are each decided about.
@@ -119,7 +124,7 @@ def operator(
             launch = prepare(given, *rest)
             if launch is None:
                 found = run(given, *rest)
-                return getattr(given, written[0]) if written else found
+                return getattr(given, written[0]) if results is None else found
             launches.keep_call(given, rest, launch)
             found = launch([tensor for tensor in given if tensor is not None])
         return found[0] if results is Tensor else made.unpacked(found, given, *rest[:-1])
@@ -128,12 +133,12 @@ def operator(
         flat = overload(*given, *[each for group in rest[:-1] for each in group], rest[-1])
         if results is Tensor:
             return flat
-        return getattr(given, written[0]) if written else made.unpacked(flat, given, *rest[:-1])
+        return getattr(given, written[0]) if results is None else made.unpacked(flat, given, *rest[:-1])
 
     def implementation(*flat: Any) -> Any:
         with torch.no_grad():
             found = run(*_nested(kinds, flat), flat[-1])
-        return None if written else packed(found)
+        return None if results is None else packed(found, present is None)
 
     def traced(*flat: Any) -> Any:
         if fake is None:
@@ -141,7 +146,8 @@ def operator(
         arguments = _nested(kinds, flat)
         found = fake(*arguments)
         there = None if present is None else present(*arguments)
-        return packed(found if there is None else [t for t, wanted in zip(found, there, strict=True) if wanted])
+        found = found if there is None else [t for t, wanted in zip(found, there, strict=True) if wanted]
+        return packed(found, present is None)
 
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, implementation, device)
@@ -377,8 +383,10 @@ def _function(name: str, forward: Callable[..., Any], backward: Callable[..., An
 def _fields(kinds: Sequence[type], written: Sequence[str]) -> list[str]:
     """The arguments of a schema."""
     hints = [each for kind in kinds for each in get_type_hints(kind).items()]
-    types = {name: f"Tensor({letter}!)" for name, letter in zip(written, "abc", strict=False)}
-    return [f"{types.get(name) or _SCHEMA_TYPES[hint]} {name}" for name, hint in hints]
+    letters = dict(zip(written, "abcd"))
+    types = {name: _SCHEMA_TYPES[hint] for name, hint in hints}
+    marked = {name: types[name].replace("Tensor", f"Tensor({letter}!)") for name, letter in letters.items()}
+    return [f"{each} {name}" for name, each in (types | marked).items()]
 
 
 def _nested(kinds: Sequence[type], flat: Sequence[Any]) -> list[Any]:
@@ -390,9 +398,9 @@ def _nested(kinds: Sequence[type], flat: Sequence[Any]) -> list[Any]:
     return found
 
 
-def packed(found: Any) -> Any:
-    """The return value of an operator."""
-    return found if isinstance(found, Tensor) else [t for t in found if t is not None]
+def packed(found: Any, all_there: bool = False) -> Any:
+    """The return value of an operator: a tensor, a list of those that there are, or the tuple of all."""
+    return found if isinstance(found, Tensor) else tuple(found) if all_there else [t for t in found if t is not None]
 
 
 def _flat(found: Any) -> Any:

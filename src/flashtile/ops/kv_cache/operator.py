@@ -1,4 +1,4 @@
-"""The operators: torch.library schemas, fakes and implementations. There is no autograd: a cache is for inference.
+"""The operators. There is no autograd: a cache is for inference, and inputs that want a gradient are refused before.
 
 Two operators with the same arguments: one reads the caches, the other writes the new rows to them first, and says so in
 its schema.
@@ -8,39 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.ops.common import dispatch, watch
 from flashtile.ops.common.backends import standard_backends
-from flashtile.ops.common.flops import product_flops, register_flops, values_on_host
+from flashtile.ops.common.flops import product_flops, values_on_host
+from flashtile.ops.common.operators import operator
 from flashtile.ops.kv_cache import checks, repeated
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype, new_counts, query_counts
 from flashtile.ops.softmax.merge import finish_attention, merge_attention_
 
 _BACKENDS = standard_backends("kv_cache")
 
-_REST = (
-    "Tensor? k, Tensor? v, Tensor? cache_lengths, Tensor? cache_batch_indices, Tensor? cache_left_padding, "
-    "Tensor? block_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_new, {}, Tensor? tree_mask, SymInt length, float scale, "
-    "int? window_left, int? window_right, float softcap, bool interleaved, int num_splits, SymInt max_seqlen_q, "
-    "bool factors_of_rows, bool batch_invariant, str backend"
-)
-_library = torch.library.Library("flashtile", "FRAGMENT")
-_READ, _WRITTEN = "Tensor? descale_k, Tensor? descale_v", "Tensor(c!)? descale_k, Tensor(d!)? descale_v"
-_library.define(
-    f"attention_cached(Tensor q, Tensor k_cache, Tensor v_cache, {_REST.format(_READ)}) -> (Tensor out, Tensor lse)"
-)
-_library.define(
-    "attention_cached_(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    f"{_REST.format(_WRITTEN)}) -> (Tensor out, Tensor lse)"
-)
-_op, _appending_op = torch.ops.flashtile.attention_cached.default, torch.ops.flashtile.attention_cached_.default
 
-_TENSORS = len(CacheCall._fields)
+class Results(NamedTuple):
+    out: Tensor
+    lse: Tensor
 
 
 def run_with_cache(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Tensor]:
@@ -52,7 +38,7 @@ def run_with_cache(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tens
         )
     if dispatch.unobserved(*call):
         return _forward(call, spec, backend)
-    return (_op if call.k is None else _appending_op)(*call, *spec, backend)
+    return (_read if call.k is None else _append)(*call, *spec, backend)
 
 
 def remember(key: Hashable, given: repeated.Given, call: CacheCall, spec: CacheSpec, backend: str) -> None:
@@ -99,23 +85,16 @@ def _last_contiguous(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-def _implementation(*arguments):
-    *flat, backend = arguments
-    with torch.no_grad():
-        return _forward(CacheCall(*flat[:_TENSORS]), CacheSpec(*flat[_TENSORS:]), backend)
-
-
-def _fake(q, k_cache, v_cache, *rest):
-    *rows, heads, _ = q.shape
-    out = q.new_empty((*rows, heads, v_cache.shape[-1]))
+def _fake(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
+    *rows, heads, _ = call.q.shape
+    out = call.q.new_empty((*rows, heads, call.v_cache.shape[-1]))
     lse = (heads, *rows) if len(rows) == 1 else (rows[0], heads, rows[1])
-    return out, q.new_empty(lse, dtype=lse_dtype(q.dtype))
+    return out, call.q.new_empty(lse, dtype=lse_dtype(call.q.dtype))
 
 
-def _flops(*arguments, **_):
+def _flops(call: CacheCall, spec: CacheSpec) -> int:
     """Two products over all pairs of a query and a row of its sequence, also of rows that are not visible. Of a packed
     call whose lengths are on a GPU, a sequence counts as long as the cache allows."""
-    call, spec = CacheCall(*arguments[:_TENSORS]), CacheSpec(*arguments[_TENSORS:-1])
     heads, head_dim = call.q.shape[-2:]
     lengths = [spec.length] * call.batch if call.cache_lengths is None else values_on_host(call.cache_lengths)
     on_host = all(starts is None or values_on_host(starts) for starts in (call.cu_seqlens_q, call.cu_seqlens_new))
@@ -128,13 +107,10 @@ def _flops(*arguments, **_):
     return product_flops(pairs * heads, head_dim + call.v_cache.shape[-1], 1)
 
 
-for _name in ("attention_cached", "attention_cached_"):
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _implementation, _device)
-    # Nothing is recorded: inputs that want a gradient are refused above the operators.
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-    dispatch.register_fake(f"flashtile::{_name}", _fake, _library)
-    register_flops(_name, _flops)
+_read, _append = (
+    operator(name, CacheCall, (CacheSpec,), Results, run=_forward, fake=_fake, writes=writes, flops=_flops).overload
+    for name, writes in (("attention_cached", ""), ("attention_cached_", "k_cache v_cache descale_k descale_v"))
+)
 
 
 # --- a common prefix -------------------------------------------------------------------------------------------------
