@@ -70,7 +70,7 @@ class Names(NamedTuple):
                 continue
             value, unused = home[own], self.unused.get(name, {})
             body = getattr(value, method) if method else value
-            if not unused and _described(inspect.signature(body)) == _described(_parsed(arguments)):
+            if not unused and _has(body, arguments):
                 continue
             if not isinstance(value, type):
                 made = home[own] = adapted(own, arguments, body, unused)
@@ -131,16 +131,16 @@ def adapted(name: str, arguments: str, body: Callable[..., Any], unused: Mapping
     return made
 
 
-def _parsed(arguments: str) -> inspect.Signature:
-    """The signature that arguments are."""
+def _has(body: Any, arguments: str) -> bool:
+    """Whether a function, or a class's constructor, has these arguments as it is."""
+    code = getattr(inspect.unwrap(body.__init__ if isinstance(body, type) else body), "__code__", None)
+    if code is not None and code.co_flags & inspect.CO_VARKEYWORDS and "**" not in arguments:
+        return False
     space: dict[str, Any] = {**_WORDS}
     exec(f"def f({arguments}): ...", space)
-    return inspect.signature(space["f"])
-
-
-def _described(signature: inspect.Signature) -> list[tuple[Any, ...]]:
-    """What must be alike for a function to have the arguments of a table as it is."""
-    return [(each.name, each.kind, each.default) for each in signature.parameters.values()]
+    both = (inspect.signature(function).parameters.values() for function in (body, space["f"]))
+    own, given = ([(each.name, each.kind, each.default) for each in parameters] for parameters in both)
+    return own == given
 
 
 def refuse(name: str, expected: str, given: object, remedy: str) -> NoReturn:

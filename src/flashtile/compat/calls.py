@@ -116,8 +116,14 @@ def taken_apart(given: dict[str, Any], **fixed: Any) -> Given:
 
 
 def attend(**given: Any) -> Output:
-    """flash_attn 2's functions: out, or with return_attn_probs out, lse `[B, H, Sq]`, packed `[H, total_q]`, and the
-    weights (`weights`), which are empty without dropout."""
+    """Attention: out, or with return_attn_probs out, lse `[batch, heads, seq_q]`, packed `[heads, total_q]`, and the
+    weights (`weights`), which are empty without dropout.
+
+    q is `[batch, seq_q, heads, head_dim]`, k and v `[batch, seq_k, heads_kv, head_dim]`, kv `[batch, seq_k, 2,
+    heads_kv, head_dim]`, qkv `[batch, seq, 3, heads, head_dim]`; with cumulative lengths `[total, ...]`. With
+    block_table, int32 `[batch, pages of a sequence]`, k and v are pages `[pages, page_size, heads_kv, head_dim]`, and
+    cu_seqlens_k tells the lengths. The module's text has the other arguments.
+    """
     q, k, v, layout, call, rest = taken_apart(given)
     if layout is not None and not rest["return_attn_probs"] and _reads_pages(q, k, v, layout, call):
         return _over_pages(q, k, v, layout, call)

@@ -25,25 +25,8 @@ from flashtile.compat.calls import Output, attend, taken_apart
 from flashtile.compat.rows import locate_rows
 from flashtile.compat.signatures import VERSION_2
 
-
-def flash_attn_func(**given: Any) -> Output:
-    """Attention of a dense batch: out, or (out, lse, S_dmask). Arguments as in the module's text; k and v may be one kv
-    `[batch, seq_k, 2, heads_kv, head_dim]`, or q, k and v one qkv `[batch, seq, 3, heads, head_dim]`."""
-    return attend(**given)
-
-
-def flash_attn_varlen_func(**given: Any) -> Output:
-    """Attention of packed sequences: out, or (out, lse, S_dmask). Arguments as in the module's text; k and v may be one
-    kv `[total_k, 2, heads_kv, head_dim]`, or q, k and v one qkv `[total, 3, heads, head_dim]`.
-
-    With `block_table`, int32 `[batch, pages of a sequence]`, k and v are pages `[pages, page_size, heads_kv, head_dim]`
-    and `cu_seqlens_k` tells the lengths.
-    """
-    return attend(**given)
-
-
-flash_attn_kvpacked_func = flash_attn_qkvpacked_func = flash_attn_func
-flash_attn_varlen_kvpacked_func = flash_attn_varlen_qkvpacked_func = flash_attn_varlen_func
+flash_attn_func = flash_attn_kvpacked_func = flash_attn_qkvpacked_func = attend
+flash_attn_varlen_func = flash_attn_varlen_kvpacked_func = flash_attn_varlen_qkvpacked_func = attend
 
 
 def flash_attn_with_kvcache(return_softmax_lse: bool, num_splits: int, **given: Any) -> Output:

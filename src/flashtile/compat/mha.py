@@ -31,7 +31,13 @@ class _MaskedAttention(nn.Module):
         causal: no key right of the diagonal is visible, which ends at the last key.
         softmax_scale: factor on the scores; default `1/sqrt(head_dim)`.
         attention_dropout: probability that an attention weight is dropped, in training.
+
+    Attributes:
+        diagonal_ends_at_kept: with a padding mask, a causal diagonal ends at the last of as many keys as are kept, as
+            if these came first; else at the last key.
     """
+
+    diagonal_ends_at_kept = False
 
     def __init__(
         self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0
@@ -41,7 +47,12 @@ class _MaskedAttention(nn.Module):
         self.softmax_scale = softmax_scale
         self.drop = nn.Dropout(attention_dropout)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool | None, padding: Tensor | None) -> Tensor:
+        causal = self.causal if causal is None else bool(causal)
+        mask = None if padding is None else padding.bool()[:, None, None, :]
+        if mask is not None and causal and self.diagonal_ends_at_kept:
+            row = torch.arange(q.shape[1], device=q.device)[:, None] + mask.sum(-1, keepdim=True) - q.shape[1]
+            mask, causal = mask & (torch.arange(k.shape[1], device=q.device) <= row), False
         dropout_p = self.drop.p if self.training else 0.0
         return flashtile.attention(q, k, v, causal=causal, scale=self.softmax_scale, mask=mask, dropout_p=dropout_p)
 
@@ -55,17 +66,11 @@ class SelfAttention(_MaskedAttention):
         `key_padding_mask` is bool `[batch, seq]`, True = keep. A query that sees no key gives 0.
         """
         q, k, v = qkv.unbind(2)
-        mask = None if key_padding_mask is None else key_padding_mask.bool()[:, None, None, :]
-        return self._attend(q, k, v, self.causal if causal is None else bool(causal), mask)
+        return self._attend(q, k, v, causal, key_padding_mask)
 
 
 class CrossAttention(_MaskedAttention):
-    """Attention of q to packed kv with a padding mask.
-
-    Attributes:
-        diagonal_ends_at_kept: with a padding mask, a causal diagonal ends at the last of as many keys as are kept, as
-            if these came first; else at the last key.
-    """
+    """Attention of q to packed kv with a padding mask."""
 
     diagonal_ends_at_kept = True
 
@@ -77,14 +82,7 @@ class CrossAttention(_MaskedAttention):
         `key_padding_mask` is bool `[batch, seq_k]`, True = keep. A query that sees no key gives 0.
         """
         k, v = kv.unbind(2)
-        causal = self.causal if causal is None else bool(causal)
-        if key_padding_mask is None:
-            return self._attend(q, k, v, causal, None)
-        mask = kept = key_padding_mask.bool()[:, None, None, :]
-        if causal and self.diagonal_ends_at_kept:
-            row = torch.arange(q.shape[1], device=q.device)[:, None] + kept.sum(-1, keepdim=True) - q.shape[1]
-            mask, causal = kept & (torch.arange(k.shape[1], device=q.device) <= row), False
-        return self._attend(q, k, v, causal, mask)
+        return self._attend(q, k, v, causal, key_padding_mask)
 
 
 class MHA(modules.MHA):
