@@ -133,12 +133,13 @@ def adapted(name: str, arguments: str, body: Callable[..., Any], unused: Mapping
 
 def _has(body: Any, arguments: str) -> bool:
     """Whether a function, or a class's constructor, has these arguments as it is."""
-    code = getattr(inspect.unwrap(body.__init__ if isinstance(body, type) else body), "__code__", None)
+    function = body.__init__ if isinstance(body, type) else body  # type: ignore[misc]
+    code = getattr(inspect.unwrap(function), "__code__", None)
     if code is not None and code.co_flags & inspect.CO_VARKEYWORDS and "**" not in arguments:
         return False
     space: dict[str, Any] = {**_WORDS}
     exec(f"def f({arguments}): ...", space)
-    both = (inspect.signature(function).parameters.values() for function in (body, space["f"]))
+    both = (inspect.signature(each).parameters.values() for each in (body, space["f"]))
     own, given = ([(each.name, each.kind, each.default) for each in parameters] for parameters in both)
     return own == given
 
