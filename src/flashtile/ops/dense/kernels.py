@@ -183,7 +183,7 @@ def reduce_kernel(
 ):  # fmt: skip
     """Adds partial sums `[splits, WIDTH]` in their order, N columns to a program."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    reduce_partial(partial_ptr, sum_ptr, columns, splits, WIDTH, ROWS, BLOCK_N, True)
+    reduce_partial(partial_ptr, sum_ptr, columns, splits, WIDTH, ROWS, True)
 
 
 # --- how the kernels are cut, and their launches ---------------------------------------------------------------------

@@ -15,7 +15,7 @@ Programs stay and walk over rows in steps of P, so that each keeps its part of t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,7 +39,7 @@ from flashtile.ops.common.philox import keep_threshold
 from flashtile.ops.common.tiles import REDUCE, RowTile, row_tile
 from flashtile.ops.common.tiles import held_row_tile as forward_config
 from flashtile.ops.common.triton.functions import reduce_partial
-from flashtile.ops.common.triton.philox import kept_in_rows, load_seed
+from flashtile.ops.common.triton.philox import kept_in_rows, load_dropout
 from flashtile.ops.layer_norm.spec import (
     Gradients,
     Normalised,
@@ -55,12 +55,50 @@ from flashtile.ops.layer_norm.spec import (
 # --- what the kernels share: addresses of rows, the sum that is normalised, statistics, parameters --------------------
 
 
+class Tile(NamedTuple):
+    """A tile of a matrix `[rows, WIDTH]`: its rows `[M]`, its columns `[N]` and the first of them."""
+
+    row: Any
+    columns: Any
+    first_column: Any
+    rows: Any
+
+
+class Summands(NamedTuple):
+    """Pointers to what x is the sum of, and to the factors of x0, None for what a call does not have; elements from one
+    row to the next; and the constant factors of x0 and x1."""
+
+    x0: Any
+    x1: Any
+    residual: Any
+    rowscale: Any
+    layerscale: Any
+    subset: Any
+    stride_x0: Any
+    stride_x1: Any
+    stride_residual: Any
+    scale_x0: Any
+    scale_x1: Any
+
+
+class Outputs(NamedTuple):
+    """Pointers to the results of a norm, to the parameters that make them of xhat, and to the rows of z."""
+
+    weight: Any
+    bias: Any
+    weight1: Any
+    bias1: Any
+    subset: Any
+    z: Any
+    z1: Any
+
+
 @triton.jit
-def tile_mask(row, columns, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def tile_mask(tile, WIDTH: tl.constexpr):
     """The elements of a tile that exist: bool `[M, N]`. A tile of one row is never past the last."""
-    inside = (columns < WIDTH)[None, :]
-    if ROWS > 1:
-        inside = inside & (row < rows)[:, None]
+    inside = (tile.columns < WIDTH)[None, :]
+    if tile.row.shape[0] > 1:
+        inside = inside & (tile.row < tile.rows)[:, None]
     return inside
 
 
@@ -86,59 +124,49 @@ def source_rows(subset_ptr, row, rows):
 
 
 @triton.jit
-def branch_factor(
-    rowscale_ptr, layerscale_ptr, seed, offset, source, exists, columns, first_column, threshold, scale, stream,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
-    """The factor on an element of x0 (stream 0) or x1 (stream 1) on its way into the sum: `[M, N]` or less.
-    `exists` `[M]`: rows of the tile that are there."""
-    factor = tl.full([ROWS, 1], 1.0, tl.float32) * scale
+def branch_factor(rowscale_ptr, layerscale_ptr, source, scale, stream, dropout, tile, WIDTH: tl.constexpr):
+    """The factor on an element of x0 (stream 0) or x1 (stream 1), of rows `source`, on its way into the sum: `[M, N]`
+    or less. `dropout`: None for none."""
+    factor = tl.full([tile.row.shape[0], 1], 1.0, tl.float32) * scale
     if rowscale_ptr is not None:
-        factor *= tl.load(rowscale_ptr + source, mask=exists & (source >= 0), other=0.0).to(tl.float32)[:, None]
+        there = (tile.row < tile.rows) & (source >= 0)
+        factor *= tl.load(rowscale_ptr + source, mask=there, other=0.0).to(tl.float32)[:, None]
     if layerscale_ptr is not None:
-        factor = factor * load_parameter(layerscale_ptr, columns, WIDTH, 1.0, 0.0)
-    if DROPOUT:
-        kept = kept_in_rows(seed, offset, stream, source.to(tl.int32), first_column, threshold, ROWS, BLOCK_N)
+        factor = factor * load_parameter(layerscale_ptr, tile.columns, WIDTH, 1.0, 0.0)
+    if dropout is not None:
+        kept = kept_in_rows(dropout, stream, source.to(tl.int32), tile.first_column, tile.columns.shape[0])
         factor = tl.where(kept, factor, 0.0)
     return factor
 
 
 @triton.jit
-def load_sum(
-    x0_ptr, x1_ptr, residual_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset, x_ptr,
-    stride_x0, stride_x1, stride_residual, row, columns, first_column, rows, threshold, scale_x0, scale_x1,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
+def load_sum(summands, dropout, x_ptr, tile, WIDTH: tl.constexpr, SCALED: tl.constexpr):
     """A tile of x `[M, N]` in float32, rounded to x's dtype and stored where it is not x0; 0 outside.
 
     Alone and in short rows, x0 is read past the L2 cache (1,024 columns on an H200: 17.3 µs against 18.4); in longer
     rows and beside other summands that costs 5 %.
     """
-    POLICY: tl.constexpr = "" if x1_ptr is not None or residual_ptr is not None or WIDTH > 2048 else "evict_first"
-    inside = tile_mask(row, columns, rows, WIDTH, ROWS)
-    source = source_rows(x0_subset_ptr, row, rows)
+    ALONE: tl.constexpr = summands.x1 is None and summands.residual is None
+    POLICY: tl.constexpr = "evict_first" if ALONE and WIDTH <= 2048 else ""
+    row, columns = tile.row, tile.columns
+    inside = tile_mask(tile, WIDTH)
+    source = source_rows(summands.subset, row, tile.rows)
     there = inside
-    if x0_subset_ptr is not None:
+    if summands.subset is not None:
         there = inside & (source >= 0)[:, None]
-    x = tl.load(x0_ptr + source[:, None] * stride_x0 + columns[None, :], mask=there, other=0.0, eviction_policy=POLICY)
-    x = x.to(tl.float32)
+    x0_pointers = summands.x0 + source[:, None] * summands.stride_x0 + columns[None, :]
+    x = tl.load(x0_pointers, mask=there, other=0.0, eviction_policy=POLICY).to(tl.float32)
     if SCALED:
-        x *= branch_factor(
-            rowscale_ptr, layerscale_ptr, seed, offset, source, row < rows, columns, first_column, threshold, scale_x0,
-            0, WIDTH, ROWS, BLOCK_N, DROPOUT,
-        )  # fmt: skip
-    if x1_ptr is not None:
-        offsets = row.to(tl.int64)[:, None] * stride_x1 + columns[None, :]
-        x1 = tl.load(x1_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        if DROPOUT:
-            x1 *= branch_factor(
-                None, None, seed, offset, row.to(tl.int64), row < rows, columns, first_column,
-                threshold, scale_x1, 1, WIDTH, ROWS, BLOCK_N, DROPOUT,
-            )  # fmt: skip
+        x *= branch_factor(summands.rowscale, summands.layerscale, source, summands.scale_x0, 0, dropout, tile, WIDTH)
+    if summands.x1 is not None:
+        offsets = row.to(tl.int64)[:, None] * summands.stride_x1 + columns[None, :]
+        x1 = tl.load(summands.x1 + offsets, mask=inside, other=0.0).to(tl.float32)
+        if dropout is not None:
+            x1 *= branch_factor(None, None, row.to(tl.int64), summands.scale_x1, 1, dropout, tile, WIDTH)
         x += x1
-    if residual_ptr is not None:
-        offsets = row.to(tl.int64)[:, None] * stride_residual + columns[None, :]
-        x += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    if summands.residual is not None:
+        offsets = row.to(tl.int64)[:, None] * summands.stride_residual + columns[None, :]
+        x += tl.load(summands.residual + offsets, mask=inside, other=0.0).to(tl.float32)
     if x_ptr is not None:
         rounded = x.to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + row.to(tl.int64)[:, None] * WIDTH + columns[None, :], rounded, mask=inside)
@@ -147,23 +175,21 @@ def load_sum(
 
 
 @triton.jit
-def store_outputs(
-    xhat, weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, out_subset_ptr, z_ptr, z1_ptr, row, columns, rows,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, WEIGHT_ADD: tl.constexpr,
-):  # fmt: skip
+def store_outputs(xhat, outputs, tile, WIDTH: tl.constexpr, WEIGHT_ADD: tl.constexpr):
     """z and z1 of a tile of xhat `[M, N]`."""
-    inside = tile_mask(row, columns, rows, WIDTH, ROWS)
-    target = source_rows(out_subset_ptr, row, rows)
-    if out_subset_ptr is not None:
+    columns = tile.columns
+    inside = tile_mask(tile, WIDTH)
+    target = source_rows(outputs.subset, tile.row, tile.rows)
+    if outputs.subset is not None:
         inside = inside & (target >= 0)[:, None]
     offsets = target[:, None] * WIDTH + columns[None, :]
-    z = xhat * load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
-    z += load_parameter(bias_ptr, columns, WIDTH, 0.0, 0.0)
-    tl.store(z_ptr + offsets, z.to(z_ptr.dtype.element_ty), mask=inside)
-    if weight1_ptr is not None:
-        z1 = xhat * load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
-        z1 += load_parameter(bias1_ptr, columns, WIDTH, 0.0, 0.0)
-        tl.store(z1_ptr + offsets, z1.to(z1_ptr.dtype.element_ty), mask=inside)
+    z = xhat * load_parameter(outputs.weight, columns, WIDTH, 1.0, WEIGHT_ADD)
+    z += load_parameter(outputs.bias, columns, WIDTH, 0.0, 0.0)
+    tl.store(outputs.z + offsets, z.to(outputs.z.dtype.element_ty), mask=inside)
+    if outputs.weight1 is not None:
+        z1 = xhat * load_parameter(outputs.weight1, columns, WIDTH, 1.0, WEIGHT_ADD)
+        z1 += load_parameter(outputs.bias1, columns, WIDTH, 0.0, 0.0)
+        tl.store(outputs.z1 + offsets, z1.to(outputs.z1.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -190,15 +216,21 @@ def norm_forward_kernel(
     Each of the N places of a tile keeps the running mean and sum of squares of what passes it (Welford 1962). They are
     put together once, at the end (Chan, Golub, LeVeque 1979).
     """
+    summands = Summands(
+        x0=x0_ptr, x1=x1_ptr, residual=residual_ptr, rowscale=rowscale_ptr, layerscale=layerscale_ptr,
+        subset=x0_subset_ptr, stride_x0=stride_x0, stride_x1=stride_x1, stride_residual=stride_residual,
+        scale_x0=scale_x0, scale_x1=scale_x1,
+    )  # fmt: skip
+    outputs = Outputs(
+        weight=weight_ptr, bias=bias_ptr, weight1=weight1_ptr, bias1=bias1_ptr, subset=out_subset_ptr, z=z_ptr,
+        z1=z1_ptr,
+    )  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [M]
     if BLOCK_N >= WIDTH:
         columns = tl.arange(0, BLOCK_N)  # [N]
-        seed, offset = load_seed(seed_ptr, DROPOUT)
-        x = load_sum(
-            x0_ptr, x1_ptr, residual_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset, x_ptr,
-            stride_x0, stride_x1, stride_residual, row, columns, 0, rows, threshold, scale_x0, scale_x1,
-            WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT,
-        )  # fmt: skip
+        tile = Tile(row, columns, first_column=0, rows=rows)
+        dropout = load_dropout(seed_ptr, threshold, DROPOUT)
+        x = load_sum(summands, dropout, x_ptr, tile, WIDTH, SCALED)
         # The mean is taken off before squaring: E[x²] - E[x]² would lose a small variance on a large mean.
         mean = row.to(tl.float32) * 0.0
         if not RMS:
@@ -208,21 +240,15 @@ def norm_forward_kernel(
                 x = tl.where((columns < WIDTH)[None, :], x, 0.0)
         rstd = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + epsilon)  # [M]
         store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, RMS)
-        store_outputs(
-            x * rstd[:, None], weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, out_subset_ptr, z_ptr, z1_ptr, row,
-            columns, rows, WIDTH, ROWS, WEIGHT_ADD,
-        )  # fmt: skip
+        store_outputs(x * rstd[:, None], outputs, tile, WIDTH, WEIGHT_ADD)
     else:
-        seed, offset = load_seed(seed_ptr, DROPOUT)
+        dropout = load_dropout(seed_ptr, threshold, DROPOUT)
         place_mean = tl.zeros([ROWS, BLOCK_N], tl.float32)
         place_squares = tl.zeros([ROWS, BLOCK_N], tl.float32)
         for first in range(0, WIDTH, BLOCK_N):
             columns = first + tl.arange(0, BLOCK_N)
-            x = load_sum(
-                x0_ptr, x1_ptr, residual_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset, x_ptr,
-                stride_x0, stride_x1, stride_residual, row, columns, first, rows, threshold, scale_x0, scale_x1,
-                WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT,
-            )  # fmt: skip
+            tile = Tile(row, columns, first, rows)
+            x = load_sum(summands, dropout, x_ptr, tile, WIDTH, SCALED)
             if RMS:
                 place_squares += x * x
             else:
@@ -250,13 +276,10 @@ def norm_forward_kernel(
             again_ptr, stride_again = x0_ptr, stride_x0
         for first in range(0, WIDTH, BLOCK_N):
             columns = first + tl.arange(0, BLOCK_N)
+            tile = Tile(row, columns, first, rows)
             offsets = row.to(tl.int64)[:, None] * stride_again + columns[None, :]
-            inside = tile_mask(row, columns, rows, WIDTH, ROWS)
-            x = tl.load(again_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-            store_outputs(
-                (x - mean[:, None]) * rstd[:, None], weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, out_subset_ptr,
-                z_ptr, z1_ptr, row, columns, rows, WIDTH, ROWS, WEIGHT_ADD,
-            )  # fmt: skip
+            x = tl.load(again_ptr + offsets, mask=tile_mask(tile, WIDTH), other=0.0).to(tl.float32)
+            store_outputs((x - mean[:, None]) * rstd[:, None], outputs, tile, WIDTH, WEIGHT_ADD)
 
 
 # --- backward: gradients of rows, with partial sums of the parameters' gradients; and their sum -----------------------
@@ -267,24 +290,47 @@ def _add_pairs(a0, a1, b0, b1):
     return a0 + b0, a1 + b1
 
 
+class Above(NamedTuple):
+    """Pointers to what the gradient of a norm is made of, and to the rows of z; elements from one row to the next."""
+
+    dz: Any
+    dz1: Any
+    x: Any
+    subset: Any
+    stride_dz: Any
+    stride_dz1: Any
+    stride_x: Any
+
+
+class SummandGradients(NamedTuple):
+    """Pointers to dx, which is read, with elements from one of its rows to the next, and to the gradients of the sum
+    and of the summands, which are written; None for what a call does not have."""
+
+    dx: Any
+    stride_dx: Any
+    dsum: Any
+    dx0: Any
+    dx1: Any
+
+
 @triton.jit
-def load_upstream(
-    dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean, rstd, row, columns,
-    rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, RMS: tl.constexpr,
-):  # fmt: skip
+def load_upstream(above, weight, weight1, mean, rstd, tile, WIDTH: tl.constexpr, RMS: tl.constexpr):
     """dz, dz1, xhat and dxhat of a tile, float32 `[M, N]`, 0 outside."""
-    inside = tile_mask(row, columns, rows, WIDTH, ROWS)
-    target = source_rows(out_subset_ptr, row, rows)
+    row, columns = tile.row, tile.columns
+    inside = tile_mask(tile, WIDTH)
+    target = source_rows(above.subset, row, tile.rows)
     there = inside
-    if out_subset_ptr is not None:
+    if above.subset is not None:
         there = inside & (target >= 0)[:, None]
-    x_offsets = row.to(tl.int64)[:, None] * stride_x + columns[None, :]
-    x = tl.load(x_ptr + x_offsets, mask=inside, other=0.0).to(tl.float32)
-    dz = tl.load(dz_ptr + target[:, None] * stride_dz + columns[None, :], mask=there, other=0.0).to(tl.float32)
+    x_offsets = row.to(tl.int64)[:, None] * above.stride_x + columns[None, :]
+    x = tl.load(above.x + x_offsets, mask=inside, other=0.0).to(tl.float32)
+    dz_offsets = target[:, None] * above.stride_dz
+    dz = tl.load(above.dz + dz_offsets + columns[None, :], mask=there, other=0.0).to(tl.float32)
     dz1 = dz
     dxhat = dz * weight
-    if dz1_ptr is not None:
-        dz1 = tl.load(dz1_ptr + target[:, None] * stride_dz1 + columns[None, :], mask=there, other=0.0).to(tl.float32)
+    if above.dz1 is not None:
+        dz1_offsets = target[:, None] * above.stride_dz1
+        dz1 = tl.load(above.dz1 + dz1_offsets + columns[None, :], mask=there, other=0.0).to(tl.float32)
         dxhat += dz1 * weight1
     if RMS:
         xhat = x * rstd[:, None]
@@ -296,46 +342,38 @@ def load_upstream(
 
 @triton.jit
 def store_gradients(
-    dsum, dx_ptr, dsum_ptr, dx0_ptr, dx1_ptr, x0_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset,
-    stride_dx, stride_x0, row, columns, first_column, rows, threshold, scale_x0, scale_x1,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr,
-    SUMS_LAYERSCALE: tl.constexpr,
+    dsum, gradients, summands, dropout, tile, WIDTH: tl.constexpr, SCALED: tl.constexpr, SUMS_LAYERSCALE: tl.constexpr
 ):  # fmt: skip
     """Adds dx to the gradient of the norm, stores the gradients of the summands; returns layerscale's `[M, N]`."""
-    inside = tile_mask(row, columns, rows, WIDTH, ROWS)
+    row, columns = tile.row, tile.columns
+    inside = tile_mask(tile, WIDTH)
     offsets = row.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-    if dx_ptr is not None:
-        dx_offsets = row.to(tl.int64)[:, None] * stride_dx + columns[None, :]
-        dsum += tl.load(dx_ptr + dx_offsets, mask=inside, other=0.0).to(tl.float32)
-    if dsum_ptr is not None:
-        tl.store(dsum_ptr + offsets, dsum.to(dsum_ptr.dtype.element_ty), mask=inside)
-    if dx1_ptr is not None:
+    if gradients.dx is not None:
+        dx_offsets = row.to(tl.int64)[:, None] * gradients.stride_dx + columns[None, :]
+        dsum += tl.load(gradients.dx + dx_offsets, mask=inside, other=0.0).to(tl.float32)
+    if gradients.dsum is not None:
+        tl.store(gradients.dsum + offsets, dsum.to(gradients.dsum.dtype.element_ty), mask=inside)
+    if gradients.dx1 is not None:
         dx1 = dsum
-        if DROPOUT:
-            dx1 = dsum * branch_factor(
-                None, None, seed, offset, row.to(tl.int64), row < rows, columns, first_column,
-                threshold, scale_x1, 1, WIDTH, ROWS, BLOCK_N, DROPOUT,
-            )  # fmt: skip
-        tl.store(dx1_ptr + offsets, dx1.to(dx1_ptr.dtype.element_ty), mask=inside)
+        if dropout is not None:
+            dx1 = dsum * branch_factor(None, None, row.to(tl.int64), summands.scale_x1, 1, dropout, tile, WIDTH)
+        tl.store(gradients.dx1 + offsets, dx1.to(gradients.dx1.dtype.element_ty), mask=inside)
     dlayerscale = dsum
-    if dx0_ptr is not None:
-        source = source_rows(x0_subset_ptr, row, rows)
+    if gradients.dx0 is not None:
+        source = source_rows(summands.subset, row, tile.rows)
         there = inside
-        if x0_subset_ptr is not None:
+        if summands.subset is not None:
             there = inside & (source >= 0)[:, None]
         dx0 = dsum
         if SCALED:
-            dx0 = dsum * branch_factor(
-                rowscale_ptr, None, seed, offset, source, row < rows, columns, first_column, threshold,
-                scale_x0, 0, WIDTH, ROWS, BLOCK_N, DROPOUT,
-            )  # fmt: skip
+            dx0 = dsum * branch_factor(summands.rowscale, None, source, summands.scale_x0, 0, dropout, tile, WIDTH)
         if SUMS_LAYERSCALE:
-            x0 = tl.load(x0_ptr + source[:, None] * stride_x0 + columns[None, :], mask=there, other=0.0)
-            dlayerscale = dx0 * x0.to(tl.float32)
-        if layerscale_ptr is not None:
-            dx0 *= load_parameter(layerscale_ptr, columns, WIDTH, 1.0, 0.0)
+            x0_pointers = summands.x0 + source[:, None] * summands.stride_x0 + columns[None, :]
+            dlayerscale = dx0 * tl.load(x0_pointers, mask=there, other=0.0).to(tl.float32)
+        if summands.layerscale is not None:
+            dx0 *= load_parameter(summands.layerscale, columns, WIDTH, 1.0, 0.0)
         x0_offsets = source[:, None] * WIDTH + columns[None, :]
-        tl.store(dx0_ptr + x0_offsets, dx0.to(dx0_ptr.dtype.element_ty), mask=there)
+        tl.store(gradients.dx0 + x0_offsets, dx0.to(gradients.dx0.dtype.element_ty), mask=there)
     return dlayerscale
 
 
@@ -386,30 +424,35 @@ def norm_backward_kernel(
     Longer rows are read M at a time, N columns at a time, first for the two means, then, out of the L2 cache, for
     the gradients. The program's partial sums are in memory then, and M rows share each reading and writing of them.
     """
+    above = Above(
+        dz=dz_ptr, dz1=dz1_ptr, x=x_ptr, subset=out_subset_ptr, stride_dz=stride_dz, stride_dz1=stride_dz1,
+        stride_x=stride_x,
+    )  # fmt: skip
+    gradients = SummandGradients(dx=dx_ptr, stride_dx=stride_dx, dsum=dsum_ptr, dx0=dx0_ptr, dx1=dx1_ptr)
+    summands = Summands(
+        x0=x0_ptr, x1=None, residual=None, rowscale=rowscale_ptr, layerscale=layerscale_ptr, subset=x0_subset_ptr,
+        stride_x0=stride_x0, stride_x1=None, stride_residual=None, scale_x0=scale_x0, scale_x1=scale_x1,
+    )  # fmt: skip
     if BLOCK_N >= WIDTH:
         columns = tl.arange(0, BLOCK_N)  # [N]
         weight = load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
         weight1 = load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
         nothing = tl.zeros([ROWS, BLOCK_N], tl.float32)
         dweight, dbias, dweight1, dbias1, dlayerscale = nothing, nothing, nothing, nothing, nothing
-        for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-            row = tile * ROWS + tl.arange(0, ROWS)  # [M]
+        for number in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+            row = number * ROWS + tl.arange(0, ROWS)  # [M]
+            tile = Tile(row, columns, first_column=0, rows=rows)
             mean, rstd = load_row_statistics(mean_ptr, rstd_ptr, row, rows, RMS)
-            dz, dz1, xhat, dxhat = load_upstream(
-                dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean, rstd,
-                row, columns, rows, WIDTH, ROWS, RMS,
-            )  # fmt: skip
+            dz, dz1, xhat, dxhat = load_upstream(above, weight, weight1, mean, rstd, tile, WIDTH, RMS)
             # Both sums in one exchange between warps.
             along, constant = tl.reduce((dxhat * xhat, dxhat), 1, _add_pairs)  # [M]
             dsum = dxhat - xhat * (along / WIDTH)[:, None]
             if not RMS:
                 dsum -= (constant / WIDTH)[:, None]
             # Again for each tile: the keys that Philox makes of the seed would stay in registers, which the sums need.
-            seed, offset = load_seed(seed_ptr, DROPOUT)
+            dropout = load_dropout(seed_ptr, threshold, DROPOUT)
             of_layerscale = store_gradients(
-                dsum * rstd[:, None], dx_ptr, dsum_ptr, dx0_ptr, dx1_ptr, x0_ptr, rowscale_ptr, layerscale_ptr,
-                x0_subset_ptr, seed, offset, stride_dx, stride_x0, row, columns, 0, rows, threshold, scale_x0, scale_x1,
-                WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT, SUMS_LAYERSCALE,
+                dsum * rstd[:, None], gradients, summands, dropout, tile, WIDTH, SCALED, SUMS_LAYERSCALE
             )  # fmt: skip
             if SUMS_WEIGHT:
                 dweight += dz * xhat
@@ -432,40 +475,34 @@ def norm_backward_kernel(
     else:
         plane = tl.num_programs(0).to(tl.int64) * WIDTH
         partial_ptr += tl.program_id(0).to(tl.int64) * WIDTH
-        seed, offset = load_seed(seed_ptr, DROPOUT)
-        for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-            row = tile * ROWS + tl.arange(0, ROWS)  # [M]
-            started = tile >= tl.num_programs(0)
+        dropout = load_dropout(seed_ptr, threshold, DROPOUT)
+        for number in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+            row = number * ROWS + tl.arange(0, ROWS)  # [M]
+            started = number >= tl.num_programs(0)
             mean, rstd = load_row_statistics(mean_ptr, rstd_ptr, row, rows, RMS)
             along_place = tl.zeros([ROWS, BLOCK_N], tl.float32)
             constant_place = tl.zeros([ROWS, BLOCK_N], tl.float32)
             for first in tl.range(0, WIDTH, BLOCK_N, num_stages=STAGES):
                 columns = first + tl.arange(0, BLOCK_N)
+                tile = Tile(row, columns, first, rows)
                 weight = load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
                 weight1 = load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
-                dz, dz1, xhat, dxhat = load_upstream(
-                    dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean,
-                    rstd, row, columns, rows, WIDTH, ROWS, RMS,
-                )  # fmt: skip
+                dz, dz1, xhat, dxhat = load_upstream(above, weight, weight1, mean, rstd, tile, WIDTH, RMS)
                 along_place += dxhat * xhat
                 constant_place += dxhat
             along, constant = tl.reduce((along_place, constant_place), 1, _add_pairs)  # [M]
             tl.debug_barrier()  # partial sums are read back, maybe by other threads than those that stored them
             for first in tl.range(0, WIDTH, BLOCK_N, num_stages=STAGES):
                 columns = first + tl.arange(0, BLOCK_N)
+                tile = Tile(row, columns, first, rows)
                 weight = load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
                 weight1 = load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
-                dz, dz1, xhat, dxhat = load_upstream(
-                    dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean,
-                    rstd, row, columns, rows, WIDTH, ROWS, RMS,
-                )  # fmt: skip
+                dz, dz1, xhat, dxhat = load_upstream(above, weight, weight1, mean, rstd, tile, WIDTH, RMS)
                 dsum = dxhat - xhat * (along / WIDTH)[:, None]
                 if not RMS:
                     dsum -= (constant / WIDTH)[:, None]
                 of_layerscale = store_gradients(
-                    dsum * rstd[:, None], dx_ptr, dsum_ptr, dx0_ptr, dx1_ptr, x0_ptr, rowscale_ptr, layerscale_ptr,
-                    x0_subset_ptr, seed, offset, stride_dx, stride_x0, row, columns, first, rows, threshold, scale_x0,
-                    scale_x1, WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT, SUMS_LAYERSCALE,
+                    dsum * rstd[:, None], gradients, summands, dropout, tile, WIDTH, SCALED, SUMS_LAYERSCALE
                 )  # fmt: skip
                 sums_ptr = _add_partial(partial_ptr, dz * xhat, columns, plane, started, WIDTH, SUMS_WEIGHT)
                 sums_ptr = _add_partial(sums_ptr, dz, columns, plane, started, WIDTH, SUMS_BIAS)
@@ -482,11 +519,11 @@ def norm_reduce_kernel(
 ):  # fmt: skip
     """Adds the partial sums of all programs, in their order, N columns to a program."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    partial_ptr = reduce_partial(partial_ptr, dweight_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_WEIGHT)
-    partial_ptr = reduce_partial(partial_ptr, dbias_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_BIAS)
-    partial_ptr = reduce_partial(partial_ptr, dweight1_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_WEIGHT1)
-    partial_ptr = reduce_partial(partial_ptr, dbias1_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_BIAS1)
-    reduce_partial(partial_ptr, dlayerscale_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_LAYERSCALE)
+    partial_ptr = reduce_partial(partial_ptr, dweight_ptr, columns, programs, WIDTH, ROWS, SUMS_WEIGHT)
+    partial_ptr = reduce_partial(partial_ptr, dbias_ptr, columns, programs, WIDTH, ROWS, SUMS_BIAS)
+    partial_ptr = reduce_partial(partial_ptr, dweight1_ptr, columns, programs, WIDTH, ROWS, SUMS_WEIGHT1)
+    partial_ptr = reduce_partial(partial_ptr, dbias1_ptr, columns, programs, WIDTH, ROWS, SUMS_BIAS1)
+    reduce_partial(partial_ptr, dlayerscale_ptr, columns, programs, WIDTH, ROWS, SUMS_LAYERSCALE)
 
 
 # --- how the kernels are cut ------------------------------------------------------------------------------------------

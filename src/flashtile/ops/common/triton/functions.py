@@ -37,13 +37,12 @@ def swizzles_differ(columns, columns_v):
 
 @triton.jit
 def reduce_partial(
-    partial_ptr, out_ptr, columns, programs, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRESENT: tl.constexpr,
+    partial_ptr, out_ptr, columns, programs, WIDTH: tl.constexpr, ROWS: tl.constexpr, PRESENT: tl.constexpr
 ):  # fmt: skip
     """A sum over rows without atomics: each program stored its part, and these are added in a fixed order. Stores the
     sum over programs of parts `[programs, WIDTH]`; returns where those of the next sum begin."""
     if PRESENT:
-        total = tl.zeros([ROWS, BLOCK_N], tl.float32)
+        total = tl.zeros([ROWS, columns.shape[0]], tl.float32)
         inside = (columns < WIDTH)[None, :]
         for first in range(0, programs, ROWS):
             program = first + tl.arange(0, ROWS)

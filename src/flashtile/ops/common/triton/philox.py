@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 
+class Dropout(NamedTuple):
+    """The seed and offset of Philox, and the number from which on a word of it keeps an element."""
+
+    seed: Any
+    offset: Any
+    threshold: Any
+
+
 @triton.jit
-def load_seed(seed_ptr, PRESENT: tl.constexpr):
-    """Seed and offset for `kept_in_rows`, 0 where there are none; a kernel chooses in which of its loops."""
+def load_dropout(seed_ptr, threshold, PRESENT: tl.constexpr):
+    """The `Dropout` of a call, None without; a kernel chooses in which of its loops."""
+    dropout = None
     if PRESENT:
-        seed = tl.load(seed_ptr)
-        offset = tl.load(seed_ptr + 1).to(tl.int32)
-    else:
-        seed = tl.full([], 0, tl.int64)
-        offset = tl.full([], 0, tl.int32)
-    return seed, offset
+        dropout = Dropout(tl.load(seed_ptr), tl.load(seed_ptr + 1).to(tl.int32), threshold)
+    return dropout
 
 
 @triton.jit
-def kept_in_rows(seed, offset, stream, rows, first_column, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The kept elements of a tile: bool `[ROWS, COLUMNS]`.
-
-    `rows` is int32 `[ROWS]`; `first_column` is a multiple of 4.
-    """
+def kept_in_rows(dropout, stream, rows, first_column, COLUMNS: tl.constexpr):
+    """The kept elements of a tile of rows `[M]`, int32, and COLUMNS columns from a multiple of 4 on: bool."""
     group = (first_column // 4 + tl.arange(0, COLUMNS // 4))[None, :]
-    zeros = rows[:, None] * 0 + group * 0  # [ROWS, COLUMNS / 4]
+    zeros = rows[:, None] * 0 + group * 0  # [M, COLUMNS / 4]
     word_0, word_1, word_2, word_3 = tl.philox(
-        seed, zeros + group, zeros + rows[:, None], zeros + stream, zeros + offset
+        dropout.seed, zeros + group, zeros + rows[:, None], zeros + stream, zeros + dropout.offset
     )
-    even = tl.join(_kept(word_0, threshold), _kept(word_2, threshold))
-    odd = tl.join(_kept(word_1, threshold), _kept(word_3, threshold))
-    # [ROWS, COLUMNS / 4, word / 2, word % 2]
-    return tl.reshape(tl.join(even, odd), (ROWS, COLUMNS)) != 0
+    even = tl.join(_kept(word_0, dropout.threshold), _kept(word_2, dropout.threshold))
+    odd = tl.join(_kept(word_1, dropout.threshold), _kept(word_3, dropout.threshold))
+    # [M, COLUMNS / 4, word / 2, word % 2]
+    return tl.reshape(tl.join(even, odd), (rows.shape[0], COLUMNS)) != 0
 
 
 @triton.jit
