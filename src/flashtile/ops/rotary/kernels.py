@@ -42,22 +42,43 @@ def find_sequences(cu_seqlens_ptr, token, batch, BLOCK_S: tl.constexpr):
     return sequence
 
 
+class Angles(NamedTuple):
+    """Pointers to a table of cos and sin, and elements from one position to the next."""
+
+    cos: Any
+    sin: Any
+    stride_cos: Any
+    stride_sin: Any
+
+
+class Rows(NamedTuple):
+    """Rows of x and out: pointers, offsets `[S]`, elements from one head to the next, and which rows are there."""
+
+    x: Any
+    out: Any
+    x_rows: Any
+    out_rows: Any
+    stride_x_head: Any
+    stride_out_head: Any
+    there: Any
+
+
 @triton.jit
 def load_angles(
-    cos_ptr, sin_ptr, stride_cos, stride_sin, position, positions, HALF: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, CONJUGATE: tl.constexpr,
+    angles, position, positions, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    CONJUGATE: tl.constexpr,
 ):  # fmt: skip
     """cos and sin at positions `[S]`, float32 `[S, 1, N]` or `[S, H, N]`; 1 and 0 outside the table."""
     pair = tl.arange(0, BLOCK_HALF)[None, None, :]
     place = position.to(tl.int64)[:, None, None]
-    if BLOCK_S > 1:
+    if position.shape[0] > 1:
         # Several rows have fewer angles than there are threads to share them out to: each would read two bytes, and
         # the angles would reach their pairs through shared memory. Therefore every head reads them, out of the L1
         # cache.
         place += tl.zeros([1, BLOCK_H, 1], tl.int64)
     inside = ((position >= 0) & (position < positions))[:, None, None] & (pair < HALF)
-    cos = tl.load(cos_ptr + place * stride_cos + pair, mask=inside, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + place * stride_sin + pair, mask=inside, other=0.0).to(tl.float32)
+    cos = tl.load(angles.cos + place * angles.stride_cos + pair, mask=inside, other=1.0).to(tl.float32)
+    sin = tl.load(angles.sin + place * angles.stride_sin + pair, mask=inside, other=0.0).to(tl.float32)
     if CONJUGATE:
         sin = -sin
     return cos, sin
@@ -65,37 +86,37 @@ def load_angles(
 
 @triton.jit
 def turn_heads(
-    x_ptr, out_ptr, x_rows, out_rows, stride_x_head, stride_out_head, there, cos, sin, begin, end,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr, COPIES: tl.constexpr,
+    rows, cos, sin, begin, end, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Turns heads from `begin` to `end` of rows at offsets `[S]`, and copies what lies past the pairs."""
+    """Turns heads from `begin` to `end` of `Rows`, and copies what lies past the pairs."""
+    BLOCK_S: tl.constexpr = rows.there.shape[0]
     for first in range(begin, end, BLOCK_H):
         head = first + tl.arange(0, BLOCK_H)
-        inside = there[:, None, None] & (head < end)[None, :, None]
-        x_heads = x_rows[:, None, None] + (head.to(tl.int64) * stride_x_head)[None, :, None]  # [S, H, 1]
-        out_heads = out_rows[:, None, None] + (head.to(tl.int64) * stride_out_head)[None, :, None]
+        inside = rows.there[:, None, None] & (head < end)[None, :, None]
+        x_heads = rows.x_rows[:, None, None] + (head.to(tl.int64) * rows.stride_x_head)[None, :, None]  # [S, H, 1]
+        out_heads = rows.out_rows[:, None, None] + (head.to(tl.int64) * rows.stride_out_head)[None, :, None]
         if INTERLEAVED:
             column = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
             mask = inside & (column < 2 * HALF)
-            both = tl.load(x_ptr + x_heads + column, mask=mask, other=0.0).to(tl.float32)
+            both = tl.load(rows.x + x_heads + column, mask=mask, other=0.0).to(tl.float32)
             a, b = tl.split(tl.reshape(both, (BLOCK_S, BLOCK_H, BLOCK_HALF, 2)))
             turned = tl.join(a * cos - b * sin, a * sin + b * cos)
-            turned = tl.reshape(turned, (BLOCK_S, BLOCK_H, 2 * BLOCK_HALF)).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + out_heads + column, turned, mask=mask)
+            turned = tl.reshape(turned, (BLOCK_S, BLOCK_H, 2 * BLOCK_HALF)).to(rows.out.dtype.element_ty)
+            tl.store(rows.out + out_heads + column, turned, mask=mask)
         else:
             column = tl.arange(0, BLOCK_HALF)[None, None, :]
             mask = inside & (column < HALF)
-            a = tl.load(x_ptr + x_heads + column, mask=mask, other=0.0).to(tl.float32)
-            b = tl.load(x_ptr + x_heads + (column + HALF), mask=mask, other=0.0).to(tl.float32)
-            turned_a = (a * cos - b * sin).to(out_ptr.dtype.element_ty)
-            turned_b = (a * sin + b * cos).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + out_heads + column, turned_a, mask=mask)
-            tl.store(out_ptr + out_heads + (column + HALF), turned_b, mask=mask)
+            a = tl.load(rows.x + x_heads + column, mask=mask, other=0.0).to(tl.float32)
+            b = tl.load(rows.x + x_heads + (column + HALF), mask=mask, other=0.0).to(tl.float32)
+            turned_a = (a * cos - b * sin).to(rows.out.dtype.element_ty)
+            turned_b = (a * sin + b * cos).to(rows.out.dtype.element_ty)
+            tl.store(rows.out + out_heads + column, turned_a, mask=mask)
+            tl.store(rows.out + out_heads + (column + HALF), turned_b, mask=mask)
         if COPIES and 2 * HALF < HEAD_DIM:
             column = 2 * HALF + tl.arange(0, BLOCK_REST)[None, None, :]
             mask = inside & (column < HEAD_DIM)
-            tl.store(out_ptr + out_heads + column, tl.load(x_ptr + x_heads + column, mask=mask), mask=mask)
+            tl.store(rows.out + out_heads + column, tl.load(rows.x + x_heads + column, mask=mask), mask=mask)
 
 
 @triton.jit
@@ -129,27 +150,28 @@ def rotary_kernel(
     x_rows = outer.to(tl.int64) * stride_x_batch + row.to(tl.int64) * stride_x_row
     out_rows = outer.to(tl.int64) * stride_out_batch + row.to(tl.int64) * stride_out_row
 
-    cos, sin = load_angles(
-        cos_ptr, sin_ptr, stride_cos, stride_sin, position, positions, HALF, BLOCK_S, BLOCK_H, BLOCK_HALF, CONJUGATE
-    )
+    rows = Rows(
+        x=x_ptr, out=out_ptr, x_rows=x_rows, out_rows=out_rows, stride_x_head=stride_x_head,
+        stride_out_head=stride_out_head, there=there,
+    )  # fmt: skip
+    angles = Angles(cos_ptr, sin_ptr, stride_cos, stride_sin)
+    cos, sin = load_angles(angles, position, positions, HALF, BLOCK_H, BLOCK_HALF, CONJUGATE)
     turn_heads(
-        x_ptr, out_ptr, x_rows, out_rows, stride_x_head, stride_out_head, there, cos, sin, 0, heads_q, HEAD_DIM, HALF,
-        BLOCK_S, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED, COPIES,
+        rows, cos, sin, 0, heads_q, HEAD_DIM=HEAD_DIM, HALF=HALF, BLOCK_H=BLOCK_H, BLOCK_HALF=BLOCK_HALF,
+        BLOCK_REST=BLOCK_REST, INTERLEAVED=INTERLEAVED, COPIES=COPIES,
     )  # fmt: skip
     if HAS_K:
-        cos, sin = load_angles(
-            cos_k_ptr, sin_k_ptr, stride_cos_k, stride_sin_k, position, positions, HALF, BLOCK_S, BLOCK_H, BLOCK_HALF,
-            CONJUGATE,
-        )  # fmt: skip
+        angles = Angles(cos_k_ptr, sin_k_ptr, stride_cos_k, stride_sin_k)
+        cos, sin = load_angles(angles, position, positions, HALF, BLOCK_H, BLOCK_HALF, CONJUGATE)
         turn_heads(
-            x_ptr, out_ptr, x_rows, out_rows, stride_x_head, stride_out_head, there, cos, sin, heads_q, heads_rotated,
-            HEAD_DIM, HALF, BLOCK_S, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED, COPIES,
+            rows, cos, sin, heads_q, heads_rotated, HEAD_DIM=HEAD_DIM, HALF=HALF, BLOCK_H=BLOCK_H,
+            BLOCK_HALF=BLOCK_HALF, BLOCK_REST=BLOCK_REST, INTERLEAVED=INTERLEAVED, COPIES=COPIES,
         )  # fmt: skip
     if COPIES:
         still = cos * 0.0
         turn_heads(
-            x_ptr, out_ptr, x_rows, out_rows, stride_x_head, stride_out_head, there, still + 1.0, still, heads_rotated,
-            heads, HEAD_DIM, HALF, BLOCK_S, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED, COPIES,
+            rows, still + 1.0, still, heads_rotated, heads, HEAD_DIM=HEAD_DIM, HALF=HALF, BLOCK_H=BLOCK_H,
+            BLOCK_HALF=BLOCK_HALF, BLOCK_REST=BLOCK_REST, INTERLEAVED=INTERLEAVED, COPIES=COPIES,
         )  # fmt: skip
 
 

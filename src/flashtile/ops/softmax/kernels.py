@@ -11,7 +11,7 @@ columns; acc and out `[batch, rows, heads, WIDTH]`, row_max, row_sum and lse `[b
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -46,29 +46,50 @@ def visible_ends(row, seq_q, WIDTH: tl.constexpr, CAUSAL: tl.constexpr):
         return row * 0 + WIDTH
 
 
+class Tile(NamedTuple):
+    """A tile of a matrix of `rows` rows: its rows `[M]`, its columns `[N]`, and where the visible keys of each row
+    end."""
+
+    row: Any
+    columns: Any
+    ends: Any
+    rows: Any
+
+
+class Mask(NamedTuple):
+    """Pointer and strides of a mask, and how many heads and queries the rows of x are."""
+
+    pointer: Any
+    stride_batch: Any
+    stride_head: Any
+    stride_row: Any
+    heads: Any
+    seq_q: Any
+
+
 @triton.jit
-def readable(row, columns, ends, rows, WIDTH: tl.constexpr, CAUSAL: tl.constexpr):
+def readable(tile, WIDTH: tl.constexpr, CAUSAL: tl.constexpr):
     """The elements of a tile to read: bool `[M, N]`. Up to 15 more than are visible, so that vectors stay whole."""
-    inside = (row < rows)[:, None] & (columns < WIDTH)[None, :]
+    inside = (tile.row < tile.rows)[:, None] & (tile.columns < WIDTH)[None, :]
     if CAUSAL:
-        inside = inside & (columns[None, :] < ((ends + 15) // 16 * 16)[:, None])
+        inside = inside & (tile.columns[None, :] < ((tile.ends + 15) // 16 * 16)[:, None])
     return inside
 
 
 @triton.jit
 def load_scores(
-    x_ptr, mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, row, columns, ends, rows, heads, seq_q,
-    scale, MASK_COLUMNS: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
+    x_ptr, scale, mask, tile, MASK_COLUMNS: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
-    """A tile of scores: float32 `[M, N]`, -inf where nothing is visible."""
-    inside = readable(row, columns, ends, rows, WIDTH, CAUSAL)
-    visible = inside & (columns[None, :] < ends[:, None])
-    if HAS_MASK:
-        matrix, query = row // seq_q, (row % seq_q).to(tl.int64)
-        batch, head = (matrix // heads).to(tl.int64), (matrix % heads).to(tl.int64)
-        mask_rows = batch * stride_mask_batch + head * stride_mask_head + query * stride_mask_row
+    """A tile of scores: float32 `[M, N]`, -inf where nothing is visible. `mask`: None for none."""
+    row, columns = tile.row, tile.columns
+    inside = readable(tile, WIDTH, CAUSAL)
+    visible = inside & (columns[None, :] < tile.ends[:, None])
+    if mask is not None:
+        matrix, query = row // mask.seq_q, (row % mask.seq_q).to(tl.int64)
+        batch, head = (matrix // mask.heads).to(tl.int64), (matrix % mask.heads).to(tl.int64)
+        mask_rows = batch * mask.stride_batch + head * mask.stride_head + query * mask.stride_row
         offsets = mask_rows[:, None] + columns[None, :].to(tl.int64) * MASK_COLUMNS
-        visible = visible & (tl.load(mask_ptr + offsets, mask=inside, other=1) == 0)
+        visible = visible & (tl.load(mask.pointer + offsets, mask=inside, other=1) == 0)
     x = tl.load(x_ptr + row.to(tl.int64)[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
     return tl.where(visible, x.to(tl.float32) * scale, float("-inf"))
 
@@ -81,9 +102,9 @@ def exponentials(scores, row_max):
 
 
 @triton.jit
-def store_rows(pointer, value, row, columns, rows, WIDTH: tl.constexpr):
-    offsets = row.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-    inside = (row < rows)[:, None] & (columns < WIDTH)[None, :]
+def store_rows(pointer, value, tile, WIDTH: tl.constexpr):
+    offsets = tile.row.to(tl.int64)[:, None] * WIDTH + tile.columns[None, :]
+    inside = (tile.row < tile.rows)[:, None] & (tile.columns < WIDTH)[None, :]
     tl.store(pointer + offsets, value.to(pointer.dtype.element_ty), mask=inside)
 
 
@@ -95,27 +116,24 @@ def softmax_forward_kernel(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [M]
     ends = visible_ends(row, seq_q, WIDTH, CAUSAL)
+    mask = None
+    if HAS_MASK:
+        mask = Mask(mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, heads=heads, seq_q=seq_q)
     if BLOCK_N >= WIDTH:
-        columns = tl.arange(0, BLOCK_N)
-        scores = load_scores(
-            x_ptr, mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, row, columns,
-            ends, rows, heads, seq_q, scale, MASK_COLUMNS, WIDTH, CAUSAL, HAS_MASK,
-        )  # fmt: skip
+        tile = Tile(row, tl.arange(0, BLOCK_N), ends, rows)
+        scores = load_scores(x_ptr, scale, mask, tile, MASK_COLUMNS, WIDTH, CAUSAL)
         p = exponentials(scores, tl.max(scores, axis=1))
         row_sum = tl.sum(p, axis=1)
         p = p * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
-        store_rows(out_ptr, p, row, columns, rows, WIDTH)
+        store_rows(out_ptr, p, tile, WIDTH)
     else:
         # Longer rows: maximum and sum of each place of a tile, put together at the end; then a second reading.
         place_max = tl.full([ROWS, BLOCK_N], float("-inf"), tl.float32)
         place_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
         last = tl.max(ends, axis=0)
         for first in range(0, last, BLOCK_N):
-            columns = first + tl.arange(0, BLOCK_N)
-            scores = load_scores(
-                x_ptr, mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, row, columns,
-                ends, rows, heads, seq_q, scale, MASK_COLUMNS, WIDTH, CAUSAL, HAS_MASK,
-            )  # fmt: skip
+            tile = Tile(row, first + tl.arange(0, BLOCK_N), ends, rows)
+            scores = load_scores(x_ptr, scale, mask, tile, MASK_COLUMNS, WIDTH, CAUSAL)
             larger = tl.maximum(place_max, scores)
             against = tl.where(larger == float("-inf"), 0.0, larger)
             place_sum = place_sum * tl.exp2((place_max - against) * LOG2_E) + tl.exp2((scores - against) * LOG2_E)
@@ -124,21 +142,16 @@ def softmax_forward_kernel(
         row_sum = tl.sum(place_sum * exponentials(place_max, row_max), axis=1)
         factor = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
         for first in range(0, WIDTH, BLOCK_N):
-            columns = first + tl.arange(0, BLOCK_N)
-            scores = load_scores(
-                x_ptr, mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, row, columns,
-                ends, rows, heads, seq_q, scale, MASK_COLUMNS, WIDTH, CAUSAL, HAS_MASK,
-            )  # fmt: skip
-            store_rows(out_ptr, exponentials(scores, row_max) * factor[:, None], row, columns, rows, WIDTH)
+            tile = Tile(row, first + tl.arange(0, BLOCK_N), ends, rows)
+            scores = load_scores(x_ptr, scale, mask, tile, MASK_COLUMNS, WIDTH, CAUSAL)
+            store_rows(out_ptr, exponentials(scores, row_max) * factor[:, None], tile, WIDTH)
 
 
 @triton.jit
-def load_product(
-    dout_ptr, out_ptr, row, columns, ends, rows, WIDTH: tl.constexpr, CAUSAL: tl.constexpr
-):  # fmt: skip
+def load_product(dout_ptr, out_ptr, tile, WIDTH: tl.constexpr, CAUSAL: tl.constexpr):
     """p and p · dout of a tile, float32 `[M, N]`. No gradient passes where p is 0, whatever comes from above."""
-    offsets = row.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-    inside = readable(row, columns, ends, rows, WIDTH, CAUSAL)
+    offsets = tile.row.to(tl.int64)[:, None] * WIDTH + tile.columns[None, :]
+    inside = readable(tile, WIDTH, CAUSAL)
     p = tl.load(out_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     dout = tl.load(dout_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     return p, tl.where(p == 0.0, 0.0, p * dout)
@@ -152,20 +165,21 @@ def softmax_backward_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [M]
     ends = visible_ends(row, seq_q, WIDTH, CAUSAL)
     if BLOCK_N >= WIDTH:
-        columns = tl.arange(0, BLOCK_N)
-        p, product = load_product(dout_ptr, out_ptr, row, columns, ends, rows, WIDTH, CAUSAL)
+        tile = Tile(row, tl.arange(0, BLOCK_N), ends, rows)
+        p, product = load_product(dout_ptr, out_ptr, tile, WIDTH, CAUSAL)
         dx = (product - p * tl.sum(product, axis=1)[:, None]) * scale
-        store_rows(dx_ptr, dx, row, columns, rows, WIDTH)
+        store_rows(dx_ptr, dx, tile, WIDTH)
     else:
         place_sum = tl.zeros([ROWS, BLOCK_N], tl.float32)
         for first in range(0, tl.max(ends, axis=0), BLOCK_N):
-            _, product = load_product(dout_ptr, out_ptr, row, first + tl.arange(0, BLOCK_N), ends, rows, WIDTH, CAUSAL)
+            tile = Tile(row, first + tl.arange(0, BLOCK_N), ends, rows)
+            _, product = load_product(dout_ptr, out_ptr, tile, WIDTH, CAUSAL)
             place_sum += product
         total = tl.sum(place_sum, axis=1)
         for first in range(0, WIDTH, BLOCK_N):
-            columns = first + tl.arange(0, BLOCK_N)
-            p, product = load_product(dout_ptr, out_ptr, row, columns, ends, rows, WIDTH, CAUSAL)
-            store_rows(dx_ptr, (product - p * total[:, None]) * scale, row, columns, rows, WIDTH)
+            tile = Tile(row, first + tl.arange(0, BLOCK_N), ends, rows)
+            p, product = load_product(dout_ptr, out_ptr, tile, WIDTH, CAUSAL)
+            store_rows(dx_ptr, (product - p * total[:, None]) * scale, tile, WIDTH)
 
 
 @triton.jit
