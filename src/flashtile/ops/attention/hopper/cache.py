@@ -92,12 +92,24 @@ def load_shares(loads: int) -> int:
 
 
 class KeyPlace(NamedTuple):
-    """Where the keys and values of a head of a sequence begin, or where its pages are listed. What a call does not need
-    is 0."""
+    """Where the keys and values of a head of a sequence begin, or where its pages are listed, with rows from one page
+    to the next. What a call does not need is 0."""
 
     k_begin: Any
     v_begin: Any
-    table: Any
+    table: Any = 0
+    k_apart: Any = 0
+    v_apart: Any = 0
+
+
+class KeyTile(NamedTuple):
+    """A tile of keys, or of values: all rows of the head (`HeadRows`), and the first one of the tile; in pages also
+    those of its boxes (`box_pages`), and rows from one page to the next."""
+
+    head: Any
+    row: Any
+    pages: Any
+    apart: Any
 
 
 @gluon.jit
@@ -168,7 +180,7 @@ def sequence_place(sequence, cache, numbers, batch):
         place = sequence_pages(sequence, cache, numbers, batch)
     else:
         entry = sequence_entry(sequence, cache)
-        place = KeyPlace(entry * numbers.k_apart, entry * numbers.v_apart, 0)
+        place = KeyPlace(entry * numbers.k_apart, entry * numbers.v_apart)
     return place
 
 
@@ -197,7 +209,7 @@ def _has_flag(flags, query, asked, count):
 def sequence_pages(sequence, cache, numbers, batch):
     """The `KeyPlace` of a sequence in pages, also for one past the last, which has no rows."""
     table = cache.table + gl.minimum(sequence, batch - 1).to(gl.int64) * numbers.stride_table
-    return KeyPlace(0, 0, table)
+    return KeyPlace(0, 0, table, numbers.k_apart, numbers.v_apart)
 
 
 @gluon.jit
@@ -219,10 +231,10 @@ def box_pages(desc, row, length, table, config, ROWS: gl.constexpr, SHARE: gl.co
 
 
 @gluon.jit
-def load_boxes(ring, slot, barrier, descriptors, rows, row, pages, apart, column, config, SHARE: gl.constexpr):
-    """Producer: as `Ring.load`, of rows of a head in a cache, for number `barrier` of the ring's full barriers. The
-    boxes of the descriptors divide a page, and each is loaded by itself, by one of `config.SHARES` warps; what is past
-    the last row is read as zero. `pages`: of `box_pages`.
+def load_boxes(ring, slot, descriptors, tile, column, config, SHARE: gl.constexpr, barrier):
+    """Producer: as `Ring.load`, of a `KeyTile` in a cache, for number `barrier` of the ring's full barriers. The boxes
+    of the descriptors divide a page, and each is loaded by itself, by one of `config.SHARES` warps; what is past the
+    last row is read as zero.
 
     As rows of one packed tensor (`coordinates`) the sequence begins `row` rows before the place of a box; past its end
     where no coordinate is negative.
@@ -232,13 +244,14 @@ def load_boxes(ring, slot, barrier, descriptors, rows, row, pages, apart, column
     full = ring.full.index(barrier)
     mbarrier.expect(full, ring.tiles.dtype.primitive_bitwidth // 8 * COUNT * BOX * (ring.WIDTH + ring.TAIL))
     for piece in gl.static_range(SHARE * COUNT, (SHARE + 1) * COUNT):
-        first = row + piece * BOX
-        here = rows
+        first = tile.row + piece * BOX
+        here = tile.head
         if config.PAGE_SIZE > 0:
-            begin = gl.maximum(pages[piece - SHARE * COUNT] * apart + first % config.PAGE_SIZE - first, -rows.length)
-            here = HeadRows(rows.sequence, rows.head, begin, rows.length)
-        tile = tile_slice(ring.tiles.index(slot.place), piece * BOX, BOX, 2)
-        tma_load(descriptors.main, coordinates(here, first, column, True), full, tile)
+            page = tile.pages[piece - SHARE * COUNT]
+            begin = gl.maximum(page * tile.apart + first % config.PAGE_SIZE - first, -tile.head.length)
+            here = HeadRows(tile.head.sequence, tile.head.head, begin, tile.head.length)
+        box = tile_slice(ring.tiles.index(slot.place), piece * BOX, BOX, 2)
+        tma_load(descriptors.main, coordinates(here, first, column, True), full, box)
         if ring.TAIL > 0:
             tail = tile_slice(ring.tail.index(slot.place), piece * BOX, BOX, 2)
             tma_load(descriptors.tail, coordinates(here, first, column + ring.WIDTH, True), full, tail)
@@ -382,22 +395,26 @@ def words_together(config):
 
 
 @gluon.jit
-def fetch_rows(source, ring, row, pages, seen, HEAD_DIM: gl.constexpr, config, MAY_BE_EMPTY: gl.constexpr):
+def fetch_rows(source, ring, row, pages, seen, config, HEAD_DIM: gl.constexpr, MAY_BE_EMPTY: gl.constexpr):
     """Starts to load the rows of a tile. `pages`: of `look_up`. Without rows they are 0."""
-    main, main_factors = _fetch(source, row, pages.main, seen, 0, ring.ROWS, ring.WIDTH, HEAD_DIM, config, MAY_BE_EMPTY)
+    main, main_factors = _fetch(
+        source, row, pages.main, seen, config, FIRST=0, ROWS=ring.ROWS, WIDTH=ring.WIDTH, HEAD_DIM=HEAD_DIM,
+        MAY_BE_EMPTY=MAY_BE_EMPTY,
+    )  # fmt: skip
     tail = main
     tail_factors = main_factors
     if ring.TAIL > 0:
         tail, tail_factors = _fetch(
-            source, row, pages.tail, seen, ring.WIDTH, ring.ROWS, ring.TAIL, HEAD_DIM, config, MAY_BE_EMPTY
-        )
+            source, row, pages.tail, seen, config, FIRST=ring.WIDTH, ROWS=ring.ROWS, WIDTH=ring.TAIL,
+            HEAD_DIM=HEAD_DIM, MAY_BE_EMPTY=MAY_BE_EMPTY,
+        )  # fmt: skip
     return FetchedRows(main, tail, main_factors, tail_factors)
 
 
 @gluon.jit
 def _fetch(
-    source, row, pages, seen, FIRST: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, HEAD_DIM: gl.constexpr,
-    config, MAY_BE_EMPTY: gl.constexpr,
+    source, row, pages, seen, config, FIRST: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
+    HEAD_DIM: gl.constexpr, MAY_BE_EMPTY: gl.constexpr,
 ):  # fmt: skip
     """The words of `WIDTH` columns from `FIRST` on, and the factors of rows; 0 for these where they have none."""
     WORDS: gl.constexpr = words_together(config)

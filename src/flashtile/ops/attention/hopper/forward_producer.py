@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier
 from flashtile.ops.attention.hopper.cache import (
     KeyPlace,
+    KeyTile,
     RowSource,
     SeenRows,
     box_pages,
@@ -81,6 +82,18 @@ class QueryTile(NamedTuple):
     keys: Any
 
 
+class Producer(NamedTuple):
+    """What the producer is given: see `forward.py`."""
+
+    config: Any
+    queue: Any
+    counter_ptr: Any
+    rings: Any
+    tensors: Any
+    problem: Any
+    blocks: Any
+
+
 class ClearedRows(NamedTuple):
     """Of a sequence in a cache under a window: the first row that any of its queries sees; the first row of the last
     key tile to come, which is cleared up to there (`clear_rows`); and the phase of the barriers for that."""
@@ -96,10 +109,9 @@ def produce(config, queue, counter_ptr, rings, tensors, problem, blocks):
     tiles_published = 0
     key_tiles = 0
     number = gl.program_id(0)
+    producer = Producer(config, queue, counter_ptr, rings, tensors, problem=problem, blocks=blocks)
     while number < problem.tiles * problem.lines:
-        tiles_published, key_tiles, number = produce_tile(
-            number, tiles_published, key_tiles, config, queue, counter_ptr, rings, tensors, problem, blocks
-        )
+        tiles_published, key_tiles, number = produce_tile(number, tiles_published, key_tiles, producer)
     end = LocatedTile(sequence=0, head=0, first=-1, begin=0, length=0, other_begin=0, other_length=0)
     publish_query_tile(queue, tiles_published, end, 0, 0, 0, config)
     finish_numbers(counter_ptr, problem.dynamic)
@@ -108,9 +120,7 @@ def produce(config, queue, counter_ptr, rings, tensors, problem, blocks):
 @gluon.jit
 def load_share(SHARE: gl.constexpr, config, queue, rings, tensors, problem):
     """Another warp, where tiles of keys are many boxes of pages: loads its share of those of each tile."""
-    ROWS: gl.constexpr = config.CONSUMERS * M
     N: gl.constexpr = rings.k.ROWS
-    numbers = problem.cache_numbers
     tiles_received = 0
     key_tiles = 0
     tile = receive_query_tile(queue, tiles_received, config)
@@ -118,21 +128,18 @@ def load_share(SHARE: gl.constexpr, config, queue, rings, tensors, problem):
         tiles_received += 1
         keys = tile.seq_k
         seq_q = tile.seq_q if config.PACKED else problem.rows_q
-        shift = 0 if config.TOP_LEFT else keys - seq_q
-        visited = key_tile_ranges(
-            tile.first, seq_q, shift, keys, problem.window.left, problem.window.right, ROWS, N,
-            config.HAS_LEFT, config.HAS_RIGHT,
-        )  # fmt: skip
-        place = sequence_pages(tile.sequence, problem.cache, numbers, problem.batch)
-        rows = HeadRows(tile.sequence, tile.head // problem.group, 0, keys)
+        visited = visited_keys(tile.first, seq_q, keys, keys, problem, config, N)
+        place = sequence_pages(tile.sequence, problem.cache, problem.cache_numbers, problem.batch)
+        head = HeadRows(tile.sequence, tile.head // problem.group, 0, keys)
         seen = seen_rows(seq_q, keys, visited.begin, tiles_received - 1, problem, config, N)
         for done in range(0, visited.end - visited.begin):
             row = (visited.end - 1 - done) * N
             slot = key_slot(rings, key_tiles)
             pages = box_pages(tensors.k.main, row, keys, place.table, config, N, SHARE)
             rings.k.wait_empty(slot)
-            load_keys(slot, tile, pages, rings, tensors, rows, row, numbers, config, SHARE)
-            load_values(slot, pages, rings, tensors, rows, row, 0, seen, numbers, config, SHARE)
+            load_keys(slot, KeyTile(head, row, pages, place.k_apart), tile, rings, tensors, config, SHARE)
+            v_tile = KeyTile(head, row, pages, place.v_apart)
+            load_values(slot, v_tile, 0, seen, rings, tensors, config, SHARE=SHARE)
             key_tiles += 1
         tile = receive_query_tile(queue, tiles_received, config)
 
@@ -141,7 +148,6 @@ def load_share(SHARE: gl.constexpr, config, queue, rings, tensors, problem):
 def load_rows(config, queue, rings, problem, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr):
     """A warpgroup that loads keys and values where TMA does not, through registers: while a tile waits for its place,
     the next one is on its way."""
-    ROWS: gl.constexpr = config.CONSUMERS * M
     N: gl.constexpr = rings.k.ROWS
     ALIKE: gl.constexpr = rings.v.WIDTH == rings.k.WIDTH and rings.v.TAIL == rings.k.TAIL
     cache = problem.cache
@@ -153,21 +159,14 @@ def load_rows(config, queue, rings, problem, HEAD_DIM: gl.constexpr, HEAD_DIM_V:
         tiles_received += 1
         keys = tile.seq_k
         seq_q = tile.seq_q if config.PACKED else problem.rows_q
-        shift = keys - seq_q
-        visited = key_tile_ranges(
-            tile.first, seq_q, shift, keys, problem.window.left, problem.window.right, ROWS, N,
-            config.HAS_LEFT, config.HAS_RIGHT,
-        )  # fmt: skip
-        first = 0
-        if config.HAS_LEFT:
-            first = gl.maximum(shift - problem.window.left, 0)
+        visited = visited_keys(tile.first, seq_q, keys, keys, problem, config, N)
         sequence = gl.minimum(tile.sequence, problem.batch - 1)
         head = tile.head // problem.group
         place = sequence_place(sequence, cache, numbers, problem.batch)
         entry = 0
         if config.PAGE_SIZE == 0 and cache.k_factors is not None:
             entry = sequence_entry(sequence, cache)
-        seen = SeenRows(first, keys, place.table)
+        seen = SeenRows(first_seen_row(seq_q, keys, problem, config), keys, place.table)
         k_source = RowSource(
             cache.k + (gl.to_tensor(place.k_begin).to(gl.int64) * numbers.k_stride + head * numbers.k_head),
             head_factors(cache.k_factors, numbers.k_factors, entry, head),
@@ -187,8 +186,8 @@ def load_rows(config, queue, rings, problem, HEAD_DIM: gl.constexpr, HEAD_DIM_V:
         v_pages = pages
         if not ALIKE:
             v_pages = look_up(rings.v, row, seen, config, True)
-        k = fetch_rows(k_source, rings.k, row, pages, seen, HEAD_DIM, config, True)
-        v = fetch_rows(v_source, rings.v, row, v_pages, seen, HEAD_DIM_V, config, True)
+        k = fetch_rows(k_source, rings.k, row, pages, seen, config, HEAD_DIM, MAY_BE_EMPTY=True)
+        v = fetch_rows(v_source, rings.v, row, v_pages, seen, config, HEAD_DIM_V, MAY_BE_EMPTY=True)
         row -= N
         pages = look_up(rings.k, row, seen, config, True)
         if not ALIKE:
@@ -199,10 +198,10 @@ def load_rows(config, queue, rings, problem, HEAD_DIM: gl.constexpr, HEAD_DIM_V:
             put_rows(rings.v, slot, v, v_source, config)
             publish_rows(rings.v, slot)
             publish_rows(rings.k, slot)
-            k = fetch_rows(k_source, rings.k, row, pages, seen, HEAD_DIM, config, False)
+            k = fetch_rows(k_source, rings.k, row, pages, seen, config, HEAD_DIM, MAY_BE_EMPTY=False)
             if ALIKE:
                 v_pages = pages
-            v = fetch_rows(v_source, rings.v, row, v_pages, seen, HEAD_DIM_V, config, False)
+            v = fetch_rows(v_source, rings.v, row, v_pages, seen, config, HEAD_DIM_V, MAY_BE_EMPTY=False)
             row -= N
             key_tiles += 1
             pages = look_up(rings.k, row, seen, config, False)
@@ -225,11 +224,14 @@ def publish_rows(ring, slot):
 
 
 @gluon.jit
-def produce_tile(
-    number, tiles_published, key_tiles, config, queue, counter_ptr, rings, tensors, problem, blocks
-):  # fmt: skip
+def produce_tile(number, tiles_published, key_tiles, producer):
     """Publishes a tile to the consumers, if it has rows, and loads it. Returns how many tiles were published, how many
     key tiles were loaded, and the number of the next tile."""
+    config = producer.config
+    rings = producer.rings
+    tensors = producer.tensors
+    problem = producer.problem
+    blocks = producer.blocks
     ROWS: gl.constexpr = config.CONSUMERS * M
     N: gl.constexpr = rings.k.ROWS
     UNEVEN: gl.constexpr = config.PACKED or config.HAS_LEFT or config.HAS_RIGHT or config.TILE_Q > 0
@@ -247,13 +249,12 @@ def produce_tile(
     if config.TILE_Q > 0 and not config.PACKED:
         tile = longest_line_first(blocks.lists, tile, line // heads, line % heads, ROWS, config.TILE_Q)
     at = locate_tile(
-        tile, line, problem.side.cu_seqlens_q, problem.side.cu_seqlens_k, problem.batch, heads,
-        problem.rows_q, problem.rows_k, ROWS, config.PACKED,
+        tile, line, problem.side.cu_seqlens_q, problem.side.cu_seqlens_k, problem.batch, heads, problem.rows_q,
+        other_rows=problem.rows_k, ROWS=ROWS, PACKED=config.PACKED,
     )  # fmt: skip
-    place = KeyPlace(at.other_begin, at.other_begin, 0)
-    numbers = problem.cache_numbers
+    place = KeyPlace(at.other_begin, at.other_begin)
     if config.CACHED:
-        at, place = locate_in_cache(at, problem.cache, numbers, problem.batch, config.PACKED)
+        at, place = locate_in_cache(at, problem.cache, problem.cache_numbers, problem.batch, config.PACKED)
     if at.first < at.length:
         listed = 0
         if config.TILE_Q > 0 and not config.PACKED:
@@ -265,26 +266,22 @@ def produce_tile(
             counted = gl.load(problem.side.key_lengths + at.sequence, mask=at.sequence < problem.batch, other=0)
             keys = gl.minimum(counted, at.other_length).to(gl.int32)
             if not config.PACKED:
-                place = KeyPlace(at.sequence * problem.k_rows_apart, at.sequence * problem.v_rows_apart, 0)
+                place = KeyPlace(at.sequence * problem.k_rows_apart, at.sequence * problem.v_rows_apart)
         if config.MASK_ENDS_KEYS:
             mask = head_table(problem.side.mask, problem.numbers.mask, at.sequence, at.head)
             keys = last_shown(mask, problem.numbers.mask, config.MASK_COLUMN, keys)
         if config.TILE_Q > 0 and config.PACKED:
             entry, listed = listed_line(
-                blocks.lists, at.sequence, at.head, at.first // config.TILE_Q, keys, at.sequence < problem.batch, N,
-                config.TILE_K,
+                blocks.lists, at.sequence, at.head, at.first // config.TILE_Q, keys,
+                exists=at.sequence < problem.batch, OTHER=N, TILE=config.TILE_K,
             )  # fmt: skip
-        publish_query_tile(queue, tiles_published, at, part, listed, keys, config)
+        publish_query_tile(producer.queue, tiles_published, at, part, listed, keys, config)
         queries = HeadRows(at.sequence, at.head, at.begin, at.length)
         for which in gl.static_range(config.CONSUMERS):
             slot = rings.q.slot(tiles_published, which)
             rings.q.fill(slot, tensors.q, queries, at.first + which * M, config.PACKED)
         tiles_published += 1
-        shift = 0 if config.TOP_LEFT else at.other_length - at.length
-        visited = key_tile_ranges(
-            at.first, at.length, shift, keys, problem.window.left, problem.window.right, ROWS, N,
-            config.HAS_LEFT, config.HAS_RIGHT,
-        )  # fmt: skip
+        visited = visited_keys(at.first, at.length, at.other_length, keys, problem, config, N)
         if not config.BY_THREADS:
             key_begin = visited.begin
             key_end = visited.end
@@ -308,9 +305,9 @@ def produce_tile(
                     write_tile_info(blocks.tile_info, slot.place, TILE_NUMBER, n)
                     write_tile_info(blocks.tile_info, slot.place, TILE_KIND, kind)
                 head = at.head // problem.group
-                key_rows = HeadRows(at.sequence, head, place.k_begin, keys)
-                value_rows = HeadRows(at.sequence, head, place.v_begin, keys)
-                load_keys(slot, at, pages, rings, tensors, key_rows, row, numbers, config, 0)
+                k_head = HeadRows(at.sequence, head, place.k_begin, keys)
+                v_head = HeadRows(at.sequence, head, place.v_begin, keys)
+                load_keys(slot, KeyTile(k_head, row, pages, place.k_apart), at, rings, tensors, config, 0)
                 if config.ONE_STAGE:
                     # Keys become free before the values of the tile before, so they are loaded before these.
                     if done > 0:
@@ -318,25 +315,26 @@ def produce_tile(
                         pages = (0,)
                         if config.PAGE_SIZE > 0:
                             pages = box_pages(tensors.v.main, row_before, keys, place.table, config, N, 0)
-                        load_values(
-                            before, pages, rings, tensors, value_rows, row_before, column, seen, numbers, config, 0
-                        )
+                        v_tile = KeyTile(v_head, row_before, pages, place.v_apart)
+                        load_values(before, v_tile, column, seen, rings, tensors, config, SHARE=0)
                     row_before = row
                 else:
-                    load_values(slot, pages, rings, tensors, value_rows, row, column, seen, numbers, config, 0)
+                    v_tile = KeyTile(v_head, row, pages, place.v_apart)
+                    load_values(slot, v_tile, column, seen, rings, tensors, config, SHARE=0)
                 key_tiles += 1
         # Asking early would divide the tiles by who began one first, not by who is done first (1 × 1,000 tokens, 32
         # heads of 128: 24.1 µs instead of 21.4). While the answer comes, consumers have the last key tiles before them.
-        following = next_number(number, counter_ptr, problem.dynamic)
+        following = next_number(number, producer.counter_ptr, problem.dynamic)
         if config.ONE_STAGE and not config.BY_THREADS:
             last = key_slot(rings, key_tiles - 1)
-            value_rows = HeadRows(at.sequence, at.head // problem.group, place.v_begin, keys)
+            v_head = HeadRows(at.sequence, at.head // problem.group, place.v_begin, keys)
             pages = (0,)
             if config.PAGE_SIZE > 0:
                 pages = box_pages(tensors.v.main, row_before, keys, place.table, config, N, 0)
-            load_values(last, pages, rings, tensors, value_rows, row_before, column, seen, numbers, config, 0)
+            v_tile = KeyTile(v_head, row_before, pages, place.v_apart)
+            load_values(last, v_tile, column, seen, rings, tensors, config, SHARE=0)
     else:
-        following = next_number(number, counter_ptr, problem.dynamic)
+        following = next_number(number, producer.counter_ptr, problem.dynamic)
     return tiles_published, key_tiles, following
 
 
@@ -347,7 +345,10 @@ def publish_query_tile(queue, count, at, part, listed, keys, config):
     head = at.head
     if config.VALUE_PARTS > 1:
         head = head * config.VALUE_PARTS + part
-    tile = QueryTile(at.first, at.sequence, head, at.begin, at.length, at.other_length, listed, keys)
+    tile = QueryTile(
+        first=at.first, sequence=at.sequence, head=head, begin_q=at.begin, seq_q=at.length, seq_k=at.other_length,
+        listed=listed, keys=keys,
+    )  # fmt: skip
     publish_tile(queue, count, tile, _told(config))
 
 
@@ -378,55 +379,70 @@ def key_slot(rings, key_tiles):
 
 
 @gluon.jit
-def load_keys(slot, at, pages, rings, tensors, rows, row, cache, config, SHARE: gl.constexpr):
-    """Loads a tile of keys into a slot whose first chunk is free, and its bias for the queries `at` a `LocatedTile`.
-    `pages`: of `box_pages`. `SHARE`: of the boxes that pages are loaded in."""
+def load_keys(slot, tile, at, rings, tensors, config, SHARE: gl.constexpr):
+    """Loads a `KeyTile` into a slot whose first chunk is free, and its bias for the queries `at` a `LocatedTile`.
+    `SHARE`: of the boxes that pages are loaded in."""
     BOUNDED: gl.constexpr = ends_at_lengths(config)
     if config.PAGE_SIZE > 0:
-        load_boxes(rings.k, slot, slot.place, tensors.k, rows, row, pages, cache.k_apart, 0, config, SHARE)
+        load_boxes(rings.k, slot, tensors.k, tile, 0, config, SHARE, barrier=slot.place)
     else:
         BIAS_BYTES: gl.constexpr = bias_bytes(rings.bias, config.CONSUMERS)
-        rings.k.load(slot, tensors.k, rows, row, BOUNDED, BESIDE=BIAS_BYTES)
+        rings.k.load(slot, tensors.k, tile.head, tile.row, BOUNDED, BESIDE=BIAS_BYTES)
         if rings.bias is not None:
             move_bias(
-                tensors.bias, rings.bias, slot.place, at.sequence, at.head, at.first, row,
-                rings.k.full.index(slot.place), config.CONSUMERS, False,
+                tensors.bias, rings.bias, slot.place, at.sequence, at.head, at.first, tile.row,
+                barrier=rings.k.full.index(slot.place), PARTS=config.CONSUMERS, ALONG_KEYS=False,
             )  # fmt: skip
     if rings.k_tail is not None:
         tail = Chunks(tensors.k.tail, None)
         rings.k_tail.wait_empty(slot)
         if config.PAGE_SIZE > 0:
-            apart, column = cache.k_apart, rings.k.WIDTH
-            load_boxes(rings.k_tail, slot, slot.place, tail, rows, row, pages, apart, column, config, SHARE)
+            load_boxes(rings.k_tail, slot, tail, tile, rings.k.WIDTH, config, SHARE, barrier=slot.place)
         else:
-            rings.k_tail.load(slot, tail, rows, row, BOUNDED, rings.k.WIDTH)
+            rings.k_tail.load(slot, tail, tile.head, tile.row, BOUNDED, rings.k.WIDTH)
 
 
 @gluon.jit
-def load_values(slot, pages, rings, tensors, rows, row, column, seen, cache, config, SHARE: gl.constexpr):
-    """Loads a tile of values, from a column on, as soon as its slot is free. `pages`: of `box_pages`. `seen`: a
-    `ClearedRows`."""
+def load_values(slot, tile, column, seen, rings, tensors, config, SHARE: gl.constexpr):
+    """Loads a `KeyTile` of values, from a column on, as soon as its slot is free. `seen`: a `ClearedRows`."""
     rings.v.wait_empty(slot)
     if config.CACHED and config.HAS_LEFT:
-        last = row == seen.last_tile
+        last = tile.row == seen.last_tile
         barrier = gl.where(last, rings.v.STAGES + SHARE, slot.place)
-        load_boxes(rings.v, slot, barrier, tensors.v, rows, row, pages, cache.v_apart, column, config, SHARE)
+        load_boxes(rings.v, slot, tensors.v, tile, column, config, SHARE, barrier=barrier)
         if last:
-            clear_rows(rings.v, slot, seen.first - row, seen.phase, config, SHARE)
+            clear_rows(rings.v, slot, seen.first - tile.row, seen.phase, config, SHARE)
     elif config.PAGE_SIZE > 0:
-        load_boxes(rings.v, slot, slot.place, tensors.v, rows, row, pages, cache.v_apart, column, config, SHARE)
+        load_boxes(rings.v, slot, tensors.v, tile, column, config, SHARE, barrier=slot.place)
     else:
-        rings.v.load(slot, tensors.v, rows, row, ends_at_lengths(config), column)
+        rings.v.load(slot, tensors.v, tile.head, tile.row, ends_at_lengths(config), column)
+
+
+@gluon.jit
+def visited_keys(first, seq_q, seq_k, keys, problem, config, N: gl.constexpr):
+    """The `key_tile_ranges` of a tile of queries of all consumers, from row `first` of a sequence on, of whose `seq_k`
+    keys `keys` count."""
+    shift = 0 if config.TOP_LEFT else seq_k - seq_q
+    return key_tile_ranges(
+        first, seq_q, shift, keys, problem.window.left, problem.window.right, config.CONSUMERS * M, N=N,
+        HAS_LEFT=config.HAS_LEFT, HAS_RIGHT=config.HAS_RIGHT,
+    )  # fmt: skip
 
 
 @gluon.jit
 def seen_rows(seq_q, keys, begin, tiles, problem, config, N: gl.constexpr):
     """The `ClearedRows` of a tile of queries, whose key tiles begin with number `begin`; `tiles`: how many came
     before."""
+    return ClearedRows(first_seen_row(seq_q, keys, problem, config), begin * N, tiles & 1)
+
+
+@gluon.jit
+def first_seen_row(seq_q, keys, problem, config):
+    """The first row in a cache that a query of the sequence sees; 0 for keys that are no rows of one."""
     first = 0
     if config.CACHED and config.HAS_LEFT:
         first = gl.maximum(keys - seq_q - problem.window.left, 0)
-    return ClearedRows(first, begin * N, tiles & 1)
+    return first
 
 
 @gluon.constexpr_function

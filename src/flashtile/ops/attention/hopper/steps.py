@@ -31,7 +31,7 @@ from flashtile._backends.gluon import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.cache import box_pages, load_boxes, locate_in_cache
+from flashtile.ops.attention.hopper.cache import KeyTile, box_pages, load_boxes, locate_in_cache
 from flashtile.ops.attention.hopper.forward_softmax import (
     LARGEST_FLOAT16_EXPONENT,
     LARGEST_WEIGHT,
