@@ -600,8 +600,9 @@ def modified_scores(s, key, first_query, first_key, head, tables, work, problem,
     if config.SCORE_FUNCTION is not None:
         query = first_query + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         s, derivatives = config.SCORE_FUNCTION(
-            s * units.function_scale, work.sequence, work.first_head + head, query[None, :], key[:, None], first_query,
-            first_key, problem.score_change.captured, problem.score_change.sizes, tables.read,
+            s * units.function_scale, batch=work.sequence, head=work.first_head + head, q_index=query[None, :],
+            k_index=key[:, None], first_q=first_query, first_k=first_key, captured=problem.score_change.captured,
+            sizes=problem.score_change.sizes, reads=tables.read,
         )  # fmt: skip
         if config.FUNCTION_DERIVATIVE:
             if units.cap_scale is not None:
@@ -676,8 +677,9 @@ def load_tables(
         query = first_query + gl.arange(0, QUERIES, gl.SliceLayout(0, s_layout))
         key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         read = config.SCORE_READS(
-            work.sequence, work.first_head + step.head, query[None, :], key[:, None], first_query, first_key,
-            problem.score_change.captured, problem.score_change.sizes,
+            batch=work.sequence, head=work.first_head + step.head, q_index=query[None, :], k_index=key[:, None],
+            first_q=first_query, first_k=first_key, captured=problem.score_change.captured,
+            sizes=problem.score_change.sizes,
         )  # fmt: skip
     return TableTiles(bias, mask, read)
 

@@ -134,11 +134,7 @@ def locate_in_cache(at, cache, numbers, batch, PACKED: gl.constexpr):
     new = numbers.seq_new
     if cache.new_starts is not None:
         _, new = sequence_rows(cache.new_starts, sequence, batch, 0)
-    before = cache.length
-    if cache.lengths is not None:
-        # A length may be far more than there are rows, so it is 32 bits wide only after that.
-        before = gl.minimum(gl.load(cache.lengths + sequence), numbers.capacity).to(gl.int32)
-    total = gl.minimum(gl.maximum(before + new, 0), numbers.capacity)
+    total = rows_in_cache(cache.lengths, sequence, cache.length, new, numbers.capacity)
     if PACKED:
         total = gl.where(somebody, total, 0)
     located = LocatedTile(at.sequence, at.head, at.first, at.begin, length, 0, total)
@@ -171,6 +167,33 @@ def sequence_tree(cache, numbers, rows, PACKED: gl.constexpr):
             before = gl.to_tensor(rows.sequence).to(gl.int64) * numbers.tree
         tree = Tree(cache.tree + before, numbers.tree_query, rows.length, numbers.tree_columns)
     return tree
+
+
+@gluon.jit
+def rows_in_cache(lengths, sequence, length, new, capacity):
+    """The rows of a sequence with its `new` ones, as `split_keys.rows.sequence_lengths` counts them."""
+    before = length
+    if lengths is not None:
+        # A length may be far more than there are rows, so it is 32 bits wide only after that.
+        before = gl.minimum(gl.load(lengths + sequence), capacity).to(gl.int32)
+    return gl.minimum(gl.maximum(before + new, 0), capacity)
+
+
+@gluon.jit
+def packed_sequence(starts, place, batch, scale, TILE: gl.constexpr):
+    """The packed sequence that tile number `place` belongs to, as `split_keys.rows.tile_sequence` finds it; `batch` for
+    what follows the last one. A row counts `scale` times."""
+    low = gl.to_tensor(0)
+    high = batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        first = gl.load(starts + middle).to(gl.int32) * scale // TILE
+        if TILE > 1:
+            first += middle
+        begins = first <= place
+        low = gl.where(begins, middle, low)
+        high = gl.where(begins, high, middle - 1)
+    return low
 
 
 @gluon.jit

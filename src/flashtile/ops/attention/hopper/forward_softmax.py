@@ -317,29 +317,34 @@ def weights_by_maxima(
 
 @gluon.jit
 def exponentials(s, scale_log2, reference, in_flight, v, v_slot, config):
-    """Weights of a tile in float32, `out` when its product `in_flight` has come to an end, and sums and largest of the
-    weights, in parts.
+    """Weights of a tile in float32, `out` when its product `in_flight` has come to an end (0 without one), and sums
+    and largest of the weights, in parts.
 
     Only some of the exponentials come while `p v` is in flight, the others among the conversions: the units for
     exponentials work while the others do.
     """
+    out = gl.to_tensor(0)
     if config.AHEAD > 0:
         pieces = split_off(exponents(s, scale_log2, reference), config.AHEAD)
         for i in gl.static_range(len(pieces)):
             piece = gl.exp2(pieces[i])
             if i == 0:
                 probs = piece
-                tile_sum = pin_before_wait(row_sums(probs))
+                tile_sum = row_sums(probs)
+                if in_flight is not None:
+                    tile_sum = pin_before_wait(tile_sum)
                 tile_largest = largest_weights(probs, config)
-                out = wait_values(in_flight, v)
-                v.release(v_slot)
+                if in_flight is not None:
+                    out = wait_values(in_flight, v)
+                    v.release(v_slot)
             else:
                 tile_sum += row_sums(piece)
                 tile_largest = larger(tile_largest, largest_weights(piece, config), config)
                 probs = join_columns(probs, piece)
     else:
-        out = wait_values(in_flight, v)
-        v.release(v_slot)
+        if in_flight is not None:
+            out = wait_values(in_flight, v)
+            v.release(v_slot)
         probs = gl.exp2(exponents(s, scale_log2, reference))
         tile_sum = row_sums(probs)
         tile_largest = largest_weights(probs, config)
@@ -456,8 +461,9 @@ def function_scores(s, first_key, read, function, view, config):
     reads."""
     key = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     return config.SCORE_FUNCTION(
-        s * function.scale, function.sequence, function.head, view.row[:, None], key[None, :], view.first, first_key,
-        function.captured, function.sizes, read,
+        s * function.scale, batch=function.sequence, head=function.head, q_index=view.row[:, None],
+        k_index=key[None, :], first_q=view.first, first_k=first_key, captured=function.captured, sizes=function.sizes,
+        reads=read,
     )  # fmt: skip
 
 
@@ -487,8 +493,8 @@ def load_table_tiles(n, slot, modifiers, view, rings, config, layout: gl.constex
         first_key = n * N
         key = first_key + gl.arange(0, N, gl.SliceLayout(0, layout))
         read = config.SCORE_READS(
-            function.sequence, function.head, view.row[:, None], key[None, :], view.first, first_key, function.captured,
-            function.sizes,
+            batch=function.sequence, head=function.head, q_index=view.row[:, None], k_index=key[None, :],
+            first_q=view.first, first_k=first_key, captured=function.captured, sizes=function.sizes,
         )  # fmt: skip
     return TableTiles(bias, mask, read)
 

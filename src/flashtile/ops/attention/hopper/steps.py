@@ -31,11 +31,18 @@ from flashtile._backends.gluon import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.cache import KeyTile, box_pages, load_boxes, locate_in_cache
+from flashtile.ops.attention.hopper.cache import (
+    KeyTile,
+    box_pages,
+    load_boxes,
+    locate_in_cache,
+    packed_sequence,
+)
 from flashtile.ops.attention.hopper.forward_softmax import (
     LARGEST_FLOAT16_EXPONENT,
     LARGEST_WEIGHT,
     NOTHING_SEEN,
+    exponentials,
     exponents,
     first_reference,
     first_sums,
@@ -49,7 +56,6 @@ from flashtile.ops.attention.hopper.primitives import (
     HeadRows,
     M,
     barriers,
-    join_columns,
     make_ring,
     mask_scores,
     matrix,
@@ -57,8 +63,6 @@ from flashtile.ops.attention.hopper.primitives import (
     product_layout,
     release,
     row_maximum,
-    row_sums,
-    split_off,
     wait_products,
 )
 from flashtile.ops.attention.hopper.schedule import LocatedTile
@@ -71,18 +75,20 @@ SUMS = gl.constexpr(8)
 @aggregate
 class StepConfig:
     """Constants of the kernels. `GROUP`: query heads that share a key/value head, at most `ROWS`. `AHEAD`,
-    `SCORE_COLUMNS`: as in the forward. `PAGE_SIZE`: 0 without pages. `SHARES`: one warp loads."""
+    `SCORE_COLUMNS`: as in the forward. `PAGE_SIZE`: 0 without pages. The last three are those of a forward in which one
+    warp loads, nobody asks for the largest scores, and queries are read from shared memory."""
 
     GROUP: gl.constexpr
     AHEAD: gl.constexpr
     PAGE_SIZE: gl.constexpr
     SCORE_COLUMNS: gl.constexpr
     SHARES: gl.constexpr
+    MAX_SCORES: gl.constexpr
     Q_IN_REGISTERS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, **constants):
-        for name, value in constants.items():
+        for name, value in {**constants, "SHARES": 1, "MAX_SCORES": False, "Q_IN_REGISTERS": False}.items():
             setattr(self, name, gl.constexpr(value))
 
 
@@ -134,13 +140,7 @@ def locate_step(pair, starts, cache, numbers, problem, N: gl.constexpr):
     sequence = token
     nobody = gl.to_tensor(False)
     if starts is not None:
-        sequence = gl.to_tensor(0)
-        high = problem.batch
-        while sequence < high:
-            middle = (sequence + high + 1) // 2
-            begins = gl.load(starts + middle).to(gl.int32) <= token
-            sequence = gl.where(begins, middle, sequence)
-            high = gl.where(begins, high, middle - 1)
+        sequence = packed_sequence(starts, token, problem.batch, scale=1, TILE=1)
         nobody = sequence == problem.batch
         sequence = gl.minimum(sequence, problem.batch - 1)
     at = LocatedTile(sequence, head, 0, 0, 1, 0, 0)
@@ -149,19 +149,29 @@ def locate_step(pair, starts, cache, numbers, problem, N: gl.constexpr):
     return Step(token, head, pair, sequence, place, total, gl.cdiv(total, N))
 
 
+class Cached(NamedTuple):
+    """The keys or the values of a step: descriptors, the first row of the entry, rows from one page to the next, and
+    the first column."""
+
+    descriptors: Any
+    begin: Any
+    apart: Any
+    column: Any
+
+
 @gluon.jit
-def load_tile(ring, slot, descriptors, step, begin, apart, tile, column, config):
-    """Producer: loads a tile of rows of the cache, from a column on, into a slot that is free. `begin`, `apart`: the
-    first row of the entry, and rows from one page to the next."""
+def load_tile(ring, slot, cached, tile, step, config):
+    """Producer: loads tile number `tile` into a slot as soon as that is free."""
     row = tile * ring.ROWS
-    rows = HeadRows(step.sequence, step.head, begin, step.total)
+    head = HeadRows(step.sequence, step.head, cached.begin, step.total)
     if config.PAGE_SIZE > 0:
-        pages = box_pages(descriptors.main, row, step.total, step.place.table, config, ring.ROWS, 0)
+        pages = box_pages(cached.descriptors.main, row, step.total, step.place.table, config, ring.ROWS, 0)
         ring.wait_empty(slot)
-        load_boxes(ring, slot, slot.place, descriptors, rows, row, pages, apart, column, config, 0)
+        rows = KeyTile(head, row, pages, cached.apart)
+        load_boxes(ring, slot, cached.descriptors, rows, cached.column, config, 0, barrier=slot.place)
     else:
         ring.wait_empty(slot)
-        ring.load(slot, descriptors, rows, row, True, column)
+        ring.load(slot, cached.descriptors, head, row, True, cached.column)
 
 
 # Weights
@@ -177,9 +187,7 @@ def step_weights_kernel(
     """`q`: `[tokens, group, heads_kv, head_dim]`. `cache`, `numbers`: those of `CachedRows`. It writes, for each pair
     of a query and a key/value head, weights `[group, tiles · N]`, in parts the sums of each tile `[tiles, group, 8]`,
     references `[group]`, and whether these would have to rise: `[splits]`."""
-    config = StepConfig(
-        GROUP=GROUP, AHEAD=AHEAD, PAGE_SIZE=PAGE_SIZE, SCORE_COLUMNS=SCORE_COLUMNS, SHARES=1, Q_IN_REGISTERS=False
-    )
+    config = StepConfig(GROUP=GROUP, AHEAD=AHEAD, PAGE_SIZE=PAGE_SIZE, SCORE_COLUMNS=SCORE_COLUMNS)
     queries = Chunks(q_desc, q_tail_desc)
     keys = Chunks(k_desc, k_tail_desc)
     q = make_ring(queries, STAGES=1, READERS=0)
@@ -197,7 +205,7 @@ def step_weights_kernel(
     gl.warp_specialize(
         [
             (weigh_share, (q, k, step, split, first, last, written, problem, config)),
-            (load_keys, (q, k, queries, keys, step, first, last, numbers, config)),
+            (load_keys, (q, k, queries, keys, step, first, last, config)),
         ],
         [1],
         [PRODUCER_REGISTERS],
@@ -221,16 +229,16 @@ class KeyRing(NamedTuple):
 
 
 @gluon.jit
-def load_keys(q, k, queries, keys, step, first, last, numbers, config):
+def load_keys(q, k, queries, keys, step, first, last, config):
     """Producer: the query, the last tile of keys, and those of this share."""
     if first < last:
         rows = HeadRows(step.token, step.head, 0, config.GROUP)
         q.load(q.slot(0), queries, rows, 0, False)
-        load_tile(k, k.slot(0), keys, step, step.place.k_begin, numbers.k_apart, step.tiles - 1, 0, config)
+        cached = Cached(keys, step.place.k_begin, step.place.k_apart, 0)
+        load_tile(k, k.slot(0), cached, step.tiles - 1, step, config)
         count = 1
         for done in range(gl.maximum(first, 1), last):
-            tile = step.tiles - 1 - done
-            load_tile(k, k.slot(count), keys, step, step.place.k_begin, numbers.k_apart, tile, 0, config)
+            load_tile(k, k.slot(count), cached, step.tiles - 1 - done, step, config)
             count += 1
 
 
@@ -238,39 +246,38 @@ def load_keys(q, k, queries, keys, step, first, last, numbers, config):
 def weigh_share(q, k, step, split, first, last, written, problem, config):
     """Weights and sums of this share of the tiles."""
     dtype: gl.constexpr = k.tiles.dtype
-    s_layout: gl.constexpr = product_layout(k.ROWS)
-    row = gl.arange(0, M, gl.SliceLayout(1, s_layout))
+    row = gl.arange(0, M, gl.SliceLayout(1, product_layout(k.ROWS)))
     raised = gl.to_tensor(0)
     if first < last:
         q.acquire(q.slot(0))
         query = q.operand(q.slot(0))
-        s = tile_scores(query, k, k.slot(0), step.tiles - 1, step, row, problem, config)
+        s = tile_scores(query, k, k.slot(0), step.tiles - 1, step, problem, config)
         reference = first_reference(row_maximum(s) * problem.scale_log2, dtype)
         if first == 0:
             probs = gl.exp2(exponents(s, problem.scale_log2, reference))
             sums = first_sums(probs, dtype, config)
-            store_weights(probs, sums, step.tiles - 1, step, row, written, problem, config)
+            store_weights(probs, sums, step.tiles - 1, step, written, problem, config)
             gl.store(written.references + step.pair * config.GROUP + row, reference, mask=row < config.GROUP)
         excess = row * 0.0
         count = 1
         for done in range(gl.maximum(first, 1), last):
             tile = step.tiles - 1 - done
-            s = tile_scores(query, k, k.slot(count), tile, step, row, problem, config)
-            probs, sums = tile_weights(s, reference, problem.scale_log2, config)
+            s = tile_scores(query, k, k.slot(count), tile, step, problem, config)
+            probs, _, sums, _ = exponentials(s, problem.scale_log2, reference, None, None, None, config)
             if dtype == gl.float16:
                 highest = gl.maximum(row_maximum(s) * problem.scale_log2, NOTHING_SEEN)
                 excess = gl.maximum(excess, highest - reference - LARGEST_FLOAT16_EXPONENT)
             else:
                 largest = gl.convert_layout(gl.max(sums, 1), row.type.layout)
                 excess = gl.maximum(excess, gl.where(largest > LARGEST_WEIGHT, 1.0, 0.0))
-            store_weights(probs, sums, tile, step, row, written, problem, config)
+            store_weights(probs, sums, tile, step, written, problem, config)
             count += 1
         raised = (gl.max(excess, 0) > 0).to(gl.int32)
     gl.store(written.raised + step.pair * problem.splits + split, raised)
 
 
 @gluon.jit
-def tile_scores(query, k, slot, tile, step, row, problem, config):
+def tile_scores(query, k, slot, tile, step, problem, config):
     """Scores `[M, N]`, -inf past the last key."""
     s_layout: gl.constexpr = product_layout(k.ROWS)
     zeros = gl.zeros([M, k.ROWS], gl.float32, s_layout)
@@ -280,34 +287,17 @@ def tile_scores(query, k, slot, tile, step, row, problem, config):
     if problem.cap_scale is not None:
         s = capped(s, problem.cap_scale)
     if (tile + 1) * k.ROWS > step.total:
-        s = mask_scores(s, row, tile * k.ROWS, 0, step.total, 0, 0, False, False)
+        row = gl.arange(0, M, gl.SliceLayout(1, s_layout))
+        s = mask_scores(s, row, tile * k.ROWS, 0, step.total, 0, 0, HAS_LEFT=False, HAS_RIGHT=False)
     return s
 
 
 @gluon.jit
-def tile_weights(s, reference, scale_log2, config):
-    """Weights of a tile in float32, and their sums, in parts, in the order of the forward's `exponentials`."""
-    if config.AHEAD > 0:
-        pieces = split_off(exponents(s, scale_log2, reference), config.AHEAD)
-        for i in gl.static_range(len(pieces)):
-            piece = gl.exp2(pieces[i])
-            if i == 0:
-                probs = piece
-                sums = row_sums(piece)
-            else:
-                sums += row_sums(piece)
-                probs = join_columns(probs, piece)
-    else:
-        probs = gl.exp2(exponents(s, scale_log2, reference))
-        sums = row_sums(probs)
-    return probs, sums
-
-
-@gluon.jit
-def store_weights(probs, sums, tile, step, row, written, problem, config):
+def store_weights(probs, sums, tile, step, written, problem, config):
     """Stores weights and sums of a tile."""
     N: gl.constexpr = probs.shape[1]
     dtype: gl.constexpr = written.weights.dtype.element_ty
+    row = gl.arange(0, M, gl.SliceLayout(1, probs.type.layout))
     line = step.pair.to(gl.int64) * problem.tiles * N * config.GROUP
     column = tile * N + gl.arange(0, N, gl.SliceLayout(0, probs.type.layout))
     places = written.weights + line + (row * problem.tiles * N)[:, None] + column[None, :]
@@ -331,7 +321,7 @@ def step_values_kernel(
     VALUE_COLUMNS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, SUM_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`weights`: `[pairs, group, tiles · N]`. out is `[tokens, heads, head_dim_v]`, contiguous."""
-    config = StepConfig(GROUP=GROUP, AHEAD=0, PAGE_SIZE=PAGE_SIZE, SCORE_COLUMNS=0, SHARES=1, Q_IN_REGISTERS=False)
+    config = StepConfig(GROUP=GROUP, AHEAD=0, PAGE_SIZE=PAGE_SIZE, SCORE_COLUMNS=0)
     WIDTH: gl.constexpr = v_desc.block_shape[-1]
     PARTS: gl.constexpr = (VALUE_COLUMNS + WIDTH - 1) // WIDTH
     v = make_ring(Chunks(v_desc, None), STAGES=STAGES, READERS=1, KEYS=KEY_LOADS * v_desc.block_shape[-3])
@@ -353,7 +343,7 @@ def step_values_kernel(
                     config, VALUE_COLUMNS,
                 ),
             ),
-            (load_values, (v, weights, weights_full, weights_desc, v_desc, step, part * WIDTH, numbers, config)),
+            (load_values, (v, weights, weights_full, weights_desc, v_desc, step, part * WIDTH, config)),
             (sum_rows, (sums, sums_full, sums_ptr, step, problem, config)),
         ],
         [1, 1],
@@ -362,15 +352,14 @@ def step_values_kernel(
 
 
 @gluon.jit
-def load_values(v, weights, weights_full, weights_desc, v_desc, step, column, numbers, config):
+def load_values(v, weights, weights_full, weights_desc, v_desc, step, column, config):
     """Producer: weights and values of all tiles, from the last one on. A tile of both has one place."""
     BYTES: gl.constexpr = M * v.ROWS * v.tiles.dtype.primitive_bitwidth // 8
+    cached = Cached(Chunks(v_desc, None), step.place.v_begin, step.place.v_apart, column)
     for done in range(step.tiles):
         tile = step.tiles - 1 - done
         slot = v.slot(done)
-        load_tile(
-            v, slot, Chunks(v_desc, None), step, step.place.v_begin, numbers.v_apart, tile, column, config
-        )  # fmt: skip
+        load_tile(v, slot, cached, tile, step, config)
         full = weights_full.index(slot.place)
         mbarrier.expect(full, BYTES)
         tma_load(weights_desc, [step.pair, 0, tile * v.ROWS], full, weights.index(slot.place))

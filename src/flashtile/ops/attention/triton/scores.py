@@ -181,8 +181,8 @@ def function_scores(
     row, column = _positions(scores, first_row, first_column, TRANSPOSED)
     function = modifiers.function
     return SCORE_FUNCTION(
-        scores, modifiers.sequence, modifiers.head, row, column, first_row, first_column, function.captured,
-        function.sizes,
+        scores, batch=modifiers.sequence, head=modifiers.head, q_index=row, k_index=column, first_q=first_row,
+        first_k=first_column, captured=function.captured, sizes=function.sizes,
     )  # fmt: skip
 
 
@@ -199,8 +199,9 @@ def function_gradient(
     row, column = _positions(dscores, first_row, first_column, TRANSPOSED)
     function = modifiers.function
     return SCORE_DERIVATIVE(
-        scores, modifiers.sequence, modifiers.head, row, column, first_row, first_column, dscores, hidden,
-        function.captured, function.sizes, function.sums,
+        scores, batch=modifiers.sequence, head=modifiers.head, q_index=row, k_index=column, first_q=first_row,
+        first_k=first_column, upstream=dscores, hidden=hidden, captured=function.captured, sizes=function.sizes,
+        sums=function.sums,
     )  # fmt: skip
 
 

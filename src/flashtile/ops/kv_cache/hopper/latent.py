@@ -40,6 +40,7 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashtile.ops.attention.hopper.cache import packed_sequence, rows_in_cache
 from flashtile.ops.attention.hopper.primitives import (
     LN_2,
     WARPGROUP,
@@ -269,7 +270,7 @@ def tile_work(sequences, length, problem, config):
     sequence = rest // problem.splits
     nobody = gl.to_tensor(False)
     if config.PACKED:
-        sequence = packed_sequence(sequences.starts, row_tile, problem)
+        sequence = packed_sequence(sequences.starts, row_tile, problem.batch, heads, M)
         nobody = sequence == problem.batch
         first_token = gl.load(sequences.starts + sequence).to(gl.int32)
         end_token = gl.load(sequences.starts + gl.minimum(sequence + 1, problem.batch)).to(gl.int32)
@@ -282,15 +283,11 @@ def tile_work(sequences, length, problem, config):
     rows = tokens * heads
     first_row = row_tile * M
 
-    before = length
-    if sequences.lengths is not None:
-        # A length may be far more than there are rows, so it is 32 bits wide only after that.
-        before = gl.minimum(gl.load(sequences.lengths + sequence), problem.capacity).to(gl.int32)
     new = problem.seq_new
     if sequences.new_starts is not None:
         first_new = gl.load(sequences.new_starts + sequence)
         new = (gl.load(sequences.new_starts + sequence + 1) - first_new).to(gl.int32)
-    total = gl.minimum(gl.maximum(before + new, 0), problem.capacity)
+    total = rows_in_cache(sequences.lengths, sequence, length, new, problem.capacity)
     total = gl.where(nobody, 0, total)
     shift = total - tokens
     end = total
@@ -339,19 +336,6 @@ def output_block(out_ptr, work, problem, config):
         place += work.split.to(gl.int64) * problem.total_q * problem.heads
         rows = gl.where(work.tiles > 0, rows, 0)  # where the lse is -inf, nobody reads the rest of a part
     return Output(out_ptr + place * COLUMNS, rows)
-
-
-@gluon.jit
-def packed_sequence(starts_ptr, tile, problem):
-    """The sequence of a tile of rows, as `split_keys.rows.tile_sequence` finds it; `batch` behind the last one."""
-    low = gl.to_tensor(0)
-    high = problem.batch
-    while low < high:
-        middle = (low + high + 1) // 2
-        first = gl.load(starts_ptr + middle).to(gl.int32) * problem.heads // M + middle
-        low = gl.where(first <= tile, middle, low)
-        high = gl.where(first <= tile, high, middle - 1)
-    return low
 
 
 @gluon.constexpr_function
@@ -460,7 +444,8 @@ def score(shared, lse_ptr, tree_ptr, work, problem, config):
         chunks_read += CHUNKS
         if config.DEFERRED > 0:
             release(exchange.scored.index(0))
-        reference, row_sum = hand_over_weights(s, index, reference, row_sum, view, shared, work, problem, config)
+        s = hide_keys(s, index, view, work, problem, config)
+        reference, row_sum = hand_over_weights(s, index, reference, row_sum, shared, problem)
 
     # A row that saw no key has a sum of 0: its out is 0 and its lse -inf.
     row_total = gl.convert_layout(gl.sum(row_sum, 1), of_rows)
@@ -500,10 +485,8 @@ def tile_scores(shared, index, chunks_read):
 
 
 @gluon.jit
-def hand_over_weights(s, index, reference, row_sum, view, shared, work, problem, config):
-    """The weights of a tile from its scores. Returns the new references and sums of weights of the rows."""
-    exchange = shared.exchange
-    dtype: gl.constexpr = shared.q.dtype
+def hide_keys(s, index, view, work, problem, config):
+    """Scores of a tile, -inf where a row does not see the key."""
     tile = work.first_tile + index
     first_key = work.base + tile * N
     cut = first_key + N > work.full_end
@@ -525,6 +508,14 @@ def hand_over_weights(s, index, reference, row_sum, view, shared, work, problem,
             shown = gl.load(tree_rows[:, None] + last, mask=(row < work.rows)[:, None] & in_tree, other=1)
             visible &= (shown != 0) & (last < problem.tree.columns)
         s = gl.where(visible, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def hand_over_weights(s, index, reference, row_sum, shared, problem):
+    """The weights of a tile from its scores. Returns the new references and sums of weights of the rows."""
+    exchange = shared.exchange
+    dtype: gl.constexpr = shared.q.dtype
     highest = row_maximum(s) * problem.scale_log2
     raised = gl.where(highest - reference > LARGEST_EXPONENT, highest, reference)
     p = gl.exp2(s * problem.scale_log2 - raised[:, None])
