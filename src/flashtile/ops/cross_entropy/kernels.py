@@ -70,11 +70,45 @@ def load_tile(row_ptr, group, end, VECTOR: tl.constexpr, WHOLE: tl.constexpr):
         return tl.load(pointers, mask=group < end, other=0.0).to(tl.float32)
 
 
+class Cap(NamedTuple):
+    """What makes scores of logits under a soft cap."""
+
+    logit_scale: Any
+    softcap: Any
+
+
+class ClassWeights(NamedTuple):
+    """Pointer to the weights of all classes, and the class of the first column."""
+
+    pointer: Any
+    first: Any
+
+
+class Row(NamedTuple):
+    """A row of logits: pointer to the vector that holds its first element, how far after it the row begins, what
+    differences of logits are multiplied by in the exponent, and what differences are taken from."""
+
+    pointer: Any
+    start: Any
+    scale: Any
+    anchor: Any
+
+
+class Running(NamedTuple):
+    """What each place of a tile `[G]` keeps of what passes it: the largest logit, the sum of exponentials, and for
+    smoothing the sums of differences from the anchor and of class weights."""
+
+    max: Any
+    sum: Any
+    total: Any
+    weight: Any
+
+
 @triton.jit
-def capped_logits(x, logit_scale, softcap, CAPPED: tl.constexpr):
-    """Scores under a soft cap; without one, the logits as they are."""
-    if CAPPED:
-        x = softcap * tanh(x * (logit_scale / softcap), True)
+def capped_logits(x, cap):
+    """Scores under a soft cap; without one (None), the logits as they are."""
+    if cap is not None:
+        x = cap.softcap * tanh(x * (cap.logit_scale / cap.softcap), True)
     return x
 
 
@@ -91,35 +125,41 @@ def online_step(x, place_max, place_sum, scale):
 
 
 @triton.jit
-def edge_step(
-    row_ptr, weights_ptr, first, tile, start, place_max, place_sum, place_total, place_weight, scale, anchor,
-    logit_scale, softcap, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, VECTOR: tl.constexpr, SMOOTHING: tl.constexpr,
-    SIGN: tl.constexpr, CAPPED: tl.constexpr, WEIGHTED: tl.constexpr,
+def add_tile(
+    row, tile, running, cap, class_weights, WHOLE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+    VECTOR: tl.constexpr, SMOOTHING: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """A tile with columns that are not of this row."""
-    group, columns = tile_columns(tile, start, BLOCK_N, VECTOR)
+    """Joins a tile of a row to what is `Running`. Unless it is WHOLE, it has columns that are not of this row."""
+    group, columns = tile_columns(tile, row.start, BLOCK_N, VECTOR)
     inside = (columns >= 0) & (columns < WIDTH)
-    x = load_tile(row_ptr, group, start + WIDTH, VECTOR, False)
-    x = capped_logits(x, logit_scale, softcap, CAPPED) * SIGN
+    total, weight = running.total, running.weight
+    x = capped_logits(load_tile(row.pointer, group, row.start + WIDTH, VECTOR, WHOLE), cap) * SIGN
     if SMOOTHING:
-        differences = tl.where(inside, x - anchor, 0.0)
-        if WEIGHTED:
-            weights = tl.load(weights_ptr + first + columns, mask=inside, other=0.0)
+        differences = x - row.anchor
+        if not WHOLE:
+            differences = tl.where(inside, differences, 0.0)
+        if class_weights is not None:
+            pointers = class_weights.pointer + class_weights.first + columns
+            if WHOLE:
+                weights = tl.load(pointers)
+            else:
+                weights = tl.load(pointers, mask=inside, other=0.0)
             differences *= weights
-            place_weight += tl.sum(weights, axis=1)
-        place_total += tl.sum(differences, axis=1)
-    place_max, place_sum = online_step(tl.where(inside, x, float("-inf")), place_max, place_sum, scale)
-    return place_max, place_sum, place_total, place_weight
+            weight += tl.sum(weights, axis=1)
+        total += tl.sum(differences, axis=1)
+    if not WHOLE:
+        x = tl.where(inside, x, float("-inf"))
+    place_max, place_sum = online_step(x, running.max, running.sum, row.scale)
+    return Running(place_max, place_sum, total, weight)
 
 
 @triton.jit
 def read_row(
-    logits_ptr, weights_ptr, first, offset, lead, factor, logit_scale, softcap, WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr, VECTOR: tl.constexpr, SMOOTHING: tl.constexpr, SIGN: tl.constexpr, CAPPED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    logits_ptr, offset, lead, factor, cap, class_weights, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+    VECTOR: tl.constexpr, SMOOTHING: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
     """Pivot and exp_sum of a row and, with smoothing, the sum of its logits' differences from the pivot, each times its
-    class weight. Each logit is read once. `first` is the class of the first column."""
+    class weight. Each logit is read once."""
     # With the sign of the factor, logits have the order of scores: the factor itself is part of the exponent's. That is
     # not 0, which would make NaN of the columns outside of the row.
     scale = factor * (SIGN * LOG2_E)
@@ -129,42 +169,35 @@ def read_row(
     start = row_start(offset, lead, VECTOR)
     row_ptr = tl.multiple_of(logits_ptr + (offset - start), ALIGNMENT)
     G: tl.constexpr = BLOCK_N // VECTOR
-    place_max = tl.full([G], float("-inf"), tl.float32)
-    place_sum = tl.zeros([G], tl.float32)
-    place_total = tl.zeros([G], tl.float32)
-    place_weight = tl.zeros([G], tl.float32)
+    nothing = tl.zeros([G], tl.float32)
+    running = Running(tl.full([G], float("-inf"), tl.float32), nothing, nothing, nothing)
     anchor = 0.0
     if SMOOTHING:
         # Until the largest logit is known, differences are taken from the first one: a sum of the logits themselves is
         # as wrong as their common offset is large.
-        anchor = capped_logits(tl.load(logits_ptr + offset).to(tl.float32), logit_scale, softcap, CAPPED) * SIGN
+        anchor = capped_logits(tl.load(logits_ptr + offset).to(tl.float32), cap) * SIGN
         anchor = tl.where(tl.abs(anchor) < float("inf"), anchor, 0.0)
-    place_max, place_sum, place_total, place_weight = edge_step(
-        row_ptr, weights_ptr, first, 0, start, place_max, place_sum, place_total, place_weight, scale, anchor,
-        logit_scale, softcap, WIDTH, BLOCK_N, VECTOR, SMOOTHING, SIGN, CAPPED, WEIGHTED,
+    row = Row(row_ptr, start, scale, anchor)
+    running = add_tile(
+        row, 0, running, cap, class_weights, WHOLE=False, WIDTH=WIDTH, BLOCK_N=BLOCK_N, VECTOR=VECTOR,
+        SMOOTHING=SMOOTHING, SIGN=SIGN,
     )  # fmt: skip
     last = (start + WIDTH - 1) // BLOCK_N
     for tile in range(1, last):
-        group, columns = tile_columns(tile, start, BLOCK_N, VECTOR)
-        x = capped_logits(load_tile(row_ptr, group, 0, VECTOR, True), logit_scale, softcap, CAPPED) * SIGN
-        if SMOOTHING:
-            differences = x - anchor
-            if WEIGHTED:
-                weights = tl.load(weights_ptr + first + columns)
-                differences *= weights
-                place_weight += tl.sum(weights, axis=1)
-            place_total += tl.sum(differences, axis=1)
-        place_max, place_sum = online_step(x, place_max, place_sum, scale)
-    if last > 0:
-        place_max, place_sum, place_total, place_weight = edge_step(
-            row_ptr, weights_ptr, first, last, start, place_max, place_sum, place_total, place_weight, scale, anchor,
-            logit_scale, softcap, WIDTH, BLOCK_N, VECTOR, SMOOTHING, SIGN, CAPPED, WEIGHTED,
+        running = add_tile(
+            row, tile, running, cap, class_weights, WHOLE=True, WIDTH=WIDTH, BLOCK_N=BLOCK_N, VECTOR=VECTOR,
+            SMOOTHING=SMOOTHING, SIGN=SIGN,
         )  # fmt: skip
-    row_max = tl.max(place_max, axis=0)
+    if last > 0:
+        running = add_tile(
+            row, last, running, cap, class_weights, WHOLE=False, WIDTH=WIDTH, BLOCK_N=BLOCK_N, VECTOR=VECTOR,
+            SMOOTHING=SMOOTHING, SIGN=SIGN,
+        )  # fmt: skip
+    row_max = tl.max(running.max, axis=0)
     against = tl.where(row_max == float("-inf"), 0.0, row_max)
-    exp_sum = tl.sum(place_sum * tl.exp2((place_max - against) * scale), axis=0)
-    weight = tl.sum(place_weight, axis=0) if WEIGHTED else WIDTH
-    total = tl.sum(place_total, axis=0) + weight * (anchor - against)
+    exp_sum = tl.sum(running.sum * tl.exp2((running.max - against) * scale), axis=0)
+    weight = tl.sum(running.weight, axis=0) if class_weights is not None else WIDTH
+    total = tl.sum(running.total, axis=0) + weight * (anchor - against)
     return row_max * SIGN, exp_sum, total * SIGN
 
 
@@ -197,16 +230,22 @@ def cross_entropy_forward_kernel(
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row).to(tl.int64)
     loss, z, pivot, exp_sum = 0.0, 0.0, 0.0, 1.0
+    cap = None
+    if CAPPED:
+        cap = Cap(logit_scale, softcap)
+    class_weights = None
+    if WEIGHTED:
+        class_weights = ClassWeights(weights_ptr, first)
     if label != ignore_index:  # the row of a label that does not count is not read
         offset = row * stride_row
         pivot, exp_sum, total = read_row(
-            logits_ptr, weights_ptr, first, offset, lead, factor, logit_scale, softcap, WIDTH, BLOCK_N, VECTOR,
-            SMOOTHING, SIGN, CAPPED, WEIGHTED,
+            logits_ptr, offset, lead, factor, cap, class_weights, WIDTH=WIDTH, BLOCK_N=BLOCK_N, VECTOR=VECTOR,
+            SMOOTHING=SMOOTHING, SIGN=SIGN,
         )  # fmt: skip
         column = label - first
         here = (column >= 0) & (column < WIDTH)
         target = tl.load(logits_ptr + offset + tl.where(here, column, 0), mask=here, other=0.0)
-        target = capped_logits(target.to(tl.float32), logit_scale, softcap, CAPPED)
+        target = capped_logits(target.to(tl.float32), cap)
         if PARTIAL:
             loss, z = target, total
         else:
@@ -282,7 +321,8 @@ def cross_entropy_backward_kernel(
         g = tl.where(known, g, float("nan"))
         row_ptr = tl.multiple_of(logits_ptr + (offset - start), ALIGNMENT)
         x = load_tile(row_ptr, group, start + WIDTH, VECTOR, False)
-        x = capped_logits(x, logit_scale, softcap, CAPPED)
+        if CAPPED:
+            x = capped_logits(x, Cap(logit_scale, softcap))
         lse = log_sum_exp(pivot, exp_sum, factor)
         of_label, of_lse = row_shares(weights_ptr, label, known, vocabulary, smoothing, SMOOTHING, WEIGHTED)
         of_exponentials = g * (of_lse + 2.0 * lse_square_scale * lse) / exp_sum
