@@ -13,6 +13,8 @@ tile at most, whatever the capacity of the cache. The softmax is that of Dao, "F
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -151,12 +153,20 @@ def attend_kernel(
             v_factors += tl.cast(outer, tl.int64) * v_descale_strides.outer
 
     acc, row_max, row_sum = visit_tiles(
-        q_rows, there, query, k_base, v_base, table, k_strides, v_strides,
-        k_factors, v_factors, k_descale_strides, v_descale_strides, first_tile, last_tile,
-        begin, full_begin, full_end, end, shift, window, tree_rows, table_strides.tree_columns,
-        scale, softcap, slope, sink,
-        PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK, PRECISION, AS_FORWARD,
-        PAIRS,
+        Queries(rows=q_rows, there=there, number=query),
+        CachedHead(base=k_base, factors=k_factors),
+        CachedHead(base=v_base, factors=v_factors),
+        table,
+        Visible(
+            first_tile=first_tile, last_tile=last_tile, begin=begin, full_begin=full_begin, full_end=full_end, end=end,
+            shift=shift, tree_rows=tree_rows, tree_columns=table_strides.tree_columns,
+        ),
+        window,
+        Scoring(scale=scale, softcap=softcap, slope=slope, sink=sink),
+        k_strides=k_strides, v_strides=v_strides, k_factor_strides=k_descale_strides,
+        v_factor_strides=v_descale_strides,
+        PAGE_SIZE=PAGE_SIZE, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        BLOCK_D=BLOCK_D, BLOCK_E=BLOCK_E, CHUNK=CHUNK, PRECISION=PRECISION, AS_FORWARD=AS_FORWARD, PAIRS=PAIRS,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
@@ -203,12 +213,56 @@ def visible_ranges(first_query, last_query, shift, left, total, window):
     return begin, full_begin, full_end, tl.maximum(end, 0)
 
 
+class Queries(NamedTuple):
+    """Rows of a tile `[M]`: pointers to their first columns, which of them are there, and their queries' numbers."""
+
+    rows: Any
+    there: Any
+    number: Any
+
+
+class CachedHead(NamedTuple):
+    """Pointers to the keys or the values of a head in row 0 of its entry, or of page 0, and to their factors, None
+    without."""
+
+    base: Any
+    factors: Any
+
+
+class Visible(NamedTuple):
+    """The keys that a tile of rows sees.
+
+    Attributes:
+        first_tile, last_tile: the key tiles of this split.
+        begin, full_begin, full_end, end: as `visible_ranges` returns them.
+        shift: the key on the diagonal of query 0.
+        tree_rows: pointers to the rows of the tree `[M]`, which has `tree_columns`; None without.
+    """
+
+    first_tile: Any
+    last_tile: Any
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+    shift: Any
+    tree_rows: Any
+    tree_columns: Any
+
+
+class Scoring(NamedTuple):
+    """What makes scores of products: the scale, the soft cap, and for each row `[M]` the slope of ALiBi and the logit
+    of the sink; None for what a call does not have."""
+
+    scale: Any
+    softcap: Any
+    slope: Any
+    sink: Any
+
+
 @triton.jit
 def visit_tiles(
-    q_rows, there, query, k_base, v_base, table, k_strides, v_strides,
-    k_factors, v_factors, k_descale_strides, v_descale_strides, first_tile, last_tile,
-    begin, full_begin, full_end, end, shift, window, tree_rows, tree_columns,
-    scale, softcap, slope, sink,
+    queries, k, v, table, visible, window, scoring, k_strides, v_strides, k_factor_strides, v_factor_strides,
     PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, AS_FORWARD: tl.constexpr, PAIRS: tl.constexpr,
@@ -224,39 +278,41 @@ def visit_tiles(
     Columns `2e` and `2e + 1` of values in pairs `[N, E / 2]` have an acc each: a pair moves through shared memory like
     a number of 16 bits, and only these does the hardware transpose on the way to a product.
     """
-    EIGHT_BITS: tl.constexpr = k_base.dtype.element_ty.primitive_bitwidth == 8
-    PRECISE: tl.constexpr = q_rows.dtype.element_ty == tl.float32
-    DTYPE: tl.constexpr = tl.float16 if EIGHT_BITS and not PRECISE else q_rows.dtype.element_ty
+    EIGHT_BITS: tl.constexpr = k.base.dtype.element_ty.primitive_bitwidth == 8
+    PRECISE: tl.constexpr = queries.rows.dtype.element_ty == tl.float32
+    DTYPE: tl.constexpr = tl.float16 if EIGHT_BITS and not PRECISE else queries.rows.dtype.element_ty
     COLUMNS: tl.constexpr = BLOCK_E // 2 if PAIRS is not None else BLOCK_E
     WIDTH: tl.constexpr = HEAD_DIM_V // 2 if PAIRS is not None else HEAD_DIM_V
     V_WITH_K: tl.constexpr = swizzles_differ(CHUNK if CHUNK else BLOCK_D, BLOCK_E)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    if sink is not None:
-        row_max = sink
-        row_sum = tl.where(sink == float("-inf"), 0.0, 1.0)
+    if scoring.sink is not None:
+        row_max = scoring.sink
+        row_sum = tl.where(scoring.sink == float("-inf"), 0.0, 1.0)
     acc = tl.zeros((BLOCK_M, COLUMNS), tl.float32)  # in units of `largest`, where rows of v have factors
     acc_odd = acc
     largest = 2.0**-126
     # What scores are still to be multiplied by.
-    unit = LOG2_E if (softcap is not None) or (slope is not None) else scale * LOG2_E
+    unit = LOG2_E if (scoring.softcap is not None) or (scoring.slope is not None) else scoring.scale * LOG2_E
     column_v = tl.arange(0, COLUMNS)[None, :]
     q_unit, q_factor = None, None
-    if EIGHT_BITS and q_rows.dtype.element_ty == tl.bfloat16:
-        q_unit, q_factor = powers_of_two(largest_magnitudes(q_rows, there, HEAD_DIM, BLOCK_M, BLOCK_D, CHUNK))
+    if EIGHT_BITS and queries.rows.dtype.element_ty == tl.bfloat16:
+        q_unit, q_factor = powers_of_two(
+            largest_magnitudes(queries.rows, queries.there, HEAD_DIM, BLOCK_M, BLOCK_D, CHUNK)
+        )
     if not CHUNK:
         column = tl.arange(0, BLOCK_D)[None, :]
-        q_tile = load_queries(q_rows, there, column, q_factor, HEAD_DIM)  # [M, D]
-    pages = tile_pages(table, first_tile, last_tile, begin, end, PAGE_SIZE, BLOCK_N)
-    for tile in tl.range(first_tile, last_tile):
+        q_tile = load_queries(queries.rows, queries.there, column, q_factor, HEAD_DIM)  # [M, D]
+    pages = tile_pages(table, visible.first_tile, visible.last_tile, visible.begin, visible.end, PAGE_SIZE, BLOCK_N)
+    for tile in tl.range(visible.first_tile, visible.last_tile):
         start = tile * BLOCK_N
         key = start + tl.arange(0, BLOCK_N)
-        valid = (key >= begin) & (key < end)
+        valid = (key >= visible.begin) & (key < visible.end)
         # The pages of the next tile are looked up while this one is computed: its loads need not wait for them.
         page = pages
-        pages = tile_pages(table, tile + 1, last_tile, begin, end, PAGE_SIZE, BLOCK_N)
-        k_rows = tile_pointers(k_base, page, start, k_strides, PAGE_SIZE, BLOCK_N)  # [N, 1]
-        v_rows = tile_pointers(v_base, page, start, v_strides, PAGE_SIZE, BLOCK_N)
+        pages = tile_pages(table, tile + 1, visible.last_tile, visible.begin, visible.end, PAGE_SIZE, BLOCK_N)
+        k_rows = tile_pointers(k.base, page, start, k_strides, PAGE_SIZE, BLOCK_N)  # [N, 1]
+        v_rows = tile_pointers(v.base, page, start, v_strides, PAGE_SIZE, BLOCK_N)
         if not CHUNK:
             k_tile = tl.load(k_rows + column, mask=valid[:, None] & (column < HEAD_DIM), other=0.0)  # [N, D]
         if PAIRS is not None:
@@ -265,43 +321,44 @@ def visit_tiles(
             v_tile = tl.load(v_rows + column_v, mask=valid[:, None] & (column_v < WIDTH), other=0.0)  # [N, E]
         if CHUNK:
             products = products_by_chunks(
-                q_rows, there, k_rows, valid, q_factor, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION
-            )
+                queries.rows, queries.there, k_rows, valid, q_factor, HEAD_DIM=HEAD_DIM, BLOCK_D=BLOCK_D, CHUNK=CHUNK,
+                PRECISION=PRECISION,
+            )  # fmt: skip
         else:
             products = tl.dot(q_tile, tl.trans(widened(k_tile, DTYPE)), input_precision=PRECISION)  # [M, N]
         if q_unit is not None:
             products *= q_unit[:, None]
-        if (k_factors is not None) and (k_descale_strides.row is not None):
-            products *= tile_factors(k_factors, page, start, k_descale_strides, valid, PAGE_SIZE, BLOCK_N)
+        if (k.factors is not None) and (k_factor_strides.row is not None):
+            products *= tile_factors(k.factors, page, start, k_factor_strides, valid, PAGE_SIZE, BLOCK_N)
         if AS_FORWARD:
             scores = products
-            if softcap is not None:
-                scores = tanh(products * (scale / softcap), PRECISE) * softcap
-            elif slope is not None:
-                scores = products * scale
-        elif softcap is not None:
-            scores = tanh(products * (scale / softcap), PRECISE) * (softcap * LOG2_E)
+            if scoring.softcap is not None:
+                scores = tanh(products * (scoring.scale / scoring.softcap), PRECISE) * scoring.softcap
+            elif scoring.slope is not None:
+                scores = products * scoring.scale
+        elif scoring.softcap is not None:
+            scores = tanh(products * (scoring.scale / scoring.softcap), PRECISE) * (scoring.softcap * LOG2_E)
         else:
-            scores = products * (scale * LOG2_E)
-        if slope is not None:
-            origin = shift
+            scores = products * (scoring.scale * LOG2_E)
+        if scoring.slope is not None:
+            origin = visible.shift
             if window.slope_diagonal is not None:
                 origin = window.slope_diagonal
-            distance = tl.abs((query + origin)[:, None] - key[None, :])
-            scores -= slope[:, None] * distance.to(tl.float32)
-        if (start < full_begin) | (start + BLOCK_N > full_end):
-            visible = valid[None, :] & (query == query)[:, None]
-            diagonal = (query + shift)[:, None]
+            distance = tl.abs((queries.number + origin)[:, None] - key[None, :])
+            scores -= scoring.slope[:, None] * distance.to(tl.float32)
+        if (start < visible.full_begin) | (start + BLOCK_N > visible.full_end):
+            shown = valid[None, :] & (queries.number == queries.number)[:, None]
+            diagonal = (queries.number + visible.shift)[:, None]
             if window.left is not None:
-                visible &= key[None, :] >= diagonal - window.left
+                shown &= key[None, :] >= diagonal - window.left
             if window.right is not None:
-                visible &= key[None, :] <= diagonal + window.right
-            if tree_rows is not None:
-                last = (key - shift)[None, :]
-                in_tree = valid[None, :] & (last >= 0) & (last < tree_columns)
-                shown = tl.load(tree_rows[:, None] + last, mask=there[:, None] & in_tree, other=1)
-                visible &= (shown != 0) & (last < tree_columns)
-            scores = tl.where(visible, scores, float("-inf"))
+                shown &= key[None, :] <= diagonal + window.right
+            if visible.tree_rows is not None:
+                last = (key - visible.shift)[None, :]
+                in_tree = valid[None, :] & (last >= 0) & (last < visible.tree_columns)
+                in_branch = tl.load(visible.tree_rows[:, None] + last, mask=queries.there[:, None] & in_tree, other=1)
+                shown &= (in_branch != 0) & (last < visible.tree_columns)
+            scores = tl.where(shown, scores, float("-inf"))
         tile_max = tl.max(scores, 1)
         if AS_FORWARD:
             tile_max *= unit
@@ -315,8 +372,8 @@ def visit_tiles(
         alpha = tl.exp2(row_max - finite_max)
         row_sum = row_sum * alpha + tl.sum(probs, 1)
         row_max = new_max
-        if (v_factors is not None) and (v_descale_strides.row is not None):
-            factors = tile_factors(v_factors, page, start, v_descale_strides, valid, PAGE_SIZE, BLOCK_N)  # [1, N]
+        if (v.factors is not None) and (v_factor_strides.row is not None):
+            factors = tile_factors(v.factors, page, start, v_factor_strides, valid, PAGE_SIZE, BLOCK_N)  # [1, N]
             larger = tl.maximum(largest, tl.max(factors))
             part = 1.0 / larger
             probs *= factors * part
@@ -326,12 +383,12 @@ def visit_tiles(
             v_tile = tl.load(v_rows + column_v, mask=valid[:, None] & (column_v < WIDTH), other=0.0)
         weights = probs.to(DTYPE)
         if PAIRS is not None:
-            v_tile, odd = split_pairs(v_tile, v_base.dtype.element_ty, PAIRS)
+            v_tile, odd = split_pairs(v_tile, v.base.dtype.element_ty, PAIRS)
             acc_odd = tl.dot(weights, widened(odd, DTYPE), acc_odd * alpha[:, None], input_precision=PRECISION)
         acc = tl.dot(weights, widened(v_tile, DTYPE), acc * alpha[:, None], input_precision=PRECISION)
     if PAIRS is not None:
         acc = tl.reshape(tl.join(acc, acc_odd), (BLOCK_M, BLOCK_E))
-    if (v_factors is not None) and (v_descale_strides.row is not None):
+    if (v.factors is not None) and (v_factor_strides.row is not None):
         acc *= largest
     return acc, row_max, row_sum
 
@@ -361,12 +418,12 @@ def largest_magnitudes(
 
 @triton.jit
 def products_by_chunks(
-    q_rows, there, k_rows, valid, q_factor, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    q_rows, there, k_rows, valid, q_factor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`q kᵀ` `[M, N]` with only CHUNK columns of the head on chip at a time, for heads too wide for shared memory.
     `q_factor`: what each row of q is multiplied by; None for 1."""
-    products = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    products = tl.zeros((there.shape[0], valid.shape[0]), tl.float32)
     for first in range(0, BLOCK_D, CHUNK):
         column = (first + tl.arange(0, CHUNK))[None, :]
         q_chunk = load_queries(q_rows, there, column, q_factor, HEAD_DIM)

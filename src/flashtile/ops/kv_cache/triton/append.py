@@ -6,10 +6,35 @@ sequence: its keys and values, or its queries. See `ops/rotary/spec.py` for the 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from flashtile.ops.common.split_keys.rows import packed_rows, sequence_lengths, tile_sequence
+
+
+class Angles(NamedTuple):
+    """Pointers to tables of cos and sin of so many positions, and elements from one position to the next."""
+
+    cos: Any
+    sin: Any
+    stride_cos: Any
+    stride_sin: Any
+    positions: Any
+
+
+class Heads(NamedTuple):
+    """The heads of a row: pointers to the first one where they come from and go to, and elements from one to the next;
+    likewise of their factors, None without."""
+
+    source: Any
+    stride_source: Any
+    target: Any
+    stride_target: Any
+    count: Any
+    factors: Any
+    stride_factors: Any
 
 
 @triton.jit
@@ -51,6 +76,7 @@ def append_kernel(
         first_q, _ = packed_rows(sequences.starts, sequence, batch, 0)
         first_new, sequence_rows = packed_rows(sequences.new_starts, sequence, batch, 0)
         row -= tl.where(appends, first_new, first_q)
+    angles = Angles(cos_ptr, sin_ptr, stride_cos, stride_sin, positions)
     before, _ = sequence_lengths(sequences.lengths, sequence, length, sequence_rows, capacity)
     wide = sequence.to(tl.int64)
     if appends:
@@ -72,12 +98,18 @@ def append_kernel(
             k_factors = descales.k
             if k_factors is not None:
                 k_factors += k_place * k_descale_strides.outer + inner * k_descale_strides.row
+            k_heads = Heads(
+                source=k_row,
+                stride_source=k_strides.head,
+                target=k_cache_ptr + k_place * k_cache_strides.outer + inner * k_cache_strides.row,
+                stride_target=k_cache_strides.head,
+                count=heads_kv,
+                factors=k_factors,
+                stride_factors=k_descale_strides.head,
+            )
             put_row(
-                k_row, k_strides.head,
-                k_cache_ptr + k_place * k_cache_strides.outer + inner * k_cache_strides.row, k_cache_strides.head,
-                heads_kv, k_factors, k_descale_strides.head,
-                cos_ptr, sin_ptr, stride_cos, stride_sin, place, positions,
-                HEAD_DIM, HALF, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED, FACTORS_OF_ROWS,
+                k_heads, angles, place, HEAD_DIM=HEAD_DIM, HALF=HALF, BLOCK_H=BLOCK_H, BLOCK_HALF=BLOCK_HALF,
+                BLOCK_REST=BLOCK_REST, INTERLEAVED=INTERLEAVED, FACTORS_OF_ROWS=FACTORS_OF_ROWS,
             )  # fmt: skip
             if v_ptr is not None:
                 v_row = v_ptr + source * v_strides.row
@@ -86,12 +118,18 @@ def append_kernel(
                 v_factors = descales.v
                 if v_factors is not None:
                     v_factors += v_place * v_descale_strides.outer + inner * v_descale_strides.row
+                v_heads = Heads(
+                    source=v_row,
+                    stride_source=v_strides.head,
+                    target=v_cache_ptr + v_place * v_cache_strides.outer + inner * v_cache_strides.row,
+                    stride_target=v_cache_strides.head,
+                    count=heads_kv,
+                    factors=v_factors,
+                    stride_factors=v_descale_strides.head,
+                )
                 put_row(
-                    v_row, v_strides.head,
-                    v_cache_ptr + v_place * v_cache_strides.outer + inner * v_cache_strides.row, v_cache_strides.head,
-                    heads_kv, v_factors, v_descale_strides.head,
-                    None, None, 0, 0, place, positions,
-                    HEAD_DIM_V, 0, BLOCK_H, 1, BLOCK_E, INTERLEAVED, FACTORS_OF_ROWS,
+                    v_heads, None, place, HEAD_DIM=HEAD_DIM_V, HALF=0, BLOCK_H=BLOCK_H, BLOCK_HALF=1,
+                    BLOCK_REST=BLOCK_E, INTERLEAVED=INTERLEAVED, FACTORS_OF_ROWS=FACTORS_OF_ROWS,
                 )  # fmt: skip
     elif HALF:
         position = before
@@ -102,11 +140,18 @@ def append_kernel(
             source += wide * q_strides.batch
         else:
             source += first_q.to(tl.int64) * q_strides.row
+        q_heads = Heads(
+            source=q_ptr + source,
+            stride_source=q_strides.head,
+            target=rotated_ptr + (first_q + row).to(tl.int64) * heads_q * HEAD_DIM,
+            stride_target=HEAD_DIM,
+            count=heads_q,
+            factors=None,
+            stride_factors=None,
+        )
         put_row(
-            q_ptr + source, q_strides.head,
-            rotated_ptr + (first_q + row).to(tl.int64) * heads_q * HEAD_DIM, HEAD_DIM, heads_q, None, 0,
-            cos_ptr, sin_ptr, stride_cos, stride_sin, position, positions,
-            HEAD_DIM, HALF, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED, False,
+            q_heads, angles, position, HEAD_DIM=HEAD_DIM, HALF=HALF, BLOCK_H=BLOCK_H, BLOCK_HALF=BLOCK_HALF,
+            BLOCK_REST=BLOCK_REST, INTERLEAVED=INTERLEAVED, FACTORS_OF_ROWS=False,
         )  # fmt: skip
 
 
@@ -118,31 +163,29 @@ def largest_number(dtype):
 
 @triton.jit
 def put_row(
-    source, stride_source, target, stride_target, heads, factors, stride_factors,
-    cos_ptr, sin_ptr, stride_cos, stride_sin, position, positions,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr, FACTORS_OF_ROWS: tl.constexpr,
+    heads, angles, position, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr, FACTORS_OF_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Copies all heads of a row, the first `2 * HALF` columns turned by the angles of a position; a position outside of
     the table turns nothing. Into 8 bits each head is divided by its factor, which is found here if FACTORS_OF_ROWS."""
-    SOURCE: tl.constexpr = source.dtype.element_ty
-    LIMIT: tl.constexpr = largest_number(target.dtype.element_ty)
+    SOURCE: tl.constexpr = heads.source.dtype.element_ty
+    LIMIT: tl.constexpr = largest_number(heads.target.dtype.element_ty)
     if HALF:
         pair = tl.arange(0, BLOCK_HALF)[None, :]
-        known = (pair < HALF) & (position >= 0) & (position < positions)
+        known = (pair < HALF) & (position >= 0) & (position < angles.positions)
         place = position.to(tl.int64)
-        cos = tl.load(cos_ptr + place * stride_cos + pair, mask=known, other=1.0).to(tl.float32)  # [1, N]
-        sin = tl.load(sin_ptr + place * stride_sin + pair, mask=known, other=0.0).to(tl.float32)
-    for first in range(0, heads, BLOCK_H):
+        cos = tl.load(angles.cos + place * angles.stride_cos + pair, mask=known, other=1.0).to(tl.float32)  # [1, N]
+        sin = tl.load(angles.sin + place * angles.stride_sin + pair, mask=known, other=0.0).to(tl.float32)
+    for first in range(0, heads.count, BLOCK_H):
         head = (first + tl.arange(0, BLOCK_H))[:, None]
-        sources = source + head.to(tl.int64) * stride_source
-        targets = target + head.to(tl.int64) * stride_target
+        sources = heads.source + head.to(tl.int64) * heads.stride_source
+        targets = heads.target + head.to(tl.int64) * heads.stride_target
         largest = tl.zeros((BLOCK_H, 1), tl.float32)
         # Rows are rounded to their own dtype first, as if they had been turned before the call.
         if HALF:
             if INTERLEAVED:
                 both_columns = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-                turns = (head < heads) & (both_columns < 2 * HALF)
+                turns = (head < heads.count) & (both_columns < 2 * HALF)
                 both = tl.load(sources + both_columns, mask=turns, other=0.0).to(tl.float32)
                 a, b = tl.split(tl.reshape(both, (BLOCK_H, BLOCK_HALF, 2)))
                 turned = tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (BLOCK_H, 2 * BLOCK_HALF))
@@ -150,7 +193,7 @@ def put_row(
                 if FACTORS_OF_ROWS:
                     largest = tl.maximum(largest, tl.max(tl.abs(turned.to(tl.float32)), 1, keep_dims=True))
             else:
-                turns = (head < heads) & (pair < HALF)
+                turns = (head < heads.count) & (pair < HALF)
                 a = tl.load(sources + pair, mask=turns, other=0.0).to(tl.float32)
                 b = tl.load(sources + HALF + pair, mask=turns, other=0.0).to(tl.float32)
                 turned_a = (a * cos - b * sin).to(SOURCE)
@@ -160,18 +203,18 @@ def put_row(
                     largest = tl.maximum(largest, tl.max(of_pairs, 1, keep_dims=True))
         if 2 * HALF < HEAD_DIM:
             rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
-            copied = (head < heads) & (rest < HEAD_DIM)
+            copied = (head < heads.count) & (rest < HEAD_DIM)
             values = tl.load(sources + rest, mask=copied, other=0.0)
             if FACTORS_OF_ROWS:
                 largest = tl.maximum(largest, tl.max(tl.abs(values.to(tl.float32)), 1, keep_dims=True))
         factor = None
-        if factors is not None:
-            of_heads = factors + head.to(tl.int64) * stride_factors
+        if heads.factors is not None:
+            of_heads = heads.factors + head.to(tl.int64) * heads.stride_factors
             if FACTORS_OF_ROWS:
                 factor = tl.where(largest == 0.0, 1.0, tl.maximum(tl.div_rn(largest, LIMIT), 2.0**-100))
-                tl.store(of_heads, factor, mask=head < heads)
+                tl.store(of_heads, factor, mask=head < heads.count)
             else:
-                factor = tl.load(of_heads, mask=head < heads, other=1.0)
+                factor = tl.load(of_heads, mask=head < heads.count, other=1.0)
         if HALF:
             if INTERLEAVED:
                 put(targets + both_columns, turned, factor, turns, LIMIT)
