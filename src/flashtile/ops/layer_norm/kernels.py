@@ -157,12 +157,14 @@ def load_sum(summands, dropout, x_ptr, tile, WIDTH: tl.constexpr, SCALED: tl.con
     x0_pointers = summands.x0 + source[:, None] * summands.stride_x0 + columns[None, :]
     x = tl.load(x0_pointers, mask=there, other=0.0, eviction_policy=POLICY).to(tl.float32)
     if SCALED:
-        x *= branch_factor(summands.rowscale, summands.layerscale, source, summands.scale_x0, 0, dropout, tile, WIDTH)
+        x *= branch_factor(
+            summands.rowscale, summands.layerscale, source, summands.scale_x0, 0, dropout, tile, WIDTH=WIDTH
+        )
     if summands.x1 is not None:
         offsets = row.to(tl.int64)[:, None] * summands.stride_x1 + columns[None, :]
         x1 = tl.load(summands.x1 + offsets, mask=inside, other=0.0).to(tl.float32)
         if dropout is not None:
-            x1 *= branch_factor(None, None, row.to(tl.int64), summands.scale_x1, 1, dropout, tile, WIDTH)
+            x1 *= branch_factor(None, None, row.to(tl.int64), summands.scale_x1, 1, dropout, tile, WIDTH=WIDTH)
         x += x1
     if summands.residual is not None:
         offsets = row.to(tl.int64)[:, None] * summands.stride_residual + columns[None, :]
@@ -356,7 +358,7 @@ def store_gradients(
     if gradients.dx1 is not None:
         dx1 = dsum
         if dropout is not None:
-            dx1 = dsum * branch_factor(None, None, row.to(tl.int64), summands.scale_x1, 1, dropout, tile, WIDTH)
+            dx1 = dsum * branch_factor(None, None, row.to(tl.int64), summands.scale_x1, 1, dropout, tile, WIDTH=WIDTH)
         tl.store(gradients.dx1 + offsets, dx1.to(gradients.dx1.dtype.element_ty), mask=inside)
     dlayerscale = dsum
     if gradients.dx0 is not None:
@@ -366,7 +368,9 @@ def store_gradients(
             there = inside & (source >= 0)[:, None]
         dx0 = dsum
         if SCALED:
-            dx0 = dsum * branch_factor(summands.rowscale, None, source, summands.scale_x0, 0, dropout, tile, WIDTH)
+            dx0 = dsum * branch_factor(
+                summands.rowscale, None, source, summands.scale_x0, 0, dropout, tile, WIDTH=WIDTH
+            )
         if SUMS_LAYERSCALE:
             x0_pointers = summands.x0 + source[:, None] * summands.stride_x0 + columns[None, :]
             dlayerscale = dx0 * tl.load(x0_pointers, mask=there, other=0.0).to(tl.float32)
@@ -443,7 +447,7 @@ def norm_backward_kernel(
             row = number * ROWS + tl.arange(0, ROWS)  # [M]
             tile = Tile(row, columns, first_column=0, rows=rows)
             mean, rstd = load_row_statistics(mean_ptr, rstd_ptr, row, rows, RMS)
-            dz, dz1, xhat, dxhat = load_upstream(above, weight, weight1, mean, rstd, tile, WIDTH, RMS)
+            dz, dz1, xhat, dxhat = load_upstream(above, weight, weight1, mean, rstd, tile, WIDTH=WIDTH, RMS=RMS)
             # Both sums in one exchange between warps.
             along, constant = tl.reduce((dxhat * xhat, dxhat), 1, _add_pairs)  # [M]
             dsum = dxhat - xhat * (along / WIDTH)[:, None]
@@ -452,7 +456,8 @@ def norm_backward_kernel(
             # Again for each tile: the keys that Philox makes of the seed would stay in registers, which the sums need.
             dropout = load_dropout(seed_ptr, threshold, DROPOUT)
             of_layerscale = store_gradients(
-                dsum * rstd[:, None], gradients, summands, dropout, tile, WIDTH, SCALED, SUMS_LAYERSCALE
+                dsum * rstd[:, None], gradients, summands, dropout, tile, WIDTH=WIDTH, SCALED=SCALED,
+                SUMS_LAYERSCALE=SUMS_LAYERSCALE,
             )  # fmt: skip
             if SUMS_WEIGHT:
                 dweight += dz * xhat
@@ -487,7 +492,7 @@ def norm_backward_kernel(
                 tile = Tile(row, columns, first, rows)
                 weight = load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
                 weight1 = load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
-                dz, dz1, xhat, dxhat = load_upstream(above, weight, weight1, mean, rstd, tile, WIDTH, RMS)
+                dz, dz1, xhat, dxhat = load_upstream(above, weight, weight1, mean, rstd, tile, WIDTH=WIDTH, RMS=RMS)
                 along_place += dxhat * xhat
                 constant_place += dxhat
             along, constant = tl.reduce((along_place, constant_place), 1, _add_pairs)  # [M]
@@ -497,12 +502,13 @@ def norm_backward_kernel(
                 tile = Tile(row, columns, first, rows)
                 weight = load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
                 weight1 = load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
-                dz, dz1, xhat, dxhat = load_upstream(above, weight, weight1, mean, rstd, tile, WIDTH, RMS)
+                dz, dz1, xhat, dxhat = load_upstream(above, weight, weight1, mean, rstd, tile, WIDTH=WIDTH, RMS=RMS)
                 dsum = dxhat - xhat * (along / WIDTH)[:, None]
                 if not RMS:
                     dsum -= (constant / WIDTH)[:, None]
                 of_layerscale = store_gradients(
-                    dsum * rstd[:, None], gradients, summands, dropout, tile, WIDTH, SCALED, SUMS_LAYERSCALE
+                    dsum * rstd[:, None], gradients, summands, dropout, tile, WIDTH=WIDTH, SCALED=SCALED,
+                    SUMS_LAYERSCALE=SUMS_LAYERSCALE,
                 )  # fmt: skip
                 sums_ptr = _add_partial(partial_ptr, dz * xhat, columns, plane, started, WIDTH, SUMS_WEIGHT)
                 sums_ptr = _add_partial(sums_ptr, dz, columns, plane, started, WIDTH, SUMS_BIAS)
