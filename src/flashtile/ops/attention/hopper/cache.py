@@ -8,7 +8,14 @@ query lies at its last row.
 from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
-from flashtile.ops.attention.hopper.primitives import Chunks, HeadRows, coordinates, matrix_layout, tile_slice
+from flashtile.ops.attention.hopper.primitives import (
+    Chunks,
+    HeadRows,
+    coordinates,
+    matrix_layout,
+    rows_in_cache,
+    tile_slice,
+)
 from flashtile.ops.attention.hopper.schedule import LocatedTile, sequence_rows
 
 
@@ -167,33 +174,6 @@ def sequence_tree(cache, numbers, rows, PACKED: gl.constexpr):
             before = gl.to_tensor(rows.sequence).to(gl.int64) * numbers.tree
         tree = Tree(cache.tree + before, numbers.tree_query, rows.length, numbers.tree_columns)
     return tree
-
-
-@gluon.jit
-def rows_in_cache(lengths, sequence, length, new, capacity):
-    """The rows of a sequence with its `new` ones, as `split_keys.rows.sequence_lengths` counts them."""
-    before = length
-    if lengths is not None:
-        # A length may be far more than there are rows, so it is 32 bits wide only after that.
-        before = gl.minimum(gl.load(lengths + sequence), capacity).to(gl.int32)
-    return gl.minimum(gl.maximum(before + new, 0), capacity)
-
-
-@gluon.jit
-def packed_sequence(starts, place, batch, scale, TILE: gl.constexpr):
-    """The packed sequence that tile number `place` belongs to, as `split_keys.rows.tile_sequence` finds it; `batch` for
-    what follows the last one. A row counts `scale` times."""
-    low = gl.to_tensor(0)
-    high = batch
-    while low < high:
-        middle = (low + high + 1) // 2
-        first = gl.load(starts + middle).to(gl.int32) * scale // TILE
-        if TILE > 1:
-            first += middle
-        begins = first <= place
-        low = gl.where(begins, middle, low)
-        high = gl.where(begins, high, middle - 1)
-    return low
 
 
 @gluon.jit

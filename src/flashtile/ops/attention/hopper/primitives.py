@@ -278,6 +278,33 @@ def coordinates(rows, row, column, PACKED: gl.constexpr):
 
 
 @gluon.jit
+def rows_in_cache(lengths, sequence, length, new, capacity):
+    """The rows of a sequence with its `new` ones, as `split_keys.rows.sequence_lengths` counts them."""
+    before = length
+    if lengths is not None:
+        # A length may be far more than there are rows, so it is 32 bits wide only after that.
+        before = gl.minimum(gl.load(lengths + sequence), capacity).to(gl.int32)
+    return gl.minimum(gl.maximum(before + new, 0), capacity)
+
+
+@gluon.jit
+def packed_sequence(starts, place, batch, scale, TILE: gl.constexpr):
+    """The packed sequence that tile number `place` belongs to, as `split_keys.rows.tile_sequence` finds it; `batch` for
+    what follows the last one. A row counts `scale` times."""
+    low = gl.to_tensor(0)
+    high = batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        first = gl.load(starts + middle).to(gl.int32) * scale // TILE
+        if TILE > 1:
+            first += middle
+        begins = first <= place
+        low = gl.where(begins, middle, low)
+        high = gl.where(begins, high, middle - 1)
+    return low
+
+
+@gluon.jit
 def publish_tile(queue, count, tile, TOLD: gl.constexpr):
     """The producer's side of the queue: what it tells of the `count`-th tile. `tile`: a `NamedTuple` whose first number
     is negative after the last tile. `TOLD`: whether each of its fields is told."""

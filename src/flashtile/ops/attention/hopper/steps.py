@@ -36,7 +36,6 @@ from flashtile.ops.attention.hopper.cache import (
     box_pages,
     load_boxes,
     locate_in_cache,
-    packed_sequence,
 )
 from flashtile.ops.attention.hopper.forward_softmax import (
     LARGEST_FLOAT16_EXPONENT,
@@ -60,6 +59,7 @@ from flashtile.ops.attention.hopper.primitives import (
     mask_scores,
     matrix,
     pack,
+    packed_sequence,
     product_layout,
     release,
     row_maximum,

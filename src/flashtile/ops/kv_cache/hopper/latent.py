@@ -40,7 +40,6 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.cache import packed_sequence, rows_in_cache
 from flashtile.ops.attention.hopper.primitives import (
     LN_2,
     WARPGROUP,
@@ -53,11 +52,13 @@ from flashtile.ops.attention.hopper.primitives import (
     hidden_zero,
     matrix_layout,
     pack,
+    packed_sequence,
     product_layout,
     release,
     ring_slot,
     row_maximum,
     row_sums,
+    rows_in_cache,
     wait_products,
 )
 
