@@ -283,8 +283,7 @@ def publish_key_tile(number, count, queue, counter_ptr, problem, blocks, config)
 
 @gluon.jit
 def _locate_key_tile(number, problem, blocks, config):
-    """The `number`-th key tile, still without a `start_offset`. In a packed call all lines of a sequence come before
-    those of the next one."""
+    """The `number`-th key tile, still without a `start_offset`. Packed, all lines of a sequence are consecutive."""
     UNEVEN: gl.constexpr = config.HAS_LEFT or config.HAS_RIGHT
     if config.PACKED:
         lines = problem.heads_kv
@@ -358,8 +357,7 @@ def line_steps(sequence, head, first_key, seq_q, problem, blocks, config):
 
 @gluon.jit
 def receive_key_tile(queue, count, config):
-    """The thread block's `count`-th key tile, as the producer published it. Past the last its `first_key` is
-    negative."""
+    """The `count`-th key tile that the producer published; past the last, `first_key` is negative."""
     return KeyTile(*receive_tile(queue, count, _told(config)))
 
 
