@@ -287,7 +287,7 @@ def test_figures_in_the_text_are_those_of_the_records():
     longest = max(float(row[2]) for row in record_tables.values()[1:])
     assert f"at most {longest:.2f} times as long as on normal" in readme
     biases = record_tables.ratios(
-        "h100-features", "bwd", "flashtile-auto", ("flex", "sdpa-efficient"), record_tables.has_bias
+        "h100-features", "bwd", "flashtile-auto", ("flex", "sdpa-efficient"), record_tables.KEEP["bias"]
     )
     times = f"{min(biases.values):.1f} to {max(biases.values):.1f} times"
     assert f"the backward is {times} as fast" in readme and f"its backward has {times} the speed" in which_one
@@ -295,9 +295,12 @@ def test_figures_in_the_text_are_those_of_the_records():
     lowest = min(cell.split()[1][1:-1] for cell in (forward, backward))
     said = f"{forward.split()[0]} times as fast forward and {backward.split()[0]} times backward as the fastest peer"
     assert f"**{count} shapes drawn at random**: {said}; the lowest is {lowest}" in readme
-    _, _, forward, _, backward, _ = record_tables.float32()[-1]
+    _, _, forward, _, backward, _ = record_tables.ratio_table("float32")[-1]
     assert f"{forward.split()[0]} times as fast forward and {backward.split()[0]} times backward as PyTorch's" in readme
-    means = [record_tables.function_ratios(phase).mean for phase in ("fwd", "bwd")]
+    kinds = {(row["case"]["function"], row["case"]["D"]) for row in _rows("h200-functions")}
+    of = record_tables.function_ratios
+    ratios = [[ratio for kind in kinds for ratio in of(phase, *kind).values] for phase in ("fwd", "bwd")]
+    means = [record_tables.Ratios(found).mean for found in ratios]
     assert f"The mean is {means[0]:.2f} forward and {means[1]:.2f} backward" in figures
     costs = {}
     for name, whole, *pages in (row[:4] for row in record_tables.decoding()[1:] if row[2] != "–"):
