@@ -122,7 +122,7 @@ def attend(**given: Any) -> Output:
     q is `[batch, seq_q, heads, head_dim]`, k and v `[batch, seq_k, heads_kv, head_dim]`, kv `[batch, seq_k, 2,
     heads_kv, head_dim]`, qkv `[batch, seq, 3, heads, head_dim]`; with cumulative lengths `[total, ...]`. With
     block_table, int32 `[batch, pages of a sequence]`, k and v are pages `[pages, page_size, heads_kv, head_dim]`, and
-    cu_seqlens_k tells the lengths. The module's text has the other arguments.
+    cu_seqlens_k tells the lengths. `flashtile.compat.flash_attn_2` and docs/migrating.md have the other arguments.
     """
     q, k, v, layout, call, rest = taken_apart(given)
     if layout is not None and not rest["return_attn_probs"] and _reads_pages(q, k, v, layout, call):

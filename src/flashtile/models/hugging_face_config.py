@@ -15,6 +15,17 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
 }
 
+#: Sizes here, and their names in most configurations.
+_SIZES = {
+    "context": "max_position_embeddings",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "width": "hidden_size",
+    "vocabulary": "vocab_size",
+    "hidden": "intermediate_size",
+    "initial_std": "initializer_range",
+}
+
 
 def config_from_hugging_face(config: Any) -> GPTConfig | BertConfig:
     """The `GPTConfig` or `BertConfig` of a Hugging Face model.
@@ -59,16 +70,15 @@ def _gpt2_config(given: dict[str, Any]) -> GPTConfig:
     )
 
 
+def _sizes(given: dict[str, Any]) -> dict[str, Any]:
+    return {ours: given[theirs] for ours, theirs in _SIZES.items()}
+
+
 def _gpt_neox_config(given: dict[str, Any]) -> GPTConfig:
     rotary = _rotary(given)
     head_dim = given["hidden_size"] // given["num_attention_heads"]
     return GPTConfig(
-        context=given["max_position_embeddings"],
-        layers=given["num_hidden_layers"],
-        heads=given["num_attention_heads"],
-        width=given["hidden_size"],
-        vocabulary=given["vocab_size"],
-        hidden=given["intermediate_size"],
+        **_sizes(given),
         positions="rotary",
         rotary_dim=int(head_dim * rotary.get("partial_rotary_factor", 1.0)),
         rotary_base=rotary["rope_theta"],
@@ -80,21 +90,14 @@ def _gpt_neox_config(given: dict[str, Any]) -> GPTConfig:
         embedding_dropout=given["hidden_dropout"],
         attention_dropout=given["attention_dropout"],
         residual_dropout=given["hidden_dropout"],
-        initial_std=given["initializer_range"],
     )
 
 
 def _llama_config(given: dict[str, Any]) -> GPTConfig:
-    heads = given["num_attention_heads"]
-    _expect(given, hidden_act="silu", head_dim=given["hidden_size"] // heads)
+    _expect(given, hidden_act="silu", head_dim=given["hidden_size"] // given["num_attention_heads"])
     return GPTConfig(
-        context=given["max_position_embeddings"],
-        layers=given["num_hidden_layers"],
-        heads=heads,
-        width=given["hidden_size"],
-        vocabulary=given["vocab_size"],
+        **_sizes(given),
         heads_kv=given["num_key_value_heads"],
-        hidden=given["intermediate_size"],
         positions="rotary",
         rotary_base=_rotary(given)["rope_theta"],
         norm="rms",
@@ -104,7 +107,6 @@ def _llama_config(given: dict[str, Any]) -> GPTConfig:
         mlp_bias=given["mlp_bias"],
         tied=given["tie_word_embeddings"],
         attention_dropout=given["attention_dropout"],
-        initial_std=given["initializer_range"],
     )
 
 
@@ -112,18 +114,12 @@ def _bert_config(given: dict[str, Any]) -> BertConfig:
     _expect(given, is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
     _expect(given, tie_word_embeddings=True)
     return BertConfig(
-        context=given["max_position_embeddings"],
-        layers=given["num_hidden_layers"],
-        heads=given["num_attention_heads"],
-        width=given["hidden_size"],
-        vocabulary=given["vocab_size"],
-        hidden=given["intermediate_size"],
+        **_sizes(given),
         segments=given["type_vocab_size"],
         activation=_activation(given["hidden_act"]),
         norm_eps=given["layer_norm_eps"],
         dropout=given["hidden_dropout_prob"],
         attention_dropout=given["attention_probs_dropout_prob"],
-        initial_std=given["initializer_range"],
     )
 
 
