@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -19,6 +20,11 @@ BLOCK = 1 << 17
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which sums and statistics are computed."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`[..., columns]` as a matrix."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def row_blocks(rows: int, columns: int, elements: int = BLOCK) -> Iterator[slice]:

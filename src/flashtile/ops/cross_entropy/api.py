@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from flashtile.ops.common.memory import check_own_numbers
 from flashtile.ops.common.operators import OnBackend, differentiable, operator
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.repeated import Launch, call_table
-from flashtile.ops.common.rows import compute_dtype
+from flashtile.ops.common.rows import as_rows, compute_dtype
 from flashtile.ops.common.sizes import differ
 from flashtile.ops.cross_entropy import linear
 from flashtile.ops.cross_entropy import spec as reference
@@ -108,7 +107,9 @@ def cross_entropy(
     if inplace_backward:
         _check_inplace(logits)
     weights = reference.resolve_class_weights(class_weights, logits.dtype, logits.device, spec.vocabulary)
-    inputs = LossInputs(_rows(logits), labels.reshape(-1), weights)
+    matrix = as_rows(logits)
+    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    inputs = LossInputs(matrix, labels.reshape(-1), weights)
     if dispatch.transformed():
         linear.refuse_transformed(spec, inplace_backward)
     elif not inplace_backward and not checks.CHECK_VALUES and (reduction != "none" or labels.dim() == 1):
@@ -187,12 +188,6 @@ def _shaped(loss: Tensor, z_loss: Tensor | None, labels: Tensor, reduction: str)
     if reduction == "none" and labels.dim() != 1:
         loss, z_loss = loss.view(labels.shape), None if z_loss is None else z_loss.view(labels.shape)
     return loss if z_loss is None else (loss, z_loss)
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """`[..., columns]` as a matrix of contiguous rows."""
-    matrix = tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def _run_sharded(

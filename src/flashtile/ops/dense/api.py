@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -13,6 +12,7 @@ from flashtile.ops.common import checks, dispatch, dtensor
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.repeated import call_table, expander
+from flashtile.ops.common.rows import as_rows
 from flashtile.ops.common.sizes import differ
 from flashtile.ops.dense.layers import MlpOperands, run_dense, run_mlp, run_weight_gradient
 from flashtile.ops.dense.spec import ACTIVATIONS, ActivationSpec
@@ -135,7 +135,11 @@ def fused_mlp(
     checks.check_choice("activation", activation, tuple(ACTIVATIONS))
     checks.raise_not_bool(gated=gated)
     spec = ActivationSpec(activation, gated)
-    _check_checkpoint_level(checkpoint_level)
+    if not isinstance(checkpoint_level, int) or isinstance(checkpoint_level, bool) or checkpoint_level not in (0, 1, 2):
+        raise ValueError(
+            "checkpoint_level: expected 0 (keep all), 1 (make the activation again) or 2 (the first product too), got "
+            f"{checkpoint_level!r}"
+        )
     checks.check_input("x", x, *_FEATURES)
     given = x
     x, weight1, bias1, weight2, bias2 = dispatch.autocast((x, weight1, bias1, weight2, bias2))
@@ -186,18 +190,16 @@ def _run(layer: Callable[..., Any], operands: tuple[Any, ...], call: tuple[Any, 
     return (found, given) if return_residual and not within else found
 
 
-def _dense(
-    x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, return_residual: bool, backend: str
-) -> Tensor | tuple[Tensor, Tensor]:
-    found = run_dense(_rows(x), weight, bias, main_grad, return_residual, backend)
-    return (_shaped(found[0], x), _shaped(found[1], x)) if return_residual else _shaped(found[0], x)
+def _dense(x: Tensor, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
+    *_, return_residual, _ = arguments
+    return _shaped(run_dense(as_rows(x), *arguments), x, return_residual)
 
 
-def _mlp(*arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
-    x, *others, main_grad1, main_grad2, spec, level, return_residual, backend = arguments
-    operands, main_grads = MlpOperands(_rows(x), *others), (main_grad1, main_grad2)
-    found = run_mlp(operands, main_grads, spec, level, return_residual, backend)
-    return (_shaped(found[0], x), _shaped(found[1], x)) if return_residual else _shaped(found[0], x)
+def _mlp(x: Tensor, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
+    *others, main_grad1, main_grad2, spec, level, return_residual, backend = arguments
+    operands = MlpOperands(as_rows(x), *others)
+    found = run_mlp(operands, (main_grad1, main_grad2), spec, level, return_residual, backend)
+    return _shaped(found, x, return_residual)
 
 
 def linear_bias_wgrad(
@@ -224,7 +226,10 @@ def linear_bias_wgrad(
     _BACKENDS.check(backend)
     checks.raise_not_bool(bias=bias)
     checks.check_input("x", x, *_FEATURES)
-    _check_dout(dout, x)
+    checks.check_input("dout", dout, *_FEATURES)
+    checks.check_like("dout", dout, x, "x")
+    if differ(dout.shape[:-1], x.shape[:-1]):
+        raise ValueError(f"dout: expected the rows of x, shape {(*x.shape[:-1], 'features')}, got {tuple(dout.shape)}")
     if torch.is_grad_enabled():
         for name, tensor in (("x", x), ("dout", dout)):
             checks.check_wants_no_gradient(name, tensor, remedy="detach it, or call under torch.no_grad()")
@@ -236,17 +241,14 @@ def linear_bias_wgrad(
             {"x": (x, "*i"), "dout": (dout, "*o")}, ("oi", "o"), complete="io",
         )  # fmt: skip
     _check_backend(x, backend)
-    return run_weight_gradient(_rows(x), _rows(dout).contiguous(), main_grad, bias, backend)
+    return run_weight_gradient(as_rows(x), as_rows(dout).contiguous(), main_grad, bias, backend)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x as a matrix of its last dimension."""
-    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _shaped(out: Tensor, x: Tensor) -> Tensor:
-    """Rows in the shape of those of x."""
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
+def _shaped(found: tuple[Tensor, Tensor], x: Tensor, both: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """The first result, or both, with its rows in the shape of those of x."""
+    chosen = found if both else found[:1]
+    shaped = chosen if x.dim() == 2 else tuple(each.view(*x.shape[:-1], each.shape[1]) for each in chosen)
+    return shaped if both else shaped[0]  # type: ignore[return-value]
 
 
 def _check_backend(x: Tensor, backend: str) -> None:
@@ -307,14 +309,6 @@ def _check_main_grad(name: str, main_grad: Tensor | None, shape: tuple[int, ...]
     checks.check_wants_no_gradient(name, main_grad, "buffer")
 
 
-def _check_dout(dout: Tensor, x: Tensor) -> None:
-    checks.check_input("dout", dout, *_FEATURES)
-    checks.check_device("dout", dout, x.device, "x")
-    if differ(dout.shape[:-1], x.shape[:-1]):
-        raise ValueError(f"dout: expected the rows of x, shape {(*x.shape[:-1], 'features')}, got {tuple(dout.shape)}")
-    checks.check_dtype("dout", dout, x.dtype, "x")
-
-
 def _check_accumulates(name: str, main_grad: Tensor | None, weight: Tensor) -> None:
     """Checks that a backward would add to a buffer."""
     if main_grad is not None and torch.is_grad_enabled() and not weight.requires_grad:
@@ -327,11 +321,3 @@ def _check_accumulates(name: str, main_grad: Tensor | None, weight: Tensor) -> N
 def _check_no_main_grad(**buffers: Tensor | None) -> None:
     """Checks that there is no buffer for gradients beside DTensors, whose shards of a batch would have to be summed."""
     checks.refuse("with DTensors", "take the gradient from weight.grad", **buffers)
-
-
-def _check_checkpoint_level(level: int) -> None:
-    if not isinstance(level, int) or isinstance(level, bool) or level not in (0, 1, 2):
-        raise ValueError(
-            f"checkpoint_level: expected 0 (keep all), 1 (make the activation again) or 2 (the first product too), "
-            f"got {level!r}"
-        )

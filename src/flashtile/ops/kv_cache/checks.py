@@ -175,26 +175,22 @@ def check_places(
             "cache_left_padding", cache_left_padding, batch, q.device, "a first row for each sequence of q"
         )
     if block_table is not None:
-        _check_block_table(q, batch, k_cache, block_table)
+        common.check_index("block_table", block_table)
+        if block_table.dim() != 2 or differ(block_table.shape[:1], (batch,)):
+            raise ValueError(
+                f"block_table: expected shape [batch, max_pages] with the batch size of q, {batch}, got "
+                f"{tuple(block_table.shape)}"
+            )
+        common.check_device("block_table", block_table, q.device)
+        if not k_cache.shape[1]:
+            raise ValueError(
+                "k_cache: expected pages of at least one row beside block_table, [pages, page_size, heads_kv, "
+                f"head_dim], got {tuple(k_cache.shape)}"
+            )
     elif cache_batch_indices is None and differ(k_cache.shape[:1], (batch,)):
         raise ValueError(
             f"k_cache: expected the batch size of q, {batch}, got {k_cache.shape[0]}; cache_batch_indices says which "
             "entries of a larger cache belong to q, block_table which pages"
-        )
-
-
-def _check_block_table(q: Tensor, batch: int, k_cache: Tensor, block_table: Tensor) -> None:
-    common.check_index("block_table", block_table)
-    if block_table.dim() != 2 or differ(block_table.shape[:1], (batch,)):
-        raise ValueError(
-            f"block_table: expected shape [batch, max_pages] with the batch size of q, {batch}, got "
-            f"{tuple(block_table.shape)}"
-        )
-    common.check_device("block_table", block_table, q.device)
-    if not k_cache.shape[1]:
-        raise ValueError(
-            "k_cache: expected pages of at least one row beside block_table, [pages, page_size, heads_kv, head_dim], "
-            f"got {tuple(k_cache.shape)}"
         )
 
 
