@@ -31,7 +31,7 @@ MAX_LINES_OF_KERNELS = 800
 #: Parameters of a function of a kernel file; what belongs together is a `NamedTuple`.
 MAX_PARAMETERS = 40
 #: Files of attention whose code names a modifier, at most (docs/adding_a_feature.md has the number).
-MAX_FILES_OF_A_MODIFIER = 10
+MAX_FILES_OF_A_MODIFIER = 9
 #: The parts of an operation whose functions are public.
 FRONTS = {"api", "merge"}
 #: Parts of attention that hand on all side inputs alike.
@@ -59,7 +59,7 @@ WITHIN_OPERATION = {
     "score_arguments": {"score_program", "score_tracing", "spec"},
     "options": {"block_mask", "checks", "philox", "score_arguments", "score_program", "select", "spec"},
     "checks": {"block_mask", "rows", "spec"},
-    "pytorch": {"api", "block_mask", "options", "score_tracing", "spec"},
+    "pytorch": {"api", "block_mask", "checks", "options", "score_tracing", "spec"},
     "partial": {
         "block_mask",
         "checks",
@@ -88,7 +88,7 @@ WITHIN_OPERATION = {
     },
     # And the `backend` of each package, which needs no Triton.
     "select": {"call", "checks", "score_program", "spec"},
-    "derivatives": {"reference", "row_weights", "score_program", "score_tracing", "spec"},
+    "derivatives": {"call", "reference", "row_weights", "score_program", "score_tracing", "spec"},
     "row_weights": {"block_mask", "philox", "score_program", "spec"},
     "inspection": {"call", "checks", "operator", "options", "partial", "row_weights", "select", "spec"},
     "gpu": {"call", "philox", "score_program", "score_tracing", "spec", "tile_lists"},

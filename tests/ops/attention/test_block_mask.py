@@ -372,7 +372,7 @@ def of_blocks(size: int) -> BlockMask:
             TypeError,
             "one with the parameters (q, k)",
         ),
-        (lambda: BlockMask.from_predicate(indexed(TRUE), 1, 1, -5, 5), ValueError, "seq_q: expected a size of"),
+        (lambda: BlockMask.from_predicate(indexed(TRUE), 1, 1, -5, 5), ValueError, "seq_q: expected at least 0"),
         (lambda: BlockMask.from_predicate(indexed(TRUE), 1, 2.0, 5, 5), TypeError, "heads: expected an int, got 2.0"),
         (
             lambda: laid_out(layout=TRUE.double()),

@@ -220,7 +220,7 @@ def check_calls_with_room(backend):
             "max_partial_tiles: expected room for all tiles that are not known to be empty or full, 4, got 3",
         ),
         (-1, ValueError, "max_partial_tiles: expected at least 0, got -1"),
-        (2.0, TypeError, "max_partial_tiles: expected an int or None, got 2.0"),
+        (2.0, TypeError, "max_partial_tiles: expected an int, got 2.0"),
     ],
 )
 def test_errors_of_room(room, error, message):

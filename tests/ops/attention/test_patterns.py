@@ -374,7 +374,7 @@ def test_long_patterns_look_at_few_tiles(build, examined, monkeypatch):
     "build, error, message",
     [
         (lambda: patterns.causal(5, align="right"), ValueError, "align: expected one of 'bottom_right', 'top_left'"),
-        (lambda: patterns.causal(-1), ValueError, "seq_q: expected a size of at least 0, got -1"),
+        (lambda: patterns.causal(-1), ValueError, "seq_q: expected at least 0, got -1"),
         (lambda: patterns.causal(5, tile=(8, 8)), ValueError, "tile: expected multiples of 16, got (8, 8)"),
         (lambda: patterns.sliding_window(5, left=-1), ValueError, "left: expected at least 0, got -1; use None for"),
         (lambda: patterns.sliding_window(5, right=1.0), TypeError, "right: expected an int, got 1.0; use None for"),

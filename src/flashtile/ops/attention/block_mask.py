@@ -24,10 +24,10 @@ from flashtile.ops.attention.mask_sources import (
     anywhere,
     as_four,
     both,
+    check_count,
     check_flex,
     checked_elements,
     checked_layout,
-    checked_room,
     checked_shape,
     checked_tiles,
     either,
@@ -493,5 +493,5 @@ def from_bounds(
     in `BlockMask.from_predicate`."""
     if max_partial_tiles is None:
         return BlockMask(grid.shape, grid.tile, *build(grid, device, bounds, elements))
-    room = checked_room(max_partial_tiles)
-    return BlockMask(grid.shape, grid.tile, *build_with_room(grid, device, bounds, elements, room))
+    check_count("max_partial_tiles", max_partial_tiles, 0, "it is a number of tiles, or None")
+    return BlockMask(grid.shape, grid.tile, *build_with_room(grid, device, bounds, elements, max_partial_tiles))

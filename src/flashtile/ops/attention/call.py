@@ -395,14 +395,18 @@ class SeenCall(NamedTuple):
     last: int
 
 
-def visible_keys(seq_q: int, seq_k: int, spec: AttentionSpec) -> tuple[int, int]:
-    """First key that the band shows some query, and one past the last."""
-    diagonal = 0 if spec.top_left else seq_k - seq_q
+def visible_keys(
+    seq_q: int, seq_k: int, spec: AttentionSpec, first_row: int = 0, last_row: int | None = None
+) -> tuple[int, int]:
+    """First key that the band shows some query, and one past the last. The queries: from `first_row` to before
+    `last_row`, which may be all."""
+    diagonal = first_row + (0 if spec.top_left else seq_k - seq_q)
+    rows = (seq_q if last_row is None else last_row) - first_row
     first, last = 0, seq_k
     if spec.window_left is not None:
         first = min(max(first, diagonal - spec.window_left), seq_k)
     if spec.window_right is not None:
-        last = min(last, diagonal + seq_q + spec.window_right)
+        last = min(last, diagonal + rows + spec.window_right)
     return first, max(first, last)
 
 

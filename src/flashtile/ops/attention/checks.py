@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +18,6 @@ from flashtile.ops.common.checks import (
     check_device,
     check_tensors,
     readable,
-    resolve_alibi_slopes,
-    resolve_sinks,
     type_name,
 )
 from flashtile.ops.common.dispatch import transformed
@@ -114,24 +111,24 @@ def warn_swapped_layout(q: Tensor, layout: Sequence[str]) -> None:
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under `torch.autocast`, attention runs in the autocast dtype, as PyTorch's own does."""
-    if not torch._C._is_any_autocast_enabled():
+    if not torch._C._is_any_autocast_enabled() or (dtype := autocast_dtype(q.device)) is None:
         return q, k, v
-    device_type = q.device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device_type)
     # float64 stays, as it does in PyTorch, and so does what stands for other numbers.
     q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype not in (torch.float64, FP8) else t for t in (q, k, v))
     return q, k, v
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype in which attention runs under `torch.autocast`; None outside."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
 def autocast_casts(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `autocast` may change a tensor on a GPU or CPU."""
-    device_type = q.device.type
-    if not torch.is_autocast_enabled(device_type):
-        return False
-    dtype = torch.get_autocast_dtype(device_type)
-    return not (q.dtype is k.dtype is v.dtype is dtype)
+    """Whether `autocast` may change a tensor."""
+    dtype = autocast_dtype(q.device)
+    return dtype is not None and not (q.dtype is k.dtype is v.dtype is dtype)
 
 
 def check_forward_only(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> None:
@@ -168,20 +165,6 @@ def resolve_descale(name: str, descale: Tensor, batch: int, heads_kv: int, q: Te
             f"{name}: expected a shape that broadcasts to [batch, heads_kv] = {[batch, heads_kv]}, got "
             f"{list(descale.shape)}; a factor belongs to a sequence and a key/value head, also those of q"
         ) from None
-
-
-def resolve_modifiers(
-    side: SideInputs, given: Any, q: Tensor, sizes: tuple[int, int, int, int], batch: int
-) -> SideInputs:
-    """Side inputs with the tensors that change scores or their softmax, checked. `given`: `options.Taken`. `sizes`:
-    of a bias or a mask. `batch`: batch entries or packed sequences."""
-    bias, mask, slopes, sinks = given.bias, given.mask, given.alibi_slopes, given.sinks
-    return side._replace(
-        bias=None if bias is None else resolve_bias(bias, sizes, q),
-        mask=None if mask is None else resolve_mask(mask, sizes, q.device),
-        alibi_slopes=None if slopes is None else resolve_alibi_slopes(slopes, batch, sizes[1], q),
-        sinks=None if sinks is None else resolve_sinks(sinks, sizes[1], q),
-    )
 
 
 def resolve_bias(bias: Tensor, sizes: tuple[int, int, int, int], q: Tensor) -> Tensor:

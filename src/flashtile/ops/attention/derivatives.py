@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention import reference, row_weights
+from flashtile.ops.attention.call import visible_keys
 from flashtile.ops.attention.row_weights import Part
 from flashtile.ops.attention.score_program import UPSTREAM, read, run
 from flashtile.ops.attention.score_tracing import derivative
@@ -76,20 +77,12 @@ def _dense(
     for first in range(0, max(seq_q, 1), rows_at_once):
         last = min(first + rows_at_once, seq_q)
         rows = torch.arange(first, last, device=q.device)
-        first_key, keys = _visible_keys(first, last, seq_q, seq_k, spec)
-        part = Part(rows, None, group, first_key, keys, seq_q, seq_k, sequence=sequence)
+        first_key, last_key = visible_keys(seq_q, seq_k, spec, first, last)
+        part = Part(rows, None, group, first_key, last_key - first_key, seq_q, seq_k, sequence=sequence)
         dout, dlse = _rows(q, k, v, part, side, spec, tangents)
         outs.append(dout.transpose(1, 2))
         lses.append(dlse)
     return torch.cat(outs, dim=1).to(q.dtype), torch.cat(lses, dim=2)
-
-
-def _visible_keys(first: int, last: int, seq_q: int, seq_k: int, spec: AttentionSpec) -> tuple[int, int]:
-    """The first of the keys that the band shows any row from `first` to `last - 1`, and how many they are."""
-    shift = 0 if spec.top_left else seq_k - seq_q
-    begin = 0 if spec.window_left is None else min(max(0, first + shift - spec.window_left), seq_k)
-    end = seq_k if spec.window_right is None else min(seq_k, last + shift + spec.window_right)
-    return begin, max(0, end - begin)
 
 
 def _rows(

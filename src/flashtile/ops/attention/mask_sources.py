@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flashtile.ops.attention.tile_lists import STORED_TILE, Bounds, Elements, Grid, Shape, Tiles
-from flashtile.ops.common.checks import LARGEST_COUNT, check_device, check_tensors, type_name
+from flashtile.ops.common import checks
+from flashtile.ops.common.checks import check_device, check_tensors, type_name
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -210,23 +211,17 @@ def flex_source(block_mask: FlexBlockMask, partial: Tensor, full: Tensor, grid: 
 USER_TILE = 16
 
 
+def check_count(name: str, count: int, least: int, remedy: str) -> None:
+    """For a number that no exported program may leave open, because masks are built from it."""
+    if isinstance(count, torch.SymInt):
+        raise TypeError(f"{name}: expected an int, got {count!r}; {remedy}")
+    checks.check_count(name, count, remedy, least)
+
+
 def checked_shape(batch: int, heads: int, seq_q: int, seq_k: int) -> Shape:
     for name, size in (("batch", batch), ("heads", heads), ("seq_q", seq_q), ("seq_k", seq_k)):
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name}: expected an int, got {size!r}; pass a number")
-        if size < 0:
-            raise ValueError(f"{name}: expected a size of at least 0, got {size}; pass the length of the call")
-        if size >= LARGEST_COUNT:
-            raise ValueError(f"{name}: expected a size below 2**62, got {size}; pass the length of the call")
+        check_count(name, size, 0, "pass the length of the call")
     return batch, heads, seq_q, seq_k
-
-
-def checked_room(tiles: int) -> int:
-    if isinstance(tiles, bool) or not isinstance(tiles, int):
-        raise TypeError(f"max_partial_tiles: expected an int or None, got {tiles!r}; it is a number of tiles")
-    if tiles < 0:
-        raise ValueError(f"max_partial_tiles: expected at least 0, got {tiles}; it is a number of tiles")
-    return tiles
 
 
 def resolved_device(device: torch.device | str | None) -> torch.device:

@@ -29,7 +29,9 @@ from flashtile.ops.common.checks import (
     check_max_seqlen,
     check_tensors,
     raise_not_bool,
+    resolve_alibi_slopes,
     resolve_scale,
+    resolve_sinks,
     resolve_softcap,
     resolve_window,
 )
@@ -306,7 +308,13 @@ def add_scores(
     if packed and not (given.bias is given.mask is None and given.block_mask is None):
         checks.check_longest(given.max_seqlen_q, given.max_seqlen_k)
     sizes = 1 if packed else batch, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k
-    side = checks.resolve_modifiers(side, given, q, sizes, batch)
+    bias, mask, slopes, sinks = given.bias, given.mask, given.alibi_slopes, given.sinks
+    side = side._replace(
+        bias=None if bias is None else checks.resolve_bias(bias, sizes, q),
+        mask=None if mask is None else checks.resolve_mask(mask, sizes, q.device),
+        alibi_slopes=None if slopes is None else resolve_alibi_slopes(slopes, batch, sizes[1], q),
+        sinks=None if sinks is None else resolve_sinks(sinks, sizes[1], q),
+    )
     if given.block_mask is not None:
         side, spec = _add_block_mask(side, spec, q, batch, given.block_mask)
     if given.score_mod is not None:

@@ -25,22 +25,8 @@ from torch import Tensor
 
 from flashtile.ops.attention.spec import Origin
 from flashtile.ops.common.checks import check_count, check_dropout_seed, resolve_dropout
-from flashtile.ops.common.philox import draw_dropout_seed, philox_words
-
-__all__ = [
-    "draw_dropout_seed",
-    "dropout_mask",
-    "head_words",
-    "keep_head_tile",
-    "keep_rows",
-    "keep_threshold",
-    "keep_tile",
-    "pair_words",
-    "positions",
-    "scratch_numbers",
-    "sequence_heads",
-]
-
+from flashtile.ops.common.philox import draw_dropout_seed as draw_dropout_seed
+from flashtile.ops.common.philox import philox_words
 
 _ROUNDS = 7
 _MULTIPLIER, _WEYL, _MASK32 = 0xD256D193, 0x9E3779B9, 0xFFFFFFFF

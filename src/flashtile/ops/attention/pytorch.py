@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flashtile.ops.attention.api import attention
 from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.checks import autocast_dtype
 from flashtile.ops.attention.options import ScoreMod
 from flashtile.ops.attention.score_tracing import Surroundings
 from flashtile.ops.attention.spec import FP8, MAX_HEAD_DIM
@@ -111,7 +112,7 @@ def check_query_key_value(query: Tensor, key: Tensor, value: Tensor, eight_bits:
                 "insert dimensions of size 1"
             )
         check_device(name, tensor, query.device, of="query")
-        if tensor.dtype is not query.dtype and _autocast_dtype(query.device) is None:
+        if tensor.dtype is not query.dtype and autocast_dtype(query.device) is None:
             raise TypeError(f"{name}: expected the dtype of query, {query.dtype}, got {tensor.dtype}; cast one of them")
         if tensor.dtype not in FLOAT_DTYPES and not (eight_bits and tensor.dtype is FP8):
             raise TypeError(
@@ -128,13 +129,6 @@ def check_query_key_value(query: Tensor, key: Tensor, value: Tensor, eight_bits:
         raise ValueError(
             f"value: expected as many rows as key, {key.shape[-2]}, got {value.shape[-2]}; each key has one value"
         )
-
-
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype in which attention runs under `torch.autocast`; None outside."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return None
-    return torch.get_autocast_dtype(device.type)
 
 
 def _causal_bias(bias: Any, variant: Any, seq_q: int, seq_k: int) -> str:
@@ -238,7 +232,7 @@ def _as_bias(attn_mask: Tensor, query: Tensor) -> Tensor:
     dtype = query.dtype
     if attn_mask.dtype is torch.float32:
         return attn_mask.double() if dtype is torch.float64 else attn_mask  # widening loses nothing
-    autocast = _autocast_dtype(query.device)
+    autocast = autocast_dtype(query.device)
     if autocast is not None and dtype is not torch.float64:
         dtype = autocast
         if attn_mask.dtype in (torch.float16, torch.bfloat16):

@@ -15,7 +15,7 @@ from torch import Tensor
 from flashtile.ops.attention.block_mask import call_mask
 from flashtile.ops.attention.cpu.tiles import LN2, LOG2E, SMALL_TILE, Block, KeyTile, Segment, hide, within
 from flashtile.ops.attention.score_program import INPUTS, UPSTREAM, ScoreProgram, add_at, apply, parse, read, run
-from flashtile.ops.attention.score_tracing import ScoreGradient, derivative
+from flashtile.ops.attention.score_tracing import derivative
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 
 
@@ -318,7 +318,9 @@ class SideGradients:
         if modifiers.function is not None and to.inputs is not None:
             by_head = split_heads(dscores, block, rows)
             gradient = derivative(modifiers.function.text, dscores.dtype)
-            values = self._derivatives(gradient, modifiers.function, {**to.inputs, UPSTREAM: by_head})
+            tensors, dims = modifiers.function.captured, by_head.dim()
+            inputs = {**to.inputs, UPSTREAM: by_head}
+            values = run(gradient.program, inputs, lambda _, step, at: read(tensors[step.arguments[0]], at, dims)[0])
             # The derivative at a hidden pair may be anything.
             hidden = split_heads(weights, block, rows) == 0
             for captured, indices, name in gradient.loads:
@@ -331,17 +333,6 @@ class SideGradients:
                 by_head.copy_(values[gradient.score]).masked_fill_(hidden, 0)
         if to.cap is not None:
             dscores.mul_(to.cap)
-
-    @staticmethod
-    def _derivatives(
-        gradient: ScoreGradient, function: FunctionOfBlock, inputs: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """All values of the derivative on a tile."""
-        return run(
-            gradient.program,
-            inputs,
-            lambda _, step, indices: read(function.captured[step.arguments[0]], indices, inputs[UPSTREAM].dim())[0],
-        )
 
     def add_rows(self, logit_weights: Tensor, delta: Tensor, block: Block, rows: range, factor: float) -> None:
         """Takes in some rows: what their logits without a key weigh, and `factor` times delta, `[N, G·R, 1]` each."""

@@ -163,20 +163,28 @@ def _band(seq_q: int, seq_k: int, keys: int, spec: AttentionSpec) -> Band:
 
 
 def blocks(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec, small: bool = False) -> Iterator[Block]:
-    """The blocks of a call. q and k are `[B, S, H, D]`; B = 1 in a packed call. `small`: of small tiles."""
+    """The blocks of a call. q and k are `[B, S, H, D]`; B = 1 in a packed call. `small`: of small tiles.
+
+    PyTorch's products may differ in their last bits with the sizes of matrices, with how many there are, and with the
+    place of a row. In the batch-invariant mode each matrix is therefore alone, all have one size, and the place of a
+    row follows from its diagonal: a chunk of a sequence has its rows where the sequence has them.
+    """
     heads, heads_kv = q.shape[2], k.shape[2]
-    group = heads // heads_kv
+    group, whole = heads // heads_kv, spec.batch_invariant
     for segment in segments(q, k, side, spec):
-        if spec.batch_invariant:
-            yield from _whole_blocks(segment, heads_kv, group, spec)
-            continue
-        # Grouped heads leave fewer matrices to fill a batch with, so theirs are larger (measured 10-20 % faster).
-        all_rows = _TILE_ROWS if group == 1 else 2 * _TILE_ROWS
-        all_rows, most_keys = (SMALL_TILE * group, SMALL_TILE) if small else (all_rows, _TILE_KEYS)
-        tile_rows = min(max(16, all_rows // group // 16 * 16), segment.rows.stop - segment.rows.start)
-        tile_keys = min(most_keys, segment.visible.keys)
-        matrices = _TILE_ELEMENTS_PER_THREAD * torch.get_num_threads() // (group * tile_rows * max(tile_keys, 1))
-        entries, heads_each = max(1, matrices // heads_kv), max(1, matrices)
+        first_row = 0
+        if whole:
+            tile_rows, tile_keys, entries, heads_each = max(16, _WHOLE_ROWS // group // 16 * 16), _WHOLE_KEYS, 1, 1
+            if not spec.top_left and spec.block_shape is None:
+                first_row = -(segment.diagonal % tile_rows)
+        else:
+            # Grouped heads leave fewer matrices to fill a batch with, so theirs are larger (measured 10-20 % faster).
+            all_rows = _TILE_ROWS if group == 1 else 2 * _TILE_ROWS
+            all_rows, most_keys = (SMALL_TILE * group, SMALL_TILE) if small else (all_rows, _TILE_KEYS)
+            tile_rows = min(max(16, all_rows // group // 16 * 16), segment.rows.stop - segment.rows.start)
+            tile_keys = min(most_keys, segment.visible.keys)
+            matrices = _TILE_ELEMENTS_PER_THREAD * torch.get_num_threads() // (group * tile_rows * max(tile_keys, 1))
+            entries, heads_each = max(1, matrices // heads_kv), max(1, matrices)
         for first in range(segment.batches.start, segment.batches.stop, entries):
             batches = slice(first, min(first + entries, segment.batches.stop))
             for head in range(0, heads_kv, heads_each):
@@ -188,26 +196,8 @@ def blocks(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec, small: b
                     tile_rows=tile_rows, tile_keys=tile_keys, sequence=first_sequence,
                     dropout_words=_dropout_words(first_sequence, batches, of_q, heads, side, spec),
                     diagonal=segment.diagonal + (0 if spec.origin is None else spec.origin.diagonal),
+                    whole=whole, first_row=first_row,
                 )  # fmt: skip
-
-
-def _whole_blocks(segment: Segment, heads_kv: int, group: int, spec: AttentionSpec) -> Iterator[Block]:
-    """The blocks of the batch-invariant mode. PyTorch's products may differ in their last bits with the sizes of
-    matrices, with how many there are, and with the place of a row. Each is therefore alone, all have one size, and the
-    place of a row follows from its diagonal: a chunk of a sequence has its rows where the sequence has them."""
-    tile_rows = max(16, _WHOLE_ROWS // group // 16 * 16)
-    at_diagonal = not spec.top_left and spec.block_shape is None
-    first_row = -(segment.diagonal % tile_rows) if at_diagonal else 0
-    diagonal = segment.diagonal + (0 if spec.origin is None else spec.origin.diagonal)
-    for entry in range(segment.batches.start, segment.batches.stop):
-        for head in range(heads_kv):
-            yield Block(
-                slice(entry, entry + 1), segment.rows, segment.keys, segment.visible,
-                slice(head * group, (head + 1) * group), slice(head, head + 1), group,
-                tile_rows=tile_rows, tile_keys=_WHOLE_KEYS, dropout_words=None,
-                sequence=segment.sequence + entry - segment.batches.start,
-                diagonal=diagonal, whole=True, first_row=first_row,
-            )  # fmt: skip
 
 
 def _dropout_words(

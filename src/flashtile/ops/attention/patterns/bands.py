@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.mask_sources import checked_shape, stored_tile
-from flashtile.ops.attention.patterns.blocks import TILE, Device, check_count, integers, made
+from flashtile.ops.attention.mask_sources import check_count, checked_shape, stored_tile
+from flashtile.ops.attention.patterns.blocks import TILE, Device, integers, made
 from flashtile.ops.attention.tile_lists import Tiles
 from flashtile.ops.common.checks import check_choice, raise_not_bool
 

@@ -10,9 +10,15 @@ from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask, from_bounds
 from flashtile.ops.attention.mask_intervals import tile_bounds
-from flashtile.ops.attention.mask_sources import Predicate, checked_shape, mapped, resolved_device, stored_tile
+from flashtile.ops.attention.mask_sources import (
+    Predicate,
+    check_count,
+    checked_shape,
+    mapped,
+    resolved_device,
+    stored_tile,
+)
 from flashtile.ops.attention.tile_lists import Bounds, Grid, Shape, Tiles
-from flashtile.ops.common import checks
 from flashtile.ops.common.checks import INDEX_DTYPES, check_tensors, raise_not_bool
 
 Device = torch.device | str | None
@@ -102,13 +108,6 @@ def made(
         return known(tiles) if key is None else known(tiles)._replace(key=key(tiles))
 
     return from_bounds(grid, resolved_device(device), bounds_and_key, mapped(visible, grid), max_partial_tiles)
-
-
-def check_count(name: str, count: int, least: int, remedy: str) -> None:
-    """For a number that no exported program may leave open, because masks are built from it."""
-    if isinstance(count, torch.SymInt):
-        raise TypeError(f"{name}: expected an int, got {count!r}; {remedy}")
-    checks.check_count(name, count, remedy, least)
 
 
 def integers(
