@@ -19,8 +19,6 @@ from flashtile.testing import AttentionCase, assert_close, assert_same, make_inp
 from support.attention.attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
 from support.running.covering import turns
 
-both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
-
 
 def sums_of(case: AttentionCase, backend: str, device: str = "cpu", dtype: torch.dtype | None = None) -> Tensor:
     """Column sums of a call, from its own lse."""
@@ -115,9 +113,8 @@ def with_block_mask(backend: str, device: str = "cpu", dtype: torch.dtype = torc
     assert_close("sums", actual, oracle, sums("reference", dtype, mask=dense))
 
 
-@both_backends
-def test_block_mask(backend: str) -> None:
-    with_block_mask(backend)
+def test_block_mask() -> None:
+    with_block_mask("cpu")
 
 
 @pytest.mark.interpreter
@@ -136,58 +133,52 @@ def example(**options: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, flashtile.attention(q, k, k, return_lse=True, **options)[1]
 
 
-@both_backends
-def test_sums_of_the_weights_by_hand(backend: str) -> None:
+def test_sums_of_the_weights_by_hand() -> None:
     q, k, lse = example(window=(3, 0))
-    sums = flashtile.attention_column_sums(q, k, lse, window=(3, 0), backend=backend)
+    sums = flashtile.attention_column_sums(q, k, lse, window=(3, 0))
     assert_same(sums, flashtile.attention_probs(q, k, window=(3, 0)).sum(dim=-2))
     assert_same(sums.sum(dim=-1), torch.full((2, 4), 9.0))
 
 
-@both_backends
-def test_sinks_take_their_share_through_lse(backend: str) -> None:
+def test_sinks_take_their_share_through_lse() -> None:
     sinks = torch.randn(4)
     q, k, lse = example(sinks=sinks)
-    sums = flashtile.attention_column_sums(q, k, lse, backend=backend)
+    sums = flashtile.attention_column_sums(q, k, lse)
     assert_same(sums, flashtile.attention_probs(q, k, sinks=sinks).sum(dim=-2))
     assert_same(sums.sum(-1), 9 - torch.exp(sinks[:, None] - lse).sum(-1))
 
 
-@both_backends
-def test_parts_of_the_keys_with_the_lse_of_all(backend: str) -> None:
+def test_parts_of_the_keys_with_the_lse_of_all() -> None:
     q, k, lse = example()
-    whole = flashtile.attention_column_sums(q, k, lse, backend=backend)
-    parts = [flashtile.attention_column_sums(q, part, lse, backend=backend) for part in (k[:, :4], k[:, 4:])]
+    whole = flashtile.attention_column_sums(q, k, lse)
+    parts = [flashtile.attention_column_sums(q, part, lse) for part in (k[:, :4], k[:, 4:])]
     assert_same(torch.cat(parts, dim=-1), whole)
 
 
-@both_backends
-def test_packed_keys_past_the_end_receive_nothing(backend: str) -> None:
+def test_packed_keys_past_the_end_receive_nothing() -> None:
     q, cu_seqlens = torch.randn(12, 2, 8), torch.tensor([0, 4, 4, 9])
     _, lse = flashtile.attention_varlen(q, q, q, cu_seqlens, return_lse=True)
-    sums = flashtile.attention_column_sums(q, q, lse, cu_seqlens, backend=backend)
+    sums = flashtile.attention_column_sums(q, q, lse, cu_seqlens)
     assert not sums[:, 9:].any()
     _, alone = flashtile.attention(q[None, 4:9], q[None, 4:9], q[None, 4:9], return_lse=True)
-    assert_same(sums[:, 4:9], flashtile.attention_column_sums(q[None, 4:9], q[None, 4:9], alone, backend=backend)[0])
+    assert_same(sums[:, 4:9], flashtile.attention_column_sums(q[None, 4:9], q[None, 4:9], alone)[0])
 
 
-@both_backends
-def test_padded_keys_may_be_nan(backend: str) -> None:
+def test_padded_keys_may_be_nan() -> None:
     q, k, _ = example()
     lengths = torch.tensor([3, 0])
     k[0, 3:] = k[1] = float("nan")
     _, lse = flashtile.attention(q, k, k, key_lengths=lengths, return_lse=True)
-    sums = flashtile.attention_column_sums(q, k, lse, key_lengths=lengths, backend=backend)
+    sums = flashtile.attention_column_sums(q, k, lse, key_lengths=lengths)
     assert sums[0, :, :3].gt(0).all() and not sums[0, :, 3:].any() and not sums[1].any()
 
 
-@both_backends
-def test_any_strides(backend: str) -> None:
+def test_any_strides() -> None:
     q, k, lse = example(causal=True)
-    expected = flashtile.attention_column_sums(q, k, lse, causal=True, backend=backend)
+    expected = flashtile.attention_column_sums(q, k, lse, causal=True)
     q, lse = q.transpose(1, 3).contiguous().transpose(1, 3), lse.transpose(1, 2).contiguous().transpose(1, 2)
     k = k.repeat_interleave(2, dim=1)[:, ::2]
-    assert_same(flashtile.attention_column_sums(q, k, lse, causal=True, backend=backend), expected)
+    assert_same(flashtile.attention_column_sums(q, k, lse, causal=True), expected)
 
 
 def test_operator() -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import hypothesis
-import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,7 +13,6 @@ from torch import Tensor
 import flashtile
 from flashtile.testing import AttentionCase, Inputs, assert_same, check, make_inputs, run, with_arguments
 
-BACKENDS = ("reference", "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 sides = st.none() | st.integers(0, 40)
@@ -136,44 +134,37 @@ def plain_cases(**changes: Any) -> st.SearchStrategy[AttentionCase]:
     )
 
 
-def forward(inputs: Inputs, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
-    return flashtile.attention(inputs.q, inputs.k, inputs.v, return_lse=True, backend=backend, **options)
+def forward(inputs: Inputs, **options: Any) -> tuple[Tensor, Tensor]:
+    return flashtile.attention(inputs.q, inputs.k, inputs.v, return_lse=True, **options)
 
 
-both_backends = pytest.mark.parametrize("backend", BACKENDS)
-
-
-@both_backends
 @hypothesis.given(plain_cases(), seeds)
-def test_order_of_keys_does_not_matter(backend: str, case: AttentionCase, seed: int) -> None:
+def test_order_of_keys_does_not_matter(case: AttentionCase, seed: int) -> None:
     inputs = make_inputs(case)
     order = torch.randperm(case.seq_k, generator=torch.Generator().manual_seed(seed))
     shuffled = replace(inputs, k=inputs.k[:, order], v=inputs.v[:, order])
-    plain, moved = run(case, inputs, backend), run(case, shuffled, backend)
+    plain, moved = run(case, inputs, "cpu"), run(case, shuffled, "cpu")
     for name in ("out", "lse", "dq"):
         assert_same(moved[name], plain[name])
     for name in ("dk", "dv"):
         assert_same(moved[name], plain[name][:, order])
 
 
-@both_backends
 @hypothesis.given(plain_cases(), st.data())
-def test_two_halves_of_the_keys_merge_by_their_lse(backend: str, case: AttentionCase, data: st.DataObject) -> None:
+def test_two_halves_of_the_keys_merge_by_their_lse(case: AttentionCase, data: st.DataObject) -> None:
     inputs = make_inputs(case)
     cut = data.draw(st.integers(0, case.seq_k), label="cut")
     halves = [
-        forward(replace(inputs, k=inputs.k[:, part], v=inputs.v[:, part]), backend)
-        for part in (slice(0, cut), slice(cut, None))
+        forward(replace(inputs, k=inputs.k[:, part], v=inputs.v[:, part])) for part in (slice(0, cut), slice(cut, None))
     ]
-    out, lse = forward(inputs, backend)
+    out, lse = forward(inputs)
     assert_same(torch.logaddexp(halves[0][1], halves[1][1]), lse)
     merged = sum(part * (part_lse - lse).exp().transpose(1, 2)[..., None] for part, part_lse in halves)
     assert_same(merged, out)
 
 
-@both_backends
 @hypothesis.given(plain_cases(), arguments())
-def test_batch_equals_packed(backend: str, case: AttentionCase, options: dict[str, Any]) -> None:
+def test_batch_equals_packed(case: AttentionCase, options: dict[str, Any]) -> None:
     inputs = make_inputs(replace(case, arguments=options))
     packed_case = replace(case, lengths_q=(case.seq_q,) * case.batch, lengths_k=(case.seq_k,) * case.batch)
     lengths = make_inputs(packed_case).tensors
@@ -182,48 +173,42 @@ def test_batch_equals_packed(backend: str, case: AttentionCase, options: dict[st
         dlse=inputs.dlse.transpose(0, 1).flatten(1, 2),
         tensors={**lengths, **inputs.tensors},
     )
-    dense = run(replace(case, arguments=options), inputs, backend)
-    packed = run(replace(packed_case, arguments=options), flat, backend)
+    dense = run(replace(case, arguments=options), inputs, "cpu")
+    packed = run(replace(packed_case, arguments=options), flat, "cpu")
     assert_same(packed.pop("lse"), dense.pop("lse").transpose(0, 1).flatten(1, 2))
     for name, value in packed.items():
         assert_same(value, dense[name].flatten(0, 1))
 
 
-@both_backends
 @hypothesis.given(plain_cases(), st.floats(-50, 50))
-def test_shift_of_all_scores_moves_lse_only(backend: str, case: AttentionCase, shift: float) -> None:
+def test_shift_of_all_scores_moves_lse_only(case: AttentionCase, shift: float) -> None:
     # One more dimension adds `shift` to every score of every row.
     inputs = make_inputs(case)
     q = torch.cat((inputs.q, torch.full_like(inputs.q[..., :1], shift)), dim=-1)
     k = torch.cat((inputs.k, torch.ones_like(inputs.k[..., :1])), dim=-1)
-    out, lse = forward(inputs, backend, scale=1.0)
-    moved, moved_lse = forward(replace(inputs, q=q, k=k), backend, scale=1.0)
+    out, lse = forward(inputs, scale=1.0)
+    moved, moved_lse = forward(replace(inputs, q=q, k=k), scale=1.0)
     assert_same(moved, out)
     assert_same(moved_lse, lse + shift)
 
 
-@both_backends
 @hypothesis.given(plain_cases(), st.integers(0, 80))
-def test_key_length_is_a_cut(backend: str, case: AttentionCase, length: int) -> None:
+def test_key_length_is_a_cut(case: AttentionCase, length: int) -> None:
     inputs = make_inputs(case)
     lengths = torch.full((case.batch,), min(length, case.seq_k))
     cut = replace(inputs, k=inputs.k[:, :length], v=inputs.v[:, :length])
-    assert_same(forward(inputs, backend, key_lengths=lengths), forward(cut, backend))
+    assert_same(forward(inputs, key_lengths=lengths), forward(cut))
 
 
-@both_backends
 @hypothesis.given(plain_cases(), sides, sides)
-def test_causal_is_a_window(backend: str, case: AttentionCase, left: int | None, right: int | None) -> None:
+def test_causal_is_a_window(case: AttentionCase, left: int | None, right: int | None) -> None:
     inputs = make_inputs(case)
-    causal = forward(inputs, backend, causal=True, window=(left, right))
-    assert all(map(torch.equal, causal, forward(inputs, backend, window=(left, 0))))
+    causal = forward(inputs, causal=True, window=(left, right))
+    assert all(map(torch.equal, causal, forward(inputs, window=(left, 0))))
 
 
-@both_backends
 @hypothesis.given(plain_cases(), sides, sides)
-def test_row_does_not_depend_on_what_it_does_not_see(
-    backend: str, case: AttentionCase, left: int | None, right: int | None
-) -> None:
+def test_row_does_not_depend_on_what_it_does_not_see(case: AttentionCase, left: int | None, right: int | None) -> None:
     inputs = make_inputs(case)
     row, column = torch.arange(case.seq_q)[:, None], torch.arange(case.seq_k)
     diagonal = row + case.seq_k - case.seq_q
@@ -235,27 +220,25 @@ def test_row_does_not_depend_on_what_it_does_not_see(
         k=torch.where(seen[:, None, None], inputs.k, 3 * inputs.k),
         v=torch.where(seen[:, None, None], inputs.v, -inputs.v),
     )
-    assert_same(*(forward(each, backend, window=(left, right)) for each in (inputs, changed)))
+    assert_same(*(forward(each, window=(left, right)) for each in (inputs, changed)))
 
 
-@both_backends
 @hypothesis.given(plain_cases(), st.floats(0.1, 4))
-def test_out_is_linear_in_v_and_an_average_of_it(backend: str, case: AttentionCase, factor: float) -> None:
+def test_out_is_linear_in_v_and_an_average_of_it(case: AttentionCase, factor: float) -> None:
     inputs = make_inputs(case)
-    out, _ = forward(inputs, backend)
-    affine, _ = forward(replace(inputs, v=factor * inputs.v + 1), backend)
+    out, _ = forward(inputs)
+    affine, _ = forward(replace(inputs, v=factor * inputs.v + 1))
     assert_same(affine, factor * out + 1)
     values = inputs.v.repeat_interleave(case.heads // case.heads_kv, dim=2)
     assert (out <= values.amax(1, keepdim=True) + 1e-12).all()
     assert (out >= values.amin(1, keepdim=True) - 1e-12).all()
 
 
-@both_backends
 @hypothesis.given(plain_cases())
-def test_grouped_heads_equal_repeated_heads(backend: str, case: AttentionCase) -> None:
+def test_grouped_heads_equal_repeated_heads(case: AttentionCase) -> None:
     inputs = make_inputs(replace(case, heads=4, heads_kv=2))
     repeated = replace(inputs, k=inputs.k.repeat_interleave(2, dim=2), v=inputs.v.repeat_interleave(2, dim=2))
-    grouped, full = run(case, inputs, backend), run(case, repeated, backend)
+    grouped, full = run(case, inputs, "cpu"), run(case, repeated, "cpu")
     for name in ("out", "lse", "dq"):
         assert_same(grouped[name], full[name])
     for name in ("dk", "dv"):
@@ -265,44 +248,40 @@ def test_grouped_heads_equal_repeated_heads(backend: str, case: AttentionCase) -
 # --- what changes scores --------------------------------------------------------------------------------------------
 
 
-@both_backends
 @hypothesis.given(plain_cases(), seeds)
-def test_bias_of_whole_rows_moves_lse_only(backend: str, case: AttentionCase, seed: int) -> None:
+def test_bias_of_whole_rows_moves_lse_only(case: AttentionCase, seed: int) -> None:
     inputs = make_inputs(case)
     shape = (case.batch, case.heads, case.seq_q, 1)
     bias = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    out, lse = forward(inputs, backend)
-    moved, moved_lse = forward(inputs, backend, bias=bias)
+    out, lse = forward(inputs)
+    moved, moved_lse = forward(inputs, bias=bias)
     assert_same(moved, out)
     assert_same(moved_lse, lse + bias.squeeze(-1))
 
 
-@both_backends
 @hypothesis.given(plain_cases(), st.floats(-5, 5))
-def test_sink_scales_out_by_the_share_of_the_keys(backend: str, case: AttentionCase, logit: float) -> None:
+def test_sink_scales_out_by_the_share_of_the_keys(case: AttentionCase, logit: float) -> None:
     inputs = make_inputs(case)
     sinks = torch.full((case.heads,), logit, dtype=torch.float64)
-    out, lse = forward(inputs, backend)
-    less, more_lse = forward(inputs, backend, sinks=sinks)
+    out, lse = forward(inputs)
+    less, more_lse = forward(inputs, sinks=sinks)
     assert_same(more_lse, torch.logaddexp(lse, sinks[:, None]))
     assert_same(less, out * (lse - more_lse).exp().transpose(1, 2)[..., None])
 
 
-@both_backends
 @hypothesis.given(plain_cases(), sides, sides)
-def test_window_is_a_mask(backend: str, case: AttentionCase, left: int | None, right: int | None) -> None:
+def test_window_is_a_mask(case: AttentionCase, left: int | None, right: int | None) -> None:
     inputs = make_inputs(case)
     distance = torch.arange(case.seq_k) - torch.arange(case.seq_q)[:, None] - (case.seq_k - case.seq_q)
     mask = (distance >= -(10**6 if left is None else left)) & (distance <= (10**6 if right is None else right))
-    window = run(replace(case, arguments={"window": (left, right)}), inputs, backend)
-    assert_same(run(case, replace(inputs, tensors={"mask": mask}), backend), window)
+    window = run(replace(case, arguments={"window": (left, right)}), inputs, "cpu")
+    assert_same(run(case, replace(inputs, tensors={"mask": mask}), "cpu"), window)
 
 
-@both_backends
 @hypothesis.given(plain_cases(), st.floats(0.1, 100))
-def test_soft_cap_is_a_tanh_of_the_score(backend: str, case: AttentionCase, softcap: float) -> None:
+def test_soft_cap_is_a_tanh_of_the_score(case: AttentionCase, softcap: float) -> None:
     # With a single key, lse is the score.
     inputs = make_inputs(replace(case, seq_k=1))
-    _, scores = forward(inputs, backend, scale=2.0)
-    _, capped = forward(inputs, backend, scale=2.0, softcap=softcap)
+    _, scores = forward(inputs, scale=2.0)
+    _, capped = forward(inputs, scale=2.0, softcap=softcap)
     assert_same(capped, softcap * (scores / softcap).tanh())

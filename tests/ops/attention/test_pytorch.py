@@ -25,13 +25,10 @@ from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.testing import assert_same
 from support.running.autograd import compiled_with_count, leaf, results
 
-BACKENDS = ("reference", "cpu")
 COMPILER = "inductor" if shutil.which("g++") else "aot_eager"
 
 # PyTorch's own forward mode and compiler still use it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-
-both_backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def dense_inputs(batch: int = 2, seq: int = 9, dim: int = 8, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -79,29 +76,27 @@ def op_arguments(case: OpCase) -> tuple[list[Tensor], tuple[Any, ...]]:
     return inputs, (*side._replace(**case.side), *AttentionSpec(0.3)._replace(**case.spec))
 
 
-@both_backends
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("case", OP_CASES, ids=lambda case: case.name)
 def test_opcheck_forward(case: OpCase, backend: str) -> None:
     inputs, rest = op_arguments(case)
     torch.library.opcheck(torch.ops.flashtile.attention_forward.default, (*inputs, *rest, backend))
 
 
-@both_backends
 @pytest.mark.parametrize("with_dlse", [False, True], ids=["out", "lse"])
 @pytest.mark.parametrize("case", OP_CASES, ids=lambda case: case.name)
-def test_opcheck_backward(case: OpCase, with_dlse: bool, backend: str) -> None:
+def test_opcheck_backward(case: OpCase, with_dlse: bool) -> None:
     inputs, rest = op_arguments(case)
-    out, lse, _ = torch.ops.flashtile.attention_forward(*inputs, *rest, backend)
+    out, lse, _ = torch.ops.flashtile.attention_forward(*inputs, *rest, "cpu")
     dlse = torch.randn_like(lse) if with_dlse else None
     saved = [t.detach() for t in (*inputs, out, lse)]
     upstream = torch.randn_like(out).requires_grad_()
     wanted = Wanted(*(name in case.side for name in Wanted._fields[:-1]))
-    arguments = (upstream, dlse, *saved, *rest, *wanted, backend)
+    arguments = (upstream, dlse, *saved, *rest, *wanted, "cpu")
     torch.library.opcheck(torch.ops.flashtile.attention_backward.default, arguments)
 
 
-@both_backends
-def test_dispatch_modes_see_the_operator(backend: str) -> None:
+def test_dispatch_modes_see_the_operator() -> None:
     # Counters of operations, selective checkpointing and tracers all work through such modes.
     seen = []
 
@@ -111,7 +106,7 @@ def test_dispatch_modes_see_the_operator(backend: str) -> None:
             return function(*args, **(kwargs or {}))
 
     with Watch():
-        results(lambda *qkv: flashtile.attention(*qkv, backend=backend), dense_inputs())
+        results(lambda *qkv: flashtile.attention(*qkv), dense_inputs())
     assert torch.ops.flashtile.attention_forward.default in seen
     assert torch.ops.flashtile.attention_backward.default in seen
 
@@ -139,11 +134,10 @@ COMPILE_OPTIONS = {
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@both_backends
 @pytest.mark.parametrize("options", COMPILE_OPTIONS.values(), ids=COMPILE_OPTIONS)
-def test_compiled_equals_eager(options: dict[str, Any], backend: str) -> None:
+def test_compiled_equals_eager(options: dict[str, Any]) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flashtile.attention(q, k, v, backend=backend, **options)
+        return flashtile.attention(q, k, v, **options)
 
     compiled, _ = compiled_with_count(function)
     assert_same(results(compiled, dense_inputs()), results(function, dense_inputs()))
@@ -172,10 +166,9 @@ def test_dynamic_sizes_from_the_start() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@both_backends
-def test_compiled_packed_with_other_lengths(backend: str) -> None:
+def test_compiled_packed_with_other_lengths() -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flashtile.attention_varlen(q, k, v, cu_seqlens, causal=True, backend=backend)
+        return flashtile.attention_varlen(q, k, v, cu_seqlens, causal=True)
 
     compiled, compilations = compiled_with_count(function)
     for lengths in ((3, 4), (5, 0, 7), (2, 8, 1), (1, 1, 1, 9)):
@@ -262,20 +255,20 @@ GRADIENT_CASES = (
 )
 
 
-def gradient_problem(case: GradientCase, backend: str) -> tuple[Callable[..., Any], list[Tensor]]:
+def gradient_problem(case: GradientCase) -> tuple[Callable[..., Any], list[Tensor]]:
     """A function of float64 (q, k, v) with more keys than queries in the dense cases, and its inputs."""
     if case.lengths is not None:
         cu = torch.tensor([0, *case.lengths]).cumsum(0)
         total = sum(case.lengths) + 1  # one row that no sequence owns
         inputs = [leaf(total, h, d, dtype=torch.float64, seed=h) for h, d in ((2, 3), (1, 3), (1, 2))]
         call = lambda q, k, v: flashtile.attention_varlen(  # noqa: E731
-            q, k, v, cu, **case.options, return_lse=True, backend=backend
+            q, k, v, cu, **case.options, return_lse=True
         )
     else:
         shapes = ((2, 3, 2, 3), (2, 4, 1, 3), (2, 4, 1, 2))
         inputs = [leaf(*shape, dtype=torch.float64, seed=s) for s, shape in enumerate(shapes)]
         call = lambda q, k, v: flashtile.attention(  # noqa: E731
-            q, k, v, **case.options, return_lse=True, backend=backend
+            q, k, v, **case.options, return_lse=True
         )
 
     def function(*qkv: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,30 +278,27 @@ def gradient_problem(case: GradientCase, backend: str) -> tuple[Callable[..., An
     return function, inputs
 
 
-@both_backends
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)
-def test_gradcheck(case: GradientCase, backend: str) -> None:
-    function, inputs = gradient_problem(case, backend)
+def test_gradcheck(case: GradientCase) -> None:
+    function, inputs = gradient_problem(case)
     assert gradcheck(function, inputs)
 
 
-@both_backends
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)
-def test_gradgradcheck(case: GradientCase, backend: str) -> None:
-    function, inputs = gradient_problem(case, backend)
+def test_gradgradcheck(case: GradientCase) -> None:
+    function, inputs = gradient_problem(case)
     assert gradgradcheck(function, inputs, fast_mode=True)
 
 
-@both_backends
 @pytest.mark.parametrize("output", [0, 1], ids=["out", "lse"])
-def test_gradgradcheck_through_one_output(output: int, backend: str) -> None:
-    function, inputs = gradient_problem(GRADIENT_CASES[1], backend)
+def test_gradgradcheck_through_one_output(output: int) -> None:
+    function, inputs = gradient_problem(GRADIENT_CASES[1])
     used = inputs if output == 0 else inputs[:2]  # lse does not depend on v
     assert gradgradcheck(lambda *given: function(*given, *inputs[len(given) :])[output], used)
 
 
 def test_third_derivative() -> None:
-    function, inputs = gradient_problem(GRADIENT_CASES[1], "cpu")
+    function, inputs = gradient_problem(GRADIENT_CASES[1])
 
     def gradient(*qkv: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(function(*qkv)[0].sin().sum(), qkv, create_graph=True)
@@ -326,14 +316,13 @@ def test_double_backward_of_inputs_that_depend_on_each_other(arguments: Callable
     assert gradgradcheck(lambda x: flashtile.attention(*arguments(x)), [x])
 
 
-@both_backends
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "qv", "kv"])
-def test_gradients_of_some_inputs_only(wanted: str, backend: str) -> None:
+def test_gradients_of_some_inputs_only(wanted: str) -> None:
     def gradients(names: str) -> dict[str, Tensor]:
         inputs = dict(zip("qkv", dense_inputs()))
         for name, tensor in inputs.items():
             tensor.requires_grad_(name in names)
-        flashtile.attention(**inputs, causal=True, backend=backend).sin().sum().backward()
+        flashtile.attention(**inputs, causal=True).sin().sum().backward()
         assert all(tensor.grad is None for name, tensor in inputs.items() if name not in names)
         return {name: inputs[name].grad for name in names}
 
@@ -341,10 +330,9 @@ def test_gradients_of_some_inputs_only(wanted: str, backend: str) -> None:
     assert_same(gradients(wanted), {name: everything[name] for name in wanted})
 
 
-@both_backends
-def test_gradient_through_lse_only(backend: str) -> None:
+def test_gradient_through_lse_only() -> None:
     q, k, v = dense_inputs(dtype=torch.float64)
-    _, lse = flashtile.attention(q, k, v, return_lse=True, backend=backend)
+    _, lse = flashtile.attention(q, k, v, return_lse=True)
     dq, dk, dv = torch.autograd.grad(lse.sin().sum(), (q, k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, dim=2)) / 8**0.5
     wanted = torch.autograd.grad(scores.logsumexp(-1).sin().sum(), (q, k))
@@ -352,10 +340,9 @@ def test_gradient_through_lse_only(backend: str) -> None:
     assert not dv.any()
 
 
-@both_backends
-def test_second_backward_with_retained_graph(backend: str) -> None:
+def test_second_backward_with_retained_graph() -> None:
     q, k, v = dense_inputs()
-    loss = flashtile.attention(q, k, v, backend=backend, dropout_p=0.2).sin().sum()
+    loss = flashtile.attention(q, k, v, dropout_p=0.2).sin().sum()
     first = torch.autograd.grad(loss, (q, k, v), retain_graph=True)
     assert_same(list(torch.autograd.grad(loss, (q, k, v))), list(first))
 
@@ -367,9 +354,8 @@ def test_backward_without_retained_graph_is_refused_twice() -> None:
         loss.backward()
 
 
-@both_backends
 @pytest.mark.parametrize("case", ["dense", "packed"])
-def test_nothing_quadratic_is_saved(case: str, backend: str) -> None:
+def test_nothing_quadratic_is_saved(case: str) -> None:
     saved = []
     seq = 96
 
@@ -377,7 +363,7 @@ def test_nothing_quadratic_is_saved(case: str, backend: str) -> None:
         saved.append(tensor.numel())
         return tensor
 
-    options = {"causal": True, "dropout_p": 0.1, "return_lse": True, "backend": backend}
+    options = {"causal": True, "dropout_p": 0.1, "return_lse": True}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         if case == "dense":
             flashtile.attention(*dense_inputs(1, seq), **options)
@@ -401,57 +387,50 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@both_backends
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_strides_do_not_matter(layout: Callable[[Tensor], Tensor], backend: str) -> None:
+def test_strides_do_not_matter(layout: Callable[[Tensor], Tensor]) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flashtile.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+        return flashtile.attention(q, k, v, causal=True, return_lse=True)
 
     rearranged = results(lambda *inputs: function(*map(layout, inputs)), dense_inputs())
     assert_same(rearranged, results(function, dense_inputs()))
 
 
-@both_backends
-def test_expanded_inputs(backend: str) -> None:
+def test_expanded_inputs() -> None:
     # One key/value head for all, and one batch entry for all, by stride 0.
     q, k, v = leaf(3, 7, 4, 8), leaf(1, 7, 1, 8, seed=1), leaf(1, 7, 1, 8, seed=2)
     expanded = results(
-        lambda q, k, v: flashtile.attention(q, k.expand(3, -1, 4, -1), v.expand(3, -1, 4, -1), backend=backend),
+        lambda q, k, v: flashtile.attention(q, k.expand(3, -1, 4, -1), v.expand(3, -1, 4, -1)),
         [q, k, v],
     )
-    copied = results(
-        lambda q, k, v: flashtile.attention(q, k.repeat(3, 1, 4, 1), v.repeat(3, 1, 4, 1), backend=backend), [q, k, v]
-    )
+    copied = results(lambda q, k, v: flashtile.attention(q, k.repeat(3, 1, 4, 1), v.repeat(3, 1, 4, 1)), [q, k, v])
     assert_same(expanded, copied)
 
 
-@both_backends
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_strides_of_the_upstream_gradient_do_not_matter(layout: Callable[[Tensor], Tensor], backend: str) -> None:
+def test_strides_of_the_upstream_gradient_do_not_matter(layout: Callable[[Tensor], Tensor]) -> None:
     q, k, v = dense_inputs()
-    out, lse = flashtile.attention(q, k, v, return_lse=True, backend=backend)
+    out, lse = flashtile.attention(q, k, v, return_lse=True)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     slanted = dlse.transpose(1, 2).contiguous().transpose(1, 2)
     rearranged = torch.autograd.grad((out, lse), (q, k, v), (layout(dout), slanted), retain_graph=True)
     assert_same(rearranged, torch.autograd.grad((out, lse), (q, k, v), (dout, dlse)))
 
 
-@both_backends
-def test_upstream_gradient_of_a_sum(backend: str) -> None:
+def test_upstream_gradient_of_a_sum() -> None:
     # The gradient of sum() is one number expanded by stride 0.
     q, k, v = dense_inputs()
-    out, lse = flashtile.attention(q, k, v, return_lse=True, backend=backend)
+    out, lse = flashtile.attention(q, k, v, return_lse=True)
     sums = torch.autograd.grad((out.sum(), lse.sum()), (q, k, v), retain_graph=True)
     ones = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
     assert_same(sums, ones)
 
 
-@both_backends
-def test_inputs_are_not_changed(backend: str) -> None:
+def test_inputs_are_not_changed() -> None:
     inputs = dense_inputs()
     tensors = {"key_lengths": torch.tensor([3, 9]), "dropout_seed": torch.tensor([1, 2])}
     before = [t.detach().clone() for t in (*inputs, *tensors.values())]
-    out, lse = flashtile.attention(*inputs, **tensors, dropout_p=0.5, return_lse=True, backend=backend)
+    out, lse = flashtile.attention(*inputs, **tensors, dropout_p=0.5, return_lse=True)
     upstream = torch.randn_like(out), torch.randn_like(lse)
     copies = [t.clone() for t in (*upstream, out, lse)]
     torch.autograd.grad((out, lse), inputs, upstream)
@@ -462,13 +441,12 @@ def test_inputs_are_not_changed(backend: str) -> None:
 # --- autocast, checkpointing, modules, threads ----------------------------------------------------------------------
 
 
-@both_backends
-def test_autocast_computes_in_the_autocast_dtype(backend: str) -> None:
+def test_autocast_computes_in_the_autocast_dtype() -> None:
     q, k, v = dense_inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, lse = flashtile.attention(q, k.bfloat16(), v, return_lse=True, backend=backend)
+        out, lse = flashtile.attention(q, k.bfloat16(), v, return_lse=True)
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
-    by_hand = flashtile.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), backend=backend)
+    by_hand = flashtile.attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
     assert torch.equal(out, by_hand)
     dq, dk, dv = torch.autograd.grad(out.float().sum(), (q, k, v))
     assert {dq.dtype, dk.dtype, dv.dtype} == {torch.float32}
@@ -481,11 +459,10 @@ def test_autocast_leaves_float64_alone() -> None:
     assert_same(inside, results(flashtile.attention, inputs))
 
 
-@both_backends
-def test_autocast_does_not_reach_the_arithmetic_inside(backend: str) -> None:
+def test_autocast_does_not_reach_the_arithmetic_inside() -> None:
     # Accumulators in float32 would be matrix products in bfloat16 if autocast were left on below the operator.
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flashtile.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+        return flashtile.attention(q, k, v, causal=True, return_lse=True)
 
     inputs = dense_inputs(seq=70, dtype=torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -502,13 +479,13 @@ def test_autocast_does_not_cast_integers() -> None:
 class Block(torch.nn.Module):
     """Self-attention with a projection and dropout: the smallest module that holds attention."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.backend = torch.nn.Linear(8, 24), backend
+        self.qkv = torch.nn.Linear(8, 24)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).unbind(2)
-        return flashtile.attention(q, k, v, causal=True, dropout_p=0.3, backend=self.backend).flatten(2)
+        return flashtile.attention(q, k, v, causal=True, dropout_p=0.3).flatten(2)
 
 
 def block_gradients(block: Block, run: Callable[[Block, Tensor], Tensor]) -> list[Tensor]:
@@ -520,10 +497,9 @@ def block_gradients(block: Block, run: Callable[[Block, Tensor], Tensor]) -> lis
     return gradients
 
 
-@both_backends
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_activation_checkpointing_replays_dropout(reentrant: bool, backend: str) -> None:
-    block = Block(backend)
+def test_activation_checkpointing_replays_dropout(reentrant: bool) -> None:
+    block = Block()
     plain = block_gradients(block, lambda block, x: block(x))
     replayed = block_gradients(block, lambda block, x: checkpoint(block, x, use_reentrant=reentrant))
     assert_same(replayed, plain)
@@ -531,17 +507,16 @@ def test_activation_checkpointing_replays_dropout(reentrant: bool, backend: str)
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 def test_copies_of_modules_work(copy_of: Callable[[Block], Block]) -> None:
-    block = Block("cpu")
+    block = Block()
     block(leaf(2, 6, 8)).sum().backward()
     block.zero_grad()
     assert_same(*(block_gradients(b, lambda b, x: b(x)) for b in (copy_of(block), block)))
 
 
-@both_backends
-def test_manual_seed_reproduces_dropout_bit_for_bit(backend: str) -> None:
+def test_manual_seed_reproduces_dropout_bit_for_bit() -> None:
     def outputs(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
-        return results(lambda *qkv: flashtile.attention(*qkv, dropout_p=0.5, backend=backend), dense_inputs())
+        return results(lambda *qkv: flashtile.attention(*qkv, dropout_p=0.5), dense_inputs())
 
     assert_same(outputs(5), outputs(5))
     assert not torch.equal(outputs(5)[0], outputs(6)[0])
@@ -561,16 +536,13 @@ def test_no_dropout_draws_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@both_backends
-def test_threads_do_not_disturb_each_other(backend: str) -> None:
-    expected = results(lambda *qkv: flashtile.attention(*qkv, causal=True, backend=backend), dense_inputs(seq=70))
+def test_threads_do_not_disturb_each_other() -> None:
+    expected = results(lambda *qkv: flashtile.attention(*qkv, causal=True), dense_inputs(seq=70))
     found: list[list[Tensor]] = []
 
     def work() -> None:
         for _ in range(5):
-            found.append(
-                results(lambda *qkv: flashtile.attention(*qkv, causal=True, backend=backend), dense_inputs(seq=70))
-            )
+            found.append(results(lambda *qkv: flashtile.attention(*qkv, causal=True), dense_inputs(seq=70)))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -585,15 +557,14 @@ def test_threads_do_not_disturb_each_other(backend: str) -> None:
 # --- torch.func -----------------------------------------------------------------------------------------------------
 
 
-def smooth_loss(q: Tensor, backend: str = "cpu") -> Tensor:
-    return flashtile.attention(q, 0.5 * q.detach(), 2 * q, causal=True, backend=backend).sin().sum()
+def smooth_loss(q: Tensor) -> Tensor:
+    return flashtile.attention(q, 0.5 * q.detach(), 2 * q, causal=True).sin().sum()
 
 
-@both_backends
-def test_func_grad_equals_autograd(backend: str) -> None:
+def test_func_grad_equals_autograd() -> None:
     q = leaf(2, 5, 2, 4)
-    (expected,) = torch.autograd.grad(smooth_loss(q, backend), q)
-    assert_same(torch.func.grad(smooth_loss)(q.detach(), backend), expected)
+    (expected,) = torch.autograd.grad(smooth_loss(q), q)
+    assert_same(torch.func.grad(smooth_loss)(q.detach()), expected)
 
 
 def test_func_second_order_equals_autograd() -> None:
@@ -610,12 +581,11 @@ def test_jacrev_through_lse() -> None:
     assert_same(torch.func.jacrev(function)(q), torch.autograd.functional.jacobian(function, q))
 
 
-@both_backends
 @pytest.mark.parametrize("dims", [(0, 0, 0), (0, None, None), (1, 0, None), (None, 3, 3)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"window": (2, 1), "key_lengths": torch.tensor([4, 2])}], ids=["", "lengths"])
-def test_vmap_equals_loop(dims: tuple[int | None, ...], options: dict[str, Any], backend: str) -> None:
+def test_vmap_equals_loop(dims: tuple[int | None, ...], options: dict[str, Any]) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return flashtile.attention(q, k, v, return_lse=True, backend=backend, **options)
+        return flashtile.attention(q, k, v, return_lse=True, **options)
 
     singles = [t.detach() for t in dense_inputs(2, 5)]
     mapped = [t if dim is None else torch.stack((t, -t, 2 * t), dim=dim) for t, dim in zip(singles, dims, strict=True)]

@@ -19,7 +19,6 @@ from flashtile.ops.attention.score_program import parse
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import assert_same
 
-both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 HEADS, SEQ_Q, SEQ_K = 4, 9, 12
 
 
@@ -37,12 +36,12 @@ def qkv(seq_q: int = SEQ_Q, seq_k: int = SEQ_K, dtype: torch.dtype = torch.float
     return q, k, v
 
 
-def scores_of(score_mod: Callable[..., Any], backend: str, batch: int = 1, **options: Any) -> Tensor:
+def scores_of(score_mod: Callable[..., Any], batch: int = 1, **options: Any) -> Tensor:
     """The scores `[batch, heads, queries, keys]` that a function makes of products of 0, read off by unit vectors."""
     q = torch.zeros(batch, SEQ_Q, HEADS, 1, dtype=torch.float64)
     k = torch.ones(batch, SEQ_K, HEADS, 1, dtype=torch.float64)
     v = torch.eye(SEQ_K, dtype=torch.float64)[None, :, None].expand(batch, -1, HEADS, -1)
-    out, lse = flashtile.attention(q, k, v, score_mod=score_mod, return_lse=True, backend=backend, **options)
+    out, lse = flashtile.attention(q, k, v, score_mod=score_mod, return_lse=True, **options)
     return out.transpose(1, 2).log() + lse.unsqueeze(-1)
 
 
@@ -53,10 +52,10 @@ def grid(*names: str) -> list[Tensor]:
     return [torch.arange(lengths[sizes[n]]).view([-1 if at == sizes[n] else 1 for at in range(4)]) for n in names]
 
 
-def results(backend: str, score_mod: Any, leaves: list[Tensor], **options: Any) -> list[Tensor]:
+def results(score_mod: Any, leaves: list[Tensor], **options: Any) -> list[Tensor]:
     """out, lse and gradients of q, k, v and further leaves."""
     inputs = qkv()
-    out, lse = flashtile.attention(*inputs, score_mod=score_mod, return_lse=True, backend=backend, **options)
+    out, lse = flashtile.attention(*inputs, score_mod=score_mod, return_lse=True, **options)
     finite = torch.where(lse.isneginf(), 0, lse)
     return [out, lse, *torch.autograd.grad(out.sin().sum() + finite.sin().sum(), (*inputs, *leaves))]
 
@@ -64,25 +63,22 @@ def results(backend: str, score_mod: Any, leaves: list[Tensor], **options: Any) 
 # --- what it means --------------------------------------------------------------------------------------------------
 
 
-@both_backends
-def test_arguments_are_the_numbers_of_batch_head_query_and_key(backend: str) -> None:
-    scores = scores_of(lambda score, b, h, q, k: score + 0.5 * b + 0.125 * h + 0.25 * q - k, backend, batch=2)
+def test_arguments_are_the_numbers_of_batch_head_query_and_key() -> None:
+    scores = scores_of(lambda score, b, h, q, k: score + 0.5 * b + 0.125 * h + 0.25 * q - k, batch=2)
     b, h, q, k = grid("b", "h", "q", "k")
     assert_same(scores, 0.5 * b + 0.125 * h + 0.25 * q - k + torch.zeros_like(scores))
 
 
-@both_backends
-def test_after_scale_and_softcap_before_bias_and_alibi(backend: str) -> None:
+def test_after_scale_and_softcap_before_bias_and_alibi() -> None:
     q, k, v = (torch.full((1, 1, 1, 1), value, dtype=torch.float64) for value in (2.0, 3.0, 1.0))
     _, lse = flashtile.attention(
         q, k, v, scale=0.5, softcap=1.5, score_mod=lambda score, b, h, q, k: 10 * score, return_lse=True,
-        bias=torch.tensor(0.25, dtype=torch.float64), backend=backend,
+        bias=torch.tensor(0.25, dtype=torch.float64),
     )  # fmt: skip
     assert lse.item() == pytest.approx(10 * 1.5 * math.tanh(0.5 * 6 / 1.5) + 0.25, rel=1e-12)
 
 
-@both_backends
-def test_indices_count_within_a_packed_sequence(backend: str) -> None:
+def test_indices_count_within_a_packed_sequence() -> None:
     lengths = [4, 0, 5]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     q, table, weights = leaf(9, 2, 8), leaf(2, 9, seed=3), normal(9, 2, 8, seed=4)
@@ -90,7 +86,7 @@ def test_indices_count_within_a_packed_sequence(backend: str) -> None:
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
         return score * (batch + 1) + table[head, q_index - k_index]
 
-    out = flashtile.attention_varlen(q, q, q, cu_seqlens, score_mod=score_mod, causal=True, backend=backend)
+    out = flashtile.attention_varlen(q, q, q, cu_seqlens, score_mod=score_mod, causal=True)
     found = torch.autograd.grad((out * weights).sum(), (q, table))
     parts = []
     for sequence, rows in ((0, slice(0, 4)), (2, slice(4, 9))):
@@ -98,13 +94,12 @@ def test_indices_count_within_a_packed_sequence(backend: str) -> None:
         def alone(score: Tensor, batch: Tensor, *indices: Tensor, sequence: int = sequence) -> Tensor:
             return score_mod(score, batch + sequence, *indices)
 
-        parts.append(flashtile.attention(*[q[None, rows]] * 3, score_mod=alone, causal=True, backend=backend)[0])
+        parts.append(flashtile.attention(*[q[None, rows]] * 3, score_mod=alone, causal=True)[0])
     expected = torch.cat(parts)
     assert_same([out, *found], [expected, *torch.autograd.grad((expected * weights).sum(), (q, table))])
 
 
-@both_backends
-def test_minus_infinity_hides_and_nothing_comes_from_there(backend: str) -> None:
+def test_minus_infinity_hides_and_nothing_comes_from_there() -> None:
     documents = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 2, 2])
     table = leaf(SEQ_K)
 
@@ -119,41 +114,39 @@ def test_minus_infinity_hides_and_nothing_comes_from_there(backend: str) -> None
     q, k = torch.arange(SEQ_Q)[:, None], torch.arange(SEQ_K)
     mask = (documents[q] == documents[k]) & (k < q)
     assert not mask.any(-1).all()  # some rows see nothing
-    assert_same(results(backend, by_function, [table]), results(backend, by_mask, [table], mask=mask))
+    assert_same(results(by_function, [table]), results(by_mask, [table], mask=mask))
 
 
-@both_backends
-def test_reads_outside_of_a_tensor_are_nan_where_they_are_visible(backend: str) -> None:
+def test_reads_outside_of_a_tensor_are_nan_where_they_are_visible() -> None:
     table = normal(SEQ_Q)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score + table[q - k]
 
-    visible = scores_of(score_mod, backend, causal=True, align="top_left")
+    visible = scores_of(score_mod, causal=True, align="top_left")
     q, k = grid("q", "k")
     expected = torch.where(k <= q, table[(q - k).clamp(0)], float("-inf"))
     assert_same(visible[:1], expected.expand(1, HEADS, -1, -1))
-    assert not scores_of(score_mod, backend, window=(0, 8), align="top_left").isnan().any()  # from the end: table[-1]
+    assert not scores_of(score_mod, window=(0, 8), align="top_left").isnan().any()  # from the end: table[-1]
     # Only the first query is 10 keys and more before some, and the second.
-    assert scores_of(score_mod, backend)[0, 0].isnan().any(-1).nonzero().flatten().tolist() == [0, 1]
+    assert scores_of(score_mod)[0, 0].isnan().any(-1).nonzero().flatten().tolist() == [0, 1]
 
 
-@both_backends
-def test_captured_in_parts_and_as_a_scalar(backend: str) -> None:
+def test_captured_in_parts_and_as_a_scalar() -> None:
     table, factor = leaf(HEADS, SEQ_Q, SEQ_K), leaf()
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score * factor + table[h][q, k].exp() + torch.sigmoid(table)[0, 0][3]
 
-    by_hand = lambda: scores_of(lambda score, *_: score, "reference") * 0 + table.exp() + torch.sigmoid(table)[0, 0][3]  # noqa: E731
-    assert_same(scores_of(score_mod, backend), by_hand().detach())
-    assert [grad.shape for grad in results(backend, score_mod, [table, factor])[-2:]] == [table.shape, factor.shape]
+    by_hand = lambda: scores_of(lambda score, *_: score) * 0 + table.exp() + torch.sigmoid(table)[0, 0][3]  # noqa: E731
+    assert_same(scores_of(score_mod), by_hand().detach())
+    assert [grad.shape for grad in results(score_mod, [table, factor])[-2:]] == [table.shape, factor.shape]
 
 
 def test_gradients_of_an_entry_that_a_number_names() -> None:
     table = leaf(HEADS, 5)
     by_tiles, by_hand = (
-        results(backend, lambda score, b, h, q, k: score * table[h, 3] + table[-1, k % 5], [table])
+        results(lambda score, b, h, q, k: score * table[h, 3] + table[-1, k % 5], [table], backend=backend)
         for backend in ("cpu", "reference")
     )
     for found, expected in zip(by_tiles, by_hand, strict=True):
@@ -201,9 +194,9 @@ def test_like_the_built_in_ones() -> None:
     def added(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score + bias[h, q, k]
 
-    assert_same(results("cpu", alibi, [slopes]), results("cpu", None, [slopes], alibi_slopes=slopes))
-    assert_same(results("cpu", added, [bias]), results("cpu", None, [bias], bias=bias))
-    assert_same(results("cpu", _capped, []), results("cpu", None, [], softcap=2.0))
+    assert_same(results(alibi, [slopes]), results(None, [slopes], alibi_slopes=slopes))
+    assert_same(results(added, [bias]), results(None, [bias], bias=bias))
+    assert_same(results(_capped, []), results(None, [], softcap=2.0))
 
 
 # --- derivatives ----------------------------------------------------------------------------------------------------
@@ -243,7 +236,7 @@ def test_gradients_in_the_dtype_of_the_tensor_and_zero_without_influence() -> No
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return torch.where(unused[k] > 0, score * narrow[h], score)
 
-    *_, dnarrow, dunused = results("cpu", score_mod, [narrow, unused])
+    *_, dnarrow, dunused = results(score_mod, [narrow, unused])
     assert dnarrow.dtype is torch.bfloat16
     assert dnarrow.any()
     assert not dunused.any()

@@ -1,4 +1,4 @@
-"""What soft cap, bias, ALiBi, masks and sinks mean, on the backends that run everywhere: small examples by hand."""
+"""What soft cap, bias, ALiBi, masks and sinks mean: small examples by hand."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from flashtile.testing import assert_same, check
 from support.attention.attention_cases import BASE
 
 INFINITY = float("inf")
-
-both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -39,7 +37,7 @@ def qkv(batch: int = 2, seq_q: int = 5, seq_k: int = 7, heads: int = 4, heads_kv
     return [normal(batch, *size, 8, seed=seed).requires_grad_() for seed, size in enumerate(sizes)]
 
 
-def scores_of(seq_q: int, seq_k: int, backend: str, q: Tensor | None = None, **options: Any) -> Tensor:
+def scores_of(seq_q: int, seq_k: int, q: Tensor | None = None, **options: Any) -> Tensor:
     """The scores `[queries, keys]` of one head, read off by values that are unit vectors; -inf where hidden.
 
     Without q the products `q kᵀ` are 0, and what is left is what the options add.
@@ -47,7 +45,7 @@ def scores_of(seq_q: int, seq_k: int, backend: str, q: Tensor | None = None, **o
     q = torch.zeros(1, seq_q, 1, 1, dtype=torch.float64) if q is None else q
     k = torch.ones(1, seq_k, 1, 1, dtype=torch.float64)
     v = torch.eye(seq_k, dtype=torch.float64)[None, :, None]
-    weights, lse = flashtile.attention(q, k, v, return_lse=True, backend=backend, **options)
+    weights, lse = flashtile.attention(q, k, v, return_lse=True, **options)
     return weights[0, :, 0].log() + lse[0, 0, :, None]
 
 
@@ -58,13 +56,12 @@ def equal(actual: Any, expected: Any) -> None:
 # --- what becomes of a score ----------------------------------------------------------------------------------------
 
 
-@both_backends
-def test_scale_then_softcap_then_bias_and_alibi_then_mask(backend: str) -> None:
+def test_scale_then_softcap_then_bias_and_alibi_then_mask() -> None:
     q, keys = torch.full((1, 1, 1, 1), 2.0, dtype=torch.float64), (3.0, -1.0, 5.0, 0.5)
     k, v = doubles(*keys).view(1, 4, 1, 1), doubles(1, 10, 100, 1000).view(1, 4, 1, 1)
     out, lse = flashtile.attention(
         q, k, v, scale=0.5, softcap=1.5, bias=doubles(0.3, -0.2, 7, 0.1), alibi_slopes=doubles(0.25),
-        mask=torch.tensor([True, True, False, True]), return_lse=True, backend=backend,
+        mask=torch.tensor([True, True, False, True]), return_lse=True,
     )  # fmt: skip
     # The one query lies at the last key, so the distances are 3, 2, 1, 0; the third key is masked.
     visible = [
@@ -77,31 +74,28 @@ def test_scale_then_softcap_then_bias_and_alibi_then_mask(backend: str) -> None:
     assert out.item() == pytest.approx(weighted / total, rel=1e-12)
 
 
-@both_backends
-def test_softcap_bounds_scores_before_the_bias(backend: str) -> None:
+def test_softcap_bounds_scores_before_the_bias() -> None:
     q = doubles(-40, 0, 1, 40).view(1, 4, 1, 1)
-    scores = scores_of(4, 2, backend, q, scale=1.0, softcap=2.0, bias=doubles(0, 9))
+    scores = scores_of(4, 2, q, scale=1.0, softcap=2.0, bias=doubles(0, 9))
     capped = 2 * (q.view(4, 1) / 2).tanh()
     equal(scores, capped + doubles(0, 9))
     assert capped.abs().max() < 2 + 1e-12
 
 
-@both_backends
 @pytest.mark.parametrize("softcap", [None, 0, 0.0, 1e9], ids=str)
-def test_no_softcap_and_one_out_of_reach(softcap: float | None, backend: str) -> None:
+def test_no_softcap_and_one_out_of_reach(softcap: float | None) -> None:
     inputs = qkv()
 
     def results(**options: Any) -> tuple[Tensor, ...]:
-        out, lse = flashtile.attention(*inputs, causal=True, return_lse=True, backend=backend, **options)
+        out, lse = flashtile.attention(*inputs, causal=True, return_lse=True, **options)
         return out, lse, *torch.autograd.grad(out.sin().sum() + lse.sin().sum(), inputs)
 
     equal(results(softcap=softcap), results())
 
 
-@both_backends
-def test_saturated_softcap_lets_no_gradient_through(backend: str) -> None:
+def test_saturated_softcap_lets_no_gradient_through() -> None:
     q, k, v = qkv()
-    out = flashtile.attention(1e6 * q, k, v, softcap=1.0, backend=backend)
+    out = flashtile.attention(1e6 * q, k, v, softcap=1.0)
     dq, dk, dv = torch.autograd.grad(out.sin().sum(), (q, k, v))
     assert not dq.any()
     assert not dk.any()
@@ -111,24 +105,20 @@ def test_saturated_softcap_lets_no_gradient_through(backend: str) -> None:
 # --- bias and mask --------------------------------------------------------------------------------------------------
 
 
-@both_backends
-def test_bias_adds_to_scores(backend: str) -> None:
+def test_bias_adds_to_scores() -> None:
     bias = normal(3, 4)
-    equal(scores_of(3, 4, backend, bias=bias), bias)
-    equal(
-        scores_of(3, 4, backend, bias=bias, causal=True), bias.masked_fill(torch.ones(3, 4).triu(2).bool(), -INFINITY)
-    )
+    equal(scores_of(3, 4, bias=bias), bias)
+    equal(scores_of(3, 4, bias=bias, causal=True), bias.masked_fill(torch.ones(3, 4).triu(2).bool(), -INFINITY))
 
 
-@both_backends
 @pytest.mark.parametrize("how", ["bias", "mask", "both"])
-def test_rows_and_keys_that_are_hidden(how: str, backend: str) -> None:
+def test_rows_and_keys_that_are_hidden(how: str) -> None:
     shown = torch.tensor([[True, False, True], [False, False, False], [True, True, False]])
     bias = torch.zeros(3, 3, dtype=torch.float64).masked_fill(~shown, -INFINITY)
     options = {"bias": {"bias": bias}, "mask": {"mask": shown}}.get(how, {"bias": bias, "mask": shown | shown.mT})
     q, k, v = qkv(1, 3, 3)
     wanted = [q, k, v] + [t.requires_grad_() for name, t in options.items() if name == "bias"]
-    out, lse = flashtile.attention(q, k, v, return_lse=True, backend=backend, **options)
+    out, lse = flashtile.attention(q, k, v, return_lse=True, **options)
     assert not out[:, 1].any()
     assert (lse[..., 1] == -INFINITY).all()
     assert lse[..., [0, 2]].isfinite().all()
@@ -143,29 +133,27 @@ def test_rows_and_keys_that_are_hidden(how: str, backend: str) -> None:
         assert quiet[3][shown].all()
 
 
-@both_backends
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 1, 1, 7), (1, 4, 5, 7)], ids=str)
-def test_mask_is_a_bias_of_minus_infinity(shape: tuple[int, ...], backend: str) -> None:
+def test_mask_is_a_bias_of_minus_infinity(shape: tuple[int, ...]) -> None:
     mask, inputs = normal(*shape) < 0.5, qkv()
 
     def results(**options: Any) -> tuple[Tensor, ...]:
-        out, lse = flashtile.attention(*inputs, return_lse=True, backend=backend, **options)
+        out, lse = flashtile.attention(*inputs, return_lse=True, **options)
         lse = lse.masked_fill(lse.isneginf(), 0)
         return out, lse, *torch.autograd.grad(out.sin().sum() + lse.sin().sum(), inputs)
 
     equal(results(mask=mask), results(bias=torch.zeros(shape, dtype=torch.float64).masked_fill(~mask, -INFINITY)))
 
 
-@both_backends
 @pytest.mark.parametrize("how", ["bias", "mask"])
 @pytest.mark.parametrize("shape", [(5, 7), (4, 5, 7), (2, 1, 5, 7)], ids=str)
-def test_agrees_with_scaled_dot_product_attention(shape: tuple[int, ...], how: str, backend: str) -> None:
+def test_agrees_with_scaled_dot_product_attention(shape: tuple[int, ...], how: str) -> None:
     inputs, table = qkv(heads=4, heads_kv=4), normal(*shape).requires_grad_()
     if how == "mask":
         table = table > 0
         table[..., 0] = True  # PyTorch's row without a key is NaN in some of its kernels
     learned = inputs if how == "mask" else [*inputs, table]
-    out = flashtile.attention(*inputs, **{how: table}, backend=backend)
+    out = flashtile.attention(*inputs, **{how: table})
     theirs = scaled_dot_product_attention(*(t.transpose(1, 2) for t in inputs), attn_mask=table).transpose(1, 2)
     equal(out, theirs)
     dout = normal(*out.shape, seed=9)
@@ -178,13 +166,12 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@both_backends
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bias_broadcasts_and_its_gradient_is_the_sum(shape: tuple[int, ...], backend: str) -> None:
+def test_bias_broadcasts_and_its_gradient_is_the_sum(shape: tuple[int, ...]) -> None:
     inputs, bias = qkv(), normal(*shape).requires_grad_()
 
     def results(bias_of_call: Tensor) -> tuple[Tensor, ...]:
-        out, lse = flashtile.attention(*inputs, bias=bias_of_call, softcap=3.0, return_lse=True, backend=backend)
+        out, lse = flashtile.attention(*inputs, bias=bias_of_call, softcap=3.0, return_lse=True)
         return out, lse, *torch.autograd.grad(out.sin().sum() + lse.sin().sum(), [*inputs, bias])
 
     small, full = results(bias), results(bias.expand(2, 4, 5, 7).clone())
@@ -201,38 +188,35 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@both_backends
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_strides_of_bias_and_mask_do_not_matter(layout: Callable[[Tensor], Tensor], backend: str) -> None:
+def test_strides_of_bias_and_mask_do_not_matter(layout: Callable[[Tensor], Tensor]) -> None:
     inputs, bias, mask = qkv(), normal(2, 4, 5, 7).requires_grad_(), normal(2, 4, 5, 7, seed=1) < 1
 
     def results(layout: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        out = flashtile.attention(*inputs, bias=layout(bias), mask=layout(mask.double()).bool(), backend=backend)
+        out = flashtile.attention(*inputs, bias=layout(bias), mask=layout(mask.double()).bool())
         return out, *torch.autograd.grad(out.sin().sum(), [*inputs, bias])
 
     equal(results(layout), results(lambda t: t))
 
 
-@both_backends
-def test_expanded_bias_and_mask_are_read_in_place(backend: str) -> None:
+def test_expanded_bias_and_mask_are_read_in_place() -> None:
     inputs, bias, mask = qkv(), normal(1, 4, 1, 7).requires_grad_(), normal(2, 1, 5, 1) < 1
 
     def results(expand: bool) -> tuple[Tensor, ...]:
         tables = (bias.expand(2, 4, 5, 7), mask.expand(2, 4, 5, 7)) if expand else (bias, mask)
-        out = flashtile.attention(*inputs, bias=tables[0], mask=tables[1], backend=backend)
+        out = flashtile.attention(*inputs, bias=tables[0], mask=tables[1])
         return out, *torch.autograd.grad(out.sin().sum(), [*inputs, bias])
 
     equal(results(True), results(False))
 
 
-@both_backends
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_float32_bias_beside_16_bits(dtype: torch.dtype, backend: str) -> None:
+def test_float32_bias_beside_16_bits(dtype: torch.dtype) -> None:
     case = replace(BASE, dtype=dtype, bias="1hqk", bias_dtype=torch.float32)
-    assert check(case, backend)["dbias"].dtype is torch.float32
+    assert check(case, "cpu")["dbias"].dtype is torch.float32
     # What 16 bits cannot hold counts: a step of 2⁻¹² at 1.
     q, k, v = (t.detach().to(dtype) for t in qkv(1, 1, 1))
-    _, lse = flashtile.attention(0 * q, k, v, bias=torch.tensor([1 + 2**-12]), return_lse=True, backend=backend)
+    _, lse = flashtile.attention(0 * q, k, v, bias=torch.tensor([1 + 2**-12]), return_lse=True)
     assert (lse == 1 + 2**-12).all()
 
 
@@ -246,34 +230,31 @@ DISTANCES = [
 ]
 
 
-@both_backends
 @pytest.mark.parametrize("options", [{}, {"align": "top_left"}, {"key_lengths": None}], ids=str)
 @pytest.mark.parametrize("sizes, distances", DISTANCES, ids=str)
-def test_alibi_distances(sizes: tuple[int, int], distances: list, options: dict[str, Any], backend: str) -> None:
+def test_alibi_distances(sizes: tuple[int, int], distances: list, options: dict[str, Any]) -> None:
     if "key_lengths" in options:
         options = {"key_lengths": torch.tensor(sizes[1:])}
-    scores = scores_of(*sizes, backend, alibi_slopes=doubles(0.5), **options)
+    scores = scores_of(*sizes, alibi_slopes=doubles(0.5), **options)
     equal(scores, -0.5 * torch.tensor(distances, dtype=torch.float64))
 
 
-@both_backends
-def test_alibi_distances_under_a_mask(backend: str) -> None:
+def test_alibi_distances_under_a_mask() -> None:
     slopes = doubles(1)
-    hidden = scores_of(2, 4, backend, alibi_slopes=slopes, causal=True, align="top_left")
+    hidden = scores_of(2, 4, alibi_slopes=slopes, causal=True, align="top_left")
     equal(hidden, doubles(-2, -INFINITY, -INFINITY, -INFINITY, -3, -2, -INFINITY, -INFINITY).view(2, 4))
     # Distances count from the end of all keys, not of the valid ones.
-    short = scores_of(2, 4, backend, alibi_slopes=slopes, key_lengths=torch.tensor([2]))
+    short = scores_of(2, 4, alibi_slopes=slopes, key_lengths=torch.tensor([2]))
     equal(short, doubles(-2, -1, -INFINITY, -INFINITY, -3, -2, -INFINITY, -INFINITY).view(2, 4))
 
 
-@both_backends
 @pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
-def test_alibi_is_a_bias(shape: tuple[int, ...], backend: str) -> None:
+def test_alibi_is_a_bias(shape: tuple[int, ...]) -> None:
     inputs, slopes = qkv(), normal(*shape).requires_grad_()
     distance = (torch.arange(5)[:, None] + 2 - torch.arange(7)).abs()
 
     def results(**options: Any) -> tuple[Tensor, ...]:
-        out, lse = flashtile.attention(*inputs, return_lse=True, backend=backend, **options)
+        out, lse = flashtile.attention(*inputs, return_lse=True, **options)
         return out, lse, *torch.autograd.grad(out.sin().sum() + lse.sin().sum(), [*inputs, slopes])
 
     equal(results(alibi_slopes=slopes), results(bias=-slopes[..., None, None] * distance))
@@ -282,21 +263,19 @@ def test_alibi_is_a_bias(shape: tuple[int, ...], backend: str) -> None:
 # --- sinks ----------------------------------------------------------------------------------------------------------
 
 
-@both_backends
-def test_sink_by_hand(backend: str) -> None:
+def test_sink_by_hand() -> None:
     q = torch.zeros(1, 1, 2, 1, dtype=torch.float64)
     v = doubles(3, 5).view(1, 2, 1, 1)
     sinks = doubles(math.log(2), math.log(6))
-    out, lse = flashtile.attention(q, torch.ones_like(v), v, sinks=sinks, return_lse=True, backend=backend)
+    out, lse = flashtile.attention(q, torch.ones_like(v), v, sinks=sinks, return_lse=True)
     # Two keys of weight 1 each beside a sink of weight 2, and of weight 6.
     equal(out.flatten(), doubles(8 / 4, 8 / 8))
     equal(lse.flatten(), doubles(math.log(4), math.log(8)))
 
 
-@both_backends
-def test_row_that_sees_only_its_sink(backend: str) -> None:
+def test_row_that_sees_only_its_sink() -> None:
     (q, k, v), sinks = qkv(1, 4, 2, heads_kv=4), normal(4, seed=5).requires_grad_()
-    out, lse = flashtile.attention(q, k, v, causal=True, sinks=sinks, return_lse=True, backend=backend)
+    out, lse = flashtile.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
     assert not out[:, :2].any()
     equal(lse[0, :, :2], sinks[:, None].expand(4, 2))
     grads = torch.autograd.grad((out[:, :2].sum(), lse[..., :2].sum()), (q, k, v, sinks))
@@ -304,27 +283,25 @@ def test_row_that_sees_only_its_sink(backend: str) -> None:
     equal(grads[3], torch.full_like(sinks, 2.0))
 
 
-@both_backends
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"key_lengths": torch.tensor([7, 0])}], ids=str)
-def test_sink_of_minus_infinity_is_none(options: dict[str, Any], backend: str) -> None:
+def test_sink_of_minus_infinity_is_none(options: dict[str, Any]) -> None:
     inputs, sinks = qkv(2, 9, 7), torch.full((4,), -INFINITY, dtype=torch.float64).requires_grad_()
 
     def results(**more: Any) -> tuple[Tensor, ...]:
-        outputs = flashtile.attention(*inputs, return_lse=True, backend=backend, **options, **more)
+        outputs = flashtile.attention(*inputs, return_lse=True, **options, **more)
         return *outputs, *torch.autograd.grad(outputs, inputs, [torch.ones_like(o) for o in outputs], retain_graph=True)
 
     equal(results(sinks=sinks), results())
-    out = flashtile.attention(*inputs, sinks=sinks, backend=backend, **options)
+    out = flashtile.attention(*inputs, sinks=sinks, **options)
     assert not torch.autograd.grad(out.sin().sum(), sinks)[0].any()
 
 
-@both_backends
-def test_sink_is_a_key_without_a_value(backend: str) -> None:
+def test_sink_is_a_key_without_a_value() -> None:
     (q, k, v), sinks = qkv(), normal(4, seed=5).requires_grad_()
     nothing = torch.zeros_like(k[:, :1])
 
     def results(**options: Any) -> tuple[Tensor, ...]:
-        out, lse = flashtile.attention(q, return_lse=True, backend=backend, **options)
+        out, lse = flashtile.attention(q, return_lse=True, **options)
         return out, lse, *torch.autograd.grad(out.sin().sum() + lse.sin().sum(), (q, k, v, sinks))
 
     logits = torch.cat((sinks.new_zeros(4, 1, 7), sinks.view(4, 1, 1)), dim=-1)
@@ -335,15 +312,14 @@ def test_sink_is_a_key_without_a_value(backend: str) -> None:
 # --- packed sequences, sizes of zero --------------------------------------------------------------------------------
 
 
-@both_backends
 @pytest.mark.parametrize("slopes_shape", [(4,), (4, 4)], ids=["heads", "batch-heads"])
-def test_packed_is_a_loop_of_dense_calls(slopes_shape: tuple[int, ...], backend: str) -> None:
+def test_packed_is_a_loop_of_dense_calls(slopes_shape: tuple[int, ...]) -> None:
     lengths_q, lengths_k = (3, 0, 5, 2), (4, 2, 1, 0)
     q, k, v = (normal(t, h, 8, seed=t).requires_grad_() for t, h in ((11, 4), (8, 2), (8, 2)))  # one row of no sequence
     bias, slopes, sinks = (normal(*s).requires_grad_() for s in ((1, 4, 5, 4), slopes_shape, (4,)))
     mask = normal(5, 4, seed=3) < 1
     cu_q, cu_k = cumulative(*lengths_q), cumulative(*lengths_k)
-    options: dict[str, Any] = {"softcap": 2.0, "sinks": sinks, "return_lse": True, "backend": backend}
+    options: dict[str, Any] = {"softcap": 2.0, "sinks": sinks, "return_lse": True}
     out, lse = flashtile.attention_varlen(
         q, k, v, cu_q, cu_k, max_seqlen_q=5, max_seqlen_k=4, bias=bias, mask=mask, alibi_slopes=slopes, **options
     )
@@ -365,15 +341,14 @@ def test_packed_is_a_loop_of_dense_calls(slopes_shape: tuple[int, ...], backend:
     equal(*grads)
 
 
-@both_backends
 @pytest.mark.parametrize("batch, seq_q, seq_k", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
-def test_sizes_of_zero(batch: int, seq_q: int, seq_k: int, backend: str) -> None:
+def test_sizes_of_zero(batch: int, seq_q: int, seq_k: int) -> None:
     inputs, sinks = qkv(batch, seq_q, seq_k), normal(4).requires_grad_()
     shapes = (batch, 4, seq_q, seq_k), (batch, 4)
     bias, slopes = (torch.zeros(shape, dtype=torch.float64).requires_grad_() for shape in shapes)
     mask = torch.ones(batch, 1, 1, seq_k, dtype=torch.bool)
     outputs = flashtile.attention(
-        *inputs, bias=bias, mask=mask, alibi_slopes=slopes, sinks=sinks, softcap=1.0, return_lse=True, backend=backend
+        *inputs, bias=bias, mask=mask, alibi_slopes=slopes, sinks=sinks, softcap=1.0, return_lse=True
     )
     assert not outputs[0].any()
     equal(outputs[1], sinks[:, None].expand(batch, 4, seq_q))

@@ -20,7 +20,6 @@ from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.testing import AttentionCase, assert_same, make_inputs, run
 from support.running.autograd import compiled_with_count, leaf
 
-both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 LEARNED = ("bias", "alibi_slopes", "sinks")
 
 # PyTorch's own forward mode and compiler still use it.
@@ -34,8 +33,8 @@ def call_inputs(seq: int = 6, dtype: torch.dtype = torch.float32, batch: int = 2
     return {**tensors, **{name: leaf(4, dtype=dtype, seed=seed) for seed, name in enumerate(LEARNED[1:])}}
 
 
-def attend(backend: str = "auto", **tensors: Any) -> tuple[Tensor, Tensor]:
-    return flashtile.attention(**tensors, causal=True, softcap=3.0, return_lse=True, backend=backend)
+def attend(**tensors: Any) -> tuple[Tensor, Tensor]:
+    return flashtile.attention(**tensors, causal=True, softcap=3.0, return_lse=True)
 
 
 def loss_of(outputs: tuple[Tensor, Tensor]) -> Tensor:
@@ -78,14 +77,14 @@ GRADIENT_CASES = (
 )
 
 
-def gradient_problem(case: GradientCase, backend: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Tensor]]:
+def gradient_problem(case: GradientCase) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Tensor]]:
     """A function of float64 (q, k, v, bias, slopes, sinks), and its inputs."""
     sizes = ((2, 3), (1, 3), (1, 2))  # heads and head_dim
     rows = ((6,), (7,), (7,)) if case.packed else ((2, 3), (2, 4), (2, 4))
     shapes = [*(row + size for row, size in zip(rows, sizes)), case.bias, case.slopes, (2,)]
     inputs = [leaf(*shape, dtype=torch.float64, seed=seed) for seed, shape in enumerate(shapes)]
     attention: Callable[..., Any] = flashtile.attention
-    options = {**case.options, "return_lse": True, "backend": backend}
+    options = {**case.options, "return_lse": True}
     if case.packed:  # lengths 2, 0, 3 and 1, 2, 4; one row of queries that no sequence owns
         attention = flashtile.attention_varlen
         options |= {"cu_seqlens_q": torch.tensor([0, 2, 2, 5]), "cu_seqlens_k": torch.tensor([0, 1, 3, 7])}
@@ -98,23 +97,21 @@ def gradient_problem(case: GradientCase, backend: str) -> tuple[Callable[..., tu
     return function, inputs
 
 
-@both_backends
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)
-def test_gradcheck(case: GradientCase, backend: str) -> None:
-    function, inputs = gradient_problem(case, backend)
+def test_gradcheck(case: GradientCase) -> None:
+    function, inputs = gradient_problem(case)
     assert gradcheck(function, inputs)
 
 
-@both_backends
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)
-def test_gradgradcheck(case: GradientCase, backend: str) -> None:
-    function, inputs = gradient_problem(case, backend)
+def test_gradgradcheck(case: GradientCase) -> None:
+    function, inputs = gradient_problem(case)
     assert gradgradcheck(function, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("wanted", [(3,), (4,), (5,), (0, 3), (1, 4, 5)], ids=str)
 def test_gradgradcheck_of_some_inputs(wanted: tuple[int, ...]) -> None:
-    function, inputs = gradient_problem(GRADIENT_CASES[1], "cpu")
+    function, inputs = gradient_problem(GRADIENT_CASES[1])
 
     def of_some(*given: Tensor) -> tuple[Tensor, Tensor]:
         mixed = [t.detach() for t in inputs]
@@ -125,69 +122,63 @@ def test_gradgradcheck_of_some_inputs(wanted: tuple[int, ...]) -> None:
     assert gradgradcheck(of_some, [inputs[index] for index in wanted], fast_mode=True)
 
 
-@both_backends
-def test_one_bias_in_two_calls(backend: str) -> None:
+def test_one_bias_in_two_calls() -> None:
     first, second = call_inputs(), call_inputs()
     bias = first["bias"]
     second = {**second, "q": leaf(2, 6, 4, 8, seed=11), "bias": bias}
-    apart = [gradients(lambda **given: attend(backend, **given), given)["bias"] for given in (first, second)]
-    both = loss_of(attend(backend, **first)) + loss_of(attend(backend, **second))
+    apart = [gradients(attend, given)["bias"] for given in (first, second)]
+    both = loss_of(attend(**first)) + loss_of(attend(**second))
     assert_same(torch.autograd.grad(both, bias)[0], apart[0] + apart[1])
 
 
-@both_backends
 @pytest.mark.parametrize("name", ["k", "bias"])
-def test_change_in_place_between_forward_and_backward_is_noticed(name: str, backend: str) -> None:
+def test_change_in_place_between_forward_and_backward_is_noticed(name: str) -> None:
     tensors = {name: 1 * tensor for name, tensor in call_inputs().items()}
-    loss = loss_of(attend(backend, **tensors))
+    loss = loss_of(attend(**tensors))
     tensors[name].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-@both_backends
-def test_deterministic_gives_the_same_bits_in_every_run(backend: str) -> None:
+def test_deterministic_gives_the_same_bits_in_every_run() -> None:
     arguments = {"deterministic": True, "softcap": 2.0}
     case = AttentionCase(
         seq_q=70, seq_k=90, bias="11qk", alibi_slopes="h", sinks=True, mask="b11k", arguments=arguments
     )
     inputs = make_inputs(case)
-    identical(run(case, inputs, backend), run(case, inputs, backend))
+    identical(run(case, inputs, "cpu"), run(case, inputs, "cpu"))
 
 
 # --- dtypes ---------------------------------------------------------------------------------------------------------
 
 
-@both_backends
-def test_gradients_come_in_the_dtype_of_the_inputs(backend: str) -> None:
+def test_gradients_come_in_the_dtype_of_the_inputs() -> None:
     tensors = {name: tensor.detach().bfloat16().requires_grad_() for name, tensor in call_inputs().items()}
-    grads = gradients(lambda **given: attend(backend, **given), tensors)
+    grads = gradients(attend, tensors)
     assert {grad.dtype for grad in grads.values()} == {torch.bfloat16}
     for name in LEARNED:
         tensors[name] = tensors[name].detach().float().requires_grad_()
-    grads = gradients(lambda **given: attend(backend, **given), tensors)
+    grads = gradients(attend, tensors)
     assert {name for name, grad in grads.items() if grad.dtype is torch.float32} == set(LEARNED)
 
 
-@both_backends
-def test_opcheck_of_a_narrow_bias(backend: str) -> None:
+def test_opcheck_of_a_narrow_bias() -> None:
     # The operator itself returns it in its dtype, as its fake says; autograd would cast it in silence.
     q, k, v, bias = (call_inputs()[name].detach().bfloat16() for name in ("q", "k", "v", "bias"))
-    arguments = (*SideInputs(None, None, 6, 6, bias=bias[None]), *AttentionSpec(0.3), backend)
+    arguments = (*SideInputs(None, None, 6, 6, bias=bias[None]), *AttentionSpec(0.3), "cpu")
     out, lse, _ = torch.ops.flashtile.attention_forward(q, k, v, *arguments)
-    backward = (torch.randn_like(out), None, q, k, v, out, lse, *arguments[:-1], *Wanted(bias=True), backend)
+    backward = (torch.randn_like(out), None, q, k, v, out, lse, *arguments[:-1], *Wanted(bias=True), "cpu")
     assert torch.ops.flashtile.attention_backward(*backward)[3].dtype is torch.bfloat16
     torch.library.opcheck(torch.ops.flashtile.attention_backward.default, backward)
 
 
-@both_backends
-def test_autocast_takes_biases_of_its_dtype_and_of_float32(backend: str) -> None:
+def test_autocast_takes_biases_of_its_dtype_and_of_float32() -> None:
     tensors = call_inputs()
     by_hand = {name: tensor.bfloat16() if name in "qkv" else tensor for name, tensor in tensors.items()}
-    expected = attend(backend, **by_hand)
+    expected = attend(**by_hand)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = attend(backend, **tensors)
-        narrow = attend(backend, **{**tensors, "bias": tensors["bias"].bfloat16()})
+        actual = attend(**tensors)
+        narrow = attend(**{**tensors, "bias": tensors["bias"].bfloat16()})
     assert narrow[0].dtype is torch.bfloat16
     assert_same(actual, expected)
     grads = torch.autograd.grad(loss_of(actual), list(tensors.values()))
@@ -197,9 +188,8 @@ def test_autocast_takes_biases_of_its_dtype_and_of_float32(backend: str) -> None
 # --- fake tensors and the compiler ----------------------------------------------------------------------------------
 
 
-@both_backends
 @pytest.mark.parametrize("name", ["bias", "mask", "alibi_slopes", "sinks"])
-def test_subclasses_beside_q_see_the_operators(name: str, backend: str) -> None:
+def test_subclasses_beside_q_see_the_operators(name: str) -> None:
     # q, k and v are plain: the tensor beside them is what the dispatcher has to ask.
     seen = []
 
@@ -222,8 +212,8 @@ def test_subclasses_beside_q_see_the_operators(name: str, backend: str) -> None:
     tensors = call_inputs() | {"mask": torch.ones(6, 6) > 0}
     tensors = {key: tensors[key].detach() for key in ("q", "k", "v", name)}
     tensors["q"].requires_grad_()
-    expected = attend(backend, **tensors)
-    actual = attend(backend, **{**tensors, name: Watched(tensors[name])})
+    expected = attend(**tensors)
+    actual = attend(**{**tensors, name: Watched(tensors[name])})
     assert_same(actual, expected)
     assert torch.ops.flashtile.attention_forward.default in seen
     assert_same(
@@ -233,10 +223,9 @@ def test_subclasses_beside_q_see_the_operators(name: str, backend: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@both_backends
-def test_one_compilation_serves_all_sizes(backend: str) -> None:
+def test_one_compilation_serves_all_sizes() -> None:
     def function(**tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return attend(backend, **tensors)
+        return attend(**tensors)
 
     compiled, compilations = compiled_with_count(function)
     for batch, seq in ((2, 6), (3, 9), (5, 14), (4, 40)):
@@ -271,11 +260,10 @@ def test_vmap_is_refused(name: str, mapped: str) -> None:
         torch.func.vmap(lambda one: flashtile.attention(**tensors, **{over: one}))(stacked)
 
 
-@both_backends
-def test_vmap_with_softcap_equals_a_loop(backend: str) -> None:
+def test_vmap_with_softcap_equals_a_loop() -> None:
     q, k, v = (call_inputs()[name].detach() for name in "qkv")
     stacked = torch.stack((q, 2 * q, -q))
-    function = lambda q: flashtile.attention(q, k, v, softcap=0.5, backend=backend)  # noqa: E731
+    function = lambda q: flashtile.attention(q, k, v, softcap=0.5)  # noqa: E731
     assert_same(torch.func.vmap(function)(stacked), torch.stack([function(one) for one in stacked]))
 
 
@@ -315,8 +303,7 @@ def test_gradient_of_a_shared_bias_makes_nothing_larger(
     assert 0 < seen.elements <= max(q.numel(), grads.bias.numel())
 
 
-@both_backends
-def test_nothing_as_large_as_the_scores_is_saved(backend: str) -> None:
+def test_nothing_as_large_as_the_scores_is_saved() -> None:
     saved = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -326,6 +313,6 @@ def test_nothing_as_large_as_the_scores_is_saved(backend: str) -> None:
     tensors = call_inputs(seq=96)
     tensors["bias"] = leaf(96, 96)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        attend(backend, **tensors)
+        attend(**tensors)
     assert max(saved) == 96 * 96, "the largest is the bias itself"
     assert saved.count(96 * 96) == 1

@@ -1,4 +1,4 @@
-"""What a call means, on the backends that run everywhere: small examples whose results are known without computing."""
+"""What a call means: small examples whose results are known without computing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import flashtile
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, with_arguments
 
-BACKENDS = ("reference", "cpu")
 INFINITY = float("inf")
-
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -37,10 +34,10 @@ def picture(weights: Tensor) -> list[str]:
     return ["".join("x" if weight > 0 else "." for weight in row) for row in weights]
 
 
-def weights_of(seq_q: int, seq_k: int, backend: str, **options: Any) -> Tensor:
+def weights_of(seq_q: int, seq_k: int, **options: Any) -> Tensor:
     """The attention weights `[queries, keys]`, read off by values that are unit vectors."""
     q, k = torch.zeros(1, seq_q, 1, 4), torch.zeros(1, seq_k, 1, 4)
-    return flashtile.attention(q, k, torch.eye(seq_k)[None, :, None], backend=backend, **options)[0, :, 0]
+    return flashtile.attention(q, k, torch.eye(seq_k)[None, :, None], **options)[0, :, 0]
 
 
 PICTURES = [
@@ -72,10 +69,10 @@ PICTURES = [
 
 
 @pytest.mark.parametrize("sizes, options, expected", PICTURES, ids=lambda value: str(value).replace(" ", ""))
-def test_visible_keys(sizes: tuple[int, int], options: dict[str, Any], expected: list[str], backend: str) -> None:
+def test_visible_keys(sizes: tuple[int, int], options: dict[str, Any], expected: list[str]) -> None:
     if "key_lengths" in options:
         options = {**options, "key_lengths": torch.tensor(options["key_lengths"])}
-    weights = weights_of(*sizes, backend, **options)
+    weights = weights_of(*sizes, **options)
     assert picture(weights) == expected
     # All scores are 0: what is visible is weighted equally.
     seen = (weights > 0).sum(-1, keepdim=True)
@@ -85,29 +82,29 @@ def test_visible_keys(sizes: tuple[int, int], options: dict[str, Any], expected:
 # --- scores, scale, lse ---------------------------------------------------------------------------------------------
 
 
-def test_softmax_by_hand(backend: str) -> None:
+def test_softmax_by_hand() -> None:
     q = torch.tensor([2.0, 0.0]).view(1, 1, 1, 2)
     k = torch.tensor([[1.0, 5.0], [0.5, -7.0]]).view(1, 2, 1, 2)
     v = torch.tensor([[1.0], [3.0]]).view(1, 2, 1, 1)
-    out, lse = flashtile.attention(q, k, v, scale=1.0, return_lse=True, backend=backend)
+    out, lse = flashtile.attention(q, k, v, scale=1.0, return_lse=True)
     total = math.exp(2) + math.exp(1)
     assert out.item() == pytest.approx((math.exp(2) * 1 + math.exp(1) * 3) / total, rel=1e-6)
     assert lse.item() == pytest.approx(math.log(total), rel=1e-6)
 
 
 @pytest.mark.parametrize("scale", [None, 1.0, 0.0, -0.5, 2, 1e-3], ids=str)
-def test_scale(scale: float | None, backend: str) -> None:
+def test_scale(scale: float | None) -> None:
     q, k, v = normal(2, 3, 2, 16), normal(2, 5, 2, 16, seed=1), normal(2, 5, 2, 4, seed=2)
-    out, lse = flashtile.attention(q, k, v, scale=scale, return_lse=True, backend=backend)
+    out, lse = flashtile.attention(q, k, v, scale=scale, return_lse=True)
     factor = 0.25 if scale is None else scale
     scores = factor * torch.einsum("bihd,bjhd->bhij", q, k)
     assert_same(lse, scores.logsumexp(-1))
     assert_same(out, torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v))
 
 
-def test_scale_of_0_is_the_mean_and_has_no_gradient_in_q_and_k(backend: str) -> None:
+def test_scale_of_0_is_the_mean_and_has_no_gradient_in_q_and_k() -> None:
     q, k, v = (normal(1, 4, 1, 8, seed=seed).requires_grad_() for seed in range(3))
-    out, lse = flashtile.attention(q, k, v, scale=0, return_lse=True, backend=backend)
+    out, lse = flashtile.attention(q, k, v, scale=0, return_lse=True)
     assert_same(out, v.mean(1, keepdim=True).expand_as(out))
     assert_same(lse, torch.full_like(lse, math.log(4)))
     (out.sum() + lse.sum()).backward()
@@ -118,46 +115,46 @@ def test_scale_of_0_is_the_mean_and_has_no_gradient_in_q_and_k(backend: str) -> 
 
 @pytest.mark.parametrize("scale", [1e-42, 1e-60, -1e-60], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_scale_that_is_0_in_float32_hides_keys_as_others_do(dtype: torch.dtype, scale: float, backend: str) -> None:
+def test_a_scale_that_is_0_in_float32_hides_keys_as_others_do(dtype: torch.dtype, scale: float) -> None:
     q, k, v = (normal(1, 40, 1, 8, dtype=dtype, seed=seed).requires_grad_() for seed in range(3))
-    out = flashtile.attention(q, k, v, causal=True, scale=scale, backend=backend)
+    out = flashtile.attention(q, k, v, causal=True, scale=scale)
     gradients = torch.autograd.grad(out.float().sum(), (q, k, v))
-    expected = flashtile.attention(q, k, v, causal=True, scale=0, backend=backend)
+    expected = flashtile.attention(q, k, v, causal=True, scale=0)
     assert torch.equal(out, expected)
     for actual, of_0 in zip(gradients, torch.autograd.grad(expected.float().sum(), (q, k, v)), strict=True):
         assert torch.equal(actual, of_0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_types_and_shapes(dtype: torch.dtype, backend: str) -> None:
+def test_types_and_shapes(dtype: torch.dtype) -> None:
     q, k, v = (normal(2, s, h, d).to(dtype) for s, h, d in ((3, 4, 8), (5, 2, 8), (5, 2, 6)))
-    out, lse = flashtile.attention(q, k, v, return_lse=True, backend=backend)
+    out, lse = flashtile.attention(q, k, v, return_lse=True)
     assert (out.dtype, out.shape) == (dtype, (2, 3, 4, 6))
     assert (lse.dtype, lse.shape) == (torch.float64 if dtype is torch.float64 else torch.float32, (2, 4, 3))
-    assert isinstance(flashtile.attention(q, k, v, backend=backend), Tensor)
+    assert isinstance(flashtile.attention(q, k, v), Tensor)
 
 
-def test_types_and_shapes_packed(backend: str) -> None:
+def test_types_and_shapes_packed() -> None:
     q, k, v = (normal(7, h, d).float() for h, d in ((4, 8), (2, 8), (2, 6)))
-    out, lse = flashtile.attention_varlen(q, k, v, cumulative((3, 4)), return_lse=True, backend=backend)
+    out, lse = flashtile.attention_varlen(q, k, v, cumulative((3, 4)), return_lse=True)
     assert (out.dtype, out.shape) == (torch.float32, (7, 4, 6))
     assert (lse.dtype, lse.shape) == (torch.float32, (4, 7))
 
 
-def test_gradient_of_lse_is_the_weights(backend: str) -> None:
+def test_gradient_of_lse_is_the_weights() -> None:
     # d lse / d score = weight, so dlse = 1 gives dq = scale * (mean key under the weights).
     q, k, v = (normal(1, 6, 2, 8, seed=seed).requires_grad_() for seed in range(3))
-    _, lse = flashtile.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+    _, lse = flashtile.attention(q, k, v, causal=True, return_lse=True)
     dq, _, dv = torch.autograd.grad(lse.sum(), (q, k, v))
-    mean_key = flashtile.attention(q, k, k, causal=True, backend=backend)
+    mean_key = flashtile.attention(q, k, k, causal=True)
     assert_same(dq, mean_key * 8**-0.5)
     assert not dv.any()
 
 
 @pytest.mark.parametrize("magnitude", [30.0, 1e4, -1e4], ids=str)
-def test_large_scores_do_not_overflow(magnitude: float, backend: str) -> None:
+def test_large_scores_do_not_overflow(magnitude: float) -> None:
     q, k = torch.full((1, 3, 1, 4), magnitude), torch.ones(1, 5, 1, 4)
-    out, lse = flashtile.attention(q, k, torch.ones(1, 5, 1, 2), scale=1.0, return_lse=True, backend=backend)
+    out, lse = flashtile.attention(q, k, torch.ones(1, 5, 1, 2), scale=1.0, return_lse=True)
     assert_same(out, torch.ones_like(out))
     assert_same(lse, torch.full_like(lse, 4 * magnitude + math.log(5)))
 
@@ -166,27 +163,27 @@ def test_large_scores_do_not_overflow(magnitude: float, backend: str) -> None:
 
 
 @pytest.mark.parametrize("heads, heads_kv", [(6, 3), (6, 2), (6, 1), (6, 6)], ids=str)
-def test_query_head_reads_its_group(heads: int, heads_kv: int, backend: str) -> None:
+def test_query_head_reads_its_group(heads: int, heads_kv: int) -> None:
     q, k = torch.zeros(1, 2, heads, 4), torch.zeros(1, 3, heads_kv, 4)
     v = torch.arange(heads_kv).float().view(1, 1, heads_kv, 1).expand(1, 3, -1, -1)
-    out = flashtile.attention(q, k, v, backend=backend)
+    out = flashtile.attention(q, k, v)
     group = heads // heads_kv
     assert out[0, 0, :, 0].tolist() == pytest.approx([head // group for head in range(heads)])
 
 
 @pytest.mark.parametrize("head_dim, head_dim_v", [(1, 1), (1, 512), (512, 1), (3, 80), (512, 512), (130, 257)], ids=str)
-def test_head_sizes(head_dim: int, head_dim_v: int, backend: str) -> None:
+def test_head_sizes(head_dim: int, head_dim_v: int) -> None:
     case = AttentionCase(seq_q=9, seq_k=11, batch=1, heads=2, heads_kv=1, head_dim=head_dim, head_dim_v=head_dim_v)
-    check(with_arguments(case, causal=True), backend)
+    check(with_arguments(case, causal=True), "cpu")
 
 
 # --- rows, sequences and batches without anything -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}], ids=["", "dropout"])
-def test_row_without_visible_key(options: dict[str, Any], backend: str) -> None:
+def test_row_without_visible_key(options: dict[str, Any]) -> None:
     q, k, v = (normal(1, s, 1, 8, seed=s).requires_grad_() for s in (4, 2, 2))
-    out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True, backend=backend, **options)
+    out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True, **options)
     assert not out[:, :2].any()
     assert lse[0, 0, :2].tolist() == [-INFINITY] * 2
     # Not even NaN from above reaches anything through these rows.
@@ -200,9 +197,9 @@ def test_row_without_visible_key(options: dict[str, Any], backend: str) -> None:
 
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0)], ids=str)
 @pytest.mark.parametrize("rows", [0, 3])
-def test_packed_without_any_row(lengths: tuple[int, ...], rows: int, backend: str) -> None:
+def test_packed_without_any_row(lengths: tuple[int, ...], rows: int) -> None:
     q, k, v = (normal(rows, 2, 8).requires_grad_() for _ in range(3))
-    out, lse = flashtile.attention_varlen(q, k, v, cumulative(lengths), return_lse=True, backend=backend)
+    out, lse = flashtile.attention_varlen(q, k, v, cumulative(lengths), return_lse=True)
     assert out.shape == (rows, 2, 8)
     assert not out.any()
     assert (lse == -INFINITY).all()
@@ -219,9 +216,9 @@ def packed_inputs(lengths_q: tuple[int, ...], lengths_k: tuple[int, ...]) -> lis
     return [normal(total + 1, heads, 8, seed=seed).requires_grad_() for seed, (total, heads) in enumerate(sizes)]
 
 
-def test_equal_lengths_packed_are_a_batch_with_the_same_dropout(backend: str) -> None:
+def test_equal_lengths_packed_are_a_batch_with_the_same_dropout() -> None:
     q, k, v = (normal(3, s, h, 8) for s, h in ((20, 4), (33, 2), (33, 2)))
-    options = {"dropout_p": 0.4, "dropout_seed": torch.tensor([7, 8]), "causal": True, "backend": backend}
+    options = {"dropout_p": 0.4, "dropout_seed": torch.tensor([7, 8]), "causal": True}
     packed = flashtile.attention_varlen(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cumulative((20,) * 3), cumulative((33,) * 3), **options
     )
@@ -229,15 +226,15 @@ def test_equal_lengths_packed_are_a_batch_with_the_same_dropout(backend: str) ->
 
 
 @pytest.mark.parametrize("bounds", [(None, None), (5, 5), (100, None), (5, 1000)], ids=str)
-def test_max_seqlen_is_only_a_bound(bounds: tuple[int | None, int | None], backend: str) -> None:
+def test_max_seqlen_is_only_a_bound(bounds: tuple[int | None, int | None]) -> None:
     q, k, v = packed_inputs((3, 5), (3, 5))
-    given = {"max_seqlen_q": bounds[0], "max_seqlen_k": bounds[1], "causal": True, "backend": backend}
-    plain = flashtile.attention_varlen(q, k, v, cumulative((3, 5)), causal=True, backend=backend)
+    given = {"max_seqlen_q": bounds[0], "max_seqlen_k": bounds[1], "causal": True}
+    plain = flashtile.attention_varlen(q, k, v, cumulative((3, 5)), causal=True)
     assert_same(flashtile.attention_varlen(q, k, v, cumulative((3, 5)), **given), plain)
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), INFINITY], ids=str)
-def test_padding_may_be_anything(garbage: float, backend: str) -> None:
+def test_padding_may_be_anything(garbage: float) -> None:
     q, k, v = (normal(2, s, 2, 8, seed=s) for s in (4, 6, 6))
     lengths = torch.tensor([4, 0])
 
@@ -246,20 +243,20 @@ def test_padding_may_be_anything(garbage: float, backend: str) -> None:
         for b, length in enumerate(lengths):
             leaves[1][b, length:] = leaves[2][b, length:] = padding
         leaves = [t.requires_grad_() for t in leaves]
-        out = flashtile.attention(*leaves, key_lengths=lengths, causal=True, backend=backend)
+        out = flashtile.attention(*leaves, key_lengths=lengths, causal=True)
         return (out, *torch.autograd.grad(out.sin().sum(), leaves))
 
     assert_same(gradients(garbage), gradients(0.0))
 
 
-def test_rows_of_no_sequence_may_be_anything(backend: str) -> None:
+def test_rows_of_no_sequence_may_be_anything() -> None:
     inputs = packed_inputs((3, 5), (4, 4))
     spoiled = [t.detach().clone() for t in inputs]
     for tensor in spoiled:
         tensor[-1] = float("nan")
 
     def gradients(leaves: list[Tensor]) -> tuple[Tensor, ...]:
-        out = flashtile.attention_varlen(*leaves, cumulative((3, 5)), cumulative((4, 4)), backend=backend)
+        out = flashtile.attention_varlen(*leaves, cumulative((3, 5)), cumulative((4, 4)))
         return (out, *torch.autograd.grad(out.sin().sum(), leaves))
 
     assert_same(gradients([t.requires_grad_() for t in spoiled]), gradients(inputs))
@@ -271,19 +268,19 @@ def test_rows_of_no_sequence_may_be_anything(backend: str) -> None:
 @pytest.mark.parametrize("value", [float("nan"), INFINITY], ids=str)
 @pytest.mark.parametrize("seq", [5, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_bad_query_spoils_its_own_row_only(value: float, seq: int, dtype: torch.dtype, backend: str) -> None:
+def test_bad_query_spoils_its_own_row_only(value: float, seq: int, dtype: torch.dtype) -> None:
     q, k, v = (normal(1, seq, 1, 8, seed=seed).to(dtype) for seed in range(3))
     q[0, 2, 0, 0] = value
-    out, lse = flashtile.attention(q, k, v, return_lse=True, backend=backend)
+    out, lse = flashtile.attention(q, k, v, return_lse=True)
     assert out.isnan().any(-1).flatten().tolist() == [row == 2 for row in range(seq)]
     assert lse[0, 0].isfinite().tolist() == [row != 2 for row in range(seq)]
 
 
 @pytest.mark.parametrize("bad", [0, 3])
-def test_nan_in_a_key_spoils_the_rows_that_see_it(bad: int, backend: str) -> None:
+def test_nan_in_a_key_spoils_the_rows_that_see_it(bad: int) -> None:
     q, k, v = (normal(1, 5, 1, 8, seed=seed) for seed in range(3))
     k[0, bad] = float("nan")
-    out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+    out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True)
     assert out.isnan().any(-1).flatten().tolist() == [row >= bad for row in range(5)]
     assert lse.isnan().flatten().tolist() == [row >= bad for row in range(5)]
 
@@ -291,11 +288,11 @@ def test_nan_in_a_key_spoils_the_rows_that_see_it(bad: int, backend: str) -> Non
 # --- dropout --------------------------------------------------------------------------------------------------------
 
 
-def test_dropout_scales_what_it_keeps(backend: str) -> None:
+def test_dropout_scales_what_it_keeps() -> None:
     q, k = (normal(2, s, 2, 8, seed=s) for s in (20, 24))
     v = torch.eye(24, dtype=torch.float64)[None, :, None].expand(2, -1, 2, -1)
     seed = torch.tensor([3, 4])
-    options = {"causal": True, "backend": backend}
+    options = {"causal": True}
     weights = flashtile.attention(q, k, v, **options)
     dropped, lse = flashtile.attention(q, k, v, dropout_p=0.25, dropout_seed=seed, return_lse=True, **options)
     kept = flashtile.dropout_mask(seed, 0.25, batch=2, heads=2, seq_q=20, seq_k=24).transpose(1, 2)
@@ -309,15 +306,13 @@ def test_dropout_scales_what_it_keeps(backend: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("seq_q, seq_k", [(65, 65), (17, 40), (40, 17)], ids=str)
-def test_agrees_with_scaled_dot_product_attention(
-    seq_q: int, seq_k: int, causal: bool, dtype: torch.dtype, backend: str
-) -> None:
+def test_agrees_with_scaled_dot_product_attention(seq_q: int, seq_k: int, causal: bool, dtype: torch.dtype) -> None:
     # PyTorch's is_causal aligns top left.
     case = AttentionCase(seq_q=seq_q, seq_k=seq_k, heads=4, dtype=dtype)
     inputs = make_inputs(case)
 
     def ours(*qkv: Tensor) -> Tensor:
-        return flashtile.attention(*qkv, causal=causal, align="top_left", backend=backend)
+        return flashtile.attention(*qkv, causal=causal, align="top_left")
 
     def theirs(*qkv: Tensor) -> Tensor:
         transposed = (t.transpose(1, 2) for t in qkv)
