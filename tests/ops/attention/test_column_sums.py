@@ -85,9 +85,12 @@ _LARGE = replace(BASE, seq_q=1517, seq_k=1643, heads=4, dtype=torch.bfloat16)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 512])
-@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (200, 30)}, {"softcap": 3.0}], ids=str)
-def test_kernel_over_many_tiles(arguments: dict[str, Any], head_dim: int) -> None:
+@pytest.mark.parametrize(
+    "head_dim, arguments",
+    turns([64, 96, 128, 256, 512], [{}, {"causal": True}, {"window": (200, 30)}, {"softcap": 3.0}], 2),
+    ids=str,
+)
+def test_kernel_over_many_tiles(head_dim: int, arguments: dict[str, Any]) -> None:
     case = with_arguments(replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim), **arguments)
     first = check(case, "triton", "cuda")
     assert all(torch.equal(first, sums_of(case, "triton", "cuda")) for _ in range(5))

@@ -20,6 +20,7 @@ from flashtile.ops.attention import reference
 from flashtile.ops.attention.hopper import configs
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import assert_close, assert_same
+from support.running.covering import turns
 
 FP8 = torch.float8_e4m3fn
 
@@ -206,6 +207,7 @@ def test_portable_kernel(case: Case) -> None:
 
 
 _LARGE = {"seq_q": 517, "seq_k": 643}
+_HEADS = [(16, 16), (64, 64), (80, 48), (96, 96), (128, 128), (192, 128), (256, 128), (128, 192), (256, 256)]
 _MASKS = [{}, {"causal": True}, {"window": (200, 30)}, {"window": (90, None), "align": "top_left"}]
 
 
@@ -224,13 +226,9 @@ def test_hopper_kernel(case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-@pytest.mark.parametrize("arguments", _MASKS, ids=str)
-@pytest.mark.parametrize(
-    "head_dim, head_dim_v",
-    [(16, 16), (64, 64), (80, 48), (96, 96), (128, 128), (192, 128), (256, 128), (128, 192), (256, 256)],
-    ids=str,
-)
-def test_hopper_kernel_over_many_tiles(head_dim: int, head_dim_v: int, arguments: dict) -> None:
+@pytest.mark.parametrize("heads, arguments", turns(_HEADS, _MASKS, 2), ids=str)
+def test_hopper_kernel_over_many_tiles(heads: tuple[int, int], arguments: dict) -> None:
+    head_dim, head_dim_v = heads
     case = Case(**_LARGE, head_dim=head_dim, head_dim_v=head_dim_v, arguments=arguments)
     check(case, "hopper", "cuda", multiplies_8_bits=True)
 

@@ -1,11 +1,7 @@
-"""Dropout, bias, masks and key lengths of the Hopper kernels on a GPU, in the shapes of models that use them.
-
-The forward runs on the Hopper kernels. Gradients come from whichever kernels `explain` names for them.
-"""
+"""Dropout, bias, masks, slopes and key lengths of the Hopper kernels on a GPU, as in models that use them."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -13,139 +9,159 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.testing import AttentionCase, Size, assert_close, check, make_inputs, with_arguments
-from flashtile.testing.cases import Inputs
-from support.attention.attention_cases import COMBINED, CONSTANT_SCORE_MOD_PAIRS, SCORE_MOD_PAIRS, parameters
+from flashtile.ops.attention import select
+from flashtile.testing import AttentionCase, check, make_inputs, with_arguments
+from support.attention.attention_cases import (
+    COMBINED,
+    CONSTANT_SCORE_MOD_PAIRS,
+    check_again,
+    parameters,
+    score_mod_combined,
+)
 from support.running.covering import turns
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 _BF16 = torch.bfloat16
+_DTYPES = (_BF16, torch.float16)
 _BASE = AttentionCase(batch=2, heads=4, heads_kv=2, seq_q=517, seq_k=643, head_dim=64, head_dim_v=64, dtype=_BF16)
-_WIDTHS = list(zip((32, 64, 80, 96, 128, 192, 256, 64, 128, 256, 32), itertools.cycle((_BF16, torch.float16))))
-_MODELS = {
+_FEATURES: dict[str, dict[str, Any]] = {
     "padding mask": {"mask": "b11k"},
     "padding as lengths": {"key_lengths": (643, 130)},
-    "dense mask": {"mask": "b1qk"},
+    "no keys": {"key_lengths": (0, 7), "arguments": {"causal": True}},
+    "dense mask": {"mask": "b1qk", "arguments": {"deterministic": True}},
     "mask of heads": {"mask": "1hqk"},
     "T5": {"bias": "1hqk", "arguments": {"scale": 1.0}},
     "pair bias": {"bias": "bhqk"},
     "pair bias in float32": {"bias": "bhqk", "bias_dtype": torch.float32},
     "bias of keys": {"bias": "b11k"},
     "bias of queries": {"bias": "11q1", "bias_dtype": torch.float32},
-    "triangle": {"bias": "1hqk", "mask": "b11k"},
+    "bias and tiles": {"bias": "1hqk", "block_mask": (128, 128)},
+    "bias and function": {"bias": "1hqk", "score_mod": True, "constant": ("score_mod",)},
+    "triangle": {"bias": "1hqk", "mask": "b11k", "key_lengths": (643, 200)},
     "GPT-2": {"arguments": {"dropout_p": 0.1, "causal": True}},
     "BERT": {"mask": "b11k", "arguments": {"dropout_p": 0.1}},
-    "ALiBi": {"alibi_slopes": "h", "arguments": {"causal": True}},
-}
+    "dropout of capped scores": {"arguments": {"dropout_p": 0.3, "softcap": 5.0, "deterministic": True}},
+    "slopes": {"alibi_slopes": "bh", "arguments": {"causal": True}},
+    "slopes of capped scores": {"alibi_slopes": "h", "sinks": True, "arguments": {"softcap": 5.0, "window": (200, 60)}},
+    "all and slopes": {
+        "bias": "1hqk", "mask": "b11k", "key_lengths": (643, 200), "alibi_slopes": "bh", "sinks": True,
+        "arguments": {"dropout_p": 0.2, "softcap": 5.0, "deterministic": True},
+    },
+    "all": {
+        "bias": "1hqk", "mask": "b11k", "key_lengths": (643, 200), "alibi_slopes": "h", "constant": ("alibi_slopes",),
+        "sinks": True, "arguments": {"dropout_p": 0.2, "window": (200, 60)},
+    },
+}  # fmt: skip
+_Kind = tuple[tuple[int, int], torch.dtype]
+_HEADS = [(32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
+#: All of them in both dtypes, which take turns.
+_KINDS: list[_Kind] = [(heads, _DTYPES[number % 2]) for number, heads in enumerate(2 * _HEADS)]
 
 
-def _case(change: dict[str, Any], base: AttentionCase = _BASE) -> AttentionCase:
-    change = dict(change)
-    arguments = change.pop("arguments", {})
-    return with_arguments(replace(base, **change), **arguments)
+def _case(
+    change: dict[str, Any], heads: tuple[int, int] = (64, 64), dtype: torch.dtype = _BF16, **sizes: Any
+) -> AttentionCase:
+    base = replace(_BASE, **{"head_dim": heads[0], "head_dim_v": heads[1], "dtype": dtype, **sizes})
+    others = {name: value for name, value in change.items() if name != "arguments"}
+    return with_arguments(replace(base, **others), **change.get("arguments", {}))
 
 
-def _forward(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    given = {
-        name: of.to(dtype) if name == "bias" and dtype is torch.float64 else of for name, of in inputs.tensors.items()
-    }
-    q, k, v = (tensor.to(dtype) for tensor in (inputs.q, inputs.k, inputs.v))
-    if dtype is torch.float64 and "alibi_slopes" in given:
-        given["alibi_slopes"] = given["alibi_slopes"].double()
-    out, lse = flashtile.attention(q, k, v, **given, **case.keywords(), return_lse=True, backend=backend)
-    return {"out": out, "lse": lse}
+@pytest.mark.parametrize("feature, kind", turns(_FEATURES, _KINDS, 3), ids=str)
+def test_features(feature: str, kind: _Kind) -> None:
+    check(_case(_FEATURES[feature], *kind), "hopper", "cuda")
 
 
-@pytest.mark.parametrize("model, kind", turns(_MODELS, _WIDTHS, 3), ids=str)
-def test_forward_of_models(model: str, kind: tuple[int, torch.dtype]) -> None:
-    head_dim, dtype = kind
-    case = _case(_MODELS[model], replace(_BASE, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype))
-    inputs = make_inputs(case, "cuda")
-    actual = _forward(case, inputs, "hopper", dtype)
-    oracle = _forward(case, inputs, "reference", torch.float64)
-    eager = _forward(case, inputs, "reference", dtype)
-    for name, value in actual.items():
-        assert_close(f"{case}: {name}", value, oracle[name], eager[name], Size(1, 1) if name == "lse" else Size())
+_TABLES = ("padding mask", "dense mask", "T5", "pair bias in float32", "GPT-2", "bias and tiles", "bias and function")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("model", _MODELS)
-def test_models(model: str, head_dim: int) -> None:
-    check(_case(_MODELS[model], replace(_BASE, head_dim=head_dim, head_dim_v=head_dim)), "hopper", "cuda")
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("model", ["padding mask", "dense mask", "T5", "pair bias in float32", "GPT-2"])
-def test_whole_tiles(model: str, head_dim: int) -> None:
+@pytest.mark.parametrize("feature, width", turns(_TABLES, (64, 128, 256), 2))
+def test_whole_tiles(feature: str, width: int) -> None:
     """No tile ends past a table."""
-    base = replace(_BASE, seq_q=512, seq_k=768, head_dim=head_dim, head_dim_v=head_dim)
-    check(_case(_MODELS[model], base), "hopper", "cuda")
+    check(_case(_FEATURES[feature], (width, width), seq_q=512, seq_k=768), "hopper", "cuda")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"arguments": {"dropout_p": 0.2, "causal": True}},
-        {"bias": "1hqk", "mask": "11qk"},
-        {"key_lengths": (129, 20, 1, 100), "arguments": {"dropout_p": 0.2}},
-    ],
-    ids=str,
-)
-def test_packed(change: dict, head_dim: int) -> None:
+_PACKED: list[dict[str, Any]] = [
+    {"arguments": {"dropout_p": 0.2, "causal": True}},
+    {"bias": "1hqk", "mask": "11qk"},
+    {"bias": "1hqk", "arguments": {"causal": True, "deterministic": True}},
+    {"bias": "11qk", "block_mask": (64, 128), "key_lengths": (129, 20, 1, 100)},
+    {"key_lengths": (129, 20, 1, 100), "arguments": {"dropout_p": 0.2, "deterministic": True}},
+    {"alibi_slopes": "bh", "arguments": {"causal": True}},
+    {"alibi_slopes": "h", "arguments": {"softcap": 5.0}},
+]
+
+
+@pytest.mark.parametrize("change, width", turns(_PACKED, (64, 128, 256), 2), ids=str)
+def test_packed(change: dict[str, Any], width: int) -> None:
     lengths = {"lengths_q": (129, 0, 1, 300), "lengths_k": (129, 33, 1, 400)}
-    base = replace(_BASE, **lengths, head_dim=head_dim, head_dim_v=head_dim)
-    check(_case(change, base), "hopper", "cuda")
+    check(_case(change, (width, width), **lengths), "hopper", "cuda")
 
 
-@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"bias": "1hqk"},
-        {"bias": "b1qk", "arguments": {"causal": True, "deterministic": True}},
-        {"bias": "bhqk", "constant": ("bias",), "arguments": {"window": (200, 100), "softcap": 5.0}},
-        {"bias": "11qk", "mask": "bhqk", "arguments": {"dropout_p": 0.2}},
-    ],
-    ids=str,
-)
-def test_bias_that_comes_by_tma(change: dict, head_dim: int, dtype: torch.dtype) -> None:
+_MOVED: list[dict[str, Any]] = [
+    {"bias": "1hqk"},
+    {"bias": "b1qk", "arguments": {"causal": True, "deterministic": True}},
+    {"bias": "bhqk", "constant": ("bias",), "arguments": {"window": (200, 100), "softcap": 5.0}},
+    {"bias": "11qk", "mask": "bhqk", "arguments": {"dropout_p": 0.2}},
+    {"bias": "bhqk"},  # of no score that others share: the main kernel stores its gradient
+    {"bias": "bhqk", "block_mask": (256, 256), "alibi_slopes": "h"},
+]
+
+
+@pytest.mark.parametrize("change, kind", turns(_MOVED, _KINDS, 5), ids=str)
+def test_bias_that_comes_by_tma(change: dict[str, Any], kind: _Kind) -> None:
     """Rows of the bias lie at multiples of 16 bytes, and end within a tile."""
-    base = replace(_BASE, seq_k=648, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype)
-    check(_case(change, base), "hopper", "cuda")
+    check(_case(change, *kind, seq_k=648), "hopper", "cuda")
 
 
-@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192])
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"seq_k": 648},
-        {"arguments": {"causal": True, "deterministic": True}},
-        {"key_lengths": (643, 130), "arguments": {"dropout_p": 0.2}},
-        {"block_mask": (256, 256), "alibi_slopes": "h"},
-    ],
-    ids=str,
-)
-def test_bias_that_no_scores_share(change: dict, head_dim: int, dtype: torch.dtype) -> None:
-    """The main kernel stores its gradient."""
-    base = replace(_BASE, bias="bhqk", head_dim=head_dim, head_dim_v=head_dim, dtype=dtype)
-    check(_case(change, base), "hopper", "cuda")
+_STORED: list[dict[str, Any]] = [
+    {"arguments": {"causal": True, "deterministic": True}},
+    {"key_lengths": (643, 130), "arguments": {"dropout_p": 0.2}},
+]
+
+
+@pytest.mark.parametrize("change, kind", turns(_STORED, _KINDS, 5), ids=str)
+def test_bias_that_no_scores_share(change: dict[str, Any], kind: _Kind) -> None:
+    """The main kernel stores its gradient. TMA does not bring it."""
+    check(_case(change, *kind, bias="bhqk"), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("feature", ["padding as lengths", "dense mask", "GPT-2", "slopes", "all and slopes"])
+def test_a_backward_after_the_forward_of_the_portable_kernels(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any backward follows any forward."""
+    serve, served = select.implementation, []
+
+    def implementation(phase: Any, q: Any, k: Any, v: Any, side: Any, spec: Any, backend: str, **more: Any) -> Any:
+        portable = phase == "forward" and backend == "hopper"
+        served.append((phase, backend))
+        return serve(phase, q, k, v, side, spec, "triton" if portable else backend, **more)
+
+    monkeypatch.setattr(select, "implementation", implementation)
+    check(_case(_FEATURES[feature]), "hopper", "cuda")
+    assert ("backward", "hopper") in served
+
+
+_IN_ORDER: list[dict[str, Any]] = [
+    {"key_lengths": (700, 260)}, {"mask": "b1qk"}, {"arguments": {"dropout_p": 0.1}}, {"alibi_slopes": "h"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change, width", turns(_IN_ORDER, (64, 128, 256), 2), ids=str)
+def test_in_order_is_the_same_every_time(change: dict[str, Any], width: int) -> None:
+    case = with_arguments(_case(change, (width, width), seq_q=700, seq_k=700), deterministic=True)
+    check_again(case, "hopper", 3)
 
 
 def test_windows_of_swin() -> None:
     """49 tokens: rows of the bias begin anywhere."""
-    check(replace(_BASE, batch=64, heads=6, heads_kv=6, seq_q=49, seq_k=49, head_dim=32, head_dim_v=32, bias="1hqk"),
-          "hopper", "cuda")  # fmt: skip
+    check(_case({"bias": "1hqk"}, (32, 32), batch=64, heads=6, heads_kv=6, seq_q=49, seq_k=49), "hopper", "cuda")
 
 
 def _pairs() -> dict[str, AttentionCase]:
     """In sizes of several tiles."""
     lengths = {"key_lengths": (600, 17, 0), "lengths_q": (5, 0, 337), "lengths_k": (333, 4, 520)}
     cases = {}
-    for number, (name, case) in enumerate((COMBINED | SCORE_MOD_PAIRS | CONSTANT_SCORE_MOD_PAIRS).items()):
+    for number, (name, case) in enumerate((COMBINED | score_mod_combined() | CONSTANT_SCORE_MOD_PAIRS).items()):
         here: dict[str, Any] = {field: value for field, value in lengths.items() if getattr(case, field)}
         if "key_lengths" in here:
             here["key_lengths"] = here["key_lengths"][: case.batch]
@@ -163,20 +179,16 @@ def test_pairs_of_features(case: AttentionCase) -> None:
     check(case, "hopper", "cuda")
 
 
-@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("heads", [(32, 32), (64, 64), (96, 80), (128, 128), (192, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"seq_q": 512, "seq_k": 640, "arguments": {"causal": True}},
-        {"alibi_slopes": "h", "arguments": {"softcap": 3.0, "deterministic": True}},
-        {"bias": "bhqk", "arguments": {"dropout_p": 0.2}},
-    ],
-    ids=["causal, whole tiles", "softcap and slopes", "bias and dropout"],
-)
-def test_derivatives_of_a_score_function(heads: tuple[int, int], change: dict, dtype: torch.dtype) -> None:
-    base = replace(_BASE, head_dim=heads[0], head_dim_v=heads[1], dtype=dtype, score_mod=True, constant=("score_mod",))
-    check(_case(change, base), "hopper", "cuda")
+_FUNCTION_BESIDE: list[dict[str, Any]] = [
+    {"seq_q": 512, "seq_k": 640, "arguments": {"causal": True}},  # whole tiles
+    {"alibi_slopes": "h", "arguments": {"softcap": 3.0, "deterministic": True}},
+    {"bias": "bhqk", "arguments": {"dropout_p": 0.2}},
+]
+
+
+@pytest.mark.parametrize("change, kind", turns(_FUNCTION_BESIDE, _KINDS, 6), ids=str)
+def test_derivatives_of_a_score_function(change: dict[str, Any], kind: _Kind) -> None:
+    check(_case(change, *kind, score_mod=True, constant=("score_mod",)), "hopper", "cuda")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from flashtile.ops.attention.hopper import configs
 from flashtile.ops.attention.hopper import schedule as hopper_schedule
 from flashtile.testing import AttentionCase, Size, assert_close, assert_same, check, make_inputs, run, with_arguments
 from support.attention import left_out_tiles
-from support.attention.attention_cases import BASE, COMBINED, EDGES, check_again, check_forward, parameters
+from support.attention.attention_cases import BASE, COMBINED, EDGES, check_again, check_forward
 from support.running.covering import turns
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
@@ -39,6 +40,9 @@ def _answer(case: AttentionCase) -> flashtile.Explanation:
     return flashtile.explain(inputs.q, inputs.k, inputs.v, **given)
 
 
+_SERVED = _served(COMBINED | EDGES)
+
+
 @pytest.fixture
 def several_consumers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small calls have the tiles of large ones, which several consumers share."""
@@ -51,10 +55,10 @@ def several_consumers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("several_consumers")
-@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("case", parameters(_served(COMBINED | EDGES)))
-def test_kernels_agree_with_the_oracle(case: AttentionCase, dtype: torch.dtype) -> None:
-    check(replace(case, dtype=dtype), "hopper", "cuda")
+@pytest.mark.parametrize("name, dtype", turns(_SERVED, [torch.float16, _BF16]), ids=str)
+def test_kernels_agree_with_the_oracle(name: str, dtype: torch.dtype) -> None:
+    """The other dtype is in `test_hopper_features_gpu.test_pairs_of_features`."""
+    check(replace(_SERVED[name], dtype=dtype), "hopper", "cuda")
 
 
 _LARGE = replace(BASE, seq_q=517, seq_k=643, heads=4, dtype=_BF16)
@@ -67,19 +71,18 @@ _EACH_WIDTH = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("widths, arguments", turns(_EACH_WIDTH[:-6], _MASKS[::-1], 3), ids=str)
+@pytest.mark.parametrize("widths, arguments", turns(_EACH_WIDTH[:-6], _MASKS[::-1], 2), ids=str)
 def test_few_tiles(widths: tuple[int, int], arguments: dict) -> None:
     """Of a single consumer each."""
     check(with_arguments(replace(_LARGE, head_dim=widths[0], head_dim_v=widths[1]), **arguments), "hopper", "cuda")
 
 
 @pytest.mark.usefixtures("several_consumers")
-@pytest.mark.parametrize("widths, arguments", turns(_EACH_WIDTH, _MASKS, 3), ids=str)
+@pytest.mark.parametrize("widths, arguments", turns(_EACH_WIDTH, [*_MASKS, {}], 2), ids=str)
 def test_many_tiles(widths: tuple[int, int], arguments: dict) -> None:
     check(with_arguments(replace(_LARGE, head_dim=widths[0], head_dim_v=widths[1]), **arguments), "hopper", "cuda")
 
 
-@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"deterministic": True}], ids=str)
 @pytest.mark.parametrize(
     "head_dim, head_dim_v, dtype",
     [(16, 16, _BF16), (32, 32, torch.float16), (40, 64, _BF16), (64, 64, torch.float16), (80, 80, _BF16),
@@ -87,9 +90,10 @@ def test_many_tiles(widths: tuple[int, int], arguments: dict) -> None:
      (256, 256, _BF16)],
     ids=str,
 )  # fmt: skip
-def test_all_keys_in_one_tile(head_dim: int, head_dim_v: int, dtype: torch.dtype, arguments: dict) -> None:
+def test_all_keys_in_one_tile(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
     """dq is stored, not summed, where every query tile visits the only key tile; also by many thread blocks."""
-    for batch, seq_q, seq_k in ((3, 49, 49), (3, 77, 77), (3, 128, 128), (3, 513, 77), (3, 1, 100), (400, 49, 49)):
+    sizes = ((3, 49, 49), (3, 77, 77), (3, 128, 128), (3, 513, 77), (3, 1, 100), (400, 49, 49))
+    for (batch, seq_q, seq_k), arguments in turns(sizes, ({}, {"causal": True}, {"deterministic": True}), 2):
         case = replace(_LARGE, batch=batch, heads=6, heads_kv=3, seq_q=seq_q, seq_k=seq_k, dtype=dtype)
         case = with_arguments(replace(case, head_dim=head_dim, head_dim_v=head_dim_v), **arguments)
         check(case, "hopper", "cuda")
@@ -111,23 +115,23 @@ def test_heads_that_are_no_multiple_of_16_bytes(head_dim: int, packed: bool, arg
     check(case, "hopper", "cuda", inputs=inputs)
 
 
-@pytest.mark.parametrize("arguments", _MASKS, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 512])
+@pytest.mark.parametrize("head_dim, arguments", turns([64, 128, 192, 256, 512], _MASKS, 2), ids=str)
 def test_packed_sequences_over_many_tiles(head_dim: int, arguments: dict) -> None:
     lengths_q, lengths_k = (129, 0, 700, 1, 64, 191), (129, 33, 300, 1, 0, 800)
     case = replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim, lengths_q=lengths_q, lengths_k=lengths_k)
     check(with_arguments(case, **arguments), "hopper", "cuda")
 
 
-@pytest.mark.parametrize("arguments", _MASKS, ids=str)
-@pytest.mark.parametrize(
-    "head_dim, head_dim_v, dtype",
-    [(264, 264, torch.float16), (384, 320, _BF16), (448, 448, torch.float16), (512, 64, _BF16), (128, 512, _BF16),
-     (8, 264, torch.float16), (512, 512, torch.float16)],
-    ids=str,
-)  # fmt: skip
-def test_backward_of_wide_heads(head_dim: int, head_dim_v: int, dtype: torch.dtype, arguments: dict) -> None:
+_WIDE = [
+    (264, 264, torch.float16), (384, 320, _BF16), (448, 448, torch.float16), (512, 64, _BF16), (128, 512, _BF16),
+    (8, 264, torch.float16), (512, 512, torch.float16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("heads, arguments", turns(_WIDE, _MASKS, 2), ids=str)
+def test_backward_of_wide_heads(heads: tuple[int, int, torch.dtype], arguments: dict) -> None:
     """Sums have a fixed order, so a second run has the same bits."""
+    head_dim, head_dim_v, dtype = heads
     for heads_kv, seq_q, seq_k in ((4, 517, 643), (2, 300, 65), (1, 1, 700), (2, 700, 1)):
         case = replace(_LARGE, heads_kv=heads_kv, seq_q=seq_q, seq_k=seq_k, dtype=dtype, sinks=heads_kv == 2)
         case = with_arguments(replace(case, head_dim=head_dim, head_dim_v=head_dim_v), **arguments)
@@ -145,11 +149,13 @@ _WIDE_LENGTHS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", _MASKS, ids=str)
-@pytest.mark.parametrize("heads", [(512, 512), (320, 264), (512, 64), (128, 512), (64, 320)], ids=str)
-@pytest.mark.parametrize("changes", _WIDE_LENGTHS.values(), ids=_WIDE_LENGTHS)
-def test_lengths_and_soft_caps_of_wide_heads(changes: dict, heads: tuple[int, int], arguments: dict) -> None:
+_WIDE_KINDS = turns([(512, 512), (320, 264), (512, 64), (128, 512), (64, 320)], _MASKS, 4)[::3]
+
+
+@pytest.mark.parametrize("name, kind", turns(_WIDE_LENGTHS, _WIDE_KINDS, 3), ids=str)
+def test_lengths_and_soft_caps_of_wide_heads(name: str, kind: tuple[tuple[int, int], dict]) -> None:
     """Sums have a fixed order, so a second run has the same bits."""
+    changes, (heads, arguments) = _WIDE_LENGTHS[name], kind
     case = with_arguments(replace(_LARGE, head_dim=heads[0], head_dim_v=heads[1], heads_kv=2, **changes), **arguments)
     check_again(case, "hopper")
 
@@ -269,12 +275,14 @@ _SPREADS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("values", _SPREADS)
-def test_bits_of_a_row_depend_on_that_row_alone(values: str, head_dim: int, causal: bool, dtype: torch.dtype) -> None:
+#: Of 64, 128, 192 and 256 columns, some causal, some in each dtype.
+_KINDS = [(64, False, _BF16), (128, True, torch.float16), (192, False, torch.float16), (256, True, _BF16)]
+
+
+@pytest.mark.parametrize("values, kind", turns(_SPREADS, _KINDS, 2), ids=str)
+def test_bits_of_a_row_depend_on_that_row_alone(values: str, kind: tuple[int, bool, torch.dtype]) -> None:
     """Not on other rows of its tile, other heads or batch entries, whose references rise where its own does not."""
+    head_dim, causal, dtype = kind
     torch.manual_seed(7)
     q, k, v = (torch.randn(2, 1300, 3, head_dim, device="cuda", dtype=dtype) for _ in range(3))
     q, k = _SPREADS[values](q, k)
@@ -292,11 +300,9 @@ def test_bits_of_a_row_depend_on_that_row_alone(values: str, head_dim: int, caus
     assert torch.equal(alone[:, 5::9], out[:1, 5::9, :1])
 
 
-@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("values", _SPREADS)
-def test_values_of_every_kind(values: str, head_dim: int, causal: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("values, kind", turns(_SPREADS, _KINDS[::-1], 2), ids=str)
+def test_values_of_every_kind(values: str, kind: tuple[int, bool, torch.dtype]) -> None:
+    head_dim, causal, dtype = kind
     torch.manual_seed(8)
     q, k, v = (torch.randn(1, 2100, 2, head_dim, device="cuda", dtype=dtype) for _ in range(3))
     q, k = _SPREADS[values](q, k)
@@ -475,14 +481,15 @@ def test_walks_that_go_up(head_dim: int, seq_q: int, seq_k: int, changes: dict) 
     check(with_arguments(case, causal=True), "hopper", "cuda")
 
 
+_WALKS = [{}, {"causal": True}, {"causal": True, "deterministic": True}, {"window": (1100, 0)}, {"softcap": 5.0}]
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    [{}, {"causal": True}, {"causal": True, "deterministic": True}, {"window": (1100, 0)}, {"softcap": 5.0}],
-    ids=str,
+    "arguments, heads", turns(_WALKS, [(64, 64), (104, 80), (128, 128), (192, 128), (256, 256), (64, 64)], 3), ids=str
 )
-@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (104, 80), (128, 128), (192, 128), (256, 256)])
-def test_heads_that_share_keys_among_several_walks(head_dim: int, head_dim_v: int, arguments: dict) -> None:
+def test_heads_that_share_keys_among_several_walks(arguments: dict, heads: tuple[int, int]) -> None:
     """So few key tiles that the query heads of a key/value head are divided."""
+    head_dim, head_dim_v = heads
     sizes = {"batch": 1, "heads": 12, "heads_kv": 2, "seq_q": 1500, "seq_k": 1400}
     case = replace(_LARGE, **sizes, head_dim=head_dim, head_dim_v=head_dim_v)
     check(with_arguments(case, **arguments), "hopper", "cuda")
@@ -513,24 +520,23 @@ def test_short_sequences_of_wide_heads(head_dim: int, head_dim_v: int, arguments
         check_again(case, "hopper", names=("dq", "dk", "dv"))
 
 
+_WHOLE_LINES: list[dict[str, Any]] = [
+    {},
+    {"arguments": {"causal": True}},
+    {"arguments": {"window": (90, 60)}, "dtype": torch.float16},
+    {"arguments": {"causal": True, "deterministic": True, "softcap": 5.0}, "sinks": True},
+    {"heads": 3, "seq_q": 100, "seq_k": 200},
+    {"arguments": {"dropout_p": 0.2}, "seq_q": 120, "seq_k": 150},
+    {"bias": "b1qk", "seq_q": 130, "seq_k": 200},
+]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"arguments": {"causal": True}},
-        {"arguments": {"window": (90, 60)}, "dtype": torch.float16},
-        {"arguments": {"causal": True, "deterministic": True, "softcap": 5.0}, "sinks": True},
-        {"heads": 3, "seq_q": 100, "seq_k": 200},
-        {"arguments": {"dropout_p": 0.2}, "seq_q": 120, "seq_k": 150},
-        {"bias": "b1qk", "seq_q": 130, "seq_k": 200},
-    ],
-    ids=str,
+    "changes, kind", turns(_WHOLE_LINES, [(32, 32, 500), (64, 64, 300), (80, 104, 200), (128, 128, 200)], 2), ids=str
 )
-@pytest.mark.parametrize(
-    "head_dim, head_dim_v, rows", [(32, 32, 500), (64, 64, 300), (80, 104, 200), (128, 128, 200)], ids=str
-)
-def test_thread_blocks_of_whole_lines_sum_dq_alone(head_dim: int, head_dim_v: int, rows: int, changes: dict) -> None:
+def test_thread_blocks_of_whole_lines_sum_dq_alone(changes: dict, kind: tuple[int, int, int]) -> None:
     """Each has as many lines as any other one. Their sums have one order: equal bits."""
+    head_dim, head_dim_v, rows = kind
     lines = torch.cuda.get_device_properties(0).multi_processor_count
     sizes = {"batch": lines, "heads": 1, "heads_kv": 1, "seq_q": rows, "seq_k": rows + 33}
     others = {name: value for name, value in changes.items() if name != "arguments"}
@@ -765,21 +771,22 @@ _LISTS = {
 }
 
 
-@pytest.mark.parametrize("lists", _LISTS)
-@pytest.mark.parametrize(
-    "head_dim, head_dim_v", [(40, 40), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str
-)
-def test_block_masks(head_dim: int, head_dim_v: int, lists: str) -> None:
+_HEADS_OF_LISTS = [(40, 40), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (64, 64)]
+
+
+@pytest.mark.parametrize("lists, heads", turns(_LISTS, _HEADS_OF_LISTS, 3), ids=str)
+def test_block_masks(lists: str, heads: tuple[int, int]) -> None:
     """A mask for each head, of grouped heads; tiles that stick out, and some that lie past the end as a whole."""
+    head_dim, head_dim_v = heads
     tile, arguments = _LISTS[lists]
     case = replace(_LARGE, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=tile)
     check(with_arguments(case, **arguments), "hopper", "cuda")
 
 
-@pytest.mark.parametrize("lists", _LISTS)
-@pytest.mark.parametrize("head_dim, head_dim_v", [(40, 40), (64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
-def test_block_masks_of_packed_sequences(head_dim: int, head_dim_v: int, lists: str) -> None:
+@pytest.mark.parametrize("lists, heads", turns(_LISTS, _HEADS_OF_LISTS[::-1], 3), ids=str)
+def test_block_masks_of_packed_sequences(lists: str, heads: tuple[int, int]) -> None:
     """Lists are those of the longest sequence; shorter ones end within their tiles, or before them."""
+    head_dim, head_dim_v = heads
     tile, arguments = _LISTS[lists]
     lengths = {"lengths_q": (700, 0, 1, 130, 1100), "lengths_k": (650, 70, 1, 390, 1000), "batch": 5}
     case = replace(_LARGE, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=tile, **lengths)

@@ -20,23 +20,22 @@ _BF16 = torch.bfloat16
 _BASE = AttentionCase(batch=2, heads=4, heads_kv=2, seq_q=230, seq_k=230, head_dim=64, head_dim_v=64, dtype=_BF16)
 
 
-@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", [32, 40, 64, 72, 96, 112, 128])
-@pytest.mark.parametrize(
-    "changes, arguments",
-    [
-        ({}, {}),
-        ({}, {"causal": True}),
-        ({}, {"causal": True, "softcap": 5.0}),
-        ({"lengths_q": (129, 0, 70), "lengths_k": (136, 33, 90), "alibi_slopes": "h"}, {"causal": True}),
-        ({"lengths_q": (129, 1, 64), "lengths_k": (136, 130, 1)}, {}),
-        ({"key_lengths": (70, 200), "sinks": True}, {}),
-    ],
-    ids=str,
-)
-def test_short_calls(changes: dict, arguments: dict, head_dim: int, dtype: torch.dtype) -> None:
-    case = replace(_BASE, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype, **changes)
-    check(with_arguments(case, **arguments), "hopper", "cuda")
+_SHORT: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"arguments": {"causal": True}},
+    "soft cap": {"arguments": {"causal": True, "softcap": 5.0}},
+    "packed slopes": {
+        "lengths_q": (129, 0, 70), "lengths_k": (136, 33, 90), "alibi_slopes": "h", "arguments": {"causal": True},
+    },
+    "packed": {"lengths_q": (129, 1, 64), "lengths_k": (136, 130, 1)},
+    "lengths": {"key_lengths": (70, 200), "sinks": True},
+}  # fmt: skip
+_KINDS = [(width, (_BF16, torch.float16)[at % 2]) for at, width in enumerate(2 * [32, 40, 64, 72, 96, 112, 128])]
+
+
+@pytest.mark.parametrize("name, kind", turns(_SHORT, _KINDS, 4), ids=str)
+def test_short_calls(name: str, kind: tuple[int, torch.dtype]) -> None:
+    check(replace(_BASE, head_dim=kind[0], head_dim_v=kind[0], dtype=kind[1], **_SHORT[name]), "hopper", "cuda")
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -49,18 +48,18 @@ def test_lengths_around_those_at_which_tiles_change(seq: int, head_dim: int, cau
         check(with_arguments(case, causal=causal), "hopper", "cuda")
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "deterministic"])
-@pytest.mark.parametrize("head_dim", [40, 64, 128, 160, 256])
-@pytest.mark.parametrize("batch, heads, heads_kv, seq_q, seq_k", [
+_PARTS = [
     (1, 2, 2, 4096, 77), (1, 2, 1, 4096, 130), (2, 3, 3, 1111, 300), (1, 8, 1, 2500, 64), (1, 1, 1, 5000, 1),
     (1, 8, 8, 2457, 2457),  # 160 walks or more: a thread block takes several parts
-])  # fmt: skip
-def test_walks_in_parts(
-    batch: int, heads: int, heads_kv: int, seq_q: int, seq_k: int, head_dim: int, deterministic: bool
-) -> None:
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "deterministic"])
+@pytest.mark.parametrize("sizes, head_dim", turns(_PARTS, [40, 64, 128, 160, 256], 2), ids=str)
+def test_walks_in_parts(sizes: tuple[int, ...], head_dim: int, deterministic: bool) -> None:
     """Walks over the queries are in parts, most of them because keys are few."""
-    sizes = {"batch": batch, "heads": heads, "heads_kv": heads_kv, "seq_q": seq_q, "seq_k": seq_k}
-    case = replace(_BASE, head_dim=head_dim, head_dim_v=head_dim, **sizes)
+    named = dict(zip(("batch", "heads", "heads_kv", "seq_q", "seq_k"), sizes))
+    case = replace(_BASE, head_dim=head_dim, head_dim_v=head_dim, **named)
     for arguments in ({}, {"softcap": 5.0}):
         of_case = with_arguments(case, deterministic=deterministic, **arguments)
         first = check(of_case, "hopper", "cuda")
@@ -88,7 +87,7 @@ _FLOAT32_WIDTHS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("widths, name", turns(_FLOAT32_WIDTHS, _FLOAT32, 4), ids=str)
+@pytest.mark.parametrize("widths, name", turns(_FLOAT32_WIDTHS, _FLOAT32, 2), ids=str)
 def test_backward_of_float32(widths: tuple[int, int], name: str) -> None:
     """Its sums have a fixed order, so each run has the same bits."""
     case = replace(_BASE, head_dim=widths[0], head_dim_v=widths[1], dtype=torch.float32, **_FLOAT32[name])
@@ -104,7 +103,7 @@ def test_backward_of_float32(widths: tuple[int, int], name: str) -> None:
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@pytest.mark.parametrize("widths, name", turns(_FLOAT32_WIDTHS, _FLOAT32, 2), ids=str)
+@pytest.mark.parametrize("widths, name", turns(_FLOAT32_WIDTHS, [*_FLOAT32][::-1], 1), ids=str)
 def test_forward_of_float32(widths: tuple[int, int], name: str) -> None:
     """Its sums have a fixed order, so each run has the same bits."""
     case = replace(_BASE, head_dim=widths[0], head_dim_v=widths[1], dtype=torch.float32, **_FLOAT32[name])

@@ -24,7 +24,7 @@ from flashtile.testing import AttentionCase, assert_close, check
 from flashtile.testing.tolerance import Size, size
 from gluon_emulator import language
 from gluon_emulator.values import Value
-from support.attention.attention_cases import SCORE_MOD_PAIRS, parameters, score_mod_combined
+from support.attention.attention_cases import parameters, score_mod_combined
 
 F = torch.nn.functional
 SEQ, HEADS = 40, 2
@@ -37,7 +37,7 @@ def test_interpreted_pairs(case: AttentionCase) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", parameters(SCORE_MOD_PAIRS))
+@pytest.mark.parametrize("case", parameters(score_mod_combined()))
 def test_pairs_on_a_gpu(case: AttentionCase) -> None:
     check(case, "triton", "cuda")
 

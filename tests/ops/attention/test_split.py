@@ -16,6 +16,7 @@ from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.split.configs import MAX_QUERIES, SplitFacts, no_gain
 from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
 from support.attention.attention_cases import BASE, EDGES, PAIRS, combined, parameters
+from support.running.covering import turns
 
 _MULTIPROCESSORS = 132
 
@@ -27,6 +28,7 @@ def _served(case: AttentionCase) -> bool:
 
 _SERVED = {name: case for name, case in (PAIRS | EDGES).items() if _served(case)}
 _COMBINED = combined(*(name for name, case in PAIRS.items() if not _served(case)))
+_ON_A_GPU = {name: case for name, case in (_COMBINED | EDGES).items() if _served(case)}
 #: What the diagonals depend on, together, and the edges.
 _INTERPRETED = [
     "plain",
@@ -48,7 +50,7 @@ _INTERPRETED = [
 ]
 
 
-@pytest.fixture(params=[3, 1], ids=["three_splits", "one_split"])
+@pytest.fixture
 def splits(request: pytest.FixtureRequest) -> Iterator[None]:
     from flashtile.ops.attention.split import launch
     from flashtile.ops.common.split_keys import configs
@@ -67,10 +69,20 @@ def test_interpreted(case: AttentionCase, splits: None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", parameters({n: case for n, case in (_COMBINED | EDGES).items() if _served(case)}))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_gpu(case: AttentionCase, dtype: torch.dtype, splits: None) -> None:
-    check(replace(case, dtype=dtype), "split", "cuda")
+@pytest.mark.parametrize(
+    "name, dtype, splits",
+    [
+        (name, dtype, splits)
+        for name, (dtype, splits) in turns(
+            _ON_A_GPU,
+            [(torch.bfloat16, 3), (torch.float32, 3), (torch.bfloat16, 1), (torch.float32, 1), (torch.bfloat16, 3)],
+        )
+    ],
+    ids=str,
+    indirect=["splits"],
+)
+def test_gpu(name: str, dtype: torch.dtype, splits: None) -> None:
+    check(replace(_ON_A_GPU[name], dtype=dtype), "split", "cuda")
 
 
 _LONG = replace(BASE, seq_k=1100, heads=8, heads_kv=2, head_dim=128, head_dim_v=128, dtype=torch.bfloat16)

@@ -113,7 +113,7 @@ def test_kernels_with_the_heads_that_share_keys_divided(case: AttentionCase, mon
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name, dtype", turns(COMBINED, [torch.float32, torch.bfloat16, torch.float16], 2), ids=str)
+@pytest.mark.parametrize("name, dtype", turns(COMBINED, [torch.bfloat16, torch.float32, torch.float16]), ids=str)
 def test_kernels_agree_with_the_oracle(name: str, dtype: torch.dtype) -> None:
     check(replace(COMBINED[name], dtype=dtype), "triton", "cuda")
 
@@ -127,20 +127,21 @@ def test_kernels_at_the_edges(case: AttentionCase) -> None:
 _LARGE = replace(BASE, seq_q=517, seq_k=643, heads=4, dtype=torch.bfloat16)
 
 
+_WIDTHS = [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (64, 512), (512, 512)]
+_ARGUMENTS: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (200, 30)}, {"dropout_p": 0.2}, {}]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (200, 30)}, {"dropout_p": 0.2}], ids=str)
-@pytest.mark.parametrize(
-    ("head_dim", "head_dim_v"),
-    [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (64, 512), (512, 512)],
-    ids=str,
-)
-def test_kernels_over_many_tiles(head_dim: int, head_dim_v: int, arguments: dict) -> None:
+@pytest.mark.parametrize("widths, arguments", turns(_WIDTHS, _ARGUMENTS, 2), ids=str)
+def test_kernels_over_many_tiles(widths: tuple[int, int], arguments: dict[str, Any]) -> None:
+    head_dim, head_dim_v = widths
     check(with_arguments(replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim_v), **arguments), "triton", "cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("feature", ["plain", "mask", "bias shared"])
-@pytest.mark.parametrize("head_dim", [32, 80, 128, 129, 256, 272, 512])
+@pytest.mark.parametrize(
+    "head_dim, feature", turns([32, 80, 128, 129, 256, 272, 512], ["plain", "mask", "bias shared"], 2)
+)
 def test_kernels_over_one_tile(head_dim: int, feature: str) -> None:
     few = replace(PAIRS[feature], seq_q=36, seq_k=20, head_dim=head_dim, head_dim_v=head_dim, dtype=torch.bfloat16)
     check(few, "triton", "cuda")
