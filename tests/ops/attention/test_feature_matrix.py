@@ -11,13 +11,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 from flashtile._backends import devices
-from flashtile.ops.attention import cpu
-from flashtile.ops.attention.cpu import tiles
 from flashtile.testing import AttentionCase, check
-from support.attention.attention_cases import COMBINED, parameters, score_mod_combined
+from support.attention.attention_cases import parameters
 
 ROOT = Path(__file__).parents[3]
 
@@ -59,21 +56,6 @@ def test_a_pair_is_served_where_both_are() -> None:
         expected = {backend: min(first[backend], second[backend], key=matrix.ORDER.index) for backend in first}
         assert matrix.served(both) == expected, (one.label, another.label)
     assert pairs > 300
-
-
-#: Pairs with something that changes scores; those of the others are in `test_cpu`, with more sizes.
-_CHANGES = ("softcap", "bias", "mask", "alibi", "sinks", "block_mask")
-ON_CPU = {name: case for name, case in COMBINED.items() if any(change in name for change in (*_CHANGES, "everything"))}
-ON_CPU |= score_mod_combined()
-
-
-@pytest.mark.parametrize("case", parameters(ON_CPU))
-def test_pairs_on_the_cpu(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "served_by_torch", lambda *_: (False, "flashtile tiles: the test wants them"))
-    monkeypatch.setattr(tiles, "_TILE_ROWS", 32)
-    monkeypatch.setattr(tiles, "_TILE_KEYS", 32)
-    monkeypatch.setattr(tiles, "_TILE_ELEMENTS_PER_THREAD", 2 * 32 * 32 // torch.get_num_threads())
-    check(case, "cpu")
 
 
 @functools.cache

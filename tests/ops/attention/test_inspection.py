@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from flashtile import BlockMask, patterns
 from flashtile.ops.common import checks
 from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs
 from support.attention.attention_cases import BASE, EDGES, PAIRS, combined, parameters
+from support.running.covering import turns
 
 DENSE = {name: case for name, case in (combined("packed") | EDGES).items() if not case.packed}
 
@@ -53,10 +55,13 @@ CHOICES: dict[str, tuple[Any, list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("heads", [None, [3, 0], slice(1, 2), torch.tensor([2, 2])], ids=str)
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("name", ["bias full", "mask", "alibi", "sinks", "dropout", "band window", "key_lengths"])
-def test_chosen_rows_and_heads(name: str, choice: str, heads: Any) -> None:
+_NAMES = ["bias full", "mask", "alibi", "sinks", "dropout", "band window", "key_lengths"]
+_CHOSEN = [*zip(_NAMES, itertools.cycle((None, [3, 0], slice(1, 2), torch.tensor([2, 2]))))]
+
+
+@pytest.mark.parametrize("choice, of", turns(CHOICES, _CHOSEN, 3), ids=str)
+def test_chosen_rows_and_heads(choice: str, of: tuple[str, Any]) -> None:
+    name, heads = of
     case = replace(PAIRS[name], heads=4)
     inputs = make_inputs(case)
     rows, numbers = CHOICES[choice]

@@ -15,6 +15,7 @@ from flashtile import patterns
 from flashtile.ops.attention import tile_lists
 from flashtile.testing import assert_same
 from support.attention.mask_checks import check_mask, dense_of
+from support.running.covering import turns
 
 SIZES = (1, 63, 150, 210)
 TILES = ((64, 64), (128, 128), (16, 256), (48, 80))
@@ -40,18 +41,20 @@ def test_causal(seq_q, seq_k, align):
     check_mask(mask, band(seq_q, seq_k or seq_q, None, 0, 0, align))
 
 
-@pytest.mark.parametrize("global_tokens", [0, 5, 64, 70, 500])
-@pytest.mark.parametrize("left, right", [(0, 0), (20, 0), (3, 70), (None, 2), (2, None), (None, None), (100, 100)])
-def test_sliding_window(left, right, global_tokens):
+BANDS = [(0, 0), (20, 0), (3, 70), (None, 2), (2, None), (None, None), (100, 100)]
+
+
+@pytest.mark.parametrize("band_of, global_tokens", turns(BANDS, [0, 5, 64, 70, 500], 3), ids=str)
+def test_sliding_window(band_of, global_tokens):
+    left, right = band_of
     for (seq_q, seq_k), align in zip([(190, 190), (90, 140), (140, 90)], ["top_left", "bottom_right", "bottom_right"]):
         mask = patterns.sliding_window(seq_q, seq_k, left, right, global_tokens, align, tile=(64, 64))
         check_mask(mask, band(seq_q, seq_k, left, right, global_tokens, align))
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("stride", [1, 3, 64, 100])
-def test_strided(stride, causal, tile):
+@pytest.mark.parametrize("stride, tile", zip([1, 3, 64, 100], TILES), ids=str)
+def test_strided(stride, tile, causal):
     def visible(b, h, q, k):
         distance = abs(q - k)
         return (distance <= stride or distance % stride == 0) and (not causal or k <= q)
@@ -59,10 +62,13 @@ def test_strided(stride, causal, tile):
     check_mask(patterns.strided(333, stride, causal, tile=tile), dense_of(visible, 1, 1, 333, 333))
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("stride, expressivity", [(1, 1), (10, 3), (64, 64), (64, 8), (100, 9), (250, 1)])
-def test_fixed(stride, expressivity, causal, tile):
+@pytest.mark.parametrize(
+    "strides, tile", turns([(1, 1), (10, 3), (64, 64), (64, 8), (100, 9), (250, 1)], TILES), ids=str
+)
+def test_fixed(strides, tile, causal):
+    stride, expressivity = strides
+
     def visible(b, h, q, k):
         seen = q // stride == k // stride or k % stride >= stride - expressivity
         return seen and (not causal or k <= q)
@@ -71,8 +77,7 @@ def test_fixed(stride, expressivity, causal, tile):
     check_mask(mask, dense_of(visible, 1, 1, 333, 333))
 
 
-@pytest.mark.parametrize("block", [16, 32, 48, 64, 128])
-@pytest.mark.parametrize("seq", [*SIZES, 333])
+@pytest.mark.parametrize("seq, block", turns([*SIZES, 333], [16, 48, 128, 32, 64, 16], 2))
 def test_butterfly(seq, block):
     levels = {0, *(2**level for level in range(12))}
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import gradgradcheck
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -95,12 +95,6 @@ def gradient_problem(case: GradientCase) -> tuple[Callable[..., tuple[Tensor, Te
         return out, lse.masked_fill(lse.isinf(), 0)  # finite differences of -inf are NaN
 
     return function, inputs
-
-
-@pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)
-def test_gradcheck(case: GradientCase) -> None:
-    function, inputs = gradient_problem(case)
-    assert gradcheck(function, inputs)
 
 
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)
