@@ -13,6 +13,7 @@ import flashtile
 from flashtile import BlockMask, patterns
 from flashtile.ops.attention.cpu import tiles
 from flashtile.testing import assert_close, assert_same
+from support.running.places import places
 
 
 class Case(NamedTuple):
@@ -103,22 +104,16 @@ def check(case: Case, backend: str, device: str = "cpu") -> None:
         assert_close(name, value, oracle[name], eager[name])
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@places("reference", "cpu", "interpreted", "gpu")
 @pytest.mark.parametrize("name", CASES)
-def test_agrees_with_the_mask_written_out(name: str, backend: str) -> None:
-    check(CASES[name], backend)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("name", CASES)
-def test_interpreted_kernels_agree(name: str) -> None:
-    check(CASES[name], "triton")
+def test_agrees_with_the_mask_written_out(name: str, backend: str, device: str) -> None:
+    check(CASES[name], backend, device)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES | LARGE)
-def test_kernels_agree(name: str) -> None:
-    check((CASES | LARGE)[name], "triton", "cuda")
+@pytest.mark.parametrize("name", LARGE)
+def test_kernels_over_many_tiles(name: str) -> None:
+    check(LARGE[name], "triton", "cuda")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

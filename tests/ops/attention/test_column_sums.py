@@ -18,6 +18,7 @@ from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs, with_arguments
 from support.attention.attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
 from support.running.covering import turns
+from support.running.places import places
 
 
 def sums_of(case: AttentionCase, backend: str, device: str = "cpu", dtype: torch.dtype | None = None) -> Tensor:
@@ -97,7 +98,8 @@ def test_kernel_over_many_tiles(head_dim: int, arguments: dict[str, Any]) -> Non
     check(replace(case, bias="1hqk", mask="b1qk", alibi_slopes="bh", seq_q=1536, seq_k=1024), "triton", "cuda")
 
 
-def with_block_mask(backend: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+@places("reference", "cpu", "interpreted", "gpu", dtypes=True)
+def test_block_mask(backend: str, device: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     dense = torch.rand(1, 4, 200, 330, generator=generator) < 0.5
     dense[:, :, 64:128, :128] = dense[:, :, 3] = False
@@ -114,21 +116,6 @@ def with_block_mask(backend: str, device: str = "cpu", dtype: torch.dtype = torc
     actual = sums(backend, dtype, block_mask=BlockMask.from_dense(dense, (64, 128)))
     oracle = sums("reference", torch.float64, mask=dense)
     assert_close("sums", actual, oracle, sums("reference", dtype, mask=dense))
-
-
-def test_block_mask() -> None:
-    with_block_mask("cpu")
-
-
-@pytest.mark.interpreter
-def test_interpreted_block_mask() -> None:
-    with_block_mask("triton")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_block_mask_on_a_gpu(dtype: torch.dtype) -> None:
-    with_block_mask("triton", "cuda", dtype)
 
 
 def example(**options: Any) -> tuple[Tensor, Tensor, Tensor]:

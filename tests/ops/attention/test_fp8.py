@@ -21,6 +21,7 @@ from flashtile.ops.attention.hopper import configs
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import assert_close, assert_same
 from support.running.covering import turns
+from support.running.places import places
 
 FP8 = torch.float8_e4m3fn
 
@@ -179,10 +180,10 @@ CASES = {
 cases = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
 
 
+@places("reference", "cpu", "interpreted", "gpu", "hopper")
 @cases
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_every_number_stands_for_itself_times_its_factor(case: Case, backend: str) -> None:
-    check(case, backend)
+def test_every_number_stands_for_itself_times_its_factor(case: Case, backend: str, device: str) -> None:
+    check(case, backend, device, multiplies_8_bits=backend == "hopper")
 
 
 @cases
@@ -194,18 +195,6 @@ def test_eager_products_of_8_bits_are_those_of_the_numbers(case: Case) -> None:
         assert_close(name, found, exact, near)
 
 
-@pytest.mark.interpreter
-@cases
-def test_interpreted_kernel(case: Case) -> None:
-    check(case, "triton")
-
-
-@pytest.mark.gpu
-@cases
-def test_portable_kernel(case: Case) -> None:
-    check(case, "triton", "cuda")
-
-
 _LARGE = {"seq_q": 517, "seq_k": 643}
 _HEADS = [(16, 16), (64, 64), (80, 48), (96, 96), (128, 128), (192, 128), (256, 128), (128, 192), (256, 256)]
 _MASKS = [{}, {"causal": True}, {"window": (200, 30)}, {"window": (90, None), "align": "top_left"}]
@@ -215,13 +204,6 @@ _MASKS = [{}, {"causal": True}, {"window": (200, 30)}, {"window": (90, None), "a
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_portable_kernel_over_many_tiles(head_dim: int) -> None:
     check(Case(**_LARGE, head_dim=head_dim, head_dim_v=head_dim, arguments={"causal": True}), "triton", "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.hopper
-@cases
-def test_hopper_kernel(case: Case) -> None:
-    check(case, "hopper", "cuda", multiplies_8_bits=True)
 
 
 @pytest.mark.gpu
@@ -356,21 +338,13 @@ def test_values_may_have_any_strides(laid_out: Callable[[Tensor], Tensor]) -> No
     assert torch.equal(*results)
 
 
-def _all_numbers(backend: str) -> None:
+@places("cpu", "interpreted")
+def test_all_that_e4m3_can_hold(backend: str, device: str) -> None:
     """NaN among them; one key a row, so that out is v."""
     v = torch.arange(256, dtype=torch.uint8).view(FP8).view(8, 1, 1, 32)
     q = torch.zeros(8, 1, 1, 16).to(FP8)
     out = flashtile.attention(q, q, v, backend=backend)
     assert torch.equal(out.float().nan_to_num(500.0), v.float().nan_to_num(500.0))
-
-
-def test_all_that_e4m3_can_hold() -> None:
-    _all_numbers("auto")
-
-
-@pytest.mark.interpreter
-def test_all_that_e4m3_can_hold_in_the_portable_kernel() -> None:
-    _all_numbers("triton")
 
 
 # What goes with it
@@ -408,7 +382,8 @@ def test_factors_broadcast_and_may_be_left_out() -> None:
         assert_same(lse, plain[1])
 
 
-def _tiny_factors(backend: str) -> None:
+@places("cpu", "interpreted")
+def test_factors_whose_product_is_0(backend: str, device: str) -> None:
     """Factors whose product is 0 in float32 make scores of 0, and hidden keys stay hidden."""
     problem = Problem(Case())
     tiny = torch.full((2, 2), 2.0**-80)
@@ -418,15 +393,6 @@ def _tiny_factors(backend: str) -> None:
         oracle, oracle_lse = flashtile.attention(0 * q, k, v, return_lse=True, backend="reference", **arguments)
         assert_close("out", out, oracle, oracle.bfloat16())
         assert_close("lse", lse, oracle_lse, oracle_lse.float())
-
-
-def test_factors_whose_product_is_0() -> None:
-    _tiny_factors("cpu")
-
-
-@pytest.mark.interpreter
-def test_factors_whose_product_is_0_in_the_portable_kernel() -> None:
-    _tiny_factors("triton")
 
 
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])

@@ -347,9 +347,9 @@ def test_each_part_of_wide_values_has_its_own_lines(packed: bool) -> None:
     assert given["problem.lines"] == 2 * (4 if packed else 8) and given["problem.heads"] == 4
 
 
-#: Heads at both ends of each chunk of eight columns; the widest leave few places.
-_HEADS = list(itertools.product(sorted({*range(1, 257, 8), *range(8, 257, 8)}), range(8, 257, 8)))
-_WIDE_HEADS = [heads for heads in itertools.product(range(8, 513, 8), repeat=2) if max(heads) > 256]
+#: Heads at both ends of each 16 columns, which is what tiles and products are made of; the widest leave few places.
+_HEADS = list(itertools.product(sorted({*range(1, 257, 16), *range(16, 257, 16)}), (8, *range(16, 257, 16))))
+_WIDE_HEADS = [heads for heads in itertools.product((8, *range(16, 513, 16)), repeat=2) if max(heads) > 256]
 #: Lengths, and where there are none on either side, both sides of a band.
 _LENGTHS_AND_BANDS = [
     {"seq_q": 512},
@@ -370,7 +370,8 @@ def _situation(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
-def test_every_head_fits_shared_memory(dtype: torch.dtype) -> None:
+def test_every_head_fits_on_chip(dtype: torch.dtype) -> None:
+    found: set[configs.HopperConfig] = set()
     heads = _HEADS if dtype is configs.FP8 else [*_HEADS, *_WIDE_HEADS]
     biases = (False,) if dtype is configs.FP8 else (False, True)
     for (head_dim, head_dim_v), situation, moved in itertools.product(heads, _LENGTHS_AND_BANDS, biases):
@@ -386,6 +387,11 @@ def test_every_head_fits_shared_memory(dtype: torch.dtype) -> None:
         if not configs.out_places(config, head_dim, head_dim_v, dtype):  # out takes the places of the queries' chunks
             chunks, chunks_v = configs.column_chunks(head_dim, dtype), configs.value_chunks(head_dim_v)
             assert all(width <= place for place, width in zip(chunks, chunks_v, strict=True))
+        found |= {config, other, small}
+    for config in found:  # the registers of a program are those of a multiprocessor
+        partitions = config.consumers + 1  # Triton rounds the producer up to four warps
+        assert config.resident * partitions * config.max_registers * 128 <= 65536
+        assert config.consumers * config.registers + configs.PRODUCER_REGISTERS <= partitions * config.max_registers
 
 
 @pytest.mark.parametrize(
@@ -470,17 +476,6 @@ def test_heads_of_64_have_half_the_keys_where_ptxas_would_spill(
     monkeypatch.setattr(configs, "triton_version", lambda: (3, 8))
     config = hopper_config(call)
     assert config.block_n == keys and config.ahead == (32 if keys == 64 else config.ahead)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
-def test_registers_of_a_program_are_those_of_a_multiprocessor(dtype: torch.dtype) -> None:
-    situations = itertools.product(_HEADS if dtype is configs.FP8 else [*_HEADS, *_WIDE_HEADS], _LENGTHS_AND_BANDS)
-    made = itertools.product(situations, (None, (64, 64)))
-    calls = (_situation(*heads, dtype, block_tile=tile, **where) for (heads, where), tile in made)
-    for config in {configs.choose_config(of, spills=new) for of in calls for new in (False, True)}:
-        partitions = config.consumers + 1  # Triton rounds the producer up to four warps
-        assert config.resident * partitions * config.max_registers * 128 <= 65536
-        assert config.consumers * config.registers + configs.PRODUCER_REGISTERS <= partitions * config.max_registers
 
 
 @pytest.mark.parametrize(
@@ -1811,7 +1806,7 @@ def test_machine_code_of_the_forward_of_float32(form: str) -> None:
 
 def test_every_forward_of_float32_fits_on_chip() -> None:
     """Also each warpgroup has a chunk of queries and one of keys on chip."""
-    widths = range(8, 513, 8)
+    widths = (8, *range(16, 513, 16))
     for head_dim, head_dim_v in itertools.product(widths, widths):
         cut = choose_float32_forward_config(head_dim, head_dim_v)
         assert float32_forward_shared_memory(cut) <= configs.SHARED_MEMORY
@@ -1851,7 +1846,7 @@ def _check_wide_backward(binary: Binary, limits: _Limits) -> None:
 
 def test_every_backward_of_wide_heads_fits_on_chip() -> None:
     """Also at least one chunk of values is ahead of the products."""
-    widths = range(8, 513, 8)
+    widths = (8, *range(16, 513, 16))
     for head_dim, head_dim_v in itertools.product(widths, widths):
         cut = choose_wide_backward_config(head_dim, head_dim_v)
         assert max(wide_shared_memory(cut)) <= configs.SHARED_MEMORY
@@ -1861,7 +1856,7 @@ def test_every_backward_of_wide_heads_fits_on_chip() -> None:
 
 def test_every_backward_of_float32_fits_on_chip() -> None:
     """Also there is more than the tiles that products wait for."""
-    for head_dim, head_dim_v in itertools.product(range(72, 513, 8), range(8, 513, 8)):
+    for head_dim, head_dim_v in itertools.product(range(72, 513, 8), (8, *range(16, 513, 16))):
         if is_wide_float32(head_dim, head_dim_v):
             cut = choose_float32_wide_config(head_dim, head_dim_v)
             assert max(float32_wide_shared_memory(cut)) <= configs.SHARED_MEMORY

@@ -981,7 +981,7 @@ def test_events_in_another_order(hopper: Callable) -> None:
     case = with_arguments(case, causal=True, deterministic=True)
     hopper(seed=0)
     first = check(case, "hopper")
-    for seed in range(1, 4):
+    for seed in range(1, 3):
         hopper(seed=seed)
         again = run(case, make_inputs(case), "hopper")
         assert all(torch.equal(first[name], again[name]) for name in first), seed

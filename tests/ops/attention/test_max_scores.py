@@ -13,29 +13,16 @@ from flashtile.testing import AttentionCase, assert_same
 from support.attention.attention_cases import BASE, COMBINED, EDGES, parameters
 from support.attention.max_scores import check
 from support.running.covering import turns
-
-CASES = COMBINED | {name: case for name, case in EDGES.items() if "300" not in name}
-
-
-@pytest.mark.parametrize("case", parameters(CASES))
-def test_on_the_cpu(case: AttentionCase) -> None:
-    check(case, "cpu")
-
+from support.running.places import places
 
 #: Every feature alone: it is written where lse is, from a row's scores, which the tests of pairs hold.
-ALONE = {name: case for name, case in CASES.items() if "+" not in name}
+ALONE = {name: case for name, case in (COMBINED | EDGES).items() if "+" not in name and "300" not in name}
 
 
-@pytest.mark.interpreter
+@places("cpu", "interpreted", "gpu")
 @pytest.mark.parametrize("case", parameters(ALONE))
-def test_interpreted(case: AttentionCase) -> None:
-    check(case, "triton")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", parameters(ALONE))
-def test_on_a_gpu(case: AttentionCase) -> None:
-    check(replace(case, head_dim=64, head_dim_v=64), "triton", "cuda")
+def test_agrees_with_the_oracle(case: AttentionCase, backend: str, device: str) -> None:
+    check(replace(case, head_dim=64, head_dim_v=64) if device == "cuda" else case, backend, device)
 
 
 @pytest.mark.hopper
@@ -43,7 +30,7 @@ def test_on_a_gpu(case: AttentionCase) -> None:
     "name, kind", turns(ALONE, [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)]), ids=str
 )
 def test_on_hopper(name: str, kind: tuple[int, torch.dtype]) -> None:
-    case, (head_dim, dtype) = CASES[name], kind
+    case, (head_dim, dtype) = ALONE[name], kind
     check(replace(case, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype), "hopper", "cuda")
 
 

@@ -83,11 +83,17 @@ def score_cases(draw: st.DrawFn) -> AttentionCase:
     return replace(case, alibi_slopes=draw(st.sampled_from([None, "h", "bh"])), sinks=draw(st.booleans()))
 
 
+#: Each of them has many sizes and options: half of the usual number is enough.
+fewer = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 2)
+
+
+@fewer
 @hypothesis.given(cases(), seeds)
 def test_cpu_agrees_with_the_oracle(case: AttentionCase, seed: int) -> None:
     check(case, "cpu", seed=seed)
 
 
+@fewer
 @hypothesis.given(score_cases(), seeds)
 def test_changed_scores_on_the_cpu_agree_with_the_oracle(case: AttentionCase, seed: int) -> None:
     check(case, "cpu", seed=seed)
@@ -116,6 +122,7 @@ def forward(inputs: Inputs, **options: Any) -> tuple[Tensor, Tensor]:
     return flashtile.attention(inputs.q, inputs.k, inputs.v, return_lse=True, **options)
 
 
+@fewer
 @hypothesis.given(plain_cases(), seeds)
 def test_order_of_keys_does_not_matter(case: AttentionCase, seed: int) -> None:
     inputs = make_inputs(case)
@@ -128,6 +135,7 @@ def test_order_of_keys_does_not_matter(case: AttentionCase, seed: int) -> None:
         assert_same(moved[name], plain[name][:, order])
 
 
+@fewer
 @hypothesis.given(plain_cases(), st.data())
 def test_two_halves_of_the_keys_merge_by_their_lse(case: AttentionCase, data: st.DataObject) -> None:
     inputs = make_inputs(case)
@@ -141,6 +149,7 @@ def test_two_halves_of_the_keys_merge_by_their_lse(case: AttentionCase, data: st
     assert_same(merged, out)
 
 
+@fewer
 @hypothesis.given(plain_cases(), arguments())
 def test_batch_equals_packed(case: AttentionCase, options: dict[str, Any]) -> None:
     inputs = make_inputs(replace(case, arguments=options))
@@ -158,6 +167,7 @@ def test_batch_equals_packed(case: AttentionCase, options: dict[str, Any]) -> No
         assert_same(value, dense[name].flatten(0, 1))
 
 
+@fewer
 @hypothesis.given(plain_cases(), st.floats(-50, 50))
 def test_shift_of_all_scores_moves_lse_only(case: AttentionCase, shift: float) -> None:
     # One more dimension adds `shift` to every score of every row.
@@ -170,6 +180,7 @@ def test_shift_of_all_scores_moves_lse_only(case: AttentionCase, shift: float) -
     assert_same(moved_lse, lse + shift)
 
 
+@fewer
 @hypothesis.given(plain_cases(), st.integers(0, 80))
 def test_key_length_is_a_cut(case: AttentionCase, length: int) -> None:
     inputs = make_inputs(case)
@@ -178,6 +189,7 @@ def test_key_length_is_a_cut(case: AttentionCase, length: int) -> None:
     assert_same(forward(inputs, key_lengths=lengths), forward(cut))
 
 
+@fewer
 @hypothesis.given(plain_cases(), sides, sides)
 def test_causal_is_a_window(case: AttentionCase, left: int | None, right: int | None) -> None:
     inputs = make_inputs(case)
@@ -185,6 +197,7 @@ def test_causal_is_a_window(case: AttentionCase, left: int | None, right: int | 
     assert all(map(torch.equal, causal, forward(inputs, window=(left, 0))))
 
 
+@fewer
 @hypothesis.given(plain_cases(), sides, sides)
 def test_row_does_not_depend_on_what_it_does_not_see(case: AttentionCase, left: int | None, right: int | None) -> None:
     inputs = make_inputs(case)
@@ -201,6 +214,7 @@ def test_row_does_not_depend_on_what_it_does_not_see(case: AttentionCase, left: 
     assert_same(*(forward(each, window=(left, right)) for each in (inputs, changed)))
 
 
+@fewer
 @hypothesis.given(plain_cases(), st.floats(0.1, 4))
 def test_out_is_linear_in_v_and_an_average_of_it(case: AttentionCase, factor: float) -> None:
     inputs = make_inputs(case)
@@ -212,6 +226,7 @@ def test_out_is_linear_in_v_and_an_average_of_it(case: AttentionCase, factor: fl
     assert (out >= values.amin(1, keepdim=True) - 1e-12).all()
 
 
+@fewer
 @hypothesis.given(plain_cases())
 def test_grouped_heads_equal_repeated_heads(case: AttentionCase) -> None:
     inputs = make_inputs(replace(case, heads=4, heads_kv=2))
@@ -226,6 +241,7 @@ def test_grouped_heads_equal_repeated_heads(case: AttentionCase) -> None:
 # --- what changes scores --------------------------------------------------------------------------------------------
 
 
+@fewer
 @hypothesis.given(plain_cases(), seeds)
 def test_bias_of_whole_rows_moves_lse_only(case: AttentionCase, seed: int) -> None:
     inputs = make_inputs(case)
@@ -237,6 +253,7 @@ def test_bias_of_whole_rows_moves_lse_only(case: AttentionCase, seed: int) -> No
     assert_same(moved_lse, lse + bias.squeeze(-1))
 
 
+@fewer
 @hypothesis.given(plain_cases(), st.floats(-5, 5))
 def test_sink_scales_out_by_the_share_of_the_keys(case: AttentionCase, logit: float) -> None:
     inputs = make_inputs(case)
@@ -247,6 +264,7 @@ def test_sink_scales_out_by_the_share_of_the_keys(case: AttentionCase, logit: fl
     assert_same(less, out * (lse - more_lse).exp().transpose(1, 2)[..., None])
 
 
+@fewer
 @hypothesis.given(plain_cases(), sides, sides)
 def test_window_is_a_mask(case: AttentionCase, left: int | None, right: int | None) -> None:
     inputs = make_inputs(case)
@@ -256,6 +274,7 @@ def test_window_is_a_mask(case: AttentionCase, left: int | None, right: int | No
     assert_same(run(case, replace(inputs, tensors={"mask": mask}), "cpu"), window)
 
 
+@fewer
 @hypothesis.given(plain_cases(), st.floats(0.1, 100))
 def test_soft_cap_is_a_tanh_of_the_score(case: AttentionCase, softcap: float) -> None:
     # With a single key, lse is the score.

@@ -14,6 +14,7 @@ from torch import Tensor
 import flashtile
 from flashtile.testing import AttentionCase, assert_same, check, make_inputs, run, with_arguments
 from support.attention.attention_cases import BASE, parameters
+from support.running.places import places
 
 #: Every way in which a bias shares its entries; those that `attention_cases` has are not repeated.
 SHARED = {
@@ -31,7 +32,8 @@ def test_interpreted_gradient_of_a_shared_bias(case: AttentionCase) -> None:
     check(case, "triton")
 
 
-def _tables_of_any_layout(device: str) -> None:
+@places("interpreted", "gpu")
+def test_tables_of_any_layout(backend: str, device: str) -> None:
     """Bias and mask read by columns, from an odd address, and expanded: the same numbers, so the same results."""
     case = replace(BASE, bias="bhqk", mask="bhqk")
     inputs = make_inputs(case, device)
@@ -49,12 +51,8 @@ def _tables_of_any_layout(device: str) -> None:
             assert_same(actual[name], value)
 
 
-@pytest.mark.interpreter
-def test_interpreted_tables_of_any_layout() -> None:
-    _tables_of_any_layout("cpu")
-
-
-def _empty_bias(device: str) -> None:
+@places("interpreted", "gpu")
+def test_bias_without_columns(backend: str, device: str) -> None:
     """The sequences have no keys, but there are rows past the last: nothing is read of a bias that has no columns."""
     q, k = (torch.randn(rows, 2, 16, device=device, requires_grad=True) for rows in (40, 5))
     bias = torch.empty(1, 2, 33, 0, device=device, requires_grad=True)
@@ -66,26 +64,11 @@ def _empty_bias(device: str) -> None:
 
 
 @pytest.mark.interpreter
-def test_interpreted_bias_without_columns() -> None:
-    _empty_bias("cpu")
-
-
-@pytest.mark.gpu
-def test_bias_without_columns() -> None:
-    _empty_bias("cuda")
-
-
-@pytest.mark.interpreter
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_interpreted_tables_of_whole_tiles(causal: bool) -> None:
     """Sizes that all tiles divide: no bounds checks."""
     case = replace(BASE, seq_q=128, seq_k=128, heads=2, heads_kv=1, bias="1hqk", mask="b1qk")
     check(with_arguments(case, causal=causal), "triton")
-
-
-@pytest.mark.gpu
-def test_tables_of_any_layout() -> None:
-    _tables_of_any_layout("cuda")
 
 
 LARGE = replace(BASE, seq_q=517, seq_k=643, heads=4)

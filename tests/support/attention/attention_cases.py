@@ -187,11 +187,21 @@ def check_again(case: AttentionCase, backend: str, runs: int = 1, names: tuple[s
         assert all(torch.equal(first[name], again[name]) for name in names or first)
 
 
-def check_forward(q: Tensor, k: Tensor, v: Tensor, backend: str, **arguments: Any) -> None:
-    """Holds out and lse of a dense call to the tolerance policy, beside the reference in float64 and in its dtype."""
-    results = [
-        flashtile.attention(*(t.to(dtype) for t in (q, k, v)), return_lse=True, backend=which, **arguments)
-        for dtype, which in ((q.dtype, backend), (torch.float64, "reference"), (q.dtype, "reference"))
-    ]
-    for name, size, found in zip(("out", "lse"), (Size(), Size(1, 1)), zip(*results)):
-        assert_close(name, *found, size)
+def check_forward(q: Tensor, k: Tensor, v: Tensor, backend: str, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """Holds out and lse of a call, which it returns, to the tolerance policy, beside the reference in float64 and its
+    dtype. Tensors among the arguments are cast with q; the call is packed if `cu_seqlens_q` is among them."""
+    function: Any = flashtile.attention_varlen if "cu_seqlens_q" in arguments else flashtile.attention
+
+    def results(dtype: torch.dtype, backend: str) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(dtype, torch.float32)
+        given = {
+            name: of.to(wide) if isinstance(of, Tensor) and of.is_floating_point() else of
+            for name, of in arguments.items()
+        }
+        return function(*(t.to(dtype) for t in (q, k, v)), **given, return_lse=True, backend=backend)
+
+    found = results(q.dtype, backend)
+    others = results(torch.float64, "reference"), results(q.dtype, "reference")
+    for name, size, *values in zip(("out", "lse"), (Size(), Size(1, 1)), found, *others):
+        assert_close(name, *values, size)
+    return found
