@@ -590,12 +590,9 @@ for seq, heads_kv, arguments in eval(sys.argv[1]):
 """
 
 _LONG_CALLS: list[tuple[int, int, dict[str, Any]]] = [
-    (4096, 2, {}),
-    (4096, 1, {"causal": True}),
-    (4096, 1, {"dropout_p": 0.2}),
-    (4096, 1, {"alibi": True, "causal": True}),
-    (16384, 1, {"window": (300, 5)}),
-]
+    (4096, 2, {}), (4096, 1, {"causal": True}), (4096, 1, {"dropout_p": 0.2}),
+    (4096, 1, {"alibi": True, "causal": True}), (16384, 1, {"window": (300, 5)}),
+]  # fmt: skip
 
 
 @pytest.mark.unpoisoned

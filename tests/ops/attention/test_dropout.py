@@ -74,16 +74,10 @@ def test_mask_is_the_documented_formula() -> None:
 
 
 TILES = [
-    (range(0, 16), range(0, 16)),
-    (range(3, 5), range(7, 31)),
-    (range(15, 17), range(15, 17)),
-    (range(8, 9), range(24, 25)),
-    (range(33, 70), range(1, 90)),
-    (range(0, 70), range(0, 90)),
-    (range(64, 70), range(80, 90)),
-    (range(5, 5), range(3, 9)),
-    (range(5, 9), range(20, 20)),
-]
+    (range(0, 16), range(0, 16)), (range(3, 5), range(7, 31)), (range(15, 17), range(15, 17)),
+    (range(8, 9), range(24, 25)), (range(33, 70), range(1, 90)), (range(0, 70), range(0, 90)),
+    (range(64, 70), range(80, 90)), (range(5, 5), range(3, 9)), (range(5, 9), range(20, 20)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("rows, columns", TILES, ids=str)
@@ -121,16 +115,9 @@ def test_backend_drops_the_same_weights_forward_and_backward(p: float, options: 
 # --- thresholds -----------------------------------------------------------------------------------------------------
 
 THRESHOLDS = [
-    (0.0, -(2**31)),
-    (1e-12, -(2**31)),
-    (2**-16, -(2**31) + 2**16),
-    (0.1, -(2**31) + 6554 * 2**16),
-    (0.25, -(2**30)),
-    (0.5, 0),
-    (0.75, 2**30),
-    (1 - 1e-12, 2**31 - 2**16),
-    (math.nextafter(1, 0), 2**31 - 2**16),
-]
+    (0.0, -(2**31)), (1e-12, -(2**31)), (2**-16, -(2**31) + 2**16), (0.1, -(2**31) + 6554 * 2**16), (0.25, -(2**30)),
+    (0.5, 0), (0.75, 2**30), (1 - 1e-12, 2**31 - 2**16), (math.nextafter(1, 0), 2**31 - 2**16),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("p, threshold", THRESHOLDS, ids=str)

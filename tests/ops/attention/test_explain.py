@@ -51,20 +51,14 @@ def test_the_backward_of_a_function_is_portable_if_what_it_reads_learns(learns: 
 @pytest.mark.parametrize(
     "seq, head_dim, bias, forward, backward",
     [
-        (49, 32, None, "triton", "triton"),
-        (64, 32, None, "triton", "triton"),
-        (65, 32, None, "hopper", "hopper"),
-        (64, 64, None, "triton", "triton"),
-        (64, 128, None, "hopper", "hopper"),
-        (49, 32, (1, 2, 49, 49), "triton", "triton"),
-        (768, 32, (1, 2, 768, 768), "hopper", "hopper"),
-        (769, 32, (1, 2, 769, 769), "triton", "triton"),
-        (512, 64, (1, 2, 512, 512), "hopper", "hopper"),
-        (513, 64, (1, 2, 513, 513), "triton", "hopper"),
-        (512, 64, (4, 1, 1, 512), "hopper", "hopper"),
+        (49, 32, None, "triton", "triton"), (64, 32, None, "triton", "triton"), (65, 32, None, "hopper", "hopper"),
+        (64, 64, None, "triton", "triton"), (64, 128, None, "hopper", "hopper"),
+        (49, 32, (1, 2, 49, 49), "triton", "triton"), (768, 32, (1, 2, 768, 768), "hopper", "hopper"),
+        (769, 32, (1, 2, 769, 769), "triton", "triton"), (512, 64, (1, 2, 512, 512), "hopper", "hopper"),
+        (513, 64, (1, 2, 513, 513), "triton", "hopper"), (512, 64, (4, 1, 1, 512), "hopper", "hopper"),
         (512, 96, (1, 2, 512, 512), "hopper", "hopper"),
     ],
-)
+)  # fmt: skip
 def test_small_tiles_serve_few_tokens_and_narrow_heads_with_a_bias(
     seq: int, head_dim: int, bias: tuple[int, ...] | None, forward: str, backward: str
 ) -> None:

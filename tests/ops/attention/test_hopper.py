@@ -237,14 +237,10 @@ def test_only_a_plain_forward_of_float32_has_hopper_kernels() -> None:
 @pytest.mark.parametrize(
     "batch, rows, heads, keys, widest, pay",
     [
-        (1, 512, 8, 512, 128, True),
-        (4, 512, 8, 512, 128, True),
-        (16, 512, 8, 512, 128, False),
-        (8, 256, 8, 256, 128, False),
-        (8, 256, 8, 256, 136, True),
-        (16, 512, 8, 1024, 128, True),
+        (1, 512, 8, 512, 128, True), (4, 512, 8, 512, 128, True), (16, 512, 8, 512, 128, False),
+        (8, 256, 8, 256, 128, False), (8, 256, 8, 256, 136, True), (16, 512, 8, 1024, 128, True),
     ],
-)
+)  # fmt: skip
 def test_where_parts_of_float32_pay(batch: int, rows: int, heads: int, keys: int, widest: int, pay: bool) -> None:
     assert parts_pay((batch, rows, heads, widest), keys, widest) is pay
 
@@ -352,12 +348,9 @@ _HEADS = list(itertools.product(sorted({*range(1, 257, 16), *range(16, 257, 16)}
 _WIDE_HEADS = [heads for heads in itertools.product((8, *range(16, 513, 16)), repeat=2) if max(heads) > 256]
 #: Lengths, and where there are none on either side, both sides of a band.
 _LENGTHS_AND_BANDS = [
-    {"seq_q": 512},
-    {"seq_q": 2048, "window_right": 0},
-    {"seq_q": 8192},
-    {"seq_q": 16384, "window_right": 0},
+    {"seq_q": 512}, {"seq_q": 2048, "window_right": 0}, {"seq_q": 8192}, {"seq_q": 16384, "window_right": 0},
     {"seq_q": 8192, "window_left": 5000, "window_right": 0},
-]
+]  # fmt: skip
 
 
 def _situation(
@@ -564,17 +557,11 @@ def test_few_tiles_have_one_consumer(head_dim: int, heads: int, rows: int, chang
 @pytest.mark.parametrize(
     "head_dim, queries, keys, right, block_n",
     [
-        (80, 320, 320, False, 64),
-        (80, 321, 321, False, 128),
-        (80, 320, 320, True, 128),
-        (80, 448, 448, False, 64),
-        (96, 576, 576, False, 128),
-        (96, 2048, 64, False, 64),
-        (128, 2048, 144, False, 64),
-        (128, 2048, 256, False, 128),
-        (64, 320, 320, False, 128),
+        (80, 320, 320, False, 64), (80, 321, 321, False, 128), (80, 320, 320, True, 128), (80, 448, 448, False, 64),
+        (96, 576, 576, False, 128), (96, 2048, 64, False, 64), (128, 2048, 144, False, 64),
+        (128, 2048, 256, False, 128), (64, 320, 320, False, 128),
     ],
-)
+)  # fmt: skip
 def test_an_odd_number_of_tiles_of_64_keys(head_dim: int, queries: int, keys: int, right: bool, block_n: int) -> None:
     band = {"window_right": 0} if right else {}
     config = configs.choose_config(_situation(head_dim, head_dim, seq_q=queries, seq_k=keys, **band))
@@ -790,15 +777,12 @@ def test_key_tiles_begin_together_in_a_window_of_heads_that_share_keys(
 @pytest.mark.parametrize(
     "rows, heads, heads_kv, spec, shares_progress",
     [
-        (262144, 2, 2, {}, True),
-        (32768, 16, 2, {}, True),
-        (32767, 16, 2, {}, False),
-        (262144, 2, 2, {"window_right": 0}, False),
-        (262144, 2, 2, {"window_left": 9000}, False),
+        (262144, 2, 2, {}, True), (32768, 16, 2, {}, True), (32767, 16, 2, {}, False),
+        (262144, 2, 2, {"window_right": 0}, False), (262144, 2, 2, {"window_left": 9000}, False),
         (262144, 2, 2, {"deterministic": True}, False),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_walks_beyond_the_cache_begin_where_others_are(
     rows: int, heads: int, heads_kv: int, spec: dict[str, Any], shares_progress: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -974,15 +958,10 @@ def test_order_of_the_listed_key_tiles_of_the_backward(
 @pytest.mark.parametrize(
     "tiles, lines, closing, last",
     [
-        (128, 16, 2, 8),
-        (64, 9, 4, 0),
-        (16, 128, 16, 112),
-        (3, 200, 85, 112),
-        (2, 5, 128, 0),
-        (8, 40, 1, 32),
+        (128, 16, 2, 8), (64, 9, 4, 0), (16, 128, 16, 112), (3, 200, 85, 112), (2, 5, 128, 0), (8, 40, 1, 32),
         (8, 41, 1, 40),
     ],
-)
+)  # fmt: skip
 def test_order_of_uneven_tiles(
     tiles: int, lines: int, closing: int, last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1030,31 +1009,15 @@ def _turns(tiles: int, lines: int, group: int) -> list[tuple[int, int]]:
 #: With more shares not better: 800 and 795; 1,122 and 1,154; 1,883 and 1,982; 640 and 677; 439 and 456; 342 and 417;
 #: 630 and 740; 926 and 944; 1,583 and 1,616.
 _DIVISIONS = [
-    (6, 1383, 32, 4, 128, "causal", 4),
-    (9, 2560, 8, 1, 128, "causal", 4),
-    (4, 2048, 32, 8, 128, "causal", 2),
-    (5, 1800, 32, 8, 128, "causal", 2),
-    (4, 2048, 40, 8, 128, "causal", 5),
-    (6, 1383, 28, 4, 128, "causal", 7),
-    (3, 1700, 24, 4, 112, "causal", 3),
-    (16, 1000, 16, 2, 64, "causal", 2),
-    (4, 4096, 32, 4, 128, "window", 4),
-    (8, 1024, 32, 8, 128, "causal", 2),
-    (15, 1408, 8, 2, 128, "causal", 2),
-    (12, 1250, 16, 4, 128, "causal", 2),
-    (20, 520, 32, 4, 128, "causal", 4),
-    (15, 1408, 8, 2, 96, "causal", 2),
-    (4, 2048, 16, 2, 256, "causal", 4),
-    (4, 2048, 32, 4, 128, "causal", 1),
-    (2, 4096, 28, 4, 128, "causal", 1),
-    (3, 4096, 32, 8, 128, "causal", 1),
-    (8, 1408, 24, 8, 128, "causal", 1),
-    (6, 1408, 32, 8, 80, "causal", 1),
-    (4, 2048, 12, 2, 128, "causal", 2),
-    (6, 1383, 32, 16, 128, "causal", 1),
-    (6, 1383, 32, 4, 128, "full", 1),
-    (4, 4096, 32, 8, 128, "window", 1),
-]
+    (6, 1383, 32, 4, 128, "causal", 4), (9, 2560, 8, 1, 128, "causal", 4), (4, 2048, 32, 8, 128, "causal", 2),
+    (5, 1800, 32, 8, 128, "causal", 2), (4, 2048, 40, 8, 128, "causal", 5), (6, 1383, 28, 4, 128, "causal", 7),
+    (3, 1700, 24, 4, 112, "causal", 3), (16, 1000, 16, 2, 64, "causal", 2), (4, 4096, 32, 4, 128, "window", 4),
+    (8, 1024, 32, 8, 128, "causal", 2), (15, 1408, 8, 2, 128, "causal", 2), (12, 1250, 16, 4, 128, "causal", 2),
+    (20, 520, 32, 4, 128, "causal", 4), (15, 1408, 8, 2, 96, "causal", 2), (4, 2048, 16, 2, 256, "causal", 4),
+    (4, 2048, 32, 4, 128, "causal", 1), (2, 4096, 28, 4, 128, "causal", 1), (3, 4096, 32, 8, 128, "causal", 1),
+    (8, 1408, 24, 8, 128, "causal", 1), (6, 1408, 32, 8, 80, "causal", 1), (4, 2048, 12, 2, 128, "causal", 2),
+    (6, 1383, 32, 16, 128, "causal", 1), (6, 1383, 32, 4, 128, "full", 1), (4, 4096, 32, 8, 128, "window", 1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("batch, rows, heads, heads_kv, head_dim, band, shares", _DIVISIONS)
@@ -1336,19 +1299,11 @@ def _config_of_work(m: int, n: int, left: bool = False, right: bool = True, **ch
     """What the work of dense calls asks of a `KernelConfig`."""
     absent = dict.fromkeys(
         (
-            "PACKED",
-            "TOP_LEFT",
-            "ORDERED",
-            "REVERSES_LINES",
-            "REVERSES_WALKS",
-            "SHARES_PROGRESS",
-            "ROTATES_WALKS",
-            "WHOLE_LINES",
-            "TILE_K",
-            "KEY_LENGTHS",
+            "PACKED", "TOP_LEFT", "ORDERED", "REVERSES_LINES", "REVERSES_WALKS", "SHARES_PROGRESS", "ROTATES_WALKS",
+            "WHOLE_LINES", "TILE_K", "KEY_LENGTHS",
         ),
         False,
-    )
+    )  # fmt: skip
     return SimpleNamespace(**{**absent, "KEYS": n, "M": m, "HAS_LEFT": left, "HAS_RIGHT": right, **changes})
 
 
@@ -2019,20 +1974,13 @@ def test_every_head_of_the_backward_fits_on_chip(
     "head_dim, chunks",
     [
         *(
-            (1, (32, 0)),
-            (32, (32, 0)),
-            (33, (64, 0)),
-            (64, (64, 0)),
-            (65, (64, 16)),
-            (80, (64, 16)),
-            (81, (64, 32)),
-            (96, (64, 32)),
-            (97, (128, 0)),
+            (1, (32, 0)), (32, (32, 0)), (33, (64, 0)), (64, (64, 0)), (65, (64, 16)), (80, (64, 16)), (81, (64, 32)),
+            (96, (64, 32)), (97, (128, 0)),
         ),
         *((128, (128, 0)), (129, (128, 16)), (160, (128, 32)), (161, (128, 64)), (192, (128, 64)), (193, (256, 0))),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_chunks_of_the_backward(head_dim: int, chunks: tuple[int, int]) -> None:
     assert backward_configs.backward_chunks(head_dim) == chunks
 

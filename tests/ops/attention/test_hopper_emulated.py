@@ -576,17 +576,12 @@ _WITH_A_FUNCTION = {
 @pytest.mark.parametrize(
     "heads, name",
     [
-        ((64, 64), "causal"),
-        ((64, 64), "own bias"),
-        ((128, 128), "packed"),
-        ((128, 128), "in order, dropout"),
-        ((192, 128), "slopes behind a soft cap"),
-        ((192, 128), "blocks"),
-        ((256, 256), "shared bias"),
+        ((64, 64), "causal"), ((64, 64), "own bias"), ((128, 128), "packed"), ((128, 128), "in order, dropout"),
+        ((192, 128), "slopes behind a soft cap"), ((192, 128), "blocks"), ((256, 256), "shared bias"),
         ((256, 256), "slopes behind a soft cap"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_derivatives_of_a_score_function(hopper: Callable, heads: tuple[int, int], name: str) -> None:
     machine = hopper()
     case = replace(_SMALL, head_dim=heads[0], head_dim_v=heads[1], score_mod=True, constant=("score_mod",))

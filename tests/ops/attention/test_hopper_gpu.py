@@ -554,13 +554,9 @@ def test_walks_that_begin_where_others_are(
 
 
 _BANDS = [
-    {"causal": True},
-    {"causal": True, "align": "top_left"},
-    {"window": (70, 0)},
-    {"window": (5, 200)},
-    {"window": (None, 130)},
-    {"window": (0, 0)},
-]
+    {"causal": True}, {"causal": True, "align": "top_left"}, {"window": (70, 0)}, {"window": (5, 200)},
+    {"window": (None, 130)}, {"window": (0, 0)},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", _BANDS, ids=str)

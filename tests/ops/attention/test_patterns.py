@@ -196,18 +196,12 @@ def neighbours(length, kernel, dilation, causal):
 @pytest.mark.parametrize(
     "size, kernel, dilation, causal",
     [
-        (150, 7, 1, False),
-        (150, 4, 1, False),
-        (151, 5, 6, False),
-        (151, 8, 3, True),
-        ((9, 17), 3, 1, False),
-        ((13, 16), (5, 4), (2, 3), (False, True)),
-        ((3, 70), (3, 31), (1, 2), False),
-        ((4, 6, 10), (3, 3, 5), (1, 2, 1), (True, False, False)),
-        ((6, 5, 7), (6, 5, 7), 1, False),
+        (150, 7, 1, False), (150, 4, 1, False), (151, 5, 6, False), (151, 8, 3, True), ((9, 17), 3, 1, False),
+        ((13, 16), (5, 4), (2, 3), (False, True)), ((3, 70), (3, 31), (1, 2), False),
+        ((4, 6, 10), (3, 3, 5), (1, 2, 1), (True, False, False)), ((6, 5, 7), (6, 5, 7), 1, False),
         ((1, 1, 100), (1, 1, 9), 1, True),
     ],
-)
+)  # fmt: skip
 def test_neighborhood(size, kernel, dilation, causal, tile):
     sizes = (size,) if isinstance(size, int) else size
 
@@ -225,12 +219,9 @@ def test_neighborhood(size, kernel, dilation, causal, tile):
 
 
 TREES = [
-    ([5], [-1]),
-    ([70, 3, 60, 1, 90], [-1, 0, 0, 2, 1]),
-    ([2, 2, 1, 2], [-1, 0, 1, 0]),
-    ([40, 50, 30, 0, 20, 64], [-1, -1, 0, 1, 3, 0]),
-    ([100, 100], [-1, -1]),
-]
+    ([5], [-1]), ([70, 3, 60, 1, 90], [-1, 0, 0, 2, 1]), ([2, 2, 1, 2], [-1, 0, 1, 0]),
+    ([40, 50, 30, 0, 20, 64], [-1, -1, 0, 1, 3, 0]), ([100, 100], [-1, -1]),
+]  # fmt: skip
 
 
 def paths(lengths, parents):

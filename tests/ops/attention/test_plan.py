@@ -127,19 +127,12 @@ def _stored(found: AttentionKernel) -> list[allocate.Layout]:
 @pytest.mark.parametrize(
     "change, one_kernel",
     [
-        ({}, True),
-        ({"seq_q": 65}, False),
-        ({"seq_k": 65}, False),
-        ({"dtype": torch.float32}, False),
-        ({"sequences": 3}, False),
-        ({"block_tile": (64, 64)}, False),
-        ({"seq_q": 0}, False),
-        ({"seq_k": 0}, False),
-        ({"head_dim": 128, "head_dim_v": 80}, True),
-        ({"head_dim_v": 129}, False),
+        ({}, True), ({"seq_q": 65}, False), ({"seq_k": 65}, False), ({"dtype": torch.float32}, False),
+        ({"sequences": 3}, False), ({"block_tile": (64, 64)}, False), ({"seq_q": 0}, False), ({"seq_k": 0}, False),
+        ({"head_dim": 128, "head_dim_v": 80}, True), ({"head_dim_v": 129}, False),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_one_kernel_computes_all_gradients_where_one_tile_holds_a_sequence(change: dict, one_kernel: bool) -> None:
     result = plan("dq", _HOPPER, Call(seq_q=49, seq_k=64, heads=6, heads_kv=3)._replace(**change))
     assert result.all_gradients is one_kernel
@@ -273,15 +266,12 @@ def test_the_longest_walk_of_a_window() -> None:
 @pytest.mark.parametrize(
     "arch, dtype, allow_tf32, precision",
     [
-        ("sm_80", torch.float32, False, "ieee"),
-        ("sm_90", torch.float32, False, "bf16x6"),
-        ("sm_86", torch.float32, False, "ieee"),
-        ("sm_100", torch.float32, False, "ieee"),
-        ("sm_90", torch.float32, True, "tf32"),
-        ("sm_90", torch.float16, True, "ieee"),
+        ("sm_80", torch.float32, False, "ieee"), ("sm_90", torch.float32, False, "bf16x6"),
+        ("sm_86", torch.float32, False, "ieee"), ("sm_100", torch.float32, False, "ieee"),
+        ("sm_90", torch.float32, True, "tf32"), ("sm_90", torch.float16, True, "ieee"),
         ("gfx942", torch.float32, True, "ieee"),
     ],
-)
+)  # fmt: skip
 def test_precision_of_products(arch: str, dtype: torch.dtype, allow_tf32: bool, precision: str) -> None:
     call = Call(dtype=dtype, allow_tf32=allow_tf32)
     assert plan("forward", devices.KNOWN_DEVICES[arch], call).kernel.source.constants["PRECISION"] == precision

@@ -160,15 +160,11 @@ def test_masks_broadcast_and_have_gradients(shape: tuple[int, ...], dtype: torch
 @pytest.mark.parametrize(
     ("query", "mask"),
     [
-        ((2, 2, 3, 7, 8), (2, 1, 3, 7, 9)),
-        ((2, 2, 3, 7, 8), (1, 1, 1, 7, 9)),
-        ((2, 2, 3, 7, 8), (2, 1, 1, 9)),
-        ((3, 7, 8), (3, 7, 9)),
-        ((7, 8), (7, 9)),
-        ((7, 8), (1, 9)),
+        ((2, 2, 3, 7, 8), (2, 1, 3, 7, 9)), ((2, 2, 3, 7, 8), (1, 1, 1, 7, 9)), ((2, 2, 3, 7, 8), (2, 1, 1, 9)),
+        ((3, 7, 8), (3, 7, 9)), ((7, 8), (7, 9)), ((7, 8), (1, 9)),
     ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
 def test_masks_of_other_ranks(query: tuple[int, ...], mask: tuple[int, ...], dtype: torch.dtype) -> None:
     key = (*query[:-2], 9, 8)

@@ -31,23 +31,10 @@ _COMBINED = combined(*(name for name, case in PAIRS.items() if not _served(case)
 _ON_A_GPU = {name: case for name, case in (_COMBINED | EDGES).items() if _served(case)}
 #: What the diagonals depend on, together, and the edges.
 _INTERPRETED = [
-    "plain",
-    "grouped",
-    "head_dims",
-    "key_lengths+band causal",
-    "key_lengths+band top_left",
-    "key_lengths+alibi",
-    "band top_left+alibi",
-    "band left+softcap",
-    "band window+sinks",
-    "key_lengths+sinks",
-    "scale",
-    "one_query",
-    "no_queries",
-    "no_keys",
-    "no_batch",
-    "one_key",
-]
+    "plain", "grouped", "head_dims", "key_lengths+band causal", "key_lengths+band top_left", "key_lengths+alibi",
+    "band top_left+alibi", "band left+softcap", "band window+sinks", "key_lengths+sinks", "scale", "one_query",
+    "no_queries", "no_keys", "no_batch", "one_key",
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -85,15 +85,10 @@ def test_tensors_are_those_in_reach() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: x > SETTINGS.window,
-        above(SETTINGS),
-        above({1: 2}),
-        above(torch.nn.Linear(1, 1)),
-        torch.nn.Linear(1, 1).forward,
-        FIRST.item,
-        imports,
+        lambda x: x > SETTINGS.window, above(SETTINGS), above({1: 2}), above(torch.nn.Linear(1, 1)),
+        torch.nn.Linear(1, 1).forward, FIRST.item, imports,
     ],
-)
+)  # fmt: skip
 def test_what_may_change_unseen(function: Callable[..., Any]) -> None:
     assert Surroundings.of(function) is None
 

@@ -139,13 +139,10 @@ def test_tile_width(head_dim: int, width: int) -> None:
 @pytest.mark.parametrize(
     "kernel, head_dims, bounds, masks",
     [
-        ("forward", (128, 128), True, True),
-        ("forward", (64, 256), True, False),
-        ("dq", (256, 64), True, False),
-        ("dkdv", (128, 65), True, True),
-        ("dkdv", (129, 64), False, False),
+        ("forward", (128, 128), True, True), ("forward", (64, 256), True, False), ("dq", (256, 64), True, False),
+        ("dkdv", (128, 65), True, True), ("dkdv", (129, 64), False, False),
     ],
-)
+)  # fmt: skip
 def test_what_whole_tiles_leave_out(kernel: str, head_dims: tuple[int, int], bounds: bool, masks: bool) -> None:
     key = TileKey(torch.float16, *head_dims, banded=False, length="long")
     assert drops_bounds(kernel, key) is bounds
