@@ -630,57 +630,69 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
         assert given["problem.query_tiles"] * 128 >= 500 and given["problem.key_tiles"] * 128 == 768
 
 
-@pytest.mark.parametrize(
-    "rows, keys, heads, heads_kv, head_dim, spec, masks_last",
-    [
-        (8192, 8192, 2, 2, 128, {"window_right": 0}, True),
-        (8191, 8192, 2, 2, 128, {"window_right": 0}, False),
-        (1024, 512, 8, 1, 128, {"window_right": 0}, True),
-        (1024, 512, 8, 1, 128, {"window_right": 0, "deterministic": True}, True),
-        (8192, 8100, 2, 2, 128, {}, False),  # there is no mask
-        (8192, 8192, 2, 2, 128, {}, False),
-        (8192, 8192, 2, 2, 128, {"window_left": 99, "window_right": 0}, False),
-        (8192, 8192, 2, 2, 128, {"window_right": 0, "softcap": 9.0}, False),
-        *((8192, 8192, 2, 2, head_dim, {"window_right": 0}, False) for head_dim in (64, 192, 256)),
+_CAUSAL, _WINDOW = {"window_right": 0}, {"window_left": 99, "window_right": 0}
+_WIDTHS = (64, 128, 256)
+#: Why a backward has a loop: rows, keys, heads and key/value heads; widths; what the spec has; the constant's value.
+_LOOPS: dict[str, list[tuple[tuple[int, int, int, int], tuple[int, ...], dict[str, Any], bool]]] = {
+    # Masked steps have a loop of their own in long walks.
+    "loops.MASKS_LAST": [
+        ((8192, 8192, 2, 2), (128,), _CAUSAL, True),
+        ((8191, 8192, 2, 2), (128,), _CAUSAL, False),
+        ((1024, 512, 8, 1), (128,), _CAUSAL, True),
+        ((1024, 512, 8, 1), (128,), _CAUSAL | {"deterministic": True}, True),
+        ((8192, 8100, 2, 2), (128,), {}, False),  # there is no mask
+        ((8192, 8192, 2, 2), (128,), {}, False),
+        ((8192, 8192, 2, 2), (128,), _WINDOW, False),
+        ((8192, 8192, 2, 2), (128,), _CAUSAL | {"softcap": 9.0}, False),
+        ((8192, 8192, 2, 2), (64, 192, 256), _CAUSAL, False),
     ],
-    ids=str,
-)
-def test_masked_steps_have_a_loop_of_their_own_in_long_walks(
-    rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, spec: dict[str, Any], masks_last: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Beside ALiBi, and with a Triton that makes products wait there, they never have one."""
-
-    def chosen(**changes: int) -> bool:
-        call = (rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
-        return _main_constants(*call, **changes)["loops.MASKS_LAST"]
-
-    monkeypatch.setattr(schedule, "SUMS_PASS_LOOPS", True)
-    assert chosen() is masks_last
-    assert not chosen(alibi=2)
-    monkeypatch.setattr(schedule, "SUMS_PASS_LOOPS", False)
-    assert not chosen()
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(
-    "keys, head_dim, spec, masked",
-    [
-        (8100, 64, {}, False),
-        (8100, 128, {}, False),
-        (8192, 128, {"window_right": 0}, True),
-        (8100, 64, {"window_left": 9}, True),
-        (8100, 192, {}, True),  # statistics are subtracted, not multiplied
-        (8100, 64, {"softcap": 9.0}, True),
+    # Keys past the end need no mask where statistics are operands.
+    "loops.MASKS": [
+        ((8192, 8100, 2, 2), (64, 128), {}, False),
+        ((8192, 8192, 2, 2), (128,), _CAUSAL, True),
+        ((8192, 8100, 2, 2), (64,), {"window_left": 9}, True),
+        ((8192, 8100, 2, 2), (192,), {}, True),  # statistics are subtracted, not multiplied
+        ((8192, 8100, 2, 2), (64,), {"softcap": 9.0}, True),
     ],
-    ids=str,
-)
-def test_keys_past_the_end_need_no_mask_where_statistics_are_operands(
-    keys: int, head_dim: int, spec: dict[str, Any], masked: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    more = {"key_lengths_dtype": torch.int32} if packed else {}
-    constants = _main_constants(8192, keys, 2, 2, head_dim, AttentionSpec(0.1, **spec), monkeypatch, **more)
-    assert constants["loops.MASKS"] is masked
+    # Long walks of heads that share keys are reversed.
+    "loops.REVERSES_WALKS": [
+        ((8192, 8192, 16, 2), _WIDTHS, _CAUSAL, True),
+        ((1024, 512, 8, 1), _WIDTHS, _CAUSAL, True),
+        ((1023, 512, 8, 1), _WIDTHS, _CAUSAL, False),
+        ((8192, 8192, 2, 2), _WIDTHS, _CAUSAL, False),
+        ((8192, 8192, 16, 2), _WIDTHS, {}, False),
+        ((8192, 8192, 16, 2), _WIDTHS, _WINDOW, False),
+        ((8192, 8192, 16, 2), _WIDTHS, _CAUSAL | {"deterministic": True}, False),
+    ],
+    # Key tiles begin together in a window of heads that share keys.
+    "loops.ROTATES_WALKS": [
+        ((8192, 8192, 16, 2), (128,), _WINDOW, True),
+        ((8192, 8192, 16, 2), (128,), {"window_left": 99, "window_right": 9}, True),
+        ((8192, 8192, 2, 2), (128,), _WINDOW, False),
+        ((8192, 8192, 16, 2), (128,), {"window_left": 99}, False),
+        ((8192, 8192, 16, 2), (128,), _CAUSAL, False),
+        ((8192, 8192, 16, 2), (128,), _WINDOW | {"deterministic": True}, False),
+    ],
+}
+
+
+@pytest.mark.parametrize("constant", _LOOPS)
+def test_loops_of_the_backward(constant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masked steps beside ALiBi, and with a Triton that makes products wait there, never have a loop of their own."""
+    for sizes, widths, spec, value in _LOOPS[constant]:
+
+        def chosen(head_dim: int, sizes: tuple[int, ...] = sizes, spec: dict[str, Any] = spec, **changes: Any) -> bool:
+            return _main_constants(*sizes, head_dim, AttentionSpec(0.1, **spec), monkeypatch, **changes)[constant]
+
+        for width in widths:
+            if constant == "loops.MASKS_LAST":
+                monkeypatch.setattr(schedule, "SUMS_PASS_LOOPS", False)
+                assert not chosen(width)
+                monkeypatch.setattr(schedule, "SUMS_PASS_LOOPS", True)
+                assert not chosen(width, alibi=2)
+            assert chosen(width) is value, (sizes, width, spec)
+            if constant == "loops.MASKS":
+                assert chosen(width, key_lengths_dtype=torch.int32) is value, (sizes, width, spec)
 
 
 #: Batch, queries, keys, heads, key/value heads, head_dim, band, and whether thread blocks take whole lines.
@@ -731,47 +743,6 @@ def test_thread_blocks_take_whole_lines_whose_sums_stay_in_the_cache(
             assert plan.pipeline.plans["main"].programs == min(batch * heads_kv, 132)
             kept = plan.pipeline.plans["main"].programs * heads // heads_kv * -(-rows // 128) * 128 * head_dim
             assert plan.pipeline.scratch.parts.get("sums", (0, 0))[1] <= kept
-
-
-@pytest.mark.parametrize(
-    "rows, keys, heads, heads_kv, spec, reverses_walks",
-    [
-        (8192, 8192, 16, 2, {"window_right": 0}, True),
-        (1024, 512, 8, 1, {"window_right": 0}, True),
-        (1023, 512, 8, 1, {"window_right": 0}, False),
-        (8192, 8192, 2, 2, {"window_right": 0}, False),
-        (8192, 8192, 16, 2, {}, False),
-        (8192, 8192, 16, 2, {"window_left": 99, "window_right": 0}, False),
-        (8192, 8192, 16, 2, {"window_right": 0, "deterministic": True}, False),
-    ],
-    ids=str,
-)
-def test_long_walks_of_heads_that_share_keys_are_reversed(
-    rows: int, keys: int, heads: int, heads_kv: int, spec: dict[str, Any], reverses_walks: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    for head_dim in (64, 128, 256):
-        constants = _main_constants(rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
-        assert constants["loops.REVERSES_WALKS"] is reverses_walks
-
-
-@pytest.mark.parametrize(
-    "heads, heads_kv, spec, rotates_walks",
-    [
-        (16, 2, {"window_left": 99, "window_right": 0}, True),
-        (16, 2, {"window_left": 99, "window_right": 9}, True),
-        (2, 2, {"window_left": 99, "window_right": 0}, False),
-        (16, 2, {"window_left": 99}, False),
-        (16, 2, {"window_right": 0}, False),
-        (16, 2, {"window_left": 99, "window_right": 0, "deterministic": True}, False),
-    ],
-    ids=str,
-)
-def test_key_tiles_begin_together_in_a_window_of_heads_that_share_keys(
-    heads: int, heads_kv: int, spec: dict[str, Any], rotates_walks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    constants = _main_constants(8192, 8192, heads, heads_kv, 128, AttentionSpec(0.1, **spec), monkeypatch)
-    assert constants["loops.ROTATES_WALKS"] is rotates_walks
 
 
 @pytest.mark.parametrize(
