@@ -15,21 +15,8 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.api import checked_forward, unmasked_forward
-from flashtile.ops.kv_cache.spec import (
-    CacheCall,
-    CacheSpec,
-    indexable,
-    lengths_before,
-    lse_dtype,
-    new_counts,
-    numbered,
-    packed_rows,
-    places,
-    query_counts,
-    store,
-    visible_in_tree,
-    widened,
-)
+from flashtile.ops.kv_cache import spec as formulas
+from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.rotary.api import apply_rotary
 
 
@@ -50,7 +37,7 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
     different heads."""
     q = call.q
     if call.k is not None:
-        before = lengths_before(call, spec)
+        before = formulas.lengths_before(call, spec)
         _append(call, spec, before)
         q = _rotated_queries(call, spec, before)
     if call.cu_seqlens_q is not None:
@@ -64,7 +51,7 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
         return results[0]
     if not results:
         batch, seq_q, heads, _ = q.shape
-        empty = q.new_empty(batch, heads, seq_q, dtype=lse_dtype(q.dtype))
+        empty = q.new_empty(batch, heads, seq_q, dtype=formulas.lse_dtype(q.dtype))
         return q.new_empty(batch, seq_q, heads, call.v_cache.shape[-1]), empty
     return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
 
@@ -72,8 +59,8 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
 def _packed(q: Tensor, call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
     total_q, heads, head_dim = q.shape
     out = q.new_zeros(total_q, heads, call.v_cache.shape[-1])
-    lse = q.new_full((heads, total_q), float("-inf"), dtype=lse_dtype(q.dtype))
-    counts = query_counts(call)
+    lse = q.new_full((heads, total_q), float("-inf"), dtype=formulas.lse_dtype(q.dtype))
+    counts = formulas.query_counts(call)
     first = 0
     for piece in _pieces(call, spec, counts):
         sequences, seq_q = piece.keys.shape[0], counts[piece.sequences.start]
@@ -100,7 +87,7 @@ def _attend(q: Tensor, piece: _Piece, call: CacheCall, spec: CacheSpec, tree: Te
         alibi_slopes=slopes[piece.sequences] if slopes is not None and slopes.dim() == 2 else slopes,
         sinks=call.sinks,
         backend="cpu",
-        mask=None if tree is None else visible_in_tree(tree, piece.keys.shape[1])[:, None],
+        mask=None if tree is None else formulas.visible_in_tree(tree, piece.keys.shape[1])[:, None],
         batch_invariant=spec.batch_invariant,
     )
 
@@ -138,21 +125,21 @@ def prepare_calls(call: CacheCall, spec: CacheSpec) -> Callable[..., tuple[Tenso
 def _append(call: CacheCall, spec: CacheSpec, before: Tensor) -> None:
     if call.k is None:
         return
-    sequence, number = numbered(new_counts(call), before.device)
+    sequence, number = formulas.numbered(formulas.new_counts(call), before.device)
     if not sequence.shape[0]:
         return
     row = before[sequence] + number
-    k = packed_rows(call.k, call.cu_seqlens_new)[: row.shape[0]]
-    v = None if call.v is None else packed_rows(call.v, call.cu_seqlens_new)[: row.shape[0]]
-    where = places(call, sequence, row)
-    store(call, spec, where, _rotated(k, call, spec, row), v)
+    k = formulas.packed_rows(call.k, call.cu_seqlens_new)[: row.shape[0]]
+    v = None if call.v is None else formulas.packed_rows(call.v, call.cu_seqlens_new)[: row.shape[0]]
+    where = formulas.places(call, sequence, row)
+    formulas.store(call, spec, where, _rotated(k, call, spec, row), v)
 
 
 def _rotated_queries(call: CacheCall, spec: CacheSpec, before: Tensor) -> Tensor:
-    q = packed_rows(call.q, call.cu_seqlens_q)
+    q = formulas.packed_rows(call.q, call.cu_seqlens_q)
     if call.rotary_cos is None or not q.numel():
         return call.q
-    sequence, number = numbered(query_counts(call), before.device)
+    sequence, number = formulas.numbered(formulas.query_counts(call), before.device)
     position = before[sequence] + number if spec.banded else before[sequence]
     rows = position.shape[0]
     turned = _rotated(q[:rows], call, spec, position)
@@ -170,7 +157,7 @@ def _pieces(call: CacheCall, spec: CacheSpec, counts: list[int] | None = None) -
     """All sequences in their order. `counts`: queries of each, where they differ."""
     batch = call.batch
     lengths = [spec.length] * batch if call.cache_lengths is None else call.cache_lengths.tolist()
-    ends = [length + new for length, new in zip(lengths, new_counts(call))]
+    ends = [length + new for length, new in zip(lengths, formulas.new_counts(call))]
     one_count = counts is None or len(set(counts)) == 1
     everywhere = call.block_table is call.cache_batch_indices is call.cache_left_padding is None
     if everywhere and one_count and len(set(ends)) == 1:
@@ -207,7 +194,7 @@ def _piece(call: CacheCall, sequences: slice, parts: list[Tensor]) -> _Piece:
     descale_k = None if call.descale_k is None else factors[0]
     descale_v = None if call.descale_v is None else factors[-1]
     dtype = call.q.dtype
-    return _Piece(sequences, widened(keys, descale_k, dtype), widened(values, descale_v, dtype))
+    return _Piece(sequences, formulas.widened(keys, descale_k, dtype), formulas.widened(values, descale_v, dtype))
 
 
 def _in_order(pages: Tensor, *caches: Tensor) -> Iterator[Tensor]:
@@ -216,5 +203,5 @@ def _in_order(pages: Tensor, *caches: Tensor) -> Iterator[Tensor]:
     first, count = numbers[0] if numbers else 0, len(numbers)
     in_one_piece = numbers == list(range(first, first + count))
     for cache in caches:
-        chosen = cache[first : first + count] if in_one_piece else indexable(cache).index_select(0, pages)
+        chosen = cache[first : first + count] if in_one_piece else formulas.indexable(cache).index_select(0, pages)
         yield chosen.view(cache.dtype).flatten(0, 1)[None]

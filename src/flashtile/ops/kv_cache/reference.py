@@ -12,45 +12,33 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.api import checked_forward
-from flashtile.ops.kv_cache.spec import (
-    CacheCall,
-    CacheSpec,
-    gathered,
-    lengths_before,
-    lse_dtype,
-    new_counts,
-    packed_rows,
-    places,
-    query_counts,
-    shaped_results,
-    store,
-    visible_in_tree,
-)
+from flashtile.ops.kv_cache import spec as formulas
+from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.rotary.api import apply_rotary
 
 
 def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
     """(out, lse); shapes as in `flashtile.attention_with_kv_cache`."""
-    q = packed_rows(call.q, call.cu_seqlens_q)
+    q = formulas.packed_rows(call.q, call.cu_seqlens_q)
     total_q, heads, _ = q.shape
     out = q.new_zeros(total_q, heads, call.v_cache.shape[-1])
-    lse = q.new_full((heads, total_q), float("-inf"), dtype=lse_dtype(q.dtype))
+    lse = q.new_full((heads, total_q), float("-inf"), dtype=formulas.lse_dtype(q.dtype))
     left = [0] * call.batch if call.cache_left_padding is None else call.cache_left_padding.tolist()
-    before, new = lengths_before(call, spec).tolist(), new_counts(call)
+    before, new = formulas.lengths_before(call, spec).tolist(), formulas.new_counts(call)
     for sequence, rows in enumerate(_slices(new)):
         _append(call, spec, sequence, before[sequence], rows)
-    for sequence, queries in enumerate(_slices(query_counts(call))):
+    for sequence, queries in enumerate(_slices(formulas.query_counts(call))):
         total = before[sequence] + new[sequence]
         row = torch.arange(min(left[sequence], total), total, device=q.device)
-        where = places(call, torch.full_like(row, sequence), row)
+        where = formulas.places(call, torch.full_like(row, sequence), row)
         slopes, mask = call.alibi_slopes, None
         if call.tree_mask is not None:
             tree = call.tree_mask[queries] if call.cu_seqlens_q is not None else call.tree_mask[sequence]
-            mask = visible_in_tree(tree[:, : q[queries].shape[0]], row.shape[0])
+            mask = formulas.visible_in_tree(tree[:, : q[queries].shape[0]], row.shape[0])
         result, result_lse = checked_forward(
             _rotated_queries(call, spec, q[queries], before[sequence])[None],
-            gathered(call.k_cache, call.descale_k, where, q.dtype)[None],
-            gathered(call.v_cache, call.descale_v, where, q.dtype)[None],
+            formulas.gathered(call.k_cache, call.descale_k, where, q.dtype)[None],
+            formulas.gathered(call.v_cache, call.descale_v, where, q.dtype)[None],
             window=(spec.window_left, spec.window_right),
             scale=spec.scale,
             softcap=spec.softcap,
@@ -61,7 +49,7 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
             batch_invariant=spec.batch_invariant,
         )
         out[queries], lse[:, queries] = result[0], result_lse[0]
-    return shaped_results(call, out, lse)
+    return formulas.shaped_results(call, out, lse)
 
 
 def _slices(counts: list[int]) -> list[slice]:
@@ -74,11 +62,11 @@ def _append(call: CacheCall, spec: CacheSpec, sequence: int, before: int, new: s
     """Stores the new rows of one sequence."""
     if call.k is None:
         return
-    k = packed_rows(call.k, call.cu_seqlens_new)[new]
-    v = None if call.v is None else packed_rows(call.v, call.cu_seqlens_new)[new]
+    k = formulas.packed_rows(call.k, call.cu_seqlens_new)[new]
+    v = None if call.v is None else formulas.packed_rows(call.v, call.cu_seqlens_new)[new]
     row = torch.arange(before, before + k.shape[0], device=k.device)
-    where = places(call, torch.full_like(row, sequence), row)
-    store(call, spec, where, _rotated(k, call, spec, before), v)
+    where = formulas.places(call, torch.full_like(row, sequence), row)
+    formulas.store(call, spec, where, _rotated(k, call, spec, before), v)
 
 
 def _rotated_queries(call: CacheCall, spec: CacheSpec, q: Tensor, before: int) -> Tensor:
