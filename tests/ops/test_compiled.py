@@ -115,6 +115,7 @@ def test_second_size_and_number(name: str, dynamic: bool | None) -> None:
         assert_same(results(compiled, leaves, size, number), results(call, leaves, size, number))
 
 
+@pytest.mark.slow  # five to ten seconds of sizes as symbols
 @pytest.mark.parametrize("options", [{"positions": "rotary"}, {"positions": "learned"}, {"parallel": True}], ids=str)
 def test_model_of_dynamic_length(options: dict) -> None:
     config = GPTConfig(vocabulary=20, context=16, layers=1, heads=2, width=8, **options)
