@@ -141,11 +141,11 @@ def test_slopes_outlive_a_call_without_values():
 
 def test_mistakes_are_explained():
     qkv, cu_seqlens = torch.randn(2, 6, 3, 2, 8), cumulative([6])
-    with pytest.raises(ValueError, match=r"qkv: expected \[batch, seq, 3, heads, head_dim\], got shape \(6, 3, 2, 8\)"):
+    with pytest.raises(ValueError, match=r"qkv: expected shape \[batch, seq, 3, heads, head_dim\], got \[6, 3, 2, 8\]"):
         FlashSelfAttention()(qkv[0])
-    with pytest.raises(ValueError, match=r"qkv: expected \[total, 3, heads, head_dim\], got shape \(2, 6, 3, 2, 8\)"):
+    with pytest.raises(ValueError, match=r"qkv: expected shape \[total, 3, heads, head_dim\], got \[2, 6, 3, 2, 8\]"):
         FlashSelfAttention()(qkv, cu_seqlens=cu_seqlens)
-    with pytest.raises(ValueError, match=r"kv: expected \[batch, seq, 2, heads, head_dim\], got"):
+    with pytest.raises(ValueError, match=r"kv: expected shape \[batch, seq, 2, heads, head_dim\], got"):
         FlashCrossAttention()(qkv[:, :, 0], qkv)
     with pytest.raises(ValueError, match="max_seqlen: expected None without cu_seqlens"):
         FlashSelfAttention()(qkv, max_seqlen=6)

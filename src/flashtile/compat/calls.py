@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import flashtile
 from flashtile.compat.rows import check_page_numbers, check_pages, gathered_keys
+from flashtile.modules.attention import unpacked
 
 Window = tuple[int | None, int | None]
 #: out, and what else was asked for.
@@ -105,11 +106,10 @@ def taken_apart(given: dict[str, Any], **fixed: Any) -> Given:
         layout = with_longest(Packed(ends, ends, most, most))
     elif "cu_seqlens_q" in rest:
         layout = with_longest(Packed(**{name: rest.pop(name) for name in Packed._fields if name in rest}))
-    rows = "batch, seq" if layout is None else "total"
     if "qkv" in rest:
-        q, k, v = unpacked("qkv", rest.pop("qkv"), 3, rows)
+        q, k, v = unpacked("qkv", rest.pop("qkv"), 3, layout is not None)
     elif "kv" in rest:
-        q, (k, v) = rest.pop("q"), unpacked("kv", rest.pop("kv"), 2, rows)
+        q, (k, v) = rest.pop("q"), unpacked("kv", rest.pop("kv"), 2, layout is not None)
     else:
         q, k, v = rest.pop("q"), rest.pop("k"), rest.pop("v")
     return Given(q, k, v, layout, call, rest)
@@ -372,13 +372,3 @@ def longest(value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return int(value) if value.device.type == "cpu" else None
     return value
-
-
-def unpacked(name: str, packed: Tensor, parts: int, layout: str) -> tuple[Tensor, ...]:
-    """Views of the parts of packed qkv or kv, which are the third dimension from the end."""
-    names = layout.split(", ")
-    if packed.dim() != len(names) + 3 or packed.shape[-3] != parts:
-        raise ValueError(
-            f"{name}: expected shape [{layout}, {parts}, heads, head_dim], got {list(packed.shape)}; stack its parts"
-        )
-    return packed.unbind(-3)

@@ -56,16 +56,14 @@ def _get_block_size_n(**given: Any) -> int:
 
 
 def _flash_attn_forward(return_softmax: bool, **given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The forward by itself: out, lse, S_dmask and rng_state, int64 `[2]`, which the backward wants."""
-    return calls.forward(taken_apart(given), return_softmax)
-
-
-def _flash_attn_varlen_forward(return_softmax: bool, **given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The packed forward by itself, as `_flash_attn_forward`.
+    """The forward by itself, dense or packed: out, lse, S_dmask and rng_state, int64 `[2]`, which the backward wants.
 
     `leftpad_k` and `seqused_k`, int32 `[batch]`, take keys away at the beginning and at the end of each sequence.
     """
     return calls.forward(taken_apart(given), return_softmax)
+
+
+_flash_attn_varlen_forward = _flash_attn_forward
 
 
 @torch.no_grad()

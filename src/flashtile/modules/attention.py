@@ -139,7 +139,7 @@ class FlashSelfAttention(_Attention):
         """
         if other_names:
             refuse_other_names(self, FlashSelfAttention.forward, other_names)
-        q, k, v = _unpacked("qkv", qkv, 3, cu_seqlens is not None)
+        q, k, v = unpacked("qkv", qkv, 3, cu_seqlens is not None)
         return self._attend(q, k, v, causal, cu_seqlens, max_seqlen, max_seqlen_k=max_seqlen)
 
 
@@ -168,7 +168,7 @@ class FlashCrossAttention(_Attention):
         """
         if other_names:
             refuse_other_names(self, FlashCrossAttention.forward, other_names)
-        k, v = _unpacked("kv", kv, 2, cu_seqlens is not None)
+        k, v = unpacked("kv", kv, 2, cu_seqlens is not None)
         of_keys = cu_seqlens_k, max_seqlen_k
         return self._attend(q, k, v, causal, cu_seqlens, max_seqlen, *of_keys)
 
@@ -208,12 +208,12 @@ def _window(window_size: tuple[int | None, int | None]) -> tuple[int | None, int
     return left, right
 
 
-def _unpacked(name: str, packed: Tensor, parts: int, varlen: bool) -> tuple[Tensor, ...]:
+def unpacked(name: str, packed: Tensor, parts: int, varlen: bool) -> tuple[Tensor, ...]:
     """Views of the parts, which are the third dimension from the end."""
     layout = "[total" if varlen else "[batch, seq"
     if packed.dim() != (4 if varlen else 5) or packed.shape[-3] != parts:
         raise ValueError(
-            f"{name}: expected {layout}, {parts}, heads, head_dim], got shape {tuple(packed.shape)}; cu_seqlens says "
+            f"{name}: expected shape {layout}, {parts}, heads, head_dim], got {list(packed.shape)}; cu_seqlens says "
             "which of the layouts it is"
         )
     return packed.unbind(-3)
