@@ -12,16 +12,22 @@ from torch.nn import functional as F
 import flashtile
 from flashtile.ops.dense.spec import ACTIVATIONS
 from flashtile.testing import assert_close
-from support.companions.dense_cases import MlpCase, check, make_operands, parameters, run_mlp
+from support.companions.dense_cases import CASES, NARROW_CASES, MlpCase, check, make_operands, parameters, run_mlp
+from support.running.each_case import each_case
 from support.running.places import places
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 _dense = torch.ops.flashtile
 
 
-@places("cpu", "interpreted", "gpu")
+@each_case("case", (CASES | NARROW_CASES).values())
+def test_the_cpu_agrees_with_the_oracle(case: MlpCase) -> None:
+    check(case, "cpu")
+
+
+@places("interpreted", "gpu")
 @pytest.mark.parametrize("case", parameters())
-def test_agrees_with_the_oracle(case: MlpCase, backend: str, device: str) -> None:
+def test_kernels_agree_with_the_oracle(case: MlpCase, backend: str, device: str) -> None:
     check(case, backend, device)
 
 

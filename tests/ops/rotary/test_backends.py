@@ -16,9 +16,14 @@ from support.running.places import places
 _DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
-@places("cpu", "interpreted", "gpu")
+@each_case("case", (COMBINED | EDGES).values())
+def test_the_cpu_agrees_with_the_oracle(case: RotaryCase) -> None:
+    check(case, "cpu")
+
+
+@places("interpreted", "gpu")
 @pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
-def test_agrees_with_the_oracle(case: RotaryCase, backend: str, device: str) -> None:
+def test_kernels_agree_with_the_oracle(case: RotaryCase, backend: str, device: str) -> None:
     check(case, backend, device)
 
 

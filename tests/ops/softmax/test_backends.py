@@ -9,13 +9,19 @@ import torch
 
 import flashtile
 from flashtile.testing import assert_close
-from support.companions.softmax_cases import SoftmaxCase, check, parameters
+from support.companions.softmax_cases import CASES, SoftmaxCase, check, parameters
+from support.running.each_case import each_case
 from support.running.places import places
 
 
-@places("cpu", "interpreted", "gpu")
+@each_case("case", CASES.values())
+def test_the_cpu_agrees_with_the_oracle(case: SoftmaxCase) -> None:
+    check(case, "cpu")
+
+
+@places("interpreted", "gpu")
 @pytest.mark.parametrize("case", parameters())
-def test_agrees_with_the_oracle(case: SoftmaxCase, backend: str, device: str) -> None:
+def test_kernels_agree_with_the_oracle(case: SoftmaxCase, backend: str, device: str) -> None:
     check(case, backend, device)
 
 
