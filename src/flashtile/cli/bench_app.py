@@ -174,16 +174,9 @@ def bench_distributed(
 
     names = [part for name in impl or () for part in name.split(",") if part]
     distributed.bench_distributed(
-        output,
-        gpus=gpus,
-        quick=quick,
-        lengths=lengths or (),
-        mask=mask,
-        impl=names,
-        seconds=seconds,
-        profile=profile,
+        output, gpus=gpus, quick=quick, lengths=lengths or (), mask=mask, impl=names, seconds=seconds, profile=profile,
         limit=limit,
-    )
+    )  # fmt: skip
     return True
 
 

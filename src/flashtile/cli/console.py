@@ -89,13 +89,9 @@ def _wrapped(line: str, width: int) -> str:
     indent = line[: len(line) - len(line.lstrip())]
     held = _UNIT.sub("\xa0", line.strip())
     wrapped = textwrap.fill(
-        held,
-        width,
-        initial_indent=indent,
-        subsequent_indent=indent + "    ",
-        break_long_words=False,
+        held, width, initial_indent=indent, subsequent_indent=indent + "    ", break_long_words=False,
         break_on_hyphens=False,
-    )
+    )  # fmt: skip
     return wrapped.replace("\xa0", " ")
 
 

@@ -72,20 +72,11 @@ def explain(call: Call) -> flashtile.Explanation:
     try:
         if call.block_mask is not None:
             options["block_mask"] = parse_block_mask(call.block_mask, seq_q, seq_k).to("meta")
+        align = cast(Literal["bottom_right", "top_left"], call.align)
         return flashtile.explain(
-            q,
-            k,
-            v,
-            causal=call.causal,
-            align=cast(Literal["bottom_right", "top_left"], call.align),
-            window=parse_window(call.window),
-            dropout_p=call.dropout_p,
-            softcap=call.softcap,
-            deterministic=call.deterministic,
-            backend=call.backend,
-            device=call.place,
-            **options,
-        )
+            q, k, v, causal=call.causal, align=align, window=parse_window(call.window), dropout_p=call.dropout_p,
+            softcap=call.softcap, deterministic=call.deterministic, backend=call.backend, device=call.place, **options,
+        )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from None
 
@@ -116,18 +107,10 @@ def describe_io(call: Call, name: str, measure: bool = False) -> Table | str:
     try:
         batch, seq_q, seq_k = call.sizes
         shape = io_model.Shape(
-            batch,
-            call.heads,
-            seq_q,
-            call.head_dim,
-            seq_k,
-            call.heads_kv,
-            call.head_dim_v,
-            dtype=parse_dtype(call.dtype),
-            causal=call.causal,
-            window=parse_window(call.window),
+            batch, call.heads, seq_q, call.head_dim, seq_k, call.heads_kv, call.head_dim_v,
+            dtype=parse_dtype(call.dtype), causal=call.causal, window=parse_window(call.window),
             dropout_p=call.dropout_p,
-        )
+        )  # fmt: skip
         headings, *lines = comparison_lines(shape, device, kernels=True, backend=call.backend)
         return Table(f"IO model: forward and backward on {device.name}", headings, lines)
     except ValueError as error:

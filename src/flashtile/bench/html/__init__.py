@@ -201,22 +201,14 @@ def _page(
     light, dark = (" ".join(f"--c{i}: {colour};" for i, colour in enumerate(colours)) for colours in (LIGHT, DARK))
     names = dict.fromkeys(row["impl"] for part in parts for row in part.named.rows)
     return environment.get_template("report.html.jinja").render(
-        title=_TITLE,
-        light=light,
-        dark=dark,
-        columns=range(1, _COLUMNS + 1),
+        title=_TITLE, names=_NAMES, light=light, dark=dark, columns=range(1, _COLUMNS + 1), notes=notes,
+        verdict=verdict, parts=parts, facts_of=_facts, introduction=_introduction([part.named for part in parts]),
         classes=Markup("\n".join([classes, *(_column_names(*column) for column in columns.items())])),
         class_of=lambda headings: columns[tuple(headings)],
-        introduction=_introduction([part.named for part in parts]),
-        notes=notes,
-        verdict=verdict,
-        names=_NAMES,
         glossary=sorted((words.implementation_name(name), name) for name in names if words.implementation_name(name)),
         picture_of=lambda chart: Markup(pictures.get(id(chart), "")),
         machines=list(dict.fromkeys(part.named.machine for part in parts)),
-        parts=parts,
-        facts_of=_facts,
-    )
+    )  # fmt: skip
 
 
 def _introduction(records: Sequence[Named]) -> str:

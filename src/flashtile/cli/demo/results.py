@@ -78,16 +78,10 @@ def verdict(results: Results) -> str:
 
 def training_table(results: Results) -> Table:
     model = results.plan.model
-    lines = [
-        [
-            name,
-            f"{training.losses[0]:.4f}",
-            f"{training.losses[-1]:.4f}",
-            f"{training.tokens_per_second:,.0f}",
-            mebibytes(training.peak_bytes),
-        ]
-        for name, training in results.trainings.items()
-    ]
+    lines = []
+    for name, training in results.trainings.items():
+        losses = (f"{loss:.4f}" for loss in (training.losses[0], training.losses[-1]))
+        lines.append([name, *losses, f"{training.tokens_per_second:,.0f}", mebibytes(training.peak_bytes)])
     title = (
         f"Training a GPT, {model.layers} layers of width {model.width}, "
         f"batch {results.plan.batch} × {model.context} bytes, {len(results.trainings[OURS].losses)} steps"
