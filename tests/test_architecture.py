@@ -123,8 +123,8 @@ PORTABLE_BIAS_GRADIENT = {
 #: What kernels of one operation take from another's: the vocabulary of the Hopper kernels.
 HOPPER_VOCABULARY = "attention.hopper.primitives"
 #: A plan that chooses between packages of kernels, and between these and the forward of attention.
-PLAN_OF_CACHES = "kv_cache.triton.plan"
-FORWARD_OVER_CACHES = "attention.hopper.cache_launch", "attention.hopper.steps_launch"
+PLAN_OF_CACHES = "kv_cache.triton.launch"
+FORWARD_OVER_CACHES = "attention.hopper.cache_launch"
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
 COMMON, COMMON_ON_BACKENDS = "common", {"backends", "repeated", "split_keys", "tiles", "watch"}
 #: One table of what every operation's operators are in PyTorch's own.
@@ -235,7 +235,7 @@ def _forbidden_within_operation(module: list[str], name: list[str]) -> str:
         return "what operations share knows none of them"
     if part == "hopper" and ".".join(name[2:5]) == HOPPER_VOCABULARY:
         return ""
-    if ".".join(module[2:]) == PLAN_OF_CACHES and ".".join(name[2:5]) in FORWARD_OVER_CACHES:
+    if ".".join(module[2:]) == PLAN_OF_CACHES and ".".join(name[2:5]) == FORWARD_OVER_CACHES:
         return ""
     if len(name) < 4 or name[2] != operation:
         return "" if len(name) > 3 and name[3] in FRONTS else "another operation is used through its api"

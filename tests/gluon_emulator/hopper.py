@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from flashtile._backends.launch import ABSENT, KernelSource, Parameter, Plan, pointer
+from flashtile._backends.launch import ABSENT, KernelSource, Parameter, Plan, pointers
 from flashtile._backends.launcher import with_absent
 from flashtile._backends.pipeline import Pipeline
 from flashtile._backends.tma import TmaTensor
@@ -69,7 +69,6 @@ class EmulatedHopper:
             "tile_counter": lambda device: self._counter,
             "backward_bias": _bias_gradient,
             "multiprocessors": lambda device: multiprocessors,
-            "combine_plan": lambda call, splits, device: True,
         }
         for module in self.modules.values():
             for name in changes.keys() & vars(module).keys():
@@ -84,13 +83,13 @@ class EmulatedHopper:
         return self.call(self.modules["launch"].backward, *arguments)
 
     def latent(self, call: SplitCall, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Attention over a latent cache. `arguments`: of `LatentPlan.run`, with the tensors of `rows.Sequences` as they
-        are."""
+        """Attention over a latent cache. `arguments`: q, the cache, the tensors of `rows.Sequences` as they are, and
+        the length of all sequences."""
 
         def run(q: Tensor, cache: Tensor, indices: tuple[Tensor | None, ...], length: int) -> tuple[Tensor, Tensor]:
-            plan = self.modules["latent_launch"].plan_latent(call, torch.device("cpu"))
-            out, lse = plan.attend.run(q.data_ptr(), cache.data_ptr(), *map(pointer, indices), length)
-            return _combined(out, lse, q.dtype) if plan.combine else (out, lse)
+            pipeline = self.modules["latent"].latent_pipeline(call, torch.device("cpu"))
+            out, lse, *_ = pipeline.run(*pointers((q, cache, *indices)), length)
+            return out, lse
 
         return self.call(run, *arguments)
 
@@ -160,7 +159,7 @@ class _EmulatedTensor(TmaTensor):
 
 
 #: The portable kernels of a pipeline, whose language this is not.
-_PORTABLE = ("shares", "bias_sum")
+_PORTABLE = ("shares", "bias_sum", "combine")
 
 
 class _EmulatedPipeline(Pipeline):
@@ -179,6 +178,10 @@ class _EmulatedPipeline(Pipeline):
                 by_name[name].copy_(by_name[f"{name}_shares"].unflatten(-2, (heads, -1)).sum(-2))
         if "bias_sum" in self.plans:
             by_name["dbias"].copy_(by_name["bias_parts"].sum(0))
+        if "combine" in self.plans:
+            out, lse = _combined(by_name["parts"], by_name["parts_lse"], by_name["out"].dtype)
+            by_name["out"].copy_(out)
+            by_name["lse"].copy_(lse)
         return made
 
 

@@ -50,9 +50,9 @@ _needs_emulator = pytest.mark.skipif(
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedHopper]:
     """Calls of "hopper" run in the emulator, and those over caches too."""
-    from flashtile.ops.attention.hopper import cache_launch, steps_launch
+    from flashtile.ops.attention.hopper import cache_launch
     from flashtile.ops.kv_cache import operator
-    from flashtile.ops.kv_cache.triton import launch, plan
+    from flashtile.ops.kv_cache.triton import launch
     from gluon_emulator import EmulatedHopper
     from gluon_emulator.serving import served_by
     from support.attention.backend_calls import HOPPER
@@ -66,10 +66,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedHopper]:
     facts = HOPPER._replace(multiprocessors=3)
     monkeypatch.setattr(machine.modules["cache_launch"], "current_machine", lambda _: facts)
     monkeypatch.setattr(cache_launch, "plan_chunks", machine.modules["cache_launch"].plan_chunks)
-    monkeypatch.setattr(machine.modules["steps_launch"], "multiprocessors", lambda _: 12)
-    monkeypatch.setattr(steps_launch, "plan_steps", machine.modules["steps_launch"].plan_steps)
-    monkeypatch.setattr(plan, "device_facts", lambda _: HOPPER.facts)
-    monkeypatch.setattr(plan, "multiprocessors", lambda _: 12)
+    monkeypatch.setattr(machine.modules["cache_launch"], "multiprocessors", lambda _: 12)
+    monkeypatch.setattr(cache_launch, "plan_steps", machine.modules["cache_launch"].plan_steps)
+    monkeypatch.setattr(launch, "device_facts", lambda _: HOPPER.facts)
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 12)
     yield machine
     clear_plans()
 

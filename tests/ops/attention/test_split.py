@@ -43,9 +43,9 @@ def splits(request: pytest.FixtureRequest) -> Iterator[None]:
     from flashtile.ops.common.split_keys import configs
 
     with mock.patch.object(configs, "choose_splits", return_value=request.param):
-        launch._plan.cache_clear()
+        launch._pipeline.cache_clear()
         yield
-    launch._plan.cache_clear()
+    launch._pipeline.cache_clear()
 
 
 @pytest.mark.interpreter

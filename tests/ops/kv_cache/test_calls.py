@@ -137,7 +137,7 @@ def outcome(monkeypatch: pytest.MonkeyPatch, general) -> Callable[[dict], object
     from flashtile._backends import devices
     from flashtile._backends import launch as backend_launch
     from flashtile.ops.common.split_keys import plan as split_plan
-    from flashtile.ops.kv_cache.triton import launch, plan
+    from flashtile.ops.kv_cache.triton import launch
 
     launched: list[tuple] = []
 
@@ -147,9 +147,8 @@ def outcome(monkeypatch: pytest.MonkeyPatch, general) -> Callable[[dict], object
     monkeypatch.setattr(backend_launch, "make_launch", make_launch)
     monkeypatch.setattr(backend_launch, "_load_with_others", lambda plan: None)
     monkeypatch.setattr(operator._BACKENDS, "implementation", lambda *_: launch)
-    for module in (launch, plan, split_plan):
+    for module in (launch, split_plan):
         monkeypatch.setattr(module, "device_facts", lambda _: devices.KNOWN_DEVICES["sm_80"])
-    for module in (plan, split_plan):
         monkeypatch.setattr(module, "multiprocessors", lambda _: 108)
     backend_launch.clear_plans()
 

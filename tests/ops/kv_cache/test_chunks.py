@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.launch import clear_plans
-from flashtile.ops.attention.hopper import cache_launch, steps_launch
+from flashtile.ops.attention.hopper import cache_launch
 from flashtile.ops.common.split_keys.configs import AttendTiles
-from flashtile.ops.common.split_keys.plan import Cut, SplitCall, SplitPlan
+from flashtile.ops.common.split_keys.plan import Cut, SplitCall
 from flashtile.ops.kv_cache import operator, reference
 from flashtile.ops.kv_cache.hopper import backend
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
-from flashtile.ops.kv_cache.triton import launch, plan
+from flashtile.ops.kv_cache.triton import launch
 from gluon_emulator.hopper import EmulatedHopper
 from support.attention.backend_calls import HOPPER
 from support.attention.kv_cache_cases import CacheCase, check
@@ -107,8 +107,9 @@ def test_emulated(name: str, any_size: pytest.MonkeyPatch) -> None:
     machine = HOPPER._replace(multiprocessors=3)
     any_size.setattr(emulated.modules["cache_launch"], "current_machine", lambda _: machine)
     any_size.setattr(cache_launch, "plan_chunks", emulated.modules["cache_launch"].plan_chunks)
-    any_size.setattr(plan, "device_facts", lambda _: HOPPER.facts)
-    any_size.setattr(SplitPlan, "run", lambda *_: _few_queries(CASES[name], *results[-1]))
+    any_size.setattr(launch, "device_facts", lambda _: HOPPER.facts)
+    portable = SimpleNamespace(run=lambda *_: _few_queries(CASES[name], *results[-1]))
+    any_size.setattr(launch, "split_pipeline", lambda *_: portable)
     any_size.setattr(operator._BACKENDS, "implementation", implementation)
     check(CASES[name], "triton")
     assert emulated.launched == ["attention_forward_kernel"]
@@ -175,9 +176,9 @@ def test_machine_code_of_step_values(page_size: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("page_size", [16, 0])
 def test_machine_code_of_steps(page_size: int, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_launch, "current_machine", lambda _: HOPPER)
-    monkeypatch.setattr(steps_launch, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(cache_launch, "multiprocessors", lambda _: 132)
     call = _STEP if page_size else _STEP._replace(index_dtypes=(torch.int32, *(None,) * 6), page_size=0, stride_table=0)
-    plan = steps_launch.plan_steps(call, 8192, torch.device("cpu"))
+    plan = cache_launch.plan_steps(call, 8192, torch.device("cpu"))
     source = {**plan.pipeline.plans, **plan.again.pipeline.plans}[part].source
     check = _check_chunks if part == "forward" else _check_steps
     check_code(source, "sm_90", check, HOPPER.facts.shared_memory)

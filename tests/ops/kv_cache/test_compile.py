@@ -16,7 +16,7 @@ from flashtile._backends.allocate import contiguous_strides
 from flashtile.ops.common.split_keys import plan as split_plans
 from flashtile.ops.common.split_keys.configs import AttendTiles, TileKey, resident_programs
 from flashtile.ops.kv_cache.spec import CacheSpec
-from flashtile.ops.kv_cache.triton import plan
+from flashtile.ops.kv_cache.triton import launch as plan
 from support.compilation.checked_code import check_code
 from support.compilation.machine_code import Binary, call_on, check_fit, family, once_for_each_family, registers, sass
 
@@ -162,7 +162,7 @@ _SPILLS: dict[tuple[str, str], int] = {
 def _kernels(arch: str, name: str) -> dict[str, Any]:
     """The kernels that a call launches."""
     made = plan_of(call_on(arch, _CALLS[name]), devices.KNOWN_DEVICES[arch])
-    kernels = {"append": made.append, "attend": made.split.attend, "combine": made.split.combine}
+    kernels = {"append": made.append, **made.split.plans}
     return {kernel: launch for kernel, launch in kernels.items() if launch is not None}
 
 
@@ -202,7 +202,7 @@ def test_fits(arch: str, kernel: str, name: str) -> None:
 def test_heads_of_v_of_another_width(heads: tuple[int, int], page_size: int | None) -> None:
     """With enough rows for the products of Hopper, whose code is searched for faults of ptxas when it is compiled."""
     call = Call(seq_q=64, seq_new=None, head_dim=heads[0], head_dim_v=heads[1], page_size=page_size)
-    check_code(plan_of(call).split.attend.source, "sm_90", _check_products)
+    check_code(plan_of(call).split.plans["attend"].source, "sm_90", _check_products)
 
 
 def _check_products(binary: Binary) -> None:
@@ -213,7 +213,7 @@ def _check_products(binary: Binary) -> None:
 def test_the_cache_goes_to_shared_memory_16_bytes_at_a_time(name: str) -> None:
     """And two tiles of keys and of values are on their way while one is computed, with pages too."""
     call = _CALLS[name]
-    source = plan_of(call).split.attend.source
+    source = plan_of(call).split.plans["attend"].source
     tile = source.constants["BLOCK_N"] * (call.head_dim + call.head_dim_v) * 2
     check_code(source, "sm_90", _check_copies, tile * (source.num_stages - 1))
 
@@ -228,7 +228,7 @@ def _check_copies(binary: Binary, tiles: int) -> None:
 def test_numbers_of_8_bits_take_few_instructions(name: str) -> None:
     """They come to registers 32 bits at a time, and none takes a conversion, of which a multiprocessor does 16 in a
     cycle."""
-    check_code(plan_of(_CALLS[name]).split.attend.source, "sm_90", _check_widening)
+    check_code(plan_of(_CALLS[name]).split.plans["attend"].source, "sm_90", _check_widening)
 
 
 def _check_widening(binary: Binary) -> None:
@@ -242,7 +242,7 @@ def test_as_many_programs_as_are_counted_on_fit_a_multiprocessor(name: str) -> N
     rows = call.seq_q * call.heads // call.heads_kv
     eight_bits = call.cache_dtype is not None
     tile_key = TileKey(call.dtype, call.head_dim, call.head_dim_v, rows, eight_bits=eight_bits)
-    source = plan_of(call).split.attend.source
+    source = plan_of(call).split.plans["attend"].source
     cut = source.constants["BLOCK_M"], source.constants["BLOCK_N"], source.num_warps, source.num_stages
     resident = resident_programs(_HOPPER, AttendTiles(*cut, source.constants["CHUNK"]), tile_key)
     check_code(source, "sm_90", _check_resident, resident, source.num_warps)
@@ -261,7 +261,7 @@ def _check_resident(binary: Binary, resident: int, num_warps: int) -> None:
 )
 def test_other_sizes_need_no_other_attending_binary_but_for_the_row_stride(change: dict[str, Any]) -> None:
     several = Call(seq_q=2, seq_new=2)  # a single query needs no mask for causal
-    other, plain = (plan_of(call).split.attend.source for call in (several._replace(**change), several))
+    other, plain = (plan_of(call).split.plans["attend"].source for call in (several._replace(**change), several))
     no_rows = {"k_strides.row": 0, "v_strides.row": 0}
     assert other._replace(constants=other.constants | no_rows) == plain._replace(constants=plain.constants | no_rows)
 
@@ -270,15 +270,18 @@ def test_other_sizes_need_no_other_attending_binary_but_for_the_row_stride(chang
 def test_strides_of_single_rows_do_not_count(half: int) -> None:
     odd, plain = (plan_of(Call(half=half, odd_rows=odd_rows)) for odd_rows in (True, False))
     assert odd.append is not None and plain.append is not None
-    assert odd.append.source == plain.append.source and odd.split.attend.source == plain.split.attend.source
+    assert (
+        odd.append.source == plain.append.source
+        and odd.split.plans["attend"].source == plain.split.plans["attend"].source
+    )
     assert odd.append.scalars[1] == odd.append.scalars[4] == 0
 
 
 def test_lengths_are_no_part_of_a_plan() -> None:
     """A plan is looked up without the length, which goes with every launch."""
     longer = Call(spec=Call().spec._replace(length=77))
-    assert plan_of(Call()).split.attend.scalars == plan_of(longer).split.attend.scalars
-    for launch in (plan_of(Call()).append, plan_of(Call()).split.attend):
+    assert plan_of(Call()).split.plans["attend"].scalars == plan_of(longer).split.plans["attend"].scalars
+    for launch in (plan_of(Call()).append, plan_of(Call()).split.plans["attend"]):
         assert launch is not None
         names = launch.source.names
         assert names.index("length") == len(names) - len(launch.scalars) - 1, "the last that a launch is given"
@@ -302,5 +305,6 @@ def test_lengths_are_no_part_of_a_plan() -> None:
 )
 def test_programs(call: Call, append: int | None, attend: int, combine: int | None) -> None:
     made = plan_of(call)
-    assert (made.append and made.append.programs, made.split.attend.programs) == (append, attend)
-    assert (made.split.combine and made.split.combine.programs) == combine
+    assert (made.append and made.append.programs, made.split.plans["attend"].programs) == (append, attend)
+    combining = made.split.plans.get("combine")
+    assert (combining and combining.programs) == combine

@@ -16,7 +16,7 @@ from flashtile.ops.common.split_keys.configs import (
     resident_programs,
     shared_memory,
 )
-from flashtile.ops.kv_cache.triton.configs import append_cut
+from flashtile.ops.kv_cache.triton.append import append_cut
 from support.running.each_case import each_case
 
 _SLOTS = 132 * 3

@@ -15,13 +15,14 @@ from support.compilation import needs_triton  # noqa: F401
 import flashtile
 from flashtile._backends import devices
 from flashtile._backends.allocate import contiguous_strides
+from flashtile._backends.launch import Plan
+from flashtile.ops.common.split_keys import plan as split_keys
 from flashtile.ops.common.split_keys.plan import SplitCall
 from flashtile.ops.kv_cache import reference
-from flashtile.ops.kv_cache.hopper import latent_launch
+from flashtile.ops.kv_cache.hopper import latent
 from flashtile.ops.kv_cache.hopper.backend import latent_unsupported_reason
-from flashtile.ops.kv_cache.hopper.latent_launch import LatentPlan, plan_latent
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
-from flashtile.ops.kv_cache.triton import plan
+from flashtile.ops.kv_cache.triton import launch
 from flashtile.testing import assert_close, assert_same
 from gluon_emulator import EmulatedHopper
 from support.attention.kv_cache_cases import CacheCase, check
@@ -244,10 +245,10 @@ def test_other_gpus_are_not_served() -> None:
 # Launches
 
 
-def _plan(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> LatentPlan:
-    monkeypatch.setattr(latent_launch, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(latent_launch, "combine_plan", lambda call, splits, device: splits)
-    return plan_latent(call, torch.device("cuda", 0))
+def _plans(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> dict[str, Plan]:
+    monkeypatch.setattr(latent, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(split_keys, "device_facts", lambda device: _SM_90)
+    return latent.latent_pipeline(call, torch.device("cuda", 0)).plans
 
 
 @pytest.mark.parametrize(
@@ -263,15 +264,16 @@ def _plan(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> LatentPlan:
     ids=str,
 )
 def test_programs(call: SplitCall, programs: int, splits: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = _plan(call, monkeypatch)
-    assert (made.attend.plans["attend"].programs, made.combine) == (programs, splits)
+    plans = _plans(call, monkeypatch)
+    combine = plans.get("combine")
+    assert (plans["attend"].programs, combine and combine.scalars[-1]) == (programs, splits)
 
 
 @pytest.mark.parametrize(
     "call", [_DECODE, _PAGED, _CHUNKS, _PADDED, _TREE], ids=["decode", "paged", "chunks", "padded", "tree"]
 )
 def test_machine_code(call: SplitCall, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = _plan(call, monkeypatch).attend.plans["attend"].source
+    source = _plans(call, monkeypatch)["attend"].source
     check_code(source, "sm_90", _check_latent, _SM_90.shared_memory)
 
 
@@ -294,13 +296,13 @@ def latent_plans(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether the kernel served each call of a test."""
     served: list[bool] = []
 
-    def note(call: CacheCall, spec: CacheSpec) -> plan.CachePlan:
+    def note(call: CacheCall, spec: CacheSpec) -> launch.CachePlan:
         made = _plan_for(call, spec)
         served.append(made.latent is not None)
         return made
 
-    _plan_for = plan.plan_for
-    monkeypatch.setattr("flashtile.ops.kv_cache.triton.launch.plan_for", note)
+    _plan_for = launch.plan_for
+    monkeypatch.setattr(launch, "plan_for", note)
     return served
 
 

@@ -7,7 +7,10 @@ query lies at its last row.
 
 from typing import Any, NamedTuple
 
+import torch
+
 from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
+from flashtile._backends.launch import GIVEN, Parameter, int32, int64, pointer_to
 from flashtile.ops.attention.hopper.primitives import (
     Chunks,
     HeadRows,
@@ -17,6 +20,8 @@ from flashtile.ops.attention.hopper.primitives import (
     tile_slice,
 )
 from flashtile.ops.attention.hopper.schedule import LocatedTile, sequence_rows
+from flashtile.ops.common.split_keys.plan import SplitCall, factor_strides
+from flashtile.ops.common.tiles import box_rows
 
 
 class CacheAddresses(NamedTuple):
@@ -80,6 +85,10 @@ class CacheNumbers(NamedTuple):
     tree_columns: Any
 
 
+#: The kernel's names of 8-bit rows.
+_WIDENED: dict[torch.dtype | None, str] = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "s8"}
+
+
 class CachedRows(NamedTuple):
     """Both of them, and the constants: rows of a page, 0 without pages; boxes of the descriptors in a tile of keys;
     registers of the threads that load (`forward_producer.load_rows`), 0 where TMA does; and "e4m3", "e5m2" or "s8" for
@@ -91,6 +100,52 @@ class CachedRows(NamedTuple):
     loads: int
     registers: int
     widened: str
+
+    @staticmethod
+    def from_call(
+        call: SplitCall, block_n: int, most_left: int, flags: int | None = None, registers: int = 0
+    ) -> "CachedRows":
+        """Describes the cache for a kernel with tiles of so many keys. `most_left`: packed sequences of up to so many
+        queries are left to another kernel. `flags`: as in `CacheNumbers`."""
+        lengths, entries, _, table, starts, new_starts, tree = call.index_dtypes
+        (k_outer, k_row, k_head), (v_outer, v_row, v_head) = call.cache_strides
+        words = torch.int32 if registers else None
+        of_word = torch.int32.itemsize // call.cache_itemsize
+        together = 8 // of_word
+        factors = dict(zip("kv", call.descale_strides))
+        addresses = CacheAddresses(
+            lengths=pointer_to(lengths),
+            length=Parameter("i32", 1, GIVEN),
+            entries=pointer_to(entries),
+            table=pointer_to(table),
+            new_starts=pointer_to(new_starts),
+            flags=pointer_to(None if flags is None else torch.int32),
+            k=pointer_to(words, 4 * together),
+            v=pointer_to(words, 4 * together),
+            **{f"{of}_factors": pointer_to(None if each is None else torch.float32) for of, each in factors.items()},
+            tree=pointer_to(tree),
+        )
+        of_sequence, of_query, columns = call.tree or (None, None, None)
+        numbers = CacheNumbers(
+            seq_new=int32(call.seq_new if new_starts is None else None),
+            least=int32(None if starts is None else most_left + 1),
+            capacity=int32(call.capacity),
+            stride_table=int64(call.stride_table if call.page_size else None),
+            k_apart=int32(k_outer // k_row),
+            v_apart=int32(v_outer // v_row),
+            flags=int32(flags),
+            k_stride=int32(k_row // of_word if registers else None, together),
+            k_head=int64(k_head // of_word if registers else None, together),
+            v_stride=int32(v_row // of_word if registers else None, together),
+            v_head=int64(v_head // of_word if registers else None, together),
+            **{f"{of}_factors": factor_strides(each) for of, each in factors.items()},
+            tree=int64(of_sequence),
+            tree_query=int64(of_query),
+            tree_columns=int32(columns),
+        )
+        loads = 0 if registers else block_n // box_rows(call.page_size, block_n)
+        widened = _WIDENED.get(call.cache_dtype, "") if registers else ""
+        return CachedRows(addresses, numbers, call.page_size, loads, registers, widened)
 
 
 def load_shares(loads: int) -> int:

@@ -1,4 +1,5 @@
-"""Host side of the forward over a cache: its launch, from a call as the portable kernels describe it."""
+"""Host side of the forward over a cache, and of steps of a few sequences in the batch-invariant mode (`steps`): the
+launches of a call that is described as for the portable kernels."""
 
 from __future__ import annotations
 
@@ -9,18 +10,19 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.allocate import allocator
-from flashtile._backends.launch import GIVEN, Parameter, int32, int64, pointer, pointer_to, pointers
+from flashtile._backends.devices import multiprocessors
+from flashtile._backends.launch import pointer, pointers
 from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile._backends.tma import TmaTensor, strided_layout
 from flashtile.ops.attention.call import AuxFacts, Call, TensorFacts, current_machine
-from flashtile.ops.attention.hopper.cache import CacheAddresses, CachedRows, CacheNumbers
+from flashtile.ops.attention.hopper.cache import CachedRows
 from flashtile.ops.attention.hopper.configs import HopperConfig, alone_with_stages, forward_config, value_parts
 from flashtile.ops.attention.hopper.forward import forward_kernel
 from flashtile.ops.attention.hopper.launch import tile_counter
+from flashtile.ops.attention.hopper.steps import step_kernels
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.common.checks import check_programs
-from flashtile.ops.common.split_keys.plan import SplitCall, factor_strides, shaped_results
-from flashtile.ops.common.tiles import box_rows
+from flashtile.ops.common.split_keys.plan import SplitCall, shaped_results
 
 
 class CacheForward(NamedTuple):
@@ -84,7 +86,7 @@ def plan_chunks(
     lines = value_parts(described.head_dims[1]) * described.lines
     check_programs("q", tiles * lines)
     programs = min(tiles * lines, config.resident * described.multiprocessors)
-    rows = describe_rows(call, config.block_n, most_left, flags, registers)
+    rows = CachedRows.from_call(call, config.block_n, most_left, flags, registers)
     dynamic = tiles * lines > programs
     kernel = forward_kernel(described, config, programs, tiles, lines, dynamic, rows)
     kernel = kernel._replace(buffers={"cu_seqlens_k": "cu_seqlens_q"})
@@ -179,9 +181,6 @@ _BY_THREADS = (
 _ALONE: dict[str, Any] = {"consumers": 1, "in_turn": False, "registers": 240, "max_registers": 168}
 _ALONE_LOADERS = 160
 
-#: The kernel's names of 8-bit rows.
-_WIDENED: dict[torch.dtype | None, str] = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "s8"}
-
 
 def _by_threads(config: HopperConfig, head_dims: tuple[int, int]) -> tuple[HopperConfig, int]:
     """The cut where threads load the rows, and their registers; `config`: where TMA does."""
@@ -189,47 +188,38 @@ def _by_threads(config: HopperConfig, head_dims: tuple[int, int]) -> tuple[Hoppe
     return (row._replace(**_ALONE), _ALONE_LOADERS) if config.consumers == 1 else (row, registers)
 
 
-def describe_rows(
-    call: SplitCall, block_n: int, most_left: int, flags: int | None = None, registers: int = 0
-) -> CachedRows:
-    """Describes the cache for a kernel with tiles of so many keys. `registers`: of `CachedRows`."""
-    lengths, entries, _, table, starts, new_starts, tree = call.index_dtypes
-    (k_outer, k_row, k_head), (v_outer, v_row, v_head) = call.cache_strides
-    words = torch.int32 if registers else None
-    of_word = torch.int32.itemsize // call.cache_itemsize
-    together = 8 // of_word
-    factors = dict(zip("kv", call.descale_strides))
-    addresses = CacheAddresses(
-        lengths=pointer_to(lengths),
-        length=Parameter("i32", 1, GIVEN),
-        entries=pointer_to(entries),
-        table=pointer_to(table),
-        new_starts=pointer_to(new_starts),
-        flags=pointer_to(None if flags is None else torch.int32),
-        k=pointer_to(words, 4 * together),
-        v=pointer_to(words, 4 * together),
-        **{f"{of}_factors": pointer_to(None if each is None else torch.float32) for of, each in factors.items()},
-        tree=pointer_to(tree),
-    )
-    of_sequence, of_query, columns = call.tree or (None, None, None)
-    numbers = CacheNumbers(
-        seq_new=int32(call.seq_new if new_starts is None else None),
-        least=int32(None if starts is None else most_left + 1),
-        capacity=int32(call.capacity),
-        stride_table=int64(call.stride_table if call.page_size else None),
-        k_apart=int32(k_outer // k_row),
-        v_apart=int32(v_outer // v_row),
-        flags=int32(flags),
-        k_stride=int32(k_row // of_word if registers else None, together),
-        k_head=int64(k_head // of_word if registers else None, together),
-        v_stride=int32(v_row // of_word if registers else None, together),
-        v_head=int64(v_head // of_word if registers else None, together),
-        **{f"{of}_factors": factor_strides(each) for of, each in factors.items()},
-        tree=int64(of_sequence),
-        tree_query=int64(of_query),
-        tree_columns=int32(columns),
-    )
-    loads = 0 if registers else block_n // box_rows(call.page_size, block_n)
-    return CachedRows(
-        addresses, numbers, call.page_size, loads, registers, _WIDENED.get(call.cache_dtype, "") if registers else ""
-    )
+#: The indices that a run of steps is given, in order.
+_STEP_INDICES = ("starts", "lengths", "entries", "table", "new_starts")
+
+
+class StepsPlan(NamedTuple):
+    """The launches of a call.
+
+    Attributes:
+        pipeline: weights, and sums of values.
+        again: the forward, of the sequences that need it.
+    """
+
+    pipeline: Pipeline
+    again: CacheForward
+
+    def run(
+        self, tensors: tuple[Tensor, Tensor, Tensor], others: tuple[Tensor | None, ...], length: int
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse). `tensors`, `others`, `length`: as in `CacheForward.run`."""
+        starts, _, _, *rows = others
+        given = pointers((*tensors, starts, *rows))
+        out, lse, flags, *_ = self.pipeline.run(*given, length)
+        return self.again.run(tensors, (out, lse), (*others, flags), length)
+
+
+def plan_steps(call: SplitCall, outer: int, device: torch.device) -> StepsPlan:
+    """Everything that can be decided before the tensors' contents are known. `outer`: entries or pages of the
+    caches."""
+    described = describe_over_cache(call, outer, device)
+    config = forward_config(described)
+    rows = CachedRows.from_call(call, config.block_n, 0)
+    kernels, outputs, scratch = step_kernels(call, described, config, rows, multiprocessors(device))
+    given = "q", "k", "v", *(name for name in _STEP_INDICES if name in call.indices), "length"
+    pipeline = Pipeline(device, kernels, given, outputs, scratch)
+    return StepsPlan(pipeline, plan_chunks(call, outer, 0, device, flags=outputs["flags"].shape[1]))

@@ -20,6 +20,9 @@ is so (`raised`), and the forward computes these sequences once more.
 
 from typing import Any, NamedTuple
 
+import torch
+
+from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.gluon import (
     aggregate,
     fence_async_shared,
@@ -31,12 +34,12 @@ from flashtile._backends.gluon import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.cache import (
-    KeyTile,
-    box_pages,
-    load_boxes,
-    locate_in_cache,
-)
+from flashtile._backends.launch import int32, pointer_to
+from flashtile._backends.pipeline import Kernel
+from flashtile._backends.tma import TmaTensor, row_layout, strided_layout
+from flashtile.ops.attention.call import Call
+from flashtile.ops.attention.hopper.cache import CachedRows, KeyTile, box_pages, load_boxes, locate_in_cache
+from flashtile.ops.attention.hopper.configs import PRODUCER_REGISTERS, HopperConfig, column_chunks, score_columns
 from flashtile.ops.attention.hopper.forward_softmax import (
     LARGEST_FLOAT16_EXPONENT,
     LARGEST_WEIGHT,
@@ -48,7 +51,7 @@ from flashtile.ops.attention.hopper.forward_softmax import (
     start_scores,
     wait_scores,
 )
-from flashtile.ops.attention.hopper.modifiers import capped
+from flashtile.ops.attention.hopper.modifiers import ScoreUnits, capped
 from flashtile.ops.attention.hopper.primitives import (
     LN_2,
     Chunks,
@@ -66,6 +69,9 @@ from flashtile.ops.attention.hopper.primitives import (
     wait_products,
 )
 from flashtile.ops.attention.hopper.schedule import LocatedTile
+from flashtile.ops.common.checks import check_programs
+from flashtile.ops.common.split_keys.plan import SplitCall, shaped_results
+from flashtile.ops.common.tiles import tile_width
 
 #: Rows whose sums one warp adds up, and tiles whose sums are on their way to it.
 ROWS = gl.constexpr(16)
@@ -422,3 +428,107 @@ def sum_values(
     places = out_ptr + (line + row)[:, None] * VALUE_COLUMNS + column[None, :]
     stored = there[:, None] & (column < VALUE_COLUMNS)[None, :]
     gl.store(places, out.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+#: Tiles of keys, and of weights and values, on chip.
+_KEY_STAGES, _VALUE_STAGES = 4, 6
+#: Columns of the values that a thread block sums at least.
+_LEAST_COLUMNS = 32
+#: Registers of a thread that sums weights, and of all threads on average.
+_SUM_REGISTERS, _REGISTERS = 96, 128
+
+
+class StepKernels(NamedTuple):
+    """The kernels of a call, the layouts of out, lse and the flags of sequences that the forward computes again, and
+    the sizes of what kernels leave for one another."""
+
+    kernels: dict[str, Kernel]
+    outputs: dict[str, Layout]
+    scratch: dict[str, int]
+
+
+def step_kernels(call: SplitCall, described: Call, config: HopperConfig, rows: CachedRows, blocks: int) -> StepKernels:
+    """`described`: the call as attention over the cache. `config`: of its forward. `blocks`: multiprocessors."""
+    batch, _, heads, heads_kv, head_dim, head_dim_v = call.shape
+    tokens, group = call.total_q or batch, heads // heads_kv
+    pairs, tiles = tokens * heads_kv, -(-call.capacity // config.block_n)
+    splits = min(max(blocks // pairs, 1), tiles)
+    width_v = tile_width(head_dim_v)
+    columns = width_v
+    while columns > _LEAST_COLUMNS and 2 * pairs * (width_v // columns) <= blocks:
+        columns //= 2
+    parts = -(-head_dim_v // columns)
+    check_programs("q", pairs * max(splits, parts))
+    packed = call.total_q is not None
+    batch_stride, row_stride, head_stride = call.strides[0]
+    token_stride = row_stride if packed else batch_stride
+    units = ScoreUnits.from_spec(described.spec)
+    box = 1, 1, config.block_n // rows.loads, 1
+    k, v = described.k, described.v
+    padded = tiles * config.block_n
+    of_queries = strided_layout(
+        (tokens, group, heads_kv, head_dim), (token_stride, head_stride, group * head_stride, 1)
+    )
+    of_keys = row_layout(k.shape, k.strides, bounded=True)
+    chunks = dict(zip(("", "_tail"), column_chunks(head_dim)))
+    parameters = {
+        **{
+            f"q{part}_desc": TmaTensor("q", call.dtype, (1, M.value, 1, width) if width else None, of_queries)
+            for part, width in chunks.items()
+        },
+        **{
+            f"k{part}_desc": TmaTensor("k", call.dtype, (*box, width) if width else None, of_keys)
+            for part, width in chunks.items()
+        },
+        "v_desc": TmaTensor("v", call.dtype, (*box, columns), row_layout(v.shape, v.strides, bounded=True)),
+        "weights_desc": TmaTensor(
+            "weights", call.dtype, (1, M.value, config.block_n),
+            strided_layout((pairs, group, padded), (group * padded, padded, 1)),
+        ),
+        "weights_ptr": pointer_to(call.dtype, 16),
+        **dict.fromkeys(("sums_ptr", "references_ptr", "lse_ptr"), pointer_to(torch.float32)),
+        "raised_ptr": pointer_to(torch.int32),
+        "out_ptr": pointer_to(call.dtype, 16),
+        "starts": pointer_to(call.index_dtypes[4]),
+        "cache": rows.addresses,
+        "numbers": rows.numbers,
+        "problem": StepProblem(
+            batch=int32(batch),
+            heads_kv=int32(heads_kv),
+            tokens=int32(tokens),
+            splits=int32(splits),
+            tiles=int32(tiles),
+            scale_log2=units.scale_log2,
+            cap_scale=units.cap_scale,
+            lse_token=int32(1 if packed else heads),
+            lse_head=int32(tokens if packed else 1),
+        ),
+    }  # fmt: skip
+    constants = {
+        "GROUP": group,
+        "AHEAD": config.ahead,
+        "PAGE_SIZE": rows.page_size,
+        "SCORE_COLUMNS": score_columns(head_dim),
+        "KEY_LOADS": rows.loads,
+        "VALUE_COLUMNS": head_dim_v,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "SUM_REGISTERS": _SUM_REGISTERS,
+    }
+    kernels = {
+        "weights": Kernel(
+            step_weights_kernel, parameters, {**constants, "STAGES": _KEY_STAGES}, pairs * splits,
+            buffers={"raised_ptr": "flags"}, max_registers=_REGISTERS,
+        ),
+        "values": Kernel(
+            step_values_kernel, parameters, {**constants, "STAGES": _VALUE_STAGES}, pairs * parts,
+            max_registers=_REGISTERS,
+        ),
+    }  # fmt: skip
+    out, lse = shaped_results(call)
+    outputs = {"out": out, "lse": lse, "flags": contiguous((tokens, heads_kv * splits), torch.int32)}
+    scratch = {
+        "weights": pairs * group * padded // 2,
+        "sums": pairs * tiles * group * 8,
+        "references": pairs * group,
+    }
+    return StepKernels(kernels, outputs, scratch)

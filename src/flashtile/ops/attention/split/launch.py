@@ -12,17 +12,20 @@ from torch import Tensor
 
 from flashtile._backends.alignment import used_strides
 from flashtile._backends.devices import interpreting
-from flashtile._backends.launch import plan_cache
+from flashtile._backends.launch import plan_cache, pointers
+from flashtile._backends.pipeline import Pipeline
 from flashtile.ops.attention.call import visible_keys
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
-from flashtile.ops.common.split_keys.plan import SplitCall, SplitPlan, split_plan
+from flashtile.ops.common.split_keys.plan import SplitCall, split_pipeline
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Runs the kernels. Shapes as in `flashtile.attention`. Returns (out, lse)."""
     _, *by_head = side.learnable
-    return _plan_for(q, k, v, side, spec).run((q, k, v), (side.key_lengths, *by_head), k.shape[1])
+    run = _pipeline_for(q, k, v, side, spec).run
+    out, lse, *_ = run(*pointers((q, k, v, side.key_lengths, *by_head)), k.shape[1])
+    return out, lse
 
 
 def prepare_forward(
@@ -31,17 +34,20 @@ def prepare_forward(
     """`forward` of all 16-bit calls that look like this one, from q, k, v and the tensors beside them; or None."""
     if q.dtype is torch.float32 or interpreting():
         return None
-    plan, length = _plan_for(q, k, v, side, spec), k.shape[1]
-    return lambda q, k, v, aux: plan.run((q, k, v), aux, length)
+    run_kernels, length = _pipeline_for(q, k, v, side, spec).run, k.shape[1]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, aux: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = run_kernels(*pointers((q, k, v, *aux)), length)
+        return out, lse
+
+    return run
 
 
-def _plan_for(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> SplitPlan:
-    return _plan(q.device, split_call(q, k, v, side, spec))
+def _pipeline_for(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> Pipeline:
+    return _pipeline(split_call(q, k, v, side, spec), q.device)
 
 
-@plan_cache
-def _plan(device: torch.device, call: SplitCall) -> SplitPlan:
-    return split_plan(call, device)
+_pipeline = plan_cache(split_pipeline)
 
 
 def split_call(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> SplitCall:

@@ -6,11 +6,9 @@ sequences are is no part of it, where that stands in a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import Layout, contiguous
@@ -18,15 +16,13 @@ from flashtile._backends.devices import DeviceFacts, device_facts, interpreting,
 from flashtile._backends.launch import (
     GIVEN,
     Parameter,
-    Plan,
     float32,
     int32,
     int64,
-    make_plan,
     named_constants,
     pointer_to,
-    pointers,
 )
+from flashtile._backends.pipeline import Kernel, Pipeline
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 from flashtile.ops.common.split_keys.attend import attend_kernel, combine_kernel
 from flashtile.ops.common.split_keys.configs import (
@@ -132,6 +128,11 @@ class SplitCall(NamedTuple):
     pages: int = 0
 
     @property
+    def indices(self) -> tuple[str, ...]:
+        """Names of those that there are of `rows.Sequences`."""
+        return tuple(name for name, dtype in zip(Sequences._fields, self.index_dtypes) if dtype is not None)
+
+    @property
     def cache_itemsize(self) -> int:
         return (self.cache_dtype or self.dtype).itemsize
 
@@ -141,37 +142,15 @@ class SplitCall(NamedTuple):
         return [(outer, outer if self.page_size == 1 else row, head) for outer, row, head in self.strides[1:]]
 
 
-class SplitPlan(NamedTuple):
-    """The launches of a call. `attend` writes out and lse, or parts of them, which `combine` puts together."""
+def split_pipeline(call: SplitCall, device: torch.device) -> Pipeline:
+    """The pipeline of a call. It is given q, k and v, and those that there are of `rows.Sequences`, slopes, sinks, and
+    the factors `[outer, rows, heads_kv]` of k and v of 8 bits; last the length of all sequences, where no tensor has
+    them.
 
-    attend: Plan
-    combine: Plan | None
-
-    def run(
-        self, tensors: tuple[Tensor, Tensor, Tensor], others: Sequence[Tensor | None], length: int
-    ) -> tuple[Tensor, Tensor]:
-        """Attends, and puts the parts together where there are several.
-
-        Args:
-            tensors: q, k and v.
-            others: those of `rows.Sequences`, slopes, sinks, and the factors `[outer, rows, heads_kv]` of k and v of 8
-                bits; in this order those that there are.
-            length: of all sequences, where no tensor has them.
-
-        Returns:
-            out `[batch, seq_q, heads_q, head_dim_v]` and lse `[batch, heads_q, seq_q]`; packed `[total_q, heads_q,
-            head_dim_v]` and `[heads_q, total_q]`.
-        """
-        out, lse = written = self.attend.allocate()
-        self.attend.launch(*pointers((*tensors, *written, *others)), length)
-        if self.combine is not None:
-            out, lse = self.combine.allocate()
-            self.combine.launch(*pointers((*written, out, lse)))
-        return out, lse
-
-
-def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
-    """Everything that can be decided before the tensors' contents are known."""
+    Returns:
+        Its first outputs are out `[batch, seq_q, heads_q, head_dim_v]` and lse `[batch, heads_q, seq_q]`; packed
+        `[total_q, heads_q, head_dim_v]` and `[heads_q, total_q]`.
+    """
     facts = device_facts(device)
     _, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
     # Where sequences with many queries are left to others, most of the rest have one.
@@ -190,8 +169,28 @@ def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
     )
     programs = launched * heads_kv * splits
     check_programs("q", programs)
-    attend = _attend(call, tiles, splits, programs, device)
-    return SplitPlan(attend, combine_plan(call, splits, device) if splits > 1 else None)
+    factors = (name for name, of in zip("kv", call.descale_strides) if of is not None)
+    by_head = ["slopes"] * bool(call.slope_dims) + ["sinks"] * call.row_logits
+    given = ("q", "k_cache", "v_cache", *call.indices, *by_head, *factors, "length")
+    kernels = {"attend": _attend_kernel(call, tiles, splits, programs, facts)}
+    kernels, outputs = with_combining(call, kernels, splits, device)
+    return Pipeline(device, kernels, given, outputs)
+
+
+def with_combining(
+    call: SplitCall, kernels: dict[str, Kernel], splits: int, device: torch.device
+) -> tuple[dict[str, Kernel], dict[str, Layout | None]]:
+    """Kernels and outputs of a pipeline whose kernel writes "out" and "lse"; or of several splits "parts" and
+    "parts_lse", which another kernel puts together."""
+    outputs: dict[str, Layout | None] = dict(zip(("out", "lse"), shaped_results(call)))
+    if splits > 1:
+        kernels = {**kernels, "combine": _combine_kernel(call, splits, device_facts(device))}
+        outputs |= dict(zip(("parts", "parts_lse"), shaped_results(call, (splits,), torch.float32)))
+    return kernels, outputs
+
+
+#: The buffers of a kernel that writes the parts of splits.
+PARTIAL_RESULTS = {"out_ptr": "parts", "lse_ptr": "parts_lse"}
 
 
 def row_tiles(call: SplitCall, block_m: int) -> tuple[int, int]:
@@ -208,7 +207,7 @@ def row_tiles(call: SplitCall, block_m: int) -> tuple[int, int]:
     return whole + min(batch, call.total_q), whole + batch + 1
 
 
-def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, device: torch.device) -> Plan:
+def _attend_kernel(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, facts: DeviceFacts) -> Kernel:
     batch, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
     packed = call.total_q is not None
     q_strides, k_strides, v_strides = call.strides
@@ -219,7 +218,6 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
     window = (None if side is None else max(-MAX_POSITIONS, min(side, MAX_POSITIONS)) for side in (left, right))
     pointers, multiple = _multiples(call)
     tree = call.tree or (None, None, None)
-    facts = device_facts(device)
     widths, precision = (
         (tile_width(head_dim), tile_width(head_dim_v)),
         _dot_precision(call.dtype, facts, call.allow_tf32),
@@ -278,9 +276,8 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "AS_FORWARD": call.cut is not None,
         "PAIRS": pairs,
     }
-    cut = tiles.num_warps, tiles.num_stages
-    outputs = shaped_results(call, (splits,), torch.float32) if partial else shaped_results(call)
-    return make_plan(attend_kernel, parameters, constants, programs, device, *cut, outputs=outputs)
+    buffers = PARTIAL_RESULTS if partial else {}
+    return Kernel(attend_kernel, parameters, constants, programs, buffers, tiles.num_warps, tiles.num_stages)
 
 
 def _cache_strides(strides: _Shape, multiple: int, call: SplitCall) -> CacheStrides:
@@ -297,12 +294,12 @@ def factor_strides(strides: _Shape | None) -> CacheStrides:
     return CacheStrides(int64(None if shared else outer), None if shared else row, int64(head if strides else None))
 
 
-def combine_plan(call: SplitCall, splits: int, device: torch.device) -> Plan:
-    """The launch that puts the parts of so many splits together."""
+def _combine_kernel(call: SplitCall, splits: int, facts: DeviceFacts) -> Kernel:
+    """The kernel that puts the parts of so many splits together."""
     batch, seq_q, heads, _, _, head_dim_v = call.shape
     if call.total_q is not None:
         batch, seq_q = 1, call.total_q
-    cut = combine_cut(splits, head_dim_v, device_facts(device))
+    cut = combine_cut(splits, head_dim_v, facts)
     rows = batch * seq_q * heads
     parameters = {
         **dict.fromkeys(("parts_ptr", "parts_lse_ptr", "lse_ptr"), pointer_to(torch.float32, 16)),
@@ -313,9 +310,7 @@ def combine_plan(call: SplitCall, splits: int, device: torch.device) -> Plan:
         "splits": int32(splits),
     }
     constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_E": tile_width(head_dim_v), **named_constants(cut)}
-    return make_plan(
-        combine_kernel, parameters, constants, rows, device, cut.num_warps, 2, outputs=shaped_results(call)
-    )
+    return Kernel(combine_kernel, parameters, constants, rows, num_warps=cut.num_warps, num_stages=2)
 
 
 def shaped_results(call: SplitCall, parts: _Shape = (), dtype: torch.dtype | None = None) -> tuple[Layout, Layout]:

@@ -27,8 +27,12 @@ beside the weights; behind the last tile, so is `1 / l`.
 References: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1; Shah et al., "FlashAttention-3" (2024), algorithm 2.
 """
 
+import math
 from typing import Any, NamedTuple
 
+import torch
+
+from flashtile._backends.devices import multiprocessors
 from flashtile._backends.gluon import (
     aggregate,
     fence_async_shared,
@@ -40,6 +44,9 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashtile._backends.launch import GIVEN, Parameter, float32, int32, int64, pointer_to
+from flashtile._backends.pipeline import Kernel, Pipeline
+from flashtile._backends.tma import TmaTensor, packed_layout, strided_layout
 from flashtile.ops.attention.hopper.primitives import (
     LN_2,
     WARPGROUP,
@@ -61,6 +68,11 @@ from flashtile.ops.attention.hopper.primitives import (
     rows_in_cache,
     wait_products,
 )
+from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
+from flashtile.ops.common.split_keys.configs import choose_splits
+from flashtile.ops.common.split_keys.plan import PARTIAL_RESULTS, SplitCall, row_tiles, with_combining
+from flashtile.ops.common.split_keys.rows import Sequences
+from flashtile.ops.common.tiles import box_rows
 
 #: Keys of a tile, and columns of a chunk.
 N = gl.constexpr(64)
@@ -607,3 +619,69 @@ def add_chunks(total, p, shared, index, FIRST: gl.constexpr, COUNT: gl.constexpr
         sums = warpgroup_mma_wait(0, sums)
     release(shared.empty.index(stage * CHUNKS + value_chunk(WHICH, FIRST + COUNT - 1)))
     return sums
+
+
+#: Registers of a thread that sums values and of the one that loads; those of scores have the rest of 128 on average.
+_VALUE_REGISTERS, _PRODUCER_REGISTERS, _REGISTERS = 176, 24, 128
+#: Chunks of values whose products are deferred where several tiles of rows read the same keys: the tensor cores are
+#: the limit, not the memory. µs of 64 sequences of 16,384 rows on an H100, 128 heads: 512, without 536; in pages of 16
+#: 498 and 509, of 64 482 and 483. With 16 heads 417 and 412, for places of the cache become free later.
+_DEFERRED = 2
+
+
+def latent_pipeline(call: SplitCall, device: torch.device) -> Pipeline:
+    """The pipeline of a call, which is given q, the cache, those that there are of `rows.Sequences`, and the length of
+    all sequences. Its first outputs are out and lse, as of `split_pipeline`."""
+    batch, seq_q, heads, _, head_dim, _ = call.shape
+    total_q = batch * seq_q if call.total_q is None else call.total_q
+    check_rows("q", seq_q, MAX_POSITIONS)
+    check_rows("q with all heads", total_q * heads)
+    with_rows, launched = row_tiles(call, M.value)
+    most = max(-(-call.visible // N.value), 1)
+    splits = min(call.num_splits, most) or choose_splits(with_rows, most, multiprocessors(device))
+    programs = launched * splits if total_q else 0
+    check_programs("q", programs)
+    outer, row, _ = call.strides[1]
+    box = box_rows(call.page_size, N.value)
+    packed = call.total_q is not None
+    # A single query at the last row sees all of them.
+    causal = call.window_right == 0 and (packed or seq_q > 1)
+    rows = total_q * heads, head_dim
+    tree = call.tree or (None, None, None)
+    parameters = {
+        "q_desc": TmaTensor("q", call.dtype, (M.value, CHUNK.value), strided_layout(rows, (head_dim, 1))),
+        "cache_desc": TmaTensor(
+            "cache", call.dtype, (1, 1, box, 1, CHUNK.value), packed_layout((0, 1, head_dim), (row, row, 1))
+        ),
+        "out_ptr": pointer_to(torch.float32 if splits > 1 else call.dtype, 16),
+        "lse_ptr": pointer_to(torch.float32),
+        "sequences": Sequences(*map(pointer_to, call.index_dtypes)),
+        "length": Parameter("i32", 1, GIVEN),
+        "problem": Problem(
+            batch=int32(batch),
+            heads=int32(heads),
+            splits=int32(splits),
+            capacity=int32(call.capacity),
+            seq_q=int32(None if packed else seq_q),
+            total_q=int32(total_q),
+            seq_new=int32(call.seq_new if call.index_dtypes[5] is None else None),
+            rows_apart=int32(outer // row),
+            stride_table=int64(call.stride_table),
+            scale_log2=float32(call.scale / math.log(2)),
+            tree=Tree(int64(tree[0]), int64(tree[1]), int32(tree[2])),
+        ),
+    }
+    constants = {
+        "CAUSAL": causal,
+        "PAGE_SIZE": call.page_size,
+        "PARTIAL": splits > 1,
+        "DEFERRED": _DEFERRED if heads * seq_q > M.value else 0,
+        "VALUE_REGISTERS": _VALUE_REGISTERS,
+        "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
+    }
+    kernel = Kernel(
+        latent_attention_kernel, parameters, constants, programs, PARTIAL_RESULTS if splits > 1 else {},
+        max_registers=_REGISTERS,
+    )  # fmt: skip
+    kernels, outputs = with_combining(call, {"attend": kernel}, splits, device)
+    return Pipeline(device, kernels, ("q", "cache", *call.indices, "length"), outputs)

@@ -1,23 +1,56 @@
-"""Host side of the kernels over a cache: outputs and launches. The backend module for "triton".
+"""Host side of the kernels over a cache: plans and launches. The backend module for "triton".
 
-Up to three kernels follow one another on the stream: new rows are appended (and queries rotated), programs attend to
-their splits, and where there are several, their parts are combined.
+New rows are appended (and queries rotated). Then programs attend to their splits, and where there are several, their
+parts are combined; or, on Hopper, kernels of their own serve a call. How long sequences are is no part of a plan.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile._backends.devices import device_facts, interpreting
-from flashtile._backends.launch import pointers
+from flashtile._backends.alignment import power_of_two_factor, used_strides
+from flashtile._backends.allocate import contiguous, contiguous_strides
+from flashtile._backends.devices import device_facts, interpreting, multiprocessors
+from flashtile._backends.launch import (
+    GIVEN,
+    Parameter,
+    Plan,
+    int32,
+    int64,
+    make_plan,
+    named_constants,
+    plan_cache,
+    pointer_to,
+    pointers,
+)
+from flashtile._backends.pipeline import Pipeline
+from flashtile.ops.attention.api import invariant_tiles
 from flashtile.ops.common import checks
-from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
-from flashtile.ops.kv_cache.triton.plan import CachePlan, plan_for
+from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
+from flashtile.ops.common.split_keys.configs import AttendTiles
+from flashtile.ops.common.split_keys.plan import Cut, SplitCall, split_pipeline, visible_rows, wide_cut
+from flashtile.ops.common.split_keys.rows import CacheStrides, Descales, RowStrides, Sequences
+from flashtile.ops.common.tiles import power_of_two
+from flashtile.ops.kv_cache.hopper.backend import (
+    chunks_unsupported_reason,
+    latent_unsupported_reason,
+    loaded_by_threads,
+    most_left,
+    shares_steps,
+    unreadable_by_forward,
+)
+from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM_V, CacheCall, CacheSpec, address_facts
+from flashtile.ops.kv_cache.triton.append import append_cut, append_kernel
+
+if TYPE_CHECKING:
+    from flashtile.ops.attention.hopper.cache_launch import CacheForward, StepsPlan
+
+_Shape = tuple[int, ...]
 
 
 def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
@@ -60,20 +93,21 @@ def _launch(plan: CachePlan, tensors: Sequence[Any], length: int) -> tuple[Tenso
         appended = q, rotated, k, v, k_cache, v_cache, cos, sin, *indices, descale_k, descale_v
         plan.append.launch(*pointers(appended), length)
         q = q if rotated is None else rotated
-    if plan.latent is not None:
-        return plan.latent.run(q, k_cache, indices, length)
     attended = q, k_cache, v_cache
-    results = None
+    if plan.latent is not None:
+        out, lse, *_ = plan.latent.run(*pointers((q, k_cache, *indices)), length)
+        return out, lse
     if plan.split is not None:
-        results = plan.split.run(attended, (*indices, slopes, sinks, descale_k, descale_v), length)
+        given = *attended, *indices, slopes, sinks, descale_k, descale_v
+        out, lse, *_ = plan.split.run(*pointers(given), length)
+        if plan.chunks is None:
+            return out, lse
     others: tuple[Any, ...] = starts, slopes, sinks, lengths, entries, table, new_starts
     if plan.steps is not None:
-        results = plan.steps.run(attended, others, length)
-    others = *others, descale_k, descale_v, tree
-    if plan.chunks is not None:
-        results = plan.chunks.run(attended, results, others, length)
-    assert results is not None
-    return results
+        return plan.steps.run(attended, others, length)
+    assert plan.chunks is not None
+    results = None if plan.split is None else (out, lse)
+    return plan.chunks.run(attended, results, (*others, descale_k, descale_v, tree), length)
 
 
 def _unowned_results(call: CacheCall) -> tuple[Tensor, Tensor]:
@@ -97,3 +131,267 @@ def _check_eight_bits(call: CacheCall) -> None:
             f"k_cache: expected float8_e5m2 or int8 on {facts.arch}, whose Triton has no float8_e4m3fn, got it; make "
             "the caches in one of those"
         )
+
+
+class _Form(NamedTuple):
+    """Shape and strides of a tensor."""
+
+    shape: _Shape
+    strides: _Shape
+
+    @property
+    def used(self) -> _Shape:
+        """The strides that are used, without that of columns."""
+        return used_strides(self.shape[:-1], self.strides)
+
+
+class CachePlan(NamedTuple):
+    """The launches of a call. Appending and attending are given the length of the sequences last.
+
+    Attributes:
+        append: None where nothing is appended. Writes rotated queries, if they are rotated.
+        split: None where `latent` or `chunks` serves all sequences.
+        chunks: of the sequences with many queries, on Hopper.
+        steps: of one query of each of a few sequences, on Hopper in the batch-invariant mode.
+    """
+
+    append: Plan | None
+    split: Pipeline | None
+    latent: Pipeline | None = None
+    chunks: CacheForward | None = None
+    steps: StepsPlan | None = None
+
+
+class CacheFacts(NamedTuple):
+    """All that decides how a call is launched. Packed rows are those of one long sequence.
+
+    Attributes:
+        q, k_cache, v_cache: forms of the tensors.
+        new: of what is appended, k and v, or k alone; empty where nothing is.
+        angles: positions and pairs of the tables, their strides and dtype; None without.
+        index_dtypes: of what `Sequences` has.
+        table: of the pages; None without.
+        sequences: how many are packed; None where they are not.
+        tree: its strides between sequences and queries, and how many columns it has; None without.
+        at_one_address: both caches begin there.
+        misalignments: of `rows.address_facts`.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    q: _Form
+    k_cache: _Form
+    v_cache: _Form
+    new: tuple[_Form, ...]
+    angles: tuple[tuple[int, ...], int, int, torch.dtype] | None
+    index_dtypes: tuple[torch.dtype | None, ...]
+    table: _Form | None
+    slope_dims: int
+    has_sinks: bool
+    sequences: int | None
+    cache_dtype: torch.dtype
+    descale_strides: tuple[_Shape | None, ...]
+    tree: tuple[int, int, int] | None
+    at_one_address: bool
+    misalignments: tuple[int, int]
+    spec: CacheSpec
+    allow_tf32: bool
+
+    @property
+    def capacity(self) -> int:
+        """Rows that a sequence can have."""
+        return self.v_cache.shape[1] * (1 if self.table is None else self.table.shape[1])
+
+    @property
+    def page_size(self) -> int:
+        """0 without pages."""
+        return 0 if self.table is None else self.v_cache.shape[1]
+
+    @property
+    def half(self) -> int:
+        """Pairs of a head that are rotated."""
+        return 0 if self.angles is None else self.angles[0][1]
+
+
+def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
+    packed = call.cu_seqlens_q is not None
+    tree, table, cos, sin = call.tree_mask, call.block_table, call.rotary_cos, call.rotary_sin
+    *misalignments, at_one_address = address_facts(call)
+    indices = (*call[5:9], call.cu_seqlens_q, call.cu_seqlens_new)
+    facts = CacheFacts(
+        dtype=call.q.dtype,
+        device=call.q.device,
+        q=_form(call.q, packed),
+        k_cache=_form(call.k_cache),
+        v_cache=_form(call.v_cache),
+        new=tuple(_form(rows, packed) for rows in (call.k, call.v) if rows is not None),
+        angles=None if cos is None or sin is None else (tuple(cos.shape), cos.stride(0), sin.stride(0), cos.dtype),
+        index_dtypes=(*(None if t is None else t.dtype for t in indices), None if tree is None else torch.uint8),
+        table=None if table is None else _form(table),
+        slope_dims=0 if call.alibi_slopes is None else call.alibi_slopes.dim(),
+        has_sinks=call.sinks is not None,
+        sequences=call.batch if packed else None,
+        cache_dtype=call.k_cache.dtype,
+        descale_strides=tuple(None if t is None else t.stride() for t in (call.descale_k, call.descale_v)),
+        tree=None if tree is None else ((0, *tree.stride())[-3], tree.stride(-2), tree.shape[-1]),
+        at_one_address=at_one_address,
+        misalignments=(misalignments[0], misalignments[1]),
+        # Only tiles depend on the longest sequence: steps that differ a little in it share a plan.
+        spec=spec._replace(length=0, max_seqlen_q=power_of_two(spec.max_seqlen_q) if packed else 0),
+        allow_tf32=torch._C._get_cublas_allow_tf32(),
+    )
+    return _plan(facts)
+
+
+def _form(tensor: Tensor, packed: bool = False) -> _Form:
+    """Packed rows as those of a single sequence."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    return _Form((1, *shape), (0, *strides)) if packed else _Form(shape, strides)
+
+
+@plan_cache
+def _plan(facts: CacheFacts) -> CachePlan:
+    """Everything that can be decided before the tensors' contents are known."""
+    spec, device = facts.spec, facts.device
+    check_rows("k_cache" if facts.table is None else "block_table", facts.capacity, MAX_POSITIONS)
+    append = _append(facts) if facts.new else None
+    call = _split_call(facts)
+    machine = device_facts(device)
+    if latent_unsupported_reason(call, machine) is None:
+        from flashtile.ops.kv_cache.hopper.latent import latent_pipeline
+
+        return CachePlan(append, None, latent_pipeline(call, device))
+    if chunks_unsupported_reason(call, machine, multiprocessors(device)):
+        return CachePlan(append, split_pipeline(call, device))
+    from flashtile.ops.attention.hopper.cache_launch import plan_chunks, plan_steps
+
+    outer = facts.k_cache.shape[0]
+    if spec.batch_invariant:
+        if reason := unreadable_by_forward(call):
+            raise ValueError(
+                f"k_cache: expected pages and strides that the forward of attention reads in the batch-invariant mode: "
+                f"{reason}; choose others, or leave the mode"
+            )
+        if shares_steps(call, multiprocessors(device)):
+            return CachePlan(append, None, steps=plan_steps(call, outer, device))
+        return CachePlan(append, None, chunks=plan_chunks(call, outer, 0, device))
+    most = most_left(call)
+    split = None if facts.sequences is None else split_pipeline(call._replace(most=most, num_splits=1), device)
+    by_threads = loaded_by_threads(call)
+    return CachePlan(append, split, chunks=plan_chunks(call, outer, most, device, by_threads=by_threads))
+
+
+def _split_call(facts: CacheFacts) -> SplitCall:
+    """The call as the kernels' plans see it, behind what is appended and rotated."""
+    spec, packed = facts.spec, facts.sequences is not None
+    batch, seq_q, heads, head_dim = facts.q.shape
+    heads_kv, head_dim_v = facts.v_cache.shape[2:]
+    total_q = None
+    if facts.sequences is not None:
+        batch, seq_q, total_q = facts.sequences, min(spec.max_seqlen_q, seq_q), seq_q
+    q_strides = contiguous_strides(facts.q.shape)[:3] if facts.half else facts.q.used
+    same_strides = facts.k_cache.strides == facts.v_cache.strides
+    return SplitCall(
+        dtype=facts.dtype,
+        shape=(batch, seq_q, heads, heads_kv, head_dim, head_dim_v),
+        strides=(q_strides, facts.k_cache.used, facts.v_cache.used),
+        misalignment=facts.misalignments[0],
+        capacity=facts.capacity,
+        scale=spec.scale,
+        allow_tf32=facts.allow_tf32,
+        index_dtypes=facts.index_dtypes,
+        page_size=facts.page_size,
+        pages=facts.k_cache.shape[0] if facts.page_size else 0,
+        stride_table=0 if facts.table is None else facts.table.strides[0],
+        total_q=total_q,
+        seq_new=0 if packed or not facts.new else facts.new[0].shape[1],
+        window_left=spec.window_left,
+        window_right=spec.window_right,
+        visible=visible_rows(facts.capacity, seq_q, spec.window_left, spec.window_right),
+        softcap=spec.softcap,
+        slope_dims=facts.slope_dims,
+        row_logits=facts.has_sinks,
+        num_splits=1 if spec.batch_invariant else spec.num_splits,
+        cache_dtype=facts.cache_dtype,
+        descale_strides=facts.descale_strides,
+        tree=facts.tree,
+        values_in_keys=facts.at_one_address and same_strides and 0 not in facts.k_cache.shape,
+        cut=_invariant_cut(facts) if spec.batch_invariant else None,
+    )
+
+
+def _invariant_cut(facts: CacheFacts) -> Cut:
+    """The cut of a call in the batch-invariant mode, which is that of attention's forward where it has such heads."""
+    head_dims = facts.q.shape[-1], facts.v_cache.shape[-1]
+    device, allow_tf32 = device_facts(facts.device), facts.allow_tf32
+    if max(head_dims) > MAX_HEAD_DIM_V:
+        return wide_cut(facts.dtype, *head_dims, device, allow_tf32)
+    tiles, precision, widths = invariant_tiles(facts.dtype, *head_dims, facts.spec.banded, device, allow_tf32)
+    return Cut(AttendTiles(*tiles[:5]), precision, widths)
+
+
+def _append(facts: CacheFacts) -> Plan:
+    """The launch that appends and rotates."""
+    dtype, cache_dtype, spec, half = facts.dtype, facts.cache_dtype, facts.spec, facts.half
+    k, *v = facts.new
+    batch, seq_q, heads, head_dim = facts.q.shape
+    heads_kv, head_dim_v = facts.v_cache.shape[2:]
+    packed = facts.sequences is not None
+    (positions, _), *angle_strides, table_dtype = facts.angles or ((0, 0), 0, 0, torch.float32)
+    # Columns of the keys are not written once more.
+    forms = {"q": facts.q, "k": k, "v": v[0] if v else k, "k_cache": facts.k_cache, "v_cache": facts.v_cache}
+    strides = {name: form.used for name, form in forms.items()}
+    seq_new = k.shape[1]
+    tokens = seq_new + (seq_q if half else 0)
+    cut = append_cut(max(heads, heads_kv) if half else heads_kv, head_dim, head_dim_v, half, device_facts(facts.device))
+    apart = power_of_two_factor(*(stride for of_tensor in strides.values() for stride in of_tensor))
+    aligned = power_of_two_factor(facts.misalignments[0])
+    itemsize = table_dtype.itemsize
+    tables = power_of_two_factor(facts.misalignments[1], *(stride * itemsize for stride in angle_strides))
+    stride_cos, stride_sin = (int64(stride, max(1, tables // itemsize)) for stride in angle_strides)
+    parameters = {
+        **{f"{name}_ptr": pointer_to(cache_dtype if "cache" in name else dtype, aligned) for name in forms},
+        **({} if v else {"v_ptr": pointer_to(None)}),
+        "rotated_ptr": pointer_to(dtype if half else None, 16),
+        **dict.fromkeys(("cos_ptr", "sin_ptr"), pointer_to(table_dtype if half else None, tables)),
+        "sequences": Sequences(*map(pointer_to, facts.index_dtypes)),
+        "descales": Descales(*(pointer_to(None if each is None else torch.float32) for each in facts.descale_strides)),
+        "length": Parameter("i32", 1, GIVEN),
+        **{f"{of}_strides": RowStrides(*_apart(strides[of], apart)) for of in ("q", "k", "v")},
+        **{f"{of}_strides": CacheStrides(*_apart(strides[of], apart)) for of in ("k_cache", "v_cache")},
+        **{f"{of}_descale_strides": _factor_strides(each) for of, each in zip("kv", facts.descale_strides)},
+        "stride_cos": stride_cos,
+        "stride_sin": stride_sin,
+        "stride_table": int64(0 if facts.table is None else facts.table.strides[0]),
+        "batch": int32(facts.sequences),
+        "heads_q": int32(heads),
+        "heads_kv": int32(heads_kv),
+        "seq_q": int32(seq_q),
+        "seq_new": int32(seq_new),
+        "capacity": int32(facts.capacity),
+        "positions": int32(positions),
+    }
+    constants = {
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "HALF": half,
+        **named_constants(cut),
+        "PAGE_SIZE": facts.page_size,
+        "INTERLEAVED": spec.interleaved,
+        "BANDED": spec.banded,
+        "FACTORS_OF_ROWS": spec.factors_of_rows,
+    }
+    rotated = contiguous(facts.q.shape[packed:], dtype) if half else None
+    programs = tokens if packed else batch * tokens
+    return make_plan(
+        append_kernel, parameters, constants, programs, facts.device, num_warps=cut.num_warps, outputs=(rotated,)
+    )
+
+
+def _factor_strides(strides: _Shape | None) -> CacheStrides:
+    return CacheStrides(*map(int64, strides or (None, None, None)))
+
+
+def _apart(strides: _Shape, multiple: int) -> list[Parameter]:
+    """Strides as parameters; `multiple` divides them."""
+    return [int64(stride, multiple) for stride in strides]
