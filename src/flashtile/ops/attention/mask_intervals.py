@@ -10,6 +10,7 @@ Reference:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -324,23 +325,16 @@ def _not(a: _Range | None) -> _Range | None:
     return None if a is None or not _is_truth(a) else _Range(~a.most, ~a.least)
 
 
-def _not_equal(a: _Range | None, b: _Range | None) -> _Range | None:
-    return _not(_equal(a, b))
+def _logical(operation: Callable[[Any, Any], Any]) -> Callable[..., _Range | None]:
+    """The rule of `&` or `|`, also for one bool and something unknown, because False or True decides."""
 
+    def rule(a: _Range | None, b: _Range | None) -> _Range | None:
+        if not (_is_truth(a) and _is_truth(b)):
+            return None
+        a, b = _truth(a), _truth(b)
+        return _Range(operation(a.least, b.least), operation(a.most, b.most))
 
-def _and(a: _Range | None, b: _Range | None) -> _Range | None:
-    """Also of one bool and something unknown, because False decides."""
-    if not (_is_truth(a) and _is_truth(b)):
-        return None
-    a, b = _truth(a), _truth(b)
-    return _Range(a.least & b.least, a.most & b.most)
-
-
-def _or(a: _Range | None, b: _Range | None) -> _Range | None:
-    if not (_is_truth(a) and _is_truth(b)):
-        return None
-    a, b = _truth(a), _truth(b)
-    return _Range(a.least | b.least, a.most | b.most)
+    return rule
 
 
 def _is_truth(a: _Range | None) -> bool:
@@ -411,9 +405,9 @@ _RULES_OF_NAMES: dict[int, dict[_Rule, str]] = {
         _swapped(_less): "gt greater __gt__",
         _swapped(_less_or_equal): "ge greater_equal __ge__",
         _equal: "eq __eq__",
-        _not_equal: "ne not_equal __ne__",
-        _and: "logical_and bitwise_and __and__ __rand__",
-        _or: "logical_or bitwise_or __or__ __ror__",
+        lambda a, b: _not(_equal(a, b)): "ne not_equal __ne__",
+        _logical(operator.and_): "logical_and bitwise_and __and__ __rand__",
+        _logical(operator.or_): "logical_or bitwise_or __or__ __ror__",
         _converted: "to",
     },
     3: {
