@@ -13,7 +13,7 @@ import flashtile
 from flashtile._backends import devices
 from flashtile.ops.attention.call import visible_keys
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
-from flashtile.ops.attention.split.configs import MAX_QUERIES, SplitFacts, no_gain
+from flashtile.ops.attention.split.backend import MAX_QUERIES, no_gain
 from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
 from support.attention.attention_cases import BASE, EDGES, PAIRS, combined, parameters
 from support.running.covering import turns
@@ -115,30 +115,30 @@ def test_gpu_runs_and_graph_replays_give_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    "facts, splits",
+    "sizes, splits",
     [
         # batch, seq_q, heads, heads_kv, key_tiles
-        (SplitFacts(1, 1, 32, 8, 32), True),
-        (SplitFacts(1, 1, 32, 32, 32), True),
-        (SplitFacts(1, 16, 64, 8, 256), True),
-        (SplitFacts(128, 1, 32, 8, 32), True),  # a full GPU too: a group's heads share its keys
-        (SplitFacts(1, 128, 8, 8, 512), True),  # eight tiles of queries, 132 multiprocessors
-        (SplitFacts(1, 1, 32, 8, 2), True),
-        (SplitFacts(1, 1, 32, 8, 1), False),  # a tile of keys cannot be split
-        (SplitFacts(2, 64, 64, 8, 256), False),  # as many programs as multiprocessors, with fuller tiles
-        (SplitFacts(16, 64, 32, 8, 32), False),
-        (SplitFacts(16, 64, 32, 32, 32), False),
-        (SplitFacts(16, 1, 32, 32, 2), False),  # both read as fast as memory gives
-        (SplitFacts(64, 128, 32, 32, 32), False),  # tiles of queries are full
-        (SplitFacts(1, MAX_QUERIES + 1, 8, 8, 512), False),
-        (SplitFacts(0, 1, 8, 8, 512), False),
-        (SplitFacts(1, 0, 8, 8, 512), False),
-        (SplitFacts(1, 1, 8, 8, 0), False),
+        ((1, 1, 32, 8, 32), True),
+        ((1, 1, 32, 32, 32), True),
+        ((1, 16, 64, 8, 256), True),
+        ((128, 1, 32, 8, 32), True),  # a full GPU too: a group's heads share its keys
+        ((1, 128, 8, 8, 512), True),  # eight tiles of queries, 132 multiprocessors
+        ((1, 1, 32, 8, 2), True),
+        ((1, 1, 32, 8, 1), False),  # a tile of keys cannot be split
+        ((2, 64, 64, 8, 256), False),  # as many programs as multiprocessors, with fuller tiles
+        ((16, 64, 32, 8, 32), False),
+        ((16, 64, 32, 32, 32), False),
+        ((16, 1, 32, 32, 2), False),  # both read as fast as memory gives
+        ((64, 128, 32, 32, 32), False),  # tiles of queries are full
+        ((1, MAX_QUERIES + 1, 8, 8, 512), False),
+        ((0, 1, 8, 8, 512), False),
+        ((1, 0, 8, 8, 512), False),
+        ((1, 1, 8, 8, 0), False),
     ],
     ids=str,
 )
-def test_when_splitting_pays(facts: SplitFacts, splits: bool) -> None:
-    assert (no_gain(facts, _MULTIPROCESSORS) is None) is splits
+def test_when_splitting_pays(sizes: tuple[int, int, int, int, int], splits: bool) -> None:
+    assert (no_gain(*sizes, _MULTIPROCESSORS) is None) is splits
 
 
 def test_what_is_served() -> None:
