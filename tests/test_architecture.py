@@ -357,23 +357,21 @@ def test_parameters_of_kernels_are_counted():
     assert parameters("@triton.jit\ndef f(a, b: tl.constexpr, *, c): ...\ndef g(a): ...") == {"f": 3}
 
 
-def test_device_code_names_what_it_passes():
-    found = {module_name(path): calls for path in FILES if (calls := long_calls_on_the_device(parsed(path)))}
+def test_long_calls_name_what_they_pass():
+    found = {module_name(path): calls for path in FILES if (calls := long_calls(parsed(path)))}
     assert not found, "pass structs, or keywords from the eighth argument on"
 
 
-def test_long_calls_on_the_device_are_found():
-    body = "g(1, 2, 3, 4, 5, 6, 7, 8); g(1, 2, 3, 4, 5, 6, 7, x=8)"
-    assert long_calls_on_the_device(ast.parse(f"@triton.jit\ndef f(): {body}\ndef h(): {body}")) == ["g, line 2"]
+def test_long_calls_are_found():
+    body = "g(1, 2, 3, 4, 5, 6, 7, 8); g(1, 2, 3, 4, 5, 6, 7, *more, x=8)"
+    assert long_calls(ast.parse(body)) == ["g, line 1"]
 
 
-def long_calls_on_the_device(tree: ast.AST) -> list[str]:
-    """Calls in kernels, and in functions that they call, with eight arguments or more by position."""
+def long_calls(tree: ast.AST) -> list[str]:
+    """Calls with eight arguments or more by position."""
     return [
         f"{ast.unparse(node.func)}, line {node.lineno}"
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(of) for of in function.decorator_list)
-        for node in ast.walk(function)
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call) and sum(not isinstance(each, ast.Starred) for each in node.args) >= 8
     ]
 

@@ -108,7 +108,7 @@ def kernel_call(kernel: str, tensors: dict, causal: bool):
     if ("saved", causal) not in tensors:
         tensors["saved", causal] = launch.forward(q, k, v, side, spec)
     inputs = BackwardInputs(dout, None, q, k, v, *tensors["saved", causal])
-    return lambda: launch.backward(*inputs, side=side, spec=spec, wanted=Wanted())[:3]
+    return lambda: launch.backward(inputs, side, spec, Wanted())[:3]
 
 
 def main() -> None:

@@ -208,7 +208,7 @@ def _bias_gradient(
         assert not (errors > 0.05).any(), "statistics are not those of the scores"
         dlse = (out * dout).sum(-1).transpose(-1, -2) - statistics[..., 1]
         upstream = dout.double(), dlse.masked_fill(~seen, 0)
-        gradients = reference.backward(*upstream, *wide, out, lse, exact, spec, Wanted(bias=True))
+        gradients = reference.backward(BackwardInputs(*upstream, *wide, out, lse), exact, spec, Wanted(bias=True))
     return gradients.bias.to(side.bias.dtype)
 
 

@@ -22,7 +22,7 @@ from flashtile._backends import together
 from flashtile.ops.attention import repeated, select
 from flashtile.ops.attention.hopper import launch as hopper
 from flashtile.ops.attention.score_tracing import trace_score_mod
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, wanted_gradients
+from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, wanted_gradients
 from flashtile.ops.attention.triton import launch as triton
 from support.attention.backend_calls import HOPPER
 
@@ -97,7 +97,7 @@ def test_the_plans_of_a_backward_are_those_that_it_launches(case: str, module: A
     wanted, dout = wanted_gradients(side), torch.zeros_like(q)
     lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
     with torch.no_grad():
-        module.backward(dout, None, q, k, k, torch.zeros_like(q), lse, side, spec, wanted)
+        module.backward(BackwardInputs(dout, None, q, k, k, torch.zeros_like(q), lse), side, spec, wanted)
     expected = module.backward_plans(dout.to("meta"), q, k, k, side, spec, wanted)
     assert len(launched) == len(expected) > 0
     assert all(plan.source in launched for plan in expected)

@@ -29,6 +29,7 @@ from flashtile.ops.attention.hopper import (
     backward_pieces,
     backward_tiles,
     configs,
+    forward,
     launch,
     primitives,
     schedule,
@@ -2030,7 +2031,9 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         side = side._replace(block_lists=mask.lists, block_patterns=mask.tile_masks)
     sinks = torch.zeros(2) if "sinks" in name else None
     side = side._replace(sinks=sinks)
-    grads = launch.backward(dout, None, q, k, v, out, lse, side, AttentionSpec(1.0, **arguments), Wanted())
+    grads = launch.backward(
+        BackwardInputs(dout, None, q, k, v, out, lse), side, AttentionSpec(1.0, **arguments), Wanted()
+    )
     for grad, of in zip(grads, (q, k, v)):
         assert grad.shape == of.shape and alignment.aligned(grad)
     main, begin = launched["backward"], launched["begin"]
@@ -2088,7 +2091,9 @@ def test_without_a_key_rows_see_their_sink(packed: bool) -> None:
     assert not out.any() and (lse[..., 0, :seen] == 0.5).all()
     assert lse[..., 1, :].isneginf().all() and lse[..., seen:].isneginf().all()
     for dlse, expected in ((None, 0), (torch.ones_like(lse), seen if packed else 2 * seen)):
-        grads = launch.backward(out, dlse, q, k, k, out, lse, side, AttentionSpec(0.125), Wanted(sinks=True))
+        grads = launch.backward(
+            BackwardInputs(out, dlse, q, k, k, out, lse), side, AttentionSpec(0.125), Wanted(sinks=True)
+        )
         assert grads.sinks.tolist() == [expected, 0]
 
 
@@ -2124,7 +2129,7 @@ def test_descriptors_are_encoded_as_the_kernel_expects(form: str, monkeypatch: p
 
     monkeypatch.setattr(tma.triton.runtime.driver, "_active", SimpleNamespace(utils=Utils))
     plan, call = hopper_plan(_EVERY_FORWARD[form]), machine_code.hopper_call(_EVERY_FORWARD[form])
-    described = launch._moved_tensors(call, configs.forward_config(call), None).values()
+    described = forward._moved_tensors(call, configs.forward_config(call), None).values()
     made = [moved.maker()(4096)[0] for moved in described if moved.box is not None]
     assert made and set(made) == {"descriptor"}
     monkeypatch.undo()

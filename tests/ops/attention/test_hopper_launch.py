@@ -260,7 +260,7 @@ def test_a_prepared_backward_passes_the_same(launched: dict[str, _Launched], cal
     lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
     out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None
     launched.clear()  # not every call has the last kernel
-    launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
+    launch.backward(BackwardInputs(dout, dlse, q, k, v, out, lse), side, spec, Wanted())
     expected = dict(launched)
     inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
     prepared = launch.prepare_backward(inputs, side, spec, Wanted())
@@ -296,7 +296,7 @@ def test_a_backward_passes_what_its_kernels_declare(
     q, k, v, dout, side, spec = call
     lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
     out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None
-    gradients = launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
+    gradients = launch.backward(BackwardInputs(dout, dlse, q, k, v, out, lse), side, spec, Wanted())
     (tiles, begin), (programs, main) = (launched[f"attention_{name}_kernel"] for name in ("begin", "backward"))
     described = {"k": k, "v": v}
     if main["problem.shares"] == 1:  # else the main kernel stores parts of these
@@ -336,7 +336,7 @@ def _run_backward(call: _Call, has_dlse: bool) -> Gradients:
     q, k, v, dout, side, spec = call
     lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
     out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None
-    return launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
+    return launch.backward(BackwardInputs(dout, dlse, q, k, v, out, lse), side, spec, Wanted())
 
 
 def _check_scratch(launched: _Launched, dout: torch.Tensor) -> None:

@@ -319,7 +319,7 @@ def test_an_out_that_lies_worse_than_the_others_is_copied(monkeypatch: pytest.Mo
     assert x.data_ptr() % 16 == 0 != worse.data_ptr() % 16
     for out, as_given in ((x, True), (worse, False)):
         lse, side = torch.zeros(1, 1, 4), SideInputs(None, None, 4, 4)
-        launch.backward(x, None, x, x, x, out, lse, side, AttentionSpec(1.0), Wanted())
+        launch.backward(BackwardInputs(x, None, x, x, x, out, lse), side, AttentionSpec(1.0), Wanted())
         assert read[-1] % 16 == 0 and (read[-1] == out.data_ptr()) is as_given
 
 
@@ -342,7 +342,7 @@ def test_prepared_launches_pass_what_others_pass(
     lse, side = torch.zeros(2, 4, 70), SideInputs(None, None, 70, 90)
     dlse = torch.zeros_like(lse) if has_dlse else None
     made = launch.forward(q, k, v, side, spec)
-    gradients = launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
+    gradients = launch.backward(BackwardInputs(dout, dlse, q, k, v, out, lse), side, spec, Wanted())
     inputs = BackwardInputs(dout, dlse, q, k, v, out, lse)
     prepared = launch.prepare_forward(q, k, v, side, spec)
     prepared_backward = launch.prepare_backward(inputs, side, spec, Wanted())

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashtile
 from flashtile.ops.attention import cpu
 from flashtile.ops.attention.cpu import tiles
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
+from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, Wanted
 from flashtile.testing import AttentionCase, assert_same, make_inputs, run
 from support.running.autograd import compiled_with_count, leaf
 
@@ -292,7 +292,9 @@ def test_gradient_of_a_shared_bias_makes_nothing_larger(
     side, spec = SideInputs(None, None, seq, seq, bias=torch.randn(shape), mask=mask), AttentionSpec(0.3, softcap=2.0)
     with LargestTensor() as seen:
         out, lse = cpu.forward(q, k, v, side, spec)
-        grads = cpu.backward(dout, torch.ones_like(lse), q, k, v, out, lse, side, spec, Wanted(bias=True))
+        grads = cpu.backward(
+            BackwardInputs(dout, torch.ones_like(lse), q, k, v, out, lse), side, spec, Wanted(bias=True)
+        )
     assert grads.bias.shape == shape
     assert 0 < seen.elements <= max(q.numel(), grads.bias.numel())
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import flashtile
 from flashtile.ops.attention import select
 from flashtile.ops.attention.call import Call, KernelChoice
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
+from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, Gradients, SideInputs, Wanted
 from flashtile.ops.common.backends import Backend, StandardCall, standard_backends
 from support.running.command_line import invoke
 
@@ -24,11 +24,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     return torch.full_like(q, 7.0), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
 
 
-def backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, side: SideInputs,
-    spec: AttentionSpec, wanted: Wanted,
-) -> Gradients:  # fmt: skip
-    return Gradients(torch.full_like(q, 3.0), torch.zeros_like(k), torch.zeros_like(v))
+def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> Gradients:
+    return Gradients(torch.full_like(inputs.q, 3.0), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v))
 
 
 def softmax(*_: object) -> None:

@@ -174,20 +174,23 @@ def attention(
         return _returned(run_repeated(q, k, v, present, call, out_only), return_lse, return_max_scores)
     q, k, v = checked_qkv(q, k, v, DENSE_LAYOUT, eight_bits=True)
     options = Taken(
-        causal, align, window, scale, key_lengths, softcap, bias, alibi_slopes, mask, dropout_p, dropout_seed,
-        deterministic, backend, sinks, descale_q, descale_k, descale_v, block_mask, None, None,
-        return_lse, return_max_scores, score_mod, batch_invariant,
+        causal=causal, align=align, window=window, scale=scale, key_lengths=key_lengths, softcap=softcap, bias=bias,
+        alibi_slopes=alibi_slopes, mask=mask, dropout_p=dropout_p, dropout_seed=dropout_seed, block_mask=block_mask,
+        deterministic=deterministic, backend=backend, sinks=sinks, descale_q=descale_q, descale_k=descale_k,
+        descale_v=descale_v, return_lse=return_lse, return_max_scores=return_max_scores, score_mod=score_mod,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
     return _first_call(q, k, v, options, key, given)
 
 
 def _first_call(
     q: Tensor, k: Tensor, v: Tensor, options: Taken, key: Hashable | None, given: repeated.Given,
-    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    offsets: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-    """Runs a call that is like no earlier one. `key`, `given`: of `repeated`, which keeps a call that has a key."""
+    """Runs a call that is like no earlier one. `key`, `given`: of `repeated`, which keeps a call that has a key.
+    `offsets`: of packed queries and keys."""
     dropout = resolve_dropout(options.dropout_p, options.dropout_seed, q.device)
-    side, spec = resolve_call(q, k, v, options, cu_seqlens_q, cu_seqlens_k, dropout)
+    side, spec = resolve_call(q, k, v, options, *offsets, dropout)
     call = None
     if key is not None:
         call = repeated.new_call(key, q, k, v, given, side=side, spec=spec, backend=options.backend)
@@ -322,11 +325,13 @@ def attention_varlen(
     q, k, v = checked_qkv(q, k, v, PACKED_LAYOUT, eight_bits=True)
     check_tensors(cu_seqlens_q=cu_seqlens_q)
     options = Taken(
-        causal, align, window, scale, key_lengths, softcap, bias, alibi_slopes, mask, dropout_p, dropout_seed,
-        deterministic, backend, sinks, descale_q, descale_k, descale_v, block_mask, max_seqlen_q, max_seqlen_k,
-        return_lse, return_max_scores, score_mod, batch_invariant,
+        causal=causal, align=align, window=window, scale=scale, key_lengths=key_lengths, softcap=softcap, bias=bias,
+        alibi_slopes=alibi_slopes, mask=mask, dropout_p=dropout_p, dropout_seed=dropout_seed, block_mask=block_mask,
+        deterministic=deterministic, backend=backend, sinks=sinks, descale_q=descale_q, descale_k=descale_k,
+        descale_v=descale_v, return_lse=return_lse, return_max_scores=return_max_scores, score_mod=score_mod,
+        batch_invariant=batch_invariant, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    return _first_call(q, k, v, options, key, given, cu_seqlens_q, cu_seqlens_k)
+    return _first_call(q, k, v, options, key, given, (cu_seqlens_q, cu_seqlens_k))
 
 
 def _attention_over_pages(

@@ -248,7 +248,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, *rest):
         side, spec, backend = unflatten(rest)
         results = _run_forward(q, k, v, side, spec, backend, recorded=True)
-        _save(ctx, q, k, v, results, side, spec, backend)
+        _save(ctx, (q, k, v), results, side, spec, backend)
         return results
 
     @staticmethod
@@ -347,7 +347,7 @@ class _TransformedAttention(_Attention):
     @staticmethod
     def setup_context(ctx, inputs, output):
         q, k, v, *rest = inputs
-        ctx.save_for_forward(*_save(ctx, q, k, v, output, *unflatten(rest)))
+        ctx.save_for_forward(*_save(ctx, (q, k, v), output, *unflatten(rest)))
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -361,7 +361,7 @@ class _TransformedAttention(_Attention):
 
 
 def _save(
-    ctx, q: Tensor, k: Tensor, v: Tensor, results: tuple[Tensor, ...], side: SideInputs, spec: AttentionSpec,
+    ctx, qkv: tuple[Tensor, Tensor, Tensor], results: tuple[Tensor, ...], side: SideInputs, spec: AttentionSpec,
     backend: str,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Keeps what the backward needs, and returns the tensors of it."""
@@ -369,7 +369,7 @@ def _save(
     if max_scores:
         ctx.mark_non_differentiable(*max_scores)
         spec = spec._replace(returns_max_scores=False)
-    saved = q, k, v, out, lse, *side_tensors(side)
+    saved = *qkv, out, lse, *side_tensors(side)
     ctx.save_for_backward(*saved)
     ctx.scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, backend
     ctx.set_materialize_grads(False)

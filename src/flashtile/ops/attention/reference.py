@@ -16,7 +16,16 @@ from torch import Tensor
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.philox import keep_tile, positions, sequence_heads
 from flashtile.ops.attention.score_program import INPUTS, apply, parse
-from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, dequantized, out_dtype
+from flashtile.ops.attention.spec import (
+    FP8,
+    AttentionSpec,
+    BackwardInputs,
+    Gradients,
+    SideInputs,
+    Wanted,
+    dequantized,
+    out_dtype,
+)
 from flashtile.ops.common.dispatch import autograd_in_operator
 from flashtile.ops.common.rows import logsumexp
 
@@ -35,19 +44,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     return _forward_dense(q, k, v, side, spec, first_sequence=0)
 
 
-def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    side: SideInputs,
-    spec: AttentionSpec,
-    wanted: Wanted,
-) -> Gradients:
+def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> Gradients:
     """Gradients by PyTorch's autograd through `forward`; `out` and `lse` are not used."""
+    dout, dlse, q, k, v, _, lse = inputs
     with autograd_in_operator():
         leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v, *learned_inputs(side, wanted))]
         outputs = forward(leaves[0], leaves[1], leaves[2], with_learned(side, wanted, leaves[3:]), spec)[:2]

@@ -176,7 +176,7 @@ def serve_backward(
     dout, q, k, v = (readable_rows(tensor, spec) for tensor in (dout, q, k, v))
     module = implementation("backward", q, k, v, side, spec, backend, wanted=wanted)
     side = side if side.plain else readable_side(side)
-    gradients = module.backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)
+    gradients = module.backward(BackwardInputs(dout, dlse, q, k, v, out, lse), side, spec, wanted)
     return gradients if seen is None else unseen_gradients(gradients, given.k, given.v, bias, seen)
 
 

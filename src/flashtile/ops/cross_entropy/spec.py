@@ -178,16 +178,16 @@ def make_spec(columns: int, dtype: torch.dtype, options: tuple[Any, ...]) -> Cro
         group = process_group.group_name
     softcap = checks.resolve_softcap(softcap, logit_scale, dtype)
     return CrossEntropySpec(
-        label_smoothing,
-        logit_scale,
-        lse_square_scale,
-        ignore_index,
-        reduction,
-        z_loss,
-        first,
-        vocabulary,
-        group,
-        softcap,
+        label_smoothing=label_smoothing,
+        logit_scale=logit_scale,
+        lse_square_scale=lse_square_scale,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        z_loss=z_loss,
+        first=first,
+        vocabulary=vocabulary,
+        group=group,
+        softcap=softcap,
     )
 
 

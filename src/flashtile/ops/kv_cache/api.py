@@ -176,8 +176,9 @@ def attention_with_kv_cache(
     checks.check_rotary(q, rotary_cos, rotary_sin, k, positions)
     scale = common.resolve_scale(scale, head_dim, q.dtype)
     spec = CacheSpec(
-        length, scale, left, right, common.resolve_softcap(softcap, scale, q.dtype), rotary_interleaved,
-        checks.resolve_splits(num_splits), longest, of_rows, invariant,
+        length, scale, left, right, softcap=common.resolve_softcap(softcap, scale, q.dtype),
+        interleaved=rotary_interleaved, num_splits=checks.resolve_splits(num_splits), max_seqlen_q=longest,
+        factors_of_rows=of_rows, batch_invariant=invariant,
     )  # fmt: skip
     call = CacheCall(*given)._replace(  # type: ignore[arg-type]
         cache_lengths=lengths,

@@ -140,8 +140,9 @@ def dropout_add_layer_norm(
     if other_names:
         refuse_other_names(dropout_add_layer_norm, other_names)
     operands = Operands(
-        x0, residual, x1, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, dropout_seed
-    )
+        x0, residual, x1, weight, bias, weight1, bias1, rowscale=rowscale, layerscale=layerscale, x0_subset=x0_subset,
+        out_subset=out_subset, dropout_seed=dropout_seed,
+    )  # fmt: skip
     scalars = (False, epsilon, dropout_p, rowscale_const, zero_centered_weight, residual_in_fp32, out_numrows, prenorm)
     return _dropout_add_norm(operands, (*scalars, backend), return_dropout_mask)
 
@@ -161,8 +162,9 @@ def dropout_add_rms_norm(
     if other_names:
         refuse_other_names(dropout_add_rms_norm, other_names)
     operands = Operands(
-        x0, residual, x1, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, dropout_seed
-    )
+        x0, residual, x1, weight, bias, weight1, bias1, rowscale=rowscale, layerscale=layerscale, x0_subset=x0_subset,
+        out_subset=out_subset, dropout_seed=dropout_seed,
+    )  # fmt: skip
     scalars = (True, epsilon, dropout_p, rowscale_const, zero_centered_weight, residual_in_fp32, out_numrows, prenorm)
     return _dropout_add_norm(operands, (*scalars, backend), return_dropout_mask)
 

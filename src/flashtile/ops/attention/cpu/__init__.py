@@ -67,16 +67,14 @@ def prepare_unmasked(
     return functools.partial(_forward_unmasked, scale=spec.scale)
 
 
-def backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, side: SideInputs,
-    spec: AttentionSpec, wanted: Wanted,
-) -> Gradients:  # fmt: skip
+def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> Gradients:
     """The gradients of a call on the CPU from its outputs and their gradients."""
+    _, dlse, q, k, v, *_ = inputs
     if dlse is not None and not dlse.any():
         dlse = None  # torch.compile passes zeros where nothing comes through lse
     if not spec.batch_invariant:
         k, v, side = lengths_as_mask(q, k, v, side)
-    given = BackwardInputs(dout, dlse, q, k, v, out, lse)
+    given = inputs._replace(dlse=dlse, k=k, v=v)
     if dlse is None and served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype, wanted)[0]:
         found = _backward_by_torch(given, side, spec, wanted)
         if found is not None:

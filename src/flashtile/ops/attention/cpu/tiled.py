@@ -246,7 +246,9 @@ def _backward_block(
         row = _load_backward_rows(block, rows, given, raised, spec)
         dq_tile = torch.zeros_like(row.q_scaled)
         if logits is not None:
-            row = _add_logits(made, rows, row, logits, raised, given.dlse, of_side, keep_probability)
+            row = _add_logits(
+                made, rows, row, logits, raised, given.dlse, of_side=of_side, keep_probability=keep_probability
+            )
         for keys, scores, changes in made.tiles(rows, row.q_scaled):
             kept = tiles.keep_weights(block, rows, keys, spec, scratch)
             at = slice(keys.start, keys.stop)

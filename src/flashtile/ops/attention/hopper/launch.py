@@ -87,21 +87,11 @@ def prepare_forward(
     return plan.runner() if plan.kernel.programs else None
 
 
-def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    side: SideInputs,
-    spec: AttentionSpec,
-    wanted: Wanted,
-) -> Gradients:
+def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> Gradients:
     """Runs the kernels. The portable one computes the gradient of a bias that the Hopper one does not serve. The sums
     of dq, and where walks meet dk and dv, are added up in no fixed order unless `spec.deterministic`. They serve all of
     `wanted` but tensors of score functions (`backend.unsupported_reason`)."""
+    dout, dlse, q, k, v, out, lse = inputs
     if not q.numel() or not k.numel() or not v.numel():
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         learned = gradients_without_keys(dlse, lse, side, wanted)

@@ -79,20 +79,10 @@ def _plan_forward(call: Call) -> Pipeline:
     return Pipeline(call.device, {"forward": planned.kernel}, (*_GIVEN_FORWARD, *aux_buffers(call)), planned.outputs)
 
 
-def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    side: SideInputs,
-    spec: AttentionSpec,
-    wanted: Wanted,
-) -> Gradients:
+def backward(inputs: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> Gradients:
     """Runs the dq kernel, the dk/dv kernel, and that of the bias where its gradient is wanted; or, for short sequences,
     one for all. Deterministic."""
+    dout, dlse, q, k, v, out, lse = inputs
     sign = 1
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)

@@ -4,6 +4,7 @@ attention. Nothing here needs Triton."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,22 +47,24 @@ def latent_unsupported_reason(call: SplitCall, device: DeviceFacts) -> str | Non
     queries = (batch, seq_q) if call.total_q is None else (1, call.total_q)
     right = call.window_right
     return _first_reason(
-        _runs_on(device),
-        (call.values_in_keys and heads_kv == 1, "it takes one key head whose first columns are the values"),
-        (
-            512 < head_dim <= 576 and head_dim % 8 == 0 and head_dim_v == 512,
-            f"it takes heads of 520 to 576 columns with 512 of values, not {head_dim} with {head_dim_v}",
-        ),
-        _has_16_bits(call),
-        (call.window_left is None and right in (None, 0), "it has no window"),
-        (not call.softcap and not call.slope_dims and not call.row_logits, "it has no soft cap, ALiBi or sinks"),
-        (call.scale > 0 and call.capacity > 0, "it takes a positive scale, and a cache that has rows"),
-        (
-            call.misalignment % 16 == 0 and row % 8 == 0 and row > 0 and outer % row == 0,
-            "TMA reads rows at multiples of 16 bytes, and entries or pages at multiples of a row",
-        ),
-        (_consecutive((*queries, heads, head_dim), call.strides[0]), "TMA reads q as it is where it is contiguous"),
-        _has_moved_pages(call),
+        [
+            _runs_on(device),
+            (call.values_in_keys and heads_kv == 1, "it takes one key head whose first columns are the values"),
+            (
+                512 < head_dim <= 576 and head_dim % 8 == 0 and head_dim_v == 512,
+                f"it takes heads of 520 to 576 columns with 512 of values, not {head_dim} with {head_dim_v}",
+            ),
+            _has_16_bits(call),
+            (call.window_left is None and right in (None, 0), "it has no window"),
+            (not call.softcap and not call.slope_dims and not call.row_logits, "it has no soft cap, ALiBi or sinks"),
+            (call.scale > 0 and call.capacity > 0, "it takes a positive scale, and a cache that has rows"),
+            (
+                call.misalignment % 16 == 0 and row % 8 == 0 and row > 0 and outer % row == 0,
+                "TMA reads rows at multiples of 16 bytes, and entries or pages at multiples of a row",
+            ),
+            (_consecutive((*queries, heads, head_dim), call.strides[0]), "TMA reads q as it is where it is contiguous"),
+            _has_moved_pages(call),
+        ]
     )
 
 
@@ -101,13 +104,15 @@ def chunks_unsupported_reason(call: SplitCall, device: DeviceFacts, multiprocess
 def _lacked_by_forward(call: SplitCall, device: DeviceFacts) -> str | None:
     *_, head_dim, head_dim_v = call.shape
     return _first_reason(
-        _runs_on(device),
-        (call.dtype in (torch.float16, torch.bfloat16), "it takes q in a 16-bit dtype"),
-        (call.capacity > 0 and all(call.shape), "it takes calls that are not empty"),
-        (max(head_dim, head_dim_v) <= _WIDEST, f"its heads have up to {_WIDEST} columns"),
-        (call.index_dtypes[2] is None, "it has no left padding"),
-        (call.scale > 0, "it takes a positive scale"),
-        (call.tree is None or call.cut is None, "it has no tree in the batch-invariant mode"),
+        [
+            _runs_on(device),
+            (call.dtype in (torch.float16, torch.bfloat16), "it takes q in a 16-bit dtype"),
+            (call.capacity > 0 and all(call.shape), "it takes calls that are not empty"),
+            (max(head_dim, head_dim_v) <= _WIDEST, f"its heads have up to {_WIDEST} columns"),
+            (call.index_dtypes[2] is None, "it has no left padding"),
+            (call.scale > 0, "it takes a positive scale"),
+            (call.tree is None or call.cut is None, "it has no tree in the batch-invariant mode"),
+        ]
     )
 
 
@@ -149,15 +154,17 @@ def unreadable_by_forward(call: SplitCall) -> str | None:
     if not by_threads:
         conditions = [_has_moved_pages(call)]
     return _first_reason(
-        *conditions,
-        (
-            row_k > 0 and row_v > 0 and outer_k % row_k == 0 and outer_v % row_v == 0,
-            "entries or pages lie whole rows apart",
-        ),
-        (
-            math.gcd(*used) % _TOGETHER == 0 and call.misalignment % _ALIGNED == 0,
-            f"it takes addresses at multiples of {_ALIGNED} bytes, and strides of multiples of {_TOGETHER} elements",
-        ),
+        [
+            *conditions,
+            (
+                row_k > 0 and row_v > 0 and outer_k % row_k == 0 and outer_v % row_v == 0,
+                "entries or pages lie whole rows apart",
+            ),
+            (
+                math.gcd(*used) % _TOGETHER == 0 and call.misalignment % _ALIGNED == 0,
+                f"it takes addresses at multiples of {_ALIGNED} bytes and strides of multiples of {_TOGETHER} elements",
+            ),
+        ]
     )
 
 
@@ -175,6 +182,6 @@ def _has_moved_pages(call: SplitCall) -> _Condition:
     return moved, f"8 divides the pages that it takes, not {call.page_size}"
 
 
-def _first_reason(*conditions: _Condition) -> str | None:
+def _first_reason(conditions: Sequence[_Condition]) -> str | None:
     """The reason of the first condition that does not hold; None where all hold."""
     return next((reason for holds, reason in conditions if not holds), None)
