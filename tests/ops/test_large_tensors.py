@@ -18,7 +18,7 @@ from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.hopper import launch as hopper
-from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Wanted
+from flashtile.ops.attention.spec import FP8, AttentionSpec, BackwardInputs, SideInputs, Wanted
 from flashtile.ops.attention.split import launch as split
 from flashtile.ops.attention.triton import launch as triton
 from flashtile.ops.cross_entropy import kernels as cross_entropy
@@ -107,7 +107,8 @@ def _attention(backend: Any, tensor: Tensor, side: SideInputs, spec: AttentionSp
     """Forward and backward, where every tensor is like the given one, of out as it comes."""
     out, lse = backend.forward(tensor, tensor, tensor, side, spec)
     if hasattr(backend, "backward"):
-        backend.backward(tensor, torch.empty_like(lse), tensor, tensor, tensor, out, lse, side, spec, wanted)
+        inputs = BackwardInputs(tensor, torch.empty_like(lse), tensor, tensor, tensor, out, lse)
+        backend.backward(inputs, side, spec, wanted)
 
 
 def _side(rows: int, **changes: Any) -> SideInputs:

@@ -126,7 +126,7 @@ def _attend(
     backend: Any, head_dim: int, dtype: torch.dtype = torch.bfloat16, packed: bool = False, **more: Any
 ) -> None:
     """Forward and backward of a causal call."""
-    from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
+    from flashtile.ops.attention.spec import AttentionSpec, BackwardInputs, SideInputs, Wanted
 
     outer = (256,) if packed else (2, 128)
     q, dout = (torch.zeros(*outer, 4, head_dim, dtype=dtype) for _ in range(2))
@@ -136,7 +136,7 @@ def _attend(
     side = SideInputs(offsets, offsets, 156, 156) if packed else SideInputs(None, None, 128, 128)
     side = side._replace(**more)
     out, lse = backend.forward(q, k, v, side, spec)
-    backend.backward(dout, None, q, k, v, out, lse, side, spec, Wanted(sinks="sinks" in more))
+    backend.backward(BackwardInputs(dout, None, q, k, v, out, lse), side, spec, Wanted(sinks="sinks" in more))
 
 
 def _compare(driver: ctypes.CDLL) -> None:

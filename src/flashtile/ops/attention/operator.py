@@ -218,8 +218,7 @@ def run_backward(
     given: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted, backend: str
 ) -> Gradients:
     """Runs the backward from given results, which autograd does not record."""
-    dout, dlse, q, k, v, *_ = given
-    if dispatch.unobserved(q, k, v, dout, dlse, *(() if side.plain else side_tensors(side))):
+    if dispatch.unobserved(given.q, *given, *(() if side.plain else side_tensors(side))):
         return serve_backward(given, side, spec, wanted, backend)
     grads = _backward_op(*given, *side, *spec, *wanted, backend)
     return _gradients(grads[:-1], grads[-1], wanted)
