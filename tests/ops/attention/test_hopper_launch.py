@@ -426,7 +426,8 @@ def test_a_copy_of_lists_lives_when_outputs_are_allocated(phase: str, monkeypatc
     side = SideInputs(max_seqlen_q=128, max_seqlen_k=128, block_lists=lists)
     spec = AttentionSpec(1.0, block_shape=(1, 1, 128, 128))
     lse = torch.zeros(1, 2, 128)
-    call = (q, q, q, side, spec) if phase == "forward" else (q, None, q, q, q, q, lse, side, spec, Wanted())
+    inputs = BackwardInputs(q, None, q, q, q, q, lse)
+    call = (q, q, q, side, spec) if phase == "forward" else (inputs, side, spec, Wanted())
     with pytest.raises(_AllocatedError):
         getattr(launch, phase)(*call)
 
