@@ -190,9 +190,10 @@ def _run(layer: Callable[..., Any], operands: tuple[Any, ...], call: tuple[Any, 
     return (found, given) if return_residual and not within else found
 
 
-def _dense(x: Tensor, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
-    *_, return_residual, _ = arguments
-    return _shaped(run_dense(as_rows(x), *arguments), x, return_residual)
+def _dense(
+    x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, return_residual: bool, backend: str
+) -> Tensor | tuple[Tensor, Tensor]:
+    return _shaped(run_dense(as_rows(x), weight, bias, main_grad, return_residual, backend), x, return_residual)
 
 
 def _mlp(x: Tensor, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
@@ -246,9 +247,10 @@ def linear_bias_wgrad(
 
 def _shaped(found: tuple[Tensor, Tensor], x: Tensor, both: bool) -> Tensor | tuple[Tensor, Tensor]:
     """The first result, or both, with its rows in the shape of those of x."""
-    chosen = found if both else found[:1]
-    shaped = chosen if x.dim() == 2 else tuple(each.view(*x.shape[:-1], each.shape[1]) for each in chosen)
-    return shaped if both else shaped[0]  # type: ignore[return-value]
+    if x.dim() == 2:
+        return found if both else found[0]
+    out = found[0].view(*x.shape[:-1], found[0].shape[1])
+    return (out, found[1].view(x.shape)) if both else out
 
 
 def _check_backend(x: Tensor, backend: str) -> None:
