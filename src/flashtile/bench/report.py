@@ -53,11 +53,11 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
     share of the GPU's peak.
     """
 
-    def kind_of(row: Row) -> tuple[str, str, str]:
+    def row_kind(row: Row) -> tuple[str, str, str]:
         benchmark = find_benchmark(row["op"])
         return benchmark.title, row["phase"], benchmark.unit or find_case(row).unit(row["phase"])
 
-    groups = grouped(rows, kind_of)
+    groups = grouped(rows, row_kind)
     copies = [row for row in rows if row["op"] == "copy" and row["ms"] is not None]
     found = [_speed_table(f"{kind} {phase}", unit, of_kind, copies) for (kind, phase, unit), of_kind in groups.items()]
     return found + [
@@ -90,11 +90,11 @@ def mean_tables(rows: Sequence[Row]) -> list[Table]:
     None without a peer.
     """
 
-    def table_of(row: Row) -> str:
+    def table_name(row: Row) -> str:
         case = find_case(row)
         return f"{find_table(case)} table" if isinstance(case, Case) else case.kind
 
-    found = [_mean_table(name, of_table) for name, of_table in grouped(rows, table_of).items()]
+    found = [_mean_table(name, of_table) for name, of_table in grouped(rows, table_name).items()]
     return [table for table in found if table.lines]
 
 

@@ -24,7 +24,7 @@ from sglang.srt.server_args import add_attention_backend_choices
 from torch import Tensor
 
 import flashtile
-from flashtile.integrations.shared import factors_of, not_served, widened, window_of
+from flashtile.integrations.shared import cache_factors, not_served, token_window, widened
 
 NAME = "flashtile"
 
@@ -183,7 +183,7 @@ class FlashtileBackend(AttentionBackend):
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         extras: dict[str, Any] = {"batch_invariant": self._invariant}
         if keys.dtype in _EIGHT_BITS:
-            extras |= factors_of(layer.k_scale, layer.k_scale if self._latent else layer.v_scale)
+            extras |= cache_factors(layer.k_scale, layer.k_scale if self._latent else layer.v_scale)
         if sinks is not None:
             extras["sinks"] = widened(sinks, q)
         if layer.use_irope and self._chunk is not None:
@@ -199,7 +199,7 @@ class FlashtileBackend(AttentionBackend):
         out = flashtile.attention_with_kv_cache(
             q, keys, values, cache_lengths=batch.lengths,
             block_table=batch.window_pages if in_window_pool else batch.pages, scale=layer.scaling, causal=causal,
-            window=window_of(before + 1 if before > -1 else None, causal), softcap=layer.logit_cap or None, **extras,
+            window=token_window(before + 1 if before > -1 else None, causal), softcap=layer.logit_cap or None, **extras,
         )  # fmt: skip
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 

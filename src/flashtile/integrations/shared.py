@@ -21,7 +21,7 @@ def check_options(backend: str, deterministic: bool) -> None:
     flashtile.explain(q, q, q, backend=backend, deterministic=deterministic, device="cpu")
 
 
-def window_of(tokens: int | None, causal: bool) -> tuple[int, int] | None:
+def token_window(tokens: int | None, causal: bool) -> tuple[int, int] | None:
     """The window of a layer that counts the token itself; None for none."""
     return None if tokens is None else (tokens - 1, 0 if causal else tokens - 1)
 
@@ -33,7 +33,7 @@ def widened(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor.to(wide) if tensor.dtype in narrower and tensor.dtype is not query.dtype else tensor
 
 
-def factors_of(k_scale: Tensor | None, v_scale: Tensor | None) -> dict[str, Any]:
+def cache_factors(k_scale: Tensor | None, v_scale: Tensor | None) -> dict[str, Any]:
     """The factors of a cache in 8 bits, each one number."""
     given = {"descale_k": k_scale, "descale_v": v_scale}
     return {name: None if factor is None else factor.reshape(()) for name, factor in given.items()}

@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.mla.prefill.registry import register_mla_prefill
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 import flashtile
-from flashtile.integrations.shared import factors_of, not_served, widened, window_of
+from flashtile.integrations.shared import cache_factors, not_served, token_window, widened
 
 NAME = "FLASHTILE"
 #: The backend of models with multi-head latent attention, in `flashtile.integrations.vllm_mla`.
@@ -217,12 +217,12 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
             k, v = (self._rows(rows)[: batch.tokens] for rows in (key, value))
             out = flashtile.attention_varlen(
                 q, k, v, batch.starts, max_seqlen_q=batch.longest, max_seqlen_k=batch.longest,
-                window=window_of(self._sliding_window, False), **options,
+                window=token_window(self._sliding_window, False), **options,
             )  # fmt: skip
         else:
             keys, values = self._caches(kv_cache)
             if keys.dtype in EIGHT_BITS.values():
-                options |= factors_of(layer._k_scale, layer._v_scale)
+                options |= cache_factors(layer._k_scale, layer._v_scale)
             # A layer that reads the keys of another one brings none, and those of its tokens are there.
             new: dict[str, Any] = {"cache_lengths": batch.lengths}
             if self.attn_type == AttentionType.ENCODER_DECODER:
@@ -234,7 +234,7 @@ class FlashtileImpl(AttentionImpl[FlashtileMetadata]):
                 new = {"k": k, "v": v, "cache_lengths": batch.cached}
             out = flashtile.attention_with_kv_cache(
                 q, keys, values, block_table=batch.pages, cu_seqlens_q=batch.starts, max_seqlen_q=batch.longest,
-                causal=batch.causal, window=window_of(self._sliding_window, batch.causal), **new, **options,
+                causal=batch.causal, window=token_window(self._sliding_window, batch.causal), **new, **options,
             )  # fmt: skip
         output[: batch.tokens].copy_(out.view(output[: batch.tokens].shape))
         return output

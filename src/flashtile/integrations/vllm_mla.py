@@ -28,7 +28,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 import flashtile
-from flashtile.integrations.shared import factors_of, not_served
+from flashtile.integrations.shared import cache_factors, not_served
 from flashtile.integrations.vllm import EIGHT_BITS, MLA_NAME, ServedByFlashtile
 
 
@@ -94,7 +94,7 @@ class FlashtileMLAImpl(MLACommonImpl[MLACommonMetadata]):
         dtype = EIGHT_BITS.get(self.kv_cache_dtype)
         rows = kv_c_and_k_pe_cache if dtype is None else kv_c_and_k_pe_cache.view(dtype)
         keys = rows.unsqueeze(2)
-        factors = {} if dtype is None else factors_of(layer._k_scale, layer._k_scale)
+        factors = {} if dtype is None else cache_factors(layer._k_scale, layer._k_scale)
         out, lse = flashtile.attention_with_kv_cache(
             q.unflatten(0, (batch.seq_lens.shape[0], -1)), keys, keys[..., : self.kv_lora_rank],
             cache_lengths=batch.seq_lens, block_table=batch.block_table, scale=self.scale, causal=attn_metadata.causal,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import flashtile
 from flashtile import BlockMask
-from flashtile.integrations.shared import widened, window_of
+from flashtile.integrations.shared import token_window, widened
 from flashtile.integrations.transformers import compact
 from flashtile.integrations.transformers.compact import CompactMask
 from flashtile.prefix_trees import PrefixTree
@@ -210,7 +210,7 @@ def _by_module(
             f"attention_mask: expected a mask beside {seq_q} queries and {seq_k} keys of a causal layer, got None or "
             "one of keys only, which do not say where the first query lies; pass is_causal=False, or 4 dimensions"
         )
-    window = window_of(sliding_window, is_causal)
+    window = token_window(sliding_window, is_causal)
     mask = None
     if attention_mask is not None:
         if attention_mask.shape[-1] != seq_k:

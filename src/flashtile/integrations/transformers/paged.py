@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.generation.continuous_batching import continuous_api, initialization
 
 import flashtile
-from flashtile.integrations.shared import widened, window_of
+from flashtile.integrations.shared import token_window, widened
 from flashtile.integrations.transformers.attention import refuse
 from flashtile.integrations.transformers.masks import pattern_within_sequences
 
@@ -69,7 +69,7 @@ def attend_paged(
         "scale": scaling,
         "softcap": softcap,
         "causal": bool(causal),
-        "window": window_of(sliding_window, bool(causal)),
+        "window": token_window(sliding_window, bool(causal)),
         "sinks": None if s_aux is None else widened(s_aux, query),
         "backend": backend,
     }

@@ -56,7 +56,7 @@ class TensorFacts(NamedTuple):
         return math.prod(self.shape) >= 2**31
 
     @property
-    def is_of_keys(self) -> bool:
+    def by_key(self) -> bool:
         """Whether a mask is the same for all rows, as padding is."""
         return self.shape[2] == 1 and self.shape[3] > 1
 

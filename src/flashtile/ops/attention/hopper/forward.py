@@ -741,7 +741,7 @@ def forward_kernel(
         "BATCH_FIRST": not call.packed and call.batch > 1 and any(map(_is_shared_by_batch, (aux.bias, aux.mask))),
         "SCORE_COLUMNS": min(score_columns(call.head_dims[0], dtype), 128 if by_threads else 256),
         "VALUE_PARTS": value_parts(call.head_dims[1]),
-        "MASK_ENDS_KEYS": aux.mask is not None and aux.mask.is_of_keys,
+        "MASK_ENDS_KEYS": aux.mask is not None and aux.mask.by_key,
         "SCORE_FUNCTION": None if spec.score_program is None else gluon_function(spec.score_program, bounds),
         "SCORE_READS": None if spec.score_program is None else gluon_reads(spec.score_program, bounds),
     }

@@ -223,7 +223,7 @@ def plan_forward(call: Call) -> ForwardPlan:
     has_work = 0 not in call.q.shape and call.rows_k
     programs = min(tiles * lines, config.resident * call.multiprocessors) if has_work else 0
     # If tiles are alike, each program takes its share in turn, which needs no atomics.
-    padded = call.aux.mask is not None and call.aux.mask.is_of_keys
+    padded = call.aux.mask is not None and call.aux.mask.by_key
     uneven = call.bounded or spec.banded or call.aux.block_lists is not None or padded
     short = min(call.rows_q, call.rows_k) <= _SHORT_ROWS and not _keep_keys_near(config, call.rows_q)
     dynamic = (uneven or call.rows_k >= _LONG_KEYS or short) and tiles * lines > programs
