@@ -107,7 +107,7 @@ def check_block_mask(block_mask: flashtile.BlockMask, q: Tensor) -> None:
 
 
 class Parts(NamedTuple):
-    """What the tensors of a call say of it.
+    """The facts of a call that follow from its tensors.
 
     Attributes:
         tensors: the same, bias and mask with all four dimensions.

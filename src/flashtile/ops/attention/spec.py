@@ -269,7 +269,7 @@ class BackwardInputs(NamedTuple):
     out: Tensor
     lse: Tensor
 
-    def of_batch(self) -> BackwardInputs:
+    def as_batch(self) -> BackwardInputs:
         """Packed tensors as a batch of one."""
         return BackwardInputs(*(None if tensor is None else tensor[None] for tensor in self))  # type: ignore[arg-type]
 

@@ -33,7 +33,7 @@ _MOST_ALIKE = 8
 
 _TABLES: list[CallTable] = []
 Kept = TypeVar("Kept")
-#: What is kept of calls of one key, each with a guard on their tensors.
+#: Things kept of calls of one key, each with a guard on their tensors.
 Alike = list[tuple[Callable[..., bool], Kept]]
 
 
@@ -45,7 +45,7 @@ def keep_alike(alike: Alike[Kept], tensors: Sequence[Tensor], kept: Kept) -> Non
 
 
 class Memory(Generic[Kept]):
-    """What is kept of calls, by a key of their arguments and a guard on their tensors.
+    """Things kept of calls, by a key of their arguments and a guard on their tensors.
 
     Attributes:
         find: the `Alike` of a key, and its second argument where there is none.

@@ -158,7 +158,7 @@ def _backward_by_torch(
         dq, dk, dv = (t.contiguous() for t in gradients(given, causal, spec.scale))
         return Gradients(dq, dk, dv)
     if side.packed:
-        given = given.of_batch()
+        given = given.as_batch()
     dout, _, q, k, v, out, lse = given
     hides = side.changes_scores or spec.window_left is not None
     blind = lse.isneginf()

@@ -50,7 +50,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
 def backward(given: BackwardInputs, side: SideInputs, spec: AttentionSpec, wanted: Wanted) -> Gradients:
     """The gradients of a call from its outputs and their gradients."""
     if side.packed:
-        given = given.of_batch()
+        given = given.as_batch()
     _, _, q, k, v, *_ = given
     grads = [t.new_zeros(t.shape) for t in (q, k, v)]
     of_side, tile_mask = SideGradients(side, wanted, tiles.compute_dtype(q.dtype)), call_tile_mask(side, spec)
@@ -73,7 +73,7 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
 
 
 class _BlockScores(NamedTuple):
-    """What the scores of a block are made of.
+    """The parts of the scores of a block.
 
     Attributes:
         k: `[N, S, D]`, in the compute dtype.

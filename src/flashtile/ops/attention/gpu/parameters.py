@@ -290,7 +290,7 @@ def window_parameters(spec: AttentionSpec) -> Window:
     return Window(int32(left), int32(right))
 
 
-def key_rows_apart(call: Call) -> dict[str, Parameter]:
+def key_batch_strides(call: Call) -> dict[str, Parameter]:
     """For a dense call with key lengths, rows of k and v from one batch entry to the next, as kernels take them."""
     lengths = call.bounded and not call.packed
     rows = {"k_rows_apart": call.k, "v_rows_apart": call.v}

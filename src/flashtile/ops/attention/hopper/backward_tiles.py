@@ -7,7 +7,7 @@ import torch
 from flashtile._backends.gluon import aggregate, gl, gluon
 from flashtile._backends.launch import float32, int32, optional, pointer_to
 from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.gpu.parameters import SideParameters, key_rows_apart, window_parameters
+from flashtile.ops.attention.gpu.parameters import SideParameters, key_batch_strides, window_parameters
 from flashtile.ops.attention.hopper.backward_pieces import ROWS, mask_probs, query_tile_ranges
 from flashtile.ops.attention.hopper.modifiers import (
     FULL,
@@ -197,7 +197,7 @@ class Problem(NamedTuple):
             scale=float32(call.spec.scale),
             units=ScoreUnits.from_spec(call.spec),
             numbers=side.numbers,
-            **key_rows_apart(call),
+            **key_batch_strides(call),
             **{name: int32(number) for name, number in numbers.items()},
         )
 

@@ -154,8 +154,8 @@ def load_shares(loads: int) -> int:
 
 
 class KeyPlace(NamedTuple):
-    """Where the keys and values of a head of a sequence begin, or where its pages are listed, with rows from one page
-    to the next. What a call does not need is 0."""
+    """The begin of the keys and values of a head of a sequence, or the list of its pages with the rows from one page to
+    the next. Fields that a call does not need are 0."""
 
     k_begin: Any
     v_begin: Any
@@ -204,7 +204,7 @@ def locate_in_cache(at, cache, numbers, batch, PACKED: gl.constexpr):
 
 
 class Tree(NamedTuple):
-    """Which of the last rows of its sequence each query sees.
+    """A mask of the last rows of a sequence for each of its queries.
 
     Attributes:
         first: address of the row of the tree that the first query of the sequence has.

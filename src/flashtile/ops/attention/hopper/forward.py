@@ -37,7 +37,7 @@ from flashtile._backends.launch import int32, named_constants, pointer_to
 from flashtile._backends.pipeline import Kernel
 from flashtile._backends.tma import TmaTensor, broadcast_layout, row_layout
 from flashtile.ops.attention.call import Call, TensorFacts
-from flashtile.ops.attention.gpu.parameters import SideParameters, key_rows_apart, side_parameters, window_parameters
+from flashtile.ops.attention.gpu.parameters import SideParameters, key_batch_strides, side_parameters, window_parameters
 from flashtile.ops.attention.gpu.score_functions import captured_parameters, score_bounds
 from flashtile.ops.attention.hopper.cache import CachedRows, load_shares, sequence_tree
 from flashtile.ops.attention.hopper.configs import (
@@ -235,7 +235,7 @@ class Problem(NamedTuple):
             numbers=side.numbers,
             captured_sizes=read["captured_sizes"],
             cache_numbers=None if cache is None else cache.numbers,
-            **key_rows_apart(call),
+            **key_batch_strides(call),
         )
 
 
@@ -737,7 +737,7 @@ def forward_kernel(
         "WIDENED": "" if cache is None else cache.widened,
         **dict(zip(("HEAD_DIM", "HEAD_DIM_V"), call.head_dims if by_threads else (0, 0))),
         "TOP_LEFT": spec.banded and spec.top_left,
-        # What is larger than keys and values is read by those that run at the same time.
+        # A table may be larger than keys and values: thread blocks that read the same part run at the same time.
         "BATCH_FIRST": not call.packed and call.batch > 1 and any(map(_is_shared_by_batch, (aux.bias, aux.mask))),
         "SCORE_COLUMNS": min(score_columns(call.head_dims[0], dtype), 128 if by_threads else 256),
         "VALUE_PARTS": value_parts(call.head_dims[1]),

@@ -83,7 +83,7 @@ class QueryTile(NamedTuple):
 
 
 class Producer(NamedTuple):
-    """What the producer is given: see `forward.py`."""
+    """The arguments that the producer gets from the kernel (`forward`)."""
 
     config: Any
     queue: Any
@@ -95,8 +95,8 @@ class Producer(NamedTuple):
 
 
 class ClearedRows(NamedTuple):
-    """Of a sequence in a cache under a window: the first row that any of its queries sees; the first row of the last
-    key tile to come, which is cleared up to there (`clear_rows`); and the phase of the barriers for that."""
+    """Rows to clear of a sequence in a cache under a window: the first row that any of its queries sees; the first row
+    of the last key tile to come, which is cleared up to there (`clear_rows`); and the phase of the barriers."""
 
     first: Any
     last_tile: Any

@@ -48,7 +48,7 @@ from flashtile._backends.gluon import (
 )
 from flashtile._backends.launch import float32, int32
 from flashtile.ops.attention.call import Call
-from flashtile.ops.attention.gpu.parameters import SidePointers, key_rows_apart, window_parameters
+from flashtile.ops.attention.gpu.parameters import SidePointers, key_batch_strides, window_parameters
 from flashtile.ops.attention.hopper.backward_pieces import DELTA, LSE, ROWS, query_tile_ranges
 from flashtile.ops.attention.hopper.modifiers import ScoreUnits, capped
 from flashtile.ops.attention.hopper.primitives import (
@@ -168,7 +168,7 @@ class Problem(NamedTuple):
             window=window_parameters(call.spec),
             units=ScoreUnits.from_spec(call.spec),
             scale=float32(call.spec.scale),
-            **key_rows_apart(call),
+            **key_batch_strides(call),
         )
 
 

@@ -357,8 +357,8 @@ def _append(facts: CacheFacts) -> Plan:
         "sequences": Sequences(*map(pointer_to, facts.index_dtypes)),
         "descales": Descales(*(pointer_to(None if each is None else torch.float32) for each in facts.descale_strides)),
         "length": Parameter("i32", 1, GIVEN),
-        **{f"{of}_strides": RowStrides(*_apart(strides[of], apart)) for of in ("q", "k", "v")},
-        **{f"{of}_strides": CacheStrides(*_apart(strides[of], apart)) for of in ("k_cache", "v_cache")},
+        **{f"{of}_strides": RowStrides(*_stride_parameters(strides[of], apart)) for of in ("q", "k", "v")},
+        **{f"{of}_strides": CacheStrides(*_stride_parameters(strides[of], apart)) for of in ("k_cache", "v_cache")},
         **{f"{of}_descale_strides": _factor_strides(each) for of, each in zip("kv", facts.descale_strides)},
         "stride_cos": stride_cos,
         "stride_sin": stride_sin,
@@ -392,6 +392,6 @@ def _factor_strides(strides: _Shape | None) -> CacheStrides:
     return CacheStrides(*map(int64, strides or (None, None, None)))
 
 
-def _apart(strides: _Shape, multiple: int) -> list[Parameter]:
+def _stride_parameters(strides: _Shape, multiple: int) -> list[Parameter]:
     """Strides as parameters; `multiple` divides them."""
     return [int64(stride, multiple) for stride in strides]
