@@ -11,7 +11,8 @@ from torch import Tensor
 
 import flashtile
 from flashtile.ops.attention.philox import keep_threshold, keep_tile, pair_words
-from flashtile.ops.common.philox import philox_words
+from flashtile.ops.common.philox import SeedBlocks, next_dropout_seed, philox_words, seeds_from
+from flashtile.testing import assert_same
 
 SEED = torch.tensor([123456789, 42])
 
@@ -219,3 +220,62 @@ def test_mean_of_many_seeds_is_the_undropped_output() -> None:
     mean = torch.stack([flashtile.attention(q, k, v, dropout_p=0.5, dropout_seed=seed) for seed in seeds]).mean(0)
     # The weights are at most 1, so a draw's standard deviation is at most that of v's largest number or nothing.
     assert (mean - plain).abs().max() < 5 * v.abs().max() / math.sqrt(len(seeds))
+
+
+class _Generator:
+    """The generator of a GPU, of which a call draws the next numbers."""
+
+    def __init__(self, seed: int, offset: int) -> None:
+        self.seed, self.offset = seed, offset
+
+    def initial_seed(self) -> int:
+        return self.seed
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        self.offset = offset
+
+
+def test_seeds_drawn_ahead_follow_the_state_of_the_generator() -> None:
+    blocks, generator, device = SeedBlocks(), _Generator(7, 4 * 4090), torch.device("cpu")
+
+    def drawn(offset: int, seed: int = 7) -> Tensor | None:
+        generator.seed, generator.offset = seed, offset
+        found = blocks.draw(generator, device, 0)
+        assert generator.offset == offset + 4 * (found is not None)
+        return found
+
+    first = [drawn(4 * (4000 + number)) for number in range(70)]
+    assert first[:64] == [None] * 64 and None not in first[64:]
+    expected = seeds_from(7, 0, device)
+    for place in (4068, 0, 4095, 17):  # in any order
+        assert_same(drawn(4 * place), expected[place])
+    assert drawn(4 * 4096) is None and drawn(0, seed=8) is None and blocks.draw(generator, device, 1) is None
+
+
+@pytest.mark.parametrize("seed, call", [(0, 0), (2**63 + 5, 4097), (11, 2**33 + 3)])
+def test_seeds_drawn_ahead_are_the_second_words_of_two_threads(seed: int, call: int) -> None:
+    key = torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
+    counters = [torch.tensor([number, number]) for number in (call % 2**32, call >> 32, 0, 0)]
+    counters[2] = torch.tensor([0, 1])
+    found = seeds_from(seed, call // 4096 * 4096, torch.device("cpu"))
+    assert_same(found[call % 4096], philox_words(key, tuple(counters))[1] & 0xFFFFFFFF)
+
+
+@pytest.mark.gpu
+def test_seeds_drawn_ahead_are_those_of_single_draws() -> None:
+    """Also under `torch.inference_mode`, beside other draws, and after `torch.cuda.set_rng_state`."""
+    x = torch.empty(3, device="cuda")
+    for seed in (3, 2**63 + 1):
+        torch.cuda.manual_seed(seed)
+        for number in range(200):
+            if number % 7 == 0:
+                torch.rand(2**20, device="cuda")
+            state = torch.cuda.get_rng_state()
+            expected, after = flashtile.draw_dropout_seed("cuda"), torch.cuda.get_rng_state()
+            torch.cuda.set_rng_state(state)
+            with torch.inference_mode(number % 2 == 0):
+                assert_same(next_dropout_seed(x).clone(), expected)
+            assert_same(torch.cuda.get_rng_state(), after)

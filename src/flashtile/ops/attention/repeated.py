@@ -19,7 +19,6 @@ from flashtile._backends import forgetters, together
 from flashtile.ops.attention import checks, select
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.call import seen_call
-from flashtile.ops.attention.philox import draw_dropout_seed
 from flashtile.ops.attention.score_tracing import resolve_score_mod
 from flashtile.ops.attention.select import (
     backward_plans,
@@ -48,6 +47,7 @@ from flashtile.ops.attention.spec import (
 from flashtile.ops.common import dispatch
 from flashtile.ops.common.batch_invariance import MODE
 from flashtile.ops.common.checks import readable
+from flashtile.ops.common.philox import next_dropout_seed
 from flashtile.ops.common.repeated import Alike, Memory, keep_alike
 
 _CALLS: Memory[RepeatedCall] = Memory()
@@ -204,7 +204,7 @@ def _resolutions(given: Given, side: SideInputs) -> tuple[Resolution, ...] | Non
         present += tensor is not None
         if tensor is None:
             if place == _DROPOUT_SEED and result is not None:
-                found.append(lambda aux, q: draw_dropout_seed(q.device))
+                found.append(lambda aux, q: next_dropout_seed(q))
             elif place == _CU_SEQLENS_K and result is given[_CU_SEQLENS_Q] and result is not None:
                 found.append(0)
             elif result is not None:

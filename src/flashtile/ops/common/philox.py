@@ -16,8 +16,12 @@ Reference: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 _ROUNDS = 10
 #: After so many rounds all words but the last have the broadcast shape of the counters: from then on, in place.
@@ -43,6 +47,74 @@ def draw_dropout_seed(device: torch.device | str | None = None) -> Tensor:
         that captures the draw gets new bits at each replay.
     """
     return torch.randint(2**32, (2,), dtype=torch.int64, device=device)
+
+
+#: Whether `seeds_from` says what PyTorch draws on a GPU.
+_KNOWN = torch.version.hip is None and TorchVersion(torch.__version__) < "2.14"
+#: Seeds of a block. It takes about `_SINGLE` launches, so it is made after as many draws from its part of a generator's
+#: numbers.
+_BLOCK, _SINGLE = 4096, 64
+_MOST_BLOCKS = 32
+
+
+def next_dropout_seed(tensor: Tensor) -> Tensor:
+    """`draw_dropout_seed` on the device of a tensor, for an eager call that nothing observes: the same numbers, and the
+    generator is left in the same state. On a GPU most draws take no launch; the seed may share memory with others, and
+    nobody writes to it."""
+    if _KNOWN and tensor.is_cuda:
+        index = tensor.get_device()
+        # A graph that is being captured draws anew at each replay.
+        if torch._C._cuda_getDevice() == index and not torch._C._cuda_isCurrentStreamCapturing():
+            place = tensor.device, torch._C._cuda_getCurrentRawStream(index)
+            seed = _SEEDS.draw(torch.cuda.default_generators[index], *place)
+            if seed is not None:
+                return seed
+    return draw_dropout_seed(tensor.device)
+
+
+class SeedBlocks:
+    """Seeds drawn ahead. A seed is a function of a generator's seed and offset, and a draw advances the offset by 4. A
+    block thus serves the draws of a span of offsets, in any order, whatever else draws in between."""
+
+    def __init__(self) -> None:
+        # By device, stream, and part of the numbers of a generator: the block, and how many draws found none.
+        self._blocks: dict[tuple[Any, ...], Tensor] = {}
+        self._missed: dict[tuple[Any, ...], int] = {}
+        self._drawing = threading.Lock()
+
+    def draw(self, generator: Any, device: torch.device, stream: int) -> Tensor | None:
+        """The next seed; None where there is no block, and nothing is drawn. The stream is the current one."""
+        with self._drawing:
+            call, seed = generator.get_offset() // 4, generator.initial_seed()
+            number, place = divmod(call, _BLOCK)
+            key = device, stream, seed, number
+            block = self._blocks.get(key)
+            if block is None:
+                if len(self._missed) >= _MOST_BLOCKS:
+                    self._blocks.clear()
+                    self._missed.clear()
+                self._missed[key] = missed = self._missed.get(key, 0) + 1
+                if missed <= _SINGLE:
+                    return None
+                block = self._blocks[key] = seeds_from(seed, number * _BLOCK, device)
+            generator.set_offset(4 * call + 4)
+            return block[place]
+
+
+_SEEDS = SeedBlocks()
+
+
+@torch.inference_mode(mode=False)
+@torch.no_grad()
+def seeds_from(seed: int, first: int, device: torch.device) -> Tensor:
+    """What `draw_dropout_seed` gives on a GPU whose generator has this seed, at the offsets `4 · (first + i)`: int64
+    `[4096, 2]`. PyTorch has the thread of each element call Philox with `counter = (offset // 4, thread)`, of 64 bits
+    each, and `key = seed`; the second word is the number (ATen/native/cuda/DistributionTemplates.h)."""
+    key = torch.full((), seed - (seed >> 63 << 64), dtype=torch.int64, device=device)
+    calls = torch.arange(first, first + _BLOCK, device=device)[:, None]
+    threads = torch.arange(2, device=device)[None, :]
+    words = philox_words(key, (calls & _MASK32, calls >> 32, threads, torch.zeros_like(key)))
+    return words[1].bitwise_and_(_MASK32)
 
 
 def philox_words(seed: Tensor, counters: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:

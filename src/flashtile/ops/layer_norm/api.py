@@ -13,7 +13,7 @@ from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.checks import check_tensors, finite_float, raise_not_bool, resolve_dropout
 from flashtile.ops.common.operators import OnBackend, differentiable, operator
 from flashtile.ops.common.other_names import refuse_other_names
-from flashtile.ops.common.philox import draw_dropout_seed, keep_rows
+from flashtile.ops.common.philox import draw_dropout_seed, keep_rows, next_dropout_seed
 from flashtile.ops.common.repeated import RepeatedCall, Run, call_table
 from flashtile.ops.common.rows import compute_dtype, last_contiguous
 from flashtile.ops.layer_norm import checks
@@ -247,7 +247,7 @@ def _again(repeated: RepeatedCall, prenorm: bool, sums: bool, draws_seed: bool) 
     """A function that runs calls that lie alike. `prenorm`: x is returned; `sums`: it is not x0."""
 
     def run(present: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
-        found = repeated([*present, draw_dropout_seed(present[0].device)] if draws_seed else present)
+        found = repeated([*present, next_dropout_seed(present[0])] if draws_seed else present)
         results = (*found[: len(found) - sums], *([found[-1] if sums else present[0]] if prenorm else ()))
         return results[0] if len(results) == 1 else results
 
