@@ -5,6 +5,7 @@ Each gets inputs in the layout it calls its own, contiguous, so that none pays f
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
@@ -40,9 +41,10 @@ _FLASH_HEAD_DIM = 256
 _PLAIN_MEMORY_SHARE = 0.4
 
 
-def build_flashtile(backend: str) -> Callable[[Case, Inputs], Attention]:
+def build_flashtile(backend: str, deterministic: bool = False) -> Callable[[Case, Inputs], Attention]:
     def build(case: Case, inputs: Inputs) -> Attention:
         arguments = {**case.arguments(), "dropout_seed": inputs.dropout_seed, "backend": backend}
+        arguments["deterministic"] = deterministic
         cu_seqlens = inputs.cu_seqlens
         if case.function in masks.SCORES:
             make = masks.SCORES[case.function].make  # it reads the tables that it is given, or those of the inputs
@@ -100,10 +102,11 @@ def _build_sdpa(case: Case, inputs: Inputs) -> Attention:
     return lambda q, k, v, bias=None: attend(q, k, v, attn_mask=mask if bias is None else bias, **options)
 
 
-def _build_fa4(case: Case, inputs: Inputs) -> Attention:
+def _build_fa4(case: Case, inputs: Inputs, deterministic: bool = False) -> Attention:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     mask: dict[str, Any] = {"causal": case.causal, "window_size": case.window or (None, None)}
+    mask["deterministic"] = deterministic
     if case.softcap is not None:
         mask["softcap"] = case.softcap
     if inputs.cu_seqlens is None:
@@ -324,15 +327,24 @@ def _sdpa(
 IMPLEMENTATIONS = (
     Implementation("flashtile-hopper", ("cuda",), build_flashtile("hopper"), hopper_limits),
     Implementation("flashtile-triton", ("cuda",), build_flashtile("triton")),
-    Implementation("flashtile-auto", ("cuda",), build_flashtile("auto"), default=False),
+    Implementation("flashtile-auto", ("cuda", "cpu"), build_flashtile("auto"), default=False),
     Implementation("flashtile-cpu", ("cpu",), build_flashtile("cpu")),
     Implementation("flashtile-builtin", ("cuda", "cpu"), _build_builtin, _no_builtin, default=False),
+    Implementation("flashtile-deterministic", ("cuda", "cpu"), build_flashtile("auto", True), default=False),
     _sdpa("flash", _no_mask_kernel, ("cuda", "cpu")),
     _sdpa("cudnn", lambda case, device: (_sdpa_limits if case.has_mask_tensor else _no_mask_kernel)(case, device)),
     _sdpa("efficient", _efficient_limits),
     _sdpa("math", _plain_limits, ("cuda", "cpu"), default=False),
     Implementation("flex", ("cuda",), build_flex, _flex_limits, heads_first=True),
     Implementation("fa4", ("cuda",), _build_fa4, _fa4_limits, FA4),
+    Implementation(
+        "fa4-deterministic",
+        ("cuda",),
+        functools.partial(_build_fa4, deterministic=True),
+        _fa4_limits,
+        FA4,
+        default=False,
+    ),
     Implementation(
         "torch-varlen", ("cuda",), _build_torch_varlen, _torch_varlen_limits, ("torch.nn.attention.varlen",) * 2
     ),

@@ -52,6 +52,8 @@ _MEASURED = ("ms", *SPEEDS.values(), "peak_mib", "memory_mib")
 
 #: Implementations that are measured beside others, but do not compute the same call.
 YARDSTICKS = ("copy", "dense")
+#: Ours in the batch-invariant mode, without it, and with gradients that repeat.
+INVARIANT, DEFAULT, DETERMINISTIC = "flashtile-invariant", "flashtile-auto", "flashtile-deterministic"
 
 #: A file holds a record, and a record has a row for each measurement.
 Record = dict[str, Any]
@@ -316,6 +318,21 @@ def _ratios(rows: Iterable[Row]) -> list[Ratio]:
 def ratios_to_peer(rows: Sequence[Row], peer: str) -> list[Ratio]:
     """The same against one peer, in the cases that it ran."""
     return _ratios([row for row in rows if is_ours(row["impl"]) or row["impl"] == peer])
+
+
+def mode_ratios(rows: Sequence[Row]) -> list[tuple[Row, dict[str, float]]]:
+    """Each row of the batch-invariant mode, and how many times as fast it is as the default, as deterministic=True and
+    as the fastest peer (by its name), where these have a speed. The peer comes last."""
+    timed = {(case_key(row), row["phase"], row["impl"]): row for row in rows if row["ms"] is not None}
+    best = {(case_key(vars(ratio)), ratio.phase): ratio for ratio in ratios_to_best(rows) if ratio.ours == INVARIANT}
+    found = []
+    for (case, phase, impl), row in timed.items():
+        if impl == INVARIANT:
+            beside = (timed.get((case, phase, other)) for other in (DEFAULT, DETERMINISTIC))
+            ratios = {other["impl"]: other["ms"] / row["ms"] for other in beside if other}
+            peer = best.get((case, phase))
+            found.append((row, ratios | ({peer.peer: peer.value} if peer else {})))
+    return found
 
 
 def geometric_mean(values: Iterable[float]) -> float:

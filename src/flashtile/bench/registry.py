@@ -13,6 +13,7 @@ from flashtile.bench import (
     companion_cases,
     companions,
     implementations,
+    invariance,
     oracle,
     serving,
     serving_cases,
@@ -89,6 +90,9 @@ BENCHMARKS = {
     "serving": Benchmark(
         "Serving", dict.fromkeys(("serving", "decode"), serving_cases.ServingCase), serving_cases.tables,
         serving.IMPLEMENTATIONS, serving.ServingProblem,
+    ),
+    "invariance": Benchmark(
+        "Batch-invariant mode", {}, invariance.tables, invariance.IMPLEMENTATIONS, invariance.make_problem,
     ),
     "train": Benchmark(
         "Training", {"train-step": training.TrainCase}, lambda device: {"all": training.training_cases(device)},

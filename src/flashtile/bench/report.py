@@ -10,6 +10,8 @@ from flashtile.bench.base import is_ours
 from flashtile.bench.breakdown import BREAKDOWN, FUSED
 from flashtile.bench.cases import Case
 from flashtile.bench.record import (
+    DEFAULT,
+    DETERMINISTIC,
     SPEEDS,
     Record,
     Row,
@@ -17,6 +19,7 @@ from flashtile.bench.record import (
     case_key,
     geometric_mean,
     grouped,
+    mode_ratios,
     peers,
     ratios_to_best,
     ratios_to_peer,
@@ -112,6 +115,20 @@ def _mean_table(name: str, rows: Sequence[Row]) -> Table:
                 lines.append([f"{ours} / {against}", phase, *figures, *where])
     headings = ["speed ratio", "phase", "geometric mean", "lowest", "highest", "cases", "lowest against", "lowest at"]
     return Table(f"Our speed over the peers': {name}", headings, lines, keys=2)
+
+
+def mode_tables(rows: Sequence[Row]) -> list[Table]:
+    """The speed of the batch-invariant mode over the default's, over that of deterministic=True, and over the fastest
+    peer's. None without a row in the mode."""
+    lines = []
+    for row, ratios in mode_ratios(rows):
+        ours = (f"{ratios[name]:.2f}" if name in ratios else "–" for name in (DEFAULT, DETERMINISTIC))
+        peer = next((name for name in reversed(ratios) if not is_ours(name)), None)
+        lines.append(
+            [case_name(row), row["phase"], *ours, *(("–", "–") if peer is None else (peer, f"{ratios[peer]:.2f}"))]
+        )
+    headings = ["case", "phase", "mode / default", "mode / deterministic", "fastest peer", "mode / best"]
+    return [Table("Speed in the batch-invariant mode", headings, lines, keys=2)] if lines else []
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
@@ -263,7 +280,7 @@ def make_report(record: Record, earlier: Record | None = None) -> Report:
     elif rows and rows[0]["op"] == BREAKDOWN:
         tables = breakdown_tables(rows)
     else:
-        tables = [*speed_tables(rows), *mean_tables(rows)]
+        tables = [*speed_tables(rows), *mean_tables(rows), *mode_tables(rows)]
     notes = [f"no speed: {line}" for line in reasons(rows)]
     if earlier is not None:
         compared = comparison_tables(rows, earlier["rows"], "Beside the earlier record")

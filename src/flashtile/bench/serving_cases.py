@@ -94,7 +94,7 @@ _LATENT: dict[str, Any] = {"Hkv": 1, "D": 576, "Dv": 512, "latent": True}
 _ROWS = (4096, 16384, 65536)
 
 
-def _mixed_batch(chunks: int, tokens: int, chunk: int, least: int, most: int, **more: Any) -> ServingCase:
+def mixed_batch(chunks: int, tokens: int, chunk: int, least: int, most: int, **more: Any) -> ServingCase:
     """Chunks, then single tokens, each over rows from `least` to `most`, evenly spread."""
     rows = [least + (most - least) * i // max(1, count - 1) for count in (chunks, tokens) for i in range(count)]
     queries = (chunk,) * chunks + (1,) * tokens
@@ -117,7 +117,7 @@ def _cuda_tables() -> dict[str, list[ServingCase]]:
     # One query, and five of a speculative step; from one sequence to 128; new rows.
     steps = [(rows, count, page) for rows in _ROWS for count in (1, 5) for page in (None, 16, 64, 1)]
     return {
-        "mixed": [_mixed_batch(*half, 512, 2048, 16384, page=page) for page in (16, 64) for half in halves],
+        "mixed": [mixed_batch(*half, 512, 2048, 16384, page=page) for page in (16, 64) for half in halves],
         "eight-bits": [replace(size, factors=factors) for size in eight for factors in ("head", "page")],
         "shared": [ServingCase(64, 32768 + 512, page=16, shared_rows=32768)],
         "trees": [
@@ -152,7 +152,7 @@ def _cpu_tables() -> dict[str, list[ServingCase]]:
     sizes = ((64, 512), (64, 2048), (256, 512), (256, 2048))
     latent = {**_LATENT, "D": 80, "Dv": 64, "H": 8, "dtype": "fp32"}
     return {
-        "mixed": [_mixed_batch(*half, 64, 128, 512, page=16, **small) for half in ((2, 6), (2, 0), (0, 6))],
+        "mixed": [mixed_batch(*half, 64, 128, 512, page=16, **small) for half in ((2, 6), (2, 0), (0, 6))],
         "eight-bits": [ServingCase(4, 1024, page=16, factors=factors, **small) for factors in ("head", "page")],
         "shared": [ServingCase(8, 576, page=16, shared_rows=512, **small)],
         "trees": [ServingCase(2, 512, Sq=15, page=16, tree=tree, **small) for tree in (True, False)],

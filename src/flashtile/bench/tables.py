@@ -33,7 +33,7 @@ def _case(batch: int, seq: int, heads: int, head_dim: int, **more: Any) -> Case:
     return Case(batch, seq, heads, heads, head_dim, head_dim, **more)
 
 
-def _wide(seq: int, head_dim: int, **more: Any) -> Case:
+def wide_case(seq: int, head_dim: int, **more: Any) -> Case:
     """16,384 tokens and a model width of 2048, as published attention benchmarks use."""
     return _case(16384 // seq, seq, 2048 // head_dim, head_dim, **more)
 
@@ -49,7 +49,7 @@ def _kinds(*dtypes: str) -> list[dict[str, Any]]:
 
 def cuda_cases() -> list[Case]:
     lengths = (512, 1024, 2048, 4096, 8192, 16384)
-    return [_wide(seq, dim, causal=causal) for dim in (64, 128, 256) for causal in _BOTH for seq in lengths]
+    return [wide_case(seq, dim, causal=causal) for dim in (64, 128, 256) for causal in _BOTH for seq in lengths]
 
 
 def value_cases() -> list[Case]:
@@ -118,9 +118,9 @@ def feature_cases() -> list[Case]:
     with_dropout = [
         _case(8, 1024, 12, 64, causal=True),  # GPT-2
         _case(16, 512, 16, 64),  # BERT-large
-        *(_wide(seq, head_dim) for head_dim in (32, 64, 128, 256) for seq in (1024, 4096)),
+        *(wide_case(seq, head_dim) for head_dim in (32, 64, 128, 256) for seq in (1024, 4096)),
         _case(4, 4096, 16, 96),
-        *(_wide(16384, head_dim) for head_dim in (64, 128)),
+        *(wide_case(16384, head_dim) for head_dim in (64, 128)),
     ]
     biases = [
         _case(16, 512, 16, 64, bias="1HSS"),  # T5

@@ -113,6 +113,11 @@ def bench_serving() -> None:
     """Tokens, chunks and mixed batches over key/value caches, ours beside the peers; wrong results get no speed."""
 
 
+@_benchmark("invariance", "table", "cases", "impl", "quick", "seconds", "jobs")
+def bench_invariance() -> None:
+    """The batch-invariant mode beside the default and the peers: training's calls, decoding, mixed batches."""
+
+
 @_benchmark("train", "impl", "quick", "seconds")
 def bench_train(
     model: Annotated[

@@ -38,6 +38,7 @@ _TITLE, _NAMES = "flashtile: measured", "Names of implementations"
 _NO_COMPARISON = (
     BREAKDOWN, "attention-io", "attention-tiles",
     "flashtile-one-gpu", "flashtile-builtin", "flashtile-unshared", "block-sparse", "transformers-flashtile",
+    "flashtile-deterministic", "flashtile-invariant",
 )  # fmt: skip
 #: Charts beside the verdict.
 _CHARTS = 4

@@ -14,7 +14,7 @@ from flashtile.bench.cases import Case
 from flashtile.bench.html import words
 from flashtile.bench.html.drawing import Chart, DotChart, GridChart, Headings, LineChart, Lines, Series, figure
 from flashtile.bench.html.words import Facets
-from flashtile.bench.record import SPEEDS, Record, Row, case_key, grouped, ratios_to_best
+from flashtile.bench.record import SPEEDS, Record, Row, case_key, grouped, mode_ratios, ratios_to_best
 from flashtile.bench.serving_cases import BALANCE
 
 _LENGTH = "sequence length (tokens)"
@@ -103,7 +103,7 @@ def record_part(named: Named) -> Part:
     attention = attention_rows(named)
     charts: list[Chart] = [*losses([row for row in rows if row.get("curve")]), *ratios(attention), *lengths(rows)]
     found_grids, in_grids = grids(rows)
-    charts += [*found_grids, *breakdowns(rows)]
+    charts += [*found_grids, *breakdowns(rows), *invariance(rows)]
     tables = []
     figures = ((unit, found) for row in rows if "step" not in row for unit, found in _figures(row))
     by_kind = grouped(figures, lambda each: (each[1]["op"], each[1]["phase"], each[0]))
@@ -143,6 +143,20 @@ def breakdowns(rows: Rows) -> list[DotChart]:
             of_phase = steps.setdefault((case_key(row), row["phase"]), {})
             of_phase.setdefault(row["step"], {})[row["impl"]] = row["ms"]
     return [DotChart(f"{_title(None, phase)}, step by step", found, "ms") for (_, phase), found in steps.items()]
+
+
+def invariance(rows: Rows) -> list[DotChart]:
+    """The speed of the batch-invariant mode over that of others, for each operation and phase."""
+    charts = []
+    for (op, phase), found in grouped(mode_ratios(rows), lambda each: (each[0]["op"], each[0]["phase"])).items():
+        labels = words.case_labels([row["case"] for row, _ in found])
+        cases = {
+            label: {name if is_ours(name) else "the fastest peer": value for name, value in ratios.items()}
+            for label, (_, ratios) in zip(labels, found)
+        }
+        title = f"{_title(op, phase)}: speed in the batch-invariant mode"
+        charts.append(DotChart(title, cases, "times the speed of each", level=1.0))
+    return charts
 
 
 def grids(rows: Rows) -> tuple[list[GridChart], set[str]]:
