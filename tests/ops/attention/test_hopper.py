@@ -243,7 +243,8 @@ def test_only_a_plain_forward_of_float32_has_hopper_kernels() -> None:
     ],
 )  # fmt: skip
 def test_where_parts_of_float32_pay(batch: int, rows: int, heads: int, keys: int, widest: int, pay: bool) -> None:
-    assert parts_pay((batch, rows, heads, widest), keys, widest) is pay
+    call = Call(batch=batch, seq_q=rows, seq_k=keys, heads=heads, head_dim=widest, head_dim_v=widest)
+    assert parts_pay(machine_code.hopper_call(call)) is pay
 
 
 def test_the_interpreter_and_the_cpu_have_no_hopper_kernels() -> None:
@@ -361,6 +362,11 @@ def _situation(
     """The description of a call that has as many keys as queries, unless it says otherwise."""
     call = Call(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, **fields)
     return described_call("forward", call._replace(seq_k=seq_k or call.seq_q), _SM_90, call.multiprocessors)
+
+
+def _backward_call(head_dim: int, head_dim_v: int, **fields: Any) -> description.Call:
+    """The description of a backward."""
+    return machine_code.hopper_call(Call(head_dim=head_dim, head_dim_v=head_dim_v, **fields), "backward")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
@@ -1632,8 +1638,8 @@ def _backward_forms(forms: dict[str, BackwardForm]) -> list[str]:
 @pytest.mark.parametrize("form", _backward_forms(BACKWARD_FORMS))
 def test_machine_code_of_the_backward(form: str) -> None:
     of = BACKWARD_FORMS[form]
-    config, heads = of.schedule.config, of.call.head_dims
-    memory = backward_configs.backward_shared_memory(config, *heads)
+    config = of.schedule.config
+    memory = backward_configs.backward_shared_memory(config, of.call)
     assert memory <= _LIMIT
     limits = _Limits(memory, _BACKWARD_SPILLS)
     source = of.source("main")
@@ -1659,7 +1665,7 @@ _MANY_FEATURES = (
 def test_machine_code_of_features_of_the_backward(form: str) -> None:
     of = (BACKWARD_FEATURE_FORMS | BACKWARD_FUNCTION_FORMS)[form]
     config, heads = of.schedule.config, of.call.head_dims
-    memory = backward_configs.backward_shared_memory(config, *heads, backward_configs.separates_derivatives(of.call))
+    memory = backward_configs.backward_shared_memory(config, of.call)
     assert memory <= _LIMIT
     many = of.call.spec.score_program is not None or form in _MANY_FEATURES
     wide = _SPILLS_OF_ALL_FEATURES if many else _SPILLS_OF_WIDE_FEATURES
@@ -1793,13 +1799,15 @@ def test_every_backward_of_float32_fits_on_chip() -> None:
 
 
 def test_every_gradient_of_a_bias_fits_on_chip() -> None:
-    both, left_out = (False, True), ((False, 0), (True, 0), (True, 64), (True, 256))
-    for (head_dim, head_dim_v), modified, by_position, leaves_out in itertools.product(_HEADS, both, both, left_out):
-        cut = backward_configs.bias_gradient_config(head_dim, head_dim_v, modified, by_position, *leaves_out)
-        assert leaves_out[1] % cut.keys == 0
+    modified, by_position = ({}, {"dropout_p": 0.1}), ({}, {"window_right": 0})
+    leaves_out = ({}, {"sequences": 3}, {"block_tile": (64, 64)}, {"block_tile": (256, 256)})
+    for (head_dim, head_dim_v), *fields in itertools.product(_HEADS, modified, by_position, leaves_out):
+        call = _backward_call(head_dim, head_dim_v, **fields[0], **fields[1], **fields[2])
+        cut = backward_configs.bias_config(call)
+        assert call.block_tile[1] % cut.keys == 0
         assert backward_configs.bias_shared_memory(cut, head_dim, head_dim_v) <= configs.SHARED_MEMORY
         assert backward_configs.bias_programs_together(cut, head_dim, head_dim_v) >= 1
-        assert not ((modified or leaves_out[0]) and cut.query_tiles > 1)
+        assert not ((fields[0] or fields[2]) and cut.query_tiles > 1)
 
 
 @pytest.mark.parametrize(
@@ -1920,11 +1928,13 @@ def test_every_head_of_the_backward_fits_on_chip(
     softcap: bool, blocks: tuple[int, int] | None, left: bool, ordered: bool
 ) -> None:
     for head_dim, head_dim_v in _HEADS:
-        flags = {"derivatives": softcap, "block_tile": blocks, "left": left, "ordered": ordered}
-        config = backward_configs.choose_backward_config(head_dim, head_dim_v, **flags)
+        fields: dict[str, Any] = {"softcap": 30.0 * softcap, "block_tile": blocks, "deterministic": ordered}
+        call = _backward_call(head_dim, head_dim_v, window_left=127 if left else None, **fields)
+        config = backward_configs.backward_config(call)
         if softcap:
-            apart = backward_configs.choose_backward_config(head_dim, head_dim_v, **flags, derivatives_apart=True)
-            assert backward_configs.backward_shared_memory(apart, head_dim, head_dim_v, True) <= configs.SHARED_MEMORY
+            learned = call._replace(wanted=Wanted(alibi_slopes=True))
+            apart = backward_configs.backward_config(learned)
+            assert backward_configs.backward_shared_memory(apart, learned) <= configs.SHARED_MEMORY
             assert apart.sum_columns in (32, 64)
             if apart.block_n < config.block_n:  # with more keys a thread would spill more
                 assert 96 < max(head_dim, head_dim_v) <= 128 and apart.split_roles
@@ -1932,7 +1942,7 @@ def test_every_head_of_the_backward_fits_on_chip(
                 assert apart == config._replace(sum_columns=apart.sum_columns)
         assert config.sums_by_tma or not ordered
         assert not (softcap and config.statistics_multiplied)  # lse comes off behind the soft cap
-        assert backward_configs.backward_shared_memory(config, head_dim, head_dim_v) <= configs.SHARED_MEMORY
+        assert backward_configs.backward_shared_memory(config, call) <= configs.SHARED_MEMORY
         assert config.producer or not blocks
         assert not blocks or blocks[0] % config.block_m == blocks[1] % config.block_n == 0
         warpgroups = 4 if config.producer else 3
@@ -2057,9 +2067,11 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         assert ("sums_ptr" in main) is (name == "65-window")
         assert "cleared_ptr" not in begin and "end" not in launched
     ordered = arguments.get("deterministic", False)
-    config = backward_configs.choose_backward_config(
-        head_dim, head_dim_v, derivatives="softcap" in name, block_tile=(128, 128) if "blocks" in name else None,
-        left="window" in name, ordered=ordered,
+    config = backward_configs.backward_config(
+        _backward_call(
+            head_dim, head_dim_v, softcap=arguments.get("softcap", 0.0), deterministic=ordered,
+            block_tile=(128, 128) if "blocks" in name else None, window_left=5 if "window" in name else None,
+        )
     )  # fmt: skip
     assert main.get("sums_desc") == (begin["cleared_ptr"] if config.sums_by_tma and summed else None)
     assert begin.get("lse_unit") == (-math.log(2) if config.statistics_multiplied else None)  # the scale is 1

@@ -68,7 +68,7 @@ def _slower(call: Call) -> str | None:
     widest = max(call.head_dims)
     if call.requested != "auto" or call.spec.batch_invariant:
         return None
-    if call.dtype is torch.float32 and call.phase == "forward" and not parts_pay(call.q.shape, call.k.shape[1], widest):
+    if call.dtype is torch.float32 and call.phase == "forward" and not parts_pay(call):
         return f"with heads of up to {HALF_WIDE} columns, parts of float32 numbers pay with more keys or fewer queries"
     if call.packed or widest > 64:
         return None
@@ -177,8 +177,7 @@ def _describe_backward(call: Call) -> tuple[KernelChoice, ...]:
     if is_wide(*call.head_dims):
         return _describe_wide_backward(*call.head_dims)
     cut = dq_epilogue(backward_configs.backward_config(call), call).config
-    apart = backward_configs.separates_derivatives(call)
-    memory = backward_configs.backward_shared_memory(cut, *call.head_dims, apart)
+    memory = backward_configs.backward_shared_memory(cut, call)
     warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
     summary = summarise((cut.block_m, cut.block_n), warps, cut.stages, memory)
     main = KernelChoice("backward", cut, memory, "hopper", summary=summary)

@@ -175,85 +175,61 @@ def tile_width(head_dim: int) -> int:
 _LEAST_SCALE = 2.0**-64
 
 
-def choose_backward_config(
-    head_dim: int,
-    head_dim_v: int,
-    *,
-    derivatives: bool = False,
-    block_tile: tuple[int, int] | None = None,
-    left: bool = False,
-    scale: float = 1.0,
-    ordered: bool = False,
-    modified: bool = False,
-    derivatives_apart: bool = False,
-    moved_bias: bool = False,
-    own_bias: bool = False,
-    bias_alone: bool = False,
-    loads_tables: bool = False,
-) -> BackwardConfig:
-    """The row of a call: the first that holds the head. `derivatives`, `derivatives_apart`: as in
-    `backward_tiles.KernelConfig`. The widest heads have room for derivatives apart and for additions by TMA only if
-    these take fewer columns. `block_tile`: (queries, keys) of a block mask's tiles, which the kernel's divide; a
-    producer reads the lists. `left`: a window ends on the left.
-    The sign of `scale` does not matter. `ordered`: the key tiles add to dq in order, which takes TMA, whose additions
-    can be awaited without a fence (`backward_dq.pass_dq_turn`). `modified`: there is dropout, a score function, or
-    a bias or a mask with rows and columns. Their tiles, random words and indices need registers as derivatives do, and
-    dropped weights need delta apart from `dpᵀ`. `moved_bias`: TMA can bring the bias, and does if its tiles fit.
-    `own_bias`: the gradient of a bias is that of the scores, and is stored as such if there is room on chip.
-    `bias_alone`: such a bias is all by which a call is `modified`. `loads_tables`: a bias or a mask with rows and
-    columns does not come by TMA. Their addresses need registers too."""
+def backward_config(call: Call) -> BackwardConfig:
+    """The row of a call: the first of its table that holds the head, with what the call asks of it.
+
+    The widest heads have room for derivatives apart and for additions by TMA only if these take fewer columns.
+    """
+    call = call.cut_by
+    spec, listed = call.spec, call.spec.block_shape is not None
+    row = _table_row(call)
+    row = row._replace(sum_columns=min(row.sum_columns, tile_width(call.head_dims[0])))
+    # In a window there are few steps for all the bytes of such statistics: 3 % fewer cycles without (128 keys, D 64).
+    left = spec.window_left is not None
+    if (left and max(call.head_dims) <= 64) or 0 < abs(spec.scale) < _LEAST_SCALE:
+        row = row._replace(statistics_multiplied=False)
+    if spec.deterministic:
+        # Key tiles add to dq in order. TMA's additions can be awaited without a fence (`backward_dq.pass_dq_turn`).
+        row = row._replace(sums_by_tma=True)
+    if separates_derivatives(call) and backward_shared_memory(row, call) > SHARED_MEMORY:
+        row = row._replace(sum_columns=row.sum_columns // 2)
+    # The gradient of a bias, which is added last, is that of the scores if these have no derivatives.
+    own_bias = call.wanted.bias and matches_scores(call) and not has_derivatives(call)
+    for asked, name in ((moves_by_tma(call.aux.bias, call.dtype), "bias_by_tma"), (own_bias, "bias_stored")):
+        for stages in range(row.stages, 1, -1):
+            cut = row._replace(**{name: asked})._replace(stages=stages)
+            if backward_shared_memory(cut, call) <= SHARED_MEMORY:
+                row = cut
+                break
+    return row._replace(producer=True, registers=208) if listed and not row.producer else row
+
+
+def _table_row(call: Call) -> BackwardConfig:
+    """The first row that holds the head, and whose tiles divide those of a block mask.
+
+    Dropout, a score function, and a bias or a mask with rows and columns have tiles, random words and indices, which
+    need registers as derivatives do, and dropped weights need delta apart from `dpᵀ`.
+    """
+    spec, listed, (head_dim, head_dim_v) = call.spec, call.spec.block_shape is not None, call.head_dims
+    tables, moved = table_bytes(call.aux.bias, call.aux.mask), moves_by_tma(call.aux.bias, call.dtype)
+    changed = spec.dropout_p > 0 or spec.score_program is not None
+    derivatives = has_derivatives(call)
     rows: tuple[tuple[int, int, BackwardConfig], ...] = (*_BACKWARD_ROWS[:-1], *_BACKWARD_CAPPED_ROWS)
-    if bias_alone and not derivatives and block_tile is None:
+    bias_alone = moved and tables == BIAS_BYTES and not (changed or call.wanted.slopes)
+    if bias_alone and not derivatives and not listed:
         rows = _BACKWARD_BIAS_ROWS
-    elif derivatives or modified:
+    elif derivatives or changed or tables > 1:
         rows = _BACKWARD_CAPPED_ROWS
-    queries, keys = block_tile or (0, 0)
-    row = next(
+    # Addresses of tables that TMA does not bring need registers too.
+    needs_registers = tables > (BIAS_BYTES if moved else 1) or separates_derivatives(call)
+    queries, keys = call.block_tile
+    return next(
         config
         for heads, heads_v, config in rows
         if head_dim <= heads and head_dim_v <= heads_v and queries % config.block_m == keys % config.block_n == 0
-        if not ((loads_tables or derivatives_apart) and config == _CAPPED_HALVES_OF_KEYS)
+        if not (needs_registers and config == _CAPPED_HALVES_OF_KEYS)
         # Beside the producer of a block mask its products would wait for one another.
-        if not (block_tile and (heads, heads_v) == (160, 160))
-    )
-    row = row._replace(sum_columns=min(row.sum_columns, tile_width(head_dim)))
-    # In a window there are few steps for all the bytes of such statistics: 3 % fewer cycles without (128 keys, D 64).
-    if (left and max(head_dim, head_dim_v) <= 64) or 0 < abs(scale) < _LEAST_SCALE:
-        row = row._replace(statistics_multiplied=False)
-    if ordered:
-        row = row._replace(sums_by_tma=True)
-    if derivatives_apart and backward_shared_memory(row, head_dim, head_dim_v, True) > SHARED_MEMORY:
-        row = row._replace(sum_columns=row.sum_columns // 2)
-    for asked, name in ((moved_bias, "bias_by_tma"), (own_bias, "bias_stored")):
-        for stages in range(row.stages, 1, -1):
-            cut = row._replace(**{name: asked})._replace(stages=stages)
-            if backward_shared_memory(cut, head_dim, head_dim_v, derivatives_apart) <= SHARED_MEMORY:
-                row = cut
-                break
-    return row._replace(producer=True, registers=208) if block_tile and not row.producer else row
-
-
-def backward_config(call: Call) -> BackwardConfig:
-    """The row of a call. The gradient of a bias, which is added last, is not that of the scores if these have
-    derivatives."""
-    call = call.cut_by
-    spec, bias = call.spec, call.aux.bias
-    tables, moved_bias = table_bytes(bias, call.aux.mask), moves_by_tma(bias, call.dtype)
-    derivatives = spec.softcap > 0 or has_function_derivative(spec.score_program)
-    changed = spec.dropout_p > 0 or spec.score_program is not None
-    return choose_backward_config(
-        *call.head_dims,
-        derivatives=derivatives,
-        block_tile=None if spec.block_shape is None else call.block_tile,
-        left=spec.window_left is not None,
-        scale=spec.scale,
-        ordered=spec.deterministic,
-        modified=changed or tables > 1,
-        derivatives_apart=separates_derivatives(call),
-        moved_bias=moved_bias,
-        own_bias=call.wanted.bias and matches_scores(call) and not derivatives,
-        bias_alone=moved_bias and tables == BIAS_BYTES and not (changed or call.wanted.slopes),
-        loads_tables=tables > (BIAS_BYTES if moved_bias else 1),
+        if not (listed and (heads, heads_v) == (160, 160))
     )
 
 
@@ -262,26 +238,22 @@ def has_function_derivative(score_program: str | None) -> bool:
     return score_program is not None and not adds_to_score(score_program)
 
 
+def has_derivatives(call: Call) -> bool:
+    """Whether scores have derivatives: of a soft cap, or of a score function that does more than add to them."""
+    return call.spec.softcap > 0 or has_function_derivative(call.spec.score_program)
+
+
 def separates_derivatives(call: Call) -> bool:
-    """`derivatives_apart` of a call."""
-    spec = call.spec
-    of_function = has_function_derivative(spec.score_program)
-    return derivatives_apart(spec.softcap > 0, of_function, call.wanted.slopes, spec.dropout_p > 0)
+    """DERIVATIVES_APART of `backward_tiles.KernelConfig`."""
+    of_function = has_function_derivative(call.spec.score_program)
+    return (call.wanted.slopes and has_derivatives(call)) or (call.spec.dropout_p > 0 and of_function)
 
 
-def derivatives_apart(softcap: bool, of_function: bool, learned_slopes: bool, dropout: bool) -> bool:
-    """DERIVATIVES_APART of `backward_tiles.KernelConfig`. `of_function`: its FUNCTION_DERIVATIVE."""
-    return (learned_slopes and (softcap or of_function)) or (dropout and of_function)
-
-
-def backward_shared_memory(
-    config: BackwardConfig, head_dim: int, head_dim_v: int, derivatives_apart: bool = False
-) -> int:
-    """Estimate of the shared memory of a program of the main backward kernel, in bytes. `derivatives_apart`: as in
-    `backward_tiles.KernelConfig`."""
-    width = tile_width(head_dim) + tile_width(head_dim_v)
+def backward_shared_memory(config: BackwardConfig, call: Call) -> int:
+    """Estimate of the shared memory of a program of the main backward kernel, in bytes."""
+    width = sum(map(tile_width, call.head_dims))
     rows = (config.block_n * config.key_stages + config.block_m * config.stages) * width
-    kinds = 2 + derivatives_apart if config.split_roles else 1
+    kinds = 2 + separates_derivatives(call) if config.split_roles else 1
     handed_over = config.dscore_stages * config.block_n * config.block_m * kinds
     if config.bias_by_tma:
         rows += config.block_m * config.block_n * config.stages
@@ -291,7 +263,7 @@ def backward_shared_memory(
     sums = 4 * config.sum_columns * CONSUMER_ROWS if config.sums_by_tma else 0
     handover_barriers = 16 * config.dscore_stages if config.split_roles else 0
     # Measured: up to 12 bytes more for each.
-    more = sum(backward_chunks(width)[1] > 0 for width in (head_dim, head_dim_v)) + config.bias_by_tma
+    more = sum(backward_chunks(width)[1] > 0 for width in call.head_dims) + config.bias_by_tma
     return 2 * (rows + handed_over) + statistics + sums + handover_barriers + 64 * more + OVERHEAD
 
 
@@ -352,33 +324,23 @@ _NARROW_BIAS_CUT = BiasGradientConfig(warpgroups=3, query_tiles=1, key_stages=3,
 
 
 def bias_config(call: Call) -> BiasGradientConfig:
-    """The cut of the gradient of a bias of a call."""
-    spec, aux = call.spec, call.aux
-    return bias_gradient_config(
-        *call.head_dims,
-        modified=aux.mask is not None or spec.dropout_p > 0 or spec.score_program is not None,
-        by_position=call.by_position,
-        leaves_out=call.packed or spec.block_shape is not None,
-        tile_keys=call.block_tile[1],
-    )
+    """The cut of the gradient of a bias of a call.
 
-
-def bias_gradient_config(
-    head_dim: int, head_dim_v: int, modified: bool, by_position: bool, leaves_out: bool = False, tile_keys: int = 0
-) -> BiasGradientConfig:
-    """`modified`: there is a mask, dropout or a score function, for which a thread with sums of two tiles has no
-    registers left. `by_position`: a band, key lengths or ALiBi compute with positions, for which a thread of three
-    warpgroups has none either (it spills 224 bytes with all of them). `leaves_out`: the call is packed or has a block
-    mask, so that sequences and heads are left out that have nothing in a tile. Then a program has a single tile of
-    queries, and its keys lie in one tile of the mask, of `tile_keys`."""
-    two_fit = 2 * bias_shared_memory(_BIAS_CUT_OF_TWO_PROGRAMS, head_dim, head_dim_v) <= SHARED_MEMORY
-    if leaves_out and two_fit:
+    With a mask, dropout or a score function a thread with sums of two tiles has no registers left. With a band, key
+    lengths or ALiBi, which compute with positions, a thread of three warpgroups has none either (it spills 224 bytes
+    with all of them). Packed calls and block masks leave out sequences and heads that have nothing in a tile. Then a
+    program has a single tile of queries, and its keys lie in one tile of the mask.
+    """
+    spec, heads = call.spec, call.head_dims
+    modified = call.aux.mask is not None or spec.dropout_p > 0 or spec.score_program is not None
+    leaves_out = call.packed or spec.block_shape is not None
+    if leaves_out and 2 * bias_shared_memory(_BIAS_CUT_OF_TWO_PROGRAMS, *heads) <= SHARED_MEMORY:
         return _BIAS_CUT_OF_TWO_PROGRAMS
-    if max(head_dim, head_dim_v) <= 32 and not (modified or by_position):
+    if max(heads) <= 32 and not (modified or call.by_position):
         return _NARROW_BIAS_CUT
-    single = modified or leaves_out
+    single, tile_keys = modified or leaves_out, call.block_tile[1]
     cuts = (cut for cut in _BIAS_CUTS if not (single and cut.query_tiles > 1) and tile_keys % cut.keys == 0)
-    return next(cut for cut in cuts if bias_shared_memory(cut, head_dim, head_dim_v) <= SHARED_MEMORY)
+    return next(cut for cut in cuts if bias_shared_memory(cut, *heads) <= SHARED_MEMORY)
 
 
 def bias_programs_together(config: BiasGradientConfig, head_dim: int, head_dim_v: int) -> int:
@@ -445,7 +407,7 @@ def dq_epilogue(config: BackwardConfig, call: Call) -> DqEpilogue:
     """Whether dq needs sums of several thread blocks. If it does not, TMA stores it, also in the rows of wide heads,
     whose sums threads add up faster. `config`: the row of the table."""
     stores = config._replace(sums_by_tma=True)
-    if backward_shared_memory(stores, *call.head_dims, separates_derivatives(call)) > SHARED_MEMORY:
+    if backward_shared_memory(stores, call) > SHARED_MEMORY:
         stores = config
     if call.spec.batch_invariant:
         return DqEpilogue(config, single=False, whole=False)

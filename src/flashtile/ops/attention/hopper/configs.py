@@ -301,9 +301,9 @@ def _single_consumer(row: HopperConfig, call: Call) -> HopperConfig | None:
     head_dim, head_dim_v = call.head_dims
     widest, lengths, dropout = max(head_dim, head_dim_v), _lengths(call), call.spec.dropout_p > 0
     left, right = call.spec.window_left is not None, call.spec.window_right is not None
-    few = one_consumer_pays(call, widest, right and not left)
+    few = one_consumer_pays(call)
     if widest > 128:
-        short = right and not (left or dropout) and short_tiles_pay(widest, max(lengths))
+        short = right and not (left or dropout) and short_tiles_pay(call)
         return row._replace(consumers=1, in_turn=False) if (few or short) and widest <= _MAX_PART else None
     if widest > 64:
         short = dropout and widest > 96 and max(lengths) <= SHORT
@@ -457,10 +457,11 @@ def gives_at_most(call: Call, most: int) -> bool:
     return query_tiles(call, _ROWS_OF_ONE) <= most * call.multiprocessors
 
 
-def one_consumer_pays(call: Call, widest: int, causal: bool) -> bool:
-    """Whether tiles of one consumer take less time than those of the row of a long call. `widest`: columns of the
-    widest head. `causal`: a mask hides keys on the right alone, so tiles are short and long."""
-    if causal and widest <= 128:
+def one_consumer_pays(call: Call) -> bool:
+    """Whether tiles of one consumer take less time than those of the row of a long call."""
+    widest = max(call.head_dims)
+    if widest <= 128 and call.spec.window_right is not None and call.spec.window_left is None:
+        # A mask hides keys on the right alone, so tiles are short and long.
         return gives_at_most(call, _CAUSAL_NARROW if widest <= 64 else _CAUSAL_WIDE)
     if widest > 64:
         # Heads of 128, 8 heads, 1,024 tokens (one tile) 1.27, 16 heads (two) 1.08, 2,048 tokens (four) 0.94. Of 160,
@@ -473,11 +474,12 @@ def one_consumer_pays(call: Call, widest: int, causal: bool) -> bool:
     return time < -(-query_tiles(call, _ROWS_OF_THREE) // call.multiprocessors)
 
 
-def short_tiles_pay(widest: int, longest: int) -> bool:
+def short_tiles_pay(call: Call) -> bool:
     """Whether tiles of one consumer take less time under a causal mask than those of two, with heads of 193 to 256
-    columns, however many there are: fewer of a tile's scores are hidden. `longest`: queries or keys of a sequence.
+    columns, however many there are: fewer of a tile's scores are hidden.
 
     Microseconds on an H100, two consumers and one, 16,384 tokens: 8 heads of 256, in sequences of 128 96.5 and
     93.9, of 256 102.9 and 95.5, of 384 106.5 and 99.5, of 512 107.6 and 104.2, of 768 114.1 and 129.3; heads of 224, of
     256 91.7 and 87.8, of 333 93.7 and 95.2, of 512 97.3 and 101.1; 10 heads of 192, of 256 91.7 and 90.3."""
-    return 192 < widest and longest <= (512 if widest > 224 else 256)
+    widest = max(call.head_dims)
+    return 192 < widest and max(_lengths(call)) <= (512 if widest > 224 else 256)

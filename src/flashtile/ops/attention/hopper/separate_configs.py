@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from flashtile.ops.attention.call import Call
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, MAX_HEAD_DIM, SHARED_MEMORY
 
 #: Rows and columns of a chunk, and the bytes of one of 16-bit numbers.
@@ -170,16 +171,11 @@ def serves_float32_forward(dtype: torch.dtype, head_dim: int, head_dim_v: int) -
     return dtype is torch.float32 and NARROW < max(head_dim, head_dim_v) <= MAX_HEAD_DIM
 
 
-def parts_pay(q_shape: tuple[int, ...], keys: int, widest: int) -> bool:
-    """Whether products of parts are faster than those of the portable kernels, which cut a row into parts as they go.
-
-    Args:
-        q_shape: `[batch, rows, heads, head_dim]`.
-        widest: columns of q and k, or of v.
-    """
-    batch, rows, heads, _ = q_shape
-    tiles = batch * heads * -(-rows // CONSUMER_ROWS)
-    return widest > HALF_WIDE or keys >= min(LONG_KEYS, _KEYS_OF_A_TILE * tiles)
+def parts_pay(call: Call) -> bool:
+    """Whether products of parts are faster than those of the portable kernels, which cut a row into parts as they
+    go."""
+    tiles = call.batch * call.heads * -(-call.rows_q // CONSUMER_ROWS)
+    return max(call.head_dims) > HALF_WIDE or call.rows_k >= min(LONG_KEYS, _KEYS_OF_A_TILE * tiles)
 
 
 #: Columns of each part in a row of `float32_backward`, whatever head_dim is.
