@@ -25,7 +25,7 @@ def _cuda_tables() -> dict[str, list[AnyCase]]:
     return {
         "training": [
             *(wide_case(seq, 128, causal=True) for seq in (512, 1024, 4096, 16384)),
-            wide_case(4096, 128), wide_case(4096, 64, causal=True), wide_case(4096, 256, causal=True),
+            wide_case(4096, 128), wide_case(4096, 64, causal=True),
             Case(2, 8192, 64, 8, 128, 128, causal=True), packed_case(long_tailed_lengths(), 16, 128, causal=True),
         ],
         "decode": [ServingCase(batch, rows) for rows in rows_in_use for batch in batches if batch * rows < 2**22],
