@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,17 +16,29 @@ import torch
 import flashtile
 from flashtile import BlockMask, patterns
 from flashtile._backends.launch import clear_plans
-from flashtile.ops.attention.gpu import schedule
-from flashtile.ops.attention.hopper import configs
-from flashtile.ops.attention.hopper import schedule as hopper_schedule
-from flashtile.testing import AttentionCase, Size, assert_close, assert_same, check, make_inputs, run, with_arguments
+from flashtile.ops.attention import select
+from flashtile.testing import AttentionCase, Size, assert_close, assert_same, check, make_inputs, run
 from support.attention import left_out_tiles
-from support.attention.attention_cases import BASE, COMBINED, EDGES, check_again, check_forward
-from support.running.covering import turns
+from support.attention.attention_cases import (
+    COMBINED,
+    CONSTANT_SCORE_MOD_PAIRS,
+    EDGES,
+    changed,
+    check_again,
+    check_forward,
+    score_mod_combined,
+)
+from support.running.covering import covering_choices, turns
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
-_BF16 = torch.bfloat16
+_BF16, _FP16 = torch.bfloat16, torch.float16
+_DTYPES = (_BF16, _FP16)
+_MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 132
+_LARGE = AttentionCase(batch=2, heads=4, heads_kv=2, seq_q=517, seq_k=643, head_dim=64, head_dim_v=64, dtype=_BF16)
+#: `_case(192, 128, seq_q=70, causal=True)`.
+_case = partial(changed, _LARGE)
+_short = partial(changed, replace(_LARGE, seq_q=230, seq_k=230))
 
 
 def _served(cases: dict[str, AttentionCase]) -> dict[str, AttentionCase]:
@@ -43,59 +55,440 @@ def _answer(case: AttentionCase) -> flashtile.Explanation:
 _SERVED = _served(COMBINED | EDGES)
 
 
-@pytest.fixture
-def several_consumers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small calls have the tiles of large ones, which several consumers share."""
-    monkeypatch.setattr(configs, "one_consumer_pays", lambda *_: False)
-    monkeypatch.setattr(configs, "short_tiles_pay", lambda *_: False)
-    monkeypatch.setattr(configs, "gives_at_most", lambda *_: False)
-    clear_plans()
-    yield
-    clear_plans()
+class _Calls(NamedTuple):
+    """Calls that are compared with the oracle, and what they need.
+
+    Attributes:
+        cases: the calls.
+        patches: what is put in the place of names in `flashtile.ops.attention`, for plans of these calls alone.
+        again: how many other runs have the same bits.
+        names: in these results, or in all.
+    """
+
+    cases: list[AttentionCase]
+    patches: dict[str, Any] = {}
+    again: int = 0
+    names: tuple[str, ...] = ()
 
 
-@pytest.mark.usefixtures("several_consumers")
-@pytest.mark.parametrize("name, dtype", turns(_SERVED, [torch.float16, _BF16]), ids=str)
-def test_kernels_agree_with_the_oracle(name: str, dtype: torch.dtype) -> None:
-    """The other dtype is in `test_hopper_features_gpu.test_pairs_of_features`."""
-    check(replace(_SERVED[name], dtype=dtype), "hopper", "cuda")
-
-
-_LARGE = replace(BASE, seq_q=517, seq_k=643, heads=4, dtype=_BF16)
-_MASKS = [{}, {"causal": True}, {"window": (200, 30)}, {"window": (90, None), "align": "top_left"}]
-
-
+#: Small calls have the tiles of large ones, which several consumers share.
+_SEVERAL_CONSUMERS = {
+    f"hopper.configs.{name}": lambda *_: False for name in ("one_consumer_pays", "short_tiles_pay", "gives_at_most")
+}
+_CAUSAL, _IN_ORDER = {"causal": True}, {"causal": True, "deterministic": True}
+_MASKS: list[dict[str, Any]] = [{}, _CAUSAL, {"window": (200, 30)}, {"window": (90, None), "align": "top_left"}]
 _EACH_WIDTH = [
     (40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (160, 160), (192, 192), (256, 256), (192, 128), (136, 72),
     (64, 128), (256, 192), (24, 200), (272, 40), (192, 512), (320, 320), (512, 384), (512, 512),
 ]  # fmt: skip
+_ONE_TILE = [
+    (16, 16, _BF16), (32, 32, _FP16), (40, 64, _BF16), (64, 64, _FP16), (80, 80, _BF16), (96, 96, _FP16),
+    (128, 128, _BF16), (64, 96, _FP16), (160, 160, _BF16), (192, 128, _FP16), (256, 256, _BF16),
+]  # fmt: skip
+_FEW_KEYS = ((3, 49, 49), (3, 77, 77), (3, 128, 128), (3, 513, 77), (3, 1, 100), (400, 49, 49))
+_WIDE = [
+    (264, 264, _FP16), (384, 320, _BF16), (448, 448, _FP16), (512, 64, _BF16), (128, 512, _BF16), (8, 264, _FP16),
+    (512, 512, _FP16),
+]  # fmt: skip
+_WIDE_LENGTHS: list[dict[str, Any]] = [
+    {"lengths_q": (129, 0, 700, 1, 64, 191), "lengths_k": (129, 33, 300, 1, 0, 800)},
+    {"lengths_q": (129, 700, 64), "lengths_k": (129, 300, 800), "key_lengths": (70, 300, 0)},
+    {"key_lengths": (643, 70), "sinks": True},
+    {"softcap": 3.0},
+    {"lengths_q": (129, 0, 700, 1), "lengths_k": (129, 33, 300, 1), "softcap": 3.0},
+]
+_WIDE_KINDS = turns([(512, 512), (320, 264), (512, 64), (128, 512), (64, 320)], _MASKS, 4)[::3]
+_SLOPES = {"alibi_slopes": "h", "constant": ("alibi_slopes",)}
+_SCORES: list[dict[str, Any]] = [
+    {"softcap": 3.0}, {**_SLOPES, "alibi_slopes": "bh"}, {"sinks": True}, {**_SLOPES, "sinks": True, "softcap": 3.0},
+]  # fmt: skip
+_BANDS = [
+    _CAUSAL, {"causal": True, "align": "top_left"}, {"window": (70, 0)}, {"window": (5, 200)}, {"window": (None, 130)},
+    {"window": (0, 0)},
+]  # fmt: skip
+_LISTS = [
+    ((128, 128), {}), ((256, 128), _CAUSAL), ((128, 384), {"window": (200, 30)}), ((64, 64), {}), ((64, 128), _CAUSAL),
+    ((384, 64), {}),
+]  # fmt: skip
+_HEADS_OF_LISTS = [(40, 40), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (64, 64)]
+_LENGTHS_OF_LISTS = {"lengths_q": (700, 0, 1, 130, 1100), "lengths_k": (650, 70, 1, 390, 1000), "batch": 5}
+_FUNCTION = {"score_mod": True, "constant": ("score_mod",)}
+_PADDING = {"mask": "b11k", "key_lengths": (643, 200)}
+#: As in models that use them.
+_FEATURES: dict[str, dict[str, Any]] = {
+    "padding mask": {"mask": "b11k"},
+    "padding as lengths": {"key_lengths": (643, 130)},
+    "no keys": {"key_lengths": (0, 7), "causal": True},
+    "dense mask": {"mask": "b1qk", "deterministic": True},
+    "mask of heads": {"mask": "1hqk"},
+    "T5": {"bias": "1hqk", "scale": 1.0},
+    "pair bias": {"bias": "bhqk"},
+    "pair bias in float32": {"bias": "bhqk", "bias_dtype": torch.float32},
+    "bias of keys": {"bias": "b11k"},
+    "bias of queries": {"bias": "11q1", "bias_dtype": torch.float32},
+    "bias and tiles": {"bias": "1hqk", "block_mask": (128, 128)},
+    "bias and function": {"bias": "1hqk", **_FUNCTION},
+    "triangle": {"bias": "1hqk", **_PADDING},
+    "GPT-2": {"dropout_p": 0.1, "causal": True},
+    "BERT": {"mask": "b11k", "dropout_p": 0.1},
+    "dropout of capped scores": {"dropout_p": 0.3, "softcap": 5.0, "deterministic": True},
+    "slopes": {"alibi_slopes": "bh", "causal": True},
+    "slopes of capped scores": {"alibi_slopes": "h", "sinks": True, "softcap": 5.0, "window": (200, 60)},
+    "all and slopes": {
+        "bias": "1hqk", **_PADDING, "alibi_slopes": "bh", "sinks": True, "dropout_p": 0.2, "softcap": 5.0,
+        "deterministic": True,
+    },
+    "all": {"bias": "1hqk", **_PADDING, **_SLOPES, "sinks": True, "dropout_p": 0.2, "window": (200, 60)},
+}  # fmt: skip
+_WHOLE_TILES = (
+    "padding mask", "dense mask", "T5", "pair bias in float32", "GPT-2", "bias and tiles", "bias and function",
+)  # fmt: skip
+_HEADS = [(32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
+#: All of them in both dtypes, which take turns.
+_KINDS = [(heads, _DTYPES[number % 2]) for number, heads in enumerate(2 * _HEADS)]
 
 
-@pytest.mark.parametrize("widths, arguments", turns(_EACH_WIDTH[:-6], _MASKS[::-1], 2), ids=str)
-def test_few_tiles(widths: tuple[int, int], arguments: dict) -> None:
-    """Of a single consumer each."""
-    check(with_arguments(replace(_LARGE, head_dim=widths[0], head_dim_v=widths[1]), **arguments), "hopper", "cuda")
+def _kinds(changes: list[dict[str, Any]], times: int, **more: Any) -> list[AttentionCase]:
+    """Each change with so many kinds of heads."""
+    return [
+        _case(*heads, dtype=dtype, **{**more, **change}) for change, (heads, dtype) in turns(changes, _KINDS, times)
+    ]
 
 
-@pytest.mark.usefixtures("several_consumers")
-@pytest.mark.parametrize("widths, arguments", turns(_EACH_WIDTH, [*_MASKS, {}], 2), ids=str)
-def test_many_tiles(widths: tuple[int, int], arguments: dict) -> None:
-    check(with_arguments(replace(_LARGE, head_dim=widths[0], head_dim_v=widths[1]), **arguments), "hopper", "cuda")
+def _pairs() -> list[AttentionCase]:
+    """In sizes of several tiles."""
+    cases = []
+    for number, case in enumerate((COMBINED | score_mod_combined() | CONSTANT_SCORE_MOD_PAIRS).values()):
+        here: dict[str, Any] = {
+            "key_lengths": (600, 17, 0)[: case.batch], "lengths_q": (5, 0, 337), "lengths_k": (333, 4, 520),
+            "block_mask": (128, 128),
+        }  # fmt: skip
+        here = {field: value for field, value in here.items() if getattr(case, field)}
+        cases.append(changed(case, (64, 128, 256)[number % 3], seq_q=430, seq_k=620, dtype=_DTYPES[number % 2], **here))
+    return cases
+
+
+_PARTS = [
+    (1, 2, 2, 4096, 77), (1, 2, 1, 4096, 130), (2, 3, 3, 1111, 300), (1, 8, 1, 2500, 64), (1, 1, 1, 5000, 1),
+    (1, 8, 8, 2457, 2457),  # 160 walks or more: a thread block takes several parts
+]  # fmt: skip
+
+
+def _in_parts(deterministic: bool) -> list[AttentionCase]:
+    """Walks over the queries are in parts, most of them because keys are few."""
+    named = [
+        (dict(zip(("batch", "heads", "heads_kv", "seq_q", "seq_k"), sizes)), head_dim)
+        for sizes, head_dim in turns(_PARTS, [40, 64, 128, 160, 256], 2)
+    ]
+    return [
+        _short(head_dim, deterministic=deterministic, **sizes, **arguments)
+        for sizes, head_dim in named
+        for arguments in ({}, {"softcap": 5.0})
+    ]
+
+
+def _rows_of_lines(changes: list[dict[str, Any]]) -> list[AttentionCase]:
+    """Each thread block has as many lines as any other one."""
+    return [
+        _case(
+            d, e, **{"batch": _MULTIPROCESSORS, "heads": 1, "heads_kv": 1, "seq_q": rows, "seq_k": rows + 33, **change}
+        )
+        for change, (d, e, rows) in turns(changes, [(32, 32, 500), (64, 64, 300), (80, 104, 200), (128, 128, 200)], 2)
+    ]
+
+
+_GROUPS: dict[str, _Calls] = {
+    # The other dtype is among the pairs.
+    "served": _Calls(
+        [replace(_SERVED[name], dtype=dtype) for name, dtype in turns(_SERVED, [_FP16, _BF16])], _SEVERAL_CONSUMERS
+    ),
+    "pairs": _Calls(_pairs()),
+    # Of a single consumer each.
+    "few tiles": _Calls([_case(*widths, **mask) for widths, mask in turns(_EACH_WIDTH[:-6], _MASKS[::-1], 2)]),
+    "many tiles": _Calls(
+        [_case(*widths, **mask) for widths, mask in turns(_EACH_WIDTH, [*_MASKS, {}], 2)], _SEVERAL_CONSUMERS
+    ),
+    # dq is stored, not summed, where every query tile visits the only key tile; also by many thread blocks.
+    "all keys in one tile": _Calls([
+        _case(d, e, batch=batch, heads=6, heads_kv=3, seq_q=seq_q, seq_k=seq_k, dtype=dtype, **arguments)
+        for d, e, dtype in _ONE_TILE
+        for (batch, seq_q, seq_k), arguments in turns(_FEW_KEYS, ({}, _CAUSAL, {"deterministic": True}), 2)
+    ]),
+    "packed over many tiles": _Calls([
+        _case(d, lengths_q=(129, 0, 700, 1, 64, 191), lengths_k=(129, 33, 300, 1, 0, 800), **mask)
+        for d, mask in turns([64, 128, 192, 256, 512], _MASKS, 2)
+    ]),
+    # Sums have a fixed order.
+    "wide": _Calls(
+        [
+            _case(d, e, heads_kv=heads_kv, seq_q=seq_q, seq_k=seq_k, dtype=dtype, sinks=heads_kv == 2, **mask)
+            for (d, e, dtype), mask in turns(_WIDE, _MASKS, 2)
+            for heads_kv, seq_q, seq_k in ((4, 517, 643), (2, 300, 65), (1, 1, 700), (2, 700, 1))
+        ],
+        again=1,
+    ),
+    "lengths and soft caps of wide heads": _Calls(
+        [_case(*heads, **change, **mask) for change, (heads, mask) in turns(_WIDE_LENGTHS, _WIDE_KINDS, 3)], again=1
+    ),
+    "scores that change": _Calls([
+        _case(*heads, dtype=dtype, **scores, **mask, **lengths)
+        for scores, heads, lengths, mask, dtype in covering_choices(
+            _SCORES,
+            [(40, 40), (64, 64), (128, 128), (192, 128), (256, 256), (512, 512)],
+            [{}, {"lengths_q": (129, 0, 300, 1, 64), "lengths_k": (129, 33, 200, 1, 0)}],
+            [{}, _CAUSAL, {"window": (90, None), "align": "top_left"}],
+            _DTYPES,
+        )
+    ]),
+    # More tiles than multiprocessors: the order of tiles, the counters, and what a tile leaves behind for the next.
+    "many tiles each": _Calls([
+        _case(d, batch=6, heads=8, seq_q=1300, seq_k=1000, causal=causal)
+        for d in (64, 128) for causal in (False, True)
+    ]),
+    # So long that three take turns: as often as there are key tiles, which may be never.
+    "three consumers": _Calls(
+        [
+            _case(batch=1, **change)
+            for change in (
+                {"seq_q": 1300, "seq_k": 1500, "softcap": 3.0},
+                {"seq_q": 1300, "seq_k": 1},
+                {"lengths_q": (1500, 0, 1, 300), "lengths_k": (1200, 33, 1, 0)},
+                {"seq_q": 2300, "seq_k": 2200, "causal": True},
+                {"seq_q": 2200, "seq_k": 2500, "causal": True, "align": "top_left"},
+                {"lengths_q": (2200, 0, 1, 200), "lengths_k": (2300, 33, 1, 0), "causal": True},
+            )
+        ],
+        _SEVERAL_CONSUMERS,
+    ),
+    # The steps that a mask or the end of the keys cuts have a loop of their own. The end cuts all of the last tile's.
+    "long walks": _Calls([
+        _case(128, batch=32, heads=8, heads_kv=1, seq_q=seq_q, seq_k=seq_k, **mask)
+        for seq_q, seq_k in ((1100, 1000), (1030, 1300)) for mask in (*_BANDS[:2], _IN_ORDER, {})
+    ]),
+    # Programs take a second key tile, whose queries come in the opposite order.
+    "walks that go up": _Calls([
+        _case(d, batch=1, heads=16, heads_kv=8, seq_q=seq_q, seq_k=seq_k, causal=True, **scores)
+        for d, (seq_q, seq_k), scores in covering_choices(
+            (64, 128, 256), ((4096, 4096), (4100, 4300)), ({}, _SLOPES)
+        )
+    ]),
+    # So few key tiles that the query heads of a key/value head are divided.
+    "heads that share keys among several walks": _Calls([
+        _case(*heads, batch=1, heads=12, seq_q=1500, seq_k=1400, **arguments)
+        for arguments, heads in turns(
+            [{}, _CAUSAL, _IN_ORDER, {"window": (1100, 0)}, {"softcap": 5.0}],
+            [(64, 64), (104, 80), (128, 128), (192, 128), (256, 256), (64, 64)], 3,
+        )
+    ]),
+    "packed and listed tiles among several walks": _Calls([
+        _case(128, batch=1, heads=heads, heads_kv=1, seq_q=1500, seq_k=1400, dtype=_FP16, causal=True, **change)
+        for heads in (3, 7)
+        for change in (
+            {"lengths_q": (700, 0, 900), "lengths_k": (650, 70, 1000)}, {"block_mask": (128, 128)}
+        )
+    ]),
+    # There are enough walks for all programs, which would find too little in the L2 cache (`shares_in_cache`).
+    "heads divided for the cache": _Calls([
+        _case(d, batch=12, heads=16, seq_q=1100, seq_k=1100, **mask) for d in (64, 128, 256)
+        for mask in (_CAUSAL, _IN_ORDER)
+    ]),
+    # Two key tiles, whose dq a thread block sums alone; also several lines.
+    "short sequences of wide heads": _Calls(
+        [
+            _case(
+                *heads, batch=batch * _MULTIPROCESSORS, heads=1, heads_kv=1, seq_q=111, seq_k=128, dtype=dtype, **mask
+            )
+            for dtype, mask, heads in covering_choices(
+                _DTYPES,
+                [{}, _CAUSAL, {"causal": True, "softcap": 5.0}, {"dropout_p": 0.2}, {"window": (40, 30)}],
+                [(176, 176), (192, 256), (208, 208), (256, 256)],
+            )
+            for batch in (1, 3)
+        ],
+        again=1, names=("dq", "dk", "dv"),
+    ),
+    # Sums of whole lines have one order.
+    "whole lines": _Calls(
+        _rows_of_lines([
+            {}, _CAUSAL, {"window": (90, 60), "dtype": _FP16}, {**_IN_ORDER, "softcap": 5.0, "sinks": True},
+            {"heads": 3, "seq_q": 100, "seq_k": 200}, {"dropout_p": 0.2, "seq_q": 120, "seq_k": 150},
+            {"bias": "b1qk", "seq_q": 130, "seq_k": 200},
+        ]),
+        again=1, names=("dq", "dk", "dv"),
+    ),
+    # As where the L2 cache would not hold what a walk reads.
+    "walks that begin where others are": _Calls(
+        [
+            _case(d, batch=8, heads_kv=heads_kv, seq_q=seq_q, seq_k=seq_k, **scores)
+            for scores, (seq_q, seq_k, heads_kv), d in covering_choices(
+                ({}, _SLOPES), ((512, 2304, 4), (500, 2190, 2)), (64, 128, 256)
+            )
+        ],
+        {"hopper.schedule.WALK_BEYOND_CACHE": 512},
+    ),
+    # Tiles of more rows than a key tile has keys: a band hides key tiles from one consumer that another visits.
+    "consumers that skip key tiles": _Calls([
+        _case(d, **change, **band)
+        for band, change, d in covering_choices(
+            _BANDS,
+            [
+                {"batch": 3, "heads": 8, "seq_q": 901, "seq_k": 1333},
+                {"batch": 3, "heads": 8, "seq_q": 1333, "seq_k": 901},
+                {"lengths_q": (700, 0, 1, 300), "lengths_k": (500, 33, 1, 0)},
+            ],
+            (192, 256),
+        )
+    ]),
+    # Their tiles take so little time that a warpgroup which is held up comes to them late. It once waited without an
+    # end, in some order of events (`test_hopper_emulated`).
+    "keys that no query sees": _Calls(
+        [
+            _case(d, heads=16, **change)
+            for d in (64, 128, 256)
+            for change in (
+                {"seq_q": 400, "seq_k": 4000, "align": "top_left", **_IN_ORDER},
+                {
+                    "lengths_q": (1, 0, 900, 0, 150), "lengths_k": (3000, 900, 1, 2300, 700), "deterministic": True,
+                },
+                {"seq_q": 400, "seq_k": 4000, "align": "top_left", **_CAUSAL},
+            )
+        ],
+        again=20, names=("dk", "dv"),
+    ),
+    # A mask for each head, of grouped heads; tiles that stick out, and some that lie past the end as a whole.
+    "block masks": _Calls([
+        _case(*heads, block_mask=tile, **mask) for (tile, mask), heads in turns(_LISTS, _HEADS_OF_LISTS, 3)
+    ]),
+    # Lists are those of the longest sequence; shorter ones end within their tiles, or before them.
+    "block masks of packed sequences": _Calls([
+        _case(*heads, block_mask=tile, deterministic=deterministic, **_LENGTHS_OF_LISTS, **mask)
+        for (tile, mask), heads in turns(_LISTS, _HEADS_OF_LISTS[::-1], 3) for deterministic in (False, True)
+    ]),
+    "block masks and scores that change": _Calls([
+        _case(d, block_mask=(128, 128), **scores) for scores in _SCORES for d in (64, 128)
+    ]),
+    "block masks in order": _Calls(
+        [
+            _case(d, seq_q=1500, seq_k=1700, block_mask=(128, 256), deterministic=True, **lengths)
+            for d in (64, 128)
+            for lengths in (
+                {}, {"batch": 4, "lengths_q": (1500, 300, 0, 900), "lengths_k": (1700, 333, 60, 1200)}
+            )
+        ],
+        again=20,
+    ),
+    # Heads that share keys walk together, or each by itself. Lines may rise, but for the first (8 heads).
+    **{
+        f"in order{', heads by themselves' if not divides else ''}": _Calls(
+            [
+                _case(d, seq_q=1500, seq_k=1700, heads=8, heads_kv=heads_kv, **_IN_ORDER, **window, **lengths)
+                for lengths, heads_kv, window, d in covering_choices(
+                    ({}, {"lengths_q": (900, 40, 0, 1500), "lengths_k": (1000, 7, 30, 1500)}),
+                    (2, 8) if divides else (2,), ({}, {"window": (600, None)}), (64, 128, 256),
+                )
+            ],
+            {} if divides else {"gpu.schedule._STEPS_OF_A_SUM": 2**31}, again=30,
+        )
+        for divides in (False, True)
+    },
+    "features": _Calls(_kinds(list(_FEATURES.values()), 3)),
+    # No tile ends past a table.
+    "whole tiles": _Calls([
+        _case(width, seq_q=512, seq_k=768, **_FEATURES[name]) for name, width in turns(_WHOLE_TILES, (64, 128, 256), 2)
+    ]),
+    "features of packed sequences": _Calls([
+        _case(width, lengths_q=(129, 0, 1, 300), lengths_k=(129, 33, 1, 400), **change)
+        for change, width in turns(
+            [
+                {"dropout_p": 0.2, "causal": True}, {"bias": "1hqk", "mask": "11qk"}, {"bias": "1hqk", **_IN_ORDER},
+                {"bias": "11qk", "block_mask": (64, 128), "key_lengths": (129, 20, 1, 100)},
+                {"key_lengths": (129, 20, 1, 100), "dropout_p": 0.2, "deterministic": True},
+                {"alibi_slopes": "bh", "causal": True}, {"alibi_slopes": "h", "softcap": 5.0},
+            ],
+            (64, 128, 256), 2,
+        )
+    ]),
+    # Rows of the bias lie at multiples of 16 bytes, and end within a tile.
+    "bias by TMA": _Calls(_kinds(
+        [
+            {"bias": "1hqk"}, {"bias": "b1qk", **_IN_ORDER},
+            {"bias": "bhqk", "constant": ("bias",), "window": (200, 100), "softcap": 5.0},
+            {"bias": "11qk", "mask": "bhqk", "dropout_p": 0.2},
+            {"bias": "bhqk"},  # of no score that others share: the main kernel stores its gradient
+            {"bias": "bhqk", "block_mask": (256, 256), "alibi_slopes": "h"},
+        ],
+        5, seq_k=648,
+    )),
+    # The main kernel stores the gradient. TMA does not bring the bias.
+    "bias that no scores share": _Calls(
+        _kinds([_IN_ORDER, {"key_lengths": (643, 130), "dropout_p": 0.2}], 5, bias="bhqk")
+    ),
+    "features in order": _Calls(
+        [
+            _case(width, seq_q=700, seq_k=700, deterministic=True, **change)
+            for change, width in turns(
+                [{"key_lengths": (700, 260)}, {"mask": "b1qk"}, {"dropout_p": 0.1}, {"alibi_slopes": "h"}],
+                (64, 128, 256), 2,
+            )
+        ],
+        again=3,
+    ),
+    # 49 tokens: rows of the bias begin anywhere.
+    "windows of Swin": _Calls([_case(32, batch=64, heads=6, heads_kv=6, seq_q=49, seq_k=49, bias="1hqk")]),
+    "score functions": _Calls(_kinds(
+        [
+            {"seq_q": 512, "seq_k": 640, "causal": True},  # whole tiles
+            {"alibi_slopes": "h", "softcap": 3.0, "deterministic": True}, {"bias": "bhqk", "dropout_p": 0.2},
+        ],
+        6, **_FUNCTION,
+    )),
+    "short calls": _Calls([
+        _short(width, dtype=dtype, **change)
+        for change, (width, dtype) in turns(
+            [
+                {}, _CAUSAL, {"causal": True, "softcap": 5.0},
+                {"lengths_q": (129, 0, 70), "lengths_k": (136, 33, 90), "alibi_slopes": "h", "causal": True},
+                {"lengths_q": (129, 1, 64), "lengths_k": (136, 130, 1)}, {"key_lengths": (70, 200), "sinks": True},
+            ],
+            [(width, _DTYPES[at % 2]) for at, width in enumerate(2 * [32, 40, 64, 72, 96, 112, 128])], 4,
+        )
+    ]),
+    # Lengths around those at which tiles change; also in more tiles than a GPU takes at once.
+    "lengths": _Calls([
+        _short(d, batch=batch, seq_q=seq, seq_k=seq, causal=causal)
+        for causal, d, seq in covering_choices(
+            (False, True), (64, 128), (1, 64, 127, 128, 197, 256, 300, 512, 700, 1024)
+        )
+        for batch in (2, 40)
+    ]),
+    "walks in parts": _Calls(_in_parts(False)),
+    "walks in parts, in order": _Calls(_in_parts(True), again=1),
+}  # fmt: skip
+
+
+@pytest.fixture
+def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Puts other values in the place of names in `flashtile.ops.attention`; no plan is from before or stays."""
+
+    def patch(patches: dict[str, Any]) -> None:
+        for name, value in patches.items():
+            monkeypatch.setattr(f"flashtile.ops.attention.{name}", value)
+        if patches:
+            clear_plans()
+
+    yield patch
+    clear_plans()
 
 
 @pytest.mark.parametrize(
-    "head_dim, head_dim_v, dtype",
-    [(16, 16, _BF16), (32, 32, torch.float16), (40, 64, _BF16), (64, 64, torch.float16), (80, 80, _BF16),
-     (96, 96, torch.float16), (128, 128, _BF16), (64, 96, torch.float16), (160, 160, _BF16), (192, 128, torch.float16),
-     (256, 256, _BF16)],
-    ids=str,
-)  # fmt: skip
-def test_all_keys_in_one_tile(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
-    """dq is stored, not summed, where every query tile visits the only key tile; also by many thread blocks."""
-    sizes = ((3, 49, 49), (3, 77, 77), (3, 128, 128), (3, 513, 77), (3, 1, 100), (400, 49, 49))
-    for (batch, seq_q, seq_k), arguments in turns(sizes, ({}, {"causal": True}, {"deterministic": True}), 2):
-        case = replace(_LARGE, batch=batch, heads=6, heads_kv=3, seq_q=seq_q, seq_k=seq_k, dtype=dtype)
-        case = with_arguments(replace(case, head_dim=head_dim, head_dim_v=head_dim_v), **arguments)
+    "group, case", [(name, case) for name, calls in _GROUPS.items() for case in calls.cases], ids=str
+)
+def test_calls(group: str, case: AttentionCase, patched: Callable) -> None:
+    calls = _GROUPS[group]
+    patched(calls.patches)
+    if calls.again:
+        check_again(case, "hopper", calls.again, calls.names)
+    else:
         check(case, "hopper", "cuda")
 
 
@@ -105,7 +498,7 @@ def test_all_keys_in_one_tile(head_dim: int, head_dim_v: int, dtype: torch.dtype
 def test_heads_that_are_no_multiple_of_16_bytes(head_dim: int, packed: bool, arguments: dict) -> None:
     """Their rows must begin at one; gradients are views of such rows too."""
     lengths = {"lengths_q": (129, 0, 300), "lengths_k": (129, 33, 400)} if packed else {}
-    case = with_arguments(replace(_LARGE, head_dim=head_dim, head_dim_v=64, **lengths), **arguments)
+    case = _case(head_dim, 64, **lengths, **arguments)
     inputs = make_inputs(case, "cuda")
     rows = -(-head_dim // 8) * 8
     inputs.q, inputs.k = (
@@ -113,75 +506,6 @@ def test_heads_that_are_no_multiple_of_16_bytes(head_dim: int, packed: bool, arg
         for t in (inputs.q, inputs.k)
     )
     check(case, "hopper", "cuda", inputs=inputs)
-
-
-@pytest.mark.parametrize("head_dim, arguments", turns([64, 128, 192, 256, 512], _MASKS, 2), ids=str)
-def test_packed_sequences_over_many_tiles(head_dim: int, arguments: dict) -> None:
-    lengths_q, lengths_k = (129, 0, 700, 1, 64, 191), (129, 33, 300, 1, 0, 800)
-    case = replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim, lengths_q=lengths_q, lengths_k=lengths_k)
-    check(with_arguments(case, **arguments), "hopper", "cuda")
-
-
-_WIDE = [
-    (264, 264, torch.float16), (384, 320, _BF16), (448, 448, torch.float16), (512, 64, _BF16), (128, 512, _BF16),
-    (8, 264, torch.float16), (512, 512, torch.float16),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("heads, arguments", turns(_WIDE, _MASKS, 2), ids=str)
-def test_backward_of_wide_heads(heads: tuple[int, int, torch.dtype], arguments: dict) -> None:
-    """Sums have a fixed order, so a second run has the same bits."""
-    head_dim, head_dim_v, dtype = heads
-    for heads_kv, seq_q, seq_k in ((4, 517, 643), (2, 300, 65), (1, 1, 700), (2, 700, 1)):
-        case = replace(_LARGE, heads_kv=heads_kv, seq_q=seq_q, seq_k=seq_k, dtype=dtype, sinks=heads_kv == 2)
-        case = with_arguments(replace(case, head_dim=head_dim, head_dim_v=head_dim_v), **arguments)
-        check_again(case, "hopper")
-
-
-_WIDE_LENGTHS = {
-    "packed": {"lengths_q": (129, 0, 700, 1, 64, 191), "lengths_k": (129, 33, 300, 1, 0, 800)},
-    "packed, key lengths": {
-        "lengths_q": (129, 700, 64), "lengths_k": (129, 300, 800), "key_lengths": (70, 300, 0),
-    },
-    "key lengths": {"key_lengths": (643, 70), "sinks": True},
-    "soft cap": {"arguments": {"softcap": 3.0}},
-    "packed, soft cap": {"lengths_q": (129, 0, 700, 1), "lengths_k": (129, 33, 300, 1), "arguments": {"softcap": 3.0}},
-}  # fmt: skip
-
-
-_WIDE_KINDS = turns([(512, 512), (320, 264), (512, 64), (128, 512), (64, 320)], _MASKS, 4)[::3]
-
-
-@pytest.mark.parametrize("name, kind", turns(_WIDE_LENGTHS, _WIDE_KINDS, 3), ids=str)
-def test_lengths_and_soft_caps_of_wide_heads(name: str, kind: tuple[tuple[int, int], dict]) -> None:
-    """Sums have a fixed order, so a second run has the same bits."""
-    changes, (heads, arguments) = _WIDE_LENGTHS[name], kind
-    case = with_arguments(replace(_LARGE, head_dim=heads[0], head_dim_v=heads[1], heads_kv=2, **changes), **arguments)
-    check_again(case, "hopper")
-
-
-_SCORES = {
-    "softcap": {"arguments": {"softcap": 3.0}},
-    "alibi": {"alibi_slopes": "bh", "constant": ("alibi_slopes",)},
-    "sinks": {"sinks": True},
-    "all": {"alibi_slopes": "h", "constant": ("alibi_slopes",), "sinks": True, "arguments": {"softcap": 3.0}},
-}
-
-
-@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (90, None), "align": "top_left"}], ids=str)
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize(
-    "head_dim, head_dim_v", [(40, 40), (64, 64), (128, 128), (192, 128), (256, 256), (512, 512)], ids=str
-)
-@pytest.mark.parametrize("scores", _SCORES)
-def test_scores_that_change(
-    scores: str, head_dim: int, head_dim_v: int, packed: bool, arguments: dict, dtype: torch.dtype
-) -> None:
-    case = replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim_v, heads_kv=2, dtype=dtype, **_SCORES[scores])
-    if packed:
-        case = replace(case, lengths_q=(129, 0, 300, 1, 64), lengths_k=(129, 33, 200, 1, 0))
-    check(with_arguments(case, **arguments), "hopper", "cuda")
 
 
 def _course(name: str, keys: int) -> torch.Tensor:
@@ -195,7 +519,7 @@ def _course(name: str, keys: int) -> torch.Tensor:
     }[name]
 
 
-@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [_BF16, _FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (1030, 0)}, {"window": (1030, 50)}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("course", ["rising", "falling", "jump", "steps"])
@@ -216,7 +540,7 @@ _LEAPING = {
 }
 
 
-@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [_BF16, _FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (1900, 0)}], ids=str)
 @pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("heads", _LEAPING)
@@ -268,10 +592,10 @@ _SPREADS = {
 
 
 #: Of 64, 128, 192 and 256 columns, some causal, some in each dtype.
-_KINDS = [(64, False, _BF16), (128, True, torch.float16), (192, False, torch.float16), (256, True, _BF16)]
+_KINDS_OF_ROWS = [(64, False, _BF16), (128, True, _FP16), (192, False, _FP16), (256, True, _BF16)]
 
 
-@pytest.mark.parametrize("values, kind", turns(_SPREADS, _KINDS, 2), ids=str)
+@pytest.mark.parametrize("values, kind", turns(_SPREADS, _KINDS_OF_ROWS, 2), ids=str)
 def test_bits_of_a_row_depend_on_that_row_alone(values: str, kind: tuple[int, bool, torch.dtype]) -> None:
     """Not on other rows of its tile, other heads or batch entries, whose references rise where its own does not."""
     head_dim, causal, dtype = kind
@@ -292,7 +616,7 @@ def test_bits_of_a_row_depend_on_that_row_alone(values: str, kind: tuple[int, bo
     assert torch.equal(alone[:, 5::9], out[:1, 5::9, :1])
 
 
-@pytest.mark.parametrize("values, kind", turns(_SPREADS, _KINDS[::-1], 2), ids=str)
+@pytest.mark.parametrize("values, kind", turns(_SPREADS, _KINDS_OF_ROWS[::-1], 2), ids=str)
 def test_values_of_every_kind(values: str, kind: tuple[int, bool, torch.dtype]) -> None:
     head_dim, causal, dtype = kind
     torch.manual_seed(8)
@@ -302,7 +626,7 @@ def test_values_of_every_kind(values: str, kind: tuple[int, bool, torch.dtype]) 
 
 
 @pytest.mark.parametrize("exponents", [(-4.0, 0.0), (0.0, -9.6)], ids=["rising", "falling"])
-@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [_BF16, _FP16], ids=["bf16", "fp16"])
 def test_many_small_weights_beside_a_large_one(dtype: torch.dtype, exponents: tuple[float, float]) -> None:
     """Thousands of equal weights that together are as heavy as the largest one. All are rounded alike, so that what a
     format cannot hold would show in the sum."""
@@ -407,175 +731,6 @@ def test_rows_past_the_last_sequence(batch: int) -> None:
         assert_close("out", out[: 7 * batch], oracle, eager)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("causal", [False, True])
-def test_programs_with_many_tiles_each(head_dim: int, causal: bool) -> None:
-    """More tiles than multiprocessors: the order of tiles, the counters, and what a tile leaves behind for the next."""
-    case = replace(_LARGE, batch=6, heads=8, head_dim=head_dim, head_dim_v=head_dim, seq_q=1300, seq_k=1000)
-    check(with_arguments(case, causal=causal), "hopper", "cuda")
-
-
-@pytest.mark.usefixtures("several_consumers")
-@pytest.mark.parametrize(
-    "changes, arguments",
-    [
-        ({"seq_q": 1300, "seq_k": 1500}, {"softcap": 3.0}),
-        ({"seq_q": 1300, "seq_k": 1}, {}),
-        ({"lengths_q": (1500, 0, 1, 300), "lengths_k": (1200, 33, 1, 0)}, {}),
-        ({"seq_q": 2300, "seq_k": 2200}, {"causal": True}),
-        ({"seq_q": 2200, "seq_k": 2500}, {"causal": True, "align": "top_left"}),
-        ({"lengths_q": (2200, 0, 1, 200), "lengths_k": (2300, 33, 1, 0)}, {"causal": True}),
-    ],
-    ids=str,
-)
-def test_three_consumers(changes: dict, arguments: dict) -> None:
-    """Calls so long that three take turns: as often as there are key tiles, which may be never."""
-    case = replace(_LARGE, batch=1, head_dim=64, head_dim_v=64, **changes)
-    check(with_arguments(case, **arguments), "hopper", "cuda")
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"causal": True}, {"causal": True, "align": "top_left"}, {"causal": True, "deterministic": True}, {}],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("seq_q, seq_k", [(1100, 1000), (1030, 1300)])
-def test_long_walks(seq_q: int, seq_k: int, arguments: dict) -> None:
-    """There are enough queries and heads for each key tile that the steps which a mask or the end of the keys cuts have
-    a loop of their own. The end of the keys cuts all steps of the last tile."""
-    sizes = {"batch": 32, "heads": 8, "heads_kv": 1, "seq_q": seq_q, "seq_k": seq_k}
-    check(with_arguments(replace(_LARGE, **sizes, head_dim=128, head_dim_v=128), **arguments), "hopper", "cuda")
-
-
-@pytest.mark.parametrize("changes", [{}, {"alibi_slopes": "h", "constant": ("alibi_slopes",)}], ids=["plain", "alibi"])
-@pytest.mark.parametrize("seq_q, seq_k", [(4096, 4096), (4100, 4300)])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_walks_that_go_up(head_dim: int, seq_q: int, seq_k: int, changes: dict) -> None:
-    """Each line has enough key tiles that programs take a second one, whose queries come in the opposite order."""
-    sizes = {"batch": 1, "heads": 16, "heads_kv": 8, "seq_q": seq_q, "seq_k": seq_k}
-    case = replace(_LARGE, **sizes, head_dim=head_dim, head_dim_v=head_dim, **changes)
-    check(with_arguments(case, causal=True), "hopper", "cuda")
-
-
-_WALKS = [{}, {"causal": True}, {"causal": True, "deterministic": True}, {"window": (1100, 0)}, {"softcap": 5.0}]
-
-
-@pytest.mark.parametrize(
-    "arguments, heads", turns(_WALKS, [(64, 64), (104, 80), (128, 128), (192, 128), (256, 256), (64, 64)], 3), ids=str
-)
-def test_heads_that_share_keys_among_several_walks(arguments: dict, heads: tuple[int, int]) -> None:
-    """So few key tiles that the query heads of a key/value head are divided."""
-    head_dim, head_dim_v = heads
-    sizes = {"batch": 1, "heads": 12, "heads_kv": 2, "seq_q": 1500, "seq_k": 1400}
-    case = replace(_LARGE, **sizes, head_dim=head_dim, head_dim_v=head_dim_v)
-    check(with_arguments(case, **arguments), "hopper", "cuda")
-
-
-@pytest.mark.parametrize("arguments", [{"causal": True}, {"causal": True, "deterministic": True}], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_heads_that_share_keys_are_divided_for_the_cache(head_dim: int, arguments: dict) -> None:
-    """There are enough walks for all programs, which would find too little in the L2 cache (`shares_in_cache`)."""
-    sizes = {"batch": 12, "heads": 16, "heads_kv": 2, "seq_q": 1100, "seq_k": 1100}
-    case = replace(_LARGE, **sizes, head_dim=head_dim, head_dim_v=head_dim)
-    check(with_arguments(case, **arguments), "hopper", "cuda")
-
-
-@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(
-    "arguments",
-    [{}, {"causal": True}, {"causal": True, "softcap": 5.0}, {"dropout_p": 0.2}, {"window": (40, 30)}],
-    ids=str,
-)
-@pytest.mark.parametrize("head_dim, head_dim_v", [(176, 176), (192, 256), (208, 208), (256, 256)], ids=str)
-def test_short_sequences_of_wide_heads(head_dim: int, head_dim_v: int, arguments: dict, dtype: torch.dtype) -> None:
-    """Two key tiles, whose dq a thread block sums alone, so that it has the same bits again; also several lines."""
-    lines = torch.cuda.get_device_properties(0).multi_processor_count
-    for batch in (lines, 3 * lines):
-        sizes = {"batch": batch, "heads": 1, "heads_kv": 1, "seq_q": 111, "seq_k": 128, "dtype": dtype}
-        case = with_arguments(replace(_LARGE, **sizes, head_dim=head_dim, head_dim_v=head_dim_v), **arguments)
-        check_again(case, "hopper", names=("dq", "dk", "dv"))
-
-
-_WHOLE_LINES: list[dict[str, Any]] = [
-    {},
-    {"arguments": {"causal": True}},
-    {"arguments": {"window": (90, 60)}, "dtype": torch.float16},
-    {"arguments": {"causal": True, "deterministic": True, "softcap": 5.0}, "sinks": True},
-    {"heads": 3, "seq_q": 100, "seq_k": 200},
-    {"arguments": {"dropout_p": 0.2}, "seq_q": 120, "seq_k": 150},
-    {"bias": "b1qk", "seq_q": 130, "seq_k": 200},
-]
-
-
-@pytest.mark.parametrize(
-    "changes, kind", turns(_WHOLE_LINES, [(32, 32, 500), (64, 64, 300), (80, 104, 200), (128, 128, 200)], 2), ids=str
-)
-def test_thread_blocks_of_whole_lines_sum_dq_alone(changes: dict, kind: tuple[int, int, int]) -> None:
-    """Each has as many lines as any other one. Their sums have one order: equal bits."""
-    head_dim, head_dim_v, rows = kind
-    lines = torch.cuda.get_device_properties(0).multi_processor_count
-    sizes = {"batch": lines, "heads": 1, "heads_kv": 1, "seq_q": rows, "seq_k": rows + 33}
-    others = {name: value for name, value in changes.items() if name != "arguments"}
-    case = replace(_LARGE, **{**sizes, **others}, head_dim=head_dim, head_dim_v=head_dim_v)
-    case = with_arguments(case, **changes.get("arguments", {}))
-    check_again(case, "hopper", names=("dq", "dk", "dv"))
-
-
-@pytest.mark.parametrize("heads", [3, 7])
-@pytest.mark.parametrize(
-    "changes",
-    [{"lengths_q": (700, 0, 900), "lengths_k": (650, 70, 1000), "batch": 3}, {"block_mask": (128, 128)}],
-    ids=["packed", "blocks"],
-)
-def test_heads_among_several_walks_of_packed_and_listed_tiles(heads: int, changes: dict) -> None:
-    sizes = {"batch": 1, "heads": heads, "heads_kv": 1, "seq_q": 1500, "seq_k": 1400, "dtype": torch.float16}
-    case = replace(_LARGE, **{**sizes, **changes}, head_dim=128, head_dim_v=128)
-    check(with_arguments(case, causal=True), "hopper", "cuda")
-
-
-@pytest.fixture
-def plans_of_this_test() -> Iterator[None]:
-    """No plan of the backward is from before or stays, as the test changes what they depend on."""
-    clear_plans()
-    yield
-    clear_plans()
-
-
-@pytest.mark.parametrize("changes", [{}, {"alibi_slopes": "h", "constant": ("alibi_slopes",)}], ids=["plain", "alibi"])
-@pytest.mark.parametrize("seq_q, seq_k, heads_kv", [(512, 2304, 4), (500, 2190, 2)])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.usefixtures("plans_of_this_test")
-def test_walks_that_begin_where_others_are(
-    head_dim: int, seq_q: int, seq_k: int, heads_kv: int, changes: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where the L2 cache would not hold what a walk reads."""
-    monkeypatch.setattr(hopper_schedule, "WALK_BEYOND_CACHE", 512)
-    sizes = {"batch": 8, "heads": 4, "heads_kv": heads_kv, "seq_q": seq_q, "seq_k": seq_k}
-    check(replace(_LARGE, **sizes, head_dim=head_dim, head_dim_v=head_dim, **changes), "hopper", "cuda")
-
-
-_BANDS = [
-    {"causal": True}, {"causal": True, "align": "top_left"}, {"window": (70, 0)}, {"window": (5, 200)},
-    {"window": (None, 130)}, {"window": (0, 0)},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("arguments", _BANDS, ids=str)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"batch": 3, "heads": 8, "seq_q": 901, "seq_k": 1333},
-        {"batch": 3, "heads": 8, "seq_q": 1333, "seq_k": 901},
-        {"lengths_q": (700, 0, 1, 300), "lengths_k": (500, 33, 1, 0)},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("head_dim", [192, 256])
-def test_consumers_that_skip_key_tiles(head_dim: int, changes: dict, arguments: dict) -> None:
-    """Tiles of more rows than a key tile has keys: a band hides key tiles from one consumer that another visits."""
-    case = replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim, **changes)
-    check(with_arguments(case, **arguments), "hopper", "cuda")
-
-
 def test_strided_and_expanded_inputs() -> None:
     storage = torch.randn(2, 3, 300, 3, 8, 96, device="cuda", dtype=_BF16)
     q, k, v = storage[:, 1].unbind(2)  # heads interleaved, a batch stride three times too wide
@@ -653,31 +808,13 @@ def test_gradients_of_a_sequence_of_two_to_the_31_elements() -> None:
             assert_close(f"{name} at {first}", *(t[:, inside] for t in (mine, oracle, eager)))
 
 
-@pytest.mark.parametrize(
-    "changes, arguments",
-    [
-        ({"seq_q": 400, "seq_k": 4000}, {"causal": True, "align": "top_left", "deterministic": True}),
-        ({"lengths_q": (1, 0, 900, 0, 150), "lengths_k": (3000, 900, 1, 2300, 700)}, {"deterministic": True}),
-        ({"seq_q": 400, "seq_k": 4000}, {"causal": True, "align": "top_left"}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_keys_that_no_query_sees(head_dim: int, changes: dict, arguments: dict) -> None:
-    """Their tiles take so little time that a warpgroup which is held up comes to them late. It once waited without an
-    end, in some order of events (`test_hopper_emulated`)."""
-    case = with_arguments(replace(_LARGE, heads=16, head_dim=head_dim, head_dim_v=head_dim, **changes), **arguments)
-    check_again(case, "hopper", 20, ("dk", "dv"))
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_backwards_in_order_on_two_streams(head_dim: int, packed: bool) -> None:
     """Each has the multiprocessors that the other left, so that some of its programs begin when others have ended;
     nobody may wait for those that have not begun (`test_programs_that_begin_late`)."""
     lengths = {"lengths_q": (700, 300, 1100, 90), "lengths_k": (700, 300, 1100, 90)} if packed else {}
-    case = replace(_LARGE, heads=16, head_dim=head_dim, head_dim_v=head_dim, seq_q=1500, seq_k=1500, **lengths)
-    case = with_arguments(case, causal=True, deterministic=True)
+    case = _case(head_dim, heads=16, seq_q=1500, seq_k=1500, **lengths, **_IN_ORDER)
     inputs = make_inputs(case, "cuda")
     first = check(case, "hopper", inputs=inputs)
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -694,9 +831,9 @@ def test_backwards_in_order_on_two_streams(head_dim: int, packed: bool) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_hundred_runs_give_the_same_bits(head_dim: int) -> None:
-    case = replace(_LARGE, batch=4, heads=12, heads_kv=3, head_dim=head_dim, head_dim_v=head_dim, seq_q=1500)
-    inputs = make_inputs(with_arguments(case, causal=True), "cuda")
-    first = run(with_arguments(case, causal=True), inputs, "hopper")
+    case = _case(head_dim, batch=4, heads=12, heads_kv=3, seq_q=1500, causal=True)
+    inputs = make_inputs(case, "cuda")
+    first = run(case, inputs, "hopper")
     for _ in range(99):
         out, lse = flashtile.attention(inputs.q, inputs.k, inputs.v, causal=True, return_lse=True, backend="hopper")
         assert torch.equal(out, first["out"]) and torch.equal(lse, first["lse"])
@@ -707,13 +844,13 @@ def test_a_cuda_graph_and_eager_calls_do_not_share_their_counters(rows: str) -> 
     """Nor does the memory of a graph's results begin where the counters of its launch lie."""
     if rows == "dense":
         q, k, v = (torch.randn(4, 1500, 16, 64, device="cuda", dtype=_BF16) for _ in range(3))
-        call = functools.partial(flashtile.attention, q, k, v, causal=True, return_lse=True, backend="hopper")
+        call = partial(flashtile.attention, q, k, v, causal=True, return_lse=True, backend="hopper")
     else:
         lengths = torch.arange(2048, 4096, 64)
         starts = [torch.tensor([0, *counts], device="cuda").cumsum(0).int() for counts in ([1] * 32, lengths)]
         q, k, v = (torch.randn(n, 32, 128, device="cuda", dtype=_BF16) for n in (32, *[int(lengths.sum())] * 2))
         options = {"max_seqlen_q": 1, "max_seqlen_k": 4096, "causal": True, "return_lse": True, "backend": "hopper"}
-        call = functools.partial(flashtile.attention_varlen, q, k, v, *starts, **options)
+        call = partial(flashtile.attention_varlen, q, k, v, *starts, **options)
     expected = call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -730,46 +867,6 @@ def test_a_cuda_graph_and_eager_calls_do_not_share_their_counters(rows: str) -> 
         torch.cuda.synchronize()
         for results in (*captured, *eager):
             assert all(torch.equal(found, wanted) for found, wanted in zip(results, expected))
-
-
-_LISTS = {
-    "tiles": ((128, 128), {}),
-    "wide_queries-causal": ((256, 128), {"causal": True}),
-    "wide_keys-window": ((128, 384), {"window": (200, 30)}),
-    "small": ((64, 64), {}),
-    "small_queries-causal": ((64, 128), {"causal": True}),
-    "small_keys": ((384, 64), {}),
-}
-
-
-_HEADS_OF_LISTS = [(40, 40), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (64, 64)]
-
-
-@pytest.mark.parametrize("lists, heads", turns(_LISTS, _HEADS_OF_LISTS, 3), ids=str)
-def test_block_masks(lists: str, heads: tuple[int, int]) -> None:
-    """A mask for each head, of grouped heads; tiles that stick out, and some that lie past the end as a whole."""
-    head_dim, head_dim_v = heads
-    tile, arguments = _LISTS[lists]
-    case = replace(_LARGE, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=tile)
-    check(with_arguments(case, **arguments), "hopper", "cuda")
-
-
-@pytest.mark.parametrize("lists, heads", turns(_LISTS, _HEADS_OF_LISTS[::-1], 3), ids=str)
-def test_block_masks_of_packed_sequences(lists: str, heads: tuple[int, int]) -> None:
-    """Lists are those of the longest sequence; shorter ones end within their tiles, or before them."""
-    head_dim, head_dim_v = heads
-    tile, arguments = _LISTS[lists]
-    lengths = {"lengths_q": (700, 0, 1, 130, 1100), "lengths_k": (650, 70, 1, 390, 1000), "batch": 5}
-    case = replace(_LARGE, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=tile, **lengths)
-    for deterministic in (False, True):
-        check(with_arguments(case, deterministic=deterministic, **arguments), "hopper", "cuda")
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("scores", _SCORES)
-def test_block_masks_and_scores_that_change(scores: str, head_dim: int) -> None:
-    case = replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim, block_mask=(128, 128), **_SCORES[scores])
-    check(case, "hopper", "cuda")
 
 
 def _pattern(name: str, seq: int) -> BlockMask:
@@ -808,16 +905,6 @@ def test_patterns(name: str, head_dim: int, seq: int) -> None:
     assert not actual["out"][:, blind].any() and actual["lse"][..., blind].isneginf().all()
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_ordered_gradients_of_block_masks_have_the_same_bits_in_every_run(head_dim: int, packed: bool) -> None:
-    case = replace(_LARGE, heads_kv=2, seq_q=1500, seq_k=1700, head_dim=head_dim, head_dim_v=head_dim)
-    if packed:
-        case = replace(case, batch=4, lengths_q=(1500, 300, 0, 900), lengths_k=(1700, 333, 60, 1200))
-    case = with_arguments(replace(case, block_mask=(128, 256)), deterministic=True)
-    check_again(case, "hopper", 20)
-
-
 def test_automatic_choice_on_this_gpu() -> None:
     q = torch.randn(1, 65, 2, 64, device="cuda", dtype=_BF16)
     assert flashtile.explain(q, q, q).backend == "hopper"
@@ -829,29 +916,10 @@ def test_automatic_choice_on_this_gpu() -> None:
 
 @pytest.mark.multi_gpu
 def test_inputs_on_a_device_that_is_not_current() -> None:
-    inputs = make_inputs(with_arguments(_LARGE, causal=True), "cuda:1")
+    case = _case(causal=True)
+    inputs = make_inputs(case, "cuda:1")
     with torch.cuda.device(0):
-        check(with_arguments(_LARGE, causal=True), "hopper", "cuda:1", inputs=inputs)
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("heads_kv, divides", [(2, False), (2, True), (8, True)])  # but for the first lines may rise
-@pytest.mark.parametrize("window", [None, (600, None)], ids=["causal", "window"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.usefixtures("plans_of_this_test")
-def test_ordered_gradients_have_the_same_bits_in_every_run(
-    head_dim: int, window: tuple[int, None] | None, heads_kv: int, divides: bool, packed: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Heads that share keys walk together, or each by itself."""
-    if not divides:
-        monkeypatch.setattr(schedule, "_STEPS_OF_A_SUM", 2**31)
-    lengths = {"lengths_q": (900, 40, 0, 1500), "lengths_k": (1000, 7, 30, 1500)} if packed else {}
-    case = replace(
-        BASE, seq_q=1500, seq_k=1700, heads=8, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=head_dim, dtype=_BF16
-    )
-    case = with_arguments(replace(case, **lengths), causal=True, window=window, deterministic=True)
-    check_again(case, "hopper", 30)
+        check(case, "hopper", "cuda:1", inputs=inputs)
 
 
 def test_no_tile_is_left_out() -> None:
@@ -860,3 +928,106 @@ def test_no_tile_is_left_out() -> None:
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
     lines = [line for process in processes for line in process.communicate()[0].splitlines()]
     assert len(lines) == 6 * left_out_tiles.CASES and not [line for line in lines if not line.endswith(": 0 0 0 0")]
+
+
+@pytest.mark.parametrize("feature", ["padding as lengths", "dense mask", "GPT-2", "slopes", "all and slopes"])
+def test_a_backward_after_the_forward_of_the_portable_kernels(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any backward follows any forward."""
+    serve, served = select.implementation, []
+
+    def implementation(phase: Any, q: Any, k: Any, v: Any, side: Any, spec: Any, backend: str, **more: Any) -> Any:
+        portable = phase == "forward" and backend == "hopper"
+        served.append((phase, backend))
+        return serve(phase, q, k, v, side, spec, "triton" if portable else backend, **more)
+
+    monkeypatch.setattr(select, "implementation", implementation)
+    check(_case(**_FEATURES[feature]), "hopper", "cuda")
+    assert ("backward", "hopper") in served
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_same_weights_are_dropped_on_every_backend(head_dim: int) -> None:
+    """With equal weights and values of 1, out counts the kept ones."""
+    q = torch.zeros(2, 300, 4, head_dim, dtype=_FP16, device="cuda")
+    k = torch.zeros(2, 512, 4, head_dim, dtype=_FP16, device="cuda")
+    v = torch.zeros_like(k)
+    for part in range(8):  # a column of v shows one part of the keys
+        v[:, part * 64 : part * 64 + 64, :, part] = 1
+    seed = torch.tensor([2**31 + 5, 77], device="cuda")
+    outs = [
+        flashtile.attention(q, k, v, dropout_p=0.5, dropout_seed=seed, backend=backend)
+        for backend in ("hopper", "triton")
+    ]
+    counts = [(out.double()[..., :8] * 512 * 0.5).round() for out in outs]
+    assert torch.equal(*counts)
+
+
+def test_a_part_of_a_larger_call_drops_the_same_weights() -> None:
+    inputs = make_inputs(_case(seq_q=512, seq_k=512, heads_kv=4, dropout_p=0.3), "cuda")
+    seed = inputs.tensors["dropout_seed"]
+    whole, whole_lse = flashtile.attention(
+        inputs.q, inputs.k, inputs.v, dropout_p=0.3, dropout_seed=seed, backend="hopper", return_lse=True
+    )
+    part = flashtile.AttentionPart(256, 0, 512, 512)
+    out, lse = flashtile.attention_part(
+        inputs.q[:, 256:], inputs.k, inputs.v, part, dropout_p=0.3, dropout_seed=seed, backend="hopper"
+    )
+    assert torch.equal(out, whole[:, 256:]) and torch.equal(lse, whole_lse[..., 256:])
+
+
+_FLOAT32: dict[str, dict[str, Any]] = {
+    "full": {"batch": 3, "seq_q": 512, "seq_k": 512},
+    "causal, shared keys": {"seq_q": 643, "seq_k": 643, "causal": True},
+    "long, causal": {"batch": 1, "seq_q": 3000, "seq_k": 3000, "causal": True},
+    "one query, sinks": {"seq_q": 1, "seq_k": 700, "sinks": True},
+    "rows that see nothing": {"seq_q": 300, "seq_k": 100, "sinks": True, "causal": True},
+    "one key, other scale": {"seq_k": 1, "scale": -0.1},
+    "window": {"seq_q": 700, "seq_k": 800, "window": (90, 3)},
+    "window, top left": {"seq_q": 517, "window": (None, 20), "align": "top_left"},
+    "heads divided": {"heads": 8, "heads_kv": 1, "seq_q": 2000, "seq_k": 70},
+}
+
+
+_FLOAT32_WIDTHS = [
+    (128, 128), (96, 96), (72, 128), (128, 64), (80, 8), (256, 256), (192, 192), (144, 144), (192, 128), (256, 64),
+    (192, 256), (128, 192), (512, 512), (320, 320), (512, 8), (72, 512),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("widths, name", turns(_FLOAT32_WIDTHS, _FLOAT32, 2), ids=str)
+def test_backward_of_float32(widths: tuple[int, int], name: str) -> None:
+    """Its sums have a fixed order, so each run has the same bits."""
+    case = _short(*widths, dtype=torch.float32, **_FLOAT32[name])
+    inputs = make_inputs(case, "cuda")
+    given = {**inputs.tensors, **case.keywords(), "device": "sm_90"}
+    choice = flashtile.explain(inputs.q, inputs.k, inputs.v, **given)
+    assert [(kernel.name, kernel.backend) for kernel in choice.kernels[-3:]] == [
+        (name, "hopper") for name in ("dv", "dk", "dq")
+    ]
+    check_again(case, "auto", 3)
+
+
+@pytest.mark.parametrize("widths, name", turns(_FLOAT32_WIDTHS, [*_FLOAT32][::-1], 1), ids=str)
+def test_forward_of_float32(widths: tuple[int, int], name: str) -> None:
+    """Its sums have a fixed order, so each run has the same bits."""
+    case = _short(*widths, dtype=torch.float32, **_FLOAT32[name])
+    check_again(case, "hopper", 3, ("out", "lse"))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [256, 512])
+def test_forward_of_float32_with_infinite_and_missing_numbers(head_dim: int, causal: bool) -> None:
+    """The parts of an infinite number are infinite and NaN. Scores are hidden before they count, values are not."""
+    q, k, v = (torch.randn(1, 200, 2, head_dim, device="cuda") for _ in range(3))
+    if causal:
+        k[0, 150, 0] = torch.inf
+    else:
+        v[0, 130, 1, 7], v[0, 160, 1, 9] = torch.inf, torch.nan
+    mine = flashtile.attention(q, k, v, causal=causal, backend="hopper", return_lse=True)
+    oracle, eager = (
+        flashtile.attention(*(t.to(dtype) for t in (q, k, v)), causal=causal, backend="reference", return_lse=True)
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert not oracle[0].isfinite().all()
+    for name, actual, expected, of_eager in zip(("out", "lse"), mine, oracle, eager):
+        assert_close(name, actual, expected, of_eager)

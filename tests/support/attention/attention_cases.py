@@ -174,6 +174,16 @@ EDGES = {
 }
 
 
+def changed(base: AttentionCase, head_dim: int = 0, head_dim_v: int = 0, **changes: Any) -> AttentionCase:
+    """`base` with heads of other widths (one number: of both), other fields, and other arguments of the call, which is
+    what is no field."""
+    of_case = {name: value for name, value in changes.items() if name in AttentionCase.__dataclass_fields__}
+    if head_dim:
+        of_case |= {"head_dim": head_dim, "head_dim_v": head_dim_v or head_dim}
+    arguments = {name: value for name, value in changes.items() if name not in of_case}
+    return with_arguments(replace(base, **of_case), **arguments)
+
+
 def parameters(cases: dict[str, AttentionCase]) -> list:
     return [pytest.param(case, id=name.replace(" ", "_")) for name, case in cases.items()]
 

@@ -1,6 +1,6 @@
 """The two parts of the tests: the quick one, which `make test` runs, and the rest, which only `make test-all` adds.
 
-The quick part has the first case of every test, and one case for each kernel of a test whose parameter is `kernel`; of
+The quick part has the first case of every test, and one case for each value of a parameter `kernel` or `group`; of
 cases that run in Triton's interpreter or on a GPU it has the first too. So every test function is in it, except those
 with the mark `slow`. What follows from that is asserted: each public name is used in it (`names_used`) and each kernel
 compiles in it (`kernels`).
@@ -30,7 +30,7 @@ def parts(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         place = tuple(mark for mark in ("gpu", "hopper", "interpreter") if item.get_closest_marker(mark))
-        case = item.nodeid.partition("[")[0], str(parameters.get("kernel")), place
+        case = item.nodeid.partition("[")[0], str(parameters.get("kernel", parameters.get("group"))), place
         quick = case not in seen and item.get_closest_marker("slow") is None
         if quick:
             seen.add(case)
